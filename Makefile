@@ -1,0 +1,71 @@
+# Needs Python 3.11+ and make. Every target below first brings .venv up to date with pyproject.toml and
+# requirements.lock, so `make train` and `make test` work in a fresh clone.
+PYTHON  ?= python3
+WORKERS ?= 2
+ARGS    ?=
+
+BIN       := .venv/bin
+INSTALLED := .venv/.installed
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup train test test-main interpret lint format types docs aot bench clean
+
+help:
+	@echo "make train [ARGS=...]   train a small GPT in NVFP4 beside its BF16 twin (ARGS=--help lists the options)"
+	@echo "make test [ARGS=...]    all tests, and the kernels under Triton's interpreter"
+	@echo "make lint | format      ruff: check, or rewrite in place"
+	@echo "make types              strict type check"
+	@echo "make docs               documentation, warnings as errors, into docs/_build/html"
+	@echo "make interpret          only the kernel parity tests under Triton's interpreter (CPU)"
+	@echo "make aot                compile the kernels ahead of time for GPUs that are not here"
+	@echo "make bench [ARGS=...]   benchmarks (a GPU makes them meaningful)"
+	@echo "make clean              remove caches and build outputs; keeps .venv and runs/"
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "fp4engine needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12 ..." >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e ".[dev,docs,examples]"
+	@touch $@
+
+train: $(INSTALLED)
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+# The interpreter runs first so that the summary of the whole suite comes last; `make -k test` runs both whatever happens.
+test: interpret test-main
+
+test-main: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+# A process of its own: Triton decides at import whether its kernels are compiled or interpreted.
+interpret: $(INSTALLED)
+	@if [ -n "$(wildcard tests/parity/test_*.py)" ]; then \
+	  set -x; TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" tests/parity; \
+	fi
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(INSTALLED)
+	$(BIN)/basedpyright
+
+docs: $(INSTALLED)
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+
+aot: $(INSTALLED)
+	@if [ -f tools/aot.py ]; then set -x; $(BIN)/python tools/aot.py $(ARGS); else echo "make aot: no kernels to compile yet"; fi
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+clean:
+	rm -rf docs/_build dist build .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

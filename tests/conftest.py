@@ -1,0 +1,111 @@
+"""What every test gets: a seed, poisoned allocations, hypothesis settings, and a reason when it is skipped."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
+
+# Dynamo looks torch's functions up by identity, once: it has to see the real torch.empty, not the poisoned one.
+get_torch_obj_rule_map()
+
+settings.register_profile(
+    "ci",
+    deadline=None,  # the first example pays for imports and warm-up
+    max_examples=25,
+    derandomize=True,  # a red run is red again for whoever looks into it
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.register_profile("thorough", deadline=None, max_examples=500)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton runs kernels in Python on the CPU in this process (`make interpret`)."""
+
+POISON_BYTE = 0xFF
+"""As float32 and bfloat16 eight or more set bits at the top are a NaN, and so is 0xFF in E4M3 and E5M2."""
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers already fill the cores
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        if item.get_closest_marker("gpu") and devices < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("multi_gpu") and devices < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {devices}"))
+
+
+@pytest.fixture
+def device() -> str:
+    """The accelerator where there is one, else the CPU: for tests whose bytes must agree on both."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def kernel_device() -> str:
+    """Where Triton kernels run in this process; skips when nowhere."""
+    if INTERPRETED:
+        return "cpu"
+    if not torch.cuda.is_available():
+        pytest.skip("Triton kernels need a CUDA device, or TRITON_INTERPRET=1 (make interpret)")
+    return "cuda"
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(1234)
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill `tensor` with NaN, or with 0xFF bytes where its dtype has none.
+
+    Tensors that are not plain memory (fake, meta, functional, sparse, wrapper subclasses) are left alone.
+    """
+    if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.layout is not torch.strided:
+        return tensor
+    if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return tensor
+    if tensor.numel() == 0 or tensor.dtype is torch.bool:
+        return tensor
+    with torch.no_grad():
+        if tensor.dtype.is_floating_point and tensor.element_size() >= 2:
+            tensor.fill_(float("nan"))
+        elif tensor.dtype.is_complex:
+            tensor.fill_(complex("nan"))
+        elif tensor.element_size() == 1 and tensor.is_contiguous():
+            tensor.view(torch.uint8).fill_(POISON_BYTE)
+        else:
+            tensor.fill_(-1)
+    return tensor
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`torch.empty` and its kin return NaN instead of whatever was in memory, so output nobody wrote is seen.
+
+    While `torch.compile` traces, and inside fake-tensor modes, allocation is untouched; `@pytest.mark.no_poison`
+    turns the fixture off altogether.
+    """
+    if request.node.get_closest_marker("no_poison"):
+        yield
+        return
+
+    def poisoned(allocate: Any) -> Any:
+        # Not functools.wraps: Dynamo would look through __wrapped__ and warn.
+        def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = allocate(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                return tensor
+            return poison(tensor)
+
+        return allocate_poisoned
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    yield

@@ -1,0 +1,51 @@
+"""The safety net itself: poisoned allocations are seen, and leave tracing alone."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_unwritten_floats_are_nan(dtype: torch.dtype) -> None:
+    like = torch.zeros(3, 5, dtype=dtype)
+    for tensor in (torch.empty(3, 5, dtype=dtype), torch.empty_like(like), like.new_empty(4)):
+        assert tensor.float().isnan().all()
+
+
+def test_unwritten_bytes_are_all_ones() -> None:
+    assert (torch.empty(7, dtype=torch.uint8) == 0xFF).all()
+    assert (torch.empty(7, dtype=torch.int8) == -1).all()
+
+
+def test_empty_keeps_its_arguments() -> None:
+    tensor = torch.empty(2, 3, dtype=torch.float32, requires_grad=True)
+    assert tensor.requires_grad and tensor.is_leaf
+    assert torch.empty(0, 16, dtype=torch.uint8).shape == (0, 16)
+    assert torch.empty(2, 3, device="meta").is_meta
+
+
+def test_fake_tensors_are_left_alone() -> None:
+    with FakeTensorMode():
+        assert torch.empty(4, dtype=torch.uint8).shape == (4,)
+
+
+def test_compiled_functions_still_trace() -> None:
+    @torch.compile(fullgraph=True, backend="eager")
+    def filled(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(4, dtype=x.dtype)
+        return out.fill_(2.0) + x + torch.empty_like(x).zero_()
+
+    assert torch.equal(filled(torch.ones(4)), torch.full((4,), 3.0))
+
+
+@pytest.mark.no_poison
+def test_opting_out() -> None:
+    assert torch.empty.__module__ != "conftest" and torch.empty is torch._C._VariableFunctions.empty
+
+
+def test_each_test_is_seeded() -> None:
+    first = torch.rand(3)
+    torch.manual_seed(1234)
+    assert torch.equal(first, torch.rand(3))

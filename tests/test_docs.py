@@ -1,0 +1,109 @@
+"""Every code block in README.md and docs/ works.
+
+The ```python blocks of one page run in order in one namespace, as a reader would paste them. ```bash blocks are
+not run; the files and make targets they name must exist.
+"""
+
+import linecache
+import re
+import shlex
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>[^`\n]*)$")
+FILE = re.compile(r"[\w.-]+(/[\w.-]+)*\.(py|md|toml|lock|txt|json|sh|yaml)")
+MADE_BY_RUNNING = ("runs/", "docs/_build/")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; `line` is that of its first line of code, from 1."""
+
+    language: str
+    code: str
+    line: int
+
+
+def blocks(text: str) -> Iterator[Block]:
+    opened: re.Match[str] | None = None
+    body: list[str] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        fence = FENCE.match(line)
+        if opened is None:
+            if fence:
+                opened, body = fence, []
+        elif fence and fence["ticks"] == opened["ticks"] and not fence["language"].strip():
+            yield Block(opened["language"].strip(), "\n".join(body) + "\n", number - len(body))
+            opened = None
+        else:
+            body.append(line.removeprefix(opened["indent"]))
+    assert opened is None, "a code fence is never closed"
+
+
+def run_page(path: Path, text: str) -> None:
+    """Run the page's python blocks; tracebacks name the page and its own line numbers."""
+    module = types.ModuleType("__docs_page__")
+    sys.modules[module.__name__] = module  # dataclasses and pickling look their module up
+    linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
+    try:
+        for block in blocks(text):
+            if block.language == "python":
+                exec(compile("\n" * (block.line - 1) + block.code, str(path), "exec"), module.__dict__)
+    finally:
+        del sys.modules[module.__name__]
+
+
+def missing_names(block: Block, targets: set[str]) -> list[str]:
+    """Files and make targets that a bash block names and the repository lacks."""
+    missing: list[str] = []
+    for line in block.code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["make"]:
+            missing += [word for word in words[1:] if re.fullmatch(r"[a-z][\w-]*", word) and word not in targets]
+        files = [word for word in words if FILE.fullmatch(word) and not word.startswith(MADE_BY_RUNNING)]
+        missing += [word for word in files if not (REPOSITORY / word).exists()]
+    return missing
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][\w-]*):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = path.read_text()
+    for block in blocks(text):
+        assert block.language not in ("py", "python3", "pycon"), (
+            f"{path}:{block.line}: write ```python, so that it runs"
+        )
+        if block.language in ("bash", "sh", "console"):
+            assert not (missing := missing_names(block, make_targets())), f"{path}:{block.line}: no such {missing}"
+    monkeypatch.chdir(tmp_path)  # a page may write files
+    run_page(path, text)
+
+
+def test_blocks_share_a_namespace_and_keep_line_numbers(tmp_path: Path) -> None:
+    page = "one\n```python\nx = 1\n```\ntwo\n\n  ```python\n  raise ValueError(x)\n  ```\n"
+    path = tmp_path / "page.md"
+    with pytest.raises(ValueError, match="1") as raised:
+        run_page(path, page)
+    assert (str(raised.traceback[-1].path), raised.traceback[-1].lineno + 1) == (str(path), 8)
+
+
+def test_missing_names_are_found() -> None:
+    block = Block(
+        "bash", "make train ARGS='--help'\nmake nothing -j2  # make this\npython gone/away.py --data runs/a.json\n", 1
+    )
+    assert missing_names(block, {"train"}) == ["nothing", "gone/away.py"]
+
+
+def test_the_two_commands_of_the_readme_are_there() -> None:
+    bash = "".join(block.code for block in blocks(PAGES[0].read_text()) if block.language == "bash")
+    assert "make train" in bash and "make test" in bash
