@@ -6,7 +6,7 @@ copyright = "2026, The fp4engine authors"
 release = version = installed_version("fp4engine")
 
 extensions = ["myst_parser"]
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 nitpicky = True
