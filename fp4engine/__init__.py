@@ -1,0 +1,35 @@
+"""fp4engine: NVFP4 training numerics, the same bytes on every machine."""
+
+from fp4engine import recipe
+from fp4engine.capability import is_nvfp4_available
+from fp4engine.modules import Linear
+from fp4engine.quantizers import IdentityQuantizer, NVFP4Quantizer, Quantizer, make_quantizer
+from fp4engine.roles import QuantizerRole
+from fp4engine.state import (
+    autocast,
+    fp8_autocast,
+    get_default_recipe,
+    get_rng_state,
+    manual_seed,
+    set_rng_state,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "IdentityQuantizer",
+    "Linear",
+    "NVFP4Quantizer",
+    "Quantizer",
+    "QuantizerRole",
+    "__version__",
+    "autocast",
+    "fp8_autocast",
+    "get_default_recipe",
+    "get_rng_state",
+    "is_nvfp4_available",
+    "make_quantizer",
+    "manual_seed",
+    "recipe",
+    "set_rng_state",
+]

@@ -1,0 +1,64 @@
+"""What this machine can do, found by probing features, each answer with its reason.
+
+Nothing is probed at import; CUDA is touched only when a question about it is asked.
+"""
+
+import importlib.util
+from functools import cache
+
+import torch
+
+_FP4_TARGETS = {10: "tcgen05 block-scaled MMA", 12: "mma.sync block-scaled MMA"}
+
+
+@cache
+def triton_available() -> tuple[bool, str]:
+    """Whether Triton can be imported, and why not. Does not import it."""
+    if importlib.util.find_spec("triton") is None:
+        return False, "Triton is not installed"
+    return True, "Triton is installed"
+
+
+@cache
+def triton_runs_on(device: torch.device) -> tuple[bool, str]:
+    """Whether Triton kernels run on tensors of ``device``."""
+    if device.type != "cuda":
+        return False, f"Triton kernels need a CUDA device, the tensor is on {device.type}"
+    available, reason = triton_available()
+    if not available:
+        return False, reason
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return False, f"sm_{major}{minor} has no BF16 arithmetic; the kernels need Ampere (sm_80) or newer"
+    return True, f"sm_{major}{minor}"
+
+
+@cache
+def fp4_units(device: torch.device) -> tuple[bool, str]:
+    """Whether ``device`` has FP4 tensor cores, and which."""
+    if device.type != "cuda":
+        return False, f"{device.type} has no FP4 tensor cores"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major in _FP4_TARGETS:
+        return True, f"sm_{major}{minor}: {_FP4_TARGETS[major]}"
+    return False, f"sm_{major}{minor} has no FP4 tensor cores"
+
+
+def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether NVFP4 training runs here: always True, since every machine has at least the reference path.
+
+    Args:
+        return_reason: also return which path this machine takes and why: ``native`` (FP4 tensor cores),
+            ``emulated`` (the same bytes from Triton kernels, products on BF16 tensor cores) or ``reference``
+            (plain PyTorch).
+    """
+    if not return_reason:
+        return True
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    runs, reason = triton_runs_on(device)
+    if not runs:
+        return True, f"reference: {reason}; exact NVFP4 arithmetic in plain PyTorch"
+    units, reason = fp4_units(device)
+    if not units:
+        return True, f"emulated: {reason}; exact NVFP4 quantization by Triton kernels, products on BF16 tensor cores"
+    return True, f"native: {reason}; checked against the reference at first use"

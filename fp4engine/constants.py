@@ -1,0 +1,34 @@
+"""Every number of the NVFP4 contract, once.
+
+Source: TransformerEngine ``custom_recipes/reference_nvfp4.py`` and arXiv 2509.25149, appendix B.
+"""
+
+from typing import Final
+
+E2M1_MAX: Final = 6.0
+"""Largest magnitude of the 4-bit element format."""
+
+E4M3_MAX: Final = 448.0
+"""Largest magnitude of the 8-bit block-scale format (no infinities)."""
+
+E4M3_BOUND_4OVER6: Final = 256.0
+"""Block-scale bound under 4over6: 256 * 1.5 = 384 is an E4M3 value, 448 * 1.5 = 672 overflows."""
+
+BLOCK_SIZE: Final = 16
+"""Elements that share one block scale, along the contracted axis."""
+
+FLT_MAX: Final = 3.4028234663852886e38
+"""Largest finite FP32 value; caps encode scales so that zero-scale blocks stay finite."""
+
+SR_GUARD: Final = 16.0 / 17.0
+"""Worst-case factor by which rounding to E4M3 can lower a normal block scale."""
+
+HADAMARD_SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The fixed sign vector of the random Hadamard transform, shared by all layers and steps."""
+
+PHILOX_ROUNDS: Final = 10
+PHILOX_M0: Final = 0xD2511F53
+PHILOX_M1: Final = 0xCD9E8D57
+PHILOX_W0: Final = 0x9E3779B9
+PHILOX_W1: Final = 0xBB67AE85
+"""Philox4x32-10 (Salmon et al., SC 2011): rounds, multipliers and Weyl increments of the key."""

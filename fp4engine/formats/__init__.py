@@ -1,0 +1,23 @@
+"""Element formats and casts as data."""
+
+from fp4engine.formats.cast_spec import CastSpec, Correction, Outer, Rotation, RoundingMode, ScaleRule, Signs
+from fp4engine.formats.elements import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, FP32, ElementFormat
+
+__all__ = [
+    "E2M1",
+    "E2M3",
+    "E3M2",
+    "E4M3",
+    "E5M2",
+    "E8M0",
+    "FORMATS",
+    "FP32",
+    "CastSpec",
+    "Correction",
+    "ElementFormat",
+    "Outer",
+    "Rotation",
+    "RoundingMode",
+    "ScaleRule",
+    "Signs",
+]

@@ -1,0 +1,237 @@
+"""One frozen value that says how ONE operand becomes codes and scales.
+
+An operand is a matrix ``[rows, cols]`` whose LAST axis is the one a GEMM contracts. The reference
+(:mod:`fp4engine.reference`) interprets any CastSpec; a kernel answers whether it covers one.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
+from fp4engine.formats.elements import E2M1, E4M3, E8M0, FORMATS, ElementFormat
+
+
+class RoundingMode(Enum):
+    """How an element meets its grid."""
+
+    EVEN = "even"
+    """Nearest, ties to the even code."""
+    AWAY = "away"
+    """Nearest, ties away from zero."""
+    ZERO = "zero"
+    """Truncation."""
+    STOCHASTIC = "stochastic"
+    """Up with probability equal to the distance from the lower neighbour."""
+
+
+class ScaleRule(Enum):
+    """How a block's largest magnitude becomes its stored scale."""
+
+    AMAX = "amax"
+    """Largest magnitude onto ``target``, scale rounded to nearest even."""
+    FOUR_OVER_SIX_MAE = "4over6_mae"
+    FOUR_OVER_SIX_MSE = "4over6_mse"
+    """Largest magnitude onto 6 or onto 4, whichever has the smaller error (ties: 6)."""
+    FLOOR = "floor"
+    CEIL = "ceil"
+    MIDMAX = "midmax"
+    OPTION3 = "option3"
+    TOPBINADE = "topbinade"
+    """Powers of two for E8M0 scales, in TensorCast's words."""
+
+    @property
+    def is_four_over_six(self) -> bool:
+        return self in (ScaleRule.FOUR_OVER_SIX_MAE, ScaleRule.FOUR_OVER_SIX_MSE)
+
+    @property
+    def is_power_of_two(self) -> bool:
+        return self not in (ScaleRule.AMAX, *_FOUR_OVER_SIX)
+
+
+_FOUR_OVER_SIX = (ScaleRule.FOUR_OVER_SIX_MAE, ScaleRule.FOUR_OVER_SIX_MSE)
+
+
+class Outer(Enum):
+    """What shares one FP32 outer scale (level two of two-level scaling)."""
+
+    TENSOR = "tensor"
+    ROW = "row"
+    BLOCK128 = "1x128"
+    NONE = "none"
+
+
+class Signs(Enum):
+    """Which sign vector a rotation uses."""
+
+    FIXED = "fixed"
+    """The recipe's one vector, the same for all layers and steps."""
+    NONE = "none"
+    """Deterministic Hadamard."""
+    DGRAD = "dgrad"
+    WGRAD = "wgrad"
+    """Drawn anew from the random stream at every draw, shared by both operands of the GEMM so named."""
+
+    @property
+    def is_fresh(self) -> bool:
+        return self in (Signs.DGRAD, Signs.WGRAD)
+
+
+class Correction(Enum):
+    """What is done about the shrinkage of nearest rounding."""
+
+    NONE = "none"
+    EDEN16 = "eden16"
+    EDEN128 = "eden128"
+    """<y,y>/<y,q> per 16 or 128 elements, stochastically rounded into the block scales (MS-EDEN)."""
+    SCALAR = "scalar"
+    """<y,y>/<y,q> once per operand, folded into the FP32 outer scale."""
+
+    @property
+    def group(self) -> int:
+        """Elements that share one correction along the contracted axis; 1 if the operand has one or none."""
+        return {Correction.EDEN16: 16, Correction.EDEN128: 128}.get(self, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Random Hadamard transform along the contracted axis: ``y = x.view(-1, size) @ diag(s) H / sqrt(size)``."""
+
+    size: int = BLOCK_SIZE
+    signs: Signs = Signs.FIXED
+
+    def __post_init__(self) -> None:
+        if self.size not in (16, 32, 64, 128):
+            raise ValueError(f"Rotation size must be 16, 32, 64 or 128, got {self.size}")
+
+    def __str__(self) -> str:
+        return f"rht{self.size}-{self.signs.value}"
+
+
+@dataclass(frozen=True)
+class CastSpec:
+    """How one operand is cast. The default is NVFP4 1x16, nearest even.
+
+    Attributes:
+        element: format of the codes.
+        block: ``(rows, cols)`` that share one block scale; ``cols`` lies along the contracted axis.
+            ``(0, 0)``: no block scales, only the outer one (FP8 per tensor).
+        scale: format of the stored block scales.
+        scale_rule: how a block's amax becomes its scale.
+        scale_bound: largest block scale aimed at; 256 leaves room for 4over6 and EDEN.
+        target: element value that a block's amax aims at; ``6 * 16/17`` guards stochastic rounding.
+        outer: what shares one FP32 outer scale.
+        rounding: how elements meet their grid.
+        random_bits: random bits per element under stochastic rounding, 8 or 16.
+        rotation: Hadamard transform before everything else, or None.
+        correction: correction of shrinkage.
+        key: the spec as one short string; :meth:`from_key` reads it back. Used in operator schemas and JSON.
+    """
+
+    element: ElementFormat = E2M1
+    block: tuple[int, int] = (1, BLOCK_SIZE)
+    scale: ElementFormat = E4M3
+    scale_rule: ScaleRule = ScaleRule.AMAX
+    scale_bound: float = E4M3_MAX
+    target: float = E2M1_MAX
+    outer: Outer = Outer.TENSOR
+    rounding: RoundingMode = RoundingMode.EVEN
+    random_bits: int = 8
+    rotation: Rotation | None = None
+    correction: Correction = Correction.NONE
+    key: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.random_bits not in (8, 16):
+            raise ValueError(f"CastSpec random_bits must be 8 or 16, got {self.random_bits}")
+        if (self.scale == E8M0) != self.scale_rule.is_power_of_two:
+            raise ValueError(
+                f"CastSpec scale_rule={self.scale_rule.value} does not go with scale={self.scale}: "
+                "e8m0 takes floor, ceil, midmax, option3 or topbinade; other formats take amax or 4over6"
+            )
+        if self.scale_rule.is_four_over_six and self.element != E2M1:
+            raise ValueError(f"CastSpec 4over6 needs element=e2m1, got {self.element}")
+        if self.correction is not Correction.NONE and self.rounding is RoundingMode.STOCHASTIC:
+            raise ValueError(
+                f"CastSpec correction={self.correction.value} corrects nearest rounding; "
+                "it does not go with rounding=stochastic"
+            )
+        values = (getattr(self, f.name) for f in fields(self) if f.init)
+        object.__setattr__(self, "key", ":".join(map(_print_field, values)))
+
+    @property
+    def numerator(self) -> float:
+        """``scale_bound * target``: what ``A`` maps to; the decode divides by it."""
+        return self.scale_bound * self.target
+
+    @property
+    def col_multiple(self) -> int:
+        """The contracted axis is padded with zeros to a multiple of this."""
+        rotation = self.rotation.size if self.rotation else 1
+        outer = 128 if self.outer is Outer.BLOCK128 else 1
+        return max(BLOCK_SIZE, self.block[1], rotation, outer, self.correction.group)
+
+    def padded_cols(self, cols: int) -> int:
+        """``cols`` rounded up to :attr:`col_multiple`: the width of the codes of an operand [rows, cols]."""
+        return -(-cols // self.col_multiple) * self.col_multiple
+
+    @property
+    def is_stochastic(self) -> bool:
+        """True if the cast reads the random stream."""
+        return (
+            self.rounding is RoundingMode.STOCHASTIC
+            or self.correction in (Correction.EDEN16, Correction.EDEN128)
+            or (self.rotation is not None and self.rotation.signs.is_fresh)
+        )
+
+    def replace(self, **changes: Any) -> "CastSpec":
+        """A copy with ``changes`` applied."""
+        return replace(self, **changes)
+
+    @staticmethod
+    def from_key(key: str) -> "CastSpec":
+        """The spec that printed ``key``.
+
+        Raises:
+            ValueError: ``key`` is not of that form.
+        """
+        return _from_key(key)
+
+
+def _print_field(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
+    return str(value.value if isinstance(value, Enum) else value)
+
+
+@cache
+def _from_key(key: str) -> CastSpec:
+    try:
+        element, block, scale, rule, bound, target, outer, rounding, bits, rotation, correction = key.split(":")
+        rows, cols = block.split("x")
+        spec = CastSpec(
+            FORMATS[element],
+            (int(rows), int(cols)),
+            FORMATS[scale],
+            ScaleRule(rule),
+            float(bound),
+            float(target),
+            Outer(outer),
+            RoundingMode(rounding),
+            int(bits),
+            _rotation_from_key(rotation),
+            Correction(correction),
+        )
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"not a CastSpec key: {key!r} ({error})") from error
+    return spec
+
+
+def _rotation_from_key(text: str) -> Rotation | None:
+    if text == "none":
+        return None
+    size, signs = text.removeprefix("rht").split("-")
+    return Rotation(int(size), Signs(signs))

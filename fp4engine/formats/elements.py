@@ -1,0 +1,72 @@
+"""Number formats as data: what a code of each format means."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class ElementFormat:
+    """A small float: sign, ``exponent_bits`` biased by ``bias``, ``mantissa_bits``.
+
+    ``value = (-1)^s * 2^(e - bias) * (1 + m / 2^mantissa_bits)``, subnormal at ``e == 0``.
+
+    Attributes:
+        name: lower-case standard name, unique; what a :class:`CastSpec` key prints.
+        exponent_bits, mantissa_bits, bias: the bit layout, most significant first after the sign.
+        max_value: largest finite magnitude.
+        signed: False for pure scales (E8M0).
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max_value: float
+    signed: bool = True
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        return self.exponent_bits + self.mantissa_bits + self.signed
+
+    @property
+    def storage_bits(self) -> int:
+        """Bits that a stored code takes: two 4-bit codes share a byte, wider ones take a byte each."""
+        return 4 if self.bits == 4 else 8
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """PyTorch's dtype of values stored in this format, where it has one."""
+        return _TORCH_DTYPES[self.name]
+
+    @cached_property
+    def max_exponent(self) -> int:
+        """Exponent of the largest binade: ``floor(log2(max_value))``."""
+        exponent = 0
+        while 2.0 ** (exponent + 1) <= self.max_value:
+            exponent += 1
+        return exponent
+
+    def __str__(self) -> str:
+        return self.name
+
+
+E2M1 = ElementFormat("e2m1", 2, 1, 1, 6.0)
+E2M3 = ElementFormat("e2m3", 2, 3, 1, 7.5)
+E3M2 = ElementFormat("e3m2", 3, 2, 3, 28.0)
+E4M3 = ElementFormat("e4m3", 4, 3, 7, 448.0)
+E5M2 = ElementFormat("e5m2", 5, 2, 15, 57344.0)
+E8M0 = ElementFormat("e8m0", 8, 0, 127, 2.0**127, signed=False)
+FP32 = ElementFormat("fp32", 8, 23, 127, 3.4028234663852886e38)
+
+FORMATS = {f.name: f for f in (E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32)}
+"""All formats by name."""
+
+_TORCH_DTYPES = {
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "e8m0": torch.float8_e8m0fnu,
+    "fp32": torch.float32,
+}

@@ -1,0 +1,201 @@
+"""y = x W^T + b, with each of its three GEMMs on quantized operands.
+
+    fprop  y[M, N]  = x[M, K]  . w[N, K]     contracts K    rowwise    x rowwise
+    dgrad  dx[M, K] = dy[M, N] . w^T[K, N]   contracts N    rowwise    x columnwise
+    wgrad  dw[N, K] = dy^T[N, M] . x^T[K, M] contracts M    columnwise x columnwise
+
+Legend: M tokens, K in_features, N out_features.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4engine import ops
+from fp4engine.functional.plan import HIGH_PRECISION, GemmName, LinearPlan
+from fp4engine.ops import Form
+from fp4engine.quantizers import Quantizer
+from fp4engine.quantizers.base import as_matrix
+from fp4engine.tensor import Operand
+
+
+def linear(inp: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+    """Linear transformation by ``plan``, differentiable once.
+
+    Args:
+        inp: [..., K], any rank >= 1, stride and number of rows.
+        weight: [N, K]; bias: [N] or None.
+
+    Returns:
+        [..., N] in ``inp.dtype``.
+
+    Raises:
+        ValueError: the last dimension of ``inp`` is not K.
+    """
+    if inp.ndim == 0 or inp.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"inp must have shape [..., in_features={weight.shape[1]}], got {tuple(inp.shape)} "
+            f"for weight {tuple(weight.shape)}"
+        )
+    if not torch.is_grad_enabled():
+        return _forward(inp, weight, bias, plan, False, False)[0]
+    return LinearFunction.apply(inp, weight, bias, plan, inp.requires_grad, weight.requires_grad)
+
+
+def linear_fprop(inp: Operand, weight: Operand, bias: Tensor | None, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
+    """``y[M, N] = x[M, K] @ w[N, K].T + b``."""
+    return _gemm("fprop", inp, weight, plan, dtype, bias)
+
+
+def linear_dgrad(grad_output: Operand, weight: Operand, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
+    """``dx[M, K] = dy[M, N] @ w[N, K]``: grad_output rowwise, weight columnwise."""
+    return _gemm("dgrad", grad_output, weight, plan, dtype)
+
+
+def linear_wgrad(grad_output: Operand, inp: Operand, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
+    """``dw[N, K] = dy[M, N].T @ x[M, K]``: both operands columnwise, FP32 accumulation, returned in ``dtype``."""
+    return _gemm("wgrad", grad_output, inp, plan, dtype)
+
+
+def _gemm(
+    name: GemmName, left: Operand, right: Operand, plan: LinearPlan, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    plan.executed.record(name, _formats(left, right))
+    return ops.gemm(left, right, out_dtype=dtype, bias=bias, backend=plan.backend)
+
+
+def _formats(left: Operand, right: Operand) -> str:
+    if left.spec is None and right.spec is None:
+        return HIGH_PRECISION
+    return " x ".join("high" if side.spec is None else side.spec.element.name for side in (left, right))
+
+
+def _forward(
+    inp: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, needs_dgrad: bool, needs_wgrad: bool
+) -> tuple[Tensor, Operand | None, Operand | None]:
+    """``(y, what wgrad needs of inp, what dgrad needs of weight)``."""
+    matrix = as_matrix(inp)
+    inp_rowwise, inp_kept = _quantize_forward(matrix, plan.input, plan, needs_wgrad)
+    weight_rowwise, weight_kept = _quantize_forward(weight, plan.weight, plan, needs_dgrad)
+    output = linear_fprop(inp_rowwise, weight_rowwise, bias, plan, inp.dtype)
+    return output.view(*inp.shape[:-1], weight.shape[0]), inp_kept, weight_kept
+
+
+def _quantize_forward(
+    matrix: Tensor, quantizer: Quantizer, plan: LinearPlan, needs_backward: bool
+) -> tuple[Operand, Operand | None]:
+    """The operand of fprop, and what to keep for backward: never a byte that nobody reads."""
+    keep_rowwise = needs_backward and (
+        plan.backward_override == "dequantized"
+        or (plan.backward_override is None and quantizer.columnwise_source == "rowwise_dequantized")
+    )
+    keep_columnwise = needs_backward and not keep_rowwise and plan.backward_override is None
+    form: Form = "codes" if keep_rowwise else ops.transient_form(matrix.device, plan.backend)
+    quantized = quantizer.quantize(matrix, columnwise=keep_columnwise, rowwise_form=form)
+    rowwise = quantized.rowwise
+    assert rowwise is not None
+    if keep_rowwise:
+        return rowwise, rowwise
+    if needs_backward and plan.backward_override == "high_precision":
+        return rowwise, Operand.dense(matrix)
+    return rowwise, quantized.columnwise
+
+
+class LinearFunction(torch.autograd.Function):
+    """Autograd around the three GEMMs. Saves plain tensors, and only those that the needed GEMMs read."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: LinearPlan,
+        needs_dgrad: bool,
+        needs_wgrad: bool,
+    ) -> Tensor:
+        output, inp_kept, weight_kept = _forward(inp, weight, bias, plan, needs_dgrad, needs_wgrad)
+        ctx.plan = plan
+        ctx.inp_shape, ctx.inp_dtype, ctx.weight_dtype = inp.shape, inp.dtype, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        saved: list[Tensor | None] = []
+        ctx.kept = []
+        for operand in (inp_kept, weight_kept):
+            ctx.kept.append(None if operand is None else (operand.spec, operand.rows, operand.cols))
+            saved += (None, None, None) if operand is None else operand.tensors()
+        ctx.save_for_backward(*saved)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_output,) = grad_outputs
+        plan: LinearPlan = ctx.plan
+        needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
+        grad_matrix = as_matrix(grad_output)
+        inp_kept, weight_kept = _restore(ctx)
+        grad_input = grad_weight = grad_bias = None
+        if needs_dgrad or needs_wgrad:
+            rng = ops.next_draw(grad_output.device) if _is_stochastic(plan) else None
+            left, left_t = _quantize_grad(grad_matrix, plan, needs_dgrad, needs_wgrad, rng)
+            if needs_dgrad:
+                assert left is not None and weight_kept is not None
+                weight = _columnwise(weight_kept, plan.weight, plan, ctx.inp_dtype, rng)
+                grad_input = linear_dgrad(left, weight, plan, ctx.inp_dtype).view(ctx.inp_shape)
+            if needs_wgrad:
+                assert left_t is not None and inp_kept is not None
+                inp = _columnwise(inp_kept, plan.input, plan, ctx.inp_dtype, rng)
+                grad_weight = linear_wgrad(left_t, inp, plan, ctx.weight_dtype)
+        if needs_bias:
+            grad_bias = grad_matrix.sum(0, dtype=_accumulation_dtype(grad_matrix.dtype)).to(ctx.bias_dtype)
+        return grad_input, grad_weight, grad_bias, None, None, None
+
+
+def _restore(ctx: Any) -> tuple[Operand | None, Operand | None]:
+    saved = ctx.saved_tensors
+    inp, weight = ctx.kept
+    return (
+        None if inp is None else Operand(*inp, *saved[:3]),
+        None if weight is None else Operand(*weight, *saved[3:]),
+    )
+
+
+def _is_stochastic(plan: LinearPlan) -> bool:
+    """Whether a backward pass takes a draw; one draw serves both GEMMs, whose streams differ by role and side."""
+    if plan.backward_override is not None:
+        return False
+    sources = [q for q in (plan.input, plan.weight) if q.columnwise_source == "rowwise_dequantized"]
+    return any(q.is_stochastic for q in (plan.grad_output, *sources))
+
+
+def _quantize_grad(
+    grad_matrix: Tensor, plan: LinearPlan, needs_dgrad: bool, needs_wgrad: bool, rng: Tensor | None
+) -> tuple[Operand | None, Operand | None]:
+    """Both operands of the gradient, in one pass where it is quantized."""
+    if plan.backward_override is not None:
+        return Operand.dense(grad_matrix), Operand.dense(grad_matrix.T)
+    form = ops.transient_form(grad_matrix.device, plan.backend)
+    quantized = plan.grad_output.quantize(
+        grad_matrix,
+        rowwise=needs_dgrad,
+        columnwise=needs_wgrad,
+        rng=rng,
+        rowwise_form=form,
+        columnwise_form=form,
+    )
+    return quantized.rowwise, quantized.columnwise
+
+
+def _columnwise(
+    kept: Operand, quantizer: Quantizer, plan: LinearPlan, dtype: torch.dtype, rng: Tensor | None
+) -> Operand:
+    """The backward GEMM's operand, from whatever of the tensor was kept."""
+    if plan.backward_override is not None:
+        return Operand.dense(kept.dequantize(dtype, plan.backend).T)
+    if quantizer.columnwise_source == "rowwise_dequantized":
+        return quantizer.requantize(kept, rng, ops.transient_form(kept.data.device, plan.backend))
+    return kept
+
+
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,25 @@
+"""The seam: custom operators on plain tensors that validate, choose a backend and call it."""
+
+from fp4engine.ops.backend import executed_paths, refusals, reset_executed_paths
+from fp4engine.ops.gemm import gemm, transient_form
+from fp4engine.ops.quantize import Form, Side, amax, dequantize, outer_factor, quantize
+from fp4engine.ops.rng import get_rng_state, manual_seed, next_draw, rank_bits, set_rng_state
+
+__all__ = [
+    "Form",
+    "Side",
+    "amax",
+    "dequantize",
+    "executed_paths",
+    "gemm",
+    "get_rng_state",
+    "manual_seed",
+    "next_draw",
+    "outer_factor",
+    "quantize",
+    "rank_bits",
+    "refusals",
+    "reset_executed_paths",
+    "set_rng_state",
+    "transient_form",
+]

@@ -1,0 +1,130 @@
+"""What every quantizer is: two CastSpecs and a stream, frozen."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fp4engine import ops
+from fp4engine.formats import CastSpec
+from fp4engine.ops import Form
+from fp4engine.tensor import Operand, QuantizedTensor
+
+ColumnwiseSource = Literal["original", "rowwise_dequantized"]
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """Makes operands of a tensor. Frozen and compared by value; which sides to make is an argument.
+
+    Attributes:
+        rowwise_spec: cast of the operand [M, K]; None leaves the matrix unquantized.
+        columnwise_spec: cast of the transposed operand [K, M]; None leaves it unquantized.
+        columnwise_source: what the columnwise operand is made of: the tensor, or the dequantized rowwise operand
+            (then it is made when the backward pass needs it).
+        stream: stream id of the role, see :mod:`fp4engine.reference.philox`.
+        backend: ``auto``, ``reference``, ``triton`` or ``native``.
+    """
+
+    rowwise_spec: CastSpec | None = None
+    columnwise_spec: CastSpec | None = None
+    columnwise_source: ColumnwiseSource = "original"
+    stream: int = 0
+    backend: str = "auto"
+
+    @property
+    def is_stochastic(self) -> bool:
+        """True if quantizing takes a draw of the random stream."""
+        return any(spec is not None and spec.is_stochastic for spec in (self.rowwise_spec, self.columnwise_spec))
+
+    def with_backend(self, backend: str) -> "Quantizer":
+        """The same casts by another backend."""
+        return Quantizer(self.rowwise_spec, self.columnwise_spec, self.columnwise_source, self.stream, backend)
+
+    def quantize(
+        self,
+        x: Tensor,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: Tensor | None = None,
+        rowwise_form: Form = "codes",
+        columnwise_form: Form = "codes",
+        rowwise_amax: Tensor | None = None,
+        columnwise_amax: Tensor | None = None,
+    ) -> QuantizedTensor:
+        """Operands of x [..., K], any rank >= 1, stride and size.
+
+        Args:
+            rowwise, columnwise: which sides to make; at least one.
+            rng: int64 [2] ``(seed, draw)``; by default a new draw is taken if one is needed.
+            rowwise_form, columnwise_form: packed codes, or BF16 values for immediate use by a GEMM.
+            rowwise_amax, columnwise_amax: outer amax to use, FP32 as :meth:`amax` returns it.
+
+        Raises:
+            ValueError: x is not floating point, has rank 0, or no side is asked for.
+        """
+        matrix = as_matrix(x)
+        if not (rowwise or columnwise):
+            raise ValueError("quantize needs rowwise=True or columnwise=True, got neither")
+        row_spec = self.rowwise_spec if rowwise else None
+        col_spec = self.columnwise_spec if columnwise else None
+        sides: tuple[ops.Side | None, ops.Side | None] = (None, None)
+        if row_spec is not None or col_spec is not None:
+            if rng is None and self.is_stochastic:
+                rng = ops.next_draw(x.device)
+            sides = ops.quantize(
+                matrix,
+                row_spec,
+                col_spec,
+                rowwise_form=rowwise_form,
+                columnwise_form=columnwise_form,
+                rowwise_amax=rowwise_amax,
+                columnwise_amax=columnwise_amax,
+                rng=rng,
+                stream=self.stream,
+                backend=self.backend,
+            )
+        return QuantizedTensor(
+            x.shape,
+            x.dtype,
+            _operand(matrix, row_spec, sides[0]) if rowwise else None,
+            _operand(matrix.T, col_spec, sides[1]) if columnwise else None,
+        )
+
+    __call__ = quantize
+
+    def amax(self, x: Tensor, *, rng: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Phase one of two: outer amax of both sides, to be reduced over ranks before :meth:`quantize`."""
+        matrix = as_matrix(x)
+        return ops.amax(
+            matrix, self.rowwise_spec, self.columnwise_spec, rng=rng, stream=self.stream, backend=self.backend
+        )
+
+    def requantize(self, operand: Operand, rng: Tensor | None, form: Form = "codes") -> Operand:
+        """The columnwise operand of a tensor of which the rowwise operand was kept."""
+        values = operand.dequantize(torch.bfloat16 if operand.data.is_cuda else torch.float32, self.backend)
+        quantized = self.quantize(values, rowwise=False, rng=rng, columnwise_form=form)
+        assert quantized.columnwise is not None
+        return quantized.columnwise
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """View or copy x [..., K] as [M, K].
+
+    Raises:
+        ValueError: rank 0 or not floating point.
+    """
+    if x.ndim == 0:
+        raise ValueError("x must have at least one dimension, got a scalar tensor")
+    if not x.is_floating_point():
+        raise ValueError(f"x must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    return x if x.ndim == 2 else x.reshape(x.numel() // max(x.shape[-1], 1), x.shape[-1])
+
+
+def _operand(matrix: Tensor, spec: CastSpec | None, side: ops.Side | None) -> Operand:
+    if spec is None:
+        return Operand.dense(matrix)
+    assert side is not None
+    return Operand(spec, matrix.shape[0], matrix.shape[1], side.data, side.scale_inv, side.amax)

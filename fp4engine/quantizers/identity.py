@@ -1,0 +1,14 @@
+"""The quantizer that does nothing, for high-precision roles and for wiring tests."""
+
+from dataclasses import dataclass
+
+from fp4engine.quantizers.base import Quantizer
+
+
+@dataclass(frozen=True)
+class IdentityQuantizer(Quantizer):
+    """Leaves both operands unquantized; a GEMM of two such operands is ``torch.nn.functional.linear`` bit for bit."""
+
+    def __post_init__(self) -> None:
+        if self.rowwise_spec is not None or self.columnwise_spec is not None:
+            raise ValueError("IdentityQuantizer takes no specs; use Quantizer(rowwise_spec=...) to cast one side")

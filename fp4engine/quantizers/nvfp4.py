@@ -1,0 +1,100 @@
+"""NVFP4 by TransformerEngine's arguments."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_BOUND_4OVER6, E4M3_MAX, SR_GUARD
+from fp4engine.environment import read_choice
+from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode, ScaleRule, Signs
+from fp4engine.quantizers.base import Quantizer
+from fp4engine.recipe.base import BACKENDS, QParams, require
+
+
+@dataclass(frozen=True, init=False)
+class NVFP4Quantizer(Quantizer):
+    """NVFP4 operands: E2M1 codes, E4M3 scale per 16 or per 16x16, FP32 scale per tensor or row.
+
+    Source: TransformerEngine ``pytorch/tensor/nvfp4_tensor.py``, ``NVFP4Quantizer``.
+    """
+
+    def __init__(
+        self,
+        *,
+        with_rht: bool = False,
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
+        with_random_sign_mask: bool = True,
+        guarded: bool = False,
+        random_bits: int = 8,
+        stream: int = 0,
+        backend: str | None = None,
+    ) -> None:
+        """Build both casts from TransformerEngine's switches.
+
+        Args:
+            with_rht: rotate the columnwise operand in groups of 16.
+            with_2d_quantization: one block scale per 16x16 tile.
+            stochastic_rounding: round elements stochastically, both sides.
+            row_scaled_nvfp4: one FP32 outer scale per row of each operand.
+            nvfp4_use_4over6: choose per block between mapping the amax to 6 and to 4.
+            nvfp4_e4m3_max: block-scale bound under 4over6, 448 or 256.
+            nvfp4_4over6_err_mode: ``"MAE"`` or ``"MSE"``.
+            with_random_sign_mask: False uses the Hadamard matrix without signs.
+            guarded: aim block maxima at ``6 * 16/17``, so that stochastic rounding never saturates and is exactly
+                unbiased; costs about a quarter more error.
+            random_bits: random bits per element, 8 or 16.
+            stream: stream id of the role.
+            backend: ``auto``, ``reference``, ``triton`` or ``native``; None reads ``NVTE_FP4_BACKEND``.
+
+        Raises:
+            ValueError: arguments outside their words, or that contradict each other.
+        """
+        require("nvfp4_e4m3_max", nvfp4_e4m3_max, (448, 256))
+        require("nvfp4_4over6_err_mode", nvfp4_4over6_err_mode, ("MAE", "MSE"))
+        if backend is None:
+            backend = read_choice("NVTE_FP4_BACKEND", BACKENDS, "auto") or "auto"
+        require("backend", backend, BACKENDS)
+        if row_scaled_nvfp4 and with_2d_quantization:
+            raise ValueError("row_scaled_nvfp4=True goes with 1x16 blocks, got with_2d_quantization=True")
+        if nvfp4_use_4over6 and stochastic_rounding:
+            raise ValueError(
+                "nvfp4_use_4over6=True with stochastic_rounding=True is biased (the choice depends on the draw); "
+                "build Quantizer(rowwise_spec=CastSpec(...)) to study it"
+            )
+        if not nvfp4_use_4over6 and nvfp4_e4m3_max != 448:
+            raise ValueError(f"nvfp4_e4m3_max={nvfp4_e4m3_max} goes with nvfp4_use_4over6=True; otherwise it is 448")
+        rule = ScaleRule("4over6_" + nvfp4_4over6_err_mode.lower()) if nvfp4_use_4over6 else ScaleRule.AMAX
+        rowwise = CastSpec(
+            block=(BLOCK_SIZE, BLOCK_SIZE) if with_2d_quantization else (1, BLOCK_SIZE),
+            scale_rule=rule,
+            scale_bound=E4M3_BOUND_4OVER6 if nvfp4_e4m3_max == 256 else E4M3_MAX,
+            target=E2M1_MAX * SR_GUARD if guarded else E2M1_MAX,
+            outer=Outer.ROW if row_scaled_nvfp4 else Outer.TENSOR,
+            rounding=RoundingMode.STOCHASTIC if stochastic_rounding else RoundingMode.EVEN,
+            random_bits=random_bits,
+        )
+        signs = Signs.FIXED if with_random_sign_mask else Signs.NONE
+        columnwise = rowwise.replace(rotation=Rotation(signs=signs)) if with_rht else rowwise
+        Quantizer.__init__(self, rowwise, columnwise, stream=stream, backend=backend)
+
+    @classmethod
+    def from_qparams(cls, qparams: QParams, **kwargs: Any) -> "NVFP4Quantizer":
+        """The quantizer of a role from its :class:`~fp4engine.recipe.QParams`; ``kwargs`` as in the constructor.
+
+        Raises:
+            ValueError: ``qparams`` asks for something NVFP4 scaling does not have.
+        """
+        if qparams.power_2_scale:
+            raise ValueError("power_2_scale=True does not apply to NVFP4, whose block scales are E4M3")
+        if qparams.amax_epsilon != 0.0:
+            raise ValueError(f"amax_epsilon must be 0.0 for NVFP4, got {qparams.amax_epsilon}")
+        return cls(
+            with_rht=qparams.random_hadamard_transform,
+            stochastic_rounding=qparams.stochastic_rounding,
+            with_2d_quantization=qparams.fp4_2d_quantization,
+            **kwargs,
+        )

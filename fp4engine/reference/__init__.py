@@ -1,0 +1,21 @@
+"""The oracle in plain PyTorch: every kernel is held to its bytes."""
+
+from fp4engine.reference.cast import Cast, amax, decode, dequantize, outer_factor, quantize
+from fp4engine.reference.gemm import gemm, gemm_factor
+from fp4engine.reference.rounding import pack, unpack
+from fp4engine.reference.swizzle import swizzle_scales, unswizzle_scales
+
+__all__ = [
+    "Cast",
+    "amax",
+    "decode",
+    "dequantize",
+    "gemm",
+    "gemm_factor",
+    "outer_factor",
+    "pack",
+    "quantize",
+    "swizzle_scales",
+    "unpack",
+    "unswizzle_scales",
+]

@@ -1,0 +1,212 @@
+"""The oracle: any CastSpec, one operand, plain PyTorch, CPU or GPU.
+
+    pad -> rotate -> outer amax -> block scales -> elements -> correction -> pack
+
+Legend: an operand is ``[rows, cols]``, its last axis is contracted; ``blocks = padded cols / block cols``.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4engine.constants import E4M3_MAX
+from fp4engine.formats import E4M3, CastSpec, Correction, Outer, RoundingMode, ScaleRule
+from fp4engine.reference import hadamard, philox, rounding, scaling
+from fp4engine.reference.power_of_two import power_of_two_scale
+
+
+class Cast(NamedTuple):
+    """Codes and scales of one operand.
+
+    Attributes:
+        codes: uint8 [rows, padded cols / 2] for 4-bit elements, [rows, padded cols] for wider ones.
+        scale_inv: [rows, blocks] in the spec's scale format; multiplies back.
+        amax: FP32 outer amax, see :func:`scaling.outer_amax`; a scalar correction is folded in.
+    """
+
+    codes: Tensor
+    scale_inv: Tensor
+    amax: Tensor
+
+
+def prepare(x: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> Tensor:
+    """``x`` [rows, cols], any float dtype and stride, as the FP32 [rows, padded cols] that is quantized."""
+    cols = x.shape[1]
+    values = torch.nn.functional.pad(x.float(), (0, spec.padded_cols(cols) - cols))
+    if spec.rotation is None:
+        return values.contiguous()
+    signs = philox.rotation_signs(spec.rotation, rng, stream, x.device)
+    dtype = torch.float32 if x.dtype == torch.float64 else x.dtype
+    return hadamard.rotate(values, signs, dtype)
+
+
+def amax(x: Tensor, spec: CastSpec, rng: Tensor | None = None, stream: int = 0) -> Tensor:
+    """Phase one on its own: the outer amax of operand ``x`` [rows, cols] after rotation."""
+    return scaling.outer_amax(prepare(x, spec, rng, stream), spec.outer)
+
+
+def quantize(
+    x: Tensor, spec: CastSpec, *, amax: Tensor | None = None, rng: Tensor | None = None, stream: int = 0
+) -> Cast:
+    """Cast operand ``x`` [rows, cols] by ``spec``.
+
+    Args:
+        x: floating point, any stride; arithmetic is FP32 from its own values.
+        amax: outer amax to use instead of the operand's own, in the shape that :func:`amax` gives.
+        rng: int64 [2] ``(seed, draw)``; needed if ``spec.is_stochastic``.
+        stream: stream id of role and side.
+    """
+    if spec.is_stochastic and rng is None:
+        raise ValueError(f"a stochastic cast needs rng=(seed, draw), got None (spec {spec.key})")
+    values = prepare(x, spec, rng, stream)
+    if amax is None:
+        amax = scaling.outer_amax(values, spec.outer)
+    if spec.scale_rule.is_power_of_two:
+        scale_inv, codes = _power_of_two(values, spec, rng, stream)
+    elif spec.scale_rule.is_four_over_six:
+        scale_inv, codes = _four_over_six(values, amax, spec, rng, stream)
+    else:
+        scale_inv, codes = _two_level(values, amax, spec, rng, stream)
+    if spec.correction is Correction.SCALAR:
+        amax = amax * _shrinkage(values, codes, scale_inv, amax, spec, values.numel()).view(1)
+    elif spec.correction is not Correction.NONE:
+        scale_inv = _eden(values, codes, scale_inv, amax, spec, rng, stream)
+    return Cast(rounding.pack(codes) if spec.element.storage_bits == 4 else codes, scale_inv, amax)
+
+
+def _elements(values: Tensor, encode_scale: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> Tensor:
+    """Codes of ``values`` [rows, cols] scaled by ``encode_scale`` [rows, blocks]."""
+    rows, cols = values.shape
+    scaled = (values.view(rows, -1, spec.block[1]) * encode_scale[..., None]).view(rows, cols)
+    random = None
+    if spec.rounding is RoundingMode.STOCHASTIC:
+        assert rng is not None
+        random = philox.element_bits(rows, cols, rng, stream, spec.random_bits)
+    return rounding.encode(scaled, spec.element, spec.rounding, random, spec.random_bits)
+
+
+def _two_level(values: Tensor, amax: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> tuple[Tensor, Tensor]:
+    block = scaling.block_amax(values, spec.block)
+    outer = scaling.per_block(scaling.encode_scale(amax, spec.numerator), spec, block.shape[1])
+    scale_inv = scaling.to_e4m3(block * (outer * (1.0 / spec.target)))
+    encode_scale = scaling.element_encode_scale(scale_inv, outer)
+    return scale_inv, _elements(values, encode_scale, spec, rng, stream)
+
+
+def _four_over_six(
+    values: Tensor, amax: Tensor, spec: CastSpec, rng: Tensor | None, stream: int
+) -> tuple[Tensor, Tensor]:
+    """Try the block's amax on 6 and on 4; keep 4 where its error is strictly smaller.
+
+    Source: arXiv 2512.02010; order of operations of TransformerEngine's
+    ``_quantize_blockwise_4over6_reference``, which divides by 6 before it multiplies by the outer scale.
+    """
+    base = scaling.block_amax(values, spec.block)
+    outer = scaling.per_block(scaling.encode_scale(amax, spec.numerator), spec, base.shape[1])
+    base = scaling.divide(base, spec.target) * outer
+    six, four = (_candidate(values, amax, scale, outer, spec, rng, stream) for scale in (base, base * 1.5))
+    pick_four = four[2] < six[2]
+    elements = pick_four.repeat_interleave(spec.block[1], dim=1)
+    scale_inv = torch.where(pick_four, four[0].view(torch.uint8), six[0].view(torch.uint8)).view(torch.float8_e4m3fn)
+    return scale_inv, torch.where(elements, four[1], six[1])
+
+
+def _candidate(
+    values: Tensor, amax: Tensor, scale: Tensor, outer: Tensor, spec: CastSpec, rng: Tensor | None, stream: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Block scales, codes and per-block error of one candidate; sums run left to right, then over row halves."""
+    rows, blocks = scale.shape
+    scale_inv = scaling.to_e4m3(scale)
+    codes = _elements(values, scaling.element_encode_scale(scale_inv, outer), spec, rng, stream)
+    decoded = rounding.decode(codes, spec.element).view(rows, blocks, -1) * scale_inv.float()[..., None]
+    outer_amax = scaling.per_block(amax, spec, blocks)[..., None]
+    difference = scaling.divide(decoded * outer_amax, spec.numerator) - values.view(rows, blocks, -1)
+    mse = spec.scale_rule is ScaleRule.FOUR_OVER_SIX_MSE
+    errors = difference * difference if mse else difference.abs()
+    error = torch.zeros_like(scale)
+    for column in range(spec.block[1]):
+        error = error + errors[..., column]
+    if spec.block[0] > 1:
+        error = _sum_tile_rows(error, spec.block[0])
+    return scale_inv, codes, error
+
+
+def _sum_tile_rows(error: Tensor, height: int) -> Tensor:
+    rows, blocks = error.shape
+    tiles = torch.nn.functional.pad(error, (0, 0, 0, -rows % height)).view(-1, height, blocks)
+    while tiles.shape[1] > 1:
+        half = tiles.shape[1] // 2
+        tiles = tiles[:, :half] + tiles[:, half:]
+    return tiles.expand(-1, height, -1).reshape(-1, blocks)[:rows]
+
+
+def _power_of_two(values: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> tuple[Tensor, Tensor]:
+    block = scaling.block_amax(values, spec.block)
+    exponent = power_of_two_scale(block, spec.element, spec.scale_rule)
+    encode_scale = torch.ldexp(torch.ones_like(block), 127 - exponent)
+    encode_scale = torch.where(block.isnan(), block, encode_scale * (spec.target / spec.element.max_value))
+    scale_inv = torch.where(block.isfinite(), exponent, 0xFF).to(torch.uint8).view(torch.float8_e8m0fnu)
+    return scale_inv, _elements(values, encode_scale, spec, rng, stream)
+
+
+def _shrinkage(values: Tensor, codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, group: int) -> Tensor:
+    """``<y,y> / <y,q>`` per ``group`` elements, FP32 from FP64 sums; 1 where the quotient is not finite."""
+    rows, blocks = scale_inv.shape
+    decoded = rounding.decode(codes, spec.element).view(rows, blocks, -1) * scale_inv.float()[..., None]
+    quantized = decoded * scaling.divide(scaling.per_block(amax, spec, blocks)[..., None], spec.numerator)
+    y, q = values.double().reshape(-1, group), quantized.double().reshape(-1, group)
+    ratio = ((y * y).sum(-1) / (y * q).sum(-1)).float()
+    return torch.where(ratio.isfinite(), ratio, torch.ones_like(ratio))
+
+
+def _eden(
+    values: Tensor,
+    codes: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor,
+    spec: CastSpec,
+    rng: Tensor | None,
+    stream: int,
+) -> Tensor:
+    """MS-EDEN: block scales times ``<y,y>/<y,q>``, rounded stochastically to E4M3.
+
+    Source: arXiv 2601.22813, algorithm 1.
+    """
+    assert rng is not None
+    rows, blocks = scale_inv.shape
+    ratio = _shrinkage(values, codes, scale_inv, amax, spec, spec.correction.group)
+    ratio = ratio.view(rows, -1).repeat_interleave(spec.correction.group // spec.block[1], dim=1)
+    random = philox.scale_bits(rows, blocks, rng, stream)
+    corrected = rounding.encode(ratio * scale_inv.float(), E4M3, RoundingMode.STOCHASTIC, random, 16)
+    corrected = torch.where(scale_inv.float() <= E4M3_MAX, corrected, 0x7F)
+    return corrected.to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def decode(codes: Tensor, scale_inv: Tensor, spec: CastSpec) -> Tensor:
+    """``element * block scale`` without the outer factor: FP32 [rows, padded cols].
+
+    For E2M1 with E4M3 scales at most 6 significant bits are set, so the values are exact in BF16.
+    """
+    if spec.element.storage_bits == 4:
+        codes = rounding.unpack(codes)
+    rows, cols = codes.shape
+    elements = rounding.decode(codes, spec.element)
+    return (elements.view(rows, -1, spec.block[1]) * scale_inv.float()[..., None]).view(rows, cols)
+
+
+def outer_factor(amax: Tensor, spec: CastSpec) -> Tensor:
+    """``A / numerator``: FP32 [1, 1], [rows, 1] or, with 1x128 outer blocks, [rows, padded cols]."""
+    if spec.outer is Outer.NONE:
+        return torch.ones((1, 1), device=amax.device)
+    factor = scaling.divide(amax, spec.numerator)
+    return factor.repeat_interleave(128, dim=1) if spec.outer is Outer.BLOCK128 else factor.view(-1, 1)
+
+
+def dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, cols: int, dtype: torch.dtype) -> Tensor:
+    """``x_hat = element * block scale * (A / numerator)``, rounded once to ``dtype``: [rows, cols].
+
+    A rotated operand is returned as it is stored: rotated, with its padded columns.
+    """
+    values = decode(codes, scale_inv, spec) * outer_factor(amax, spec)
+    return values[:, : cols if spec.rotation is None else None].to(dtype)

@@ -1,0 +1,37 @@
+"""Random Hadamard transform along the contracted axis, in a fixed order of additions."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def rotate(x: Tensor, signs: Tensor, dtype: torch.dtype) -> Tensor:
+    """``y = x.view(-1, n) @ diag(signs) @ H_n / sqrt(n)``, Sylvester order, rounded once to ``dtype``.
+
+    Signs and the power of two in ``1/sqrt(n)`` first (so that sums of the largest BF16 values stay finite), then
+    butterflies over strides 1, 2, 4, ..., n/2 in FP32 (low gets ``a + b``, high ``a - b``), then the ``sqrt(1/2)``
+    left over for n = 32 and 128. The order is part of the contract: FP32 addition does not associate.
+
+    Args:
+        x: FP32 [rows, cols], ``cols`` a multiple of ``n = len(signs)``.
+        signs: FP32 [n] of +-1.
+        dtype: what the result is rounded to before it is widened again (the dtype ``x`` came in).
+
+    Returns:
+        FP32 [rows, cols].
+
+    Source: TransformerEngine ``custom_recipes/reference_nvfp4.py``, ``_apply_rht``.
+    """
+    size = signs.numel()
+    log2_size = size.bit_length() - 1
+    y = x.reshape(-1, size) * (signs * 2.0 ** -(log2_size // 2))
+    stride = 1
+    while stride < size:
+        pairs = y.view(-1, size // (2 * stride), 2, stride)
+        low, high = pairs[:, :, 0], pairs[:, :, 1]
+        y = torch.stack([low + high, low - high], dim=2).view(-1, size)
+        stride *= 2
+    if log2_size % 2:
+        y = y * math.sqrt(0.5)
+    return y.to(dtype).float().view_as(x)

@@ -1,0 +1,126 @@
+"""The one random stream: Philox4x32-10, counter based, equal on every backend.
+
+    key     = (seed low 32, seed high 32)
+    counter = (column // 16, row, draw, stream)          position in the OPERAND
+    byte of the element at column j of its block of 16 = (word[j // 4] >> 8 * (j % 4)) & 255
+
+The position is the element's own, so padding, tile sizes and launch shapes cannot move the stream.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from fp4engine.constants import (
+    BLOCK_SIZE,
+    HADAMARD_SIGNS,
+    PHILOX_M0,
+    PHILOX_M1,
+    PHILOX_ROUNDS,
+    PHILOX_W0,
+    PHILOX_W1,
+)
+from fp4engine.formats import Rotation, Signs
+
+_MASK = 0xFFFFFFFF
+
+
+class Purpose(IntEnum):
+    """What a draw is for; bits 4-7 of the stream id, so that no two uses share bits."""
+
+    ELEMENTS = 0
+    ELEMENTS_LOW = 1
+    """The low byte under 16 random bits per element."""
+    SCALES = 2
+    SIGNS = 3
+
+
+def stream_for(stream: int, purpose: Purpose) -> int:
+    """``stream`` with its purpose bits set."""
+    return stream | purpose << 4
+
+
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random words per counter.
+
+    Args:
+        counter: four int64 tensors that broadcast together, each in [0, 2^32).
+        seed: int64 scalar tensor, the 64-bit key.
+
+    Returns:
+        Four int64 tensors of the broadcast shape, each in [0, 2^32).
+    """
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
+    for _ in range(PHILOX_ROUNDS):
+        # int64 products wrap modulo 2^64, which keeps both halves right.
+        p0, p1 = c0 * PHILOX_M0, c2 * PHILOX_M1
+        c0, c1, c2, c3 = (
+            (p1 >> 32 & _MASK) ^ c1 ^ k0,
+            p1 & _MASK,
+            (p0 >> 32 & _MASK) ^ c3 ^ k1,
+            p0 & _MASK,
+        )
+        k0, k1 = (k0 + PHILOX_W0) & _MASK, (k1 + PHILOX_W1) & _MASK
+    return c0, c1, c2, c3
+
+
+def _words(rows: int, blocks: int, rng: Tensor, stream: int) -> Tensor:
+    """The four words of every block: int64 [rows, blocks, 4]."""
+    device = rng.device
+    column = torch.arange(blocks, device=device)
+    row = torch.arange(rows, device=device)[:, None]
+    draw = rng[1] & _MASK
+    tag = torch.tensor(stream, device=device)
+    return torch.stack(philox4x32((column, row, draw, tag), rng[0]), dim=-1)
+
+
+def element_bytes(rows: int, cols: int, rng: Tensor, stream: int) -> Tensor:
+    """One random byte per element.
+
+    Args:
+        rows, cols: the operand's padded shape; ``cols`` is a multiple of 16.
+        rng: int64 [2], ``(seed, draw)``.
+        stream: stream id, see the module's text.
+
+    Returns:
+        int32 [rows, cols], values 0..255.
+    """
+    words = _words(rows, cols // BLOCK_SIZE, rng, stream)
+    shifts = torch.arange(0, 32, 8, device=rng.device)
+    return (words[..., None] >> shifts & 0xFF).to(torch.int32).view(rows, cols)
+
+
+def element_bits(rows: int, cols: int, rng: Tensor, stream: int, bits: int) -> Tensor:
+    """``bits`` (8 or 16) random bits per element, int32 [rows, cols]."""
+    high = element_bytes(rows, cols, rng, stream_for(stream, Purpose.ELEMENTS))
+    if bits == 8:
+        return high
+    return high << 8 | element_bytes(rows, cols, rng, stream_for(stream, Purpose.ELEMENTS_LOW))
+
+
+def scale_bits(rows: int, blocks: int, rng: Tensor, stream: int) -> Tensor:
+    """Sixteen random bits per block scale, int32 [rows, blocks]."""
+    words = _words(rows, blocks, rng, stream_for(stream, Purpose.SCALES))
+    return (words[..., 0] & 0xFFFF).to(torch.int32)
+
+
+def rotation_signs(rotation: Rotation, rng: Tensor | None, stream: int, device: torch.device) -> Tensor:
+    """The sign vector of a rotation, FP32 [size] of +-1.
+
+    ``FIXED`` repeats the recipe's 16 signs. Fresh signs are the bits of the four words of one counter whose stream
+    names the GEMM in place of role and side, so both operands of that GEMM, quantized with one ``rng``, share them.
+    """
+    if rotation.signs is Signs.NONE:
+        return torch.ones(rotation.size, device=device)
+    if rotation.signs is Signs.FIXED:
+        fixed = torch.tensor(HADAMARD_SIGNS, device=device, dtype=torch.float32)
+        return fixed.repeat(rotation.size // BLOCK_SIZE)
+    assert rng is not None, "fresh signs need the random stream"
+    gemm = stream & ~0xFF | (rotation.signs is Signs.WGRAD)
+    words = _words(1, 1, rng, stream_for(gemm, Purpose.SIGNS)).view(4, 1)
+    bits = (words >> torch.arange(32, device=device) & 1).view(-1)[: rotation.size]
+    return (1 - 2 * bits).float()

@@ -1,0 +1,41 @@
+"""E8M0 block scales: which power of two a block gets.
+
+With ``f = floor(log2 amax)``, ``m = amax / 2^f`` in [1, 2) and ``emax`` the element's largest exponent, the biased
+exponent is ``f - emax + 127`` plus
+
+    floor      0
+    midmax     1 if m > (max + 2^(emax+1)) / 2 / 2^emax
+    option3    1 if m, rounded to the element's mantissa with ties up, reaches 2
+    topbinade  1 if m > max / 2^emax
+    ceil       1 if amax is no power of two  (ceil(log2 amax))
+
+Source: ROCm/tensorcast ``docs/modes.md``; OCP Microscaling Formats v1.0, section 6.3 (floor).
+"""
+
+import torch
+from torch import Tensor
+
+from fp4engine.formats import ElementFormat, ScaleRule
+
+
+def power_of_two_scale(amax: Tensor, element: ElementFormat, rule: ScaleRule) -> Tensor:
+    """Biased E8M0 exponents, int32, for block maxima ``amax`` (FP32, non-negative); 0 for an empty block.
+
+    Args:
+        amax: any shape; non-finite entries give an unspecified exponent, the caller stores NaN for them.
+    """
+    fraction, exponent = torch.frexp(amax)
+    mantissa = fraction * 2
+    binade = 2.0**element.max_exponent
+    if rule is ScaleRule.FLOOR:
+        up = torch.zeros_like(amax, dtype=torch.bool)
+    elif rule is ScaleRule.MIDMAX:
+        up = mantissa > (element.max_value + 2 * binade) / 2 / binade
+    elif rule is ScaleRule.OPTION3:
+        up = mantissa >= 2 - 2.0 ** -(element.mantissa_bits + 1)
+    elif rule is ScaleRule.TOPBINADE:
+        up = mantissa > element.max_value / binade
+    else:
+        up = mantissa > 1
+    biased = exponent - 1 - element.max_exponent + 127 + up
+    return torch.where(amax == 0, 0, biased.clamp(0, 254)).to(torch.int32)

@@ -1,0 +1,108 @@
+"""Values to codes and back, for any small float format.
+
+With ``E = max(floor(log2 a), 1 - bias)`` the grid is uniform in ``z = a * 2^(mantissa_bits - E)``, so
+
+    code = ((E + bias - 1) << mantissa_bits) + round(z)
+
+for normals, subnormals and the carry from one binade into the next alike. Offsets are even, hence rounding
+``z`` half to even is rounding to the even code.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fp4engine.formats import ElementFormat, RoundingMode
+
+
+def encode(values: Tensor, element: ElementFormat, rounding: RoundingMode, random: Tensor | None, bits: int) -> Tensor:
+    """Codes of ``values``, saturating at the format's largest magnitude.
+
+    A negative value that rounds to zero keeps its sign bit; -0.0 becomes code 0, and so does NaN (whose scale is
+    then NaN). See :func:`_stochastic` for ``random`` and ``bits``.
+
+    Args:
+        values: FP32, any shape.
+
+    Returns:
+        uint8 codes of the same shape, sign in bit ``element.bits - 1``.
+    """
+    values = torch.nan_to_num(values, nan=0.0, posinf=element.max_value, neginf=-element.max_value)
+    magnitude = values.abs().clamp(max=element.max_value)
+    if rounding is RoundingMode.STOCHASTIC:
+        assert random is not None, "stochastic rounding needs random bits"
+        code = _stochastic(magnitude, element, random, bits)
+    else:
+        code = _deterministic(magnitude, element, rounding)
+    sign = (values < 0).to(torch.int32) << (element.bits - 1)
+    return (code | sign).to(torch.uint8)
+
+
+def _deterministic(magnitude: Tensor, element: ElementFormat, rounding: RoundingMode) -> Tensor:
+    exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=1 - element.bias)
+    z = torch.ldexp(magnitude, element.mantissa_bits - exponent)
+    if rounding is RoundingMode.EVEN:
+        steps = z.round()
+    elif rounding is RoundingMode.AWAY:
+        lower = z.floor()
+        steps = lower + (z - lower >= 0.5)
+    else:
+        steps = z.floor()
+    code = ((exponent + element.bias - 1) << element.mantissa_bits) + steps.to(torch.int32)
+    return code.clamp(max=max_code(element))
+
+
+def _stochastic(magnitude: Tensor, element: ElementFormat, random: Tensor, bits: int) -> Tensor:
+    """``floor(z + u)`` with ``u = (r + 1/2) / 2^bits``, defined in integers on the FP32 pattern.
+
+    Adding the smallest normal to a subnormal makes it uniform with the first binade. ``random``: int32 in
+    ``[0, 2^bits)``.
+    """
+    least = 2.0 ** (1 - element.bias)
+    subnormal = magnitude < least
+    pattern = torch.where(subnormal, magnitude + least, magnitude).view(torch.int32)
+    shift = 23 - element.mantissa_bits
+    pattern = pattern + (random << (shift - bits)) + (1 << (shift - bits - 1))
+    binade = (127 + 1 - element.bias) << element.mantissa_bits
+    code = (pattern >> shift) - torch.where(subnormal, binade, binade - (1 << element.mantissa_bits))
+    return code.clamp(max=max_code(element))
+
+
+@cache
+def _values_of(element: ElementFormat) -> tuple[float, ...]:
+    mantissas = 1 << element.mantissa_bits
+    values = []
+    for code in range(1 << (element.exponent_bits + element.mantissa_bits)):
+        exponent, mantissa = divmod(code, mantissas)
+        if exponent == 0:
+            values.append(2.0 ** (1 - element.bias) * mantissa / mantissas)
+        else:
+            values.append(2.0 ** (exponent - element.bias) * (1 + mantissa / mantissas))
+    return tuple(values)
+
+
+def max_code(element: ElementFormat) -> int:
+    """Code of the format's largest magnitude."""
+    return _values_of(element).index(element.max_value)
+
+
+@cache
+def _table(element: ElementFormat, device: torch.device) -> Tensor:
+    positive = torch.tensor(_values_of(element), device=device, dtype=torch.float32)
+    return torch.cat([positive, -positive])
+
+
+def decode(codes: Tensor, element: ElementFormat) -> Tensor:
+    """FP32 values of uint8 ``codes``, exact."""
+    return _table(element, codes.device)[codes.int()]
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Two 4-bit codes per byte, even column in the low nibble: uint8 [..., cols] -> uint8 [..., cols / 2]."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Inverse of :func:`pack`."""
+    return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)

@@ -1,0 +1,92 @@
+"""Two-level scaling: outer amax ``A``, encode scales and stored block scales.
+
+    S_enc = min(numerator / A, FLT_MAX), 1 where A == 0 or S_enc == 0
+    s     = E4M3(min(b * (S_enc * (1 / target)), 448))
+    enc   = min(1 / (s * (1 / S_enc)), FLT_MAX)
+
+Every operation is one FP32 rounding, and their order is the contract.
+
+Source: TransformerEngine ``custom_recipes/reference_nvfp4.py``, ``_quantize_blockwise_reference``.
+"""
+
+import torch
+from torch import Tensor
+
+from fp4engine.constants import E4M3_MAX, FLT_MAX
+from fp4engine.formats import CastSpec, Outer
+
+
+def divide(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
+    """One correctly rounded FP32 division on every device; at least one argument is a tensor.
+
+    PyTorch multiplies by a reciprocal for ``scalar / tensor``, and on CUDA for ``tensor / scalar`` too; both round
+    twice, so a scalar becomes a tensor first.
+    """
+    if isinstance(denominator, Tensor):
+        if not isinstance(numerator, Tensor):
+            numerator = torch.full_like(denominator, numerator)
+    else:
+        assert isinstance(numerator, Tensor)
+        denominator = torch.full_like(numerator, denominator)
+    return torch.div(numerator, denominator)
+
+
+def outer_amax(x: Tensor, outer: Outer) -> Tensor:
+    """Largest magnitude per outer group, FP32, NaN where the group holds a NaN.
+
+    Args:
+        x: FP32 [rows, cols].
+
+    Returns:
+        [1] per tensor, [rows] per row, [rows, cols / 128] per 1x128 block; 0 for an empty group.
+    """
+    if outer is Outer.BLOCK128:
+        return _amax(x.reshape(x.shape[0], x.shape[1] // 128, 128))
+    if outer is Outer.ROW:
+        return _amax(x)
+    return _amax(x.reshape(1, x.numel()))
+
+
+def _amax(x: Tensor) -> Tensor:
+    """Largest magnitude along the last axis; 0 where that is empty."""
+    return x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+
+
+def per_block(amax: Tensor, spec: CastSpec, blocks: int) -> Tensor:
+    """``amax`` laid out so that it broadcasts against block scales [rows, blocks]."""
+    if spec.outer is Outer.BLOCK128:
+        return amax.repeat_interleave(128 // spec.block[1], dim=-1)
+    return amax.view(-1, 1)
+
+
+def encode_scale(amax: Tensor, numerator: float) -> Tensor:
+    """``S_enc`` of outer groups whose largest magnitude is ``amax``."""
+    scale = divide(numerator, amax).clamp(max=FLT_MAX)
+    return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
+
+
+def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """Largest magnitude per block of FP32 ``x`` [rows, cols], repeated for each row: [rows, cols / block cols].
+
+    A last tile with fewer rows than ``block`` is complete as it is.
+    """
+    height, width = block
+    rows, cols = x.shape
+    amax = _amax(x.view(rows, cols // width, width))
+    if height == 1:
+        return amax
+    padded = torch.nn.functional.pad(amax, (0, 0, 0, -rows % height))
+    tiles = _amax(padded.view(-1, height, cols // width).transpose(1, 2))
+    return tiles.repeat_interleave(height, dim=0)[:rows]
+
+
+def to_e4m3(scale: Tensor) -> Tensor:
+    """Nearest E4M3 (ties to even) of a non-negative FP32 ``scale``, saturating at 448; one NaN pattern."""
+    codes = scale.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    return torch.where(scale.isnan(), 0x7F, codes.view(torch.uint8)).view(torch.float8_e4m3fn)
+
+
+def element_encode_scale(scale_inv: Tensor, outer_encode_scale: Tensor) -> Tensor:
+    """``enc``: what the elements of a block are multiplied by, from its STORED scale."""
+    decode = scale_inv.float() * divide(1.0, outer_encode_scale)
+    return divide(1.0, decode).clamp(max=FLT_MAX)

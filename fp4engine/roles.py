@@ -1,0 +1,23 @@
+"""What a tensor is to the module that asks for a quantizer."""
+
+from dataclasses import dataclass
+
+TENSOR_TYPES = ("input", "weight", "grad_output")
+"""The tensor roles of a linear module, in the order of their random streams."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizerRole:
+    """Identity of a tensor that wants a quantizer; what a custom recipe's factory receives.
+
+    Attributes:
+        module_type: ``"linear"``, ``"grouped_linear"``; empty when not set.
+        tensor_type: one of :data:`TENSOR_TYPES`; empty when not set.
+        name: the module's own name, e.g. ``"layers.3.fc1"``; empty when not set.
+
+    Source: TransformerEngine ``pytorch/quantization.py``, ``QuantizerRole``.
+    """
+
+    module_type: str = ""
+    tensor_type: str = ""
+    name: str = ""

@@ -1,0 +1,111 @@
+"""The global state manager: which recipe is in force, right now, on this thread.
+
+One frozen :class:`AutocastState` per thread. Modules read it once per forward; a backward pass never does, because
+everything it needs travels in the module's plan.
+"""
+
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from fp4engine.ops import get_rng_state, manual_seed, set_rng_state
+from fp4engine.recipe import NVFP4BlockScaling, Recipe
+
+__all__ = [
+    "AutocastState",
+    "autocast",
+    "current_state",
+    "fp8_autocast",
+    "get_default_recipe",
+    "get_rng_state",
+    "manual_seed",
+    "set_rng_state",
+]
+
+
+@dataclass(frozen=True)
+class AutocastState:
+    """What an autocast region sets.
+
+    Attributes:
+        enabled: False inside an ``autocast(enabled=False)`` region.
+        recipe: the recipe in force.
+        calibrating: TransformerEngine's flag; every recipe here takes its scales from the tensor at hand, so there
+            is nothing to calibrate and it changes nothing.
+        amax_reduction_group: process group over which outer amaxes are reduced, or None.
+    """
+
+    enabled: bool
+    recipe: Recipe
+    calibrating: bool = False
+    amax_reduction_group: Any = None
+
+
+class _Slot(threading.local):
+    state: AutocastState | None = None
+
+
+_slot = _Slot()
+
+
+def current_state() -> AutocastState | None:
+    """The innermost region's state on this thread; None outside every region."""
+    return _slot.state
+
+
+def get_default_recipe() -> NVFP4BlockScaling:
+    """The recipe of ``autocast()`` without one: NVIDIA's NVFP4 recipe as the environment's flags tune it."""
+    return NVFP4BlockScaling()
+
+
+class autocast:
+    """Region in which fp4engine's modules compute by ``recipe``.
+
+    Nests, restores on exceptions, can be entered again after use and while in use, and is traceable by
+    ``torch.compile(fullgraph=True)``. Threads do not see each other's regions.
+
+    Args:
+        enabled: False makes modules compute in high precision inside.
+        calibrating: accepted for TransformerEngine's callers; see :class:`AutocastState`.
+        recipe: None means :func:`get_default_recipe`, read when the region object is made.
+        amax_reduction_group: process group whose ranks share outer amaxes.
+
+    Raises:
+        ValueError: ``recipe`` is not a :class:`~fp4engine.recipe.Recipe`.
+
+    Source: TransformerEngine ``pytorch/quantization.py``, ``autocast``.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: Any = None,
+    ) -> None:
+        if recipe is None:
+            recipe = get_default_recipe()
+        if not isinstance(recipe, Recipe):
+            raise ValueError(f"recipe must be an fp4engine.recipe.Recipe or None, got {recipe!r}")
+        self._state = AutocastState(bool(enabled), recipe, bool(calibrating), amax_reduction_group)
+        self._outer: list[AutocastState | None] = []
+
+    def __enter__(self) -> None:
+        self._outer.append(_slot.state)
+        _slot.state = self._state
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _slot.state = self._outer.pop()
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+) -> autocast:
+    """TransformerEngine's older spelling of :class:`autocast`."""
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group)

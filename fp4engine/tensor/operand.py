@@ -1,0 +1,70 @@
+"""One operand of one GEMM: a matrix [rows, cols] whose last axis is contracted."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4engine import ops
+from fp4engine.formats import CastSpec
+
+
+class Operand(NamedTuple):
+    """Plain tensors and the spec that says what they mean. Immutable.
+
+    Attributes:
+        spec: how ``data`` was cast; None for an unquantized matrix.
+        rows, cols: logical shape.
+        data: codes (uint8), or BF16 values without the outer factor, or the matrix itself if ``spec`` is None.
+        scale_inv: block scales [rows, blocks], row-major; None unless ``data`` holds codes.
+        amax: FP32 outer amax, [1] or [rows]; None if ``spec`` is None.
+    """
+
+    spec: CastSpec | None
+    rows: int
+    cols: int
+    data: Tensor
+    scale_inv: Tensor | None = None
+    amax: Tensor | None = None
+
+    @classmethod
+    def dense(cls, matrix: Tensor) -> "Operand":
+        """An unquantized matrix [rows, cols]."""
+        return cls(None, matrix.shape[0], matrix.shape[1], matrix)
+
+    @property
+    def is_values(self) -> bool:
+        """True if ``data`` can be multiplied as it is."""
+        return self.scale_inv is None
+
+    @property
+    def codes(self) -> Tensor:
+        """Packed codes: uint8 [rows, padded cols / 2], even column in the low nibble.
+
+        Raises:
+            ValueError: the operand holds values, not codes.
+        """
+        if self.is_values:
+            raise ValueError("this operand holds values, not codes; quantize with form 'codes' to get them")
+        return self.data
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(t.nbytes for t in (self.data, self.scale_inv, self.amax) if t is not None)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, backend: str = "auto") -> Tensor:
+        """``element * block scale * (amax / numerator)`` rounded once: [rows, cols]; as stored if rotated."""
+        if self.spec is None:
+            return self.data.to(dtype)
+        if self.scale_inv is None:
+            assert self.amax is not None
+            width = self.cols if self.spec.rotation is None else self.data.shape[1]
+            factor = ops.outer_factor(self.amax, self.spec)
+            return (self.data[:, :width].float() * factor).to(dtype)
+        assert self.amax is not None
+        return ops.dequantize(self.data, self.scale_inv, self.amax, self.spec, self.cols, dtype, backend)
+
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What to save for backward, beside ``spec``, ``rows`` and ``cols``."""
+        return self.data, self.scale_inv, self.amax
