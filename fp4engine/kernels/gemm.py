@@ -1,0 +1,299 @@
+"""TN GEMM with the two-level epilogue, on GPUs without FP4 units.
+
+    alpha[m, n] = fl(fl(A_left[m] * A_right[n]) / numerator)
+    y[m, n]     = round_out(fl(fl(alpha[m, n] * sum_k left[m, k] * right[n, k]) + bias[n]))
+
+The operands are BF16 *values*, ``e2m1(code) * block_scale`` without the tensor factor. Such a value has at most six
+significant bits, so it is exact in BF16 and a product of two is exact in FP32: up to the order of the FP32 sum, this
+is what an FP4 tensor core computes.
+
+Dims: M rows of left, N rows of right, K the contracted (last) axis of both.
+
+Three kernels with one epilogue, fastest first; :func:`gemm` takes the first that fits.
+
+- :mod:`fp4engine.kernels.gemm_hopper`: sm_90, 16-byte aligned rows, enough output for its 128x256 tiles.
+- ``_gemm_tma_kernel``: sm_90 and newer, persistent, operands through the bulk tensor copy engine.
+- ``_gemm_plain_kernel``: masked loads; from sm_80 on, any stride, and in Triton's CPU interpreter.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fp4engine.kernels.gemm_epilogue import finish, store_tile, tile_of
+
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Output dtypes; each is reached from the FP32 sum by one rounding."""
+
+TMA_ALIGNMENT = 16
+"""Bytes: the copy engine wants the base address and every row stride divisible by this."""
+
+
+class Tiles(NamedTuple):
+    """One launch configuration: the output tile, the K step, and its share of a multiprocessor."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    cost: float
+    """Time of one tile relative to one of 128x128, per K."""
+
+
+@triton.jit
+def _gemm_tma_kernel(
+    left_desc, right_desc, out_desc, out_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
+    M, N, K, stride_out,
+    LEFT_ROWS: tl.constexpr, RIGHT_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    TMA_STORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0)
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    steps = tl.cdiv(K, BLOCK_K)
+    # The epilogue's tile index is carried apart from the loop's, so that the flattened loop may already
+    # load the next tile while this one is stored.
+    done = first - PROGRAMS
+    for tile in tl.range(first, tiles_m * tiles_n, PROGRAMS, flatten=True):
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        row = tile_m * BLOCK_M
+        col = tile_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(steps):
+            left = left_desc.load([row, step * BLOCK_K])
+            right = right_desc.load([col, step * BLOCK_K])
+            acc = tl.dot(left, right.T, acc)
+        done += PROGRAMS
+        tile_m, tile_n = tile_of(done, tiles_m, tiles_n, GROUP_M)
+        row = tile_m * BLOCK_M
+        col = tile_n * BLOCK_N
+        store_tile(
+            acc, row, col, out_desc, out_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator, M, N, stride_out,
+            LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, TMA_STORE, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gemm_plain_kernel(
+    left_ptr, right_ptr, out_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
+    M, N, K, stride_left, stride_right, stride_out,
+    LEFT_ROWS: tl.constexpr, RIGHT_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    left_ptrs = left_ptr + rows.to(tl.int64)[:, None] * stride_left + k[None, :]
+    right_ptrs = right_ptr + cols.to(tl.int64)[:, None] * stride_right + k[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        in_k = k[None, :] < K - start
+        left = tl.load(left_ptrs, mask=(rows < M)[:, None] & in_k, other=0.0)
+        right = tl.load(right_ptrs, mask=(cols < N)[:, None] & in_k, other=0.0)
+        if INTERPRETED:  # the interpreter's dot multiplies BF16 bit patterns
+            left = left.to(tl.float32)
+            right = right.to(tl.float32)
+        acc = tl.dot(left, right.T, acc, input_precision="ieee")
+        left_ptrs += BLOCK_K
+        right_ptrs += BLOCK_K
+    finish(
+        acc, rows, cols, out_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator, M, N, stride_out,
+        LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE,
+    )  # fmt: skip
+
+
+INTERPRETED = isinstance(_gemm_plain_kernel, InterpretedFunction)
+"""True under ``TRITON_INTERPRET=1``: kernels run on the CPU, on CPU tensors."""
+
+
+def supports(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_amax: torch.Tensor,
+    right_amax: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+) -> tuple[bool, str]:
+    """Whether :func:`gemm` takes these arguments, and if not, why: ``(True, "")`` or ``(False, reason)``."""
+    if left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[1]:
+        return False, f"left [M, K] and right [N, K] must share K, got {tuple(left.shape)} and {tuple(right.shape)}"
+    for name, values in (("left", left), ("right", right)):
+        if values.dtype != torch.bfloat16:
+            return False, f"{name} must be bfloat16 values, got {values.dtype}"
+        if values.shape[1] > 1 and values.stride(1) != 1:
+            return False, f"{name} must be contiguous along K, got strides {values.stride()}"
+    for name, amax, rows in (("left_amax", left_amax, left.shape[0]), ("right_amax", right_amax, right.shape[0])):
+        if amax.dtype != torch.float32 or amax.numel() not in (1, rows) or not amax.is_contiguous():
+            return False, f"{name} must be contiguous float32 of 1 or {rows} elements, got {amax.dtype} {amax.shape}"
+    if bias is not None and (bias.shape != (right.shape[0],) or not bias.is_contiguous()):
+        return False, f"bias must be contiguous [{right.shape[0]}], got {tuple(bias.shape)}"
+    dtype = out_dtype if out is None else out.dtype
+    if dtype not in OUT_DTYPES:
+        return False, f"output dtype must be one of {OUT_DTYPES}, got {dtype}"
+    if out is not None:
+        if out.shape != (left.shape[0], right.shape[0]):
+            return False, f"out must be [{left.shape[0]}, {right.shape[0]}], got {tuple(out.shape)}"
+        if out.shape[1] > 1 and out.stride(1) != 1:
+            return False, f"out must be contiguous along N, got strides {out.stride()}"
+    devices = {t.device for t in (left, right, left_amax, right_amax, bias, out) if t is not None}
+    if len(devices) != 1:
+        return False, f"all tensors must be on one device, got {sorted(map(str, devices))}"
+    if INTERPRETED:
+        return True, ""
+    if not left.is_cuda:
+        return False, f"needs a CUDA device, got {left.device}"
+    if capability_of(left.device) < (8, 0):
+        return False, f"BF16 tensor cores need compute capability 8.0, {left.device} has {capability_of(left.device)}"
+    return True, ""
+
+
+def gemm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_amax: torch.Tensor,
+    right_amax: torch.Tensor,
+    numerator: float,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``round_out(alpha * left @ right.T + bias)``, or the same added to ``out`` in FP32 before the one rounding.
+
+    Args:
+        left: BF16 ``[M, K]``, contiguous along K; any M >= 0 and K >= 0.
+        right: BF16 ``[N, K]``, contiguous along K.
+        left_amax, right_amax: FP32, one element or one per row of the operand. NaN makes the output NaN.
+        numerator: product of the two operands' numerators, e.g. ``2688.0 * 2688.0``; exact in FP32.
+        bias: ``[N]`` of any float dtype, added in FP32.
+        out_dtype: BF16, FP16 or FP32; ignored when ``out`` is given.
+        out: accumulate into this ``[M, N]`` buffer and return it.
+
+    Returns:
+        ``[M, N]``. The same arguments give the same bytes.
+
+    Raises:
+        ValueError: :func:`supports` says no; the message is its reason.
+    """
+    ok, reason = supports(left, right, left_amax, right_amax, bias=bias, out_dtype=out_dtype, out=out)
+    if not ok:
+        raise ValueError(f"gemm: {reason}")
+    accumulate = out is not None
+    m, k = left.shape
+    n = right.shape[0]
+    if out is None:
+        out = torch.empty((m, n), dtype=out_dtype, device=left.device)
+    if m == 0 or n == 0:
+        return out
+    flags: dict[str, Any] = dict(
+        LEFT_ROWS=left_amax.numel() > 1, RIGHT_ROWS=right_amax.numel() > 1,
+        HAS_BIAS=bias is not None, ACCUMULATE=accumulate,
+    )  # fmt: skip
+    scales = (left_amax, right_amax, bias, numerator)
+    if INTERPRETED:
+        # The interpreter truncates FP32 -> BF16, so it writes FP32 and torch rounds.
+        wide = out.float()
+        _launch_plain(left, right, wide, scales, flags)
+        return out.copy_(wide)
+    if k > 0 and capability_of(left.device) >= (9, 0) and _row_aligned(left) and _row_aligned(right):
+        _launch_tma(left, right, out, scales, flags)
+    else:
+        _launch_plain(left, right, out, scales, flags)
+    return out
+
+
+@cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _row_stride(matrix: torch.Tensor) -> int:
+    # The stride of a single row means nothing and may be anything.
+    return matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
+
+
+def _row_aligned(matrix: torch.Tensor) -> bool:
+    stride = _row_stride(matrix) * matrix.element_size()
+    return (stride | matrix.data_ptr()) % TMA_ALIGNMENT == 0 and _row_stride(matrix) >= matrix.shape[1]
+
+
+GROUP_M = 8
+"""Tile rows walked together, so that programs that run at the same time share operands in L2."""
+
+HOPPER_TILES = Tiles(128, 256, 64, 12, 4, 1.9)
+_TMA_TILES = (Tiles(128, 128, 64, 4, 4, 1.0), Tiles(64, 128, 64, 4, 4, 0.6), Tiles(64, 64, 128, 4, 4, 0.4))
+_PLAIN_TILES = Tiles(128, 128, 32, 8, 3, 1.0)
+_SMALL_TILES = Tiles(32, 32, 32, 4, 3, 0.3)
+
+
+@cache
+def choose_tiles(m: int, n: int, multiprocessors: int, hopper: bool) -> Tiles:
+    """The configuration whose last wave ends first: least ``ceil(tiles / multiprocessors) * cost``; ties: larger."""
+    choices = ((HOPPER_TILES,) if hopper else ()) + _TMA_TILES
+    return min(choices, key=lambda tiles: -(-_count(m, n, tiles) // multiprocessors) * tiles.cost)
+
+
+def _count(m: int, n: int, tiles: Tiles) -> int:
+    return -(-m // tiles.block_m) * -(-n // tiles.block_n)
+
+
+def _launch_tma(
+    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scales: tuple[Any, ...], flags: dict[str, Any]
+) -> None:
+    m, n, k = left.shape[0], right.shape[0], left.shape[1]
+    multiprocessors = _multiprocessors(left.device)
+    aligned = _row_aligned(out)
+    tiles = choose_tiles(m, n, multiprocessors, aligned and capability_of(left.device)[0] == 9)
+    if tiles is HOPPER_TILES:
+        from fp4engine.kernels import gemm_hopper  # Gluon is only imported where it is used
+
+        operands = [
+            gemm_hopper.describe(name, matrix, _row_stride(matrix))
+            for name, matrix in (("left", left), ("right", right), ("out", out))
+        ]
+        return gemm_hopper.launch(*operands, scales, flags, multiprocessors)
+    tma_store = aligned and not flags["ACCUMULATE"]
+    programs = min(multiprocessors, _count(m, n, tiles))
+    _gemm_tma_kernel[(programs,)](
+        _descriptor(left, [tiles.block_m, tiles.block_k]),
+        _descriptor(right, [tiles.block_n, tiles.block_k]),
+        _descriptor(out, [tiles.block_m, tiles.block_n]) if tma_store else None,
+        out, *scales, m, n, k, out.stride(0),
+        **flags, TMA_STORE=tma_store,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP_M=GROUP_M, PROGRAMS=programs,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        enable_fp_fusion=False,  # alpha * acc + bias rounds twice by contract; a fused multiply-add rounds once
+    )  # fmt: skip
+
+
+def _descriptor(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(matrix, list(matrix.shape), [_row_stride(matrix), 1], block)
+
+
+def _launch_plain(
+    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scales: tuple[Any, ...], flags: dict[str, Any]
+) -> None:
+    m, n, k = left.shape[0], right.shape[0], left.shape[1]
+    tiles = _PLAIN_TILES if min(m, n) >= 128 else _SMALL_TILES
+    _gemm_plain_kernel[(_count(m, n, tiles),)](
+        left, right, out, *scales, m, n, k, left.stride(0), right.stride(0), out.stride(0),
+        **flags, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP_M=GROUP_M,
+        INTERPRETED=INTERPRETED, num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
+    )  # fmt: skip
