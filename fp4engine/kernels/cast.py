@@ -1,0 +1,232 @@
+"""Device functions: a block (tuple of 16 tensors) through a whole cast, and the compile-time description of one.
+
+    rotate -> block amax (-> tile amax) -> E4M3 scale -> E2M1 codes -> packed words
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import triton
+import triton.language as tl
+
+from fp4engine.constants import HADAMARD_SIGNS
+from fp4engine.formats import CastSpec, Outer, RoundingMode, ScaleRule, Signs
+from fp4engine.kernels.encode import (
+    E2M1,
+    E4M3_NAN,
+    SR_BIAS,
+    STEP_HALF_BITS,
+    block_amax,
+    decoded,
+    element_encode_scale,
+    even_code,
+    from_bits,
+    from_e4m3,
+    outer_encode_scale,
+    pack,
+    pack_native,
+    pack_values,
+    random_bits,
+    random_words,
+    rotate,
+    stochastic_code,
+    to_e4m3,
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a kernel needs to know of one side's CastSpec, at compile time.
+
+    Attributes:
+        words: int32 words that one block becomes: 2 of codes, 8 of BF16 values.
+        signs: of the rotation, or None.
+        random_bits: 0 for nearest even, else 8 or 16.
+        error: "mae" or "mse" under 4over6, else None.
+        per_row: one outer amax per row.
+        bit: bit 0 of the stream: 0 rowwise, 1 columnwise.
+    """
+
+    words: int
+    tiled: bool
+    signs: tuple[int, ...] | None
+    random_bits: int
+    error: str | None
+    per_row: bool
+    numerator: float
+    target: float
+    bit: int
+
+    @staticmethod
+    @lru_cache(maxsize=None)
+    def of(spec: CastSpec, output: str, bit: int) -> "Side":
+        """The side that casts by ``spec`` and writes ``output``, "codes" or "values"; see ``bit``."""
+        signs = None
+        if spec.rotation is not None:
+            signs = HADAMARD_SIGNS if spec.rotation.signs is Signs.FIXED else (1,) * 16
+        return Side(
+            words={"codes": 2, "values": 8}[output],
+            tiled=spec.block == (16, 16),
+            signs=signs,
+            random_bits=spec.random_bits if spec.rounding is RoundingMode.STOCHASTIC else 0,
+            error={ScaleRule.FOUR_OVER_SIX_MAE: "mae", ScaleRule.FOUR_OVER_SIX_MSE: "mse"}.get(spec.scale_rule),
+            per_row=spec.outer is Outer.ROW,
+            numerator=spec.numerator,
+            target=spec.target,
+            bit=bit,
+        )
+
+
+@triton.jit
+def widen(x):
+    y = ()
+    for i in tl.static_range(16):
+        y = y + (x[i].to(tl.float32),)
+    return y
+
+
+@triton.jit
+def tile_amax(m, OUTER: tl.constexpr, INNER: tl.constexpr):
+    """Maximum of ``m``, read as [OUTER, 16, INNER], over its middle axis, repeated back to ``m``'s shape."""
+    amax = tl.reduce(tl.reshape(m, [OUTER, 16, INNER]), 1, _maximum, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(amax, [OUTER, 16, INNER]), m.shape)
+
+
+@triton.jit
+def _maximum(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def tile_sum(e, OUTER: tl.constexpr, INNER: tl.constexpr):
+    """As :func:`tile_amax` for sums, halving the 16 at each step: rows (0..7) + (8..15), and so on."""
+    height: tl.constexpr = 16
+    s = tl.sum(tl.reshape(e, [OUTER, 2, 8, INNER]), axis=1)
+    s = tl.sum(tl.reshape(s, [OUTER, 2, 4, INNER]), axis=1)
+    s = tl.sum(tl.reshape(s, [OUTER, 2, 2, INNER]), axis=1)
+    s = tl.sum(tl.reshape(s, [OUTER, 2, 1, INNER]), axis=1)
+    return tl.reshape(tl.broadcast_to(s, [OUTER, height, INNER]), e.shape)
+
+
+@triton.jit
+def scale_elements(x, encode_scale):
+    """``fl(x * enc)``; adding 0 turns -0.0 into +0.0, whose code is 0."""
+    v = ()
+    for i in tl.static_range(16):
+        v = v + (x[i] * encode_scale + 0.0,)
+    return v
+
+
+@triton.jit
+def encode_elements(v, random, low_random, SIDE: tl.constexpr):
+    """Magnitude codes, biased by ``STEP_HALF_BITS`` (nearest) or ``SR_BIAS`` (stochastic)."""
+    codes = ()
+    for i in tl.static_range(16):
+        if SIDE.random_bits:
+            codes = codes + (stochastic_code(v[i], random_bits(random, low_random, i, SIDE.random_bits)),)
+        else:
+            codes = codes + (even_code(v[i]),)
+    return codes
+
+
+@triton.jit
+def pack_elements(v, codes, scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
+    """The words of one block."""
+    bias: tl.constexpr = SR_BIAS if SIDE.random_bits else STEP_HALF_BITS
+    if SIDE.words == 8:
+        return pack_values(codes, v, scale, bias)
+    elif (E2M1 & HARDWARE) and SIDE.random_bits == 0:
+        return pack_native(v, 0), pack_native(v, 8)
+    else:
+        return pack(codes, v, 0, bias), pack(codes, v, 8, bias)
+
+
+@triton.jit
+def candidate_error(x, v, codes, scale, outer_amax, SIDE: tl.constexpr):
+    """Sum over the block, left to right, of ``|x_hat - x|`` or its square."""
+    bias: tl.constexpr = SR_BIAS if SIDE.random_bits else STEP_HALF_BITS
+    total = tl.zeros_like(scale)
+    for i in tl.static_range(16):
+        value = from_bits(decoded(codes[i] - bias, v[i], scale)) * outer_amax
+        difference = tl.div_rn(value, tl.zeros_like(value) + SIDE.numerator) - x[i]
+        if SIDE.error == "mse":
+            total = total + difference * difference
+        else:
+            total = total + tl.abs(difference)
+    return total
+
+
+@triton.jit
+def candidate(x, scale, outer_scale, outer_amax, random, low_random, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
+    """Stored scale, its value, scaled elements and codes for one unrounded block scale."""
+    scale_inv = to_e4m3(scale, HARDWARE)
+    decode_scale = from_e4m3(scale_inv, HARDWARE)
+    v = scale_elements(x, element_encode_scale(decode_scale, tl.div_rn(tl.zeros_like(outer_scale) + 1.0, outer_scale)))
+    return scale_inv, decode_scale, v, encode_elements(v, random, low_random, SIDE)
+
+
+@triton.jit
+def four_over_six(
+    x, amax, outer_amax, outer_scale, random, low_random,
+    SIDE: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """The block's amax on 6 and on 4; 4 where its error is strictly smaller."""
+    base = tl.div_rn(amax, tl.zeros_like(amax) + SIDE.target) * outer_scale
+    scale6, value6, v6, codes6 = candidate(x, base, outer_scale, outer_amax, random, low_random, SIDE, HARDWARE)
+    scale4, value4, v4, codes4 = candidate(x, base * 1.5, outer_scale, outer_amax, random, low_random, SIDE, HARDWARE)
+    error6 = candidate_error(x, v6, codes6, value6, outer_amax, SIDE)
+    error4 = candidate_error(x, v4, codes4, value4, outer_amax, SIDE)
+    if SIDE.tiled:
+        error6 = tile_sum(error6, OUTER, INNER)
+        error4 = tile_sum(error4, OUTER, INNER)
+    four = error4 < error6
+    words6 = pack_elements(v6, codes6, value6, SIDE, HARDWARE)
+    words4 = pack_elements(v4, codes4, value4, SIDE, HARDWARE)
+    words = ()
+    for i in tl.static_range(SIDE.words):
+        words = words + (tl.where(four, words4[i], words6[i]),)
+    return tl.where(four, scale4, scale6), words
+
+
+@triton.jit
+def cast_block(
+    x, outer_amax, rng_ptr, block, row, stream,
+    SIDE: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Scale bits (uint8) and packed words (uint32) of the blocks ``x``.
+
+    Args:
+        x: tuple of 16 tensors in the input's dtype.
+        outer_amax: FP32, scalar or broadcasting against a position.
+        block, row: index along and across the contracted axis, for the random stream; broadcast to a position's shape.
+        OUTER, INNER: a position's shape as [OUTER, 16, INNER] with a tile's rows in the middle, if ``SIDE.tiled``.
+    """
+    dtype: tl.constexpr = x[0].dtype
+    x = widen(x)
+    if SIDE.signs is not None:
+        x = rotate(x, SIDE.signs, dtype, HARDWARE)
+    amax = block_amax(x)
+    if SIDE.tiled:
+        amax = tile_amax(amax, OUTER, INNER)
+    random = ()
+    low_random = ()
+    if SIDE.random_bits:
+        random = random_words(rng_ptr, block, row, stream | SIDE.bit)
+        if SIDE.random_bits == 16:
+            low_random = random_words(rng_ptr, block, row, (stream | SIDE.bit) ^ 16)
+    outer_scale = outer_encode_scale(outer_amax, SIDE.numerator)
+    if SIDE.error is not None:
+        scale_inv, words = four_over_six(
+            x, amax, outer_amax, outer_scale, random, low_random, SIDE, OUTER, INNER, HARDWARE
+        )
+    else:
+        scale = amax * (outer_scale * (1.0 / SIDE.target))
+        scale_inv, decode_scale, v, codes = candidate(
+            x, scale, outer_scale, outer_amax, random, low_random, SIDE, HARDWARE
+        )
+        words = pack_elements(v, codes, decode_scale, SIDE, HARDWARE)
+    if SIDE.words == 2:
+        # Codes under a NaN scale are 0.
+        broken = scale_inv == E4M3_NAN
+        words = tl.where(broken, 0, words[0]), tl.where(broken, 0, words[1])
+    return scale_inv, words

@@ -1,0 +1,275 @@
+"""Device functions: one block of 16 values to codes, scale and packed words.
+
+A block is a tuple of 16 tensors of any one shape, one per position along the contracted axis, so that rotation, block
+maximum, rounding and packing are elementwise and stay in registers whatever the layout of the tensors is. Both sides of
+:mod:`fp4engine.kernels.quantize` and :mod:`fp4engine.kernels.amax` are made of these functions.
+
+``HARDWARE`` is a set of bits, see :mod:`fp4engine.kernels.target`; with 0 every function is plain Triton, which the
+interpreter runs too. All variants give the same bytes.
+"""
+
+import triton
+import triton.language as tl
+
+from fp4engine.constants import E4M3_MAX as _E4M3_MAX
+from fp4engine.constants import FLT_MAX as _FLT_MAX
+from fp4engine.kernels.target import E2M1 as _E2M1
+from fp4engine.kernels.target import E4M3 as _E4M3
+from fp4engine.kernels.target import PAIRS as _PAIRS
+
+E2M1 = tl.constexpr(_E2M1)
+E4M3 = tl.constexpr(_E4M3)
+PAIRS = tl.constexpr(_PAIRS)
+E4M3_MAX = tl.constexpr(_E4M3_MAX)
+FLT_MAX = tl.constexpr(_FLT_MAX)
+E4M3_NAN = tl.constexpr(0x7F)
+NAN = tl.constexpr(tl.PropagateNan.ALL)
+STEP_HALF = tl.constexpr(1.5 * 2**22)
+STEP_ONE = tl.constexpr(1.5 * 2**23 + 2)
+STEP_TWO = tl.constexpr(1.5 * 2**24 + 8)
+"""Adding one of these to ``a`` rounds it to a multiple of 1/2, 1 or 2; the offset of that piece of E2M1 is built in."""
+STEP_HALF_BITS = tl.constexpr(0x4AC00000)
+EXPONENT_STEP = tl.constexpr(0x00800000)
+SR_BIAS = tl.constexpr(252)
+
+
+@triton.jit
+def to_bits(x):
+    return x.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def from_bits(x):
+    return x.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_pair(low, high, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """Both FP32 values rounded to nearest even in ``dtype`` and widened again."""
+    if dtype == tl.float32:
+        return low, high
+    elif dtype == tl.float16:
+        return low.to(tl.float16).to(tl.float32), high.to(tl.float16).to(tl.float32)
+    elif PAIRS & HARDWARE:
+        # One packed conversion and two moves for two values; separately it is two conversions and two moves.
+        pair = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.uint32, is_pure=True, pack=1
+        )
+        return from_bits(pair << 16), from_bits(pair & 0xFFFF0000)
+    else:
+        return round_bf16(low), round_bf16(high)
+
+
+@triton.jit
+def round_bf16(x):
+    """FP32 to the nearest BF16 by integers: the interpreter's own cast truncates."""
+    bits = to_bits(x)
+    rounded = from_bits((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000)
+    return tl.where(x == x, rounded, x)
+
+
+@triton.jit
+def rotate(x, signs: tl.constexpr, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """``round(x @ diag(signs) @ H16 / 4)``: ``signs / 4`` first, then butterflies of stride 1, 2, 4, 8.
+
+    The first stage is two fused multiply-adds per pair, exact because ``x / 4`` is.
+    """
+    y = ()
+    for i in tl.static_range(0, 16, 2):
+        low = x[i] * (0.25 * signs[i])
+        high = x[i + 1] * (0.25 * signs[i + 1])
+        y = y + (low + high, low - high)
+    for stage in tl.static_range(1, 4):
+        z = ()
+        for i in tl.static_range(16):
+            if i & (1 << stage):
+                z = z + (y[i - (1 << stage)] - y[i],)
+            else:
+                z = z + (y[i] + y[i + (1 << stage)],)
+        y = z
+    z = ()
+    for i in tl.static_range(0, 16, 2):
+        low, high = round_pair(y[i], y[i + 1], dtype, HARDWARE)
+        z = z + (low, high)
+    return z
+
+
+@triton.jit
+def block_amax(x):
+    """Largest magnitude of a block, NaN-propagating, as a tree."""
+    m = ()
+    for i in tl.static_range(8):
+        m = m + (tl.maximum(tl.abs(x[i]), tl.abs(x[i + 8]), propagate_nan=NAN),)
+    for stage in tl.static_range(3):
+        n = ()
+        for i in tl.static_range(4 >> stage):
+            n = n + (tl.maximum(m[i], m[i + (4 >> stage)], propagate_nan=NAN),)
+        m = n
+    return m[0]
+
+
+@triton.jit
+def outer_encode_scale(amax, numerator: tl.constexpr):
+    """``S_enc = min(numerator / A, FLT_MAX)``, 1 where ``A`` or ``S_enc`` is 0."""
+    scale = tl.minimum(tl.div_rn(tl.zeros_like(amax) + numerator, amax), FLT_MAX, propagate_nan=NAN)
+    return tl.where((amax == 0) | (scale == 0), 1.0, scale)
+
+
+@triton.jit
+def to_e4m3(x, HARDWARE: tl.constexpr):
+    """Bits of the nearest E4M3 (ties to even) of ``x >= 0``, saturating at 448; NaN is 0x7F. uint8."""
+    if E4M3 & HARDWARE:
+        return tl.minimum(x, E4M3_MAX, propagate_nan=NAN).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        clamped = tl.minimum(x, E4M3_MAX)
+        bits = to_bits(clamped)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        # 2^14 has a last place of 2^-9, E4M3's subnormal step.
+        subnormal = to_bits(clamped + 16384.0) - 0x46800000
+        code = tl.where(clamped < 0.015625, subnormal, normal)
+        return tl.where(x == x, code, E4M3_NAN).to(tl.uint8)
+
+
+@triton.jit
+def from_e4m3(code, HARDWARE: tl.constexpr):
+    """FP32 value of E4M3 bits (uint8, sign 0)."""
+    if E4M3 & HARDWARE:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        wide = code.to(tl.uint32)
+        value = tl.where(wide < 8, wide.to(tl.float32) * 0.001953125, from_bits((wide << 20) + (120 << 23)))
+        return tl.where(wide == E4M3_NAN, float("nan"), value)
+
+
+@triton.jit
+def element_encode_scale(scale, outer_decode_scale):
+    """``enc = min(1 / (s * S_dec), FLT_MAX)``."""
+    decode_scale = scale * outer_decode_scale
+    return tl.minimum(tl.div_rn(tl.zeros_like(decode_scale) + 1.0, decode_scale), FLT_MAX, propagate_nan=NAN)
+
+
+@triton.jit
+def even_code(v):
+    """E2M1 magnitude code of ``v`` to nearest even, plus ``STEP_HALF_BITS``: uint32.
+
+    The grid is three lines in ``a = |v|``, and ``min(rint(2a), rint(a) + 2, rint(a / 2) + 4, 7)`` is the code: the lines
+    are concave, offsets are even, and rounding is monotone. Each rint is one FP32 addition.
+    """
+    a = tl.abs(v)
+    half = (a + STEP_HALF).to(tl.int32, bitcast=True)
+    one = (a + STEP_ONE).to(tl.int32, bitcast=True) - EXPONENT_STEP
+    two = (a + STEP_TWO).to(tl.int32, bitcast=True) - 2 * EXPONENT_STEP
+    code = tl.minimum(tl.minimum(half, one), tl.minimum(two, STEP_HALF_BITS + 7))
+    return code.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def stochastic_code(v, random):
+    """E2M1 magnitude code of ``v``, stochastic, plus ``SR_BIAS``: uint32.
+
+    ``(a + 1) / 2`` puts the subnormal range below ``a = 1`` next to the first binade, where it is the larger of the two.
+    ``random``: random bits left-aligned in 22, centred.
+    """
+    a = tl.minimum(tl.abs(v), 6.0)
+    y = tl.maximum(a, (a + 1.0) * 0.5)
+    return tl.minimum(to_bits(y) + random, (7 + SR_BIAS) * (1 << 22) + 0x3FFFFF) >> 22
+
+
+@triton.jit
+def random_words(rng_ptr, block, row, stream):
+    """Philox4x32-10 of counter ``(block, row, draw, stream)`` under the seed: four uint32 tensors."""
+    seed = tl.load(rng_ptr)
+    draw = tl.load(rng_ptr + 1).to(tl.uint32)
+    zero = (block * 0 + row * 0).to(tl.uint32)
+    return tl.philox(seed, zero + block.to(tl.uint32), zero + row.to(tl.uint32), zero + draw, zero + stream)
+
+
+@triton.jit
+def random_bits(words, low_words, position: tl.constexpr, bits: tl.constexpr):
+    """``(2 r + 1) << (21 - bits)``: the random bits of one position, left-aligned in 22 and centred."""
+    byte = (words[position // 4] >> (8 * (position % 4))) & 0xFF
+    if bits == 8:
+        return (byte << 14) + (1 << 13)
+    else:
+        low = (low_words[position // 4] >> (8 * (position % 4))) & 0xFF
+        return (((byte << 8) | low) << 6) + (1 << 5)
+
+
+@triton.jit
+def pack(codes, v, first: tl.constexpr, bias: tl.constexpr):
+    """Eight codes and the signs of their values in one uint32, position ``first`` in the low nibble."""
+    magnitudes = codes[first]
+    signs = to_bits(v[first + 7]) >> 28
+    for j in tl.static_range(1, 8):
+        magnitudes += codes[first + j] << (4 * j)
+        signs = (signs << 4) | (to_bits(v[first + 7 - j]) >> 28)
+    # The codes' common bias, summed as above, modulo 2^32.
+    return (magnitudes - ((bias * 0x11111111) & 0xFFFFFFFF)) | (signs & 0x88888888)
+
+
+@triton.jit
+def pack_native(v, first: tl.constexpr):
+    """As :func:`pack`, by the hardware's E2M1 conversion (nearest even, saturating)."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b8 b0, b1, b2, b3;
+        cvt.rn.satfinite.e2m1x2.f32 b0, $2, $1;
+        cvt.rn.satfinite.e2m1x2.f32 b1, $4, $3;
+        cvt.rn.satfinite.e2m1x2.f32 b2, $6, $5;
+        cvt.rn.satfinite.e2m1x2.f32 b3, $8, $7;
+        mov.b32 $0, {b0, b1, b2, b3};
+        }""",
+        "=r,f,f,f,f,f,f,f,f",
+        [v[first], v[first + 1], v[first + 2], v[first + 3], v[first + 4], v[first + 5], v[first + 6], v[first + 7]],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def decoded(code, v, scale):
+    """Bits of the FP32 value ``e2m1(code) * scale`` with the sign of ``v``; ``code`` may carry a bias of 2^10 and up."""
+    y = from_bits((code << 22) + (SR_BIAS << 22))
+    magnitude = tl.minimum(y, 2.0 * y - 1.0) * scale
+    return to_bits(magnitude) | (to_bits(v) & 0x80000000)
+
+
+@triton.jit
+def pack_values(codes, v, scale, bias: tl.constexpr):
+    """Eight words, each two BF16 values ``e2m1 * scale``, exact (at most 6 significant bits)."""
+    words = ()
+    for i in tl.static_range(0, 16, 2):
+        low = decoded(codes[i] - bias, v[i], scale)
+        high = decoded(codes[i + 1] - bias, v[i + 1], scale)
+        words = words + ((low >> 16) | (high & 0xFFFF0000),)
+    return words
+
+
+@triton.jit
+def stack(words):
+    """Two or eight tensors [...] as one tensor [..., 2 or 8]."""
+    if len(words) == 2:
+        return tl.join(words[0], words[1])
+    else:
+        even = tl.join(tl.join(words[0], words[4]), tl.join(words[2], words[6]))
+        odd = tl.join(tl.join(words[1], words[5]), tl.join(words[3], words[7]))
+        both = tl.join(even, odd)
+        return tl.reshape(both, both.shape[:-3] + [8])
+
+
+@triton.jit
+def unstack8(x):
+    """[n, 8] as eight tensors [n]."""
+    x = tl.reshape(x, [x.shape[0], 2, 2, 2])
+    even, odd = tl.split(x)
+    x04, x26 = unstack4(even)
+    x15, x37 = unstack4(odd)
+    return x04[0], x15[0], x26[0], x37[0], x04[1], x15[1], x26[1], x37[1]
+
+
+@triton.jit
+def unstack4(x):
+    """[n, 2, 2] as ``((x00, x10), (x01, x11))``."""
+    low, high = tl.split(x)
+    return tl.split(low), tl.split(high)

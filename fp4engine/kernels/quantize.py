@@ -1,0 +1,178 @@
+"""One pass over x that casts it rowwise, columnwise, or both: the kernel and its launchers.
+
+    rowwise:    codes, scale_inv = cast(x)        columnwise:    codes, scale_inv = cast(x.T)
+
+A program owns a tile of 16 G rows and C columns. The rowwise half reads it as blocks along the columns, two 16-byte
+loads per block and one block per thread; the columnwise half reads it again, from L1, as 16 row vectors per group of 16
+rows, so that a thread holds whole columns of blocks. Only the columnwise output is transposed, through shared memory
+and after packing, 8 times smaller than x.
+
+Legend: x is [M, K]; rowwise operand [M, K], columnwise operand [K, M].
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp4engine.constants import BLOCK_SIZE
+from fp4engine.formats import E2M1, E4M3, CastSpec, Correction, Outer, RoundingMode
+from fp4engine.kernels.cast import Side, cast_block
+from fp4engine.kernels.encode import stack
+from fp4engine.kernels.launch import Launch, is_column_major
+from fp4engine.kernels.load import load_blocks, load_rows
+
+
+@triton.jit
+def quantize_rowwise(
+    x_ptr, stride_m, stride_k, amax_ptr, out_ptr, scale_ptr, rng_ptr, stream, M, K, row0, col0,
+    SIDE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = TILE_K // 16
+    index = tl.arange(0, TILE_M * BLOCKS)
+    row = index // BLOCKS
+    block = index % BLOCKS
+    blocks = (K + 15) // 16
+    inside = (row < M - row0) & (block * 16 < K - col0)
+    x = load_blocks(x_ptr, stride_m, stride_k, M, K, row0, col0, TILE_M, TILE_K, EVEN)
+    if SIDE.per_row:
+        amax = tl.load(amax_ptr + row0 + row, mask=row < M - row0, other=0.0)
+    else:
+        amax = tl.load(amax_ptr)
+    scale, words = cast_block(
+        x, amax, rng_ptr, col0 // 16 + block, row0 + row, stream, SIDE, TILE_M // 16, BLOCKS, HARDWARE
+    )
+    first = row0.to(tl.int64) * blocks + col0 // 16
+    where = row * blocks + block
+    w = tl.arange(0, SIDE.words)[None, :]
+    scale_target = scale_ptr.to(tl.pointer_type(tl.uint8)) + first + where
+    target = out_ptr.to(tl.pointer_type(tl.uint32)) + first * SIDE.words + (where[:, None] * SIDE.words + w)
+    if EVEN:
+        tl.store(target, stack(words))
+        tl.store(scale_target, scale)
+    else:
+        tl.store(target, stack(words), mask=inside[:, None])
+        tl.store(scale_target, scale, mask=inside)
+
+
+@triton.jit
+def quantize_columnwise(
+    x_ptr, stride_m, stride_k, amax_ptr, out_ptr, scale_ptr, rng_ptr, stream, M, K, row0, col0,
+    SIDE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    GROUPS: tl.constexpr = TILE_M // 16
+    group = tl.arange(0, GROUPS)[:, None]
+    col = tl.arange(0, TILE_K)[None, :]
+    groups = (M + 15) // 16
+    x = load_rows(x_ptr, stride_m, stride_k, M, K, row0, col0, TILE_M, TILE_K, EVEN)
+    if SIDE.per_row:
+        amax = tl.load(amax_ptr + col0 + col, mask=col < K - col0, other=0.0)
+    else:
+        amax = tl.load(amax_ptr)
+    scale, words = cast_block(
+        x, amax, rng_ptr, row0 // 16 + group, col0 + col, stream, SIDE, GROUPS * TILE_K // 16, 1, HARDWARE
+    )
+    first = col0.to(tl.int64) * groups + row0 // 16
+    packed = tl.reshape(tl.permute(stack(words), [1, 0, 2]), [TILE_K, GROUPS * SIDE.words])
+    out_col = tl.arange(0, TILE_K)[:, None]
+    word = tl.arange(0, GROUPS * SIDE.words)[None, :]
+    target = out_ptr.to(tl.pointer_type(tl.uint32)) + first * SIDE.words + (out_col * (groups * SIDE.words) + word)
+    out_group = tl.arange(0, GROUPS)[None, :]
+    scale_target = scale_ptr.to(tl.pointer_type(tl.uint8)) + first + (out_col * groups + out_group)
+    if EVEN:
+        tl.store(target, packed)
+        tl.store(scale_target, tl.trans(scale))
+    else:
+        groups_left = groups - row0 // 16
+        tl.store(target, packed, mask=(out_col < K - col0) & (word < groups_left * SIDE.words))
+        tl.store(scale_target, tl.trans(scale), mask=(out_col < K - col0) & (out_group < groups_left))
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr, row_amax_ptr, row_out_ptr, row_scale_ptr, col_amax_ptr, col_out_ptr, col_scale_ptr, rng_ptr,
+    M, K, stride_m, stride_k, stream,
+    ROW: tl.constexpr, COL: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Tile ``pid``, tiles counted along K first so that neighbours complete each other's sectors of the scales."""
+    tiles = tl.cdiv(K, TILE_K)
+    row0 = (tl.program_id(0) // tiles) * TILE_M
+    col0 = (tl.program_id(0) % tiles) * TILE_K
+    if ROW is not None:
+        quantize_rowwise(
+            x_ptr, stride_m, stride_k, row_amax_ptr, row_out_ptr, row_scale_ptr, rng_ptr, stream, M, K, row0, col0,
+            ROW, TILE_M, TILE_K, EVEN, HARDWARE,
+        )  # fmt: skip
+    if COL is not None:
+        quantize_columnwise(
+            x_ptr, stride_m, stride_k, col_amax_ptr, col_out_ptr, col_scale_ptr, rng_ptr, stream, M, K, row0, col0,
+            COL, TILE_M, TILE_K, EVEN, HARDWARE,
+        )  # fmt: skip
+
+
+def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
+    """Whether these kernels cover ``spec`` on inputs of ``x_dtype``, and if not, why."""
+    rotation = spec.rotation
+    checks = (
+        (x_dtype in (torch.bfloat16, torch.float16, torch.float32), f"input dtype {x_dtype}"),
+        (spec.element == E2M1, f"element={spec.element}"),
+        (spec.scale == E4M3, f"scale={spec.scale}"),
+        (spec.block in ((1, BLOCK_SIZE), (BLOCK_SIZE, BLOCK_SIZE)), f"block={spec.block}"),
+        (spec.rounding in (RoundingMode.EVEN, RoundingMode.STOCHASTIC), f"rounding={spec.rounding.value}"),
+        (spec.outer in (Outer.TENSOR, Outer.ROW), f"outer={spec.outer.value}"),
+        (rotation is None or (rotation.size == 16 and not rotation.signs.is_fresh), f"rotation={rotation}"),
+        (spec.correction is Correction.NONE, f"correction={spec.correction.value}"),
+    )
+    for covered, what in checks:
+        if not covered:
+            return False, f"the Triton kernels do not cover {what}"
+    return True, ""
+
+
+def _allocate(x: Tensor, rows: int, cols: int, output: str) -> tuple[Tensor, Tensor]:
+    blocks = -(-cols // BLOCK_SIZE)
+    if output == "codes":
+        out = torch.empty(rows, blocks * 8, dtype=torch.uint8, device=x.device)
+    else:
+        out = torch.empty(rows, blocks * BLOCK_SIZE, dtype=torch.bfloat16, device=x.device)
+    return out, torch.empty(rows, blocks, dtype=torch.float8_e4m3fn, device=x.device)
+
+
+def quantize(
+    x: Tensor,
+    rowwise: CastSpec | None,
+    columnwise: CastSpec | None,
+    *,
+    rowwise_amax: Tensor | None = None,
+    columnwise_amax: Tensor | None = None,
+    rng: Tensor | None = None,
+    stream: int = 0,
+    rowwise_output: str = "codes",
+    columnwise_output: str = "codes",
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Cast the sides whose spec is given, with outer amaxes that :func:`fp4engine.kernels.amax.amax` gave.
+
+    Args:
+        x: [M, K] BF16, FP16 or FP32, any strides.
+        rowwise, columnwise: what :func:`supports` covers.
+        rowwise_amax, columnwise_amax: FP32 [1], or [operand rows] under ``Outer.ROW``.
+        rng: int64 [2] ``(seed, draw)`` on x's device; needed if a side is stochastic.
+        stream: stream id of the role; the columnwise side uses ``stream | 1``.
+        rowwise_output, columnwise_output: "codes", or "values" for BF16 ``element * block scale``.
+
+    Returns:
+        ``(rowwise out, rowwise scale_inv, columnwise out, columnwise scale_inv)``; codes uint8 [rows, ceil(cols/16)*8]
+        or values BF16 [rows, ceil(cols/16)*16], scale_inv float8_e4m3fn [rows, ceil(cols/16)].
+    """
+    row = Side.of(rowwise, rowwise_output, 0) if rowwise else None
+    col = Side.of(columnwise, columnwise_output, 1) if columnwise else None
+    row_out, row_scale = _allocate(x, *x.shape, rowwise_output) if row else (None, None)
+    col_out, col_scale = _allocate(x, *x.shape[::-1], columnwise_output) if col else (None, None)
+    if x.numel() and (row or col):
+        sides = ((rowwise_amax, row_out, row_scale), (columnwise_amax, col_out, col_scale))
+        if is_column_major(x):
+            x, sides, row, col = x.T, sides[::-1], col, row
+        launch = Launch.of(x, *((128, 64) if col else (8, 1024)))
+        launch(quantize_kernel, launch.tiles, x, *sides[0], *sides[1], rng, *x.shape, *x.stride(), stream, row, col)
+    return row_out, row_scale, col_out, col_scale
