@@ -1,0 +1,198 @@
+"""GEMM alone: FP4 values with the two-level epilogue beside cuBLAS BF16, in one run.
+
+    python benchmarks/gemm.py [--quick] [--out benchmarks/results]
+
+Every problem is checked before it is timed; a wrong one stops the run. Rows:
+
+    cublas       torch.mm on BF16 Gaussian data: what a BF16 layer runs, the denominator of every ratio
+    same data    torch.mm on the decoded values, without alpha: shows that data changes the clock, not the kernel
+    gemm         fp4engine.kernels.gemm on decoded values, alpha in the epilogue
+    decode+gemm  both operands decoded from codes first (left out while the package has no decode kernel)
+    accumulate   gemm added into an FP32 buffer (wgrad only)
+
+The variants of one problem take turns, so that a GPU at its power limit treats them alike.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fp4engine import reference
+from fp4engine.formats import CastSpec
+from fp4engine.kernels.gemm import gemm
+
+TOKENS = 8192
+MODELS = {
+    "Llama-3-8B": [(4096, 4096), (4096, 14336), (14336, 4096), (4096, 6144)],
+    "Llama-3-70B": [(8192, 8192), (8192, 28672), (28672, 8192), (8192, 10240)],
+}
+"""(in_features, out_features) of the linear layers."""
+SPEC = CastSpec()
+NUMERATOR = SPEC.numerator**2
+ROUNDS = 7
+
+
+def problems(quick: bool) -> list[dict]:
+    """M, N, K of the three GEMMs of each layer; all contract the last axis of both operands."""
+    rows = []
+    for model, layers in MODELS.items():
+        for fan_in, fan_out in layers[:1] if quick else layers:
+            sizes = {
+                "fprop": (TOKENS, fan_out, fan_in),
+                "dgrad": (TOKENS, fan_in, fan_out),
+                "wgrad": (fan_out, fan_in, TOKENS),
+            }
+            rows += [dict(model=model, layer=f"{fan_in}x{fan_out}", gemm=name, mnk=mnk) for name, mnk in sizes.items()]
+    return rows
+
+
+def operand(rows: int, cols: int):
+    """Codes of Gaussian data and the BF16 values that they mean."""
+    cast = reference.quantize(torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16), SPEC)
+    return cast, reference.decode(cast.codes, cast.scale_inv, SPEC).bfloat16()
+
+
+def decoder() -> Callable | None:
+    try:
+        from fp4engine.kernels.dequantize import decode
+    except ImportError:
+        return None
+    return decode
+
+
+def check(left, right, left_amax, right_amax) -> float:
+    """Relative Frobenius error of 256 rows of the product against float64; must be at most twice torch's own."""
+    out = gemm(left, right, left_amax, right_amax, NUMERATOR, out_dtype=torch.float32)
+    assert not out.isnan().any()
+    rows = torch.randperm(left.shape[0], device="cuda")[:256]
+    exact = left[rows].double() @ right.double().T
+    alpha = reference.gemm_factor(left_amax, right_amax, NUMERATOR)
+    theirs = torch.mm(left, right.T, out_dtype=torch.float32)[rows]
+    error = float((out[rows] / alpha - exact).norm() / exact.norm())
+    torch_error = float((theirs - exact).norm() / exact.norm())
+    if not error <= 2 * torch_error:
+        raise SystemExit(f"wrong product: error {error:.2e}, torch's {torch_error:.2e}")
+    rounded = gemm(left, right, left_amax, right_amax, NUMERATOR)
+    if not torch.equal(rounded, out.bfloat16()):
+        raise SystemExit("BF16 output is not the FP32 output rounded once")
+    return error
+
+
+def time_in_turn(variants: dict[str, Callable], flops: float) -> dict[str, float]:
+    """Median milliseconds of each variant; each round runs every variant for about 10 ms."""
+    repeats = max(2, min(30, int(7e12 / flops)))
+    for run in variants.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(ROUNDS):
+        for name, run in variants.items():
+            run()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(repeats):
+                run()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end) / repeats)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(problem: dict) -> dict:
+    m, n, k = problem["mnk"]
+    (left_cast, left), (right_cast, right) = operand(m, k), operand(n, k)
+    scales = (left_cast.amax.view(1), right_cast.amax.view(1))
+    error = check(left, right, *scales)
+    dense_left = torch.randn(m, k, device="cuda").bfloat16()
+    dense_right = torch.randn(n, k, device="cuda").bfloat16()
+    out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    variants: dict[str, Callable] = {
+        "cublas": lambda: torch.mm(dense_left, dense_right.T, out=out),
+        "same data": lambda: torch.mm(left, right.T, out=out),
+        "gemm": lambda: gemm(left, right, *scales, NUMERATOR),
+    }
+    decode = decoder()
+    if decode is not None:
+        both = ((left_cast, left), (right_cast, right))
+        for cast, values in both:
+            if not torch.equal(decode(cast.codes, cast.scale_inv, SPEC, k), values):
+                raise SystemExit("decode differs from the reference")
+        decoded = lambda: [decode(cast.codes, cast.scale_inv, SPEC, k) for cast, _ in both]
+        variants["decode"] = decoded
+        variants["decode+gemm"] = lambda: gemm(*decoded(), *scales, NUMERATOR)
+    if problem["gemm"] == "wgrad":
+        buffer = torch.zeros(m, n, device="cuda")
+        variants["accumulate"] = lambda: gemm(left, right, *scales, NUMERATOR, out=buffer)
+    flops = 2.0 * m * n * k
+    milliseconds = time_in_turn(variants, flops)
+    ratios = {name: milliseconds["cublas"] / ms for name, ms in milliseconds.items() if name != "decode"}
+    rates = {name: flops / ms / 1e9 for name, ms in milliseconds.items() if name != "decode"}
+    return dict(**problem, error=error, milliseconds=milliseconds, tflops=rates, ratio=ratios)
+
+
+def environment() -> dict:
+    import triton
+
+    return dict(
+        gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
+        cuda=torch.version.cuda, date=time.strftime("%Y-%m-%d"), command="python benchmarks/gemm.py", tokens=TOKENS,
+    )  # fmt: skip
+
+
+def table(results: list[dict]) -> str:
+    names = list(dict.fromkeys(name for row in results for name in row["ratio"]))
+    lines = [f"{'layer':12s} {'gemm':6s} {'cublas':>9s}  " + "  ".join(f"{name:>12s}" for name in names[1:])]
+    for row in results:
+        cells = [f"{row['ratio'][name]:12.3f}" if name in row["ratio"] else " " * 12 for name in names[1:]]
+        lines.append(f"{row['layer']:12s} {row['gemm']:6s} {row['tflops']['cublas']:6.0f} TF  " + "  ".join(cells))
+    for name in names[1:]:
+        ratios = [row["ratio"][name] for row in results if name in row["ratio"]]
+        lines.append(f"{name}: lowest {min(ratios):.3f}, median {statistics.median(ratios):.3f} of cuBLAS BF16")
+    return "\n".join(lines)
+
+
+def plot(results: list[dict], facts: dict, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [name for name in ("cublas", "gemm", "decode+gemm") if name in results[0]["tflops"]]
+    figure, axis = pyplot.subplots(figsize=(12, 4))
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        places = [x + (i - (len(names) - 1) / 2) * width for x in range(len(results))]
+        label = {"cublas": "cuBLAS BF16", "gemm": "FP4 values, GEMM alone"}.get(name, "decode both operands + GEMM")
+        axis.bar(places, [row["tflops"][name] for row in results], width, label=label)
+    axis.set_xticks(range(len(results)), [f"{row['layer']}\n{row['gemm']}" for row in results], fontsize=6)
+    axis.set_ylabel("TFLOP/s")
+    axis.set_title(f"{facts['gpu']}, {facts['tokens']} tokens, torch {facts['torch']}, triton {facts['triton']}")
+    axis.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="one layer per model")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    facts = environment()
+    results = []
+    for problem in problems(arguments.quick):
+        results.append(measure(problem))
+        print(problem["layer"], problem["gemm"], {k: round(v, 3) for k, v in results[-1]["ratio"].items()}, flush=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "gemm.json").write_text(json.dumps(dict(environment=facts, results=results), indent=1) + "\n")
+    plot(results, facts, arguments.out / "gemm.png")
+    print(facts)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
