@@ -2,7 +2,7 @@
 
 from fp4engine import recipe
 from fp4engine.capability import is_nvfp4_available
-from fp4engine.modules import Linear
+from fp4engine.modules import Linear, weight_cache
 from fp4engine.quantizers import IdentityQuantizer, NVFP4Quantizer, Quantizer, make_quantizer
 from fp4engine.roles import QuantizerRole
 from fp4engine.state import (
@@ -32,4 +32,5 @@ __all__ = [
     "manual_seed",
     "recipe",
     "set_rng_state",
+    "weight_cache",
 ]

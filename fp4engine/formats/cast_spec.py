@@ -177,6 +177,12 @@ class CastSpec:
         return -(-cols // self.col_multiple) * self.col_multiple
 
     @property
+    def is_exact_in_bf16(self) -> bool:
+        """True if ``element * block scale`` has at most 8 significant bits: BF16 tensor cores multiply it exactly."""
+        significant = self.element.mantissa_bits + 1 + self.scale.mantissa_bits + 1
+        return significant <= 8 and self.outer is not Outer.BLOCK128
+
+    @property
     def is_stochastic(self) -> bool:
         """True if the cast reads the random stream."""
         return (

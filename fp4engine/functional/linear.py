@@ -13,19 +13,29 @@ import torch
 from torch import Tensor
 
 from fp4engine import ops
-from fp4engine.functional.plan import HIGH_PRECISION, GemmName, LinearPlan
-from fp4engine.ops import Form
+from fp4engine.functional.plan import GemmName, LinearPlan, operand_formats
+from fp4engine.functional.weight_cache import WeightCache
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
-from fp4engine.tensor import Operand
+from fp4engine.tensor import Operand, QuantizedTensor
 
 
-def linear(inp: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+def linear(
+    inp: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: LinearPlan,
+    *,
+    weight_cache: WeightCache | None = None,
+    main_grad: Tensor | None = None,
+) -> Tensor:
     """Linear transformation by ``plan``, differentiable once.
 
     Args:
         inp: [..., K], any rank >= 1, stride and number of rows.
         weight: [N, K]; bias: [N] or None.
+        weight_cache: where to look for the weight's operands, and to leave them; None quantizes anew.
+        main_grad: FP32 or BF16 [N, K] to which wgrad adds; the weight then gets no gradient of its own.
 
     Returns:
         [..., N] in ``inp.dtype``.
@@ -39,8 +49,9 @@ def linear(inp: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -
             f"for weight {tuple(weight.shape)}"
         )
     if not torch.is_grad_enabled():
-        return _forward(inp, weight, bias, plan, False, False)[0]
-    return LinearFunction.apply(inp, weight, bias, plan, inp.requires_grad, weight.requires_grad)
+        return _forward(inp, weight, bias, plan, weight_cache, False, False)[0]
+    needs = (inp.requires_grad, weight.requires_grad)
+    return LinearFunction.apply(inp, weight, bias, plan, weight_cache, main_grad, *needs)
 
 
 def linear_fprop(inp: Operand, weight: Operand, bias: Tensor | None, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
@@ -53,31 +64,43 @@ def linear_dgrad(grad_output: Operand, weight: Operand, plan: LinearPlan, dtype:
     return _gemm("dgrad", grad_output, weight, plan, dtype)
 
 
-def linear_wgrad(grad_output: Operand, inp: Operand, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
-    """``dw[N, K] = dy[M, N].T @ x[M, K]``: both operands columnwise, FP32 accumulation, returned in ``dtype``."""
-    return _gemm("wgrad", grad_output, inp, plan, dtype)
+def linear_wgrad(
+    grad_output: Operand, inp: Operand, plan: LinearPlan, dtype: torch.dtype, main_grad: Tensor | None = None
+) -> Tensor:
+    """``dw[N, K] = dy[M, N].T @ x[M, K]``: both operands columnwise; in ``dtype``, or added to ``main_grad``."""
+    return _gemm("wgrad", grad_output, inp, plan, dtype, out=main_grad)
 
 
 def _gemm(
-    name: GemmName, left: Operand, right: Operand, plan: LinearPlan, dtype: torch.dtype, bias: Tensor | None = None
+    name: GemmName,
+    left: Operand,
+    right: Operand,
+    plan: LinearPlan,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    plan.executed.record(name, _formats(left, right))
-    return ops.gemm(left, right, out_dtype=dtype, bias=bias, backend=plan.backend)
-
-
-def _formats(left: Operand, right: Operand) -> str:
-    if left.spec is None and right.spec is None:
-        return HIGH_PRECISION
-    return " x ".join("high" if side.spec is None else side.spec.element.name for side in (left, right))
+    plan.executed.record(name, operand_formats(left.spec, right.spec), 2 * left.rows * right.rows * left.cols)
+    return ops.gemm(left, right, out_dtype=dtype, bias=bias, out=out, backend=plan.backend)
 
 
 def _forward(
-    inp: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, needs_dgrad: bool, needs_wgrad: bool
+    inp: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: LinearPlan,
+    weight_cache: WeightCache | None,
+    needs_dgrad: bool,
+    needs_wgrad: bool,
 ) -> tuple[Tensor, Operand | None, Operand | None]:
     """``(y, what wgrad needs of inp, what dgrad needs of weight)``."""
-    matrix = as_matrix(inp)
-    inp_rowwise, inp_kept = _quantize_forward(matrix, plan.input, plan, needs_wgrad)
-    weight_rowwise, weight_kept = _quantize_forward(weight, plan.weight, plan, needs_dgrad)
+    inp_rowwise, inp_kept = _quantize_forward(as_matrix(inp), plan.input, plan, needs_wgrad)
+    if weight_cache is None:
+        weight_rowwise, weight_kept = _quantize_forward(weight, plan.weight, plan, needs_dgrad)
+    else:
+        weight_rowwise, weight_kept = weight_cache.get(
+            (weight, plan.weight, needs_dgrad), lambda: _quantize_forward(weight, plan.weight, plan, needs_dgrad)
+        )
     output = linear_fprop(inp_rowwise, weight_rowwise, bias, plan, inp.dtype)
     return output.view(*inp.shape[:-1], weight.shape[0]), inp_kept, weight_kept
 
@@ -86,13 +109,13 @@ def _quantize_forward(
     matrix: Tensor, quantizer: Quantizer, plan: LinearPlan, needs_backward: bool
 ) -> tuple[Operand, Operand | None]:
     """The operand of fprop, and what to keep for backward: never a byte that nobody reads."""
-    keep_rowwise = needs_backward and (
-        plan.backward_override == "dequantized"
-        or (plan.backward_override is None and quantizer.columnwise_source == "rowwise_dequantized")
+    from_rowwise = plan.backward_override == "dequantized" or (
+        plan.backward_override is None and quantizer.columnwise_source == "rowwise_dequantized"
     )
-    keep_columnwise = needs_backward and not keep_rowwise and plan.backward_override is None
-    form: Form = "codes" if keep_rowwise else ops.transient_form(matrix.device, plan.backend)
-    quantized = quantizer.quantize(matrix, columnwise=keep_columnwise, rowwise_form=form)
+    keep_rowwise = needs_backward and from_rowwise
+    keep_columnwise = needs_backward and not from_rowwise and plan.backward_override is None
+    form = "codes" if keep_rowwise else ops.transient_form(quantizer.rowwise_spec, matrix.device, plan.backend)
+    quantized = _reduced(quantizer, matrix, plan, columnwise=keep_columnwise, rowwise_form=form)
     rowwise = quantized.rowwise
     assert rowwise is not None
     if keep_rowwise:
@@ -100,6 +123,17 @@ def _quantize_forward(
     if needs_backward and plan.backward_override == "high_precision":
         return rowwise, Operand.dense(matrix)
     return rowwise, quantized.columnwise
+
+
+def _reduced(quantizer: Quantizer, matrix: Tensor, plan: LinearPlan, **arguments: Any) -> QuantizedTensor:
+    """Quantize with outer amaxes reduced over the plan's process group, where it has one."""
+    if plan.amax_reduction_group is None or quantizer.is_identity:
+        return quantizer.quantize(matrix, **arguments)
+    rowwise, columnwise = quantizer.amax(matrix, rng=arguments.get("rng"))
+    for amax in (rowwise, columnwise):
+        if amax is not None:
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, plan.amax_reduction_group)
+    return quantizer.quantize(matrix, rowwise_amax=rowwise, columnwise_amax=columnwise, **arguments)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -112,11 +146,13 @@ class LinearFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         plan: LinearPlan,
+        weight_cache: WeightCache | None,
+        main_grad: Tensor | None,
         needs_dgrad: bool,
         needs_wgrad: bool,
     ) -> Tensor:
-        output, inp_kept, weight_kept = _forward(inp, weight, bias, plan, needs_dgrad, needs_wgrad)
-        ctx.plan = plan
+        output, inp_kept, weight_kept = _forward(inp, weight, bias, plan, weight_cache, needs_dgrad, needs_wgrad)
+        ctx.plan, ctx.main_grad = plan, main_grad
         ctx.inp_shape, ctx.inp_dtype, ctx.weight_dtype = inp.shape, inp.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         saved: list[Tensor | None] = []
@@ -145,10 +181,12 @@ class LinearFunction(torch.autograd.Function):
             if needs_wgrad:
                 assert left_t is not None and inp_kept is not None
                 inp = _columnwise(inp_kept, plan.input, plan, ctx.inp_dtype, rng)
-                grad_weight = linear_wgrad(left_t, inp, plan, ctx.weight_dtype)
+                grad_weight = linear_wgrad(left_t, inp, plan, ctx.weight_dtype, ctx.main_grad)
+                if ctx.main_grad is not None:
+                    grad_weight = None
         if needs_bias:
             grad_bias = grad_matrix.sum(0, dtype=_accumulation_dtype(grad_matrix.dtype)).to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _restore(ctx: Any) -> tuple[Operand | None, Operand | None]:
@@ -174,14 +212,16 @@ def _quantize_grad(
     """Both operands of the gradient, in one pass where it is quantized."""
     if plan.backward_override is not None:
         return Operand.dense(grad_matrix), Operand.dense(grad_matrix.T)
-    form = ops.transient_form(grad_matrix.device, plan.backend)
-    quantized = plan.grad_output.quantize(
+    quantizer = plan.grad_output
+    quantized = _reduced(
+        quantizer,
         grad_matrix,
+        plan,
         rowwise=needs_dgrad,
         columnwise=needs_wgrad,
         rng=rng,
-        rowwise_form=form,
-        columnwise_form=form,
+        rowwise_form=ops.transient_form(quantizer.rowwise_spec, grad_matrix.device, plan.backend),
+        columnwise_form=ops.transient_form(quantizer.columnwise_spec, grad_matrix.device, plan.backend),
     )
     return quantized.rowwise, quantized.columnwise
 
@@ -193,7 +233,8 @@ def _columnwise(
     if plan.backward_override is not None:
         return Operand.dense(kept.dequantize(dtype, plan.backend).T)
     if quantizer.columnwise_source == "rowwise_dequantized":
-        return quantizer.requantize(kept, rng, ops.transient_form(kept.data.device, plan.backend))
+        form = ops.transient_form(quantizer.columnwise_spec, kept.data.device, plan.backend)
+        return quantizer.requantize(kept, rng, form)
     return kept
 
 

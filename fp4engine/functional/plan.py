@@ -1,10 +1,12 @@
 """What a linear module needs to know for one forward and its backward, resolved once."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
+from fp4engine.formats import CastSpec
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.recipe import Recipe
 from fp4engine.roles import QuantizerRole
@@ -17,17 +19,37 @@ class ExecutedGemms:
     """How often each GEMM of one module ran, by the formats of its operands; eager mode only.
 
     Attributes:
-        counts: ``(gemm, formats) -> times``, e.g. ``("fprop", "e2m1 x e2m1")``; formats is ``"high_precision"``
-            where neither operand was quantized.
+        counts: ``(gemm, formats) -> times``, e.g. ``("fprop", "e2m1 x e2m1")``; see :func:`operand_formats`.
+        flops: ``(gemm, formats) -> 2 M N K``, summed over those times.
     """
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], int] = {}
+        self.flops: dict[tuple[str, str], int] = {}
 
-    def record(self, gemm: GemmName, formats: str) -> None:
+    def record(self, gemm: GemmName, formats: str, flops: int) -> None:
         """Count one run. Does nothing while ``torch.compile`` traces."""
         if not torch.compiler.is_compiling():
-            self.counts[gemm, formats] = self.counts.get((gemm, formats), 0) + 1
+            key = gemm, formats
+            self.counts[key] = self.counts.get(key, 0) + 1
+            self.flops[key] = self.flops.get(key, 0) + flops
+
+    def record_high_precision(self, inp: Tensor, weight: Tensor) -> None:
+        """Count the fprop of ``inp [..., K] @ weight [N, K].T``, and the GEMMs that autograd will run for it."""
+        flops = 2 * inp.numel() * weight.shape[0]
+        self.record("fprop", HIGH_PRECISION, flops)
+        if torch.is_grad_enabled():
+            if inp.requires_grad:
+                self.record("dgrad", HIGH_PRECISION, flops)
+            if weight.requires_grad:
+                self.record("wgrad", HIGH_PRECISION, flops)
+
+
+def operand_formats(left: CastSpec | None, right: CastSpec | None) -> str:
+    """Element formats of a GEMM's operands, e.g. ``"e2m1 x e2m1"``; ``"high_precision"`` if neither is quantized."""
+    if left is None and right is None:
+        return HIGH_PRECISION
+    return " x ".join("high" if spec is None else spec.element.name for spec in (left, right))
 
 
 @dataclass(frozen=True)
@@ -40,6 +62,7 @@ class LinearPlan:
         backward_override: see :class:`~fp4engine.recipe.Recipe`.
         backend: backend of the GEMMs.
         executed: the module's counter.
+        amax_reduction_group: process group whose ranks share outer amaxes, or None.
     """
 
     recipe: Recipe
@@ -49,9 +72,12 @@ class LinearPlan:
     backward_override: str | None
     backend: str
     executed: ExecutedGemms = field(compare=False)
+    amax_reduction_group: Any = None
 
 
-def make_linear_plan(recipe: Recipe, module_type: str, name: str, executed: ExecutedGemms) -> LinearPlan:
+def make_linear_plan(
+    recipe: Recipe, module_type: str, name: str, executed: ExecutedGemms, amax_reduction_group: Any = None
+) -> LinearPlan:
     """Ask ``recipe`` for the quantizers of a module's three roles, once each."""
 
     def quantizer(tensor_type: str) -> Quantizer:
@@ -65,4 +91,5 @@ def make_linear_plan(recipe: Recipe, module_type: str, name: str, executed: Exec
         recipe.backward_override,
         recipe.backend,
         executed,
+        amax_reduction_group,
     )

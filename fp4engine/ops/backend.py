@@ -4,8 +4,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp4engine import capability
 
@@ -30,37 +32,54 @@ def reset_executed_paths() -> None:
     _executed.clear()
 
 
-def record(operator: str, path: str) -> None:
-    """Note that ``operator`` ran on ``path``."""
-    _executed[f"{operator}/{path}"] += 1
+def call(operator: Any, implementation: Callable[..., Any], like: Tensor, *arguments: Any) -> Any:
+    """``operator(*arguments)``, past the dispatcher where nothing listens to it.
+
+    In eager mode on plain tensors the dispatcher of a Python operator costs more host time than a kernel launch, and
+    ``implementation`` is what it would reach. Tracers and tensor subclasses get the operator.
+    """
+    if torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter):
+        return operator(*arguments)
+    return implementation(*arguments)
 
 
-def choose(operator: str, device: torch.device, backend: str, supports: Callable[[], tuple[bool, str]]) -> str:
-    """``"triton"`` or ``"reference"`` for one call.
+def choose(
+    operator: str,
+    device: torch.device,
+    backend: str,
+    question: tuple[Any, ...],
+    supports: Callable[..., tuple[bool, str]],
+) -> str:
+    """``"triton"`` or ``"reference"`` for one call; the answer is recorded.
 
     Args:
-        operator: for the log and the error.
+        operator: for the record, the log and the error.
         backend: ``auto`` takes the kernel where it can and falls back with the reason logged once;
             ``reference`` never; ``triton`` and ``native`` raise where the kernel refuses.
-        supports: the kernel's own answer for this call; asked only if Triton runs on ``device``.
+        question: hashable arguments of ``supports``.
+        supports: the kernel's own answer; asked once per question, and only if Triton runs on ``device``.
 
     Raises:
         RuntimeError: ``backend`` demands a kernel that refuses.
     """
-    if backend == "reference":
-        return "reference"
-    runs, reason = capability.triton_runs_on(device)
-    if runs:
-        runs, reason = supports()
-    if runs:
-        return "triton"
-    if backend != "auto":
+    path, reason = _decide(device, backend, question, supports)
+    if reason and backend in ("triton", "native"):
         raise RuntimeError(f"backend={backend!r} was asked for, but {operator} has no kernel here: {reason}")
-    _log_refusal(operator, reason)
-    return "reference"
+    if reason and _refusals.get(operator) != reason:
+        _refusals[operator] = reason
+        logger.info("%s runs on the reference path: %s", operator, reason)
+    _executed[f"{operator}/{path}"] += 1
+    return path
 
 
 @cache
-def _log_refusal(operator: str, reason: str) -> None:
-    _refusals[operator] = reason
-    logger.info("%s runs on the reference path: %s", operator, reason)
+def _decide(
+    device: torch.device, backend: str, question: tuple[Any, ...], supports: Callable[..., tuple[bool, str]]
+) -> tuple[str, str]:
+    """``(path, reason for refusing the kernel)``."""
+    if backend == "reference":
+        return "reference", ""
+    runs, reason = capability.triton_runs_on(device)
+    if runs:
+        runs, reason = supports(*question)
+    return ("triton", "") if runs else ("reference", reason)

@@ -5,7 +5,7 @@
 The outer scales never touch the operands; they meet in ``alpha``, in the epilogue.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from fp4engine import capability, reference
 from fp4engine.formats import CastSpec, Outer
 from fp4engine.ops import backend as backends
+from fp4engine.ops.backend import call
 from fp4engine.ops.quantize import Form
 
 
@@ -41,6 +42,7 @@ def gemm(
     *,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
+    out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """``left @ right.T`` with FP32 accumulation and one rounding: [left.rows, right.rows].
@@ -49,8 +51,9 @@ def gemm(
 
     Args:
         left, right: operands that contract their last axes; ``cols`` must agree.
-        out_dtype: dtype of the result.
+        out_dtype: dtype of the result; ignored when ``out`` is given.
         bias: [right.rows] or None, added in FP32 before the rounding.
+        out: gradient buffer [left.rows, right.rows] to add the product to, in FP32 before the one rounding.
         backend: see :func:`fp4engine.ops.backend.choose`.
     """
     if left.cols != right.cols:
@@ -59,103 +62,190 @@ def gemm(
             f"and right [{right.rows}, {right.cols}]"
         )
     if left.spec is None and right.spec is None:
-        return _dense(left.data, right.data, bias, out_dtype)
+        return _dense(left.data, right.data, bias, out_dtype, out)
     rotations = tuple(operand.spec.rotation if operand.spec else None for operand in (left, right))
     if rotations[0] != rotations[1]:
         raise ValueError(
             "both operands of a GEMM must be rotated alike, or H H^T does not cancel: "
             f"left has {rotations[0]}, right has {rotations[1]}"
         )
-    return torch.ops.fp4engine.gemm(
-        left.data,
-        left.scale_inv,
-        left.amax,
-        _key(left.spec),
-        right.data,
-        right.scale_inv,
-        right.amax,
-        _key(right.spec),
-        bias,
-        left.cols,
-        out_dtype,
-        backend,
+    operands = (_tensors(left), _key(left), _tensors(right), _key(right), left.cols)
+    if out is not None:
+        call(torch.ops.fp4engine.gemm_accumulate, _gemm_accumulate, out, out, *operands, backend)
+        return out
+    return call(torch.ops.fp4engine.gemm, _gemm, left.data, *operands, bias, out_dtype, backend)
+
+
+def _tensors(operand: OperandLike) -> list[Tensor]:
+    """``[data]``, ``[values, amax]`` or ``[codes, scale_inv, amax]``: the length tells which."""
+    return [tensor for tensor in (operand.data, operand.scale_inv, operand.amax) if tensor is not None]
+
+
+def _key(operand: OperandLike) -> str:
+    return "" if operand.spec is None else operand.spec.key
+
+
+def _dense(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    if out is not None:
+        product = torch.nn.functional.linear(left.to(torch.float32), right.to(torch.float32))
+        return out.copy_(out.float() + product)
+    return torch.nn.functional.linear(
+        left.to(out_dtype), right.to(out_dtype), bias if bias is None else bias.to(out_dtype)
     )
 
 
-def _dense(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    left, right = left.to(out_dtype), right.to(out_dtype)
-    return torch.nn.functional.linear(left, right, None if bias is None else bias.to(out_dtype))
+class _Unit(NamedTuple):
+    """An operand ready to multiply: ``x_hat = values * amax / numerator``."""
+
+    values: Tensor
+    amax: Tensor
+    numerator: float
 
 
-def _key(spec: CastSpec | None) -> str:
-    return "" if spec is None else spec.key
+def _unit(tensors: list[Tensor], key: str, cols: int, path: str) -> _Unit:
+    """Decode an operand; exact in BF16 on the ``triton`` path, FP32 on the ``reference`` path."""
+    data = tensors[0]
+    if not key:
+        values = data.to(torch.bfloat16) if path == "triton" else data
+        return _Unit(values, torch.ones(1, device=data.device), 1.0)
+    spec = CastSpec.from_key(key)
+    amax = tensors[-1]
+    values = data if len(tensors) == 2 else _decode(data, tensors[1], spec, cols, path)
+    if spec.outer is Outer.BLOCK128:
+        values = values * reference.outer_factor(amax, spec)
+    if spec.outer in (Outer.NONE, Outer.BLOCK128):
+        return _Unit(values, torch.ones(1, device=data.device), 1.0)
+    return _Unit(values, amax, spec.numerator)
 
 
-def _decode(data: Tensor, scale_inv: Tensor | None, spec: CastSpec | None, cols: int) -> Tensor:
-    """Values without the outer factor, [rows, width]; ``width`` is padded if the operand is rotated."""
-    if spec is None or scale_inv is None:
-        values = data
-    else:
-        values = reference.decode(data, scale_inv, spec)
-    return values if spec is not None and spec.rotation is not None else values[:, :cols]
+def _decode(codes: Tensor, scale_inv: Tensor, spec: CastSpec, cols: int, path: str) -> Tensor:
+    if path == "reference":
+        return reference.decode(codes, scale_inv, spec)
+    if _decode_supports(spec.key)[0]:
+        from fp4engine.kernels.dequantize import decode
+
+        return decode(codes, scale_inv, spec, cols)
+    return reference.decode(codes, scale_inv, spec).to(torch.bfloat16)
 
 
-def _factor(amax: Tensor | None, spec: CastSpec | None, like: Tensor) -> tuple[Tensor, float]:
-    """``(A, numerator)`` of an operand; an operand without outer scale has ``(1, 1)``."""
-    if spec is None or spec.outer is Outer.NONE or amax is None:
-        return like.new_ones(1, dtype=torch.float32), 1.0
-    return amax, spec.numerator
+def _decode_supports(key: str) -> tuple[bool, str]:
+    from fp4engine.kernels import quantize as kernels
+
+    return kernels.supports(CastSpec.from_key(key), torch.bfloat16)
 
 
-@torch.library.custom_op("fp4engine::gemm", mutates_args=())
-def _gemm_op(
-    left: Tensor,
-    left_scale_inv: Tensor | None,
-    left_amax: Tensor | None,
+def _supports(left: str, right: str, out_dtype: torch.dtype) -> tuple[bool, str]:
+    """Whether the BF16 tensor-core product is exact for operands of these specs and roundings."""
+    for key in (left, right):
+        if key and not CastSpec.from_key(key).is_exact_in_bf16:
+            return False, f"values of {key} are not exact in BF16"
+    if not (left and right) and out_dtype != torch.bfloat16:
+        return False, f"the unquantized operand of a {out_dtype} product is not BF16"
+    return out_dtype in (torch.bfloat16, torch.float16, torch.float32), f"output dtype {out_dtype}"
+
+
+def _prepare(
+    left: list[Tensor],
     left_spec: str,
-    right: Tensor,
-    right_scale_inv: Tensor | None,
-    right_amax: Tensor | None,
+    right: list[Tensor],
     right_spec: str,
-    bias: Tensor | None,
     cols: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[str, _Unit, _Unit]:
+    """``(path, left, right)`` with values of one width: an unquantized or unpadded partner cuts off padding."""
+    path = backends.choose("gemm", left[0].device, backend, (left_spec, right_spec, dtype), _supports)
+    first = _unit(left, left_spec, cols, path)
+    second = _unit(right, right_spec, cols, path)
+    width = min(first.values.shape[1], second.values.shape[1])
+    return (
+        path,
+        first._replace(values=first.values[:, :width]),
+        second._replace(values=second.values[:, :width]),
+    )
+
+
+def _gemm(
+    left: list[Tensor],
+    left_spec: str,
+    right: list[Tensor],
+    right_spec: str,
+    cols: int,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    specs = [CastSpec.from_key(key) if key else None for key in (left_spec, right_spec)]
-    left_values = _decode(left, left_scale_inv, specs[0], cols)
-    right_values = _decode(right, right_scale_inv, specs[1], cols)
-    left_factor, left_numerator = _factor(left_amax, specs[0], left)
-    right_factor, right_numerator = _factor(right_amax, specs[1], right)
-    alpha = reference.gemm_factor(left_factor, right_factor, left_numerator * right_numerator)
-    backends.record("gemm", "reference")
-    return reference.gemm(left_values, right_values, alpha, bias, out_dtype)
+    path, first, second = _prepare(left, left_spec, right, right_spec, cols, out_dtype, backend)
+    numerator = first.numerator * second.numerator
+    if path == "triton":
+        from fp4engine.kernels.gemm import gemm as kernel
+
+        return kernel(first.values, second.values, first.amax, second.amax, numerator, bias=bias, out_dtype=out_dtype)
+    alpha = reference.gemm_factor(first.amax, second.amax, numerator)
+    return reference.gemm(first.values, second.values, alpha, bias, out_dtype)
+
+
+def _gemm_accumulate(
+    out: Tensor,
+    left: list[Tensor],
+    left_spec: str,
+    right: list[Tensor],
+    right_spec: str,
+    cols: int,
+    backend: str,
+) -> None:
+    path, first, second = _prepare(left, left_spec, right, right_spec, cols, out.dtype, backend)
+    numerator = first.numerator * second.numerator
+    if path == "triton":
+        from fp4engine.kernels.gemm import gemm as kernel
+
+        kernel(first.values, second.values, first.amax, second.amax, numerator, out=out)
+        return
+    alpha = reference.gemm_factor(first.amax, second.amax, numerator)
+    out.copy_(out.float() + reference.gemm(first.values, second.values, alpha, None, torch.float32))
+
+
+_gemm_op = torch.library.custom_op("fp4engine::gemm", _gemm, mutates_args=())
+_gemm_accumulate_op = torch.library.custom_op("fp4engine::gemm_accumulate", _gemm_accumulate, mutates_args=("out",))
 
 
 @_gemm_op.register_fake
-def _gemm_fake(
-    left: Tensor,
-    left_scale_inv: Tensor | None,
-    left_amax: Tensor | None,
+def _(
+    left: list[Tensor],
     left_spec: str,
-    right: Tensor,
-    right_scale_inv: Tensor | None,
-    right_amax: Tensor | None,
+    right: list[Tensor],
     right_spec: str,
-    bias: Tensor | None,
     cols: int,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    return left.new_empty((left.shape[0], right.shape[0]), dtype=out_dtype)
+    return left[0].new_empty((left[0].shape[0], right[0].shape[0]), dtype=out_dtype)
 
 
-@torch.compiler.assume_constant_result
-def transient_form(device: torch.device, backend: str) -> Form:
+@_gemm_accumulate_op.register_fake
+def _(
+    out: Tensor,
+    left: list[Tensor],
+    left_spec: str,
+    right: list[Tensor],
+    right_spec: str,
+    cols: int,
+    backend: str,
+) -> None:
+    return None
+
+
+def transient_form(spec: CastSpec | None, device: torch.device, backend: str) -> Form:
     """The form of an operand that a GEMM reads at once and nobody keeps.
 
     Where the product runs on decoded BF16 values anyway (GPUs without FP4 units), the quantize pass writes those.
     """
-    if backend == "reference" or not capability.triton_runs_on(device)[0]:
+    if spec is None or backend == "reference" or not spec.is_exact_in_bf16:
         return "codes"
-    return "values"
+    return "values" if _multiplies_values(device) else "codes"
+
+
+@torch.compiler.assume_constant_result
+def _multiplies_values(device: torch.device) -> bool:
+    return capability.triton_runs_on(device)[0]

@@ -4,7 +4,8 @@ Plain tensors in and out. A spec travels as its key, so an operator's schema sho
 ``[M, K]``; the rowwise operand is x, the columnwise operand x.T, contracted axis last in both.
 """
 
-from typing import Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from fp4engine import reference
 from fp4engine.formats import CastSpec, Correction, Outer
 from fp4engine.ops import backend as backends
+from fp4engine.ops.backend import call
 
 Form = Literal["codes", "values"]
 """What an operand is written as: packed codes and scales, or the BF16 values that they decode to."""
@@ -62,26 +64,24 @@ def quantize(
         raise ValueError(f"x must be a floating-point matrix [M, K], got {x.dtype} of shape {tuple(x.shape)}")
     if rowwise is None and columnwise is None:
         raise ValueError("quantize needs rowwise or columnwise, got neither")
-    if (rowwise is not None and rowwise_amax is None) or (columnwise is not None and columnwise_amax is None):
-        own = amax(x, rowwise, columnwise, rng=rng, stream=stream, backend=backend)
-        rowwise_amax = own[0] if rowwise_amax is None else rowwise_amax
-        columnwise_amax = own[1] if columnwise_amax is None else columnwise_amax
-    tensors = torch.ops.fp4engine.quantize(
+    x = x.detach()
+    arguments = (
         x,
         _key(rowwise),
         _key(columnwise),
         rowwise_form,
         columnwise_form,
-        rowwise_amax if rowwise is not None else None,
-        columnwise_amax if columnwise is not None else None,
+        None if rowwise is None else rowwise_amax,
+        None if columnwise is None else columnwise_amax,
         rng,
         stream,
         backend,
     )
-    tensors = list(tensors)
+    tensors = call(torch.ops.fp4engine.quantize, _quantize, x, *arguments)
+    sides = iter(tensors)
     return (
-        _take(tensors, rowwise, rowwise_form, rowwise_amax),
-        _take(tensors, columnwise, columnwise_form, columnwise_amax),
+        None if rowwise is None else _take(sides, rowwise, rowwise_form, rowwise_amax),
+        None if columnwise is None else _take(sides, columnwise, columnwise_form, columnwise_amax),
     )
 
 
@@ -99,29 +99,37 @@ def amax(
     Returns:
         FP32 [1], or one per row of the operand under row scaling; NaN where a NaN went in.
     """
-    tensors = list(torch.ops.fp4engine.amax(x, _key(rowwise), _key(columnwise), rng, stream, backend))
-    first = tensors.pop(0) if rowwise is not None else None
-    return first, tensors.pop(0) if columnwise is not None else None
+    tensors = iter(call(torch.ops.fp4engine.amax, _amax, x, x, _key(rowwise), _key(columnwise), rng, stream, backend))
+    return (
+        None if rowwise is None else next(tensors),
+        None if columnwise is None else next(tensors),
+    )
 
 
 def dequantize(
     codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, cols: int, dtype: torch.dtype, backend: str = "auto"
 ) -> Tensor:
     """``element * block scale * (amax / numerator)`` rounded once to ``dtype``: [rows, cols]."""
-    return torch.ops.fp4engine.dequantize(codes, scale_inv, amax, spec.key, cols, dtype, backend)
+    arguments = (codes, scale_inv, amax, spec.key, cols, dtype, backend)
+    return call(torch.ops.fp4engine.dequantize, _dequantize, codes, *arguments)
+
+
+def outer_factor(amax: Tensor, spec: CastSpec) -> Tensor:
+    """``amax / numerator``, what values are multiplied by: FP32, broadcastable against [rows, padded cols]."""
+    return reference.outer_factor(amax, spec)
 
 
 def _key(spec: CastSpec | None) -> str:
     return "" if spec is None else spec.key
 
 
-def _take(tensors: list[Tensor], spec: CastSpec | None, form: Form, amax: Tensor | None) -> Side | None:
-    if spec is None:
-        return None
-    assert amax is not None
-    data = tensors.pop(0)
-    scale_inv = tensors.pop(0) if form == "codes" else None
-    return Side(data, scale_inv, tensors.pop(0) if spec.correction is Correction.SCALAR else amax)
+def _take(tensors: Iterator[Tensor], spec: CastSpec, form: Form, amax: Tensor | None) -> Side:
+    """The next side of the operator's flat list; an amax that was given is not returned by it again."""
+    data = next(tensors)
+    scale_inv = next(tensors) if form == "codes" else None
+    if amax is None or spec.correction is Correction.SCALAR:
+        amax = next(tensors)
+    return Side(data, scale_inv, amax)
 
 
 def _sides(x: Tensor, rowwise: str, columnwise: str) -> list[tuple[int, Tensor, CastSpec]]:
@@ -134,47 +142,33 @@ def _sides(x: Tensor, rowwise: str, columnwise: str) -> list[tuple[int, Tensor, 
     return sides
 
 
+def _specs(rowwise: str, columnwise: str) -> tuple[CastSpec | None, CastSpec | None]:
+    return (
+        CastSpec.from_key(rowwise) if rowwise else None,
+        CastSpec.from_key(columnwise) if columnwise else None,
+    )
+
+
 def _choose(operator: str, x: Tensor, rowwise: str, columnwise: str, backend: str) -> str:
-    def supports() -> tuple[bool, str]:
-        from fp4engine.kernels import quantize as kernels
-
-        for _, _, spec in _sides(x, rowwise, columnwise):
-            ok, reason = kernels.supports(spec, x.dtype)
-            if not ok:
-                return ok, reason
-        return True, ""
-
-    path = backends.choose(operator, x.device, backend, supports)
-    backends.record(operator, path)
-    return path
+    return backends.choose(operator, x.device, backend, (rowwise, columnwise, x.dtype), _supports)
 
 
-@torch.library.custom_op("fp4engine::amax", mutates_args=())
-def _amax_op(x: Tensor, rowwise: str, columnwise: str, rng: Tensor | None, stream: int, backend: str) -> list[Tensor]:
+def _supports(rowwise: str, columnwise: str, dtype: torch.dtype) -> tuple[bool, str]:
+    from fp4engine.kernels import quantize as kernels
+
+    answers = [kernels.supports(spec, dtype) for spec in _specs(rowwise, columnwise) if spec is not None]
+    return next((answer for answer in answers if not answer[0]), (True, ""))
+
+
+def _amax(x: Tensor, rowwise: str, columnwise: str, rng: Tensor | None, stream: int, backend: str) -> list[Tensor]:
     if _choose("amax", x, rowwise, columnwise, backend) == "triton":
-        from fp4engine.kernels import quantize as kernels
+        from fp4engine.kernels.amax import amax
 
-        specs = (CastSpec.from_key(key) if key else None for key in (rowwise, columnwise))
-        return [tensor for tensor in kernels.amax(x, *specs) if tensor is not None]
+        return [tensor for tensor in amax(x, *_specs(rowwise, columnwise)) if tensor is not None]
     return [reference.amax(operand, spec, rng, stream | side) for side, operand, spec in _sides(x, rowwise, columnwise)]
 
 
-@_amax_op.register_fake
-def _amax_fake(x: Tensor, rowwise: str, columnwise: str, rng: Tensor | None, stream: int, backend: str) -> list[Tensor]:
-    outputs = []
-    for _, operand, spec in _sides(x, rowwise, columnwise):
-        rows, cols = operand.shape
-        shape: list[int] = [1]
-        if spec.outer is Outer.ROW:
-            shape = [rows]
-        elif spec.outer is Outer.BLOCK128:
-            shape = [rows, spec.padded_cols(cols) // 128]
-        outputs.append(x.new_empty(shape, dtype=torch.float32))
-    return outputs
-
-
-@torch.library.custom_op("fp4engine::quantize", mutates_args=())
-def _quantize_op(
+def _quantize(
     x: Tensor,
     rowwise: str,
     columnwise: str,
@@ -186,36 +180,89 @@ def _quantize_op(
     stream: int,
     backend: str,
 ) -> list[Tensor]:
-    if _choose("quantize", x, rowwise, columnwise, backend) == "triton":
-        from fp4engine.kernels import quantize as kernels
-
-        specs = (CastSpec.from_key(key) if key else None for key in (rowwise, columnwise))
-        tensors = kernels.quantize(
-            x,
-            *specs,
-            rowwise_amax=rowwise_amax,
-            columnwise_amax=columnwise_amax,
-            rng=rng,
-            stream=stream,
-            rowwise_output=rowwise_form,
-            columnwise_output=columnwise_form,
-        )
-        return [tensor for tensor in tensors if tensor is not None]
+    given = (rowwise_amax, columnwise_amax)
+    forms = (rowwise_form, columnwise_form)
+    path = _choose("quantize", x, rowwise, columnwise, backend)
+    if path == "triton":
+        casts = _quantize_by_kernel(x, _specs(rowwise, columnwise), forms, given, rng, stream)
+    else:
+        casts = {
+            side: reference.quantize(operand, spec, amax=given[side], rng=rng, stream=stream | side)
+            for side, operand, spec in _sides(x, rowwise, columnwise)
+        }
     outputs = []
-    amaxes, forms = (rowwise_amax, columnwise_amax), (rowwise_form, columnwise_form)
-    for side, operand, spec in _sides(x, rowwise, columnwise):
-        cast = reference.quantize(operand, spec, amax=amaxes[side], rng=rng, stream=stream | side)
-        if forms[side] == "values":
-            outputs.append(reference.decode(cast.codes, cast.scale_inv, spec).to(torch.bfloat16))
+    for side, _, spec in _sides(x, rowwise, columnwise):
+        data, scale_inv, amax = casts[side]
+        if forms[side] == "codes":
+            outputs += [data, scale_inv]
+        elif path == "reference":
+            outputs.append(reference.decode(data, scale_inv, spec).to(torch.bfloat16))
         else:
-            outputs += [cast.codes, cast.scale_inv]
-        if spec.correction is Correction.SCALAR:
-            outputs.append(cast.amax)
+            outputs.append(data)
+        if given[side] is None or spec.correction is Correction.SCALAR:
+            outputs.append(amax)
     return outputs
+
+
+def _quantize_by_kernel(
+    x: Tensor,
+    specs: tuple[CastSpec | None, CastSpec | None],
+    forms: tuple[str, str],
+    given: tuple[Tensor | None, Tensor | None],
+    rng: Tensor | None,
+    stream: int,
+) -> dict[int, tuple[Any, Any, Any]]:
+    """``side -> (data, scale_inv, amax)``; a missing amax of either side costs one read of x for both."""
+    from fp4engine.kernels.amax import amax
+    from fp4engine.kernels.quantize import quantize
+
+    missing = [spec if amax is None else None for spec, amax in zip(specs, given, strict=True)]
+    if any(spec is not None for spec in missing):
+        own = amax(x, *missing)
+        given = (own[0] if given[0] is None else given[0], own[1] if given[1] is None else given[1])
+    row, row_scale, col, col_scale = quantize(
+        x,
+        *specs,
+        rowwise_amax=given[0],
+        columnwise_amax=given[1],
+        rng=rng,
+        stream=stream,
+        rowwise_output=forms[0],
+        columnwise_output=forms[1],
+    )
+    return {0: (row, row_scale, given[0]), 1: (col, col_scale, given[1])}
+
+
+def _dequantize(
+    codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: str, cols: int, dtype: torch.dtype, backend: str
+) -> Tensor:
+    parsed = CastSpec.from_key(spec)
+    path = backends.choose("dequantize", codes.device, backend, (spec, "", torch.bfloat16), _supports)
+    if path == "triton":
+        from fp4engine.kernels.dequantize import dequantize
+
+        return dequantize(codes, scale_inv, amax, parsed, cols, dtype)
+    return reference.dequantize(codes, scale_inv, amax, parsed, cols, dtype)
+
+
+_amax_op = torch.library.custom_op("fp4engine::amax", _amax, mutates_args=())
+_quantize_op = torch.library.custom_op("fp4engine::quantize", _quantize, mutates_args=())
+_dequantize_op = torch.library.custom_op("fp4engine::dequantize", _dequantize, mutates_args=())
+
+
+def _fake_amax(operand: Tensor, spec: CastSpec) -> Tensor:
+    rows, cols = operand.shape
+    shape = {Outer.ROW: [rows], Outer.BLOCK128: [rows, spec.padded_cols(cols) // 128]}.get(spec.outer, [1])
+    return operand.new_empty(shape, dtype=torch.float32)
+
+
+@_amax_op.register_fake
+def _(x: Tensor, rowwise: str, columnwise: str, rng: Tensor | None, stream: int, backend: str) -> list[Tensor]:
+    return [_fake_amax(operand, spec) for _, operand, spec in _sides(x, rowwise, columnwise)]
 
 
 @_quantize_op.register_fake
-def _quantize_fake(
+def _(
     x: Tensor,
     rowwise: str,
     columnwise: str,
@@ -228,7 +275,7 @@ def _quantize_fake(
     backend: str,
 ) -> list[Tensor]:
     outputs = []
-    forms = (rowwise_form, columnwise_form)
+    forms, given = (rowwise_form, columnwise_form), (rowwise_amax, columnwise_amax)
     for side, operand, spec in _sides(x, rowwise, columnwise):
         rows, cols = operand.shape[0], spec.padded_cols(operand.shape[1])
         if forms[side] == "values":
@@ -236,40 +283,13 @@ def _quantize_fake(
         else:
             outputs.append(x.new_empty((rows, cols * spec.element.storage_bits // 8), dtype=torch.uint8))
             outputs.append(x.new_empty((rows, cols // spec.block[1]), dtype=spec.scale.torch_dtype))
-        if spec.correction is Correction.SCALAR:
-            outputs.append(x.new_empty((1,), dtype=torch.float32))
+        if given[side] is None or spec.correction is Correction.SCALAR:
+            outputs.append(_fake_amax(operand, spec))
     return outputs
 
 
-@torch.library.custom_op("fp4engine::dequantize", mutates_args=())
-def _dequantize_op(
-    codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: str, cols: int, dtype: torch.dtype, backend: str
-) -> Tensor:
-    parsed = CastSpec.from_key(spec)
-
-    def supports() -> tuple[bool, str]:
-        from fp4engine.kernels import quantize as kernels
-
-        return kernels.supports(parsed, torch.bfloat16)
-
-    path = backends.choose("dequantize", codes.device, backend, supports)
-    backends.record("dequantize", path)
-    if path == "triton":
-        from fp4engine.kernels import quantize as kernels
-
-        return kernels.dequantize(codes, scale_inv, amax, parsed, cols, dtype)
-    return reference.dequantize(codes, scale_inv, amax, parsed, cols, dtype)
-
-
 @_dequantize_op.register_fake
-def _dequantize_fake(
-    codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: str, cols: int, dtype: torch.dtype, backend: str
-) -> Tensor:
+def _(codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: str, cols: int, dtype: torch.dtype, backend: str) -> Tensor:
     parsed = CastSpec.from_key(spec)
     width = cols if parsed.rotation is None else parsed.padded_cols(cols)
     return codes.new_empty((codes.shape[0], width), dtype=dtype)
-
-
-def outer_factor(amax: Tensor, spec: CastSpec) -> Tensor:
-    """``amax / numerator``, what values are multiplied by: FP32, broadcastable against [rows, 1]."""
-    return reference.outer_factor(amax, spec)

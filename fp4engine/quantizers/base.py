@@ -38,6 +38,11 @@ class Quantizer:
         """True if quantizing takes a draw of the random stream."""
         return any(spec is not None and spec.is_stochastic for spec in (self.rowwise_spec, self.columnwise_spec))
 
+    @property
+    def is_identity(self) -> bool:
+        """True if both sides stay unquantized."""
+        return self.rowwise_spec is None and self.columnwise_spec is None
+
     def with_backend(self, backend: str) -> "Quantizer":
         """The same casts by another backend."""
         return Quantizer(self.rowwise_spec, self.columnwise_spec, self.columnwise_source, self.stream, backend)

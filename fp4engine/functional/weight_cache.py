@@ -1,0 +1,42 @@
+"""A weight's operands, kept across microbatches inside an explicit scope."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fp4engine.quantizers import Quantizer
+from fp4engine.tensor import Operand
+
+Operands = tuple[Operand, Operand | None]
+"""``(operand of fprop, what dgrad needs)``."""
+
+
+class WeightCache:
+    """Operands of one weight, valid while the weight and its quantizer are what they were.
+
+    Caching never changes a byte: weights are quantized without randomness, and an entry is dropped as soon as the
+    weight's version counter, storage or quantizer differs. Writes through ``weight.data`` move no version counter;
+    leave the scope around those.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[int, int, Quantizer] | None = None
+        self._operands: dict[bool, Operands] = {}
+
+    def get(self, question: tuple[Tensor, Quantizer, bool], make: Callable[[], Operands]) -> Operands:
+        """The operands for ``(weight, quantizer, needs_dgrad)``, made by ``make`` when they are not there.
+
+        Operands made for a backward pass also serve a forward without one.
+        """
+        weight, quantizer, needs_dgrad = question
+        if quantizer.is_stochastic and quantizer.columnwise_source == "original":
+            return make()
+        key = (weight.data_ptr(), weight._version, quantizer)
+        if key != self._key:
+            self._key = key
+            self._operands.clear()
+        if needs_dgrad not in self._operands:
+            if not needs_dgrad and True in self._operands:
+                return self._operands[True]
+            self._operands[needs_dgrad] = make()
+        return self._operands[needs_dgrad]

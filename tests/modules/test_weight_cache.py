@@ -1,0 +1,133 @@
+"""Caching a weight's operands changes no byte, and fused accumulation adds what autograd would."""
+
+import pytest
+import torch
+
+import fp4engine
+from fp4engine.recipe import NVFP4BlockScaling
+
+RECIPE = NVFP4BlockScaling()
+
+
+def run_microbatches(layer, batches, *, cached=False, flags=False):
+    """Outputs and gradients of one accumulation window."""
+    fp4engine.manual_seed(3)
+    layer.zero_grad()
+    outputs, grads = [], []
+    scope = fp4engine.weight_cache(layer) if cached else torch.enable_grad()
+    with scope, fp4engine.autocast(recipe=RECIPE):
+        for index, batch in enumerate(batches):
+            inp = batch.clone().requires_grad_()
+            out = layer(inp, is_first_microbatch=index == 0) if flags else layer(inp)
+            out.square().sum().backward()
+            outputs.append(out.detach())
+            grads.append(inp.grad)
+    return [*outputs, *grads, layer.weight.grad.clone(), layer.bias.grad.clone()]
+
+
+def assert_same(left, right):
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture
+def layer():
+    return fp4engine.Linear(48, 33)
+
+
+@pytest.fixture
+def batches():
+    return torch.randn(3, 20, 48).unbind()
+
+
+def count_weight_casts(monkeypatch, layer):
+    """How often the weight is quantized from here on."""
+    from fp4engine.quantizers import Quantizer
+
+    calls = []
+    original = Quantizer.quantize
+
+    def counting(self, x, **arguments):
+        if x.shape == layer.weight.shape and x.data_ptr() == layer.weight.data_ptr():
+            calls.append(x)
+        return original(self, x, **arguments)
+
+    monkeypatch.setattr(Quantizer, "quantize", counting)
+    return calls
+
+
+@pytest.mark.parametrize("how", [{"cached": True}, {"flags": True}])
+def test_cached_equals_uncached_and_quantizes_once(layer, batches, how, monkeypatch):
+    expected = run_microbatches(layer, batches)
+    calls = count_weight_casts(monkeypatch, layer)
+    assert_same(run_microbatches(layer, batches, **how), expected)
+    assert len(calls) == 1
+
+
+def test_in_place_update_invalidates(layer, batches):
+    with fp4engine.weight_cache(layer), fp4engine.autocast(recipe=RECIPE):
+        before = layer(batches[0])
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        after = layer(batches[0])
+    with fp4engine.autocast(recipe=RECIPE):
+        assert torch.equal(after, layer(batches[0]))
+    assert not torch.equal(before, after)
+
+
+def test_load_state_dict_and_other_recipe_invalidate(layer, batches):
+    other = fp4engine.Linear(48, 33)
+    with fp4engine.weight_cache(layer):
+        with fp4engine.autocast(recipe=RECIPE):
+            layer(batches[0])
+        layer.load_state_dict(other.state_dict())
+        with fp4engine.autocast(recipe=RECIPE):
+            assert torch.equal(layer(batches[0]), other(batches[0]))
+        plain = NVFP4BlockScaling(disable_2d_quantization=True)
+        with fp4engine.autocast(recipe=plain):
+            assert torch.equal(layer(batches[0]), other(batches[0]))
+
+
+def test_no_grad_call_first(layer, batches):
+    expected = run_microbatches(layer, batches)
+    with fp4engine.weight_cache(layer):
+        with torch.no_grad(), fp4engine.autocast(recipe=RECIPE):
+            layer(batches[0])
+        fp4engine.manual_seed(3)
+        layer.zero_grad()
+        outputs = []
+        with fp4engine.autocast(recipe=RECIPE):
+            for batch in batches:
+                out = layer(batch)
+                out.square().sum().backward()
+                outputs.append(out.detach())
+    assert_same([*outputs, layer.weight.grad], [*expected[:3], expected[-2]])
+
+
+def test_cache_ends_with_its_scope_and_on_exceptions(layer, batches):
+    with pytest.raises(KeyError), fp4engine.weight_cache(layer):
+        raise KeyError
+    assert layer._weight_cache is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_accumulation_adds_to_main_grad(batches, dtype):
+    layer = fp4engine.Linear(48, 33, fuse_wgrad_accumulation=True)
+    plain = fp4engine.Linear(48, 33)
+    plain.load_state_dict(layer.state_dict())
+    start = torch.randn(33, 48, dtype=dtype)
+    layer.weight.main_grad = start.clone()
+    fp4engine.manual_seed(0)
+    with fp4engine.autocast(recipe=RECIPE):
+        layer(batches[0]).sum().backward()
+    fp4engine.manual_seed(0)
+    with fp4engine.autocast(recipe=RECIPE):
+        plain(batches[0]).sum().backward()
+    assert layer.weight.grad is None
+    assert torch.equal(layer.weight.main_grad, (start.float() + plain.weight.grad).to(dtype))
+    assert torch.equal(layer.bias.grad, plain.bias.grad)
+
+
+def test_fused_accumulation_without_buffer_says_so(batches):
+    layer = fp4engine.Linear(48, 33, fuse_wgrad_accumulation=True)
+    with fp4engine.autocast(recipe=RECIPE), pytest.raises(ValueError, match="main_grad"):
+        layer(batches[0])
