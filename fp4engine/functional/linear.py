@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fp4engine import ops
 from fp4engine.functional.plan import GemmName, LinearPlan, operand_formats
@@ -99,7 +100,7 @@ def _forward(
         weight_rowwise, weight_kept = _quantize_forward(weight, plan.weight, plan, needs_dgrad)
     else:
         weight_rowwise, weight_kept = weight_cache.get(
-            (weight, plan.weight, needs_dgrad), lambda: _quantize_forward(weight, plan.weight, plan, needs_dgrad)
+            (weight, plan, needs_dgrad), lambda: _quantize_forward(weight, plan.weight, plan, needs_dgrad)
         )
     output = linear_fprop(inp_rowwise, weight_rowwise, bias, plan, inp.dtype)
     return output.view(*inp.shape[:-1], weight.shape[0]), inp_kept, weight_kept
@@ -164,6 +165,7 @@ class LinearFunction(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_output,) = grad_outputs
         plan: LinearPlan = ctx.plan

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fp4engine.quantizers import Quantizer
+from fp4engine.functional.plan import LinearPlan
 from fp4engine.tensor import Operand
 
 Operands = tuple[Operand, Operand | None]
@@ -12,26 +12,26 @@ Operands = tuple[Operand, Operand | None]
 
 
 class WeightCache:
-    """Operands of one weight, valid while the weight and its quantizer are what they were.
+    """Operands of one weight, valid while the weight and its module's plan are what they were.
 
     Caching never changes a byte: weights are quantized without randomness, and an entry is dropped as soon as the
-    weight's version counter, storage or quantizer differs. Writes through ``weight.data`` move no version counter;
+    weight's version counter, storage or plan differs. Writes through ``weight.data`` move no version counter;
     leave the scope around those.
     """
 
     def __init__(self) -> None:
-        self._key: tuple[int, int, Quantizer] | None = None
+        self._key: tuple[int, int, LinearPlan] | None = None
         self._operands: dict[bool, Operands] = {}
 
-    def get(self, question: tuple[Tensor, Quantizer, bool], make: Callable[[], Operands]) -> Operands:
-        """The operands for ``(weight, quantizer, needs_dgrad)``, made by ``make`` when they are not there.
+    def get(self, question: tuple[Tensor, LinearPlan, bool], make: Callable[[], Operands]) -> Operands:
+        """The operands for ``(weight, plan, needs_dgrad)``, made by ``make`` when they are not there.
 
         Operands made for a backward pass also serve a forward without one.
         """
-        weight, quantizer, needs_dgrad = question
-        if quantizer.is_stochastic and quantizer.columnwise_source == "original":
+        weight, plan, needs_dgrad = question
+        if plan.weight.is_stochastic and plan.weight.columnwise_source == "original":
             return make()
-        key = (weight.data_ptr(), weight._version, quantizer)
+        key = (weight.data_ptr(), weight._version, plan)
         if key != self._key:
             self._key = key
             self._operands.clear()

@@ -98,7 +98,7 @@ class Linear(torch.nn.Linear):
         if plan is None:
             self.executed.record_high_precision(input, self.weight)
             return F.linear(input, self.weight, self.bias)
-        if torch.is_autocast_enabled(input.device.type):
+        if torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64:  # as torch.autocast does
             input = input.to(torch.get_autocast_dtype(input.device.type))
         return linear(
             input,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import capability, reference
-from fp4engine.formats import CastSpec, Outer
+from fp4engine.formats import E2M1, E4M3, CastSpec, Outer
 from fp4engine.ops import backend as backends
 from fp4engine.ops.backend import call
 from fp4engine.ops.quantize import Form
@@ -86,12 +86,13 @@ def _key(operand: OperandLike) -> str:
 
 
 def _dense(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    if out is not None:
-        product = torch.nn.functional.linear(left.to(torch.float32), right.to(torch.float32))
-        return out.copy_(out.float() + product)
-    return torch.nn.functional.linear(
-        left.to(out_dtype), right.to(out_dtype), bias if bias is None else bias.to(out_dtype)
-    )
+    with torch.autocast(left.device.type, enabled=False):  # the dtype is the caller's, also in a backward pass
+        if out is not None:
+            product = torch.nn.functional.linear(left.to(torch.float32), right.to(torch.float32))
+            return out.copy_(out.float() + product)
+        return torch.nn.functional.linear(
+            left.to(out_dtype), right.to(out_dtype), bias if bias is None else bias.to(out_dtype)
+        )
 
 
 class _Unit(NamedTuple):
@@ -144,24 +145,82 @@ def _supports(left: str, right: str, out_dtype: torch.dtype) -> tuple[bool, str]
     return out_dtype in (torch.bfloat16, torch.float16, torch.float32), f"output dtype {out_dtype}"
 
 
-def _prepare(
+def _native_supports(left_spec: str, right_spec: str, device: torch.device) -> tuple[bool, str]:
+    """Whether FP4 tensor cores multiply operands of these specs on ``device``."""
+    units, reason = capability.fp4_units(device)
+    if not units:
+        return False, reason
+    for key in (left_spec, right_spec):
+        spec = CastSpec.from_key(key) if key else None
+        if spec is None or (spec.element, spec.scale) != (E2M1, E4M3) or spec.outer not in (Outer.TENSOR, Outer.ROW):
+            return (
+                False,
+                f"FP4 tensor cores multiply E2M1 with E4M3 block scales, got {key or 'an unquantized operand'}",
+            )
+    return True, ""
+
+
+def _is_native(left: list[Tensor], left_spec: str, right: list[Tensor], right_spec: str, backend: str) -> bool:
+    """Whether this product runs on FP4 tensor cores; raises if ``backend="native"`` demands it in vain."""
+    if backend not in ("auto", "native"):
+        return False
+    codes = len(left) == len(right) == 3
+    able, reason = _native_supports(left_spec, right_spec, left[0].device)
+    if backend == "native" and not (able and codes):
+        raise RuntimeError(f"backend='native' was asked for, but {reason or 'an operand holds values, not codes'}")
+    return able and codes
+
+
+def _product(
     left: list[Tensor],
     left_spec: str,
     right: list[Tensor],
     right_spec: str,
     cols: int,
-    dtype: torch.dtype,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
     backend: str,
-) -> tuple[str, _Unit, _Unit]:
-    """``(path, left, right)`` with values of one width: an unquantized or unpadded partner cuts off padding."""
-    path = backends.choose("gemm", left[0].device, backend, (left_spec, right_spec, dtype), _supports)
+) -> Tensor:
+    if _is_native(left, left_spec, right, right_spec, backend):
+        backends.record("gemm", "native")
+        return _native_product(left, left_spec, right, right_spec, bias, out_dtype, out)
+    path = backends.choose("gemm", left[0].device, backend, (left_spec, right_spec, out_dtype), _supports)
     first = _unit(left, left_spec, cols, path)
     second = _unit(right, right_spec, cols, path)
+    numerator = first.numerator * second.numerator
+    # An unquantized or unpadded partner cuts off the padding of the other.
     width = min(first.values.shape[1], second.values.shape[1])
-    return (
-        path,
-        first._replace(values=first.values[:, :width]),
-        second._replace(values=second.values[:, :width]),
+    values = (first.values[:, :width], second.values[:, :width])
+    if path == "triton":
+        from fp4engine.kernels.gemm import gemm as kernel
+
+        return kernel(*values, first.amax, second.amax, numerator, bias=bias, out_dtype=out_dtype, out=out)
+    alpha = reference.gemm_factor(first.amax, second.amax, numerator)
+    if out is None:
+        return reference.gemm(*values, alpha, bias, out_dtype)
+    return out.copy_(out.float() + reference.gemm(*values, alpha, bias, torch.float32))
+
+
+def _native_product(
+    left: list[Tensor],
+    left_spec: str,
+    right: list[Tensor],
+    right_spec: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
+) -> Tensor:
+    from fp4engine.kernels import gemm_native
+
+    return gemm_native.gemm(
+        gemm_native.Codes(*left),
+        gemm_native.Codes(*right),
+        CastSpec.from_key(left_spec).numerator * CastSpec.from_key(right_spec).numerator,
+        swizzle=reference.swizzle_scales,
+        bias=bias,
+        out_dtype=out_dtype,
+        out=out,
     )
 
 
@@ -175,14 +234,7 @@ def _gemm(
     out_dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    path, first, second = _prepare(left, left_spec, right, right_spec, cols, out_dtype, backend)
-    numerator = first.numerator * second.numerator
-    if path == "triton":
-        from fp4engine.kernels.gemm import gemm as kernel
-
-        return kernel(first.values, second.values, first.amax, second.amax, numerator, bias=bias, out_dtype=out_dtype)
-    alpha = reference.gemm_factor(first.amax, second.amax, numerator)
-    return reference.gemm(first.values, second.values, alpha, bias, out_dtype)
+    return _product(left, left_spec, right, right_spec, cols, bias, out_dtype, None, backend)
 
 
 def _gemm_accumulate(
@@ -194,15 +246,7 @@ def _gemm_accumulate(
     cols: int,
     backend: str,
 ) -> None:
-    path, first, second = _prepare(left, left_spec, right, right_spec, cols, out.dtype, backend)
-    numerator = first.numerator * second.numerator
-    if path == "triton":
-        from fp4engine.kernels.gemm import gemm as kernel
-
-        kernel(first.values, second.values, first.amax, second.amax, numerator, out=out)
-        return
-    alpha = reference.gemm_factor(first.amax, second.amax, numerator)
-    out.copy_(out.float() + reference.gemm(first.values, second.values, alpha, None, torch.float32))
+    _product(left, left_spec, right, right_spec, cols, None, out.dtype, out, backend)
 
 
 _gemm_op = torch.library.custom_op("fp4engine::gemm", _gemm, mutates_args=())
@@ -243,9 +287,10 @@ def transient_form(spec: CastSpec | None, device: torch.device, backend: str) ->
     """
     if spec is None or backend == "reference" or not spec.is_exact_in_bf16:
         return "codes"
-    return "values" if _multiplies_values(device) else "codes"
+    return "values" if _multiplies_values(device, backend) else "codes"
 
 
 @torch.compiler.assume_constant_result
-def _multiplies_values(device: torch.device) -> bool:
-    return capability.triton_runs_on(device)[0]
+def _multiplies_values(device: torch.device, backend: str) -> bool:
+    native = backend in ("auto", "native") and capability.fp4_units(device)[0]
+    return capability.triton_runs_on(device)[0] and not native

@@ -72,12 +72,12 @@ def _device_key(device: torch.device) -> str:
 
 
 def _start(device: str, draw: int) -> None:
-    value = torch.tensor([_current_seed(), draw], dtype=torch.int64)
     if device in _states:
-        _states[device].copy_(value)
+        _states[device].copy_(torch.tensor([_current_seed(), draw]))
         return
-    _states[device] = value.to(device)
-    _increments[device] = torch.tensor([0, 1], dtype=torch.int64, device=device)
+    with torch.inference_mode(False):  # a state made under inference_mode could not advance outside it
+        _states[device] = torch.tensor([_current_seed(), draw], dtype=torch.int64, device=device)
+        _increments[device] = torch.tensor([0, 1], dtype=torch.int64, device=device)
 
 
 def _current_seed() -> int:

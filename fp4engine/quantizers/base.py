@@ -119,13 +119,13 @@ def as_matrix(x: Tensor) -> Tensor:
     """View or copy x [..., K] as [M, K].
 
     Raises:
-        ValueError: rank 0 or not floating point.
+        ValueError: rank 0 or another dtype.
     """
     if x.ndim == 0:
         raise ValueError("x must have at least one dimension, got a scalar tensor")
-    if not x.is_floating_point():
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"x must be float16, bfloat16, float32 or float64, got {x.dtype}")
-    return x if x.ndim == 2 else x.reshape(x.numel() // max(x.shape[-1], 1), x.shape[-1])
+    return x[None] if x.ndim == 1 else x.flatten(0, -2)
 
 
 def _operand(matrix: Tensor, spec: CastSpec | None, side: ops.Side | None) -> Operand:

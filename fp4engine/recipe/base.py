@@ -129,7 +129,7 @@ def recipe_from_json(text: str) -> Recipe:
     """
     data = json.loads(text)
     name = data.pop("recipe", None) if isinstance(data, dict) else None
-    if name not in Recipe.registry:
+    if not isinstance(name, str) or name not in Recipe.registry:
         raise ValueError(f"recipe must be one of {', '.join(sorted(Recipe.registry))}, got {name!r}")
     cls = Recipe.registry[name]
     known = {field.name: field for field in dataclasses.fields(cls)}

@@ -68,7 +68,7 @@ def quantize(
         scale_inv, codes = _four_over_six(values, amax, spec, rng, stream)
     else:
         scale_inv, codes = _two_level(values, amax, spec, rng, stream)
-    if spec.correction is Correction.SCALAR:
+    if spec.correction is Correction.SCALAR and values.numel():
         amax = amax * _shrinkage(values, codes, scale_inv, amax, spec, values.numel()).view(1)
     elif spec.correction is not Correction.NONE:
         scale_inv = _eden(values, codes, scale_inv, amax, spec, rng, stream)
@@ -78,7 +78,7 @@ def quantize(
 def _elements(values: Tensor, encode_scale: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> Tensor:
     """Codes of ``values`` [rows, cols] scaled by ``encode_scale`` [rows, blocks]."""
     rows, cols = values.shape
-    scaled = (values.view(rows, -1, spec.block[1]) * encode_scale[..., None]).view(rows, cols)
+    scaled = (values.view(rows, cols // spec.block[1], spec.block[1]) * encode_scale[..., None]).view(rows, cols)
     random = None
     if spec.rounding is RoundingMode.STOCHASTIC:
         assert rng is not None
@@ -119,9 +119,9 @@ def _candidate(
     rows, blocks = scale.shape
     scale_inv = scaling.to_e4m3(scale)
     codes = _elements(values, scaling.element_encode_scale(scale_inv, outer), spec, rng, stream)
-    decoded = rounding.decode(codes, spec.element).view(rows, blocks, -1) * scale_inv.float()[..., None]
+    decoded = rounding.decode(codes, spec.element).view(rows, blocks, spec.block[1]) * scale_inv.float()[..., None]
     outer_amax = scaling.per_block(amax, spec, blocks)[..., None]
-    difference = scaling.divide(decoded * outer_amax, spec.numerator) - values.view(rows, blocks, -1)
+    difference = scaling.divide(decoded * outer_amax, spec.numerator) - values.view(rows, blocks, spec.block[1])
     mse = spec.scale_rule is ScaleRule.FOUR_OVER_SIX_MSE
     errors = difference * difference if mse else difference.abs()
     error = torch.zeros_like(scale)
@@ -133,12 +133,12 @@ def _candidate(
 
 
 def _sum_tile_rows(error: Tensor, height: int) -> Tensor:
-    rows, blocks = error.shape
-    tiles = torch.nn.functional.pad(error, (0, 0, 0, -rows % height)).view(-1, height, blocks)
+    rows = error.shape[0]
+    tiles = torch.nn.functional.pad(error, (0, 0, 0, -rows % height)).unflatten(0, (-(-rows // height), height))
     while tiles.shape[1] > 1:
         half = tiles.shape[1] // 2
         tiles = tiles[:, :half] + tiles[:, half:]
-    return tiles.expand(-1, height, -1).reshape(-1, blocks)[:rows]
+    return tiles.expand(-1, height, -1).flatten(0, 1)[:rows]
 
 
 def _power_of_two(values: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> tuple[Tensor, Tensor]:
@@ -153,7 +153,7 @@ def _power_of_two(values: Tensor, spec: CastSpec, rng: Tensor | None, stream: in
 def _shrinkage(values: Tensor, codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, group: int) -> Tensor:
     """``<y,y> / <y,q>`` per ``group`` elements, FP32 from FP64 sums; 1 where the quotient is not finite."""
     rows, blocks = scale_inv.shape
-    decoded = rounding.decode(codes, spec.element).view(rows, blocks, -1) * scale_inv.float()[..., None]
+    decoded = rounding.decode(codes, spec.element).view(rows, blocks, spec.block[1]) * scale_inv.float()[..., None]
     quantized = decoded * scaling.divide(scaling.per_block(amax, spec, blocks)[..., None], spec.numerator)
     y, q = values.double().reshape(-1, group), quantized.double().reshape(-1, group)
     ratio = ((y * y).sum(-1) / (y * q).sum(-1)).float()
@@ -176,7 +176,9 @@ def _eden(
     assert rng is not None
     rows, blocks = scale_inv.shape
     ratio = _shrinkage(values, codes, scale_inv, amax, spec, spec.correction.group)
-    ratio = ratio.view(rows, -1).repeat_interleave(spec.correction.group // spec.block[1], dim=1)
+    ratio = ratio.view(rows, values.shape[1] // spec.correction.group).repeat_interleave(
+        spec.correction.group // spec.block[1], dim=1
+    )
     random = philox.scale_bits(rows, blocks, rng, stream)
     corrected = rounding.encode(ratio * scale_inv.float(), E4M3, RoundingMode.STOCHASTIC, random, 16)
     corrected = torch.where(scale_inv.float() <= E4M3_MAX, corrected, 0x7F)
@@ -192,7 +194,7 @@ def decode(codes: Tensor, scale_inv: Tensor, spec: CastSpec) -> Tensor:
         codes = rounding.unpack(codes)
     rows, cols = codes.shape
     elements = rounding.decode(codes, spec.element)
-    return (elements.view(rows, -1, spec.block[1]) * scale_inv.float()[..., None]).view(rows, cols)
+    return (elements.view(rows, cols // spec.block[1], spec.block[1]) * scale_inv.float()[..., None]).view(rows, cols)
 
 
 def outer_factor(amax: Tensor, spec: CastSpec) -> Tensor:

@@ -29,7 +29,9 @@ def gemm(left: Tensor, right: Tensor, alpha: Tensor, bias: Tensor | None, out_dt
         alpha: FP32, broadcastable against [M, N].
         bias: [N] or None.
     """
-    product = (left.float() @ right.float().T) * alpha
+    with torch.autocast(left.device.type, enabled=False):  # torch.autocast would round the sum to BF16
+        product = left.float() @ right.float().T
+    product = product * alpha
     if bias is not None:
         product = product + bias.float()
     return product.to(out_dtype)

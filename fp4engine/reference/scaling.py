@@ -76,7 +76,7 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     if height == 1:
         return amax
     padded = torch.nn.functional.pad(amax, (0, 0, 0, -rows % height))
-    tiles = _amax(padded.view(-1, height, cols // width).transpose(1, 2))
+    tiles = _amax(padded.view(-(-rows // height), height, cols // width).transpose(1, 2))
     return tiles.repeat_interleave(height, dim=0)[:rows]
 
 
