@@ -68,8 +68,13 @@ def choose(
     if reason and _refusals.get(operator) != reason:
         _refusals[operator] = reason
         logger.info("%s runs on the reference path: %s", operator, reason)
-    _executed[f"{operator}/{path}"] += 1
+    record(operator, path)
     return path
+
+
+def record(operator: str, path: str) -> None:
+    """Note that ``operator`` ran on ``path``."""
+    _executed[f"{operator}/{path}"] += 1
 
 
 @cache
