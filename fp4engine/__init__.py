@@ -2,6 +2,7 @@
 
 from fp4engine import recipe
 from fp4engine.capability import is_nvfp4_available
+from fp4engine.convert import assert_quantized, convert, executed_gemms, last_blocks
 from fp4engine.modules import Linear, weight_cache
 from fp4engine.quantizers import IdentityQuantizer, NVFP4Quantizer, Quantizer, make_quantizer
 from fp4engine.roles import QuantizerRole
@@ -23,11 +24,15 @@ __all__ = [
     "Quantizer",
     "QuantizerRole",
     "__version__",
+    "assert_quantized",
     "autocast",
+    "convert",
+    "executed_gemms",
     "fp8_autocast",
     "get_default_recipe",
     "get_rng_state",
     "is_nvfp4_available",
+    "last_blocks",
     "make_quantizer",
     "manual_seed",
     "recipe",

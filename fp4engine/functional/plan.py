@@ -74,6 +74,19 @@ class LinearPlan:
     executed: ExecutedGemms = field(compare=False)
     amax_reduction_group: Any = None
 
+    @property
+    def formats(self) -> dict[GemmName, str]:
+        """What each GEMM multiplies, in the words of :func:`operand_formats`."""
+        inp, weight, grad_output = self.input, self.weight, self.grad_output
+        fprop = operand_formats(inp.rowwise_spec, weight.rowwise_spec)
+        if self.backward_override is not None:
+            return {"fprop": fprop, "dgrad": HIGH_PRECISION, "wgrad": HIGH_PRECISION}
+        return {
+            "fprop": fprop,
+            "dgrad": operand_formats(grad_output.rowwise_spec, weight.columnwise_spec),
+            "wgrad": operand_formats(grad_output.columnwise_spec, inp.columnwise_spec),
+        }
+
 
 def make_linear_plan(
     recipe: Recipe, module_type: str, name: str, executed: ExecutedGemms, amax_reduction_group: Any = None

@@ -1,0 +1,387 @@
+"""Whole models: swap ``nn.Linear`` for :class:`fp4engine.Linear`, say what will run, and count what ran.
+
+Legend: N out_features, K in_features of a linear module's weight [N, K].
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fp4engine.formats import E2M1
+from fp4engine.functional import ExecutedGemms, make_linear_plan
+from fp4engine.functional.plan import HIGH_PRECISION
+from fp4engine.modules import Linear
+from fp4engine.recipe import Recipe
+from fp4engine.state import get_default_recipe
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+FP4_FORMATS = f"{E2M1} x {E2M1}"
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True)
+class PlannedModule:
+    """One linear module of a :class:`ConversionPlan`.
+
+    Attributes:
+        name: dotted name in the model.
+        shape: (N, K).
+        formats: what fprop, dgrad and wgrad multiply, e.g. ``"e2m1 x e2m1"`` or ``"high_precision"``.
+        reason: why the module was left alone; empty if it was converted.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    formats: tuple[str, str, str]
+    reason: str = ""
+
+    @property
+    def flops_per_token(self) -> int:
+        """``2 N K`` for each of the three GEMMs."""
+        return 2 * self.shape[0] * self.shape[1] * len(GEMMS)
+
+    @property
+    def fp4_flops_per_token(self) -> int:
+        """The part of :attr:`flops_per_token` whose operands are both FP4."""
+        return self.flops_per_token * self.formats.count(FP4_FORMATS) // len(GEMMS)
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """What :func:`convert` did, module by module; ``print(plan)`` shows it as a table.
+
+    Attributes:
+        modules: every linear module of the model, in the model's order.
+    """
+
+    modules: tuple[PlannedModule, ...]
+
+    @property
+    def converted(self) -> tuple[PlannedModule, ...]:
+        """The modules that follow the recipe."""
+        return tuple(module for module in self.modules if not module.reason)
+
+    @property
+    def left_alone(self) -> tuple[PlannedModule, ...]:
+        """The modules that stayed what they were, each with its reason."""
+        return tuple(module for module in self.modules if module.reason)
+
+    @property
+    def fp4_share(self) -> float:
+        """FLOPs of FP4 GEMMs over FLOPs of all the linear modules' GEMMs, every module seeing every token once."""
+        total = sum(module.flops_per_token for module in self.modules)
+        return sum(module.fp4_flops_per_token for module in self.modules) / total
+
+    @property
+    def summary(self) -> str:
+        """One line: how many modules, and the share of FLOPs in FP4."""
+        return (
+            f"{len(self.converted)} of {len(self.modules)} linear modules converted, "
+            f"{self.fp4_share:.1%} of linear FLOPs planned in FP4"
+        )
+
+    def __str__(self) -> str:
+        rows = [(m.name, f"{m.shape[0]} x {m.shape[1]}", *m.formats, m.reason) for m in self.modules]
+        return f"{_table(('module', 'N x K', *GEMMS, 'left alone because'), rows)}\n{self.summary}"
+
+
+@dataclass(frozen=True)
+class ExecutedModule:
+    """What one module ran since it was converted.
+
+    Attributes:
+        name: dotted name in the model.
+        counts: ``(gemm, formats) -> times``.
+        flops: ``(gemm, formats) -> 2 M N K`` over those times.
+    """
+
+    name: str
+    counts: dict[tuple[str, str], int]
+    flops: dict[tuple[str, str], int]
+
+
+@dataclass(frozen=True)
+class ExecutedReport:
+    """What the linear modules of a model really ran in eager mode; ``print(report)`` shows it as a table.
+
+    Attributes:
+        modules: every counted module, those that ran nothing included.
+    """
+
+    modules: tuple[ExecutedModule, ...]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """GEMMs by formats, e.g. ``{"e2m1 x e2m1": 12, "high_precision": 3}``."""
+        return _by_formats(module.counts for module in self.modules)
+
+    @property
+    def flops(self) -> Counter[str]:
+        """FLOPs by formats."""
+        return _by_formats(module.flops for module in self.modules)
+
+    @property
+    def fp4_gemms(self) -> int:
+        """GEMMs with both operands in FP4."""
+        return self.counts[FP4_FORMATS]
+
+    @property
+    def high_precision_gemms(self) -> int:
+        """GEMMs with neither operand quantized."""
+        return self.counts[HIGH_PRECISION]
+
+    @property
+    def fp4_share(self) -> float:
+        """FLOPs of FP4 GEMMs over FLOPs of all counted GEMMs; NaN if none was counted."""
+        flops = self.flops
+        return flops[FP4_FORMATS] / flops.total() if flops.total() else float("nan")
+
+    def __str__(self) -> str:
+        rows = [(m.name, *(_times(m.counts, gemm) for gemm in GEMMS)) for m in self.modules]
+        total = ", ".join(f"{times} GEMMs {formats}" for formats, times in self.counts.items()) or "no GEMM was counted"
+        return f"{_table(('module', *GEMMS), rows)}\n{total}; {self.fp4_share:.1%} of FLOPs in FP4"
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe | None = None,
+    module_filter_fn: ModuleFilter | None = None,
+    keep_high_precision: Sequence[str] = (),
+) -> ConversionPlan:
+    """Swap every ``nn.Linear`` below ``model`` for an :class:`fp4engine.Linear` with the same parameters, in place.
+
+    Modules left alone stay the same objects. Converting again changes nothing that is converted already, except
+    that a ``recipe`` is then set on it.
+
+    Args:
+        model: anything but an ``nn.Linear`` itself.
+        recipe: recipe that the modules also follow outside autocast regions; None: they follow autocast only, and
+            the plan shows the formats of ``get_default_recipe()``.
+        module_filter_fn: ``(module, name) -> bool``; False leaves the module alone.
+        keep_high_precision: names to leave alone with everything below them, as globs over whole dotted segments:
+            ``*`` is one segment or part of one, ``**`` any number of them. ``layers.1.*`` is not ``layers.10.*``.
+
+    Raises:
+        ValueError: ``model`` is an ``nn.Linear`` or has none, a pattern covers no linear module, or it covers one
+            that is an ``fp4engine.Linear`` already.
+    """
+    if isinstance(model, nn.Linear):
+        raise ValueError(
+            "convert swaps the linear modules inside a model, and this model is itself one; "
+            "use fp4engine.Linear.from_linear(model)"
+        )
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe or None, got {recipe!r}")
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if not linears:
+        raise ValueError(f"there is no nn.Linear below this {type(model).__name__}: nothing to convert")
+    reasons = _reasons(model, linears, module_filter_fn, _as_patterns(keep_high_precision))
+    swaps: dict[nn.Module, Linear] = {}
+    for name, module in linears.items():
+        if reasons[name]:
+            _count_high_precision(module)
+        else:
+            swaps[module] = _converted(module, name, recipe)
+    for parent in list(model.modules()):
+        for child_name, child in list(parent._modules.items()):
+            if child in swaps:
+                setattr(parent, child_name, swaps[child])
+    return ConversionPlan(
+        tuple(_planned(name, swaps.get(module, module), reasons[name]) for name, module in linears.items())
+    )
+
+
+def last_blocks(model: nn.Module, count: int) -> tuple[str, ...]:
+    """Patterns for :func:`convert` that keep the last ``count`` blocks of ``model`` in high precision.
+
+    The blocks are the items of the ``nn.ModuleList`` that holds most linear weights.
+
+    Raises:
+        ValueError: there is no such list, or it has fewer than ``count`` blocks.
+    """
+    lists = [
+        (_linear_numel(module), name, len(module))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    ]
+    if not lists:
+        raise ValueError("last_blocks looks for an nn.ModuleList of blocks, and the model has none; write patterns")
+    _, name, length = max(lists, key=itemgetter(0))
+    if not 0 <= count <= length:
+        raise ValueError(f"count must be between 0 and the {length} blocks of {name!r}, got {count}")
+    return tuple(f"{name}.{index}" for index in range(length - count, length))
+
+
+def executed_gemms(model: nn.Module) -> ExecutedReport:
+    """What really ran in the linear modules of a converted model, in eager mode, since it was converted."""
+    counted = ((name, _counter(module)) for name, module in model.named_modules())
+    return ExecutedReport(
+        tuple(
+            ExecutedModule(name, dict(executed.counts), dict(executed.flops))
+            for name, executed in counted
+            if executed is not None
+        )
+    )
+
+
+def assert_quantized(model: nn.Module, *, min_fraction: float) -> None:
+    """Assert that at least ``min_fraction`` (0 to 1) of the FLOPs that ran in linear modules ran in FP4.
+
+    Raises:
+        AssertionError: less did, or nothing was counted at all; the message shows what ran.
+        ValueError: ``min_fraction`` is not in 0..1.
+    """
+    if not 0.0 <= min_fraction <= 1.0:
+        raise ValueError(f"min_fraction must be between 0 and 1, got {min_fraction}")
+    report = executed_gemms(model)
+    if not report.flops.total():
+        raise AssertionError(
+            "no GEMM of a linear module was counted: convert the model, then run it in eager mode "
+            "(compiled regions are not counted)"
+        )
+    if report.fp4_share < min_fraction:
+        raise AssertionError(
+            f"{report.fp4_share:.1%} of the FLOPs ran in FP4, expected at least {min_fraction:.1%}\n{report}"
+        )
+
+
+def _as_patterns(patterns: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(patterns, str):
+        raise ValueError(f"keep_high_precision must be a sequence of patterns, got the string; write [{patterns!r}]")
+    return tuple(patterns)
+
+
+def _matches(pattern: Sequence[str], name: Sequence[str]) -> bool:
+    """Whether ``pattern`` covers ``name`` or a module above it, segment by segment."""
+    if not pattern:
+        return True
+    if pattern[0] == "**":
+        return any(_matches(pattern[1:], name[start:]) for start in range(len(name) + 1))
+    return bool(name) and fnmatchcase(name[0], pattern[0]) and _matches(pattern[1:], name[1:])
+
+
+def _reasons(
+    model: nn.Module, linears: dict[str, nn.Linear], module_filter_fn: ModuleFilter | None, patterns: tuple[str, ...]
+) -> dict[str, str]:
+    """Why each linear module is left alone; empty if it is not."""
+    kept = _kept(linears, patterns)
+    fused = {module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
+    reasons: dict[str, str] = {}
+    for name, module in linears.items():
+        if isinstance(module, Linear):
+            reason = ""
+        elif name in kept:
+            reason = f"kept by {kept[name]!r}"
+        elif module in fused:
+            reason = "nn.MultiheadAttention reads its weight and never calls it"
+        else:
+            reason = _obstacle(module)
+            if not reason and module_filter_fn is not None and not module_filter_fn(module, name):
+                reason = "module_filter_fn said no"
+        reasons[name] = reason
+    return reasons
+
+
+def _kept(linears: dict[str, nn.Linear], patterns: tuple[str, ...]) -> dict[str, str]:
+    """``name -> the pattern that keeps it``."""
+    kept: dict[str, str] = {}
+    for pattern in patterns:
+        covered = [name for name in linears if _matches(pattern.split("."), name.split("."))]
+        if not covered:
+            raise ValueError(
+                f"pattern {pattern!r} covers no nn.Linear of the model; its linear modules are called, "
+                f"for example, {', '.join(map(repr, list(linears)[-3:])) or 'nothing: there are none'}"
+            )
+        for name in covered:
+            if isinstance(linears[name], Linear):
+                raise ValueError(
+                    f"pattern {pattern!r} covers {name!r}, which is an fp4engine.Linear already; "
+                    "build it as nn.Linear to keep it in high precision"
+                )
+            kept.setdefault(name, pattern)
+    return kept
+
+
+def _obstacle(module: nn.Linear) -> str:
+    """Why a swap would change what ``module`` computes; empty if it would not."""
+    kind = type(module).__name__
+    if type(module).forward is not nn.Linear.forward:
+        return f"{kind} has a forward of its own"
+    if "forward" in vars(module):
+        return "its forward was replaced on the object; convert before wrapping"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed (parametrized), not a parameter"
+    if is_lazy(weight):
+        return "its weight has no shape yet (lazy); run the model once first"
+    return ""
+
+
+def _converted(module: nn.Linear, name: str, recipe: Recipe | None) -> Linear:
+    if not isinstance(module, Linear):
+        return Linear.from_linear(module, name, recipe)
+    if recipe is not None:
+        module.recipe = recipe
+    return module
+
+
+def _planned(name: str, module: nn.Linear, reason: str) -> PlannedModule:
+    formats = (HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION)
+    if isinstance(module, Linear):
+        recipe = module.recipe or get_default_recipe()
+        plan = make_linear_plan(recipe, "linear", name, ExecutedGemms()).formats
+        formats = (plan["fprop"], plan["dgrad"], plan["wgrad"])
+    return PlannedModule(name, (module.out_features, module.in_features), formats, reason)
+
+
+def _counter(module: nn.Module) -> ExecutedGemms | None:
+    executed = getattr(module, "executed", None)
+    return executed if isinstance(executed, ExecutedGemms) else None
+
+
+def _count_high_precision(module: nn.Linear) -> None:
+    """Count the GEMMs of a module that is left alone."""
+    if _counter(module) is None:
+        vars(module)["executed"] = ExecutedGemms()
+        module.register_forward_hook(_record, with_kwargs=True)
+
+
+def _record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook; silent while ``torch.compile`` traces, and once the module was converted after all."""
+    if torch.compiler.is_compiling() or isinstance(module, Linear):
+        return
+    assert isinstance(module, nn.Linear)
+    executed = _counter(module)
+    assert executed is not None
+    executed.record_high_precision(args[0] if args else kwargs["input"], module.weight)
+
+
+def _linear_numel(module: nn.Module) -> int:
+    return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))
+
+
+def _by_formats(tables: Iterable[dict[tuple[str, str], int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for table in tables:
+        for (_, formats), value in table.items():
+            total[formats] += value
+    return total
+
+
+def _times(counts: dict[tuple[str, str], int], gemm: str) -> str:
+    found = [f"{times} {formats}" for (name, formats), times in counts.items() if name == gemm]
+    return ", ".join(found) or "-"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows))
+    return "\n".join(line.rstrip() for line in lines)
