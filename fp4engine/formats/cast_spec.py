@@ -4,13 +4,14 @@ An operand is a matrix ``[rows, cols]`` whose LAST axis is the one a GEMM contra
 (:mod:`fp4engine.reference`) interprets any CastSpec; a kernel answers whether it covers one.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
 from typing import Any
 
 from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
-from fp4engine.formats.elements import E2M1, E4M3, E8M0, FORMATS, ElementFormat
+from fp4engine.formats.elements import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, FP32, ElementFormat
 
 
 class RoundingMode(Enum):
@@ -115,12 +116,14 @@ class CastSpec:
 
     Attributes:
         element: format of the codes.
-        block: ``(rows, cols)`` that share one block scale; ``cols`` lies along the contracted axis.
-            ``(0, 0)``: no block scales, only the outer one (FP8 per tensor).
-        scale: format of the stored block scales.
+        block: ``(rows, cols)`` that share one block scale; ``cols``, a power of two from 16 to 128, lies along the
+            contracted axis. ``(0, 0)``: no block scales, only the outer one (FP8 per tensor).
+        scale: format of the stored block scales; without block scales E8M0 makes the outer scale a power of two.
         scale_rule: how a block's amax becomes its scale.
-        scale_bound: largest block scale aimed at; 256 leaves room for 4over6 and EDEN.
-        target: element value that a block's amax aims at; ``6 * 16/17`` guards stochastic rounding.
+        scale_bound: largest block scale aimed at; 256 leaves room for 4over6 and EDEN. Only E4M3 scales have one;
+            otherwise it is 1.
+        target: element value that a block's amax aims at; ``6 * 16/17`` guards stochastic rounding. Under a
+            power-of-two rule, elements are multiplied by ``target / element max`` and the decode divides by it.
         outer: what shares one FP32 outer scale.
         rounding: how elements meet their grid.
         random_bits: random bits per element under stochastic rounding, 8 or 16.
@@ -143,20 +146,8 @@ class CastSpec:
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.random_bits not in (8, 16):
-            raise ValueError(f"CastSpec random_bits must be 8 or 16, got {self.random_bits}")
-        if (self.scale == E8M0) != self.scale_rule.is_power_of_two:
-            raise ValueError(
-                f"CastSpec scale_rule={self.scale_rule.value} does not go with scale={self.scale}: "
-                "e8m0 takes floor, ceil, midmax, option3 or topbinade; other formats take amax or 4over6"
-            )
-        if self.scale_rule.is_four_over_six and self.element != E2M1:
-            raise ValueError(f"CastSpec 4over6 needs element=e2m1, got {self.element}")
-        if self.correction is not Correction.NONE and self.rounding is RoundingMode.STOCHASTIC:
-            raise ValueError(
-                f"CastSpec correction={self.correction.value} corrects nearest rounding; "
-                "it does not go with rounding=stochastic"
-            )
+        for complaint in _complaints(self):
+            raise ValueError(f"CastSpec {complaint}")
         values = (getattr(self, f.name) for f in fields(self) if f.init)
         object.__setattr__(self, "key", ":".join(map(_print_field, values)))
 
@@ -164,6 +155,14 @@ class CastSpec:
     def numerator(self) -> float:
         """``scale_bound * target``: what ``A`` maps to; the decode divides by it."""
         return self.scale_bound * self.target
+
+    @property
+    def constant_amax(self) -> float:
+        """What stands for ``A`` under ``Outer.NONE``: the decode multiplies by ``constant_amax / numerator``.
+
+        One, except that a power-of-two rule leaves ``element max / target`` to undo.
+        """
+        return self.scale_bound * (self.element.max_value if self.scale_rule.is_power_of_two else self.target)
 
     @property
     def col_multiple(self) -> int:
@@ -179,7 +178,7 @@ class CastSpec:
     @property
     def is_exact_in_bf16(self) -> bool:
         """True if ``element * block scale`` has at most 8 significant bits: BF16 tensor cores multiply it exactly."""
-        significant = self.element.mantissa_bits + 1 + self.scale.mantissa_bits + 1
+        significant = self.element.mantissa_bits + 1 + (self.scale.mantissa_bits + 1 if self.block[1] else 0)
         return significant <= 8 and self.outer is not Outer.BLOCK128
 
     @property
@@ -190,6 +189,10 @@ class CastSpec:
             or self.correction in (Correction.EDEN16, Correction.EDEN128)
             or (self.rotation is not None and self.rotation.signs.is_fresh)
         )
+
+    def num_blocks(self, cols: int) -> int:
+        """Block scales per row of an operand [rows, cols]; 0 without block scales."""
+        return self.padded_cols(cols) // self.block[1] if self.block[1] else 0
 
     def replace(self, **changes: Any) -> "CastSpec":
         """A copy with ``changes`` applied."""
@@ -203,6 +206,46 @@ class CastSpec:
             ValueError: ``key`` is not of that form.
         """
         return _from_key(key)
+
+
+def _complaints(spec: CastSpec) -> Iterator[str]:
+    """What contradicts itself in ``spec``: argument, value, what is allowed."""
+    rows, cols = spec.block
+    if spec.block != (0, 0) and (rows < 1 or cols not in (16, 32, 64, 128)):
+        yield f"block must be (0, 0) or (rows >= 1, cols in 16, 32, 64, 128), got {spec.block}"
+    if spec.random_bits not in (8, 16):
+        yield f"random_bits must be 8 or 16, got {spec.random_bits}"
+    if spec.element not in (E2M1, E2M3, E3M2, E4M3, E5M2):
+        yield f"element must be e2m1, e2m3, e3m2, e4m3 or e5m2, got {spec.element}"
+    if spec.scale not in (E4M3, E8M0, FP32):
+        yield f"scale must be e4m3, e8m0 or fp32, got {spec.scale}"
+    if not 0 < spec.target < float("inf"):
+        yield f"target must be a positive element value, got {spec.target}"
+    if not 0 < spec.scale_bound <= (E4M3_MAX if spec.scale == E4M3 else 1.0):
+        yield f"scale_bound must be in (0, 448] for e4m3 scales and 1 for others, got {spec.scale_bound}"
+    if (spec.scale == E8M0) != spec.scale_rule.is_power_of_two:
+        yield (
+            f"scale_rule={spec.scale_rule.value} does not go with scale={spec.scale}: "
+            "e8m0 takes floor, ceil, midmax, option3 or topbinade; other formats take amax or 4over6"
+        )
+    if spec.scale_rule.is_four_over_six and (spec.element, spec.scale) != (E2M1, E4M3):
+        yield f"4over6 needs element=e2m1 and scale=e4m3, got element={spec.element} and scale={spec.scale}"
+    if spec.block == (0, 0) and (spec.outer not in (Outer.TENSOR, Outer.ROW) or spec.scale == E4M3):
+        yield (
+            "block=(0, 0) leaves only the outer scale: outer must be tensor or row and scale fp32 or e8m0, "
+            f"got outer={spec.outer.value} and scale={spec.scale}"
+        )
+    if spec.block == (0, 0) and spec.scale_rule.is_power_of_two and spec.scale_rule is not ScaleRule.TOPBINADE:
+        yield f"block=(0, 0) with a power-of-two outer scale takes scale_rule=topbinade, got {spec.scale_rule.value}"
+    if spec.block != (0, 0) and spec.outer is not Outer.NONE and spec.scale != E4M3:
+        yield f"scale={spec.scale} has range enough for itself: outer must be none, got {spec.outer.value}"
+    if spec.correction is not Correction.NONE and spec.rounding is RoundingMode.STOCHASTIC:
+        yield f"correction={spec.correction.value} corrects nearest rounding, it does not go with rounding=stochastic"
+    if spec.correction.group > 1 and (spec.scale != E4M3 or spec.block != (1, BLOCK_SIZE)):
+        yield (
+            f"correction={spec.correction.value} is rounded into e4m3 scales of 1x16 blocks, "
+            f"got scale={spec.scale} and block={spec.block}"
+        )
 
 
 def _print_field(value: Any) -> str:

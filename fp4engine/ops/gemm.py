@@ -114,7 +114,6 @@ def _unit(tensors: list[Tensor], key: str, cols: int, path: str) -> _Unit:
     values = data if len(tensors) == 2 else _decode(data, tensors[1], spec, cols, path)
     if spec.outer is Outer.BLOCK128:
         values = values * reference.outer_factor(amax, spec)
-    if spec.outer in (Outer.NONE, Outer.BLOCK128):
         return _Unit(values, torch.ones(1, device=data.device), 1.0)
     return _Unit(values, amax, spec.numerator)
 
@@ -285,7 +284,7 @@ def transient_form(spec: CastSpec | None, device: torch.device, backend: str) ->
 
     Where the product runs on decoded BF16 values anyway (GPUs without FP4 units), the quantize pass writes those.
     """
-    if spec is None or backend == "reference" or not spec.is_exact_in_bf16:
+    if spec is None or backend == "reference" or not (spec.block[1] and spec.is_exact_in_bf16):
         return "codes"
     return "values" if _multiplies_values(device, backend) else "codes"
 

@@ -282,7 +282,7 @@ def _(
             outputs.append(x.new_empty((rows, cols), dtype=torch.bfloat16))
         else:
             outputs.append(x.new_empty((rows, cols * spec.element.storage_bits // 8), dtype=torch.uint8))
-            outputs.append(x.new_empty((rows, cols // spec.block[1]), dtype=spec.scale.torch_dtype))
+            outputs.append(x.new_empty((rows, spec.num_blocks(cols)), dtype=spec.scale.torch_dtype))
         if given[side] is None or spec.correction is Correction.SCALAR:
             outputs.append(_fake_amax(operand, spec))
     return outputs

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp4engine.constants import E4M3_MAX
-from fp4engine.formats import E4M3, CastSpec, Correction, Outer, RoundingMode, ScaleRule
+from fp4engine.constants import E4M3_MAX, FLT_MAX
+from fp4engine.formats import E4M3, FP32, CastSpec, Correction, Outer, RoundingMode, ScaleRule
 from fp4engine.reference import hadamard, philox, rounding, scaling
 from fp4engine.reference.power_of_two import power_of_two_scale
 
@@ -43,7 +43,8 @@ def prepare(x: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> Tenso
 
 def amax(x: Tensor, spec: CastSpec, rng: Tensor | None = None, stream: int = 0) -> Tensor:
     """Phase one on its own: the outer amax of operand ``x`` [rows, cols] after rotation."""
-    return scaling.outer_amax(prepare(x, spec, rng, stream), spec.outer)
+    values = x if spec.outer is Outer.NONE else prepare(x, spec, rng, stream)
+    return scaling.outer_amax(values, spec)
 
 
 def quantize(
@@ -61,33 +62,59 @@ def quantize(
         raise ValueError(f"a stochastic cast needs rng=(seed, draw), got None (spec {spec.key})")
     values = prepare(x, spec, rng, stream)
     if amax is None:
-        amax = scaling.outer_amax(values, spec.outer)
-    if spec.scale_rule.is_power_of_two:
+        amax = scaling.outer_amax(values, spec)
+    if not spec.block[1]:
+        scale_inv, codes = _outer_only(values, amax, spec, rng, stream)
+    elif spec.scale_rule.is_power_of_two:
         scale_inv, codes = _power_of_two(values, spec, rng, stream)
     elif spec.scale_rule.is_four_over_six:
         scale_inv, codes = _four_over_six(values, amax, spec, rng, stream)
     else:
         scale_inv, codes = _two_level(values, amax, spec, rng, stream)
-    if spec.correction is Correction.SCALAR and values.numel():
+    if values.numel() and spec.correction is Correction.SCALAR:
         amax = amax * _shrinkage(values, codes, scale_inv, amax, spec, values.numel()).view(1)
-    elif spec.correction is not Correction.NONE:
+    elif values.numel() and spec.correction is not Correction.NONE:
         scale_inv = _eden(values, codes, scale_inv, amax, spec, rng, stream)
     return Cast(rounding.pack(codes) if spec.element.storage_bits == 4 else codes, scale_inv, amax)
 
 
 def _elements(values: Tensor, encode_scale: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> Tensor:
-    """Codes of ``values`` [rows, cols] scaled by ``encode_scale`` [rows, blocks]."""
-    rows, cols = values.shape
-    scaled = (values.view(rows, cols // spec.block[1], spec.block[1]) * encode_scale[..., None]).view(rows, cols)
+    """Codes of ``values`` [rows, cols] scaled by ``encode_scale``, see :func:`_multiply`."""
+    scaled = _multiply(values, encode_scale, spec)
     random = None
     if spec.rounding is RoundingMode.STOCHASTIC:
         assert rng is not None
-        random = philox.element_bits(rows, cols, rng, stream, spec.random_bits)
+        random = philox.element_bits(*values.shape, rng, stream, spec.random_bits)
     return rounding.encode(scaled, spec.element, spec.rounding, random, spec.random_bits)
+
+
+def _multiply(values: Tensor, block_scale: Tensor, spec: CastSpec) -> Tensor:
+    """``values`` [rows, cols] times FP32 ``block_scale`` [rows, blocks], or [rows | 1, 1] without block scales."""
+    if not spec.block[1]:
+        return values * block_scale
+    rows, cols = values.shape
+    blocks = values.view(rows, cols // spec.block[1], spec.block[1])
+    return (blocks * block_scale[..., None]).view(rows, cols)
+
+
+def _decode_scale(scale_inv: Tensor, rows: int) -> Tensor:
+    """Block scales as :func:`_multiply` takes them."""
+    return scale_inv.float() if scale_inv.shape[1] else scale_inv.new_ones((rows, 1), dtype=torch.float32)
+
+
+def _outer_only(values: Tensor, amax: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> tuple[Tensor, Tensor]:
+    """No block scales: ``code = element(x * S_enc)``; ``scale_inv`` is [rows, 0]."""
+    encode_scale = scaling.encode_scale(amax, spec.numerator).view(-1, 1)
+    scale_inv = torch.zeros((values.shape[0], 0), dtype=spec.scale.torch_dtype, device=values.device)
+    return scale_inv, _elements(values, encode_scale, spec, rng, stream)
 
 
 def _two_level(values: Tensor, amax: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> tuple[Tensor, Tensor]:
     block = scaling.block_amax(values, spec.block)
+    if spec.scale == FP32:
+        scale_inv = scaling.divide(block, spec.target)
+        encode_scale = scaling.divide(1.0, scale_inv).clamp(max=FLT_MAX)
+        return scale_inv, _elements(values, encode_scale, spec, rng, stream)
     outer = scaling.per_block(scaling.encode_scale(amax, spec.numerator), spec, block.shape[1])
     scale_inv = scaling.to_e4m3(block * (outer * (1.0 / spec.target)))
     encode_scale = scaling.element_encode_scale(scale_inv, outer)
@@ -152,9 +179,9 @@ def _power_of_two(values: Tensor, spec: CastSpec, rng: Tensor | None, stream: in
 
 def _shrinkage(values: Tensor, codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, group: int) -> Tensor:
     """``<y,y> / <y,q>`` per ``group`` elements, FP32 from FP64 sums; 1 where the quotient is not finite."""
-    rows, blocks = scale_inv.shape
-    decoded = rounding.decode(codes, spec.element).view(rows, blocks, spec.block[1]) * scale_inv.float()[..., None]
-    quantized = decoded * scaling.divide(scaling.per_block(amax, spec, blocks)[..., None], spec.numerator)
+    block_scale = _decode_scale(scale_inv, values.shape[0])
+    factor = scaling.divide(scaling.per_block(amax, spec, block_scale.shape[1]), spec.numerator)
+    quantized = _multiply(_multiply(rounding.decode(codes, spec.element), block_scale, spec), factor, spec)
     y, q = values.double().reshape(-1, group), quantized.double().reshape(-1, group)
     ratio = ((y * y).sum(-1) / (y * q).sum(-1)).float()
     return torch.where(ratio.isfinite(), ratio, torch.ones_like(ratio))
@@ -192,15 +219,11 @@ def decode(codes: Tensor, scale_inv: Tensor, spec: CastSpec) -> Tensor:
     """
     if spec.element.storage_bits == 4:
         codes = rounding.unpack(codes)
-    rows, cols = codes.shape
-    elements = rounding.decode(codes, spec.element)
-    return (elements.view(rows, cols // spec.block[1], spec.block[1]) * scale_inv.float()[..., None]).view(rows, cols)
+    return _multiply(rounding.decode(codes, spec.element), _decode_scale(scale_inv, codes.shape[0]), spec)
 
 
 def outer_factor(amax: Tensor, spec: CastSpec) -> Tensor:
     """``A / numerator``: FP32 [1, 1], [rows, 1] or, with 1x128 outer blocks, [rows, padded cols]."""
-    if spec.outer is Outer.NONE:
-        return torch.ones((1, 1), device=amax.device)
     factor = scaling.divide(amax, spec.numerator)
     return factor.repeat_interleave(128, dim=1) if spec.outer is Outer.BLOCK128 else factor.view(-1, 1)
 

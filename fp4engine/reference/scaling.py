@@ -31,20 +31,29 @@ def divide(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
     return torch.div(numerator, denominator)
 
 
-def outer_amax(x: Tensor, outer: Outer) -> Tensor:
+def outer_amax(x: Tensor, spec: CastSpec) -> Tensor:
     """Largest magnitude per outer group, FP32, NaN where the group holds a NaN.
+
+    Without block scales and under a power-of-two rule it is rounded up to ``numerator * 2^k``, so that ``S_enc`` is a
+    power of two.
 
     Args:
         x: FP32 [rows, cols].
 
     Returns:
-        [1] per tensor, [rows] per row, [rows, cols / 128] per 1x128 block; 0 for an empty group.
+        [1] per tensor, [rows] per row, [rows, cols / 128] per 1x128 block; 0 for an empty group. Without an outer
+        scale [1], the constant that stands for it.
     """
-    if outer is Outer.BLOCK128:
+    if spec.outer is Outer.NONE:
+        return torch.full((1,), spec.constant_amax, device=x.device)
+    if spec.outer is Outer.BLOCK128:
         return _amax(x.reshape(x.shape[0], x.shape[1] // 128, 128))
-    if outer is Outer.ROW:
-        return _amax(x)
-    return _amax(x.reshape(1, x.numel()))
+    amax = _amax(x if spec.outer is Outer.ROW else x.reshape(1, x.numel()))
+    if spec.block[1] or not spec.scale_rule.is_power_of_two:
+        return amax
+    fraction, exponent = torch.frexp(divide(amax, spec.numerator))
+    rounded = torch.ldexp(torch.full_like(amax, spec.numerator), exponent - (fraction == 0.5).to(exponent.dtype))
+    return torch.where((amax == 0) | ~amax.isfinite(), amax, rounded)
 
 
 def _amax(x: Tensor) -> Tensor:
