@@ -40,7 +40,7 @@ def encode(values: Tensor, element: ElementFormat, rounding: RoundingMode, rando
 
 
 def _deterministic(magnitude: Tensor, element: ElementFormat, rounding: RoundingMode) -> Tensor:
-    exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=1 - element.bias)
+    exponent = torch.frexp(magnitude.clamp(min=2.0 ** (1 - element.bias))).exponent - 1
     z = torch.ldexp(magnitude, element.mantissa_bits - exponent)
     if rounding is RoundingMode.EVEN:
         steps = z.round()
