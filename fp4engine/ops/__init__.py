@@ -3,9 +3,11 @@
 from fp4engine.ops.backend import executed_paths, refusals, reset_executed_paths
 from fp4engine.ops.gemm import gemm, transient_form
 from fp4engine.ops.quantize import Form, Side, amax, dequantize, outer_factor, quantize
+from fp4engine.ops.replay import Draws, is_replaying
 from fp4engine.ops.rng import get_rng_state, manual_seed, next_draw, rank_bits, set_rng_state
 
 __all__ = [
+    "Draws",
     "Form",
     "Side",
     "amax",
@@ -13,6 +15,7 @@ __all__ = [
     "executed_paths",
     "gemm",
     "get_rng_state",
+    "is_replaying",
     "manual_seed",
     "next_draw",
     "outer_factor",

@@ -284,12 +284,12 @@ def transient_form(spec: CastSpec | None, device: torch.device, backend: str) ->
 
     Where the product runs on decoded BF16 values anyway (GPUs without FP4 units), the quantize pass writes those.
     """
-    if spec is None or backend == "reference" or not (spec.block[1] and spec.is_exact_in_bf16):
-        return "codes"
-    return "values" if _multiplies_values(device, backend) else "codes"
+    return "codes" if spec is None or backend == "reference" else _transient_form(spec.key, device, backend)
 
 
 @torch.compiler.assume_constant_result
-def _multiplies_values(device: torch.device, backend: str) -> bool:
+def _transient_form(key: str, device: torch.device, backend: str) -> Form:
+    spec = CastSpec.from_key(key)
     native = backend in ("auto", "native") and capability.fp4_units(device)[0]
-    return capability.triton_runs_on(device)[0] and not native
+    values = capability.triton_runs_on(device)[0] and not native and spec.block[1] and spec.is_exact_in_bf16
+    return "values" if values else "codes"

@@ -52,9 +52,7 @@ def next_draw(device: torch.device) -> Tensor:
 
     The tensor is the state itself: use it before the next draw, or clone it.
     """
-    key = _device_key(device)
-    if key not in _states:
-        _start(key, 0)
+    key = _started(device)
     return _states[key].add_(_increments[key])
 
 
@@ -65,10 +63,15 @@ def rank_bits() -> int:
     return torch.distributed.get_rank() << _RANK_SHIFT
 
 
-def _device_key(device: torch.device) -> str:
+@torch.compiler.assume_constant_result
+def _started(device: torch.device) -> str:
+    """The key of the device's stream, which exists from here on; ``torch.compile`` then finds it as a global."""
     if device.type == "cuda" and device.index is None:
-        return f"cuda:{torch.cuda.current_device()}"
-    return str(device)
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = str(device)
+    if key not in _states:
+        _start(key, 0)
+    return key
 
 
 def _start(device: str, draw: int) -> None:

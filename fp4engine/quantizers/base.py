@@ -1,6 +1,6 @@
 """What every quantizer is: two CastSpecs and a stream, frozen."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -25,6 +25,8 @@ class Quantizer:
             (then it is made when the backward pass needs it).
         stream: stream id of the role, see :mod:`fp4engine.reference.philox`.
         backend: ``auto``, ``reference``, ``triton`` or ``native``.
+        is_stochastic: True if quantizing takes a draw of the random stream.
+        is_identity: True if both sides stay unquantized.
     """
 
     rowwise_spec: CastSpec | None = None
@@ -33,15 +35,14 @@ class Quantizer:
     stream: int = 0
     backend: str = "auto"
 
-    @property
-    def is_stochastic(self) -> bool:
-        """True if quantizing takes a draw of the random stream."""
-        return any(spec is not None and spec.is_stochastic for spec in (self.rowwise_spec, self.columnwise_spec))
+    is_stochastic: bool = field(init=False, repr=False, compare=False)
+    is_identity: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def is_identity(self) -> bool:
-        """True if both sides stay unquantized."""
-        return self.rowwise_spec is None and self.columnwise_spec is None
+    def __post_init__(self) -> None:
+        # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
+        specs = [spec for spec in (self.rowwise_spec, self.columnwise_spec) if spec is not None]
+        object.__setattr__(self, "is_stochastic", any(spec.is_stochastic for spec in specs))
+        object.__setattr__(self, "is_identity", not specs)
 
     def with_backend(self, backend: str) -> "Quantizer":
         """The same casts by another backend."""

@@ -1,0 +1,147 @@
+"""What every module with a weight does: run its three GEMMs by the recipe in force."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp4engine import ops
+from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear, make_linear_plan
+from fp4engine.modules.forward_memory import ForwardMemory
+from fp4engine.recipe import Recipe
+from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed
+
+
+class Gemms(torch.nn.Module):
+    """The three GEMMs of one linear transformation. Has no parameters: a module is one, or owns some, beside its own.
+
+    Args:
+        name: the module's name, which recipes may match.
+        recipe: recipe to follow where no autocast region is active; None means high precision there.
+        fuse_wgrad_accumulation: wgrad adds to the buffer ``weight.main_grad`` (FP32 or BF16, shaped like the weight)
+            in its epilogue, and ``weight.grad`` stays None.
+        module_type: what recipes see as :attr:`QuantizerRole.module_type`.
+
+    Attributes:
+        executed: what really ran, see :class:`~fp4engine.functional.ExecutedGemms`.
+    """
+
+    def __init__(
+        self,
+        name: str = "",
+        recipe: Recipe | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        module_type: str = "linear",
+    ) -> None:
+        super().__init__()
+        self._configure(name, recipe, fuse_wgrad_accumulation, module_type)
+
+    def _configure(
+        self, name: str, recipe: Recipe | None, fuse_wgrad_accumulation: bool, module_type: str = "linear"
+    ) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise ValueError(f"recipe must be an fp4engine.recipe.Recipe or None, got {recipe!r}")
+        self.name = name
+        self.recipe = recipe
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.module_type = module_type
+        self.executed = ExecutedGemms()
+        self._plan: LinearPlan | None = None
+        self._weight_cache: WeightCache | None = None
+        self._forwards = ForwardMemory()
+
+    def plan(self, state: AutocastState | None) -> LinearPlan | None:
+        """The plan under ``state``; None for high precision. Rebuilt when the recipe differs by value."""
+        recipe = self.recipe if state is None else state.recipe
+        if recipe is None or (state is not None and not state.enabled):
+            return None
+        group = None if state is None else state.amax_reduction_group
+        _make_plan(self, recipe, group)
+        return self._plan
+
+    def forward(
+        self, inp: Tensor, weight: Tensor, bias: Tensor | None = None, is_first_microbatch: bool | None = None
+    ) -> Tensor:
+        return self._multiply(inp, weight, bias, is_first_microbatch)
+
+    def _multiply(
+        self, inp: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
+    ) -> Tensor:
+        """``inp @ weight.T + bias``: [..., K] -> [..., N].
+
+        Args:
+            is_first_microbatch: True quantizes the weight and keeps its operands, False reuses them while the weight
+                is unchanged, None neither; says nothing about gradients. See also :func:`fp4engine.weight_cache`.
+        """
+        plan = self._plan_in_force()
+        if plan is None:
+            self.executed.record_high_precision(inp, weight)
+            output = F.linear(inp, weight, bias)
+        else:
+            if torch.is_autocast_enabled(inp.device.type) and inp.dtype != torch.float64:  # as torch.autocast does
+                inp = inp.to(torch.get_autocast_dtype(inp.device.type))
+            cache = self._cache(weight, is_first_microbatch)
+            main_grad = self._main_grad(weight) if self.fuse_wgrad_accumulation else None
+            output = linear(inp, weight, bias, plan, weight_cache=cache, main_grad=main_grad)
+        if not (torch.compiler.is_compiling() or in_backward()):
+            self._forwards.remember(plan, output, self.training)
+        return output
+
+    def _plan_in_force(self) -> LinearPlan | None:
+        """The plan of this forward; a recomputation takes that of the forward it repeats.
+
+        Raises:
+            RuntimeError: it cannot be known which forward is repeated, or its draws cannot be.
+        """
+        repeated = self._forwards.plans(self.training) if is_recomputed() else []
+        if len(repeated) > 1:
+            kinds = ", ".join("high precision" if plan is None else repr(plan.recipe) for plan in repeated)
+            raise RuntimeError(
+                f"a recomputation of {self.name or 'a module'} outside its autocast region could repeat several "
+                f"forwards, by {kinds}; put the autocast region inside the checkpointed function, or use "
+                "fp4engine.checkpoint"
+            )
+        plan = repeated[0] if repeated else self.plan(current_state())
+        if plan is not None and _draws_in_forward(plan) and in_backward() and not ops.is_replaying():
+            raise RuntimeError(
+                f"the forward of {plan.recipe!r} draws random bits, which torch.utils.checkpoint does not repeat; "
+                "use fp4engine.checkpoint"
+            )
+        return plan
+
+    def _cache(self, weight: Tensor, is_first_microbatch: bool | None) -> WeightCache | None:
+        """The cache to use; none while tracing, since a compiled region cannot hold tensors between calls.
+
+        None either for a weight that was put together for this call.
+        """
+        if torch.compiler.is_compiling() or not isinstance(weight, torch.nn.Parameter):
+            return None
+        if is_first_microbatch or (is_first_microbatch is False and self._weight_cache is None):
+            self._weight_cache = WeightCache()
+        return self._weight_cache
+
+    def _main_grad(self, weight: Tensor) -> Tensor:
+        main_grad = getattr(weight, "main_grad", None)
+        if not isinstance(main_grad, Tensor) or main_grad.shape != weight.shape:
+            raise ValueError(
+                f"fuse_wgrad_accumulation=True needs weight.main_grad, a tensor of shape {tuple(weight.shape)} "
+                f"set before the forward pass; got {main_grad!r}"
+            )
+        return main_grad
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out of copies what is derived, and what a custom recipe's factory would keep from pickling."""
+        return {**self.__dict__, "_plan": None, "_weight_cache": None, "_forwards": ForwardMemory()}
+
+
+@torch.compiler.assume_constant_result
+def _make_plan(gemms: Gemms, recipe: Recipe, group: Any) -> None:
+    """Leave the plan for ``recipe`` on ``gemms``: ``torch.compile`` then reads it there, and not how it is made."""
+    plan = gemms._plan
+    if plan is None or plan.recipe != recipe or plan.amax_reduction_group is not group:
+        gemms._plan = make_linear_plan(recipe, gemms.module_type, gemms.name, gemms.executed, group)
+
+
+def _draws_in_forward(plan: LinearPlan) -> bool:
+    return plan.input.is_stochastic or plan.weight.is_stochastic

@@ -1,0 +1,146 @@
+"""Modules on a GPU: kernels under them, no synchronisation, CUDA graphs, torch.compile."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+import fp4engine
+from fp4engine import ops
+from fp4engine.quantizers import reference_quantizer
+from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
+
+pytestmark = pytest.mark.gpu
+
+RECIPE = NVFP4BlockScaling()
+
+
+def make_model(*sizes, **kwargs):
+    torch.manual_seed(0)
+    layers = [fp4engine.Linear(i, o, device="cuda", **kwargs) for i, o in zip(sizes, sizes[1:], strict=False)]
+    return torch.nn.Sequential(*layers)
+
+
+def step(model, inp, recipe=RECIPE):
+    with fp4engine.autocast(recipe=recipe):
+        out = model(inp)
+    out.float().square().mean().backward()
+    return out
+
+
+def results(model, inp, recipe=RECIPE):
+    """Output and every gradient of one step from draw 0."""
+    fp4engine.manual_seed(11)
+    model.zero_grad()
+    inp = inp.clone().requires_grad_()
+    out = step(model, inp, recipe)
+    return [out.detach(), inp.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "sizes"), [(64, (64, 96, 32)), (37, (50, 77, 15)), (1, (16, 16)), (130, (1000, 17))])
+def test_kernels_equal_reference_quantizers(rows, sizes, dtype):
+    model = make_model(*sizes, dtype=dtype)
+    inp = torch.randn(rows, sizes[0], device="cuda", dtype=dtype)
+    oracle = CustomRecipe(qfactory=partial(reference_quantizer, RECIPE))
+    ops.reset_executed_paths()
+    ours = results(model, inp)
+    assert not any(path.endswith("reference") for path in ops.executed_paths()), ops.executed_paths()
+    for left, right in zip(ours, results(model, inp, oracle), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_two_runs_give_the_same_bytes():
+    model = make_model(256, 512, 256, dtype=torch.bfloat16)
+    inp = torch.randn(384, 256, device="cuda", dtype=torch.bfloat16)
+    for left, right in zip(results(model, inp), results(model, inp), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_no_host_synchronisation():
+    model = make_model(128, 128, dtype=torch.bfloat16)
+    inp = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    step(model, inp)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(model, inp)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_saved_bytes():
+    layer = make_model(1024, 1024, dtype=torch.bfloat16)[0]
+    inp = torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    saved = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t),
+        fp4engine.autocast(recipe=RECIPE),
+    ):
+        layer(inp)
+    assert sum(saved) <= 0.57 * inp.numel() + 0.57 * layer.weight.numel()
+
+
+def test_save_on_cpu():
+    model = make_model(64, 64, 64, dtype=torch.bfloat16)
+    inp = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+    plain = results(model, inp)
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        offloaded = results(model, inp)
+    assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
+
+
+@pytest.mark.no_poison
+def test_graph_replay_advances_the_noise():
+    model = make_model(128, 128, dtype=torch.bfloat16)
+    inp = torch.randn(256, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    inp.grad = torch.zeros_like(inp)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(model, inp)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(model, inp)
+
+    def replay():
+        inp.grad.zero_()
+        graph.replay()
+        return inp.grad.clone()
+
+    fp4engine.manual_seed(5)
+    first, second = replay(), replay()
+    assert not torch.equal(first, second)
+    fp4engine.manual_seed(5)
+    assert torch.equal(replay(), first)
+    fp4engine.manual_seed(5)
+    inp.grad.zero_()
+    step(model, inp)
+    assert torch.equal(inp.grad, first)
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_equals_eager(backend):
+    model = make_model(128, 192, 64, dtype=torch.bfloat16)
+    inp = torch.randn(96, 128, device="cuda", dtype=torch.bfloat16)
+    eager = results(model, inp)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for left, right in zip(eager, results(compiled, inp), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.no_poison
+def test_dynamic_rows_compile_once():
+    model = make_model(64, 64, dtype=torch.bfloat16)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    for rows in (32, 48, 80, 33):
+        results(compiled, torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16))
+    assert counter.frame_count == 1
