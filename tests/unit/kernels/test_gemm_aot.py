@@ -1,0 +1,100 @@
+"""The GEMM kernels compiled for GPUs that are not here: the instructions meant are there, and the tile fits."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from fp4engine.kernels import gemm, gemm_hopper
+
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter does not compile")
+
+SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes of shared memory that one program may have, by compute capability."""
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def build(source, capability: int, num_warps: int, num_stages: int = 3):
+    options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert kernel.metadata.shared <= SHARED_LIMIT[capability]
+    return kernel.asm["ptx"]
+
+
+def source_of(kernel, signature: dict[str, str], constants: dict, aligned: tuple[str, ...], kind=ASTSource):
+    signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    return kind(kernel, signature, constexprs=constants, attrs=attributes)
+
+
+COMMON = {"left_amax_ptr": "*fp32", "right_amax_ptr": "*fp32", "numerator": "fp32", "M": "i32", "N": "i32", "K": "i32"}
+
+
+def hopper(out_dtype: torch.dtype, bias: bool, accumulate: bool, rows: bool) -> str:
+    def descriptor(name: str, block: list[int], dtype: torch.dtype) -> str:
+        return f"tensordesc<{NAMES[dtype]}{block},{gemm_hopper.LAYOUTS[name, dtype]!r}>"
+
+    signature = COMMON | {
+        "left_desc": descriptor("left", gemm_hopper.LEFT_BLOCK, torch.bfloat16),
+        "right_desc": descriptor("right", gemm_hopper.RIGHT_BLOCK, torch.bfloat16),
+        "out_desc": descriptor("out", gemm_hopper.OUT_BLOCK, out_dtype),
+    }
+    constants = dict(
+        LEFT_ROWS=rows, RIGHT_ROWS=False, HAS_BIAS=bias, ACCUMULATE=accumulate, GROUP=gemm_hopper.GROUP_M,
+        STAGES=gemm_hopper.stages_for(out_dtype), PROGRAMS=132,
+        PRODUCER_REGISTERS=gemm_hopper.PRODUCER_REGISTERS, CONSUMER_REGISTERS=gemm_hopper.CONSUMER_REGISTERS,
+    )  # fmt: skip
+    if bias:
+        signature["bias_ptr"] = "*bf16"
+    else:
+        constants["bias_ptr"] = None
+    return build(source_of(gemm_hopper.gemm_hopper_kernel, signature, constants, (), GluonASTSource), 90, 4)
+
+
+@pytest.mark.parametrize("out_dtype", list(NAMES), ids=str)
+@pytest.mark.parametrize(("bias", "accumulate"), list(itertools.product([False, True], repeat=2)))
+def test_hopper_kernel_uses_wgmma_and_the_copy_engine(out_dtype, bias, accumulate):
+    ptx = hopper(out_dtype, bias, accumulate, rows=bias)
+    assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert "setmaxnreg" in ptx
+
+
+@pytest.mark.parametrize("tiles", gemm._TMA_TILES, ids=lambda tiles: f"{tiles.block_m}x{tiles.block_n}")
+@pytest.mark.parametrize(("capability", "instruction"), [(90, "wgmma"), (100, "tcgen05.mma"), (120, "mma.sync")])
+def test_tma_kernel(capability, instruction, tiles):
+    signature = COMMON | {
+        "left_desc": f"tensordesc<bf16[{tiles.block_m},{tiles.block_k}]>",
+        "right_desc": f"tensordesc<bf16[{tiles.block_n},{tiles.block_k}]>",
+        "out_desc": f"tensordesc<bf16[{tiles.block_m},{tiles.block_n}]>",
+        "out_ptr": "*bf16", "bias_ptr": "*bf16", "stride_out": "i32",
+    }  # fmt: skip
+    constants = dict(
+        LEFT_ROWS=False, RIGHT_ROWS=False, HAS_BIAS=True, ACCUMULATE=False, TMA_STORE=True, BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP_M=gemm.GROUP_M, PROGRAMS=132,
+    )  # fmt: skip
+    source = source_of(gemm._gemm_tma_kernel, signature, constants, ("K", "stride_out", "out_ptr"))
+    ptx = build(source, capability, tiles.num_warps, gemm.stages_for(tiles, capability))
+    assert instruction in ptx and "cp.async.bulk.tensor" in ptx
+
+
+@pytest.mark.parametrize("tiles", [gemm._PLAIN_TILES, gemm._SMALL_TILES], ids=str)
+@pytest.mark.parametrize("capability", [80, 89, 90])
+def test_plain_kernel(capability, tiles):
+    pointers = {name: "*bf16" for name in ("left_ptr", "right_ptr", "out_ptr", "bias_ptr")}
+    strides = {name: "i32" for name in ("stride_left", "stride_right", "stride_out")}
+    constants = dict(
+        LEFT_ROWS=True, RIGHT_ROWS=True, HAS_BIAS=True, ACCUMULATE=True, BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP_M=gemm.GROUP_M, INTERPRETED=False,
+    )  # fmt: skip
+    aligned = ("left_ptr", "right_ptr", "out_ptr", "K", *strides)
+    source = source_of(gemm._gemm_plain_kernel, COMMON | pointers | strides, constants, aligned)
+    assert "mma" in build(source, capability, tiles.num_warps, tiles.num_stages)
