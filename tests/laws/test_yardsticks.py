@@ -1,0 +1,114 @@
+"""Errors every implementation of these casts must show on N(0, 1): numerics.md, section "Yardsticks"."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp4engine import reference
+from fp4engine.constants import SR_GUARD
+from fp4engine.formats import E4M3, E8M0, FP32, CastSpec, Outer, RoundingMode, ScaleRule
+from fp4engine.tensor import Operand
+from fp4engine.testing import assert_scales_adjacent
+
+NVFP4 = CastSpec()
+TILES = NVFP4.replace(block=(16, 16))
+FOUR_OVER_SIX = NVFP4.replace(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, scale_bound=256.0)
+STOCHASTIC = NVFP4.replace(rounding=RoundingMode.STOCHASTIC)
+GUARDED = STOCHASTIC.replace(target=6 * SR_GUARD)
+FP8 = CastSpec(element=E4M3, block=(0, 0), scale=FP32, scale_bound=1.0, target=448.0)
+
+
+def mxfp4(rule: ScaleRule) -> CastSpec:
+    return CastSpec(block=(1, 32), scale=E8M0, scale_rule=rule, scale_bound=1.0, outer=Outer.NONE)
+
+
+def gaussian(rows: int, cols: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+
+
+def decoded(x: Tensor, spec: CastSpec, draw: int = 1, stream: int = 0) -> Tensor:
+    cast = reference.quantize(x, spec, rng=torch.tensor([2024, draw]), stream=stream)
+    return reference.dequantize(*cast, spec, x.shape[1], torch.float32)
+
+
+def relative_mse(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).square().sum() / want.double().square().sum())
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected", "tolerance"),
+    [
+        pytest.param(NVFP4, 9.05, 0.05, id="nearest 1x16"),
+        pytest.param(FOUR_OVER_SIX, 7.57, 0.05, id="4over6 mse"),
+        pytest.param(FOUR_OVER_SIX.replace(scale_rule=ScaleRule.FOUR_OVER_SIX_MAE), 7.80, 0.05, id="4over6 mae"),
+        pytest.param(TILES, 12.40, 0.05, id="nearest 16x16"),
+        pytest.param(STOCHASTIC, 18.87, 0.15, id="stochastic"),
+        pytest.param(GUARDED, 23.53, 0.15, id="stochastic, guarded"),
+        pytest.param(mxfp4(ScaleRule.FLOOR), 13.23, 0.05, id="mxfp4 floor"),
+        pytest.param(mxfp4(ScaleRule.MIDMAX), 12.52, 0.05, id="mxfp4 midmax"),
+        pytest.param(mxfp4(ScaleRule.OPTION3), 12.52, 0.05, id="mxfp4 option3"),
+        pytest.param(mxfp4(ScaleRule.TOPBINADE), 13.33, 0.05, id="mxfp4 topbinade"),
+        pytest.param(mxfp4(ScaleRule.CEIL), 20.81, 0.15, id="mxfp4 ceil"),
+        pytest.param(FP8, 0.70, 0.01, id="fp8 per tensor"),
+    ],
+)
+def test_relative_mse_in_thousandths(spec: CastSpec, expected: float, tolerance: float) -> None:
+    x = gaussian(1024, 1024)
+    assert relative_mse(decoded(x, spec), x) * 1e3 == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        pytest.param(FP8, FP8, 28.5, id="fp8 x fp8"),
+        pytest.param(FOUR_OVER_SIX, FOUR_OVER_SIX, 18.2, id="4over6 x 4over6"),
+        pytest.param(NVFP4, NVFP4, 17.4, id="nearest x nearest"),
+        pytest.param(NVFP4, TILES, 16.7, id="nearest x 16x16, fprop"),
+        pytest.param(STOCHASTIC, TILES, 15.0, id="stochastic x 16x16, dgrad"),
+    ],
+)
+def test_decibels_of_a_product(left: CastSpec, right: CastSpec, expected: float) -> None:
+    """K = 1024; one decimal is what the contract states."""
+    x, w = gaussian(512, 1024, 1), gaussian(512, 1024, 2)
+    noise = relative_mse(decoded(x, left) @ decoded(w, right).T, x.double() @ w.double().T)
+    assert -10 * torch.tensor(noise).log10() == pytest.approx(expected, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "floor"),
+    [pytest.param(GUARDED, 0.0, id="guarded"), pytest.param(STOCHASTIC, 0.12e-3, id="unguarded")],
+)
+def test_the_mean_of_n_draws_closes_as_one_over_n(spec: CastSpec, floor: float) -> None:
+    """``error(n) = variance / n + floor``: the guard leaves no floor, without it saturated block maxima do."""
+    x = gaussian(512, 512)
+    total = torch.zeros_like(x, dtype=torch.float64)
+    errors = {}
+    for draw in range(1, 65):
+        total += decoded(x, spec, draw)
+        errors[draw] = relative_mse(total / draw, x)
+    measured_floor = (64 * errors[64] - errors[1]) / 63
+    assert measured_floor == pytest.approx(floor, abs=0.03e-3)
+    for draw in (4, 16):
+        assert errors[draw] == pytest.approx((errors[1] - measured_floor) / draw + measured_floor, rel=0.01)
+
+
+def test_no_element_is_biased() -> None:
+    """z-test per element under the guard: no mean is further than chance allows, and the z-scores spread by one."""
+    x = gaussian(32, 64)
+    samples = torch.stack([decoded(x, GUARDED, draw) for draw in range(1, 401)]).double()
+    error = samples.mean(0) - x
+    deviation = samples.std(0)
+    z = error[deviation > 0] / (deviation[deviation > 0] / 20)
+    assert z.abs().max() < 5
+    assert abs(z.mean()) < 5 / z.numel() ** 0.5
+    assert z.std() == pytest.approx(1.0, abs=0.1)
+    assert (error[deviation == 0].abs() < 0.02).all(), "an element that never moved lies on its grid"
+
+
+def test_the_guard_changes_scales_by_no_more_than_the_guard() -> None:
+    x = gaussian(64, 64)
+    plain, guarded = (
+        Operand(spec, 64, 64, *reference.quantize(x, spec, rng=torch.tensor([1, 1]))) for spec in (STOCHASTIC, GUARDED)
+    )
+    assert_scales_adjacent(guarded, plain)
+    assert (guarded.scale_inv.float() >= plain.scale_inv.float()).all()
