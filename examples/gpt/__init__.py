@@ -1,0 +1,1 @@
+"""The parts of train_gpt.py: model, data, checkpoints, training, report."""

@@ -1,0 +1,123 @@
+"""Checkpoints that are whole or not there, and metrics that never run ahead of them.
+
+A checkpoint is a folder `step-00000100` with `model.safetensors` and `training.pt` (optimizer, random streams). It is
+written under another name, synced to disk and renamed, so that a crash at any moment leaves the one before in place.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+import fp4engine
+from gpt.settings import InputError
+
+KEPT = 2
+"""Newest checkpoints to keep: one to continue from, and one to fall back on if that is damaged."""
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in `folder`, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
+
+
+def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    final = folder / f"step-{step:08d}"
+    partial = final.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    weights = partial / "model.safetensors"
+    safetensors.torch.save_file(model.state_dict(), weights)
+    state = {
+        "step": step,
+        "model_sha256": file_digest(weights),
+        "optimizer": optimizer.state_dict(),
+        "torch_rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "fp4_rng": fp4engine.get_rng_state(),
+    }
+    torch.save(state, partial / "training.pt")
+    for path in (weights, partial / "training.pt", partial):
+        sync(path)
+    os.replace(partial, final)
+    sync(folder)
+    for old in checkpoints(folder)[:-KEPT]:
+        shutil.rmtree(old)
+
+
+def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load the newest checkpoint of `folder` and return its step; 0 and nothing loaded if there is none.
+
+    Raises:
+        InputError: the checkpoint cannot be read, or does not fit the model.
+    """
+    found = checkpoints(folder)
+    if not found:
+        return 0
+    newest = found[-1]
+    try:
+        state = torch.load(newest / "training.pt", map_location="cpu", weights_only=True)
+        if file_digest(newest / "model.safetensors") != state["model_sha256"]:
+            raise ValueError("model.safetensors is not what was saved")
+        model.load_state_dict(safetensors.torch.load_file(newest / "model.safetensors"))
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["torch_rng"])
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["cuda_rng"])
+        fp4engine.set_rng_state(state["fp4_rng"])
+    except Exception as error:  # whatever a damaged file makes its reader raise
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        instead = f"the one before, {found[-2].name}" if len(found) > 1 else "the beginning"
+        raise InputError(f"checkpoint {newest} is damaged ({why}); delete it to continue from {instead}") from error
+    return state["step"]
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Force a file, or a folder's list of names, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    sync(partial)
+    os.replace(partial, path)
+
+
+class Metrics:
+    """One JSON object per line, each with a `step`."""
+
+    def __init__(self, path: Path, up_to: int) -> None:
+        """Continue the file at `path` after step `up_to`, and drop what a run that was killed wrote beyond."""
+        self.path = path
+        kept = [row for row in read_metrics(path) if row["step"] <= up_to]
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def append(self, rows: list[dict[str, Any]]) -> None:
+        with self.path.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return read_metrics(self.path)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of the file, without a last line that was cut off; none if there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,0 +1,60 @@
+"""Memory: the peak of a run, and what the linear layers keep for their backward pass."""
+
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+STATUS = Path("/proc/self/status")
+CLEAR_PEAK = Path("/proc/self/clear_refs")
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Forget earlier peaks, where the system can: CUDA and Linux."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif CLEAR_PEAK.exists():
+        CLEAR_PEAK.write_text("5")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the peak of CUDA's allocator, or of the resident size of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if STATUS.exists():
+        kilobytes = next(line.split()[1] for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(kilobytes) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def saved_by_linears(model: nn.Module, step: Callable[[], Any]) -> int:
+    """Bytes that the linear layers of `model` keep between the forward and the backward pass of `step`.
+
+    Memory that several layers share counts once; parameters, which are there anyway, do not count.
+    """
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}  # holds the tensors, so that no address is used twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in parameters:
+            kept[address] = tensor
+        return tensor
+
+    watch = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    handles: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            handles.append(module.register_forward_pre_hook(lambda *_: watch.__enter__()))
+            handles.append(module.register_forward_hook(lambda *_: watch.__exit__()))
+    try:
+        step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

@@ -1,0 +1,80 @@
+"""What a run is: its settings, the presets, and the precisions it may compare."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp4engine import recipe
+
+
+class InputError(ValueError):
+    """Something the user gave cannot be used; its message is one line that says what and what to do."""
+
+
+PRECISIONS: dict[str, Callable[[], recipe.Recipe] | None] = {
+    "bf16": None,
+    "nvfp4": recipe.NVFP4BlockScaling,
+}
+"""Name on the command line -> the recipe of the linear layers; None leaves them in high precision."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that the numbers of a run depend on. Written to `config.json`; `--resume` reads it back."""
+
+    preset: str
+    layers: int
+    width: int
+    sequence: int
+    batch: int
+    tokens: int
+    learning_rate: float
+    evaluate_every: int
+    checkpoint_every: int
+    data: str = ""
+    precision: tuple[str, ...] = ("bf16", "nvfp4")
+    keep_high_precision: tuple[str, ...] = ("lm_head",)
+    seed: int = 0
+    device: str = "cpu"
+    compile: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; the last one may go beyond `tokens`."""
+        return -(-self.tokens // (self.batch * self.sequence))
+
+    def check(self) -> None:
+        for name in ("layers", "width", "sequence", "batch", "tokens", "evaluate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.width % 2 or (self.width > 64 and self.width % 64):
+            raise InputError(f"--width must be even, and a multiple of 64 above 64, got {self.width}")
+        if not self.precision or len(set(self.precision)) < len(self.precision):
+            raise InputError("--precision must name at least one precision, and each only once")
+        for name in self.precision:
+            if name not in PRECISIONS:
+                raise InputError(f"--precision must be of {', '.join(PRECISIONS)}; got {name!r}")
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> "Settings":
+        try:
+            fields: dict[str, Any] = json.loads(path.read_text())
+            lists = {name: tuple(fields[name]) for name in ("precision", "keep_high_precision")}
+            return Settings(**{**fields, **lists})
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{path} does not hold the settings of a run ({error})") from error
+
+
+PRESETS = {
+    # name: layers, width, sequence, batch, tokens, peak learning rate, validate and save every so many steps
+    "cpu": Settings("cpu", 2, 128, 128, 16, 400_000, 3e-3, 50, 50),
+    "10m": Settings("10m", 6, 384, 512, 128, 200_000_000, 2e-3, 250, 500),
+    "30m": Settings("30m", 6, 640, 512, 128, 600_000_000, 1.5e-3, 500, 500),
+    "85m": Settings("85m", 12, 768, 512, 128, 1_700_000_000, 1e-3, 1000, 1000),
+}

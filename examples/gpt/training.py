@@ -1,0 +1,264 @@
+"""Training one model in one precision, interruptible at any step and continued bit for bit."""
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import fp4engine
+from fp4engine.recipe import Recipe, recipe_from_json
+from gpt import checkpoint
+from gpt.checkpoint import Metrics, write_atomically
+from gpt.data import Corpus
+from gpt.measure import peak_memory, reset_peak_memory, saved_by_linears
+from gpt.model import GPT
+from gpt.settings import PRECISIONS, InputError, Settings
+
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+LARGEST_GRADIENT_NORM = 1.0
+WARMUP_SHARE = 0.05
+FINAL_SHARE = 0.1
+"""Learning rate at the end, as a share of its peak."""
+
+LOG_EVERY = 10
+"""Steps between two looks at the losses; each look waits for the GPU."""
+
+VALIDATION_BATCHES = 8
+
+
+class Diverged(RuntimeError):
+    """The loss is not finite any more."""
+
+
+class Interrupted(Exception):
+    """The user asked to stop; everything up to `step` is saved."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the final table.
+
+    Attributes:
+        tokens_per_second: of the training steps of the last session, without its first few; None if it had none.
+        peak_memory: bytes; CUDA's peak allocation, or the peak resident size of the process.
+        saved_for_backward: bytes that the linear layers keep between forward and backward of one step.
+        fp4_share: FLOPs of the linear layers that ran in FP4.
+    """
+
+    precision: str
+    high_precision_dtype: str
+    validation_loss: float
+    tokens_per_second: float | None
+    peak_memory: int
+    saved_for_backward: int
+    fp4_share: float
+
+
+class Trainer:
+    """A model, its optimizer and its place in the run `folder / precision`."""
+
+    def __init__(self, settings: Settings, precision: str, folder: Path, corpus: Corpus) -> None:
+        self.settings, self.precision, self.corpus = settings, precision, corpus
+        self.folder = folder / precision
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.device = torch.device(settings.device)
+        torch.manual_seed(settings.seed)
+        fp4engine.manual_seed(settings.seed)
+        reset_peak_memory(self.device)
+        self.model = GPT(settings.layers, settings.width, settings.sequence).to(self.device)
+        try:
+            self.plan = fp4engine.convert(self.model, keep_high_precision=settings.keep_high_precision)
+        except ValueError as error:
+            raise InputError(f"--keep-high-precision: {error}") from error
+        self.recipe = self._recipe()
+        self.optimizer = make_optimizer(self.model)
+        self.loss = torch.compile(self.model.loss) if settings.compile else self.model.loss
+        self.step = checkpoint.restore(self.folder / "checkpoints", self.model, self.optimizer)
+        self.metrics = Metrics(self.folder / "metrics.jsonl", self.step)
+        self.pending: list[Tensor] = []
+        self.pace = Pace(settings.batch * settings.sequence)
+
+    def _recipe(self) -> Recipe | None:
+        """The recipe of this precision; a run that is continued keeps the one it began with."""
+        factory = PRECISIONS[self.precision]
+        if factory is None:
+            return None
+        path = self.folder / "recipe.json"
+        if not path.exists():
+            write_atomically(path, factory().to_json() + "\n")
+        try:
+            return recipe_from_json(path.read_text())
+        except ValueError as error:
+            raise InputError(f"{path} does not hold a recipe ({error})") from error
+
+    def train(self) -> Result:
+        """All steps that are left.
+
+        Raises:
+            Interrupted: on Ctrl-C, after saving.
+            Diverged: the loss is NaN or infinite.
+        """
+        settings = self.settings
+        bar = tqdm(total=settings.steps, initial=self.step, desc=self.precision, unit="step", disable=None)
+        with bar, stop_on_signals() as stop:
+            self.pace.start()
+            while self.step < settings.steps:
+                self._train_step()
+                bar.update()
+                last = self.step == settings.steps or stop.requested
+                evaluates = self.step % settings.evaluate_every == 0 or self.step == settings.steps
+                saves = self.step % settings.checkpoint_every == 0 or last
+                if evaluates or saves or self.step % LOG_EVERY == 0:
+                    bar.set_postfix(loss=f"{self._write_losses():.4f}", refresh=False)
+                if evaluates:
+                    self._evaluate(bar.disable)
+                if saves:
+                    checkpoint.sync(self.metrics.path)
+                    checkpoint.save(self.folder / "checkpoints", self.step, self.model, self.optimizer)
+                if stop.requested and self.step < settings.steps:
+                    raise Interrupted(self.step)
+                if evaluates or saves:
+                    self.pace.start()
+        return self._result()
+
+    def _train_step(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, self.settings)
+        loss = self._backward(self.step, self.loss)
+        nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.pending.append(loss.detach())
+        self.step += 1
+
+    def _backward(self, step: int, compute_loss: Callable[[Tensor], Tensor]) -> Tensor:
+        tokens = self.corpus.batch(step, self.settings.batch, self.settings.sequence + 1, self.settings.seed)
+        with self._precision():
+            loss = compute_loss(tokens)
+        loss.backward()
+        return loss
+
+    @contextmanager
+    def _precision(self) -> Iterator[None]:
+        """The only difference between two precisions: which recipe is in force, if any."""
+        high_precision = torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
+        with high_precision, fp4engine.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            yield
+
+    def _write_losses(self) -> float:
+        """Write the losses since the last time, and return the newest. Waits for the GPU."""
+        losses: list[float] = torch.stack(self.pending).tolist()
+        first = self.step - len(losses)
+        self.pace.stop(len(losses))
+        self.pending.clear()
+        self.metrics.append([{"step": first + n + 1, "loss": loss} for n, loss in enumerate(losses)])
+        for n, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                raise Diverged(
+                    f"the {self.precision} loss is {loss} at step {first + n + 1}; try --learning-rate lower"
+                )
+        return losses[-1]
+
+    @torch.no_grad()
+    def _evaluate(self, as_line: bool) -> None:
+        settings = self.settings
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index in range(VALIDATION_BATCHES):
+            tokens = self.corpus.validation_batch(index, VALIDATION_BATCHES, settings.batch, settings.sequence + 1)
+            with self._precision():
+                total += self.loss(tokens)
+        loss = float(total) / VALIDATION_BATCHES
+        self.metrics.append([{"step": self.step, "validation_loss": loss}])
+        text = f"{self.precision:>8}  step {self.step}/{settings.steps}  validation loss {loss:.4f}"
+        print(text, flush=True) if as_line else tqdm.write(text)
+
+    def _result(self) -> Result:
+        peak = peak_memory(self.device)
+        saved = saved_by_linears(self.model, lambda: self._backward(0, self.model.loss))
+        self.optimizer.zero_grad()
+        validation = [row["validation_loss"] for row in self.metrics.rows() if "validation_loss" in row]
+        dtype = "bfloat16" if self.device.type == "cuda" else "float32"
+        share = fp4engine.executed_gemms(self.model).fp4_share
+        result = Result(self.precision, dtype, validation[-1], self.pace.tokens_per_second, peak, saved, share)
+        write_atomically(self.folder / "result.json", json.dumps(asdict(result), indent=2) + "\n")
+        return result
+
+
+class Pace:
+    """Tokens per second of training steps, between looks at the GPU; the first stretch is warm-up."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self.tokens_per_step = tokens_per_step
+        self.steps, self.seconds = 0, 0.0
+        self.warm = False
+        self.begin = 0.0
+
+    def start(self) -> None:
+        self.begin = time.perf_counter()
+
+    def stop(self, steps: int) -> None:
+        now = time.perf_counter()
+        if self.warm:
+            self.steps += steps
+            self.seconds += now - self.begin
+        self.warm = True
+        self.begin = now
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.steps * self.tokens_per_step / self.seconds if self.steps else None
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
+    """AdamW with decay on matrices only."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=BETAS, fused=matrices[0].is_cuda)
+
+
+def learning_rate(step: int, settings: Settings) -> float:
+    """Linear warm-up, then half a cosine down to `FINAL_SHARE` of the peak."""
+    warmup = max(1, round(settings.steps * WARMUP_SHARE))
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, settings.steps - warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return settings.learning_rate * (FINAL_SHARE + (1 - FINAL_SHARE) * cosine)
+
+
+class StopRequest:
+    """Set by the first Ctrl-C or SIGTERM; a second one ends the process at once."""
+
+    requested = False
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Turn signals into a request that the training loop looks at between steps."""
+    stop = StopRequest()
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,177 @@
+"""Train a small byte-level GPT in NVFP4 beside its BF16 twin, on any machine.
+
+    make train                                             # the standard library's source, in minutes, CPU or GPU
+    python examples/train_gpt.py --preset 10m --name big   # a GPU preset
+    python examples/train_gpt.py --name big --resume       # continue bit for bit after Ctrl-C or a crash
+
+Every precision starts from the same weights and sees the same bytes in the same order. A run's folder `runs/NAME`
+gets `config.json`, `report.md`, `loss.png`, and per precision `metrics.jsonl`, `recipe.json` and `checkpoints/`.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to add in the same order every time
+
+import torch
+from gpt import report
+from gpt.data import Corpus, load_corpus
+from gpt.settings import PRECISIONS, PRESETS, InputError, Settings
+from gpt.training import Diverged, Interrupted, Result, Trainer
+
+REFUSED, DIVERGED, INTERRUPTED = 2, 1, 130
+"""Exit codes."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line instead of the usage: `--help` is for that."""
+        self.exit(REFUSED, f"train_gpt: {message}\n")
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def whole(text: str) -> int:
+    """A whole number, also written 1e9 or 20_000_000."""
+    number = float(text)
+    if number != int(number):
+        raise ValueError(text)
+    return int(number)
+
+
+def parser() -> Parser:
+    new = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    new.add_argument("--name", help="folder below --runs (default: preset and time; with --resume the newest)")
+    new.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept (default: runs)")
+    new.add_argument("--resume", action="store_true", help="continue a run with the settings it began with")
+    settings = new.add_argument_group("settings", "fixed when a run begins; a preset gives the defaults")
+
+    def add(name: str, **options: Any) -> None:
+        settings.add_argument(name, default=argparse.SUPPRESS, **options)
+
+    add("--preset", choices=PRESETS, help="cpu: minutes on two cores; 10m, 30m, 85m parameters: for a GPU")
+    add("--data", help="a folder of text files (default: the source of Python's standard library)")
+    add("--precision", type=words, help=f"of {', '.join(PRECISIONS)}, separated by commas; the gap is to the first")
+    add("--keep-high-precision", type=words, help="patterns of linear layers that stay out of FP4 (default: lm_head)")
+    add("--tokens", type=whole, help="bytes to train on, e.g. 1e9")
+    for name in ("--layers", "--width", "--sequence", "--batch", "--evaluate-every", "--checkpoint-every", "--seed"):
+        add(name, type=whole)
+    add("--learning-rate", type=float, help="at its peak")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    add("--compile", action="store_true", help="torch.compile the model")
+    return new
+
+
+def begin(given: dict[str, Any], folder: Path) -> Settings:
+    """Settings of a new run, written to its folder."""
+    if folder.exists():
+        raise InputError(f"{folder} exists; continue it with --resume, or give another --name")
+    device = given.get("device", "cuda" if torch.cuda.is_available() else "cpu")
+    preset = PRESETS[given.get("preset", "10m" if device == "cuda" else "cpu")]
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: PyTorch finds no CUDA device here")
+    settings = dataclasses.replace(preset, **{"device": device, **given})
+    settings.check()
+    return settings
+
+
+def resume(given: dict[str, Any], folder: Path) -> Settings:
+    """Settings of the run in `folder`, which must not contradict those given."""
+    settings = Settings.load(folder / "config.json")
+    for name, value in given.items():
+        begun_with = getattr(settings, name)
+        if value != begun_with:
+            option = name.replace("_", "-")
+            raise InputError(f"--resume: {folder} began with --{option} {begun_with}, not {value}")
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"--resume: {folder} ran on CUDA, and PyTorch finds no CUDA device here")
+    return settings
+
+
+def choose_folder(arguments: argparse.Namespace) -> Path:
+    if arguments.name:
+        if Path(arguments.name).name != arguments.name:
+            raise InputError(f"--name must be the name of one folder, got {arguments.name!r}")
+        return arguments.runs / arguments.name
+    if not arguments.resume:
+        return arguments.runs / time.strftime("%Y%m%d-%H%M%S")
+    begun = sorted(arguments.runs.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    if not begun:
+        raise InputError(f"--resume: there is no run in {arguments.runs}")
+    return begun[-1].parent
+
+
+def train_all(settings: Settings, folder: Path, corpus: Corpus) -> list[Result]:
+    results: list[Result] = []
+    for precision in settings.precision:
+        finished = folder / precision / "result.json"
+        if finished.exists():
+            results.append(Result(**json.loads(finished.read_text())))
+            continue
+        trainer = Trainer(settings, precision, folder, corpus)
+        if trainer.recipe is not None:
+            (folder / precision / "plan.txt").write_text(f"{trainer.plan}\n")
+            print(f"{precision}: {trainer.plan.summary}")
+        if trainer.step:
+            print(f"{precision}: continues after step {trainer.step}")
+        results.append(trainer.train())
+    return results
+
+
+def run(arguments: argparse.Namespace) -> None:
+    options = vars(arguments)
+    given = {name: value for name, value in options.items() if name not in ("name", "runs", "resume")}
+    folder = choose_folder(arguments)
+    settings = resume(given, folder) if arguments.resume else begin(given, folder)
+    corpus = load_corpus(settings.data, settings.sequence + 1, torch.device(settings.device))
+    print(f"{folder}: {len(corpus.training):,} bytes to train on, {len(corpus.validation):,} to validate")
+    remember(folder, settings, corpus)
+    try:
+        results = train_all(settings, folder, corpus)
+    except Interrupted as stop:
+        script = Path(sys.argv[0])
+        print(f"stopped after step {stop.step}, all saved; to continue: {script} --name {folder.name} --resume")
+        raise
+    text = f"{report.table(results)}\n\n{report.notes(settings, results)}\n"
+    (folder / "report.md").write_text(text)
+    print(f"\n{text}\nloss curves: {report.plot(folder, settings)}")
+
+
+def remember(folder: Path, settings: Settings, corpus: Corpus) -> None:
+    """Write the settings and what the data was, or hold the data against what it was."""
+    digest = folder / "data.sha256"
+    if digest.exists():
+        if digest.read_text().strip() != corpus.digest:
+            raise InputError(f"--resume: the text files are not those that {folder} began with")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    settings.save(folder / "config.json")
+    digest.write_text(corpus.digest + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that would cost a pass over memory
+    try:
+        run(parser().parse_args(argv))
+    except InputError as error:
+        print(f"train_gpt: {error}", file=sys.stderr)
+        return REFUSED
+    except Diverged as error:
+        print(f"train_gpt: {error}", file=sys.stderr)
+        return DIVERGED
+    except Interrupted:
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
