@@ -1,0 +1,157 @@
+"""One linear layer, forward and backward, beside BF16 `nn.Linear` in the same run.
+
+    python benchmarks/step.py [--quick] [--out benchmarks/results]
+
+The module's bytes are held to the reference quantizers before anything is timed. Rows per layer, 8,192 tokens, BF16
+parameters and activations:
+
+    bf16         torch.nn.Linear: the denominator of every ratio
+    nvfp4        fp4engine.Linear, default recipe: RHT, stochastic rounding, 16x16 weights
+    cached       the same inside fp4engine.weight_cache
+
+Then the share of the step's GPU time per kernel, and the host time of a step too small to fill the GPU.
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from gemm import MODELS, TOKENS
+from timing import environment, repeats_for, time_in_turn
+
+import fp4engine
+from fp4engine.quantizers import reference_quantizer
+from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
+
+RECIPE = NVFP4BlockScaling()
+HOST_STEPS = 200
+
+
+def make(kind: type[torch.nn.Linear], fan_in: int, fan_out: int) -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return kind(fan_in, fan_out, bias=False, device="cuda", dtype=torch.bfloat16)
+
+
+def run_step(layer: torch.nn.Linear, inp: torch.Tensor, grad: torch.Tensor) -> None:
+    """Forward and backward; gradients are dropped, so that nothing accumulates."""
+    layer(inp).backward(grad)
+    layer.weight.grad = inp.grad = None
+
+
+def run_nvfp4(layer: torch.nn.Linear, inp: torch.Tensor, grad: torch.Tensor, recipe=RECIPE) -> None:
+    with fp4engine.autocast(recipe=recipe):
+        output = layer(inp)
+    output.backward(grad)
+    layer.weight.grad = inp.grad = None
+
+
+def gradients(layer, inp, grad, recipe) -> list[torch.Tensor]:
+    fp4engine.manual_seed(0)
+    with fp4engine.autocast(recipe=recipe):
+        output = layer(inp)
+    output.backward(grad)
+    results = [output.detach(), inp.grad, layer.weight.grad]
+    layer.weight.grad = inp.grad = None
+    return results
+
+
+def check() -> None:
+    """Every output byte on kernels equals that on the reference quantizers."""
+    layer = make(fp4engine.Linear, 1024, 1536)
+    inp = torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(2048, 1536, device="cuda", dtype=torch.bfloat16)
+    oracle = CustomRecipe(qfactory=partial(reference_quantizer, RECIPE))
+    pairs = zip(gradients(layer, inp, grad, RECIPE), gradients(layer, inp, grad, oracle), strict=True)
+    if not all(torch.equal(ours, theirs) for ours, theirs in pairs):
+        raise SystemExit("the module's bytes differ from the reference quantizers': no speed is printed")
+
+
+def problem(fan_in: int, fan_out: int):
+    inp = torch.randn(TOKENS, fan_in, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(TOKENS, fan_out, device="cuda", dtype=torch.bfloat16)
+    return inp, grad
+
+
+def measure(fan_in: int, fan_out: int) -> dict[str, float]:
+    """Milliseconds of each variant."""
+    inp, grad = problem(fan_in, fan_out)
+    dense, layer = make(torch.nn.Linear, fan_in, fan_out), make(fp4engine.Linear, fan_in, fan_out)
+    cached = make(fp4engine.Linear, fan_in, fan_out)
+    with fp4engine.weight_cache(cached):
+        return time_in_turn(
+            {
+                "bf16": lambda: run_step(dense, inp, grad),
+                "nvfp4": lambda: run_nvfp4(layer, inp, grad),
+                "cached": lambda: run_nvfp4(cached, inp, grad),
+            },
+            repeats_for(6.0 * TOKENS * fan_in * fan_out),
+        )
+
+
+def profile(fan_in: int, fan_out: int) -> list[tuple[str, float]]:
+    """Microseconds of one NVFP4 step per kernel, longest first."""
+    inp, grad = problem(fan_in, fan_out)
+    layer = make(fp4engine.Linear, fan_in, fan_out)
+    run_nvfp4(layer, inp, grad)
+    steps = 5
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for _ in range(steps):
+            run_nvfp4(layer, inp, grad)
+        torch.cuda.synchronize()
+    times: dict[str, float] = defaultdict(float)
+    for event in trace.events():
+        times[event.name[:60]] += event.device_time_total / steps
+    return sorted(times.items(), key=lambda item: -item[1])
+
+
+def host_microseconds() -> dict[str, float]:
+    """Wall time per step of a layer so small that the host is the limit."""
+    inp = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    results = {}
+    for name, run, kind in (("bf16", run_step, torch.nn.Linear), ("nvfp4", run_nvfp4, fp4engine.Linear)):
+        layer = make(kind, 64, 64)
+        best = float("inf")
+        for _ in range(5):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(HOST_STEPS):
+                run(layer, inp, grad)
+            torch.cuda.synchronize()
+            best = min(best, (time.perf_counter() - begin) / HOST_STEPS)
+        results[name] = best * 1e6
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one layer per model")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    arguments = parser.parse_args()
+    check()
+    rows = []
+    print(f"{'layer':28} {'bf16 ms':>9} {'nvfp4 ms':>9} {'ratio':>6} {'cached':>6}", flush=True)
+    for model, layers in MODELS.items():
+        for fan_in, fan_out in layers[:1] if arguments.quick else layers:
+            times = measure(fan_in, fan_out)
+            ratio, cached = times["nvfp4"] / times["bf16"], times["cached"] / times["bf16"]
+            rows.append(dict(model=model, fan_in=fan_in, fan_out=fan_out, ms=times, ratio=ratio, cached_ratio=cached))
+            name = f"{model} {fan_in}x{fan_out}"
+            print(f"{name:28} {times['bf16']:9.3f} {times['nvfp4']:9.3f} {ratio:6.3f} {cached:6.3f}", flush=True)
+    kernels = profile(4096, 14336)
+    print("\none step of 4096x14336, microseconds per kernel")
+    for name, microseconds in kernels[:14]:
+        print(f"  {name:60} {microseconds:9.1f}")
+    host = host_microseconds()
+    print(f"\nhost time of a 64x64 step: bf16 {host['bf16']:.0f} us, nvfp4 {host['nvfp4']:.0f} us", flush=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    result = dict(environment=environment(), rows=rows, kernels=kernels, host_microseconds=host)
+    (arguments.out / "step.json").write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Two gloo processes on the CPU: shared amaxes, DDP, FSDP2, and streams that differ per rank."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fp4engine
+from fp4engine.quantizers import make_quantizer
+from fp4engine.recipe import NVFP4BlockScaling
+from fp4engine.roles import QuantizerRole
+
+WORLD = 2
+NEAREST = NVFP4BlockScaling(disable_stochastic_rounding=True)
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.GELU(), torch.nn.Linear(48, 16))
+    fp4engine.convert(model)
+    return model
+
+
+def run(rank: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    try:
+        results = {name: check(rank) for name, check in CHECKS.items()}
+    finally:
+        dist.destroy_process_group()
+    torch.save(results, f"{folder}/{rank}.pt")
+
+
+def shared_amax(rank: int):
+    """This rank's half of a tensor quantized with the group's amax, through the module's own path."""
+    torch.manual_seed(0)
+    whole = torch.randn(32, 32) * torch.tensor([1.0, 7.0]).repeat_interleave(16)[:, None]
+    half = whole.chunk(WORLD)[rank]
+    quantizer = make_quantizer(NEAREST, QuantizerRole("linear", "input"))
+    amax, _ = quantizer.amax(half)
+    dist.all_reduce(amax, dist.ReduceOp.MAX)
+    side = quantizer.quantize(half, columnwise=False, rowwise_amax=amax).rowwise
+    layer = fp4engine.Linear(32, 16)
+    with fp4engine.autocast(recipe=NEAREST, amax_reduction_group=dist.group.WORLD):
+        output = layer(half)
+    return side.codes, side.scale_inv.view(torch.uint8), side.amax, output.detach(), layer.weight.detach()
+
+
+def ddp(rank: int):
+    """Gradients after DDP's mean, and this rank's own."""
+    torch.manual_seed(1)
+    inputs = torch.randn(WORLD, 20, 32)
+    wrapped = DistributedDataParallel(make_model())
+    with fp4engine.autocast(recipe=NEAREST):
+        wrapped(inputs[rank]).square().sum().backward()
+    mean = [parameter.grad for parameter in wrapped.parameters()]
+    alone = make_model()
+    with fp4engine.autocast(recipe=NEAREST):
+        alone(inputs[rank]).square().sum().backward()
+    return mean, [parameter.grad for parameter in alone.parameters()]
+
+
+def fsdp2(rank: int):
+    """Losses of three sharded steps; every rank has the same data, so they equal those of an unsharded model."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    torch.manual_seed(2)
+    inp = torch.randn(16, 32)
+
+    def train(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(3):
+            with fp4engine.autocast(recipe=NEAREST):
+                loss = model(inp).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    sharded = make_model()
+    for layer in sharded:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    return train(sharded), train(make_model()), sorted(sharded.state_dict())
+
+
+def streams(rank: int):
+    """Codes of one tensor under stochastic rounding, same seed and draw on both ranks."""
+    fp4engine.manual_seed(4)
+    torch.manual_seed(3)
+    quantizer = make_quantizer(NVFP4BlockScaling(), QuantizerRole("linear", "grad_output"))
+    return quantizer.quantize(torch.randn(16, 64)).rowwise.codes
+
+
+CHECKS = {"shared_amax": shared_amax, "ddp": ddp, "fsdp2": fsdp2, "streams": streams}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each rank found."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    mp.spawn(run, (str(folder),), WORLD)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+
+
+def test_shared_amax_gives_the_bytes_of_the_whole_tensor(ranks):
+    torch.manual_seed(0)
+    whole = torch.randn(32, 32) * torch.tensor([1.0, 7.0]).repeat_interleave(16)[:, None]
+    quantizer = make_quantizer(NEAREST, QuantizerRole("linear", "input"))
+    expected = quantizer.quantize(whole, columnwise=False).rowwise
+    assert torch.equal(torch.cat([rank["shared_amax"][0] for rank in ranks]), expected.codes)
+    assert torch.equal(torch.cat([rank["shared_amax"][1] for rank in ranks]), expected.scale_inv.view(torch.uint8))
+    assert all(torch.equal(rank["shared_amax"][2], expected.amax) for rank in ranks)
+
+
+def test_autocast_group_reaches_the_module(ranks):
+    torch.manual_seed(0)
+    whole = torch.randn(32, 32) * torch.tensor([1.0, 7.0]).repeat_interleave(16)[:, None]
+    layer = fp4engine.Linear(32, 16)
+    for rank in ranks:
+        assert torch.equal(rank["shared_amax"][4], layer.weight)
+    with fp4engine.autocast(recipe=NEAREST):
+        expected = layer(whole)
+    torch.testing.assert_close(torch.cat([rank["shared_amax"][3] for rank in ranks]), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_ddp_averages_each_ranks_gradients(ranks):
+    for index, parameter in enumerate(make_model().parameters()):
+        mean = sum(rank["ddp"][1][index] for rank in ranks) / WORLD
+        assert mean.shape == parameter.shape
+        for rank in ranks:
+            torch.testing.assert_close(rank["ddp"][0][index], mean, rtol=1e-6, atol=1e-7)
+
+
+def test_fsdp2_trains_like_one_process(ranks):
+    for sharded, alone, keys in (rank["fsdp2"] for rank in ranks):
+        assert sharded == alone
+        assert keys == sorted(make_model().state_dict())
+
+
+def test_ranks_draw_different_streams(ranks):
+    assert not torch.equal(ranks[0]["streams"], ranks[1]["streams"])
