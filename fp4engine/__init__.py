@@ -2,7 +2,7 @@
 
 from fp4engine import recipe
 from fp4engine.capability import is_nvfp4_available
-from fp4engine.convert import assert_quantized, convert, executed_gemms, last_blocks
+from fp4engine.convert import ConversionPlan, assert_quantized, convert, executed_gemms, last_blocks
 from fp4engine.modules import Linear, weight_cache
 from fp4engine.quantizers import IdentityQuantizer, NVFP4Quantizer, Quantizer, make_quantizer
 from fp4engine.roles import QuantizerRole
@@ -18,6 +18,7 @@ from fp4engine.state import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "ConversionPlan",
     "IdentityQuantizer",
     "Linear",
     "NVFP4Quantizer",

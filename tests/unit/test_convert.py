@@ -1,0 +1,403 @@
+"""convert, its plan, and the count of what ran."""
+
+import copy
+import io
+import re
+from collections.abc import Callable
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fp4engine
+from fp4engine.quantizers import IdentityQuantizer
+from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
+
+FP4 = ("e2m1 x e2m1",) * 3
+HIGH = ("high_precision",) * 3
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    """Twelve blocks, so that `layers.1` is a prefix of `layers.10` and `layers.11`."""
+
+    def __init__(self, layers: int = 12, width: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.lm_head = nn.Linear(width, 32, bias=False)
+        self.lm_head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+def step(model: nn.Module) -> None:
+    model(torch.arange(32)).square().mean().backward()
+
+
+def left_alone(plan: fp4engine.ConversionPlan) -> dict[str, str]:
+    return {module.name: module.reason for module in plan.left_alone}
+
+
+def test_every_linear_is_swapped_and_keeps_its_parameters() -> None:
+    model = Model()
+    before = dict(model.named_parameters(remove_duplicate=False))
+    plan = fp4engine.convert(model)
+    assert dict(model.named_parameters(remove_duplicate=False)).keys() == before.keys()
+    assert all(p is before[name] for name, p in model.named_parameters(remove_duplicate=False))
+    assert model.lm_head.weight is model.embedding.weight
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert [module.name for module in plan.modules] == list(linears)
+    assert all(type(module) is fp4engine.Linear and module.name == name for name, module in linears.items())
+    assert plan.fp4_share == 1.0
+    assert {module.formats for module in plan.modules} == {FP4}
+
+
+def test_outside_autocast_a_converted_model_is_the_same_bit_for_bit() -> None:
+    model = Model(2)
+    converted = copy.deepcopy(model)
+    fp4engine.convert(converted)
+    step(model)
+    step(converted)
+    for expected, got in zip(model.parameters(), converted.parameters(), strict=True):
+        assert torch.equal(expected.grad, got.grad)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "kept"),
+    [
+        (["lm_head"], r"lm_head"),
+        (["layers.1"], r"layers\.1\..*"),
+        (["layers.1.*"], r"layers\.1\..*"),
+        (["layers.*.up"], r"layers\.\d+\.up"),
+        (["layers.1?.down"], r"layers\.1\d\.down"),
+        (["**.down"], r"layers\.\d+\.down"),
+        (["**.3.**"], r"layers\.3\..*"),
+        (["layers.**"], r"layers\..*"),
+        (["**"], r".*"),
+        (["lm_head", "layers.0.up"], r"lm_head|layers\.0\.up"),
+    ],
+)
+def test_patterns_match_whole_segments(patterns: list[str], kept: str) -> None:
+    model = Model()
+    names = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    plan = fp4engine.convert(model, keep_high_precision=patterns)
+    assert {module.name for module in plan.left_alone} == {name for name in names if re.fullmatch(kept, name)}
+
+
+@pytest.mark.parametrize("pattern", ["layer", "layers.12", "*.up", "embedding", "head", "layers.1.up.weight", ""])
+def test_a_pattern_that_covers_no_linear_raises_and_swaps_nothing(pattern: str) -> None:
+    model = Model()
+    with pytest.raises(ValueError, match=f"pattern '{re.escape(pattern)}' covers no nn.Linear"):
+        fp4engine.convert(model, keep_high_precision=["lm_head", pattern])
+    assert not any(isinstance(module, fp4engine.Linear) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"keep_high_precision": "lm_head"}, "sequence of patterns"),
+        ({"recipe": "nvfp4"}, "recipe must be an fp4engine.recipe.Recipe"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_raise(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fp4engine.convert(Model(1), **arguments)
+
+
+def test_a_model_without_linears_inside_raises() -> None:
+    with pytest.raises(ValueError, match="this model is itself one"):
+        fp4engine.convert(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="nothing to convert"):
+        fp4engine.convert(nn.Sequential(nn.ReLU()))
+
+
+class OwnForward(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+class OnlyMoreMethods(nn.Linear):
+    def describe(self) -> str:
+        return "a plain Linear with a method"
+
+
+def replaced_forward() -> nn.Linear:
+    module = nn.Linear(16, 16)
+    module.forward = lambda input: input
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: OwnForward(16, 16), "OwnForward has a forward of its own"),
+        (replaced_forward, "forward was replaced"),
+        (lambda: parametrizations.weight_norm(nn.Linear(16, 16)), "weight is computed"),
+        (lambda: nn.LazyLinear(16), "no shape yet"),
+        (lambda: OnlyMoreMethods(16, 16), ""),
+    ],
+)
+def test_modules_that_a_swap_would_change_are_left_alone_with_a_reason(
+    make: Callable[[], nn.Linear], reason: str
+) -> None:
+    module = make()
+    model = nn.ModuleDict({"odd": module, "plain": nn.Linear(16, 16)})
+    reasons = left_alone(fp4engine.convert(model))
+    assert isinstance(model["plain"], fp4engine.Linear)
+    assert isinstance(model["odd"], fp4engine.Linear) != bool(reason)
+    if reason:
+        assert model["odd"] is module
+        assert reason in reasons["odd"]
+
+
+def test_the_output_projection_of_multihead_attention_is_left_alone() -> None:
+    model = nn.TransformerEncoderLayer(16, 2, 32)
+    reasons = left_alone(fp4engine.convert(model))
+    assert list(reasons) == ["self_attn.out_proj"]
+    assert "never calls it" in reasons["self_attn.out_proj"]
+
+
+def test_the_filter_gets_module_and_name() -> None:
+    model = Model(2)
+    seen: list[tuple[nn.Module, str]] = []
+
+    def only_wide(module: nn.Module, name: str) -> bool:
+        seen.append((module, name))
+        return isinstance(module, nn.Linear) and module.out_features > 16
+
+    before = dict(model.named_modules())
+    reasons = left_alone(fp4engine.convert(model, module_filter_fn=only_wide))
+    assert reasons == dict.fromkeys(("layers.0.down", "layers.1.down"), "module_filter_fn said no")
+    assert all(before[name] is module for module, name in seen)
+    assert all(model.get_submodule(name) is before[name] for name in reasons)
+
+
+def test_one_module_under_two_names_is_swapped_under_both() -> None:
+    shared = nn.Linear(16, 16)
+    model = nn.ModuleDict({"first": shared, "second": shared})
+    model["inner"] = nn.Sequential(shared)
+    plan = fp4engine.convert(model)
+    assert len(plan.modules) == 1
+    assert isinstance(model["first"], fp4engine.Linear)
+    assert model["first"] is model["second"] is model["inner"][0]
+
+
+def test_converting_twice_changes_nothing_but_a_recipe_that_is_given() -> None:
+    model = Model(2)
+    fp4engine.convert(model, keep_high_precision=["lm_head"])
+    before = list(model.modules())
+    recipe = NVFP4BlockScaling(disable_rht=True)
+    plan = fp4engine.convert(model, recipe, keep_high_precision=["lm_head"])
+    assert all(module is old for module, old in zip(model.modules(), before, strict=True))
+    assert list(left_alone(plan)) == ["lm_head"]
+    assert model.layers[0].up.recipe is recipe
+    fp4engine.convert(model, keep_high_precision=["lm_head"])
+    assert model.layers[0].up.recipe is recipe
+    fp4engine.convert(model)
+    assert isinstance(model.lm_head, fp4engine.Linear)
+    with pytest.raises(ValueError, match="already"):
+        fp4engine.convert(model, keep_high_precision=["lm_head"])
+
+
+def test_without_a_recipe_modules_follow_autocast_only() -> None:
+    model = Model(1)
+    fp4engine.convert(model)
+    step(model)
+    assert fp4engine.executed_gemms(model).fp4_gemms == 0
+    with fp4engine.autocast():
+        step(model)
+    report = fp4engine.executed_gemms(model)
+    assert (report.fp4_gemms, report.high_precision_gemms) == (9, 9)
+    assert report.fp4_share == 0.5
+
+
+def test_a_recipe_is_followed_outside_autocast_and_shown_in_the_plan() -> None:
+    model = Model(1)
+    plan = fp4engine.convert(model, NVFP4BlockScaling(backward_override="high_precision"))
+    assert {module.formats for module in plan.modules} == {("e2m1 x e2m1", "high_precision", "high_precision")}
+    assert plan.fp4_share == pytest.approx(1 / 3)
+    step(model)
+    assert fp4engine.executed_gemms(model).fp4_share == pytest.approx(1 / 3)
+    with fp4engine.autocast(enabled=False):
+        step(model)
+    assert fp4engine.executed_gemms(model).fp4_share == pytest.approx(1 / 6)
+
+
+def test_the_plan_follows_a_custom_recipe_by_name() -> None:
+    def qfactory(role: fp4engine.QuantizerRole) -> fp4engine.Quantizer:
+        if role.name.endswith("down"):
+            return IdentityQuantizer()
+        return fp4engine.NVFP4Quantizer()
+
+    plan = fp4engine.convert(Model(1), CustomRecipe(qfactory=qfactory))
+    formats = {module.name: module.formats for module in plan.modules}
+    assert formats == {"layers.0.up": FP4, "layers.0.down": HIGH, "lm_head": FP4}
+
+
+def test_what_ran_agrees_with_the_plan() -> None:
+    model = Model(2)
+    plan = fp4engine.convert(model, keep_high_precision=["lm_head", *fp4engine.last_blocks(model, 1)])
+    with fp4engine.autocast():
+        step(model)
+    report = fp4engine.executed_gemms(model)
+    assert report.fp4_share == pytest.approx(plan.fp4_share) == pytest.approx(1024 / 2560)
+    for planned, executed in zip(plan.modules, report.modules, strict=True):
+        assert executed.counts == dict.fromkeys(zip(("fprop", "dgrad", "wgrad"), planned.formats, strict=True), 1)
+        assert set(executed.flops.values()) == {2 * 32 * planned.shape[0] * planned.shape[1]}
+
+
+def test_assert_quantized() -> None:
+    model = Model(1)
+    with pytest.raises(AssertionError, match="no GEMM of a linear module was counted"):
+        fp4engine.assert_quantized(model, min_fraction=0.5)
+    fp4engine.convert(model, keep_high_precision=["lm_head"])
+    with fp4engine.autocast():
+        step(model)
+    fp4engine.assert_quantized(model, min_fraction=0.66)
+    with pytest.raises(AssertionError, match=r"66.7% of the FLOPs ran in FP4, expected at least 70.0%\nmodule"):
+        fp4engine.assert_quantized(model, min_fraction=0.7)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        fp4engine.assert_quantized(model, min_fraction=70)
+
+
+def test_the_tables_are_for_reading() -> None:
+    model = Model(1)
+    plan = fp4engine.convert(model, keep_high_precision=["lm_head"])
+    assert str(plan).splitlines() == [
+        "module         N x K    fprop           dgrad           wgrad           left alone because",
+        "layers.0.up    32 x 16  e2m1 x e2m1     e2m1 x e2m1     e2m1 x e2m1",
+        "layers.0.down  16 x 32  e2m1 x e2m1     e2m1 x e2m1     e2m1 x e2m1",
+        "lm_head        32 x 16  high_precision  high_precision  high_precision  kept by 'lm_head'",
+        "2 of 3 linear modules converted, 66.7% of linear FLOPs planned in FP4",
+    ]
+    assert str(fp4engine.executed_gemms(model)).endswith("no GEMM was counted; nan% of FLOPs in FP4")
+
+
+def test_last_blocks() -> None:
+    model = Model(12)
+    assert fp4engine.last_blocks(model, 2) == ("layers.10", "layers.11")
+    assert fp4engine.last_blocks(model, 0) == ()
+    with pytest.raises(ValueError, match="between 0 and the 12 blocks"):
+        fp4engine.last_blocks(model, 13)
+    with pytest.raises(ValueError, match=r"no|none"):
+        fp4engine.last_blocks(nn.Sequential(nn.Linear(2, 2)), 1)
+
+
+def llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def test_a_hugging_face_llama_trains(tmp_path) -> None:
+    model = llama()
+    plain = copy.deepcopy(model)
+    plan = fp4engine.convert(model, keep_high_precision=["lm_head"])
+    assert len(plan.converted) == 14
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tokens = torch.randint(0, 64, (2, 17))
+    with fp4engine.autocast():
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+    fp4engine.assert_quantized(model, min_fraction=0.8)
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    reference = plain(input_ids=tokens, labels=tokens).loss
+    assert loss != reference
+    assert loss.item() == pytest.approx(reference.item(), rel=0.05)
+    model.save_pretrained(tmp_path)
+    again = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+
+
+def test_copies_and_files_of_a_converted_model(tmp_path) -> None:
+    model = Model(1)
+    model.lm_head = nn.Linear(16, 32, bias=False)  # untied: safetensors refuses shared memory
+    expected = copy.deepcopy(model.state_dict())
+    fp4engine.convert(model, keep_high_precision=["lm_head"])
+    with fp4engine.autocast():
+        step(model)
+    copied = copy.deepcopy(model)
+    with fp4engine.autocast():
+        step(copied)
+    assert fp4engine.executed_gemms(model).fp4_gemms == 6
+    assert fp4engine.executed_gemms(copied).fp4_gemms == 12
+    assert fp4engine.executed_gemms(copied).high_precision_gemms == 6
+
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    for state in (torch.load(file, weights_only=True), safetensors.torch.load_file(tmp_path / "model.safetensors")):
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+        fresh = Model(1)
+        fresh.lm_head = nn.Linear(16, 32, bias=False)
+        fresh.load_state_dict(state, strict=True)
+        model.load_state_dict(state, strict=True)
+
+
+class Adapter(nn.Module):
+    """What PEFT does: wrap a frozen nn.Linear, found with isinstance, and add two small ones beside it."""
+
+    def __init__(self, base: nn.Module, rank: int = 2) -> None:
+        super().__init__()
+        assert isinstance(base, nn.Linear)
+        self.base_layer = base.requires_grad_(False)
+        self.lora_a = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_b = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_b(self.lora_a(x))
+
+
+@pytest.mark.parametrize("convert_first", [True, False])
+def test_adapters_wrap_converted_modules_and_the_other_way_round(convert_first: bool) -> None:
+    model = Model(2)
+    if convert_first:
+        fp4engine.convert(model, keep_high_precision=["lm_head"])
+    for layer in model.layers:
+        layer.up = Adapter(layer.up)
+    if not convert_first:
+        fp4engine.convert(model, keep_high_precision=["lm_head", "**.lora_a", "**.lora_b"])
+    with fp4engine.autocast():
+        step(model)
+    counts = {module.name: module.counts for module in fp4engine.executed_gemms(model).modules}
+    base = counts["layers.1.up.base_layer"]
+    assert base == {("fprop", FP4[0]): 1, ("dgrad", FP4[0]): 1}  # frozen: no wgrad
+    assert model.layers[1].up.lora_a.weight.grad is not None
+
+
+@pytest.mark.no_poison
+def test_a_converted_model_compiles_in_one_graph_and_counts_nothing() -> None:
+    model = Model(1)
+    fp4engine.convert(model, keep_high_precision=["lm_head"])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with fp4engine.autocast():
+        expected = model(torch.arange(32))
+        counted = fp4engine.executed_gemms(model)
+        assert torch.equal(compiled(torch.arange(32)), expected)
+    assert fp4engine.executed_gemms(model) == counted
