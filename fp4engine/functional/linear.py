@@ -103,7 +103,9 @@ def _forward(
             (weight, plan, needs_dgrad), lambda: _quantize_forward(weight, plan.weight, plan, needs_dgrad)
         )
     output = linear_fprop(inp_rowwise, weight_rowwise, bias, plan, inp.dtype)
-    return output.view(*inp.shape[:-1], weight.shape[0]), inp_kept, weight_kept
+    if inp.ndim != 2:  # a view costs 10 us of host time here, as much as a kernel launch
+        output = output.view(*inp.shape[:-1], weight.shape[0])
+    return output, inp_kept, weight_kept
 
 
 def _quantize_forward(
@@ -179,7 +181,9 @@ class LinearFunction(torch.autograd.Function):
             if needs_dgrad:
                 assert left is not None and weight_kept is not None
                 weight = _columnwise(weight_kept, plan.weight, plan, ctx.inp_dtype, rng)
-                grad_input = linear_dgrad(left, weight, plan, ctx.inp_dtype).view(ctx.inp_shape)
+                grad_input = linear_dgrad(left, weight, plan, ctx.inp_dtype)
+                if len(ctx.inp_shape) != 2:
+                    grad_input = grad_input.view(ctx.inp_shape)
             if needs_wgrad:
                 assert left_t is not None and inp_kept is not None
                 inp = _columnwise(inp_kept, plan.input, plan, ctx.inp_dtype, rng)
