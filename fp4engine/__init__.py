@@ -2,8 +2,17 @@
 
 from fp4engine import recipe
 from fp4engine.capability import is_nvfp4_available
+from fp4engine.checkpoint import checkpoint
 from fp4engine.convert import ConversionPlan, assert_quantized, convert, executed_gemms, last_blocks
-from fp4engine.modules import Linear, weight_cache
+from fp4engine.modules import (
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    RMSNorm,
+    weight_cache,
+)
 from fp4engine.quantizers import IdentityQuantizer, NVFP4Quantizer, Quantizer, make_quantizer
 from fp4engine.roles import QuantizerRole
 from fp4engine.state import (
@@ -19,14 +28,20 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConversionPlan",
+    "GroupedLinear",
     "IdentityQuantizer",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "NVFP4Quantizer",
     "Quantizer",
     "QuantizerRole",
+    "RMSNorm",
     "__version__",
     "assert_quantized",
     "autocast",
+    "checkpoint",
     "convert",
     "executed_gemms",
     "fp8_autocast",

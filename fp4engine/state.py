@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from fp4engine.ops import get_rng_state, manual_seed, set_rng_state
 from fp4engine.recipe import NVFP4BlockScaling, Recipe
 
@@ -44,6 +46,8 @@ class AutocastState:
 
 class _Slot(threading.local):
     state: AutocastState | None = None
+    backward: int = -1
+    """The backward pass inside which the region was entered; -1 for none."""
 
 
 _slot = _Slot()
@@ -54,12 +58,46 @@ def current_state() -> AutocastState | None:
     return _slot.state
 
 
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass: a module that runs there is being recomputed."""
+    return _current_backward() != -1
+
+
+def is_recomputed() -> bool:
+    """Whether this thread is inside a backward pass and the region in force is not one entered within it.
+
+    That is where activation checkpointing recomputes a forward whose own region may have closed long ago.
+    """
+    return _current_backward() not in (-1, _slot.backward)
+
+
+def _current_backward() -> int:
+    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+
+
 def get_default_recipe() -> NVFP4BlockScaling:
     """The recipe of ``autocast()`` without one: NVIDIA's NVFP4 recipe as the environment's flags tune it."""
     return NVFP4BlockScaling()
 
 
-class autocast:
+class Region:
+    """Context manager that puts ``state`` in force, None being the state outside every region."""
+
+    def __init__(self, state: AutocastState | None) -> None:
+        self._state = state
+        self._outer: list[tuple[AutocastState | None, int]] = []
+
+    def __enter__(self) -> None:
+        self._outer.append((_slot.state, _slot.backward))
+        _slot.state, _slot.backward = self._state, _current_backward()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _slot.state, _slot.backward = self._outer.pop()
+
+
+class autocast(Region):
     """Region in which fp4engine's modules compute by ``recipe``.
 
     Nests, restores on exceptions, can be entered again after use and while in use, and is traceable by
@@ -88,17 +126,7 @@ class autocast:
             recipe = get_default_recipe()
         if not isinstance(recipe, Recipe):
             raise ValueError(f"recipe must be an fp4engine.recipe.Recipe or None, got {recipe!r}")
-        self._state = AutocastState(bool(enabled), recipe, bool(calibrating), amax_reduction_group)
-        self._outer: list[AutocastState | None] = []
-
-    def __enter__(self) -> None:
-        self._outer.append(_slot.state)
-        _slot.state = self._state
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _slot.state = self._outer.pop()
+        super().__init__(AutocastState(bool(enabled), recipe, bool(calibrating), amax_reduction_group))
 
 
 def fp8_autocast(

@@ -1,5 +1,19 @@
 """Modules: the only readers of the autocast state."""
 
+from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.grouped_linear import GroupedLinear
+from fp4engine.modules.layernorm_linear import LayerNormLinear
+from fp4engine.modules.layernorm_mlp import LayerNormMLP
 from fp4engine.modules.linear import Linear, weight_cache
+from fp4engine.modules.norm import LayerNorm, RMSNorm
 
-__all__ = ["Linear", "weight_cache"]
+__all__ = [
+    "Gemms",
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "RMSNorm",
+    "weight_cache",
+]

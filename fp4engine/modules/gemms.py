@@ -60,12 +60,7 @@ class Gemms(torch.nn.Module):
         _make_plan(self, recipe, group)
         return self._plan
 
-    def forward(
-        self, inp: Tensor, weight: Tensor, bias: Tensor | None = None, is_first_microbatch: bool | None = None
-    ) -> Tensor:
-        return self._multiply(inp, weight, bias, is_first_microbatch)
-
-    def _multiply(
+    def multiply(
         self, inp: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
     ) -> Tensor:
         """``inp @ weight.T + bias``: [..., K] -> [..., N].

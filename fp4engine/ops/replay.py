@@ -17,41 +17,50 @@ _replay = _Replay()
 
 
 def is_replaying() -> bool:
-    """Whether this thread is inside :meth:`Draws.replayed`."""
+    """Whether this thread is inside :meth:`Draws.repeated`, so that a forward run again draws what it drew."""
     return _replay.active
 
 
 class Draws:
-    """The draws taken inside ``with draws.recorded()``, to be taken again inside ``with draws.replayed()``.
+    """The draws taken inside the first ``with draws.repeated()`` are taken again inside every later one.
 
     Only devices on which something was drawn are touched, on the device and in stream order; nothing synchronises.
     """
 
     def __init__(self) -> None:
-        self._starts: dict[str, Tensor] = {}
+        self._starts: dict[str, Tensor] | None = None
 
     @contextmanager
-    def recorded(self) -> Generator[None]:
-        """Remember where the stream of each device stands, if it moves inside."""
-        before = {device: (state._version, state.clone()) for device, state in rng._states.items()}
-        yield
-        for device, state in rng._states.items():
-            if device not in before:
-                self._starts[device] = state.clone()
-                self._starts[device][1] = 0
-            elif state._version != before[device][0]:
-                self._starts[device] = before[device][1]
-
-    @contextmanager
-    def replayed(self) -> Generator[None]:
-        """Inside, the stream stands where it stood; afterwards it goes on as if nothing had been drawn."""
-        now = {device: rng._states[device].clone() for device in self._starts}
+    def repeated(self) -> Generator[None]:
+        """First remember where each stream stands; later start from there, and leave it where it was."""
         outer, _replay.active = _replay.active, True
-        for device, start in self._starts.items():
+        try:
+            with self._recorded() if self._starts is None else self._replayed(self._starts):
+                yield
+        finally:
+            _replay.active = outer
+
+    @contextmanager
+    def _recorded(self) -> Generator[None]:
+        before = {device: (state._version, state.clone()) for device, state in rng._states.items()}
+        self._starts = {}
+        try:
+            yield
+        finally:
+            for device, state in rng._states.items():
+                if device not in before:
+                    self._starts[device] = state.clone()
+                    self._starts[device][1] = 0
+                elif state._version != before[device][0]:
+                    self._starts[device] = before[device][1]
+
+    @contextmanager
+    def _replayed(self, starts: dict[str, Tensor]) -> Generator[None]:
+        now = {device: rng._states[device].clone() for device in starts}
+        for device, start in starts.items():
             rng._states[device].copy_(start)
         try:
             yield
         finally:
-            _replay.active = outer
             for device, state in now.items():
                 rng._states[device].copy_(state)

@@ -1,0 +1,50 @@
+"""Activation checkpointing whose recomputation is the forward over again: same recipe, same random bits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils.checkpoint
+
+from fp4engine.ops import Draws
+from fp4engine.state import Region, current_state
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = True,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Any = None,
+    tp_group: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Run ``function(*args, **kwargs)`` without keeping its activations; backward runs it again.
+
+    The autocast region in force now is in force again when ``function`` is recomputed, wherever backward is called,
+    and stochastic casts in the forward draw the same bits again. Gradients are, bit for bit, those without
+    checkpointing.
+
+    Args:
+        function: a module or callable; it may enter regions of its own.
+        use_reentrant: as in ``torch.utils.checkpoint.checkpoint``; True, as in TransformerEngine.
+        distribute_saved_activations, get_rng_state_tracker, tp_group: only at the values that ask for nothing.
+
+    Raises:
+        NotImplementedError: an argument of TransformerEngine's that is not implemented.
+
+    Source: TransformerEngine ``pytorch/distributed.py``, ``checkpoint``.
+    """
+    for name, value in (
+        ("distribute_saved_activations", distribute_saved_activations),
+        ("get_rng_state_tracker", get_rng_state_tracker),
+        ("tp_group", tp_group),
+    ):
+        if value:
+            raise NotImplementedError(f"checkpoint({name}={value!r}) is not implemented; leave it out")
+    state, draws = current_state(), Draws()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with Region(state), draws.repeated():
+            return function(*args, **kwargs)
+
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)

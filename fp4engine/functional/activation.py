@@ -1,0 +1,89 @@
+"""The activations of a feed-forward block, by TransformerEngine's names.
+
+Plain ones map [..., H] to [..., H]. Gated ones map [..., 2H] to [..., H]: the first half is activated, the second half
+multiplies it. ``gelu`` is the tanh approximation, as in TransformerEngine.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": _gelu,
+    "qgelu": _quick_gelu,
+    "relu": F.relu,
+    "srelu": _squared_relu,
+    "silu": F.silu,
+}
+GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "geglu": _gelu,
+    "qgeglu": _quick_gelu,
+    "reglu": F.relu,
+    "sreglu": _squared_relu,
+    "swiglu": F.silu,
+    "glu": torch.sigmoid,
+}
+CLAMPED_SWIGLU = "clamped_swiglu"
+_CLAMPED_SWIGLU_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One activation, called with the output of fc1.
+
+    Attributes:
+        name: a key of :data:`PLAIN` or :data:`GATED`, or ``"clamped_swiglu"``.
+        params: ``limit``, ``alpha`` and ``glu_linear_offset`` of ``"clamped_swiglu"``; None takes 7, 1.702 and 1.
+
+    Raises:
+        ValueError: unknown name or parameter.
+    """
+
+    name: str
+    params: dict[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        known = (*PLAIN, *GATED, CLAMPED_SWIGLU)
+        if self.name not in known:
+            raise ValueError(f"activation must be one of {', '.join(map(repr, known))}, got {self.name!r}")
+        allowed = set(_CLAMPED_SWIGLU_DEFAULTS) if self.name == CLAMPED_SWIGLU else set[str]()
+        if unknown := set(self.params or {}) - allowed:
+            words = ", ".join(sorted(allowed)) or "none"
+            raise ValueError(f"activation_params of {self.name!r} are {words}; got {', '.join(sorted(unknown))}")
+
+    @property
+    def is_gated(self) -> bool:
+        """True if it halves the last axis."""
+        return self.name not in PLAIN
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.is_gated:
+            return PLAIN[self.name](x)
+        activated, gate = x.chunk(2, dim=-1)
+        if self.name == CLAMPED_SWIGLU:
+            return _clamped_swiglu(activated, gate, **{**_CLAMPED_SWIGLU_DEFAULTS, **(self.params or {})})
+        return GATED[self.name](activated) * gate
+
+
+def _clamped_swiglu(activated: Tensor, gate: Tensor, **params: Any) -> Tensor:
+    """``min(a, limit) sigmoid(alpha min(a, limit)) (clamp(g, -limit, limit) + offset)``."""
+    activated = activated.clamp(max=params["limit"])
+    gate = gate.clamp(-params["limit"], params["limit"])
+    return activated * torch.sigmoid(params["alpha"] * activated) * (gate + params["glu_linear_offset"])

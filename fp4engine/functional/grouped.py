@@ -1,0 +1,45 @@
+"""Rows of one tensor through many linear transformations, as in a mixture of experts."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+RowTransform = Callable[[Tensor], Tensor]
+
+
+def split_sizes(m_splits: Sequence[int] | Tensor, groups: int, rows: int) -> list[int]:
+    """``m_splits`` as a list of ints; a tensor is copied to the host, which waits for a device once.
+
+    Raises:
+        ValueError: not ``groups`` non-negative integers that add up to ``rows``.
+    """
+    if isinstance(m_splits, Tensor):
+        if m_splits.ndim != 1 or m_splits.is_floating_point():
+            raise ValueError(f"m_splits must be a vector of integers, got {m_splits.dtype} {tuple(m_splits.shape)}")
+        sizes: list[int] = m_splits.tolist()
+    else:
+        sizes = [int(size) for size in m_splits]
+    if len(sizes) != groups or min(sizes, default=0) < 0 or sum(sizes) != rows:
+        raise ValueError(
+            f"m_splits must be {groups} non-negative counts that add up to the {rows} rows of inp, got {sizes}"
+        )
+    return sizes
+
+
+def grouped(inp: Tensor, m_splits: Sequence[int] | Tensor, transforms: Sequence[RowTransform]) -> Tensor:
+    """``cat(transforms[i](inp_i))`` over the consecutive slices ``inp_i`` of ``m_splits[i]`` rows.
+
+    Args:
+        inp: [..., K], seen as [M, K].
+        m_splits: rows of each slice; zeros anywhere. Every transform runs, so that a slice without rows still
+            gives its weight a gradient, of zeros.
+
+    Returns:
+        [..., N].
+    """
+    matrix = inp.reshape(-1, inp.shape[-1])
+    slices = matrix.split(split_sizes(m_splits, len(transforms), matrix.shape[0]))
+    outputs = [transform(rows) for transform, rows in zip(transforms, slices, strict=True)]
+    output = torch.cat(outputs)
+    return output.view(*inp.shape[:-1], output.shape[-1])

@@ -1,0 +1,56 @@
+"""A norm and the linear transformation behind it."""
+
+from typing import Any
+
+from torch import Tensor
+
+from fp4engine.functional.norm import Norm
+from fp4engine.modules.norm import InputNorm
+from fp4engine.modules.split_linear import SplitLinear
+
+
+class LayerNormLinear(InputNorm, SplitLinear):
+    """``y = norm(x) W^T + b``: the bytes of a norm followed by a :class:`~fp4engine.Linear`.
+
+    Args:
+        in_features, out_features: K and N.
+        eps: of the norm.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        zero_centered_gamma: the norm's factor is ``1 + layer_norm_weight``.
+        return_layernorm_output: also return the normalised input, as the last item of a tuple.
+        arguments: as in :class:`SplitLinear`.
+
+    Raises:
+        NotImplementedError: an argument of TransformerEngine's that is not implemented.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        *,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        **arguments: Any,
+    ) -> None:
+        self._norm = Norm(normalization, eps, zero_centered_gamma)
+        self.return_layernorm_output = return_layernorm_output
+        super().__init__(in_features, out_features, **arguments)
+
+    def _register(self, bias: bool, place: dict[str, Any]) -> None:
+        self._register_norm(self._norm, self.in_features, place)
+        super()._register(bias, place)
+
+    def reset_parameters(self) -> None:
+        self._reset_norm()
+        super().reset_parameters()
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """[..., in_features] -> [..., out_features], or a tuple ``(y[, bias][, normalised input])``."""
+        normalized = self._normalize(inp)
+        output = super().forward(normalized, is_first_microbatch)
+        if not self.return_layernorm_output:
+            return output
+        return (*(output if isinstance(output, tuple) else (output,)), normalized)

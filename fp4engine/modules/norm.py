@@ -1,0 +1,106 @@
+"""LayerNorm and RMSNorm with TransformerEngine's arguments, and the norm inside larger modules."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fp4engine.functional.norm import Norm
+from fp4engine.modules.te_arguments import refuse_unimplemented, te_device
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """``nn.LayerNorm`` that may keep ``gamma - 1`` as its weight.
+
+    Args:
+        normalized_shape, eps, device, dtype: as in ``torch.nn.LayerNorm``.
+        zero_centered_gamma: the factor is ``1 + weight``, and the weight starts at zero.
+        te_arguments: ``hidden_size`` and ``params_dtype``, older names of ``normalized_shape`` and ``dtype``; others
+            at the values that ask for nothing.
+
+    Raises:
+        NotImplementedError: an argument of TransformerEngine's that is not implemented.
+        ValueError: both or neither name of the shape, or two different dtypes.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **te_arguments: Any,
+    ) -> None:
+        shape, dtype = _older_names("LayerNorm", normalized_shape, dtype, te_arguments)
+        self.norm = Norm("LayerNorm", eps, zero_centered_gamma)  # before the base class's constructor initialises
+        super().__init__(shape, eps, device=te_device(device), dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        torch.nn.init.constant_(self.weight, self.norm.initial_gamma)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.norm(input, self.weight, self.bias)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """``nn.RMSNorm`` that may keep ``gamma - 1`` as its weight; arguments as in :class:`LayerNorm`."""
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **te_arguments: Any,
+    ) -> None:
+        shape, dtype = _older_names("RMSNorm", normalized_shape, dtype, te_arguments)
+        self.norm = Norm("RMSNorm", eps, zero_centered_gamma)  # before the base class's constructor initialises
+        super().__init__(shape, eps, device=te_device(device), dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.constant_(self.weight, self.norm.initial_gamma)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x, self.weight, None)
+
+
+class InputNorm(torch.nn.Module):
+    """Base of modules that normalise their input: ``layer_norm_weight`` and, for LayerNorm, ``layer_norm_bias``."""
+
+    layer_norm_weight: Tensor
+    layer_norm_bias: Tensor | None
+
+    def _register_norm(self, norm: Norm, size: int, place: dict[str, Any]) -> None:
+        self.norm = norm
+        self.layer_norm_weight = Parameter(torch.empty(size, **place))
+        bias = Parameter(torch.empty(size, **place)) if norm.has_bias else None
+        self.register_parameter("layer_norm_bias", bias)
+
+    def _reset_norm(self) -> None:
+        torch.nn.init.constant_(self.layer_norm_weight, self.norm.initial_gamma)
+        if self.layer_norm_bias is not None:
+            torch.nn.init.zeros_(self.layer_norm_bias)
+
+    def _normalize(self, inp: Tensor) -> Tensor:
+        return self.norm(inp, self.layer_norm_weight, self.layer_norm_bias)
+
+
+def _older_names(
+    module: str, shape: int | Sequence[int] | None, dtype: torch.dtype | None, te_arguments: dict[str, Any]
+) -> tuple[list[int], torch.dtype | None]:
+    """Shape and dtype, whichever names they came by; refuses what else is in ``te_arguments``."""
+    hidden_size, params_dtype = te_arguments.pop("hidden_size", None), te_arguments.pop("params_dtype", None)
+    refuse_unimplemented(module, te_arguments)
+    if (shape is None) == (hidden_size is None):
+        raise ValueError(f"{module} needs normalized_shape or hidden_size, not both; got {shape!r} and {hidden_size!r}")
+    if dtype is not None and params_dtype is not None and dtype != params_dtype:
+        raise ValueError(f"dtype and params_dtype are the same thing, got {dtype} and {params_dtype}")
+    shape = hidden_size if shape is None else shape
+    return [shape] if isinstance(shape, int) else list(shape or ()), params_dtype if dtype is None else dtype

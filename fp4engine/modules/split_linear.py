@@ -1,0 +1,107 @@
+"""A linear transformation whose weight is one parameter, or several by name that multiply as one."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
+from fp4engine.recipe import Recipe
+
+ParametersSplit = Mapping[str, int] | Iterable[str] | None
+"""``{name: rows}``, or names that share the rows evenly; None for one parameter ``weight``."""
+
+
+class SplitLinear(Gemms):
+    """``y = x W^T + b`` with W [out_features, in_features] stored as ``parameters_split`` says.
+
+    The parts ``<name>_weight`` are put together before they are quantized, so they share one tensor scale.
+
+    Args:
+        init_method: ``init_method(weight)`` initialises each part; None draws from N(0, 0.023). Biases start at zero.
+        parameters_split: see :data:`ParametersSplit`.
+        return_bias: leave the bias out of the product and return ``(y, bias)``.
+        te_arguments: TransformerEngine's other arguments, at the values that ask for nothing.
+
+    Raises:
+        NotImplementedError: an argument of TransformerEngine's that is not implemented.
+        ValueError: the parts do not add up to ``out_features``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        init_method: Callable[[Tensor], Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parameters_split: ParametersSplit = None,
+        device: torch.device | str | None = None,
+        name: str = "",
+        recipe: Recipe | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        **te_arguments: Any,
+    ) -> None:
+        kind = type(self).__name__
+        refuse_unimplemented(kind, te_arguments)
+        if fuse_wgrad_accumulation and parameters_split is not None:
+            raise NotImplementedError(f"{kind}(fuse_wgrad_accumulation=True) needs parameters_split=None")
+        super().__init__(name, recipe, fuse_wgrad_accumulation)
+        self.in_features, self.out_features = in_features, out_features
+        self.return_bias = return_bias
+        self.init_method = te_init if init_method is None else init_method
+        self._parts = _parts(parameters_split, out_features)
+        self._register(bias, {"device": te_device(device), "dtype": params_dtype})
+        self.reset_parameters()
+
+    def _register(self, bias: bool, place: dict[str, Any]) -> None:
+        """Create the parameters on ``place``, uninitialised, in TransformerEngine's order."""
+        for prefix, rows in self._parts.items():
+            weight = Parameter(torch.empty(rows, self.in_features, **place))
+            self.register_parameter(prefix + "weight", weight)
+        for prefix, rows in self._parts.items():
+            self.register_parameter(prefix + "bias", Parameter(torch.empty(rows, **place)) if bias else None)
+
+    def reset_parameters(self) -> None:
+        """Initialise the weights by ``init_method`` and the biases to zero."""
+        for prefix in self._parts:
+            self.init_method(getattr(self, prefix + "weight"))
+            if (bias := getattr(self, prefix + "bias")) is not None:
+                torch.nn.init.zeros_(bias)
+
+    def joined(self) -> tuple[Tensor, Tensor | None]:
+        """Weight [out_features, in_features] and bias [out_features] or None."""
+        weights = [getattr(self, prefix + "weight") for prefix in self._parts]
+        biases = [getattr(self, prefix + "bias") for prefix in self._parts]
+        if len(weights) == 1:
+            return weights[0], biases[0]
+        return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
+        """[..., in_features] -> [..., out_features]; ``is_first_microbatch`` as in :meth:`fp4engine.Linear.forward`."""
+        weight, bias = self.joined()
+        if self.return_bias:
+            return self.multiply(inp, weight, None, is_first_microbatch), bias
+        return self.multiply(inp, weight, bias, is_first_microbatch)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def _parts(parameters_split: ParametersSplit, out_features: int) -> dict[str, int]:
+    """``parameter prefix -> rows``."""
+    if parameters_split is None:
+        return {"": out_features}
+    if isinstance(parameters_split, Mapping):
+        sizes = dict(parameters_split)
+    else:
+        names = tuple(parameters_split)
+        sizes = dict.fromkeys(names, out_features // max(len(names), 1))
+    if not sizes or sum(sizes.values()) != out_features:
+        raise ValueError(f"parameters_split must add up to out_features={out_features}, got {parameters_split!r}")
+    return {f"{name.rstrip('_')}_": rows for name, rows in sizes.items()}

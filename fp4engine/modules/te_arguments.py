@@ -1,0 +1,62 @@
+"""TransformerEngine's constructor arguments, and its defaults."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "sequence_parallel": (False, None),
+    "tp_group": (None,),
+    "tp_size": (1,),
+    "return_bias": (False,),
+    "parameters_split": (None,),
+    "parallel_mode": (None,),
+    "set_parallel_mode": (False,),
+    "get_rng_state_tracker": (None,),
+    "rng_tracker_name": (None,),
+    "return_layernorm_output_gathered": (False,),
+    "delay_wgrad_compute": (False,),
+    "symmetric_ar_type": (None,),
+    "save_original_input": (False,),
+    "single_grouped_weight": (False,),
+    "single_grouped_bias": (False,),
+    "use_grouped_tensor": (False, None),
+    "checkpoint": (False,),
+    "softmax_type": ("vanilla",),
+    "ub_tp_comm_overlap": (False,),
+    "ub_overlap_ag": (False,),
+    "ub_overlap_rs": (False,),
+    "ub_overlap_rs_dgrad": (False,),
+    "ub_bulk_wgrad": (False,),
+    "ub_bulk_dgrad": (False,),
+    "ub_name": (None,),
+}
+"""Argument -> the values that ask for nothing. Every other value is refused, never ignored."""
+
+
+def refuse_unimplemented(module: str, arguments: dict[str, Any]) -> None:
+    """Accept ``arguments`` that ask for nothing.
+
+    Raises:
+        NotImplementedError: an argument of TransformerEngine's that would change what ``module`` does.
+        TypeError: an argument that TransformerEngine does not have either.
+    """
+    for name, value in arguments.items():
+        if name not in NEUTRAL:
+            raise TypeError(f"{module} got an unexpected argument {name!r}")
+        if not any(value is neutral or value == neutral for neutral in NEUTRAL[name]):
+            allowed = " or ".join(map(repr, NEUTRAL[name]))
+            raise NotImplementedError(f"{module}({name}={value!r}) is not implemented; leave it at {allowed}")
+
+
+def te_device(device: torch.device | str | None) -> torch.device | str | None:
+    """Where TransformerEngine places parameters: on the current CUDA device, if nothing else is said."""
+    if device is None and torch.cuda.is_available() and torch.get_default_device().type == "cpu":
+        return "cuda"
+    return device
+
+
+def te_init(weight: Tensor) -> Tensor:
+    """TransformerEngine's initial weights: N(0, 0.023)."""
+    return torch.nn.init.normal_(weight, mean=0.0, std=0.023)
