@@ -14,6 +14,7 @@ class QuantizerRole:
         module_type: ``"linear"``, ``"grouped_linear"``; empty when not set.
         tensor_type: one of :data:`TENSOR_TYPES`; empty when not set.
         name: the module's own name, e.g. ``"layers.3.fc1"``; empty when not set.
+        shape: shape of the module's weight; empty when not set.
 
     Source: TransformerEngine ``pytorch/quantization.py``, ``QuantizerRole``.
     """
@@ -21,3 +22,4 @@ class QuantizerRole:
     module_type: str = ""
     tensor_type: str = ""
     name: str = ""
+    shape: tuple[int, ...] = ()

@@ -89,20 +89,30 @@ class LinearPlan:
 
 
 def make_linear_plan(
-    recipe: Recipe, module_type: str, name: str, executed: ExecutedGemms, amax_reduction_group: Any = None
+    recipe: Recipe,
+    module_type: str,
+    name: str,
+    executed: ExecutedGemms,
+    amax_reduction_group: Any = None,
+    shape: tuple[int, ...] = (),
 ) -> LinearPlan:
-    """Ask ``recipe`` for the quantizers of a module's three roles, once each."""
+    """Ask ``recipe`` for the quantizers of a module's three roles, once each.
+
+    Args:
+        shape: shape of the module's weight, which rules may ask for.
+    """
+    own = recipe.of(QuantizerRole(module_type, "", name, shape))
 
     def quantizer(tensor_type: str) -> Quantizer:
-        return make_quantizer(recipe, QuantizerRole(module_type, tensor_type, name))
+        return make_quantizer(own, QuantizerRole(module_type, tensor_type, name, shape))
 
     return LinearPlan(
         recipe,
         quantizer("input"),
         quantizer("weight"),
         quantizer("grad_output"),
-        recipe.backward_override,
-        recipe.backend,
+        own.backward_override,
+        own.backend,
         executed,
         amax_reduction_group,
     )

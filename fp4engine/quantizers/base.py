@@ -1,7 +1,6 @@
 """What every quantizer is: two CastSpecs and a stream, frozen."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,9 +8,8 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.formats import CastSpec
 from fp4engine.ops import Form
+from fp4engine.recipe.casts import ColumnwiseSource
 from fp4engine.tensor import Operand, QuantizedTensor
-
-ColumnwiseSource = Literal["original", "rowwise_dequantized"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Quantizer:
         col_spec = self.columnwise_spec if columnwise else None
         sides: tuple[ops.Side | None, ops.Side | None] = (None, None)
         if row_spec is not None or col_spec is not None:
-            if rng is None and self.is_stochastic:
+            if rng is None and any(spec is not None and spec.is_stochastic for spec in (row_spec, col_spec)):
                 rng = ops.next_draw(x.device)
             sides = ops.quantize(
                 matrix,
@@ -110,7 +108,7 @@ class Quantizer:
 
     def requantize(self, operand: Operand, rng: Tensor | None, form: Form = "codes") -> Operand:
         """The columnwise operand of a tensor of which the rowwise operand was kept."""
-        values = operand.dequantize(torch.bfloat16 if operand.data.is_cuda else torch.float32, self.backend)
+        values = operand.dequantize(torch.float32, self.backend)
         quantized = self.quantize(values, rowwise=False, rng=rng, columnwise_form=form)
         assert quantized.columnwise is not None
         return quantized.columnwise

@@ -16,11 +16,15 @@ def make_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer:
     if role.tensor_type not in TENSOR_TYPES:
         allowed = ", ".join(repr(word) for word in TENSOR_TYPES)
         raise ValueError(f"role.tensor_type must be one of {allowed}, got {role.tensor_type!r}")
+    recipe = recipe.of(role)
     if isinstance(recipe, CustomRecipe):
         return _ask_factory(recipe, role)
+    stream = role_stream(role)
     if isinstance(recipe, NVFP4BlockScaling):
-        return _nvfp4(recipe, role)
-    raise ValueError(f"no quantizers are known for recipe {type(recipe).__name__}; use CustomRecipe(qfactory=...)")
+        arguments = recipe.quantizer_arguments(role.tensor_type)
+        return NVFP4Quantizer(**arguments, stream=stream, backend=recipe.backend)
+    casts = recipe.casts(role.tensor_type)
+    return Quantizer(casts.rowwise, casts.columnwise, casts.columnwise_source, stream, recipe.backend)
 
 
 def role_stream(role: QuantizerRole) -> int:
@@ -33,23 +37,3 @@ def _ask_factory(recipe: CustomRecipe, role: QuantizerRole) -> Quantizer:
     if not isinstance(quantizer, Quantizer):
         raise ValueError(f"qfactory must return a Quantizer for {role}, got {quantizer!r}")
     return quantizer
-
-
-def _nvfp4(recipe: NVFP4BlockScaling, role: QuantizerRole) -> NVFP4Quantizer:
-    qparams = {
-        "input": recipe.fp4_quant_fwd_inp,
-        "weight": recipe.fp4_quant_fwd_weight,
-        "grad_output": recipe.fp4_quant_bwd_grad,
-    }[role.tensor_type]
-    scope = {"input": "activations", "weight": "weights"}.get(role.tensor_type, "gradients")
-    four_over_six = recipe.nvfp4_4over6 in ("all", scope) and scope != "gradients"
-    use_256 = four_over_six and recipe.nvfp4_4over6_e4m3_use_256 in ("all", scope)
-    return NVFP4Quantizer.from_qparams(
-        qparams,
-        row_scaled_nvfp4=recipe.row_scaled_activation and role.tensor_type == "input",
-        nvfp4_use_4over6=four_over_six,
-        nvfp4_e4m3_max=256 if use_256 else 448,
-        nvfp4_4over6_err_mode=recipe.nvfp4_4over6_err_mode,
-        stream=role_stream(role),
-        backend=recipe.backend,
-    )

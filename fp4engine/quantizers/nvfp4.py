@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_BOUND_4OVER6, E4M3_MAX, SR_GUARD
 from fp4engine.environment import read_choice
-from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode, ScaleRule, Signs
 from fp4engine.quantizers.base import Quantizer
 from fp4engine.recipe.base import BACKENDS, QParams, require
+from fp4engine.recipe.nvfp4 import nvfp4_casts
 
 
 @dataclass(frozen=True, init=False)
@@ -53,33 +52,22 @@ class NVFP4Quantizer(Quantizer):
         Raises:
             ValueError: arguments outside their words, or that contradict each other.
         """
-        require("nvfp4_e4m3_max", nvfp4_e4m3_max, (448, 256))
-        require("nvfp4_4over6_err_mode", nvfp4_4over6_err_mode, ("MAE", "MSE"))
         if backend is None:
             backend = read_choice("NVTE_FP4_BACKEND", BACKENDS, "auto") or "auto"
         require("backend", backend, BACKENDS)
-        if row_scaled_nvfp4 and with_2d_quantization:
-            raise ValueError("row_scaled_nvfp4=True goes with 1x16 blocks, got with_2d_quantization=True")
-        if nvfp4_use_4over6 and stochastic_rounding:
-            raise ValueError(
-                "nvfp4_use_4over6=True with stochastic_rounding=True is biased (the choice depends on the draw); "
-                "build Quantizer(rowwise_spec=CastSpec(...)) to study it"
-            )
-        if not nvfp4_use_4over6 and nvfp4_e4m3_max != 448:
-            raise ValueError(f"nvfp4_e4m3_max={nvfp4_e4m3_max} goes with nvfp4_use_4over6=True; otherwise it is 448")
-        rule = ScaleRule("4over6_" + nvfp4_4over6_err_mode.lower()) if nvfp4_use_4over6 else ScaleRule.AMAX
-        rowwise = CastSpec(
-            block=(BLOCK_SIZE, BLOCK_SIZE) if with_2d_quantization else (1, BLOCK_SIZE),
-            scale_rule=rule,
-            scale_bound=E4M3_BOUND_4OVER6 if nvfp4_e4m3_max == 256 else E4M3_MAX,
-            target=E2M1_MAX * SR_GUARD if guarded else E2M1_MAX,
-            outer=Outer.ROW if row_scaled_nvfp4 else Outer.TENSOR,
-            rounding=RoundingMode.STOCHASTIC if stochastic_rounding else RoundingMode.EVEN,
+        casts = nvfp4_casts(
+            with_rht=with_rht,
+            with_2d_quantization=with_2d_quantization,
+            stochastic_rounding=stochastic_rounding,
+            row_scaled_nvfp4=row_scaled_nvfp4,
+            nvfp4_use_4over6=nvfp4_use_4over6,
+            nvfp4_e4m3_max=nvfp4_e4m3_max,
+            nvfp4_4over6_err_mode=nvfp4_4over6_err_mode,
+            with_random_sign_mask=with_random_sign_mask,
+            guarded=guarded,
             random_bits=random_bits,
         )
-        signs = Signs.FIXED if with_random_sign_mask else Signs.NONE
-        columnwise = rowwise.replace(rotation=Rotation(signs=signs)) if with_rht else rowwise
-        Quantizer.__init__(self, rowwise, columnwise, stream=stream, backend=backend)
+        Quantizer.__init__(self, casts.rowwise, casts.columnwise, stream=stream, backend=backend)
 
     @classmethod
     def from_qparams(cls, qparams: QParams, **kwargs: Any) -> "NVFP4Quantizer":

@@ -1,7 +1,27 @@
 """Recipes: frozen values that say what should happen to each role."""
 
+from fp4engine.recipe import zoo
 from fp4engine.recipe.base import Format, MMParams, QParams, Recipe, recipe_from_json
+from fp4engine.recipe.casts import Casts
 from fp4engine.recipe.custom import CustomRecipe
+from fp4engine.recipe.linear import LinearRecipe, combine
 from fp4engine.recipe.nvfp4 import NVFP4BlockScaling
+from fp4engine.recipe.rules import Rule, RuledRecipe, ScheduledRecipe, last_blocks
 
-__all__ = ["CustomRecipe", "Format", "MMParams", "NVFP4BlockScaling", "QParams", "Recipe", "recipe_from_json"]
+__all__ = [
+    "Casts",
+    "CustomRecipe",
+    "Format",
+    "LinearRecipe",
+    "MMParams",
+    "NVFP4BlockScaling",
+    "QParams",
+    "Recipe",
+    "Rule",
+    "RuledRecipe",
+    "ScheduledRecipe",
+    "combine",
+    "last_blocks",
+    "recipe_from_json",
+    "zoo",
+]

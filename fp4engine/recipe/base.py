@@ -10,6 +10,9 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from fp4engine.environment import choice
+from fp4engine.formats import CastSpec
+from fp4engine.recipe.casts import Casts
+from fp4engine.roles import QuantizerRole
 
 BACKWARD_OVERRIDES = ("high_precision", "dequantized")
 BACKENDS = ("auto", "reference", "triton", "native")
@@ -96,6 +99,26 @@ class Recipe:
         """A copy with ``changes`` applied; the environment is not read again."""
         return dataclasses.replace(self, **changes)
 
+    def casts(self, tensor_type: str) -> Casts:
+        """What happens to ``"input"``, ``"weight"`` or ``"grad_output"``.
+
+        Raises:
+            ValueError: this recipe has no such answer.
+        """
+        raise ValueError(f"no casts are known for recipe {type(self).__name__}; use CustomRecipe(qfactory=...)")
+
+    def mm_params(self, gemm: str) -> MMParams:
+        """Options of the GEMM ``"fprop"``, ``"dgrad"`` or ``"wgrad"``."""
+        return MMParams()
+
+    def of(self, role: QuantizerRole) -> "Recipe":
+        """The recipe of the module that ``role`` belongs to; itself unless it has rules."""
+        return self
+
+    def at(self, step: int) -> "Recipe":
+        """The recipe in force at training step ``step``; itself unless it has a schedule."""
+        return self
+
     @classmethod
     def _from_plain(cls, name: str, value: Any) -> Any:
         """Undo :func:`_to_plain` for the field ``name``; recipes with nested fields extend it."""
@@ -109,6 +132,8 @@ class Recipe:
 def _to_plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, CastSpec):
+        return value.key
     if isinstance(value, Recipe):
         fields = {f.name: _to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"recipe": type(value).__name__, **fields}
@@ -127,13 +152,18 @@ def recipe_from_json(text: str) -> Recipe:
     Raises:
         ValueError: unknown recipe name or field.
     """
-    data = json.loads(text)
-    name = data.pop("recipe", None) if isinstance(data, dict) else None
+    return recipe_from_data(json.loads(text))
+
+
+def recipe_from_data(data: Any) -> Recipe:
+    """The recipe of one parsed JSON object, see :func:`recipe_from_json`."""
+    fields = dict(data) if isinstance(data, dict) else {}
+    name = fields.pop("recipe", None)
     if not isinstance(name, str) or name not in Recipe.registry:
         raise ValueError(f"recipe must be one of {', '.join(sorted(Recipe.registry))}, got {name!r}")
     cls = Recipe.registry[name]
     known = {field.name: field for field in dataclasses.fields(cls)}
-    unknown = set(data) - set(known)
+    unknown = set(fields) - set(known)
     if unknown:
         raise ValueError(f"{name} has no field {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
-    return cls(**{key: cls._from_plain(key, value) for key, value in data.items()})
+    return cls(**{key: cls._from_plain(key, value) for key, value in fields.items()})

@@ -84,7 +84,7 @@ def _elements(values: Tensor, encode_scale: Tensor, spec: CastSpec, rng: Tensor 
     random = None
     if spec.rounding is RoundingMode.STOCHASTIC:
         assert rng is not None
-        random = philox.element_bits(*values.shape, rng, stream, spec.random_bits)
+        random = philox.element_bits(values.shape[0], values.shape[1], rng, stream, spec.random_bits)
     return rounding.encode(scaled, spec.element, spec.rounding, random, spec.random_bits)
 
 

@@ -1,0 +1,127 @@
+"""A recipe as data: the casts of all six operands of a linear layer.
+
+| GEMM | left | right |
+|---|---|---|
+| fprop | input.rowwise | weight.rowwise |
+| dgrad | grad_output.rowwise | weight.columnwise |
+| wgrad | grad_output.columnwise | input.columnwise |
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fp4engine.formats import CastSpec, Correction, RoundingMode, Signs
+from fp4engine.recipe.base import Recipe
+from fp4engine.recipe.casts import Casts
+from fp4engine.roles import TENSOR_TYPES
+
+GEMM_OPERANDS = {
+    "fprop": (("input", "rowwise"), ("weight", "rowwise")),
+    "dgrad": (("grad_output", "rowwise"), ("weight", "columnwise")),
+    "wgrad": (("grad_output", "columnwise"), ("input", "columnwise")),
+}
+"""The two operands that each GEMM contracts."""
+
+NO_CASTS = Casts()
+_FRESH = {"dgrad": Signs.DGRAD, "wgrad": Signs.WGRAD}
+
+
+@dataclass(frozen=True)
+class LinearRecipe(Recipe):
+    """Any 4-bit or 8-bit recipe as six casts; no arguments leave everything in high precision.
+
+    Attributes:
+        input, weight, grad_output: casts of each role.
+        allow_biased: accept casts that are known to be biased: 4over6 with stochastic rounding (the choice depends
+            on the draw), a correction of shrinkage without freshly drawn signs (it corrects one rotation only).
+
+    Raises:
+        ValueError: the two operands of a GEMM are rotated differently, fresh signs where the operands could not share
+            them, or a biased combination that was not asked for by name.
+    """
+
+    input: Casts = NO_CASTS
+    weight: Casts = NO_CASTS
+    grad_output: Casts = NO_CASTS
+    allow_biased: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for role in TENSOR_TYPES:
+            if not isinstance(getattr(self, role), Casts):
+                raise ValueError(f"{role} must be a Casts, got {getattr(self, role)!r}")
+        for complaint in (*self._rotation_complaints(), *self._bias_complaints()):
+            raise ValueError(complaint)
+
+    def casts(self, tensor_type: str) -> Casts:
+        """The casts of a role."""
+        return {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}[tensor_type]
+
+    def operands(self) -> Iterator[tuple[str, str, CastSpec | None]]:
+        """``(gemm, "role.side", spec)`` of all six operands."""
+        for gemm, pair in GEMM_OPERANDS.items():
+            for role, side in pair:
+                yield gemm, f"{role}.{side}", getattr(self.casts(role), side)
+
+    def _rotation_complaints(self) -> Iterator[str]:
+        for gemm, pair in GEMM_OPERANDS.items():
+            specs = [getattr(self.casts(role), side) for role, side in pair]
+            left, right = (spec.rotation if spec else None for spec in specs)
+            names = " and ".join(".".join(operand) for operand in pair)
+            if left != right:
+                yield f"{gemm} needs {names} rotated alike, or H H^T does not cancel: got {left} and {right}"
+            if left is not None and left.signs.is_fresh and left.signs is not _FRESH.get(gemm):
+                yield f"{gemm} takes signs {_FRESH.get(gemm, Signs.FIXED)}, got {left.signs} on {names}"
+        for role in ("input", "weight"):
+            casts = self.casts(role)
+            fresh = casts.columnwise is not None and casts.columnwise.rotation and casts.columnwise.rotation.signs
+            if fresh and fresh.is_fresh and casts.columnwise_source != "rowwise_dequantized":
+                yield (
+                    f"{role}.columnwise has freshly drawn signs, which it shares with grad_output in backward: "
+                    f"columnwise_source must be 'rowwise_dequantized', got {casts.columnwise_source!r}"
+                )
+
+    def _bias_complaints(self) -> Iterator[str]:
+        if self.allow_biased:
+            return
+        for _, name, spec in self.operands():
+            if spec is None:
+                continue
+            if spec.scale_rule.is_four_over_six and spec.rounding is RoundingMode.STOCHASTIC:
+                yield f"{name} has 4over6 with stochastic rounding, which is biased; allow_biased=True accepts it"
+            fresh = spec.rotation is not None and spec.rotation.signs.is_fresh
+            if spec.correction is not Correction.NONE and not fresh:
+                yield (
+                    f"{name} has correction={spec.correction.value} without freshly drawn signs "
+                    f"(rotation={spec.rotation}), which is biased; allow_biased=True accepts it"
+                )
+
+    @classmethod
+    def _from_plain(cls, name: str, value: Any) -> Any:
+        if name not in TENSOR_TYPES:
+            return super()._from_plain(name, value)
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} must be an object of rowwise, columnwise and columnwise_source, got {value!r}")
+        sides = {key: CastSpec.from_key(value[key]) for key in ("rowwise", "columnwise") if value.get(key)}
+        return Casts(**sides, columnwise_source=value.get("columnwise_source", "original"))
+
+
+def combine(forward: Recipe, backward: Recipe) -> LinearRecipe:
+    """The fprop of ``forward``, the dgrad and wgrad of ``backward``: hybrid recipes by GEMM.
+
+    ``combine(LinearRecipe(), recipe)`` runs fprop in high precision. The backward recipe says what its operands are
+    made of; with ``rowwise_dequantized`` that is what ``forward`` saved.
+    """
+
+    def role(name: str) -> Casts:
+        back = backward.casts(name)
+        return Casts(forward.casts(name).rowwise, back.columnwise, back.columnwise_source)
+
+    return LinearRecipe(
+        input=role("input"),
+        weight=role("weight"),
+        grad_output=backward.casts("grad_output"),
+        backend=forward.backend,
+        backward_override=backward.backward_override,
+    )

@@ -1,0 +1,183 @@
+"""Mixed and scheduled precision, as values: which recipe for which module, which recipe at which step."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any
+
+from fp4engine.recipe.base import Recipe, recipe_from_data
+from fp4engine.recipe.casts import Casts
+from fp4engine.roles import QuantizerRole
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Modules that match every condition follow ``recipe``.
+
+    Attributes:
+        recipe: ``LinearRecipe()`` for high precision.
+        name: glob over the module's name, e.g. ``"*.router"``.
+        blocks: half-open range of the first number in the name: ``(27, 32)`` matches ``"layers.30.mlp.fc1"``;
+            see :func:`last_blocks`.
+        narrower_than: matches weights whose smaller dimension is less than this.
+    """
+
+    recipe: Recipe
+    name: str = "*"
+    blocks: tuple[int, int] | None = None
+    narrower_than: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.recipe, Recipe):
+            raise ValueError(f"recipe must be a Recipe, LinearRecipe() for high precision, got {self.recipe!r}")
+        if self.blocks is not None and not 0 <= self.blocks[0] < self.blocks[1]:
+            raise ValueError(f"blocks must be (first, end) with 0 <= first < end, got {self.blocks}")
+
+    def matches(self, role: QuantizerRole) -> bool:
+        """Whether ``role`` belongs to a module that this rule is about.
+
+        Raises:
+            ValueError: the rule asks for the shape of the weight, which ``role`` does not tell.
+        """
+        if not self.matches_name(role.name):
+            return False
+        if self.narrower_than is None:
+            return True
+        if not role.shape:
+            raise ValueError(f"a rule with narrower_than={self.narrower_than} needs a role with a shape, got {role}")
+        return min(role.shape) < self.narrower_than
+
+    def matches_name(self, name: str) -> bool:
+        """Whether a module of this name can match, whatever its shape."""
+        if not fnmatchcase(name, self.name):
+            return False
+        if self.blocks is None:
+            return True
+        index = next((int(part) for part in name.split(".") if part.isdecimal()), None)
+        return index is not None and self.blocks[0] <= index < self.blocks[1]
+
+
+@dataclass(frozen=True)
+class RuledRecipe(Recipe):
+    """The recipe of the first rule that matches a module, or ``default``.
+
+    Attributes:
+        default: recipe of modules that no rule matches.
+        rules: in order of precedence.
+    """
+
+    default: Recipe
+    rules: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.default, Recipe):
+            raise ValueError(f"default must be a Recipe, LinearRecipe() for high precision, got {self.default!r}")
+        for rule in self.rules:
+            if not isinstance(rule, Rule):
+                raise ValueError(f"rules must be Rule values, got {rule!r}")
+
+    def of(self, role: QuantizerRole) -> Recipe:
+        """The plain recipe of the module that ``role`` belongs to."""
+        for rule in self.rules:
+            if rule.matches(role):
+                return rule.recipe.of(role)
+        return self.default.of(role)
+
+    def at(self, step: int) -> "RuledRecipe":
+        """The same rules over the recipes in force at ``step``."""
+        rules = tuple(Rule(r.recipe.at(step), r.name, r.blocks, r.narrower_than) for r in self.rules)
+        return RuledRecipe(self.default.at(step), rules)
+
+    def casts(self, tensor_type: str) -> Casts:
+        """Refuses: which casts depends on the module.
+
+        Raises:
+            ValueError: always; ask ``of(role)``.
+        """
+        raise ValueError(f"the casts of {tensor_type!r} depend on the module; ask recipe.of(role)")
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise unless every rule matches one of a model's module names.
+
+        Raises:
+            ValueError: naming the rules that match nothing.
+        """
+        names = list(names)
+        idle = [rule for rule in self.rules if not any(map(rule.matches_name, names))]
+        if idle:
+            conditions = ", ".join(f"name={rule.name!r} blocks={rule.blocks}" for rule in idle)
+            raise ValueError(f"rules that match no module: {conditions}; the modules are {', '.join(names[:8])} ...")
+
+    @classmethod
+    def _from_plain(cls, name: str, value: Any) -> Any:
+        if name == "default":
+            return recipe_from_data(value)
+        if name == "rules":
+            return tuple(_rule_from_plain(**rule) for rule in value)
+        return super()._from_plain(name, value)
+
+
+def _rule_from_plain(recipe: Any, blocks: list[int] | None = None, **rest: Any) -> Rule:
+    return Rule(recipe_from_data(recipe), blocks=None if blocks is None else (blocks[0], blocks[1]), **rest)
+
+
+def last_blocks(total: int, fraction: float) -> tuple[int, int]:
+    """The last ``ceil(fraction * total)`` of ``total`` blocks, for :attr:`Rule.blocks`.
+
+    Source: arXiv 2509.25149 keeps about 15% of linear layers, mostly the last, in BF16.
+    """
+    if total < 1 or not 0 < fraction <= 1:
+        raise ValueError(f"needs total >= 1 and 0 < fraction <= 1, got total={total} and fraction={fraction}")
+    return total - math.ceil(fraction * total), total
+
+
+@dataclass(frozen=True)
+class ScheduledRecipe(Recipe):
+    """A recipe per phase of training; a pure function of the step, so there is nothing to save or to restore.
+
+        with autocast(recipe=schedule.at(step)):
+
+    Attributes:
+        phases: ``(first step, recipe)`` in rising order, the first at step 0.
+
+    Raises:
+        ValueError: phases out of order, not from 0, or without recipes.
+    """
+
+    phases: tuple[tuple[int, Recipe], ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        starts = [start for start, _ in self.phases]
+        if not starts or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
+            raise ValueError(f"phases must start at step 0 and rise, got steps {starts}")
+        for _, recipe in self.phases:
+            if not isinstance(recipe, Recipe):
+                raise ValueError(f"phases must hold recipes, LinearRecipe() for high precision, got {recipe!r}")
+
+    def at(self, step: int) -> Recipe:
+        """The recipe in force at ``step`` >= 0."""
+        if step < 0:
+            raise ValueError(f"step must be >= 0, got {step}")
+        return next(recipe for start, recipe in reversed(self.phases) if start <= step).at(step)
+
+    def of(self, role: QuantizerRole) -> Recipe:
+        """Refuses: a schedule has no recipe without a step.
+
+        Raises:
+            ValueError: always; pass ``schedule.at(step)`` to autocast.
+        """
+        raise ValueError("a ScheduledRecipe needs a step: use autocast(recipe=schedule.at(step))")
+
+    def casts(self, tensor_type: str) -> Casts:
+        """Refuses, as :meth:`of` does."""
+        raise ValueError("a ScheduledRecipe needs a step: use schedule.at(step)")
+
+    @classmethod
+    def _from_plain(cls, name: str, value: Any) -> Any:
+        if name == "phases":
+            return tuple((start, recipe_from_data(recipe)) for start, recipe in value)
+        return super()._from_plain(name, value)

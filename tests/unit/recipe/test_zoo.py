@@ -1,0 +1,100 @@
+"""Every row of the recipe book: a value, a reader of JSON, and a recipe that trains."""
+
+import pytest
+import torch
+
+import fp4engine
+from fp4engine.quantizers import make_quantizer
+from fp4engine.recipe import NVFP4BlockScaling, recipe_from_json, zoo
+from fp4engine.roles import TENSOR_TYPES, QuantizerRole
+
+ROLES = [QuantizerRole("linear", tensor_type, "layers.0.fc1", (64, 48)) for tensor_type in TENSOR_TYPES]
+
+
+@pytest.fixture(params=zoo.ZOO)
+def recipe(request):
+    return zoo.make(request.param)
+
+
+def toy() -> torch.nn.Sequential:
+    return torch.nn.Sequential(fp4engine.Linear(40, 48), torch.nn.GELU(), fp4engine.Linear(48, 8, bias=False))
+
+
+def test_is_a_frozen_printable_value(recipe) -> None:
+    assert recipe == recipe.replace() and hash(recipe) == hash(recipe.replace())
+    assert type(recipe).__name__ in repr(recipe)
+    with pytest.raises(AttributeError):
+        recipe.backend = "reference"
+
+
+def test_json_there_and_back(recipe) -> None:
+    assert recipe_from_json(recipe.to_json()) == recipe
+
+
+def test_quantizers_have_the_casts_of_the_row(recipe) -> None:
+    for role in ROLES:
+        quantizer, casts = make_quantizer(recipe, role), recipe.casts(role.tensor_type)
+        assert (quantizer.rowwise_spec, quantizer.columnwise_spec) == (casts.rowwise, casts.columnwise)
+        assert quantizer.columnwise_source == casts.columnwise_source
+
+
+def test_trains_with_nothing_but_autocast_changed(recipe) -> None:
+    fp4engine.manual_seed(7)
+    model = toy()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    inp, target = torch.randn(33, 40), torch.randn(33, 8)
+    losses = []
+    for _ in range(6):
+        with fp4engine.autocast(recipe=recipe):
+            loss = torch.nn.functional.mse_loss(model(inp), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_fp16_with_torch_grad_scaler(recipe) -> None:
+    """Loss scales of 2^16 and more pass through every cast: gradients are scaled per tensor or per block."""
+    fp4engine.manual_seed(7)
+    model = toy()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+    inp, target = torch.randn(33, 40), torch.randn(33, 8)
+    losses = []
+    for _ in range(6):
+        with torch.autocast("cpu", torch.float16), fp4engine.autocast(recipe=recipe):
+            loss = torch.nn.functional.mse_loss(model(inp).float(), target)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+    assert scaler.get_scale() == 2.0**14
+
+
+def test_an_overflow_reaches_the_grad_scaler(recipe) -> None:
+    """An Inf in a gradient is never made finite, so the scaler skips the step and backs off."""
+    model = toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+    with torch.autocast("cpu", torch.float16), fp4engine.autocast(recipe=recipe):
+        output = model(torch.randn(33, 40))
+    before = model[2].weight.detach().clone()
+    scaler.scale((output.float() * float("inf")).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**13
+    assert torch.equal(model[2].weight, before)
+
+
+def test_nvidia_row_is_the_block_scaling_recipe() -> None:
+    for role in ROLES:
+        row, nvidia = (make_quantizer(r, role) for r in (zoo.make("nvfp4"), NVFP4BlockScaling()))
+        assert (row.rowwise_spec, row.columnwise_spec) == (nvidia.rowwise_spec, nvidia.columnwise_spec)
+
+
+def test_unknown_row_names_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"name must be one of high_precision, nvfp4, .*got 'nvfp5'"):
+        zoo.make("nvfp5")
