@@ -1,0 +1,304 @@
+"""Each larger module gives the bytes of its plain parts, forward and backward, and TransformerEngine's keys."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fp4engine
+from fp4engine import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from fp4engine.functional.activation import GATED, PLAIN, Activation
+from fp4engine.quantizers import reference_quantizer
+from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
+
+RECIPE = NVFP4BlockScaling()
+ON_ORACLE = CustomRecipe(qfactory=partial(reference_quantizer, RECIPE))
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def run(function, inp, parameters, recipe=RECIPE):
+    """Output, input gradient and the parameters' gradients of one pass, with the draws of a fresh stream."""
+    fp4engine.manual_seed(7)
+    inp = inp.clone().requires_grad_()
+    for parameter in parameters:
+        parameter.grad = None
+    with fp4engine.autocast(enabled=recipe is not None, recipe=recipe or RECIPE):
+        output = function(inp)
+    weights = torch.arange(output.numel(), dtype=torch.float32).view_as(output).sin()
+    (output.float() * weights).sum().backward()
+    return [output.detach(), inp.grad, *(parameter.grad for parameter in parameters)]
+
+
+def assert_same(left, right):
+    assert len(left) == len(right)
+    for index, (a, b) in enumerate(zip(left, right, strict=True)):
+        assert a is not None and torch.equal(a, b), index
+
+
+def plain_linear(weight, bias):
+    layer = Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    layer.weight = weight
+    if bias is not None:
+        layer.bias = bias
+    return layer
+
+
+def perturbed(module):
+    """Biases and norm weights that are not ones and zeros."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) / 8)
+    return module
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("make", [LayerNorm, RMSNorm])
+def test_norm_is_pytorchs_own(make, dtype):
+    mine = perturbed(make(24, eps=1e-3, dtype=dtype))
+    theirs = getattr(torch.nn, make.__name__)(24, eps=1e-3, dtype=dtype)
+    theirs.load_state_dict(mine.state_dict(), strict=True)
+    inp = torch.randn(3, 5, 24, dtype=dtype)
+    assert_same(run(mine, inp, list(mine.parameters())), run(theirs, inp, list(theirs.parameters())))
+    assert isinstance(mine, type(theirs))
+
+
+@pytest.mark.parametrize("make", [LayerNorm, RMSNorm])
+def test_zero_centered_gamma_keeps_the_bits_of_gamma(make):
+    norm = make(16, zero_centered_gamma=True, dtype=torch.bfloat16)
+    assert (norm.weight == 0).all()
+    plain = make(16)
+    with torch.no_grad():
+        norm.weight.fill_(2**-12)  # 1 + 2**-12 is 1 in BF16
+        plain.weight.fill_(1 + 2**-12)
+    inp = torch.randn(64, 16, dtype=torch.bfloat16)
+    assert torch.equal(norm(inp), plain(inp.float()).bfloat16())
+
+
+def test_norm_of_bf16_by_fp32_weights_computes_in_fp32():
+    norm = LayerNorm(16)
+    inp = torch.randn(4, 16, dtype=torch.bfloat16)
+    assert torch.equal(norm(inp), F.layer_norm(inp.float(), (16,), norm.weight, norm.bias).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_layernorm_linear_is_norm_then_linear(normalization, bias, dtype):
+    layer = perturbed(LayerNormLinear(40, 33, normalization=normalization, bias=bias, params_dtype=dtype))
+    norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization](40, dtype=dtype)
+    norm.weight = layer.layer_norm_weight
+    if normalization == "LayerNorm":
+        norm.bias = layer.layer_norm_bias
+    linear = plain_linear(layer.weight, layer.bias)
+    inp, parameters = torch.randn(2, 9, 40, dtype=dtype), list(layer.parameters())
+    for recipe in (RECIPE, ON_ORACLE, None):
+        assert_same(run(layer, inp, parameters, recipe), run(lambda x: linear(norm(x)), inp, parameters, recipe))
+    assert layer.executed.counts["fprop", "e2m1 x e2m1"] == 2
+
+
+def test_layernorm_linear_returns_what_it_is_asked_for():
+    layer = perturbed(LayerNormLinear(16, 16, return_bias=True, return_layernorm_output=True))
+    inp = torch.randn(5, 16)
+    output, bias, normalized = layer(inp)
+    assert bias is layer.bias
+    assert torch.equal(normalized, F.layer_norm(inp, (16,), layer.layer_norm_weight, layer.layer_norm_bias))
+    assert torch.equal(output, F.linear(normalized, layer.weight))
+
+
+def test_split_parameters_multiply_as_one():
+    split = perturbed(LayerNormLinear(32, 64, parameters_split={"query": 32, "key": 16, "value_": 16}))
+    keys = ["layer_norm_weight", "layer_norm_bias"]
+    keys += [f"{part}_{kind}" for kind in ("weight", "bias") for part in ("query", "key", "value")]
+    assert list(split.state_dict()) == keys
+    whole = LayerNormLinear(32, 64)
+    with torch.no_grad():
+        for mine, parts in (("weight", keys[2:5]), ("bias", keys[5:])):
+            getattr(whole, mine).copy_(torch.cat([getattr(split, part) for part in parts]))
+        whole.layer_norm_weight.copy_(split.layer_norm_weight)
+        whole.layer_norm_bias.copy_(split.layer_norm_bias)
+    inp = torch.randn(7, 32)
+    expected = run(whole, inp, list(whole.parameters()))
+    got = run(split, inp, list(split.parameters()))
+    assert_same([*got[:4], torch.cat(got[4:7]), torch.cat(got[7:])], expected)
+
+
+@pytest.mark.parametrize("sizes", [{"query": 8}, {}, ("query", "key", "value")])
+def test_parts_must_add_up(sizes):
+    with pytest.raises(ValueError, match="add up to out_features=16"):
+        LayerNormLinear(16, 16, parameters_split=sizes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_layernorm_mlp_is_its_parts(activation, dtype):
+    mlp = perturbed(LayerNormMLP(32, 48, activation=activation, normalization="RMSNorm", params_dtype=dtype))
+    fc1, fc2 = plain_linear(mlp.fc1_weight, mlp.fc1_bias), plain_linear(mlp.fc2_weight, mlp.fc2_bias)
+
+    def parts(x):
+        hidden = fc1(F.rms_norm(x, (32,), mlp.layer_norm_weight, 1e-5))
+        if activation == "gelu":
+            return fc2(F.gelu(hidden, approximate="tanh"))
+        return fc2(F.silu(hidden[..., :48]) * hidden[..., 48:])
+
+    inp, parameters = torch.randn(3, 7, 32, dtype=dtype), list(mlp.parameters())
+    for recipe in (RECIPE, ON_ORACLE, None):
+        assert_same(run(mlp, inp, parameters, recipe), run(parts, inp, parameters, recipe))
+    assert set(fp4engine.executed_gemms(mlp).counts) == {"e2m1 x e2m1", "high_precision"}
+
+
+def test_layernorm_mlp_returns_what_it_is_asked_for():
+    mlp = perturbed(LayerNormMLP(16, 24, return_bias=True, return_layernorm_output=True))
+    whole = LayerNormMLP(16, 24)
+    whole.load_state_dict(mlp.state_dict())
+    inp = torch.randn(4, 16)
+    output, bias, normalized = mlp(inp)
+    assert bias is mlp.fc2_bias and normalized.shape == inp.shape
+    torch.testing.assert_close(output + bias, whole(inp))
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *GATED, "clamped_swiglu"])
+def test_activations_differentiate(name):
+    inp = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    activation = Activation(name)
+    assert activation(inp).shape == (5, 4 if activation.is_gated else 8)
+    assert torch.autograd.gradcheck(activation, inp)
+
+
+def test_activation_formulas():
+    x = torch.linspace(-9, 9, 50).view(5, 10)
+    first, second = x.chunk(2, dim=-1)
+    assert torch.equal(Activation("srelu")(x), x.clamp(min=0) ** 2)
+    assert torch.equal(Activation("qgelu")(x), x * torch.sigmoid(1.702 * x))
+    assert torch.equal(Activation("glu")(x), torch.sigmoid(first) * second)
+    assert torch.equal(Activation("reglu")(x), F.relu(first) * second)
+    clamped = Activation("clamped_swiglu", {"limit": 2.0, "alpha": 1.5, "glu_linear_offset": 0.5})
+    first = first.clamp(max=2.0)
+    assert torch.equal(clamped(x), first * torch.sigmoid(1.5 * first) * (second.clamp(-2.0, 2.0) + 0.5))
+
+
+@pytest.mark.parametrize("arguments", [("swish", None), ("gelu", {"limit": 7.0}), ("clamped_swiglu", {"beta": 1.0})])
+def test_unknown_activations_raise(arguments):
+    with pytest.raises(ValueError, match="activation"):
+        Activation(*arguments)
+
+
+SPLITS = [[5, 0, 17, 1], [0, 0, 23, 0], [0, 3, 4, 16], [7, 15, 1, 0], [23, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("m_splits", SPLITS, ids=str)
+def test_grouped_linear_is_a_loop_of_linears(m_splits, as_tensor):
+    layer = perturbed(GroupedLinear(4, 24, 17))
+    loop = [plain_linear(w, b) for w, b in zip(layer.weights, layer.biases, strict=True)]
+
+    def looped(x):
+        return torch.cat([linear(rows) for linear, rows in zip(loop, x.split(m_splits), strict=True)])
+
+    inp, parameters = torch.randn(23, 24), list(layer.parameters())
+    splits = torch.tensor(m_splits) if as_tensor else m_splits
+    for recipe in (RECIPE, ON_ORACLE, None):
+        expected = run(looped, inp, parameters, recipe)
+        assert_same(run(lambda x: layer(x, splits), inp, parameters, recipe), expected)
+    for index, rows in enumerate(m_splits):
+        if rows == 0:
+            assert (layer.weights[index].grad == 0).all() and (layer.biases[index].grad == 0).all()
+
+
+def test_grouped_linear_without_any_rows():
+    layer = GroupedLinear(3, 16, 16)
+    got = run(lambda x: layer(x, [0, 0, 0]), torch.randn(0, 16), list(layer.parameters()))
+    assert got[0].shape == (0, 16) and all((grad == 0).all() for grad in got[2:])
+
+
+def test_grouped_linear_keeps_leading_dimensions_and_returns_biases():
+    layer = GroupedLinear(2, 16, 8, return_bias=True)
+    output, biases = layer(torch.randn(3, 4, 16), [5, 7])
+    assert output.shape == (3, 4, 8) and biases == layer.biases
+
+
+@pytest.mark.parametrize(
+    "m_splits", [[1, 2], [1, 2, 3], [-1, 5, 0], torch.tensor([1.0, 2.0, 1.0]), torch.tensor([[1, 2, 1]])]
+)
+def test_bad_splits_raise(m_splits):
+    with pytest.raises(ValueError, match="m_splits must be"):
+        GroupedLinear(3, 16, 16)(torch.randn(4, 16), m_splits)
+
+
+TE_KEYS = [
+    (partial(LayerNorm, 16), ["weight", "bias"]),
+    (partial(RMSNorm, hidden_size=16), ["weight"]),
+    (partial(LayerNormLinear, 16, 16), ["layer_norm_weight", "layer_norm_bias", "weight", "bias"]),
+    (partial(LayerNormLinear, 16, 16, bias=False, normalization="RMSNorm"), ["layer_norm_weight", "weight"]),
+    (
+        partial(LayerNormMLP, 16, 32),
+        ["layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"],
+    ),
+    (partial(GroupedLinear, 2, 16, 16), ["weight0", "bias0", "weight1", "bias1"]),
+]
+
+
+@pytest.mark.parametrize(("make", "keys"), TE_KEYS, ids=[make.func.__name__ for make, _ in TE_KEYS])
+def test_state_dict_keys_are_transformer_engines(make, keys):
+    assert sorted(make().state_dict()) == sorted(keys)
+
+
+MAKERS = [
+    partial(Linear, 16, 16),
+    partial(LayerNorm, 16),
+    partial(RMSNorm, 16),
+    partial(LayerNormLinear, 16, 16),
+    partial(LayerNormMLP, 16, 16),
+    partial(GroupedLinear, 2, 16, 16),
+]
+EACH = pytest.mark.parametrize("make", MAKERS, ids=[make.func.__name__ for make in MAKERS])
+
+
+@EACH
+@pytest.mark.parametrize("argument", [{"tp_size": 2}, {"sequence_parallel": True}, {"ub_overlap_ag": True}])
+def test_what_is_not_implemented_is_refused_by_name(make, argument):
+    with pytest.raises(NotImplementedError, match=next(iter(argument))):
+        make(**argument)
+    make(tp_size=1, sequence_parallel=False)
+
+
+@EACH
+def test_unknown_arguments_are_type_errors(make):
+    with pytest.raises(TypeError, match="no_such"):
+        make(no_such=None)
+
+
+@EACH
+def test_meta_device_then_reset_parameters(make):
+    torch.manual_seed(5)
+    expected = make()
+    module = make(device="meta")
+    assert all(parameter.is_meta for parameter in module.parameters())
+    module.to_empty(device="cpu")
+    torch.manual_seed(5)
+    module.reset_parameters()
+    assert_same(list(module.parameters()), list(expected.parameters()))
+
+
+def test_init_methods_and_defaults():
+    linear = Linear(16, 16, init_method=partial(torch.nn.init.constant_, val=0.5))
+    assert (linear.weight == 0.5).all() and (linear.bias == 0).all()
+    mlp = LayerNormMLP(64, 512, output_layer_init_method=torch.nn.init.ones_)
+    assert abs(mlp.fc1_weight.std().item() / 0.023 - 1) < 0.05 and (mlp.fc2_weight == 1).all()
+
+
+def test_recipes_see_the_names_and_types_of_the_parts():
+    roles = []
+
+    def qfactory(role):
+        roles.append((role.module_type, role.name))
+        return reference_quantizer(RECIPE, role)
+
+    with fp4engine.autocast(recipe=CustomRecipe(qfactory=qfactory)), torch.no_grad():
+        LayerNormMLP(16, 16, name="layers.0.mlp")(torch.randn(1, 16))
+        GroupedLinear(1, 16, 16, name="experts")(torch.randn(1, 16), [1])
+    assert list(dict.fromkeys(roles)) == [
+        ("linear", "layers.0.mlp.fc1"),
+        ("linear", "layers.0.mlp.fc2"),
+        ("grouped_linear", "experts"),
+    ]
