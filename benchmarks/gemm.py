@@ -67,19 +67,18 @@ def decoder() -> Callable | None:
 
 def check(left, right, left_amax, right_amax) -> float:
     """Relative Frobenius error of 256 rows of the product against float64; must be at most twice torch's own."""
-    out = gemm(left, right, left_amax, right_amax, NUMERATOR, out_dtype=torch.float32)
-    assert not out.isnan().any()
+    one = torch.ones(1, device="cuda")
+    product = gemm(left, right, one, one, 1.0, out_dtype=torch.float32)
     rows = torch.randperm(left.shape[0], device="cuda")[:256]
     exact = left[rows].double() @ right.double().T
-    alpha = reference.gemm_factor(left_amax, right_amax, NUMERATOR)
     theirs = torch.mm(left, right.T, out_dtype=torch.float32)[rows]
-    error = float((out[rows] / alpha - exact).norm() / exact.norm())
+    error = float((product[rows] - exact).norm() / exact.norm())
     torch_error = float((theirs - exact).norm() / exact.norm())
-    if not error <= 2 * torch_error:
+    if not error <= 2 * torch_error + 1e-8:
         raise SystemExit(f"wrong product: error {error:.2e}, torch's {torch_error:.2e}")
     rounded = gemm(left, right, left_amax, right_amax, NUMERATOR)
-    if not torch.equal(rounded, out.bfloat16()):
-        raise SystemExit("BF16 output is not the FP32 output rounded once")
+    if not torch.equal(rounded, (product * reference.gemm_factor(left_amax, right_amax, NUMERATOR)).bfloat16()):
+        raise SystemExit("BF16 output is not the scaled FP32 product rounded once")
     return error
 
 
@@ -89,8 +88,11 @@ def time_in_turn(variants: dict[str, Callable], flops: float) -> dict[str, float
     for run in variants.values():
         run()
     times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(ROUNDS):
-        for name, run in variants.items():
+    names = list(variants)
+    for turn in range(ROUNDS):
+        first = turn % len(names)  # who runs first after a pause finds a cooler GPU
+        for name in names[first:] + names[:first]:
+            run = variants[name]
             run()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()

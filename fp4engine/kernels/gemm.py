@@ -16,22 +16,30 @@ Three kernels with one epilogue, fastest first; :func:`gemm` takes the first tha
 - ``_gemm_plain_kernel``: masked loads; from sm_80 on, any stride, and in Triton's CPU interpreter.
 """
 
+import logging
+from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp4engine.kernels.gemm_epilogue import finish, store_tile, tile_of
+from fp4engine.kernels.gemm_launch import (
+    Descriptor,
+    Flags,
+    Scales,
+    capability_of,
+    is_aligned,
+    multiprocessors_of,
+    row_stride,
+    start,
+)
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Output dtypes; each is reached from the FP32 sum by one rounding."""
-
-TMA_ALIGNMENT = 16
-"""Bytes: the copy engine wants the base address and every row stride divisible by this."""
 
 
 class Tiles(NamedTuple):
@@ -95,8 +103,8 @@ def _gemm_plain_kernel(
     left_ptrs = left_ptr + rows.to(tl.int64)[:, None] * stride_left + k[None, :]
     right_ptrs = right_ptr + cols.to(tl.int64)[:, None] * stride_right + k[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        in_k = k[None, :] < K - start
+    for done in range(0, K, BLOCK_K):
+        in_k = k[None, :] < K - done
         left = tl.load(left_ptrs, mask=(rows < M)[:, None] & in_k, other=0.0)
         right = tl.load(right_ptrs, mask=(cols < N)[:, None] & in_k, other=0.0)
         if INTERPRETED:  # the interpreter's dot multiplies BF16 bit patterns
@@ -146,9 +154,9 @@ def supports(
             return False, f"out must be [{left.shape[0]}, {right.shape[0]}], got {tuple(out.shape)}"
         if out.shape[1] > 1 and out.stride(1) != 1:
             return False, f"out must be contiguous along N, got strides {out.stride()}"
-    devices = {t.device for t in (left, right, left_amax, right_amax, bias, out) if t is not None}
-    if len(devices) != 1:
-        return False, f"all tensors must be on one device, got {sorted(map(str, devices))}"
+    for tensor in (right, left_amax, right_amax, bias, out):
+        if tensor is not None and tensor.device != left.device:
+            return False, f"all tensors must be on one device, got {left.device} and {tensor.device}"
     if INTERPRETED:
         return True, ""
     if not left.is_cuda:
@@ -196,42 +204,21 @@ def gemm(
         out = torch.empty((m, n), dtype=out_dtype, device=left.device)
     if m == 0 or n == 0:
         return out
-    flags: dict[str, Any] = dict(
-        LEFT_ROWS=left_amax.numel() > 1, RIGHT_ROWS=right_amax.numel() > 1,
-        HAS_BIAS=bias is not None, ACCUMULATE=accumulate,
-    )  # fmt: skip
-    scales = (left_amax, right_amax, bias, numerator)
+    flags = Flags(left_amax.numel() > 1, right_amax.numel() > 1, bias is not None, accumulate)
+    scales = Scales(left_amax, right_amax, bias, float(numerator))
     if INTERPRETED:
         # The interpreter truncates FP32 -> BF16, so it writes FP32 and torch rounds.
         wide = out.float()
         _launch_plain(left, right, wide, scales, flags)
         return out.copy_(wide)
-    if k > 0 and capability_of(left.device) >= (9, 0) and _row_aligned(left) and _row_aligned(right):
-        _launch_tma(left, right, out, scales, flags)
+    tma = k > 0 and capability_of(left.device) >= (9, 0) and is_aligned(left) and is_aligned(right)
+    launch = _launch_tma if tma else _launch_plain
+    if left.device.index == torch.cuda.current_device():
+        launch(left, right, out, scales, flags)
     else:
-        _launch_plain(left, right, out, scales, flags)
+        with torch.cuda.device(left.device):
+            launch(left, right, out, scales, flags)
     return out
-
-
-@cache
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a CUDA device."""
-    return torch.cuda.get_device_capability(device)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _row_stride(matrix: torch.Tensor) -> int:
-    # The stride of a single row means nothing and may be anything.
-    return matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
-
-
-def _row_aligned(matrix: torch.Tensor) -> bool:
-    stride = _row_stride(matrix) * matrix.element_size()
-    return (stride | matrix.data_ptr()) % TMA_ALIGNMENT == 0 and _row_stride(matrix) >= matrix.shape[1]
 
 
 GROUP_M = 8
@@ -250,6 +237,17 @@ def choose_tiles(m: int, n: int, multiprocessors: int, hopper: bool) -> Tiles:
     return min(choices, key=lambda tiles: -(-_count(m, n, tiles) // multiprocessors) * tiles.cost)
 
 
+@cache
+def _hopper_launch() -> Callable[..., None] | None:
+    """The sm_90 kernel's launcher; None, said once, under a Triton whose experimental Gluon has moved on."""
+    try:
+        from fp4engine.kernels.gemm_hopper import launch
+    except ImportError as error:
+        logging.getLogger("fp4engine").warning("the sm_90 GEMM needs another Gluon (%s); a slower one runs", error)
+        return None
+    return launch
+
+
 def stages_for(tiles: Tiles, capability: int) -> int:
     """Pipeline depth: consumer Blackwell has 99 KiB of shared memory per program, the data-centre parts 227."""
     return tiles.num_stages if capability // 10 in (9, 10) else 2
@@ -259,47 +257,43 @@ def _count(m: int, n: int, tiles: Tiles) -> int:
     return -(-m // tiles.block_m) * -(-n // tiles.block_n)
 
 
-def _launch_tma(
-    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scales: tuple[Any, ...], flags: dict[str, Any]
-) -> None:
+def _launch_tma(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scales: Scales, flags: Flags) -> None:
     m, n, k = left.shape[0], right.shape[0], left.shape[1]
-    multiprocessors = _multiprocessors(left.device)
-    aligned = _row_aligned(out)
+    aligned = is_aligned(out)
     major, minor = capability_of(left.device)
-    tiles = choose_tiles(m, n, multiprocessors, aligned and major == 9)
-    if tiles is HOPPER_TILES:
-        from fp4engine.kernels import gemm_hopper  # Gluon is only imported where it is used
-
-        operands = [
-            gemm_hopper.describe(name, matrix, _row_stride(matrix))
-            for name, matrix in (("left", left), ("right", right), ("out", out))
-        ]
-        return gemm_hopper.launch(*operands, scales, flags, multiprocessors)
-    tma_store = aligned and not flags["ACCUMULATE"]
+    multiprocessors = multiprocessors_of(left.device)
+    hopper = _hopper_launch() if aligned and major == 9 else None
+    tiles = choose_tiles(m, n, multiprocessors, hopper is not None)
+    if hopper is not None and tiles is HOPPER_TILES:
+        return hopper(left, right, out, scales, flags, multiprocessors)
+    tma_store = aligned and not flags.accumulate
     programs = min(multiprocessors, _count(m, n, tiles))
-    _gemm_tma_kernel[(programs,)](
-        _descriptor(left, [tiles.block_m, tiles.block_k]),
-        _descriptor(right, [tiles.block_n, tiles.block_k]),
-        _descriptor(out, [tiles.block_m, tiles.block_n]) if tma_store else None,
-        out, *scales, m, n, k, out.stride(0),
-        **flags, TMA_STORE=tma_store,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP_M=GROUP_M, PROGRAMS=programs,
+    start(
+        _gemm_tma_kernel, programs, (out, *scales[:3]), (m, n, k, out.stride(0)),
+        (
+            _describe(left, tiles.block_m, tiles.block_k), _describe(right, tiles.block_n, tiles.block_k),
+            _describe(out, tiles.block_m, tiles.block_n) if tma_store else None,
+            out, *scales, m, n, k, out.stride(0),
+        ),
+        (*flags, tma_store, tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M, programs),
         num_warps=tiles.num_warps, num_stages=stages_for(tiles, 10 * major + minor),
-        enable_fp_fusion=False,  # alpha * acc + bias rounds twice by contract; a fused multiply-add rounds once
     )  # fmt: skip
 
 
-def _descriptor(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(matrix, list(matrix.shape), [_row_stride(matrix), 1], block)
+def _describe(matrix: torch.Tensor, rows: int, cols: int) -> Descriptor:
+    return Descriptor(matrix, list(matrix.shape), [row_stride(matrix), 1], [rows, cols])
 
 
-def _launch_plain(
-    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scales: tuple[Any, ...], flags: dict[str, Any]
-) -> None:
+def _launch_plain(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scales: Scales, flags: Flags) -> None:
     m, n, k = left.shape[0], right.shape[0], left.shape[1]
     tiles = _PLAIN_TILES if min(m, n) >= 128 else _SMALL_TILES
-    _gemm_plain_kernel[(_count(m, n, tiles),)](
-        left, right, out, *scales, m, n, k, left.stride(0), right.stride(0), out.stride(0),
-        **flags, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP_M=GROUP_M,
-        INTERPRETED=INTERPRETED, num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
+    sizes = (m, n, k, left.stride(0), right.stride(0), out.stride(0))
+    arguments = (left, right, out, *scales, *sizes)
+    constants = (*flags, tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M, INTERPRETED)
+    if INTERPRETED:
+        _gemm_plain_kernel[(_count(m, n, tiles),)](*arguments, *constants)
+        return
+    start(
+        _gemm_plain_kernel, _count(m, n, tiles), (left, right, out, *scales[:3]), sizes, arguments, constants,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

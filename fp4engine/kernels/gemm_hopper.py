@@ -25,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from fp4engine.kernels.gemm_launch import Flags, Scales, row_stride, start
+
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 HALF_M, HALF_N = TILE_M // 2, TILE_N // 2
 """A consumer's rows, and the columns that it stages for one store."""
@@ -228,27 +230,29 @@ def stages_for(out_dtype: torch.dtype) -> int:
     return 3 if out_dtype == torch.float32 else 4
 
 
+class Descriptor(TensorDescriptor):
+    """Gluon's view of a matrix for the copy engine, without its checks: ``is_aligned`` has made them."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
 def launch(
-    left: TensorDescriptor,
-    right: TensorDescriptor,
-    out: TensorDescriptor,
-    scales: tuple[Any, ...],
-    flags: dict[str, Any],
-    multiprocessors: int,
+    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scales: Scales, flags: Flags, multiprocessors: int
 ) -> None:
-    """Run the kernel; ``scales = (left_amax, right_amax, bias, numerator)``, the descriptors from :func:`describe`."""
+    """Run the kernel on aligned matrices (:func:`fp4engine.kernels.gemm_launch.is_aligned`), none of them empty."""
     m, n, k = left.shape[0], right.shape[0], left.shape[1]
     programs = min(multiprocessors, -(-m // TILE_M) * -(-n // TILE_N))
-    gemm_hopper_kernel[(programs,)](
-        left, right, out, *scales, m, n, k, **flags,
-        GROUP=GROUP_M, STAGES=stages_for(out.base.dtype), PROGRAMS=programs,
-        PRODUCER_REGISTERS=PRODUCER_REGISTERS, CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+    start(
+        gemm_hopper_kernel, programs, scales[:3], (m, n, k, out.dtype),
+        (
+            _describe("left", left, LEFT_BLOCK), _describe("right", right, RIGHT_BLOCK),
+            _describe("out", out, OUT_BLOCK), *scales, m, n, k,
+        ),
+        (*flags, GROUP_M, stages_for(out.dtype), programs, PRODUCER_REGISTERS, CONSUMER_REGISTERS),
         num_warps=4,
-        enable_fp_fusion=False,  # alpha * acc + bias rounds twice by contract; a fused multiply-add rounds once
     )  # fmt: skip
 
 
-def describe(name: str, matrix: torch.Tensor, stride: int) -> TensorDescriptor:
-    """The copy engine's view of ``matrix``; ``name`` is ``left``, ``right`` or ``out``."""
-    block = {"left": LEFT_BLOCK, "right": RIGHT_BLOCK, "out": OUT_BLOCK}[name]
-    return TensorDescriptor(matrix, list(matrix.shape), [stride, 1], block, LAYOUTS[name, matrix.dtype])
+def _describe(name: str, matrix: torch.Tensor, block: list[int]) -> Descriptor:
+    return Descriptor(matrix, list(matrix.shape), [row_stride(matrix), 1], block, LAYOUTS[name, matrix.dtype])

@@ -185,6 +185,23 @@ def test_twice_the_same_bytes():
 
 
 @KERNEL_RUNS
+def test_second_launch_of_a_problem_with_other_tensors():
+    """A problem seen before skips Triton's own dispatch; pointers, alignments and dtypes may differ all the same."""
+    sizes = [(33, 72, 48)] if not ON_GPU else [(256, 384, 64), (4096, 2304, 128)]
+    for m, n, k in sizes:
+        for offset in (0, 1, 0):
+            left, right = integers(m, k, offset), integers(n, k, 5 + offset)
+            a, b = amax(8)[offset : offset + 1], amax(8, seed=2)[offset : offset + 1]
+            for bias in (
+                None,
+                torch.randn(n + 1).to(DEVICE)[offset : offset + n],
+                torch.randn(n).bfloat16().to(DEVICE),
+            ):
+                actual = gemm(left, right, a, b, 3072.0, bias=bias)
+                assert_same_bytes(actual, contract(left, right, a, b, 3072.0, bias))
+
+
+@KERNEL_RUNS
 def test_refusals_name_what_was_given():
     left, right = integers(8, 32), integers(8, 32)
     with pytest.raises(ValueError, match="share K"):
@@ -229,8 +246,8 @@ def test_three_kernels_give_the_same_bytes(monkeypatch, rows, out_dtype, accumul
         out = start.clone() if accumulate else None
         assert_same_bytes(gemm(left, right, a, b, 3072.0, bias=bias, out_dtype=out_dtype, out=out), expected)
     plain = start.clone() if accumulate else torch.empty_like(start)
-    flags = dict(LEFT_ROWS=a.numel() > 1, RIGHT_ROWS=b.numel() > 1, HAS_BIAS=True, ACCUMULATE=accumulate)
-    module._launch_plain(left, right, plain, (a, b, bias, 3072.0), flags)
+    flags = module.Flags(a.numel() > 1, b.numel() > 1, True, accumulate)
+    module._launch_plain(left, right, plain, module.Scales(a, b, bias, 3072.0), flags)
     assert_same_bytes(plain, expected)
 
 
