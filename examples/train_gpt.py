@@ -22,8 +22,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs
 import torch
 from gpt import report
 from gpt.data import Corpus, load_corpus
+from gpt.model import GPT
 from gpt.settings import PRECISIONS, PRESETS, InputError, Settings
 from gpt.training import Diverged, Interrupted, Result, Trainer
+
+import fp4engine
 
 REFUSED, DIVERGED, INTERRUPTED = 2, 1, 130
 """Exit codes."""
@@ -42,7 +45,7 @@ def words(text: str) -> tuple[str, ...]:
 def whole(text: str) -> int:
     """A whole number, also written 1e9 or 20_000_000."""
     number = float(text)
-    if number != int(number):
+    if not number.is_integer():
         raise ValueError(text)
     return int(number)
 
@@ -58,7 +61,11 @@ def parser() -> Parser:
         settings.add_argument(name, default=argparse.SUPPRESS, **options)
 
     add("--preset", choices=PRESETS, help="cpu: minutes on two cores; 10m, 30m, 85m parameters: for a GPU")
-    add("--data", help="a folder of text files (default: the source of Python's standard library)")
+    add(
+        "--data",
+        type=lambda text: str(Path(text).resolve()),
+        help="a folder of text files (default: the source of Python's standard library)",
+    )
     add("--precision", type=words, help=f"of {', '.join(PRECISIONS)}, separated by commas; the gap is to the first")
     add("--keep-high-precision", type=words, help="patterns of linear layers that stay out of FP4 (default: lm_head)")
     add("--tokens", type=whole, help="bytes to train on, e.g. 1e9")
@@ -70,8 +77,13 @@ def parser() -> Parser:
     return new
 
 
+def written(value: Any) -> str:
+    """A setting as it is written on the command line."""
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
 def begin(given: dict[str, Any], folder: Path) -> Settings:
-    """Settings of a new run, written to its folder."""
+    """Settings of a new run in `folder`; nothing is written yet."""
     if folder.exists():
         raise InputError(f"{folder} exists; continue it with --resume, or give another --name")
     device = given.get("device", "cuda" if torch.cuda.is_available() else "cpu")
@@ -80,6 +92,12 @@ def begin(given: dict[str, Any], folder: Path) -> Settings:
         raise InputError("--device cuda: PyTorch finds no CUDA device here")
     settings = dataclasses.replace(preset, **{"device": device, **given})
     settings.check()
+    with torch.device("meta"):
+        model = GPT(settings.layers, settings.width, settings.sequence)
+    try:
+        fp4engine.convert(model, keep_high_precision=settings.keep_high_precision)
+    except ValueError as error:
+        raise InputError(f"--keep-high-precision: {error}") from error
     return settings
 
 
@@ -90,7 +108,7 @@ def resume(given: dict[str, Any], folder: Path) -> Settings:
         begun_with = getattr(settings, name)
         if value != begun_with:
             option = name.replace("_", "-")
-            raise InputError(f"--resume: {folder} began with --{option} {begun_with}, not {value}")
+            raise InputError(f"--resume: {folder} began with --{option} {written(begun_with)}, not {written(value)}")
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise InputError(f"--resume: {folder} ran on CUDA, and PyTorch finds no CUDA device here")
     return settings
@@ -98,7 +116,7 @@ def resume(given: dict[str, Any], folder: Path) -> Settings:
 
 def choose_folder(arguments: argparse.Namespace) -> Path:
     if arguments.name:
-        if Path(arguments.name).name != arguments.name:
+        if Path(arguments.name).name != arguments.name or arguments.name == "..":
             raise InputError(f"--name must be the name of one folder, got {arguments.name!r}")
         return arguments.runs / arguments.name
     if not arguments.resume:

@@ -1,7 +1,8 @@
 """Checkpoints that are whole or not there, and metrics that never run ahead of them.
 
-A checkpoint is a folder `step-00000100` with `model.safetensors` and `training.pt` (optimizer, random streams). It is
-written under another name, synced to disk and renamed, so that a crash at any moment leaves the one before in place.
+A checkpoint is a folder `step-00000100` with `model.safetensors`, `training.pt` (optimizer, random streams) and the
+digests of both. It is written under another name, synced to disk and renamed, so that a crash at any moment leaves the
+one before in place.
 """
 
 import hashlib
@@ -18,6 +19,8 @@ from torch import nn
 import fp4engine
 from gpt.settings import InputError
 
+WEIGHTS, STATE, DIGESTS = "model.safetensors", "training.pt", "sha256.json"
+
 KEPT = 2
 """Newest checkpoints to keep: one to continue from, and one to fall back on if that is damaged."""
 
@@ -32,18 +35,17 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
     partial = final.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    weights = partial / "model.safetensors"
-    safetensors.torch.save_file(model.state_dict(), weights)
+    safetensors.torch.save_file(model.state_dict(), partial / WEIGHTS)
     state = {
         "step": step,
-        "model_sha256": file_digest(weights),
         "optimizer": optimizer.state_dict(),
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "fp4_rng": fp4engine.get_rng_state(),
     }
-    torch.save(state, partial / "training.pt")
-    for path in (weights, partial / "training.pt", partial):
+    torch.save(state, partial / STATE)
+    (partial / DIGESTS).write_text(json.dumps({name: file_digest(partial / name) for name in (WEIGHTS, STATE)}))
+    for path in (partial / WEIGHTS, partial / STATE, partial / DIGESTS, partial):
         sync(path)
     os.replace(partial, final)
     sync(folder)
@@ -62,10 +64,11 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         return 0
     newest = found[-1]
     try:
-        state = torch.load(newest / "training.pt", map_location="cpu", weights_only=True)
-        if file_digest(newest / "model.safetensors") != state["model_sha256"]:
-            raise ValueError("model.safetensors is not what was saved")
-        model.load_state_dict(safetensors.torch.load_file(newest / "model.safetensors"))
+        for name, digest in json.loads((newest / DIGESTS).read_text()).items():
+            if file_digest(newest / name) != digest:
+                raise ValueError(f"{name} is not what was saved")
+        state = torch.load(newest / STATE, map_location="cpu", weights_only=True)
+        model.load_state_dict(safetensors.torch.load_file(newest / WEIGHTS))
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["torch_rng"])
         if torch.cuda.is_available():

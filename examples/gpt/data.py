@@ -30,7 +30,7 @@ class Corpus:
 
     def batch(self, step: int, batch: int, length: int, seed: int) -> Tensor:
         """Training tokens int64 [batch, length] of `step`: a pure function of its arguments, so resuming is exact."""
-        generator = torch.Generator().manual_seed((seed << 32) + step)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)  # it reads the low 32 bits
         start = torch.randint(len(self.training) - length + 1, (batch,), generator=generator)
         return windows(self.training, start, length)
 
@@ -51,7 +51,7 @@ def load_corpus(folder: str, length: int, device: torch.device) -> Corpus:
     """Text files below `folder`, or Python's standard library if `folder` is empty.
 
     Raises:
-        InputError: no folder, no text in it, or too little of it for windows of `length` bytes.
+        InputError: no folder, an unreadable file, no text, or too little of it for windows of `length` bytes.
     """
     root = Path(folder) if folder else Path(sysconfig.get_path("stdlib"))
     if not root.is_dir():
@@ -80,7 +80,10 @@ def read_texts(root: Path, pattern: str) -> dict[str, bytes]:
         installed = "site-packages" in path.parts or "__pycache__" in path.parts
         if installed or any(part.startswith(".") for part in path.relative_to(root).parts) or not path.is_file():
             continue
-        text = path.read_bytes()
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise InputError(f"--data: {path} cannot be read ({error.strerror})") from error
         if text and SEPARATOR not in text:
             texts.setdefault(hashlib.sha256(text).hexdigest(), text)
     return texts

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,10 @@ class Settings:
         for name in ("layers", "width", "sequence", "batch", "tokens", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**31:
+            raise InputError(f"--seed must be from 0 to 2**31 - 1, got {self.seed}")
+        if not 0 < self.learning_rate < math.inf:
+            raise InputError(f"--learning-rate must be positive and finite, got {self.learning_rate}")
         if self.width % 2 or (self.width > 64 and self.width % 64):
             raise InputError(f"--width must be even, and a multiple of 64 above 64, got {self.width}")
         if not self.precision or len(set(self.precision)) < len(self.precision):

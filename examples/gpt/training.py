@@ -80,10 +80,7 @@ class Trainer:
         fp4engine.manual_seed(settings.seed)
         reset_peak_memory(self.device)
         self.model = GPT(settings.layers, settings.width, settings.sequence).to(self.device)
-        try:
-            self.plan = fp4engine.convert(self.model, keep_high_precision=settings.keep_high_precision)
-        except ValueError as error:
-            raise InputError(f"--keep-high-precision: {error}") from error
+        self.plan = fp4engine.convert(self.model, keep_high_precision=settings.keep_high_precision)
         self.recipe = self._recipe()
         self.optimizer = make_optimizer(self.model)
         self.loss = torch.compile(self.model.loss) if settings.compile else self.model.loss
@@ -119,9 +116,10 @@ class Trainer:
             while self.step < settings.steps:
                 self._train_step()
                 bar.update()
-                last = self.step == settings.steps or stop.requested
-                evaluates = self.step % settings.evaluate_every == 0 or self.step == settings.steps
-                saves = self.step % settings.checkpoint_every == 0 or last
+                ends = self.step == settings.steps
+                stops = stop.requested and not ends  # looked at once: it may change at any moment
+                evaluates = self.step % settings.evaluate_every == 0 or ends
+                saves = self.step % settings.checkpoint_every == 0 or ends or stops
                 if evaluates or saves or self.step % LOG_EVERY == 0:
                     bar.set_postfix(loss=f"{self._write_losses():.4f}", refresh=False)
                 if evaluates:
@@ -129,7 +127,7 @@ class Trainer:
                 if saves:
                     checkpoint.sync(self.metrics.path)
                     checkpoint.save(self.folder / "checkpoints", self.step, self.model, self.optimizer)
-                if stop.requested and self.step < settings.steps:
+                if stops:
                     raise Interrupted(self.step)
                 if evaluates or saves:
                     self.pace.start()

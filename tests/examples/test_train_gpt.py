@@ -1,0 +1,353 @@
+"""The main job on a very small model: it runs, continues bit for bit, and refuses what it cannot use."""
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import train_gpt
+from gpt import checkpoint, training
+from gpt.data import load_corpus, windows
+from gpt.measure import saved_by_linears
+from gpt.model import GPT
+from gpt.settings import PRESETS
+
+import fp4engine
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SIZE = {"layers": 1, "width": 32, "sequence": 16, "batch": 2}
+OFTEN = {"evaluate-every": 4, "checkpoint-every": 4}
+TINY = ["--device=cpu", *(f"--{name}={value}" for name, value in (SIZE | OFTEN).items())]
+STEPS = 12
+TOKENS = 2 * 16 * STEPS
+
+
+@pytest.fixture(autouse=True)
+def process_wide_settings() -> Iterator[None]:
+    """Undo what main() sets for the whole process; one thread, as in the processes that are started here."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(30):
+        (folder / f"{number}.txt").write_text(f"file {number}: " + "the quick brown fox; " * (number + 5))
+    return folder
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, texts: Path) -> list[str]:
+    return [*TINY, "--data", str(texts), "--tokens", str(TOKENS), "--runs", str(tmp_path / "runs")]
+
+
+def losses(run: Path, precision: str = "nvfp4") -> list[dict[str, float]]:
+    return checkpoint.read_metrics(run / precision / "metrics.jsonl")
+
+
+def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr of a call that is refused with exit code 2."""
+    try:
+        code = train_gpt.main(argv)
+    except SystemExit as stop:
+        code = stop.code
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith("train_gpt: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_a_run_ends_with_a_table_a_picture_and_files(arguments: list[str], tmp_path: Path, capsys) -> None:
+    assert train_gpt.main([*arguments, "--name", "a"]) == 0
+    run = tmp_path / "runs" / "a"
+    report = (run / "report.md").read_text()
+    assert report in capsys.readouterr().out
+    header, rule, bf16, nvfp4 = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in report.splitlines()[:4]
+    )
+    assert header == list(train_gpt.report.HEADER)
+    assert set("".join(rule)) == {"-", ":"}
+    assert (bf16[0], bf16[2], bf16[-1]) == ("bf16", "", "0.0%")
+    assert (nvfp4[0], nvfp4[2][-1], nvfp4[-1]) == ("nvfp4", "%", "66.7%")
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert fp4engine.recipe.recipe_from_json((run / "nvfp4" / "recipe.json").read_text()) == (
+        fp4engine.recipe.NVFP4BlockScaling()
+    )
+    for precision in ("bf16", "nvfp4"):
+        rows = losses(run, precision)
+        assert [row["step"] for row in rows if "loss" in row] == list(range(1, STEPS + 1))
+        assert [row["step"] for row in rows if "validation_loss" in row] == [4, 8, 12]
+        newest = checkpoint.checkpoints(run / precision / "checkpoints")[-1]
+        assert newest.name == "step-00000012"
+        torch.load(newest / "training.pt", weights_only=True)
+    assert "lm_head" in (run / "nvfp4" / "plan.txt").read_text()
+
+
+def test_precisions_share_weights_and_data(arguments: list[str], tmp_path: Path) -> None:
+    assert train_gpt.main([*arguments, "--name", "a"]) == 0
+    first = [losses(tmp_path / "runs" / "a", precision)[0]["loss"] for precision in ("bf16", "nvfp4")]
+    assert first[0] == pytest.approx(first[1], rel=0.01)
+    assert train_gpt.main([*arguments, "--name", "b", "--precision", "nvfp4,bf16"]) == 0
+    for precision in ("bf16", "nvfp4"):
+        assert losses(tmp_path / "runs" / "a", precision) == losses(tmp_path / "runs" / "b", precision)
+
+
+def test_the_loss_goes_down(arguments: list[str], tmp_path: Path) -> None:
+    more = ["--tokens", str(32 * 60), "--evaluate-every", "20", "--precision", "nvfp4"]
+    assert train_gpt.main([*arguments, *more, "--name", "a"]) == 0
+    validation = [row["validation_loss"] for row in losses(tmp_path / "runs" / "a") if "validation_loss" in row]
+    assert validation[2] < validation[1] < validation[0] < 5.6
+
+
+def process(argv: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "train_gpt.py"), *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def wait_for(condition: Callable[[], bool], child: subprocess.Popen[str]) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.005)
+    raise AssertionError("waited for too long")
+
+
+def test_killed_and_interrupted_runs_continue_bit_for_bit(arguments: list[str], tmp_path: Path) -> None:
+    steps = 60
+    argv = [*arguments, "--tokens", str(32 * steps), "--precision", "nvfp4", "--checkpoint-every", "15"]
+    run = tmp_path / "runs" / "broken"
+
+    child = process([*argv, "--name", "broken"])
+    wait_for(lambda: len(losses(run)) > 20, child)  # beyond the checkpoint of step 15, before that of step 30
+    child.kill()
+    child.wait()
+    assert 15 < losses(run)[-1]["step"] < steps
+    with (run / "nvfp4" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2')  # a line that was cut off
+
+    child = process(["--runs", str(tmp_path / "runs"), "--resume"])  # the newest run, with its own settings
+    wait_for(lambda: len(losses(run)) > 35 and losses(run)[-1]["step"] > 30, child)
+    child.send_signal(signal.SIGINT)
+    output, error = child.communicate()
+    assert child.returncode == 130, error
+    assert "continues after step" in output
+    assert "all saved; to continue: " in output
+    stopped = checkpoint.checkpoints(run / "nvfp4" / "checkpoints")[-1]
+    assert f"stopped after step {int(stopped.name[-8:])}" in output
+
+    assert train_gpt.main(["--runs", str(tmp_path / "runs"), "--name", "broken", "--resume"]) == 0
+    assert train_gpt.main([*argv, "--name", "whole"]) == 0
+    assert losses(run) == losses(tmp_path / "runs" / "whole")
+    weights = [
+        tmp_path / "runs" / name / "nvfp4" / "checkpoints" / "step-00000060" / "model.safetensors"
+        for name in ("whole", "broken")
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("call", range(1, 7))
+def test_a_crash_inside_a_checkpoint_leaves_the_one_before(
+    call: int, arguments: list[str], tmp_path: Path, monkeypatch
+) -> None:
+    """Fail at each sync around the second checkpoint: metrics, three files, their folder, and after the renaming."""
+    argv = [*arguments, "--precision", "nvfp4"]
+    assert train_gpt.main([*argv, "--name", "whole"]) == 0
+    saves = itertools.count(1)
+    sync = checkpoint.sync
+
+    def dying(path: Path) -> None:
+        if ("checkpoints" in str(path) or path.name == "metrics.jsonl") and next(saves) == 6 + call:
+            raise Killed
+        sync(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "sync", dying)
+        with pytest.raises(Killed):
+            train_gpt.main([*argv, "--name", "broken"])
+    run = tmp_path / "runs" / "broken"
+    steps = [path.name for path in checkpoint.checkpoints(run / "nvfp4" / "checkpoints")]
+    assert steps == (["step-00000004", "step-00000008"] if call == 6 else ["step-00000004"])
+    assert train_gpt.main(["--runs", str(tmp_path / "runs"), "--name", "broken", "--resume"]) == 0
+    assert losses(run) == losses(tmp_path / "runs" / "whole")
+
+
+def test_resuming_a_finished_run_only_reports(arguments: list[str], tmp_path: Path, monkeypatch) -> None:
+    assert train_gpt.main([*arguments, "--name", "a"]) == 0
+    run = tmp_path / "runs" / "a"
+    report = (run / "report.md").read_text()
+    monkeypatch.delattr(training.Trainer, "train")
+    assert train_gpt.main([*arguments, "--name", "a", "--resume"]) == 0
+    assert (run / "report.md").read_text() == report
+
+
+def test_a_resumed_run_keeps_the_recipe_it_began_with(arguments: list[str], tmp_path: Path, monkeypatch) -> None:
+    argv = [*arguments, "--precision", "nvfp4"]
+    assert train_gpt.main([*argv, "--name", "whole"]) == 0
+    run = tmp_path / "runs" / "broken"
+    assert train_gpt.main([*argv, "--name", "broken"]) == 0
+    (run / "nvfp4" / "result.json").unlink()
+    shutil.rmtree(run / "nvfp4" / "checkpoints" / "step-00000012")
+    monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "1")
+    assert train_gpt.main([*argv, "--name", "broken", "--resume"]) == 0
+    assert losses(run) == losses(tmp_path / "runs" / "whole")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "training.pt", "sha256.json"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-30] + bytes([content[-30] ^ 1]) + content[-29:],
+    ],
+    ids=["cut off", "one bit"],
+)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_works(
+    file: str, damage: Callable[[bytes], bytes], arguments: list[str], tmp_path: Path, capsys
+) -> None:
+    argv = [*arguments, "--precision", "bf16", "--name", "a"]
+    assert train_gpt.main(argv) == 0
+    run = tmp_path / "runs" / "a"
+    before = losses(run, "bf16")
+    (run / "bf16" / "result.json").unlink()
+    older, newest = checkpoint.checkpoints(run / "bf16" / "checkpoints")
+    (newest / file).write_bytes(damage((newest / file).read_bytes()))
+    capsys.readouterr()
+    error = refusal([*argv, "--resume"], capsys)
+    assert f"checkpoint {newest} is damaged" in error
+    assert f"delete it to continue from the one before, {older.name}" in error
+    shutil.rmtree(newest)
+    assert train_gpt.main([*argv, "--resume"]) == 0
+    assert losses(run, "bf16") == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "no/such/folder"], "must be a folder of text files; there is no folder"),
+        (["--precision", "bf16,fp3"], "--precision must be of bf16, nvfp4; got 'fp3'"),
+        (["--precision", ""], "at least one precision"),
+        (["--precision", "nvfp4,nvfp4"], "each only once"),
+        (["--preset", "1t"], "invalid choice: '1t'"),
+        (["--tokens", "many"], "invalid whole value: 'many'"),
+        (["--tokens", "inf"], "invalid whole value: 'inf'"),
+        (["--batch", "0"], "--batch must be at least 1, got 0"),
+        (["--width", "100"], "--width must be even, and a multiple of 64 above 64, got 100"),
+        (["--seed", "-1"], "--seed must be"),
+        (["--learning-rate", "nan"], "--learning-rate must be"),
+        (["--keep-high-precision", "head"], "--keep-high-precision: pattern 'head' covers no nn.Linear"),
+        (["--sequence", "100000"], "bytes for training, a window needs 100001"),
+        (["--name", "../elsewhere"], "--name must be the name of one folder"),
+        (["--resume"], "--resume: there is no run in"),
+        (["--resume", "--name", "none"], "does not hold the settings of a run"),
+        (["--faster"], "unrecognized arguments: --faster"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(
+    options: list[str], message: str, arguments: list[str], tmp_path: Path, capsys
+) -> None:
+    assert message in refusal([*arguments, *options], capsys)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_folders_without_text_are_refused(arguments: list[str], tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    assert "needs at least two different text files" in refusal([*arguments, "--data", str(folder)], capsys)
+    for name in ("a", "b", "c"):
+        (folder / name).write_bytes(b"\0binary" + name.encode())
+    assert f"{folder} has 0" in refusal([*arguments, "--data", str(folder)], capsys)
+
+
+def test_resume_refuses_what_contradicts_the_run(arguments: list[str], texts: Path, tmp_path: Path, capsys) -> None:
+    argv = [*arguments, "--precision", "bf16", "--name", "a"]
+    assert train_gpt.main(argv) == 0
+    capsys.readouterr()
+    assert "exists; continue it with --resume" in refusal(argv, capsys)
+    assert "began with --seed 0, not 3" in refusal([*argv, "--resume", "--seed", "3"], capsys)
+    assert "began with --precision bf16, not bf16,nvfp4" in refusal(
+        [*argv, "--resume", "--precision", "bf16,nvfp4"], capsys
+    )
+    (texts / "one more.txt").write_text("something else")
+    assert "the text files are not those" in refusal([*argv, "--resume"], capsys)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(arguments: list[str], capsys) -> None:
+    assert train_gpt.main([*arguments, "--learning-rate", "1e30", "--precision", "bf16"]) == 1
+    assert "loss is " in capsys.readouterr().err
+
+
+def test_validation_files_are_never_trained_on(texts: Path) -> None:
+    (texts / "copy.txt").write_text((texts / "3.txt").read_text())
+    corpus = load_corpus(str(texts), 17, torch.device("cpu"))
+    split = [set(bytes(stream.tolist()).split(b"\0")) for stream in (corpus.training, corpus.validation)]
+    assert len(split[0]) + len(split[1]) == 30
+    assert len(split[1]) == 1
+    assert not split[0] & split[1]
+
+
+def test_batches_are_pure_functions_of_the_step(texts: Path) -> None:
+    corpus = load_corpus(str(texts), 17, torch.device("cpu"))
+    first = corpus.batch(3, 4, 17, seed=0)
+    assert first.shape == (4, 17)
+    assert torch.equal(first, corpus.batch(3, 4, 17, seed=0))
+    assert not torch.equal(first, corpus.batch(4, 4, 17, seed=0))
+    assert not torch.equal(first, corpus.batch(3, 4, 17, seed=1))
+    assert torch.equal(windows(torch.arange(9).byte(), torch.tensor([0, 4]), 3), torch.tensor([[0, 1, 2], [4, 5, 6]]))
+
+
+@pytest.mark.parametrize(("name", "millions"), [("10m", 10.8), ("30m", 30.1), ("85m", 85.4)])
+def test_presets_have_the_size_they_are_called(name: str, millions: float) -> None:
+    settings = PRESETS[name]
+    with torch.device("meta"):
+        model = GPT(settings.layers, settings.width, settings.sequence)
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(millions * 1e6, rel=0.005)
+
+
+def test_the_model_does_not_look_ahead() -> None:
+    model = GPT(2, 32, 16)
+    tokens = torch.randint(0, 256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 8:] = 0
+    assert torch.allclose(model(tokens)[0, :8], model(changed)[0, :8], atol=1e-5)
+    assert not torch.allclose(model(tokens)[0, 8:], model(changed)[0, 8:], atol=1e-5)
+
+
+def test_saved_bytes_are_counted_once_and_without_parameters() -> None:
+    """x [64, 32] FP32 is shared by two plain layers; in NVFP4 each keeps codes, scales and an amax of its own."""
+    model = torch.nn.ModuleList([torch.nn.Linear(32, 48), torch.nn.Linear(32, 16)])
+    fp4engine.convert(model)
+    x = torch.randn(64, 32)
+
+    def step() -> None:
+        sum(layer(x).sum() for layer in model).backward()
+
+    assert saved_by_linears(model, step) == 64 * 32 * 4
+    with fp4engine.autocast():
+        assert saved_by_linears(model, step) == 2 * (64 * 32 // 2 + 64 * 32 // 16 + 4)
