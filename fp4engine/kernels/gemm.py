@@ -139,8 +139,6 @@ def supports(
     for name, values in (("left", left), ("right", right)):
         if values.dtype != torch.bfloat16:
             return False, f"{name} must be bfloat16 values, got {values.dtype}"
-        if values.shape[1] > 1 and values.stride(1) != 1:
-            return False, f"{name} must be contiguous along K, got strides {values.stride()}"
     for name, amax, rows in (("left_amax", left_amax, left.shape[0]), ("right_amax", right_amax, right.shape[0])):
         if amax.dtype != torch.float32 or amax.numel() not in (1, rows) or not amax.is_contiguous():
             return False, f"{name} must be contiguous float32 of 1 or {rows} elements, got {amax.dtype} {amax.shape}"
@@ -180,8 +178,8 @@ def gemm(
     """``round_out(alpha * left @ right.T + bias)``, or the same added to ``out`` in FP32 before the one rounding.
 
     Args:
-        left: BF16 ``[M, K]``, contiguous along K; any M >= 0 and K >= 0.
-        right: BF16 ``[N, K]``, contiguous along K.
+        left: BF16 ``[M, K]``; any M >= 0 and K >= 0. Copied if not contiguous along K.
+        right: BF16 ``[N, K]``; likewise.
         left_amax, right_amax: FP32, one element or one per row of the operand. NaN makes the output NaN.
         numerator: product of the two operands' numerators, e.g. ``2688.0 * 2688.0``; exact in FP32.
         bias: ``[N]`` of any float dtype, added in FP32.
@@ -197,6 +195,7 @@ def gemm(
     ok, reason = supports(left, right, left_amax, right_amax, bias=bias, out_dtype=out_dtype, out=out)
     if not ok:
         raise ValueError(f"gemm: {reason}")
+    left, right = _along_k(left), _along_k(right)
     accumulate = out is not None
     m, k = left.shape
     n = right.shape[0]
@@ -219,6 +218,10 @@ def gemm(
         with torch.cuda.device(left.device):
             launch(left, right, out, scales, flags)
     return out
+
+
+def _along_k(values: torch.Tensor) -> torch.Tensor:
+    return values if values.stride(1) == 1 or values.shape[1] <= 1 else values.contiguous()
 
 
 GROUP_M = 8

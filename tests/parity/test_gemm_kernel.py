@@ -160,6 +160,13 @@ def test_unaligned_and_strided_operands():
 
 
 @KERNEL_RUNS
+def test_operands_that_are_views_of_their_transpose():
+    left, right = integers(48, 40).T, integers(48, 24).T
+    a, b = amax(), amax(seed=2)
+    assert_same_bytes(gemm(left, right, a, b, NUMERATOR), contract(left, right, a, b, NUMERATOR))
+
+
+@KERNEL_RUNS
 @pytest.mark.parametrize("k", [0, 64])
 def test_nan_amax_reaches_every_output(k):
     nan = torch.full((1,), float("nan"), device=DEVICE)
