@@ -4,6 +4,7 @@ from fp4engine import recipe
 from fp4engine.capability import is_nvfp4_available
 from fp4engine.checkpoint import checkpoint
 from fp4engine.convert import ConversionPlan, assert_quantized, convert, executed_gemms, last_blocks
+from fp4engine.functional.cast import CastTensor, cast, upcast
 from fp4engine.modules import (
     GroupedLinear,
     LayerNorm,
@@ -11,8 +12,11 @@ from fp4engine.modules import (
     LayerNormMLP,
     Linear,
     RMSNorm,
+    get_amax_history,
+    set_amax_history,
     weight_cache,
 )
+from fp4engine.qat import fake_quantize, linear_ste, ste_weight
 from fp4engine.quantizers import IdentityQuantizer, NVFP4Quantizer, Quantizer, make_quantizer
 from fp4engine.roles import QuantizerRole
 from fp4engine.state import (
@@ -27,6 +31,7 @@ from fp4engine.state import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "CastTensor",
     "ConversionPlan",
     "GroupedLinear",
     "IdentityQuantizer",
@@ -41,17 +46,24 @@ __all__ = [
     "__version__",
     "assert_quantized",
     "autocast",
+    "cast",
     "checkpoint",
     "convert",
     "executed_gemms",
+    "fake_quantize",
     "fp8_autocast",
+    "get_amax_history",
     "get_default_recipe",
     "get_rng_state",
     "is_nvfp4_available",
     "last_blocks",
+    "linear_ste",
     "make_quantizer",
     "manual_seed",
     "recipe",
+    "set_amax_history",
     "set_rng_state",
+    "ste_weight",
+    "upcast",
     "weight_cache",
 ]

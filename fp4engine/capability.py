@@ -34,6 +34,17 @@ def triton_runs_on(device: torch.device) -> tuple[bool, str]:
 
 
 @cache
+def fp8_units(device: torch.device) -> tuple[bool, str]:
+    """Whether ``device`` has FP8 tensor cores."""
+    if device.type != "cuda":
+        return False, f"{device.type} has no FP8 tensor cores"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        return False, f"sm_{major}{minor} has no FP8 tensor cores; they came with sm_89"
+    return True, f"sm_{major}{minor}"
+
+
+@cache
 def fp4_units(device: torch.device) -> tuple[bool, str]:
     """Whether ``device`` has FP4 tensor cores, and which."""
     if device.type != "cuda":

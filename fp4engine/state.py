@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fp4engine.ops import get_rng_state, manual_seed, set_rng_state
+from fp4engine.quantizers.delayed import next_step
 from fp4engine.recipe import NVFP4BlockScaling, Recipe
 
 __all__ = [
@@ -95,6 +96,8 @@ class Region:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _slot.state, _slot.backward = self._outer.pop()
+        if _slot.state is None and self._state is not None and self._state.recipe.is_delayed:
+            next_step()
 
 
 class autocast(Region):

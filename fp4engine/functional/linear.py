@@ -82,7 +82,15 @@ def _gemm(
     out: Tensor | None = None,
 ) -> Tensor:
     plan.executed.record(name, operand_formats(left.spec, right.spec), 2 * left.rows * right.rows * left.cols)
-    return ops.gemm(left, right, out_dtype=dtype, bias=bias, out=out, backend=plan.backend)
+    return ops.gemm(
+        left,
+        right,
+        out_dtype=dtype,
+        bias=bias,
+        out=out,
+        backend=plan.backend,
+        fast_accumulation=name in plan.fast_accumulation,
+    )
 
 
 def _forward(

@@ -1,7 +1,7 @@
 """What a linear module needs to know for one forward and its backward, resolved once."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from fp4engine.recipe import Recipe
 from fp4engine.roles import QuantizerRole
 
 GemmName = Literal["fprop", "dgrad", "wgrad"]
+GEMMS: tuple[GemmName, ...] = get_args(GemmName)
 HIGH_PRECISION = "high_precision"
 
 
@@ -63,6 +64,7 @@ class LinearPlan:
         backend: backend of the GEMMs.
         executed: the module's counter.
         amax_reduction_group: process group whose ranks share outer amaxes, or None.
+        fast_accumulation: FP8 GEMMs that may use the tensor core's shorter accumulator.
     """
 
     recipe: Recipe
@@ -73,6 +75,7 @@ class LinearPlan:
     backend: str
     executed: ExecutedGemms = field(compare=False)
     amax_reduction_group: Any = None
+    fast_accumulation: frozenset[GemmName] = frozenset()
 
     @property
     def formats(self) -> dict[GemmName, str]:
@@ -95,16 +98,19 @@ def make_linear_plan(
     executed: ExecutedGemms,
     amax_reduction_group: Any = None,
     shape: tuple[int, ...] = (),
+    memory: dict[str, Any] | None = None,
 ) -> LinearPlan:
     """Ask ``recipe`` for the quantizers of a module's three roles, once each.
 
     Args:
         shape: shape of the module's weight, which rules may ask for.
+        memory: the module's own, for quantizers that remember earlier steps.
     """
     own = recipe.of(QuantizerRole(module_type, "", name, shape))
 
     def quantizer(tensor_type: str) -> Quantizer:
-        return make_quantizer(own, QuantizerRole(module_type, tensor_type, name, shape))
+        made = make_quantizer(own, QuantizerRole(module_type, tensor_type, name, shape))
+        return made if memory is None else made.remembering_in(memory, tensor_type)
 
     return LinearPlan(
         recipe,
@@ -115,4 +121,5 @@ def make_linear_plan(
         own.backend,
         executed,
         amax_reduction_group,
+        frozenset(gemm for gemm in GEMMS if not own.mm_params(gemm).use_split_accumulator),
     )

@@ -1,5 +1,6 @@
 """Modules: the only readers of the autocast state."""
 
+from fp4engine.modules.amax_history import get_amax_history, set_amax_history
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.grouped_linear import GroupedLinear
 from fp4engine.modules.layernorm_linear import LayerNormLinear
@@ -15,5 +16,7 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "RMSNorm",
+    "get_amax_history",
+    "set_amax_history",
     "weight_cache",
 ]

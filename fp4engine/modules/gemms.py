@@ -25,6 +25,7 @@ class Gemms(torch.nn.Module):
 
     Attributes:
         executed: what really ran, see :class:`~fp4engine.functional.ExecutedGemms`.
+        amax_histories: what delayed scaling remembers of each role.
     """
 
     def __init__(
@@ -47,9 +48,15 @@ class Gemms(torch.nn.Module):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.module_type = module_type
         self.executed = ExecutedGemms()
+        self.amax_histories: dict[str, Any] = {}
         self._plan: LinearPlan | None = None
         self._weight_cache: WeightCache | None = None
         self._forwards = ForwardMemory()
+
+    def forget_plan(self) -> None:
+        """Drop histories and the plan that uses them; the next forward makes a plan anew."""
+        self.amax_histories.clear()
+        self._plan = None
 
     def plan(self, state: AutocastState | None) -> LinearPlan | None:
         """The plan under ``state``; None for high precision. Rebuilt when the recipe differs by value."""
@@ -134,8 +141,12 @@ class Gemms(torch.nn.Module):
 def _make_plan(gemms: Gemms, recipe: Recipe, group: Any) -> None:
     """Leave the plan for ``recipe`` on ``gemms``: ``torch.compile`` then reads it there, and not how it is made."""
     plan = gemms._plan
-    if plan is None or plan.recipe != recipe or plan.amax_reduction_group is not group:
-        gemms._plan = make_linear_plan(recipe, gemms.module_type, gemms.name, gemms.executed, group)
+    if plan is None or (plan.recipe is not recipe and plan.recipe != recipe) or plan.amax_reduction_group is not group:
+        weight = getattr(gemms, "weight", None)
+        shape = () if weight is None else tuple(weight.shape)
+        gemms._plan = make_linear_plan(
+            recipe, gemms.module_type, gemms.name, gemms.executed, group, shape, gemms.amax_histories
+        )
 
 
 def _draws_in_forward(plan: LinearPlan) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fp4engine import capability, reference
 from fp4engine.formats import E2M1, E4M3, CastSpec, Outer
 from fp4engine.ops import backend as backends
+from fp4engine.ops import gemm_fp8
 from fp4engine.ops.backend import call
 from fp4engine.ops.quantize import Form
 
@@ -44,6 +45,7 @@ def gemm(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
+    fast_accumulation: bool = False,
 ) -> Tensor:
     """``left @ right.T`` with FP32 accumulation and one rounding: [left.rows, right.rows].
 
@@ -55,6 +57,7 @@ def gemm(
         bias: [right.rows] or None, added in FP32 before the rounding.
         out: gradient buffer [left.rows, right.rows] to add the product to, in FP32 before the one rounding.
         backend: see :func:`fp4engine.ops.backend.choose`.
+        fast_accumulation: FP8 products may keep their sums in the tensor core's shorter accumulator.
     """
     if left.cols != right.cols:
         raise ValueError(
@@ -69,11 +72,30 @@ def gemm(
             "both operands of a GEMM must be rotated alike, or H H^T does not cancel: "
             f"left has {rotations[0]}, right has {rotations[1]}"
         )
+    if backend in ("auto", "native") and gemm_fp8.supports(left.spec, right.spec, left.data.device)[0]:
+        return _fp8(left, right, bias, out_dtype, out, fast_accumulation)
     operands = (_tensors(left), _key(left), _tensors(right), _key(right), left.cols)
     if out is not None:
         call(torch.ops.fp4engine.gemm_accumulate, _gemm_accumulate, out, out, *operands, backend)
         return out
     return call(torch.ops.fp4engine.gemm, _gemm, left.data, *operands, bias, out_dtype, backend)
+
+
+def _fp8(
+    left: OperandLike,
+    right: OperandLike,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
+    fast_accumulation: bool,
+) -> Tensor:
+    assert left.spec is not None and right.spec is not None and left.amax is not None and right.amax is not None
+    backends.record("gemm", "fp8")
+    alpha = reference.gemm_factor(left.amax, right.amax, left.spec.numerator * right.spec.numerator)
+    codes = (gemm_fp8.operand(left.data, left.spec), gemm_fp8.operand(right.data, right.spec))
+    dtype = out_dtype if out is None else torch.float32
+    product = gemm_fp8.multiply(*codes, alpha, bias, dtype, fast_accumulation)
+    return product if out is None else out.copy_(out.float() + product)
 
 
 def _tensors(operand: OperandLike) -> list[Tensor]:

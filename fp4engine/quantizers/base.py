@@ -1,6 +1,7 @@
 """What every quantizer is: two CastSpecs and a stream, frozen."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,10 @@ class Quantizer:
     def with_backend(self, backend: str) -> "Quantizer":
         """The same casts by another backend."""
         return Quantizer(self.rowwise_spec, self.columnwise_spec, self.columnwise_source, self.stream, backend)
+
+    def remembering_in(self, memory: dict[str, Any], tensor_type: str) -> "Quantizer":
+        """The same quantizer, keeping what it remembers between steps in ``memory``; most remember nothing."""
+        return self
 
     def quantize(
         self,

@@ -2,8 +2,9 @@
 
 from fp4engine.ops import rank_bits
 from fp4engine.quantizers.base import Quantizer
+from fp4engine.quantizers.delayed import DelayedQuantizer
 from fp4engine.quantizers.nvfp4 import NVFP4Quantizer
-from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling, Recipe
+from fp4engine.recipe import CustomRecipe, DelayedScaling, NVFP4BlockScaling, Recipe
 from fp4engine.roles import TENSOR_TYPES, QuantizerRole
 
 
@@ -24,6 +25,8 @@ def make_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer:
         arguments = recipe.quantizer_arguments(role.tensor_type)
         return NVFP4Quantizer(**arguments, stream=stream, backend=recipe.backend)
     casts = recipe.casts(role.tensor_type)
+    if isinstance(recipe, DelayedScaling):
+        return DelayedQuantizer(casts.rowwise, casts.columnwise, stream=stream, backend=recipe.backend, recipe=recipe)
     return Quantizer(casts.rowwise, casts.columnwise, casts.columnwise_source, stream, recipe.backend)
 
 

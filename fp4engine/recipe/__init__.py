@@ -4,16 +4,21 @@ from fp4engine.recipe import zoo
 from fp4engine.recipe.base import Format, MMParams, QParams, Recipe, recipe_from_json
 from fp4engine.recipe.casts import Casts
 from fp4engine.recipe.custom import CustomRecipe
+from fp4engine.recipe.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from fp4engine.recipe.linear import LinearRecipe, combine
 from fp4engine.recipe.nvfp4 import NVFP4BlockScaling
-from fp4engine.recipe.rules import Rule, RuledRecipe, ScheduledRecipe, last_blocks
+from fp4engine.recipe.rules import Rule, RuledRecipe, ScheduledRecipe, final_blocks
 
 __all__ = [
     "Casts",
     "CustomRecipe",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
     "Format",
     "LinearRecipe",
     "MMParams",
+    "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "QParams",
     "Recipe",
@@ -21,7 +26,7 @@ __all__ = [
     "RuledRecipe",
     "ScheduledRecipe",
     "combine",
-    "last_blocks",
+    "final_blocks",
     "recipe_from_json",
     "zoo",
 ]

@@ -111,6 +111,11 @@ class Recipe:
         """Options of the GEMM ``"fprop"``, ``"dgrad"`` or ``"wgrad"``."""
         return MMParams()
 
+    @property
+    def is_delayed(self) -> bool:
+        """True if some scale is made of earlier steps' amaxes, so that the end of a step matters."""
+        return False
+
     def of(self, role: QuantizerRole) -> "Recipe":
         """The recipe of the module that ``role`` belongs to; itself unless it has rules."""
         return self

@@ -20,7 +20,7 @@ class Rule:
         recipe: ``LinearRecipe()`` for high precision.
         name: glob over the module's name, e.g. ``"*.router"``.
         blocks: half-open range of the first number in the name: ``(27, 32)`` matches ``"layers.30.mlp.fc1"``;
-            see :func:`last_blocks`.
+            see :func:`final_blocks`.
         narrower_than: matches weights whose smaller dimension is less than this.
     """
 
@@ -86,6 +86,11 @@ class RuledRecipe(Recipe):
                 return rule.recipe.of(role)
         return self.default.of(role)
 
+    @property
+    def is_delayed(self) -> bool:
+        """True if the recipe of some module is."""
+        return self.default.is_delayed or any(rule.recipe.is_delayed for rule in self.rules)
+
     def at(self, step: int) -> "RuledRecipe":
         """The same rules over the recipes in force at ``step``."""
         rules = tuple(Rule(r.recipe.at(step), r.name, r.blocks, r.narrower_than) for r in self.rules)
@@ -124,7 +129,7 @@ def _rule_from_plain(recipe: Any, blocks: list[int] | None = None, **rest: Any) 
     return Rule(recipe_from_data(recipe), blocks=None if blocks is None else (blocks[0], blocks[1]), **rest)
 
 
-def last_blocks(total: int, fraction: float) -> tuple[int, int]:
+def final_blocks(total: int, fraction: float) -> tuple[int, int]:
     """The last ``ceil(fraction * total)`` of ``total`` blocks, for :attr:`Rule.blocks`.
 
     Source: arXiv 2509.25149 keeps about 15% of linear layers, mostly the last, in BF16.

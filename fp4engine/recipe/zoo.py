@@ -15,7 +15,6 @@ from fp4engine.formats import (
     E2M1,
     E2M3,
     E3M2,
-    E4M3,
     CastSpec,
     Correction,
     Outer,
@@ -28,6 +27,7 @@ from fp4engine.formats import (
 )
 from fp4engine.recipe.base import Recipe
 from fp4engine.recipe.casts import Casts
+from fp4engine.recipe.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from fp4engine.recipe.linear import LinearRecipe, combine
 from fp4engine.recipe.nvfp4 import NVFP4BlockScaling
 
@@ -206,9 +206,17 @@ ZOO: dict[str, Row] = {
         "OCP Microscaling Formats v1.0",
         "E3M2 for gradients: our choice",
     ),
-    "mxfp8": Row(
-        lambda: _uniform(mx(E4M3, ScaleRule.TOPBINADE), mx(E4M3, ScaleRule.TOPBINADE)),
-        "TransformerEngine `MXFP8BlockScaling()`",
+    "mxfp8": Row(MXFP8BlockScaling, "TransformerEngine `MXFP8BlockScaling()`"),
+    "fp8_current": Row(Float8CurrentScaling, "TransformerEngine `Float8CurrentScaling()`"),
+    "fp8_delayed": Row(
+        DelayedScaling,
+        "TransformerEngine `DelayedScaling()`",
+        "not under `torch.compile`; recomputed activations use the next step's scale",
+    ),
+    "fp8_block": Row(Float8BlockScaling, "TransformerEngine `Float8BlockScaling()`"),
+    "nvfp4_forward_fp8_backward": Row(
+        lambda: combine(make("nvfp4"), make("fp8_current")),
+        "TransformerEngine `HybridQuantizer`, NVFP4 rowwise and FP8 columnwise",
     ),
     "nvfp4_forward_mxfp8_backward": Row(
         lambda: combine(make("nvfp4_row_scaled"), make("mxfp8")),

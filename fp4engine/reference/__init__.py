@@ -2,7 +2,8 @@
 
 from fp4engine.reference.cast import Cast, amax, decode, dequantize, outer_factor, quantize
 from fp4engine.reference.gemm import gemm, gemm_factor
-from fp4engine.reference.rounding import pack, unpack
+from fp4engine.reference.rounding import pack, pack6, unpack, unpack6
+from fp4engine.reference.scaling import round_outer_amax
 from fp4engine.reference.swizzle import swizzle_scales, unswizzle_scales
 
 __all__ = [
@@ -14,8 +15,11 @@ __all__ = [
     "gemm_factor",
     "outer_factor",
     "pack",
+    "pack6",
     "quantize",
+    "round_outer_amax",
     "swizzle_scales",
     "unpack",
+    "unpack6",
     "unswizzle_scales",
 ]

@@ -106,3 +106,15 @@ def pack(codes: Tensor) -> Tensor:
 def unpack(packed: Tensor) -> Tensor:
     """Inverse of :func:`pack`."""
     return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
+
+
+def pack6(codes: Tensor) -> Tensor:
+    """Four 6-bit codes per three bytes, lowest bits first: uint8 [..., cols] -> uint8 [..., cols * 3 / 4]."""
+    words = (codes.unflatten(-1, (-1, 4)).int() << torch.arange(0, 24, 6, device=codes.device)).sum(-1)
+    return (words[..., None] >> torch.arange(0, 24, 8, device=codes.device) & 0xFF).flatten(-2).to(torch.uint8)
+
+
+def unpack6(packed: Tensor) -> Tensor:
+    """Inverse of :func:`pack6`."""
+    words = (packed.unflatten(-1, (-1, 3)).int() << torch.arange(0, 24, 8, device=packed.device)).sum(-1)
+    return (words[..., None] >> torch.arange(0, 24, 6, device=packed.device) & 0x3F).flatten(-2).to(torch.uint8)

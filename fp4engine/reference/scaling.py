@@ -34,9 +34,6 @@ def divide(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
 def outer_amax(x: Tensor, spec: CastSpec) -> Tensor:
     """Largest magnitude per outer group, FP32, NaN where the group holds a NaN.
 
-    Without block scales and under a power-of-two rule it is rounded up to ``numerator * 2^k``, so that ``S_enc`` is a
-    power of two.
-
     Args:
         x: FP32 [rows, cols].
 
@@ -48,7 +45,11 @@ def outer_amax(x: Tensor, spec: CastSpec) -> Tensor:
         return torch.full((1,), spec.constant_amax, device=x.device)
     if spec.outer is Outer.BLOCK128:
         return _amax(x.reshape(x.shape[0], x.shape[1] // 128, 128))
-    amax = _amax(x if spec.outer is Outer.ROW else x.reshape(1, x.numel()))
+    return round_outer_amax(_amax(x if spec.outer is Outer.ROW else x.reshape(1, x.numel())), spec)
+
+
+def round_outer_amax(amax: Tensor, spec: CastSpec) -> Tensor:
+    """``amax`` itself, or rounded up to ``numerator * 2^k`` where the outer scale is to be a power of two."""
     if spec.block[1] or not spec.scale_rule.is_power_of_two:
         return amax
     fraction, exponent = torch.frexp(divide(amax, spec.numerator))

@@ -1,0 +1,217 @@
+"""TransformerEngine's FP8 recipes: per tensor (delayed or current scaling), per block, and microscaling.
+
+Source: TransformerEngine ``common/recipe/__init__.py``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fp4engine.environment import flag
+from fp4engine.formats import E4M3, E5M2, CastSpec, ElementFormat, ScaleRule, fp8, fp8_block, mx
+from fp4engine.recipe.base import Format, MMParams, QParams, Recipe, require
+from fp4engine.recipe.casts import Casts
+
+FP8_FORMATS = (Format.HYBRID, Format.E4M3, Format.E5M2)
+FAST = MMParams(use_split_accumulator=False)
+SPLIT = MMParams(use_split_accumulator=True)
+
+
+@dataclass(frozen=True)
+class _FP8Recipe(Recipe):
+    """What the FP8 recipes share. ``HYBRID`` is E4M3 forward and E5M2 for gradients."""
+
+    def _check(self, fp8_format: Format, fp8_dpa: bool, fp8_mha: bool) -> None:
+        require("fp8_format", fp8_format, FP8_FORMATS)
+        require("fp8_dpa", fp8_dpa, (False,))
+        require("fp8_mha", fp8_mha, (False,))
+
+    @classmethod
+    def _from_plain(cls, name: str, value: Any) -> Any:
+        if name.startswith("fp8_gemm_"):
+            return MMParams(**value)
+        return super()._from_plain(name, value)
+
+
+def _element(fp8_format: Format, tensor_type: str) -> ElementFormat:
+    if fp8_format is Format.HYBRID:
+        return E5M2 if tensor_type == "grad_output" else E4M3
+    return E5M2 if fp8_format is Format.E5M2 else E4M3
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(_FP8Recipe):
+    """One scale per tensor, from the tensor itself: ``code = fp8(x * max / amax)``.
+
+    Attributes:
+        use_power_2_scales: round scales down to powers of two. Flag ``NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES``.
+        fp8_format: ``Format.HYBRID``, ``E4M3`` or ``E5M2``.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: options of the GEMMs.
+        fp8_dpa, fp8_mha: attention stays in high precision; only False.
+    """
+
+    use_power_2_scales: bool = flag("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
+    fp8_format: Format = Format.HYBRID
+    fp8_gemm_fprop: MMParams = FAST
+    fp8_gemm_dgrad: MMParams = SPLIT
+    fp8_gemm_wgrad: MMParams = SPLIT
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
+
+    @property
+    def fp8_quant_fwd_inp(self) -> QParams:
+        """What happens to the input."""
+        return QParams(power_2_scale=self.use_power_2_scales)
+
+    @property
+    def fp8_quant_fwd_weight(self) -> QParams:
+        """What happens to the weight."""
+        return QParams(power_2_scale=self.use_power_2_scales)
+
+    @property
+    def fp8_quant_bwd_grad(self) -> QParams:
+        """What happens to the output gradient."""
+        return QParams(power_2_scale=self.use_power_2_scales)
+
+    def casts(self, tensor_type: str) -> Casts:
+        """Both operands alike."""
+        spec = fp8(_element(self.fp8_format, tensor_type), power_of_two=self.use_power_2_scales)
+        return Casts(spec, spec)
+
+    def mm_params(self, gemm: str) -> MMParams:
+        """The option of that GEMM."""
+        return {"fprop": self.fp8_gemm_fprop, "dgrad": self.fp8_gemm_dgrad, "wgrad": self.fp8_gemm_wgrad}[gemm]
+
+
+@dataclass(frozen=True)
+class DelayedScaling(_FP8Recipe):
+    """One scale per tensor, from the amaxes of earlier steps: ``code = fp8(x * max / A / 2^margin)``.
+
+    ``A`` is chosen once per step, when the outermost autocast region has closed, and is the format's own maximum
+    (scale one) until an amax has been seen. Histories belong to the modules; see :func:`fp4engine.get_amax_history`.
+
+    Attributes:
+        margin: binades left free above ``A``.
+        fp8_format: ``Format.HYBRID``, ``E4M3`` or ``E5M2``.
+        amax_history_len: steps remembered.
+        amax_compute_algo: ``"max"`` over the history, ``"most_recent"``, or ``history [len] -> amax``.
+        scaling_factor_compute_algo: only None.
+        reduce_amax: share amaxes over autocast's ``amax_reduction_group``.
+        backward_override: only None.
+        fp8_dpa, fp8_mha: only False.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    scaling_factor_compute_algo: None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
+        require("backward_override", self.backward_override, (None,))
+        require("scaling_factor_compute_algo", self.scaling_factor_compute_algo, (None,))
+        if not callable(self.amax_compute_algo):
+            require("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
+        if not 0 <= self.margin < 8:
+            raise ValueError(f"margin must be in 0 .. 7 binades, got {self.margin}")
+        if self.amax_history_len < 1:
+            raise ValueError(f"amax_history_len must be >= 1, got {self.amax_history_len}")
+
+    def casts(self, tensor_type: str) -> Casts:
+        """Both operands alike."""
+        spec = fp8(_element(self.fp8_format, tensor_type), margin=self.margin)
+        return Casts(spec, spec)
+
+    def mm_params(self, gemm: str) -> MMParams:
+        """Fast accumulation in fprop, as TransformerEngine does."""
+        return FAST if gemm == "fprop" else SPLIT
+
+    @property
+    def is_delayed(self) -> bool:
+        """True: scales come from earlier steps."""
+        return True
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(_FP8Recipe):
+    """One scale per 1x128 (inputs, gradients) or 128x128 (weights).
+
+    Attributes:
+        use_f32_scales: FP32 scales instead of powers of two. Flag ``NVTE_FP8_BLOCK_SCALING_FP32_SCALES``.
+        fp8_format: ``Format.E4M3``, ``HYBRID`` or ``E5M2``.
+        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1 for 1x128, 2 for 128x128; at most one
+            operand of a GEMM is 2.
+        fp8_dpa, fp8_mha: only False.
+    """
+
+    use_f32_scales: bool = flag("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
+        dims = {
+            "x_block_scaling_dim": self.x_block_scaling_dim,
+            "w_block_scaling_dim": self.w_block_scaling_dim,
+            "grad_block_scaling_dim": self.grad_block_scaling_dim,
+        }
+        for name, dim in dims.items():
+            require(name, dim, (1, 2))
+        if list(dims.values()).count(2) > 1:
+            raise ValueError(f"two operands in 128x128 blocks would meet in one GEMM; at most one may be 2, got {dims}")
+
+    def casts(self, tensor_type: str) -> Casts:
+        """Both operands alike."""
+        dim = {
+            "input": self.x_block_scaling_dim,
+            "weight": self.w_block_scaling_dim,
+            "grad_output": self.grad_block_scaling_dim,
+        }[tensor_type]
+        element = _element(self.fp8_format, tensor_type)
+        spec = fp8_block(element, 128 if dim == 2 else 1, power_of_two=not self.use_f32_scales)
+        return Casts(spec, spec)
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(_FP8Recipe):
+    """Blocks of 32 with a power-of-two scale that saturates nothing.
+
+    Attributes:
+        margin: only 0, as in TransformerEngine, which ignores it.
+        fp8_format: ``Format.E4M3``, ``HYBRID`` or ``E5M2``.
+        enable_2d_quantization: one scale per 32x32 of the weight.
+        fp8_dpa, fp8_mha: only False.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    enable_2d_quantization: bool = False
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
+        require("margin", self.margin, (0,))
+
+    def casts(self, tensor_type: str) -> Casts:
+        """Both operands alike."""
+        rows = 32 if tensor_type == "weight" and self.enable_2d_quantization else 1
+        spec: CastSpec = mx(_element(self.fp8_format, tensor_type), ScaleRule.TOPBINADE, rows=rows)
+        return Casts(spec, spec)
