@@ -8,6 +8,8 @@ from functools import cache
 
 import torch
 
+from fp4engine.environment import read_flag
+
 _FP4_TARGETS = {10: "tcgen05 block-scaled MMA", 12: "mma.sync block-scaled MMA"}
 
 
@@ -22,11 +24,13 @@ def triton_available() -> tuple[bool, str]:
 @cache
 def triton_runs_on(device: torch.device) -> tuple[bool, str]:
     """Whether Triton kernels run on tensors of ``device``."""
-    if device.type != "cuda":
-        return False, f"Triton kernels need a CUDA device, the tensor is on {device.type}"
     available, reason = triton_available()
     if not available:
         return False, reason
+    if device.type == "cpu" and read_flag("TRITON_INTERPRET", False):
+        return True, "Triton's interpreter, asked for by TRITON_INTERPRET=1"
+    if device.type != "cuda":
+        return False, f"Triton kernels need a CUDA device, the tensor is on {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return False, f"sm_{major}{minor} has no BF16 arithmetic; the kernels need Ampere (sm_80) or newer"

@@ -154,17 +154,16 @@ def _choose(operator: str, x: Tensor, rowwise: str, columnwise: str, backend: st
 
 
 def _supports(rowwise: str, columnwise: str, dtype: torch.dtype) -> tuple[bool, str]:
-    from fp4engine.kernels import quantize as kernels
+    from fp4engine.ops import cast_kernels
 
-    answers = [kernels.supports(spec, dtype) for spec in _specs(rowwise, columnwise) if spec is not None]
-    return next((answer for answer in answers if not answer[0]), (True, ""))
+    return cast_kernels.supports(_specs(rowwise, columnwise), dtype)
 
 
 def _amax(x: Tensor, rowwise: str, columnwise: str, rng: Tensor | None, stream: int, backend: str) -> list[Tensor]:
     if _choose("amax", x, rowwise, columnwise, backend) == "triton":
-        from fp4engine.kernels.amax import amax
+        from fp4engine.ops import cast_kernels
 
-        return [tensor for tensor in amax(x, *_specs(rowwise, columnwise)) if tensor is not None]
+        return [tensor for tensor in cast_kernels.amax(x, _specs(rowwise, columnwise)) if tensor is not None]
     return [reference.amax(operand, spec, rng, stream | side) for side, operand, spec in _sides(x, rowwise, columnwise)]
 
 
@@ -183,8 +182,11 @@ def _quantize(
     given = (rowwise_amax, columnwise_amax)
     forms = (rowwise_form, columnwise_form)
     path = _choose("quantize", x, rowwise, columnwise, backend)
+    casts: Any
     if path == "triton":
-        casts = _quantize_by_kernel(x, _specs(rowwise, columnwise), forms, given, rng, stream)
+        from fp4engine.ops import cast_kernels
+
+        casts = cast_kernels.cast(x, _specs(rowwise, columnwise), forms, given, rng, stream)
     else:
         casts = {
             side: reference.quantize(operand, spec, amax=given[side], rng=rng, stream=stream | side)
@@ -202,35 +204,6 @@ def _quantize(
         if given[side] is None or spec.correction is Correction.SCALAR:
             outputs.append(amax)
     return outputs
-
-
-def _quantize_by_kernel(
-    x: Tensor,
-    specs: tuple[CastSpec | None, CastSpec | None],
-    forms: tuple[str, str],
-    given: tuple[Tensor | None, Tensor | None],
-    rng: Tensor | None,
-    stream: int,
-) -> dict[int, tuple[Any, Any, Any]]:
-    """``side -> (data, scale_inv, amax)``; a missing amax of either side costs one read of x for both."""
-    from fp4engine.kernels.amax import amax
-    from fp4engine.kernels.quantize import quantize
-
-    missing = [spec if amax is None else None for spec, amax in zip(specs, given, strict=True)]
-    if any(spec is not None for spec in missing):
-        own = amax(x, *missing)
-        given = (own[0] if given[0] is None else given[0], own[1] if given[1] is None else given[1])
-    row, row_scale, col, col_scale = quantize(
-        x,
-        *specs,
-        rowwise_amax=given[0],
-        columnwise_amax=given[1],
-        rng=rng,
-        stream=stream,
-        rowwise_output=forms[0],
-        columnwise_output=forms[1],
-    )
-    return {0: (row, row_scale, given[0]), 1: (col, col_scale, given[1])}
 
 
 def _dequantize(

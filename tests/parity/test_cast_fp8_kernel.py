@@ -1,0 +1,58 @@
+"""The FP8 cast kernel equals the reference byte for byte.
+
+Runs on a GPU, and on the CPU in Triton's interpreter: ``TRITON_INTERPRET=1 pytest tests/parity``.
+"""
+
+import pytest
+import torch
+
+from fp4engine import reference
+from fp4engine.formats import E4M3, E5M2, FP32, CastSpec
+
+SPECS = {
+    "e4m3": CastSpec(E4M3, (0, 0), FP32, scale_bound=1.0, target=448.0),
+    "e5m2": CastSpec(E5M2, (0, 0), FP32, scale_bound=1.0, target=57344.0),
+}
+
+
+def make(kind: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    x = torch.randn(rows, cols)
+    if kind == "wide":
+        x = x * torch.exp2(torch.randint(-30, 10, (rows, cols)).float())
+    elif kind == "zeros":
+        x = torch.zeros(rows, cols).copysign(x)
+    elif kind == "nan":
+        x[rows // 2, cols // 2] = float("nan")
+    elif kind == "inf":
+        x[0, -1] = float("inf")
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("kind", ["normal", "wide", "zeros", "nan", "inf"])
+@pytest.mark.parametrize("shape", [(1, 1), (16, 16), (17, 63), (64, 128), (130, 200)])
+@pytest.mark.parametrize(("row", "col"), [("e4m3", "e4m3"), ("e5m2", None), (None, "e5m2"), ("e4m3", "e5m2")])
+def test_bytes(kernel_device, row, col, shape, kind):
+    from fp4engine.kernels import cast_fp8
+
+    dtype = torch.float32 if shape == (17, 63) else torch.bfloat16
+    x = make(kind, *shape, dtype).to(kernel_device)
+    specs = (SPECS.get(row), SPECS.get(col))
+    amax = cast_fp8.amax(x)
+    codes = cast_fp8.cast_fp8(x, amax, *specs)
+    again = cast_fp8.cast_fp8(x, amax, *specs)
+    for operand, spec, ours, twin in zip((x, x.T), specs, codes, again, strict=True):
+        if spec is None:
+            assert ours is None
+            continue
+        expected = reference.quantize(operand, spec)
+        torch.testing.assert_close(amax, expected.amax, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(ours, expected.codes)
+        assert torch.equal(ours, twin)
+
+
+def test_columns_of_a_transposed_view(kernel_device):
+    from fp4engine.kernels import cast_fp8
+
+    x = torch.randn(40, 24, device=kernel_device).T
+    codes, _ = cast_fp8.cast_fp8(x, cast_fp8.amax(x), SPECS["e4m3"], None)
+    assert torch.equal(codes, reference.quantize(x, SPECS["e4m3"]).codes)

@@ -1,0 +1,40 @@
+"""A whole Linear on the kernels gives the bytes of the same Linear on the reference quantizers.
+
+Runs on a GPU, and on the CPU in Triton's interpreter: ``TRITON_INTERPRET=1 pytest tests/parity``.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+
+import fp4engine
+from fp4engine import ops
+from fp4engine.quantizers import reference_quantizer
+from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
+
+RECIPE = NVFP4BlockScaling()
+
+
+def results(layer, inp, recipe):
+    """Output and gradients of one step from draw 0."""
+    fp4engine.manual_seed(11)
+    layer.zero_grad()
+    inp = inp.clone().requires_grad_()
+    with fp4engine.autocast(recipe=recipe):
+        out = layer(inp)
+    out.float().square().mean().backward()
+    return [out.detach(), inp.grad, *(p.grad.clone() for p in layer.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "fan_in", "fan_out"), [(32, 48, 16), (19, 33, 17)])
+def test_bytes(kernel_device, rows, fan_in, fan_out, dtype):
+    layer = fp4engine.Linear(fan_in, fan_out, device=kernel_device, dtype=dtype)
+    inp = torch.randn(rows, fan_in, device=kernel_device, dtype=dtype)
+    oracle = CustomRecipe(qfactory=partial(reference_quantizer, RECIPE))
+    ops.reset_executed_paths()
+    ours = results(layer, inp, RECIPE)
+    assert {path.split("/")[1] for path in ops.executed_paths()} == {"triton"}
+    for left, right in zip(ours, results(layer, inp, oracle), strict=True):
+        assert torch.equal(left, right)
