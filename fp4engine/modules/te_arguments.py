@@ -35,7 +35,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Argument -> the values that ask for nothing. Every other value is refused, never ignored."""
 
 
-def refuse_unimplemented(module: str, arguments: dict[str, Any]) -> None:
+FORWARD_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "inference_params": (None,),
+    "alibi_slopes": (None,),
+    "cu_seqlens_q": (None,),
+    "cu_seqlens_kv": (None,),
+    "cu_seqlens_q_padded": (None,),
+    "cu_seqlens_kv_padded": (None,),
+    "max_seqlen_q": (None,),
+    "max_seqlen_kv": (None,),
+    "pad_between_seqs": (None, False),
+    "fast_zero_fill": (True, False),
+}
+"""As :data:`NEUTRAL`, for the forward of attention modules."""
+
+
+def refuse_unimplemented(module: str, arguments: dict[str, Any], neutral: dict[str, tuple[Any, ...]] = NEUTRAL) -> None:
     """Accept ``arguments`` that ask for nothing.
 
     Raises:
@@ -43,10 +58,10 @@ def refuse_unimplemented(module: str, arguments: dict[str, Any]) -> None:
         TypeError: an argument that TransformerEngine does not have either.
     """
     for name, value in arguments.items():
-        if name not in NEUTRAL:
+        if name not in neutral:
             raise TypeError(f"{module} got an unexpected argument {name!r}")
-        if not any(value is neutral or value == neutral for neutral in NEUTRAL[name]):
-            allowed = " or ".join(map(repr, NEUTRAL[name]))
+        if not any(value is word or (type(value) is type(word) and value == word) for word in neutral[name]):
+            allowed = " or ".join(map(repr, neutral[name]))
             raise NotImplementedError(f"{module}({name}={value!r}) is not implemented; leave it at {allowed}")
 
 

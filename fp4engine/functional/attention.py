@@ -1,0 +1,137 @@
+"""Scaled dot-product attention with TransformerEngine's mask words, over PyTorch's own.
+
+Legend: B batch, S query length, T key length, H query heads, G key-value groups, D head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MASK_TYPES = (
+    "no_mask",
+    "causal",
+    "causal_bottom_right",
+    "padding",
+    "padding_causal",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Which keys a query may read.
+
+    Attributes:
+        kind: one of :data:`MASK_TYPES`. ``causal`` aligns the diagonal to the top left corner of [S, T],
+            ``bottom_right`` to the bottom right.
+        window_size: ``(left, right)``: query i reads keys ``i - left`` to ``i + right`` along that diagonal; -1 is
+            without limit.
+        bottom_right_diagonal: where a window's diagonal lies if ``kind`` is not causal; None is bottom right.
+
+    Raises:
+        ValueError: unknown kind, or a window that contradicts a causal kind.
+    """
+
+    kind: str = "causal"
+    window_size: tuple[int, int] | None = None
+    bottom_right_diagonal: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in MASK_TYPES:
+            raise ValueError(f"mask type must be one of {', '.join(map(repr, MASK_TYPES))}, got {self.kind!r}")
+        if self.is_causal and self.window[1] != 0:
+            raise ValueError(f"window_size of a {self.kind!r} mask must end at 0, got {self.window_size}")
+
+    @property
+    def is_causal(self) -> bool:
+        return "causal" in self.kind
+
+    @property
+    def reads_mask(self) -> bool:
+        """True if :meth:`allowed` needs a mask tensor."""
+        return "padding" in self.kind or self.kind == "arbitrary"
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return self.window_size or (-1, 0 if self.is_causal else -1)
+
+    def allowed(self, masked: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """Boolean, broadcastable to [B, H, S, T], True where a query reads a key; None if it reads all.
+
+        Args:
+            masked: True where NOT to read: [B, 1, 1, T] for padding, broadcastable to [B, H, S, T] for arbitrary.
+        """
+        if self.reads_mask and masked is None:
+            raise ValueError(f"a {self.kind!r} mask needs attention_mask")
+        allowed = ~masked if self.reads_mask and masked is not None else None
+        left, right = self.window
+        if left < 0 and right < 0:
+            return allowed
+        # Distance of a key to the right of the query's diagonal.
+        distance = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
+        if self._is_bottom_right():
+            distance = distance - (keys - queries)
+        inside = torch.ones_like(distance, dtype=torch.bool)
+        if left >= 0:
+            inside &= distance >= -left
+        if right >= 0:
+            inside &= distance <= right
+        return inside if allowed is None else allowed & inside
+
+    def _is_bottom_right(self) -> bool:
+        if self.kind in ("causal", "padding_causal"):
+            return False
+        return "bottom_right" in self.kind or self.bottom_right_diagonal is not False
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    masked: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """``softmax(q k^T / sqrt(D) + bias) v``; a query that may read nothing gives zeros.
+
+    Args:
+        query: [B, H, S, D]; key, value: [B, G, T, D] with H a multiple of G.
+        bias: added to the scores, broadcastable to [B, H, S, T].
+
+    Returns:
+        [B, H, S, D].
+    """
+    grouped = query.shape[1] != key.shape[1]
+    plainly_causal = mask == AttentionMask("causal") and bias is None
+    if plainly_causal:
+        return F.scaled_dot_product_attention(query, key, value, None, dropout, is_causal=True, enable_gqa=grouped)
+    allowed = mask.allowed(masked, query.shape[2], key.shape[2], query.device)
+    if bias is not None:
+        scores = bias.to(query.dtype)
+        allowed = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
+    return F.scaled_dot_product_attention(query, key, value, allowed, dropout, enable_gqa=grouped)
+
+
+def rotate(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotary position embedding: ``x cos(a) + half_turn(x) sin(a)`` on the first R of D components.
+
+    Args:
+        x: [B, H, S, D].
+        angles: [S or more, 1 or B, 1, R] in radians, each angle twice, as TransformerEngine's
+            ``RotaryPositionEmbedding`` makes them.
+        interleaved: pairs are neighbours instead of the two halves of R.
+    """
+    angles = angles[: x.shape[2]].permute(1, 2, 0, 3)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    turned, rest = x[..., : angles.shape[-1]], x[..., angles.shape[-1] :]
+    if interleaved:
+        half_turn = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        half_turn = torch.cat((-second, first), dim=-1)
+    return torch.cat((turned * cos + half_turn * sin, rest), dim=-1)

@@ -1,0 +1,354 @@
+"""Attention and transformer layers against plain PyTorch, their masks, and TransformerEngine's keys."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fp4engine
+from fp4engine import IdentityQuantizer
+from fp4engine.functional.attention import MASK_TYPES, AttentionMask, attention, rotate
+from fp4engine.modules.attention import MultiheadAttention
+from fp4engine.modules.transformer import TransformerLayer
+from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
+
+RECIPE = NVFP4BlockScaling()
+IDENTITY = CustomRecipe(qfactory=lambda role: IdentityQuantizer())
+
+
+def by_hand(query, key, value, allowed=None, bias=None):
+    """Attention [B, H, S, D] x [B, G, T, D] in FP64, head by head."""
+    ratio = query.shape[1] // key.shape[1]
+    key, value = (x.double().repeat_interleave(ratio, dim=1) for x in (key, value))
+    scores = query.double() @ key.mT / math.sqrt(query.shape[-1])
+    if bias is not None:
+        scores = scores + bias
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    return scores.softmax(-1).nan_to_num(0.0) @ value
+
+
+def qkv(queries=6, keys=9, heads=4, groups=2):
+    return torch.randn(3, heads, queries, 8), torch.randn(3, groups, keys, 8), torch.randn(3, groups, keys, 8)
+
+
+def close(left, right):
+    torch.testing.assert_close(left.double(), right.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, (2, 0), (0, 0)])
+@pytest.mark.parametrize("kind", MASK_TYPES)
+def test_masks(kind, window):
+    query, key, value = qkv()
+    padding = torch.zeros(3, 1, 1, 9, dtype=torch.bool)
+    padding[1, ..., 5:] = True
+    padding[2] = True
+    masked = padding if "padding" in kind else torch.rand(3, 1, 6, 9) < 0.4
+    allowed = torch.ones(3, 1, 6, 9, dtype=torch.bool)
+    if "padding" in kind or kind == "arbitrary":
+        allowed = allowed & ~masked
+    shift = 0 if kind in ("causal", "padding_causal") else 3
+    for row in range(6):
+        for column in range(9):
+            if "causal" in kind or window:
+                allowed[:, :, row, column] &= column <= row + shift
+            if window:
+                allowed[:, :, row, column] &= column >= row + shift - window[0]
+    got = attention(query, key, value, AttentionMask(kind, window), masked)
+    assert not got.isnan().any()
+    close(got, by_hand(query, key, value, allowed))
+
+
+def test_bias_is_added_to_the_scaled_scores():
+    query, key, value = qkv()
+    bias = torch.randn(1, 4, 6, 9)
+    close(attention(query, key, value, AttentionMask("no_mask"), bias=bias), by_hand(query, key, value, bias=bias))
+    causal = torch.ones(6, 9, dtype=torch.bool).tril()
+    got = attention(query, key, value, AttentionMask("causal"), bias=bias)
+    close(got, by_hand(query, key, value, causal, bias))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_embedding_turns_pairs(interleaved):
+    x = torch.randn(2, 3, 5, 8)
+    angle = torch.rand(7, 1, 1, 2) * 6
+    angles = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
+    pairs = [(0, 1), (2, 3)] if interleaved else [(0, 2), (1, 3)]
+    expected = x.clone()
+    for index, (a, b) in enumerate(pairs):
+        turn = torch.polar(torch.ones(5), angle[:5, 0, 0, index])
+        turned = torch.complex(x[..., a], x[..., b]) * turn
+        expected[..., a], expected[..., b] = turned.real, turned.imag
+    close(rotate(x, angles, interleaved), expected)
+
+
+@pytest.mark.parametrize("mask", [("diagonal", None), ("causal", (3, 1)), ("padding_causal", (-1, -1))])
+def test_bad_masks_raise(mask):
+    with pytest.raises(ValueError, match="mask"):
+        AttentionMask(*mask)
+
+
+def test_padding_without_a_mask_raises():
+    with pytest.raises(ValueError, match="needs attention_mask"):
+        attention(*qkv(), AttentionMask("padding"))
+
+
+def project(module, inp):
+    """Queries, keys and values of a self-attention without a norm, by plain matrices."""
+    weight, bias = module.qkv.joined()
+    q, kv = (module.head_size * n for n in (module.num_attention_heads, module.num_gqa_groups))
+    return F.linear(inp, weight, bias).split((q, kv, kv), dim=-1)
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_self_attention_by_hand(layout, groups):
+    module = MultiheadAttention(32, 4, num_gqa_groups=groups, qkv_format=layout, attention_dropout=0.0)
+    inp = torch.randn(5, 3, 32)
+    q, k, v = project(module, inp)
+    order = (0, 2, 1, 3) if layout == "bshd" else (1, 2, 0, 3)
+    heads = [x.view(5, 3, -1, 8).permute(order) for x in (q, k, v)]
+    length = inp.shape[1 if layout == "bshd" else 0]
+    context = by_hand(*heads, torch.ones(length, length, dtype=torch.bool).tril()).float()
+    context = context.permute((0, 2, 1, 3) if layout == "bshd" else (2, 0, 1, 3)).reshape(5, 3, 32)
+    close(module(inp), F.linear(context, module.proj.weight, module.proj.bias))
+
+
+@pytest.mark.parametrize("attention_type", ["self", "cross"])
+def test_interleaved_weights_are_a_permutation_of_the_rows(attention_type):
+    heads, groups, size = 4, 2, 8
+    make = partial(
+        MultiheadAttention,
+        32,
+        heads,
+        num_gqa_groups=groups,
+        attention_dropout=0.0,
+        attention_type=attention_type,
+        fuse_qkv_params=True,
+        bias=False,
+        attn_mask_type="no_mask",
+    )
+    whole, mixed = make(qkv_weight_interleaved=False), make(qkv_weight_interleaved=True)
+    mixed.load_state_dict(whole.state_dict())
+    name = "qkv.weight" if attention_type == "self" else "key_value.weight"
+    weight = whole.get_parameter(name).detach()
+    *queries, keys, values = weight.view(-1, groups * size, 32)
+    query = torch.cat(queries).view(groups, -1, size, 32) if queries else weight.new_empty(groups, 0, size, 32)
+    rows = torch.cat((query, keys.view(groups, 1, size, 32), values.view(groups, 1, size, 32)), dim=1)
+    with torch.no_grad():
+        mixed.get_parameter(name).copy_(rows.reshape(-1, 32))
+    inp, other = torch.randn(5, 2, 32), torch.randn(7, 2, 32)
+    close(mixed(inp, encoder_output=other), whole(inp, encoder_output=other))
+
+
+def test_checkpointed_core_attention_changes_no_bit():
+    module = MultiheadAttention(32, 4, input_layernorm=True, attention_dropout=0.5)
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(2)
+        fp4engine.manual_seed(2)
+        inp = torch.ones(5, 2, 32).cumsum(0).requires_grad_()
+        with fp4engine.autocast():
+            output = module(inp, checkpoint_core_attention=checkpointed)
+        output.square().sum().backward()
+        results.append((output.detach(), inp.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm", "L2Normalization"])
+@pytest.mark.parametrize("before", [True, False])
+def test_qk_norm(kind, before):
+    module = MultiheadAttention(16, 2, attention_dropout=0.0, qk_norm_type=kind, qk_norm_before_rope=before)
+    angles = torch.rand(6, 1, 1, 8)
+    query, key = torch.randn(2, 3, 2, 6, 8).unbind()
+    got = module._position(query, key, angles)
+    for x, positioned in zip((query, key), got, strict=True):
+        x = x if before else rotate(x, angles)
+        x = {
+            "LayerNorm": lambda x: F.layer_norm(x, (8,), eps=1e-6),
+            "RMSNorm": lambda x: F.rms_norm(x, (8,), eps=1e-6),
+            "L2Normalization": lambda x: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt(),
+        }[kind](x)
+        close(positioned, rotate(x, angles) if before else x)
+    assert module(torch.randn(6, 3, 16), rotary_pos_emb=angles).shape == (6, 3, 16)
+
+
+def plain_layer(layer, inp):
+    """A default TransformerLayer without dropout, from its parts."""
+    attended = layer.self_attention(inp)
+    hidden = inp + attended
+    return hidden + layer.layernorm_mlp(hidden)
+
+
+def make_layer(**arguments):
+    layer = TransformerLayer(32, 48, 4, hidden_dropout=0.0, attention_dropout=0.0, **arguments)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) / 16)
+    return layer
+
+
+def step(function, inp, parameters, recipe):
+    fp4engine.manual_seed(5)
+    inp = inp.clone().requires_grad_()
+    for parameter in parameters:
+        parameter.grad = None
+    with fp4engine.autocast(enabled=recipe is not None, recipe=recipe or RECIPE):
+        output = function(inp)
+    output.float().square().sum().backward()
+    return [output.detach(), inp.grad, *(parameter.grad for parameter in parameters)]
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_is_its_parts(dtype, recipe):
+    layer = make_layer(params_dtype=dtype, normalization="RMSNorm", activation="swiglu", num_gqa_groups=2)
+    inp, parameters = torch.randn(6, 2, 32, dtype=dtype), list(layer.parameters())
+    left, right = (step(f, inp, parameters, recipe) for f in (layer, partial(plain_layer, layer)))
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_identity_quantizers_are_high_precision_bit_for_bit(dtype):
+    layer = make_layer(params_dtype=dtype, layer_type="encoder", drop_path_rate=0.0)
+    inp, parameters = torch.randn(6, 2, 32, dtype=dtype), list(layer.parameters())
+    left, right = (step(layer, inp, parameters, recipe) for recipe in (IDENTITY, None))
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_every_projection_runs_in_fp4():
+    layer = make_layer()
+    step(layer, torch.randn(4, 2, 32), [], RECIPE)
+    report = fp4engine.executed_gemms(layer)
+    assert report.fp4_gemms == 12 and report.fp4_share == 1.0
+    names = {module.name for module in report.modules}
+    assert names == {"self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2"}
+
+
+def test_variants_by_formula():
+    inp = torch.randn(6, 2, 32)
+    parallel = make_layer(parallel_attention_mlp=True)
+    close(parallel(inp), inp + parallel.self_attention(inp) + parallel.layernorm_mlp(inp))
+
+    post = make_layer(apply_residual_connection_post_layernorm=True)
+    attended, normalized = post.self_attention(inp)
+    hidden = normalized + attended
+    output, normalized = post.layernorm_mlp(hidden)
+    close(post(inp), normalized + output)
+
+    bert = make_layer(output_layernorm=True)
+    close(bert(inp), bert.layernorm(plain_layer(bert, inp)))
+
+    decoder = make_layer(layer_type="decoder")
+    encoded = torch.randn(9, 2, 32)
+    hidden = inp + decoder.self_attention(inp)
+    hidden = hidden + decoder.inter_attention(hidden, encoder_output=encoded)
+    close(decoder(inp, encoder_output=encoded), hidden + decoder.layernorm_mlp(hidden))
+    with pytest.raises(ValueError, match="needs encoder_output"):
+        decoder(inp)
+
+
+def test_layouts_agree():
+    first, second = make_layer(attn_input_format="sbhd"), make_layer(attn_input_format="bshd")
+    second.load_state_dict(first.state_dict())
+    inp = torch.randn(6, 2, 32)
+    close(second(inp.transpose(0, 1)).transpose(0, 1), first(inp))
+
+
+def test_drop_path_leaves_out_whole_branches():
+    layer = make_layer(drop_path_rate=0.5, attn_input_format="bshd")
+    inp = torch.randn(64, 3, 32)
+    ran = layer._add(torch.zeros_like(inp), inp)
+    dropped = (ran == 0).all(dim=(1, 2))
+    assert 10 < dropped.sum() < 54
+    assert torch.equal(ran[~dropped], 2 * inp[~dropped])
+    layer.eval()
+    assert torch.equal(layer._add(torch.zeros_like(inp), inp), inp)
+
+
+ATTENTION_KEYS = {
+    (False, False): ["qkv.query_weight", "qkv.key_weight", "qkv.value_weight", "proj.weight"],
+    (False, True): ["qkv.weight", "proj.weight"],
+    (True, False): [
+        "layernorm_qkv.layer_norm_weight",
+        "layernorm_qkv.layer_norm_bias",
+        "layernorm_qkv.query_weight",
+        "layernorm_qkv.key_weight",
+        "layernorm_qkv.value_weight",
+        "proj.weight",
+    ],
+    (True, True): [
+        "layernorm_qkv.layer_norm_weight",
+        "layernorm_qkv.layer_norm_bias",
+        "layernorm_qkv.weight",
+        "proj.weight",
+    ],
+}
+
+
+@pytest.mark.parametrize(("norm", "fuse"), ATTENTION_KEYS)
+def test_keys_are_transformer_engines(norm, fuse):
+    module = MultiheadAttention(16, 2, bias=False, input_layernorm=norm, fuse_qkv_params=fuse)
+    assert list(module.state_dict()) == ATTENTION_KEYS[norm, fuse]
+
+
+def test_keys_of_cross_attention_and_layer():
+    cross = MultiheadAttention(16, 2, bias=False, attention_type="cross")
+    assert list(cross.state_dict()) == [
+        "query_layer.weight",
+        "key_value.key_weight",
+        "key_value.value_weight",
+        "proj.weight",
+    ]
+    normed = MultiheadAttention(16, 2, attention_type="cross", input_layernorm=True, qk_norm_type="RMSNorm")
+    assert {"layernorm_query.query_weight", "layernorm_query.layer_norm_bias", "q_norm.weight"} <= set(
+        normed.state_dict()
+    )
+    layer = TransformerLayer(16, 16, 2, output_layernorm=True, fuse_qkv_params=True)
+    assert list(layer.state_dict()) == [
+        "self_attention.qkv.weight",
+        "self_attention.qkv.bias",
+        "self_attention.proj.weight",
+        "self_attention.proj.bias",
+        *(f"layernorm_mlp.{key}" for key in layer.layernorm_mlp.state_dict()),
+        "layernorm.weight",
+        "layernorm.bias",
+    ]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [{"tp_size": 2}, {"softmax_type": "learnable"}, {"ub_tp_comm_overlap": True}, {"attn_input_format": "thd"}],
+)
+def test_what_is_not_implemented_is_refused_by_name(argument):
+    name = next(iter(argument)).replace("attn_input_format", "qkv_format")
+    with pytest.raises(NotImplementedError, match=name):
+        TransformerLayer(16, 16, 2, **argument)
+
+
+@pytest.mark.parametrize("argument", [{"inference_params": object()}, {"core_attention_bias_type": "alibi"}])
+def test_forward_arguments_that_are_not_implemented_are_refused(argument):
+    with pytest.raises(NotImplementedError, match=next(iter(argument))):
+        TransformerLayer(16, 16, 2)(torch.randn(3, 1, 16), **argument)
+
+
+def test_unknown_and_contradicting_arguments_raise():
+    with pytest.raises(TypeError, match="no_such"):
+        TransformerLayer(16, 16, 2, no_such=1)
+    with pytest.raises(TypeError, match="no_such"):
+        TransformerLayer(16, 16, 2)(torch.randn(3, 1, 16), no_such=1)
+    for arguments in (
+        {"layer_type": "both"},
+        {"parallel_attention_mlp": True, "output_layernorm": True},
+        {"num_gqa_groups": 3},
+        {"qk_norm_type": "BatchNorm"},
+        {"self_attn_mask_type": "diagonal"},
+    ):
+        with pytest.raises(ValueError, match=r"must be|goes with"):
+            TransformerLayer(16, 16, 2, **arguments)
+
+
+def test_harmless_hints_are_accepted():
+    TransformerLayer(16, 16, 2, layer_number=3, seq_length=8, micro_batch_size=2, ub_overlap_ag=True)
