@@ -30,6 +30,10 @@ class ForwardMemory:
         self._with_graph: WeakSet[_Forward] = WeakSet()
         self._without_graph: dict[bool, list[LinearPlan | None]] = {True: [], False: []}
 
+    def __reduce__(self) -> tuple[type["ForwardMemory"], tuple[()]]:
+        """Copies and pickles start empty: a forward belongs to the module that ran it."""
+        return ForwardMemory, ()
+
     def remember(self, plan: LinearPlan | None, output: Tensor, training: bool) -> None:
         """Note that a forward made ``output`` by ``plan``; None stands for high precision."""
         if output.grad_fn is not None:

@@ -1,0 +1,324 @@
+"""Linear is an nn.Linear: outside autocast, under IdentityQuantizer, in its state, in its dtypes and shapes."""
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp4engine as te
+from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
+
+IDENTITY = CustomRecipe(qfactory=lambda role: te.IdentityQuantizer())
+NVFP4 = NVFP4BlockScaling()
+
+SHAPES = {
+    "1-D": lambda k: torch.randn(k),
+    "2-D": lambda k: torch.randn(33, k),
+    "3-D": lambda k: torch.randn(3, 11, k),
+    "4-D": lambda k: torch.randn(2, 3, 5, k),
+    "one row": lambda k: torch.randn(1, k),
+    "no rows": lambda k: torch.randn(0, k),
+    "no rows, 3-D": lambda k: torch.randn(4, 0, k),
+    "transposed": lambda k: torch.randn(k, 9).T,
+    "strided": lambda k: torch.randn(9, 2 * k)[:, ::2],
+    "swapped": lambda k: torch.randn(7, 3, k).transpose(0, 1),
+    "expanded": lambda k: torch.randn(1, k).expand(6, k),
+    "a single number": lambda k: torch.randn(1, 1).expand(6, k),
+}
+SIZES = [(1, 1), (15, 17), (17, 1), (1000, 15), (64, 48)]
+
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+every_size = pytest.mark.parametrize(("in_features", "out_features"), SIZES)
+
+
+def twins(*args, **kwargs) -> tuple[nn.Linear, te.Linear]:
+    plain = nn.Linear(*args, **kwargs)
+    ours = te.Linear(*args, **kwargs)
+    ours.load_state_dict(plain.state_dict())
+    return plain, ours
+
+
+def step(layer: nn.Module, inp: Tensor, recipe=None, autocast: torch.dtype | None = None) -> dict[str, Tensor | None]:
+    """Output and gradients for a loss that gives every output element a gradient of its own."""
+    inp = inp.detach().requires_grad_()
+    with (
+        te.autocast(enabled=recipe is not None, recipe=recipe),
+        torch.autocast("cpu", autocast, enabled=autocast is not None),
+    ):
+        out = layer(inp)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out.dtype)
+    layer.zero_grad()
+    out.backward(grad)
+    return {
+        "output": out.detach(),
+        "inp": inp.grad,
+        "weight": layer.weight.grad,
+        "bias": None if layer.bias is None else layer.bias.grad,
+    }
+
+
+def assert_same_bits(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> None:
+    for name, expected in want.items():
+        value = got[name]
+        if expected is None:
+            assert value is None, name
+            continue
+        assert value.dtype == expected.dtype and value.shape == expected.shape, name
+        assert torch.equal(value, expected), f"{name}: {(value != expected).sum()} of {value.numel()}"
+
+
+# As nn.Linear
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@every_shape
+@every_size
+def test_identity_is_nn_linear_bit_for_bit(in_features: int, out_features: int, shape, bias: bool) -> None:
+    """nn.Linear's own bits depend on strides, which pick BLAS's order of summation; ours are one or the other."""
+    plain, ours = twins(in_features, out_features, bias)
+    inp = shape(in_features)
+    got, as_is, contiguous = step(ours, inp, IDENTITY), step(plain, inp), step(plain, inp.contiguous())
+    for name, value in got.items():
+        stride_decides = value is not None and not torch.equal(as_is[name], contiguous[name])
+        if not (stride_decides and torch.equal(value, contiguous[name])):
+            assert_same_bits({name: value}, {name: as_is[name]})
+
+
+@every_shape
+def test_outside_autocast_and_in_disabled_regions_it_is_nn_linear(shape) -> None:
+    plain, ours = twins(17, 15)
+    inp = shape(17)
+    assert_same_bits(step(ours, inp), step(plain, inp))
+    with te.autocast(recipe=NVFP4):
+        assert_same_bits(step(ours, inp), step(plain, inp))
+
+
+@pytest.mark.parametrize("shape", [(17,), (5, 17), (2, 3, 17)])
+def test_gradcheck_of_the_wiring_in_float64(shape: tuple[int, ...]) -> None:
+    layer = te.Linear(17, 3, dtype=torch.float64)
+
+    def run(inp: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        with te.autocast(recipe=IDENTITY):
+            return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, inp)
+
+    inputs = (torch.randn(shape, dtype=torch.float64, requires_grad=True), layer.weight, layer.bias)
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+def test_a_second_derivative_raises_instead_of_vanishing() -> None:
+    layer, inp = te.Linear(16, 16), torch.randn(4, 16, requires_grad=True)
+    for recipe in (NVFP4, IDENTITY):
+        with te.autocast(recipe=recipe):
+            (grad,) = torch.autograd.grad((layer(inp) ** 2).sum(), inp, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+
+# State
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_state_dict_both_ways(bias: bool) -> None:
+    plain, ours = nn.Linear(17, 15, bias), te.Linear(17, 15, bias)
+    step(ours, torch.randn(3, 17), NVFP4)
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(ours.state_dict(), strict=True)
+    ours.load_state_dict(nn.Linear(17, 15, bias).state_dict(), strict=True)
+    assert not list(ours.buffers())
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        ours.load_state_dict({**ours.state_dict(), "extra": torch.ones(1)})
+
+
+def test_same_initial_values_as_nn_linear() -> None:
+    torch.manual_seed(3)
+    plain = nn.Linear(17, 15)
+    torch.manual_seed(3)
+    ours = te.Linear(17, 15)
+    assert torch.equal(plain.weight, ours.weight) and torch.equal(plain.bias, ours.bias)
+    assert isinstance(ours, nn.Linear)
+
+
+def pickled(layer: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(layer))
+
+
+def saved(layer: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickled, saved])
+def test_copies_compute_alike_and_count_for_themselves(copied) -> None:
+    layer = te.Linear(32, 16, name="fc1", recipe=NVFP4BlockScaling(disable_rht=True))
+    inp = torch.randn(8, 32)
+    want = layer(inp)  # by its own recipe, and with a plan to leave behind
+    twin = copied(layer)
+    assert torch.equal(twin(inp), want)
+    assert (twin.name, twin.recipe) == ("fc1", layer.recipe)
+    if copied is not copy.copy:
+        twin.weight.data.zero_()
+        assert layer.weight.any()
+        twin(inp)
+        assert twin.executed.counts["fprop", "e2m1 x e2m1"] == 3
+        assert layer.executed.counts["fprop", "e2m1 x e2m1"] == 1
+
+
+def test_a_factory_that_does_not_pickle_stays_out_of_pickles() -> None:
+    layer = te.Linear(16, 16)
+    step(layer, torch.randn(2, 16), IDENTITY)
+    assert pickled(layer).weight.shape == (16, 16)
+
+
+def test_to_another_dtype_and_meta() -> None:
+    layer = te.Linear(17, 15)
+    for dtype in (torch.bfloat16, torch.float64, torch.float32):
+        layer.to(dtype)
+        assert step(layer, torch.randn(3, 17).to(dtype), NVFP4)["output"].dtype == dtype
+    assert te.Linear(4, 4, device="meta").weight.is_meta
+
+
+def test_from_linear_shares_parameters_and_mode() -> None:
+    plain = nn.Linear(16, 8).eval()
+    ours = te.Linear.from_linear(plain, name="head")
+    assert ours.weight is plain.weight and ours.bias is plain.bias
+    assert not ours.training and ours.name == "head"
+
+
+def test_constructor_errors_name_the_argument() -> None:
+    with pytest.raises(ValueError, match="dtype and params_dtype"):
+        te.Linear(4, 4, dtype=torch.float32, params_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="recipe must be"):
+        te.Linear(4, 4, recipe="nvfp4")
+    assert te.Linear(4, 4, params_dtype=torch.bfloat16).weight.dtype == torch.bfloat16
+
+
+# Shapes and dtypes under NVFP4
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@every_shape
+@every_size
+def test_any_shape_trains(in_features: int, out_features: int, shape, bias: bool) -> None:
+    plain, ours = twins(in_features, out_features, bias)
+    inp = shape(in_features)
+    got, want = step(ours, inp, NVFP4), step(plain, inp)
+    for name, expected in want.items():
+        if expected is None:
+            assert got[name] is None
+            continue
+        assert got[name].shape == expected.shape and got[name].dtype == expected.dtype
+        assert got[name].isfinite().all()
+        if expected.numel() >= 200:  # fewer numbers are too few to average the noise
+            assert (got[name] - expected).norm() <= 0.4 * expected.norm(), name
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), [(0, 5), (5, 0)])
+@pytest.mark.parametrize("rows", [(3,), (2, 3)], ids=str)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_no_features_at_all(in_features: int, out_features: int, rows: tuple[int, ...]) -> None:
+    plain, ours = twins(in_features, out_features)
+    inp = torch.randn(*rows, in_features)
+    assert_same_bits(step(ours, inp, NVFP4), step(plain, inp))
+
+
+def test_no_rows_give_zero_weight_gradients() -> None:
+    got = step(te.Linear(17, 15), torch.randn(0, 17), NVFP4)
+    assert got["output"].shape == (0, 15) and got["inp"].shape == (0, 17)
+    assert torch.equal(got["weight"], torch.zeros(15, 17)) and torch.equal(got["bias"], torch.zeros(15))
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, IDENTITY], ids=["nvfp4", "identity"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("params", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_dtypes_are_those_of_nn_linear(params: torch.dtype, autocast: torch.dtype | None, recipe) -> None:
+    plain, ours = twins(32, 16, dtype=params)
+    inp = torch.randn(20, 32, dtype=params)
+    got, want = step(ours, inp, recipe, autocast), step(plain, inp, None, autocast)
+    for name, expected in want.items():
+        assert got[name].dtype == expected.dtype, name
+        assert (got[name].float() - expected.float()).norm() <= 0.3 * expected.float().norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_torch_autocast_rounds_the_output_once(dtype: torch.dtype) -> None:
+    """Products under torch.autocast are those of an input cast by hand: it reaches into none of the three GEMMs."""
+    recipe = NVFP4BlockScaling(disable_stochastic_rounding=True)
+    layer, inp = te.Linear(64, 48), torch.randn(32, 64)
+    by_hand = step(layer, inp.to(dtype), recipe)
+    automatic = step(layer, inp, recipe, dtype)
+    assert torch.equal(automatic["output"], by_hand["output"])
+    assert torch.equal(automatic["weight"], by_hand["weight"])
+    assert torch.equal(automatic["inp"], by_hand["inp"].float())
+
+
+@pytest.mark.parametrize("recipe", [NVFP4BlockScaling(disable_stochastic_rounding=True), IDENTITY], ids=["nvfp4", "id"])
+def test_a_backward_pass_inside_torch_autocast_gives_the_same_gradients(recipe) -> None:
+    layer, inp = te.Linear(64, 48), torch.randn(32, 64)
+
+    def gradient(inside: bool) -> Tensor:
+        with te.autocast(recipe=recipe), torch.autocast("cpu", torch.bfloat16):
+            out = layer(inp)
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            out.backward(torch.ones_like(out))
+        return layer.weight.grad
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
+def test_bias_gradient_is_summed_in_fp32_and_cast() -> None:
+    layer = te.Linear(16, 8, dtype=torch.bfloat16)
+    grad = torch.full((4096, 8), 1.0, dtype=torch.bfloat16)
+    with te.autocast(recipe=NVFP4):
+        layer(torch.randn(4096, 16, dtype=torch.bfloat16)).backward(grad)
+    assert layer.bias.grad.dtype == torch.bfloat16
+    assert torch.equal(layer.bias.grad, torch.full((8,), 4096.0, dtype=torch.bfloat16))
+
+
+def test_wrong_inputs_raise_and_say_why() -> None:
+    layer = te.Linear(16, 8)
+    with te.autocast(recipe=NVFP4):
+        with pytest.raises(ValueError, match="in_features=16"):
+            layer(torch.randn(3, 15))
+        with pytest.raises(ValueError, match="in_features=16"):
+            layer(torch.tensor(1.0))
+        with pytest.raises(ValueError, match=r"float64, got torch\.int64"):
+            layer(torch.zeros(3, 16, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("bad", "where"), itertools.product([float("nan"), float("inf")], ["inp", "weight", "grad"]))
+def test_non_finite_numbers_come_out_as_such(bad: float, where: str) -> None:
+    layer = te.Linear(32, 16)
+    inp = torch.randn(20, 32, requires_grad=True)
+    grad = torch.randn(20, 16)
+    with torch.no_grad():
+        {"inp": inp, "weight": layer.weight, "grad": grad}[where][3, 5] = bad
+    with te.autocast(recipe=NVFP4):
+        out = layer(inp)
+    out.backward(grad)
+    results = {"y": out, "dx": inp.grad, "dw": layer.weight.grad}
+    reads = {"y": ("inp", "weight"), "dx": ("grad", "weight"), "dw": ("grad", "inp")}
+    for name, result in results.items():
+        if where in reads[name]:
+            assert not result.isfinite().any(), name
+        else:
+            assert result.isfinite().all(), name
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_inference_gives_the_training_output_and_keeps_no_graph(context) -> None:
+    layer, inp = te.Linear(17, 15), torch.randn(4, 17)
+    with te.autocast(recipe=NVFP4):
+        want = layer(inp)
+        with context():
+            got = layer(inp)
+        again = layer(inp)
+    assert not got.requires_grad
+    assert torch.equal(got, want) and torch.equal(again, want)
