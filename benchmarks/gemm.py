@@ -164,16 +164,20 @@ def plot(results: list[dict], facts: dict, path: Path) -> None:
     from matplotlib import pyplot
 
     names = [name for name in ("cublas", "gemm", "decode+gemm") if name in results[0]["tflops"]]
-    figure, axis = pyplot.subplots(figsize=(12, 4))
+    figure, axis = pyplot.subplots(figsize=(13, 4.5))
     width = 0.8 / len(names)
     for i, name in enumerate(names):
         places = [x + (i - (len(names) - 1) / 2) * width for x in range(len(results))]
         label = {"cublas": "cuBLAS BF16", "gemm": "FP4 values, GEMM alone"}.get(name, "decode both operands + GEMM")
         axis.bar(places, [row["tflops"][name] for row in results], width, label=label)
-    axis.set_xticks(range(len(results)), [f"{row['layer']}\n{row['gemm']}" for row in results], fontsize=6)
+    # The layer's name stands once, under the middle of its three GEMMs.
+    ticks = [row["gemm"] + (f"\n{row['layer']}" if row["gemm"] == "dgrad" else "") for row in results]
+    axis.set_xticks(range(len(results)), ticks, fontsize=7)
     axis.set_ylabel("TFLOP/s")
-    axis.set_title(f"{facts['gpu']}, {facts['tokens']} tokens, torch {facts['torch']}, triton {facts['triton']}")
-    axis.legend(loc="lower right")
+    axis.set_title(
+        f"{facts['gpu']}, {facts['tokens']} tokens, torch {facts['torch']}, triton {facts['triton']}", pad=24
+    )
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(names), frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 
