@@ -96,7 +96,8 @@ class Region:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _slot.state, _slot.backward = self._outer.pop()
-        if _slot.state is None and self._state is not None and self._state.recipe.is_delayed:
+        ends_step = _slot.state is None and not in_backward()  # a recomputation belongs to its forward's step
+        if ends_step and self._state is not None and self._state.recipe.is_delayed:
             next_step()
 
 

@@ -1,5 +1,6 @@
 """What every module with a weight does: run its three GEMMs by the recipe in force."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -105,12 +106,14 @@ class Gemms(torch.nn.Module):
                 "fp4engine.checkpoint"
             )
         plan = repeated[0] if repeated else self.plan(current_state())
-        if plan is not None and _draws_in_forward(plan) and in_backward() and not ops.is_replaying():
+        if plan is None or not in_backward():
+            return plan
+        if _draws_in_forward(plan) and not ops.is_replaying():
             raise RuntimeError(
                 f"the forward of {plan.recipe!r} draws random bits, which torch.utils.checkpoint does not repeat; "
                 "use fp4engine.checkpoint"
             )
-        return plan
+        return replace(plan, input=plan.input.repeating(), weight=plan.weight.repeating())
 
     def _cache(self, weight: Tensor, is_first_microbatch: bool | None) -> WeightCache | None:
         """The cache to use; none while tracing, since a compiled region cannot hold tensors between calls.

@@ -43,6 +43,10 @@ class Quantizer:
         object.__setattr__(self, "is_stochastic", any(spec.is_stochastic for spec in specs))
         object.__setattr__(self, "is_identity", not specs)
 
+    def repeating(self) -> "Quantizer":
+        """The quantizer for a forward that is recomputed: what remembers nothing is itself."""
+        return self
+
     def with_backend(self, backend: str) -> "Quantizer":
         """The same casts by another backend."""
         return Quantizer(self.rowwise_spec, self.columnwise_spec, self.columnwise_source, self.stream, backend)

@@ -44,6 +44,10 @@ class AmaxHistory:
             self._choose(recipe)
             self.step = _step[0]
         self.values[0] = torch.maximum(self.values[0], current[0])
+        return self.scaled_by(current)
+
+    def scaled_by(self, current: Tensor) -> Tensor:
+        """The amax [1] that the running step scales a tensor with amax ``current`` [1] by."""
         return torch.where(current.isfinite(), self.amax, current)
 
     def _choose(self, recipe: DelayedScaling) -> None:
@@ -79,16 +83,22 @@ class DelayedQuantizer(Quantizer):
     Attributes:
         recipe: how the amax is chosen.
         history: the module's memory of this tensor.
+        records: False reads the history and leaves it as it is.
     """
 
     recipe: DelayedScaling = field(default_factory=DelayedScaling)
     history: AmaxHistory | None = field(default=None, compare=False, repr=False)
+    records: bool = field(default=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.history is None:
             assert self.rowwise_spec is not None
             object.__setattr__(self, "history", AmaxHistory(self.recipe.amax_history_len, self.rowwise_spec.numerator))
+
+    def repeating(self) -> "DelayedQuantizer":
+        """The same quantizer with the scales of the forward that is recomputed, which has been recorded."""
+        return replace(self, records=False)
 
     def with_backend(self, backend: str) -> "DelayedQuantizer":
         """The same casts and the same memory, by another backend."""
@@ -104,7 +114,7 @@ class DelayedQuantizer(Quantizer):
         assert self.history is not None
         if rowwise_amax is None:
             rowwise_amax = self._own_amax(x)
-        amax = self.history.record(rowwise_amax, self.recipe)
+        amax = self.history.record(rowwise_amax, self.recipe) if self.records else self.history.scaled_by(rowwise_amax)
         arguments["columnwise_amax"] = amax
         return super().quantize(x, rowwise_amax=amax, **arguments)
 

@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fp4engine
 from fp4engine import LayerNormMLP, Linear, NVFP4Quantizer
-from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
+from fp4engine.modules import Gemms
+from fp4engine.recipe import CustomRecipe, DelayedScaling, NVFP4BlockScaling
 
 RECIPE = NVFP4BlockScaling()
 OTHER = NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True)
@@ -235,6 +236,18 @@ def test_plain_checkpoint_refuses_draws_in_the_forward(blocks, use_reentrant, in
 
     with pytest.raises(RuntimeError, match=r"draws random bits.*use fp4engine\.checkpoint"):
         gradients(blocks[:1], forward, STOCHASTIC)
+
+
+@REENTRANT
+@CHECKPOINTS
+def test_delayed_scaling_recomputes_by_the_scales_of_its_forward(blocks, checkpoint, use_reentrant):
+    def run(use):
+        for module in blocks.modules():
+            if isinstance(module, Gemms):
+                module.forget_plan()
+        return gradients(blocks, through(blocks, use, use_reentrant), DelayedScaling(amax_history_len=3), steps=4)
+
+    assert_same(run(checkpoint), run(plain))
 
 
 def test_dropped_graphs_are_forgotten(blocks):
