@@ -183,11 +183,12 @@ def scaled_mm_arguments(
     """Arguments of ``torch.nn.functional.scaled_mm`` for two-level NVFP4.
 
     The right operand goes in as ``[K, N]`` column-major, which is ``[N, K]`` as stored. ``alpha`` takes the place of
-    left's global scale and one that of right's: their product is ``alpha`` exactly.
+    left's global scale and one that of right's: their product is ``alpha`` exactly. PyTorch copies that product into one
+    buffer per device before the call, so products on two streams at once would share it: keep them on one stream.
 
     Source: PyTorch ``torch/nn/functional.py`` ``scaled_mm``; ``aten/src/ATen/native/cuda/ScaledBlas.cpp``.
     """
-    from torch.nn.functional import ScalingType, SwizzleType  # absent before torch 2.10
+    from torch.nn.functional import ScalingType, SwizzleType  # absent from older torch
 
     alpha = left.amax.view(1) * right.amax.view(1) / torch.full_like(left.amax.view(1), numerator)
     recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
