@@ -23,6 +23,7 @@ class Gemms(torch.nn.Module):
         fuse_wgrad_accumulation: wgrad adds to the buffer ``weight.main_grad`` (FP32 or BF16, shaped like the weight)
             in its epilogue, and ``weight.grad`` stays None.
         module_type: what recipes see as :attr:`QuantizerRole.module_type`.
+        shape: (N, K) of the weight, where the module has none of its own.
 
     Attributes:
         executed: what really ran, see :class:`~fp4engine.functional.ExecutedGemms`.
@@ -35,12 +36,18 @@ class Gemms(torch.nn.Module):
         recipe: Recipe | None = None,
         fuse_wgrad_accumulation: bool = False,
         module_type: str = "linear",
+        shape: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
-        self._configure(name, recipe, fuse_wgrad_accumulation, module_type)
+        self._configure(name, recipe, fuse_wgrad_accumulation, module_type, shape)
 
     def _configure(
-        self, name: str, recipe: Recipe | None, fuse_wgrad_accumulation: bool, module_type: str = "linear"
+        self,
+        name: str,
+        recipe: Recipe | None,
+        fuse_wgrad_accumulation: bool,
+        module_type: str = "linear",
+        shape: tuple[int, ...] = (),
     ) -> None:
         if recipe is not None and not isinstance(recipe, Recipe):
             raise ValueError(f"recipe must be an fp4engine.recipe.Recipe or None, got {recipe!r}")
@@ -48,6 +55,7 @@ class Gemms(torch.nn.Module):
         self.recipe = recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.module_type = module_type
+        self.shape = shape
         self.executed = ExecutedGemms()
         self.amax_histories: dict[str, Any] = {}
         self._plan: LinearPlan | None = None
@@ -146,7 +154,7 @@ def _make_plan(gemms: Gemms, recipe: Recipe, group: Any) -> None:
     plan = gemms._plan
     if plan is None or (plan.recipe is not recipe and plan.recipe != recipe) or plan.amax_reduction_group is not group:
         weight = getattr(gemms, "weight", None)
-        shape = () if weight is None else tuple(weight.shape)
+        shape = gemms.shape or (() if weight is None else tuple(weight.shape))
         gemms._plan = make_linear_plan(
             recipe, gemms.module_type, gemms.name, gemms.executed, group, shape, gemms.amax_histories
         )

@@ -62,7 +62,8 @@ class GroupedLinear(torch.nn.Module):
             self.register_parameter(f"weight{index}", weight)
             self.register_parameter(f"bias{index}", Parameter(torch.empty(out_features, **place)) if bias else None)
         self.gemms = torch.nn.ModuleList(
-            Gemms(name, recipe, fuse_wgrad_accumulation, "grouped_linear") for _ in range(num_gemms)
+            Gemms(name, recipe, fuse_wgrad_accumulation, "grouped_linear", (out_features, in_features))
+            for _ in range(num_gemms)
         )
         self.reset_parameters()
 

@@ -37,6 +37,8 @@ class LayerNormMLP(InputNorm):
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
     """
 
+    fc1: Gemms
+    fc2: Gemms
     fc1_bias: Tensor | None
     fc2_bias: Tensor | None
 
@@ -77,8 +79,9 @@ class LayerNormMLP(InputNorm):
         self.register_parameter("fc1_bias", Parameter(torch.empty(fc1_features, **place)) if bias else None)
         self.fc2_weight = Parameter(torch.empty(hidden_size, ffn_hidden_size, **place))
         self.register_parameter("fc2_bias", Parameter(torch.empty(hidden_size, **place)) if bias else None)
-        self.fc1 = Gemms(f"{name}.fc1".lstrip("."), recipe, fuse_wgrad_accumulation)
-        self.fc2 = Gemms(f"{name}.fc2".lstrip("."), recipe, fuse_wgrad_accumulation)
+        for fc, weight in (("fc1", self.fc1_weight), ("fc2", self.fc2_weight)):
+            dotted = f"{name}.{fc}".lstrip(".")
+            self.add_module(fc, Gemms(dotted, recipe, fuse_wgrad_accumulation, shape=tuple(weight.shape)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -51,7 +51,7 @@ class SplitLinear(Gemms):
         refuse_unimplemented(kind, te_arguments)
         if fuse_wgrad_accumulation and parameters_split is not None:
             raise NotImplementedError(f"{kind}(fuse_wgrad_accumulation=True) needs parameters_split=None")
-        super().__init__(name, recipe, fuse_wgrad_accumulation)
+        super().__init__(name, recipe, fuse_wgrad_accumulation, shape=(out_features, in_features))
         self.in_features, self.out_features = in_features, out_features
         self.return_bias = return_bias
         self.init_method = te_init if init_method is None else init_method

@@ -291,14 +291,16 @@ def test_recipes_see_the_names_and_types_of_the_parts():
     roles = []
 
     def qfactory(role):
-        roles.append((role.module_type, role.name))
+        roles.append((role.module_type, role.name, role.shape))
         return reference_quantizer(RECIPE, role)
 
     with fp4engine.autocast(recipe=CustomRecipe(qfactory=qfactory)), torch.no_grad():
-        LayerNormMLP(16, 16, name="layers.0.mlp")(torch.randn(1, 16))
-        GroupedLinear(1, 16, 16, name="experts")(torch.randn(1, 16), [1])
+        LayerNormMLP(16, 32, name="layers.0.mlp")(torch.randn(1, 16))
+        GroupedLinear(1, 16, 8, name="experts")(torch.randn(1, 16), [1])
+        LayerNormLinear(16, 24, name="qkv", parameters_split=("q", "k", "v"))(torch.randn(1, 16))
     assert list(dict.fromkeys(roles)) == [
-        ("linear", "layers.0.mlp.fc1"),
-        ("linear", "layers.0.mlp.fc2"),
-        ("grouped_linear", "experts"),
+        ("linear", "layers.0.mlp.fc1", (32, 16)),
+        ("linear", "layers.0.mlp.fc2", (16, 32)),
+        ("grouped_linear", "experts", (8, 16)),
+        ("linear", "qkv", (24, 16)),
     ]
