@@ -1,10 +1,12 @@
 """Every code block in README.md and docs/ works.
 
 The ```python blocks of one page run in order in one namespace, as a reader would paste them. ```bash blocks are
-not run; the files and make targets they name must exist.
+not run; the files and make targets they name must exist. So must the files that a page links to, and the names of
+this package that it quotes.
 """
 
 import linecache
+import pkgutil
 import re
 import shlex
 import sys
@@ -20,6 +22,9 @@ PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPO
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>[^`\n]*)$")
 FILE = re.compile(r"[\w.-]+(/[\w.-]+)*\.(py|md|toml|lock|txt|json|sh|yaml)")
 MADE_BY_RUNNING = ("runs/", "docs/_build/")
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)[^)]*\)")
+QUOTED_PATH = re.compile(r"`((?:fp4engine|tests|docs|examples|benchmarks|tools)/[\w./-]*)`")
+QUOTED_NAME = re.compile(r"`(fp4engine(?:\.\w+)+)[`(]")
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,24 @@ def missing_names(block: Block, targets: set[str]) -> list[str]:
     return missing
 
 
+def missing_paths(path: Path, text: str) -> list[str]:
+    """Files that a page links to, or quotes by their path in the repository, and that are not there."""
+    links = [link for link in LINK.findall(text) if not (path.parent / link).exists()]
+    quoted = [name for name in QUOTED_PATH.findall(text) if not name.startswith(MADE_BY_RUNNING)]
+    return links + [name for name in quoted if not (REPOSITORY / name).exists()]
+
+
+def missing_attributes(text: str) -> list[str]:
+    """Quoted names `fp4engine.…` that are neither a module of the package nor something inside one."""
+    missing: list[str] = []
+    for name in QUOTED_NAME.findall(text):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            missing.append(name)
+    return missing
+
+
 def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][\w-]*):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
 
@@ -85,6 +108,8 @@ def test_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         )
         if block.language in ("bash", "sh", "console"):
             assert not (missing := missing_names(block, make_targets())), f"{path}:{block.line}: no such {missing}"
+    assert not (missing := missing_paths(path, text)), f"{path}: no such file {missing}"
+    assert not (missing := missing_attributes(text)), f"{path}: no such name {missing}"
     monkeypatch.chdir(tmp_path)  # a page may write files
     run_page(path, text)
 
@@ -102,6 +127,12 @@ def test_missing_names_are_found() -> None:
         "bash", "make train ARGS='--help'\nmake nothing -j2  # make this\npython gone/away.py --data runs/a.json\n", 1
     )
     assert missing_names(block, {"train"}) == ["nothing", "gone/away.py"]
+
+
+def test_missing_paths_and_attributes_are_found() -> None:
+    page = "[a](docs/index.md#x) [b](gone.md) [c](https://d.e) `fp4engine/gone.py` `runs/x` `fp4engine/ops/gemm.py`"
+    assert missing_paths(REPOSITORY / "README.md", page) == ["gone.md", "fp4engine/gone.py"]
+    assert missing_attributes("`fp4engine.ops.gemm` `fp4engine.Linear(3)` `fp4engine.gone.x`") == ["fp4engine.gone.x"]
 
 
 def test_the_two_commands_of_the_readme_are_there() -> None:
