@@ -183,8 +183,8 @@ def scaled_mm_arguments(
     """Arguments of ``torch.nn.functional.scaled_mm`` for two-level NVFP4.
 
     The right operand goes in as ``[K, N]`` column-major, which is ``[N, K]`` as stored. ``alpha`` takes the place of
-    left's global scale and one that of right's: their product is ``alpha`` exactly. PyTorch copies that product into one
-    buffer per device before the call, so products on two streams at once would share it: keep them on one stream.
+    left's global scale and one that of right's: their product is ``alpha`` exactly. PyTorch copies that product into
+    one buffer per device before the call, so calls on two streams at once would share it: keep to one stream.
 
     Source: PyTorch ``torch/nn/functional.py`` ``scaled_mm``; ``aten/src/ATen/native/cuda/ScaledBlas.cpp``.
     """
