@@ -12,9 +12,10 @@ from torch import Tensor
 
 from fp4engine.formats import E4M3, E5M2, CastSpec, Outer, RoundingMode
 from fp4engine.kernels.amax import amax as amax_of_tensor
+from fp4engine.kernels.encode import E4M3 as HARDWARE_E4M3
 from fp4engine.kernels.encode import outer_encode_scale, to_bits, to_e4m3
+from fp4engine.kernels.gemm_launch import start
 from fp4engine.kernels.launch import device_facts
-from fp4engine.kernels.target import E4M3 as HARDWARE_E4M3
 
 TILE_M, TILE_K = 64, 128
 
@@ -44,13 +45,13 @@ def encode_fp8(x, scale, LARGEST: tl.constexpr, IS_E5M2: tl.constexpr, HARDWARE:
 
 @triton.jit
 def cast_fp8_kernel(
-    x_ptr, amax_ptr, row_ptr, col_ptr, M, K, stride_m, stride_k, row_width, col_width,
+    x_ptr, amax_ptr, row_ptr, col_ptr, M, K, stride_m, stride_k, row_width, col_width, tiles_k,
     ROW_NUMERATOR: tl.constexpr, ROW_LARGEST: tl.constexpr, COL_NUMERATOR: tl.constexpr, COL_LARGEST: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Tile ``(pid 1, pid 0)`` of the padded matrix."""
-    row = tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)[:, None]
-    col = tl.program_id(0) * TILE_K + tl.arange(0, TILE_K)[None, :]
+    """Tile ``pid`` of the padded matrix, tiles counted along K first."""
+    row = (tl.program_id(0) // tiles_k) * TILE_M + tl.arange(0, TILE_M)[:, None]
+    col = (tl.program_id(0) % tiles_k) * TILE_K + tl.arange(0, TILE_K)[None, :]
     offsets = row.to(tl.int64) * stride_m + col.to(tl.int64) * stride_k
     x = tl.load(x_ptr + offsets, mask=(row < M) & (col < K), other=0.0).to(tl.float32)
     amax = tl.load(amax_ptr)
@@ -105,12 +106,17 @@ def cast_fp8(x: Tensor, amax: Tensor, rowwise: CastSpec | None, columnwise: Cast
     col = torch.empty(cols, col_width, dtype=torch.uint8, device=x.device) if columnwise else None
     height, width = max(rows, col_width), max(cols, row_width)
     if x.numel():
-        grid = (triton.cdiv(width, TILE_K), triton.cdiv(height, TILE_M))
-        cast_fp8_kernel[grid](
-            x, amax, row, col, rows, cols, *x.stride(), row_width, col_width,
-            *_constants(rowwise), *_constants(columnwise), TILE_M, TILE_K, device_facts(x.device)[0],
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        tiles = triton.cdiv(width, TILE_K) * triton.cdiv(height, TILE_M)
+        shape = (rows, cols, *x.stride(), row_width, col_width, triton.cdiv(width, TILE_K))
+        start(
+            cast_fp8_kernel,
+            tiles,
+            (x, amax, row, col),
+            shape,
+            (x, amax, row, col, *shape),
+            (*_constants(rowwise), *_constants(columnwise), TILE_M, TILE_K, device_facts(x.device)[0]),
+            num_warps=4,
+        )
     return [row, col]
 
 

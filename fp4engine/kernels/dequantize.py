@@ -15,6 +15,7 @@ from torch import Tensor
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.formats import CastSpec, Outer
 from fp4engine.kernels.encode import from_bits, from_e4m3, to_bits
+from fp4engine.kernels.gemm_launch import start
 from fp4engine.kernels.launch import device_facts
 
 BLOCKS = 512
@@ -107,8 +108,9 @@ def decode(codes: Tensor, scale_inv: Tensor, spec: CastSpec, cols: int) -> Tenso
     out = torch.empty(rows, blocks * BLOCK_SIZE, dtype=torch.bfloat16, device=codes.device)
     total = rows * blocks
     if total:
-        grid = (triton.cdiv(total, BLOCKS),)
-        decode_kernel[grid](codes, scale_inv, out, total, BLOCKS, device_facts(codes.device)[0], num_warps=4)
+        pointers = (codes, scale_inv, out)
+        constants = (BLOCKS, device_facts(codes.device)[0])
+        start(decode_kernel, -(-total // BLOCKS), pointers, (total,), (*pointers, total), constants, num_warps=4)
     return out
 
 
@@ -127,9 +129,8 @@ def dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, c
     out = torch.empty(rows, width, dtype=dtype, device=codes.device)
     total = rows * blocks
     if total and width:
-        grid = (triton.cdiv(total, BLOCKS),)
-        dequantize_kernel[grid](
-            codes, scale_inv, amax, out, spec.numerator, total, blocks, width,
-            spec.outer is Outer.ROW, BLOCKS, device_facts(codes.device)[0], num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        pointers = (codes, scale_inv, amax, out)
+        shape = (spec.numerator, total, blocks, width)
+        constants = (spec.outer is Outer.ROW, BLOCKS, device_facts(codes.device)[0])
+        start(dequantize_kernel, -(-total // BLOCKS), pointers, shape, (*pointers, *shape), constants, num_warps=4)
     return out

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNMENT = 16
@@ -88,10 +89,13 @@ def start(
         constants: the kernel's ``constexpr`` parameters, which follow its arguments.
         options: ``num_warps`` and the like.
     """
+    grid = (programs, 1, 1)
+    if isinstance(kernel, InterpretedFunction):
+        kernel[grid](*arguments, *constants, **options)
+        return
     kinds = tuple((t.dtype, t.data_ptr() % ALIGNMENT == 0) if t is not None else None for t in pointers)
     full_key = (kernel.__name__, torch.cuda.current_device(), kinds, key, constants)
     compiled = _compiled.get(full_key)
-    grid = (programs, 1, 1)
     if compiled is None:
         if len(_compiled) >= _MOST_PROBLEMS:
             _compiled.clear()
