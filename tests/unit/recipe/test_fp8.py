@@ -1,0 +1,188 @@
+"""FP8 recipes: TransformerEngine's switches, formats per role, and scales that come from earlier steps."""
+
+import pytest
+import torch
+
+import fp4engine
+from fp4engine import reference
+from fp4engine.formats import E4M3, E5M2, E8M0, FP32, fp8
+from fp4engine.quantizers import make_quantizer
+from fp4engine.quantizers.delayed import AmaxHistory, next_step
+from fp4engine.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    recipe_from_json,
+)
+from fp4engine.roles import QuantizerRole
+
+RECIPES = (Float8CurrentScaling, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling)
+
+
+@pytest.mark.parametrize("cls", RECIPES)
+@pytest.mark.parametrize(
+    ("fp8_format", "forward", "gradient"),
+    [(Format.HYBRID, E4M3, E5M2), (Format.E4M3, E4M3, E4M3), (Format.E5M2, E5M2, E5M2)],
+)
+def test_element_per_role(cls, fp8_format: Format, forward, gradient) -> None:
+    recipe = cls(fp8_format=fp8_format)
+    elements = [recipe.casts(role).rowwise.element for role in ("input", "weight", "grad_output")]
+    assert elements == [forward, forward, gradient]
+    assert recipe_from_json(recipe.to_json()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments", "message"),
+    [
+        (Float8CurrentScaling, {"fp8_format": Format.E2M1}, "fp8_format must be one of .*HYBRID.* got <Format.E2M1"),
+        (Float8CurrentScaling, {"fp8_dpa": True}, "fp8_dpa must be one of False, got True"),
+        (DelayedScaling, {"backward_override": "dequantized"}, "backward_override must be one of None"),
+        (DelayedScaling, {"amax_compute_algo": "mean"}, "amax_compute_algo must be one of 'max', 'most_recent'"),
+        (DelayedScaling, {"amax_history_len": 0}, "amax_history_len must be >= 1, got 0"),
+        (DelayedScaling, {"margin": -1}, "margin must be in 0 .. 7 binades, got -1"),
+        (Float8BlockScaling, {"x_block_scaling_dim": 3}, "x_block_scaling_dim must be one of 1, 2, got 3"),
+        (Float8BlockScaling, {"x_block_scaling_dim": 2}, "at most one may be 2"),
+        (MXFP8BlockScaling, {"margin": 2}, "margin must be one of 0, got 2"),
+    ],
+)
+def test_wrong_arguments(cls, arguments, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cls(**arguments)
+
+
+def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1")
+    assert Float8CurrentScaling().fp8_quant_fwd_inp.power_2_scale
+    assert not Float8CurrentScaling(use_power_2_scales=False).use_power_2_scales
+    monkeypatch.setenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "yes")
+    with pytest.raises(ValueError, match="NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES must be '0' or '1', got 'yes'"):
+        Float8CurrentScaling()
+    monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+    assert Float8BlockScaling().casts("input").rowwise.scale == FP32
+
+
+def test_blocks() -> None:
+    recipe = Float8BlockScaling()
+    assert [recipe.casts(role).rowwise.block for role in ("input", "weight")] == [(1, 128), (128, 128)]
+    assert recipe.casts("input").rowwise.scale == E8M0
+    assert MXFP8BlockScaling(enable_2d_quantization=True).casts("weight").columnwise.block == (32, 32)
+
+
+@pytest.mark.parametrize("element", [E4M3, E5M2])
+def test_current_scaling_is_torch_s_own_cast(element) -> None:
+    """The codes are ``(x * max / amax).to(float8)``; the product of scale and code is within half a last place."""
+    x = torch.randn(64, 64)
+    cast = reference.quantize(x, fp8(element))
+    own = (x * (torch.tensor(element.max_value) / x.abs().max())).clamp(-element.max_value, element.max_value)
+    assert torch.equal(cast.codes, own.to(element.torch_dtype).view(torch.uint8))
+    assert cast.scale_inv.shape == (64, 0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 3.7])
+def test_power_of_two_scales_round_down(scale: float) -> None:
+    x = torch.randn(16, 64) * scale
+    spec = fp8(E4M3, power_of_two=True)
+    amax = reference.amax(x, spec)
+    factor = float(spec.numerator / amax)
+    mantissa, _ = torch.frexp(torch.tensor(factor, dtype=torch.float64))
+    exact = 448 / float(x.abs().max())
+    assert mantissa == 0.5 and factor <= exact * (1 + 1e-6) and 2 * factor > exact
+
+
+def test_mm_params_reach_the_plan() -> None:
+    layer = fp4engine.Linear(32, 32)
+    with fp4engine.autocast(recipe=Float8CurrentScaling(fp8_gemm_dgrad=MMParams(False))):
+        layer(torch.randn(4, 32))
+    assert layer._plan.fast_accumulation == {"fprop", "dgrad"}
+
+
+def amaxes_used(recipe: DelayedScaling, seen: list[float]) -> list[float]:
+    history = AmaxHistory(recipe.amax_history_len, 448.0)
+    used = []
+    for value in seen:
+        next_step()
+        used.append(float(history.record(torch.tensor([value]), recipe)))
+    return used
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (DelayedScaling(amax_history_len=3), [448, 4, 9, 9, 9, 3]),
+        (DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent"), [448, 4, 9, 2, 1, 3]),
+        (DelayedScaling(amax_history_len=2, amax_compute_algo=lambda h: h.sum()), [448, 4, 13, 11, 3, 4]),
+    ],
+)
+def test_the_amax_of_a_step_is_chosen_from_those_before(recipe: DelayedScaling, expected: list[float]) -> None:
+    assert amaxes_used(recipe, [4, 9, 2, 1, 3, 7]) == expected
+
+
+def test_an_amax_of_zero_or_infinity_leaves_the_scale_as_it_was() -> None:
+    recipe = DelayedScaling(amax_history_len=1)
+    assert amaxes_used(recipe, [4, 0, float("inf"), 5, 6]) == [448, 4, float("inf"), 4, 5]
+
+
+def test_scales_change_once_per_step_however_often_a_tensor_is_cast() -> None:
+    layer = fp4engine.Linear(32, 32, bias=False)
+    recipe = DelayedScaling()
+    for step in range(3):
+        with fp4engine.autocast(recipe=recipe):
+            with fp4engine.autocast(recipe=recipe):
+                layer(torch.full((4, 32), 2.0**step))
+            layer(torch.full((4, 32), 2.0**step / 2))
+    history = layer.amax_histories["input"]
+    assert history.values[:4].tolist() == [4, 2, 1, 0]
+    assert float(history.amax) == 2
+
+
+def test_margin_leaves_binades_free() -> None:
+    quantizer = make_quantizer(DelayedScaling(margin=2), QuantizerRole("linear", "input"))
+    assert quantizer.rowwise_spec.numerator == 448 / 4
+
+
+def train(layer, steps: int, seed: int) -> list[torch.Tensor]:
+    gradients = []
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        with fp4engine.autocast(recipe=DelayedScaling(amax_history_len=2)):
+            output = layer(torch.randn(16, 32, generator=generator))
+        layer.zero_grad()
+        (output * torch.randn(16, 32, generator=generator)).sum().backward()
+        gradients.append(layer.weight.grad.clone())
+    return gradients
+
+
+def test_histories_are_saved_and_restored_outside_state_dict() -> None:
+    first = torch.nn.ModuleDict({"fc": fp4engine.Linear(32, 32)})
+    train(first["fc"], 3, seed=1)
+    saved = fp4engine.get_amax_history(first)
+    assert set(saved) == {"fc:input", "fc:weight", "fc:grad_output"}
+    assert set(first.state_dict()) == {"fc.weight", "fc.bias"}
+    second = torch.nn.ModuleDict({"fc": fp4engine.Linear(32, 32)})
+    second.load_state_dict(first.state_dict())
+    fp4engine.set_amax_history(second, saved)
+    for one, other in zip(train(first["fc"], 3, seed=2), train(second["fc"], 3, seed=2), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="the model has no module fc; it has head"):
+        fp4engine.set_amax_history(torch.nn.ModuleDict({"head": fp4engine.Linear(32, 32)}), saved)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(64, 128, 96), (17, 33, 5), (1, 15, 16)])
+def test_scaled_mm_is_the_reference_product(shape: tuple[int, int, int], out_dtype: torch.dtype) -> None:
+    """Up to the order of FP32 sums: at most twice the rounding of the output dtype."""
+    rows, contracted, columns = shape
+    x, w = torch.randn(rows, contracted, device="cuda"), torch.randn(columns, contracted, device="cuda")
+    bias = torch.randn(columns, device="cuda")
+    quantizers = [make_quantizer(Float8CurrentScaling(), QuantizerRole("linear", role)) for role in ("input", "weight")]
+    left, right = (q.quantize(value, columnwise=False).rowwise for q, value in zip(quantizers, (x, w), strict=True))
+    fp4engine.ops.reset_executed_paths()
+    product = fp4engine.ops.gemm(left, right, out_dtype=out_dtype, bias=bias)
+    assert fp4engine.ops.executed_paths() == {"gemm/fp8": 1}
+    exact = left.dequantize(torch.float64) @ right.dequantize(torch.float64).T + bias
+    tolerance = 2 * torch.finfo(out_dtype).eps if out_dtype == torch.bfloat16 else 1e-3
+    torch.testing.assert_close(product.double(), exact, rtol=tolerance, atol=tolerance * float(exact.abs().max()))

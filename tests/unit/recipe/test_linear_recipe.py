@@ -1,0 +1,88 @@
+"""Six casts that contradict each other raise, naming the argument, what came and what is allowed."""
+
+import json
+
+import pytest
+
+from fp4engine.formats import Rotation, RoundingMode, Signs
+from fp4engine.recipe import Casts, LinearRecipe, combine, recipe_from_json, zoo
+
+RN = zoo.NEAREST
+FRESH = RN.replace(rotation=Rotation(128, Signs.WGRAD))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input": RN}, "input must be a Casts, got CastSpec"),
+        (
+            {"input": Casts(RN, RN.replace(rotation=Rotation()))},
+            r"wgrad needs grad_output.columnwise and input.columnwise rotated alike.* got None and rht16-fixed",
+        ),
+        (
+            {"weight": Casts(RN, RN.replace(rotation=Rotation())), "grad_output": Casts(RN, RN)},
+            r"dgrad needs grad_output.rowwise and weight.columnwise rotated alike",
+        ),
+        (
+            {"input": Casts(RN, FRESH), "grad_output": Casts(RN, FRESH)},
+            "columnwise_source must be 'rowwise_dequantized', got 'original'",
+        ),
+        (
+            {
+                "input": Casts(RN, FRESH.replace(rotation=Rotation(128, Signs.DGRAD)), "rowwise_dequantized"),
+                "grad_output": Casts(RN, FRESH.replace(rotation=Rotation(128, Signs.DGRAD))),
+            },
+            "wgrad takes signs Signs.WGRAD, got Signs.DGRAD",
+        ),
+        (
+            {"grad_output": Casts(zoo.FOUR_OVER_SIX.replace(rounding=RoundingMode.STOCHASTIC))},
+            "grad_output.rowwise has 4over6 with stochastic rounding, which is biased; allow_biased=True accepts it",
+        ),
+        ({"grad_output": Casts(zoo.EDEN)}, "correction=eden128 without freshly drawn signs"),
+        ({"allow_biased": "yes"}, "allow_biased must be one of False, True, got 'yes'"),
+        ({"backend": "cuda"}, "backend must be one of 'auto', 'reference', 'triton', 'native', got 'cuda'"),
+    ],
+)
+def test_contradictions(arguments, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LinearRecipe(**arguments)
+
+
+def test_biased_combinations_by_name() -> None:
+    biased = zoo.FOUR_OVER_SIX.replace(rounding=RoundingMode.STOCHASTIC)
+    assert LinearRecipe(grad_output=Casts(biased, biased), allow_biased=True).allow_biased
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"columnwise_source": "copy"}, "must be one of 'original', 'rowwise_dequantized', got 'copy'"),
+        (
+            {"rowwise": RN.replace(rotation=Rotation()), "columnwise_source": "rowwise_dequantized"},
+            "needs a rowwise operand that decodes to the tensor, got one rotated by rht16-fixed",
+        ),
+    ],
+)
+def test_casts_that_cannot_be(arguments, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Casts(**arguments)
+
+
+def test_combine_takes_each_gemm_from_its_recipe() -> None:
+    nvfp4, mxfp8 = zoo.make("nvfp4"), zoo.make("mxfp8")
+    hybrid = combine(forward=mxfp8, backward=nvfp4)
+    assert (hybrid.input.rowwise, hybrid.weight.rowwise) == (
+        mxfp8.casts("input").rowwise,
+        mxfp8.casts("weight").rowwise,
+    )
+    assert (hybrid.input.columnwise, hybrid.weight.columnwise) == (nvfp4.input.columnwise, nvfp4.weight.columnwise)
+    assert hybrid.grad_output == nvfp4.grad_output
+
+
+def test_json_names_what_is_wrong() -> None:
+    data = json.loads(zoo.make("nvfp4").to_json())
+    data["input"]["rowwise"] = "e2m1:what"
+    with pytest.raises(ValueError, match="not a CastSpec key: 'e2m1:what'"):
+        recipe_from_json(json.dumps(data))
+    with pytest.raises(ValueError, match="input must be an object"):
+        recipe_from_json(json.dumps({"recipe": "LinearRecipe", "input": 3}))

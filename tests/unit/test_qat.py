@@ -1,0 +1,77 @@
+"""Fake quantization: the forward is the cast, the gradient passes straight through."""
+
+import pytest
+import torch
+
+import fp4engine
+from fp4engine import cast, fake_quantize, linear_ste, ste_weight
+from fp4engine.formats import E4M3, CastSpec, mx
+from fp4engine.recipe import zoo
+
+
+@pytest.mark.parametrize("spec", [CastSpec(), zoo.TILES, mx(E4M3)])
+def test_forward_is_the_cast_and_backward_the_identity(spec: CastSpec) -> None:
+    x = torch.randn(3, 40, requires_grad=True)
+    grad = torch.randn(3, 40)
+    y = fake_quantize(x, spec)
+    assert torch.equal(y, cast(x.detach(), spec))
+    y.backward(grad)
+    assert torch.equal(x.grad, grad)
+
+
+def test_linear_ste_is_a_dense_product_of_the_quantized_values() -> None:
+    x, w = torch.randn(5, 48, requires_grad=True), torch.randn(16, 48, requires_grad=True)
+    bias, grad = torch.randn(16, requires_grad=True), torch.randn(5, 16)
+    y = linear_ste(x, w, bias)
+    qx, qw = cast(x.detach(), CastSpec()), cast(w.detach(), CastSpec())
+    assert torch.equal(y, torch.nn.functional.linear(qx, qw, bias))
+    y.backward(grad)
+    torch.testing.assert_close(x.grad, grad @ qw)
+    torch.testing.assert_close(w.grad, grad.T @ qx)
+    torch.testing.assert_close(bias.grad, grad.sum(0))
+
+
+def test_either_side_may_stay_in_high_precision() -> None:
+    x, w = torch.randn(5, 48), torch.randn(16, 48)
+    assert torch.equal(linear_ste(x, w, input_spec=None), torch.nn.functional.linear(x, ste_weight(w)))
+    assert torch.equal(linear_ste(x, w, input_spec=None, weight_spec=None), torch.nn.functional.linear(x, w))
+
+
+def test_the_weight_only_recipe_is_linear_ste_with_a_high_precision_input() -> None:
+    layer = fp4engine.Linear(48, 16)
+    x = torch.randn(5, 48, requires_grad=True)
+    grad = torch.randn(5, 16)
+    with fp4engine.autocast(recipe=zoo.make("nvfp4_weight_only")):
+        y = layer(x)
+    got = torch.autograd.grad(y, (x, layer.weight, layer.bias), grad)
+    expected = linear_ste(x, layer.weight, layer.bias, input_spec=None)
+    want = torch.autograd.grad(expected, (x, layer.weight, layer.bias), grad)
+    torch.testing.assert_close(y, expected)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_model_is_tuned_for_four_bit_inference() -> None:
+    """After tuning, the quantized weights serve the task better than the quantized weights of the dense solution."""
+    generator = torch.Generator().manual_seed(5)
+    x, target = torch.randn(256, 32, generator=generator), torch.randn(256, 8, generator=generator)
+    dense = torch.linalg.lstsq(x, target).solution.T.contiguous()
+
+    def loss(weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(linear_ste(x, weight, input_spec=None), target)
+
+    weight = dense.clone().requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=0.05)
+    best = float("inf")
+    for _ in range(60):
+        optimizer.zero_grad()
+        value = loss(weight)
+        value.backward()
+        optimizer.step()
+        best = min(best, float(value.detach()))
+    assert best < float(loss(dense))
+
+
+def test_a_weight_has_two_dimensions() -> None:
+    with pytest.raises(ValueError, match=r"weight must be \[out_features, in_features\], got shape \(16,\)"):
+        ste_weight(torch.randn(16))
