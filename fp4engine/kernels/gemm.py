@@ -293,9 +293,6 @@ def _launch_plain(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, sc
     sizes = (m, n, k, left.stride(0), right.stride(0), out.stride(0))
     arguments = (left, right, out, *scales, *sizes)
     constants = (*flags, tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M, INTERPRETED)
-    if INTERPRETED:
-        _gemm_plain_kernel[(_count(m, n, tiles),)](*arguments, *constants)
-        return
     start(
         _gemm_plain_kernel, _count(m, n, tiles), (left, right, out, *scales[:3]), sizes, arguments, constants,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,

@@ -94,7 +94,7 @@ def start(
         kernel[grid](*arguments, *constants, **options)
         return
     kinds = tuple((t.dtype, t.data_ptr() % ALIGNMENT == 0) if t is not None else None for t in pointers)
-    full_key = (kernel.__name__, torch.cuda.current_device(), kinds, key, constants)
+    full_key = (id(kernel), torch.cuda.current_device(), kinds, key, constants)
     compiled = _compiled.get(full_key)
     if compiled is None:
         if len(_compiled) >= _MOST_PROBLEMS:
