@@ -28,6 +28,7 @@ LAYERS = (
 RANKS = {name: rank for rank, row in enumerate(LAYERS) for name in row.split()}
 
 SIDEWAYS = {
+    ("integrations", "convert"),  # an integration is convert in another library's words
     ("formats", "constants"),  # formats are data about constants
 }
 """The only imports allowed between two modules of one row."""
