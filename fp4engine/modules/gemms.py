@@ -13,6 +13,9 @@ from fp4engine.modules.forward_memory import ForwardMemory
 from fp4engine.recipe import Recipe
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed
 
+_CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
+"""What ``torch.autocast`` casts; it leaves float64 and integers as they are."""
+
 
 class Gemms(torch.nn.Module):
     """The three GEMMs of one linear transformation. Has no parameters: a module is one, or owns some, beside its own.
@@ -90,7 +93,7 @@ class Gemms(torch.nn.Module):
             self.executed.record_high_precision(inp, weight)
             output = F.linear(inp, weight, bias)
         else:
-            if torch.is_autocast_enabled(inp.device.type) and inp.dtype != torch.float64:  # as torch.autocast does
+            if torch.is_autocast_enabled(inp.device.type) and inp.dtype in _CAST_BY_AUTOCAST:
                 inp = inp.to(torch.get_autocast_dtype(inp.device.type))
             cache = self._cache(weight, is_first_microbatch)
             main_grad = self._main_grad(weight) if self.fuse_wgrad_accumulation else None
