@@ -42,7 +42,7 @@ def amax_rowwise(
     x = load_blocks(x_ptr, stride_m, stride_k, M, K, row0, col0, TILE_M, TILE_K, EVEN)
     wide = widen(x)
     if SIDE.signs is not None:
-        wide = rotate(wide, SIDE.signs, x[0].dtype, HARDWARE)
+        wide = rotate(wide, SIDE, x[0].dtype, HARDWARE)
     return tl.reshape(block_amax(wide), [TILE_M, TILE_K // 16])
 
 
@@ -66,9 +66,7 @@ def amax_kernel(
         row0 = (tile // tiles_k) * TILE_M
         col0 = (tile % tiles_k) * TILE_K
         if ROW is not None and not SHARED:
-            block = amax_rowwise(
-                x_ptr, stride_m, stride_k, M, K, row0, col0, ROW, TILE_M, TILE_K, EVEN, HARDWARE
-            )
+            block = amax_rowwise(x_ptr, stride_m, stride_k, M, K, row0, col0, ROW, TILE_M, TILE_K, EVEN, HARDWARE)
             if ROW.per_row:
                 store_amax_per_row(row_amax_ptr, row0 + tl.arange(0, TILE_M), block, M, 1)
             else:
@@ -79,7 +77,7 @@ def amax_kernel(
             if SHARED:
                 row_amax = tl.maximum(row_amax, block_amax(wide), propagate_nan=NAN)
             if COL.signs is not None:
-                wide = rotate(wide, COL.signs, x[0].dtype, HARDWARE)
+                wide = rotate(wide, COL, x[0].dtype, HARDWARE)
             block = block_amax(wide)
             if COL.per_row:
                 store_amax_per_row(col_amax_ptr, col0 + tl.arange(0, TILE_K), block, K, 0)

@@ -1,10 +1,10 @@
 """Device functions: a block (tuple of 16 tensors) through a whole cast, and the compile-time description of one.
 
-    rotate -> block amax (-> tile amax) -> E4M3 scale -> E2M1 codes -> packed words
+rotate -> block amax (-> tile amax) -> E4M3 scale -> E2M1 codes -> packed words
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import triton
 import triton.language as tl
@@ -14,8 +14,6 @@ from fp4engine.formats import CastSpec, Outer, RoundingMode, ScaleRule, Signs
 from fp4engine.kernels.encode import (
     E2M1,
     E4M3_NAN,
-    SR_BIAS,
-    STEP_HALF_BITS,
     block_amax,
     decoded,
     element_encode_scale,
@@ -23,11 +21,13 @@ from fp4engine.kernels.encode import (
     from_bits,
     from_e4m3,
     outer_encode_scale,
-    pack,
+    pack_even,
     pack_native,
+    pack_stochastic,
     pack_values,
     random_bits,
     random_words,
+    reciprocal,
     rotate,
     stochastic_code,
     to_e4m3,
@@ -58,7 +58,7 @@ class Side:
     bit: int
 
     @staticmethod
-    @lru_cache(maxsize=None)
+    @cache
     def of(spec: CastSpec, output: str, bit: int) -> "Side":
         """The side that casts by ``spec`` and writes ``output``, "codes" or "values"; see ``bit``."""
         signs = None
@@ -100,30 +100,44 @@ def _maximum(a, b):
 @triton.jit
 def tile_sum(e, OUTER: tl.constexpr, INNER: tl.constexpr):
     """As :func:`tile_amax` for sums, halving the 16 at each step: rows (0..7) + (8..15), and so on."""
-    height: tl.constexpr = 16
     s = tl.sum(tl.reshape(e, [OUTER, 2, 8, INNER]), axis=1)
     s = tl.sum(tl.reshape(s, [OUTER, 2, 4, INNER]), axis=1)
     s = tl.sum(tl.reshape(s, [OUTER, 2, 2, INNER]), axis=1)
     s = tl.sum(tl.reshape(s, [OUTER, 2, 1, INNER]), axis=1)
-    return tl.reshape(tl.broadcast_to(s, [OUTER, height, INNER]), e.shape)
+    return tl.reshape(tl.broadcast_to(s, [OUTER, 16, INNER]), e.shape)
 
 
 @triton.jit
-def scale_elements(x, encode_scale):
-    """``fl(x * enc)``; adding 0 turns -0.0 into +0.0, whose code is 0."""
+def products_stay_normal(outer_amax, SIDE: tl.constexpr, dtype: tl.constexpr):
+    """True if no ``x * enc`` but 0 itself rounds to 0, so that :func:`scale_elements` may fuse.
+
+    ``enc >= numerator / (448 A)``, and ``enc >= 2^-16`` keeps products of BF16 values (2^-133 or more) above 2^-149.
+    """
+    if dtype == tl.float32 or SIDE.per_row:
+        return False
+    else:
+        return outer_amax < 64.0 * SIDE.numerator
+
+
+@triton.jit
+def scale_elements(x, encode_scale, FUSED: tl.constexpr):
+    """``fl(x * enc) + 0``: adding 0 turns -0.0 into +0.0, whose code is 0. One instruction instead of two if fused."""
     v = ()
     for i in tl.static_range(16):
-        v = v + (x[i] * encode_scale + 0.0,)
+        if FUSED:
+            v = v + (tl.fma(x[i], encode_scale, 0.0),)
+        else:
+            v = v + (x[i] * encode_scale + 0.0,)
     return v
 
 
 @triton.jit
 def encode_elements(v, random, low_random, SIDE: tl.constexpr):
-    """Magnitude codes, biased by ``STEP_HALF_BITS`` (nearest) or ``SR_BIAS`` (stochastic)."""
+    """Magnitude codes as :func:`stochastic_code` or :func:`even_code` gives them."""
     codes = ()
     for i in tl.static_range(16):
         if SIDE.random_bits:
-            codes = codes + (stochastic_code(v[i], random_bits(random, low_random, i, SIDE.random_bits)),)
+            codes = codes + (stochastic_code(v[i], random_bits(random, low_random, i, SIDE.random_bits), SIDE.random_bits),)
         else:
             codes = codes + (even_code(v[i]),)
     return codes
@@ -132,22 +146,22 @@ def encode_elements(v, random, low_random, SIDE: tl.constexpr):
 @triton.jit
 def pack_elements(v, codes, scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
     """The words of one block."""
-    bias: tl.constexpr = SR_BIAS if SIDE.random_bits else STEP_HALF_BITS
     if SIDE.words == 8:
-        return pack_values(codes, v, scale, bias)
-    elif (E2M1 & HARDWARE) and SIDE.random_bits == 0:
+        return pack_values(codes, v, scale, SIDE.random_bits > 0)
+    elif SIDE.random_bits:
+        return pack_stochastic(codes, v, 0), pack_stochastic(codes, v, 8)
+    elif E2M1 & HARDWARE:
         return pack_native(v, 0), pack_native(v, 8)
     else:
-        return pack(codes, v, 0, bias), pack(codes, v, 8, bias)
+        return pack_even(codes, v, 0), pack_even(codes, v, 8)
 
 
 @triton.jit
 def candidate_error(x, v, codes, scale, outer_amax, SIDE: tl.constexpr):
     """Sum over the block, left to right, of ``|x_hat - x|`` or its square."""
-    bias: tl.constexpr = SR_BIAS if SIDE.random_bits else STEP_HALF_BITS
     total = tl.zeros_like(scale)
     for i in tl.static_range(16):
-        value = from_bits(decoded(codes[i] - bias, v[i], scale)) * outer_amax
+        value = from_bits(decoded(codes[i], v[i], scale, SIDE.random_bits > 0)) * outer_amax
         difference = tl.div_rn(value, tl.zeros_like(value) + SIDE.numerator) - x[i]
         if SIDE.error == "mse":
             total = total + difference * difference
@@ -157,23 +171,26 @@ def candidate_error(x, v, codes, scale, outer_amax, SIDE: tl.constexpr):
 
 
 @triton.jit
-def candidate(x, scale, outer_scale, outer_amax, random, low_random, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
+def candidate(
+    x, scale, outer_scale, random, low_random, SIDE: tl.constexpr, FUSED: tl.constexpr, HARDWARE: tl.constexpr
+):
     """Stored scale, its value, scaled elements and codes for one unrounded block scale."""
     scale_inv = to_e4m3(scale, HARDWARE)
     decode_scale = from_e4m3(scale_inv, HARDWARE)
-    v = scale_elements(x, element_encode_scale(decode_scale, tl.div_rn(tl.zeros_like(outer_scale) + 1.0, outer_scale)))
+    encode_scale = element_encode_scale(decode_scale, reciprocal(outer_scale, HARDWARE), HARDWARE)
+    v = scale_elements(x, encode_scale, FUSED)
     return scale_inv, decode_scale, v, encode_elements(v, random, low_random, SIDE)
 
 
 @triton.jit
 def four_over_six(
     x, amax, outer_amax, outer_scale, random, low_random,
-    SIDE: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, HARDWARE: tl.constexpr,
+    SIDE: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, FUSED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """The block's amax on 6 and on 4; 4 where its error is strictly smaller."""
     base = tl.div_rn(amax, tl.zeros_like(amax) + SIDE.target) * outer_scale
-    scale6, value6, v6, codes6 = candidate(x, base, outer_scale, outer_amax, random, low_random, SIDE, HARDWARE)
-    scale4, value4, v4, codes4 = candidate(x, base * 1.5, outer_scale, outer_amax, random, low_random, SIDE, HARDWARE)
+    scale6, value6, v6, codes6 = candidate(x, base, outer_scale, random, low_random, SIDE, FUSED, HARDWARE)
+    scale4, value4, v4, codes4 = candidate(x, base * 1.5, outer_scale, random, low_random, SIDE, FUSED, HARDWARE)
     error6 = candidate_error(x, v6, codes6, value6, outer_amax, SIDE)
     error4 = candidate_error(x, v4, codes4, value4, outer_amax, SIDE)
     if SIDE.tiled:
@@ -183,7 +200,8 @@ def four_over_six(
     words6 = pack_elements(v6, codes6, value6, SIDE, HARDWARE)
     words4 = pack_elements(v4, codes4, value4, SIDE, HARDWARE)
     words = ()
-    for i in tl.static_range(SIDE.words):
+    count: tl.constexpr = SIDE.words
+    for i in tl.static_range(count):
         words = words + (tl.where(four, words4[i], words6[i]),)
     return tl.where(four, scale4, scale6), words
 
@@ -191,7 +209,7 @@ def four_over_six(
 @triton.jit
 def cast_block(
     x, outer_amax, rng_ptr, block, row, stream,
-    SIDE: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, HARDWARE: tl.constexpr,
+    SIDE: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, FUSED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Scale bits (uint8) and packed words (uint32) of the blocks ``x``.
 
@@ -200,29 +218,30 @@ def cast_block(
         outer_amax: FP32, scalar or broadcasting against a position.
         block, row: index along and across the contracted axis, for the random stream; broadcast to a position's shape.
         OUTER, INNER: a position's shape as [OUTER, 16, INNER] with a tile's rows in the middle, if ``SIDE.tiled``.
+        FUSED: whether :func:`products_stay_normal`.
     """
     dtype: tl.constexpr = x[0].dtype
     x = widen(x)
     if SIDE.signs is not None:
-        x = rotate(x, SIDE.signs, dtype, HARDWARE)
+        x = rotate(x, SIDE, dtype, HARDWARE)
     amax = block_amax(x)
     if SIDE.tiled:
         amax = tile_amax(amax, OUTER, INNER)
     random = ()
     low_random = ()
     if SIDE.random_bits:
-        random = random_words(rng_ptr, block, row, stream | SIDE.bit)
+        random = random_words(rng_ptr, block, row, stream | SIDE.bit, amax)
         if SIDE.random_bits == 16:
-            low_random = random_words(rng_ptr, block, row, (stream | SIDE.bit) ^ 16)
+            low_random = random_words(rng_ptr, block, row, (stream | SIDE.bit) ^ 16, amax)
     outer_scale = outer_encode_scale(outer_amax, SIDE.numerator)
     if SIDE.error is not None:
         scale_inv, words = four_over_six(
-            x, amax, outer_amax, outer_scale, random, low_random, SIDE, OUTER, INNER, HARDWARE
+            x, amax, outer_amax, outer_scale, random, low_random, SIDE, OUTER, INNER, FUSED, HARDWARE
         )
     else:
         scale = amax * (outer_scale * (1.0 / SIDE.target))
         scale_inv, decode_scale, v, codes = candidate(
-            x, scale, outer_scale, outer_amax, random, low_random, SIDE, HARDWARE
+            x, scale, outer_scale, random, low_random, SIDE, FUSED, HARDWARE
         )
         words = pack_elements(v, codes, decode_scale, SIDE, HARDWARE)
     if SIDE.words == 2:

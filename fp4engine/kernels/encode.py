@@ -13,6 +13,11 @@ import triton.language as tl
 
 from fp4engine.constants import E4M3_MAX as _E4M3_MAX
 from fp4engine.constants import FLT_MAX as _FLT_MAX
+from fp4engine.constants import PHILOX_M0 as _PHILOX_M0
+from fp4engine.constants import PHILOX_M1 as _PHILOX_M1
+from fp4engine.constants import PHILOX_ROUNDS as _PHILOX_ROUNDS
+from fp4engine.constants import PHILOX_W0 as _PHILOX_W0
+from fp4engine.constants import PHILOX_W1 as _PHILOX_W1
 from fp4engine.kernels.target import E2M1 as _E2M1
 from fp4engine.kernels.target import E4M3 as _E4M3
 from fp4engine.kernels.target import PAIRS as _PAIRS
@@ -23,14 +28,20 @@ PAIRS = tl.constexpr(_PAIRS)
 E4M3_MAX = tl.constexpr(_E4M3_MAX)
 FLT_MAX = tl.constexpr(_FLT_MAX)
 E4M3_NAN = tl.constexpr(0x7F)
+PHILOX_ROUNDS = tl.constexpr(_PHILOX_ROUNDS)
+PHILOX_M0 = tl.constexpr(_PHILOX_M0)
+PHILOX_M1 = tl.constexpr(_PHILOX_M1)
+PHILOX_W0 = tl.constexpr(_PHILOX_W0)
+PHILOX_W1 = tl.constexpr(_PHILOX_W1)
 NAN = tl.constexpr(tl.PropagateNan.ALL)
 STEP_HALF = tl.constexpr(1.5 * 2**22)
 STEP_ONE = tl.constexpr(1.5 * 2**23 + 2)
 STEP_TWO = tl.constexpr(1.5 * 2**24 + 8)
 """Adding one of these to ``a`` rounds it to a multiple of 1/2, 1 or 2; the offset of that piece of E2M1 is built in."""
 STEP_HALF_BITS = tl.constexpr(0x4AC00000)
+EVEN_BIAS = tl.constexpr(0x4AC00000 * 0x11111111 & 0xFFFFFFFF)
+"""Eight codes' bias of ``STEP_HALF_BITS``, each shifted to its nibble, summed modulo 2^32."""
 EXPONENT_STEP = tl.constexpr(0x00800000)
-SR_BIAS = tl.constexpr(252)
 
 
 @triton.jit
@@ -69,16 +80,18 @@ def round_bf16(x):
 
 
 @triton.jit
-def rotate(x, signs: tl.constexpr, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+def rotate(x, SIDE: tl.constexpr, dtype: tl.constexpr, HARDWARE: tl.constexpr):
     """``round(x @ diag(signs) @ H16 / 4)``: ``signs / 4`` first, then butterflies of stride 1, 2, 4, 8.
-
-    The first stage is two fused multiply-adds per pair, exact because ``x / 4`` is.
     """
     y = ()
     for i in tl.static_range(0, 16, 2):
-        low = x[i] * (0.25 * signs[i])
-        high = x[i + 1] * (0.25 * signs[i + 1])
-        y = y + (low + high, low - high)
+        low = x[i] * (0.25 * SIDE.signs[i])
+        high = 0.25 * SIDE.signs[i + 1]
+        if dtype == tl.float32:
+            y = y + (low + x[i + 1] * high, low - x[i + 1] * high)
+        else:
+            # x / 4 is exact for 16-bit dtypes, so the fused form rounds as the two steps do.
+            y = y + (tl.fma(x[i + 1], high, low), tl.fma(x[i + 1], -high, low))
     for stage in tl.static_range(1, 4):
         z = ()
         for i in tl.static_range(16):
@@ -142,10 +155,18 @@ def from_e4m3(code, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def element_encode_scale(scale, outer_decode_scale):
+def reciprocal(x, HARDWARE: tl.constexpr):
+    """``fl(1 / x)``; PTX's own reciprocal is as exact as its division and 4 instructions shorter."""
+    if PAIRS & HARDWARE:
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.div_rn(tl.zeros_like(x) + 1.0, x)
+
+
+@triton.jit
+def element_encode_scale(scale, outer_decode_scale, HARDWARE: tl.constexpr):
     """``enc = min(1 / (s * S_dec), FLT_MAX)``."""
-    decode_scale = scale * outer_decode_scale
-    return tl.minimum(tl.div_rn(tl.zeros_like(decode_scale) + 1.0, decode_scale), FLT_MAX, propagate_nan=NAN)
+    return tl.minimum(reciprocal(scale * outer_decode_scale, HARDWARE), FLT_MAX, propagate_nan=NAN)
 
 
 @triton.jit
@@ -164,47 +185,83 @@ def even_code(v):
 
 
 @triton.jit
-def stochastic_code(v, random):
-    """E2M1 magnitude code of ``v``, stochastic, plus ``SR_BIAS``: uint32.
+def stochastic_code(v, random, bits: tl.constexpr):
+    """E2M1 magnitude code of ``v``, stochastic, in bits 28..30; the bits below are what rounding drops. uint32.
 
     ``(a + 1) / 2`` puts the subnormal range below ``a = 1`` next to the first binade, where it is the larger of the two.
-    ``random``: random bits left-aligned in 22, centred.
+    ``random``: from :func:`random_bits`.
     """
-    a = tl.minimum(tl.abs(v), 6.0)
-    y = tl.maximum(a, (a + 1.0) * 0.5)
-    return tl.minimum(to_bits(y) + random, (7 + SR_BIAS) * (1 << 22) + 0x3FFFFF) >> 22
+    a = tl.abs(v)
+    y = tl.maximum(a, (a + 1.0) * 0.5).to(tl.int32, bitcast=True)
+    # 0.5's pattern off, half a random step on, and a = 6 at most: one instruction.
+    offset: tl.constexpr = (1 << (21 - bits)) - 0x3F000000
+    clamped = tl.minimum(y + offset, 0x40C00000 + offset)
+    return (clamped.to(tl.uint32, bitcast=True) << 6) + random
 
 
 @triton.jit
-def random_words(rng_ptr, block, row, stream):
-    """Philox4x32-10 of counter ``(block, row, draw, stream)`` under the seed: four uint32 tensors."""
+def philox(seed, c0, c1, c2, c3):
+    """Philox4x32-10. Each product is one 64-bit multiplication; ``tl.philox`` asks for its halves separately."""
+    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    for _ in tl.static_range(PHILOX_ROUNDS):
+        p0 = c0.to(tl.uint64) * PHILOX_M0
+        p1 = c2.to(tl.uint64) * PHILOX_M1
+        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = p1.to(tl.uint32)
+        c3 = p0.to(tl.uint32)
+        k0 += PHILOX_W0
+        k1 += PHILOX_W1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def random_words(rng_ptr, block, row, stream, like):
+    """Philox4x32-10 of counter ``(block, row, draw, stream)`` under the seed: four uint32 tensors like ``like >= 0``."""
     seed = tl.load(rng_ptr)
     draw = tl.load(rng_ptr + 1).to(tl.uint32)
-    zero = (block * 0 + row * 0).to(tl.uint32)
-    return tl.philox(seed, zero + block.to(tl.uint32), zero + row.to(tl.uint32), zero + draw, zero + stream)
+    # Always 0. It ties the counter to the data's layout: otherwise the words are made in another one and converted
+    # through shared memory, which costs more than making them.
+    zero = tl.where(like < 0.0, 1, 0).to(tl.uint32)
+    return philox(seed, zero + block.to(tl.uint32), zero + row.to(tl.uint32), zero + draw, zero + stream)
 
 
 @triton.jit
 def random_bits(words, low_words, position: tl.constexpr, bits: tl.constexpr):
-    """``(2 r + 1) << (21 - bits)``: the random bits of one position, left-aligned in 22 and centred."""
-    byte = (words[position // 4] >> (8 * (position % 4))) & 0xFF
+    """``r << (28 - bits)``, ``r`` the random bits of one position."""
+    shift: tl.constexpr = 20 - 8 * (position % 4)
+    word = words[position // 4]
+    high = ((word << shift) if shift > 0 else (word >> -shift)) & 0x0FF00000
     if bits == 8:
-        return (byte << 14) + (1 << 13)
+        return high
     else:
         low = (low_words[position // 4] >> (8 * (position % 4))) & 0xFF
-        return (((byte << 8) | low) << 6) + (1 << 5)
+        return high | (low << 12)
 
 
 @triton.jit
-def pack(codes, v, first: tl.constexpr, bias: tl.constexpr):
-    """Eight codes and the signs of their values in one uint32, position ``first`` in the low nibble."""
-    magnitudes = codes[first]
+def pack_even(codes, v, first: tl.constexpr):
+    """Eight codes of :func:`even_code` and their signs in one uint32, position ``first`` in the low nibble.
+
+    A shift-and-add per code and a funnel shift per sign.
+    """
+    magnitudes = codes[first + 7]
     signs = to_bits(v[first + 7]) >> 28
     for j in tl.static_range(1, 8):
-        magnitudes += codes[first + j] << (4 * j)
+        magnitudes = (magnitudes << 4) + codes[first + 7 - j]
         signs = (signs << 4) | (to_bits(v[first + 7 - j]) >> 28)
-    # The codes' common bias, summed as above, modulo 2^32.
-    return (magnitudes - ((bias * 0x11111111) & 0xFFFFFFFF)) | (signs & 0x88888888)
+    return (magnitudes - EVEN_BIAS) | (signs & 0x88888888)
+
+
+@triton.jit
+def pack_stochastic(codes, v, first: tl.constexpr):
+    """As :func:`pack_even`, for codes of :func:`stochastic_code`: a three-input logic operation and a funnel shift each."""
+    packed = codes[first] * 0
+    for j in tl.static_range(8):
+        signed = codes[first + 7 - j] | (to_bits(v[first + 7 - j]) & 0x80000000)
+        packed = (packed << 4) | (signed >> 28)
+    return packed
 
 
 @triton.jit
@@ -228,20 +285,22 @@ def pack_native(v, first: tl.constexpr):
 
 
 @triton.jit
-def decoded(code, v, scale):
-    """Bits of the FP32 value ``e2m1(code) * scale`` with the sign of ``v``; ``code`` may carry a bias of 2^10 and up."""
-    y = from_bits((code << 22) + (SR_BIAS << 22))
+def decoded(code, v, scale, STOCHASTIC: tl.constexpr):
+    """Bits of the FP32 value ``e2m1(code) * scale`` with the sign of ``v``."""
+    exponent_and_mantissa = (code >> 6) & 0x01C00000 if STOCHASTIC else code << 22
+    y = from_bits(exponent_and_mantissa + 0x3F000000)
+    # y is right from 1 up; below, 2 y - 1 turns 1/2, 3/4 into 0, 1/2.
     magnitude = tl.minimum(y, 2.0 * y - 1.0) * scale
     return to_bits(magnitude) | (to_bits(v) & 0x80000000)
 
 
 @triton.jit
-def pack_values(codes, v, scale, bias: tl.constexpr):
+def pack_values(codes, v, scale, STOCHASTIC: tl.constexpr):
     """Eight words, each two BF16 values ``e2m1 * scale``, exact (at most 6 significant bits)."""
     words = ()
     for i in tl.static_range(0, 16, 2):
-        low = decoded(codes[i] - bias, v[i], scale)
-        high = decoded(codes[i + 1] - bias, v[i + 1], scale)
+        low = decoded(codes[i], v[i], scale, STOCHASTIC)
+        high = decoded(codes[i + 1], v[i + 1], scale, STOCHASTIC)
         words = words + ((low >> 16) | (high & 0xFFFF0000),)
     return words
 

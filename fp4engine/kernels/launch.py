@@ -4,7 +4,7 @@ Triton's interpreter (``TRITON_INTERPRET=1``) runs the same kernels on CPU tenso
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from fp4engine.kernels.target import hardware_of
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_facts(device: torch.device) -> tuple[int, int]:
     """Feature bits and number of multiprocessors; (0, 4) under the interpreter, where any small number will do."""
     if device.type != "cuda":

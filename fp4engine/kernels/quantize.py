@@ -17,67 +17,67 @@ from torch import Tensor
 
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.formats import E2M1, E4M3, CastSpec, Correction, Outer, RoundingMode
-from fp4engine.kernels.cast import Side, cast_block
+from fp4engine.kernels.cast import Side, cast_block, products_stay_normal
 from fp4engine.kernels.encode import stack
 from fp4engine.kernels.launch import Launch, is_column_major
 from fp4engine.kernels.load import load_blocks, load_rows
 
 
 @triton.jit
-def quantize_rowwise(
-    x_ptr, stride_m, stride_k, amax_ptr, out_ptr, scale_ptr, rng_ptr, stream, M, K, row0, col0,
-    SIDE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+def load_amax(amax_ptr, index, limit, SIDE: tl.constexpr):
+    if SIDE.per_row:
+        return tl.load(amax_ptr + index, mask=index < limit, other=0.0)
+    else:
+        return tl.load(amax_ptr)
+
+
+@triton.jit
+def cast_rowwise(
+    x, amax, out_ptr, scale_ptr, rng_ptr, stream, M, K, row0, col0, SIDE: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
+    """Cast and store blocks that lie along the rows, each position a tensor [TILE_M * TILE_K / 16]."""
     BLOCKS: tl.constexpr = TILE_K // 16
     index = tl.arange(0, TILE_M * BLOCKS)
     row = index // BLOCKS
     block = index % BLOCKS
-    blocks = (K + 15) // 16
-    inside = (row < M - row0) & (block * 16 < K - col0)
-    x = load_blocks(x_ptr, stride_m, stride_k, M, K, row0, col0, TILE_M, TILE_K, EVEN)
-    if SIDE.per_row:
-        amax = tl.load(amax_ptr + row0 + row, mask=row < M - row0, other=0.0)
-    else:
-        amax = tl.load(amax_ptr)
     scale, words = cast_block(
-        x, amax, rng_ptr, col0 // 16 + block, row0 + row, stream, SIDE, TILE_M // 16, BLOCKS, HARDWARE
+        x, amax, rng_ptr, col0 // 16 + block, row0 + row, stream, SIDE, TILE_M // 16, BLOCKS, FUSED, HARDWARE
     )
+    blocks = (K + 15) // 16
     first = row0.to(tl.int64) * blocks + col0 // 16
     where = row * blocks + block
-    w = tl.arange(0, SIDE.words)[None, :]
+    word = tl.arange(0, SIDE.words)[None, :]
+    target = out_ptr.to(tl.pointer_type(tl.uint32)) + first * SIDE.words + (where[:, None] * SIDE.words + word)
     scale_target = scale_ptr.to(tl.pointer_type(tl.uint8)) + first + where
-    target = out_ptr.to(tl.pointer_type(tl.uint32)) + first * SIDE.words + (where[:, None] * SIDE.words + w)
     if EVEN:
         tl.store(target, stack(words))
         tl.store(scale_target, scale)
     else:
+        inside = (row < M - row0) & (block * 16 < K - col0)
         tl.store(target, stack(words), mask=inside[:, None])
         tl.store(scale_target, scale, mask=inside)
 
 
 @triton.jit
-def quantize_columnwise(
-    x_ptr, stride_m, stride_k, amax_ptr, out_ptr, scale_ptr, rng_ptr, stream, M, K, row0, col0,
-    SIDE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+def cast_columnwise(
+    x, amax, out_ptr, scale_ptr, rng_ptr, stream, M, K, row0, col0, SIDE: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
+    """Cast and store blocks that lie down the columns, each position a tensor [TILE_M / 16, TILE_K]."""
     GROUPS: tl.constexpr = TILE_M // 16
     group = tl.arange(0, GROUPS)[:, None]
     col = tl.arange(0, TILE_K)[None, :]
-    groups = (M + 15) // 16
-    x = load_rows(x_ptr, stride_m, stride_k, M, K, row0, col0, TILE_M, TILE_K, EVEN)
-    if SIDE.per_row:
-        amax = tl.load(amax_ptr + col0 + col, mask=col < K - col0, other=0.0)
-    else:
-        amax = tl.load(amax_ptr)
     scale, words = cast_block(
-        x, amax, rng_ptr, row0 // 16 + group, col0 + col, stream, SIDE, GROUPS * TILE_K // 16, 1, HARDWARE
+        x, amax, rng_ptr, row0 // 16 + group, col0 + col, stream, SIDE, GROUPS * TILE_K // 16, 1, FUSED, HARDWARE
     )
+    groups = (M + 15) // 16
     first = col0.to(tl.int64) * groups + row0 // 16
     packed = tl.reshape(tl.permute(stack(words), [1, 0, 2]), [TILE_K, GROUPS * SIDE.words])
     out_col = tl.arange(0, TILE_K)[:, None]
     word = tl.arange(0, GROUPS * SIDE.words)[None, :]
-    target = out_ptr.to(tl.pointer_type(tl.uint32)) + first * SIDE.words + (out_col * (groups * SIDE.words) + word)
     out_group = tl.arange(0, GROUPS)[None, :]
+    target = out_ptr.to(tl.pointer_type(tl.uint32)) + first * SIDE.words + (out_col * (groups * SIDE.words) + word)
     scale_target = scale_ptr.to(tl.pointer_type(tl.uint8)) + first + (out_col * groups + out_group)
     if EVEN:
         tl.store(target, packed)
@@ -100,15 +100,24 @@ def quantize_kernel(
     row0 = (tl.program_id(0) // tiles) * TILE_M
     col0 = (tl.program_id(0) % tiles) * TILE_K
     if ROW is not None:
-        quantize_rowwise(
-            x_ptr, stride_m, stride_k, row_amax_ptr, row_out_ptr, row_scale_ptr, rng_ptr, stream, M, K, row0, col0,
-            ROW, TILE_M, TILE_K, EVEN, HARDWARE,
-        )  # fmt: skip
+        x = load_blocks(x_ptr, stride_m, stride_k, M, K, row0, col0, TILE_M, TILE_K, EVEN)
+        row = row0 + tl.arange(0, TILE_M * TILE_K // 16) // (TILE_K // 16)
+        amax = load_amax(row_amax_ptr, row, M, ROW)
+        if products_stay_normal(amax, ROW, x[0].dtype):
+            cast_rowwise(x, amax, row_out_ptr, row_scale_ptr, rng_ptr, stream, M, K, row0, col0,
+                         ROW, TILE_M, TILE_K, True, EVEN, HARDWARE)  # fmt: skip
+        else:
+            cast_rowwise(x, amax, row_out_ptr, row_scale_ptr, rng_ptr, stream, M, K, row0, col0,
+                         ROW, TILE_M, TILE_K, False, EVEN, HARDWARE)  # fmt: skip
     if COL is not None:
-        quantize_columnwise(
-            x_ptr, stride_m, stride_k, col_amax_ptr, col_out_ptr, col_scale_ptr, rng_ptr, stream, M, K, row0, col0,
-            COL, TILE_M, TILE_K, EVEN, HARDWARE,
-        )  # fmt: skip
+        x = load_rows(x_ptr, stride_m, stride_k, M, K, row0, col0, TILE_M, TILE_K, EVEN)
+        amax = load_amax(col_amax_ptr, col0 + tl.arange(0, TILE_K)[None, :], K, COL)
+        if products_stay_normal(amax, COL, x[0].dtype):
+            cast_columnwise(x, amax, col_out_ptr, col_scale_ptr, rng_ptr, stream, M, K, row0, col0,
+                            COL, TILE_M, TILE_K, True, EVEN, HARDWARE)  # fmt: skip
+        else:
+            cast_columnwise(x, amax, col_out_ptr, col_scale_ptr, rng_ptr, stream, M, K, row0, col0,
+                            COL, TILE_M, TILE_K, False, EVEN, HARDWARE)  # fmt: skip
 
 
 def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
