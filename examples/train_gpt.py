@@ -20,13 +20,13 @@ from typing import Any, NoReturn
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to add in the same order every time
 
 import torch
+
+import fp4engine
 from gpt import report
 from gpt.data import Corpus, load_corpus
 from gpt.model import GPT
 from gpt.settings import PRECISIONS, PRESETS, InputError, Settings
 from gpt.training import Diverged, Interrupted, Result, Trainer
-
-import fp4engine
 
 REFUSED, DIVERGED, INTERRUPTED = 2, 1, 130
 """Exit codes."""

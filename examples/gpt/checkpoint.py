@@ -123,4 +123,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of the file, without a last line that was cut off; none if there is no file."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    lines = path.read_text().splitlines(keepends=True)
+    try:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError as error:
+        raise InputError(f"{path} is damaged ({error}); it has to hold one JSON object per line") from error

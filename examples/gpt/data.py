@@ -59,6 +59,15 @@ def load_corpus(folder: str, length: int, device: torch.device) -> Corpus:
     texts = read_texts(root, "*" if folder else "*.py")
     if len(texts) < 2:
         raise InputError(f"--data needs at least two different text files, {root} has {len(texts)}")
+    return split(texts, root, length, device)
+
+
+def split(texts: dict[str, bytes], root: Path, length: int, device: torch.device) -> Corpus:
+    """Keep the texts with the smallest hashes for validation; `root` is where they are from.
+
+    Raises:
+        InputError: too little text for windows of `length` bytes.
+    """
     digests = sorted(texts)
     held_out = set(digests[: max(1, len(digests) // VALIDATION_SHARE)])
     streams = [
@@ -77,8 +86,9 @@ def read_texts(root: Path, pattern: str) -> dict[str, bytes]:
     """`{hash of the text: text}`, in the order of paths; the same text twice counts once."""
     texts: dict[str, bytes] = {}
     for path in sorted(root.rglob(pattern)):
-        installed = "site-packages" in path.parts or "__pycache__" in path.parts
-        if installed or any(part.startswith(".") for part in path.relative_to(root).parts) or not path.is_file():
+        below = path.relative_to(root).parts
+        installed = "site-packages" in below or "__pycache__" in below
+        if installed or any(part.startswith(".") for part in below) or not path.is_file():
             continue
         try:
             text = path.read_bytes()

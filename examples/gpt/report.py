@@ -73,6 +73,8 @@ def plot(folder: Path, settings: Settings) -> Path:
         points = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
         axes.plot(*zip(*points, strict=True), "o-", markersize=4, color=line.get_color(), label=f"{name}, validation")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=f"{settings.preset}: {folder.name}", yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     path = folder / "loss.png"

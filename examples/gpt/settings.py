@@ -78,7 +78,7 @@ class Settings:
 
 PRESETS = {
     # name: layers, width, sequence, batch, tokens, peak learning rate, validate and save every so many steps
-    "cpu": Settings("cpu", 2, 128, 128, 16, 400_000, 3e-3, 50, 50),
+    "cpu": Settings("cpu", 2, 128, 128, 16, 400_000, 1e-3, 50, 50),
     "10m": Settings("10m", 6, 384, 512, 128, 200_000_000, 2e-3, 250, 500),
     "30m": Settings("30m", 6, 640, 512, 128, 600_000_000, 1.5e-3, 500, 500),
     "85m": Settings("85m", 12, 768, 512, 128, 1_700_000_000, 1e-3, 1000, 1000),

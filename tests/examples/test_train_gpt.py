@@ -9,17 +9,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+import fp4engine
 import train_gpt
 from gpt import checkpoint, training
 from gpt.data import load_corpus, windows
 from gpt.measure import saved_by_linears
 from gpt.model import GPT
 from gpt.settings import PRESETS
-
-import fp4engine
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SIZE = {"layers": 1, "width": 32, "sequence": 16, "batch": 2}
@@ -196,6 +197,38 @@ def test_a_crash_inside_a_checkpoint_leaves_the_one_before(
     assert steps == (["step-00000004", "step-00000008"] if call == 6 else ["step-00000004"])
     assert train_gpt.main(["--runs", str(tmp_path / "runs"), "--name", "broken", "--resume"]) == 0
     assert losses(run) == losses(tmp_path / "runs" / "whole")
+
+
+@pytest.mark.gpu
+def test_on_cuda_a_run_continues_bit_for_bit(arguments: list[str], tmp_path: Path, monkeypatch) -> None:
+    argv = [*arguments, "--device=cuda", "--width=128", "--sequence=64", "--tokens", str(2 * 64 * STEPS)]
+    assert train_gpt.main([*argv, "--name", "whole"]) == 0
+    saves = itertools.count(1)
+    save = checkpoint.save
+
+    def dying(*arguments: Any) -> None:
+        if next(saves) == 5:  # the first precision saves three times
+            raise Killed
+        save(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", dying)
+        with pytest.raises(Killed):
+            train_gpt.main([*argv, "--name", "broken"])
+    assert train_gpt.main(["--runs", str(tmp_path / "runs"), "--name", "broken", "--resume"]) == 0
+    for precision in ("bf16", "nvfp4"):
+        expected = losses(tmp_path / "runs" / "whole", precision)
+        assert losses(tmp_path / "runs" / "broken", precision) == expected
+
+
+def test_metrics_that_are_damaged_are_refused(arguments: list[str], tmp_path: Path, capsys) -> None:
+    argv = [*arguments, "--precision", "bf16", "--name", "a"]
+    assert train_gpt.main(argv) == 0
+    run = tmp_path / "runs" / "a"
+    (run / "bf16" / "result.json").unlink()
+    (run / "bf16" / "metrics.jsonl").write_text("no metrics\n")
+    capsys.readouterr()
+    assert "metrics.jsonl is damaged" in refusal([*argv, "--resume"], capsys)
 
 
 def test_resuming_a_finished_run_only_reports(arguments: list[str], tmp_path: Path, monkeypatch) -> None:
