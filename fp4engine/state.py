@@ -46,9 +46,15 @@ class AutocastState:
 
 
 class _Slot(threading.local):
-    state: AutocastState | None = None
-    backward: int = -1
-    """The backward pass inside which the region was entered; -1 for none."""
+    """What is in force on one thread.
+
+    ``backward`` is the backward pass inside which it was entered, -1 for none; ``outer`` what to go back to.
+    """
+
+    def __init__(self) -> None:  # not class attributes: torch.compile's guards look into the thread's own dictionary
+        self.state: AutocastState | None = None
+        self.backward = -1
+        self.outer: list[tuple[AutocastState | None, int]] = []
 
 
 _slot = _Slot()
@@ -78,7 +84,17 @@ def _current_backward() -> int:
 
 def get_default_recipe() -> NVFP4BlockScaling:
     """The recipe of ``autocast()`` without one: NVIDIA's NVFP4 recipe as the environment's flags tune it."""
-    return NVFP4BlockScaling()
+    _read_default_recipe()
+    return _default[0]
+
+
+_default: list[NVFP4BlockScaling] = []
+
+
+@torch.compiler.assume_constant_result
+def _read_default_recipe() -> None:
+    """Leave the default recipe where ``torch.compile`` can find it; it cannot follow how a recipe is made."""
+    _default[:] = [NVFP4BlockScaling()]
 
 
 class Region:
@@ -86,16 +102,15 @@ class Region:
 
     def __init__(self, state: AutocastState | None) -> None:
         self._state = state
-        self._outer: list[tuple[AutocastState | None, int]] = []
 
     def __enter__(self) -> None:
-        self._outer.append((_slot.state, _slot.backward))
+        _slot.outer.append((_slot.state, _slot.backward))
         _slot.state, _slot.backward = self._state, _current_backward()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _slot.state, _slot.backward = self._outer.pop()
+        _slot.state, _slot.backward = _slot.outer.pop()
         ends_step = _slot.state is None and not in_backward()  # a recomputation belongs to its forward's step
         if ends_step and self._state is not None and self._state.recipe.is_delayed:
             next_step()

@@ -293,7 +293,9 @@ def test_wrong_inputs_raise_and_say_why() -> None:
             layer(torch.zeros(3, 16, dtype=torch.int64))
 
 
-@pytest.mark.parametrize(("bad", "where"), itertools.product([float("nan"), float("inf")], ["inp", "weight", "grad"]))
+@pytest.mark.parametrize(
+    ("bad", "where"), [*itertools.product([float("nan"), float("inf")], ["inp", "weight", "grad"])]
+)
 def test_non_finite_numbers_come_out_as_such(bad: float, where: str) -> None:
     layer = te.Linear(32, 16)
     inp = torch.randn(20, 32, requires_grad=True)
