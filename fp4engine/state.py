@@ -14,6 +14,7 @@ import torch
 from fp4engine.ops import get_rng_state, manual_seed, set_rng_state
 from fp4engine.quantizers.delayed import next_step
 from fp4engine.recipe import NVFP4BlockScaling, Recipe
+from fp4engine.tracing import constant_when_traced
 
 __all__ = [
     "AutocastState",
@@ -91,7 +92,7 @@ def get_default_recipe() -> NVFP4BlockScaling:
 _default: list[NVFP4BlockScaling] = []
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _read_default_recipe() -> None:
     """Leave the default recipe where ``torch.compile`` can find it; it cannot follow how a recipe is made."""
     _default[:] = [NVFP4BlockScaling()]

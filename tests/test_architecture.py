@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1] / PACKAGE
 
 LAYERS = (
     # low to high; a module imports only from lower rows, and from its own sub-package
-    "constants environment capability roles formats",
+    "constants environment capability roles tracing formats",
     "recipe reference kernels",
     "ops",
     "tensor",
@@ -30,6 +30,7 @@ RANKS = {name: rank for rank, row in enumerate(LAYERS) for name in row.split()}
 SIDEWAYS = {
     ("integrations", "convert"),  # an integration is convert in another library's words
     ("formats", "constants"),  # formats are data about constants
+    ("capability", "environment"),  # whether kernels run on the CPU is asked of TRITON_INTERPRET
 }
 """The only imports allowed between two modules of one row."""
 

@@ -12,6 +12,7 @@ from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear,
 from fp4engine.modules.forward_memory import ForwardMemory
 from fp4engine.recipe import Recipe
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed
+from fp4engine.tracing import constant_when_traced
 
 _CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 """What ``torch.autocast`` casts; it leaves float64 and integers as they are."""
@@ -151,7 +152,7 @@ class Gemms(torch.nn.Module):
         return {**self.__dict__, "_plan": None, "_weight_cache": None, "_forwards": ForwardMemory()}
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _make_plan(gemms: Gemms, recipe: Recipe, group: Any) -> None:
     """Leave the plan for ``recipe`` on ``gemms``: ``torch.compile`` then reads it there, and not how it is made."""
     plan = gemms._plan

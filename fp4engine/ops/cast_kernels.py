@@ -1,16 +1,13 @@
-"""From specs to Triton kernels: which kernel casts a side, and both sides in as few reads of x as they allow.
+"""From specs to Triton kernels: which kernel casts a side, and both sides in as few reads of x as they allow."""
 
-Imported only where Triton runs.
-"""
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from fp4engine import reference
 from fp4engine.formats import CastSpec
-from fp4engine.kernels import amax as amax_kernels
-from fp4engine.kernels import cast_fp8 as fp8_kernels
-from fp4engine.kernels import quantize as fp4_kernels
 
 Pair = tuple[CastSpec | None, CastSpec | None]
 """Specs of the rowwise and the columnwise side; None for a side that is not asked for."""
@@ -19,11 +16,25 @@ _PLAIN = CastSpec()
 """Its amax is that of the tensor itself."""
 
 
+@cache
+def _fp4() -> ModuleType:
+    from fp4engine.kernels import quantize
+
+    return quantize
+
+
+@cache
+def _fp8() -> ModuleType:
+    from fp4engine.kernels import cast_fp8
+
+    return cast_fp8
+
+
 def supports(specs: Pair, dtype: torch.dtype) -> tuple[bool, str]:
     """Whether kernels cover the sides asked for; if not, the first refusal."""
     for spec in specs:
         if spec is not None:
-            ok, reason = (fp8_kernels if _is_fp8(spec) else fp4_kernels).supports(spec, dtype)
+            ok, reason = (_fp8() if _is_fp8(spec) else _fp4()).supports(spec, dtype)
             if not ok:
                 return ok, reason
     return True, ""
@@ -31,12 +42,14 @@ def supports(specs: Pair, dtype: torch.dtype) -> tuple[bool, str]:
 
 def amax(x: Tensor, specs: Pair) -> list[Tensor | None]:
     """Outer amax of each side, in one read of x."""
+    from fp4engine.kernels.amax import amax
+
     rowwise, columnwise = (_PLAIN if spec is not None and _is_fp8(spec) else spec for spec in specs)
     if rowwise is _PLAIN and columnwise is _PLAIN:
-        largest = amax_kernels.amax(x, _PLAIN, None)[0]
+        largest = amax(x, _PLAIN, None)[0]
         own = (largest, largest)
     else:
-        own = amax_kernels.amax(x, rowwise, columnwise)
+        own = amax(x, rowwise, columnwise)
     return [
         reference.round_outer_amax(value, spec) if value is not None and spec is not None else None
         for value, spec in zip(own, specs, strict=True)
@@ -80,7 +93,7 @@ def _cast_fp4(
     rng: Tensor | None,
     stream: int,
 ) -> list[tuple[Tensor | None, Tensor | None]]:
-    row, row_scale, col, col_scale = fp4_kernels.quantize(
+    row, row_scale, col, col_scale = _fp4().quantize(
         x,
         *specs,
         rowwise_amax=amaxes[0],
@@ -113,5 +126,5 @@ def _cast_fp8(
             codes,
             None if codes is None or spec is None else codes.new_empty((len(codes), 0), dtype=spec.scale.torch_dtype),
         )
-        for codes, spec in zip(fp8_kernels.cast_fp8(x, amax, *specs), specs, strict=True)
+        for codes, spec in zip(_fp8().cast_fp8(x, amax, *specs), specs, strict=True)
     ]

@@ -16,6 +16,7 @@ from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.backend import call
 from fp4engine.ops.quantize import Form
+from fp4engine.tracing import constant_when_traced
 
 
 class OperandLike(Protocol):
@@ -72,13 +73,18 @@ def gemm(
             "both operands of a GEMM must be rotated alike, or H H^T does not cancel: "
             f"left has {rotations[0]}, right has {rotations[1]}"
         )
-    if backend in ("auto", "native") and gemm_fp8.supports(left.spec, right.spec, left.data.device)[0]:
+    if backend in ("auto", "native") and _multiplies_fp8(_key(left), _key(right), left.data.device):
         return _fp8(left, right, bias, out_dtype, out, fast_accumulation)
     operands = (_tensors(left), _key(left), _tensors(right), _key(right), left.cols)
     if out is not None:
         call(torch.ops.fp4engine.gemm_accumulate, _gemm_accumulate, out, out, *operands, backend)
         return out
     return call(torch.ops.fp4engine.gemm, _gemm, left.data, *operands, bias, out_dtype, backend)
+
+
+@constant_when_traced
+def _multiplies_fp8(left: str, right: str, device: torch.device) -> bool:
+    return gemm_fp8.supports(left, right, device)[0]
 
 
 def _fp8(
@@ -309,7 +315,7 @@ def transient_form(spec: CastSpec | None, device: torch.device, backend: str) ->
     return "codes" if spec is None or backend == "reference" else _transient_form(spec.key, device, backend)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _transient_form(key: str, device: torch.device, backend: str) -> Form:
     spec = CastSpec.from_key(key)
     native = backend in ("auto", "native") and capability.fp4_units(device)[0]

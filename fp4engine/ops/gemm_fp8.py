@@ -5,6 +5,8 @@
 Only operands with one scale per tensor: their codes are FP8 values as they are.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,14 +18,16 @@ _MULTIPLE = 16
 """``_scaled_mm`` takes multiples of 16 as K and N; codes are padded along K already."""
 
 
-def supports(left: CastSpec | None, right: CastSpec | None, device: torch.device) -> tuple[bool, str]:
-    """Whether FP8 tensor cores multiply operands of these specs on ``device``, and if not, why."""
-    for spec in (left, right):
+@cache
+def supports(left: str, right: str, device: torch.device) -> tuple[bool, str]:
+    """Whether FP8 tensor cores multiply operands of these specs' keys (empty: unquantized), and if not, why."""
+    specs = [CastSpec.from_key(key) if key else None for key in (left, right)]
+    for spec in specs:
         if spec is None or spec.block != (0, 0) or spec.outer is not Outer.TENSOR or spec.rotation is not None:
-            return False, f"FP8 products take one scale per tensor and no rotation, got {spec and spec.key}"
+            return False, f"FP8 products take one scale per tensor and no rotation, got {spec and spec.label}"
         if spec.element not in (E4M3, E5M2):
             return False, f"FP8 products take e4m3 and e5m2, got {spec.element}"
-    if left is not None and right is not None and left.element == right.element == E5M2:
+    if all(spec is not None and spec.element == E5M2 for spec in specs):
         return False, "the tensor cores do not multiply e5m2 with e5m2"
     return capability.fp8_units(device)
 

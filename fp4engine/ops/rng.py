@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4engine.tracing import constant_when_traced
+
 _RANK_SHIFT = 8
 _states: dict[str, Tensor] = {}
 _increments: dict[str, Tensor] = {}
@@ -63,7 +65,7 @@ def rank_bits() -> int:
     return torch.distributed.get_rank() << _RANK_SHIFT
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _started(device: torch.device) -> str:
     """The key of the device's stream, which exists from here on; ``torch.compile`` then finds it as a global."""
     if device.type == "cuda" and device.index is None:
