@@ -1,0 +1,199 @@
+"""The state manager: regions, threads, and the random stream's state."""
+
+import threading
+
+import pytest
+import torch
+
+import fp4engine as te
+from fp4engine.recipe import NVFP4BlockScaling
+from fp4engine.state import current_state
+
+FIRST = NVFP4BlockScaling(disable_rht=True)
+SECOND = NVFP4BlockScaling(disable_2d_quantization=True)
+
+
+def in_force():
+    state = current_state()
+    return None if state is None or not state.enabled else state.recipe
+
+
+def test_regions_nest_and_restore() -> None:
+    assert current_state() is None
+    with te.autocast(recipe=FIRST):
+        assert in_force() is FIRST
+        with te.autocast(recipe=SECOND):
+            assert in_force() is SECOND
+            with te.autocast(enabled=False):
+                assert in_force() is None and current_state() is not None
+                with te.autocast(recipe=FIRST):
+                    assert in_force() is FIRST
+            assert in_force() is SECOND
+        assert in_force() is FIRST
+    assert current_state() is None
+
+
+def test_exceptions_restore() -> None:
+    with te.autocast(recipe=FIRST):
+        with pytest.raises(KeyError), te.autocast(recipe=SECOND):
+            raise KeyError
+        assert in_force() is FIRST
+    assert current_state() is None
+
+
+def test_one_region_again_after_use_and_while_in_use() -> None:
+    region, other = te.autocast(recipe=FIRST), te.autocast(recipe=SECOND)
+    for _ in range(2):
+        with region:
+            assert in_force() is FIRST
+            with other, region:
+                assert in_force() is FIRST
+                with region:
+                    pass
+                assert in_force() is FIRST
+            assert in_force() is FIRST
+        assert current_state() is None
+
+
+def test_threads_do_not_see_each_other_even_in_one_shared_region() -> None:
+    shared = te.autocast(recipe=FIRST)
+    barrier = threading.Barrier(2)
+    seen: dict[str, list] = {"a": [], "b": []}
+
+    def work(name: str, outer) -> None:
+        seen[name].append(current_state())
+        with te.autocast(recipe=outer):
+            barrier.wait(10)
+            with shared:
+                barrier.wait(10)
+                seen[name].append(in_force())
+                barrier.wait(10)
+            barrier.wait(10)
+            seen[name].append(in_force())
+
+    threads = [threading.Thread(target=work, args=pair) for pair in (("a", FIRST), ("b", SECOND))]
+    with te.autocast(recipe=SECOND):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert seen == {"a": [None, FIRST, FIRST], "b": [None, FIRST, SECOND]}
+
+
+def test_the_default_recipe_is_read_when_the_region_is_made(monkeypatch) -> None:
+    monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "1")
+    region = te.autocast()
+    monkeypatch.delenv("NVTE_NVFP4_DISABLE_RHT")
+    with region:
+        assert in_force() == NVFP4BlockScaling(disable_rht=True)
+    assert te.get_default_recipe() == NVFP4BlockScaling(disable_rht=False)
+
+
+def test_arguments() -> None:
+    with te.autocast(True, True, FIRST, "group"):
+        state = current_state()
+    assert (state.enabled, state.calibrating, state.recipe, state.amax_reduction_group) == (True, True, FIRST, "group")
+    with te.fp8_autocast(enabled=True, fp8_recipe=SECOND, fp8_group="group"):
+        assert in_force() is SECOND and current_state().amax_reduction_group == "group"
+    with pytest.raises(ValueError, match="recipe must be"):
+        te.autocast(recipe="nvfp4")
+
+
+def test_which_path_this_machine_takes_is_told_with_its_reason() -> None:
+    assert te.is_nvfp4_available() is True
+    available, reason = te.is_nvfp4_available(return_reason=True)
+    assert available and reason.split(":")[0] in ("native", "emulated", "reference")
+
+
+@pytest.mark.parametrize("region", [lambda: te.autocast(), lambda: te.autocast(recipe=FIRST)], ids=["default", "given"])
+def test_regions_trace_in_one_graph_repeatedly_and_on_any_thread(region) -> None:
+    torch._dynamo.reset()
+    layer = te.Linear(16, 16)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with region():
+            x = layer(x)
+            with te.autocast(enabled=False):
+                return layer(x)
+
+    compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
+    results: list[torch.Tensor] = []
+
+    def work() -> None:
+        for rows in (4, 5, 6):
+            x = torch.ones(rows, 16)
+            results.append(compiled(x) - forward(x))
+
+    work()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(results) == 6 and not any(difference.any() for difference in results)
+    assert current_state() is None
+
+
+# The random stream
+
+
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return te.NVFP4Quantizer(stochastic_rounding=True).quantize(x).rowwise.codes
+
+
+def test_seed_and_state_repeat_draws() -> None:
+    x = torch.randn(32, 32)
+    te.manual_seed(5)
+    first, second = noise(x), noise(x)
+    assert not torch.equal(first, second)
+    te.manual_seed(5)
+    assert torch.equal(noise(x), first)
+    state = te.get_rng_state()
+    assert state == {"seed": 5, "draws": {**state["draws"], "cpu": 1}}
+    assert torch.equal(noise(x), second)
+    te.manual_seed(6)
+    assert not torch.equal(noise(x), first)
+    te.set_rng_state(state)
+    assert torch.equal(noise(x), second)
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 - 1, -(2**63)])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    te.manual_seed(seed)
+    x = torch.randn(8, 16)
+    first = noise(x)
+    te.set_rng_state({**te.get_rng_state(), "draws": {}})
+    assert torch.equal(noise(x), first)
+
+
+@pytest.mark.parametrize("seed", [1.5, "7", None, True])
+def test_a_seed_is_an_integer(seed) -> None:
+    with pytest.raises(ValueError, match="seed must be an int"):
+        te.manual_seed(seed)
+
+
+@pytest.mark.parametrize("state", [None, {}, {"seed": 1}, {"seed": 1, "draws": 3}, {"seed": 1, "draws": {}, "x": 0}])
+def test_a_state_of_another_form_is_refused(state) -> None:
+    with pytest.raises(ValueError, match="state must be"):
+        te.set_rng_state(state)
+
+
+def test_torch_seed_and_generators_stay_untouched() -> None:
+    torch.manual_seed(3)
+    want = torch.rand(4)
+    torch.manual_seed(3)
+    te.manual_seed(9)
+    noise(torch.ones(4, 16))
+    assert torch.equal(torch.rand(4), want)
+
+
+def test_a_stream_begun_in_inference_mode_goes_on_outside(monkeypatch) -> None:
+    from fp4engine.ops import rng
+
+    monkeypatch.setattr(rng, "_states", {})
+    monkeypatch.setattr(rng, "_increments", {})
+    x = torch.randn(4, 16)
+    te.manual_seed(1)
+    with torch.inference_mode():
+        first = noise(x).clone()
+    noise(x)
+    te.manual_seed(1)
+    assert torch.equal(noise(x), first)
