@@ -109,6 +109,11 @@ class Rotation:
     def __str__(self) -> str:
         return f"rht{self.size}-{self.signs.value}"
 
+    @property
+    def label(self) -> str:
+        """``rht16``; ``rht16*`` with freshly drawn signs, ``h16`` without signs."""
+        return f"{'h' if self.signs is Signs.NONE else 'rht'}{self.size}{'*' if self.signs.is_fresh else ''}"
+
 
 @dataclass(frozen=True)
 class CastSpec:
@@ -189,6 +194,24 @@ class CastSpec:
             or self.correction in (Correction.EDEN16, Correction.EDEN128)
             or (self.rotation is not None and self.rotation.signs.is_fresh)
         )
+
+    @property
+    def label(self) -> str:
+        """A few words for people, e.g. ``"e2m1 1x16 stochastic rht16"``; what is usual goes without saying.
+
+        ``rht16*`` has freshly drawn signs, ``h16`` has none; ``to 5.65`` is a target other than the largest element.
+        """
+        words = (
+            self.element.name,
+            "x".join(map(str, self.block)) if self.block[1] else "tensor",
+            "" if self.scale_rule is ScaleRule.AMAX else self.scale_rule.value.replace("_", " "),
+            "" if self.rounding is RoundingMode.EVEN else self.rounding.value,
+            "" if self.target == self.element.max_value else f"to {self.target:.3g}",
+            f"outer {self.outer.value}" if self.outer in (Outer.ROW, Outer.BLOCK128) else "",
+            self.rotation.label if self.rotation else "",
+            "" if self.correction is Correction.NONE else self.correction.value,
+        )
+        return " ".join(filter(None, words))
 
     def num_blocks(self, cols: int) -> int:
         """Block scales per row of an operand [rows, cols]; 0 without block scales."""

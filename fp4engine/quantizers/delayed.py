@@ -108,9 +108,10 @@ class DelayedQuantizer(Quantizer):
         """The same quantizer with the history that ``memory`` has for this role, or lends it from now on."""
         return replace(self, history=memory.setdefault(tensor_type, self.history))
 
-    @torch.compiler.disable(reason="delayed scaling keeps amax histories between steps")
     def quantize(self, x: Tensor, *, rowwise_amax: Tensor | None = None, **arguments: Any) -> QuantizedTensor:
         """As :meth:`Quantizer.quantize`; ``rowwise_amax`` is the amax to REMEMBER, by default that of ``x``."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError("DelayedScaling keeps amaxes between steps, which torch.compile cannot trace")
         assert self.history is not None
         if rowwise_amax is None:
             rowwise_amax = self._own_amax(x)

@@ -122,7 +122,7 @@ def test_compute_falls_back_with_a_warning() -> None:
 
 
 def test_what_neither_can_do_raises() -> None:
-    with pytest.raises(NotImplementedError, match="does not rotate .*rht16-fixed"):
+    with pytest.raises(NotImplementedError, match=r"does not rotate .*rht16-fixed"):
         cast(torch.randn(2, 32), CastSpec(rotation=Rotation()))
 
 

@@ -46,7 +46,7 @@ def test_the_first_rule_that_matches_wins(name: str, shape: tuple[int, int], exp
 def test_final_blocks_rounds_up() -> None:
     assert final_blocks(32, 0.15) == (27, 32)
     assert final_blocks(10, 0.1) == (9, 10)
-    with pytest.raises(ValueError, match="0 < fraction <= 1, got total=10 and fraction=1.5"):
+    with pytest.raises(ValueError, match=r"0 < fraction <= 1, got total=10 and fraction=1.5"):
         final_blocks(10, 1.5)
 
 
