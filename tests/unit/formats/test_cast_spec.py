@@ -1,0 +1,71 @@
+"""A cast is a value with a short name that reads back."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp4engine.formats import E4M3, E8M0, FORMATS, CastSpec, Correction, Rotation, RoundingMode, ScaleRule, Signs
+from fp4engine.testing.strategies import nvfp4_specs
+
+
+@given(
+    spec=nvfp4_specs(),
+    target=st.floats(0.1, 6.0),
+    rotation=st.none() | st.builds(Rotation, st.sampled_from([16, 32, 64, 128]), st.sampled_from(Signs)),
+)
+def test_keys_read_back_to_an_equal_cast(spec: CastSpec, target: float, rotation: Rotation | None) -> None:
+    spec = spec.replace(target=target, rotation=rotation)
+    assert CastSpec.from_key(spec.key) == spec
+    assert hash(CastSpec.from_key(spec.key)) == hash(spec)
+    assert CastSpec.from_key(spec.key).key == spec.key
+
+
+def test_different_casts_have_different_keys() -> None:
+    base = CastSpec()
+    changes = [
+        {"block": (16, 16)},
+        {"scale_rule": ScaleRule.FOUR_OVER_SIX_MAE},
+        {"scale_bound": 256.0},
+        {"target": 4.0},
+        {"rounding": RoundingMode.STOCHASTIC},
+        {"random_bits": 16},
+        {"rotation": Rotation()},
+        {"correction": Correction.SCALAR},
+    ]
+    assert len({base.key, *(base.replace(**change).key for change in changes)}) == 1 + len(changes)
+
+
+@pytest.mark.parametrize("key", ["", "e2m1", "e2m1:1x16", CastSpec().key + ":x", CastSpec().key.replace("e4m3", "e9")])
+def test_other_strings_are_no_keys(key: str) -> None:
+    with pytest.raises(ValueError, match="not a CastSpec key"):
+        CastSpec.from_key(key)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"random_bits": 4}, "random_bits must be 8 or 16"),
+        ({"scale": E8M0, "scale_bound": 1.0}, "does not go with scale"),
+        ({"scale_rule": ScaleRule.FLOOR}, "does not go with scale"),
+        ({"element": E4M3, "scale_rule": ScaleRule.FOUR_OVER_SIX_MAE}, "4over6 needs"),
+        ({"correction": Correction.EDEN16, "rounding": RoundingMode.STOCHASTIC}, "does not go with rounding"),
+    ],
+)
+def test_contradictions_raise(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CastSpec(**changes)
+    with pytest.raises(ValueError, match="Rotation size"):
+        Rotation(24)
+
+
+def test_formats_say_what_they_hold() -> None:
+    for element in FORMATS.values():
+        assert 2.0**element.max_exponent <= element.max_value < 2.0 ** (element.max_exponent + 1)
+        assert str(element) == element.name
+    assert {name: FORMATS[name].max_value for name in ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2")} == {
+        "e2m1": 6.0,
+        "e2m3": 7.5,
+        "e3m2": 28.0,
+        "e4m3": 448.0,
+        "e5m2": 57344.0,
+    }

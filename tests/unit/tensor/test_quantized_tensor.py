@@ -1,0 +1,68 @@
+"""What a quantized tensor shows, and that it is not taken for a torch.Tensor."""
+
+import pytest
+import torch
+
+from fp4engine import NVFP4Quantizer
+from fp4engine.tensor import Operand
+
+
+@pytest.mark.parametrize("shape", [(32, 48), (3, 5, 33), (17,), (1, 1)], ids=str)
+@pytest.mark.parametrize("row_scaled", [False, True])
+def test_shapes_dtypes_and_bytes(shape: tuple[int, ...], row_scaled: bool) -> None:
+    x = torch.randn(shape)
+    quantized = NVFP4Quantizer(row_scaled_nvfp4=row_scaled)(x)
+    M, K = x.numel() // shape[-1], shape[-1]
+    total = 0
+    for operand, rows, cols in ((quantized.rowwise, M, K), (quantized.columnwise, K, M)):
+        blocks = -(-cols // 16)
+        assert (operand.rows, operand.cols) == (rows, cols)
+        assert operand.codes.shape == (rows, 8 * blocks) and operand.codes.dtype == torch.uint8
+        assert operand.scale_inv.shape == (rows, blocks) and operand.scale_inv.dtype == torch.float8_e4m3fn
+        assert operand.scale_inv.is_contiguous(), "row-major"
+        assert operand.amax.shape == (rows if row_scaled else 1,) and operand.amax.dtype == torch.float32
+        assert operand.dequantize().shape == (rows, cols)
+        assert operand.nbytes == 9 * rows * blocks + 4 * operand.amax.numel()
+        total += operand.nbytes
+    assert quantized.nbytes == total
+    assert (quantized.shape, quantized.dtype, quantized.device) == (x.shape, x.dtype, x.device)
+    assert quantized.dequantize().shape == x.shape
+
+
+def test_dequantize_falls_back_on_the_columnwise_operand_unless_rotated() -> None:
+    x = torch.randn(3, 5, 32)
+    columnwise = NVFP4Quantizer(with_2d_quantization=True).quantize(x, rowwise=False)
+    assert torch.equal(columnwise.dequantize(), NVFP4Quantizer(with_2d_quantization=True)(x).dequantize())
+    rotated = NVFP4Quantizer(with_rht=True).quantize(x, rowwise=False)
+    with pytest.raises(ValueError, match="rotated"):
+        rotated.dequantize()
+    assert rotated.columnwise.dequantize().shape == (32, 16), "as stored, with the padding of 15 tokens"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda q: torch.add(q, 1),
+        lambda q: torch.ones(1) + q,
+        lambda q: torch.ones(4, 32) @ q,
+        lambda q: torch.nn.functional.linear(torch.ones(4, 32), q),
+        lambda q: torch.cat([q, q]),
+    ],
+)
+def test_torch_operations_are_refused(use) -> None:
+    with pytest.raises(TypeError, match="QuantizedTensor"):
+        use(NVFP4Quantizer()(torch.randn(4, 32)))
+
+
+def test_frozen() -> None:
+    quantized = NVFP4Quantizer()(torch.randn(4, 32))
+    with pytest.raises(AttributeError):
+        quantized.rowwise = None
+    with pytest.raises(AttributeError):
+        quantized.rowwise.data = None
+
+
+def test_dense_operands() -> None:
+    matrix = torch.randn(3, 5)
+    operand = Operand.dense(matrix)
+    assert operand.is_values and operand.nbytes == 60 and torch.equal(operand.dequantize(), matrix)
