@@ -1,0 +1,354 @@
+"""What training loops do to modules: sharing, freezing, accumulating, copying, saving, stopping and going on."""
+
+import copy
+import gc
+import json
+import resource
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fp4engine
+from fp4engine import GroupedLinear, LayerNormMLP, Linear, TransformerLayer
+from fp4engine.integrations import TrainingState
+from fp4engine.recipe import DelayedScaling, NVFP4BlockScaling
+
+RECIPE = NVFP4BlockScaling()
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def stream():
+    fp4engine.manual_seed(8)
+
+
+class Model(nn.Module):
+    """Every module that has weights, and a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.layer = TransformerLayer(16, 24, 2, activation="swiglu", hidden_dropout=0.2, normalization="RMSNorm")
+        self.experts = GroupedLinear(2, 16, 16)
+        self.head = Linear(16, 20, bias=False)
+
+    def forward(self, tokens):
+        hidden = self.experts(self.layer(self.embed(tokens)), [5, tokens.numel() - 5])
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return Model()
+
+
+def batch(step):
+    return torch.randint(0, 20, (6, 3), generator=torch.Generator().manual_seed(step))
+
+
+def train(model, optimizer, steps, recipe=RECIPE, between=None):
+    losses = []
+    for step in steps:
+        torch.manual_seed(step)
+        with fp4engine.autocast(recipe=recipe):
+            loss = model(batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        if between is not None:
+            between(model)
+    return losses
+
+
+def adamw(model, **arguments):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, **arguments)
+
+
+def gradients(function, parameters, *, draw=8):
+    """Gradients of ``function()``, which returns a loss, under the recipe and from a fresh stream."""
+    fp4engine.manual_seed(draw)
+    for parameter in parameters:
+        parameter.grad = None
+    with fp4engine.autocast(recipe=RECIPE):
+        loss = function()
+    loss.backward()
+    return [parameter.grad for parameter in parameters]
+
+
+def assert_same(left, right):
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [partial(adamw, foreach=False), partial(adamw, fused=True), partial(adamw, foreach=True)]
+)
+def test_optimizers_train(optimizer):
+    model = make_model()
+    losses = train(model, optimizer(model), [0] * 12)
+    assert losses[-1] < losses[0] - 0.5
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+def test_a_module_called_twice_in_a_step_gets_both_gradients():
+    layer, inp = Linear(16, 16), torch.randn(8, 16)
+    twice = gradients(lambda: (layer(inp) + 2 * layer(-inp)).square().sum(), [layer.weight, layer.bias])
+    first, second = copy.deepcopy(layer), copy.deepcopy(layer)
+    apart = gradients(
+        lambda: (first(inp) + 2 * second(-inp)).square().sum(),
+        [first.weight, second.weight, first.bias, second.bias],
+    )
+    assert_same(twice, [apart[0] + apart[1], apart[2] + apart[3]])
+
+
+def test_tied_weights_get_both_gradients():
+    embed, head = nn.Embedding(20, 16), Linear(16, 20, bias=False)
+    tokens = torch.arange(12)
+    with torch.no_grad():
+        embed.weight.copy_(head.weight)
+    apart = gradients(lambda: head(embed(tokens)).square().sum(), [embed.weight, head.weight])
+    embed.weight = head.weight
+    (together,) = gradients(lambda: head(embed(tokens)).square().sum(), [head.weight])
+    assert torch.equal(together, apart[0] + apart[1])
+
+
+def kept_bytes(function):
+    kept = []
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t)
+    with keep, fp4engine.autocast(recipe=RECIPE):
+        function()
+    return sum(kept)
+
+
+def test_frozen_weights_keep_no_operand_and_get_no_gradient():
+    mlp, inp = LayerNormMLP(64, 64), torch.randn(32, 64, requires_grad=True)
+    trained = kept_bytes(lambda: mlp(inp))
+    (expected,) = gradients(lambda: mlp(inp).sum(), [inp])
+    for weight in (mlp.fc1_weight, mlp.fc2_weight):
+        weight.requires_grad_(False)
+        weight.grad = None
+    assert kept_bytes(lambda: mlp(inp)) < trained
+    (got,) = gradients(lambda: mlp(inp).sum(), [inp])
+    assert torch.equal(got, expected) and mlp.fc1_weight.grad is None
+    assert ("wgrad", "e2m1 x e2m1") in mlp.fc1.executed.counts
+    assert mlp.fc1.executed.counts["wgrad", "e2m1 x e2m1"] == 1
+
+
+class Adapted(nn.Module):
+    """LoRA: a frozen base and a low-rank update in high precision."""
+
+    def __init__(self, base, rank=4):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, inp):
+        return self.base(inp) + self.up(self.down(inp))
+
+
+def test_lora_on_a_frozen_converted_base():
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    fp4engine.convert(model)
+    model[0], model[2] = Adapted(model[0]), Adapted(model[2])
+    before = {name: value.clone() for name, value in model.state_dict().items() if "base" in name}
+    inp, target = torch.randn(24, 16), torch.randn(24, 16)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)
+    losses = []
+    for _ in range(20):
+        with fp4engine.autocast(recipe=RECIPE):
+            loss = F.mse_loss(model(inp), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    state = model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in before.items())
+    counts = model[2].base.executed.counts
+    assert counts["fprop", "e2m1 x e2m1"] == counts["dgrad", "e2m1 x e2m1"] == 20
+    assert not any(gemm == "wgrad" for gemm, _ in counts)
+    assert not any(gemm == "dgrad" for gemm, _ in model[0].base.executed.counts)
+
+
+def test_accumulated_gradients_are_the_sum_of_the_microbatches():
+    model = make_model().eval()
+    parameters = list(model.parameters())
+    fp4engine.manual_seed(8)
+    apart = []
+    for step in range(3):
+        model.zero_grad()
+        with fp4engine.autocast(recipe=RECIPE):
+            loss = model(batch(step))
+        loss.backward()
+        apart.append([parameter.grad.clone() for parameter in parameters])
+    for cached in (False, True):
+        fp4engine.manual_seed(8)
+        model.zero_grad()
+        scope = fp4engine.weight_cache(model) if cached else torch.enable_grad()
+        with scope:
+            for step in range(3):
+                with fp4engine.autocast(recipe=RECIPE):
+                    loss = model(batch(step))
+                loss.backward()
+        assert_same([p.grad for p in parameters], [a + b + c for a, b, c in zip(*apart, strict=True)])
+
+
+def test_is_first_microbatch_reaches_every_gemm():
+    layer = TransformerLayer(16, 24, 2, fuse_qkv_params=True, hidden_dropout=0.0, attention_dropout=0.0)
+    inp = torch.randn(4, 2, 16)
+    with fp4engine.autocast(recipe=RECIPE), torch.no_grad():
+        expected = layer(inp)
+        assert torch.equal(layer(inp, is_first_microbatch=True), expected)
+        cached = [module for module in layer.modules() if getattr(module, "_weight_cache", None) is not None]
+        assert len(cached) == 4
+        assert torch.equal(layer(inp, is_first_microbatch=False), expected)
+
+
+def test_fused_accumulation_in_larger_modules():
+    mlp, inp = LayerNormMLP(16, 24, fuse_wgrad_accumulation=True), torch.randn(6, 16)
+    plain = LayerNormMLP(16, 24)
+    plain.load_state_dict(mlp.state_dict())
+    expected = gradients(lambda: plain(inp).square().sum(), list(plain.parameters()))
+    for weight in (mlp.fc1_weight, mlp.fc2_weight):
+        weight.main_grad = torch.ones_like(weight)
+    got = gradients(lambda: mlp(inp).square().sum(), list(mlp.parameters()))
+    for mine, theirs, parameter in zip(got, expected, mlp.parameters(), strict=True):
+        if hasattr(parameter, "main_grad"):
+            assert mine is None
+            torch.testing.assert_close(parameter.main_grad, theirs + 1)
+        else:
+            assert torch.equal(mine, theirs)
+
+
+def test_deepcopy_in_the_middle_goes_on_alike():
+    model = make_model()
+    optimizer = adamw(model)
+    train(model, optimizer, range(3))
+    twin = copy.deepcopy(model)
+    twin_optimizer = adamw(twin)
+    twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    state = fp4engine.get_rng_state()
+    expected = train(model, optimizer, range(3, 6))
+    fp4engine.set_rng_state(state)
+    assert train(twin, twin_optimizer, range(3, 6)) == expected
+
+
+def test_to_another_dtype_keeps_attributes_and_trains():
+    model = make_model()
+    model.head.weight.tag = "kept"
+    model.to(torch.bfloat16).float().to(torch.bfloat16)
+    assert model.head.weight.tag == "kept"
+    losses = train(model, adamw(model), [0] * 8)
+    assert losses[-1] < losses[0]
+    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("form", ["weights_only", "safetensors"])
+def test_files(tmp_path, form):
+    model = make_model()
+    train(model, adamw(model), range(2))
+    path = tmp_path / "model"
+    if form == "weights_only":
+        torch.save(model.state_dict(), path)
+        state = torch.load(path, weights_only=True)
+    else:
+        safetensors.torch.save_file(model.state_dict(), path)
+        state = safetensors.torch.load_file(path)
+    other = make_model(seed=1)
+    other.load_state_dict(state, strict=True)
+    assert_same(list(other.parameters()), list(model.parameters()))
+    assert not list(model.buffers())
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "recipe", [RECIPE, DelayedScaling(amax_history_len=4)], ids=lambda recipe: type(recipe).__name__
+)
+def test_evaluating_between_steps_changes_no_bit(context, recipe):
+    def evaluate(model):
+        model.eval()
+        with context(), fp4engine.autocast(recipe=RECIPE):
+            model(batch(99))
+        with context():
+            model(batch(98))
+        model.train()
+
+    model = make_model()
+    expected = train(model, adamw(model), range(4), recipe)
+    fp4engine.manual_seed(8)
+    model = make_model()
+    assert train(model, adamw(model), range(4), recipe, between=evaluate) == expected
+
+
+RESUME = """
+    import json, sys, torch, fp4engine
+    from tests.modules.test_training import RECIPES, TrainingState, adamw, make_model, train
+    losses = {}
+    for name, recipe in RECIPES.items():
+        saved = torch.load(f"{sys.argv[1]}/{name}", weights_only=True)
+        model = make_model(seed=3)
+        optimizer = adamw(model)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        TrainingState(model).load_state_dict(saved["fp4engine"])
+        losses[name] = train(model, optimizer, range(3, 6), recipe)
+    print(json.dumps(losses))
+"""
+RECIPES = {"nvfp4": RECIPE, "delayed": DelayedScaling(amax_history_len=4, amax_compute_algo="max")}
+
+
+def test_resumes_bit_for_bit_in_a_fresh_process(tmp_path):
+    expected = {}
+    for name, recipe in RECIPES.items():
+        fp4engine.manual_seed(8)
+        model = make_model()
+        optimizer = adamw(model)
+        train(model, optimizer, range(3), recipe)
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**saved, "fp4engine": TrainingState(model).state_dict()}, tmp_path / name)
+        expected[name] = train(model, optimizer, range(3, 6), recipe)
+    command = [sys.executable, "-c", textwrap.dedent(RESUME), str(tmp_path)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    assert json.loads(output.splitlines()[-1]) == expected
+
+
+def soak(steps, warm_up):
+    """Train; tensors that Python sees and peak bytes of the process, gained after the warm-up."""
+    model = make_model()
+    optimizer = adamw(model)
+
+    def measure():
+        gc.collect()
+        tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+        return tensors, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    train(model, optimizer, range(warm_up))
+    before = measure()
+    losses = train(model, optimizer, range(warm_up, steps))
+    after = measure()
+    assert losses[-1] == losses[-1]
+    return after[0] - before[0], after[1] - before[1]
+
+
+def test_twenty_steps_leak_no_tensor():
+    tensors, _ = soak(20, warm_up=5)
+    assert tensors <= 0
+
+
+@pytest.mark.slow
+def test_two_thousand_steps_leak_no_memory():
+    tensors, peak = soak(2000, warm_up=200)
+    assert tensors <= 0
+    assert peak < 4 << 20
