@@ -40,7 +40,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
         "step": step,
         "optimizer": optimizer.state_dict(),
         "torch_rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda_rng": torch.cuda.get_rng_state() if next(model.parameters()).is_cuda else None,
         "fp4_rng": fp4engine.get_rng_state(),
     }
     torch.save(state, partial / STATE)
@@ -71,8 +71,8 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         model.load_state_dict(safetensors.torch.load_file(newest / WEIGHTS))
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["torch_rng"])
-        if torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
+        if state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(state["cuda_rng"])
         fp4engine.set_rng_state(state["fp4_rng"])
     except Exception as error:  # whatever a damaged file makes its reader raise
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
