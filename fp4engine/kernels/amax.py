@@ -46,7 +46,7 @@ def amax_rowwise(
     return tl.reshape(block_amax(wide), [TILE_M, TILE_K // 16])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "K"])
 def amax_kernel(
     x_ptr, row_amax_ptr, col_amax_ptr, M, K, stride_m, stride_k,
     ROW: tl.constexpr, COL: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr,
@@ -54,7 +54,9 @@ def amax_kernel(
 ):  # fmt: skip
     """Each program takes every ``num_programs``-th tile; a per-tensor amax stays in registers until its last one."""
     GROUPS: tl.constexpr = TILE_M // 16
-    SHARED: tl.constexpr = ROW is not None and COL is not None and ROW.signs is None and not ROW.per_row
+    SHARED: tl.constexpr = (  # pyright: ignore[reportAssignmentType]
+        ROW is not None and COL is not None and ROW.signs is None and not ROW.per_row
+    )
     if SHARED:
         row_amax = tl.zeros([GROUPS, TILE_K], tl.float32)
     elif ROW is not None:
@@ -107,5 +109,5 @@ def amax(x: Tensor, rowwise: CastSpec | None, columnwise: CastSpec | None) -> tu
     if x.numel() and (row or col):
         launch = Launch.of(x, 8 * 16 if col else 8, 64 if col else 1024)
         programs = min(launch.tiles, 8 * launch.multiprocessors)
-        launch(amax_kernel, programs, x, row_amax, col_amax, rows, cols, *x.stride(), row, col)
+        launch(amax_kernel, programs, (x, row_amax, col_amax), (rows, cols, *x.stride()), (row, col))
     return row_amax, col_amax

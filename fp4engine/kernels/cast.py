@@ -4,7 +4,6 @@ rotate -> block amax (-> tile amax) -> E4M3 scale -> E2M1 codes -> packed words
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import triton
 import triton.language as tl
@@ -34,9 +33,9 @@ from fp4engine.kernels.encode import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Side:
-    """What a kernel needs to know of one side's CastSpec, at compile time.
+    """What a kernel needs to know of one side's CastSpec, at compile time. Compared by identity, which is fast.
 
     Attributes:
         words: int32 words that one block becomes: 2 of codes, 8 of BF16 values.
@@ -58,9 +57,15 @@ class Side:
     bit: int
 
     @staticmethod
-    @cache
     def of(spec: CastSpec, output: str, bit: int) -> "Side":
-        """The side that casts by ``spec`` and writes ``output``, "codes" or "values"; see ``bit``."""
+        """The side that casts by ``spec`` and writes ``output``, "codes" or "values"; one object per answer."""
+        key = (spec.key, output, bit)
+        if key not in _sides:
+            _sides[key] = Side._make(spec, output, bit)
+        return _sides[key]
+
+    @staticmethod
+    def _make(spec: CastSpec, output: str, bit: int) -> "Side":
         signs = None
         if spec.rotation is not None:
             signs = HADAMARD_SIGNS if spec.rotation.signs is Signs.FIXED else (1,) * 16
@@ -75,6 +80,9 @@ class Side:
             target=spec.target,
             bit=bit,
         )
+
+
+_sides: dict[tuple[str, str, int], Side] = {}
 
 
 @triton.jit
@@ -113,7 +121,7 @@ def products_stay_normal(outer_amax, SIDE: tl.constexpr, dtype: tl.constexpr):
 
     ``enc >= numerator / (448 A)``, and ``enc >= 2^-16`` keeps products of BF16 values (2^-133 or more) above 2^-149.
     """
-    if dtype == tl.float32 or SIDE.per_row:
+    if dtype == tl.float32 or SIDE.per_row or SIDE.error is not None:
         return False
     else:
         return outer_amax < 64.0 * SIDE.numerator
@@ -137,7 +145,8 @@ def encode_elements(v, random, low_random, SIDE: tl.constexpr):
     codes = ()
     for i in tl.static_range(16):
         if SIDE.random_bits:
-            codes = codes + (stochastic_code(v[i], random_bits(random, low_random, i, SIDE.random_bits), SIDE.random_bits),)
+            bits = random_bits(random, low_random, i, SIDE.random_bits)
+            codes = codes + (stochastic_code(v[i], bits, SIDE.random_bits),)
         else:
             codes = codes + (even_code(v[i]),)
     return codes
@@ -240,9 +249,7 @@ def cast_block(
         )
     else:
         scale = amax * (outer_scale * (1.0 / SIDE.target))
-        scale_inv, decode_scale, v, codes = candidate(
-            x, scale, outer_scale, random, low_random, SIDE, FUSED, HARDWARE
-        )
+        scale_inv, decode_scale, v, codes = candidate(x, scale, outer_scale, random, low_random, SIDE, FUSED, HARDWARE)
         words = pack_elements(v, codes, decode_scale, SIDE, HARDWARE)
     if SIDE.words == 2:
         # Codes under a NaN scale are 0.

@@ -81,8 +81,7 @@ def round_bf16(x):
 
 @triton.jit
 def rotate(x, SIDE: tl.constexpr, dtype: tl.constexpr, HARDWARE: tl.constexpr):
-    """``round(x @ diag(signs) @ H16 / 4)``: ``signs / 4`` first, then butterflies of stride 1, 2, 4, 8.
-    """
+    """``round(x @ diag(signs) @ H16 / 4)``: ``signs / 4`` first, then butterflies of stride 1, 2, 4, 8."""
     y = ()
     for i in tl.static_range(0, 16, 2):
         low = x[i] * (0.25 * SIDE.signs[i])
@@ -173,8 +172,8 @@ def element_encode_scale(scale, outer_decode_scale, HARDWARE: tl.constexpr):
 def even_code(v):
     """E2M1 magnitude code of ``v`` to nearest even, plus ``STEP_HALF_BITS``: uint32.
 
-    The grid is three lines in ``a = |v|``, and ``min(rint(2a), rint(a) + 2, rint(a / 2) + 4, 7)`` is the code: the lines
-    are concave, offsets are even, and rounding is monotone. Each rint is one FP32 addition.
+    The grid is three lines in ``a = |v|``, and the code is ``min(rint(2a), rint(a) + 2, rint(a / 2) + 4, 7)``: together
+    the lines are concave, offsets are even, and rounding is monotone. Each rint is one FP32 addition.
     """
     a = tl.abs(v)
     half = (a + STEP_HALF).to(tl.int32, bitcast=True)
@@ -188,7 +187,7 @@ def even_code(v):
 def stochastic_code(v, random, bits: tl.constexpr):
     """E2M1 magnitude code of ``v``, stochastic, in bits 28..30; the bits below are what rounding drops. uint32.
 
-    ``(a + 1) / 2`` puts the subnormal range below ``a = 1`` next to the first binade, where it is the larger of the two.
+    ``(a + 1) / 2`` puts the subnormal range below ``a = 1`` next to the first binade; there it is the larger one.
     ``random``: from :func:`random_bits`.
     """
     a = tl.abs(v)
@@ -218,7 +217,7 @@ def philox(seed, c0, c1, c2, c3):
 
 @triton.jit
 def random_words(rng_ptr, block, row, stream, like):
-    """Philox4x32-10 of counter ``(block, row, draw, stream)`` under the seed: four uint32 tensors like ``like >= 0``."""
+    """Philox4x32-10 of counter ``(block, row, draw, stream)`` under the seed: four uint32 like ``like >= 0``."""
     seed = tl.load(rng_ptr)
     draw = tl.load(rng_ptr + 1).to(tl.uint32)
     # Always 0. It ties the counter to the data's layout: otherwise the words are made in another one and converted
@@ -256,7 +255,7 @@ def pack_even(codes, v, first: tl.constexpr):
 
 @triton.jit
 def pack_stochastic(codes, v, first: tl.constexpr):
-    """As :func:`pack_even`, for codes of :func:`stochastic_code`: a three-input logic operation and a funnel shift each."""
+    """As :func:`pack_even`, for codes of :func:`stochastic_code`: a logic operation and a funnel shift each."""
     packed = codes[first] * 0
     for j in tl.static_range(8):
         signed = codes[first + 7 - j] | (to_bits(v[first + 7 - j]) & 0x80000000)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4engine.kernels.gemm_launch import start
 from fp4engine.kernels.target import hardware_of
 
 
@@ -48,6 +49,18 @@ class Launch:
         tiles = -(-rows // tile_m) * -(-cols // tile_k)
         return Launch(tiles, (tile_m, tile_k, even, hardware), multiprocessors)
 
-    def __call__(self, kernel: Any, programs: int, *arguments: Any) -> None:
-        """Launch ``programs`` programs. FP contraction is off: it would merge roundings that the contract keeps apart."""
-        kernel[(programs,)](*arguments, *self.constants, num_warps=4, enable_fp_fusion=False)
+    def __call__(
+        self,
+        kernel: Any,
+        programs: int,
+        pointers: tuple[Tensor | None, ...],
+        integers: tuple[int, ...],
+        sides: tuple[Any, Any],
+        **options: Any,
+    ) -> None:
+        """Launch ``kernel(*pointers, *integers, *sides, *constants)``.
+
+        FP contraction is off (see :func:`start`): it would merge roundings that the contract keeps apart.
+        """
+        constants = (*sides, *self.constants)
+        start(kernel, programs, pointers, integers, (*pointers, *integers), constants, num_warps=4, **options)

@@ -88,7 +88,7 @@ def cast_columnwise(
         tl.store(scale_target, tl.trans(scale), mask=(out_col < K - col0) & (out_group < groups_left))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "K", "stream"])
 def quantize_kernel(
     x_ptr, row_amax_ptr, row_out_ptr, row_scale_ptr, col_amax_ptr, col_out_ptr, col_scale_ptr, rng_ptr,
     M, K, stride_m, stride_k, stream,
@@ -139,6 +139,12 @@ def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
     return True, ""
 
 
+def _options(x: Tensor, *sides: Side | None) -> dict[str, int]:
+    """80 registers per thread, so that 24 warps fit an SM and not 20, where it costs no spill: 3% on an H200."""
+    light = all(s is None or not (s.random_bits or s.error or s.per_row or s.words != 2) for s in sides)
+    return {"maxnreg": 80} if light and x.element_size() == 2 else {}
+
+
 def _allocate(x: Tensor, rows: int, cols: int, output: str) -> tuple[Tensor, Tensor]:
     blocks = -(-cols // BLOCK_SIZE)
     if output == "codes":
@@ -183,5 +189,7 @@ def quantize(
         if is_column_major(x):
             x, sides, row, col = x.T, sides[::-1], col, row
         launch = Launch.of(x, *((128, 64) if col else (8, 1024)))
-        launch(quantize_kernel, launch.tiles, x, *sides[0], *sides[1], rng, *x.shape, *x.stride(), stream, row, col)
+        pointers = (x, *sides[0], *sides[1], rng)
+        integers = (*x.shape, *x.stride(), stream)
+        launch(quantize_kernel, launch.tiles, pointers, integers, (row, col), **_options(x, row, col))
     return row_out, row_scale, col_out, col_scale
