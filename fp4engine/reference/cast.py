@@ -234,4 +234,4 @@ def dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, c
     A rotated operand is returned as it is stored: rotated, with its padded columns.
     """
     values = decode(codes, scale_inv, spec) * outer_factor(amax, spec)
-    return values[:, : cols if spec.rotation is None else None].to(dtype)
+    return values[:, : cols if spec.rotation is None else None].contiguous().to(dtype)

@@ -1,0 +1,79 @@
+"""The operators: what they refuse, and that their fake implementations tell the truth."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp4engine import NVFP4Quantizer, Quantizer, ops
+from fp4engine.formats import E8M0, CastSpec, Correction, Outer, Rotation, ScaleRule
+from fp4engine.tensor import Operand
+
+SPECS = {
+    "1x16": CastSpec(),
+    "16x16": CastSpec(block=(16, 16)),
+    "rht": CastSpec(rotation=Rotation()),
+    "row scaled": CastSpec(outer=Outer.ROW),
+    "1x128 outer": CastSpec(outer=Outer.BLOCK128),
+    "scalar correction": CastSpec(correction=Correction.SCALAR),
+    "mxfp4": CastSpec(block=(1, 32), scale=E8M0, scale_rule=ScaleRule.FLOOR, scale_bound=1.0, outer=Outer.NONE),
+}
+
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+every_shape = pytest.mark.parametrize("shape", [(32, 48), (17, 33), (0, 16)], ids=str)
+
+
+def layouts(results) -> list[tuple]:
+    tensors = results if isinstance(results, (list, tuple)) else [results]
+    return [(t.shape, t.dtype, t.stride() if t.numel() else None) for t in tensors]
+
+
+def assert_fake_tells_the_truth(operator, *arguments) -> None:
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+        promised = layouts(operator(*fakes))
+    assert layouts(operator(*arguments)) == promised
+
+
+@every_spec
+@every_shape
+def test_fakes_have_the_shapes_dtypes_and_strides_of_the_real(shape: tuple[int, int], spec: CastSpec) -> None:
+    x = torch.randn(shape)
+    fp4 = torch.ops.fp4engine
+    assert_fake_tells_the_truth(fp4.amax, x, spec.key, spec.key, None, 0, "auto")
+    for forms in (("codes", "values"), ("values", "codes")):
+        assert_fake_tells_the_truth(fp4.quantize, x, spec.key, spec.key, *forms, None, None, None, 0, "auto")
+    operand = Quantizer(spec, None).quantize(x, columnwise=False).rowwise
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = (operand.data, operand.scale_inv, operand.amax)
+        assert_fake_tells_the_truth(fp4.dequantize, *tensors, spec.key, shape[1], dtype, "auto")
+
+
+def test_operands_must_contract_the_same_axis_and_be_rotated_alike() -> None:
+    plain, rotated = (NVFP4Quantizer(with_rht=rht)(torch.randn(16, 32)).columnwise for rht in (False, True))
+    short = NVFP4Quantizer()(torch.randn(4, 48)).rowwise
+    with pytest.raises(ValueError, match="contracts the last axis"):
+        ops.gemm(plain, short, out_dtype=torch.float32)
+    for other in (plain, Operand.dense(torch.randn(3, 16))):
+        with pytest.raises(ValueError, match="rotated alike"):
+            ops.gemm(rotated, other, out_dtype=torch.float32)
+
+
+def test_bias_is_added_before_the_one_rounding() -> None:
+    quantizer = NVFP4Quantizer()
+    left, right = quantizer(torch.randn(32, 64)).rowwise, quantizer(torch.randn(24, 64)).rowwise
+    bias = torch.randn(24)
+    exact = ops.gemm(left, right, out_dtype=torch.float32) + bias
+    assert torch.equal(ops.gemm(left, right, bias=bias, out_dtype=torch.float32), exact)
+    assert torch.equal(ops.gemm(left, right, bias=bias, out_dtype=torch.bfloat16), exact.bfloat16())
+
+
+@pytest.mark.parametrize("x", [torch.ones(3), torch.ones(2, 2, 2), torch.ones(2, 2, dtype=torch.int8)], ids=str)
+def test_quantize_takes_floating_point_matrices(x: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="floating-point matrix"):
+        ops.quantize(x, CastSpec(), None)
+
+
+def test_a_demanded_kernel_that_refuses_raises() -> None:
+    for backend in ("triton", "native"):
+        with pytest.raises(RuntimeError, match="no kernel here"):
+            ops.quantize(torch.ones(1, 16), CastSpec(), None, backend=backend)
