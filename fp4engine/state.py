@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 
@@ -117,6 +118,18 @@ class Region:
             next_step()
 
 
+_recipes: WeakKeyDictionary[Recipe, ReferenceType[Recipe]] = WeakKeyDictionary()
+
+
+def _first_equal(recipe: Recipe) -> Recipe:
+    """Of the recipes in use that equal ``recipe`` the first: ``torch.compile`` guards on which object it is."""
+    try:
+        first = _recipes.setdefault(recipe, ref(recipe))()
+    except TypeError:  # a custom recipe whose factory has no hash equals nothing but itself
+        return recipe
+    return recipe if first is None else first
+
+
 class autocast(Region):
     """Region in which fp4engine's modules compute by ``recipe``.
 
@@ -146,6 +159,8 @@ class autocast(Region):
             recipe = get_default_recipe()
         if not isinstance(recipe, Recipe):
             raise ValueError(f"recipe must be an fp4engine.recipe.Recipe or None, got {recipe!r}")
+        if not torch.compiler.is_compiling():
+            recipe = _first_equal(recipe)
         super().__init__(AutocastState(bool(enabled), recipe, bool(calibrating), amax_reduction_group))
 
 

@@ -4,9 +4,10 @@ import threading
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 import fp4engine as te
-from fp4engine.recipe import NVFP4BlockScaling
+from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
 from fp4engine.state import current_state
 
 FIRST = NVFP4BlockScaling(disable_rht=True)
@@ -21,15 +22,15 @@ def in_force():
 def test_regions_nest_and_restore() -> None:
     assert current_state() is None
     with te.autocast(recipe=FIRST):
-        assert in_force() is FIRST
+        assert in_force() == FIRST
         with te.autocast(recipe=SECOND):
-            assert in_force() is SECOND
+            assert in_force() == SECOND
             with te.autocast(enabled=False):
                 assert in_force() is None and current_state() is not None
                 with te.autocast(recipe=FIRST):
-                    assert in_force() is FIRST
-            assert in_force() is SECOND
-        assert in_force() is FIRST
+                    assert in_force() == FIRST
+            assert in_force() == SECOND
+        assert in_force() == FIRST
     assert current_state() is None
 
 
@@ -37,7 +38,7 @@ def test_exceptions_restore() -> None:
     with te.autocast(recipe=FIRST):
         with pytest.raises(KeyError), te.autocast(recipe=SECOND):
             raise KeyError
-        assert in_force() is FIRST
+        assert in_force() == FIRST
     assert current_state() is None
 
 
@@ -45,13 +46,13 @@ def test_one_region_again_after_use_and_while_in_use() -> None:
     region, other = te.autocast(recipe=FIRST), te.autocast(recipe=SECOND)
     for _ in range(2):
         with region:
-            assert in_force() is FIRST
+            assert in_force() == FIRST
             with other, region:
-                assert in_force() is FIRST
+                assert in_force() == FIRST
                 with region:
                     pass
-                assert in_force() is FIRST
-            assert in_force() is FIRST
+                assert in_force() == FIRST
+            assert in_force() == FIRST
         assert current_state() is None
 
 
@@ -94,7 +95,7 @@ def test_arguments() -> None:
         state = current_state()
     assert (state.enabled, state.calibrating, state.recipe, state.amax_reduction_group) == (True, True, FIRST, "group")
     with te.fp8_autocast(enabled=True, fp8_recipe=SECOND, fp8_group="group"):
-        assert in_force() is SECOND and current_state().amax_reduction_group == "group"
+        assert in_force() == SECOND and current_state().amax_reduction_group == "group"
     with pytest.raises(ValueError, match="recipe must be"):
         te.autocast(recipe="nvfp4")
 
@@ -130,6 +131,29 @@ def test_regions_trace_in_one_graph_repeatedly_and_on_any_thread(region) -> None
     thread.join()
     assert len(results) == 6 and not any(difference.any() for difference in results)
     assert current_state() is None
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("arguments", [{}, {"disable_rht": True}], ids=["default", "given"])
+def test_equal_recipes_share_one_compiled_graph(arguments) -> None:
+    """A training loop makes its regions, and often its recipe, anew in every step."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(te.Linear(16, 16), backend=counter, fullgraph=True)
+    for _ in range(10):  # beyond PyTorch's limit of recompilations
+        with te.autocast(recipe=NVFP4BlockScaling(**arguments) if arguments else None):
+            compiled(torch.ones(4, 16)).sum().backward()
+    assert counter.frame_count == 1
+
+
+def test_a_factory_without_a_hash_makes_a_recipe_too() -> None:
+    class Factory(dict):
+        def __call__(self, role):
+            return te.IdentityQuantizer()
+
+    recipe = CustomRecipe(qfactory=Factory())
+    with te.autocast(recipe=recipe):
+        assert in_force() is recipe
 
 
 # The random stream
