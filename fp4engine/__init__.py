@@ -19,7 +19,7 @@ from fp4engine.modules import (
     weight_cache,
 )
 from fp4engine.qat import fake_quantize, linear_ste, ste_weight
-from fp4engine.quantizers import IdentityQuantizer, NVFP4Quantizer, Quantizer, make_quantizer
+from fp4engine.quantizers import HybridQuantizer, IdentityQuantizer, NVFP4Quantizer, Quantizer, make_quantizer
 from fp4engine.roles import QuantizerRole
 from fp4engine.state import (
     autocast,
@@ -36,6 +36,7 @@ __all__ = [
     "CastTensor",
     "ConversionPlan",
     "GroupedLinear",
+    "HybridQuantizer",
     "IdentityQuantizer",
     "LayerNorm",
     "LayerNormLinear",

@@ -2,8 +2,16 @@
 
 from fp4engine.quantizers.base import Quantizer
 from fp4engine.quantizers.factory import make_quantizer
+from fp4engine.quantizers.hybrid import HybridQuantizer
 from fp4engine.quantizers.identity import IdentityQuantizer
 from fp4engine.quantizers.nvfp4 import NVFP4Quantizer
 from fp4engine.quantizers.reference import reference_quantizer
 
-__all__ = ["IdentityQuantizer", "NVFP4Quantizer", "Quantizer", "make_quantizer", "reference_quantizer"]
+__all__ = [
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "NVFP4Quantizer",
+    "Quantizer",
+    "make_quantizer",
+    "reference_quantizer",
+]

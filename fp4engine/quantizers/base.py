@@ -51,6 +51,11 @@ class Quantizer:
         """The same casts by another backend."""
         return Quantizer(self.rowwise_spec, self.columnwise_spec, self.columnwise_source, self.stream, backend)
 
+    @property
+    def is_stateful(self) -> bool:
+        """True if what it does depends on the steps before."""
+        return False
+
     def remembering_in(self, memory: dict[str, Any], tensor_type: str) -> "Quantizer":
         """The same quantizer, keeping what it remembers between steps in ``memory``; most remember nothing."""
         return self

@@ -100,6 +100,11 @@ class DelayedQuantizer(Quantizer):
         """The same quantizer with the scales of the forward that is recomputed, which has been recorded."""
         return replace(self, records=False)
 
+    @property
+    def is_stateful(self) -> bool:
+        """True: scales come from the history."""
+        return True
+
     def with_backend(self, backend: str) -> "DelayedQuantizer":
         """The same casts and the same memory, by another backend."""
         return replace(self, backend=backend)

@@ -112,7 +112,12 @@ def combine(forward: Recipe, backward: Recipe) -> LinearRecipe:
 
     ``combine(LinearRecipe(), recipe)`` runs fprop in high precision. The backward recipe says what its operands are
     made of; with ``rowwise_dequantized`` that is what ``forward`` saved.
+
+    Raises:
+        ValueError: a recipe without casts of its own, or with delayed scaling.
     """
+    if forward.is_delayed or backward.is_delayed:
+        raise ValueError("combine takes recipes without memory: use Float8CurrentScaling in place of DelayedScaling")
 
     def role(name: str) -> Casts:
         back = backward.casts(name)

@@ -98,3 +98,35 @@ def test_nvidia_row_is_the_block_scaling_recipe() -> None:
 def test_unknown_row_names_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"name must be one of high_precision, nvfp4, .*got 'nvfp5'"):
         zoo.make("nvfp5")
+
+
+@pytest.mark.gpu
+def test_operands_are_the_same_bytes_on_gpu_and_cpu(recipe) -> None:
+    x = torch.randn(48, 176, dtype=torch.bfloat16)
+    for role in ROLES:
+        made = []
+        for device in ("cpu", "cuda"):
+            quantizer = make_quantizer(recipe, role)
+            rng = torch.tensor([5, 6], device=device)
+            columnwise = quantizer.columnwise_source == "original"
+            tensor = quantizer.quantize(x.to(device), columnwise=columnwise, rng=rng)
+            operands = [tensor.rowwise, tensor.columnwise or quantizer.requantize(tensor.rowwise, rng)]
+            made.append([t.cpu() for operand in operands for t in operand.tensors() if t is not None])
+        for one, other in zip(*made, strict=True):
+            assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.gpu
+def test_trains_on_a_gpu(recipe) -> None:
+    model = toy().to("cuda", torch.bfloat16)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    inp, target = torch.randn(33, 40, device="cuda", dtype=torch.bfloat16), torch.randn(33, 8, device="cuda")
+    losses = []
+    for _ in range(6):
+        with fp4engine.autocast(recipe=recipe):
+            loss = torch.nn.functional.mse_loss(model(inp).float(), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]

@@ -1,0 +1,86 @@
+"""One FP8 linear layer, forward and backward, beside BF16 `nn.Linear` in the same run.
+
+    python benchmarks/fp8.py [--quick] [--out benchmarks/results]
+
+The casts' bytes are held to the reference, and the products to their decoded operands, before anything is timed. Rows
+per layer, 8,192 tokens, BF16 parameters and activations:
+
+    bf16         torch.nn.Linear: the denominator of every ratio
+    current      Float8CurrentScaling: fprop with the fast accumulator, dgrad and wgrad with the split one
+    fast         the same with the fast accumulator everywhere
+    delayed      DelayedScaling
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from gemm import MODELS, TOKENS
+from step import make, problem, run_nvfp4, run_step
+from timing import environment, repeats_for, time_in_turn
+
+import fp4engine
+from fp4engine.quantizers import reference_quantizer
+from fp4engine.quantizers.factory import make_quantizer
+from fp4engine.recipe import DelayedScaling, Float8CurrentScaling, MMParams
+from fp4engine.roles import QuantizerRole
+
+CURRENT = Float8CurrentScaling()
+FAST = Float8CurrentScaling(
+    fp8_gemm_fprop=MMParams(False), fp8_gemm_dgrad=MMParams(False), fp8_gemm_wgrad=MMParams(False)
+)
+VARIANTS = {"current": CURRENT, "fast": FAST, "delayed": DelayedScaling(amax_history_len=16)}
+
+
+def check() -> None:
+    """Casts are the reference's bytes; products are their operands' up to the rounding of BF16."""
+    x, w = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((1000, 1040), (520, 1040)))
+    operands = []
+    for role, value in (("input", x), ("weight", w)):
+        role = QuantizerRole("linear", role)
+        ours = make_quantizer(CURRENT, role).quantize(value)
+        theirs = reference_quantizer(CURRENT, role).quantize(value)
+        for one, other in ((ours.rowwise, theirs.rowwise), (ours.columnwise, theirs.columnwise)):
+            if not all(torch.equal(a, b) for a, b in zip(one.tensors(), other.tensors(), strict=True)):
+                raise SystemExit(f"the {role.tensor_type}'s bytes differ from the reference's: no speed is printed")
+        operands.append(ours.rowwise)
+    fp4engine.ops.reset_executed_paths()
+    product = fp4engine.ops.gemm(*operands, out_dtype=torch.bfloat16).double()
+    exact = operands[0].dequantize(torch.float64) @ operands[1].dequantize(torch.float64).T
+    error = float((product - exact).norm() / exact.norm())
+    if fp4engine.ops.executed_paths() != {"gemm/fp8": 1} or error > 2 * 2.0**-9:
+        raise SystemExit(f"the product is off by {error:.1e}, or did not run in FP8: no speed is printed")
+
+
+def measure(fan_in: int, fan_out: int) -> dict[str, float]:
+    """Milliseconds of each variant."""
+    inp, grad = problem(fan_in, fan_out)
+    dense = make(torch.nn.Linear, fan_in, fan_out)
+    runs = {"bf16": lambda: run_step(dense, inp, grad)}
+    for name, recipe in VARIANTS.items():
+        layer = make(fp4engine.Linear, fan_in, fan_out)
+        runs[name] = lambda layer=layer, recipe=recipe: run_nvfp4(layer, inp, grad, recipe)
+    return time_in_turn(runs, repeats_for(6.0 * TOKENS * fan_in * fan_out))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one layer per model")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    arguments = parser.parse_args()
+    check()
+    rows = []
+    print(f"{'layer':28} {'bf16 ms':>9}" + "".join(f"{name:>10}" for name in VARIANTS), flush=True)
+    for model, layers in MODELS.items():
+        for fan_in, fan_out in layers[:1] if arguments.quick else layers:
+            times = measure(fan_in, fan_out)
+            rows.append({"model": model, "in": fan_in, "out": fan_out, **times})
+            speedups = "".join(f"{times['bf16'] / times[name]:9.2f}x" for name in VARIANTS)
+            print(f"{model + f' {fan_in} -> {fan_out}':28} {times['bf16']:9.3f}{speedups}", flush=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "fp8.json").write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Two quantizers in one: each makes its own side."""
+
+from dataclasses import dataclass
+
+from fp4engine.quantizers.base import Quantizer
+from fp4engine.recipe.base import require
+from fp4engine.recipe.casts import COLUMNWISE_SOURCES, ColumnwiseSource
+
+
+@dataclass(frozen=True, init=False)
+class HybridQuantizer(Quantizer):
+    """Rowwise operands as ``rowwise_quantizer`` makes them, columnwise ones as ``columnwise_quantizer`` does.
+
+    Source: TransformerEngine ``pytorch/tensor/hybrid_tensor.py``, ``HybridQuantizer``.
+    """
+
+    def __init__(
+        self,
+        *,
+        rowwise_quantizer: Quantizer,
+        columnwise_quantizer: Quantizer,
+        columnwise_source: ColumnwiseSource = "original",
+    ) -> None:
+        """Take one side of each; neither is changed, and both may be used elsewhere.
+
+        Args:
+            columnwise_source: see :class:`Quantizer`.
+
+        Raises:
+            ValueError: the two differ in backend or stream, or remember earlier steps.
+        """
+        require("columnwise_source", columnwise_source, COLUMNWISE_SOURCES)
+        both = (rowwise_quantizer, columnwise_quantizer)
+        for name in ("stream", "backend"):
+            values = [getattr(quantizer, name) for quantizer in both]
+            if values[0] != values[1]:
+                raise ValueError(f"rowwise_quantizer and columnwise_quantizer must agree in {name}, got {values}")
+        if any(quantizer.is_stateful for quantizer in both):
+            raise ValueError("a HybridQuantizer does not remember: use Float8CurrentScaling in place of DelayedScaling")
+        super().__init__(
+            rowwise_quantizer.rowwise_spec,
+            columnwise_quantizer.columnwise_spec,
+            columnwise_source,
+            rowwise_quantizer.stream,
+            rowwise_quantizer.backend,
+        )

@@ -1,0 +1,72 @@
+"""HybridQuantizer: one side of each of two quantizers."""
+
+import pytest
+import torch
+
+import fp4engine
+from fp4engine import HybridQuantizer, IdentityQuantizer, NVFP4Quantizer, Quantizer
+from fp4engine.formats import E4M3, mx
+from fp4engine.quantizers import make_quantizer
+from fp4engine.recipe import CustomRecipe, DelayedScaling, combine, zoo
+from fp4engine.roles import QuantizerRole
+
+MXFP8 = Quantizer(mx(E4M3), mx(E4M3))
+NVFP4 = NVFP4Quantizer(with_rht=True)
+
+
+def test_each_side_is_its_own_quantizer_s() -> None:
+    x = torch.randn(32, 64)
+    hybrid = HybridQuantizer(rowwise_quantizer=MXFP8, columnwise_quantizer=NVFP4).quantize(x)
+    assert torch.equal(hybrid.rowwise.data, MXFP8.quantize(x).rowwise.data)
+    assert torch.equal(hybrid.columnwise.data, NVFP4.quantize(x).columnwise.data)
+
+
+def test_a_layer_of_hybrid_quantizers_is_the_combined_recipe() -> None:
+    forward, backward = zoo.make("mxfp8"), zoo.make("nvfp4")
+
+    def qfactory(role: QuantizerRole) -> Quantizer:
+        if role.tensor_type == "grad_output":
+            return make_quantizer(backward, role)
+        return HybridQuantizer(
+            rowwise_quantizer=make_quantizer(forward, role), columnwise_quantizer=make_quantizer(backward, role)
+        )
+
+    layer, x = fp4engine.Linear(64, 32, bias=False), torch.randn(16, 64, requires_grad=True)
+    results = []
+    for recipe in (CustomRecipe(qfactory=qfactory), combine(forward, backward)):
+        fp4engine.manual_seed(1)
+        with fp4engine.autocast(recipe=recipe):
+            y = layer(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, layer.weight))))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_high_precision_from_what_the_forward_kept() -> None:
+    hybrid = HybridQuantizer(
+        rowwise_quantizer=MXFP8, columnwise_quantizer=IdentityQuantizer(), columnwise_source="rowwise_dequantized"
+    )
+    x = torch.randn(32, 64)
+    rowwise = hybrid.quantize(x, columnwise=False).rowwise
+    assert torch.equal(hybrid.requantize(rowwise, None).data, rowwise.dequantize().T)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"columnwise_source": "copy"}, "columnwise_source must be one of 'original', 'rowwise_dequantized'"),
+        ({"rowwise_quantizer": Quantizer(stream=2)}, r"must agree in stream, got \[2, 0\]"),
+        ({"rowwise_quantizer": MXFP8.with_backend("reference")}, r"must agree in backend, got \['reference', 'auto'\]"),
+        (
+            {"rowwise_quantizer": make_quantizer(DelayedScaling(), QuantizerRole("linear", "input"))},
+            "does not remember: use Float8CurrentScaling",
+        ),
+    ],
+)
+def test_what_does_not_go_together(arguments, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HybridQuantizer(**{"rowwise_quantizer": MXFP8, "columnwise_quantizer": NVFP4, **arguments})
+
+
+def test_combine_refuses_memory() -> None:
+    with pytest.raises(ValueError, match="use Float8CurrentScaling in place of DelayedScaling"):
+        combine(DelayedScaling(), zoo.make("nvfp4"))
