@@ -18,7 +18,7 @@ _refusals: dict[str, str] = {}
 
 
 def executed_paths() -> dict[str, int]:
-    """How often each path ran in eager mode since :func:`reset_executed_paths`, e.g. ``{"quantize/triton": 12}``."""
+    """How often each path ran, replays of CUDA graphs apart, since :func:`reset_executed_paths`, e.g. ``{"quantize/triton": 12}``."""
     return dict(_executed)
 
 
