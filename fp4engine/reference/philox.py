@@ -10,6 +10,7 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
 from enum import IntEnum
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def _words(rows: int, blocks: int, rng: Tensor, stream: int) -> Tensor:
     column = torch.arange(blocks, device=device)
     row = torch.arange(rows, device=device)[:, None]
     draw = rng[1] & _MASK
-    tag = torch.tensor(stream, device=device)
+    tag = torch.full((), stream, device=device)  # a copy from the host would wait for the device
     return torch.stack(philox4x32((column, row, draw, tag), rng[0]), dim=-1)
 
 
@@ -108,6 +109,11 @@ def scale_bits(rows: int, blocks: int, rng: Tensor, stream: int) -> Tensor:
     return (words[..., 0] & 0xFFFF).to(torch.int32)
 
 
+@cache
+def _fixed_signs(device: torch.device) -> Tensor:
+    return torch.tensor(HADAMARD_SIGNS, device=device, dtype=torch.float32)
+
+
 def rotation_signs(rotation: Rotation, rng: Tensor | None, stream: int, device: torch.device) -> Tensor:
     """The sign vector of a rotation, FP32 [size] of +-1.
 
@@ -117,8 +123,7 @@ def rotation_signs(rotation: Rotation, rng: Tensor | None, stream: int, device: 
     if rotation.signs is Signs.NONE:
         return torch.ones(rotation.size, device=device)
     if rotation.signs is Signs.FIXED:
-        fixed = torch.tensor(HADAMARD_SIGNS, device=device, dtype=torch.float32)
-        return fixed.repeat(rotation.size // BLOCK_SIZE)
+        return _fixed_signs(device).repeat(rotation.size // BLOCK_SIZE)
     assert rng is not None, "fresh signs need the random stream"
     gemm = stream & ~0xFF | (rotation.signs is Signs.WGRAD)
     words = _words(1, 1, rng, stream_for(gemm, Purpose.SIGNS)).view(4, 1)

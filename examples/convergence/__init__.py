@@ -1,0 +1,1 @@
+"""The parts of convergence/run.py and convergence/tensors.py: studies, data, training, measurement, report."""

@@ -1,0 +1,115 @@
+"""A study as a Markdown table and a picture: paired relative gaps, mean and standard deviation over seeds."""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from convergence import results
+from convergence.results import Result
+from convergence.studies import BASELINE, STUDIES, Study, variants_of
+from gpt.settings import Settings
+
+Results = dict[str, dict[int, Result]]
+"""variant -> seed -> its finished run."""
+
+HEADER = ("variant", "seeds", "loss (nats/byte)", "gap to bf16", "gap minus the reference's", "seconds")
+
+
+def write(study: str, settings: Settings, seeds: int, folder: Path) -> str:
+    """The study's table; also written, with its picture, below `folder`. Runs that are missing leave dashes."""
+    found = load(STUDIES[study], settings, seeds, folder)
+    text = f"{STUDIES[study].question}\n\n{table(STUDIES[study], found)}\n"
+    (folder / settings.preset).mkdir(parents=True, exist_ok=True)
+    (folder / settings.preset / f"{study}.md").write_text(text)
+    plot(STUDIES[study], found, settings, folder / settings.preset / f"{study}.png")
+    return text
+
+
+def load(study: Study, settings: Settings, seeds: int, folder: Path) -> Results:
+    found: Results = {}
+    for variant in variants_of(study):
+        for seed in range(seeds):
+            own = dataclasses.replace(settings, seed=seed)
+            result = results.load(results.path_of(folder, own, variant), own)
+            if result is not None:
+                found.setdefault(variant, {})[seed] = result
+    return found
+
+
+def gaps(found: Results, variant: str) -> dict[int, float]:
+    """Relative gap to the baseline of the same seed, in percent, by seed."""
+    baseline = found.get(BASELINE, {})
+    return {
+        seed: 100 * (result.loss / baseline[seed].loss - 1)
+        for seed, result in found.get(variant, {}).items()
+        if seed in baseline
+    }
+
+
+def differences(found: Results, variant: str, reference: str) -> dict[int, float]:
+    """Gap of `variant` minus gap of `reference` at the same seed, in percentage points, by seed."""
+    own, others = gaps(found, variant), gaps(found, reference)
+    return {seed: own[seed] - others[seed] for seed in own if seed in others}
+
+
+def spread(values: Sequence[float], unit: str) -> str:
+    """`mean ± standard deviation`, the latter where there are at least two values."""
+    if not values:
+        return "-"
+    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):+.2f}{deviation}{unit}"
+
+
+def table(study: Study, found: Results) -> str:
+    rows: list[tuple[str, ...]] = [HEADER]
+    for variant in variants_of(study):
+        runs = list(found.get(variant, {}).values())
+        of_interest = variant not in (BASELINE, study.reference)
+        rows.append(
+            (
+                variant,
+                str(len(runs)),
+                f"{statistics.fmean(run.loss for run in runs):.4f}" if runs else "-",
+                "" if variant == BASELINE else spread(list(gaps(found, variant).values()), " %"),
+                spread(list(differences(found, variant, study.reference).values()), " pt") if of_interest else "",
+                f"{statistics.fmean(run.header['seconds'] for run in runs):.0f}" if runs else "-",
+            )
+        )
+    rows.insert(1, ("---", *["---:"] * (len(HEADER) - 1)))
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def plot(study: Study, found: Results, settings: Settings, path: Path) -> None:
+    """Left: gap over the run, mean of the seeds. Right: final gap of every seed."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", width_ratios=(3, 2))
+    shown = [variant for variant in variants_of(study) if variant != BASELINE and gaps(found, variant)]
+    for place, variant in enumerate(shown):
+        color = f"C{place}"
+        _plot_course(left, found, variant, settings.batch * settings.sequence, color)
+        final = list(gaps(found, variant).values())
+        right.plot(final, [place] * len(final), "o", color=color, alpha=0.5)
+        right.plot([statistics.fmean(final)], [place], "|", markersize=22, markeredgewidth=2, color=color)
+    left.set(xlabel="million bytes trained on", ylabel="validation gap to bf16 (%)", title=study.question)
+    left.grid(alpha=0.3)
+    right.set(xlabel="final gap to bf16 (%)", yticks=range(len(shown)), yticklabels=shown)
+    right.invert_yaxis()
+    right.grid(alpha=0.3, axis="x")
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
+def _plot_course(axes: Axes, found: Results, variant: str, tokens_per_step: int, color: str) -> None:
+    courses = []
+    for seed in gaps(found, variant):
+        pairs = zip(found[variant][seed].validation, found[BASELINE][seed].validation, strict=False)
+        courses.append({step: 100 * (loss / baseline - 1) for (step, loss), (_, baseline) in pairs})
+    steps = sorted(set.intersection(*map(set, courses)))
+    means = [statistics.fmean(course[step] for course in courses) for step in steps]
+    axes.plot([step * tokens_per_step / 1e6 for step in steps], means, color=color, linewidth=1.2)

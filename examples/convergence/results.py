@@ -1,0 +1,63 @@
+"""Finished runs on disk: one JSONL file each, named for preset, variant and seed, shared by all studies."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt.checkpoint import read_metrics, write_atomically
+from gpt.settings import InputError, Settings
+
+NUMBERS_DEPEND_ON = (
+    "preset", "layers", "width", "sequence", "batch", "tokens", "learning_rate", "keep_high_precision", "seed",
+)  # fmt: skip
+"""Settings of a run that change its numbers."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run left.
+
+    Attributes:
+        header: variant, recipe, settings, device, versions, data, date, seconds.
+        validation: `(step, loss in nats per byte)`, rising; a run that diverged ends with NaN.
+    """
+
+    header: dict[str, Any]
+    validation: tuple[tuple[int, float], ...]
+
+    @property
+    def loss(self) -> float:
+        """The last validation loss."""
+        return self.validation[-1][1]
+
+
+def path_of(folder: Path, settings: Settings, variant: str) -> Path:
+    slug = re.sub(r"[^a-z0-9]+", "-", variant.lower().replace("%", "")).strip("-")
+    return folder / settings.preset / f"{slug}.seed{settings.seed}.jsonl"
+
+
+def save(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def load(path: Path, settings: Settings) -> Result | None:
+    """The finished run at `path`; None if there is none.
+
+    Raises:
+        InputError: it is one with other settings.
+    """
+    if not path.exists():
+        return None
+    header, *rows = read_metrics(path)
+    if header["settings"] != of_settings(settings):
+        raise InputError(f"{path} is a run of {header['settings']}, not of {of_settings(settings)}; move it away")
+    validation = tuple((row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row)
+    return Result(header, validation)
+
+
+def of_settings(settings: Settings) -> dict[str, Any]:
+    """The settings that a run's numbers depend on, as JSON reads them back."""
+    return json.loads(json.dumps({name: getattr(settings, name) for name in NUMBERS_DEPEND_ON}))

@@ -1,0 +1,193 @@
+"""What is compared with what, as data: presets, variants (each a recipe) and studies (each a list of variants)."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fp4engine.formats import CastSpec, RoundingMode
+from fp4engine.recipe import (
+    Casts,
+    DelayedScaling,
+    Float8CurrentScaling,
+    LinearRecipe,
+    NVFP4BlockScaling,
+    Recipe,
+    Rule,
+    RuledRecipe,
+    ScheduledRecipe,
+    combine,
+    final_blocks,
+    zoo,
+)
+from gpt.settings import PRESETS as TRAINING_PRESETS
+from gpt.settings import Settings
+
+HIGH_PRECISION = LinearRecipe()
+"""Every linear layer a plain `nn.Linear`: BF16 on a GPU, FP32 on a CPU."""
+
+BASELINE = "bf16"
+"""The variant that every gap is measured from."""
+
+SWITCH_AT = 0.82
+"""Share of the tokens before a late switch (arXiv 2509.25149, appendix D: 8.2 of 10 trillion)."""
+
+KEPT_SHARE = 1 / 6
+"""Share of the blocks that stay out of FP4 in the study of blocks."""
+
+PRESETS = {
+    # name: layers, width, sequence, batch, tokens, peak learning rate, validate every so many steps
+    "tiny": Settings("tiny", 2, 64, 64, 8, 20_480, 3e-3, 10, 1),
+    "mini": Settings("mini", 3, 192, 256, 128, 136_000_000, 3e-3, 415, 1),
+    "10m": dataclasses.replace(TRAINING_PRESETS["10m"], tokens=1_000_000_000, evaluate_every=763),
+}
+"""`mini` and `10m` see about 95 bytes per parameter, where the published gaps are wide."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One arm of a comparison.
+
+    Attributes:
+        recipe: what the linear layers follow; it may depend on the number of steps and of blocks.
+        draws: added to the seed of the random stream, and to nothing else.
+    """
+
+    recipe: Callable[[Settings], Recipe]
+    draws: int = 0
+
+
+@dataclass(frozen=True)
+class Study:
+    """Variants that answer one question.
+
+    Attributes:
+        question: what the study asks.
+        reference: the variant that the others are paired with, beside the BF16 baseline.
+        variants: names in :data:`VARIANTS`, in the order of the table.
+    """
+
+    question: str
+    reference: str
+    variants: tuple[str, ...]
+
+
+def always(recipe: Recipe) -> Variant:
+    return Variant(lambda settings: recipe)
+
+
+def nvfp4(**switches: bool) -> Variant:
+    return always(NVFP4BlockScaling(**switches))
+
+
+def late_switch(then: Recipe) -> Variant:
+    """NVFP4 until `SWITCH_AT` of the steps, `then` for the rest."""
+    return Variant(
+        lambda settings: ScheduledRecipe(((0, zoo.make("nvfp4")), (round(SWITCH_AT * settings.steps), then)))
+    )
+
+
+def high_precision_blocks(last: bool) -> Variant:
+    """NVFP4 but for the last, or as many of the first, blocks."""
+
+    def recipe(settings: Settings) -> Recipe:
+        first, end = final_blocks(settings.layers, KEPT_SHARE)
+        blocks = (first, end) if last else (0, end - first)
+        return RuledRecipe(NVFP4BlockScaling(), (Rule(HIGH_PRECISION, blocks=blocks),))
+
+    return Variant(recipe)
+
+
+def forward_only(**switches: str | bool) -> Variant:
+    """NVFP4 in fprop, high precision in dgrad and wgrad."""
+    return always(combine(NVFP4BlockScaling(**switches), HIGH_PRECISION))
+
+
+def stochastic_forward() -> Recipe:
+    """NVIDIA's recipe with stochastic rounding of inputs and weights in fprop too."""
+    recipe = zoo.make("nvfp4")
+
+    def stochastic(casts: Casts) -> Casts:
+        assert isinstance(casts.rowwise, CastSpec)
+        return dataclasses.replace(casts, rowwise=casts.rowwise.replace(rounding=RoundingMode.STOCHASTIC))
+
+    return recipe.replace(input=stochastic(recipe.casts("input")), weight=stochastic(recipe.casts("weight")))
+
+
+VARIANTS = {
+    BASELINE: always(HIGH_PRECISION),
+    "nvfp4": nvfp4(),
+    "nvfp4, other draws": Variant(lambda settings: NVFP4BlockScaling(), draws=1_000_003),
+    "forward to bf16 at 82%": late_switch(zoo.make("high_precision_forward_nvfp4_backward")),
+    "backward to bf16 at 82%": late_switch(zoo.make("nvfp4_forward_high_precision_backward")),
+    "both to bf16 at 82%": late_switch(HIGH_PRECISION),
+    "no RHT": nvfp4(disable_rht=True),
+    "no SR": nvfp4(disable_stochastic_rounding=True),
+    "no 2D": nvfp4(disable_2d_quantization=True),
+    "no RHT, SR, 2D": nvfp4(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True),
+    "RHT only": nvfp4(disable_stochastic_rounding=True, disable_2d_quantization=True),
+    "SR on the forward": always(stochastic_forward()),
+    "nvfp4 + 4/6": always(zoo.make("nvfp4_4over6")),
+    "Quartet II, no 4/6": always(zoo.make("quartet2_no_4over6")),
+    "Quartet II": always(zoo.make("quartet2")),
+    "RHT-128 4/6 scalar": always(zoo.make("rht128_4over6_scalar")),
+    "MXFP4": always(zoo.make("mxfp4")),
+    "FP8 delayed": always(DelayedScaling()),
+    "FP8 current": always(Float8CurrentScaling()),
+    "first blocks in bf16": high_precision_blocks(last=False),
+    "last blocks in bf16": high_precision_blocks(last=True),
+    "forward 1x16": forward_only(disable_2d_quantization=True),
+    "forward 1x16 + 4/6": forward_only(
+        disable_2d_quantization=True, nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE"
+    ),
+    "forward 16x16": forward_only(),
+    "forward 16x16 + 4/6": forward_only(nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE"),
+}  # fmt: skip
+"""Every variant by name. A name stands for one recipe: finished runs are shared between studies."""
+
+STUDIES = {
+    "noise": Study(
+        "How far apart do equal recipes land?",
+        "nvfp4",
+        (BASELINE, "nvfp4", "nvfp4, other draws"),
+    ),
+    "switch": Study(
+        "Does BF16 for the last 18% of the tokens close the gap, and in which pass?",
+        "nvfp4",
+        ("nvfp4", "forward to bf16 at 82%", "backward to bf16 at 82%", "both to bf16 at 82%"),
+    ),
+    "ends": Study(
+        "How do whole recipes rank?",
+        "nvfp4",
+        (
+            "nvfp4",
+            "nvfp4 + 4/6",
+            "Quartet II, no 4/6",
+            "Quartet II",
+            "RHT-128 4/6 scalar",
+            "MXFP4",
+            "FP8 delayed",
+            "FP8 current",
+        ),
+    ),
+    "ablations": Study(
+        "Which parts of the default recipe matter?",
+        "nvfp4",
+        ("nvfp4", "no RHT", "no SR", "no 2D", "no RHT, SR, 2D", "RHT only", "SR on the forward"),
+    ),
+    "blocks": Study(
+        "Which blocks want high precision?",
+        "nvfp4",
+        ("nvfp4", "first blocks in bf16", "last blocks in bf16"),
+    ),
+    "forward": Study(
+        "How much of the gap is the forward pass alone?",
+        "forward 16x16",
+        ("nvfp4", "forward 16x16", "forward 16x16 + 4/6", "forward 1x16", "forward 1x16 + 4/6"),
+    ),
+}
+"""Every study also has the baseline's runs."""
+
+
+def variants_of(study: Study) -> tuple[str, ...]:
+    """The study's variants, the baseline first."""
+    return (BASELINE, *(name for name in study.variants if name != BASELINE))

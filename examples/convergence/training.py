@@ -1,0 +1,166 @@
+"""One run: a small GPT trained under one recipe, on a GPU by replaying a CUDA graph of the whole step.
+
+Runs of one study differ in their recipe and in nothing else: weights, data order and seeds are the same.
+"""
+
+import datetime
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp4engine
+from convergence.results import of_settings
+from convergence.studies import HIGH_PRECISION, VARIANTS
+from fp4engine.recipe import Recipe
+from gpt.data import Corpus
+from gpt.model import GPT
+from gpt.settings import Settings
+from gpt.training import LARGEST_GRADIENT_NORM, VALIDATION_BATCHES, learning_rate, make_optimizer
+
+EAGER_STEPS = 3
+"""Steps that a recipe runs before it is captured; they train like all others, and warm everything up."""
+
+LOSSES_KEPT = 100
+"""Rows of training loss per run; each is a mean over its share of the steps."""
+
+
+class Training:
+    """A model, its optimizer and the steps taken.
+
+    Attributes:
+        losses: training loss of every step, FP32 [steps], on the device.
+    """
+
+    def __init__(self, settings: Settings, variant: str, corpus: Corpus) -> None:
+        self.settings, self.corpus = settings, corpus
+        self.device = torch.device(settings.device)
+        self.schedule = VARIANTS[variant].recipe(settings)
+        torch.manual_seed(settings.seed)
+        fp4engine.manual_seed(settings.seed + VARIANTS[variant].draws)
+        self.model = GPT(settings.layers, settings.width, settings.sequence).to(self.device)
+        fp4engine.convert(self.model, keep_high_precision=settings.keep_high_precision)
+        self.optimizer = make_optimizer(self.model)
+        self.rate = torch.zeros((), device=self.device)
+        for group in self.optimizer.param_groups:
+            group.update(lr=self.rate, capturable=self.on_gpu)
+        self.tokens = corpus.batch(0, settings.batch, settings.sequence + 1, settings.seed)
+        self.losses = torch.zeros(settings.steps, device=self.device)
+        self.step = 0
+        self.seen: Counter[Recipe] = Counter()
+        self.graphs: dict[Recipe, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.stream = torch.cuda.Stream() if self.on_gpu else None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe in force at this step, or at the last one when all are done."""
+        return self.schedule.at(min(self.step, self.settings.steps - 1))
+
+    def train_step(self) -> None:
+        settings = self.settings
+        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            self.tokens.copy_(self.corpus.batch(self.step, settings.batch, settings.sequence + 1, settings.seed))
+            self.rate.fill_(learning_rate(self.step, settings))
+            self.losses[self.step] = self._replay(self.recipe) if self.on_gpu else self._update(self.recipe)
+        self.step += 1
+
+    def _replay(self, recipe: Recipe) -> Tensor:
+        """`_update` as one launch; the same kernels on the same values. Delayed scaling, which remembers, stays eager.
+
+        The stream of random draws lives on the device, so a replay advances it.
+        """
+        self.seen[recipe] += 1
+        if recipe.is_delayed or self.seen[recipe] <= EAGER_STEPS:
+            return self._update(recipe)
+        if recipe not in self.graphs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                loss = self._update(recipe)
+            self.graphs[recipe] = graph, loss
+        graph, loss = self.graphs[recipe]
+        graph.replay()
+        return loss
+
+    def _update(self, recipe: Recipe) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss(self.tokens, recipe)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT_NORM)
+        self.optimizer.step()
+        return loss.detach()
+
+    def loss(self, tokens: Tensor, recipe: Recipe) -> Tensor:
+        with precision(recipe, self.device):
+            return self.model.loss(tokens)
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Validation loss in nats per byte, computed as the recipe in force computes."""
+        batch, length = self.settings.batch, self.settings.sequence + 1
+        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            batches = (
+                self.corpus.validation_batch(i, VALIDATION_BATCHES, batch, length) for i in range(VALIDATION_BATCHES)
+            )
+            return float(torch.stack([self.loss(tokens, self.recipe) for tokens in batches]).mean())
+
+
+@contextmanager
+def precision(recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """The only difference between two runs: which recipe is in force, if any."""
+    on_gpu = device.type == "cuda"
+    high_precision = torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if on_gpu else nullcontext()
+    with high_precision, fp4engine.autocast(enabled=recipe != HIGH_PRECISION, recipe=recipe):
+        yield
+
+
+def train(settings: Settings, variant: str, corpus: Corpus, advance: Callable[[int], None]) -> list[dict[str, Any]]:
+    """All steps of one run, as rows: what it was, its losses, its result. A loss that is not finite ends it."""
+    training = Training(settings, variant, corpus)
+    begin = datetime.datetime.now(datetime.UTC)
+    rows: list[dict[str, Any]] = []
+    last = 0
+    while training.step < settings.steps:
+        training.train_step()
+        if training.step % settings.evaluate_every == 0 or training.step == settings.steps:
+            rows.append({"step": training.step, "validation_loss": training.validate()})
+            advance(training.step - last)
+            last = training.step
+            if not math.isfinite(rows[-1]["validation_loss"]):
+                break
+    seconds = (datetime.datetime.now(datetime.UTC) - begin).total_seconds()
+    header = {
+        "variant": variant,
+        "recipe": json.loads(training.schedule.to_json()),
+        **environment(settings, corpus),
+        "seconds": seconds,
+    }
+    return [header, *thinned(training.losses[: training.step].tolist()), *rows]
+
+
+def thinned(losses: list[float]) -> Iterator[dict[str, Any]]:
+    """Means over equal shares of the steps, at the last step of each."""
+    share = math.ceil(len(losses) / LOSSES_KEPT)
+    for start in range(0, len(losses), share):
+        part = losses[start : start + share]
+        yield {"step": start + len(part), "loss": round(sum(part) / len(part), 5)}
+
+
+def environment(settings: Settings, corpus: Corpus) -> dict[str, Any]:
+    on_gpu = settings.device == "cuda"
+    return {
+        "settings": of_settings(settings),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "fp4engine": fp4engine.__version__,
+        "data": corpus.digest[:16],
+        "date": datetime.date.today().isoformat(),
+    }

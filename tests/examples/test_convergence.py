@@ -1,0 +1,229 @@
+"""Studies of convergence: pairs are pairs, nothing is repeated, and gaps are what they say."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from convergence import report, results, run, tensors
+from convergence.studies import BASELINE, HIGH_PRECISION, PRESETS, STUDIES, SWITCH_AT, VARIANTS, variants_of
+from convergence.training import thinned, train
+from fp4engine.formats import CastSpec, Rotation, RoundingMode, Signs
+from fp4engine.recipe import Recipe, zoo
+from fp4engine.roles import QuantizerRole
+from gpt.data import Corpus, load_corpus
+from gpt.settings import Settings
+
+SMALL = dataclasses.replace(PRESETS["tiny"], layers=1, width=32, sequence=16, batch=2, tokens=2 * 16 * 11)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(30):
+        (folder / f"{number}.txt").write_text(f"file {number}: " + "the quick brown fox; " * (number + 5))
+    return folder
+
+
+@pytest.fixture
+def corpus(texts: Path) -> Corpus:
+    return load_corpus(str(texts), SMALL.sequence + 1, torch.device("cpu"))
+
+
+def losses(settings: Settings, variant: str, corpus: Corpus) -> list[float]:
+    rows = train(settings, variant, corpus, lambda steps: None)
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_variant_answers_for_every_linear_layer_at_every_step(variant: str, preset: str) -> None:
+    settings = PRESETS[preset]
+    schedule = VARIANTS[variant].recipe(settings)
+    for step in (0, settings.steps - 1):
+        recipe: Recipe = schedule.at(step)
+        for block in (0, settings.layers - 1):
+            role = QuantizerRole("linear", "input", f"blocks.{block}.mlp.up", (64, 64))
+            assert recipe.of(role).casts("input") is not None
+
+
+def test_studies_name_variants_and_their_reference() -> None:
+    for study in STUDIES.values():
+        assert set(study.variants) <= set(VARIANTS)
+        assert study.reference in study.variants
+        assert variants_of(study)[0] == BASELINE
+
+
+def test_a_late_switch_changes_the_pass_it_names_at_the_step_it_names() -> None:
+    settings = PRESETS["tiny"]
+    schedule = VARIANTS["forward to bf16 at 82%"].recipe(settings)
+    first = round(SWITCH_AT * settings.steps)
+    assert schedule.at(first - 1).casts("input").rowwise is not None
+    assert schedule.at(first).casts("input").rowwise is None
+    assert schedule.at(first).casts("grad_output").rowwise is not None
+    assert VARIANTS["both to bf16 at 82%"].recipe(settings).at(first) == HIGH_PRECISION
+
+
+def test_kept_blocks_are_as_many_first_as_last() -> None:
+    settings = PRESETS["10m"]
+    names = [f"blocks.{block}.mlp.up" for block in range(settings.layers)]
+    for variant, kept in (("first blocks in bf16", names[0]), ("last blocks in bf16", names[-1])):
+        recipe = VARIANTS[variant].recipe(settings)
+        assert [n for n in names if recipe.of(QuantizerRole("linear", "", n, (64, 64))) == HIGH_PRECISION] == [kept]
+
+
+def test_runs_are_planned_once_and_in_order() -> None:
+    runs = run.planned(["noise", "switch"], SMALL, seeds=2)
+    assert len(set(runs)) == len(runs)
+    assert [r.variant for r in runs[:3]] == list(STUDIES["noise"].variants)
+    assert {r.settings.seed for r in runs} == {0, 1}
+    assert len(runs) == 2 * len({*variants_of(STUDIES["noise"]), *variants_of(STUDIES["switch"])})
+
+
+def test_a_run_repeats_itself_and_its_pair_differs_in_the_recipe_only(corpus: Corpus) -> None:
+    baseline = losses(SMALL, BASELINE, corpus)
+    assert losses(SMALL, BASELINE, corpus) == baseline
+    quantized = losses(SMALL, "nvfp4", corpus)
+    assert quantized != baseline
+    assert quantized[0] == pytest.approx(baseline[0], rel=0.01)  # same weights, same batch
+    assert losses(SMALL, "nvfp4, other draws", corpus) != quantized
+    assert losses(dataclasses.replace(SMALL, seed=1), BASELINE, corpus) != baseline
+
+
+def test_a_late_switch_is_the_reference_run_until_then(corpus: Corpus) -> None:
+    switched = losses(SMALL, "forward to bf16 at 82%", corpus)
+    reference = losses(SMALL, "nvfp4", corpus)
+    first = round(SWITCH_AT * SMALL.steps)
+    assert switched[:first] == reference[:first]
+    assert switched[first:] != reference[first:]
+
+
+def test_delayed_scaling_trains(corpus: Corpus) -> None:
+    assert all(map(math.isfinite, losses(SMALL, "FP8 delayed", corpus)))
+
+
+def test_thinned_losses_are_means_at_the_end_of_their_share() -> None:
+    rows = list(thinned([float(n) for n in range(250)]))
+    assert rows[0] == {"step": 3, "loss": 1.0}
+    assert rows[-1] == {"step": 250, "loss": 249.0}
+
+
+def options(texts: Path, folder: Path, *more: str) -> list[str]:
+    common = ["--preset=tiny", "--device=cpu", "--tokens=2048", "--seeds=1", "--workers=1"]
+    return [*common, f"--data={texts}", f"--results={folder}", *more]
+
+
+@pytest.mark.slow
+def test_the_command_trains_once_and_then_only_reports(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "results"
+    assert run.main(["noise", *options(texts, folder)]) == 0
+    table = capsys.readouterr().out.partition("How far")[2]
+    assert "| nvfp4 | 1 |" in table
+    assert (folder / "tiny" / "noise.png").exists()
+    header = json.loads((folder / "tiny" / "nvfp4.seed0.jsonl").read_text().splitlines()[0])
+    assert header["variant"] == "nvfp4" and header["device"] == "cpu" and header["settings"]["seed"] == 0
+    times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.jsonl")}
+    assert run.main(["noise", *options(texts, folder)]) == 0
+    assert capsys.readouterr().out.partition("How far")[2] == table
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.jsonl")} == times
+    assert run.main(["noise", *options(texts, folder, "--tokens=4096")]) == 2
+    assert "move it away" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["noise", "--seeds=0"], ["noise", "--tokens=0"]])
+def test_the_command_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main([*arguments, "--device=cpu"]) == 2
+    assert capsys.readouterr().err.startswith("run: ")
+
+
+def test_stopping_early_begins_nothing(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["noise", *options(texts, tmp_path / "results", "--stop-after=0")]) == 0
+    out = capsys.readouterr().out
+    assert "3 runs are left" in out
+    assert "| nvfp4 | 0 | - |" in out
+
+
+def saved(folder: Path, variant: str, seed: int, loss: float) -> None:
+    settings = dataclasses.replace(SMALL, seed=seed)
+    header = {"variant": variant, "settings": results.of_settings(settings), "seconds": 1.0}
+    rows = [header, {"step": 1, "loss": 9.0}, {"step": 1, "validation_loss": 2 * loss}]
+    results.save(results.path_of(folder, settings, variant), [*rows, {"step": 2, "validation_loss": loss}])
+
+
+def test_gaps_are_paired_by_seed(tmp_path: Path) -> None:
+    for seed, baseline in enumerate((1.0, 2.0)):
+        saved(tmp_path, BASELINE, seed, baseline)
+        saved(tmp_path, "nvfp4", seed, baseline * (1.02 + 0.02 * seed))
+        saved(tmp_path, "no SR", seed, baseline * (1.03 + 0.02 * seed))
+    saved(tmp_path, "no RHT", 0, 1.5)
+    found = report.load(STUDIES["ablations"], SMALL, 2, tmp_path)
+    assert report.gaps(found, "nvfp4") == pytest.approx({0: 2.0, 1: 4.0})
+    assert report.differences(found, "no SR", "nvfp4") == pytest.approx({0: 1.0, 1: 1.0})
+    text = report.write("ablations", SMALL, 2, tmp_path)
+    assert "| nvfp4 | 2 | 1.5500 | +3.00 ± 1.41 % |" in text
+    assert "| no SR | 2 | 1.5650 | +4.00 ± 1.41 % | +1.00 ± 0.00 pt |" in text
+    assert "| no RHT | 1 | 1.5000 | +50.00 % | +48.00 pt |" in text
+
+
+def test_every_variant_has_a_file_of_its_own(tmp_path: Path) -> None:
+    assert len({results.path_of(tmp_path, SMALL, variant) for variant in VARIANTS}) == len(VARIANTS)
+
+
+X = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("size", [16, 128])
+def test_the_rotation_is_undone(size: int) -> None:
+    spec = CastSpec(rotation=Rotation(size, Signs.DGRAD))
+    rng = torch.tensor([0, 3])
+    rotated = tensors.prepare(X, spec, rng, 0)
+    torch.testing.assert_close(tensors.unrotate(rotated, spec, rng, 0), X)
+    assert not torch.allclose(rotated, X)
+
+
+def test_bias_is_one_if_unbiased_and_the_number_of_draws_if_deterministic() -> None:
+    guarded = CastSpec(rounding=RoundingMode.STOCHASTIC, target=6 * 16 / 17)
+    assert tensors.measure(X, guarded, 0)["bias"] == pytest.approx(1, abs=0.1)
+    assert tensors.measure(X, CastSpec(), 0)["bias"] == pytest.approx(tensors.DRAWS)
+
+
+def test_errors_are_the_yardsticks() -> None:
+    assert tensors.measure(X, CastSpec(), 0)["error"] == pytest.approx(9.05e-3, rel=0.05)
+    rotated = CastSpec(rotation=Rotation(16))
+    assert tensors.measure(X, rotated, 0)["error"] == pytest.approx(9.05e-3, rel=0.05)
+
+
+def test_saturation_and_underflow_are_counted() -> None:
+    x = torch.full((1, 32), 0.01)
+    x[0, 0] = 6.0
+    measured = tensors.measure(x, CastSpec(), 0)
+    assert measured["underflow"] == pytest.approx(15 / 32)  # the block of the large value
+    assert measured["saturated"] == 0
+    stochastic = zoo.make("nvfp4").casts("grad_output").rowwise
+    assert isinstance(stochastic, CastSpec)
+    assert tensors.measure(X, stochastic, 0)["saturated"] > 0
+    assert tensors.measure(X, stochastic.replace(target=6 * 16 / 17), 0)["saturated"] == 0
+
+
+def test_nothing_is_measured_on_zeros() -> None:
+    measured = tensors.measure(torch.zeros(16, 32), CastSpec(), 0)
+    assert measured == {"error": 0.0, "bias": 0.0, "saturated": 0.0, "underflow": 0.0}
+
+
+@pytest.mark.slow
+def test_the_tensors_of_a_run_are_measured_and_drawn(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--preset=tiny", f"--data={texts}", f"--out={tmp_path}", "--tokens=2048", "--recipes", "nvfp4"]
+    assert tensors.main([*arguments, "--at", "0.5", "1"]) == 0
+    assert "| nvfp4 | grad_output.columnwise |" in capsys.readouterr().out
+    header, *rows = [json.loads(line) for line in (tmp_path / "tensors.jsonl").read_text().splitlines()]
+    assert header["settings"]["preset"] == "tiny"
+    assert len(rows) == 2 * 10 * 6  # steps, linear layers, operands
+    assert all((tmp_path / f"{name}.png").exists() for name in tensors.MEASURES)
