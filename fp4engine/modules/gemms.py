@@ -12,7 +12,7 @@ from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear,
 from fp4engine.modules.forward_memory import ForwardMemory
 from fp4engine.recipe import Recipe
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed
-from fp4engine.tracing import constant_when_traced
+from fp4engine.tracing import alive, constant_when_traced
 
 _CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 """What ``torch.autocast`` casts; it leaves float64 and integers as they are."""
@@ -77,8 +77,25 @@ class Gemms(torch.nn.Module):
         if recipe is None or (state is not None and not state.enabled):
             return None
         group = None if state is None else state.amax_reduction_group
-        _make_plan(self, recipe, group)
+        if torch.compiler.is_compiling():
+            _make_plan_while_traced(id(self), id(recipe), 0 if group is None else id(group))
+        else:
+            self._make_plan(recipe, group)
         return self._plan
+
+    def _make_plan(self, recipe: Recipe, group: Any) -> None:
+        """Leave the plan for ``recipe`` in ``_plan``, if it is not there."""
+        plan = self._plan
+        if (
+            plan is None
+            or (plan.recipe is not recipe and plan.recipe != recipe)
+            or plan.amax_reduction_group is not group
+        ):
+            weight = getattr(self, "weight", None)
+            shape = self.shape or (() if weight is None else tuple(weight.shape))
+            self._plan = make_linear_plan(
+                recipe, self.module_type, self.name, self.executed, group, shape, self.amax_histories
+            )
 
     def multiply(
         self, inp: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
@@ -153,15 +170,12 @@ class Gemms(torch.nn.Module):
 
 
 @constant_when_traced
-def _make_plan(gemms: Gemms, recipe: Recipe, group: Any) -> None:
-    """Leave the plan for ``recipe`` on ``gemms``: ``torch.compile`` then reads it there, and not how it is made."""
-    plan = gemms._plan
-    if plan is None or (plan.recipe is not recipe and plan.recipe != recipe) or plan.amax_reduction_group is not group:
-        weight = getattr(gemms, "weight", None)
-        shape = gemms.shape or (() if weight is None else tuple(weight.shape))
-        gemms._plan = make_linear_plan(
-            recipe, gemms.module_type, gemms.name, gemms.executed, group, shape, gemms.amax_histories
-        )
+def _make_plan_while_traced(gemms: int, recipe: int, group: int) -> None:
+    """:meth:`Gemms._make_plan` on the objects of these ids: ``torch.compile`` reads the plan, not how it is made.
+
+    Dynamo passes constants to such a function, and guards on every id that it makes one.
+    """
+    alive(gemms)._make_plan(alive(recipe), alive(group) if group else None)
 
 
 def _draws_in_forward(plan: LinearPlan) -> bool:
