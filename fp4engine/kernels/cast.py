@@ -87,9 +87,13 @@ _sides: dict[tuple[str, str, int], Side] = {}
 
 @triton.jit
 def widen(x):
+    """FP32 from any input dtype; BF16 by integers, since the interpreter's own cast loses subnormals."""
     y = ()
     for i in tl.static_range(16):
-        y = y + (x[i].to(tl.float32),)
+        if x[i].dtype == tl.bfloat16:
+            y = y + (from_bits(x[i].to(tl.uint16, bitcast=True).to(tl.uint32) << 16),)
+        else:
+            y = y + (x[i].to(tl.float32),)
     return y
 
 

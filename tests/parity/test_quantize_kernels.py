@@ -1,0 +1,210 @@
+"""The quantize and amax kernels equal the reference byte for byte: codes, values, scales, amax.
+
+Runs on a GPU, and on small shapes on the CPU in Triton's interpreter: ``TRITON_INTERPRET=1 pytest tests/parity`` (a
+process of its own, because Triton chooses between compiling and interpreting when a kernel is defined).
+"""
+
+import os
+import zlib
+
+import pytest
+import torch
+
+from fp4engine import reference
+from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode, ScaleRule, Signs
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SR = RoundingMode.STOCHASTIC
+PLAIN = CastSpec()
+SPECS = {
+    "1x16": (PLAIN, PLAIN),
+    "default forward": (PLAIN, CastSpec(rotation=Rotation())),
+    "default backward": (CastSpec(rounding=SR), CastSpec(rounding=SR, rotation=Rotation())),
+    "16x16": (CastSpec(block=(16, 16)), CastSpec(block=(16, 16))),
+    "row-scaled": (CastSpec(outer=Outer.ROW), CastSpec(outer=Outer.ROW, rotation=Rotation(signs=Signs.NONE))),
+    "16 bits, guard": (CastSpec(rounding=SR, random_bits=16), CastSpec(rounding=SR, random_bits=16, target=96 / 17)),
+    "4over6 mae": (CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MAE, scale_bound=256.0),) * 2,
+    "4over6 mse 16x16": (CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, block=(16, 16)),) * 2,
+    "rotated rowwise": (CastSpec(rotation=Rotation()), None),
+    "columnwise only": (None, CastSpec(rotation=Rotation())),
+}
+MAIN = ("default forward", "default backward", "16x16")
+DISTRIBUTIONS = ("normal", "wide", "tiny", "huge", "outliers", "zeros", "ties", "largest")
+SHAPES = [(1, 1), (16, 16), (15, 17), (17, 63), (130, 40)]
+GPU_SHAPES = [(1, 1), (15, 63), (17, 1000), (63, 15), (1000, 17), (128, 64), (256, 2048), (1000, 1024), (2048, 1000)]
+STREAM = 0x22
+
+
+def make(distribution: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """Reproducible values on the CPU; every seventh is an exact zero of either sign."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{distribution} {rows} {cols} {dtype}".encode()))
+    x = torch.randn(rows, cols, generator=generator)
+    if distribution == "wide":
+        x = x * torch.exp2(torch.randint(-100, 100, (rows, cols), generator=generator).float())
+    elif distribution == "tiny":
+        x = x * 1e-38
+    elif distribution == "huge":
+        x = x * 1e37
+    elif distribution == "outliers":
+        x[:, ::13] *= 1e4
+    elif distribution == "ties":
+        x = torch.randint(-24, 25, (rows, cols), generator=generator) / 4
+    elif distribution == "largest":
+        x = torch.full((rows, cols), torch.finfo(dtype).max).copysign(x)
+    x.view(-1)[::7] *= 0.0
+    if distribution == "zeros":
+        x = x * 0.0
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype)
+
+
+def assert_same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    assert got.shape == want.shape and got.dtype == want.dtype, what
+    got, want = got.cpu(), want.cpu()
+    if got.dtype in (torch.bfloat16, torch.float32):
+        same = (got.isnan() & want.isnan()) | (got == want) & (got.signbit() == want.signbit())
+    else:
+        same = got.view(torch.uint8) == want.view(torch.uint8)
+    assert same.all(), f"{what}: {(~same).sum()} of {same.numel()} differ, first at {(~same).nonzero()[0].tolist()}"
+
+
+def run(x, row, col, rng, output="codes", amaxes=None):
+    from fp4engine.kernels.amax import amax
+    from fp4engine.kernels.quantize import quantize
+
+    row_amax, col_amax = amaxes or amax(x, row, col)
+    outputs = quantize(
+        x, row, col, rowwise_amax=row_amax, columnwise_amax=col_amax, rng=rng, stream=STREAM,
+        rowwise_output=output, columnwise_output=output,
+    )  # fmt: skip
+    return row_amax, col_amax, *outputs
+
+
+def check(x: torch.Tensor, name: str, device: str, outputs: tuple[str, ...] = ("codes", "values")) -> None:
+    """Both sides of ``x`` (on the CPU) on ``device`` against the reference, twice."""
+    row, col = SPECS[name]
+    rng = torch.tensor([0x1234_5678_9ABC, 77])
+    y = x.to(device) if x.is_contiguous() else x.T.contiguous().to(device).T
+    for output in outputs:
+        first = run(y, row, col, rng.to(device), output)
+        for a, b in zip(first, run(y, row, col, rng.to(device), output), strict=True):
+            assert a is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8)), "two runs differ"
+        for side, (spec, operand) in enumerate(((row, x), (col, x.T))):
+            if spec is None:
+                continue
+            want = reference.quantize(operand, spec, rng=rng, stream=STREAM | side)
+            data = want.codes
+            if output == "values":
+                data = reference.decode(want.codes, want.scale_inv, spec).bfloat16()
+            what = f"{name}, side {side}, {tuple(x.shape)}, {x.dtype}"
+            assert_same(first[side], want.amax, f"amax of {what}")
+            assert_same(first[3 + 2 * side], want.scale_inv, f"scales of {what}")
+            assert_same(first[2 + 2 * side], data, f"{output} of {what}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", SPECS)
+def test_every_cast(kernel_device, name, dtype):
+    check(make("normal", 35, 70, dtype), name, kernel_device)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", MAIN)
+def test_shapes(kernel_device, name, shape):
+    check(make("normal", *shape, torch.bfloat16), name, kernel_device, ("codes",))
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("name", ["default forward", "16x16"])
+def test_distributions(kernel_device, name, distribution):
+    check(make(distribution, 33, 50, torch.bfloat16), name, kernel_device, ("codes",))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["default forward", "default backward", "row-scaled"])
+def test_not_finite(kernel_device, name, value):
+    x = make("normal", 17, 40, torch.bfloat16)
+    x[3, 5] = value
+    check(x, name, kernel_device)
+
+
+def test_underflow_of_negative_products_gives_code_0(kernel_device):
+    """-2^-133 beside 1e30: the product rounds to -0.0, whose code is 0, not 8."""
+    x = torch.full((16, 32), -(2.0**-133), dtype=torch.bfloat16)
+    x[0, 0] = 1e30
+    check(x, "1x16", kernel_device, ("codes",))
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_transposed_input(kernel_device, name):
+    """A transposed view is walked as it lies: sides swap, streams do not."""
+    check(make("normal", 40, 70, torch.bfloat16).T, name, kernel_device, ("codes",))
+
+
+def test_strided_input(kernel_device):
+    from fp4engine.kernels.quantize import quantize
+
+    x = make("normal", 40, 140, torch.bfloat16).to(kernel_device)
+    amax = torch.full((1,), 5.0, device=kernel_device)
+    for view in (x[::2, ::2], x[1:, 3:], x[:1].expand(20, 140)):
+        ours = quantize(view, PLAIN, PLAIN, rowwise_amax=amax, columnwise_amax=amax)
+        copy = quantize(view.clone(), PLAIN, PLAIN, rowwise_amax=amax, columnwise_amax=amax)
+        for a, b in zip(ours, copy, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_given_amax(kernel_device):
+    """Two-phase use: an amax from elsewhere scales this operand, here one too small and one too large."""
+    x = make("normal", 20, 48, torch.bfloat16)
+    for value in (0.5, 300.0):
+        amax = torch.tensor([value])
+        got = run(x.to(kernel_device), PLAIN, None, None, amaxes=(amax.to(kernel_device), None))
+        want = reference.quantize(x, PLAIN, amax=amax)
+        assert_same(got[2], want.codes, "codes")
+        assert_same(got[3], want.scale_inv, "scales")
+
+
+def test_empty(kernel_device):
+    x = torch.empty(0, 32, dtype=torch.bfloat16, device=kernel_device)
+    row_amax, col_amax, row, row_scale, col, col_scale = run(x, PLAIN, PLAIN, None)
+    assert row_amax.tolist() == col_amax.tolist() == [0.0]
+    assert row.shape == (0, 16) and row_scale.shape == (0, 2) and col.shape == (32, 0) and col_scale.shape == (32, 0)
+
+
+def test_refusals_name_what_is_not_covered():
+    pytest.importorskip("triton")
+    from fp4engine.kernels.quantize import supports
+
+    assert supports(PLAIN, torch.bfloat16) == (True, "")
+    for spec, word in (
+        (CastSpec(outer=Outer.BLOCK128), "outer"),
+        (CastSpec(rotation=Rotation(size=32)), "rotation"),
+        (CastSpec(rounding=RoundingMode.AWAY), "rounding"),
+    ):
+        ok, reason = supports(spec, torch.bfloat16)
+        assert not ok and word in reason
+    assert not supports(PLAIN, torch.float64)[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+@pytest.mark.parametrize("name", MAIN)
+def test_shapes_and_distributions_on_gpu(name, shape):
+    """9 shapes x 8 distributions, each side, against the reference."""
+    for distribution in DISTRIBUTIONS:
+        check(make(distribution, *shape, torch.bfloat16), name, "cuda", ("codes",))
+
+
+@pytest.mark.gpu
+def test_more_elements_than_an_int32_counts():
+    """2^31 + 2^16 elements: the last rows equal the same rows on their own."""
+    from fp4engine.kernels.quantize import quantize
+
+    rows, cols = (1 << 19) + 16, 4096
+    x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
+    amax = torch.full((1,), 6.0, device="cuda")
+    row, row_scale, col, col_scale = quantize(x, PLAIN, PLAIN, rowwise_amax=amax, columnwise_amax=amax)
+    tail = quantize(x[-64:].clone(), PLAIN, PLAIN, rowwise_amax=amax, columnwise_amax=amax)
+    assert torch.equal(row[-64:], tail[0]) and torch.equal(col[:, -32:], tail[2])
+    assert torch.equal(row_scale[-64:].view(torch.uint8), tail[1].view(torch.uint8))
+    assert torch.equal(col_scale[:, -4:].view(torch.uint8), tail[3].view(torch.uint8))
