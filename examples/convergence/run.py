@@ -11,6 +11,7 @@ interrupted, and prints tables and pictures once all its runs are there.
 import argparse
 import dataclasses
 import sys
+import tempfile
 import time
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -50,9 +51,9 @@ class Worker:
     steps_done: Any
 
     @classmethod
-    def begin(cls, corpus: Corpus, steps_done: Any, device: str) -> None:
+    def begin(cls, corpus: Path, steps_done: Any, device: str) -> None:
         torch.set_num_threads(1)
-        cls.corpus = Corpus(corpus.training.to(device), corpus.validation.to(device), corpus.digest)
+        cls.corpus = Corpus(**torch.load(corpus, map_location=device))
         cls.steps_done = steps_done
 
     @classmethod
@@ -77,27 +78,38 @@ def planned(studies: list[str], settings: Settings, seeds: int) -> list[Run]:
 
 
 def train_all(runs: list[Run], folder: Path, corpus: Corpus, workers: int, stop_after: float) -> None:
-    """Train what is not finished, `workers` at a time; begin none after `stop_after` seconds."""
+    """Train what is not finished, `workers` at a time; begin none after `stop_after` seconds.
+
+    Raises:
+        InputError: some runs failed; the others are finished and saved.
+    """
     begin = time.monotonic()
     context = torch.multiprocessing.get_context("spawn")
     steps_done = context.Value("q", 0)
-    device = runs[0].settings.device
     waiting = list(reversed(runs))
     running: dict[Future[None], Run] = {}
+    failed: list[str] = []
     bar = tqdm(total=sum(run.settings.steps for run in runs), unit="step", disable=None)
-    with bar, ProcessPoolExecutor(workers, context, Worker.begin, (corpus, steps_done, device)) as pool:
-        while running or (waiting and time.monotonic() - begin < stop_after):
-            while waiting and len(running) < workers and time.monotonic() - begin < stop_after:
-                run = waiting.pop()
-                running[pool.submit(Worker.run, run, run.path(folder))] = run
-            done, _ = wait(running, timeout=POLL_SECONDS, return_when="FIRST_COMPLETED")
-            bar.update(steps_done.value - bar.n)
-            for future in done:
-                run = running.pop(future)
-                future.result()
-                tqdm.write(f"{time.monotonic() - begin:6.0f} s  {run.variant}, seed {run.settings.seed}")
+    with tempfile.TemporaryDirectory() as scratch, bar:
+        shared = Path(scratch) / "corpus.pt"
+        torch.save(vars(corpus), shared)
+        arguments = (shared, steps_done, runs[0].settings.device)
+        with ProcessPoolExecutor(workers, context, Worker.begin, arguments) as pool:
+            while running or (waiting and time.monotonic() - begin < stop_after):
+                while waiting and len(running) < workers and time.monotonic() - begin < stop_after:
+                    run = waiting.pop()
+                    running[pool.submit(Worker.run, run, run.path(folder))] = run
+                done, _ = wait(running, timeout=POLL_SECONDS, return_when="FIRST_COMPLETED")
+                bar.update(steps_done.value - bar.n)
+                for future in done:
+                    name = f"{running[future].variant}, seed {running.pop(future).settings.seed}"
+                    error = future.exception()
+                    tqdm.write(f"{time.monotonic() - begin:6.0f} s  {name}  {'' if error is None else repr(error)}")
+                    failed += [] if error is None else [name]
     if waiting:
         print(f"{len(waiting)} runs are left: the same command continues")
+    if failed:
+        raise InputError(f"{len(failed)} runs failed: {'; '.join(failed)}")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -72,9 +72,14 @@ def capture(training: Training) -> Iterator[Layer]:
     handles: list[Any] = []
     for name, module in linears.items():
 
-        def forward(module: nn.Module, args: tuple[Tensor], output: Tensor, name: str = name) -> None:
+        def backward(grad: Tensor, name: str = name) -> None:
+            seen[name]["grad_output"] = grad.flatten(0, -2)[:ROWS]
+
+        def forward(
+            module: nn.Module, args: tuple[Tensor], output: Tensor, name: str = name, backward: Any = backward
+        ) -> None:
             seen[name]["input"] = args[0].detach().to(output.dtype).flatten(0, -2)[:ROWS]
-            output.register_hook(lambda grad: seen[name].update(grad_output=grad.flatten(0, -2)[:ROWS]))
+            output.register_hook(backward)
 
         handles.append(module.register_forward_hook(forward))
     training.loss(training.tokens, training.recipe).backward()
@@ -90,7 +95,8 @@ def measure(x: Tensor, spec: CastSpec, stream: int, draws: int = DRAWS) -> dict[
     wanted = nn.functional.pad(x.double(), (0, spec.padded_cols(x.shape[1]) - x.shape[1]))
     energy = wanted.square().sum().clamp(min=torch.finfo(torch.float64).tiny)
     total = torch.zeros_like(wanted)
-    errors = []
+    errors: list[float] = []
+    saturated = underflow = 0.0
     for draw in range(draws if spec.is_stochastic else 1):
         rng = torch.tensor([0, draw], device=x.device)
         cast = reference.quantize(x, spec, rng=rng, stream=stream)

@@ -7,7 +7,7 @@ import datetime
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -83,7 +83,7 @@ class Training:
             return self._update(recipe)
         if recipe not in self.graphs:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=self.stream):
                 loss = self._update(recipe)
             self.graphs[recipe] = graph, loss
         graph, loss = self.graphs[recipe]
@@ -114,7 +114,7 @@ class Training:
 
 
 @contextmanager
-def precision(recipe: Recipe, device: torch.device) -> Iterator[None]:
+def precision(recipe: Recipe, device: torch.device) -> Generator[None]:
     """The only difference between two runs: which recipe is in force, if any."""
     on_gpu = device.type == "cuda"
     high_precision = torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if on_gpu else nullcontext()
