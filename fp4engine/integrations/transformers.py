@@ -10,7 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from fp4engine.integrations.training_state import TrainingState
 
-FILE_NAME = "fp4engine.json"
+FILE_NAME = "training_state.json"
 
 
 class NVFP4Callback(TrainerCallback):
