@@ -1,0 +1,214 @@
+"""Quantize, amax and dequantize kernels as a share of the device's own copy bandwidth.
+
+    python benchmarks/quantize.py [--quick]
+
+Parity comes first: every kernel that is timed is held to the reference, byte for byte, and one difference ends the run
+before a speed is printed. Times are medians over replays of a CUDA graph that walks through inputs larger than L2;
+bytes are what the operation must move (input once, outputs once). Results go to benchmarks/results/ as JSON and PNG.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from timing import environment
+from torch import Tensor
+
+from fp4engine import reference
+from fp4engine.formats import CastSpec, Rotation, RoundingMode
+from fp4engine.kernels.amax import amax
+from fp4engine.kernels.dequantize import decode, dequantize
+from fp4engine.kernels.quantize import quantize
+
+RESULTS = Path(__file__).parent / "results"
+PLAIN = CastSpec()
+ROTATED = CastSpec(rotation=Rotation())
+SR = CastSpec(rounding=RoundingMode.STOCHASTIC)
+SR_ROTATED = SR.replace(rotation=Rotation())
+TILE = CastSpec(block=(16, 16))
+CASTS = {
+    "rowwise": (PLAIN, None),
+    "rowwise SR": (SR, None),
+    "row+col RHT": (PLAIN, ROTATED),
+    "row+col RHT SR": (SR, SR_ROTATED),
+    "row+col 16x16": (TILE, TILE),
+}
+SHAPES = [(tokens, width) for width in (4096, 14336, 8192, 28672) for tokens in (2048, 8192, 16384)]
+"""Activations of Llama-3-8B (4096, 14336) and 70B (8192, 28672)."""
+AIMS = {
+    "amax rowwise": 0.8, "amax row+col RHT": 0.8, "rowwise": 0.75, "row+col RHT": 0.45, "row+col RHT SR": 0.35,
+    "row+col 16x16": 0.45, "dequantize": 0.8, "amax + row+col RHT": 0.5,
+}  # fmt: skip
+"""Required shares of the copy bandwidth from [8192, 4096] up."""
+
+
+def check_parity(rng: Tensor) -> list[str]:
+    """Names of casts whose bytes differ from the reference's, on a shape that the timed kernels are compiled for."""
+    wrong = []
+    x = torch.randn(512, 2048, device="cuda").bfloat16()
+    for name, (row, col) in CASTS.items():
+        amaxes = amax(x, row, col)
+        for output in ("codes", "values"):
+            got = cast(x, row, col, amaxes, rng, output)
+            for side, (spec, operand) in enumerate(((row, x), (col, x.T))):
+                if spec is None:
+                    continue
+                want = reference.quantize(operand, spec, rng=rng, stream=32 | side)
+                values = reference.decode(want.codes, want.scale_inv, spec).bfloat16()
+                pairs = (
+                    (amaxes[side], want.amax),
+                    (got[2 * side], want.codes if output == "codes" else values),
+                    (got[2 * side + 1], want.scale_inv),
+                    (decode(want.codes, want.scale_inv, spec, operand.shape[1]), values),
+                )
+                if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
+                    wrong.append(f"{name}, {output}, side {side}")
+    return wrong
+
+
+def cast(x, row, col, amaxes, rng, output="codes"):
+    return quantize(
+        x, row, col, rowwise_amax=amaxes[0], columnwise_amax=amaxes[1], rng=rng, stream=32,
+        rowwise_output=output, columnwise_output=output,
+    )  # fmt: skip
+
+
+def graph_seconds(run: Callable[[Tensor], object], inputs: list[Tensor], launches: int = 8) -> float:
+    """Median seconds per call of ``run``, inputs in rotation."""
+    run(inputs[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            run(inputs[i % len(inputs)])
+    graph.replay()
+    times = []
+    for _ in range(9):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3 / launches)
+    return statistics.median(times)
+
+
+def operations(x: Tensor, rng: Tensor) -> dict[str, tuple[Callable[[Tensor], object], float]]:
+    """Operation and bytes per element, by name."""
+    amaxes = amax(x, PLAIN, ROTATED)
+    codes, scale = quantize(x, PLAIN, None, rowwise_amax=amaxes[0])[:2]
+    read, code, value = 2.0, 0.5625, 2.0625
+
+    def both(y: Tensor) -> object:
+        return cast(y, PLAIN, ROTATED, amax(y, PLAIN, ROTATED), rng)
+
+    table: dict[str, tuple[Callable[[Tensor], object], float]] = {
+        "amax rowwise": (lambda y: amax(y, PLAIN, None), read),
+        "amax row+col RHT": (lambda y: amax(y, PLAIN, ROTATED), read),
+        "row+col RHT, values": (lambda y: cast(y, PLAIN, ROTATED, amaxes, rng, "values"), read + 2 * value),
+        "amax + row+col RHT": (both, 2 * read + 2 * code),
+        "dequantize": (
+            lambda y: dequantize(codes, scale, amaxes[0], PLAIN, x.shape[1], torch.bfloat16),
+            code + 2.0,
+        ),
+        "decode": (lambda y: decode(codes, scale, PLAIN, x.shape[1]), code + 2.0),
+    }
+    for name, (row, col) in CASTS.items():
+        table[name] = (
+            lambda y, row=row, col=col: cast(y, row, col, amaxes, rng),
+            read + code * ((row is not None) + (col is not None)),
+        )
+    return table
+
+
+def measure(shape: tuple[int, int], rng: Tensor) -> dict[str, float]:
+    """GB/s by operation, "copy" among them."""
+    elements = shape[0] * shape[1]
+    count = max(2, -(-(256 << 20) // (2 * elements)))
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    out = torch.empty_like(inputs[0])
+    rates = {"copy": 4 * elements / graph_seconds(out.copy_, inputs) / 1e9}
+    for name, (run, per_element) in operations(inputs[0], rng).items():
+        rates[name] = per_element * elements / graph_seconds(run, inputs) / 1e9
+    return rates
+
+
+def overhead() -> dict[str, float]:
+    """Microseconds per call on [128, 1024]: on the host in a loop, and on the device in a graph."""
+    x = torch.randn(128, 1024, device="cuda").bfloat16()
+    one = torch.ones(1, device="cuda")
+    calls: dict[str, Callable[[Tensor], object]] = {
+        "relu": torch.relu,
+        "quantize rowwise": lambda y: quantize(y, PLAIN, None, rowwise_amax=one),
+        "quantize row+col RHT": lambda y: quantize(y, PLAIN, ROTATED, rowwise_amax=one, columnwise_amax=one),
+        "amax rowwise": lambda y: amax(y, PLAIN, None),
+    }
+    result = {}
+    for name, call in calls.items():
+        for _ in range(100):
+            call(x)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(2000):
+            call(x)
+        torch.cuda.synchronize()
+        result[f"{name}, host"] = (time.perf_counter() - begin) / 2000 * 1e6
+        result[f"{name}, device"] = graph_seconds(call, [x], 200) * 1e6
+    return result
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Shares of the copy bandwidth by operation, one mark per shape."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = [name for name in rows[0]["share"] if name != "copy"]
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    for row in rows:
+        axes.plot([row["share"][n] for n in names], range(len(names)), "o", alpha=0.6, label=str(row["shape"]))
+    for y, name in enumerate(names):
+        if name in AIMS:
+            axes.plot([AIMS[name]] * 2, [y - 0.35, y + 0.35], "k-")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlim(0, 1.1)
+    axes.set_xlabel("share of copy bandwidth (bar: required from [8192, 4096] up)")
+    axes.legend(fontsize=7, ncols=2)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="three shapes instead of twelve")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON and PNG")
+    arguments = parser.parse_args()
+    rng = torch.tensor([1234, 5], device="cuda")
+    wrong = check_parity(rng)
+    if wrong:
+        sys.exit("parity is red, no speeds: " + "; ".join(wrong))
+    print("parity: every timed cast equals the reference")
+    rows = []
+    for shape in [(2048, 4096), (8192, 4096), (16384, 8192)] if arguments.quick else SHAPES:
+        rates = measure(shape, rng)
+        rows.append({"shape": shape, "gb_per_s": rates})
+        torch.cuda.empty_cache()
+    best_copy = max(row["gb_per_s"]["copy"] for row in rows)
+    for row in rows:
+        row["share"] = {name: rate / best_copy for name, rate in row["gb_per_s"].items()}
+        print(row["shape"], "  ".join(f"{name} {share:.2f}" for name, share in row["share"].items()))
+    small = overhead()
+    print("us per call on [128, 1024]:", "  ".join(f"{name} {t:.1f}" for name, t in small.items()))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    record = {"environment": environment(), "copy_gb_per_s": best_copy, "rows": rows, "us_per_call": small}
+    (arguments.out / "quantize.json").write_text(json.dumps(record, indent=1) + "\n")
+    draw(rows, arguments.out / "quantize.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Compile the cast kernels for GPUs that are not here, a line per kernel and target.
+
+    python tools/aot.py            (make aot; the GEMM kernels: tests/unit/kernels/test_gemm_aot.py)
+
+Fails if a kernel does not compile, or if the sm_100 PTX of a nearest-even cast lacks the native
+E2M1 conversion.
+"""
+
+import sys
+import time
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode, ScaleRule
+from fp4engine.kernels.amax import amax_kernel
+from fp4engine.kernels.cast import Side
+from fp4engine.kernels.dequantize import BLOCKS, decode_kernel, dequantize_kernel
+from fp4engine.kernels.quantize import quantize_kernel
+from fp4engine.kernels.target import hardware_of
+
+TARGETS = (80, 89, 90, 100, 120)
+PLAIN = CastSpec()
+ROTATED = CastSpec(rotation=Rotation())
+SR = CastSpec(rounding=RoundingMode.STOCHASTIC)
+TILE = CastSpec(block=(16, 16))
+MAE = CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MAE, scale_bound=256.0)
+ROW = CastSpec(outer=Outer.ROW)
+CASTS = (
+    ("rowwise", PLAIN, None, "codes", "bf16"),
+    ("row+col RHT", PLAIN, ROTATED, "codes", "bf16"),
+    ("row+col RHT, values", PLAIN, ROTATED, "values", "bf16"),
+    ("row+col RHT SR", SR, SR.replace(rotation=Rotation()), "codes", "bf16"),
+    ("row+col SR 16 bits", SR.replace(random_bits=16), SR.replace(random_bits=16), "codes", "bf16"),
+    ("row+col 16x16", TILE, TILE, "codes", "bf16"),
+    ("row+col 4over6", MAE, MAE, "codes", "bf16"),
+    ("row+col row-scaled", ROW, ROW, "codes", "bf16"),
+    ("row+col RHT FP16", PLAIN, ROTATED, "codes", "fp16"),
+    ("row+col RHT FP32", PLAIN, ROTATED, "codes", "fp32"),
+)
+POINTERS = {
+    "row_amax_ptr": "*fp32", "col_amax_ptr": "*fp32", "amax_ptr": "*fp32", "rng_ptr": "*i64", "codes_ptr": "*u8",
+    "row_out_ptr": "*u8", "col_out_ptr": "*u8", "row_scale_ptr": "*u8", "col_scale_ptr": "*u8", "scale_ptr": "*u8",
+    "out_ptr": "*bf16",
+}  # fmt: skip
+
+
+def compile_for(kernel: Any, capability: int, constants: dict[str, Any], dtype: str = "bf16") -> Any:
+    """``kernel`` for an aligned, contiguous input; what is not a pointer or constant is an int32."""
+    types = POINTERS | {"x_ptr": f"*{dtype}", "numerator": "fp32"}
+    constants = constants | {"HARDWARE": hardware_of(capability)}
+    if "stride_k" in kernel.arg_names:
+        constants["stride_k"] = 1
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+    aligned = [i for i, n in enumerate(kernel.arg_names) if signature[n].startswith("*") or n == "stride_m"]
+    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
+    """Name, kernel, constants and input dtype of everything to compile."""
+    table: list[tuple[str, Any, dict[str, Any], str]] = []
+    for name, row, col, output, dtype in CASTS:
+        tile = {"TILE_M": 128 if col else 8, "TILE_K": 64 if col else 1024, "EVEN": dtype == "bf16"}
+        sides = {"ROW": row and Side.of(row, output, 0), "COL": col and Side.of(col, output, 1)}
+        table.append((f"quantize {name}", quantize_kernel, sides | tile, dtype))
+        sides = {"ROW": row and Side.of(row, "codes", 0), "COL": col and Side.of(col, "codes", 1)}
+        table.append((f"amax {name}", amax_kernel, sides | tile, dtype))
+    table.append(("decode", decode_kernel, {"PER_PROGRAM": BLOCKS}, "bf16"))
+    for per_row in (False, True):
+        name = "dequantize row-scaled" if per_row else "dequantize"
+        table.append((name, dequantize_kernel, {"PER_ROW": per_row, "PER_PROGRAM": BLOCKS}, "bf16"))
+    return table
+
+
+def main() -> None:
+    failures = []
+    for name, kernel, constants, dtype in cases():
+        for capability in TARGETS:
+            begin = time.perf_counter()
+            try:
+                compiled = compile_for(kernel, capability, constants, dtype)
+            except Exception as error:
+                failures.append(f"{name}, sm_{capability}: {error}")
+                print(f"{name:32} sm_{capability:<4} FAILED", flush=True)
+                continue
+            ptx = compiled.asm["ptx"]
+            native = "cvt.rn.satfinite.e2m1x2.f32" in ptx
+            seconds = time.perf_counter() - begin
+            note = ", native E2M1" if native else ""
+            print(
+                f"{name:32} sm_{capability:<4} {compiled.metadata.shared:6} B shared{note}  {seconds:.1f} s", flush=True
+            )
+            sides = [side for side in (constants.get("ROW"), constants.get("COL")) if side is not None]
+            wants = kernel is quantize_kernel and all(s.words == 2 and not s.random_bits for s in sides)
+            if wants and native != (capability >= 100):
+                failures.append(
+                    f"{name}, sm_{capability}: native E2M1 conversion {'in' if native else 'missing from'} PTX"
+                )
+    if failures:
+        sys.exit("\n".join(failures))
+
+
+if __name__ == "__main__":
+    main()
