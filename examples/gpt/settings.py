@@ -18,6 +18,7 @@ class InputError(ValueError):
 PRECISIONS: dict[str, Callable[[], recipe.Recipe] | None] = {
     "bf16": None,
     "nvfp4": recipe.NVFP4BlockScaling,
+    **{name: row.build for name, row in recipe.zoo.ZOO.items() if name != "nvfp4"},
 }
 """Name on the command line -> the recipe of the linear layers; None leaves them in high precision."""
 

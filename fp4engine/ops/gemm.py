@@ -15,7 +15,7 @@ from fp4engine.formats import E2M1, E4M3, CastSpec, Outer
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.backend import call
-from fp4engine.ops.quantize import Form
+from fp4engine.ops.quantize import Form, decode_supports
 from fp4engine.tracing import constant_when_traced
 
 
@@ -149,17 +149,11 @@ def _unit(tensors: list[Tensor], key: str, cols: int, path: str) -> _Unit:
 def _decode(codes: Tensor, scale_inv: Tensor, spec: CastSpec, cols: int, path: str) -> Tensor:
     if path == "reference":
         return reference.decode(codes, scale_inv, spec)
-    if _decode_supports(spec.key)[0]:
+    if decode_supports(spec.key)[0]:
         from fp4engine.kernels.dequantize import decode
 
         return decode(codes, scale_inv, spec, cols)
     return reference.decode(codes, scale_inv, spec).to(torch.bfloat16)
-
-
-def _decode_supports(key: str) -> tuple[bool, str]:
-    from fp4engine.kernels import quantize as kernels
-
-    return kernels.supports(CastSpec.from_key(key), torch.bfloat16)
 
 
 def _supports(left: str, right: str, out_dtype: torch.dtype) -> tuple[bool, str]:

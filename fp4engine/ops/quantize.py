@@ -206,11 +206,18 @@ def _quantize(
     return outputs
 
 
+def decode_supports(spec: str) -> tuple[bool, str]:
+    """Whether the decode kernels read the codes of ``spec``'s casts; fewer do than are written by one."""
+    from fp4engine.kernels import quantize as kernels
+
+    return kernels.supports(CastSpec.from_key(spec), torch.bfloat16)
+
+
 def _dequantize(
     codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: str, cols: int, dtype: torch.dtype, backend: str
 ) -> Tensor:
     parsed = CastSpec.from_key(spec)
-    path = backends.choose("dequantize", codes.device, backend, (spec, "", torch.bfloat16), _supports)
+    path = backends.choose("dequantize", codes.device, backend, (spec,), decode_supports)
     if path == "triton":
         from fp4engine.kernels.dequantize import dequantize
 
