@@ -21,9 +21,9 @@ class _Forward:
 class ForwardMemory:
     """The plans of those forwards that activation checkpointing may still recompute.
 
-    A forward is forgotten with its graph. One that left no graph (reentrant checkpointing runs it under ``no_grad``)
-    is remembered for good, once per plan; train and eval mode are kept apart, so that evaluating a model
-    in another precision disturbs nothing.
+    A forward is forgotten with its graph. One that left no graph (reentrant checkpointing runs it under ``no_grad``),
+    or whose graph cannot be watched (it is compiled), is remembered for good, once per plan. Train and eval mode are
+    kept apart, so that evaluating a model in another precision disturbs nothing.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,12 @@ class ForwardMemory:
             metadata: dict[str, Any] = output.grad_fn.metadata  # pyright: ignore[reportAssignmentType]: a property
             metadata[_METADATA_KEY] = forward
             self._with_graph.add(forward)
-        elif plan not in self._without_graph[training]:
+        else:
+            self.note(plan, training)
+
+    def note(self, plan: LinearPlan | None, training: bool) -> None:
+        """Remember ``plan`` for good."""
+        if plan not in self._without_graph[training]:
             self._without_graph[training].append(plan)
 
     def plans(self, training: bool) -> list[LinearPlan | None]:

@@ -116,7 +116,9 @@ class Gemms(torch.nn.Module):
             cache = self._cache(weight, is_first_microbatch)
             main_grad = self._main_grad(weight) if self.fuse_wgrad_accumulation else None
             output = linear(inp, weight, bias, plan, weight_cache=cache, main_grad=main_grad)
-        if not (torch.compiler.is_compiling() or in_backward()):
+        if torch.compiler.is_compiling():
+            _note_trace(self, plan is None)
+        elif not in_backward():
             self._forwards.remember(plan, output, self.training)
         return output
 
@@ -176,6 +178,25 @@ def _make_plan_while_traced(gemms: int, recipe: int, group: int) -> None:
     Dynamo passes constants to such a function, and guards on every id that it makes one.
     """
     alive(gemms)._make_plan(alive(recipe), alive(group) if group else None)
+
+
+@torch.compiler.assume_constant_result
+def _note_trace(gemms: Gemms, high_precision: bool) -> None:
+    """Note what a compiled forward computes by; runs while it is traced, where no graph can be watched.
+
+    Raises:
+        RuntimeError: a recomputation is traced, and no forward computed so.
+    """
+    plan = None if high_precision else gemms._plan
+    if torch._C._current_graph_task_id() == -1:
+        gemms._forwards.note(plan, gemms.training)
+        return
+    plans = gemms._forwards.plans(gemms.training)
+    if plans and plan not in plans:
+        raise RuntimeError(
+            f"the recomputation of {gemms.name or 'a module'} is compiled outside the autocast region of its forward; "
+            "put the region inside the checkpointed function, or use fp4engine.checkpoint"
+        )
 
 
 def _draws_in_forward(plan: LinearPlan) -> bool:

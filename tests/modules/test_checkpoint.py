@@ -258,6 +258,19 @@ def test_dropped_graphs_are_forgotten(blocks):
     assert layer._forwards.plans(training=True) == []
 
 
+@pytest.mark.no_poison
+@REENTRANT
+def test_compiled_functions_recompute_by_the_forwards_recipe_or_refuse(use_reentrant):
+    layer = Linear(16, 16)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    layers = torch.nn.ModuleList([layer])
+    expected = gradients(layers, layer, steps=1)
+    got = gradients(layers, partial(fp4engine.checkpoint, compiled, use_reentrant=use_reentrant), steps=1)
+    assert_same(got, expected)
+    with pytest.raises(Exception, match=r"compiled outside the autocast region.*use fp4engine\.checkpoint"):
+        gradients(layers, partial(torch_checkpoint, compiled, use_reentrant=use_reentrant), steps=1)
+
+
 def test_lambdas_keyword_arguments_and_several_outputs():
     layer = Linear(16, 16)
     inp = torch.randn(3, 16, requires_grad=True)
