@@ -10,12 +10,16 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear, make_linear_plan
 from fp4engine.modules.forward_memory import ForwardMemory
-from fp4engine.recipe import Recipe
+from fp4engine.quantizers import IdentityQuantizer
+from fp4engine.recipe import CustomRecipe, Recipe
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed
 from fp4engine.tracing import alive, constant_when_traced
 
 _CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 """What ``torch.autocast`` casts; it leaves float64 and integers as they are."""
+
+_UNQUANTIZED = CustomRecipe(qfactory=lambda role: IdentityQuantizer())
+"""High precision, bit for bit, by a plan: for a gradient that goes to ``main_grad``."""
 
 
 class Gemms(torch.nn.Module):
@@ -107,15 +111,17 @@ class Gemms(torch.nn.Module):
                 is unchanged, None neither; says nothing about gradients. See also :func:`fp4engine.weight_cache`.
         """
         plan = self._plan_in_force()
-        if plan is None:
+        fused = self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()
+        if plan is None and not fused:
             self.executed.record_high_precision(inp, weight)
             output = F.linear(inp, weight, bias)
         else:
             if torch.is_autocast_enabled(inp.device.type) and inp.dtype in _CAST_BY_AUTOCAST:
                 inp = inp.to(torch.get_autocast_dtype(inp.device.type))
             cache = self._cache(weight, is_first_microbatch)
-            main_grad = self._main_grad(weight) if self.fuse_wgrad_accumulation else None
-            output = linear(inp, weight, bias, plan, weight_cache=cache, main_grad=main_grad)
+            main_grad = self._main_grad(weight) if fused else None
+            computed_by = plan or make_linear_plan(_UNQUANTIZED, self.module_type, self.name, self.executed)
+            output = linear(inp, weight, bias, computed_by, weight_cache=cache, main_grad=main_grad)
         if torch.compiler.is_compiling():
             _note_trace(self, plan is None)
         elif not in_backward():

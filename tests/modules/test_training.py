@@ -232,6 +232,24 @@ def test_fused_accumulation_in_larger_modules():
             assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_accumulation_outside_regions_and_in_evaluation(dtype):
+    fused, plain = Linear(16, 24, fuse_wgrad_accumulation=True, dtype=dtype), Linear(16, 24, dtype=dtype)
+    plain.load_state_dict(fused.state_dict())
+    inp = torch.randn(6, 16, dtype=dtype)
+    with torch.no_grad():
+        expected = plain(inp)
+        assert torch.equal(fused(inp), expected)  # needs no buffer
+    fused.weight.main_grad = torch.zeros(24, 16)
+    output = fused(inp)
+    assert torch.equal(output, expected)
+    output.sum().backward()
+    plain(inp).sum().backward()
+    assert fused.weight.grad is None and torch.equal(fused.bias.grad, plain.bias.grad)
+    assert torch.equal(fused.weight.main_grad.to(dtype), plain.weight.grad)
+    assert set(fused.executed.counts) == {("fprop", "high_precision"), ("wgrad", "high_precision")}
+
+
 def test_deepcopy_in_the_middle_goes_on_alike():
     model = make_model()
     optimizer = adamw(model)
