@@ -72,7 +72,9 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     table.append(("decode", decode_kernel, {"PER_PROGRAM": BLOCKS}, "bf16"))
     for per_row in (False, True):
         name = "dequantize row-scaled" if per_row else "dequantize"
-        table.append((name, dequantize_kernel, {"PER_ROW": per_row, "PER_PROGRAM": BLOCKS}, "bf16"))
+        table.append(
+            (name, dequantize_kernel, {"PER_ROW": per_row, "WORDS": not per_row, "PER_PROGRAM": BLOCKS}, "bf16")
+        )
     return table
 
 

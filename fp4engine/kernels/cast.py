@@ -112,11 +112,10 @@ def _maximum(a, b):
 @triton.jit
 def tile_sum(e, OUTER: tl.constexpr, INNER: tl.constexpr):
     """As :func:`tile_amax` for sums, halving the 16 at each step: rows (0..7) + (8..15), and so on."""
-    s = tl.sum(tl.reshape(e, [OUTER, 2, 8, INNER]), axis=1)
-    s = tl.sum(tl.reshape(s, [OUTER, 2, 4, INNER]), axis=1)
-    s = tl.sum(tl.reshape(s, [OUTER, 2, 2, INNER]), axis=1)
-    s = tl.sum(tl.reshape(s, [OUTER, 2, 1, INNER]), axis=1)
-    return tl.reshape(tl.broadcast_to(s, [OUTER, 16, INNER]), e.shape)
+    for step in tl.static_range(4):
+        low, high = tl.split(tl.permute(tl.reshape(e, [OUTER, 2, (8 >> step) * INNER]), [0, 2, 1]))
+        e = low + high
+    return tl.broadcast_to(tl.reshape(e, [OUTER, 1, INNER]), [OUTER, 16, INNER])
 
 
 @triton.jit
@@ -207,8 +206,8 @@ def four_over_six(
     error6 = candidate_error(x, v6, codes6, value6, outer_amax, SIDE)
     error4 = candidate_error(x, v4, codes4, value4, outer_amax, SIDE)
     if SIDE.tiled:
-        error6 = tile_sum(error6, OUTER, INNER)
-        error4 = tile_sum(error4, OUTER, INNER)
+        error6 = tl.reshape(tile_sum(error6, OUTER, INNER), amax.shape)
+        error4 = tl.reshape(tile_sum(error4, OUTER, INNER), amax.shape)
     four = error4 < error6
     words6 = pack_elements(v6, codes6, value6, SIDE, HARDWARE)
     words4 = pack_elements(v4, codes4, value4, SIDE, HARDWARE)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.formats import CastSpec, Outer
-from fp4engine.kernels.encode import from_bits, from_e4m3, to_bits
+from fp4engine.kernels.encode import PAIRS, from_bits, from_e4m3, round_bf16, to_bits
 from fp4engine.kernels.gemm_launch import start
 from fp4engine.kernels.launch import device_facts
 
@@ -24,75 +24,101 @@ BLOCKS = 512
 
 @triton.jit
 def element(words, position: tl.constexpr, scale):
-    """FP32 value of the code at ``position`` of a word, times ``scale``."""
-    shift: tl.constexpr = 22 - 4 * position
-    code = (words << shift) if shift > 0 else (words >> -shift)
-    y = from_bits((code & 0x01C00000) + 0x3F000000)
-    # y is right from 1 up; below, 2 y - 1 turns 1/2, 3/4 into 0, 1/2.
-    magnitude = tl.minimum(y, 2.0 * y - 1.0, propagate_nan=tl.PropagateNan.NONE) * scale
-    return from_bits(to_bits(magnitude) ^ ((words << (28 - 4 * position)) & 0x80000000))
+    """FP32 value of the code at ``position`` of a word, times ``scale``.
+
+    The three magnitude bits, put where FP32 keeps the end of its exponent and the start of its mantissa, are the value
+    times 2^-126, subnormals included. ``scale`` is the block's, times 2^118, so 2^8 is left; every product is exact.
+    """
+    top = (words << (28 - 4 * position)).to(tl.int32, bitcast=True)
+    bits = (top >> 6).to(tl.uint32, bitcast=True) & 0x81C00000
+    return from_bits(bits) * scale * 256.0
+
+
+@triton.jit
+def load_block(codes_ptr, scale_ptr, block, inside, HARDWARE: tl.constexpr):
+    """Two words of eight codes [n, 2] and the scale times 2^118 [n, 1] of blocks [n]."""
+    scale = from_e4m3(tl.load(scale_ptr.to(tl.pointer_type(tl.uint8)) + block, mask=inside, other=0), HARDWARE)
+    half = tl.arange(0, 2)[None, :]
+    pointers = codes_ptr.to(tl.pointer_type(tl.uint32)) + (block.to(tl.int64)[:, None] * 2 + half)
+    return tl.load(pointers, mask=inside[:, None], other=0), (scale * 3.3230699894622897e35)[:, None]
+
+
+@triton.jit
+def interleave(t0, t1, t2, t3):
+    """Four tensors [n, 2] as [n, 8]: the second axis first, then the four."""
+    joined = tl.join(tl.join(t0, t2), tl.join(t1, t3))
+    return tl.reshape(joined, [t0.shape[0], 8])
 
 
 @triton.jit
 def decode_kernel(codes_ptr, scale_ptr, out_ptr, blocks, PER_PROGRAM: tl.constexpr, HARDWARE: tl.constexpr):
-    block = tl.program_id(0).to(tl.int64) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
+    block = tl.program_id(0) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
     inside = block < blocks
-    scale = from_e4m3(tl.load(scale_ptr.to(tl.pointer_type(tl.uint8)) + block, mask=inside, other=0), HARDWARE)
-    half = tl.arange(0, 2)[None, :]
-    words = tl.load(
-        codes_ptr.to(tl.pointer_type(tl.uint32)) + (block[:, None] * 2 + half), mask=inside[:, None], other=0
-    )
+    words, scale = load_block(codes_ptr, scale_ptr, block, inside, HARDWARE)
     pairs = ()
     for i in tl.static_range(0, 8, 2):
-        low = to_bits(element(words, i, scale[:, None]))
-        high = to_bits(element(words, i + 1, scale[:, None]))
+        low = to_bits(element(words, i, scale))
+        high = to_bits(element(words, i + 1, scale))
         pairs = pairs + ((low >> 16) | (high & 0xFFFF0000),)
-    four = tl.reshape(tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3])), [PER_PROGRAM, 8])
-    target = out_ptr.to(tl.pointer_type(tl.uint32)) + (block[:, None] * 8 + tl.arange(0, 8)[None, :])
-    tl.store(target, four, mask=inside[:, None])
+    store_words(out_ptr, block, interleave(pairs[0], pairs[1], pairs[2], pairs[3]), inside)
+
+
+@triton.jit
+def store_words(out_ptr, block, words, inside):
+    """Eight words of two 16-bit values per block."""
+    offsets = block.to(tl.int64)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(out_ptr.to(tl.pointer_type(tl.uint32)) + offsets, words, mask=inside[:, None])
+
+
+@triton.jit
+def round_words(low, high, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """Two FP32 values, each rounded to nearest even in ``dtype`` (16 bits), in one word."""
+    if dtype == tl.float16:
+        low_bits = low.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        return low_bits | (high.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+    elif PAIRS & HARDWARE:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        return (to_bits(round_bf16(low)) >> 16) | (to_bits(round_bf16(high)) & 0xFFFF0000)
 
 
 @triton.jit
 def dequantize_kernel(
     codes_ptr, scale_ptr, amax_ptr, out_ptr, numerator, blocks, blocks_per_row, cols,
-    PER_ROW: tl.constexpr, PER_PROGRAM: tl.constexpr, HARDWARE: tl.constexpr,
+    PER_ROW: tl.constexpr, WORDS: tl.constexpr, PER_PROGRAM: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
+    """``WORDS``: 16-bit values in whole blocks, written two to a word; else element by element, cut at ``cols``."""
+    block = tl.program_id(0) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
     inside = block < blocks
-    row = block // blocks_per_row
-    scale = from_e4m3(tl.load(scale_ptr.to(tl.pointer_type(tl.uint8)) + block, mask=inside, other=0), HARDWARE)
-    half = tl.arange(0, 2)[None, :]
-    words = tl.load(
-        codes_ptr.to(tl.pointer_type(tl.uint32)) + (block[:, None] * 2 + half), mask=inside[:, None], other=0
-    )
+    words, scale = load_block(codes_ptr, scale_ptr, block, inside, HARDWARE)
     if PER_ROW:
-        amax = tl.load(amax_ptr + row, mask=inside, other=0.0)[:, None]
+        amax = tl.load(amax_ptr + block // blocks_per_row, mask=inside, other=0.0)[:, None]
     else:
         amax = tl.load(amax_ptr)
     factor = tl.div_rn(amax, tl.zeros_like(amax) + numerator)
     even = ()
     odd = ()
     for i in tl.static_range(0, 8, 2):
-        even = even + (element(words, i, scale[:, None]) * factor,)
-        odd = odd + (element(words, i + 1, scale[:, None]) * factor,)
-    evens = tl.join(tl.join(even[0], even[2]), tl.join(even[1], even[3]))
-    odds = tl.join(tl.join(odd[0], odd[2]), tl.join(odd[1], odd[3]))
-    values = tl.reshape(tl.join(evens, odds), [PER_PROGRAM, 16])
-    col = (block - row * blocks_per_row)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    target = out_ptr + (row[:, None] * cols + col)
-    tl.store(target, round_to(values, out_ptr.dtype.element_ty), mask=inside[:, None] & (col < cols))
-
-
-@triton.jit
-def round_to(values, dtype: tl.constexpr):
-    """FP32 to ``dtype``, nearest even; BF16 by integers, which the interpreter rounds rightly too."""
-    if dtype == tl.bfloat16:
-        bits = to_bits(values)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where(values == values, rounded, 0x7FC0)
-        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        even = even + (element(words, i, scale) * factor,)
+        odd = odd + (element(words, i + 1, scale) * factor,)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if WORDS:
+        pairs = ()
+        for i in tl.static_range(4):
+            pairs = pairs + (round_words(even[i], odd[i], dtype, HARDWARE),)
+        store_words(out_ptr, block, interleave(pairs[0], pairs[1], pairs[2], pairs[3]), inside)
     else:
-        return values.to(dtype)
+        evens = interleave(even[0], even[1], even[2], even[3])
+        odds = interleave(odd[0], odd[1], odd[2], odd[3])
+        values = tl.reshape(tl.join(evens, odds), [PER_PROGRAM, 16])
+        if dtype == tl.bfloat16:
+            values = round_bf16(values)
+        row = block // blocks_per_row
+        col = (block - row * blocks_per_row)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        target = out_ptr + (row.to(tl.int64)[:, None] * cols + col)
+        tl.store(target, values.to(dtype), mask=inside[:, None] & (col < cols))
 
 
 def decode(codes: Tensor, scale_inv: Tensor, spec: CastSpec, cols: int) -> Tensor:
@@ -131,6 +157,7 @@ def dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, c
     if total and width:
         pointers = (codes, scale_inv, amax, out)
         shape = (spec.numerator, total, blocks, width)
-        constants = (spec.outer is Outer.ROW, BLOCKS, device_facts(codes.device)[0])
+        words = dtype != torch.float32 and width == blocks * BLOCK_SIZE
+        constants = (spec.outer is Outer.ROW, words, BLOCKS, device_facts(codes.device)[0])
         start(dequantize_kernel, -(-total // BLOCKS), pointers, shape, (*pointers, *shape), constants, num_warps=4)
     return out
