@@ -154,6 +154,13 @@ def _allocate(x: Tensor, rows: int, cols: int, output: str) -> tuple[Tensor, Ten
     return out, torch.empty(rows, blocks, dtype=torch.float8_e4m3fn, device=x.device)
 
 
+def _tile(row: Side | None, col: Side | None) -> tuple[int, int]:
+    """Rows and columns of a program's tile: 512 blocks of 16 either way, whole 16x16 tiles where a side has them."""
+    if col:
+        return 128, 64
+    return (16, 512) if row and row.tiled else (8, 1024)
+
+
 def quantize(
     x: Tensor,
     rowwise: CastSpec | None,
@@ -188,7 +195,7 @@ def quantize(
         sides = ((rowwise_amax, row_out, row_scale), (columnwise_amax, col_out, col_scale))
         if is_column_major(x):
             x, sides, row, col = x.T, sides[::-1], col, row
-        launch = Launch.of(x, *((128, 64) if col else (8, 1024)))
+        launch = Launch.of(x, *_tile(row, col))
         pointers = (x, *sides[0], *sides[1], rng)
         integers = (*x.shape, *x.stride(), stream)
         launch(quantize_kernel, launch.tiles, pointers, integers, (row, col), **_options(x, row, col))

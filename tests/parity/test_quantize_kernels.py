@@ -25,6 +25,8 @@ SPECS = {
     "16 bits, guard": (CastSpec(rounding=SR, random_bits=16), CastSpec(rounding=SR, random_bits=16, target=96 / 17)),
     "4over6 mae": (CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MAE, scale_bound=256.0),) * 2,
     "4over6 mse 16x16": (CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, block=(16, 16)),) * 2,
+    "16x16 rowwise only": (CastSpec(block=(16, 16)), None),
+    "16x16 columnwise only": (None, CastSpec(block=(16, 16))),
     "rotated rowwise": (CastSpec(rotation=Rotation()), None),
     "columnwise only": (None, CastSpec(rotation=Rotation())),
 }
