@@ -35,12 +35,12 @@ class LayerNormLinear(InputNorm, SplitLinear):
         return_layernorm_output: bool = False,
         **arguments: Any,
     ) -> None:
-        self._norm = Norm(normalization, eps, zero_centered_gamma)
+        self.norm = Norm(normalization, eps, zero_centered_gamma)
         self.return_layernorm_output = return_layernorm_output
         super().__init__(in_features, out_features, **arguments)
 
     def _register(self, bias: bool, place: dict[str, Any]) -> None:
-        self._register_norm(self._norm, self.in_features, place)
+        self._register_norm(self.in_features, place)
         super()._register(bias, place)
 
     def reset_parameters(self) -> None:

@@ -68,13 +68,14 @@ class LayerNormMLP(InputNorm):
     ) -> None:
         refuse_unimplemented("LayerNormMLP", te_arguments)
         super().__init__()
+        self.norm = Norm(normalization, eps, zero_centered_gamma)
         self.activation = Activation(activation, activation_params)
         self.init_method = init_method or te_init
         self.output_layer_init_method = output_layer_init_method or te_init
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         place: dict[str, Any] = {"device": te_device(device), "dtype": params_dtype}
         fc1_features = ffn_hidden_size * (2 if self.activation.is_gated else 1)
-        self._register_norm(Norm(normalization, eps, zero_centered_gamma), hidden_size, place)
+        self._register_norm(hidden_size, place)
         self.fc1_weight = Parameter(torch.empty(fc1_features, hidden_size, **place))
         self.register_parameter("fc1_bias", Parameter(torch.empty(fc1_features, **place)) if bias else None)
         self.fc2_weight = Parameter(torch.empty(hidden_size, ffn_hidden_size, **place))

@@ -72,15 +72,18 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class InputNorm(torch.nn.Module):
-    """Base of modules that normalise their input: ``layer_norm_weight`` and, for LayerNorm, ``layer_norm_bias``."""
+    """Base of modules that normalise their input by ``norm``.
 
+    The parameters are ``layer_norm_weight`` and, for LayerNorm, ``layer_norm_bias``.
+    """
+
+    norm: Norm
     layer_norm_weight: Tensor
     layer_norm_bias: Tensor | None
 
-    def _register_norm(self, norm: Norm, size: int, place: dict[str, Any]) -> None:
-        self.norm = norm
+    def _register_norm(self, size: int, place: dict[str, Any]) -> None:
         self.layer_norm_weight = Parameter(torch.empty(size, **place))
-        bias = Parameter(torch.empty(size, **place)) if norm.has_bias else None
+        bias = Parameter(torch.empty(size, **place)) if self.norm.has_bias else None
         self.register_parameter("layer_norm_bias", bias)
 
     def _reset_norm(self) -> None:

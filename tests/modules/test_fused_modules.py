@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fp4engine
-from fp4engine import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from fp4engine import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm, TransformerLayer
 from fp4engine.functional.activation import GATED, PLAIN, Activation
 from fp4engine.quantizers import reference_quantizer
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
@@ -304,3 +304,22 @@ def test_recipes_see_the_names_and_types_of_the_parts():
         ("grouped_linear", "experts", (8, 16)),
         ("linear", "qkv", (24, 16)),
     ]
+
+
+COMPILED = {
+    "LayerNormLinear": (partial(LayerNormLinear, 16, 32, parameters_split=("a", "b")), ()),
+    "LayerNormMLP": (partial(LayerNormMLP, 16, 24, activation="swiglu", zero_centered_gamma=True), ()),
+    "GroupedLinear": (partial(GroupedLinear, 2, 16, 16), ([2, 4],)),
+    "TransformerLayer": (partial(TransformerLayer, 16, 24, 2, hidden_dropout=0.0, attention_dropout=0.0), ()),
+}
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_in_one_graph_equals_eager(name):
+    make, arguments = COMPILED[name]
+    module = perturbed(make())
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    inp, parameters = torch.randn(6, 1, 16), list(module.parameters())
+    expected = run(lambda x: module(x, *arguments), inp, parameters)
+    assert_same(run(lambda x: compiled(x, *arguments), inp, parameters), expected)
