@@ -5,6 +5,8 @@
 Legend: x is [M, K]; rowwise codes [M, padded K], columnwise codes [K, padded M], padding zero.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -12,42 +14,66 @@ from torch import Tensor
 
 from fp4engine.formats import E4M3, E5M2, CastSpec, Outer, RoundingMode
 from fp4engine.kernels.amax import amax as amax_of_tensor
-from fp4engine.kernels.encode import E4M3 as HARDWARE_E4M3
-from fp4engine.kernels.encode import outer_encode_scale, to_bits, to_e4m3
+from fp4engine.kernels.encode import outer_encode_scale, to_bits
 from fp4engine.kernels.gemm_launch import start
-from fp4engine.kernels.launch import device_facts
 
 TILE_M, TILE_K = 64, 128
 
 
-@triton.jit
-def to_e5m2(x, HARDWARE: tl.constexpr):
-    """Bits of the nearest E5M2 (ties to even) of ``x`` in [0, 57344]. uint8."""
-    if HARDWARE_E4M3 & HARDWARE:
-        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    else:
-        bits = to_bits(x)
-        normal = ((bits + 0xFFFFF + ((bits >> 21) & 1)) >> 21) - (112 << 2)
-        # 2^7 has a last place of 2^-16, E5M2's subnormal step.
-        subnormal = to_bits(x + 128.0) - 0x43000000
-        return tl.where(x < 6.103515625e-05, subnormal, normal).to(tl.uint8)
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What one side is rounded to, as constants of the kernel.
+
+    Attributes:
+        numerator: of the outer scale.
+        largest: the element's largest magnitude.
+        shift: mantissa bits that FP32 has and the element has not.
+        least: the element's smallest normal; least_code: FP32 bits of it, shifted, less its code.
+        magic: adding this rounds what is below ``least``: its last place is the subnormal step; magic_bits: its bits.
+    """
+
+    numerator: float
+    largest: float
+    shift: int
+    least: float
+    least_code: int
+    magic: float
+    magic_bits: int
+
+    @staticmethod
+    def of(spec: CastSpec) -> "Grid":
+        element = spec.element
+        exponent = 1 - element.bias
+        shift = 23 - element.mantissa_bits
+        least_code = ((127 + exponent) << element.mantissa_bits) - (1 << element.mantissa_bits)
+        magic_bits = (127 + exponent + shift) << 23
+        return Grid(
+            spec.numerator, element.max_value, shift, 2.0**exponent, least_code, 2.0 ** (exponent + shift), magic_bits
+        )
 
 
 @triton.jit
-def encode_fp8(x, scale, LARGEST: tl.constexpr, IS_E5M2: tl.constexpr, HARDWARE: tl.constexpr):
-    """Codes of ``x * scale``, saturating; NaN and -0.0 become code 0, a negative that rounds to zero keeps its sign."""
+def encode_fp8(x, scale, GRID: tl.constexpr):
+    """Codes of ``x * scale``, nearest even, saturating: uint8.
+
+    NaN and -0.0 become code 0, a negative that rounds to zero keeps its sign. In integers on every target: the kernel
+    is bound by bytes, and one way serves them all.
+    """
     v = x * scale
     v = tl.where(v == v, v, 0.0)
-    magnitude = tl.minimum(tl.abs(v), LARGEST)
-    code = to_e5m2(magnitude, HARDWARE) if IS_E5M2 else to_e4m3(magnitude, HARDWARE)
-    return code | (v < 0).to(tl.uint8) << 7
+    magnitude = tl.minimum(tl.abs(v), GRID.largest)
+    bits = to_bits(magnitude)
+    half: tl.constexpr = (1 << (GRID.shift - 1)) - 1
+    normal = ((bits + half + ((bits >> GRID.shift) & 1)) >> GRID.shift) - GRID.least_code
+    subnormal = to_bits(magnitude + GRID.magic) - GRID.magic_bits
+    code = tl.where(magnitude < GRID.least, subnormal, normal)
+    return (code | tl.where(v < 0, 0x80, 0).to(tl.uint32)).to(tl.uint8)
 
 
 @triton.jit
 def cast_fp8_kernel(
     x_ptr, amax_ptr, row_ptr, col_ptr, M, K, stride_m, stride_k, row_width, col_width, tiles_k,
-    ROW_NUMERATOR: tl.constexpr, ROW_LARGEST: tl.constexpr, COL_NUMERATOR: tl.constexpr, COL_LARGEST: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Tile ``pid`` of the padded matrix, tiles counted along K first."""
     row = (tl.program_id(0) // tiles_k) * TILE_M + tl.arange(0, TILE_M)[:, None]
@@ -55,14 +81,12 @@ def cast_fp8_kernel(
     offsets = row.to(tl.int64) * stride_m + col.to(tl.int64) * stride_k
     x = tl.load(x_ptr + offsets, mask=(row < M) & (col < K), other=0.0).to(tl.float32)
     amax = tl.load(amax_ptr)
-    if row_ptr is not None:
-        scale = outer_encode_scale(amax, ROW_NUMERATOR)
-        code = encode_fp8(x, scale, ROW_LARGEST, ROW_LARGEST > 448.0, HARDWARE)
+    if ROW is not None:
+        code = encode_fp8(x, outer_encode_scale(amax, ROW.numerator), ROW)
         tl.store(row_ptr + (row.to(tl.int64) * row_width + col), code, mask=(row < M) & (col < row_width))
-    if col_ptr is not None:
-        if row_ptr is None or COL_NUMERATOR != ROW_NUMERATOR:
-            scale = outer_encode_scale(amax, COL_NUMERATOR)
-            code = encode_fp8(x, scale, COL_LARGEST, COL_LARGEST > 448.0, HARDWARE)
+    if COL is not None:
+        if ROW is None or COL != ROW:
+            code = encode_fp8(x, outer_encode_scale(amax, COL.numerator), COL)
         target = col_ptr + (tl.trans(col).to(tl.int64) * col_width + tl.trans(row))
         tl.store(target, tl.trans(code), mask=tl.trans((row < col_width) & (col < K)))
 
@@ -114,11 +138,7 @@ def cast_fp8(x: Tensor, amax: Tensor, rowwise: CastSpec | None, columnwise: Cast
             (x, amax, row, col),
             shape,
             (x, amax, row, col, *shape),
-            (*_constants(rowwise), *_constants(columnwise), TILE_M, TILE_K, device_facts(x.device)[0]),
+            (Grid.of(rowwise) if rowwise else None, Grid.of(columnwise) if columnwise else None, TILE_M, TILE_K),
             num_warps=4,
         )
     return [row, col]
-
-
-def _constants(spec: CastSpec | None) -> tuple[float, float]:
-    return (spec.numerator, spec.element.max_value) if spec else (0.0, 0.0)

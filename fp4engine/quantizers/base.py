@@ -101,7 +101,7 @@ class Quantizer:
                 rowwise_amax=rowwise_amax,
                 columnwise_amax=columnwise_amax,
                 rng=rng,
-                stream=self.stream,
+                stream=self.stream if rng is None else self.stream | ops.rank_bits(),
                 backend=self.backend,
             )
         return QuantizedTensor(
@@ -113,12 +113,13 @@ class Quantizer:
 
     __call__ = quantize
 
-    def amax(self, x: Tensor, *, rng: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """Phase one of two: outer amax of both sides, to be reduced over ranks before :meth:`quantize`."""
-        matrix = as_matrix(x)
-        return ops.amax(
-            matrix, self.rowwise_spec, self.columnwise_spec, rng=rng, stream=self.stream, backend=self.backend
-        )
+    def amax(
+        self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True, rng: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Phase one of two: outer amax of the sides asked for, to be reduced over ranks before :meth:`quantize`."""
+        stream = self.stream if rng is None else self.stream | ops.rank_bits()
+        specs = (self.rowwise_spec if rowwise else None, self.columnwise_spec if columnwise else None)
+        return ops.amax(as_matrix(x), *specs, rng=rng, stream=stream, backend=self.backend)
 
     def requantize(self, operand: Operand, rng: Tensor | None, form: Form = "codes") -> Operand:
         """The columnwise operand of a tensor of which the rowwise operand was kept."""

@@ -1,6 +1,5 @@
 """The only path from a recipe to a quantizer."""
 
-from fp4engine.ops import rank_bits
 from fp4engine.quantizers.base import Quantizer
 from fp4engine.quantizers.delayed import DelayedQuantizer
 from fp4engine.quantizers.nvfp4 import NVFP4Quantizer
@@ -31,8 +30,8 @@ def make_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer:
 
 
 def role_stream(role: QuantizerRole) -> int:
-    """Stream id of a role: ``role << 1 | rank << 8``; the side bit is added per operand."""
-    return TENSOR_TYPES.index(role.tensor_type) << 1 | rank_bits()
+    """Stream id of a role: ``role << 1``; side and rank are added per operand."""
+    return TENSOR_TYPES.index(role.tensor_type) << 1
 
 
 def _ask_factory(recipe: CustomRecipe, role: QuantizerRole) -> Quantizer:
