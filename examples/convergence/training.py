@@ -26,6 +26,9 @@ from gpt.training import LARGEST_GRADIENT_NORM, VALIDATION_BATCHES, learning_rat
 EAGER_STEPS = 3
 """Steps that a recipe runs before it is captured; they train like all others, and warm everything up."""
 
+VALIDATION_BYTES = 2**16
+"""Least number of bytes that a validation loss is a mean over; the same bytes in every run."""
+
 LOSSES_KEPT = 100
 """Rows of training loss per run; each is a mean over its share of the steps."""
 
@@ -106,10 +109,9 @@ class Training:
     def validate(self) -> float:
         """Validation loss in nats per byte, computed as the recipe in force computes."""
         batch, length = self.settings.batch, self.settings.sequence + 1
+        of = max(VALIDATION_BATCHES, VALIDATION_BYTES // (batch * self.settings.sequence))
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
-            batches = (
-                self.corpus.validation_batch(i, VALIDATION_BATCHES, batch, length) for i in range(VALIDATION_BATCHES)
-            )
+            batches = (self.corpus.validation_batch(index, of, batch, length) for index in range(of))
             return float(torch.stack([self.loss(tokens, self.recipe) for tokens in batches]).mean())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from convergence import report, results, run, tensors
+from convergence import report, results, run, tensors, training
 from convergence.studies import BASELINE, HIGH_PRECISION, PRESETS, STUDIES, SWITCH_AT, VARIANTS, variants_of
 from convergence.training import thinned, train
 from fp4engine.formats import CastSpec, Rotation, RoundingMode, Signs
@@ -18,6 +18,11 @@ from gpt.data import Corpus, load_corpus
 from gpt.settings import Settings
 
 SMALL = dataclasses.replace(PRESETS["tiny"], layers=1, width=32, sequence=16, batch=2, tokens=2 * 16 * 11)
+
+
+@pytest.fixture(autouse=True)
+def short_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "VALIDATION_BYTES", 256)
 
 
 @pytest.fixture
