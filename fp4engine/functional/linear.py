@@ -140,7 +140,8 @@ def _reduced(quantizer: Quantizer, matrix: Tensor, plan: LinearPlan, **arguments
     """Quantize with outer amaxes reduced over the plan's process group, where it has one."""
     if plan.amax_reduction_group is None or quantizer.is_identity:
         return quantizer.quantize(matrix, **arguments)
-    rowwise, columnwise = quantizer.amax(matrix, rng=arguments.get("rng"))
+    asked = {name: arguments[name] for name in ("rowwise", "columnwise", "rng") if name in arguments}
+    rowwise, columnwise = quantizer.amax(matrix, **asked)
     for amax in (rowwise, columnwise):
         if amax is not None:
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, plan.amax_reduction_group)

@@ -124,7 +124,7 @@ class DelayedQuantizer(Quantizer):
         arguments["columnwise_amax"] = amax
         return super().quantize(x, rowwise_amax=amax, **arguments)
 
-    def amax(self, x: Tensor, *, rng: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+    def amax(self, x: Tensor, **sides: Any) -> tuple[Tensor | None, Tensor | None]:
         """The amax to share over ranks before :meth:`quantize`; none under ``reduce_amax=False``."""
         return (self._own_amax(x) if self.recipe.reduce_amax else None), None
 

@@ -130,3 +130,22 @@ def test_trains_on_a_gpu(recipe) -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.fixture(scope="module")
+def group_of_one():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def test_sharing_amaxes_in_a_group_of_one_changes_no_byte(recipe, group_of_one) -> None:
+    layer, inp = fp4engine.Linear(40, 48), torch.randn(33, 40, requires_grad=True)
+    results = []
+    for group in (None, group_of_one):
+        fp4engine.manual_seed(3)
+        layer.forget_plan()
+        with fp4engine.autocast(recipe=recipe, amax_reduction_group=group):
+            output = layer(inp)
+        results.append((output, *torch.autograd.grad(output.square().sum(), (inp, layer.weight))))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
