@@ -111,6 +111,21 @@ def test_delayed_scaling_trains(corpus: Corpus) -> None:
     assert all(map(math.isfinite, losses(SMALL, "FP8 delayed", corpus)))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["nvfp4", "forward to bf16 at 82%", "FP8 current", "Quartet II", "MXFP4"])
+def test_a_replayed_step_is_the_eager_step(variant: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = dataclasses.replace(SMALL, device="cuda", width=128, batch=16, tokens=16 * 16 * 30)
+    on_gpu = Corpus(corpus.training.cuda(), corpus.validation.cuda(), corpus.digest)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        replayed = losses(settings, variant, on_gpu)
+        monkeypatch.setattr(training, "EAGER_STEPS", settings.steps)
+        assert losses(settings, variant, on_gpu) == replayed
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+
+
 def test_thinned_losses_are_means_at_the_end_of_their_share() -> None:
     rows = list(thinned([float(n) for n in range(250)]))
     assert rows[0] == {"step": 3, "loss": 1.0}
