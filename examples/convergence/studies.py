@@ -37,7 +37,7 @@ KEPT_SHARE = 1 / 6
 PRESETS = {
     # name: layers, width, sequence, batch, tokens, peak learning rate, validate every so many steps
     "tiny": Settings("tiny", 2, 64, 64, 8, 20_480, 3e-3, 20, 1),
-    "cpu": Settings("cpu", 2, 64, 64, 16, 500_000, 3e-3, 122, 1),
+    "cpu": Settings("cpu", 2, 64, 64, 16, 300_000, 3e-3, 73, 1),
     "micro": Settings("micro", 2, 128, 128, 128, 10_000_000, 3e-3, 61, 1),
     "mini": Settings("mini", 4, 128, 256, 128, 87_000_000, 3e-3, 266, 1),
     "10m": dataclasses.replace(TRAINING_PRESETS["10m"], tokens=1_000_000_000, evaluate_every=763),
