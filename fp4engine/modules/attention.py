@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from fp4engine.functional.attention import AttentionMask, attention, rotate
+from fp4engine.modules.gemms import dotted
 from fp4engine.modules.layernorm_linear import LayerNormLinear
 from fp4engine.modules.linear import Linear
 from fp4engine.modules.norm import LayerNorm, RMSNorm
@@ -86,7 +87,7 @@ class MultiheadAttention(torch.nn.Module):
         normalization: str = "LayerNorm",
         device: torch.device | str | None = None,
         qkv_format: str = "sbhd",
-        name: str = "",
+        name: str | None = None,
         recipe: Recipe | None = None,
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
@@ -122,7 +123,7 @@ class MultiheadAttention(torch.nn.Module):
                 "init_method": init_method,
                 "bias": bias,
                 "parameters_split": None if fuse_qkv_params else rows,
-                "name": f"{name}.{suffix}".lstrip("."),
+                "name": dotted(name, suffix),
                 "recipe": recipe,
                 "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
                 **place,
@@ -155,7 +156,7 @@ class MultiheadAttention(torch.nn.Module):
                 q,
                 bias,
                 init_method=init_method or te_init,
-                name=f"{name}.query_layer".lstrip("."),
+                name=dotted(name, "query_layer"),
                 recipe=recipe,
                 **place,
             )
@@ -165,7 +166,7 @@ class MultiheadAttention(torch.nn.Module):
             hidden_size,
             bias,
             init_method=output_layer_init_method or te_init,
-            name=f"{name}.proj".lstrip("."),
+            name=dotted(name, "proj"),
             recipe=recipe,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             **place,

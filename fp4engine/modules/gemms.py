@@ -26,7 +26,7 @@ class Gemms(torch.nn.Module):
     """The three GEMMs of one linear transformation. Has no parameters: a module is one, or owns some, beside its own.
 
     Args:
-        name: the module's name, which recipes may match.
+        name: the module's name, which recipes may match; None is the empty name.
         recipe: recipe to follow where no autocast region is active; None means high precision there.
         fuse_wgrad_accumulation: wgrad adds to the buffer ``weight.main_grad`` (FP32 or BF16, shaped like the weight)
             in its epilogue, and ``weight.grad`` stays None.
@@ -40,7 +40,7 @@ class Gemms(torch.nn.Module):
 
     def __init__(
         self,
-        name: str = "",
+        name: str | None = None,
         recipe: Recipe | None = None,
         fuse_wgrad_accumulation: bool = False,
         module_type: str = "linear",
@@ -51,7 +51,7 @@ class Gemms(torch.nn.Module):
 
     def _configure(
         self,
-        name: str,
+        name: str | None,
         recipe: Recipe | None,
         fuse_wgrad_accumulation: bool,
         module_type: str = "linear",
@@ -59,7 +59,7 @@ class Gemms(torch.nn.Module):
     ) -> None:
         if recipe is not None and not isinstance(recipe, Recipe):
             raise ValueError(f"recipe must be an fp4engine.recipe.Recipe or None, got {recipe!r}")
-        self.name = name
+        self.name = name or ""
         self.recipe = recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.module_type = module_type
@@ -206,4 +206,9 @@ def _note_trace(gemms: Gemms, high_precision: bool) -> None:
 
 
 def _draws_in_forward(plan: LinearPlan) -> bool:
-    return plan.input.is_stochastic or plan.weight.is_stochastic
+    return plan.input.draws_in_forward or plan.weight.draws_in_forward
+
+
+def dotted(*parts: str | None) -> str:
+    """The parts that are there, joined by dots."""
+    return ".".join(part for part in parts if part)

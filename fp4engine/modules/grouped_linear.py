@@ -44,7 +44,7 @@ class GroupedLinear(torch.nn.Module):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        name: str = "",
+        name: str | None = None,
         recipe: Recipe | None = None,
         fuse_wgrad_accumulation: bool = False,
         **te_arguments: Any,

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from fp4engine.functional.activation import Activation
 from fp4engine.functional.norm import Norm
-from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.gemms import Gemms, dotted
 from fp4engine.modules.norm import InputNorm
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
 from fp4engine.recipe import Recipe
@@ -59,7 +59,7 @@ class LayerNormMLP(InputNorm):
         return_layernorm_output: bool = False,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        name: str = "",
+        name: str | None = None,
         recipe: Recipe | None = None,
         fuse_wgrad_accumulation: bool = False,
         seq_length: int | None = None,
@@ -81,8 +81,7 @@ class LayerNormMLP(InputNorm):
         self.fc2_weight = Parameter(torch.empty(hidden_size, ffn_hidden_size, **place))
         self.register_parameter("fc2_bias", Parameter(torch.empty(hidden_size, **place)) if bias else None)
         for fc, weight in (("fc1", self.fc1_weight), ("fc2", self.fc2_weight)):
-            dotted = f"{name}.{fc}".lstrip(".")
-            self.add_module(fc, Gemms(dotted, recipe, fuse_wgrad_accumulation, shape=tuple(weight.shape)))
+            self.add_module(fc, Gemms(dotted(name, fc), recipe, fuse_wgrad_accumulation, shape=tuple(weight.shape)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

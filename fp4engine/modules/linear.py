@@ -47,7 +47,7 @@ class Linear(Gemms, torch.nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        name: str = "",
+        name: str | None = None,
         params_dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
         fuse_wgrad_accumulation: bool = False,

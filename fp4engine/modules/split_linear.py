@@ -42,7 +42,7 @@ class SplitLinear(Gemms):
         params_dtype: torch.dtype | None = None,
         parameters_split: ParametersSplit = None,
         device: torch.device | str | None = None,
-        name: str = "",
+        name: str | None = None,
         recipe: Recipe | None = None,
         fuse_wgrad_accumulation: bool = False,
         **te_arguments: Any,

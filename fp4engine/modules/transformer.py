@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4engine.modules.attention import MultiheadAttention
+from fp4engine.modules.gemms import dotted
 from fp4engine.modules.layernorm_mlp import LayerNormMLP
 from fp4engine.modules.norm import LayerNorm, RMSNorm
 from fp4engine.modules.te_arguments import refuse_unimplemented
@@ -69,7 +70,7 @@ class TransformerLayer(torch.nn.Module):
         normalization: str = "LayerNorm",
         device: torch.device | str | None = None,
         attn_input_format: str = "sbhd",
-        name: str = "",
+        name: str | None = None,
         recipe: Recipe | None = None,
         **arguments: Any,
     ) -> None:
@@ -115,7 +116,7 @@ class TransformerLayer(torch.nn.Module):
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
             input_layernorm=not output_layernorm,
-            name=f"{name}.self_attention".lstrip("."),
+            name=dotted(name, "self_attention"),
             **attention,
         )
         self.inter_attention = None
@@ -128,7 +129,7 @@ class TransformerLayer(torch.nn.Module):
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal,
                 input_layernorm=True,
                 attention_type="cross",
-                name=f"{name}.inter_attention".lstrip("."),
+                name=dotted(name, "inter_attention"),
                 **attention,
             )
         self.layernorm_mlp = LayerNormMLP(
@@ -137,7 +138,7 @@ class TransformerLayer(torch.nn.Module):
             layernorm_epsilon,
             activation=activation,
             activation_params=activation_params,
-            name=f"{name}.layernorm_mlp".lstrip("."),
+            name=dotted(name, "layernorm_mlp"),
             **common,
         )
         self.layernorm = None
