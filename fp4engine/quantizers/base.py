@@ -25,6 +25,7 @@ class Quantizer:
         stream: stream id of the role, see :mod:`fp4engine.reference.philox`.
         backend: ``auto``, ``reference``, ``triton`` or ``native``.
         is_stochastic: True if quantizing takes a draw of the random stream.
+        draws_in_forward: True if what a forward pass makes of an input or a weight takes one.
         is_identity: True if both sides stay unquantized.
     """
 
@@ -35,12 +36,15 @@ class Quantizer:
     backend: str = "auto"
 
     is_stochastic: bool = field(init=False, repr=False, compare=False)
+    draws_in_forward: bool = field(init=False, repr=False, compare=False)
     is_identity: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
         specs = [spec for spec in (self.rowwise_spec, self.columnwise_spec) if spec is not None]
         object.__setattr__(self, "is_stochastic", any(spec.is_stochastic for spec in specs))
+        at_once = specs if self.columnwise_source == "original" else [self.rowwise_spec]
+        object.__setattr__(self, "draws_in_forward", any(spec is not None and spec.is_stochastic for spec in at_once))
         object.__setattr__(self, "is_identity", not specs)
 
     def repeating(self) -> "Quantizer":

@@ -211,7 +211,7 @@ ZOO: dict[str, Row] = {
     "fp8_delayed": Row(
         DelayedScaling,
         "TransformerEngine `DelayedScaling()`",
-        "not under `torch.compile`; recomputed activations use the next step's scale",
+        "not under `torch.compile`",
     ),
     "fp8_block": Row(Float8BlockScaling, "TransformerEngine `Float8BlockScaling()`"),
     "nvfp4_forward_fp8_backward": Row(

@@ -149,3 +149,18 @@ def test_sharing_amaxes_in_a_group_of_one_changes_no_byte(recipe, group_of_one) 
             output = layer(inp)
         results.append((output, *torch.autograd.grad(output.square().sum(), (inp, layer.weight))))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["quartet2", "tetrajet2", "mxfp4_tseng", "nvfp4"])
+def test_what_draws_in_the_backward_pass_alone_may_be_recomputed(name: str) -> None:
+    layer, inp = fp4engine.Linear(40, 48), torch.randn(33, 40, requires_grad=True)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with fp4engine.autocast(recipe=zoo.make(name)):
+            return layer(x)
+
+    gradients = []
+    for run in (forward, lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)):
+        fp4engine.manual_seed(3)
+        gradients.append(torch.autograd.grad(run(inp).square().sum(), (inp, layer.weight)))
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
