@@ -45,9 +45,10 @@ class ForwardMemory:
             self.note(plan, training)
 
     def note(self, plan: LinearPlan | None, training: bool) -> None:
-        """Remember ``plan`` for good."""
-        if plan not in self._without_graph[training]:
-            self._without_graph[training].append(plan)
+        """Remember ``plan`` for good; two different ones are ambiguous already, and more would only take memory."""
+        plans = self._without_graph[training]
+        if len(plans) < 2 and plan not in plans:
+            plans.append(plan)
 
     def plans(self, training: bool) -> list[LinearPlan | None]:
         """The different plans of forwards in train or eval mode that may yet be recomputed."""

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fp4engine
-from fp4engine import LayerNormMLP, Linear, NVFP4Quantizer
+from fp4engine import IdentityQuantizer, LayerNormMLP, Linear, NVFP4Quantizer
 from fp4engine.modules import Gemms
 from fp4engine.recipe import CustomRecipe, DelayedScaling, NVFP4BlockScaling
 
@@ -256,6 +256,10 @@ def test_dropped_graphs_are_forgotten(blocks):
         with fp4engine.autocast(recipe=recipe):
             layer(torch.randn(2, 16, requires_grad=True))
     assert layer._forwards.plans(training=True) == []
+    for _ in range(5):
+        with torch.no_grad(), fp4engine.autocast(recipe=CustomRecipe(qfactory=lambda role: IdentityQuantizer())):
+            layer(torch.randn(2, 16))
+    assert len(layer._forwards.plans(training=True)) == 2
 
 
 @pytest.mark.no_poison
