@@ -16,11 +16,11 @@ The variants of one problem take turns, so that a GPU at its power limit treats 
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from timing import environment, repeats_for, time_in_turn
 
 from fp4engine import reference
 from fp4engine.formats import CastSpec
@@ -34,7 +34,6 @@ MODELS = {
 """(in_features, out_features) of the linear layers."""
 SPEC = CastSpec()
 NUMERATOR = SPEC.numerator**2
-ROUNDS = 7
 
 
 def problems(quick: bool) -> list[dict]:
@@ -82,28 +81,6 @@ def check(left, right, left_amax, right_amax) -> float:
     return error
 
 
-def time_in_turn(variants: dict[str, Callable], flops: float) -> dict[str, float]:
-    """Median milliseconds of each variant; each round runs every variant for about 10 ms."""
-    repeats = max(2, min(30, int(7e12 / flops)))
-    for run in variants.values():
-        run()
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    names = list(variants)
-    for turn in range(ROUNDS):
-        first = turn % len(names)  # who runs first after a pause finds a cooler GPU
-        for name in names[first:] + names[:first]:
-            run = variants[name]
-            run()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for _ in range(repeats):
-                run()
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end) / repeats)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def measure(problem: dict) -> dict:
     m, n, k = problem["mnk"]
     (left_cast, left), (right_cast, right) = operand(m, k), operand(n, k)
@@ -130,19 +107,10 @@ def measure(problem: dict) -> dict:
         buffer = torch.zeros(m, n, device="cuda")
         variants["accumulate"] = lambda: gemm(left, right, *scales, NUMERATOR, out=buffer)
     flops = 2.0 * m * n * k
-    milliseconds = time_in_turn(variants, flops)
+    milliseconds = time_in_turn(variants, repeats_for(flops))
     ratios = {name: milliseconds["cublas"] / ms for name, ms in milliseconds.items() if name != "decode"}
     rates = {name: flops / ms / 1e9 for name, ms in milliseconds.items() if name != "decode"}
     return dict(**problem, error=error, milliseconds=milliseconds, tflops=rates, ratio=ratios)
-
-
-def environment() -> dict:
-    import triton
-
-    return dict(
-        gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
-        cuda=torch.version.cuda, date=time.strftime("%Y-%m-%d"), command="python benchmarks/gemm.py", tokens=TOKENS,
-    )  # fmt: skip
 
 
 def table(results: list[dict]) -> str:
