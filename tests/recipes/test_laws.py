@@ -208,3 +208,22 @@ def test_the_backward_operands_come_from_what_the_forward_saved() -> None:
     ):
         layer(gaussian(64, 256).requires_grad_())
     assert sum(t.nbytes for t in kept) == (64 + 128) * 256 * 9 // 16 + 2 * 4
+
+
+def test_forty_five_percent_of_gaussian_blocks_choose_four() -> None:
+    x = gaussian(512, 1024)
+    chosen = reference.quantize(x, zoo.FOUR_OVER_SIX).scale_inv.float()
+    six = reference.quantize(x, zoo.NEAREST.replace(scale_bound=256.0)).scale_inv.float()
+    assert float((chosen != six).float().mean()) == pytest.approx(0.452, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("amplitude", "two_level", "one_level"),
+    [(1.0, 9.05, 9.05), (1e-2, 9.05, 15.8), (1e-4, 9.05, 1000), (1e4, 9.05, 638)],
+)
+def test_without_an_outer_scale_small_and_large_tensors_are_lost(
+    amplitude: float, two_level: float, one_level: float
+) -> None:
+    x = gaussian(256, 1024) * amplitude
+    assert thousandths(decoded(x, zoo.NEAREST), x) == pytest.approx(two_level, rel=0.02)
+    assert thousandths(decoded(x, zoo.NEAREST.replace(outer=Outer.NONE)), x) == pytest.approx(one_level, rel=0.02)
