@@ -19,6 +19,7 @@ from fp4engine.kernels.amax import amax_kernel
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.dequantize import BLOCKS, decode_kernel, dequantize_kernel
 from fp4engine.kernels.quantize import quantize_kernel
+from fp4engine.kernels.swizzle import COL_TILES, swizzle_kernel
 from fp4engine.kernels.target import hardware_of
 
 TARGETS = (80, 89, 90, 100, 120)
@@ -50,9 +51,10 @@ POINTERS = {
 def compile_for(kernel: Any, capability: int, constants: dict[str, Any], dtype: str = "bf16") -> Any:
     """``kernel`` for an aligned, contiguous input; what is not a pointer or constant is an int32."""
     types = POINTERS | {"x_ptr": f"*{dtype}", "numerator": "fp32"}
-    constants = constants | {"HARDWARE": hardware_of(capability)}
+    if "HARDWARE" in kernel.arg_names:
+        constants = constants | {"HARDWARE": hardware_of(capability)}
     if "stride_k" in kernel.arg_names:
-        constants["stride_k"] = 1
+        constants = constants | {"stride_k": 1}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     aligned = [i for i, n in enumerate(kernel.arg_names) if signature[n].startswith("*") or n == "stride_m"]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
@@ -70,6 +72,7 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         sides = {"ROW": row and Side.of(row, "codes", 0), "COL": col and Side.of(col, "codes", 1)}
         table.append((f"amax {name}", amax_kernel, sides | tile, dtype))
     table.append(("decode", decode_kernel, {"PER_PROGRAM": BLOCKS}, "bf16"))
+    table.append(("swizzle", swizzle_kernel, {"TILES": COL_TILES}, "bf16"))
     for per_row in (False, True):
         name = "dequantize row-scaled" if per_row else "dequantize"
         table.append(
