@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from fp4engine.formats import E2M1
 from fp4engine.functional import ExecutedGemms, make_linear_plan
 from fp4engine.functional.plan import HIGH_PRECISION
-from fp4engine.modules import Linear
+from fp4engine.modules import Gemms, Linear
 from fp4engine.recipe import Recipe
 from fp4engine.state import get_default_recipe
 
@@ -159,7 +159,7 @@ def convert(
     """Swap every ``nn.Linear`` below ``model`` for an :class:`fp4engine.Linear` with the same parameters, in place.
 
     Modules left alone stay the same objects. Converting again changes nothing that is converted already, except
-    that a ``recipe`` is then set on it.
+    that a ``recipe`` is then set on it; so it is on ``LayerNormMLP`` and its like, which the plan does not list.
 
     Args:
         model: anything but an ``nn.Linear`` itself.
@@ -194,6 +194,8 @@ def convert(
         for child_name, child in list(parent._modules.items()):
             if child in swaps:
                 setattr(parent, child_name, swaps[child])
+        if recipe is not None and isinstance(parent, Gemms) and not isinstance(parent, Linear):
+            parent.recipe = recipe
     return ConversionPlan(
         tuple(_planned(name, swaps.get(module, module), reasons[name]) for name, module in linears.items())
     )

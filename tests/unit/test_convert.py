@@ -240,6 +240,13 @@ def test_a_recipe_is_followed_outside_autocast_and_shown_in_the_plan() -> None:
     assert fp4engine.executed_gemms(model).fp4_share == pytest.approx(1 / 6)
 
 
+def test_a_recipe_reaches_every_part_of_larger_modules() -> None:
+    model = nn.ModuleList([fp4engine.TransformerLayer(16, 16, 2, hidden_dropout=0.0), nn.Linear(16, 16)])
+    fp4engine.convert(model, NVFP4BlockScaling())
+    model[1](model[0](torch.randn(4, 2, 16))).sum().backward()
+    assert set(fp4engine.executed_gemms(model).counts) == {"e2m1 x e2m1"}
+
+
 def test_the_plan_follows_a_custom_recipe_by_name() -> None:
     def qfactory(role: fp4engine.QuantizerRole) -> fp4engine.Quantizer:
         if role.name.endswith("down"):
