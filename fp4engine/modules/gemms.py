@@ -10,15 +10,14 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear, make_linear_plan
 from fp4engine.modules.forward_memory import ForwardMemory
-from fp4engine.quantizers import IdentityQuantizer
-from fp4engine.recipe import CustomRecipe, Recipe
+from fp4engine.recipe import LinearRecipe, Recipe
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed
 from fp4engine.tracing import alive, constant_when_traced
 
 _CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 """What ``torch.autocast`` casts; it leaves float64 and integers as they are."""
 
-_UNQUANTIZED = CustomRecipe(qfactory=lambda role: IdentityQuantizer())
+_UNQUANTIZED = LinearRecipe(backward_override=None, backend="auto")  # both given: an import reads no flag
 """High precision, bit for bit, by a plan: for a gradient that goes to ``main_grad``."""
 
 
@@ -186,7 +185,7 @@ def _make_plan_while_traced(gemms: int, recipe: int, group: int) -> None:
     alive(gemms)._make_plan(alive(recipe), alive(group) if group else None)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _note_trace(gemms: Gemms, high_precision: bool) -> None:
     """Note what a compiled forward computes by; runs while it is traced, where no graph can be watched.
 
