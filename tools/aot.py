@@ -1,6 +1,6 @@
 """Compile the cast kernels for GPUs that are not here, a line per kernel and target.
 
-    python tools/aot.py            (make aot; the GEMM kernels: tests/unit/kernels/test_gemm_aot.py)
+    python tools/aot.py [part of a name]            (make aot; the GEMM kernels: tests/unit/kernels/test_gemm_aot.py)
 
 Fails if a kernel does not compile, or if the sm_100 PTX of a nearest-even cast lacks the native
 E2M1 conversion.
@@ -14,11 +14,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode, ScaleRule
+from fp4engine.formats import E4M3, E5M2, FP32, CastSpec, Outer, Rotation, RoundingMode, ScaleRule
 from fp4engine.kernels.amax import amax_kernel
 from fp4engine.kernels.cast import Side
+from fp4engine.kernels.cast_fp8 import TILE_K, TILE_M, Grid, cast_fp8_kernel
 from fp4engine.kernels.dequantize import BLOCKS, decode_kernel, dequantize_kernel
-from fp4engine.kernels.quantize import quantize_kernel
+from fp4engine.kernels.quantize import quantize_kernel, tile_shape
 from fp4engine.kernels.swizzle import COL_TILES, swizzle_kernel
 from fp4engine.kernels.target import hardware_of
 
@@ -36,15 +37,19 @@ CASTS = (
     ("row+col RHT SR", SR, SR.replace(rotation=Rotation()), "codes", "bf16"),
     ("row+col SR 16 bits", SR.replace(random_bits=16), SR.replace(random_bits=16), "codes", "bf16"),
     ("row+col 16x16", TILE, TILE, "codes", "bf16"),
+    ("rowwise 16x16", TILE, None, "codes", "bf16"),
     ("row+col 4over6", MAE, MAE, "codes", "bf16"),
     ("row+col row-scaled", ROW, ROW, "codes", "bf16"),
     ("row+col RHT FP16", PLAIN, ROTATED, "codes", "fp16"),
     ("row+col RHT FP32", PLAIN, ROTATED, "codes", "fp32"),
 )
+FP8 = CastSpec(E4M3, (0, 0), FP32, scale_bound=1.0, target=E4M3.max_value)
+BF8 = CastSpec(E5M2, (0, 0), FP32, scale_bound=1.0, target=E5M2.max_value)
+FP8_CASTS = (("E4M3 row+col", FP8, FP8), ("E5M2 rowwise", BF8, None), ("E4M3 row, E5M2 col", FP8, BF8))
 POINTERS = {
     "row_amax_ptr": "*fp32", "col_amax_ptr": "*fp32", "amax_ptr": "*fp32", "rng_ptr": "*i64", "codes_ptr": "*u8",
     "row_out_ptr": "*u8", "col_out_ptr": "*u8", "row_scale_ptr": "*u8", "col_scale_ptr": "*u8", "scale_ptr": "*u8",
-    "out_ptr": "*bf16",
+    "out_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8",
 }  # fmt: skip
 
 
@@ -66,11 +71,15 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     """Name, kernel, constants and input dtype of everything to compile."""
     table: list[tuple[str, Any, dict[str, Any], str]] = []
     for name, row, col, output, dtype in CASTS:
-        tile = {"TILE_M": 128 if col else 8, "TILE_K": 64 if col else 1024, "EVEN": dtype == "bf16"}
+        tile_m, tile_k = tile_shape(row and Side.of(row, output, 0), col and Side.of(col, output, 1))
+        tile = {"TILE_M": tile_m, "TILE_K": tile_k, "EVEN": dtype == "bf16"}
         sides = {"ROW": row and Side.of(row, output, 0), "COL": col and Side.of(col, output, 1)}
         table.append((f"quantize {name}", quantize_kernel, sides | tile, dtype))
         sides = {"ROW": row and Side.of(row, "codes", 0), "COL": col and Side.of(col, "codes", 1)}
         table.append((f"amax {name}", amax_kernel, sides | tile, dtype))
+    for name, row, col in FP8_CASTS:
+        sides = {"ROW": row and Grid.of(row), "COL": col and Grid.of(col)}
+        table.append((f"cast {name}", cast_fp8_kernel, sides | {"TILE_M": TILE_M, "TILE_K": TILE_K}, "bf16"))
     table.append(("decode", decode_kernel, {"PER_PROGRAM": BLOCKS}, "bf16"))
     table.append(("swizzle", swizzle_kernel, {"TILES": COL_TILES}, "bf16"))
     for per_row in (False, True):
@@ -83,7 +92,10 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
 
 def main() -> None:
     failures = []
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     for name, kernel, constants, dtype in cases():
+        if wanted not in name:
+            continue
         for capability in TARGETS:
             begin = time.perf_counter()
             try:
