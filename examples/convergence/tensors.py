@@ -133,25 +133,27 @@ def unrotate(decoded: Tensor, spec: CastSpec, rng: Tensor, stream: int) -> Tenso
     return back * signs.repeat(decoded.shape[1] // spec.rotation.size)
 
 
-def measure_layer(layer: Layer, recipes: dict[str, Recipe]) -> Iterator[dict[str, Any]]:
+def measure_layer(layer: Layer, recipes: dict[str, Recipe], draws: int) -> Iterator[dict[str, Any]]:
     for name, recipe in recipes.items():
         for index, (role, side) in enumerate(OPERANDS):
             spec = getattr(recipe.casts(role), side)
             if spec is not None:
                 x = getattr(layer, role)
-                measured = measure(x if side == "rowwise" else x.T, spec, stream=index)
+                measured = measure(x if side == "rowwise" else x.T, spec, index, draws)
                 rounded = {key: float(f"{value:.4g}") for key, value in measured.items()}
                 yield {"layer": layer.name, "recipe": name, "operand": f"{role}.{side}", **rounded}
 
 
-def rows_of_run(training: Training, shares: list[float], recipes: dict[str, Recipe]) -> Iterator[dict[str, Any]]:
+def rows_of_run(
+    training: Training, shares: list[float], recipes: dict[str, Recipe], draws: int
+) -> Iterator[dict[str, Any]]:
     steps = training.settings.steps
     wanted = {max(1, round(share * steps)) for share in shares}
     for _ in tqdm(range(steps), unit="step", disable=None):
         training.train_step()
         if training.step in wanted:
             for layer in capture(training):
-                for row in measure_layer(layer, recipes):
+                for row in measure_layer(layer, recipes, draws):
                     yield {"step": training.step, **row}
 
 
@@ -171,7 +173,7 @@ def plot(rows: list[dict[str, Any]], measure_name: str, path: Path) -> None:
         panel.set(title=f"{role}, {side}", ylim=(0, None))
         panel.set_xticks(range(len(layers)), layers, rotation=90, fontsize=6)
         panel.grid(alpha=0.3)
-    panels[0, 0].legend(fontsize=7)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     figure.suptitle(f"{measure_name} per layer, step {last[0]['step']}")
     figure.savefig(path, dpi=80)
     plt.close(figure)
@@ -200,6 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--recipes", nargs="+", choices=zoo.ZOO, default=RECIPES, metavar="RECIPE", help="rows of the zoo"
     )
+    parser.add_argument("--draws", type=int, default=DRAWS, help="of each stochastic cast (default: %(default)s)")
     parser.add_argument("--data", help="a folder of text files (default: the Python sources found here)")
     parser.add_argument("--out", type=Path, default=RESULTS / "tensors", help="default: %(default)s")
     arguments = parser.parse_args(argv)
@@ -209,9 +212,10 @@ def main(argv: list[str] | None = None) -> int:
     corpus = load_corpus(arguments.data, length, torch.device("cpu")) if arguments.data else python_sources(length)
     corpus = Corpus(corpus.training.to(device), corpus.validation.to(device), corpus.digest)
     training = Training(settings, BASELINE, corpus)
-    rows = list(rows_of_run(training, arguments.at, {name: zoo.make(name) for name in arguments.recipes}))
+    recipes = {name: zoo.make(name) for name in arguments.recipes}
+    rows = list(rows_of_run(training, arguments.at, recipes, arguments.draws))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    header = {**environment(settings, corpus), "draws": DRAWS, "rows": ROWS}
+    header = {**environment(settings, corpus), "draws": arguments.draws, "rows": ROWS}
     (arguments.out / "tensors.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (header, *rows)))
     for name in MEASURES:
         plot(rows, name, arguments.out / f"{name}.png")
