@@ -156,7 +156,7 @@ def _allocate(x: Tensor, rows: int, cols: int, output: str) -> tuple[Tensor, Ten
     return out, torch.empty(rows, blocks, dtype=torch.float8_e4m3fn, device=x.device)
 
 
-def _tile(row: Side | None, col: Side | None) -> tuple[int, int]:
+def tile_shape(row: Side | None, col: Side | None) -> tuple[int, int]:
     """Rows and columns of a program's tile: 512 blocks of 16 either way, whole 16x16 tiles where a side has them."""
     if col:
         return 128, 64
@@ -197,7 +197,7 @@ def quantize(
         sides = ((rowwise_amax, row_out, row_scale), (columnwise_amax, col_out, col_scale))
         if is_column_major(x):
             x, sides, row, col = x.T, sides[::-1], col, row
-        launch = Launch.of(x, *_tile(row, col))
+        launch = Launch.of(x, *tile_shape(row, col))
         pointers = (x, *sides[0], *sides[1], rng)
         integers = (*x.shape, *x.stride(), stream)
         launch(quantize_kernel, launch.tiles, pointers, integers, (row, col), **_options(x, row, col))
