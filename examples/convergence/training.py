@@ -43,6 +43,8 @@ class Training:
     def __init__(self, settings: Settings, variant: str, corpus: Corpus) -> None:
         self.settings, self.corpus = settings, corpus
         self.device = torch.device(settings.device)
+        if self.on_gpu:
+            use_own_stream()
         self.schedule = VARIANTS[variant].recipe(settings)
         torch.manual_seed(settings.seed)
         fp4engine.manual_seed(settings.seed + VARIANTS[variant].draws)
@@ -57,7 +59,6 @@ class Training:
         self.step = 0
         self.seen: Counter[Recipe] = Counter()
         self.graphs: dict[Recipe, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self.stream = torch.cuda.Stream() if self.on_gpu else None
 
     @property
     def on_gpu(self) -> bool:
@@ -70,10 +71,9 @@ class Training:
 
     def train_step(self) -> None:
         settings = self.settings
-        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
-            self.tokens.copy_(self.corpus.batch(self.step, settings.batch, settings.sequence + 1, settings.seed))
-            self.rate.fill_(learning_rate(self.step, settings))
-            self.losses[self.step] = self._replay(self.recipe) if self.on_gpu else self._update(self.recipe)
+        self.tokens.copy_(self.corpus.batch(self.step, settings.batch, settings.sequence + 1, settings.seed))
+        self.rate.fill_(learning_rate(self.step, settings))
+        self.losses[self.step] = self._replay(self.recipe) if self.on_gpu else self._update(self.recipe)
         self.step += 1
 
     def _replay(self, recipe: Recipe) -> Tensor:
@@ -86,7 +86,7 @@ class Training:
             return self._update(recipe)
         if recipe not in self.graphs:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self.stream):
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
                 loss = self._update(recipe)
             self.graphs[recipe] = graph, loss
         graph, loss = self.graphs[recipe]
@@ -110,9 +110,15 @@ class Training:
         """Validation loss in nats per byte, computed as the recipe in force computes."""
         batch, length = self.settings.batch, self.settings.sequence + 1
         of = max(VALIDATION_BATCHES, VALIDATION_BYTES // (batch * self.settings.sequence))
-        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
-            batches = (self.corpus.validation_batch(index, of, batch, length) for index in range(of))
-            return float(torch.stack([self.loss(tokens, self.recipe) for tokens in batches]).mean())
+        batches = (self.corpus.validation_batch(index, of, batch, length) for index in range(of))
+        return float(torch.stack([self.loss(tokens, self.recipe) for tokens in batches]).mean())
+
+
+def use_own_stream() -> None:
+    """From here on this process works on a new CUDA stream: the default one cannot be captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.set_stream(stream)
 
 
 @contextmanager
