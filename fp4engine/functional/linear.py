@@ -111,8 +111,8 @@ def _forward(
             (weight, plan, needs_dgrad), lambda: _quantize_forward(weight, plan.weight, plan, needs_dgrad)
         )
     output = linear_fprop(inp_rowwise, weight_rowwise, bias, plan, inp.dtype)
-    if inp.ndim != 2:  # a view costs 10 us of host time here, as much as a kernel launch
-        output = output.view(*inp.shape[:-1], weight.shape[0])
+    if inp.ndim != 2:  # as nn.Linear reshapes: autograd forbids to change a view that a Function returns in place
+        output = torch.ops.aten._unsafe_view(output, (*inp.shape[:-1], weight.shape[0]))
     return output, inp_kept, weight_kept
 
 
@@ -177,7 +177,9 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]: the decorator makes ctx positional
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         (grad_output,) = grad_outputs
         plan: LinearPlan = ctx.plan
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]

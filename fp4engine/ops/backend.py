@@ -18,7 +18,10 @@ _refusals: dict[str, str] = {}
 
 
 def executed_paths() -> dict[str, int]:
-    """How often each path ran, replays of CUDA graphs apart, since :func:`reset_executed_paths`, e.g. ``{"quantize/triton": 12}``."""
+    """How often each path ran since :func:`reset_executed_paths`, e.g. ``{"quantize/triton": 12}``.
+
+    Replays of CUDA graphs are not counted.
+    """
     return dict(_executed)
 
 
