@@ -176,34 +176,39 @@ class LinearFunction(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]: the decorator makes ctx positional
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_output,) = grad_outputs
-        plan: LinearPlan = ctx.plan
-        needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
-        grad_matrix = as_matrix(grad_output)
-        inp_kept, weight_kept = _restore(ctx)
-        grad_input = grad_weight = grad_bias = None
-        if needs_dgrad or needs_wgrad:
-            rng = ops.next_draw(grad_output.device) if _is_stochastic(plan) else None
-            left, left_t = _quantize_grad(grad_matrix, plan, needs_dgrad, needs_wgrad, rng)
-            if needs_dgrad:
-                assert left is not None and weight_kept is not None
-                weight = _columnwise(weight_kept, plan.weight, plan, ctx.inp_dtype, rng)
-                grad_input = linear_dgrad(left, weight, plan, ctx.inp_dtype)
-                if len(ctx.inp_shape) != 2:
-                    grad_input = grad_input.view(ctx.inp_shape)
-            if needs_wgrad:
-                assert left_t is not None and inp_kept is not None
-                inp = _columnwise(inp_kept, plan.input, plan, ctx.inp_dtype, rng)
-                grad_weight = linear_wgrad(left_t, inp, plan, ctx.weight_dtype, ctx.main_grad)
-                if ctx.main_grad is not None:
-                    grad_weight = None
-        if needs_bias:
-            grad_bias = grad_matrix.sum(0, dtype=_accumulation_dtype(grad_matrix.dtype)).to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None, None, None
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # once_differentiable lets a constant gradient pass, whose second derivative by the weight is missing too
+            grad_output = grad_output.detach().requires_grad_()
+        return _backward(ctx, grad_output)
+
+
+@once_differentiable
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    plan: LinearPlan = ctx.plan
+    needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
+    grad_matrix = as_matrix(grad_output)
+    inp_kept, weight_kept = _restore(ctx)
+    grad_input = grad_weight = grad_bias = None
+    if needs_dgrad or needs_wgrad:
+        rng = ops.next_draw(grad_output.device) if _is_stochastic(plan) else None
+        left, left_t = _quantize_grad(grad_matrix, plan, needs_dgrad, needs_wgrad, rng)
+        if needs_dgrad:
+            assert left is not None and weight_kept is not None
+            weight = _columnwise(weight_kept, plan.weight, plan, ctx.inp_dtype, rng)
+            grad_input = linear_dgrad(left, weight, plan, ctx.inp_dtype)
+            if len(ctx.inp_shape) != 2:
+                grad_input = grad_input.view(ctx.inp_shape)
+        if needs_wgrad:
+            assert left_t is not None and inp_kept is not None
+            inp = _columnwise(inp_kept, plan.input, plan, ctx.inp_dtype, rng)
+            grad_weight = linear_wgrad(left_t, inp, plan, ctx.weight_dtype, ctx.main_grad)
+            if ctx.main_grad is not None:
+                grad_weight = None
+    if needs_bias:
+        grad_bias = grad_matrix.sum(0, dtype=_accumulation_dtype(grad_matrix.dtype)).to(ctx.bias_dtype)
+    return grad_input, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _restore(ctx: Any) -> tuple[Operand | None, Operand | None]:

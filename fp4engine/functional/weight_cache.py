@@ -29,7 +29,8 @@ class WeightCache:
         Operands made for a backward pass also serve a forward without one.
         """
         weight, plan, needs_dgrad = question
-        if plan.weight.is_stochastic and plan.weight.columnwise_source == "original":
+        draws = plan.weight.is_stochastic and plan.weight.columnwise_source == "original"
+        if draws or weight.is_inference():  # made in inference mode: it has no version counter
             return make()
         key = (weight.data_ptr(), weight._version, plan)
         if key != self._key:

@@ -67,6 +67,7 @@ class Gemms(torch.nn.Module):
         self.amax_histories: dict[str, Any] = {}
         self._plan: LinearPlan | None = None
         self._weight_cache: WeightCache | None = None
+        self._microbatch_cache: WeightCache | None = None
         self._forwards = ForwardMemory()
 
     def forget_plan(self) -> None:
@@ -80,14 +81,13 @@ class Gemms(torch.nn.Module):
         if recipe is None or (state is not None and not state.enabled):
             return None
         group = None if state is None else state.amax_reduction_group
-        if torch.compiler.is_compiling():
-            _make_plan_while_traced(id(self), id(recipe), 0 if group is None else id(group))
-        else:
-            self._make_plan(recipe, group)
+        if not torch.compiler.is_compiling():
+            return self._make_plan(recipe, group)
+        _make_plan_while_traced(id(self), id(recipe), 0 if group is None else id(group))
         return self._plan
 
-    def _make_plan(self, recipe: Recipe, group: Any) -> None:
-        """Leave the plan for ``recipe`` in ``_plan``, if it is not there."""
+    def _make_plan(self, recipe: Recipe, group: Any) -> LinearPlan:
+        """The plan for ``recipe``, also left in ``_plan``, where another thread may replace it."""
         plan = self._plan
         if (
             plan is None
@@ -96,9 +96,10 @@ class Gemms(torch.nn.Module):
         ):
             weight = getattr(self, "weight", None)
             shape = self.shape or (() if weight is None else tuple(weight.shape))
-            self._plan = make_linear_plan(
+            plan = self._plan = make_linear_plan(
                 recipe, self.module_type, self.name, self.executed, group, shape, self.amax_histories
             )
+        return plan
 
     def multiply(
         self, inp: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
@@ -158,9 +159,11 @@ class Gemms(torch.nn.Module):
         """
         if torch.compiler.is_compiling() or not isinstance(weight, torch.nn.Parameter):
             return None
-        if is_first_microbatch or (is_first_microbatch is False and self._weight_cache is None):
-            self._weight_cache = WeightCache()
-        return self._weight_cache
+        if is_first_microbatch is None:
+            return self._weight_cache
+        if is_first_microbatch or self._microbatch_cache is None:
+            self._microbatch_cache = WeightCache()
+        return self._microbatch_cache
 
     def _main_grad(self, weight: Tensor) -> Tensor:
         main_grad = getattr(weight, "main_grad", None)
@@ -173,7 +176,8 @@ class Gemms(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out of copies what is derived, and what a custom recipe's factory would keep from pickling."""
-        return {**self.__dict__, "_plan": None, "_weight_cache": None, "_forwards": ForwardMemory()}
+        derived = {"_plan": None, "_weight_cache": None, "_microbatch_cache": None, "_forwards": ForwardMemory()}
+        return {**self.__dict__, **derived}
 
 
 @constant_when_traced
@@ -181,8 +185,14 @@ def _make_plan_while_traced(gemms: int, recipe: int, group: int) -> None:
     """:meth:`Gemms._make_plan` on the objects of these ids: ``torch.compile`` reads the plan, not how it is made.
 
     Dynamo passes constants to such a function, and guards on every id that it makes one.
+
+    Raises:
+        RuntimeError: the recipe is made in the function that is compiled, so that no id tells which it is.
     """
-    alive(gemms)._make_plan(alive(recipe), alive(group) if group else None)
+    in_force = alive(recipe)
+    if not isinstance(in_force, Recipe):
+        raise RuntimeError("torch.compile cannot trace how a recipe is made; make it outside the compiled function")
+    alive(gemms)._make_plan(in_force, alive(group) if group else None)
 
 
 @constant_when_traced

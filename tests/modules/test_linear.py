@@ -118,6 +118,26 @@ def test_a_second_derivative_raises_instead_of_vanishing() -> None:
             grad.sum().backward()
 
 
+def test_a_second_derivative_by_the_weight_raises_also_if_the_first_has_a_constant_gradient() -> None:
+    layer, inp = te.Linear(16, 1), torch.randn(4, 16, requires_grad=True)
+    with te.autocast(recipe=NVFP4):
+        (grad,) = torch.autograd.grad(layer(inp).sum(), inp, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()  # a gradient penalty, whose derivative by the weight is missing
+
+
+@pytest.mark.parametrize("shape", [(16,), (4, 16), (2, 4, 16)], ids=str)
+def test_the_output_may_be_changed_in_place(shape: tuple[int, ...]) -> None:
+    layer, grads = te.Linear(16, 16), []
+    for activation in (torch.relu, torch.relu_):
+        te.manual_seed(0)
+        inp = torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).requires_grad_()
+        with te.autocast(recipe=NVFP4):
+            activation(layer(inp)).square().sum().backward()
+        grads.append(inp.grad)
+    assert torch.equal(*grads)
+
+
 # State
 
 

@@ -218,6 +218,22 @@ def test_the_plan_follows_the_recipes_value() -> None:
     assert_all_equal(run(layer, inp, grad, QUIET), first)
 
 
+def test_the_plan_is_that_of_the_calling_threads_region(monkeypatch) -> None:
+    layer, inp, _ = case()
+    with te.autocast(recipe=QUIET):
+        want = layer(inp)
+    make = layer._make_plan
+
+    def make_and_be_overtaken(recipe, group):
+        plan = make(recipe, group)
+        make(RECIPES["no 2d"], None)  # what a thread in another region does meanwhile
+        return plan
+
+    monkeypatch.setattr(layer, "_make_plan", make_and_be_overtaken)
+    with te.autocast(recipe=QUIET):
+        assert torch.equal(layer(inp), want)
+
+
 def test_backward_needs_no_region_and_is_deaf_to_a_later_one() -> None:
     layer, inp, grad = case()
     want = run(layer, inp, grad, QUIET)
@@ -372,6 +388,17 @@ def test_compiled_in_one_graph_equals_eager(recipe) -> None:
         results.append((out.detach(), leaf.grad, layer.weight.grad, layer.bias.grad))
     assert_all_equal(results[1], results[0])
     assert all(gradient is not None for gradient in results[1])
+
+
+def test_a_recipe_made_in_the_compiled_function_is_refused() -> None:
+    layer = te.Linear(16, 16)
+
+    def forward(inp: Tensor) -> Tensor:
+        with te.autocast(recipe=NVFP4BlockScaling(disable_rht=True)):
+            return layer(inp)
+
+    with pytest.raises(Exception, match="make it outside the compiled function"):
+        torch.compile(forward, backend="aot_eager", fullgraph=True)(torch.randn(4, 16))
 
 
 def test_compiled_steps_draw_anew() -> None:

@@ -211,7 +211,7 @@ def test_is_first_microbatch_reaches_every_gemm():
     with fp4engine.autocast(recipe=RECIPE), torch.no_grad():
         expected = layer(inp)
         assert torch.equal(layer(inp, is_first_microbatch=True), expected)
-        cached = [module for module in layer.modules() if getattr(module, "_weight_cache", None) is not None]
+        cached = [module for module in layer.modules() if getattr(module, "_microbatch_cache", None) is not None]
         assert len(cached) == 4
         assert torch.equal(layer(inp, is_first_microbatch=False), expected)
 

@@ -74,6 +74,23 @@ def test_in_place_update_invalidates(layer, batches):
     assert not torch.equal(before, after)
 
 
+def test_a_call_that_is_no_microbatch_keeps_to_the_weight_as_it_is(layer, batches):
+    with fp4engine.autocast(recipe=RECIPE), torch.no_grad():
+        layer(batches[0], is_first_microbatch=True)
+        layer.weight.data.mul_(2)  # moves no version counter
+        cached = layer(batches[0], is_first_microbatch=False)
+        assert not torch.equal(layer(batches[0]), cached)
+
+
+def test_weights_made_in_inference_mode_are_quantized_every_time(batches):
+    with torch.inference_mode(), fp4engine.autocast(recipe=RECIPE):
+        layer = fp4engine.Linear(48, 33)
+        with fp4engine.weight_cache(layer):
+            before = layer(batches[0])
+            layer.weight.mul_(2)
+            assert not torch.equal(layer(batches[0]), before)
+
+
 def test_load_state_dict_and_other_recipe_invalidate(layer, batches):
     other = fp4engine.Linear(48, 33)
     with fp4engine.weight_cache(layer):
