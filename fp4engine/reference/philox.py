@@ -54,18 +54,14 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> 
     Returns:
         Four int64 tensors of the broadcast shape, each in [0, 2^32).
     """
-    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    c0, c1, c2, c3 = counter
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(PHILOX_ROUNDS):
-        # int64 products wrap modulo 2^64, which keeps both halves right.
+        # int64 products wrap modulo 2^64, which keeps both halves right; only factors need their high half cleared.
         p0, p1 = c0 * PHILOX_M0, c2 * PHILOX_M1
-        c0, c1, c2, c3 = (
-            (p1 >> 32 & _MASK) ^ c1 ^ k0,
-            p1 & _MASK,
-            (p0 >> 32 & _MASK) ^ c3 ^ k1,
-            p0 & _MASK,
-        )
+        c0, c1, c2, c3 = ((p1 >> 32) ^ c1 ^ k0) & _MASK, p1, ((p0 >> 32) ^ c3 ^ k1) & _MASK, p0
         k0, k1 = (k0 + PHILOX_W0) & _MASK, (k1 + PHILOX_W1) & _MASK
+    c0, c1, c2, c3 = torch.broadcast_tensors(c0, c1 & _MASK, c2, c3 & _MASK)
     return c0, c1, c2, c3
 
 
@@ -90,9 +86,8 @@ def element_bytes(rows: int, cols: int, rng: Tensor, stream: int) -> Tensor:
     Returns:
         int32 [rows, cols], values 0..255.
     """
-    words = _words(rows, cols // BLOCK_SIZE, rng, stream)
-    shifts = torch.arange(0, 32, 8, device=rng.device)
-    return (words[..., None] >> shifts & 0xFF).to(torch.int32).view(rows, cols)
+    words = _words(rows, cols // BLOCK_SIZE, rng, stream).to(torch.int32)
+    return words.view(torch.uint8).view(rows, cols).to(torch.int32)  # the low byte first, as in memory
 
 
 def element_bits(rows: int, cols: int, rng: Tensor, stream: int, bits: int) -> Tensor:

@@ -40,8 +40,9 @@ def encode(values: Tensor, element: ElementFormat, rounding: RoundingMode, rando
 
 
 def _deterministic(magnitude: Tensor, element: ElementFormat, rounding: RoundingMode) -> Tensor:
-    exponent = torch.frexp(magnitude.clamp(min=2.0 ** (1 - element.bias))).exponent - 1
-    z = torch.ldexp(magnitude, element.mantissa_bits - exponent)
+    # The FP32 pattern holds the exponent, and a pattern with no mantissa is the power of two to multiply by.
+    exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=1 - element.bias)
+    z = magnitude * ((element.mantissa_bits - exponent + 127) << 23).view(torch.float32)
     if rounding is RoundingMode.EVEN:
         steps = z.round()
     elif rounding is RoundingMode.AWAY:
