@@ -16,12 +16,12 @@ from torch.nn.parameter import is_lazy
 
 from fp4engine.formats import E2M1
 from fp4engine.functional import ExecutedGemms, make_linear_plan
-from fp4engine.functional.plan import HIGH_PRECISION
+from fp4engine.functional.plan import GEMMS, HIGH_PRECISION
 from fp4engine.modules import Gemms, Linear
+from fp4engine.modules.gemms import require_own_recipe
 from fp4engine.recipe import Recipe
 from fp4engine.state import get_default_recipe
 
-GEMMS = ("fprop", "dgrad", "wgrad")
 FP4_FORMATS = f"{E2M1} x {E2M1}"
 
 ModuleFilter = Callable[[nn.Module, str], bool]
@@ -170,35 +170,37 @@ def convert(
             ``*`` is one segment or part of one, ``**`` any number of them. ``layers.1.*`` is not ``layers.10.*``.
 
     Raises:
-        ValueError: ``model`` is an ``nn.Linear`` or has none, a pattern covers no linear module, or it covers one
-            that is an ``fp4engine.Linear`` already.
+        ValueError: ``model`` is an ``nn.Linear`` or has none, a pattern covers no linear module or one that is an
+            ``fp4engine.Linear`` already, or modules cannot follow ``recipe`` outside regions (it is a schedule, or has
+            delayed scaling). The model is then as it was.
     """
     if isinstance(model, nn.Linear):
         raise ValueError(
             "convert swaps the linear modules inside a model, and this model is itself one; "
             "use fp4engine.Linear.from_linear(model)"
         )
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe or None, got {recipe!r}")
+    require_own_recipe(recipe)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if not linears:
         raise ValueError(f"there is no nn.Linear below this {type(model).__name__}: nothing to convert")
     reasons = _reasons(model, linears, module_filter_fn, _as_patterns(keep_high_precision))
-    swaps: dict[nn.Module, Linear] = {}
+    swaps: dict[nn.Module, Linear] = {
+        module: module if isinstance(module, Linear) else Linear.from_linear(module, name)
+        for name, module in linears.items()
+        if not reasons[name]
+    }
+    planned = (_planned(name, swaps.get(module, module), reasons[name], recipe) for name, module in linears.items())
+    plan = ConversionPlan(tuple(planned))
     for name, module in linears.items():
         if reasons[name]:
             _count_high_precision(module)
-        else:
-            swaps[module] = _converted(module, name, recipe)
-    for parent in list(model.modules()):
+    for parent in (*model.modules(), *swaps.values()):
         for child_name, child in list(parent._modules.items()):
             if child in swaps:
                 setattr(parent, child_name, swaps[child])
-        if recipe is not None and isinstance(parent, Gemms) and not isinstance(parent, Linear):
+        if recipe is not None and isinstance(parent, Gemms):
             parent.recipe = recipe
-    return ConversionPlan(
-        tuple(_planned(name, swaps.get(module, module), reasons[name]) for name, module in linears.items())
-    )
+    return plan
 
 
 def last_blocks(model: nn.Module, count: int) -> tuple[str, ...]:
@@ -327,21 +329,14 @@ def _obstacle(module: nn.Linear) -> str:
     return ""
 
 
-def _converted(module: nn.Linear, name: str, recipe: Recipe | None) -> Linear:
-    if not isinstance(module, Linear):
-        return Linear.from_linear(module, name, recipe)
-    if recipe is not None:
-        module.recipe = recipe
-    return module
-
-
-def _planned(name: str, module: nn.Linear, reason: str) -> PlannedModule:
+def _planned(name: str, module: nn.Linear, reason: str, recipe: Recipe | None) -> PlannedModule:
     formats = (HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION)
+    shape = (module.out_features, module.in_features)
     if isinstance(module, Linear):
-        recipe = module.recipe or get_default_recipe()
-        plan = make_linear_plan(recipe, "linear", name, ExecutedGemms()).formats
+        recipe = recipe or module.recipe or get_default_recipe()
+        plan = make_linear_plan(recipe, "linear", name, ExecutedGemms(), shape=shape).formats
         formats = (plan["fprop"], plan["dgrad"], plan["wgrad"])
-    return PlannedModule(name, (module.out_features, module.in_features), formats, reason)
+    return PlannedModule(name, shape, formats, reason)
 
 
 def _counter(module: nn.Module) -> ExecutedGemms | None:

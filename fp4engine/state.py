@@ -36,8 +36,8 @@ class AutocastState:
     Attributes:
         enabled: False inside an ``autocast(enabled=False)`` region.
         recipe: the recipe in force.
-        calibrating: TransformerEngine's flag; every recipe here takes its scales from the tensor at hand, so there
-            is nothing to calibrate and it changes nothing.
+        calibrating: TransformerEngine's flag. Recipes that take their scales from the tensor at hand have nothing to
+            calibrate, so it changes nothing; delayed scaling does not implement it.
         amax_reduction_group: process group over which outer amaxes are reduced, or None.
     """
 
@@ -50,13 +50,15 @@ class AutocastState:
 class _Slot(threading.local):
     """What is in force on one thread.
 
-    ``backward`` is the backward pass inside which it was entered, -1 for none; ``outer`` what to go back to.
+    ``backward`` is the backward pass inside which it was entered, -1 for none; ``outer`` what to go back to;
+    ``delayed`` whether a recipe with delayed scaling has been in force since the outermost region was entered.
     """
 
     def __init__(self) -> None:  # not class attributes: torch.compile's guards look into the thread's own dictionary
         self.state: AutocastState | None = None
         self.backward = -1
         self.outer: list[tuple[AutocastState | None, int]] = []
+        self.delayed = False
 
 
 _slot = _Slot()
@@ -108,13 +110,16 @@ class Region:
     def __enter__(self) -> None:
         _slot.outer.append((_slot.state, _slot.backward))
         _slot.state, _slot.backward = self._state, _current_backward()
+        if self._state is not None and self._state.recipe.is_delayed and not in_backward():
+            _slot.delayed = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _slot.state, _slot.backward = _slot.outer.pop()
         ends_step = _slot.state is None and not in_backward()  # a recomputation belongs to its forward's step
-        if ends_step and self._state is not None and self._state.recipe.is_delayed:
+        if ends_step and _slot.delayed:
+            _slot.delayed = False
             next_step()
 
 
@@ -144,6 +149,7 @@ class autocast(Region):
 
     Raises:
         ValueError: ``recipe`` is not a :class:`~fp4engine.recipe.Recipe`.
+        NotImplementedError: ``calibrating`` with delayed scaling.
 
     Source: TransformerEngine ``pytorch/quantization.py``, ``autocast``.
     """
@@ -159,6 +165,8 @@ class autocast(Region):
             recipe = get_default_recipe()
         if not isinstance(recipe, Recipe):
             raise ValueError(f"recipe must be an fp4engine.recipe.Recipe or None, got {recipe!r}")
+        if calibrating and recipe.is_delayed:
+            raise NotImplementedError("autocast(calibrating=True) is not implemented for delayed scaling; leave it out")
         if not torch.compiler.is_compiling():
             recipe = _first_equal(recipe)
         super().__init__(AutocastState(bool(enabled), recipe, bool(calibrating), amax_reduction_group))

@@ -56,8 +56,7 @@ class Gemms(torch.nn.Module):
         module_type: str = "linear",
         shape: tuple[int, ...] = (),
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise ValueError(f"recipe must be an fp4engine.recipe.Recipe or None, got {recipe!r}")
+        require_own_recipe(recipe)
         self.name = name or ""
         self.recipe = recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -143,14 +142,25 @@ class Gemms(torch.nn.Module):
                 "fp4engine.checkpoint"
             )
         plan = repeated[0] if repeated else self.plan(current_state())
-        if plan is None or not in_backward():
-            return plan
+        if plan is None:
+            return None
+        if not in_backward():
+            return plan if torch.compiler.is_compiling() or self._is_remembered(plan) else _repeating(plan)
         if _draws_in_forward(plan) and not ops.is_replaying():
             raise RuntimeError(
                 f"the forward of {plan.recipe!r} draws random bits, which torch.utils.checkpoint does not repeat; "
                 "use fp4engine.checkpoint"
             )
-        return replace(plan, input=plan.input.repeating(), weight=plan.weight.repeating())
+        return _repeating(plan)
+
+    def _is_remembered(self, plan: LinearPlan) -> bool:
+        """Whether this forward changes what delayed scaling remembers: not in evaluation, which leaves no trace.
+
+        Without gradients a module in train mode may still be trained: reentrant checkpointing runs it so.
+        """
+        if not (plan.input.is_stateful or plan.weight.is_stateful):
+            return True
+        return not torch.is_inference_mode_enabled() and (self.training or torch.is_grad_enabled())
 
     def _cache(self, weight: Tensor, is_first_microbatch: bool | None) -> WeightCache | None:
         """The cache to use; none while tracing, since a compiled region cannot hold tensors between calls.
@@ -178,6 +188,23 @@ class Gemms(torch.nn.Module):
         """Leave out of copies what is derived, and what a custom recipe's factory would keep from pickling."""
         derived = {"_plan": None, "_weight_cache": None, "_microbatch_cache": None, "_forwards": ForwardMemory()}
         return {**self.__dict__, **derived}
+
+
+def require_own_recipe(recipe: Recipe | None) -> None:
+    """Accept what a module may follow outside autocast regions.
+
+    Raises:
+        ValueError: not a recipe, or one with delayed scaling.
+    """
+    if recipe is None:
+        return
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe or None, got {recipe!r}")
+    if recipe.is_delayed:
+        raise ValueError(
+            "delayed scaling chooses scales when an autocast region closes, so a module cannot follow it outside; "
+            f"use autocast(recipe=...) instead of recipe={recipe!r}"
+        )
 
 
 @constant_when_traced
@@ -212,6 +239,11 @@ def _note_trace(gemms: Gemms, high_precision: bool) -> None:
             f"the recomputation of {gemms.name or 'a module'} is compiled outside the autocast region of its forward; "
             "put the region inside the checkpointed function, or use fp4engine.checkpoint"
         )
+
+
+def _repeating(plan: LinearPlan) -> LinearPlan:
+    """The plan for a forward that nothing is to be remembered of."""
+    return replace(plan, input=plan.input.repeating(), weight=plan.weight.repeating())
 
 
 def _draws_in_forward(plan: LinearPlan) -> bool:

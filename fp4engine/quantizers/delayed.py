@@ -29,8 +29,9 @@ class AmaxHistory:
     """
 
     def __init__(self, length: int, amax: float) -> None:
-        self.values = torch.zeros(length)
-        self.amax = torch.full((1,), amax)
+        with torch.inference_mode(False):  # a history made under inference_mode could not be written outside it
+            self.values = torch.zeros(length)
+            self.amax = torch.full((1,), amax)
         self.step = _step[0]
 
     def record(self, current: Tensor, recipe: DelayedScaling) -> Tensor:

@@ -297,8 +297,9 @@ def test_files(tmp_path, form):
 def test_evaluating_between_steps_changes_no_bit(context, recipe):
     def evaluate(model):
         model.eval()
-        with context(), fp4engine.autocast(recipe=RECIPE):
-            model(batch(99))
+        for other in (RECIPE, recipe):
+            with context(), fp4engine.autocast(recipe=other):
+                model(batch(99))
         with context():
             model(batch(98))
         model.train()

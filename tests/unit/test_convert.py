@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp4engine
 from fp4engine.quantizers import IdentityQuantizer
-from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
+from fp4engine.recipe import CustomRecipe, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, ScheduledRecipe
 
 FP4 = ("e2m1 x e2m1",) * 3
 HIGH = ("high_precision",) * 3
@@ -238,6 +238,21 @@ def test_a_recipe_is_followed_outside_autocast_and_shown_in_the_plan() -> None:
     with fp4engine.autocast(enabled=False):
         step(model)
     assert fp4engine.executed_gemms(model).fp4_share == pytest.approx(1 / 6)
+
+
+def test_rules_about_shapes_show_in_the_plan() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8))
+    narrow = RuledRecipe(NVFP4BlockScaling(), (Rule(LinearRecipe(), narrower_than=16),))
+    plan = fp4engine.convert(model, narrow)
+    assert [module.formats[0] for module in plan.modules] == ["e2m1 x e2m1", "high_precision"]
+
+
+def test_a_recipe_that_modules_cannot_follow_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8))
+    with pytest.raises(ValueError, match="needs a step"):
+        fp4engine.convert(model, ScheduledRecipe(((0, NVFP4BlockScaling()),)), keep_high_precision=["1"])
+    assert type(model[0]) is nn.Linear
+    assert not model[1]._forward_hooks
 
 
 def test_a_recipe_reaches_every_part_of_larger_modules() -> None:

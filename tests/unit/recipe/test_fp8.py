@@ -138,6 +138,35 @@ def test_scales_change_once_per_step_however_often_a_tensor_is_cast() -> None:
     assert float(history.amax) == 2
 
 
+def test_a_step_ends_with_the_outermost_region_whatever_its_recipe() -> None:
+    layer = fp4engine.Linear(32, 32, bias=False)
+    for _ in range(2):
+        with fp4engine.autocast(), fp4engine.autocast(recipe=DelayedScaling()):
+            layer(torch.full((4, 32), 2.0))
+    assert float(layer.amax_histories["input"].amax) == 2
+
+
+def test_evaluation_leaves_no_trace_in_the_history() -> None:
+    layer = fp4engine.Linear(32, 32, bias=False)
+    with fp4engine.autocast(recipe=DelayedScaling()):
+        with torch.inference_mode():
+            layer(torch.full((4, 32), 9.0))
+        layer(torch.full((4, 32), 2.0))
+        with torch.no_grad():
+            layer.eval()(torch.full((4, 32), 9.0))
+    assert layer.amax_histories["input"].values[:2].tolist() == [2, 0]
+
+
+def test_where_steps_never_end_or_nothing_is_run_it_is_refused() -> None:
+    recipe = DelayedScaling()
+    with pytest.raises(ValueError, match="use autocast"):
+        fp4engine.Linear(32, 32, recipe=recipe)
+    with pytest.raises(ValueError, match="use autocast"):
+        fp4engine.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), recipe)
+    with pytest.raises(NotImplementedError, match="calibrating=True"):
+        fp4engine.autocast(enabled=False, calibrating=True, recipe=recipe)
+
+
 def test_margin_leaves_binades_free() -> None:
     quantizer = make_quantizer(DelayedScaling(margin=2), QuantizerRole("linear", "input"))
     assert quantizer.rowwise_spec.numerator == 448 / 4
