@@ -181,19 +181,22 @@ def _quantize(
 ) -> list[Tensor]:
     given = (rowwise_amax, columnwise_amax)
     forms = (rowwise_form, columnwise_form)
+    specs = _specs(rowwise, columnwise)
     path = _choose("quantize", x, rowwise, columnwise, backend)
     casts: Any
     if path == "triton":
         from fp4engine.ops import cast_kernels
 
-        casts = cast_kernels.cast(x, _specs(rowwise, columnwise), forms, given, rng, stream)
+        casts = cast_kernels.cast(x, specs, forms, given, rng, stream)
     else:
         casts = {
             side: reference.quantize(operand, spec, amax=given[side], rng=rng, stream=stream | side)
             for side, operand, spec in _sides(x, rowwise, columnwise)
         }
     outputs = []
-    for side, _, spec in _sides(x, rowwise, columnwise):
+    for side, spec in enumerate(specs):
+        if spec is None:
+            continue
         data, scale_inv, amax = casts[side]
         if forms[side] == "codes":
             outputs += [data, scale_inv]

@@ -111,8 +111,8 @@ class Quantizer:
         return QuantizedTensor(
             x.shape,
             x.dtype,
-            _operand(matrix, row_spec, sides[0]) if rowwise else None,
-            _operand(matrix.T, col_spec, sides[1]) if columnwise else None,
+            _operand(matrix, False, row_spec, sides[0]) if rowwise else None,
+            _operand(matrix, True, col_spec, sides[1]) if columnwise else None,
         )
 
     __call__ = quantize
@@ -143,11 +143,16 @@ def as_matrix(x: Tensor) -> Tensor:
         raise ValueError("x must have at least one dimension, got a scalar tensor")
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"x must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    if x.ndim == 2:
+        return x
     return x[None] if x.ndim == 1 else x.flatten(0, -2)
 
 
-def _operand(matrix: Tensor, spec: CastSpec | None, side: ops.Side | None) -> Operand:
+def _operand(matrix: Tensor, transposed: bool, spec: CastSpec | None, side: ops.Side | None) -> Operand:
     if spec is None:
-        return Operand.dense(matrix)
+        return Operand.dense(matrix.T if transposed else matrix)
     assert side is not None
-    return Operand(spec, matrix.shape[0], matrix.shape[1], side.data, side.scale_inv, side.amax)
+    rows, cols = matrix.shape
+    if transposed:
+        rows, cols = cols, rows
+    return Operand(spec, rows, cols, side.data, side.scale_inv, side.amax)
