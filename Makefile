@@ -9,7 +9,7 @@ INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup train test test-main interpret lint format types docs aot bench clean
+.PHONY: help setup train test test-main interpret lint format types docs aot bench gpu clean
 
 help:
 	@echo "make train [ARGS=...]   train a small GPT in NVFP4 beside its BF16 twin (ARGS=--help lists the options)"
@@ -20,6 +20,7 @@ help:
 	@echo "make interpret          only the kernel parity tests under Triton's interpreter (CPU)"
 	@echo "make aot                compile the kernels ahead of time for GPUs that are not here"
 	@echo "make bench [ARGS=...]   benchmarks (a GPU makes them meaningful)"
+	@echo "make gpu                what only a GPU can show: parity, GPU tests, benchmarks, the 10m preset"
 	@echo "make clean              remove caches and build outputs; keeps .venv and runs/"
 
 setup: $(INSTALLED)
@@ -63,6 +64,12 @@ aot: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) -p no:cacheprovider tests/parity
+	$(BIN)/python -m pytest -p no:cacheprovider -m gpu tests/modules tests/unit tests/examples
+	$(BIN)/python benchmarks/run.py
+	$(BIN)/python examples/train_gpt.py --preset 10m --name 10m
 
 clean:
 	rm -rf docs/_build dist build .pytest_cache .ruff_cache .hypothesis
