@@ -8,6 +8,8 @@ import torch.utils.checkpoint
 from fp4engine.ops import Draws
 from fp4engine.state import Region, current_state
 
+_TORCH_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+
 
 def checkpoint(
     function: Callable[..., Any],
@@ -26,7 +28,10 @@ def checkpoint(
 
     Args:
         function: a module or callable; it may enter regions of its own.
-        use_reentrant: as in ``torch.utils.checkpoint.checkpoint``; True, as in TransformerEngine.
+        args, kwargs: of ``function``; ``preserve_rng_state``, ``context_fn``, ``determinism_check``, ``debug`` and
+            ``early_stop`` go to ``torch.utils.checkpoint.checkpoint``.
+        use_reentrant: as there; True, as in TransformerEngine. A reentrant backward reaches the tensors among ``args``;
+            those in ``kwargs`` are treated like a module's parameters.
         distribute_saved_activations, get_rng_state_tracker, tp_group: only at the values that ask for nothing.
 
     Raises:
@@ -41,10 +46,11 @@ def checkpoint(
     ):
         if value:
             raise NotImplementedError(f"checkpoint({name}={value!r}) is not implemented; leave it out")
+    options = {name: kwargs.pop(name) for name in _TORCH_OPTIONS if name in kwargs}
     state, draws = current_state(), Draws()
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any) -> Any:
         with Region(state), draws.repeated():
             return function(*args, **kwargs)
 
-    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **options)

@@ -5,6 +5,7 @@ everything it needs travels in the module's plan.
 """
 
 import threading
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -101,8 +102,8 @@ def _read_default_recipe() -> None:
     _default[:] = [NVFP4BlockScaling()]
 
 
-class Region:
-    """Context manager that puts ``state`` in force, None being the state outside every region."""
+class Region(ContextDecorator):
+    """Context manager that puts ``state`` in force, None being the state outside every region. Decorates too."""
 
     def __init__(self, state: AutocastState | None) -> None:
         self._state = state

@@ -44,7 +44,7 @@ class ScaleRule(Enum):
 
     @property
     def is_four_over_six(self) -> bool:
-        return self in (ScaleRule.FOUR_OVER_SIX_MAE, ScaleRule.FOUR_OVER_SIX_MSE)
+        return self in _FOUR_OVER_SIX
 
     @property
     def is_power_of_two(self) -> bool:

@@ -74,7 +74,7 @@ def cast(
         rng: int64 [2] ``(seed, draw)`` for stochastic specs; by default a new draw.
 
     Raises:
-        ValueError: an unknown mode or compute.
+        ValueError: an unknown mode or compute, or something else than a CastSpec.
         NotImplementedError: ``spec`` rotates, which only means something between the two operands of a GEMM.
 
     Source: vocabulary of ROCm/tensorcast, branch ``triton``, ``tcast/common.py``, as values instead of global modes.
@@ -82,6 +82,8 @@ def cast(
     for name, value, allowed in (("mode", mode, get_args(Mode)), ("compute", compute, get_args(Compute))):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    if not isinstance(spec, CastSpec):
+        raise ValueError(f"spec must be an fp4engine.formats.CastSpec, got {spec!r}")
     if spec.rotation is not None:
         raise NotImplementedError(f"cast does not rotate (spec has {spec.rotation}): neither torch nor triton can")
     operand = Quantizer(spec, backend=_backend(x, spec, compute)).quantize(x, columnwise=False, rng=rng).rowwise

@@ -1,6 +1,7 @@
 """Rows of one tensor through many linear transformations, as in a mixture of experts."""
 
 from collections.abc import Callable, Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ def split_sizes(m_splits: Sequence[int] | Tensor, groups: int, rows: int) -> lis
             raise ValueError(f"m_splits must be a vector of integers, got {m_splits.dtype} {tuple(m_splits.shape)}")
         sizes: list[int] = m_splits.tolist()
     else:
-        sizes = [int(size) for size in m_splits]
+        if not all(hasattr(size, "__index__") for size in m_splits):
+            raise ValueError(f"m_splits must be integers, got {list(m_splits)}")
+        sizes = [index(size) for size in m_splits]
     if len(sizes) != groups or min(sizes, default=0) < 0 or sum(sizes) != rows:
         raise ValueError(
             f"m_splits must be {groups} non-negative counts that add up to the {rows} rows of inp, got {sizes}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4engine import ops
+from fp4engine.formats import Outer
 from fp4engine.functional.plan import GemmName, LinearPlan, operand_formats
 from fp4engine.functional.weight_cache import WeightCache
 from fp4engine.quantizers import Quantizer
@@ -142,8 +143,8 @@ def _reduced(quantizer: Quantizer, matrix: Tensor, plan: LinearPlan, **arguments
         return quantizer.quantize(matrix, **arguments)
     asked = {name: arguments[name] for name in ("rowwise", "columnwise", "rng") if name in arguments}
     rowwise, columnwise = quantizer.amax(matrix, **asked)
-    for amax in (rowwise, columnwise):
-        if amax is not None:
+    for amax, spec in ((rowwise, quantizer.rowwise_spec), (columnwise, quantizer.columnwise_spec)):
+        if amax is not None and spec is not None and spec.outer is Outer.TENSOR:  # a row is one rank's own
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, plan.amax_reduction_group)
     return quantizer.quantize(matrix, rowwise_amax=rowwise, columnwise_amax=columnwise, **arguments)
 

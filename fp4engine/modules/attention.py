@@ -18,6 +18,7 @@ from fp4engine.modules.norm import LayerNorm, RMSNorm
 from fp4engine.modules.split_linear import SplitLinear
 from fp4engine.modules.te_arguments import FORWARD_NEUTRAL, refuse_unimplemented, te_device, te_init
 from fp4engine.recipe import Recipe
+from fp4engine.recipe.base import require
 
 
 class L2Normalization(torch.nn.Module):
@@ -100,10 +101,15 @@ class MultiheadAttention(torch.nn.Module):
         refuse_unimplemented("MultiheadAttention", te_arguments)
         if qkv_format == "thd":
             raise NotImplementedError("MultiheadAttention(qkv_format='thd') is not implemented; use 'sbhd' or 'bshd'")
-        _require("qkv_format", qkv_format, ("sbhd", "bshd"))
-        _require("attention_type", attention_type, ("self", "cross"))
+        require("qkv_format", qkv_format, ("sbhd", "bshd"))
+        require("attention_type", attention_type, ("self", "cross"))
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        if num_attention_heads % groups:
+        if kv_channels is None and hidden_size % num_attention_heads:
+            raise ValueError(
+                f"hidden_size={hidden_size} must be a multiple of num_attention_heads={num_attention_heads}, "
+                "or kv_channels be given"
+            )
+        if groups < 1 or num_attention_heads % groups:
             raise ValueError(f"num_attention_heads={num_attention_heads} must be a multiple of num_gqa_groups={groups}")
         super().__init__()
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
@@ -158,6 +164,7 @@ class MultiheadAttention(torch.nn.Module):
                 init_method=init_method or te_init,
                 name=dotted(name, "query_layer"),
                 recipe=recipe,
+                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
                 **place,
             )
             self.key_value = projection("key_value", False, key=kv, value=kv)
@@ -206,6 +213,14 @@ class MultiheadAttention(torch.nn.Module):
         refuse_unimplemented("MultiheadAttention.forward", te_arguments, FORWARD_NEUTRAL)
         if core_attention_bias_type not in ("no_bias", "post_scale_bias"):
             raise NotImplementedError(f"core_attention_bias_type={core_attention_bias_type!r} is not implemented")
+        if (core_attention_bias is None) != (core_attention_bias_type == "no_bias"):
+            given = "None" if core_attention_bias is None else "a tensor"
+            raise ValueError(
+                "core_attention_bias goes with core_attention_bias_type='post_scale_bias' and with nothing else, "
+                f"got {given} with {core_attention_bias_type!r}"
+            )
+        if encoder_output is not None and self.attention_type == "self":
+            raise ValueError("encoder_output goes with attention_type='cross', this is 'self'")
         mask = AttentionMask(
             attn_mask_type or self.mask.kind,
             window_size or self.mask.window_size,
@@ -216,9 +231,8 @@ class MultiheadAttention(torch.nn.Module):
 
         def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             masked = attention_mask[1] if isinstance(attention_mask, tuple) else attention_mask
-            bias = core_attention_bias if core_attention_bias_type == "post_scale_bias" else None
             dropout = self.attention_dropout if self.training else 0.0
-            return attention(query, key, value, mask, masked, bias=bias, dropout=dropout)
+            return attention(query, key, value, mask, masked, bias=core_attention_bias, dropout=dropout)
 
         if checkpoint_core_attention:
             context = torch.utils.checkpoint.checkpoint(core, query, key, value, use_reentrant=False)
@@ -285,11 +299,6 @@ def _qk_norms(
         return None, None
     if kind == "L2Normalization":
         return L2Normalization(eps), L2Normalization(eps)
-    _require("qk_norm_type", kind, (None, "L2Normalization", "RMSNorm", "LayerNorm"))
+    require("qk_norm_type", kind, (None, "L2Normalization", "RMSNorm", "LayerNorm"))
     make = LayerNorm if kind == "LayerNorm" else RMSNorm
     return make(size, eps, **place), make(size, eps, **place)
-
-
-def _require(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -177,10 +177,15 @@ class Gemms(torch.nn.Module):
 
     def _main_grad(self, weight: Tensor) -> Tensor:
         main_grad = getattr(weight, "main_grad", None)
-        if not isinstance(main_grad, Tensor) or main_grad.shape != weight.shape:
+        if (
+            not isinstance(main_grad, Tensor)
+            or main_grad.shape != weight.shape
+            or main_grad.dtype not in (torch.float32, torch.bfloat16)
+        ):
+            got = (tuple(main_grad.shape), main_grad.dtype) if isinstance(main_grad, Tensor) else main_grad
             raise ValueError(
-                f"fuse_wgrad_accumulation=True needs weight.main_grad, a tensor of shape {tuple(weight.shape)} "
-                f"set before the forward pass; got {main_grad!r}"
+                "fuse_wgrad_accumulation=True needs weight.main_grad, an FP32 or BF16 tensor of shape "
+                f"{tuple(weight.shape)} set before the forward pass; got {got}"
             )
         return main_grad
 

@@ -172,6 +172,8 @@ class TransformerLayer(torch.nn.Module):
         Args:
             arguments: others of :meth:`MultiheadAttention.forward`, for self- and cross-attention alike.
         """
+        if encoder_output is not None and self.inter_attention is None:
+            raise ValueError("encoder_output goes with layer_type='decoder', this is 'encoder'")
         attended = self.self_attention(
             hidden_states,
             attention_mask,

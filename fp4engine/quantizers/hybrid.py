@@ -19,16 +19,17 @@ class HybridQuantizer(Quantizer):
         *,
         rowwise_quantizer: Quantizer,
         columnwise_quantizer: Quantizer,
-        columnwise_source: ColumnwiseSource = "original",
+        columnwise_source: ColumnwiseSource | None = None,
     ) -> None:
         """Take one side of each; neither is changed, and both may be used elsewhere.
 
         Args:
-            columnwise_source: see :class:`Quantizer`.
+            columnwise_source: see :class:`Quantizer`; None is that of ``columnwise_quantizer``.
 
         Raises:
             ValueError: the two differ in backend or stream, or remember earlier steps.
         """
+        columnwise_source = columnwise_source or columnwise_quantizer.columnwise_source
         require("columnwise_source", columnwise_source, COLUMNWISE_SOURCES)
         both = (rowwise_quantizer, columnwise_quantizer)
         for name in ("stream", "backend"):

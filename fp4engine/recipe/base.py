@@ -86,7 +86,8 @@ class Recipe:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        Recipe.registry[cls.__name__] = cls
+        if not cls.__name__.startswith("_"):
+            Recipe.registry[cls.__name__] = cls
 
     def __post_init__(self) -> None:
         require("backward_override", self.backward_override, (None, *BACKWARD_OVERRIDES))
@@ -140,7 +141,7 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, CastSpec):
         return value.key
     if isinstance(value, Recipe):
-        fields = {f.name: _to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = {f.name: _to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
         return {"recipe": type(value).__name__, **fields}
     if dataclasses.is_dataclass(value):
         return {f.name: _to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -167,8 +168,8 @@ def recipe_from_data(data: Any) -> Recipe:
     if not isinstance(name, str) or name not in Recipe.registry:
         raise ValueError(f"recipe must be one of {', '.join(sorted(Recipe.registry))}, got {name!r}")
     cls = Recipe.registry[name]
-    known = {field.name: field for field in dataclasses.fields(cls)}
-    unknown = set(fields) - set(known)
+    known = {field.name for field in dataclasses.fields(cls) if field.init}
+    unknown = set(fields) - known
     if unknown:
         raise ValueError(f"{name} has no field {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
     return cls(**{key: cls._from_plain(key, value) for key, value in fields.items()})

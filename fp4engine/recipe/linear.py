@@ -114,10 +114,12 @@ def combine(forward: Recipe, backward: Recipe) -> LinearRecipe:
     made of; with ``rowwise_dequantized`` that is what ``forward`` saved.
 
     Raises:
-        ValueError: a recipe without casts of its own, or with delayed scaling.
+        ValueError: a recipe without casts of its own, or with delayed scaling; two different backends.
     """
     if forward.is_delayed or backward.is_delayed:
         raise ValueError("combine takes recipes without memory: use Float8CurrentScaling in place of DelayedScaling")
+    if forward.backend != backward.backend:
+        raise ValueError(f"combine takes recipes of one backend, got {forward.backend!r} and {backward.backend!r}")
 
     def role(name: str) -> Casts:
         back = backward.casts(name)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
@@ -60,7 +60,15 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class RuledRecipe(Recipe):
+class _RecipeOfRecipes(Recipe):
+    """What is made of recipes takes neither ``backward_override`` nor ``backend``: each of those has its own."""
+
+    backward_override: str | None = field(default=None, init=False, repr=False)
+    backend: str = field(default="auto", init=False, repr=False)
+
+
+@dataclass(frozen=True)
+class RuledRecipe(_RecipeOfRecipes):
     """The recipe of the first rule that matches a module, or ``default``.
 
     Attributes:
@@ -136,11 +144,12 @@ def final_blocks(total: int, fraction: float) -> tuple[int, int]:
     """
     if total < 1 or not 0 < fraction <= 1:
         raise ValueError(f"needs total >= 1 and 0 < fraction <= 1, got total={total} and fraction={fraction}")
-    return total - math.ceil(fraction * total), total
+    count = math.ceil(fraction * total - 1e-9)  # 0.07 * 100 is 7.000000000000001
+    return total - max(count, 1), total
 
 
 @dataclass(frozen=True)
-class ScheduledRecipe(Recipe):
+class ScheduledRecipe(_RecipeOfRecipes):
     """A recipe per phase of training; a pure function of the step, so there is nothing to save or to restore.
 
         with autocast(recipe=schedule.at(step)):

@@ -53,6 +53,18 @@ def shared_amax(rank: int):
     return side.codes, side.scale_inv.view(torch.uint8), side.amax, output.detach(), layer.weight.detach()
 
 
+def rows_of_their_own(rank: int):
+    """A row-scaled input of different length on each rank, with and without the group: rows share nothing."""
+    torch.manual_seed(5)
+    layer, inp = fp4engine.Linear(32, 16), torch.randn(3 + rank, 32)
+    recipe = NEAREST.replace(row_scaled_activation=True)
+    outputs = []
+    for group in (None, dist.group.WORLD):
+        with torch.no_grad(), fp4engine.autocast(recipe=recipe, amax_reduction_group=group):
+            outputs.append(layer(inp))
+    return tuple(outputs)
+
+
 def ddp(rank: int):
     """Gradients after DDP's mean, and this rank's own."""
     torch.manual_seed(1)
@@ -101,7 +113,7 @@ def streams(rank: int):
     return quantizer.quantize(torch.randn(16, 64)).rowwise.codes
 
 
-CHECKS = {"shared_amax": shared_amax, "ddp": ddp, "fsdp2": fsdp2, "streams": streams}
+CHECKS = {"shared_amax": shared_amax, "rows": rows_of_their_own, "ddp": ddp, "fsdp2": fsdp2, "streams": streams}
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +122,10 @@ def ranks(tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("ranks")
     mp.spawn(run, (str(folder),), WORLD)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+
+
+def test_rows_with_scales_of_their_own_share_nothing(ranks):
+    assert all(torch.equal(*rank["rows"]) for rank in ranks)
 
 
 def test_shared_amax_gives_the_bytes_of_the_whole_tensor(ranks):

@@ -139,7 +139,8 @@ def test_interleaved_weights_are_a_permutation_of_the_rows(attention_type):
     rows = torch.cat((query, keys.view(groups, 1, size, 32), values.view(groups, 1, size, 32)), dim=1)
     with torch.no_grad():
         mixed.get_parameter(name).copy_(rows.reshape(-1, 32))
-    inp, other = torch.randn(5, 2, 32), torch.randn(7, 2, 32)
+    inp = torch.randn(5, 2, 32)
+    other = torch.randn(7, 2, 32) if attention_type == "cross" else None
     close(mixed(inp, encoder_output=other), whole(inp, encoder_output=other))
 
 
@@ -334,6 +335,29 @@ def test_forward_arguments_that_are_not_implemented_are_refused(argument):
         TransformerLayer(16, 16, 2)(torch.randn(3, 1, 16), **argument)
 
 
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"core_attention_bias": torch.zeros(1, 2, 3, 3)},
+        {"core_attention_bias_type": "post_scale_bias"},
+        {"encoder_output": torch.zeros(3, 1, 16)},
+    ],
+)
+def test_forward_arguments_that_nothing_reads_are_refused(argument):
+    for module in (TransformerLayer(16, 16, 2), MultiheadAttention(16, 2)):
+        with pytest.raises(ValueError, match=f"{next(iter(argument))}.* goes with|core_attention_bias goes with"):
+            module(torch.randn(3, 1, 16), **argument)
+
+
+def test_every_projection_of_cross_attention_adds_to_main_grad():
+    attention = MultiheadAttention(16, 2, attention_type="cross", fuse_qkv_params=True, fuse_wgrad_accumulation=True)
+    weights = [attention.query_layer.weight, attention.key_value.weight, attention.proj.weight]
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight)
+    attention(torch.randn(3, 1, 16), encoder_output=torch.randn(5, 1, 16)).sum().backward()
+    assert all(weight.grad is None and weight.main_grad.any() for weight in weights)
+
+
 def test_unknown_and_contradicting_arguments_raise():
     with pytest.raises(TypeError, match="no_such"):
         TransformerLayer(16, 16, 2, no_such=1)
@@ -343,11 +367,13 @@ def test_unknown_and_contradicting_arguments_raise():
         {"layer_type": "both"},
         {"parallel_attention_mlp": True, "output_layernorm": True},
         {"num_gqa_groups": 3},
+        {"num_gqa_groups": 0},
+        {"num_attention_heads": 3},
         {"qk_norm_type": "BatchNorm"},
         {"self_attn_mask_type": "diagonal"},
     ):
         with pytest.raises(ValueError, match=r"must be|goes with"):
-            TransformerLayer(16, 16, 2, **arguments)
+            TransformerLayer(16, 16, **{"num_attention_heads": 2, **arguments})
 
 
 def test_harmless_hints_are_accepted():

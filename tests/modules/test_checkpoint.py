@@ -275,15 +275,25 @@ def test_compiled_functions_recompute_by_the_forwards_recipe_or_refuse(use_reent
         gradients(layers, partial(torch_checkpoint, compiled, use_reentrant=use_reentrant), steps=1)
 
 
-def test_lambdas_keyword_arguments_and_several_outputs():
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_lambdas_keyword_arguments_and_several_outputs(use_reentrant):
     layer = Linear(16, 16)
-    inp = torch.randn(3, 16, requires_grad=True)
-    with fp4engine.autocast():
-        first, second = fp4engine.checkpoint(
-            lambda x, scale=1.0: (layer(x) * scale, x), inp, scale=2.0, use_reentrant=False
-        )
-    (first.sum() + second.sum()).backward()
-    assert inp.grad is not None
+    inp, scale = torch.randn(3, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+
+    def twice(x, scale):
+        return layer(x) * scale, x
+
+    def run(call):
+        fp4engine.manual_seed(0)
+        inp.grad = scale.grad = None
+        with fp4engine.autocast():
+            first, second = call(twice, inp, scale=scale)
+        (first.sum() + second.sum()).backward()
+        return inp.grad, scale.grad
+
+    expected = run(lambda function, *args, **kwargs: function(*args, **kwargs))
+    got = run(partial(fp4engine.checkpoint, use_reentrant=use_reentrant, preserve_rng_state=False))
+    assert all(map(torch.equal, got, expected))
 
 
 def test_arguments_that_are_not_implemented_are_refused():

@@ -218,7 +218,8 @@ def test_grouped_linear_keeps_leading_dimensions_and_returns_biases():
 
 
 @pytest.mark.parametrize(
-    "m_splits", [[1, 2], [1, 2, 3], [-1, 5, 0], torch.tensor([1.0, 2.0, 1.0]), torch.tensor([[1, 2, 1]])]
+    "m_splits",
+    [[1, 2], [1, 2, 3], [-1, 5, 0], [1.5, 1.5, 2.5], torch.tensor([1.0, 2.0, 1.0]), torch.tensor([[1, 2, 1]])],
 )
 def test_bad_splits_raise(m_splits):
     with pytest.raises(ValueError, match="m_splits must be"):

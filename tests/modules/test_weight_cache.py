@@ -146,5 +146,7 @@ def test_fused_accumulation_adds_to_main_grad(batches, dtype):
 
 def test_fused_accumulation_without_buffer_says_so(batches):
     layer = fp4engine.Linear(48, 33, fuse_wgrad_accumulation=True)
-    with fp4engine.autocast(recipe=RECIPE), pytest.raises(ValueError, match="main_grad"):
-        layer(batches[0])
+    for buffer in (None, torch.zeros(33, 47), torch.zeros(33, 48, dtype=torch.int32)):
+        layer.weight.main_grad = buffer
+        with fp4engine.autocast(recipe=RECIPE), pytest.raises(ValueError, match="main_grad, an FP32 or BF16"):
+            layer(batches[0])

@@ -100,6 +100,15 @@ def test_arguments() -> None:
         te.autocast(recipe="nvfp4")
 
 
+def test_regions_decorate() -> None:
+    @te.autocast(recipe=FIRST)
+    def inside() -> object:
+        return in_force()
+
+    assert inside() == inside() == FIRST
+    assert in_force() is None
+
+
 def test_which_path_this_machine_takes_is_told_with_its_reason() -> None:
     assert te.is_nvfp4_available() is True
     available, reason = te.is_nvfp4_available(return_reason=True)

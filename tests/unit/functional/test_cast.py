@@ -129,13 +129,14 @@ def test_what_neither_can_do_raises() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"spec": "nvfp4"}, "spec must be an fp4engine.formats.CastSpec, got 'nvfp4'"),
         ({"mode": "real"}, "mode must be one of 'virtual', 'actual', 'compress', got 'real'"),
         ({"compute": "gpu"}, "compute must be one of 'auto', 'torch', 'triton', got 'gpu'"),
     ],
 )
 def test_wrong_words(arguments, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cast(torch.randn(2, 32), CastSpec(), **arguments)
+        cast(torch.randn(2, 32), **{"spec": CastSpec(), **arguments})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -50,6 +50,13 @@ def test_high_precision_from_what_the_forward_kept() -> None:
     assert torch.equal(hybrid.requantize(rowwise, None).data, rowwise.dequantize().T)
 
 
+def test_the_columnwise_quantizer_says_what_its_side_is_made_of() -> None:
+    requantizing = Quantizer(MXFP8.rowwise_spec, MXFP8.rowwise_spec, "rowwise_dequantized")
+    both = {"rowwise_quantizer": MXFP8, "columnwise_quantizer": requantizing}
+    assert HybridQuantizer(**both).columnwise_source == "rowwise_dequantized"
+    assert HybridQuantizer(**both, columnwise_source="original").columnwise_source == "original"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -65,6 +72,11 @@ def test_high_precision_from_what_the_forward_kept() -> None:
 def test_what_does_not_go_together(arguments, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HybridQuantizer(**{"rowwise_quantizer": MXFP8, "columnwise_quantizer": NVFP4, **arguments})
+
+
+def test_combine_takes_one_backend() -> None:
+    with pytest.raises(ValueError, match="one backend, got 'reference' and 'auto'"):
+        combine(zoo.make("nvfp4", backend="reference"), zoo.make("mxfp8"))
 
 
 def test_combine_refuses_memory() -> None:

@@ -46,6 +46,8 @@ def test_the_first_rule_that_matches_wins(name: str, shape: tuple[int, int], exp
 def test_final_blocks_rounds_up() -> None:
     assert final_blocks(32, 0.15) == (27, 32)
     assert final_blocks(10, 0.1) == (9, 10)
+    assert final_blocks(100, 0.07) == (93, 100)
+    assert final_blocks(10, 1e-12) == (9, 10)
     with pytest.raises(ValueError, match=r"0 < fraction <= 1, got total=10 and fraction=1.5"):
         final_blocks(10, 1.5)
 
@@ -82,6 +84,15 @@ def test_rules_ask_for_what_they_need() -> None:
         Rule(HIGH, blocks=(4, 4))
     with pytest.raises(ValueError, match="depend on the module"):
         MIXED.casts("input")
+
+
+@pytest.mark.parametrize("argument", [{"backend": "reference"}, {"backward_override": "high_precision"}])
+def test_a_recipe_of_recipes_takes_nothing_that_theirs_decide(argument) -> None:
+    for make in (lambda: RuledRecipe(NVFP4, (), **argument), lambda: ScheduledRecipe(((0, NVFP4),), **argument)):
+        with pytest.raises(TypeError, match=next(iter(argument))):
+            make()
+    with pytest.raises((TypeError, ValueError), match=next(iter(argument))):
+        MIXED.replace(**argument)
 
 
 def test_rules_that_match_nothing_are_named() -> None:
