@@ -19,7 +19,7 @@ from fp4engine.functional import ExecutedGemms, make_linear_plan
 from fp4engine.functional.plan import GEMMS, HIGH_PRECISION
 from fp4engine.modules import Gemms, Linear
 from fp4engine.modules.gemms import require_own_recipe
-from fp4engine.recipe import Recipe
+from fp4engine.recipe import Recipe, RuledRecipe
 from fp4engine.state import get_default_recipe
 
 FP4_FORMATS = f"{E2M1} x {E2M1}"
@@ -171,8 +171,8 @@ def convert(
 
     Raises:
         ValueError: ``model`` is an ``nn.Linear`` or has none, a pattern covers no linear module or one that is an
-            ``fp4engine.Linear`` already, or modules cannot follow ``recipe`` outside regions (it is a schedule, or has
-            delayed scaling). The model is then as it was.
+            ``fp4engine.Linear`` already, modules cannot follow ``recipe`` outside regions (it is a schedule, or has
+            delayed scaling), or a rule of it matches no module. The model is then as it was.
     """
     if isinstance(model, nn.Linear):
         raise ValueError(
@@ -183,6 +183,8 @@ def convert(
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if not linears:
         raise ValueError(f"there is no nn.Linear below this {type(model).__name__}: nothing to convert")
+    if isinstance(recipe, RuledRecipe):
+        recipe.check([*linears, *(module.name for module in model.modules() if isinstance(module, Gemms))])
     reasons = _reasons(model, linears, module_filter_fn, _as_patterns(keep_high_precision))
     swaps: dict[nn.Module, Linear] = {
         module: module if isinstance(module, Linear) else Linear.from_linear(module, name)

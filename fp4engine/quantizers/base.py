@@ -9,7 +9,8 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.formats import CastSpec
 from fp4engine.ops import Form
-from fp4engine.recipe.casts import ColumnwiseSource
+from fp4engine.recipe.base import BACKENDS, require
+from fp4engine.recipe.casts import Casts, ColumnwiseSource
 from fp4engine.tensor import Operand, QuantizedTensor
 
 
@@ -27,6 +28,9 @@ class Quantizer:
         is_stochastic: True if quantizing takes a draw of the random stream.
         draws_in_forward: True if what a forward pass makes of an input or a weight takes one.
         is_identity: True if both sides stay unquantized.
+
+    Raises:
+        ValueError: an unknown backend, or sides that :class:`~fp4engine.recipe.Casts` refuses.
     """
 
     rowwise_spec: CastSpec | None = None
@@ -40,6 +44,8 @@ class Quantizer:
     is_identity: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        require("backend", self.backend, BACKENDS)
+        Casts(self.rowwise_spec, self.columnwise_spec, self.columnwise_source)  # raises
         # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
         specs = [spec for spec in (self.rowwise_spec, self.columnwise_spec) if spec is not None]
         object.__setattr__(self, "is_stochastic", any(spec.is_stochastic for spec in specs))

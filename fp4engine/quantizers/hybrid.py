@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from fp4engine.quantizers.base import Quantizer
-from fp4engine.recipe.base import require
-from fp4engine.recipe.casts import COLUMNWISE_SOURCES, ColumnwiseSource
+from fp4engine.recipe.casts import ColumnwiseSource
 
 
 @dataclass(frozen=True, init=False)
@@ -27,10 +26,8 @@ class HybridQuantizer(Quantizer):
             columnwise_source: see :class:`Quantizer`; None is that of ``columnwise_quantizer``.
 
         Raises:
-            ValueError: the two differ in backend or stream, or remember earlier steps.
+            ValueError: the two differ in backend or stream, remember earlier steps, or do not go together.
         """
-        columnwise_source = columnwise_source or columnwise_quantizer.columnwise_source
-        require("columnwise_source", columnwise_source, COLUMNWISE_SOURCES)
         both = (rowwise_quantizer, columnwise_quantizer)
         for name in ("stream", "backend"):
             values = [getattr(quantizer, name) for quantizer in both]
@@ -41,7 +38,7 @@ class HybridQuantizer(Quantizer):
         super().__init__(
             rowwise_quantizer.rowwise_spec,
             columnwise_quantizer.columnwise_spec,
-            columnwise_source,
+            columnwise_source or columnwise_quantizer.columnwise_source,
             rowwise_quantizer.stream,
             rowwise_quantizer.backend,
         )

@@ -5,7 +5,7 @@ from typing import Any
 
 from fp4engine.environment import read_choice
 from fp4engine.quantizers.base import Quantizer
-from fp4engine.recipe.base import BACKENDS, QParams, require
+from fp4engine.recipe.base import BACKENDS, QParams
 from fp4engine.recipe.nvfp4 import nvfp4_casts
 
 
@@ -54,7 +54,6 @@ class NVFP4Quantizer(Quantizer):
         """
         if backend is None:
             backend = read_choice("NVTE_FP4_BACKEND", BACKENDS, "auto") or "auto"
-        require("backend", backend, BACKENDS)
         casts = nvfp4_casts(
             with_rht=with_rht,
             with_2d_quantization=with_2d_quantization,

@@ -247,6 +247,15 @@ def test_rules_about_shapes_show_in_the_plan() -> None:
     assert [module.formats[0] for module in plan.modules] == ["e2m1 x e2m1", "high_precision"]
 
 
+def test_rules_that_match_no_module_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), fp4engine.LayerNormMLP(64, 64, name="mlp"))
+    high = LinearRecipe()
+    with pytest.raises(ValueError, match="rules that match no module: name='routr'"):
+        fp4engine.convert(model, RuledRecipe(NVFP4BlockScaling(), (Rule(high, "routr"), Rule(high, "mlp.fc2"))))
+    assert type(model[0]) is nn.Linear
+    fp4engine.convert(model, RuledRecipe(NVFP4BlockScaling(), (Rule(high, "mlp.fc2"),)))
+
+
 def test_a_recipe_that_modules_cannot_follow_leaves_the_model_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8))
     with pytest.raises(ValueError, match="needs a step"):

@@ -74,6 +74,20 @@ def test_what_does_not_go_together(arguments, message: str) -> None:
         HybridQuantizer(**{"rowwise_quantizer": MXFP8, "columnwise_quantizer": NVFP4, **arguments})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": "cuda"}, "backend must be one of 'auto', .*, got 'cuda'"),
+        ({"columnwise_source": "rowwise"}, "columnwise_source must be one of .*, got 'rowwise'"),
+        ({"columnwise_source": "rowwise_dequantized"}, "got one rotated by rht16-fixed"),
+    ],
+)
+def test_every_quantizer_refuses_what_casts_refuse(arguments, message: str) -> None:
+    rotated = NVFP4.columnwise_spec
+    with pytest.raises(ValueError, match=message):
+        Quantizer(rotated, rotated, **arguments)
+
+
 def test_combine_takes_one_backend() -> None:
     with pytest.raises(ValueError, match="one backend, got 'reference' and 'auto'"):
         combine(zoo.make("nvfp4", backend="reference"), zoo.make("mxfp8"))
