@@ -149,7 +149,7 @@ class autocast(Region):
         amax_reduction_group: process group whose ranks share outer amaxes.
 
     Raises:
-        ValueError: ``recipe`` is not a :class:`~fp4engine.recipe.Recipe`.
+        ValueError: ``recipe`` is not a :class:`~fp4engine.recipe.Recipe`, or ``enabled`` not a bool.
         NotImplementedError: ``calibrating`` with delayed scaling.
 
     Source: TransformerEngine ``pytorch/quantization.py``, ``autocast``.
@@ -162,6 +162,8 @@ class autocast(Region):
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
+        if not isinstance(enabled, bool):  # a recipe in its place would enable the default one
+            raise ValueError(f"enabled must be True or False, got {enabled!r}; a recipe goes in recipe=")
         if recipe is None:
             recipe = get_default_recipe()
         if not isinstance(recipe, Recipe):
@@ -170,7 +172,7 @@ class autocast(Region):
             raise NotImplementedError("autocast(calibrating=True) is not implemented for delayed scaling; leave it out")
         if not torch.compiler.is_compiling():
             recipe = _first_equal(recipe)
-        super().__init__(AutocastState(bool(enabled), recipe, bool(calibrating), amax_reduction_group))
+        super().__init__(AutocastState(enabled, recipe, bool(calibrating), amax_reduction_group))
 
 
 def fp8_autocast(

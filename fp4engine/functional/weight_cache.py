@@ -14,9 +14,9 @@ Operands = tuple[Operand, Operand | None]
 class WeightCache:
     """Operands of one weight, valid while the weight and its module's plan are what they were.
 
-    Caching never changes a byte: weights are quantized without randomness, and an entry is dropped as soon as the
-    weight's version counter, storage or plan differs. Writes through ``weight.data`` move no version counter;
-    leave the scope around those.
+    Caching never changes a byte: what is drawn or depends on earlier steps is made anew, and an entry is dropped as
+    soon as the weight's version counter, storage or plan differs. Writes through ``weight.data`` move no version
+    counter; leave the scope around those.
     """
 
     def __init__(self) -> None:
@@ -29,8 +29,8 @@ class WeightCache:
         Operands made for a backward pass also serve a forward without one.
         """
         weight, plan, needs_dgrad = question
-        draws = plan.weight.is_stochastic and plan.weight.columnwise_source == "original"
-        if draws or weight.is_inference():  # made in inference mode: it has no version counter
+        changes = plan.weight.draws_in_forward or plan.weight.is_stateful
+        if changes or weight.is_inference():  # made in inference mode: it has no version counter
             return make()
         key = (weight.data_ptr(), weight._version, plan)
         if key != self._key:

@@ -6,6 +6,7 @@ import torch
 
 from fp4engine.modules.gemms import Gemms
 from fp4engine.quantizers.delayed import AmaxHistory
+from fp4engine.roles import TENSOR_TYPES
 
 
 def get_amax_history(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
@@ -22,12 +23,14 @@ def set_amax_history(model: torch.nn.Module, state: dict[str, dict[str, Any]]) -
     """Continue from what :func:`get_amax_history` returned; the next steps are the same bytes.
 
     Raises:
-        ValueError: ``state`` names a module that ``model`` does not have.
+        ValueError: ``state`` names a module that ``model`` does not have, or an unknown role.
     """
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Gemms)}
     unknown = {key.rpartition(":")[0] for key in state} - set(modules)
     if unknown:
         raise ValueError(f"the model has no module {', '.join(sorted(unknown))}; it has {', '.join(modules)}")
+    if unknown := {key.rpartition(":")[2] for key in state} - set(TENSOR_TYPES):
+        raise ValueError(f"roles must be {', '.join(TENSOR_TYPES)}, got {', '.join(sorted(unknown))}")
     for module in modules.values():
         module.forget_plan()
     for key, history in state.items():

@@ -39,8 +39,7 @@ class AmaxHistory:
 
         A tensor with an Inf or a NaN gets that instead, so that its product is not silently finite.
         """
-        if self.values.device != current.device:
-            self.values, self.amax = self.values.to(current.device), self.amax.to(current.device)
+        self._follow(current.device)
         if self.step != _step[0]:
             self._choose(recipe)
             self.step = _step[0]
@@ -49,7 +48,19 @@ class AmaxHistory:
 
     def scaled_by(self, current: Tensor) -> Tensor:
         """The amax [1] that the running step scales a tensor with amax ``current`` [1] by."""
+        self._follow(current.device)
         return torch.where(current.isfinite(), self.amax, current)
+
+    def _follow(self, device: torch.device) -> None:
+        if self.values.device != device:
+            with torch.inference_mode(False):
+                self.values, self.amax = self.values.to(device), self.amax.to(device)
+
+    def resize(self, length: int) -> None:
+        """Remember ``length`` steps from now on: forget the oldest, or make room."""
+        if length != len(self.values):
+            with torch.inference_mode(False):
+                self.values = torch.nn.functional.pad(self.values[:length], (0, max(length - len(self.values), 0)))
 
     def _choose(self, recipe: DelayedScaling) -> None:
         if recipe.amax_compute_algo == "max":
@@ -112,7 +123,9 @@ class DelayedQuantizer(Quantizer):
 
     def remembering_in(self, memory: dict[str, Any], tensor_type: str) -> "DelayedQuantizer":
         """The same quantizer with the history that ``memory`` has for this role, or lends it from now on."""
-        return replace(self, history=memory.setdefault(tensor_type, self.history))
+        history: AmaxHistory = memory.setdefault(tensor_type, self.history)
+        history.resize(self.recipe.amax_history_len)
+        return replace(self, history=history)
 
     def quantize(self, x: Tensor, *, rowwise_amax: Tensor | None = None, **arguments: Any) -> QuantizedTensor:
         """As :meth:`Quantizer.quantize`; ``rowwise_amax`` is the amax to REMEMBER, by default that of ``x``."""

@@ -1,10 +1,14 @@
 """Caching a weight's operands changes no byte, and fused accumulation adds what autograd would."""
 
+import contextlib
+import copy
+
 import pytest
 import torch
 
 import fp4engine
-from fp4engine.recipe import NVFP4BlockScaling
+from fp4engine.formats import CastSpec, RoundingMode
+from fp4engine.recipe import Casts, DelayedScaling, LinearRecipe, NVFP4BlockScaling
 
 RECIPE = NVFP4BlockScaling()
 
@@ -80,6 +84,26 @@ def test_a_call_that_is_no_microbatch_keeps_to_the_weight_as_it_is(layer, batche
         layer.weight.data.mul_(2)  # moves no version counter
         cached = layer(batches[0], is_first_microbatch=False)
         assert not torch.equal(layer(batches[0]), cached)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        DelayedScaling(amax_history_len=2),
+        LinearRecipe(weight=Casts(CastSpec(rounding=RoundingMode.STOCHASTIC), CastSpec(), "rowwise_dequantized")),
+    ],
+    ids=["delayed", "drawn and kept"],
+)
+def test_what_changes_from_call_to_call_is_not_cached(layer, batches, recipe):
+    outputs = []
+    for cached in (False, True):
+        module = copy.deepcopy(layer)
+        fp4engine.manual_seed(0)
+        with fp4engine.weight_cache(module) if cached else contextlib.nullcontext():
+            for batch in batches:
+                with fp4engine.autocast(recipe=recipe):
+                    outputs.append(module(batch).detach())
+    assert_same(outputs[:3], outputs[3:])
 
 
 def test_weights_made_in_inference_mode_are_quantized_every_time(batches):

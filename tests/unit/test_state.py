@@ -98,6 +98,8 @@ def test_arguments() -> None:
         assert in_force() == SECOND and current_state().amax_reduction_group == "group"
     with pytest.raises(ValueError, match="recipe must be"):
         te.autocast(recipe="nvfp4")
+    with pytest.raises(ValueError, match=r"enabled must be True or False, .* a recipe goes in recipe="):
+        te.autocast(FIRST)
 
 
 def test_regions_decorate() -> None:

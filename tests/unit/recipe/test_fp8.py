@@ -157,6 +157,14 @@ def test_evaluation_leaves_no_trace_in_the_history() -> None:
     assert layer.amax_histories["input"].values[:2].tolist() == [2, 0]
 
 
+def test_an_evaluation_first_takes_the_history_to_the_tensors_device() -> None:
+    history = AmaxHistory(3, 448.0)
+    with torch.inference_mode():
+        history.resize(2)
+        assert history.scaled_by(torch.ones(1, device="meta")).device.type == "meta"
+    assert history.values.device.type == "meta" and not history.values.is_inference()
+
+
 def test_where_steps_never_end_or_nothing_is_run_it_is_refused() -> None:
     recipe = DelayedScaling()
     with pytest.raises(ValueError, match="use autocast"):
@@ -165,6 +173,14 @@ def test_where_steps_never_end_or_nothing_is_run_it_is_refused() -> None:
         fp4engine.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), recipe)
     with pytest.raises(NotImplementedError, match="calibrating=True"):
         fp4engine.autocast(enabled=False, calibrating=True, recipe=recipe)
+
+
+def test_a_recipe_of_another_length_resizes_the_history() -> None:
+    layer = fp4engine.Linear(32, 32, bias=False)
+    for length, expected in ((3, [1, 0, 0]), (5, [2, 1, 0, 0, 0]), (2, [4, 2])):
+        with fp4engine.autocast(recipe=DelayedScaling(amax_history_len=length)):
+            layer(torch.full((4, 32), float(max(expected))))
+        assert layer.amax_histories["input"].values.tolist() == expected
 
 
 def test_margin_leaves_binades_free() -> None:
@@ -197,6 +213,8 @@ def test_histories_are_saved_and_restored_outside_state_dict() -> None:
         assert torch.equal(one, other)
     with pytest.raises(ValueError, match="the model has no module fc; it has head"):
         fp4engine.set_amax_history(torch.nn.ModuleDict({"head": fp4engine.Linear(32, 32)}), saved)
+    with pytest.raises(ValueError, match="roles must be input, weight, grad_output, got inptu"):
+        fp4engine.set_amax_history(second, {"fc:inptu": saved["fc:input"]})
 
 
 @pytest.mark.gpu
