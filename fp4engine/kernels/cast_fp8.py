@@ -15,7 +15,7 @@ from torch import Tensor
 from fp4engine.formats import E4M3, E5M2, CastSpec, Outer, RoundingMode
 from fp4engine.kernels.amax import amax as amax_of_tensor
 from fp4engine.kernels.encode import outer_encode_scale, to_bits
-from fp4engine.kernels.gemm_launch import start
+from fp4engine.kernels.start import start
 
 TILE_M, TILE_K = 64, 128
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.formats import CastSpec, Outer
 from fp4engine.kernels.encode import PAIRS, from_bits, from_e4m3, round_bf16, to_bits
-from fp4engine.kernels.gemm_launch import start
 from fp4engine.kernels.launch import device_facts
+from fp4engine.kernels.start import start
 
 BLOCKS = 512
 """Blocks of 16 per program: two per thread of four warps."""

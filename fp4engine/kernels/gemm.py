@@ -35,8 +35,8 @@ from fp4engine.kernels.gemm_launch import (
     is_aligned,
     multiprocessors_of,
     row_stride,
-    start,
 )
+from fp4engine.kernels.start import start
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Output dtypes; each is reached from the FP32 sum by one rounding."""
@@ -212,11 +212,7 @@ def gemm(
         return out.copy_(wide)
     tma = k > 0 and capability_of(left.device) >= (9, 0) and is_aligned(left) and is_aligned(right)
     launch = _launch_tma if tma else _launch_plain
-    if left.device.index == torch.cuda.current_device():
-        launch(left, right, out, scales, flags)
-    else:
-        with torch.cuda.device(left.device):
-            launch(left, right, out, scales, flags)
+    launch(left, right, out, scales, flags)
     return out
 
 

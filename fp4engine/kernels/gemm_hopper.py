@@ -25,7 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fp4engine.kernels.gemm_launch import Flags, Scales, row_stride, start
+from fp4engine.kernels.gemm_launch import Flags, Scales, row_stride
+from fp4engine.kernels.start import start
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 HALF_M, HALF_N = TILE_M // 2, TILE_N // 2

@@ -215,14 +215,15 @@ def _dot_scaled(
         out = torch.empty((m, n), dtype=out_dtype, device=left.codes.device)
     if m == 0 or n == 0:
         return out
-    gemm_dot_scaled_kernel[(-(-m // BLOCK_M) * -(-n // BLOCK_N),)](
-        left.codes, left.scale_inv, right.codes, right.scale_inv, out, left.amax, right.amax, bias, numerator,
-        m, n, k, out.stride(0),
-        LEFT_ROWS=left.amax.numel() > 1, RIGHT_ROWS=right.amax.numel() > 1,
-        HAS_BIAS=bias is not None, ACCUMULATE=accumulate,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M,
-        num_warps=NUM_WARPS, num_stages=NUM_STAGES, enable_fp_fusion=False,
-    )  # fmt: skip
+    with torch.cuda.device(out.device):
+        gemm_dot_scaled_kernel[(-(-m // BLOCK_M) * -(-n // BLOCK_N),)](
+            left.codes, left.scale_inv, right.codes, right.scale_inv, out, left.amax, right.amax, bias, numerator,
+            m, n, k, out.stride(0),
+            LEFT_ROWS=left.amax.numel() > 1, RIGHT_ROWS=right.amax.numel() > 1,
+            HAS_BIAS=bias is not None, ACCUMULATE=accumulate,
+            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M,
+            num_warps=NUM_WARPS, num_stages=NUM_STAGES, enable_fp_fusion=False,
+        )  # fmt: skip
     return out
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4engine.kernels.gemm_launch import start
+from fp4engine.kernels.start import start
 from fp4engine.kernels.target import hardware_of
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4engine.kernels.gemm_launch import start
+from fp4engine.kernels.start import start
 
 COL_TILES = 8
 """Tiles of 128 x 4 per program: 4 KiB, 32 bytes of each row read at once."""
