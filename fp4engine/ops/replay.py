@@ -43,6 +43,7 @@ class Draws:
     @contextmanager
     def _recorded(self) -> Generator[None]:
         before = {device: (state._version, state.clone()) for device, state in rng._states.items()}
+        pending = dict(rng._pending)
         self._starts = {}
         try:
             yield
@@ -50,7 +51,7 @@ class Draws:
             for device, state in rng._states.items():
                 if device not in before:
                     self._starts[device] = state.clone()
-                    self._starts[device][1] = 0
+                    self._starts[device][1] = pending.get(device, 0)
                 elif state._version != before[device][0]:
                     self._starts[device] = before[device][1]
 

@@ -16,6 +16,8 @@ _RANK_SHIFT = 8
 _states: dict[str, Tensor] = {}
 _increments: dict[str, Tensor] = {}
 _seed: list[int] = []
+_pending: dict[str, int] = {}
+"""Draws to continue from on devices that have not drawn yet, or that this machine does not have."""
 
 
 def manual_seed(seed: int) -> None:
@@ -27,26 +29,36 @@ def manual_seed(seed: int) -> None:
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"seed must be an int, got {seed!r}")
     _seed[:] = [_to_int64(seed)]
+    _pending.clear()
     for device in _states:
         _start(device, 0)
 
 
 def get_rng_state() -> dict[str, Any]:
     """``{"seed": int, "draws": {device: int}}``: plain values, all that a bit-exact resume needs."""
-    return {"seed": _current_seed(), "draws": {device: int(state[1]) for device, state in _states.items()}}
+    started = {device: int(state[1]) for device, state in _states.items() if not state.is_meta}
+    return {"seed": _current_seed(), "draws": {**_pending, **started}}
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Continue from what :func:`get_rng_state` returned.
+    """Continue from what :func:`get_rng_state` returned, there or on another machine.
+
+    Devices that are not here keep their draw until they are.
 
     Raises:
-        ValueError: ``state`` is not of that form.
+        ValueError: ``state`` is not of that form; nothing is changed then.
     """
     if not isinstance(state, dict) or set(state) != {"seed", "draws"} or not isinstance(state["draws"], dict):
         raise ValueError(f"state must be {{'seed': int, 'draws': {{device: int}}}}, got {state!r}")
+    for device, draw in state["draws"].items():
+        if not isinstance(device, str) or isinstance(draw, bool) or not isinstance(draw, int):
+            raise ValueError(f"state['draws'] must be {{device name: int}}, got {device!r}: {draw!r}")
     manual_seed(state["seed"])
     for device, draw in state["draws"].items():
-        _start(str(torch.device(device)), int(draw))
+        if device in _states:
+            _start(device, draw)
+        else:
+            _pending[device] = draw
 
 
 def next_draw(device: torch.device) -> Tensor:
@@ -72,7 +84,7 @@ def _started(device: torch.device) -> str:
         device = torch.device("cuda", torch.cuda.current_device())
     key = str(device)
     if key not in _states:
-        _start(key, 0)
+        _start(key, _pending.pop(key, 0))
     return key
 
 

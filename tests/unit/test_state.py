@@ -232,3 +232,29 @@ def test_a_stream_begun_in_inference_mode_goes_on_outside(monkeypatch) -> None:
     noise(x)
     te.manual_seed(1)
     assert torch.equal(noise(x), first)
+
+
+def test_draws_of_absent_devices_wait_for_them():
+    state = {"seed": 7, "draws": {"cuda:7": 41}}
+    before = te.get_rng_state()
+    te.set_rng_state({**before, "draws": {**before["draws"], **state["draws"]}})
+    try:
+        assert te.get_rng_state()["draws"]["cuda:7"] == 41
+    finally:
+        te.set_rng_state(before)
+    te.manual_seed(before["seed"])
+    assert "cuda:7" not in te.get_rng_state()["draws"]
+
+
+def test_a_refused_state_changes_nothing():
+    te.manual_seed(5)
+    before = te.get_rng_state()
+    with pytest.raises(ValueError, match="draws"):
+        te.set_rng_state({"seed": 6, "draws": {"cpu": "many"}})
+    assert te.get_rng_state() == before
+
+
+def test_a_stochastic_cast_on_meta_leaves_the_state_readable():
+    quantizer = te.NVFP4Quantizer(stochastic_rounding=True)
+    assert quantizer(torch.empty(16, 32, device="meta")).rowwise.codes.shape == (16, 16)
+    assert "meta" not in te.get_rng_state()["draws"]
