@@ -180,6 +180,18 @@ def fp8_autocast(
     calibrating: bool = False,
     fp8_recipe: Recipe | None = None,
     fp8_group: Any = None,
+    *,
+    recipe: Recipe | None = None,
+    amax_reduction_group: Any = None,
 ) -> autocast:
-    """TransformerEngine's older spelling of :class:`autocast`."""
-    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
+    """TransformerEngine's older spelling of :class:`autocast`; takes the newer names of its arguments too.
+
+    Raises:
+        ValueError: an argument is given under both of its names.
+    """
+    if fp8_recipe is not None and recipe is not None:
+        raise ValueError(f"fp8_recipe and recipe are the same argument, got {fp8_recipe!r} and {recipe!r}")
+    if fp8_group is not None and amax_reduction_group is not None:
+        raise ValueError(f"fp8_group and amax_reduction_group are the same argument, got {fp8_group!r} and another")
+    group = fp8_group if amax_reduction_group is None else amax_reduction_group
+    return autocast(enabled, calibrating, fp8_recipe if recipe is None else recipe, group)

@@ -8,7 +8,7 @@ import torch._dynamo.testing
 
 import fp4engine as te
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
-from fp4engine.state import current_state
+from fp4engine.state import AutocastState, current_state
 
 FIRST = NVFP4BlockScaling(disable_rht=True)
 SECOND = NVFP4BlockScaling(disable_2d_quantization=True)
@@ -258,3 +258,12 @@ def test_a_stochastic_cast_on_meta_leaves_the_state_readable():
     quantizer = te.NVFP4Quantizer(stochastic_rounding=True)
     assert quantizer(torch.empty(16, 32, device="meta")).rowwise.codes.shape == (16, 16)
     assert "meta" not in te.get_rng_state()["draws"]
+
+
+def test_the_older_spelling_takes_the_newer_names():
+    with te.fp8_autocast(enabled=True, recipe=SECOND, amax_reduction_group="group"):
+        assert current_state() == AutocastState(True, SECOND, False, "group")
+    with pytest.raises(ValueError, match="fp8_recipe and recipe"):
+        te.fp8_autocast(fp8_recipe=FIRST, recipe=SECOND)
+    with pytest.raises(ValueError, match="fp8_group"):
+        te.fp8_autocast(fp8_group="a", amax_reduction_group="b")
