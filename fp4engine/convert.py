@@ -6,7 +6,6 @@ Legend: N out_features, K in_features of a linear module's weight [N, K].
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from operator import itemgetter
 from typing import Any
 
@@ -19,6 +18,7 @@ from fp4engine.functional import ExecutedGemms, make_linear_plan
 from fp4engine.functional.plan import GEMMS, HIGH_PRECISION
 from fp4engine.modules import Gemms, Linear
 from fp4engine.modules.gemms import require_own_recipe
+from fp4engine.names import covers
 from fp4engine.recipe import Recipe, RuledRecipe
 from fp4engine.state import get_default_recipe
 
@@ -166,8 +166,8 @@ def convert(
         recipe: recipe that the modules also follow outside autocast regions; None: they follow autocast only, and
             the plan shows the formats of ``get_default_recipe()``.
         module_filter_fn: ``(module, name) -> bool``; False leaves the module alone.
-        keep_high_precision: names to leave alone with everything below them, as globs over whole dotted segments:
-            ``*`` is one segment or part of one, ``**`` any number of them. ``layers.1.*`` is not ``layers.10.*``.
+        keep_high_precision: names to leave alone with everything below them, as :func:`fp4engine.names.covers` reads
+            patterns: ``*`` is one segment or part of one, ``**`` any number of them.
 
     Raises:
         ValueError: ``model`` is an ``nn.Linear`` or has none, a pattern covers no linear module or one that is an
@@ -265,15 +265,6 @@ def _as_patterns(patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _matches(pattern: Sequence[str], name: Sequence[str]) -> bool:
-    """Whether ``pattern`` covers ``name`` or a module above it, segment by segment."""
-    if not pattern:
-        return True
-    if pattern[0] == "**":
-        return any(_matches(pattern[1:], name[start:]) for start in range(len(name) + 1))
-    return bool(name) and fnmatchcase(name[0], pattern[0]) and _matches(pattern[1:], name[1:])
-
-
 def _reasons(
     model: nn.Module, linears: dict[str, nn.Linear], module_filter_fn: ModuleFilter | None, patterns: tuple[str, ...]
 ) -> dict[str, str]:
@@ -300,7 +291,7 @@ def _kept(linears: dict[str, nn.Linear], patterns: tuple[str, ...]) -> dict[str,
     """``name -> the pattern that keeps it``."""
     kept: dict[str, str] = {}
     for pattern in patterns:
-        covered = [name for name in linears if _matches(pattern.split("."), name.split("."))]
+        covered = [name for name in linears if covers(pattern, name)]
         if not covered:
             raise ValueError(
                 f"pattern {pattern!r} covers no nn.Linear of the model; its linear modules are called, "

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
+from fp4engine.names import covers
 from fp4engine.recipe.base import Recipe, recipe_from_data
 from fp4engine.recipe.casts import Casts
 from fp4engine.roles import QuantizerRole
@@ -18,7 +18,7 @@ class Rule:
 
     Attributes:
         recipe: ``LinearRecipe()`` for high precision.
-        name: glob over the module's name, e.g. ``"*.router"``.
+        name: pattern over the module's name, see :func:`fp4engine.names.covers`: ``"**.router"``, ``"layers.3"``.
         blocks: half-open range of the first number in the name: ``(27, 32)`` matches ``"layers.30.mlp.fc1"``;
             see :func:`final_blocks`.
         narrower_than: matches weights whose smaller dimension is less than this.
@@ -51,7 +51,7 @@ class Rule:
 
     def matches_name(self, name: str) -> bool:
         """Whether a module of this name can match, whatever its shape."""
-        if not fnmatchcase(name, self.name):
+        if not covers(self.name, name):
             return False
         if self.blocks is None:
             return True

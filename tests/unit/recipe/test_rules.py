@@ -23,7 +23,7 @@ HIGH = LinearRecipe()
 NVFP4 = zoo.make("nvfp4")
 MIXED = RuledRecipe(
     NVFP4,
-    (Rule(HIGH, "*.router"), Rule(zoo.make("fp8_current"), narrower_than=64), Rule(HIGH, "layers.*", blocks=(27, 32))),
+    (Rule(HIGH, "**.router"), Rule(zoo.make("fp8_current"), narrower_than=64), Rule(HIGH, "layers.*", blocks=(27, 32))),
 )
 
 
@@ -79,7 +79,7 @@ def test_rules_ask_for_what_they_need() -> None:
     with pytest.raises(ValueError, match="narrower_than=64 needs a role with a shape"):
         MIXED.of(QuantizerRole("linear", "input", "layers.3.mlp.fc1"))
     with pytest.raises(ValueError, match="recipe must be a Recipe, LinearRecipe\\(\\) for high precision, got None"):
-        Rule(None, "*.router")
+        Rule(None, "**.router")
     with pytest.raises(ValueError, match="0 <= first < end, got \\(4, 4\\)"):
         Rule(HIGH, blocks=(4, 4))
     with pytest.raises(ValueError, match="depend on the module"):
@@ -98,7 +98,7 @@ def test_a_recipe_of_recipes_takes_nothing_that_theirs_decide(argument) -> None:
 def test_rules_that_match_nothing_are_named() -> None:
     names = ["layers.28.mlp.fc1", "layers.3.router"]
     MIXED.check(names)
-    with pytest.raises(ValueError, match=r"rules that match no module: name='\*.router'"):
+    with pytest.raises(ValueError, match=r"rules that match no module: name='\*\*.router'"):
         MIXED.check(names[:1])
 
 

@@ -1,0 +1,21 @@
+"""Patterns over dotted module names: the one way to say which modules, in ``convert`` and in rules."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+
+def covers(pattern: str, name: str) -> bool:
+    """Whether ``pattern`` names the module ``name`` or a module above it.
+
+    A glob over whole dotted segments: ``*`` is one segment or part of one, ``**`` any number of them, so ``layers.1.*``
+    is not ``layers.10.fc1``, ``layers`` covers everything below it, and ``**.router`` finds routers at any depth.
+    """
+    return _covers(pattern.split("."), name.split("."))
+
+
+def _covers(pattern: Sequence[str], name: Sequence[str]) -> bool:
+    if not pattern:
+        return True
+    if pattern[0] == "**":
+        return any(_covers(pattern[1:], name[start:]) for start in range(len(name) + 1))
+    return bool(name) and fnmatchcase(name[0], pattern[0]) and _covers(pattern[1:], name[1:])
