@@ -378,3 +378,9 @@ def test_unknown_and_contradicting_arguments_raise():
 
 def test_harmless_hints_are_accepted():
     TransformerLayer(16, 16, 2, layer_number=3, seq_length=8, micro_batch_size=2, ub_overlap_ag=True)
+
+
+def test_a_mask_that_is_not_read_is_said_to_be_so():
+    module = MultiheadAttention(32, 2)
+    with pytest.warns(UserWarning, match="attention_mask is not read under attn_mask_type='causal'"):
+        module(torch.randn(4, 1, 32), attention_mask=torch.zeros(1, 1, 1, 4, dtype=torch.bool))
