@@ -12,6 +12,12 @@ from fp4engine.formats import CastSpec
 Pair = tuple[CastSpec | None, CastSpec | None]
 """Specs of the rowwise and the columnwise side; None for a side that is not asked for."""
 
+Half = tuple[Tensor | None, Tensor | None]
+"""Data and block scales of one side, or None twice."""
+
+Halves = tuple[Half, Half]
+_NOTHING: Halves = ((None, None), (None, None))
+
 _PLAIN = CastSpec()
 """Its amax is that of the tensor itself."""
 
@@ -69,15 +75,13 @@ def cast(
     missing = (specs[0] if given[0] is None else None, specs[1] if given[1] is None else None)
     if any(spec is not None for spec in missing):
         amaxes = [ours if value is None else value for value, ours in zip(given, amax(x, missing), strict=True)]
-    casts: list[tuple[Tensor, Tensor | None, Tensor] | None] = [None, None]
-    for family, run in ((True, _cast_fp8), (False, _cast_fp4)):
-        rowwise, columnwise = (spec if spec is not None and _is_fp8(spec) == family else None for spec in specs)
-        chosen = rowwise, columnwise
-        if any(spec is not None for spec in chosen):
-            for side, (data, scale_inv) in enumerate(run(x, chosen, forms, amaxes, rng, stream)):
-                value = amaxes[side]
-                if data is not None and value is not None:
-                    casts[side] = data, scale_inv, value
+    fp8 = _cast_fp8(x, _only(specs, fp8=True), amaxes)
+    fp4 = _cast_fp4(x, _only(specs, fp8=False), forms, amaxes, rng, stream)
+    casts: list[tuple[Tensor, Tensor | None, Tensor] | None] = []
+    for amax_of_side, (data, scale_inv), (fp4_data, fp4_scale_inv) in zip(amaxes, fp8, fp4, strict=True):
+        if data is None:
+            data, scale_inv = fp4_data, fp4_scale_inv
+        casts.append(None if data is None or amax_of_side is None else (data, scale_inv, amax_of_side))
     return casts
 
 
@@ -85,14 +89,17 @@ def _is_fp8(spec: CastSpec) -> bool:
     return not spec.block[1]
 
 
+def _only(specs: Pair, fp8: bool) -> Pair:
+    """The specs of one family of kernels."""
+    rowwise, columnwise = (spec if spec is not None and _is_fp8(spec) == fp8 else None for spec in specs)
+    return rowwise, columnwise
+
+
 def _cast_fp4(
-    x: Tensor,
-    specs: Pair,
-    forms: tuple[str, str],
-    amaxes: list[Tensor | None],
-    rng: Tensor | None,
-    stream: int,
-) -> list[tuple[Tensor | None, Tensor | None]]:
+    x: Tensor, specs: Pair, forms: tuple[str, str], amaxes: list[Tensor | None], rng: Tensor | None, stream: int
+) -> Halves:
+    if specs == (None, None):
+        return _NOTHING
     row, row_scale, col, col_scale = _fp4().quantize(
         x,
         *specs,
@@ -103,28 +110,21 @@ def _cast_fp4(
         rowwise_output=forms[0],
         columnwise_output=forms[1],
     )
-    return [(row, row_scale), (col, col_scale)]
+    return (row, row_scale), (col, col_scale)
 
 
-def _cast_fp8(
-    x: Tensor,
-    specs: Pair,
-    forms: tuple[str, str],
-    amaxes: list[Tensor | None],
-    rng: Tensor | None,
-    stream: int,
-) -> list[tuple[Tensor | None, Tensor | None]]:
-    amax = amaxes[1] if specs[0] is None else amaxes[0]
-    assert amax is not None
-    if specs[0] is not None and specs[1] is not None and amaxes[1] is not amax:
-        (row, _), (_, col) = (
-            _cast_fp8(x, half, forms, amaxes, rng, stream) for half in ((specs[0], None), (None, specs[1]))
-        )
-        return [row, col]
-    return [
-        (
-            codes,
-            None if codes is None or spec is None else codes.new_empty((len(codes), 0), dtype=spec.scale.torch_dtype),
-        )
-        for codes, spec in zip(_fp8().cast_fp8(x, amax, *specs), specs, strict=True)
-    ]
+def _cast_fp8(x: Tensor, specs: Pair, amaxes: list[Tensor | None]) -> Halves:
+    rowwise, columnwise = specs
+    if rowwise is not None and columnwise is not None and amaxes[0] is not amaxes[1]:
+        return _cast_fp8(x, (rowwise, None), amaxes)[0], _cast_fp8(x, (None, columnwise), amaxes)[1]
+    if rowwise is None and columnwise is None:
+        return _NOTHING
+    row, col = _fp8().cast_fp8(x, amaxes[1] if rowwise is None else amaxes[0], rowwise, columnwise)
+    return (row, _no_scales(row, rowwise)), (col, _no_scales(col, columnwise))
+
+
+def _no_scales(codes: Tensor | None, spec: CastSpec | None) -> Tensor | None:
+    """What stands for block scales without blocks: [rows, 0]."""
+    if codes is None or spec is None:
+        return None
+    return codes.new_empty((len(codes), 0), dtype=spec.scale.torch_dtype)

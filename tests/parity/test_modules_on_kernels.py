@@ -11,9 +11,10 @@ import torch
 import fp4engine
 from fp4engine import ops
 from fp4engine.quantizers import reference_quantizer
-from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
+from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling, zoo
 
 RECIPE = NVFP4BlockScaling()
+OTHERS = ("fp8_current", "nvfp4_forward_fp8_backward")
 
 
 def results(layer, inp, recipe):
@@ -36,5 +37,18 @@ def test_bytes(kernel_device, rows, fan_in, fan_out, dtype):
     ops.reset_executed_paths()
     ours = results(layer, inp, RECIPE)
     assert {path.split("/")[1] for path in ops.executed_paths()} == {"triton"}
+    for left, right in zip(ours, results(layer, inp, oracle), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_formats_cast_by_their_own_kernels(kernel_device, name):
+    recipe = zoo.make(name)
+    layer = fp4engine.Linear(40, 24, device=kernel_device, dtype=torch.bfloat16)
+    inp = torch.randn(20, 40, device=kernel_device, dtype=torch.bfloat16)
+    oracle = CustomRecipe(qfactory=partial(reference_quantizer, recipe))
+    ops.reset_executed_paths()
+    ours = results(layer, inp, recipe)
+    assert ops.executed_paths()["quantize/triton"] == 3
     for left, right in zip(ours, results(layer, inp, oracle), strict=True):
         assert torch.equal(left, right)
