@@ -1,6 +1,6 @@
 """What every module with a weight does: run its three GEMMs by the recipe in force."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class Gemms(torch.nn.Module):
             computed_by = plan or make_linear_plan(_UNQUANTIZED, self.module_type, self.name, self.executed)
             output = linear(inp, weight, bias, computed_by, weight_cache=cache, main_grad=main_grad)
         if torch.compiler.is_compiling():
-            _note_trace(self, plan is None)
+            _note_trace(id(self), plan is None)
         elif not in_backward():
             self._forwards.remember(plan, output, self.training)
         return output
@@ -222,18 +222,20 @@ def _make_plan_while_traced(gemms: int, recipe: int, group: int) -> None:
         RuntimeError: the recipe is made in the function that is compiled, so that no id tells which it is.
     """
     in_force = alive(recipe)
-    if not isinstance(in_force, Recipe):
+    # Dynamo's stand-in for a recipe that the traced function makes is no recipe, or one without its fields.
+    if not isinstance(in_force, Recipe) or not all(hasattr(in_force, field.name) for field in fields(in_force)):
         raise RuntimeError("torch.compile cannot trace how a recipe is made; make it outside the compiled function")
     alive(gemms)._make_plan(in_force, alive(group) if group else None)
 
 
 @constant_when_traced
-def _note_trace(gemms: Gemms, high_precision: bool) -> None:
+def _note_trace(identity: int, high_precision: bool) -> None:
     """Note what a compiled forward computes by; runs while it is traced, where no graph can be watched.
 
     Raises:
         RuntimeError: a recomputation is traced, and no forward computed so.
     """
+    gemms: Gemms = alive(identity)
     plan = None if high_precision else gemms._plan
     if torch._C._current_graph_task_id() == -1:
         gemms._forwards.note(plan, gemms.training)
