@@ -104,8 +104,9 @@ def amax(x: Tensor, rowwise: CastSpec | None, columnwise: CastSpec | None) -> tu
     rows, cols = x.shape
     row = Side.of(rowwise, "codes", 0) if rowwise else None
     col = Side.of(columnwise, "codes", 1) if columnwise else None
-    row_amax = torch.zeros(rows if row.per_row else 1, device=x.device) if row else None
-    col_amax = torch.zeros(cols if col.per_row else 1, device=x.device) if col else None
+    row_amax = torch.empty(rows if row.per_row else 1, device=x.device) if row else None
+    col_amax = torch.empty(cols if col.per_row else 1, device=x.device) if col else None
+    torch._foreach_zero_([amax for amax in (row_amax, col_amax) if amax is not None])  # one launch
     if x.numel() and (row or col):
         launch = Launch.of(x, 8 * 16 if col else 8, 64 if col else 1024)
         programs = min(launch.tiles, 8 * launch.multiprocessors)

@@ -137,7 +137,6 @@ def cast_fp8(x: Tensor, amax: Tensor, rowwise: CastSpec | None, columnwise: Cast
             tiles,
             (x, amax, row, col),
             shape,
-            (x, amax, row, col, *shape),
             (Grid.of(rowwise) if rowwise else None, Grid.of(columnwise) if columnwise else None, TILE_M, TILE_K),
             num_warps=4,
         )

@@ -136,7 +136,7 @@ def decode(codes: Tensor, scale_inv: Tensor, spec: CastSpec, cols: int) -> Tenso
     if total:
         pointers = (codes, scale_inv, out)
         constants = (BLOCKS, device_facts(codes.device)[0])
-        start(decode_kernel, -(-total // BLOCKS), pointers, (total,), (*pointers, total), constants, num_warps=4)
+        start(decode_kernel, -(-total // BLOCKS), pointers, (total,), constants, num_warps=4)
     return out
 
 
@@ -159,5 +159,5 @@ def dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, c
         shape = (spec.numerator, total, blocks, width)
         words = dtype != torch.float32 and width == blocks * BLOCK_SIZE
         constants = (spec.outer is Outer.ROW, words, BLOCKS, device_facts(codes.device)[0])
-        start(dequantize_kernel, -(-total // BLOCKS), pointers, shape, (*pointers, *shape), constants, num_warps=4)
+        start(dequantize_kernel, -(-total // BLOCKS), pointers, shape, constants, num_warps=4)
     return out

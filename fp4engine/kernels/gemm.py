@@ -268,13 +268,12 @@ def _launch_tma(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scal
     tma_store = aligned and not flags.accumulate
     programs = min(multiprocessors, _count(m, n, tiles))
     start(
-        _gemm_tma_kernel, programs, (out, *scales[:3]), (m, n, k, out.stride(0)),
-        (
+        _gemm_tma_kernel, programs, (out, *scales[:3]), (scales.numerator, m, n, k, out.stride(0)),
+        (*flags, tma_store, tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M, programs),
+        descriptors=(
             _describe(left, tiles.block_m, tiles.block_k), _describe(right, tiles.block_n, tiles.block_k),
             _describe(out, tiles.block_m, tiles.block_n) if tma_store else None,
-            out, *scales, m, n, k, out.stride(0),
         ),
-        (*flags, tma_store, tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M, programs),
         num_warps=tiles.num_warps, num_stages=stages_for(tiles, 10 * major + minor),
     )  # fmt: skip
 
@@ -286,10 +285,9 @@ def _describe(matrix: torch.Tensor, rows: int, cols: int) -> Descriptor:
 def _launch_plain(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scales: Scales, flags: Flags) -> None:
     m, n, k = left.shape[0], right.shape[0], left.shape[1]
     tiles = _PLAIN_TILES if min(m, n) >= 128 else _SMALL_TILES
-    sizes = (m, n, k, left.stride(0), right.stride(0), out.stride(0))
-    arguments = (left, right, out, *scales, *sizes)
+    scalars = (scales.numerator, m, n, k, left.stride(0), right.stride(0), out.stride(0))
     constants = (*flags, tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M, INTERPRETED)
     start(
-        _gemm_plain_kernel, _count(m, n, tiles), (left, right, out, *scales[:3]), sizes, arguments, constants,
+        _gemm_plain_kernel, _count(m, n, tiles), (left, right, out, *scales[:3]), scalars, constants,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

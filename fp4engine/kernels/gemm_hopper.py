@@ -245,12 +245,12 @@ def launch(
     m, n, k = left.shape[0], right.shape[0], left.shape[1]
     programs = min(multiprocessors, -(-m // TILE_M) * -(-n // TILE_N))
     start(
-        gemm_hopper_kernel, programs, scales[:3], (m, n, k, out.dtype),
-        (
-            _describe("left", left, LEFT_BLOCK), _describe("right", right, RIGHT_BLOCK),
-            _describe("out", out, OUT_BLOCK), *scales, m, n, k,
-        ),
+        gemm_hopper_kernel, programs, scales[:3], (scales.numerator, m, n, k),
         (*flags, GROUP_M, stages_for(out.dtype), programs, PRODUCER_REGISTERS, CONSUMER_REGISTERS),
+        descriptors=(
+            _describe("left", left, LEFT_BLOCK), _describe("right", right, RIGHT_BLOCK),
+            _describe("out", out, OUT_BLOCK),
+        ),
         num_warps=4,
     )  # fmt: skip
 

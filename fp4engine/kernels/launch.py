@@ -63,4 +63,4 @@ class Launch:
         FP contraction is off (see :func:`start`): it would merge roundings that the contract keeps apart.
         """
         constants = (*sides, *self.constants)
-        start(kernel, programs, pointers, integers, (*pointers, *integers), constants, num_warps=4, **options)
+        start(kernel, programs, pointers, integers, constants, num_warps=4, **options)

@@ -1,8 +1,8 @@
 """Starting a kernel with little work on the host.
 
-A kernel of a small model takes less time on the GPU than Triton takes to look at its arguments, so a problem that was
-started before goes straight to its compiled kernel: 49 -> 29 us per GEMM on the host of an H200. That is sound because
-the key below holds everything that Triton specializes a kernel on.
+A kernel of a small model takes less time on the GPU than Triton takes to look at its arguments. So a problem that was
+started before goes straight to its compiled kernel, which gets addresses and not tensors. That is sound because the key
+below holds everything that Triton checks and specializes a kernel on.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from triton.runtime.interpreter import InterpretedFunction
 ALIGNMENT = 16
 """Bytes: Triton specializes on addresses divisible by this; the copy engine wants such addresses and row strides."""
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+_runners: dict[tuple[Any, ...], Any] = {}
 _MOST_PROBLEMS = 4096
 """Problems remembered; a run whose M never repeats must not grow without end."""
 
@@ -22,37 +22,51 @@ def start(
     kernel: Any,
     programs: int,
     pointers: tuple[torch.Tensor | None, ...],
-    key: tuple[Any, ...],
-    arguments: tuple[Any, ...],
+    scalars: tuple[Any, ...],
     constants: tuple[Any, ...],
+    *,
+    descriptors: tuple[Any, ...] = (),
     **options: Any,
 ) -> None:
-    """``kernel[(programs,)](*arguments, *constants, **options)`` on the device of ``pointers``.
+    """``kernel[(programs,)](*descriptors, *pointers, *scalars, *constants, **options)`` on the pointers' device.
 
     Args:
-        kernel: a Triton or Gluon kernel.
-        programs: size of the one-dimensional grid.
-        pointers: the tensors among ``arguments`` that are passed as plain pointers.
-        key: the integers among ``arguments``, and the dtypes of descriptors where they vary.
-        arguments: in the kernel's order.
-        constants: the kernel's ``constexpr`` parameters, which follow its arguments.
-        options: ``num_warps`` and the like.
+        kernel: a Triton or Gluon kernel, its parameters in that order.
+        programs: size of the one-dimensional grid, a function of all that follows.
+        pointers: tensors passed by their address; at least one is not None.
+        scalars: integers and floats.
+        constants: the ``constexpr`` parameters.
+        descriptors: matrices as the copy engine sees them.
+        options: ``num_warps`` and the like, a function of the kernel and the rest.
     """
     grid = (programs, 1, 1)
     if isinstance(kernel, InterpretedFunction):
-        kernel[grid](*arguments, *constants, **options)
+        kernel[grid](*descriptors, *pointers, *scalars, *constants, **options)
         return
     device = next(pointer.device for pointer in pointers if pointer is not None)
     if device.index != torch.cuda.current_device():  # Triton launches on the current device, whatever it is given
         with torch.cuda.device(device):
-            return start(kernel, programs, pointers, key, arguments, constants, **options)
-    kinds = tuple((t.dtype, t.data_ptr() % ALIGNMENT == 0) if t is not None else None for t in pointers)
-    full_key = (id(kernel), device, kinds, key, constants)
-    compiled = _compiled.get(full_key)
-    if compiled is None:
-        if len(_compiled) >= _MOST_PROBLEMS:
-            _compiled.clear()
-        # FP contraction is off: alpha * acc + bias rounds twice by contract, a fused multiply-add rounds once.
-        _compiled[full_key] = kernel[grid](*arguments, *constants, **options, enable_fp_fusion=False)
-    else:
-        compiled[grid](*arguments, *constants)
+            return start(kernel, programs, pointers, scalars, constants, descriptors=descriptors, **options)
+    addresses: list[int | None] = []
+    kinds: list[Any] = [id(kernel), device.index, scalars, constants]
+    for pointer in pointers:
+        if pointer is None:
+            addresses.append(None)
+            kinds.append(None)
+        else:
+            address = pointer.data_ptr()
+            addresses.append(address)
+            kinds += (pointer.dtype, pointer.get_device(), address % ALIGNMENT == 0)
+    for descriptor in descriptors:
+        kinds.append(descriptor and descriptor.base.dtype)
+    key = tuple(kinds)
+    runner = _runners.get(key)
+    if runner is not None:
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        runner(*descriptors, *addresses, *scalars, *constants, stream=stream)
+        return
+    if len(_runners) >= _MOST_PROBLEMS:
+        _runners.clear()
+    # FP contraction is off: alpha * acc + bias rounds twice by contract, a fused multiply-add rounds once.
+    compiled = kernel[grid](*descriptors, *pointers, *scalars, *constants, **options, enable_fp_fusion=False)
+    _runners[key] = compiled[grid]

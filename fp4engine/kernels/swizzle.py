@@ -45,5 +45,5 @@ def swizzle_scales(scales: Tensor) -> Tensor:
     if out.numel():
         integers = (rows, blocks, row_tiles, col_tiles)
         programs = row_tiles * -(-col_tiles // COL_TILES)
-        start(swizzle_kernel, programs, (scales, out), integers, (scales, out, *integers), (COL_TILES,), num_warps=4)
+        start(swizzle_kernel, programs, (scales, out), integers, (COL_TILES,), num_warps=4)
     return out
