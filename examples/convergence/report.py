@@ -1,6 +1,7 @@
 """A study as a Markdown table and a picture: paired relative gaps, mean and standard deviation over seeds."""
 
 import dataclasses
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from matplotlib.axes import Axes
 from convergence import results
 from convergence.results import Result
 from convergence.studies import BASELINE, STUDIES, Study, variants_of
-from gpt.settings import Settings
+from gpt.settings import InputError, Settings
 
 Results = dict[str, dict[int, Result]]
 """variant -> seed -> its finished run."""
@@ -22,14 +23,46 @@ Results = dict[str, dict[int, Result]]
 HEADER = ("variant", "seeds", "loss (nats/byte)", "gap to bf16", "gap minus the reference's", "seconds")
 
 
-def write(study: str, settings: Settings, seeds: int, folder: Path) -> str:
-    """The study's table; also written, with its picture, below `folder`. Runs that are missing leave dashes."""
-    found = load(STUDIES[study], settings, seeds, folder)
-    text = f"{STUDIES[study].question}\n\n{table(STUDIES[study], found)}\n"
-    (folder / settings.preset).mkdir(parents=True, exist_ok=True)
-    (folder / settings.preset / f"{study}.md").write_text(text)
-    plot(STUDIES[study], found, settings, folder / settings.preset / f"{study}.png")
+def write(studies: Sequence[str], settings: Settings, seeds: int, folder: Path, target: Path | None = None) -> str:
+    """Tables of the studies at one preset, as Markdown; their pictures are drawn below `folder`.
+
+    Args:
+        target: a file in which the text takes the place of what stands between `<!-- PRESET -->` and
+            `<!-- end of PRESET -->`; it must have both lines.
+
+    Raises:
+        InputError: runs of one preset were trained on different data, or `target` has no place for them.
+    """
+    beside = folder if target is None else Path(os.path.relpath(folder, target.parent))
+    sections = []
+    for name in studies:
+        found = load(STUDIES[name], settings, seeds, folder)
+        picture = Path(settings.preset) / f"{name}.png"
+        if found:
+            plot(STUDIES[name], found, settings, folder / picture)
+        sections.append(section(name, found, beside / picture))
+    text = "\n".join(sections)
+    if target is not None:
+        insert(text, settings.preset, target)
     return text
+
+
+def section(name: str, found: Results, picture: Path) -> str:
+    """A study's question, where its runs were made, their table and picture."""
+    runs = [run for of_variant in found.values() for run in of_variant.values()]
+    made = {f"{run.header['device']}, torch {run.header['torch']}, {run.header['date']}" for run in runs}
+    where = f"{len(runs)} runs. {'; '.join(sorted(made))}." if runs else "No runs."
+    image = f"\n![{name}]({picture})\n" if runs else ""
+    return f"### {name}: {STUDIES[name].question}\n\n{where}\n\n{table(STUDIES[name], found)}\n{image}"
+
+
+def insert(text: str, preset: str, target: Path) -> None:
+    begin, end = f"<!-- {preset} -->\n", f"<!-- end of {preset} -->"
+    before, found_begin, rest = target.read_text().partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise InputError(f"{target} needs the lines {begin.strip()} and {end}, between which the tables go")
+    target.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def load(study: Study, settings: Settings, seeds: int, folder: Path) -> Results:
@@ -40,6 +73,9 @@ def load(study: Study, settings: Settings, seeds: int, folder: Path) -> Results:
             result = results.load(results.path_of(folder, own, variant), own)
             if result is not None:
                 found.setdefault(variant, {})[seed] = result
+    data = {run.header["data"] for of_variant in found.values() for run in of_variant.values()}
+    if len(data) > 1:
+        raise InputError(f"runs below {folder / settings.preset} were trained on different data: {', '.join(data)}")
     return found
 
 

@@ -1,5 +1,6 @@
 """Finished runs on disk: one JSONL file each, named for preset, variant and seed, shared by all studies."""
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from gpt.settings import InputError, Settings
 NUMBERS_DEPEND_ON = (
     "preset", "layers", "width", "sequence", "batch", "tokens", "learning_rate", "keep_high_precision", "seed",
 )  # fmt: skip
-"""Settings of a run that change its numbers."""
+"""Settings of a run that say what it is."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class Result:
 def path_of(folder: Path, settings: Settings, variant: str) -> Path:
     slug = re.sub(r"[^a-z0-9]+", "-", variant.lower().replace("%", "")).strip("-")
     return folder / settings.preset / f"{slug}.seed{settings.seed}.jsonl"
+
+
+def unfinished(scratch: Path, settings: Settings, variant: str, data: str) -> Path:
+    """Where a run that was stopped waits: a folder of its own for every variant, settings and data."""
+    identity = json.dumps([variant, of_settings(settings), data]).encode()
+    return scratch / "unfinished" / hashlib.sha256(identity).hexdigest()[:16]
 
 
 def save(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -40,9 +40,10 @@ PRESETS = {
     "cpu": Settings("cpu", 2, 64, 64, 16, 300_000, 3e-3, 73, 1),
     "micro": Settings("micro", 2, 128, 128, 128, 10_000_000, 3e-3, 61, 1),
     "mini": Settings("mini", 4, 128, 256, 128, 87_000_000, 3e-3, 266, 1),
+    "3m": Settings("3m", 4, 256, 256, 128, 315_000_000, 2e-3, 481, 1),
     "10m": dataclasses.replace(TRAINING_PRESETS["10m"], tokens=1_000_000_000, evaluate_every=763),
 }
-"""`mini` (0.9 million parameters) and `10m` see about 95 bytes per parameter, where the published gaps are wide;
+"""`mini` (0.9 million parameters), `3m` and `10m` see about 95 bytes per parameter, where the published gaps are wide;
 `micro` (0.5 million) sees 20, for recipes whose casts have no kernel yet."""
 
 

@@ -33,8 +33,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 import fp4engine
-from convergence.run import RESULTS
-from convergence.sources import python_sources
+from convergence import sources
+from convergence.run import RESULTS, SCRATCH
 from convergence.studies import BASELINE, PRESETS
 from convergence.training import Training, environment
 from fp4engine import reference
@@ -44,7 +44,6 @@ from fp4engine.reference.cast import prepare
 from fp4engine.reference.hadamard import rotate
 from fp4engine.reference.philox import rotation_signs
 from fp4engine.roles import TENSOR_TYPES
-from gpt.data import Corpus, load_corpus
 
 RECIPES = ("nvfp4", "nvfp4_4over6", "quartet2", "rht128_4over6_scalar", "mxfp4")
 MEASURES = ("error", "bias", "saturated", "underflow")
@@ -204,13 +203,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--draws", type=int, default=DRAWS, help="of each stochastic cast (default: %(default)s)")
     parser.add_argument("--data", help="a folder of text files (default: the Python sources found here)")
+    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="where the text is kept (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS / "tensors", help="default: %(default)s")
     arguments = parser.parse_args(argv)
     preset = PRESETS[arguments.preset]
     settings = dataclasses.replace(preset, device=device, tokens=int(arguments.tokens or preset.tokens))
     length = settings.sequence + 1
-    corpus = load_corpus(arguments.data, length, torch.device("cpu")) if arguments.data else python_sources(length)
-    corpus = Corpus(corpus.training.to(device), corpus.validation.to(device), corpus.digest)
+    corpus = sources.load(sources.prepare(arguments.data, length, arguments.scratch), device)
     training = Training(settings, BASELINE, corpus)
     recipes = {name: zoo.make(name) for name in arguments.recipes}
     rows = list(rows_of_run(training, arguments.at, recipes, arguments.draws))

@@ -6,9 +6,11 @@ Runs of one study differ in their recipe and in nothing else: weights, data orde
 import datetime
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ import fp4engine
 from convergence.results import of_settings
 from convergence.studies import HIGH_PRECISION, VARIANTS
 from fp4engine.recipe import Recipe
+from gpt import checkpoint
+from gpt.checkpoint import write_atomically
 from gpt.data import Corpus
 from gpt.model import GPT
 from gpt.settings import Settings
@@ -25,6 +29,9 @@ from gpt.training import LARGEST_GRADIENT_NORM, VALIDATION_BATCHES, learning_rat
 
 EAGER_STEPS = 3
 """Steps that a recipe runs before it is captured; they train like all others, and warm everything up."""
+
+ADVANCE_EVERY = 20
+"""Steps between two reports of progress; the device may not be further behind, or the deadline would mean little."""
 
 VALIDATION_BYTES = 2**16
 """Least number of bytes that a validation loss is a mean over; the same bytes in every run."""
@@ -38,6 +45,8 @@ class Training:
 
     Attributes:
         losses: training loss of every step, FP32 [steps], on the device.
+        validation: `(step, loss in nats per byte)` so far.
+        seconds: that earlier sessions of this run took.
     """
 
     def __init__(self, settings: Settings, variant: str, corpus: Corpus) -> None:
@@ -50,12 +59,17 @@ class Training:
         fp4engine.manual_seed(settings.seed + VARIANTS[variant].draws)
         self.model = GPT(settings.layers, settings.width, settings.sequence).to(self.device)
         fp4engine.convert(self.model, keep_high_precision=settings.keep_high_precision)
+        self.compute_loss = self.model.loss
+        if settings.compile:
+            torch.compiler.reset()  # a process that compiles for one model after the other runs into a limit
+            self.compute_loss = torch.compile(self.model.loss)
         self.optimizer = make_optimizer(self.model)
         self.rate = torch.zeros((), device=self.device)
-        for group in self.optimizer.param_groups:
-            group.update(lr=self.rate, capturable=self.on_gpu)
+        self._bind_rate()
         self.tokens = corpus.batch(0, settings.batch, settings.sequence + 1, settings.seed)
         self.losses = torch.zeros(settings.steps, device=self.device)
+        self.validation: list[tuple[int, float]] = []
+        self.seconds = 0.0
         self.step = 0
         self.seen: Counter[Recipe] = Counter()
         self.graphs: dict[Recipe, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -68,6 +82,34 @@ class Training:
     def recipe(self) -> Recipe:
         """The recipe in force at this step, or at the last one when all are done."""
         return self.schedule.at(min(self.step, self.settings.steps - 1))
+
+    def _bind_rate(self) -> None:
+        for group in self.optimizer.param_groups:
+            group.update(lr=self.rate, capturable=self.on_gpu)
+
+    def save(self, folder: Path) -> None:
+        """Keep below `folder` what continuing bit for bit needs; a checkpoint without its metrics cannot come about."""
+        folder.mkdir(parents=True, exist_ok=True)
+        losses = self.losses[: self.step].tolist()
+        state = {"losses": losses, "validation": self.validation, "seconds": self.seconds}
+        write_atomically(folder / f"{self.step}.json", json.dumps(state))
+        checkpoint.save(folder, self.step, self.model, self.optimizer)
+
+    def restore(self, folder: Path) -> None:
+        """Continue from what :meth:`save` left, if anything."""
+        self.step = checkpoint.restore(folder, self.model, self.optimizer)
+        if self.step:
+            self._bind_rate()
+            state = json.loads((folder / f"{self.step}.json").read_text())
+            self.losses[: self.step] = torch.tensor(state["losses"])
+            self.validation = [(step, loss) for step, loss in state["validation"]]
+            self.seconds = state["seconds"]
+
+    @property
+    def has_ended(self) -> bool:
+        """All steps are done, or the loss is not finite."""
+        diverged = bool(self.validation) and not math.isfinite(self.validation[-1][1])
+        return diverged or self.step == self.settings.steps
 
     def train_step(self) -> None:
         settings = self.settings
@@ -103,7 +145,12 @@ class Training:
 
     def loss(self, tokens: Tensor, recipe: Recipe) -> Tensor:
         with precision(recipe, self.device):
-            return self.model.loss(tokens)
+            return self.compute_loss(tokens)
+
+    def wait(self) -> None:
+        """Until the device has done what was asked of it."""
+        if self.on_gpu:
+            torch.cuda.current_stream().synchronize()
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -111,7 +158,8 @@ class Training:
         batch, length = self.settings.batch, self.settings.sequence + 1
         of = max(VALIDATION_BATCHES, VALIDATION_BYTES // (batch * self.settings.sequence))
         batches = (self.corpus.validation_batch(index, of, batch, length) for index in range(of))
-        return float(torch.stack([self.loss(tokens, self.recipe) for tokens in batches]).mean())
+        with precision(self.recipe, self.device):
+            return float(torch.stack([self.model.loss(tokens) for tokens in batches]).mean())
 
 
 def use_own_stream() -> None:
@@ -130,28 +178,47 @@ def precision(recipe: Recipe, device: torch.device) -> Generator[None]:
         yield
 
 
-def train(settings: Settings, variant: str, corpus: Corpus, advance: Callable[[int], None]) -> list[dict[str, Any]]:
-    """All steps of one run, as rows: what it was, its losses, its result. A loss that is not finite ends it."""
+def train(
+    settings: Settings,
+    variant: str,
+    corpus: Corpus,
+    advance: Callable[[int], None],
+    unfinished: Path,
+    deadline: float = math.inf,
+) -> list[dict[str, Any]] | None:
+    """All steps of one run, as rows: what it was, its losses, its result. A loss that is not finite ends it.
+
+    Args:
+        advance: told the number of steps done since it was last called.
+        unfinished: folder in which a stopped run waits, and from which it continues.
+        deadline: :func:`time.time` at which it is saved there, and None returned.
+    """
     training = Training(settings, variant, corpus)
-    begin = datetime.datetime.now(datetime.UTC)
-    rows: list[dict[str, Any]] = []
-    last = 0
-    while training.step < settings.steps:
+    training.restore(unfinished)
+    begin = time.time()
+    told = 0
+    while not training.has_ended and time.time() < deadline:
         training.train_step()
         if training.step % settings.evaluate_every == 0 or training.step == settings.steps:
-            rows.append({"step": training.step, "validation_loss": training.validate()})
-            advance(training.step - last)
-            last = training.step
-            if not math.isfinite(rows[-1]["validation_loss"]):
-                break
-    seconds = (datetime.datetime.now(datetime.UTC) - begin).total_seconds()
+            training.validation.append((training.step, training.validate()))
+        if training.step % ADVANCE_EVERY == 0:
+            training.wait()
+            advance(training.step - told)
+            told = training.step
+    advance(training.step - told)
+    losses = training.losses[: training.step].tolist()
+    training.seconds += time.time() - begin
+    if not training.has_ended:
+        training.save(unfinished)
+        return None
     header = {
         "variant": variant,
         "recipe": json.loads(training.schedule.to_json()),
         **environment(settings, corpus),
-        "seconds": seconds,
+        "seconds": round(training.seconds, 2),
     }
-    return [header, *thinned(training.losses[: training.step].tolist()), *rows]
+    validation = [{"step": step, "validation_loss": loss} for step, loss in training.validation]
+    return [header, *thinned(losses), *validation]
 
 
 def thinned(losses: list[float]) -> Iterator[dict[str, Any]]:
@@ -166,6 +233,7 @@ def environment(settings: Settings, corpus: Corpus) -> dict[str, Any]:
     on_gpu = settings.device == "cuda"
     return {
         "settings": of_settings(settings),
+        "compile": settings.compile,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "torch": torch.__version__,
         "fp4engine": fp4engine.__version__,

@@ -42,6 +42,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state() if next(model.parameters()).is_cuda else None,
         "fp4_rng": fp4engine.get_rng_state(),
+        "amax_history": fp4engine.get_amax_history(model),
     }
     torch.save(state, partial / STATE)
     (partial / DIGESTS).write_text(json.dumps({name: file_digest(partial / name) for name in (WEIGHTS, STATE)}))
@@ -74,6 +75,7 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         if state["cuda_rng"] is not None:
             torch.cuda.set_rng_state(state["cuda_rng"])
         fp4engine.set_rng_state(state["fp4_rng"])
+        fp4engine.set_amax_history(model, state["amax_history"])
     except Exception as error:  # whatever a damaged file makes its reader raise
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         instead = f"the one before, {found[-2].name}" if len(found) > 1 else "the beginning"

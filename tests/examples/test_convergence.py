@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from convergence import report, results, run, tensors, training
+from convergence import report, results, run, sources, tensors, training
 from convergence.studies import BASELINE, HIGH_PRECISION, PRESETS, STUDIES, SWITCH_AT, VARIANTS, variants_of
 from convergence.training import thinned, train
 from fp4engine.formats import CastSpec, Rotation, RoundingMode, Signs
 from fp4engine.recipe import Recipe, zoo
 from fp4engine.roles import QuantizerRole
 from gpt.data import Corpus, load_corpus
-from gpt.settings import Settings
+from gpt.settings import InputError, Settings
 
 SMALL = dataclasses.replace(PRESETS["tiny"], layers=1, width=32, sequence=16, batch=2, tokens=2 * 16 * 11)
 
@@ -39,8 +39,12 @@ def corpus(texts: Path) -> Corpus:
     return load_corpus(str(texts), SMALL.sequence + 1, torch.device("cpu"))
 
 
+NOWHERE = Path("nowhere")
+
+
 def losses(settings: Settings, variant: str, corpus: Corpus) -> list[float]:
-    rows = train(settings, variant, corpus, lambda steps: None)
+    rows = train(settings, variant, corpus, lambda steps: None, NOWHERE)
+    assert rows is not None
     return [row["loss"] for row in rows if "loss" in row]
 
 
@@ -85,8 +89,10 @@ def test_runs_are_planned_once_and_in_order() -> None:
     runs = run.planned(["noise", "switch"], SMALL, seeds=2)
     assert len(set(runs)) == len(runs)
     assert [r.variant for r in runs[:3]] == list(STUDIES["noise"].variants)
-    assert {r.settings.seed for r in runs} == {0, 1}
-    assert len(runs) == 2 * len({*variants_of(STUDIES["noise"]), *variants_of(STUDIES["switch"])})
+    variants = {*variants_of(STUDIES["noise"]), *variants_of(STUDIES["switch"])}
+    assert [r.settings.seed for r in runs] == [0] * len(variants) + [1] * len(variants)
+    few = run.planned(["noise", "switch"], SMALL, seeds=2, variants=[BASELINE])
+    assert [(r.variant, r.settings.seed) for r in few] == [(BASELINE, 0), (BASELINE, 1)]
 
 
 def test_a_run_repeats_itself_and_its_pair_differs_in_the_recipe_only(corpus: Corpus) -> None:
@@ -109,6 +115,41 @@ def test_a_late_switch_is_the_reference_run_until_then(corpus: Corpus) -> None:
 
 def test_delayed_scaling_trains(corpus: Corpus) -> None:
     assert all(map(math.isfinite, losses(SMALL, "FP8 delayed", corpus)))
+
+
+def stopped_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the clock of the next run stand at its number of steps, so that `step` is a deadline."""
+    clock = iter(range(-1, 1000))
+    monkeypatch.setattr(training.time, "time", lambda: next(clock))
+
+
+@pytest.mark.parametrize("variant", ["nvfp4", "forward to bf16 at 82%", "FP8 delayed"])
+def test_a_stopped_run_continues_bit_for_bit(
+    variant: str, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = dataclasses.replace(SMALL, evaluate_every=3)
+    steps: list[int] = []
+    whole = train(settings, variant, corpus, steps.append, NOWHERE)
+    assert whole is not None and sum(steps) == settings.steps
+    rows = None
+    for stop in (4, 3, 1000):
+        stopped_at(stop, monkeypatch)
+        rows = train(settings, variant, corpus, lambda steps: None, tmp_path, stop)
+        assert (rows is None) == (stop < 1000)
+    assert rows is not None and rows[1:] == whole[1:]
+    assert not NOWHERE.exists()
+
+
+def test_where_a_stopped_run_waits_depends_on_all_that_it_is(tmp_path: Path) -> None:
+    runs = [(SMALL, "nvfp4", "a"), (SMALL, BASELINE, "a"), (SMALL, "nvfp4", "b")]
+    runs += [(dataclasses.replace(SMALL, **change), "nvfp4", "a") for change in ({"seed": 1}, {"tokens": 4096})]
+    assert len({results.unfinished(tmp_path, *of_run) for of_run in runs}) == len(runs)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains(corpus: Corpus) -> None:
+    compiled = losses(dataclasses.replace(SMALL, compile=True), "nvfp4", corpus)
+    assert compiled == pytest.approx(losses(SMALL, "nvfp4", corpus), rel=0.01)
 
 
 @pytest.mark.gpu
@@ -134,7 +175,7 @@ def test_thinned_losses_are_means_at_the_end_of_their_share() -> None:
 
 def options(texts: Path, folder: Path, *more: str) -> list[str]:
     common = ["--preset=tiny", "--device=cpu", "--tokens=2048", "--seeds=1", "--workers=1"]
-    return [*common, f"--data={texts}", f"--results={folder}", *more]
+    return [*common, f"--data={texts}", f"--results={folder}", f"--scratch={folder / 'scratch'}", *more]
 
 
 @pytest.mark.slow
@@ -165,13 +206,36 @@ def test_the_command_refuses(arguments: list[str], capsys: pytest.CaptureFixture
 def test_stopping_early_begins_nothing(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["noise", *options(texts, tmp_path / "results", "--stop-after=0")]) == 0
     out = capsys.readouterr().out
-    assert "3 runs are left" in out
+    assert "3 runs are left, 0 of them begun" in out
     assert "| nvfp4 | 0 | - |" in out
 
 
-def saved(folder: Path, variant: str, seed: int, loss: float) -> None:
+def test_workers_are_dealt_out_to_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5")
+    assert run.gpus() == ["2", "GPU-5"]
+    seen: list[str] = []
+    monkeypatch.setattr(run.Lanes, "_lane", lambda lanes, index: seen.append(lanes.gpus[index % len(lanes.gpus)]))
+    run.Lanes(3, "cuda", tmp_path)
+    assert seen == ["2", "GPU-5", "2"]
+
+
+@pytest.mark.slow
+def test_a_failing_run_is_told_at_the_end_and_stops_no_other(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "results"
+    blocked = folder / "tiny" / "nvfp4.seed0.jsonl.partial"
+    blocked.mkdir(parents=True)  # where the run would be written
+    assert run.main(["noise", *options(texts, folder)]) == 2
+    out, err = capsys.readouterr()
+    assert "1 runs failed: nvfp4, seed 0" in err and "IsADirectoryError" in err
+    assert "| nvfp4 | 0 | - |" in out and "| nvfp4, other draws | 1 |" in out
+
+
+def saved(folder: Path, variant: str, seed: int, loss: float, data: str = "d") -> None:
     settings = dataclasses.replace(SMALL, seed=seed)
-    header = {"variant": variant, "settings": results.of_settings(settings), "seconds": 1.0}
+    made = {"device": "cpu", "torch": "2", "date": "today", "data": data}
+    header = {"variant": variant, "settings": results.of_settings(settings), "seconds": 1.0, **made}
     rows = [header, {"step": 1, "loss": 9.0}, {"step": 1, "validation_loss": 2 * loss}]
     results.save(results.path_of(folder, settings, variant), [*rows, {"step": 2, "validation_loss": loss}])
 
@@ -185,10 +249,41 @@ def test_gaps_are_paired_by_seed(tmp_path: Path) -> None:
     found = report.load(STUDIES["ablations"], SMALL, 2, tmp_path)
     assert report.gaps(found, "nvfp4") == pytest.approx({0: 2.0, 1: 4.0})
     assert report.differences(found, "no SR", "nvfp4") == pytest.approx({0: 1.0, 1: 1.0})
-    text = report.write("ablations", SMALL, 2, tmp_path)
+    text = report.write(["ablations"], SMALL, 2, tmp_path)
     assert "| nvfp4 | 2 | 1.5500 | +3.00 ± 1.41 % |" in text
     assert "| no SR | 2 | 1.5650 | +4.00 ± 1.41 % | +1.00 ± 0.00 pt |" in text
     assert "| no RHT | 1 | 1.5000 | +50.00 % | +48.00 pt |" in text
+
+
+def test_tables_take_their_place_in_a_document(tmp_path: Path) -> None:
+    folder, target = tmp_path / "results", tmp_path / "docs" / "evidence.md"
+    saved(folder, BASELINE, 0, 1.0)
+    target.parent.mkdir()
+    target.write_text("before\n<!-- tiny -->\nold\n<!-- end of tiny -->\nafter\n")
+    text = report.write(["noise"], SMALL, 1, folder, target)
+    assert target.read_text() == f"before\n<!-- tiny -->\n\n{text}\n<!-- end of tiny -->\nafter\n"
+    assert "](../results/tiny/noise.png)" in text and (folder / "tiny" / "noise.png").exists()
+    assert "1 runs. cpu, torch 2, today." in text and "| bf16 | 1 | 1.0000 |" in text
+    with pytest.raises(InputError, match="needs the lines <!-- mini -->"):
+        report.write(["noise"], PRESETS["mini"], 1, folder, target)
+
+
+def test_runs_on_different_data_are_not_compared(tmp_path: Path) -> None:
+    saved(tmp_path, BASELINE, 0, 1.0)
+    saved(tmp_path, "nvfp4", 0, 1.0, data="other")
+    with pytest.raises(InputError, match="different data"):
+        report.write(["noise"], SMALL, 1, tmp_path)
+
+
+def test_python_sources_are_read_once(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    small = load_corpus(str(texts), 17, torch.device("cpu"))
+    monkeypatch.setattr(sources, "python_sources", lambda length: reads.append(length) or small)
+    for _ in range(2):
+        found = sources.load(sources.prepare(None, 17, tmp_path), "cpu")
+        assert found.digest == small.digest and torch.equal(found.training, small.training)
+    assert reads == [17]
+    assert sources.load(sources.prepare(str(texts), 17, tmp_path), "cpu").digest == small.digest
 
 
 def test_every_variant_has_a_file_of_its_own(tmp_path: Path) -> None:
@@ -240,7 +335,15 @@ def test_nothing_is_measured_on_zeros() -> None:
 def test_the_tensors_of_a_run_are_measured_and_drawn(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--preset=tiny", f"--data={texts}", f"--out={tmp_path}", "--tokens=2048", "--recipes", "nvfp4"]
+    arguments = [
+        "--preset=tiny",
+        f"--data={texts}",
+        f"--out={tmp_path}",
+        f"--scratch={tmp_path}",
+        "--tokens=2048",
+        "--recipes",
+        "nvfp4",
+    ]
     assert tensors.main([*arguments, "--at", "0.5", "1"]) == 0
     assert "| nvfp4 | grad_output.columnwise |" in capsys.readouterr().out
     header, *rows = [json.loads(line) for line in (tmp_path / "tensors.jsonl").read_text().splitlines()]
