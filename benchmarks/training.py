@@ -1,25 +1,29 @@
-"""Whole models, BF16 beside NVFP4 in the same run: tokens per second and peak memory.
+"""Whole models, FP8 and emulated NVFP4 beside BF16 in the same run: tokens per second, peak memory, what is saved.
 
-    python benchmarks/training.py [--models 85m 1b] [--out benchmarks/results]
+    python benchmarks/training.py [--models 85m 1b] [--precisions bf16 nvfp4] [--out benchmarks/results]
 
 The model is the example's GPT (RMSNorm, rotary positions, SwiGLU, SDPA), FP32 parameters under torch.autocast(bf16),
-fused AdamW, random tokens. Each model runs eager and compiled; the ratio is NVFP4's tokens per second over BF16's.
+fused AdamW, random tokens. Each model runs eager and, delayed scaling apart, compiled; the first precision is the
+denominator of every ratio. `saved` is all that a forward pass keeps for backward, `linears` what the linear layers do.
 """
 
 import argparse
 import gc
+import itertools
 import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from timing import environment
 
 import fp4engine
-from fp4engine.recipe import NVFP4BlockScaling
+from fp4engine.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling, Recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from gpt.measure import saved_by_linears
 from gpt.model import GPT
 
 MODELS = {
@@ -27,10 +31,15 @@ MODELS = {
     "1b": dict(layers=20, width=2048, sequence=2048, batch=4),
 }
 WARM_UP, STEPS = 4, 10
-RECIPE = NVFP4BlockScaling()
+PRECISIONS: dict[str, Recipe | None] = {
+    "bf16": None,
+    "fp8_current": Float8CurrentScaling(),
+    "fp8_delayed": DelayedScaling(),
+    "nvfp4": NVFP4BlockScaling(),
+}
 
 
-def saved_bytes(model: GPT, tokens: torch.Tensor, enabled: bool) -> int:
+def saved_bytes(model: GPT, tokens: torch.Tensor, recipe: Recipe | None) -> int:
     """Bytes that one forward pass keeps for backward, storages counted once, parameters left out."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     storages: dict[int, int] = {}
@@ -42,31 +51,31 @@ def saved_bytes(model: GPT, tokens: torch.Tensor, enabled: bool) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        forward(model, tokens, enabled)
+        forward(model, tokens, recipe)
     return sum(storages.values())
 
 
-def forward(model: GPT, tokens: torch.Tensor, enabled: bool) -> torch.Tensor:
-    with torch.autocast("cuda", torch.bfloat16), fp4engine.autocast(enabled=enabled, recipe=RECIPE):
+def forward(model: GPT, tokens: torch.Tensor, recipe: Recipe | None) -> torch.Tensor:
+    with torch.autocast("cuda", torch.bfloat16), fp4engine.autocast(enabled=recipe is not None, recipe=recipe):
         return model.loss(tokens)
 
 
-def measure(config: dict[str, int], precision: str, compiled: bool) -> dict[str, float]:
+def measure(config: dict[str, int], recipe: Recipe | None, compiled: bool) -> dict[str, float]:
     """Tokens per second, peak bytes and bytes saved for backward."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = GPT(config["layers"], config["width"], config["sequence"])
-    enabled = precision == "nvfp4"
-    if enabled:
+    if recipe is not None:
         fp4engine.convert(model, keep_high_precision=["lm_head"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(0, 256, (config["batch"], config["sequence"] + 1), device="cuda")
-    saved = saved_bytes(model, tokens, enabled)
+    saved = saved_bytes(model, tokens, recipe)
+    linears = saved_by_linears(model, lambda: forward(model, tokens, recipe))
     run = torch.compile(forward, fullgraph=True) if compiled else forward
 
     def step() -> torch.Tensor:
-        loss = run(model, tokens, enabled)
+        loss = run(model, tokens, recipe)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -85,35 +94,47 @@ def measure(config: dict[str, int], precision: str, compiled: bool) -> dict[str,
         "tokens_per_second": config["batch"] * config["sequence"] / seconds,
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "saved_bytes": saved,
+        "saved_by_linears": linears,
         "loss": float(loss),
     }
+
+
+def show(row: dict[str, Any], first: dict[str, Any]) -> None:
+    """One line; the shares are of the first precision's row."""
+    print(
+        f"{row['model']:6} {row['mode']:9} {row['precision']:12} {row['tokens_per_second']:10.0f} {row['ratio']:6.3f} "
+        f"{row['peak_bytes'] / 2**30:9.2f} {row['saved_bytes'] / 2**30:9.2f} {row['saved_by_linears'] / 2**30:11.2f} "
+        f"{row['saved_by_linears'] / first['saved_by_linears']:6.3f}",
+        flush=True,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
+    parser.add_argument("--precisions", nargs="+", choices=tuple(PRECISIONS), default=list(PRECISIONS))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
-    rows = []
-    print(f"{'model':6} {'mode':9} {'precision':9} {'tokens/s':>10} {'ratio':>6} {'peak GiB':>9} {'saved GiB':>9}")
-    for name in arguments.models:
-        for mode in arguments.modes:
-            reference = None
-            for precision in ("bf16", "nvfp4"):
-                result = measure(MODELS[name], precision, mode == "compiled")
-                gc.collect()
-                torch.cuda.empty_cache()
-                reference = reference or result["tokens_per_second"]
-                result["ratio"] = result["tokens_per_second"] / reference
-                rows.append(dict(model=name, mode=mode, precision=precision, **result))
-                print(
-                    f"{name:6} {mode:9} {precision:9} {result['tokens_per_second']:10.0f} {result['ratio']:6.3f} "
-                    f"{result['peak_bytes'] / 2**30:9.2f} {result['saved_bytes'] / 2**30:9.2f}",
-                    flush=True,
-                )
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "training.json").write_text(json.dumps(dict(environment=environment(), rows=rows), indent=1))
+    rows: list[dict[str, Any]] = []
+    columns = f"{'peak GiB':>9} {'saved GiB':>9} {'linears GiB':>11} {'ratio':>6}"
+    print(f"{'model':6} {'mode':9} {'precision':12} {'tokens/s':>10} {'ratio':>6} {columns}")
+    for name, mode in itertools.product(arguments.models, arguments.modes):
+        first = None
+        for precision in arguments.precisions:
+            recipe, compiled = PRECISIONS[precision], mode == "compiled"
+            if compiled and recipe is not None and recipe.is_delayed:
+                continue  # torch.compile cannot trace what it remembers
+            row = dict(model=name, mode=mode, precision=precision, **measure(MODELS[name], recipe, compiled))
+            gc.collect()
+            torch.cuda.empty_cache()
+            first = first or row
+            row["ratio"] = row["tokens_per_second"] / first["tokens_per_second"]
+            rows.append(row)
+            show(row, first)
+            result = json.dumps(dict(environment=environment(), rows=rows), indent=1)
+            (arguments.out / "training.json").write_text(result)  # after every row: an interrupted run keeps its own
 
 
 if __name__ == "__main__":
