@@ -6,12 +6,12 @@
 Our bytes are held to the reference before anything is timed. A peer that cannot be imported or does not run on this GPU
 is a row that says why. Two tables:
 
-    fake quantize   BF16 values to the BF16 values of their NVFP4 codes, rowwise, with the outer amax given: time in a
-                    CUDA graph, share of the device's copy bandwidth (bytes in and out, nothing between), and how many
-                    elements differ from the reference with the same amax
     linear          one layer at Llama-3-8B shapes, 8,192 tokens, BF16, forward alone and with backward, beside BF16
                     nn.Linear in the same run; and how far output and weight gradient are from BF16's, which shows what
                     is quantized: ||theirs - bf16|| / ||bf16||
+    fake quantize   BF16 values to the BF16 values of their NVFP4 codes, rowwise, with the outer amax given: time in a
+                    CUDA graph, share of the device's copy bandwidth (bytes in and out, nothing between), and how many
+                    elements differ from the reference with the same amax
 """
 
 import argparse
@@ -157,7 +157,7 @@ def fake_quantize_table() -> dict[str, Any]:
     shapes = {str(shape): shape[0] * shape[1] for shape in CAST_SHAPES}
     copies = {str(shape): 1e6 * seconds(lambda x, amax: x.clone(), shape) for shape in CAST_SHAPES}
     copy_gb_per_s = max(4e-3 * shapes[shape] / us for shape, us in copies.items())
-    print(f"fake quantize to NVFP4, rowwise; copy {copy_gb_per_s:.0f} GB/s")
+    print(f"\nfake quantize to NVFP4, rowwise; copy {copy_gb_per_s:.0f} GB/s")
     print(f"{'':36}" + "".join(f"{shape:>22}" for shape in shapes) + f"{'elements off':>16}")
     rows = []
     for name in FAKE_QUANTIZERS:
@@ -331,15 +331,15 @@ def main() -> None:
     facts = environment() | {"peers": {name: version(name) for name in DISTRIBUTIONS}}
     print(facts, flush=True)
     check()
-    fake = fake_quantize_table()
     linears = []
     for fan_in, fan_out in LAYERS:
         rows = measure_linears(fan_in, fan_out)
         print_linears(rows)
         linears += rows
         torch.cuda.empty_cache()
+    fake = fake_quantize_table()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    record = {"environment": facts, "fake_quantize": fake, "linears": linears}
+    record = {"environment": facts, "linears": linears, "fake_quantize": fake}
     (arguments.out / "peers.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
