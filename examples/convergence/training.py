@@ -98,8 +98,8 @@ class Training:
     def restore(self, folder: Path) -> None:
         """Continue from what :meth:`save` left, if anything."""
         self.step = checkpoint.restore(folder, self.model, self.optimizer)
+        self._bind_rate()  # the optimizer now has a rate of its own
         if self.step:
-            self._bind_rate()
             state = json.loads((folder / f"{self.step}.json").read_text())
             self.losses[: self.step] = torch.tensor(state["losses"])
             self.validation = [(step, loss) for step, loss in state["validation"]]

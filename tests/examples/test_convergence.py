@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -117,27 +118,29 @@ def test_delayed_scaling_trains(corpus: Corpus) -> None:
     assert all(map(math.isfinite, losses(SMALL, "FP8 delayed", corpus)))
 
 
-def stopped_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the clock of the next run stand at its number of steps, so that `step` is a deadline."""
-    clock = iter(range(-1, 1000))
-    monkeypatch.setattr(training.time, "time", lambda: next(clock))
+def assert_continues(
+    settings: Settings, variant: str, corpus: Corpus, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is stopped three times, once before it begins, leaves the rows of one that is not."""
+    steps: list[int] = []
+    whole = train(settings, variant, corpus, steps.append, NOWHERE)
+    assert whole is not None and sum(steps) == settings.steps
+    rows = None
+    for stop in (0, 4, 3, 1000):
+        clock = iter(range(-1, 1000))  # a second per step
+        with monkeypatch.context() as patch:
+            patch.setattr(training.time, "time", lambda clock=clock: next(clock))
+            rows = train(settings, variant, corpus, lambda steps: None, folder, stop)
+        assert (rows is None) == (stop < 1000)
+    assert rows is not None and rows[1:] == whole[1:]
+    assert not NOWHERE.exists()
 
 
 @pytest.mark.parametrize("variant", ["nvfp4", "forward to bf16 at 82%", "FP8 delayed"])
 def test_a_stopped_run_continues_bit_for_bit(
     variant: str, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = dataclasses.replace(SMALL, evaluate_every=3)
-    steps: list[int] = []
-    whole = train(settings, variant, corpus, steps.append, NOWHERE)
-    assert whole is not None and sum(steps) == settings.steps
-    rows = None
-    for stop in (4, 3, 1000):
-        stopped_at(stop, monkeypatch)
-        rows = train(settings, variant, corpus, lambda steps: None, tmp_path, stop)
-        assert (rows is None) == (stop < 1000)
-    assert rows is not None and rows[1:] == whole[1:]
-    assert not NOWHERE.exists()
+    assert_continues(dataclasses.replace(SMALL, evaluate_every=3), variant, corpus, tmp_path / "run", monkeypatch)
 
 
 def test_where_a_stopped_run_waits_depends_on_all_that_it_is(tmp_path: Path) -> None:
@@ -152,19 +155,35 @@ def test_a_compiled_model_trains(corpus: Corpus) -> None:
     assert compiled == pytest.approx(losses(SMALL, "nvfp4", corpus), rel=0.01)
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+ON_GPU = dataclasses.replace(SMALL, device="cuda", width=128, batch=16, tokens=16 * 16 * 30)
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("variant", ["nvfp4", "forward to bf16 at 82%", "FP8 current", "Quartet II", "MXFP4"])
 def test_a_replayed_step_is_the_eager_step(variant: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = dataclasses.replace(SMALL, device="cuda", width=128, batch=16, tokens=16 * 16 * 30)
     on_gpu = Corpus(corpus.training.cuda(), corpus.validation.cuda(), corpus.digest)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        replayed = losses(settings, variant, on_gpu)
-        monkeypatch.setattr(training, "EAGER_STEPS", settings.steps)
-        assert losses(settings, variant, on_gpu) == replayed
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
+    replayed = losses(ON_GPU, variant, on_gpu)
+    monkeypatch.setattr(training, "EAGER_STEPS", ON_GPU.steps)
+    assert losses(ON_GPU, variant, on_gpu) == replayed
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("variant", ["nvfp4", "FP8 delayed"])
+def test_a_stopped_run_continues_on_a_gpu(
+    variant: str, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu = Corpus(corpus.training.cuda(), corpus.validation.cuda(), corpus.digest)
+    assert_continues(ON_GPU, variant, on_gpu, tmp_path / "run", monkeypatch)
 
 
 def test_thinned_losses_are_means_at_the_end_of_their_share() -> None:
