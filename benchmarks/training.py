@@ -99,13 +99,16 @@ def measure(config: dict[str, int], recipe: Recipe | None, compiled: bool) -> di
     }
 
 
-def show(row: dict[str, Any], first: dict[str, Any]) -> None:
-    """One line; the shares are of the first precision's row."""
-    print(
-        f"{row['model']:6} {row['mode']:9} {row['precision']:12} {row['tokens_per_second']:10.0f} {row['ratio']:6.3f} "
-        f"{row['peak_bytes'] / 2**30:9.2f} {row['saved_bytes'] / 2**30:9.2f} {row['saved_by_linears'] / 2**30:11.2f} "
-        f"{row['saved_by_linears'] / first['saved_by_linears']:6.3f}",
-        flush=True,
+HEADER = """| model | mode | precision | tokens/s | of bf16 | peak GiB | saved GiB | linears GiB | of bf16 |
+| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"""
+
+
+def line(row: dict[str, Any], first: dict[str, Any]) -> str:
+    """A row of the Markdown table; the shares are of the first precision's row."""
+    peak, saved, linears = (row[name] / 2**30 for name in ("peak_bytes", "saved_bytes", "saved_by_linears"))
+    return (
+        f"| {row['model']} | {row['mode']} | {row['precision']} | {row['tokens_per_second']:,.0f} | {row['ratio']:.3f} "
+        f"| {peak:.2f} | {saved:.2f} | {linears:.3f} | {row['saved_by_linears'] / first['saved_by_linears']:.3f} |"
     )
 
 
@@ -118,8 +121,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    columns = f"{'peak GiB':>9} {'saved GiB':>9} {'linears GiB':>11} {'ratio':>6}"
-    print(f"{'model':6} {'mode':9} {'precision':12} {'tokens/s':>10} {'ratio':>6} {columns}")
+    print(HEADER, flush=True)
     for name, mode in itertools.product(arguments.models, arguments.modes):
         first = None
         for precision in arguments.precisions:
@@ -132,7 +134,7 @@ def main() -> None:
             first = first or row
             row["ratio"] = row["tokens_per_second"] / first["tokens_per_second"]
             rows.append(row)
-            show(row, first)
+            print(line(row, first), flush=True)
             result = json.dumps(dict(environment=environment(), rows=rows), indent=1)
             (arguments.out / "training.json").write_text(result)  # after every row: an interrupted run keeps its own
 

@@ -40,20 +40,21 @@ def write(studies: Sequence[str], settings: Settings, seeds: int, folder: Path, 
         picture = Path(settings.preset) / f"{name}.png"
         if found:
             plot(STUDIES[name], found, settings, folder / picture)
-        sections.append(section(name, found, beside / picture))
+        sections.append(section(settings, name, found, beside / picture))
     text = "\n".join(sections)
     if target is not None:
         insert(text, settings.preset, target)
     return text
 
 
-def section(name: str, found: Results, picture: Path) -> str:
+def section(settings: Settings, name: str, found: Results, picture: Path) -> str:
     """A study's question, where its runs were made, their table and picture."""
     runs = [run for of_variant in found.values() for run in of_variant.values()]
     made = {f"{run.header['device']}, torch {run.header['torch']}, {run.header['date']}" for run in runs}
-    where = f"{len(runs)} runs. {'; '.join(sorted(made))}." if runs else "No runs."
-    image = f"\n![{name}]({picture})\n" if runs else ""
-    return f"### {name}: {STUDIES[name].question}\n\n{where}\n\n{table(STUDIES[name], found)}\n{image}"
+    where = f"{len(runs)} runs of {settings.tokens:,} bytes each. {'; '.join(sorted(made))}." if runs else "No runs."
+    title = f"{settings.preset}, {name}"
+    image = f"\n![{title}]({picture})\n" if runs else ""
+    return f"### {title}: {STUDIES[name].question}\n\n{where}\n\n{table(STUDIES[name], found)}\n{image}"
 
 
 def insert(text: str, preset: str, target: Path) -> None:

@@ -282,7 +282,7 @@ def test_tables_take_their_place_in_a_document(tmp_path: Path) -> None:
     text = report.write(["noise"], SMALL, 1, folder, target)
     assert target.read_text() == f"before\n<!-- tiny -->\n\n{text}\n<!-- end of tiny -->\nafter\n"
     assert "](../results/tiny/noise.png)" in text and (folder / "tiny" / "noise.png").exists()
-    assert "1 runs. cpu, torch 2, today." in text and "| bf16 | 1 | 1.0000 |" in text
+    assert f"1 runs of {SMALL.tokens} bytes each. cpu, torch 2, today." in text and "| bf16 | 1 | 1.0000 |" in text
     with pytest.raises(InputError, match="needs the lines <!-- mini -->"):
         report.write(["noise"], PRESETS["mini"], 1, folder, target)
 
