@@ -12,9 +12,11 @@ from fp4engine.modules import (
     LayerNormMLP,
     Linear,
     MultiheadAttention,
+    QuantizedWeight,
     RMSNorm,
     TransformerLayer,
     get_amax_history,
+    quantized_model_init,
     set_amax_history,
     weight_cache,
 )
@@ -30,6 +32,8 @@ from fp4engine.state import (
     set_rng_state,
 )
 
+fp8_model_init = quantized_model_init  # TransformerEngine's older name
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -44,6 +48,7 @@ __all__ = [
     "Linear",
     "MultiheadAttention",
     "NVFP4Quantizer",
+    "QuantizedWeight",
     "Quantizer",
     "QuantizerRole",
     "RMSNorm",
@@ -57,6 +62,7 @@ __all__ = [
     "executed_gemms",
     "fake_quantize",
     "fp8_autocast",
+    "fp8_model_init",
     "get_amax_history",
     "get_default_recipe",
     "get_rng_state",
@@ -65,6 +71,7 @@ __all__ = [
     "linear_ste",
     "make_quantizer",
     "manual_seed",
+    "quantized_model_init",
     "recipe",
     "set_amax_history",
     "set_rng_state",

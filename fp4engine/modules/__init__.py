@@ -7,7 +7,9 @@ from fp4engine.modules.grouped_linear import GroupedLinear
 from fp4engine.modules.layernorm_linear import LayerNormLinear
 from fp4engine.modules.layernorm_mlp import LayerNormMLP
 from fp4engine.modules.linear import Linear, weight_cache
+from fp4engine.modules.model_init import quantized_model_init
 from fp4engine.modules.norm import LayerNorm, RMSNorm
+from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.modules.transformer import TransformerLayer
 
 __all__ = [
@@ -18,9 +20,11 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
+    "QuantizedWeight",
     "RMSNorm",
     "TransformerLayer",
     "get_amax_history",
+    "quantized_model_init",
     "set_amax_history",
     "weight_cache",
 ]

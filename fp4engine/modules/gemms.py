@@ -10,6 +10,7 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear, make_linear_plan
 from fp4engine.modules.forward_memory import ForwardMemory
+from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
 from fp4engine.recipe import LinearRecipe, Recipe
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed
 from fp4engine.tracing import alive, constant_when_traced
@@ -111,15 +112,18 @@ class Gemms(torch.nn.Module):
         """
         plan = self._plan_in_force()
         fused = self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()
+        main_grad = self._main_grad(weight) if fused else None
+        if isinstance(weight, QuantizedWeight) and plan is None:
+            weight = weight.dequantize()
         if plan is None and not fused:
             self.executed.record_high_precision(inp, weight)
             output = F.linear(inp, weight, bias)
         else:
             if torch.is_autocast_enabled(inp.device.type) and inp.dtype in _CAST_BY_AUTOCAST:
                 inp = inp.to(torch.get_autocast_dtype(inp.device.type))
-            cache = self._cache(weight, is_first_microbatch)
-            main_grad = self._main_grad(weight) if fused else None
             computed_by = plan or make_linear_plan(_UNQUANTIZED, self.module_type, self.name, self.executed)
+            stored = isinstance(weight, QuantizedWeight)
+            cache = stored_operands(weight, computed_by) if stored else self._cache(weight, is_first_microbatch)
             output = linear(inp, weight, bias, computed_by, weight_cache=cache, main_grad=main_grad)
         if torch.compiler.is_compiling():
             _note_trace(id(self), plan is None)

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from fp4engine.functional.grouped import grouped
 from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
 from fp4engine.recipe import Recipe
 
@@ -66,6 +67,9 @@ class GroupedLinear(torch.nn.Module):
             for _ in range(num_gemms)
         )
         self.reset_parameters()
+        for index, gemms in enumerate(self.gemms):
+            assert isinstance(gemms, Gemms)
+            store_weight(self, f"weight{index}", gemms)
 
     def reset_parameters(self) -> None:
         """Initialise the weights by ``init_method`` and the biases to zero."""

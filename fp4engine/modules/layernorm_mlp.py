@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from fp4engine.functional.activation import Activation
 from fp4engine.functional.norm import Norm
 from fp4engine.modules.gemms import Gemms, dotted
+from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.norm import InputNorm
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
 from fp4engine.recipe import Recipe
@@ -83,6 +84,8 @@ class LayerNormMLP(InputNorm):
         for fc, weight in (("fc1", self.fc1_weight), ("fc2", self.fc2_weight)):
             self.add_module(fc, Gemms(dotted(name, fc), recipe, fuse_wgrad_accumulation, shape=tuple(weight.shape)))
         self.reset_parameters()
+        store_weight(self, "fc1_weight", self.fc1)
+        store_weight(self, "fc2_weight", self.fc2)
 
     def reset_parameters(self) -> None:
         """Initialise the norm to the identity, the weights by their init methods and the biases to zero."""

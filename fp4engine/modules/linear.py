@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp4engine.functional import WeightCache
 from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.te_arguments import refuse_unimplemented
 from fp4engine.recipe import Recipe
 
@@ -65,6 +66,7 @@ class Linear(Gemms, torch.nn.Linear):
             self.init_method = init_method  # nn.Linear's constructor initialises
         torch.nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         self._configure(name, recipe, fuse_wgrad_accumulation)
+        store_weight(self, "weight", self)
 
     @classmethod
     def from_linear(cls, module: torch.nn.Linear, name: str = "", recipe: Recipe | None = None) -> "Linear":

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.model_init import refuse_parts, store_weight
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
 from fp4engine.recipe import Recipe
 
@@ -58,6 +59,10 @@ class SplitLinear(Gemms):
         self._parts = _parts(parameters_split, out_features)
         self._register(bias, {"device": te_device(device), "dtype": params_dtype})
         self.reset_parameters()
+        if parameters_split is None:
+            store_weight(self, "weight", self)
+        else:
+            refuse_parts("parameters_split=None (of attention: fuse_qkv_params=True)")
 
     def _register(self, bias: bool, place: dict[str, Any]) -> None:
         """Create the parameters on ``place``, uninitialised, in TransformerEngine's order."""

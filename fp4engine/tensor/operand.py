@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fp4engine import ops
-from fp4engine.formats import CastSpec
+from fp4engine.formats import CastSpec, Correction, Outer
+from fp4engine.reference import pack, unpack
 
 
 class Operand(NamedTuple):
@@ -65,6 +66,37 @@ class Operand(NamedTuple):
         assert self.amax is not None
         return ops.dequantize(self.data, self.scale_inv, self.amax, self.spec, self.cols, dtype, backend)
 
+    def transposed(self) -> "Operand":
+        """The operand of the transposed matrix under the same cast, which :func:`is_transposable` has been asked of."""
+        assert self.spec is not None and self.scale_inv is not None
+        packed = self.spec.element.storage_bits == 4
+        codes = (unpack(self.data) if packed else self.data)[:, : self.cols].T
+        codes = torch.nn.functional.pad(codes, (0, self.spec.padded_cols(self.rows) - self.rows)).contiguous()
+        height = self.spec.block[0]
+        if height:
+            tiles = self.scale_inv[::height].T
+            repeated = tiles.repeat(1, height).view(tiles.shape[0] * height, tiles.shape[1])
+            scale_inv = repeated[: self.cols]
+        else:
+            scale_inv = self.scale_inv.new_empty((self.cols, 0))
+        data = pack(codes) if packed else codes
+        return Operand(self.spec, self.cols, self.rows, data, scale_inv, self.amax)
+
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What to save for backward, beside ``spec``, ``rows`` and ``cols``."""
         return self.data, self.scale_inv, self.amax
+
+
+def is_transposable(spec: CastSpec) -> bool:
+    """Whether the cast of a transposed matrix is the transposed cast: blocks are square, and nothing knows a direction.
+
+    4over6 and corrections sum errors in an order, so they do.
+    """
+    return (
+        spec.block[0] == spec.block[1]
+        and spec.outer in (Outer.TENSOR, Outer.NONE)
+        and spec.rotation is None
+        and spec.correction is Correction.NONE
+        and not spec.is_stochastic
+        and not spec.scale_rule.is_four_over_six
+    )

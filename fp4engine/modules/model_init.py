@@ -1,0 +1,79 @@
+"""Models whose weights are stored in FP4 from the start."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+from fp4engine.functional import ExecutedGemms, make_linear_plan
+from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.recipe import Recipe
+from fp4engine.state import get_default_recipe
+
+
+@dataclass(frozen=True)
+class _ModelInit:
+    recipe: Recipe
+    preserve_high_precision_init_val: bool
+
+
+_in_force: ContextVar[_ModelInit | None] = ContextVar("quantized_model_init", default=None)
+
+
+@contextmanager
+def quantized_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> Generator[None]:
+    """Region in which modules are built with weights that are :class:`~fp4engine.QuantizedWeight`: codes and scales.
+
+    There is no copy in high precision: forward and backward multiply the stored operands. Biases, norms and weights
+    that ``recipe`` keeps in high precision are plain, and so are the weights of modules that are not fp4engine's.
+
+    Args:
+        enabled: False builds plain modules inside.
+        recipe: what the weights are cast by, and what the model is to run by; None is :func:`get_default_recipe`.
+        preserve_high_precision_init_val: keep what each weight was quantized from on the CPU, for
+            ``weight.get_high_precision_init_val()``, until ``weight.clear_high_precision_init_val()``.
+
+    Raises:
+        ValueError: ``recipe`` is not a recipe, or has delayed scaling; ``enabled`` is not a bool.
+
+    Source: TransformerEngine ``pytorch/quantization.py``, ``quantized_model_init``.
+    """
+    if not isinstance(enabled, bool):  # a recipe in its place would be ignored
+        raise ValueError(f"enabled must be True or False, got {enabled!r}; a recipe goes in recipe=")
+    recipe = get_default_recipe() if recipe is None else recipe
+    if not isinstance(recipe, Recipe) or recipe.is_delayed:
+        raise ValueError(f"recipe must be a Recipe that scales each weight by its own amax, got {recipe!r}")
+    init = _ModelInit(recipe, preserve_high_precision_init_val) if enabled else None
+    token = _in_force.set(init)
+    try:
+        yield
+    finally:
+        _in_force.reset(token)
+
+
+def store_weight(module: torch.nn.Module, name: str, gemms: Gemms) -> None:
+    """Inside a region, quantize the parameter ``name`` of ``module``, which ``gemms`` multiplies by."""
+    init = _in_force.get()
+    if init is None:
+        return
+    weight = module.get_parameter(name)
+    role = (gemms.module_type, gemms.name, ExecutedGemms())
+    quantizer = make_linear_plan(init.recipe, *role, shape=tuple(weight.shape)).weight
+    if quantizer.rowwise_spec is not None:
+        stored = QuantizedWeight.from_values(weight, quantizer, init.preserve_high_precision_init_val)
+        setattr(module, name, torch.nn.Parameter(stored, weight.requires_grad))
+
+
+def refuse_parts(argument: str) -> None:
+    """Refuse to build, inside a region, a weight that is put together from several parameters for each product.
+
+    Raises:
+        NotImplementedError: a region is in force; names ``argument``.
+    """
+    if _in_force.get() is not None:
+        raise NotImplementedError(f"a weight in parts cannot be stored as codes: quantized_model_init needs {argument}")

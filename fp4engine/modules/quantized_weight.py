@@ -1,0 +1,290 @@
+"""A weight that is stored as the operands its products read, and is a tensor of their decoded values to all else."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fp4engine.formats import CastSpec
+from fp4engine.functional import LinearPlan, WeightCache
+from fp4engine.functional.weight_cache import Operands
+from fp4engine.quantizers import Quantizer
+from fp4engine.tensor import Operand, is_transposable
+
+aten = torch.ops.aten
+_STORED = ("codes", "scale_inv", "amax", "columnwise_codes", "columnwise_scale_inv", "columnwise_amax")
+
+
+class QuantizedWeight(torch.Tensor):
+    """A matrix [N, K] that exists as codes and scales only; what ``nn.Parameter`` holds of such a weight.
+
+        values = element * block scale * (amax / numerator)
+
+    Operations read the values, and what they return is plain. Operations in place decode, compute and quantize what
+    comes out. ``detach``, ``clone``, ``.to()`` and ``empty_like`` give another QuantizedWeight, with the codes as they
+    are. Views are refused, since a write into one would be lost.
+
+    Attributes:
+        quantizer: what made the operands, and makes them again after a write.
+        codes, scale_inv, amax: of the rowwise operand.
+        columnwise_codes, columnwise_scale_inv, columnwise_amax: of the columnwise operand where it is neither the
+            transposed rowwise one (16x16 blocks) nor made of it later.
+        dtype: what gradients and values have; nothing is stored in it.
+    """
+
+    quantizer: Quantizer
+    _high_precision_init_val: Tensor | None = None
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @staticmethod
+    def __new__(
+        cls: type["QuantizedWeight"],
+        quantizer: Quantizer,
+        shape: Iterable[int],
+        dtype: torch.dtype,
+        tensors: Iterable[Tensor],
+    ) -> "QuantizedWeight":
+        """Wrap ``tensors``, three or six in the order of the class's attributes."""
+        named: dict[str, Tensor] = dict(zip(_STORED, tensors, strict=False))
+        weight = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=named["codes"].device)
+        weight.quantizer = quantizer
+        vars(weight).update(named)
+        return weight
+
+    @classmethod
+    def from_values(cls, values: Tensor, quantizer: Quantizer, preserve: bool = False) -> "QuantizedWeight":
+        """Quantize ``values`` [N, K]; ``preserve`` keeps a copy of them on the CPU.
+
+        Raises:
+            ValueError: they are to be kept, and are on the meta device.
+        """
+        if preserve and values.is_meta:
+            raise ValueError("preserve_high_precision_init_val=True has no values to keep under device='meta'")
+        weight = cls(quantizer, values.shape, values.dtype, _encode(values, quantizer))
+        weight._high_precision_init_val = values.detach().to("cpu", copy=True) if preserve else None
+        return weight
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """The values before they were quantized, on the CPU; None unless they were preserved, and once cleared."""
+        return self._high_precision_init_val
+
+    def clear_high_precision_init_val(self) -> None:
+        """Release what :meth:`get_high_precision_init_val` returns."""
+        self._high_precision_init_val = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is stored: the operands' tensors, in the order of the class's attributes."""
+        return tuple(vars(self)[name] for name in _STORED if name in vars(self))
+
+    @property
+    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Bytes of what is stored."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    @property
+    def rowwise(self) -> Operand:
+        """The operand [N, K]."""
+        return Operand(self.quantizer.rowwise_spec, self.shape[0], self.shape[1], *self.tensors()[:3])
+
+    @property
+    def columnwise(self) -> Operand:
+        """The operand [K, N]: as stored, or the rowwise one transposed, or its values if dgrad takes those."""
+        spec = self.quantizer.columnwise_spec
+        if spec is None:
+            return Operand.dense(self._values().T)
+        stored = self.tensors()[3:]
+        return Operand(spec, self.shape[1], self.shape[0], *stored) if stored else self.rowwise.transposed()
+
+    def dequantize(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The values as a plain tensor [N, K], whose gradient is this weight's."""
+        return _Dequantize.apply(self)
+
+    def _set_data(self, values: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(values)
+
+    data = property(torch.Tensor.detach, _set_data)  # torch's own setter would leave the codes as they are
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Storage of no bytes: there are no values to alias, which ``torch.compile`` asks."""
+        return torch.UntypedStorage(0, device=self.device)
+
+    def share_memory_(self) -> "QuantizedWeight":
+        """Move what is stored to shared memory."""
+        for tensor in self.tensors():
+            tensor.share_memory_()
+        return self
+
+    def _like(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "QuantizedWeight":
+        """The same weight with its tensors changed; attributes that someone set come along."""
+        weight = type(self)(self.quantizer, self.shape, dtype or self.dtype, map(change, self.tensors()))
+        attributes = {name: value for name, value in vars(self).items() if name != "_is_param"}
+        vars(weight).update(attributes | vars(weight))
+        return weight
+
+    def _write(self, values: Tensor) -> None:
+        """Become ``values``, as far as the casts let it; a weight with the same casts is copied code by code."""
+        if isinstance(values, QuantizedWeight):
+            same = _casts(values.quantizer) == _casts(self.quantizer) and values.shape == self.shape
+            fresh = values.tensors() if same else _encode(values._values().expand(self.shape), self.quantizer)
+        else:
+            fresh = _encode(values.to(self.device).expand(self.shape), self.quantizer)
+        for mine, new in zip(self.tensors(), fresh, strict=True):
+            mine.copy_(new)
+
+    def _values(self) -> Tensor:
+        return self.rowwise.dequantize(self.dtype, self.quantizer.backend)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, QuantizedWeight):
+            dtype, device = kwargs.get("dtype") or first.dtype, kwargs.get("device")
+            whole = func in (aten.view.default, aten.expand.default) and tuple(args[1]) == tuple(first.shape)
+            if whole or func in (aten.detach.default, aten.alias.default):
+                return first._like(lambda tensor: tensor)
+            if func is aten.clone.default:
+                return first._like(torch.clone)
+            if func is aten._to_copy.default and dtype.is_floating_point:
+                return first._like(lambda tensor: tensor.to(device, copy=True), dtype)
+            if func is aten.empty_like.default and dtype.is_floating_point:
+                return first._like(lambda tensor: torch.empty_like(tensor, device=device), dtype)
+            if func is aten.copy_.default:
+                first._write(args[1])
+                return first
+            if func.is_view:
+                raise NotImplementedError(
+                    f"{func} makes a view of a weight that is stored as codes, and a write into it would be lost; "
+                    "call .dequantize() for its values, and weight.copy_(values) to change them"
+                )
+        return _compute_on_values(func, args, kwargs)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return [name for name in _STORED if name in vars(self)], (self.quantizer, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
+        quantizer, dtype = context
+        return QuantizedWeight(quantizer, size, dtype, inner.values())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        quantizer = self.quantizer
+        keys = [None if spec is None else spec.key for spec in (quantizer.rowwise_spec, quantizer.columnwise_spec)]
+        plain = (*keys, quantizer.columnwise_source, quantizer.stream, quantizer.backend, tuple(self.shape), self.dtype)
+        return _rebuild, (*plain, isinstance(self, torch.nn.Parameter), self.requires_grad, self.tensors())
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        spec = self.quantizer.rowwise_spec
+        assert spec is not None
+        return f"QuantizedWeight({list(self.shape)}, {spec.label!r}, {self.dtype}, device={str(self.device)!r})"
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: QuantizedWeight) -> Tensor:
+        ctx.set_materialize_grads(False)  # no gradient is not a gradient of zeros
+        return weight._values()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0]
+
+
+class _StoredOperands(WeightCache):
+    """The cache of every :class:`QuantizedWeight`: always full, with what the weight is."""
+
+    def get(self, question: tuple[Tensor, LinearPlan, bool], make: Callable[[], Operands]) -> Operands:
+        weight, plan, needs_dgrad = question
+        assert isinstance(weight, QuantizedWeight)
+        if not needs_dgrad:
+            return weight.rowwise, None
+        from_rowwise = plan.backward_override is not None or plan.weight.columnwise_source == "rowwise_dequantized"
+        return weight.rowwise, weight.rowwise if from_rowwise else weight.columnwise
+
+
+_STORED_OPERANDS = _StoredOperands()
+
+
+def stored_operands(weight: QuantizedWeight, plan: LinearPlan) -> WeightCache:
+    """Where :func:`~fp4engine.functional.linear` finds the operands of ``weight``, for a plan that asks for no others.
+
+    Raises:
+        ValueError: the recipe in force casts weights in another way than the one that this is stored by.
+        NotImplementedError: amaxes are to be shared over a process group; the one stored is the weight's own.
+    """
+    if _casts(weight.quantizer) != _casts(plan.weight):
+        raise ValueError(
+            f"a weight is stored as {_in_words(weight.quantizer)}, and the recipe in force multiplies "
+            f"{_in_words(plan.weight)}: {plan.recipe!r}; give quantized_model_init(recipe=...) this recipe"
+        )
+    if plan.amax_reduction_group is not None:
+        raise NotImplementedError("amax_reduction_group is not implemented for weights of quantized_model_init")
+    return _STORED_OPERANDS
+
+
+def _casts(quantizer: Quantizer) -> tuple[CastSpec | None, CastSpec | None, str]:
+    return quantizer.rowwise_spec, quantizer.columnwise_spec, quantizer.columnwise_source
+
+
+def _in_words(quantizer: Quantizer) -> str:
+    labels = ("high precision" if spec is None else spec.label for spec in _casts(quantizer)[:2])
+    return " and ".join(labels)
+
+
+def _encode(values: Tensor, quantizer: Quantizer) -> tuple[Tensor, ...]:
+    """Codes, scales and amax of the sides that are stored."""
+    row, col, source = _casts(quantizer)
+    assert row is not None
+    derived = col is None or source == "rowwise_dequantized" or (col == row and is_transposable(row))
+    quantized = quantizer.quantize(values.detach(), columnwise=not derived)
+    sides = (quantized.rowwise, quantized.columnwise)
+    return tuple(tensor for side in sides if side is not None for tensor in side.tensors() if tensor is not None)
+
+
+def _compute_on_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """``func`` on decoded values; what it changes in place is quantized again."""
+    weights = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, QuantizedWeight)}
+    values = {key: weight._values() for key, weight in weights.items()}
+    plain_args, plain_kwargs = _replaced(values, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            for leaf in tree_leaves(given):
+                if id(leaf) in weights:
+                    leaf._write(values[id(leaf)])
+    return _replaced({id(values[key]): weight for key, weight in weights.items()}, result)
+
+
+def _replaced(replacements: Mapping[int, Tensor], tree: Any) -> Any:
+    """``tree`` with the leaves whose ``id`` is in ``replacements`` replaced."""
+
+    def replace(leaf: Any) -> Any:
+        return replacements.get(id(leaf), leaf)
+
+    return tree_map(replace, tree)
+
+
+def _rebuild(
+    rowwise: str,
+    columnwise: str | None,
+    columnwise_source: Any,
+    stream: int,
+    backend: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    is_parameter: bool,
+    requires_grad: bool,
+    tensors: tuple[Tensor, ...],
+) -> Tensor:
+    """Inverse of :meth:`QuantizedWeight.__reduce_ex__`; the one function that files of such weights name."""
+    columnwise_spec = None if columnwise is None else CastSpec.from_key(columnwise)
+    quantizer = Quantizer(CastSpec.from_key(rowwise), columnwise_spec, columnwise_source, stream, backend)
+    weight = QuantizedWeight(quantizer, shape, dtype, tensors)
+    return torch.nn.Parameter(weight, requires_grad) if is_parameter else weight.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild])
