@@ -28,7 +28,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 POISON_BYTE = 0xFF
 """As float32 and bfloat16 eight or more set bits at the top are a NaN, and so is 0xFF in E4M3 and E5M2."""
 
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks for the machine's own name, and may wait for an answer
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the machine's own name up, and may hang
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers already fill the cores
