@@ -10,15 +10,19 @@ import sys
 import time
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fp4engine.formats import E4M3, E5M2, FP32, CastSpec, Outer, Rotation, RoundingMode, ScaleRule
+from fp4engine.kernels.activation import BLOCK, activation_backward_kernel
 from fp4engine.kernels.amax import amax_kernel
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.cast_fp8 import TILE_K, TILE_M, Grid, cast_fp8_kernel
 from fp4engine.kernels.dequantize import BLOCKS, decode_kernel, dequantize_kernel
+from fp4engine.kernels.load import Prologue
+from fp4engine.kernels.norm import COLS, ROWS, row_statistics_kernel
 from fp4engine.kernels.quantize import quantize_kernel, tile_shape
 from fp4engine.kernels.swizzle import COL_TILES, swizzle_kernel
 from fp4engine.kernels.target import hardware_of
@@ -43,13 +47,15 @@ CASTS = (
     ("row+col RHT FP16", PLAIN, ROTATED, "codes", "fp16"),
     ("row+col RHT FP32", PLAIN, ROTATED, "codes", "fp32"),
 )
+NO_PROLOGUE = dict.fromkeys(("statistics_ptr", "gamma_ptr", "beta_ptr", "y_ptr", "PROLOGUE"))
 FP8 = CastSpec(E4M3, (0, 0), FP32, scale_bound=1.0, target=E4M3.max_value)
 BF8 = CastSpec(E5M2, (0, 0), FP32, scale_bound=1.0, target=E5M2.max_value)
 FP8_CASTS = (("E4M3 row+col", FP8, FP8), ("E5M2 rowwise", BF8, None), ("E4M3 row, E5M2 col", FP8, BF8))
 POINTERS = {
     "row_amax_ptr": "*fp32", "col_amax_ptr": "*fp32", "amax_ptr": "*fp32", "rng_ptr": "*i64", "codes_ptr": "*u8",
     "row_out_ptr": "*u8", "col_out_ptr": "*u8", "row_scale_ptr": "*u8", "col_scale_ptr": "*u8", "scale_ptr": "*u8",
-    "out_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8",
+    "out_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8", "statistics_ptr": "*fp32", "gamma_ptr": "*bf16",
+    "beta_ptr": "*bf16", "y_ptr": "*bf16", "dy_ptr": "*bf16", "dx_ptr": "*bf16",
 }  # fmt: skip
 
 
@@ -60,8 +66,13 @@ def compile_for(kernel: Any, capability: int, constants: dict[str, Any], dtype: 
         constants = constants | {"HARDWARE": hardware_of(capability)}
     if "stride_k" in kernel.arg_names:
         constants = constants | {"stride_k": 1}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
-    aligned = [i for i, n in enumerate(kernel.arg_names) if signature[n].startswith("*") or n == "stride_m"]
+    aligned = [
+        i
+        for i, n in enumerate(kernel.arg_names)
+        if signature[n].startswith("*") or n in ("stride_m", "stride_dy", "stride_x", "H")
+    ]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     options = {"num_warps": 4, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -72,11 +83,25 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     table: list[tuple[str, Any, dict[str, Any], str]] = []
     for name, row, col, output, dtype in CASTS:
         tile_m, tile_k = tile_shape(row and Side.of(row, output, 0), col and Side.of(col, output, 1))
-        tile = {"TILE_M": tile_m, "TILE_K": tile_k, "EVEN": dtype == "bf16"}
+        tile = NO_PROLOGUE | {"TILE_M": tile_m, "TILE_K": tile_k, "EVEN": dtype == "bf16"}
         sides = {"ROW": row and Side.of(row, output, 0), "COL": col and Side.of(col, output, 1)}
         table.append((f"quantize {name}", quantize_kernel, sides | tile, dtype))
         sides = {"ROW": row and Side.of(row, "codes", 0), "COL": col and Side.of(col, "codes", 1)}
         table.append((f"amax {name}", amax_kernel, sides | tile, dtype))
+    sides = {"ROW": Side.of(PLAIN, "codes", 0), "COL": Side.of(ROTATED, "codes", 1)}
+    tile = {"TILE_M": 128, "TILE_K": 64, "EVEN": True}
+    for kind in ("RMSNorm", "LayerNorm"):
+        norm = {"PROLOGUE": Prologue.of(kind, torch.bfloat16)} | ({"beta_ptr": None} if kind == "RMSNorm" else {})
+        table.append((f"quantize {kind}", quantize_kernel, sides | norm | tile, "bf16"))
+        table.append((f"amax {kind}", amax_kernel, {"y_ptr": None} | sides | norm | tile, "bf16"))
+        chunk = {"EPS": 1e-5, "CENTERED": kind == "LayerNorm", "ROWS": ROWS, "COLS": COLS, "STEPS": 9}
+        table.append((f"statistics {kind}", row_statistics_kernel, chunk, "bf16"))
+    for kind in ("silu", "gelu"):
+        activation = NO_PROLOGUE | {"PROLOGUE": Prologue.of(kind, torch.bfloat16, True)}
+        activation.pop("y_ptr")
+        table.append((f"amax {kind}", amax_kernel, sides | activation | tile, "bf16"))
+        constants = {"KIND": kind, "GATED": True, "BLOCK": BLOCK}
+        table.append((f"backward {kind}", activation_backward_kernel, constants, "bf16"))
     for name, row, col in FP8_CASTS:
         sides = {"ROW": row and Grid.of(row), "COL": col and Grid.of(col)}
         table.append((f"cast {name}", cast_fp8_kernel, sides | {"TILE_M": TILE_M, "TILE_K": TILE_K}, "bf16"))

@@ -86,18 +86,6 @@ _sides: dict[tuple[str, str, int], Side] = {}
 
 
 @triton.jit
-def widen(x):
-    """FP32 from any input dtype; BF16 by integers, since the interpreter's own cast loses subnormals."""
-    y = ()
-    for i in tl.static_range(16):
-        if x[i].dtype == tl.bfloat16:
-            y = y + (from_bits(x[i].to(tl.uint16, bitcast=True).to(tl.uint32) << 16),)
-        else:
-            y = y + (x[i].to(tl.float32),)
-    return y
-
-
-@triton.jit
 def tile_amax(m, OUTER: tl.constexpr, INNER: tl.constexpr):
     """Maximum of ``m``, read as [OUTER, 16, INNER], over its middle axis, repeated back to ``m``'s shape."""
     amax = tl.reduce(tl.reshape(m, [OUTER, 16, INNER]), 1, _maximum, keep_dims=True)
@@ -220,22 +208,20 @@ def four_over_six(
 
 @triton.jit
 def cast_block(
-    x, outer_amax, rng_ptr, block, row, stream,
+    x, outer_amax, rng_ptr, block, row, stream, DTYPE: tl.constexpr,
     SIDE: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, FUSED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Scale bits (uint8) and packed words (uint32) of the blocks ``x``.
 
     Args:
-        x: tuple of 16 tensors in the input's dtype.
+        x: tuple of 16 FP32 tensors with values of ``DTYPE``, which a rotation rounds to.
         outer_amax: FP32, scalar or broadcasting against a position.
         block, row: index along and across the contracted axis, for the random stream; broadcast to a position's shape.
         OUTER, INNER: a position's shape as [OUTER, 16, INNER] with a tile's rows in the middle, if ``SIDE.tiled``.
         FUSED: whether :func:`products_stay_normal`.
     """
-    dtype: tl.constexpr = x[0].dtype
-    x = widen(x)
     if SIDE.signs is not None:
-        x = rotate(x, SIDE, dtype, HARDWARE)
+        x = rotate(x, SIDE, DTYPE, HARDWARE)
     amax = block_amax(x)
     if SIDE.tiled:
         amax = tile_amax(amax, OUTER, INNER)

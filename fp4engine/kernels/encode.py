@@ -55,6 +55,24 @@ def from_bits(x):
 
 
 @triton.jit
+def wide(x):
+    """FP32 from any input dtype; BF16 by integers, since the interpreter's own cast loses subnormals."""
+    if x.dtype == tl.bfloat16:
+        return from_bits(x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """FP32 values of ``dtype`` as ``dtype``; BF16 by integers, see :func:`round_bf16`."""
+    if dtype == tl.bfloat16:
+        return (to_bits(x) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
 def round_pair(low, high, dtype: tl.constexpr, HARDWARE: tl.constexpr):
     """Both FP32 values rounded to nearest even in ``dtype`` and widened again."""
     if dtype == tl.float32:
@@ -80,6 +98,16 @@ def round_bf16(x):
 
 
 @triton.jit
+def round_block(x, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """:func:`round_pair` of all 16."""
+    y = ()
+    for i in tl.static_range(0, 16, 2):
+        low, high = round_pair(x[i], x[i + 1], dtype, HARDWARE)
+        y = y + (low, high)
+    return y
+
+
+@triton.jit
 def rotate(x, SIDE: tl.constexpr, dtype: tl.constexpr, HARDWARE: tl.constexpr):
     """``round(x @ diag(signs) @ H16 / 4)``: ``signs / 4`` first, then butterflies of stride 1, 2, 4, 8."""
     y = ()
@@ -99,11 +127,7 @@ def rotate(x, SIDE: tl.constexpr, dtype: tl.constexpr, HARDWARE: tl.constexpr):
             else:
                 z = z + (y[i] + y[i + (1 << stage)],)
         y = z
-    z = ()
-    for i in tl.static_range(0, 16, 2):
-        low, high = round_pair(y[i], y[i + 1], dtype, HARDWARE)
-        z = z + (low, high)
-    return z
+    return round_block(y, dtype, HARDWARE)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ Triton's interpreter (``TRITON_INTERPRET=1``) runs the same kernels on CPU tenso
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,15 @@ def is_column_major(x: Tensor) -> bool:
     return x.stride(1) != 1 and x.stride(0) == 1
 
 
+class Matrix(Protocol):
+    """What a launch needs to know of a tensor [M, K]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A grid of tiles over x.
@@ -42,7 +51,7 @@ class Launch:
     multiprocessors: int
 
     @staticmethod
-    def of(x: Tensor, tile_m: int, tile_k: int) -> "Launch":
+    def of(x: Matrix, tile_m: int, tile_k: int) -> "Launch":
         rows, cols = x.shape
         hardware, multiprocessors = device_facts(x.device)
         even = rows % tile_m == 0 and cols % tile_k == 0
@@ -55,12 +64,12 @@ class Launch:
         programs: int,
         pointers: tuple[Tensor | None, ...],
         integers: tuple[int, ...],
-        sides: tuple[Any, Any],
+        parts: tuple[Any, ...],
         **options: Any,
     ) -> None:
-        """Launch ``kernel(*pointers, *integers, *sides, *constants)``.
+        """Launch ``kernel(*pointers, *integers, *parts, *constants)``.
 
         FP contraction is off (see :func:`start`): it would merge roundings that the contract keeps apart.
         """
-        constants = (*sides, *self.constants)
+        constants = (*parts, *self.constants)
         start(kernel, programs, pointers, integers, constants, num_warps=4, **options)

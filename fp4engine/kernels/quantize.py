@@ -20,7 +20,7 @@ from fp4engine.formats import E2M1, E4M3, CastSpec, Correction, Outer, RoundingM
 from fp4engine.kernels.cast import Side, cast_block, products_stay_normal
 from fp4engine.kernels.encode import stack
 from fp4engine.kernels.launch import Launch, is_column_major
-from fp4engine.kernels.load import load_blocks, load_rows
+from fp4engine.kernels.load import Source, read_blocks, read_rows
 
 
 @triton.jit
@@ -33,8 +33,8 @@ def load_amax(amax_ptr, index, limit, SIDE: tl.constexpr):
 
 @triton.jit
 def cast_rowwise(
-    x, amax, out_ptr, scale_ptr, rng_ptr, stream, M, K, row0, col0, SIDE: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+    x, amax, out_ptr, scale_ptr, rng_ptr, stream, M, K, row0, col0, DTYPE: tl.constexpr, SIDE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Cast and store blocks that lie along the rows, each position a tensor [TILE_M * TILE_K / 16]."""
     BLOCKS: tl.constexpr = TILE_K // 16
@@ -42,7 +42,7 @@ def cast_rowwise(
     row = index // BLOCKS
     block = index % BLOCKS
     scale, words = cast_block(
-        x, amax, rng_ptr, col0 // 16 + block, row0 + row, stream, SIDE, TILE_M // 16, BLOCKS, FUSED, HARDWARE
+        x, amax, rng_ptr, col0 // 16 + block, row0 + row, stream, DTYPE, SIDE, TILE_M // 16, BLOCKS, FUSED, HARDWARE
     )
     blocks = (K + 15) // 16
     first = row0.to(tl.int64) * blocks + col0 // 16
@@ -61,15 +61,15 @@ def cast_rowwise(
 
 @triton.jit
 def cast_columnwise(
-    x, amax, out_ptr, scale_ptr, rng_ptr, stream, M, K, row0, col0, SIDE: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+    x, amax, out_ptr, scale_ptr, rng_ptr, stream, M, K, row0, col0, DTYPE: tl.constexpr, SIDE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Cast and store blocks that lie down the columns, each position a tensor [TILE_M / 16, TILE_K]."""
     GROUPS: tl.constexpr = TILE_M // 16
     group = tl.arange(0, GROUPS)[:, None]
     col = tl.arange(0, TILE_K)[None, :]
     scale, words = cast_block(
-        x, amax, rng_ptr, row0 // 16 + group, col0 + col, stream, SIDE, GROUPS * TILE_K // 16, 1, FUSED, HARDWARE
+        x, amax, rng_ptr, row0 // 16 + group, col0 + col, stream, DTYPE, SIDE, GROUPS * TILE_K // 16, 1, FUSED, HARDWARE
     )
     groups = (M + 15) // 16
     first = col0.to(tl.int64) * groups + row0 // 16
@@ -90,34 +90,37 @@ def cast_columnwise(
 
 @triton.jit(do_not_specialize=["M", "K", "stream"])
 def quantize_kernel(
-    x_ptr, row_amax_ptr, row_out_ptr, row_scale_ptr, col_amax_ptr, col_out_ptr, col_scale_ptr, rng_ptr,
+    x_ptr, statistics_ptr, gamma_ptr, beta_ptr,
+    row_amax_ptr, row_out_ptr, row_scale_ptr, col_amax_ptr, col_out_ptr, col_scale_ptr, rng_ptr,
     M, K, stride_m, stride_k, stream,
-    ROW: tl.constexpr, COL: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, PROLOGUE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Tile ``pid``, tiles counted along K first so that neighbours complete each other's sectors of the scales."""
     tiles = tl.cdiv(K, TILE_K)
     row0 = (tl.program_id(0) // tiles) * TILE_M
     col0 = (tl.program_id(0) % tiles) * TILE_K
+    dtype: tl.constexpr = x_ptr.dtype.element_ty if PROLOGUE is None else PROLOGUE.dtype
+    source = (x_ptr, statistics_ptr, gamma_ptr, beta_ptr, stride_m, stride_k)
     if ROW is not None:
-        x = load_blocks(x_ptr, stride_m, stride_k, M, K, row0, col0, TILE_M, TILE_K, EVEN)
+        x = read_blocks(source, M, K, row0, col0, PROLOGUE, TILE_M, TILE_K, EVEN, HARDWARE)
         row = row0 + tl.arange(0, TILE_M * TILE_K // 16) // (TILE_K // 16)
         amax = load_amax(row_amax_ptr, row, M, ROW)
-        if products_stay_normal(amax, ROW, x[0].dtype):
+        if products_stay_normal(amax, ROW, dtype):
             cast_rowwise(x, amax, row_out_ptr, row_scale_ptr, rng_ptr, stream, M, K, row0, col0,
-                         ROW, TILE_M, TILE_K, True, EVEN, HARDWARE)  # fmt: skip
+                         dtype, ROW, TILE_M, TILE_K, True, EVEN, HARDWARE)  # fmt: skip
         else:
             cast_rowwise(x, amax, row_out_ptr, row_scale_ptr, rng_ptr, stream, M, K, row0, col0,
-                         ROW, TILE_M, TILE_K, False, EVEN, HARDWARE)  # fmt: skip
+                         dtype, ROW, TILE_M, TILE_K, False, EVEN, HARDWARE)  # fmt: skip
     if COL is not None:
-        x = load_rows(x_ptr, stride_m, stride_k, M, K, row0, col0, TILE_M, TILE_K, EVEN)
+        x = read_rows(source, M, K, row0, col0, PROLOGUE, TILE_M, TILE_K, EVEN, HARDWARE)
         amax = load_amax(col_amax_ptr, col0 + tl.arange(0, TILE_K)[None, :], K, COL)
-        if products_stay_normal(amax, COL, x[0].dtype):
+        if products_stay_normal(amax, COL, dtype):
             cast_columnwise(x, amax, col_out_ptr, col_scale_ptr, rng_ptr, stream, M, K, row0, col0,
-                            COL, TILE_M, TILE_K, True, EVEN, HARDWARE)  # fmt: skip
+                            dtype, COL, TILE_M, TILE_K, True, EVEN, HARDWARE)  # fmt: skip
         else:
             cast_columnwise(x, amax, col_out_ptr, col_scale_ptr, rng_ptr, stream, M, K, row0, col0,
-                            COL, TILE_M, TILE_K, False, EVEN, HARDWARE)  # fmt: skip
+                            dtype, COL, TILE_M, TILE_K, False, EVEN, HARDWARE)  # fmt: skip
 
 
 def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
@@ -141,13 +144,13 @@ def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
     return True, ""
 
 
-def _options(x: Tensor, *sides: Side | None) -> dict[str, int]:
+def _options(x: Source, *sides: Side | None) -> dict[str, int]:
     """80 registers per thread, so that 24 warps fit an SM and not 20, where it costs no spill: 3% on an H200."""
     light = all(s is None or not (s.random_bits or s.error or s.per_row or s.words != 2) for s in sides)
-    return {"maxnreg": 80} if light and x.element_size() == 2 else {}
+    return {"maxnreg": 80} if light and x.x.element_size() == 2 else {}
 
 
-def _allocate(x: Tensor, rows: int, cols: int, output: str) -> tuple[Tensor, Tensor]:
+def _allocate(x: Source, rows: int, cols: int, output: str) -> tuple[Tensor, Tensor]:
     blocks = -(-cols // BLOCK_SIZE)
     if output == "codes":
         out = torch.empty(rows, blocks * 8, dtype=torch.uint8, device=x.device)
@@ -164,7 +167,7 @@ def tile_shape(row: Side | None, col: Side | None) -> tuple[int, int]:
 
 
 def quantize(
-    x: Tensor,
+    x: Tensor | Source,
     rowwise: CastSpec | None,
     columnwise: CastSpec | None,
     *,
@@ -189,16 +192,18 @@ def quantize(
         ``(rowwise out, rowwise scale_inv, columnwise out, columnwise scale_inv)``; codes uint8 [rows, ceil(cols/16)*8]
         or values BF16 [rows, ceil(cols/16)*16], scale_inv float8_e4m3fn [rows, ceil(cols/16)].
     """
+    source = Source.of(x)
     row = Side.of(rowwise, rowwise_output, 0) if rowwise else None
     col = Side.of(columnwise, columnwise_output, 1) if columnwise else None
-    row_out, row_scale = _allocate(x, *x.shape, rowwise_output) if row else (None, None)
-    col_out, col_scale = _allocate(x, *x.shape[::-1], columnwise_output) if col else (None, None)
-    if x.numel() and (row or col):
+    row_out, row_scale = _allocate(source, *source.shape, rowwise_output) if row else (None, None)
+    col_out, col_scale = _allocate(source, *source.shape[::-1], columnwise_output) if col else (None, None)
+    if all(source.shape) and (row or col):
         sides = ((rowwise_amax, row_out, row_scale), (columnwise_amax, col_out, col_scale))
-        if is_column_major(x):
-            x, sides, row, col = x.T, sides[::-1], col, row
-        launch = Launch.of(x, *tile_shape(row, col))
-        pointers = (x, *sides[0], *sides[1], rng)
-        integers = (*x.shape, *x.stride(), stream)
-        launch(quantize_kernel, launch.tiles, pointers, integers, (row, col), **_options(x, row, col))
+        if isinstance(x, Tensor) and is_column_major(x):
+            source, sides, row, col = Source.of(x.T), sides[::-1], col, row
+        launch = Launch.of(source, *tile_shape(row, col))
+        pointers = (*source.pointers, *sides[0], *sides[1], rng)
+        integers = (*source.shape, *source.x.stride(), stream)
+        parts = (row, col, source.prologue)
+        launch(quantize_kernel, launch.tiles, pointers, integers, parts, **_options(source, row, col))
     return row_out, row_scale, col_out, col_scale

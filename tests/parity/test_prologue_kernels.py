@@ -1,0 +1,110 @@
+"""Norms and activations inside the amax and quantize kernels: bytes of an eager oracle, errors beside PyTorch's own.
+
+Runs on a GPU, and on small shapes on the CPU in Triton's interpreter: ``TRITON_INTERPRET=1 pytest tests/parity``.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fp4engine import reference
+from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode
+from fp4engine.reference.norm import normalize, row_statistics
+
+PLAIN, ROTATED = CastSpec(), CastSpec(rotation=Rotation())
+SIDES = {
+    "default forward": (PLAIN, ROTATED),
+    "rowwise": (PLAIN, None),
+    "16x16": (CastSpec(block=(16, 16)),) * 2,
+    "stochastic, row-scaled": (
+        CastSpec(rounding=RoundingMode.STOCHASTIC),
+        CastSpec(outer=Outer.ROW, rotation=Rotation()),
+    ),
+}
+SHAPES = [(1, 1), (35, 70), (128, 64), (19, 1100)]
+KINDS = ["RMSNorm", "LayerNorm"]
+STREAM = 0x22
+
+
+def assert_same(got, want):
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert torch.equal(got.view(torch.uint8).cpu(), want.view(torch.uint8).cpu())
+
+
+def assert_casts(source, y, sides, rng, amaxes=None):
+    """Kernels on ``source`` give the reference's amaxes, scales and codes of ``y``."""
+    from fp4engine.kernels.amax import amax
+    from fp4engine.kernels.quantize import quantize
+
+    row_amax, col_amax = amaxes or amax(source, *sides)
+    outputs = quantize(
+        source, *sides, rowwise_amax=row_amax, columnwise_amax=col_amax, rng=rng.to(y.device), stream=STREAM
+    )
+    casts = ((row_amax, *outputs[:2], sides[0], y), (col_amax, *outputs[2:], sides[1], y.T))
+    for side, (largest, codes, scale_inv, spec, operand) in enumerate(casts):
+        if spec is not None:
+            want = reference.quantize(operand.cpu(), spec, rng=rng, stream=STREAM | side)
+            assert_same(largest, want.amax)
+            assert_same(scale_inv, want.scale_inv)
+            assert_same(codes, want.codes)
+
+
+def norm_problem(kind, shape, dtype, device, out_dtype=None):
+    from fp4engine.kernels.load import Prologue, Source
+    from fp4engine.kernels.norm import row_statistics as kernel
+
+    x = (torch.randn(shape) * 3 + 0.5).to(dtype)
+    gamma, beta = 1 + torch.randn(shape[1]).to(dtype) / 4, None
+    if kind == "LayerNorm":
+        beta = torch.randn(shape[1]).to(dtype)
+    centered = kind == "LayerNorm"
+    want = row_statistics(x, 1e-5, centered)
+    statistics = kernel(x.to(device), 1e-5, centered)
+    rows = slice(None) if centered else slice(1)
+    assert_same(statistics[rows], want[rows])
+    out_dtype = out_dtype or dtype
+    place = [None if t is None else t.to(device) for t in (x, statistics, gamma, beta)]
+    prologue = Prologue.of(kind, out_dtype)
+    source = Source(place[0], out_dtype, prologue, *place[1:])
+    return source, normalize(x, want, gamma, beta, out_dtype)
+
+
+@pytest.mark.parametrize("name", SIDES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_norm_casts_as_the_oracle(kernel_device, kind, shape, name):
+    source, y = norm_problem(kind, shape, torch.bfloat16, kernel_device)
+    assert_casts(source, y.to(kernel_device), SIDES[name], torch.tensor([5, 7]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"),
+    [(torch.float16, torch.float16), (torch.float32, torch.float32), (torch.float32, torch.bfloat16)],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_norm_of_other_dtypes(kernel_device, kind, dtype, out_dtype):
+    source, y = norm_problem(kind, (35, 70), dtype, kernel_device, out_dtype)
+    assert_casts(source, y.to(kernel_device), (PLAIN, ROTATED), torch.tensor([5, 7]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1000, 4096), (2048, 1024), (257, 4100)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_norm_at_size(kind, shape):
+    source, y = norm_problem(kind, shape, torch.bfloat16, "cuda")
+    assert_casts(source, y.cuda(), (PLAIN, ROTATED), torch.tensor([5, 7]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_oracles_norm_is_as_exact_as_pytorchs(device, kind, dtype):
+    x = (torch.randn(64, 1100, device=device) * 3 + 0.5).to(dtype)
+    gamma, beta = torch.randn(1100, device=device).to(dtype), None
+    exact = F.rms_norm(x.double(), (1100,), gamma.double(), 1e-5)
+    theirs = F.rms_norm(x, (1100,), gamma, 1e-5)
+    if kind == "LayerNorm":
+        beta = torch.randn(1100, device=device).to(dtype)
+        exact = F.layer_norm(x.double(), (1100,), gamma.double(), beta.double(), 1e-5)
+        theirs = F.layer_norm(x, (1100,), gamma, beta, 1e-5)
+    ours = normalize(x, row_statistics(x, 1e-5, kind == "LayerNorm"), gamma, beta, dtype)
+    assert (ours.double() - exact).norm() <= 2 * (theirs.double() - exact).norm()
