@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from convergence import results
 from convergence.results import Result
-from convergence.studies import BASELINE, STUDIES, Study, variants_of
+from convergence.studies import BASELINE, PRESETS, STUDIES, Study, variants_of
 from gpt.settings import InputError, Settings
 
 Results = dict[str, dict[int, Result]]
@@ -24,7 +24,7 @@ HEADER = ("variant", "seeds", "loss (nats/byte)", "gap to bf16", "gap minus the 
 
 
 def write(studies: Sequence[str], settings: Settings, seeds: int, folder: Path, target: Path | None = None) -> str:
-    """Tables of the studies at one preset, as Markdown; their pictures are drawn below `folder`.
+    """The command that trains the studies at one preset, and their tables, as Markdown; pictures go below `folder`.
 
     Args:
         target: a file in which the text takes the place of what stands between `<!-- PRESET -->` and
@@ -34,7 +34,7 @@ def write(studies: Sequence[str], settings: Settings, seeds: int, folder: Path, 
         InputError: runs of one preset were trained on different data, or `target` has no place for them.
     """
     beside = folder if target is None else Path(os.path.relpath(folder, target.parent))
-    sections = []
+    sections = [command(studies, settings, seeds)]
     for name in studies:
         found = load(STUDIES[name], settings, seeds, folder)
         picture = Path(settings.preset) / f"{name}.png"
@@ -45,6 +45,13 @@ def write(studies: Sequence[str], settings: Settings, seeds: int, folder: Path, 
     if target is not None:
         insert(text, settings.preset, target)
     return text
+
+
+def command(studies: Sequence[str], settings: Settings, seeds: int) -> str:
+    tokens = "" if settings.tokens == PRESETS[settings.preset].tokens else f" --tokens {settings.tokens}"
+    compiled = " --compile" if settings.compile else ""
+    arguments = f"{' '.join(studies)} --preset {settings.preset} --seeds {seeds}{tokens}{compiled}"
+    return f"```bash\npython examples/convergence/run.py {arguments}\n```\n"
 
 
 def section(settings: Settings, name: str, found: Results, picture: Path) -> str:
