@@ -170,11 +170,18 @@ class QuantizedWeight(torch.Tensor):
         quantizer, dtype = context
         return QuantizedWeight(quantizer, size, dtype, inner.values())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def _description(self) -> tuple[Any, ...]:
+        """All but the tensors, as plain values."""
         quantizer = self.quantizer
         keys = [None if spec is None else spec.key for spec in (quantizer.rowwise_spec, quantizer.columnwise_spec)]
-        plain = (*keys, quantizer.columnwise_source, quantizer.stream, quantizer.backend, tuple(self.shape), self.dtype)
-        return _rebuild, (*plain, isinstance(self, torch.nn.Parameter), self.requires_grad, self.tensors())
+        return (*keys, quantizer.columnwise_source, quantizer.stream, quantizer.backend, tuple(self.shape), self.dtype)
+
+    def _stable_hash_for_caching(self) -> str:
+        return str(self._description())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _rebuild, (*self._description(), is_parameter, self.requires_grad, self.tensors())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         spec = self.quantizer.rowwise_spec

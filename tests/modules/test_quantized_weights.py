@@ -351,6 +351,24 @@ def test_assigned_and_shared_data_reach_the_codes():
     assert weight.share_memory_().codes.is_shared()
 
 
+@pytest.fixture
+def one_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_data_parallel(one_process):
+    layer = build(MODULES["Linear"])
+    expected = run(layer)
+    with pytest.raises(NotImplementedError, match="view of a weight"):
+        nn.parallel.DistributedDataParallel(layer)
+    parallel = nn.parallel.DistributedDataParallel(layer, init_sync=False)
+    assert_same(run(parallel), expected)
+    with pytest.raises(NotImplementedError, match="view of a weight"):
+        torch.distributed.fsdp.fully_shard(layer, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+
+
 # What is refused
 
 
