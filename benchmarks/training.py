@@ -3,8 +3,9 @@
     python benchmarks/training.py [--models 85m 1b] [--precisions bf16 nvfp4] [--out benchmarks/results]
 
 The model is the example's GPT (RMSNorm, rotary positions, SwiGLU, SDPA), FP32 parameters under torch.autocast(bf16),
-fused AdamW, random tokens. Each model runs eager and, delayed scaling apart, compiled; the first precision is the
-denominator of every ratio. `saved` is all that a forward pass keeps for backward, `linears` what the linear layers do.
+fused AdamW, random tokens. Each model runs eager, compiled, and with the whole step replayed as one CUDA graph; the
+first precision is the denominator of every ratio. Delayed scaling remembers on the host, so it runs eager only. `saved`
+is all that a forward pass keeps for backward, `linears` what the linear layers do.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ MODELS = {
     "85m": dict(layers=12, width=768, sequence=1024, batch=32),
     "1b": dict(layers=20, width=2048, sequence=2048, batch=4),
 }
+MODES = ("eager", "compiled", "graph")
 WARM_UP, STEPS = 4, 10
 PRECISIONS: dict[str, Recipe | None] = {
     "bf16": None,
@@ -48,7 +51,7 @@ def saved_bytes(model: GPT, tokens: torch.Tensor, recipe: Recipe | None) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # the tensor itself would hold the graph that holds it
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         forward(model, tokens, recipe)
@@ -60,7 +63,26 @@ def forward(model: GPT, tokens: torch.Tensor, recipe: Recipe | None) -> torch.Te
         return model.loss(tokens)
 
 
-def measure(config: dict[str, int], recipe: Recipe | None, compiled: bool) -> dict[str, float]:
+def graphed(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """``step``, captured once and replayed."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return loss
+
+    return replay
+
+
+def measure(config: dict[str, int], recipe: Recipe | None, mode: str) -> dict[str, float]:
     """Tokens per second, peak bytes and bytes saved for backward."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -68,19 +90,21 @@ def measure(config: dict[str, int], recipe: Recipe | None, compiled: bool) -> di
         model = GPT(config["layers"], config["width"], config["sequence"])
     if recipe is not None:
         fp4engine.convert(model, keep_high_precision=["lm_head"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
     tokens = torch.randint(0, 256, (config["batch"], config["sequence"] + 1), device="cuda")
     saved = saved_bytes(model, tokens, recipe)
     linears = saved_by_linears(model, lambda: forward(model, tokens, recipe))
-    run = torch.compile(forward, fullgraph=True) if compiled else forward
+    run = torch.compile(forward, fullgraph=True) if mode == "compiled" else forward
 
     def step() -> torch.Tensor:
+        optimizer.zero_grad()
         loss = run(model, tokens, recipe)
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
         return loss.detach()
 
+    if mode == "graph":
+        step = graphed(step)
     for _ in range(WARM_UP):
         step()
     torch.cuda.synchronize()
@@ -115,7 +139,7 @@ def line(row: dict[str, Any], first: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
-    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--precisions", nargs="+", choices=tuple(PRECISIONS), default=list(PRECISIONS))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
@@ -125,10 +149,10 @@ def main() -> None:
     for name, mode in itertools.product(arguments.models, arguments.modes):
         first = None
         for precision in arguments.precisions:
-            recipe, compiled = PRECISIONS[precision], mode == "compiled"
-            if compiled and recipe is not None and recipe.is_delayed:
-                continue  # torch.compile cannot trace what it remembers
-            row = dict(model=name, mode=mode, precision=precision, **measure(MODELS[name], recipe, compiled))
+            recipe = PRECISIONS[precision]
+            if mode != "eager" and recipe is not None and recipe.is_delayed:
+                continue
+            row = dict(model=name, mode=mode, precision=precision, **measure(MODELS[name], recipe, mode))
             gc.collect()
             torch.cuda.empty_cache()
             first = first or row
