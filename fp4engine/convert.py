@@ -3,8 +3,9 @@
 Legend: N out_features, K in_features of a linear module's weight [N, K].
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from fp4engine.formats import E2M1
 from fp4engine.functional import ExecutedGemms, make_linear_plan
 from fp4engine.functional.plan import GEMMS, HIGH_PRECISION
-from fp4engine.modules import Gemms, Linear
+from fp4engine.modules import Gemms, GroupedLinear, Linear
 from fp4engine.modules.gemms import require_own_recipe
 from fp4engine.names import covers
 from fp4engine.recipe import Recipe, RuledRecipe
@@ -32,10 +33,10 @@ class PlannedModule:
     """One linear module of a :class:`ConversionPlan`.
 
     Attributes:
-        name: dotted name in the model.
+        name: dotted name in the model; a ``GroupedLinear`` is one module, since a token sees one of its weights.
         shape: (N, K).
         formats: what fprop, dgrad and wgrad multiply, e.g. ``"e2m1 x e2m1"`` or ``"high_precision"``.
-        reason: why the module was left alone; empty if it was converted.
+        reason: why the module was left alone; empty if it was converted, or is fp4engine's anyway.
     """
 
     name: str
@@ -59,7 +60,7 @@ class ConversionPlan:
     """What :func:`convert` did, module by module; ``print(plan)`` shows it as a table.
 
     Attributes:
-        modules: every linear module of the model, in the model's order.
+        modules: every linear module of the model, in the model's order, those inside ``LayerNormMLP`` and its like too.
     """
 
     modules: tuple[PlannedModule, ...]
@@ -159,7 +160,7 @@ def convert(
     """Swap every ``nn.Linear`` below ``model`` for an :class:`fp4engine.Linear` with the same parameters, in place.
 
     Modules left alone stay the same objects. Converting again changes nothing that is converted already, except
-    that a ``recipe`` is then set on it; so it is on ``LayerNormMLP`` and its like, which the plan does not list.
+    that a ``recipe`` is then set on it; so it is on ``LayerNormMLP`` and its like.
 
     Args:
         model: anything but an ``nn.Linear`` itself.
@@ -170,9 +171,9 @@ def convert(
             patterns: ``*`` is one segment or part of one, ``**`` any number of them.
 
     Raises:
-        ValueError: ``model`` is an ``nn.Linear`` or has none, a pattern covers no linear module or one that is an
-            ``fp4engine.Linear`` already, modules cannot follow ``recipe`` outside regions (it is a schedule, or has
-            delayed scaling), or a rule of it matches no module. The model is then as it was.
+        ValueError: ``model`` is an ``nn.Linear`` or has no linear module, a pattern covers none or one that is
+            fp4engine's already, modules cannot follow ``recipe`` outside regions (it is a schedule, or has delayed
+            scaling), or a rule of it matches no module. The model is then as it was.
     """
     if isinstance(model, nn.Linear):
         raise ValueError(
@@ -180,21 +181,22 @@ def convert(
             "use fp4engine.Linear.from_linear(model)"
         )
     require_own_recipe(recipe)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = dict(_linear_modules(model))
     if not linears:
         raise ValueError(f"there is no nn.Linear below this {type(model).__name__}: nothing to convert")
     if isinstance(recipe, RuledRecipe):
-        recipe.check([*linears, *(module.name for module in model.modules() if isinstance(module, Gemms))])
+        recipe.check([module.name if isinstance(module, Gemms) else name for name, module in linears.items()])
     reasons = _reasons(model, linears, module_filter_fn, _as_patterns(keep_high_precision))
     swaps: dict[nn.Module, Linear] = {
-        module: module if isinstance(module, Linear) else Linear.from_linear(module, name)
+        module: Linear.from_linear(module, name)
         for name, module in linears.items()
-        if not reasons[name]
+        if not isinstance(module, Gemms) and not reasons[name]
     }
     planned = (_planned(name, swaps.get(module, module), reasons[name], recipe) for name, module in linears.items())
     plan = ConversionPlan(tuple(planned))
     for name, module in linears.items():
         if reasons[name]:
+            assert isinstance(module, nn.Linear)
             _count_high_precision(module)
     for parent in (*model.modules(), *swaps.values()):
         for child_name, child in list(parent._modules.items()):
@@ -266,14 +268,17 @@ def _as_patterns(patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _reasons(
-    model: nn.Module, linears: dict[str, nn.Linear], module_filter_fn: ModuleFilter | None, patterns: tuple[str, ...]
+    model: nn.Module,
+    linears: dict[str, nn.Linear | Gemms],
+    module_filter_fn: ModuleFilter | None,
+    patterns: tuple[str, ...],
 ) -> dict[str, str]:
     """Why each linear module is left alone; empty if it is not."""
     kept = _kept(linears, patterns)
     fused = {module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
     reasons: dict[str, str] = {}
     for name, module in linears.items():
-        if isinstance(module, Linear):
+        if isinstance(module, Gemms):
             reason = ""
         elif name in kept:
             reason = f"kept by {kept[name]!r}"
@@ -287,7 +292,7 @@ def _reasons(
     return reasons
 
 
-def _kept(linears: dict[str, nn.Linear], patterns: tuple[str, ...]) -> dict[str, str]:
+def _kept(linears: dict[str, nn.Linear | Gemms], patterns: tuple[str, ...]) -> dict[str, str]:
     """``name -> the pattern that keeps it``."""
     kept: dict[str, str] = {}
     for pattern in patterns:
@@ -298,9 +303,9 @@ def _kept(linears: dict[str, nn.Linear], patterns: tuple[str, ...]) -> dict[str,
                 f"for example, {', '.join(map(repr, list(linears)[-3:])) or 'nothing: there are none'}"
             )
         for name in covered:
-            if isinstance(linears[name], Linear):
+            if isinstance(linears[name], Gemms):
                 raise ValueError(
-                    f"pattern {pattern!r} covers {name!r}, which is an fp4engine.Linear already; "
+                    f"pattern {pattern!r} covers {name!r}, which is fp4engine's already; "
                     "build it as nn.Linear to keep it in high precision"
                 )
             kept.setdefault(name, pattern)
@@ -322,12 +327,31 @@ def _obstacle(module: nn.Linear) -> str:
     return ""
 
 
-def _planned(name: str, module: nn.Linear, reason: str, recipe: Recipe | None) -> PlannedModule:
+def _linear_modules(model: nn.Module) -> Iterator[tuple[str, nn.Linear | Gemms]]:
+    """What multiplies by a weight, by its name in the model; of a ``GroupedLinear``, the first of its equals."""
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedLinear):
+            first = module.gemms[0]
+            assert isinstance(first, Gemms)
+            yield name, first
+        elif isinstance(module, nn.Linear) or (isinstance(module, Gemms) and module.module_type == "linear"):
+            yield name, module
+
+
+def _shape(module: nn.Linear | Gemms) -> tuple[int, int]:
+    """(N, K)."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    rows, cols = module.shape
+    return rows, cols
+
+
+def _planned(name: str, module: nn.Linear | Gemms, reason: str, recipe: Recipe | None) -> PlannedModule:
     formats = (HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION)
-    shape = (module.out_features, module.in_features)
-    if isinstance(module, Linear):
+    shape = _shape(module)
+    if isinstance(module, Gemms):
         recipe = recipe or module.recipe or get_default_recipe()
-        plan = make_linear_plan(recipe, "linear", name, ExecutedGemms(), shape=shape).formats
+        plan = make_linear_plan(recipe, module.module_type, module.name, ExecutedGemms(), shape=shape).formats
         formats = (plan["fprop"], plan["dgrad"], plan["wgrad"])
     return PlannedModule(name, shape, formats, reason)
 
@@ -355,7 +379,7 @@ def _record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 
 
 def _linear_numel(module: nn.Module) -> int:
-    return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))
+    return sum(math.prod(_shape(linear)) for _, linear in _linear_modules(module))
 
 
 def _by_formats(tables: Iterable[dict[tuple[str, str], int]]) -> Counter[str]:

@@ -271,6 +271,62 @@ def test_a_recipe_reaches_every_part_of_larger_modules() -> None:
     assert set(fp4engine.executed_gemms(model).counts) == {"e2m1 x e2m1"}
 
 
+class Mixed(nn.Module):
+    """Modules of both kinds, whose names are what recipes match."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            fp4engine.TransformerLayer(width, 2 * width, 2, name=f"blocks.{i}", fuse_qkv_params=True) for i in range(2)
+        )
+        self.experts = fp4engine.GroupedLinear(4, width, width, name="experts")
+        self.head = nn.Linear(width, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.experts(x, [x.shape[0] * x.shape[1] // 4] * 4))
+
+
+def test_the_plan_lists_the_parts_of_larger_modules_and_agrees_with_what_runs() -> None:
+    model = Mixed()
+    recipe = RuledRecipe(NVFP4BlockScaling(), (Rule(LinearRecipe(), "blocks.1.**"), Rule(LinearRecipe(), "experts")))
+    plan = fp4engine.convert(model, recipe)
+    block = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
+    assert {module.name: module.formats for module in plan.modules} == {
+        **{f"blocks.0.{part}": FP4 for part in block},
+        **{f"blocks.1.{part}": HIGH for part in block},
+        "experts": HIGH,
+        "head": FP4,
+    }
+    assert [module.shape for module in plan.modules[:4]] == [(48, 16), (16, 16), (32, 16), (16, 32)]
+    assert plan.summary.startswith("10 of 10 linear modules converted")
+    model(torch.randn(8, 2, 16, requires_grad=True)).sum().backward()
+    assert fp4engine.executed_gemms(model).fp4_share == pytest.approx(plan.fp4_share)
+
+
+def test_a_model_of_larger_modules_alone_gets_a_recipe_and_a_plan() -> None:
+    model = fp4engine.LayerNormMLP(16, 32)
+    plan = fp4engine.convert(model, NVFP4BlockScaling(backward_override="dequantized"))
+    assert [(module.name, module.shape) for module in plan.modules] == [("fc1", (32, 16)), ("fc2", (16, 32))]
+    assert plan.fp4_share == pytest.approx(1 / 3)
+    model(torch.randn(4, 16, requires_grad=True)).sum().backward()
+    assert fp4engine.executed_gemms(model).fp4_share == pytest.approx(1 / 3)
+
+
+def test_larger_modules_are_not_kept_in_high_precision_silently() -> None:
+    with pytest.raises(ValueError, match=r"'blocks.1.self_attention.layernorm_qkv', which is fp4engine's already"):
+        fp4engine.convert(Mixed(), keep_high_precision=["head", *fp4engine.last_blocks(Mixed(), 1)])
+
+
+def test_rules_see_the_names_that_modules_have() -> None:
+    model = nn.Sequential(fp4engine.Linear(16, 16), nn.Linear(16, 16))
+    with pytest.raises(ValueError, match="rules that match no module: name='0'"):
+        fp4engine.convert(model, RuledRecipe(NVFP4BlockScaling(), (Rule(LinearRecipe(), "0"),)))
+    plan = fp4engine.convert(model, RuledRecipe(NVFP4BlockScaling(), (Rule(LinearRecipe(), "1"),)))
+    assert [module.formats for module in plan.modules] == [FP4, HIGH]
+
+
 def test_the_plan_follows_a_custom_recipe_by_name() -> None:
     def qfactory(role: fp4engine.QuantizerRole) -> fp4engine.Quantizer:
         if role.name.endswith("down"):
