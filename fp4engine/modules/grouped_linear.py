@@ -93,7 +93,7 @@ class GroupedLinear(torch.nn.Module):
 
         Args:
             m_splits: rows of each slice, G counts that add up to the rows of ``inp``, zeros anywhere. A list costs no
-                synchronisation; a tensor on a device is copied to the host, once.
+                synchronisation; a tensor on a device is copied to the host, once for forward and backward.
             is_first_microbatch: as in :meth:`fp4engine.Linear.forward`.
         """
         transforms = []

@@ -205,6 +205,21 @@ def test_grouped_linear_is_a_loop_of_linears(m_splits, as_tensor):
             assert (layer.weights[index].grad == 0).all() and (layer.biases[index].grad == 0).all()
 
 
+def test_grouped_linear_reads_a_tensor_of_splits_once_and_never_in_backward(monkeypatch):
+    reads = []
+    for name in ("tolist", "item", "cpu", "numpy", "__int__", "__index__", "__bool__"):
+        read = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda t, *a, name=name, read=read: reads.append(name) or read(t, *a))
+    layer, inp = GroupedLinear(3, 16, 16), torch.randn(23, 16, requires_grad=True)
+    for splits, expected in ((torch.tensor([5, 0, 18]), ["tolist"]), ([5, 0, 18], [])):
+        reads.clear()
+        with fp4engine.autocast(recipe=RECIPE):
+            output = layer(inp, splits)
+        assert reads == expected
+        output.backward(torch.ones(23, 16))
+        assert reads == expected
+
+
 def test_grouped_linear_without_any_rows():
     layer = GroupedLinear(3, 16, 16)
     got = run(lambda x: layer(x, [0, 0, 0]), torch.randn(0, 16), list(layer.parameters()))
