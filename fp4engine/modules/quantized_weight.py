@@ -133,6 +133,7 @@ class QuantizedWeight(torch.Tensor):
             fresh = _encode(values.to(self.device).expand(self.shape), self.quantizer)
         for mine, new in zip(self.tensors(), fresh, strict=True):
             mine.copy_(new)
+            torch.autograd.graph.increment_version(mine)  # below autograd nobody does, and backward must notice
 
     def _values(self) -> Tensor:
         return self.rowwise.dequantize(self.dtype, self.quantizer.backend)

@@ -243,6 +243,18 @@ def test_plain_adamw_writes_what_it_computes_rounded(form):
     assert len(weights_of(model)) == 4
 
 
+@pytest.mark.parametrize("recipe", [RECIPE, ONE_DIMENSIONAL, RECIPE.replace(backward_override="dequantized")])
+@pytest.mark.parametrize("write", [lambda weight: weight.mul_(3), lambda weight: weight.data.mul_(3)])
+def test_a_write_between_forward_and_backward_is_noticed(write, recipe):
+    layer = build(MODULES["Linear"], recipe)
+    with fp4engine.autocast(recipe=recipe):
+        output = layer(torch.randn(4, 40, requires_grad=True))
+    with torch.no_grad():
+        write(layer.weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
 def test_lora_on_a_frozen_base():
     base = build(MODULES["Linear"])
     base.weight.requires_grad_(False)
