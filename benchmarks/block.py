@@ -8,7 +8,8 @@
     parts    the same composition of fp4engine.RMSNorm and fp4engine.Linear, default recipe
     module   LayerNormLinear, LayerNormMLP or TransformerLayer, default recipe
 
-The modules' bytes are held to the parts on the reference quantizers before anything is timed.
+The modules' bytes are held to an oracle before anything is timed. Then what the modules fuse, on its own: a function
+and the cast of its value, one after the other and fused.
 """
 
 import argparse
@@ -21,14 +22,18 @@ import torch
 import torch.nn.functional as F
 from timing import environment, repeats_for, time_in_turn
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp4engine
-from fp4engine.quantizers import reference_quantizer
+from fp4engine.functional.activation import Activation
+from fp4engine.functional.norm import Norm
+from fp4engine.quantizers import make_quantizer, reference_quantizer
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
+from fp4engine.reference.norm import normalize, row_statistics
+from fp4engine.roles import QuantizerRole
 
 RECIPE = NVFP4BlockScaling()
 BATCH, SEQUENCE, HIDDEN, FFN, HEADS = 4, 2048, 4096, 14336, 32
+TOKENS = BATCH * SEQUENCE
 PLACE = {"device": "cuda", "dtype": torch.bfloat16}
 PARTS = {
     "bf16": (torch.nn.RMSNorm, torch.nn.Linear),
@@ -55,8 +60,7 @@ class FeedForward(torch.nn.Module):
         self.fc2 = linear(ffn, hidden, bias=False, **PLACE)
 
     def forward(self, x: Tensor) -> Tensor:
-        activated, gate = self.fc1(self.norm(x)).chunk(2, dim=-1)
-        return self.fc2(F.silu(activated) * gate)
+        return self.fc2(swiglu(self.fc1(self.norm(x))))
 
 
 class Block(torch.nn.Module):
@@ -108,7 +112,8 @@ PROBLEMS = (
     ("LayerNormMLP", (HIDDEN, FFN)),
     ("TransformerLayer", (HIDDEN, FFN, HEADS)),
 )
-SMALL = {"LayerNormLinear": (512, 768), "LayerNormMLP": (512, 768), "TransformerLayer": (512, 768, 8)}
+QUANTIZER = make_quantizer(RECIPE, QuantizerRole("linear", "input"))
+SPECS = QUANTIZER.rowwise_spec, QUANTIZER.columnwise_spec
 
 
 def make(kind: str, sizes: tuple[int, ...]) -> dict[str, torch.nn.Module]:
@@ -122,53 +127,87 @@ def make(kind: str, sizes: tuple[int, ...]) -> dict[str, torch.nn.Module]:
     return models
 
 
-def run_step(model: torch.nn.Module, inp: Tensor, grad: Tensor, recipe=None) -> list[Tensor]:
+def run_step(model: torch.nn.Module, inp: Tensor, grad: Tensor, enabled: bool) -> None:
     """Forward and backward; gradients are dropped, so that nothing accumulates."""
-    with fp4engine.autocast(enabled=recipe is not None, recipe=recipe or RECIPE):
+    with fp4engine.autocast(enabled=enabled, recipe=RECIPE):
         output = model(inp)
     output.backward(grad)
-    results = [output.detach(), inp.grad, *(parameter.grad for parameter in model.parameters())]
     inp.grad = None
     for parameter in model.parameters():
         parameter.grad = None
-    return results
 
 
-def problem(kind: str, sizes: tuple[int, ...], batch: int, sequence: int) -> tuple[Tensor, Tensor]:
+def problem(kind: str, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     width = sizes[1] if kind == "LayerNormLinear" else sizes[0]
-    inp = torch.randn(batch, sequence, sizes[0], **PLACE).requires_grad_()
-    return inp, torch.randn(batch, sequence, width, **PLACE)
+    inp = torch.randn(BATCH, SEQUENCE, sizes[0], **PLACE).requires_grad_()
+    return inp, torch.randn(BATCH, SEQUENCE, width, **PLACE)
+
+
+def oracle_norm(module: torch.nn.Module, x: Tensor) -> Tensor:
+    rows = x.flatten(0, -2)
+    return normalize(rows, row_statistics(rows, module.norm.eps, False), module.layer_norm_weight, None, x.dtype)
 
 
 def check() -> None:
-    """Every byte of the modules on kernels equals the parts on the reference quantizers.
-
-    Attention by matrix products: the gradient of PyTorch's flash attention differs from run to run.
-    """
+    """Every output byte is that of reference quantizers behind the oracle's norm and the kernels' activation."""
     oracle = CustomRecipe(qfactory=partial(reference_quantizer, RECIPE))
-    for kind, sizes in SMALL.items():
-        models = make(kind, sizes)
-        inp, grad = problem(kind, sizes, 2, 256)
-        results = []
-        for name, recipe in (("module", RECIPE), ("parts", oracle)):
-            fp4engine.manual_seed(0)
-            with sdpa_kernel(SDPBackend.MATH):
-                results.append(run_step(models[name], inp, grad, recipe))
-        if not all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True)):
-            raise SystemExit(f"{kind} differs from its parts on the reference quantizers: no speed is printed")
+    linear, mlp = layer_norm_linear(512, 768), layer_norm_mlp(512, 768)
+    x = torch.randn(512, 512, **PLACE)
+    with torch.no_grad():
+        with fp4engine.autocast(recipe=RECIPE):
+            ours = linear(x), mlp(x)
+        with fp4engine.autocast(recipe=oracle):
+            projected = linear.multiply(oracle_norm(linear, x), linear.weight, None)
+            hidden = mlp.fc1.multiply(oracle_norm(mlp, x), mlp.fc1_weight, None)
+            activated, _, _ = mlp.activation.read(hidden, hidden.dtype, SPECS)
+            theirs = projected, mlp.fc2.multiply(activated, mlp.fc2_weight, None)
+    if not all(torch.equal(left, right) for left, right in zip(ours, theirs, strict=True)):
+        raise SystemExit("bytes of a module differ from its oracle's: no speed is printed")
+
+
+def measure_casts() -> dict[str, dict[str, float]]:
+    """Milliseconds of what the modules fuse, on its own: a function and the cast of its value."""
+    x = torch.randn(TOKENS, HIDDEN, **PLACE)
+    gamma = torch.randn(HIDDEN, **PLACE)
+    hidden = torch.randn(TOKENS, 2 * FFN, **PLACE)
+    grad = torch.randn(TOKENS, FFN, **PLACE)
+    leaf = hidden.clone().requires_grad_()
+    composed = swiglu(leaf)
+    norm, activation = Norm("RMSNorm", 1e-5), Activation("swiglu")
+
+    def fused_activation() -> None:
+        value, (rowwise, columnwise), _ = activation.read(hidden, hidden.dtype, SPECS)
+        QUANTIZER(value, rowwise_amax=rowwise, columnwise_amax=columnwise)
+
+    pairs = {
+        "RMSNorm and cast": (
+            lambda: QUANTIZER(F.rms_norm(x, (HIDDEN,), gamma, 1e-5)),
+            lambda: QUANTIZER(norm.read(x, x.dtype, SPECS, gamma, None)[0]),
+        ),
+        "SwiGLU and cast": (lambda: QUANTIZER(swiglu(hidden)), fused_activation),
+        "SwiGLU backward": (
+            lambda: torch.autograd.grad(composed, leaf, grad, retain_graph=True),
+            lambda: activation.gradients(grad, hidden),
+        ),
+    }
+    return {name: time_in_turn({"apart": apart, "fused": fused}, 20) for name, (apart, fused) in pairs.items()}
+
+
+def swiglu(x: Tensor) -> Tensor:
+    activated, gate = x.chunk(2, dim=-1)
+    return F.silu(activated) * gate
 
 
 def flops(model: torch.nn.Module) -> float:
     """Of one step's products with weights."""
-    return 6.0 * BATCH * SEQUENCE * sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    return 6.0 * TOKENS * sum(p.numel() for p in model.parameters() if p.ndim == 2)
 
 
 def measure(kind: str, sizes: tuple[int, ...]) -> dict[str, float]:
     """Milliseconds of each variant."""
     models = make(kind, sizes)
-    inp, grad = problem(kind, sizes, BATCH, SEQUENCE)
-    recipes = {"bf16": None, "parts": RECIPE, "module": RECIPE}
-    variants = {name: partial(run_step, model, inp, grad, recipes[name]) for name, model in models.items()}
+    inp, grad = problem(kind, sizes)
+    variants = {name: partial(run_step, model, inp, grad, name != "bf16") for name, model in models.items()}
     return time_in_turn(variants, repeats_for(flops(models["bf16"])))
 
 
@@ -191,8 +230,14 @@ def main() -> None:
             f"{parts_ratio:6.3f}",
             flush=True,
         )
+    casts = measure_casts()
+    print(f"\n{'function and cast, 8,192 tokens':32} {'apart ms':>9} {'fused ms':>9}")
+    for name, times in casts.items():
+        print(f"{name:32} {times['apart']:9.3f} {times['fused']:9.3f}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "block.json").write_text(json.dumps(dict(environment=environment(), rows=rows), indent=1))
+    (arguments.out / "block.json").write_text(
+        json.dumps(dict(environment=environment(), rows=rows, casts=casts), indent=1)
+    )
 
 
 if __name__ == "__main__":

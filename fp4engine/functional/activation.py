@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp4engine import ops
+
 
 def _gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
@@ -40,6 +42,11 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "glu": torch.sigmoid,
 }
+_KERNELS = {
+    "gelu": "gelu", "qgelu": "qgelu", "relu": "relu", "srelu": "srelu", "silu": "silu",
+    "geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "glu": "sigmoid",
+}  # fmt: skip
+"""What kernels call the function of the first half."""
 CLAMPED_SWIGLU = "clamped_swiglu"
 _CLAMPED_SWIGLU_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
@@ -80,6 +87,18 @@ class Activation:
         if self.name == CLAMPED_SWIGLU:
             return _clamped_swiglu(activated, gate, **{**_CLAMPED_SWIGLU_DEFAULTS, **(self.params or {})})
         return GATED[self.name](activated) * gate
+
+    def is_fusable(self, dtype: torch.dtype) -> bool:
+        """Whether kernels compute it in ``dtype``; their exponential is good for 16 bits."""
+        return self.name in _KERNELS and dtype in (torch.bfloat16, torch.float16)
+
+    def read(self, x: Tensor, dtype: torch.dtype, specs: ops.Specs) -> tuple[Tensor, ops.Amaxes, tuple[Tensor, ...]]:
+        """The value for x [M, K or 2K], its outer amaxes, and nothing else for backward."""
+        return *ops.activate(x, _KERNELS[self.name], self.is_gated, dtype, specs), ()
+
+    def gradients(self, grad: Tensor, x: Tensor) -> tuple[Tensor]:
+        """Gradient of x, from that of the value [M, K]."""
+        return (ops.activation_backward(grad, x, _KERNELS[self.name], self.is_gated),)
 
 
 def _clamped_swiglu(activated: Tensor, gate: Tensor, **params: Any) -> Tensor:

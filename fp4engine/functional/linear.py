@@ -15,6 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from fp4engine import ops
 from fp4engine.formats import Outer
+from fp4engine.functional.activation import Activation
+from fp4engine.functional.deferred import Deferred
+from fp4engine.functional.norm import Norm
 from fp4engine.functional.plan import GemmName, LinearPlan, operand_formats
 from fp4engine.functional.weight_cache import WeightCache
 from fp4engine.quantizers import Quantizer
@@ -23,7 +26,7 @@ from fp4engine.tensor import Operand, QuantizedTensor
 
 
 def linear(
-    inp: Tensor,
+    inp: Tensor | Deferred,
     weight: Tensor,
     bias: Tensor | None,
     plan: LinearPlan,
@@ -34,7 +37,7 @@ def linear(
     """Linear transformation by ``plan``, differentiable once.
 
     Args:
-        inp: [..., K], any rank >= 1, stride and number of rows.
+        inp: [..., K], any rank >= 1, stride and number of rows; or a function that :meth:`Deferred.fuses`.
         weight: [N, K]; bias: [N] or None.
         weight_cache: where to look for the weight's operands, and to leave them; None quantizes anew.
         main_grad: FP32 or BF16 [N, K] to which wgrad adds; the weight then gets no gradient of its own.
@@ -45,15 +48,19 @@ def linear(
     Raises:
         ValueError: the last dimension of ``inp`` is not K.
     """
-    if inp.ndim == 0 or inp.shape[-1] != weight.shape[1]:
+    if len(inp.shape) == 0 or inp.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"inp must have shape [..., in_features={weight.shape[1]}], got {tuple(inp.shape)} "
             f"for weight {tuple(weight.shape)}"
         )
     if not torch.is_grad_enabled():
         return _forward(inp, weight, bias, plan, weight_cache, False, False)[0]
-    needs = (inp.requires_grad, weight.requires_grad)
-    return LinearFunction.apply(inp, weight, bias, plan, weight_cache, main_grad, *needs)
+    if isinstance(inp, Tensor):
+        needs = (inp.requires_grad, weight.requires_grad)
+        return LinearFunction.apply(inp, weight, bias, plan, weight_cache, main_grad, *needs)
+    needs = (any(t is not None and t.requires_grad for t in (inp.x, *inp.parameters)), weight.requires_grad)
+    how = (inp.function, inp.dtype, *inp.parameters)
+    return LinearFunction.apply(inp.x, weight, bias, plan, weight_cache, main_grad, *needs, *how)
 
 
 def linear_fprop(inp: Operand, weight: Operand, bias: Tensor | None, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
@@ -95,46 +102,59 @@ def _gemm(
 
 
 def _forward(
-    inp: Tensor,
+    inp: Tensor | Deferred,
     weight: Tensor,
     bias: Tensor | None,
     plan: LinearPlan,
     weight_cache: WeightCache | None,
     needs_dgrad: bool,
     needs_wgrad: bool,
-) -> tuple[Tensor, Operand | None, Operand | None]:
-    """``(y, what wgrad needs of inp, what dgrad needs of weight)``."""
-    inp_rowwise, inp_kept = _quantize_forward(as_matrix(inp), plan.input, plan, needs_wgrad)
+) -> tuple[Tensor, Operand | None, Operand | None, tuple[Tensor, ...]]:
+    """``(y, what wgrad needs of inp, what dgrad needs of weight, what the gradients of inp's function need)``."""
+    inp_rowwise, inp_kept, saved = _quantize_forward(inp, plan.input, plan, needs_wgrad)
     if weight_cache is None:
-        weight_rowwise, weight_kept = _quantize_forward(weight, plan.weight, plan, needs_dgrad)
+        weight_rowwise, weight_kept = _quantize_forward(weight, plan.weight, plan, needs_dgrad)[:2]
     else:
         weight_rowwise, weight_kept = weight_cache.get(
-            (weight, plan, needs_dgrad), lambda: _quantize_forward(weight, plan.weight, plan, needs_dgrad)
+            (weight, plan, needs_dgrad), lambda: _quantize_forward(weight, plan.weight, plan, needs_dgrad)[:2]
         )
     output = linear_fprop(inp_rowwise, weight_rowwise, bias, plan, inp.dtype)
-    if inp.ndim != 2:  # as nn.Linear reshapes: autograd forbids to change a view that a Function returns in place
+    if len(inp.shape) != 2:  # as nn.Linear reshapes: autograd forbids to change a view that a Function returns in place
         output = torch.ops.aten._unsafe_view(output, (*inp.shape[:-1], weight.shape[0]))
-    return output, inp_kept, weight_kept
+    return output, inp_kept, weight_kept, saved
 
 
 def _quantize_forward(
-    matrix: Tensor, quantizer: Quantizer, plan: LinearPlan, needs_backward: bool
-) -> tuple[Operand, Operand | None]:
+    value: Tensor | Deferred, quantizer: Quantizer, plan: LinearPlan, needs_backward: bool
+) -> tuple[Operand, Operand | None, tuple[Tensor, ...]]:
     """The operand of fprop, and what to keep for backward: never a byte that nobody reads."""
     from_rowwise = plan.backward_override == "dequantized" or (
         plan.backward_override is None and quantizer.columnwise_source == "rowwise_dequantized"
     )
     keep_rowwise = needs_backward and from_rowwise
     keep_columnwise = needs_backward and not from_rowwise and plan.backward_override is None
-    form = "codes" if keep_rowwise else ops.transient_form(quantizer.rowwise_spec, matrix.device, plan.backend)
-    quantized = _reduced(quantizer, matrix, plan, columnwise=keep_columnwise, rowwise_form=form)
+    form = "codes" if keep_rowwise else ops.transient_form(quantizer.rowwise_spec, value.device, plan.backend)
+    saved: tuple[Tensor, ...] = ()
+    if isinstance(value, Tensor):
+        matrix = as_matrix(value)
+        quantized = _reduced(quantizer, matrix, plan, columnwise=keep_columnwise, rowwise_form=form)
+    else:
+        matrix, (rowwise_amax, columnwise_amax), saved = value.read(quantizer, keep_columnwise)
+        quantized = quantizer.quantize(
+            matrix,
+            columnwise=keep_columnwise,
+            rowwise_form=form,
+            rowwise_amax=rowwise_amax,
+            columnwise_amax=columnwise_amax,
+        )
     rowwise = quantized.rowwise
     assert rowwise is not None
     if keep_rowwise:
-        return rowwise, rowwise
+        return rowwise, rowwise, saved
     if needs_backward and plan.backward_override == "high_precision":
-        return rowwise, Operand.dense(matrix)
-    return rowwise, quantized.columnwise
+        assert isinstance(matrix, Tensor)
+        return rowwise, Operand.dense(matrix), saved
+    return rowwise, quantized.columnwise, saved
 
 
 def _reduced(quantizer: Quantizer, matrix: Tensor, plan: LinearPlan, **arguments: Any) -> QuantizedTensor:
@@ -163,16 +183,24 @@ class LinearFunction(torch.autograd.Function):
         main_grad: Tensor | None,
         needs_dgrad: bool,
         needs_wgrad: bool,
+        function: Norm | Activation | None = None,
+        dtype: torch.dtype | None = None,
+        *parameters: Tensor | None,
     ) -> Tensor:
-        output, inp_kept, weight_kept = _forward(inp, weight, bias, plan, weight_cache, needs_dgrad, needs_wgrad)
-        ctx.plan, ctx.main_grad = plan, main_grad
-        ctx.inp_shape, ctx.inp_dtype, ctx.weight_dtype = inp.shape, inp.dtype, weight.dtype
+        value = inp if function is None else Deferred(function, inp, parameters, dtype or inp.dtype)
+        output, inp_kept, weight_kept, kept = _forward(
+            value, weight, bias, plan, weight_cache, needs_dgrad, needs_wgrad
+        )
+        ctx.plan, ctx.main_grad, ctx.function = plan, main_grad, function
+        ctx.inp_shape, ctx.inp_dtype, ctx.weight_dtype = inp.shape, value.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         saved: list[Tensor | None] = []
         ctx.kept = []
         for operand in (inp_kept, weight_kept):
             ctx.kept.append(None if operand is None else (operand.spec, operand.rows, operand.cols))
             saved += (None, None, None) if operand is None else operand.tensors()
+        if function is not None and needs_dgrad:
+            saved += (inp, *parameters, *kept)
         ctx.save_for_backward(*saved)
         return output
 
@@ -189,9 +217,11 @@ class LinearFunction(torch.autograd.Function):
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     plan: LinearPlan = ctx.plan
     needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
+    needs_dgrad = needs_dgrad or any(ctx.needs_input_grad[8:])
     grad_matrix = as_matrix(grad_output)
-    inp_kept, weight_kept = _restore(ctx)
+    inp_kept, weight_kept, read = _restore(ctx)
     grad_input = grad_weight = grad_bias = None
+    grad_parameters: list[Tensor | None] = []
     if needs_dgrad or needs_wgrad:
         rng = ops.next_draw(grad_output.device) if _is_stochastic(plan) else None
         left, left_t = _quantize_grad(grad_matrix, plan, needs_dgrad, needs_wgrad, rng)
@@ -199,6 +229,8 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
             assert left is not None and weight_kept is not None
             weight = _columnwise(weight_kept, plan.weight, plan, ctx.inp_dtype, rng)
             grad_input = linear_dgrad(left, weight, plan, ctx.inp_dtype)
+            if ctx.function is not None:
+                grad_input, *grad_parameters = ctx.function.gradients(grad_input, as_matrix(read[0]), *read[1:])
             if len(ctx.inp_shape) != 2:
                 grad_input = grad_input.view(ctx.inp_shape)
         if needs_wgrad:
@@ -209,15 +241,17 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
                 grad_weight = None
     if needs_bias:
         grad_bias = grad_matrix.sum(0, dtype=_accumulation_dtype(grad_matrix.dtype)).to(ctx.bias_dtype)
-    return grad_input, grad_weight, grad_bias, None, None, None, None, None
+    unread = len(ctx.needs_input_grad) - 3 - len(grad_parameters)
+    return grad_input, grad_weight, grad_bias, *(None,) * unread, *grad_parameters
 
 
-def _restore(ctx: Any) -> tuple[Operand | None, Operand | None]:
+def _restore(ctx: Any) -> tuple[Operand | None, Operand | None, tuple[Any, ...]]:
     saved = ctx.saved_tensors
     inp, weight = ctx.kept
     return (
         None if inp is None else Operand(*inp, *saved[:3]),
-        None if weight is None else Operand(*weight, *saved[3:]),
+        None if weight is None else Operand(*weight, *saved[3:6]),
+        saved[6:],
     )
 
 

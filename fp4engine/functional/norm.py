@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp4engine import ops
+
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
@@ -54,3 +56,46 @@ class Norm:
         if self.kind == "LayerNorm":
             return F.layer_norm(x, gamma.shape, gamma, beta, self.eps).to(dtype)
         return F.rms_norm(x, gamma.shape, gamma, self.eps).to(dtype)
+
+    def is_fusable(self, dtype: torch.dtype) -> bool:
+        """Whether kernels compute it in ``dtype``."""
+        return True
+
+    def read(
+        self, x: Tensor, dtype: torch.dtype, specs: ops.Specs, gamma: Tensor, beta: Tensor | None
+    ) -> tuple[ops.Source, ops.Amaxes, tuple[Tensor, ...]]:
+        """What stands for the norm of x [M, K] in ``dtype``, no amaxes yet, and the rows' statistics for backward."""
+        statistics = ops.row_statistics(x, self.eps, self.has_bias)
+        factor = gamma.float() + 1 if self.zero_centered_gamma else gamma
+        return ops.normalized(x, statistics, factor, beta, dtype), (None, None), (statistics,)
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, gamma: Tensor, beta: Tensor | None, statistics: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of x [M, K], gamma and beta from that of the norm."""
+        given = (x, gamma) if beta is None else (x, gamma, beta)
+        if x.is_cuda:
+            grads = self._gradients_by_statistics(grad, given, statistics)
+        else:  # PyTorch takes statistics on GPUs only
+            given = tuple(t.detach().requires_grad_() for t in given)
+            with torch.enable_grad():
+                output = self(*given, *([None] if beta is None else [])).to(grad.dtype)
+            grads = torch.autograd.grad(output, given, grad)
+        return (*grads, None) if beta is None else grads
+
+    def _gradients_by_statistics(
+        self, grad: Tensor, given: tuple[Tensor, ...], statistics: Tensor
+    ) -> tuple[Tensor, ...]:
+        dtypes = [t.dtype for t in given]
+        if self.zero_centered_gamma or set(dtypes) != {grad.dtype}:
+            grad, given = grad.float(), tuple(t.float() for t in given)
+        x, gamma, *beta = given
+        if self.zero_centered_gamma:
+            gamma = gamma + 1
+        shape, (rstd, mean) = gamma.shape, statistics[:, :, None]
+        if beta:
+            wanted = [True, True, True]
+            grads = torch.ops.aten.native_layer_norm_backward(grad, x, shape, mean, rstd, gamma, *beta, wanted)
+        else:
+            grads = torch.ops.aten._fused_rms_norm_backward(grad, x, shape, rstd, gamma, [True, True])
+        return tuple(t.to(dtype) for t, dtype in zip(grads, dtypes, strict=True))

@@ -17,7 +17,8 @@ from fp4engine.formats import CastSpec
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.encode import NAN, block_amax, rotate, to_bits
 from fp4engine.kernels.launch import Launch, is_column_major
-from fp4engine.kernels.load import Source, read_blocks, read_rows, store_blocks, store_rows
+from fp4engine.kernels.load import read_blocks, read_rows, store_blocks, store_rows
+from fp4engine.kernels.source import Source
 
 
 @triton.jit

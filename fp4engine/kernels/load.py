@@ -8,12 +8,11 @@ gated activation.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fp4engine.kernels.activation import activated
 from fp4engine.kernels.encode import narrow, round_block, stack, unstack8, wide
@@ -40,43 +39,6 @@ class Prologue:
     @cache
     def of(kind: str, dtype: torch.dtype, gated: bool = False) -> "Prologue":
         return Prologue(kind, _TRITON_DTYPES[dtype], kind in ("LayerNorm", "RMSNorm"), gated)
-
-
-class Source(NamedTuple):
-    """A matrix y [M, K] as kernels read it: x, or what ``prologue`` makes of x.
-
-    Attributes:
-        x: see the module; any strides without a prologue, unit stride along the rows with one.
-        dtype: of y.
-        prologue: None for y = x.
-        statistics: of a norm, from :func:`fp4engine.kernels.norm.row_statistics`.
-        gamma, beta: [K]; a LayerNorm has both.
-    """
-
-    x: Tensor
-    dtype: torch.dtype
-    prologue: Prologue | None = None
-    statistics: Tensor | None = None
-    gamma: Tensor | None = None
-    beta: Tensor | None = None
-
-    @staticmethod
-    def of(x: "Tensor | Source") -> "Source":
-        return Source(x, x.dtype) if isinstance(x, Tensor) else x
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, cols = self.x.shape
-        return rows, cols // 2 if self.prologue is not None and self.prologue.gated else cols
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
-
-    @property
-    def pointers(self) -> tuple[Tensor | None, ...]:
-        """What the device functions below call ``source``, less the strides."""
-        return self.x, self.statistics, self.gamma, self.beta
 
 
 @triton.jit

@@ -20,7 +20,8 @@ from fp4engine.formats import E2M1, E4M3, CastSpec, Correction, Outer, RoundingM
 from fp4engine.kernels.cast import Side, cast_block, products_stay_normal
 from fp4engine.kernels.encode import stack
 from fp4engine.kernels.launch import Launch, is_column_major
-from fp4engine.kernels.load import Source, read_blocks, read_rows
+from fp4engine.kernels.load import read_blocks, read_rows
+from fp4engine.kernels.source import Source
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp4engine import ops
 from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear, make_linear_plan
+from fp4engine.functional.deferred import Deferred
 from fp4engine.modules.forward_memory import ForwardMemory
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
 from fp4engine.recipe import LinearRecipe, Recipe
@@ -102,7 +103,7 @@ class Gemms(torch.nn.Module):
         return plan
 
     def multiply(
-        self, inp: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
+        self, inp: Tensor | Deferred, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
     ) -> Tensor:
         """``inp @ weight.T + bias``: [..., K] -> [..., N].
 
@@ -116,11 +117,14 @@ class Gemms(torch.nn.Module):
         if isinstance(weight, QuantizedWeight) and plan is None:
             weight = weight.dequantize()
         if plan is None and not fused:
+            inp = inp if isinstance(inp, Tensor) else inp.tensor()
             self.executed.record_high_precision(inp, weight)
             output = F.linear(inp, weight, bias)
         else:
             if torch.is_autocast_enabled(inp.device.type) and inp.dtype in _CAST_BY_AUTOCAST:
                 inp = inp.to(torch.get_autocast_dtype(inp.device.type))
+            if isinstance(inp, Deferred) and (plan is None or not inp.fuses(plan)):
+                inp = inp.tensor()
             computed_by = plan or make_linear_plan(_UNQUANTIZED, self.module_type, self.name, self.executed)
             stored = isinstance(weight, QuantizedWeight)
             cache = stored_operands(weight, computed_by) if stored else self._cache(weight, is_first_microbatch)

@@ -47,10 +47,12 @@ class LayerNormLinear(InputNorm, SplitLinear):
         self._reset_norm()
         super().reset_parameters()
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]: what it defers, nobody hands it
+        self, inp: Tensor, is_first_microbatch: bool | None = None
+    ) -> Any:
         """[..., in_features] -> [..., out_features], or a tuple ``(y[, bias][, normalised input])``."""
-        normalized = self._normalize(inp)
-        output = super().forward(normalized, is_first_microbatch)
         if not self.return_layernorm_output:
-            return output
+            return super().forward(self._normalize(inp), is_first_microbatch)
+        normalized = self._normalize(inp).tensor()
+        output = super().forward(normalized, is_first_microbatch)
         return (*(output if isinstance(output, tuple) else (output,)), normalized)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fp4engine.functional.activation import Activation
+from fp4engine.functional.deferred import Deferred
 from fp4engine.functional.norm import Norm
 from fp4engine.modules.gemms import Gemms, dotted
 from fp4engine.modules.model_init import store_weight
@@ -99,7 +100,10 @@ class LayerNormMLP(InputNorm):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """[..., hidden_size] -> the same shape, or a tuple ``(y[, bias][, normalised input])``."""
         normalized = self._normalize(inp)
-        hidden = self.activation(self.fc1.multiply(normalized, self.fc1_weight, self.fc1_bias, is_first_microbatch))
+        if self.return_layernorm_output:
+            normalized = normalized.tensor()
+        hidden = self.fc1.multiply(normalized, self.fc1_weight, self.fc1_bias, is_first_microbatch)
+        hidden = Deferred(self.activation, hidden, (), hidden.dtype)
         fc2_bias = None if self.return_bias else self.fc2_bias
         output = self.fc2.multiply(hidden, self.fc2_weight, fc2_bias, is_first_microbatch)
         extra = (

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fp4engine.functional.deferred import Deferred
 from fp4engine.functional.norm import Norm
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device
 
@@ -91,8 +92,8 @@ class InputNorm(torch.nn.Module):
         if self.layer_norm_bias is not None:
             torch.nn.init.zeros_(self.layer_norm_bias)
 
-    def _normalize(self, inp: Tensor) -> Tensor:
-        return self.norm(inp, self.layer_norm_weight, self.layer_norm_bias)
+    def _normalize(self, inp: Tensor) -> Deferred:
+        return Deferred(self.norm, inp, (self.layer_norm_weight, self.layer_norm_bias), inp.dtype)
 
 
 def _older_names(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fp4engine.functional.deferred import Deferred
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import refuse_parts, store_weight
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
@@ -87,7 +88,9 @@ class SplitLinear(Gemms):
             return weights[0], biases[0]
         return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(
+        self, inp: Tensor | Deferred, is_first_microbatch: bool | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """[..., in_features] -> [..., out_features]; ``is_first_microbatch`` as in :meth:`fp4engine.Linear.forward`."""
         weight, bias = self.joined()
         if self.return_bias:

@@ -1,28 +1,38 @@
 """The seam: custom operators on plain tensors that validate, choose a backend and call it."""
 
+from fp4engine.kernels.source import Source
 from fp4engine.ops.backend import executed_paths, refusals, reset_executed_paths
 from fp4engine.ops.gemm import gemm, transient_form
+from fp4engine.ops.prologue import Amaxes, Specs, activate, activation_backward, fuses, normalized, row_statistics
 from fp4engine.ops.quantize import Form, Side, amax, dequantize, outer_factor, quantize
 from fp4engine.ops.replay import Draws, is_replaying
 from fp4engine.ops.rng import get_rng_state, manual_seed, next_draw, rank_bits, set_rng_state
 
 __all__ = [
+    "Amaxes",
     "Draws",
     "Form",
     "Side",
+    "Source",
+    "Specs",
+    "activate",
+    "activation_backward",
     "amax",
     "dequantize",
     "executed_paths",
+    "fuses",
     "gemm",
     "get_rng_state",
     "is_replaying",
     "manual_seed",
     "next_draw",
+    "normalized",
     "outer_factor",
     "quantize",
     "rank_bits",
     "refusals",
     "reset_executed_paths",
+    "row_statistics",
     "set_rng_state",
     "transient_form",
 ]

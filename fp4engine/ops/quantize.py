@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp4engine import reference
 from fp4engine.formats import CastSpec, Correction, Outer
+from fp4engine.kernels.source import Source
 from fp4engine.ops import backend as backends
 from fp4engine.ops.backend import call
 
@@ -37,7 +38,7 @@ class Side(NamedTuple):
 
 
 def quantize(
-    x: Tensor,
+    x: Tensor | Source,
     rowwise: CastSpec | None,
     columnwise: CastSpec | None,
     *,
@@ -52,7 +53,7 @@ def quantize(
     """Quantize x into the operands whose spec is given.
 
     Args:
-        x: [M, K], BF16, FP16, FP32 or FP64, any strides.
+        x: [M, K], BF16, FP16, FP32 or FP64, any strides; or what only kernels read, as of :func:`normalized`.
         rowwise, columnwise: spec of each side, None to leave it out.
         rowwise_form, columnwise_form: see :data:`Form`; ``values`` needs E2M1 elements with E4M3 scales.
         rowwise_amax, columnwise_amax: outer amax from :func:`amax` (perhaps reduced over ranks); None computes it.
@@ -60,13 +61,12 @@ def quantize(
         stream: stream id of the role, side bit 0.
         backend: see :func:`fp4engine.ops.backend.choose`.
     """
-    if x.ndim != 2 or not x.is_floating_point():
+    if isinstance(x, Tensor) and (x.ndim != 2 or not x.is_floating_point()):
         raise ValueError(f"x must be a floating-point matrix [M, K], got {x.dtype} of shape {tuple(x.shape)}")
     if rowwise is None and columnwise is None:
         raise ValueError("quantize needs rowwise or columnwise, got neither")
-    x = x.detach()
     arguments = (
-        x,
+        x.detach() if isinstance(x, Tensor) else x,
         _key(rowwise),
         _key(columnwise),
         rowwise_form,
@@ -77,7 +77,10 @@ def quantize(
         stream,
         backend,
     )
-    tensors = call(torch.ops.fp4engine.quantize, _quantize, x, *arguments)
+    if isinstance(x, Tensor):
+        tensors = call(torch.ops.fp4engine.quantize, _quantize, x, *arguments)
+    else:
+        tensors = _quantize(*arguments)  # pyright: ignore[reportArgumentType]: the operator's schema knows tensors only
     sides = iter(tensors)
     return (
         None if rowwise is None else _take(sides, rowwise, rowwise_form, rowwise_amax),

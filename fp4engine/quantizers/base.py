@@ -72,7 +72,7 @@ class Quantizer:
 
     def quantize(
         self,
-        x: Tensor,
+        x: Tensor | ops.Source,
         *,
         rowwise: bool = True,
         columnwise: bool = True,
@@ -85,6 +85,7 @@ class Quantizer:
         """Operands of x [..., K], any rank >= 1, stride and size.
 
         Args:
+            x: or a source for kernels, whose sides must both be cast.
             rowwise, columnwise: which sides to make; at least one.
             rng: int64 [2] ``(seed, draw)``; by default a new draw is taken if one is needed.
             rowwise_form, columnwise_form: packed codes, or BF16 values for immediate use by a GEMM.
@@ -93,7 +94,7 @@ class Quantizer:
         Raises:
             ValueError: x is not floating point, has rank 0, or no side is asked for.
         """
-        matrix = as_matrix(x)
+        matrix = as_matrix(x) if isinstance(x, Tensor) else x
         if not (rowwise or columnwise):
             raise ValueError("quantize needs rowwise=True or columnwise=True, got neither")
         row_spec = self.rowwise_spec if rowwise else None
@@ -154,8 +155,9 @@ def as_matrix(x: Tensor) -> Tensor:
     return x[None] if x.ndim == 1 else x.flatten(0, -2)
 
 
-def _operand(matrix: Tensor, transposed: bool, spec: CastSpec | None, side: ops.Side | None) -> Operand:
+def _operand(matrix: Tensor | ops.Source, transposed: bool, spec: CastSpec | None, side: ops.Side | None) -> Operand:
     if spec is None:
+        assert isinstance(matrix, Tensor)
         return Operand.dense(matrix.T if transposed else matrix)
     assert side is not None
     rows, cols = matrix.shape

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 from fp4engine import reference
 from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode
+from fp4engine.functional.activation import Activation
+from fp4engine.kernels.source import Source
 from fp4engine.reference.norm import normalize, row_statistics
 
 PLAIN, ROTATED = CastSpec(), CastSpec(rotation=Rotation())
@@ -50,7 +52,7 @@ def assert_casts(source, y, sides, rng, amaxes=None):
 
 
 def norm_problem(kind, shape, dtype, device, out_dtype=None):
-    from fp4engine.kernels.load import Prologue, Source
+    from fp4engine.kernels.load import Prologue
     from fp4engine.kernels.norm import row_statistics as kernel
 
     x = (torch.randn(shape) * 3 + 0.5).to(dtype)
@@ -108,3 +110,61 @@ def test_the_oracles_norm_is_as_exact_as_pytorchs(device, kind, dtype):
         theirs = F.layer_norm(x, (1100,), gamma, beta, 1e-5)
     ours = normalize(x, row_statistics(x, 1e-5, kind == "LayerNorm"), gamma, beta, dtype)
     assert (ours.double() - exact).norm() <= 2 * (theirs.double() - exact).norm()
+
+
+ACTIVATIONS = ("gelu", "qgelu", "relu", "srelu", "silu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "glu")
+
+
+def activation_problem(name, rows, cols, dtype, device):
+    activation = Activation(name)
+    width = 2 * cols if activation.is_gated else cols
+    return activation, (torch.randn(rows, width) * 3).to(dtype).to(device)
+
+
+def error(got, exact):
+    return (got.double() - exact).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_and_its_gradient_are_as_exact_as_pytorchs(kernel_device, name, dtype):
+    activation, x = activation_problem(name, 19, 70, dtype, kernel_device)
+    assert activation.is_fusable(dtype)
+    y, _, _ = activation.read(x, dtype, (PLAIN, ROTATED))
+    theirs, wide = x.clone().requires_grad_(), x.double().requires_grad_()
+    composed, exact = activation(theirs), activation(wide)
+    assert error(y, exact) <= 2 * error(composed, exact)
+    grad = torch.randn(y.shape).to(dtype).to(kernel_device)
+    composed.backward(grad)
+    exact.backward(grad.double())
+    (ours,) = activation.gradients(grad, x)
+    assert ours.dtype == dtype and error(ours, wide.grad) <= 2 * error(theirs.grad, wide.grad)
+
+
+@pytest.mark.parametrize("name", SIDES)
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_activation_takes_the_amaxes_of_what_it_writes(kernel_device, shape, activation, name):
+    function, x = activation_problem(activation, *shape, torch.bfloat16, kernel_device)
+    y, amaxes, _ = function.read(x, torch.bfloat16, SIDES[name])
+    assert_casts(y, y, SIDES[name], torch.tensor([5, 7]), amaxes)
+    alone, _, _ = function.read(x, torch.bfloat16, (PLAIN, None))
+    assert torch.equal(alone, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1000, 4096), (2048, 1024), (257, 4100)], ids=str)
+def test_activation_at_size(shape):
+    function, x = activation_problem("swiglu", *shape, torch.bfloat16, "cuda")
+    y, amaxes, _ = function.read(x, torch.bfloat16, (PLAIN, ROTATED))
+    torch.testing.assert_close(y, function(x), rtol=2**-6, atol=1e-6)
+    assert_casts(y, y, (PLAIN, ROTATED), torch.tensor([5, 7]), amaxes)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gelu", "reglu", "srelu"])
+def test_activations_keep_nan_and_infinity(kernel_device, name):
+    activation, x = activation_problem(name, 16, 32, torch.bfloat16, kernel_device)
+    x[3, 5], x[4, 6], x[5, 7], x[6, 8] = float("nan"), float("inf"), -float("inf"), -0.0
+    y, _, _ = activation.read(x, torch.bfloat16, (PLAIN, ROTATED))
+    want = activation(x)
+    assert torch.equal(y.isnan(), want.isnan()) and torch.equal(y.isinf(), want.isinf())
