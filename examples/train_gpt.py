@@ -11,13 +11,10 @@ gets `config.json`, `report.md`, `loss.png`, and per precision `metrics.jsonl`, 
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to add in the same order every time
 
 import torch
 
@@ -26,7 +23,7 @@ from gpt import report
 from gpt.data import Corpus, load_corpus
 from gpt.model import GPT
 from gpt.settings import PRECISIONS, PRESETS, InputError, Settings
-from gpt.training import Diverged, Interrupted, Result, Trainer
+from gpt.training import Diverged, Interrupted, Result, Trainer, compute_repeatably
 
 REFUSED, DIVERGED, INTERRUPTED = 2, 1, 130
 """Exit codes."""
@@ -176,8 +173,7 @@ def remember(folder: Path, settings: Settings, corpus: Corpus) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that would cost a pass over memory
+    compute_repeatably()
     try:
         run(parser().parse_args(argv))
     except InputError as error:

@@ -30,6 +30,7 @@ from convergence.studies import PRESETS, STUDIES, VARIANTS, variants_of
 from convergence.training import train
 from gpt.data import Corpus
 from gpt.settings import InputError, Settings
+from gpt.training import compute_repeatably
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "convergence"
@@ -65,6 +66,7 @@ class Worker:
         if gpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before anything asks for CUDA
         torch.set_num_threads(1)
+        compute_repeatably()
         cls.scratch, cls.steps_done = scratch, steps_done
 
     @classmethod

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,13 @@ LOG_EVERY = 10
 """Steps between two looks at the losses; each look waits for the GPU."""
 
 VALIDATION_BATCHES = 8
+
+
+def compute_repeatably() -> None:
+    """From here on equal runs give equal bytes, also on a GPU; call it before anything multiplies there."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS then adds in the same order every time
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that would cost a pass over memory
 
 
 class Diverged(RuntimeError):
