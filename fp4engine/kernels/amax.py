@@ -114,5 +114,8 @@ def amax(
         launch = Launch.of(source, 8 * 16 if col else 8, 64 if col else 1024)
         programs = min(launch.tiles, 8 * launch.multiprocessors)
         pointers = (*source.pointers, out, row_amax, col_amax)
-        launch(amax_kernel, programs, pointers, (rows, cols, *source.x.stride()), (row, col, source.prologue))
+        parts = (row, col, source.prologue)
+        # 128 registers per thread let 4 programs live on an SM, and 8 take turns without a rest; a SiLU would take 168.
+        options = {"maxnreg": 128} if source.prologue is not None and source.x.element_size() == 2 else {}
+        launch(amax_kernel, programs, pointers, (rows, cols, *source.x.stride()), parts, **options)
     return row_amax, col_amax

@@ -12,6 +12,8 @@ from fp4engine.modules.split_linear import SplitLinear
 class LayerNormLinear(InputNorm, SplitLinear):
     """``y = norm(x) W^T + b``: the bytes of a norm followed by a :class:`~fp4engine.Linear`.
 
+    On GPUs the cast of the input may compute the norm, with the bytes of :mod:`fp4engine.reference.norm`.
+
     Args:
         in_features, out_features: K and N.
         eps: of the norm.

@@ -20,6 +20,8 @@ from fp4engine.recipe import Recipe
 class LayerNormMLP(InputNorm):
     """``y = act(norm(x) W1^T + b1) W2^T + b2``: the bytes of its plain parts one after the other.
 
+    On GPUs the casts before fc1 and fc2 may compute the norm and the activation, see ``docs/modules.md``.
+
     Args:
         hidden_size: of x and y.
         ffn_hidden_size: of what fc2 reads; a gated activation has fc1 make twice as much.
