@@ -55,12 +55,10 @@ def linear(
         )
     if not torch.is_grad_enabled():
         return _forward(inp, weight, bias, plan, weight_cache, False, False)[0]
-    if isinstance(inp, Tensor):
-        needs = (inp.requires_grad, weight.requires_grad)
-        return LinearFunction.apply(inp, weight, bias, plan, weight_cache, main_grad, *needs)
-    needs = (any(t is not None and t.requires_grad for t in (inp.x, *inp.parameters)), weight.requires_grad)
-    how = (inp.function, inp.dtype, *inp.parameters)
-    return LinearFunction.apply(inp.x, weight, bias, plan, weight_cache, main_grad, *needs, *how)
+    function, x, parameters, dtype = (None, inp, (), inp.dtype) if isinstance(inp, Tensor) else inp
+    needs_dgrad = any(t is not None and t.requires_grad for t in (x, *parameters))
+    needs = (needs_dgrad, weight.requires_grad)
+    return LinearFunction.apply(x, weight, bias, plan, weight_cache, main_grad, *needs, function, dtype, *parameters)
 
 
 def linear_fprop(inp: Operand, weight: Operand, bias: Tensor | None, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
@@ -183,11 +181,11 @@ class LinearFunction(torch.autograd.Function):
         main_grad: Tensor | None,
         needs_dgrad: bool,
         needs_wgrad: bool,
-        function: Norm | Activation | None = None,
-        dtype: torch.dtype | None = None,
+        function: Norm | Activation | None,
+        dtype: torch.dtype,
         *parameters: Tensor | None,
     ) -> Tensor:
-        value = inp if function is None else Deferred(function, inp, parameters, dtype or inp.dtype)
+        value = inp if function is None else Deferred(function, inp, parameters, dtype)
         output, inp_kept, weight_kept, kept = _forward(
             value, weight, bias, plan, weight_cache, needs_dgrad, needs_wgrad
         )
