@@ -1,7 +1,7 @@
 """Beside what a user would otherwise run: ModelOpt's fake quantize, torchao's and microxcaling's emulated linears.
 
     pip install --no-deps --target .peers nvidia-modelopt torchao git+https://github.com/microsoft/microxcaling
-    python benchmarks/peers.py [--peers .peers] [--out benchmarks/results]
+    python benchmarks/peers.py [--peers .peers] [--quick] [--out benchmarks/results]
 
 Our bytes are held to the reference before anything is timed. A peer that cannot be imported or does not run on this GPU
 is a row that says why. Two tables:
@@ -324,6 +324,7 @@ def version(distribution: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", type=Path, help="folder of packages, put before all others")
+    parser.add_argument("--quick", action="store_true", help="one layer, and without the rows that compile for minutes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of peers.json")
     arguments = parser.parse_args()
     if arguments.peers:
@@ -331,8 +332,12 @@ def main() -> None:
     facts = environment() | {"peers": {name: version(name) for name in DISTRIBUTIONS}}
     print(facts, flush=True)
     check()
+    if arguments.quick:
+        for table in (LINEARS, FAKE_QUANTIZERS):
+            for name in [name for name in table if name.endswith(("compiled", "its CUDA"))]:
+                del table[name]
     linears = []
-    for fan_in, fan_out in LAYERS:
+    for fan_in, fan_out in LAYERS[:1] if arguments.quick else LAYERS:
         rows = measure_linears(fan_in, fan_out)
         print_linears(rows)
         linears += rows
