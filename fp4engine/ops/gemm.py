@@ -208,9 +208,10 @@ def _product(
     first = _unit(left, left_spec, cols, path)
     second = _unit(right, right_spec, cols, path)
     numerator = first.numerator * second.numerator
-    # An unquantized or unpadded partner cuts off the padding of the other.
-    width = min(first.values.shape[1], second.values.shape[1])
-    values = (first.values[:, :width], second.values[:, :width])
+    values = (first.values, second.values)
+    width = min(value.shape[1] for value in values)
+    if any(value.shape[1] > width for value in values):  # an unquantized or unpadded partner cuts off the padding
+        values = (first.values[:, :width], second.values[:, :width])
     if path == "triton":
         from fp4engine.kernels.gemm import gemm as kernel
 
