@@ -44,6 +44,10 @@ def input_of(case: dict) -> Tensor:
     return bfloat16(case["input"]) if case["dtype"] == "bfloat16" else torch.from_numpy(ARRAYS[case["input"]])
 
 
+def name_of(case: dict) -> str:
+    return f"{case['case']}-{case['config']}-{case['distribution']}-{case['dtype']}"
+
+
 def overflows(case: dict) -> bool:
     """The columnwise operand of these cases depends on how a matmul orders sums that overflow FP32."""
     return case["distribution"] == "finfo_max" and case["config"] in ("1d_rht", "1d_rht_nosign")
@@ -52,14 +56,13 @@ def overflows(case: dict) -> bool:
 def assert_recorded(operand: Operand, case: dict, side: str) -> None:
     got = {"codes": operand.codes, "scales": operand.scale_inv.view(torch.uint8), "amax": operand.amax}
     for name, tensor in got.items():
+        tensor = tensor.cpu()
         want = ARRAYS[f"{case['case']}_{name}{side}"]
         assert tensor.shape == want.shape, name
         assert tensor.numpy().tobytes() == want.tobytes(), f"{name}: {(tensor.numpy() != want).sum()} of {want.size}"
 
 
-@pytest.mark.parametrize(
-    "case", CASES["quantize"], ids=lambda c: f"{c['case']}-{c['config']}-{c['distribution']}-{c['dtype']}"
-)
+@pytest.mark.parametrize("case", CASES["quantize"], ids=name_of)
 def test_quantize_case(case: dict) -> None:
     quantized = QUANTIZERS[case["config"]].quantize(input_of(case))
     assert_recorded(quantized.rowwise, case, "")
