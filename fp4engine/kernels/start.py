@@ -2,7 +2,7 @@
 
 A kernel of a small model takes less time on the GPU than Triton takes to look at its arguments. So a problem that was
 started before goes straight to its compiled kernel, which gets addresses and not tensors. That is sound because the key
-below holds everything that Triton checks and specializes a kernel on.
+below holds the grid and everything that Triton checks and specializes a kernel on.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def start(
 
     Args:
         kernel: a Triton or Gluon kernel, its parameters in that order.
-        programs: size of the one-dimensional grid, a function of all that follows.
+        programs: size of the one-dimensional grid.
         pointers: tensors passed by their address; at least one is not None.
         scalars: integers and floats.
         constants: the ``constexpr`` parameters.
@@ -48,7 +48,7 @@ def start(
         with torch.cuda.device(device):
             return start(kernel, programs, pointers, scalars, constants, descriptors=descriptors, **options)
     addresses: list[int | None] = []
-    kinds: list[Any] = [id(kernel), device.index, scalars, constants]
+    kinds: list[Any] = [id(kernel), programs, device.index, scalars, constants]
     for pointer in pointers:
         if pointer is None:
             addresses.append(None)

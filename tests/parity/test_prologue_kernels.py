@@ -141,6 +141,14 @@ def test_activation_and_its_gradient_are_as_exact_as_pytorchs(kernel_device, nam
     assert ours.dtype == dtype and error(ours, wide.grad) <= 2 * error(theirs.grad, wide.grad)
 
 
+def test_gradients_of_more_and_fewer_rows_of_one_width(kernel_device):
+    function, x = activation_problem("swiglu", 40, 1100, torch.bfloat16, kernel_device)
+    grad = torch.randn(40, 1100).to(kernel_device, torch.bfloat16)
+    parts = [function.gradients(grad[:rows], x[:rows])[0] for rows in (0, 3, 40, 17)]
+    for part in parts:
+        assert part.isfinite().all() and torch.equal(part, parts[2][: len(part)])
+
+
 @pytest.mark.parametrize("name", SIDES)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
