@@ -116,9 +116,10 @@ def normalized(x, mean, rstd, gamma, beta, PROLOGUE: tl.constexpr):
 
 @triton.jit
 def activated_block(x, gate, PROLOGUE: tl.constexpr):
+    KIND: tl.constexpr = PROLOGUE.kind  # Triton 3.6 hands a constant's attribute on as a plain string
     y = ()
     for i in tl.static_range(16):
-        value, _ = activated(x[i], PROLOGUE.kind)
+        value, _ = activated(x[i], KIND)
         y = y + (value * gate[i] if PROLOGUE.gated else value,)
     return y
 
