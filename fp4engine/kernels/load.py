@@ -234,8 +234,7 @@ def store_blocks(y_ptr, y, M, K, row0, col0, TILE_M: tl.constexpr, TILE_K: tl.co
     col = (index % BLOCKS) * 16 + tl.arange(0, 8)[None, :]
     K = columns(K, TILE_K, EVEN)
     y_ptr += row0.to(tl.int64) * K + col0
-    for half in tl.static_range(2):
-        j: tl.constexpr = 8 * half
+    for j in tl.static_range(0, 16, 8):
         words = (y[j], y[j + 1], y[j + 2], y[j + 3], y[j + 4], y[j + 5], y[j + 6], y[j + 7])
         value = narrow(stack(words), y_ptr.dtype.element_ty)
         if EVEN:
