@@ -109,7 +109,8 @@ def amax(
     col = Side.of(columnwise, "codes", 1) if columnwise else None
     row_amax = torch.empty(rows if row.per_row else 1, device=source.device) if row else None
     col_amax = torch.empty(cols if col.per_row else 1, device=source.device) if col else None
-    torch._foreach_zero_([amax for amax in (row_amax, col_amax) if amax is not None])  # one launch
+    if row or col:
+        torch._foreach_zero_([amax for amax in (row_amax, col_amax) if amax is not None])  # one launch
     if rows and cols and (row or col):
         launch = Launch.of(source, 8 * 16 if col else 8, 64 if col else 1024)
         programs = min(launch.tiles, 8 * launch.multiprocessors)

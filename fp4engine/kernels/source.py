@@ -36,10 +36,6 @@ class Source(NamedTuple):
         return torch.Size((rows, cols // 2 if self.prologue is not None and self.prologue.gated else cols))
 
     @property
-    def ndim(self) -> int:
-        return 2
-
-    @property
     def device(self) -> torch.device:
         return self.x.device
 

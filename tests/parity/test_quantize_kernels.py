@@ -175,6 +175,12 @@ def test_empty(kernel_device):
     assert row.shape == (0, 16) and row_scale.shape == (0, 2) and col.shape == (32, 0) and col_scale.shape == (32, 0)
 
 
+def test_no_side_asked_for(kernel_device):
+    from fp4engine.kernels.amax import amax
+
+    assert amax(torch.ones(4, 16, device=kernel_device), None, None) == (None, None)
+
+
 def test_refusals_name_what_is_not_covered():
     pytest.importorskip("triton")
     from fp4engine.kernels.quantize import supports
