@@ -111,6 +111,9 @@ class QuantizedWeight(torch.Tensor):
         """Storage of no bytes: there are no values to alias, which ``torch.compile`` asks."""
         return torch.UntypedStorage(0, device=self.device)
 
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        raise _no_view("__dlpack__")
+
     def share_memory_(self) -> "QuantizedWeight":
         """Move what is stored to shared memory."""
         for tensor in self.tensors():
@@ -157,10 +160,7 @@ class QuantizedWeight(torch.Tensor):
                 first._write(args[1])
                 return first
             if func.is_view:
-                raise NotImplementedError(
-                    f"{func} makes a view of a weight that is stored as codes, and a write into it would be lost; "
-                    "call .dequantize() for its values, and weight.copy_(values) to change them"
-                )
+                raise _no_view(func)
         return _compute_on_values(func, args, kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -265,6 +265,13 @@ def _compute_on_values(func: Any, args: Any, kwargs: Any) -> Any:
                 if id(leaf) in weights:
                     leaf._write(values[id(leaf)])
     return _replaced({id(values[key]): weight for key, weight in weights.items()}, result)
+
+
+def _no_view(operation: Any) -> NotImplementedError:
+    return NotImplementedError(
+        f"{operation} makes a view of a weight that is stored as codes, and a write into it would be lost; "
+        "call .dequantize() for its values, and weight.copy_(values) to change them"
+    )
 
 
 def _replaced(replacements: Mapping[int, Tensor], tree: Any) -> Any:

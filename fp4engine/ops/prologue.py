@@ -31,7 +31,7 @@ def fuses(tensors: Sequence[Tensor], specs: tuple[CastSpec, CastSpec], dtype: to
     # Rounding to x's own dtype before is a second rounding unless that is FP32.
     if torch.compiler.is_compiling() or x.ndim == 0 or x.dtype not in (dtype, torch.float32):
         return False
-    if any(type(t) not in (Tensor, torch.nn.Parameter) or t.stride(-1) != 1 for t in tensors):
+    if any(type(t) not in (Tensor, torch.nn.Parameter) or t.stride(-1) != 1 or t.device != x.device for t in tensors):
         return False
     exact = all(t.dtype in (torch.bfloat16, torch.float16, torch.float32) for t in tensors)
     return exact and _covered(x.device, specs, dtype, backend)

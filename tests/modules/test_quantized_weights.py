@@ -393,6 +393,7 @@ def test_data_parallel(one_process):
         lambda weight: weight.chunk(2),
         lambda weight: nn.functional.linear(torch.ones(1, 40), weight),
         lambda weight: nn.init.zeros_(weight[:3]),
+        lambda weight: torch.from_dlpack(weight.detach()),
     ],
 )
 def test_views_are_refused(use):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fp4engine import reference
+from fp4engine import ops, reference
 from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode
 from fp4engine.functional.activation import Activation
 from fp4engine.kernels.source import Source
@@ -110,6 +110,18 @@ def test_the_oracles_norm_is_as_exact_as_pytorchs(device, kind, dtype):
         theirs = F.layer_norm(x, (1100,), gamma, beta, 1e-5)
     ours = normalize(x, row_statistics(x, 1e-5, kind == "LayerNorm"), gamma, beta, dtype)
     assert (ours.double() - exact).norm() <= 2 * (theirs.double() - exact).norm()
+
+
+def test_what_fuses(kernel_device):
+    x, gamma = torch.ones(4, 32, device=kernel_device), torch.ones(32, device=kernel_device)
+    specs = (PLAIN, ROTATED)
+    assert ops.fuses([x, gamma], specs, torch.float32, "auto")
+    assert ops.fuses([x, gamma], specs, torch.bfloat16, "auto")
+    assert not ops.fuses([x.bfloat16(), gamma], specs, torch.float16, "auto")
+    assert not ops.fuses([x, gamma.double()], specs, torch.float32, "auto")
+    assert not ops.fuses([x.T, gamma], specs, torch.float32, "auto")
+    assert not ops.fuses([x, gamma.to("meta")], specs, torch.float32, "auto")
+    assert not ops.fuses([x, gamma], specs, torch.float32, "reference")
 
 
 ACTIVATIONS = ("gelu", "qgelu", "relu", "srelu", "silu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "glu")
