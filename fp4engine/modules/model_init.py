@@ -30,7 +30,8 @@ def quantized_model_init(
     """Region in which modules are built with weights that are :class:`~fp4engine.QuantizedWeight`: codes and scales.
 
     There is no copy in high precision: forward and backward multiply the stored operands. Biases, norms and weights
-    that ``recipe`` keeps in high precision are plain, and so are the weights of modules that are not fp4engine's.
+    that ``recipe`` keeps in high precision are plain, and so are the weights of modules that are not fp4engine's, or
+    that :func:`~fp4engine.convert` made of such.
 
     Args:
         enabled: False builds plain modules inside.
