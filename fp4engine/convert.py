@@ -298,9 +298,11 @@ def _kept(linears: dict[str, nn.Linear | Gemms], patterns: tuple[str, ...]) -> d
     for pattern in patterns:
         covered = [name for name in linears if covers(pattern, name)]
         if not covered:
+            deeper = f"**.{pattern}"  # patterns begin at the top of the model
+            meant = f"; did you mean {deeper!r}?" if any(covers(deeper, name) for name in linears) else ""
             raise ValueError(
                 f"pattern {pattern!r} covers no nn.Linear of the model; its linear modules are called, "
-                f"for example, {', '.join(map(repr, list(linears)[-3:])) or 'nothing: there are none'}"
+                f"for example, {', '.join(map(repr, list(linears)[-3:])) or 'nothing: there are none'}{meant}"
             )
         for name in covered:
             if isinstance(linears[name], Gemms):

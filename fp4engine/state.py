@@ -167,7 +167,7 @@ class autocast(Region):
         if recipe is None:
             recipe = get_default_recipe()
         if not isinstance(recipe, Recipe):
-            raise ValueError(f"recipe must be an fp4engine.recipe.Recipe or None, got {recipe!r}")
+            raise ValueError(f"recipe must be an fp4engine.recipe.Recipe (zoo.make makes one) or None, got {recipe!r}")
         if calibrating and recipe.is_delayed:
             raise NotImplementedError("autocast(calibrating=True) is not implemented for delayed scaling; leave it out")
         if not torch.compiler.is_compiling():

@@ -12,6 +12,7 @@ bit, so the same command continues what was interrupted. Seeds are finished one 
 import argparse
 import dataclasses
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -245,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if arguments.list:
         for name, study in STUDIES.items():
-            print(f"{name}: {study.question}\n    {', '.join(study.variants)}")
+            print(f"{name}: {study.question}\n    {shlex.join(study.variants)}")  # as --variants takes them
         return 0
     try:
         run(arguments)

@@ -212,7 +212,7 @@ def require_own_recipe(recipe: Recipe | None) -> None:
     if recipe is None:
         return
     if not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe or None, got {recipe!r}")
+        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe (zoo.make makes one) or None, got {recipe!r}")
     if recipe.is_delayed:
         raise ValueError(
             "delayed scaling chooses scales when an autocast region closes, so a module cannot follow it outside; "

@@ -109,6 +109,11 @@ def test_a_pattern_that_covers_no_linear_raises_and_swaps_nothing(pattern: str) 
     assert not any(isinstance(module, fp4engine.Linear) for module in model.modules())
 
 
+def test_a_pattern_that_lacks_its_beginning_is_told_how_to_go_on() -> None:
+    with pytest.raises(ValueError, match=re.escape("did you mean '**.up'?")):
+        fp4engine.convert(Model(), keep_high_precision=["up"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
