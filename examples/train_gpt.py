@@ -11,6 +11,7 @@ gets `config.json`, `report.md`, `loss.png`, and per precision `metrics.jsonl`, 
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -152,8 +153,8 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         results = train_all(settings, folder, corpus)
     except Interrupted as stop:
-        script = Path(sys.argv[0])
-        print(f"stopped after step {stop.step}, all saved; to continue: {script} --name {folder.name} --resume")
+        again = [sys.executable, sys.argv[0], "--runs", str(arguments.runs), "--name", folder.name, "--resume"]
+        print(f"stopped after step {stop.step}, all saved; to continue: {shlex.join(again)}")
         raise
     text = f"{report.table(results)}\n\n{report.notes(settings, results)}\n"
     (folder / "report.md").write_text(text)

@@ -37,5 +37,7 @@ def role_stream(role: QuantizerRole) -> int:
 def _ask_factory(recipe: CustomRecipe, role: QuantizerRole) -> Quantizer:
     quantizer = recipe.qfactory(role)
     if not isinstance(quantizer, Quantizer):
-        raise ValueError(f"qfactory must return a Quantizer for {role}, got {quantizer!r}")
+        raise ValueError(
+            f"qfactory must return a Quantizer for {role}, got {quantizer!r}; IdentityQuantizer() is high precision"
+        )
     return quantizer
