@@ -226,7 +226,7 @@ def stored_operands(weight: QuantizedWeight, plan: LinearPlan) -> WeightCache:
     if _casts(weight.quantizer) != _casts(plan.weight):
         raise ValueError(
             f"a weight is stored as {_in_words(weight.quantizer)}, and the recipe in force multiplies "
-            f"{_in_words(plan.weight)}: {plan.recipe!r}; give quantized_model_init(recipe=...) this recipe"
+            f"{_in_words(plan.weight)}; give quantized_model_init(recipe=...) the recipe in force: {plan.recipe!r}"
         )
     if plan.amax_reduction_group is not None:
         raise NotImplementedError("amax_reduction_group is not implemented for weights of quantized_model_init")
