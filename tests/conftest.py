@@ -1,6 +1,7 @@
 """What every test gets: a seed, poisoned allocations, hypothesis settings, and a reason when it is skipped."""
 
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +29,20 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 POISON_BYTE = 0xFF
 """As float32 and bfloat16 eight or more set bits at the top are a NaN, and so is 0xFF in E4M3 and E5M2."""
 
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the machine's own name up, and may hang
+_destroy_process_group = torch.distributed.destroy_process_group
+
+
+def destroy_process_group(*arguments: Any) -> None:
+    """After a pause without the GIL.
+
+    A gloo group that is destroyed joins its threads while it holds the GIL, for which one of them may be waiting to
+    drop what an all-reduce of a backward pass carried (torch 2.13): both then wait for ever.
+    """
+    time.sleep(0.3)
+    _destroy_process_group(*arguments)
+
+
+torch.distributed.destroy_process_group = destroy_process_group
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers already fill the cores

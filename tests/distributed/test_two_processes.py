@@ -1,6 +1,7 @@
 """Two gloo processes on the CPU: shared amaxes, DDP, FSDP2, and streams that differ per rank."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def run(rank: int, folder: str) -> None:
     try:
         results = {name: check(rank) for name, check in CHECKS.items()}
     finally:
+        time.sleep(0.3)  # as tests/conftest.py does, whose pause this process does not have
         dist.destroy_process_group()
     torch.save(results, f"{folder}/{rank}.pt")
 
