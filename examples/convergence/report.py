@@ -20,8 +20,6 @@ from gpt.settings import InputError, Settings
 Results = dict[str, dict[int, Result]]
 """variant -> seed -> its finished run."""
 
-HEADER = ("variant", "seeds", "loss (nats/byte)", "gap to bf16", "gap minus the reference's", "seconds")
-
 
 def write(studies: Sequence[str], settings: Settings, seeds: int, folder: Path, target: Path | None = None) -> str:
     """The command that trains the studies at one preset, and their tables, as Markdown; pictures go below `folder`.
@@ -112,22 +110,28 @@ def spread(values: Sequence[float], unit: str) -> str:
 
 
 def table(study: Study, found: Results) -> str:
-    rows: list[tuple[str, ...]] = [HEADER]
-    for variant in variants_of(study):
-        runs = list(found.get(variant, {}).values())
+    """A row per variant that was run, means over its seeds; a difference is over the seeds that both variants have."""
+    minus = f"minus that of {study.reference}, same seeds"
+    header = ("variant", "seeds", "loss (nats/byte)", f"gap to {BASELINE}", minus, "seconds")
+    rows: list[tuple[str, ...]] = [header, ("---", *["---:"] * (len(header) - 1))]
+    for variant in found:
+        runs = list(found[variant].values())
         of_interest = variant not in (BASELINE, study.reference)
         rows.append(
             (
                 variant,
                 str(len(runs)),
-                f"{statistics.fmean(run.loss for run in runs):.4f}" if runs else "-",
+                f"{statistics.fmean(run.loss for run in runs):.4f}",
                 "" if variant == BASELINE else spread(list(gaps(found, variant).values()), " %"),
                 spread(list(differences(found, variant, study.reference).values()), " pt") if of_interest else "",
-                f"{statistics.fmean(run.header['seconds'] for run in runs):.0f}" if runs else "-",
+                f"{statistics.fmean(run.header['seconds'] for run in runs):.0f}",
             )
         )
-    rows.insert(1, ("---", *["---:"] * (len(HEADER) - 1)))
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    lines = ["| " + " | ".join(row) + " |" for row in rows] if found else []
+    missing = [variant for variant in variants_of(study) if variant not in found]
+    if missing:
+        lines += [*([""] if found else []), f"Not run: {'; '.join(missing)}."]
+    return "\n".join(lines)
 
 
 def plot(study: Study, found: Results, settings: Settings, path: Path) -> None:

@@ -226,7 +226,7 @@ def test_stopping_early_begins_nothing(texts: Path, tmp_path: Path, capsys: pyte
     assert run.main(["noise", *options(texts, tmp_path / "results", "--stop-after=0")]) == 0
     out = capsys.readouterr().out
     assert "3 runs are left, 0 of them begun" in out
-    assert "| nvfp4 | 0 | - |" in out
+    assert "Not run: bf16; nvfp4; nvfp4, other draws." in out
 
 
 def test_workers_are_dealt_out_to_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_failing_run_is_told_at_the_end_and_stops_no_other(
     assert run.main(["noise", *options(texts, folder)]) == 2
     out, err = capsys.readouterr()
     assert "1 runs failed: nvfp4, seed 0" in err and "IsADirectoryError" in err
-    assert "| nvfp4 | 0 | - |" in out and "| nvfp4, other draws | 1 |" in out
+    assert "Not run: nvfp4." in out and "| nvfp4, other draws | 1 |" in out
 
 
 def saved(folder: Path, variant: str, seed: int, loss: float, data: str = "d") -> None:
