@@ -97,7 +97,14 @@ class Recipe:
                 require(field.name, getattr(self, field.name), (False, True))
 
     def replace(self, **changes: Any) -> "Recipe":
-        """A copy with ``changes`` applied; the environment is not read again."""
+        """A copy with ``changes`` applied; the environment is not read again.
+
+        Raises:
+            ValueError: no such field, or a value that the field does not take.
+        """
+        names = [field.name for field in dataclasses.fields(self) if field.init]
+        if unknown := ", ".join(sorted(changes.keys() - set(names))):
+            raise ValueError(f"{type(self).__name__} has no {unknown}; its fields are {', '.join(names)}")
         return dataclasses.replace(self, **changes)
 
     def casts(self, tensor_type: str) -> Casts:

@@ -164,3 +164,8 @@ def test_what_draws_in_the_backward_pass_alone_may_be_recomputed(name: str) -> N
         fp4engine.manual_seed(3)
         gradients.append(torch.autograd.grad(run(inp).square().sum(), (inp, layer.weight)))
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_field_that_a_row_does_not_have_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="LinearRecipe has no disable_rht; its fields are"):
+        zoo.make("nvfp4", disable_rht=True)
