@@ -6,8 +6,10 @@ Fails if a kernel does not compile, or if the sm_100 PTX of a nearest-even cast 
 E2M1 conversion.
 """
 
+import itertools
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -115,33 +117,34 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     return table
 
 
+def compile_case(index: int, capability: int) -> tuple[str, str]:
+    """A line to print, and what is wrong, if anything, with case ``index`` of :func:`cases`."""
+    name, kernel, constants, dtype = cases()[index]
+    begin = time.perf_counter()
+    try:
+        compiled = compile_for(kernel, capability, constants, dtype)
+    except Exception as error:
+        return f"{name:32} sm_{capability:<4} FAILED", f"{name}, sm_{capability}: {error}"
+    native = "cvt.rn.satfinite.e2m1x2.f32" in compiled.asm["ptx"]
+    note = ", native E2M1" if native else ""
+    seconds = time.perf_counter() - begin
+    line = f"{name:32} sm_{capability:<4} {compiled.metadata.shared:6} B shared{note}  {seconds:.1f} s"
+    sides = [side for side in (constants.get("ROW"), constants.get("COL")) if side is not None]
+    wants = kernel is quantize_kernel and all(s.words == 2 and not s.random_bits for s in sides)
+    if wants and native != (capability >= 100):
+        return line, f"{name}, sm_{capability}: native E2M1 conversion {'in' if native else 'missing from'} PTX"
+    return line, ""
+
+
 def main() -> None:
-    failures = []
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    for name, kernel, constants, dtype in cases():
-        if wanted not in name:
-            continue
-        for capability in TARGETS:
-            begin = time.perf_counter()
-            try:
-                compiled = compile_for(kernel, capability, constants, dtype)
-            except Exception as error:
-                failures.append(f"{name}, sm_{capability}: {error}")
-                print(f"{name:32} sm_{capability:<4} FAILED", flush=True)
-                continue
-            ptx = compiled.asm["ptx"]
-            native = "cvt.rn.satfinite.e2m1x2.f32" in ptx
-            seconds = time.perf_counter() - begin
-            note = ", native E2M1" if native else ""
-            print(
-                f"{name:32} sm_{capability:<4} {compiled.metadata.shared:6} B shared{note}  {seconds:.1f} s", flush=True
-            )
-            sides = [side for side in (constants.get("ROW"), constants.get("COL")) if side is not None]
-            wants = kernel is quantize_kernel and all(s.words == 2 and not s.random_bits for s in sides)
-            if wants and native != (capability >= 100):
-                failures.append(
-                    f"{name}, sm_{capability}: native E2M1 conversion {'in' if native else 'missing from'} PTX"
-                )
+    chosen = [index for index, case in enumerate(cases()) if wanted in case[0]]
+    work = list(itertools.product(chosen, TARGETS))
+    failures = []
+    with ProcessPoolExecutor() as pool:
+        for line, failure in pool.map(compile_case, *zip(*work, strict=True)):
+            print(line, flush=True)
+            failures += [failure] if failure else []
     if failures:
         sys.exit("\n".join(failures))
 
