@@ -127,11 +127,14 @@ class DelayedQuantizer(Quantizer):
         history.resize(self.recipe.amax_history_len)
         return replace(self, history=history)
 
-    def quantize(self, x: Tensor, *, rowwise_amax: Tensor | None = None, **arguments: Any) -> QuantizedTensor:
+    def quantize(
+        self, x: Tensor | ops.Source, *, rowwise_amax: Tensor | None = None, **arguments: Any
+    ) -> QuantizedTensor:
         """As :meth:`Quantizer.quantize`; ``rowwise_amax`` is the amax to REMEMBER, by default that of ``x``."""
         if torch.compiler.is_compiling():
             raise RuntimeError("DelayedScaling keeps amaxes between steps, which torch.compile cannot trace")
         assert self.history is not None
+        assert isinstance(x, Tensor)  # what remembers takes no source, see Deferred.fuses
         if rowwise_amax is None:
             rowwise_amax = self._own_amax(x)
         amax = self.history.record(rowwise_amax, self.recipe) if self.records else self.history.scaled_by(rowwise_amax)
