@@ -5,6 +5,7 @@ A recipe answers "what should happen to this role?". It holds no tensors and kno
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -102,9 +103,7 @@ class Recipe:
         Raises:
             ValueError: no such field, or a value that the field does not take.
         """
-        names = [field.name for field in dataclasses.fields(self) if field.init]
-        if unknown := ", ".join(sorted(changes.keys() - set(names))):
-            raise ValueError(f"{type(self).__name__} has no {unknown}; its fields are {', '.join(names)}")
+        _require_fields(type(self), changes)
         return dataclasses.replace(self, **changes)
 
     def casts(self, tensor_type: str) -> Casts:
@@ -168,6 +167,13 @@ def recipe_from_json(text: str) -> Recipe:
     return recipe_from_data(json.loads(text))
 
 
+def _require_fields(cls: type[Recipe], names: Iterable[str]) -> None:
+    """Raise ``ValueError`` unless ``cls`` can be given every one of ``names``."""
+    known = [field.name for field in dataclasses.fields(cls) if field.init]
+    if unknown := ", ".join(sorted(set(names) - set(known))):
+        raise ValueError(f"{cls.__name__} has no {unknown}; its fields are {', '.join(known)}")
+
+
 def recipe_from_data(data: Any) -> Recipe:
     """The recipe of one parsed JSON object, see :func:`recipe_from_json`."""
     fields = dict(data) if isinstance(data, dict) else {}
@@ -175,8 +181,5 @@ def recipe_from_data(data: Any) -> Recipe:
     if not isinstance(name, str) or name not in Recipe.registry:
         raise ValueError(f"recipe must be one of {', '.join(sorted(Recipe.registry))}, got {name!r}")
     cls = Recipe.registry[name]
-    known = {field.name for field in dataclasses.fields(cls) if field.init}
-    unknown = set(fields) - known
-    if unknown:
-        raise ValueError(f"{name} has no field {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+    _require_fields(cls, fields)
     return cls(**{key: cls._from_plain(key, value) for key, value in fields.items()})
