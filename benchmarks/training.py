@@ -25,7 +25,7 @@ import fp4engine
 from fp4engine.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling, Recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from gpt.measure import saved_by_linears
+from gpt.measure import memory_of, saved_by_linears, watch_saved
 from gpt.model import GPT
 
 MODELS = {
@@ -43,19 +43,11 @@ PRECISIONS: dict[str, Recipe | None] = {
 
 
 def saved_bytes(model: GPT, tokens: torch.Tensor, recipe: Recipe | None) -> int:
-    """Bytes that one forward pass keeps for backward, storages counted once, parameters left out."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    storages: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # the tensor itself would hold the graph that holds it
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    """Bytes that one forward pass keeps for backward."""
+    watch, kept = watch_saved(model)
+    with watch:
         forward(model, tokens, recipe)
-    return sum(storages.values())
+    return memory_of(kept)
 
 
 def forward(model: GPT, tokens: torch.Tensor, recipe: Recipe | None) -> torch.Tensor:
