@@ -13,7 +13,6 @@ product is known and raises if any bit differs; there is no silent fallback and 
 Dims: M rows of left, N rows of right, K the contracted axis (padded to a multiple of 16), two codes to a byte.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.kernels.gemm_epilogue import finish, tile_of
+from fp4engine.kernels.swizzle import swizzle_scales
 
 PATHS = ("dot_scaled", "scaled_mm")
 
@@ -131,7 +131,6 @@ def gemm(
     right: Codes,
     numerator: float,
     *,
-    swizzle: Callable[[Tensor], Tensor],
     path: str = "auto",
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
@@ -142,7 +141,6 @@ def gemm(
     Args:
         left, right: operands with M and N rows and the same K.
         numerator: product of the operands' numerators.
-        swizzle: :func:`fp4engine.reference.swizzle_scales`; handed in because kernels do not import the reference.
         path: ``dot_scaled``, ``scaled_mm``, or ``auto``: scaled_mm where it keeps the contract.
         bias: ``[N]`` of any float dtype, added in FP32.
         out_dtype: BF16, FP16 or FP32; ignored when ``out`` is given.
@@ -158,8 +156,8 @@ def gemm(
     ok, reason = supports(path, left, right, bias=bias, out_dtype=out_dtype, out=out)
     if not ok:
         raise ValueError(f"native gemm: {reason}")
-    check_first_use(path, left.codes.device, swizzle)
-    return _run(path, left, right, numerator, swizzle, bias, out_dtype, out)
+    check_first_use(path, left.codes.device)
+    return _run(path, left, right, numerator, bias, out_dtype, out)
 
 
 def _run(
@@ -167,19 +165,16 @@ def _run(
     left: Codes,
     right: Codes,
     numerator: float,
-    swizzle: Callable[[Tensor], Tensor],
     bias: Tensor | None,
     out_dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
     if path == "scaled_mm":
-        return torch.nn.functional.scaled_mm(**scaled_mm_arguments(left, right, numerator, swizzle, out_dtype))
+        return torch.nn.functional.scaled_mm(**scaled_mm_arguments(left, right, numerator, out_dtype))
     return _dot_scaled(left, right, numerator, bias, out_dtype, out)
 
 
-def scaled_mm_arguments(
-    left: Codes, right: Codes, numerator: float, swizzle: Callable[[Tensor], Tensor], out_dtype: torch.dtype
-) -> dict[str, Any]:
+def scaled_mm_arguments(left: Codes, right: Codes, numerator: float, out_dtype: torch.dtype) -> dict[str, Any]:
     """Arguments of ``torch.nn.functional.scaled_mm`` for two-level NVFP4.
 
     The right operand goes in as ``[K, N]`` column-major, which is ``[N, K]`` as stored. ``alpha`` takes the place of
@@ -196,9 +191,9 @@ def scaled_mm_arguments(
     return dict(
         mat_a=left.codes.view(torch.float4_e2m1fn_x2),
         mat_b=right.codes.view(torch.float4_e2m1fn_x2).t(),
-        scale_a=[swizzle(left.scale_inv), alpha],
+        scale_a=[swizzle_scales(left.scale_inv), alpha],
         scale_recipe_a=recipe,
-        scale_b=[swizzle(right.scale_inv), torch.ones_like(alpha)],
+        scale_b=[swizzle_scales(right.scale_inv), torch.ones_like(alpha)],
         scale_recipe_b=recipe,
         swizzle_a=layout,
         swizzle_b=layout,
@@ -228,7 +223,7 @@ def _dot_scaled(
 
 
 @cache
-def check_first_use(path: str, device: torch.device, swizzle: Callable[[Tensor], Tensor]) -> None:
+def check_first_use(path: str, device: torch.device) -> None:
     """Compare ``path`` with an exact product once per device.
 
     Every code of E2M1 and block scales of 1, 2 and 4 (which differ from row to row and block to block, so that a wrong
@@ -240,7 +235,7 @@ def check_first_use(path: str, device: torch.device, swizzle: Callable[[Tensor],
     left, right = _probe(160, 512, 1, device), _probe(144, 512, 2, device)
     numerator = 2.0
     exact = _decode(left) @ _decode(right).T / numerator
-    actual = _run(path, left, right, numerator, swizzle, None, torch.float32, None)
+    actual = _run(path, left, right, numerator, None, torch.float32, None)
     wrong = int((actual.double() != exact).sum())
     if wrong:
         raise RuntimeError(

@@ -237,7 +237,6 @@ def _native_product(
         gemm_native.Codes(*left),
         gemm_native.Codes(*right),
         CastSpec.from_key(left_spec).numerator * CastSpec.from_key(right_spec).numerator,
-        swizzle=reference.swizzle_scales,
         bias=bias,
         out_dtype=out_dtype,
         out=out,
