@@ -18,8 +18,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fp4engine.formats import E4M3, E5M2, FP32, CastSpec, Outer, Rotation, RoundingMode, ScaleRule
+from fp4engine.kernels import amax
 from fp4engine.kernels.activation import BLOCK, activation_backward_kernel
-from fp4engine.kernels.amax import amax_kernel
+from fp4engine.kernels.amax import CLEARED, amax_kernel, clear_kernel
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.cast_fp8 import TILE_K, TILE_M, Grid, cast_fp8_kernel
 from fp4engine.kernels.dequantize import BLOCKS, decode_kernel, dequantize_kernel
@@ -89,12 +90,13 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         sides = {"ROW": row and Side.of(row, output, 0), "COL": col and Side.of(col, output, 1)}
         table.append((f"quantize {name}", quantize_kernel, sides | tile, dtype))
         sides = {"ROW": row and Side.of(row, "codes", 0), "COL": col and Side.of(col, "codes", 1)}
+        tile |= dict(zip(("TILE_M", "TILE_K"), amax.tile_shape(sides["COL"]), strict=True))
         table.append((f"amax {name}", amax_kernel, sides | tile, dtype))
     sides = {"ROW": Side.of(PLAIN, "codes", 0), "COL": Side.of(ROTATED, "codes", 1)}
-    tile = {"TILE_M": 128, "TILE_K": 64, "EVEN": True}
+    tile = {"TILE_M": 64, "TILE_K": 128, "EVEN": True}
     for kind in ("RMSNorm", "LayerNorm"):
         norm = {"PROLOGUE": Prologue.of(kind, torch.bfloat16)} | ({"beta_ptr": None} if kind == "RMSNorm" else {})
-        table.append((f"quantize {kind}", quantize_kernel, sides | norm | tile, "bf16"))
+        table.append((f"quantize {kind}", quantize_kernel, sides | norm | tile | {"TILE_M": 128, "TILE_K": 64}, "bf16"))
         table.append((f"amax {kind}", amax_kernel, {"y_ptr": None} | sides | norm | tile, "bf16"))
         chunk = {"EPS": 1e-5, "CENTERED": kind == "LayerNorm", "ROWS": ROWS, "COLS": COLS, "STEPS": 9}
         table.append((f"statistics {kind}", row_statistics_kernel, chunk, "bf16"))
@@ -108,6 +110,7 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         sides = {"ROW": row and Grid.of(row), "COL": col and Grid.of(col)}
         table.append((f"cast {name}", cast_fp8_kernel, sides | {"TILE_M": TILE_M, "TILE_K": TILE_K}, "bf16"))
     table.append(("decode", decode_kernel, {"PER_PROGRAM": BLOCKS}, "bf16"))
+    table.append(("clear", clear_kernel, {"BLOCK": CLEARED}, "bf16"))
     table.append(("swizzle", swizzle_kernel, {"TILES": COL_TILES}, "bf16"))
     for per_row in (False, True):
         name = "dequantize row-scaled" if per_row else "dequantize"

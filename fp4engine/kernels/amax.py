@@ -15,10 +15,28 @@ from torch import Tensor
 
 from fp4engine.formats import CastSpec
 from fp4engine.kernels.cast import Side
-from fp4engine.kernels.encode import NAN, block_amax, rotate, to_bits
+from fp4engine.kernels.encode import NAN, block_amax, rotated_amax, to_bits
 from fp4engine.kernels.launch import Launch, is_column_major
 from fp4engine.kernels.load import read_blocks, read_rows, store_blocks, store_rows
 from fp4engine.kernels.source import Source
+from fp4engine.kernels.start import start
+from fp4engine.kernels.target import OVERLAP as _OVERLAP
+
+OVERLAP = tl.constexpr(_OVERLAP)
+CLEARED = 1024
+"""Maxima that a program of :func:`clear_kernel` sets to zero."""
+
+
+@triton.jit
+def clear_kernel(row_amax_ptr, col_amax_ptr, rows, cols, BLOCK: tl.constexpr, HARDWARE: tl.constexpr):
+    """Zeros for :func:`amax_kernel` to start from, which is launched at once and waits before it uses them."""
+    if OVERLAP & HARDWARE:
+        tl.extra.cuda.gdc_launch_dependents()
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if row_amax_ptr is not None:
+        tl.store(row_amax_ptr + index, 0.0, mask=index < rows)
+    if col_amax_ptr is not None:
+        tl.store(col_amax_ptr + index, 0.0, mask=index < cols)
 
 
 @triton.jit
@@ -42,8 +60,12 @@ def amax_kernel(
 ):  # fmt: skip
     """Each program takes every ``num_programs``-th tile; a per-tensor amax stays in registers until its last one.
 
-    ``y_ptr``: where to write the matrix itself, row-major, or None.
+    ``y_ptr``: where to write the matrix itself, row-major, or None. The kernel may run while :func:`clear_kernel` does,
+    but not while what came before that does: x is complete, the maxima may not be zero yet.
     """
+    PER_ROW: tl.constexpr = (ROW is not None and ROW.per_row) or (COL is not None and COL.per_row)  # pyright: ignore[reportAssignmentType]
+    if PER_ROW and OVERLAP & HARDWARE:
+        tl.extra.cuda.gdc_wait()
     GROUPS: tl.constexpr = TILE_M // 16
     SHARED: tl.constexpr = (  # pyright: ignore[reportAssignmentType]
         ROW is not None and COL is not None and ROW.signs is None and not ROW.per_row
@@ -64,9 +86,8 @@ def amax_kernel(
             y = read_blocks(source, M, K, row0, col0, PROLOGUE, TILE_M, TILE_K, EVEN, HARDWARE)
             if y_ptr is not None and COL is None:
                 store_blocks(y_ptr, y, M, K, row0, col0, TILE_M, TILE_K, EVEN)
-            if ROW.signs is not None:
-                y = rotate(y, ROW, dtype, HARDWARE)
-            block = tl.reshape(block_amax(y), [TILE_M, TILE_K // 16])
+            block = block_amax(y) if ROW.signs is None else rotated_amax(y, ROW, dtype, HARDWARE)
+            block = tl.reshape(block, [TILE_M, TILE_K // 16])
             if ROW.per_row:
                 store_amax_per_row(row_amax_ptr, row0 + tl.arange(0, TILE_M), block, M, 1)
             else:
@@ -77,17 +98,29 @@ def amax_kernel(
                 store_rows(y_ptr, y, M, K, row0, col0, TILE_M, TILE_K, EVEN)
             if SHARED:
                 row_amax = tl.maximum(row_amax, block_amax(y), propagate_nan=NAN)
-            if COL.signs is not None:
-                y = rotate(y, COL, dtype, HARDWARE)
-            block = block_amax(y)
+            block = block_amax(y) if COL.signs is None else rotated_amax(y, COL, dtype, HARDWARE)
             if COL.per_row:
                 store_amax_per_row(col_amax_ptr, col0 + tl.arange(0, TILE_K), block, K, 0)
             else:
                 col_amax = tl.maximum(col_amax, block, propagate_nan=NAN)
+    if not PER_ROW and OVERLAP & HARDWARE:
+        tl.extra.cuda.gdc_wait()
     if ROW is not None and not ROW.per_row:
         store_amax(row_amax_ptr, row_amax)
     if COL is not None and not COL.per_row:
         store_amax(col_amax_ptr, col_amax)
+
+
+def tile_shape(col: Side | None) -> tuple[int, int]:
+    """Rows and columns of a tile."""
+    return (64, 128) if col else (8, 1024)
+
+
+def _size(side: Side | None, rows: int) -> int:
+    """Number of maxima of a side."""
+    if side is None:
+        return 0
+    return rows if side.per_row else 1
 
 
 def amax(
@@ -107,16 +140,19 @@ def amax(
     rows, cols = source.shape
     row = Side.of(rowwise, "codes", 0) if rowwise else None
     col = Side.of(columnwise, "codes", 1) if columnwise else None
-    row_amax = torch.empty(rows if row.per_row else 1, device=source.device) if row else None
-    col_amax = torch.empty(cols if col.per_row else 1, device=source.device) if col else None
-    if row or col:
-        torch._foreach_zero_([amax for amax in (row_amax, col_amax) if amax is not None])  # one launch
-    if rows and cols and (row or col):
-        launch = Launch.of(source, 8 * 16 if col else 8, 64 if col else 1024)
-        programs = min(launch.tiles, 8 * launch.multiprocessors)
-        pointers = (*source.pointers, out, row_amax, col_amax)
-        parts = (row, col, source.prologue)
-        # 128 registers per thread let 4 programs live on an SM, and 8 take turns without a rest; a SiLU would take 168.
-        options = {"maxnreg": 128} if source.prologue is not None and source.x.element_size() == 2 else {}
-        launch(amax_kernel, programs, pointers, (rows, cols, *source.x.stride()), parts, **options)
+    sizes = (_size(row, rows), _size(col, cols))
+    row_amax = torch.empty(sizes[0], device=source.device) if row else None
+    col_amax = torch.empty(sizes[1], device=source.device) if col else None
+    if any(sizes):
+        launch = Launch.of(source, *tile_shape(col))
+        overlap = {"launch_pdl": True} if launch.hardware & _OVERLAP else {}
+        constants = (CLEARED, launch.hardware)
+        start(clear_kernel, -(-max(sizes) // CLEARED), (row_amax, col_amax), sizes, constants, num_warps=4)
+        if launch.tiles:
+            programs = min(launch.tiles, 8 * launch.multiprocessors)
+            pointers = (*source.pointers, out, row_amax, col_amax)
+            parts = (row, col, source.prologue)
+            # 128 registers per thread: 4 programs live on an SM, and 8 take turns without a rest; SiLU would take 168.
+            options = {"maxnreg": 128} if source.prologue is not None and source.x.element_size() == 2 else {}
+            launch(amax_kernel, programs, pointers, (rows, cols, *source.x.stride()), parts, **options, **overlap)
     return row_amax, col_amax

@@ -108,8 +108,8 @@ def round_block(x, dtype: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def rotate(x, SIDE: tl.constexpr, dtype: tl.constexpr, HARDWARE: tl.constexpr):
-    """``round(x @ diag(signs) @ H16 / 4)``: ``signs / 4`` first, then butterflies of stride 1, 2, 4, 8."""
+def hadamard(x, SIDE: tl.constexpr, dtype: tl.constexpr):
+    """``x @ diag(signs) @ H16 / 4`` in FP32: ``signs / 4`` first, then butterflies of stride 1, 2, 4, 8."""
     y = ()
     for i in tl.static_range(0, 16, 2):
         low = x[i] * (0.25 * SIDE.signs[i])
@@ -127,7 +127,13 @@ def rotate(x, SIDE: tl.constexpr, dtype: tl.constexpr, HARDWARE: tl.constexpr):
             else:
                 z = z + (y[i] + y[i + (1 << stage)],)
         y = z
-    return round_block(y, dtype, HARDWARE)
+    return y
+
+
+@triton.jit
+def rotate(x, SIDE: tl.constexpr, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """:func:`hadamard` rounded to ``dtype``."""
+    return round_block(hadamard(x, SIDE, dtype), dtype, HARDWARE)
 
 
 @triton.jit
@@ -142,6 +148,14 @@ def block_amax(x):
             n = n + (tl.maximum(m[i], m[i + (4 >> stage)], propagate_nan=NAN),)
         m = n
     return m[0]
+
+
+@triton.jit
+def rotated_amax(x, SIDE: tl.constexpr, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """:func:`block_amax` after :func:`rotate`. Rounding is monotonic, so rounding the largest alone gives the same."""
+    amax = block_amax(hadamard(x, SIDE, dtype))
+    amax, _ = round_pair(amax, amax, dtype, HARDWARE)
+    return amax
 
 
 @triton.jit

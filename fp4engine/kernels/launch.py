@@ -50,6 +50,11 @@ class Launch:
     constants: tuple[int, int, bool, int]
     multiprocessors: int
 
+    @property
+    def hardware(self) -> int:
+        """Feature bits, see :mod:`fp4engine.kernels.target`."""
+        return self.constants[3]
+
     @staticmethod
     def of(x: Matrix, tile_m: int, tile_k: int) -> "Launch":
         rows, cols = x.shape

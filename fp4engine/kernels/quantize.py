@@ -158,11 +158,15 @@ def _allocate(x: Source, rows: int, cols: int, output: str) -> tuple[Tensor, Ten
     return out, torch.empty(rows, blocks, dtype=torch.float8_e4m3fn, device=x.device)
 
 
-def tile_shape(row: Side | None, col: Side | None) -> tuple[int, int]:
-    """Rows and columns of a program's tile: 512 blocks of 16 either way, whole 16x16 tiles where a side has them."""
+def tile_shape(row: Side | None, col: Side | None, small: bool = False) -> tuple[int, int]:
+    """Rows and columns of a program's tile, whole 16x16 tiles where a side has them.
+
+    512 blocks of 16 either way; 128, one per thread, in a ``small`` problem, where latency is all.
+    """
     if col:
-        return 128, 64
-    return (16, 512) if row and row.tiled else (8, 1024)
+        return (32, 64) if small else (128, 64)
+    rows = 16 if row and row.tiled else 8
+    return rows, (128 if small else 512) * 16 // rows
 
 
 def quantize(
@@ -201,6 +205,8 @@ def quantize(
         if isinstance(x, Tensor) and is_column_major(x):
             source, sides, row, col = Source.of(x.T), sides[::-1], col, row
         launch = Launch.of(source, *tile_shape(row, col))
+        if launch.tiles < launch.multiprocessors:
+            launch = Launch.of(source, *tile_shape(row, col, small=True))
         pointers = (*source.pointers, *sides[0], *sides[1], rng)
         integers = (*source.shape, *source.x.stride(), stream)
         parts = (row, col, source.prologue)
