@@ -9,8 +9,9 @@ is what an FP4 tensor core computes.
 
 Dims: M rows of left, N rows of right, K the contracted (last) axis of both.
 
-Three kernels with one epilogue, fastest first; :func:`gemm` takes the first that fits.
+Kernels with one epilogue, fastest first; :func:`gemm` takes the first that fits.
 
+- :mod:`fp4engine.kernels.gemm_split`: sm_90 and newer, a small output and at least 16,384 terms per sum.
 - :mod:`fp4engine.kernels.gemm_hopper`: sm_90, 16-byte aligned rows, enough output for its 128x256 tiles.
 - ``_gemm_tma_kernel``: sm_90 and newer, persistent, operands through the bulk tensor copy engine.
 - ``_gemm_plain_kernel``: masked loads; from sm_80 on, any stride, and in Triton's CPU interpreter.
@@ -26,16 +27,9 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from fp4engine.kernels import gemm_split
 from fp4engine.kernels.gemm_epilogue import finish, store_tile, tile_of
-from fp4engine.kernels.gemm_launch import (
-    Descriptor,
-    Flags,
-    Scales,
-    capability_of,
-    is_aligned,
-    multiprocessors_of,
-    row_stride,
-)
+from fp4engine.kernels.gemm_launch import Flags, Scales, capability_of, describe, is_aligned, multiprocessors_of
 from fp4engine.kernels.start import start
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -261,6 +255,10 @@ def _launch_tma(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scal
     aligned = is_aligned(out)
     major, minor = capability_of(left.device)
     multiprocessors = multiprocessors_of(left.device)
+    parts = gemm_split.parts_for(m, n, k, multiprocessors)
+    if parts > 1:
+        stages = stages_for(_TMA_TILES[0], 10 * major + minor)
+        return gemm_split.launch(left, right, out, scales, flags, parts, num_warps=4, num_stages=stages)
     hopper = _hopper_launch() if aligned and major == 9 else None
     tiles = choose_tiles(m, n, multiprocessors, hopper is not None)
     if hopper is not None and tiles is HOPPER_TILES:
@@ -271,15 +269,11 @@ def _launch_tma(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scal
         _gemm_tma_kernel, programs, (out, *scales[:3]), (scales.numerator, m, n, k, out.stride(0)),
         (*flags, tma_store, tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M, programs),
         descriptors=(
-            _describe(left, tiles.block_m, tiles.block_k), _describe(right, tiles.block_n, tiles.block_k),
-            _describe(out, tiles.block_m, tiles.block_n) if tma_store else None,
+            describe(left, tiles.block_m, tiles.block_k), describe(right, tiles.block_n, tiles.block_k),
+            describe(out, tiles.block_m, tiles.block_n) if tma_store else None,
         ),
         num_warps=tiles.num_warps, num_stages=stages_for(tiles, 10 * major + minor),
     )  # fmt: skip
-
-
-def _describe(matrix: torch.Tensor, rows: int, cols: int) -> Descriptor:
-    return Descriptor(matrix, list(matrix.shape), [row_stride(matrix), 1], [rows, cols])
 
 
 def _launch_plain(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scales: Scales, flags: Flags) -> None:

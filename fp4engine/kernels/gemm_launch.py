@@ -55,3 +55,8 @@ def is_aligned(matrix: torch.Tensor) -> bool:
     """Whether the copy engine can read and write ``matrix``, whose last axis is contiguous."""
     stride = row_stride(matrix)
     return (stride * matrix.element_size() | matrix.data_ptr()) % ALIGNMENT == 0 and stride >= matrix.shape[1]
+
+
+def describe(matrix: torch.Tensor, rows: int, cols: int) -> Descriptor:
+    """``matrix`` as the copy engine sees it, in blocks of ``rows`` by ``cols``."""
+    return Descriptor(matrix, list(matrix.shape), [row_stride(matrix), 1], [rows, cols])

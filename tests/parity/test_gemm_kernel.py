@@ -22,7 +22,8 @@ KERNEL_RUNS = pytest.mark.skipif(not (ON_GPU or INTERPRET), reason="needs a CUDA
 SHAPES = [(1, 1, 16), (1, 17, 32), (15, 63, 48), (17, 40, 16), (63, 33, 64), (33, 72, 128)]
 if ON_GPU:
     SHAPES += [(1, 1000, 1008), (1000, 1000, 1008), (1000, 1032, 4096), (129, 257, 80), (300, 512, 16),
-               (2048, 4096, 1024), (4100, 4104, 528), (63, 4096, 1024)]  # fmt: skip
+               (2048, 4096, 1024), (4100, 4104, 528), (63, 4096, 1024),
+               (200, 384, 16400), (384, 384, 65536)]  # fmt: skip
 
 
 def values(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
@@ -183,8 +184,35 @@ def test_nan_in_a_value_reaches_its_row():
 
 
 @KERNEL_RUNS
-def test_twice_the_same_bytes():
-    m, n, k = (4096, 2048, 4096) if ON_GPU else (40, 40, 96)
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_split_sum(parts, accumulate):
+    from fp4engine.kernels import gemm_split
+    from fp4engine.kernels.gemm_launch import Flags, Scales
+
+    m, n, k = 136, 40, 328  # six K steps, the last one partial: with five parts the last two are empty
+    left, right, a, b = integers(m, k), integers(n, k, 5), amax(m), amax(seed=2)
+    out = torch.ones(m, n, device=DEVICE)
+    bias = torch.linspace(-1, 1, n).to(DEVICE)
+    expected = contract(left, right, a, b, 3072.0, bias, torch.float32, out.clone() if accumulate else None)
+    flags, scales = Flags(True, False, True, accumulate), Scales(a, b, bias, 3072.0)
+    gemm_split.launch(left, right, out, scales, flags, parts, num_warps=4, num_stages=2)
+    assert_same_bytes(out, expected)
+
+
+def test_which_products_are_split():
+    from fp4engine.kernels.gemm_split import parts_for
+
+    assert parts_for(384, 384, 65_536, 132) == 14  # 9 tiles
+    assert parts_for(384, 384, 16_384, 132) == 8  # parts of 2,048 terms
+    assert parts_for(384, 384, 16_383, 132) == 1
+    assert parts_for(4096, 4096, 65_536, 132) == 1  # enough tiles
+
+
+@KERNEL_RUNS
+@pytest.mark.parametrize("sizes", [(4096, 2048, 4096), (256, 256, 32768)] if ON_GPU else [(40, 40, 96)], ids=str)
+def test_twice_the_same_bytes(sizes):
+    m, n, k = sizes
     left, right = values(m, k), values(n, k, 3)
     runs = [gemm(left, right, amax(), amax(seed=2), NUMERATOR, out_dtype=torch.float32) for _ in range(3)]
     assert_same_bytes(runs[1], runs[0])

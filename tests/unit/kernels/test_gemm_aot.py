@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from fp4engine.kernels import gemm, gemm_hopper
+from fp4engine.kernels import gemm, gemm_hopper, gemm_split
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter does not compile")
 
@@ -84,6 +84,24 @@ def test_tma_kernel(capability, instruction, tiles):
     source = source_of(gemm._gemm_tma_kernel, signature, constants, ("K", "stride_out", "out_ptr"))
     ptx = build(source, capability, tiles.num_warps, gemm.stages_for(tiles, capability))
     assert instruction in ptx and "cp.async.bulk.tensor" in ptx
+
+
+@pytest.mark.parametrize(("capability", "instruction"), [(90, "wgmma"), (100, "tcgen05.mma"), (120, "mma.sync")])
+def test_split_kernels(capability, instruction):
+    rows, cols, depth = gemm_split.BLOCK_M, gemm_split.BLOCK_N, gemm_split.BLOCK_K
+    signature = COMMON | {
+        "left_desc": f"tensordesc<bf16[{rows},{depth}]>", "right_desc": f"tensordesc<bf16[{cols},{depth}]>",
+        "parts_ptr": "*fp32", "out_ptr": "*fp32", "bias_ptr": "*bf16", "stride_out": "i32",
+    }  # fmt: skip
+    constants = dict(BLOCK_M=rows, BLOCK_N=cols, BLOCK_K=depth, GROUP_M=gemm_split.GROUP_M, PARTS=14, INTERPRETED=False)
+    source = source_of(gemm_split.multiply_parts_kernel, signature, constants, ("K", "N", "parts_ptr"))
+    ptx = build(source, capability, 4, gemm.stages_for(gemm._TMA_TILES[0], capability))
+    assert instruction in ptx and "cp.async.bulk.tensor" in ptx
+    constants = dict(
+        LEFT_ROWS=False, RIGHT_ROWS=False, HAS_BIAS=True, ACCUMULATE=True, BLOCK_M=gemm_split.SUM_M,
+        BLOCK_N=gemm_split.SUM_N, PARTS=14,
+    )  # fmt: skip
+    build(source_of(gemm_split.sum_parts_kernel, signature, constants, ("N", "parts_ptr", "out_ptr")), capability, 4)
 
 
 @pytest.mark.parametrize("tiles", [gemm._PLAIN_TILES, gemm._SMALL_TILES], ids=str)
