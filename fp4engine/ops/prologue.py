@@ -13,6 +13,7 @@ from torch import Tensor
 from fp4engine import capability
 from fp4engine.formats import CastSpec
 from fp4engine.kernels.source import Source
+from fp4engine.ops.backend import record
 
 Specs = tuple[CastSpec, CastSpec | None]
 """Casts of the rowwise and the columnwise side."""
@@ -50,6 +51,7 @@ def row_statistics(x: Tensor, eps: float, centered: bool) -> Tensor:
     """``1 / sigma`` and, if ``centered``, the mean of each row: FP32 [2, M]; see :mod:`fp4engine.reference.norm`."""
     from fp4engine.kernels.norm import row_statistics
 
+    record("row_statistics", "triton")
     return row_statistics(x, eps, centered)
 
 
@@ -70,6 +72,7 @@ def activate(x: Tensor, kind: str, gated: bool, dtype: torch.dtype, specs: Specs
     from fp4engine.kernels.amax import amax
     from fp4engine.kernels.load import Prologue
 
+    record("activate", "triton")
     source = Source(x, dtype, Prologue.of(kind, dtype, gated))
     y = torch.empty(source.shape, dtype=dtype, device=x.device)
     return y, amax(source, *specs, out=y)
@@ -79,4 +82,5 @@ def activation_backward(grad: Tensor, x: Tensor, kind: str, gated: bool) -> Tens
     """Gradient of x from that of :func:`activate`'s result [M, K]."""
     from fp4engine.kernels.activation import activation_backward
 
+    record("activation_backward", "triton")
     return activation_backward(grad, x, kind, gated)

@@ -114,6 +114,15 @@ def test_the_normalised_activation_is_not_written(kernel_device, no_norm):
                 module(inp)
 
 
+def test_what_is_fused_is_counted(kernel_device):
+    mlp = fp4engine.LayerNormMLP(32, 48, activation="swiglu", device=kernel_device, params_dtype=BF16)
+    fp4engine.ops.reset_executed_paths()
+    with fp4engine.autocast(recipe=RECIPE):
+        mlp(torch.randn(32, 32).to(kernel_device, BF16)).sum().backward()
+    paths = fp4engine.ops.executed_paths()
+    assert [paths[f"{name}/triton"] for name in ("row_statistics", "activate", "activation_backward")] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "reglu"])
 def test_layernorm_mlp_is_its_parts(kernel_device, activation):
     mlp = perturbed(
