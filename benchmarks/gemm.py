@@ -32,6 +32,8 @@ MODELS = {
     "Llama-3-70B": [(8192, 8192), (8192, 28672), (28672, 8192), (8192, 10240)],
 }
 """(in_features, out_features) of the linear layers."""
+SMALL_WGRADS = [(384, 384, 65536), (2048, 384, 65536), (768, 768, 32768), (4096, 768, 32768), (768, 768, 8192)]
+"""M, N, K of weight gradients of small models: few tiles, long sums."""
 SPEC = CastSpec()
 NUMERATOR = SPEC.numerator**2
 
@@ -115,10 +117,10 @@ def measure(problem: dict) -> dict:
 
 def table(results: list[dict]) -> str:
     names = list(dict.fromkeys(name for row in results for name in row["ratio"]))
-    lines = [f"{'layer':12s} {'gemm':6s} {'cublas':>9s}  " + "  ".join(f"{name:>12s}" for name in names[1:])]
+    lines = [f"{'layer':16s} {'gemm':6s} {'cublas':>9s}  " + "  ".join(f"{name:>12s}" for name in names[1:])]
     for row in results:
         cells = [f"{row['ratio'][name]:12.3f}" if name in row["ratio"] else " " * 12 for name in names[1:]]
-        lines.append(f"{row['layer']:12s} {row['gemm']:6s} {row['tflops']['cublas']:6.0f} TF  " + "  ".join(cells))
+        lines.append(f"{row['layer']:16s} {row['gemm']:6s} {row['tflops']['cublas']:6.0f} TF  " + "  ".join(cells))
     for name in names[1:]:
         ratios = [row["ratio"][name] for row in results if name in row["ratio"]]
         lines.append(f"{name}: lowest {min(ratios):.3f}, median {statistics.median(ratios):.3f} of cuBLAS BF16")
@@ -161,11 +163,18 @@ def main() -> None:
     for problem in problems(arguments.quick):
         results.append(measure(problem))
         print(problem["layer"], problem["gemm"], {k: round(v, 3) for k, v in results[-1]["ratio"].items()}, flush=True)
+    small = [
+        measure(dict(model="small", layer=f"{n}x{m}, {k}", gemm="wgrad", mnk=(m, n, k)))
+        for m, n, k in SMALL_WGRADS[:: 4 if arguments.quick else 1]
+    ]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "gemm.json").write_text(json.dumps(dict(environment=facts, results=results), indent=1) + "\n")
+    record = dict(environment=facts, results=results, small=small)
+    (arguments.out / "gemm.json").write_text(json.dumps(record, indent=1) + "\n")
     plot(results, facts, arguments.out / "gemm.png")
     print(facts)
     print(table(results))
+    print("weight gradients of small layers, in_features x out_features, tokens")
+    print(table(small))
 
 
 if __name__ == "__main__":
