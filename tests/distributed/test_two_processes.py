@@ -1,4 +1,4 @@
-"""Two gloo processes on the CPU: shared amaxes, DDP, FSDP2, and streams that differ per rank."""
+"""Two processes, by gloo on the CPU and by NCCL on two GPUs: shared amaxes, DDP, FSDP2, and a stream per rank."""
 
 import os
 import time
@@ -21,44 +21,48 @@ WORLD = 2
 NEAREST = NVFP4BlockScaling(disable_stochastic_rounding=True)
 
 
-def make_model() -> torch.nn.Module:
+def make_model(device: str = "cpu") -> torch.nn.Module:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.GELU(), torch.nn.Linear(48, 16))
     fp4engine.convert(model)
-    return model
+    return model.to(device)
 
 
-def run(rank: int, folder: str) -> None:
+def run(rank: int, folder: str, backend: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    device = "cpu"
+    if backend == "nccl":
+        device = f"cuda:{rank}"
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     try:
-        results = {name: check(rank) for name, check in CHECKS.items()}
+        results = {name: check(rank, device) for name, check in CHECKS.items()}
     finally:
         time.sleep(0.3)  # as tests/conftest.py does, whose pause this process does not have
         dist.destroy_process_group()
     torch.save(results, f"{folder}/{rank}.pt")
 
 
-def shared_amax(rank: int):
+def shared_amax(rank: int, device: str):
     """This rank's half of a tensor quantized with the group's amax, through the module's own path."""
     torch.manual_seed(0)
     whole = torch.randn(32, 32) * torch.tensor([1.0, 7.0]).repeat_interleave(16)[:, None]
-    half = whole.chunk(WORLD)[rank]
+    half = whole.chunk(WORLD)[rank].to(device)
     quantizer = make_quantizer(NEAREST, QuantizerRole("linear", "input"))
     amax, _ = quantizer.amax(half)
     dist.all_reduce(amax, dist.ReduceOp.MAX)
     side = quantizer.quantize(half, columnwise=False, rowwise_amax=amax).rowwise
-    layer = fp4engine.Linear(32, 16)
+    layer = fp4engine.Linear(32, 16).to(device)
     with fp4engine.autocast(recipe=NEAREST, amax_reduction_group=dist.group.WORLD):
         output = layer(half)
     return side.codes, side.scale_inv.view(torch.uint8), side.amax, output.detach(), layer.weight.detach()
 
 
-def rows_of_their_own(rank: int):
+def rows_of_their_own(rank: int, device: str):
     """A row-scaled input of different length on each rank, with and without the group: rows share nothing."""
     torch.manual_seed(5)
-    layer, inp = fp4engine.Linear(32, 16), torch.randn(3 + rank, 32)
+    layer, inp = fp4engine.Linear(32, 16).to(device), torch.randn(3 + rank, 32).to(device)
     recipe = NEAREST.replace(row_scaled_activation=True)
     outputs = []
     for group in (None, dist.group.WORLD):
@@ -67,25 +71,25 @@ def rows_of_their_own(rank: int):
     return tuple(outputs)
 
 
-def ddp(rank: int):
+def ddp(rank: int, device: str):
     """Gradients after DDP's mean, and this rank's own."""
     torch.manual_seed(1)
-    inputs = torch.randn(WORLD, 20, 32)
-    wrapped = DistributedDataParallel(make_model())
+    inputs = torch.randn(WORLD, 20, 32).to(device)
+    wrapped = DistributedDataParallel(make_model(device))
     with fp4engine.autocast(recipe=NEAREST):
         wrapped(inputs[rank]).square().sum().backward()
     mean = [parameter.grad for parameter in wrapped.parameters()]
-    alone = make_model()
+    alone = make_model(device)
     with fp4engine.autocast(recipe=NEAREST):
         alone(inputs[rank]).square().sum().backward()
     return mean, [parameter.grad for parameter in alone.parameters()]
 
 
-def fsdp2(rank: int):
+def fsdp2(rank: int, device: str):
     """Losses of three sharded steps; every rank has the same data, so they equal those of an unsharded model."""
-    mesh = init_device_mesh("cpu", (WORLD,))
+    mesh = init_device_mesh(device.split(":")[0], (WORLD,))
     torch.manual_seed(2)
-    inp = torch.randn(16, 32)
+    inp = torch.randn(16, 32).to(device)
 
     def train(model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -99,31 +103,31 @@ def fsdp2(rank: int):
             losses.append(loss.item())
         return losses
 
-    sharded = make_model()
+    sharded = make_model(device)
     for layer in sharded:
         if isinstance(layer, torch.nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
-    return train(sharded), train(make_model()), sorted(sharded.state_dict())
+    return train(sharded), train(make_model(device)), sorted(sharded.state_dict())
 
 
-def streams(rank: int):
+def streams(rank: int, device: str):
     """Codes of one tensor under stochastic rounding, same seed and draw on both ranks."""
     fp4engine.manual_seed(4)
     torch.manual_seed(3)
     quantizer = make_quantizer(NVFP4BlockScaling(), QuantizerRole("linear", "grad_output"))
-    return quantizer.quantize(torch.randn(16, 64)).rowwise.codes
+    return quantizer.quantize(torch.randn(16, 64).to(device)).rowwise.codes
 
 
 CHECKS = {"shared_amax": shared_amax, "rows": rows_of_their_own, "ddp": ddp, "fsdp2": fsdp2, "streams": streams}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
+def ranks(request, tmp_path_factory):
     """What each rank found."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run, (str(folder),), WORLD)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    mp.spawn(run, (str(folder), request.param), WORLD)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True, map_location="cpu") for rank in range(WORLD)]
 
 
 def test_rows_with_scales_of_their_own_share_nothing(ranks):
