@@ -121,14 +121,12 @@ def dequantize_kernel(
         tl.store(target, values.to(dtype), mask=inside[:, None] & (col < cols))
 
 
-def decode(codes: Tensor, scale_inv: Tensor, spec: CastSpec, cols: int) -> Tensor:
-    """Values without the outer factor: BF16 [rows, padded cols].
+def decode(codes: Tensor, scale_inv: Tensor) -> Tensor:
+    """Values without the outer factor: BF16 [rows, padded cols], the padding decoded too.
 
     Args:
         codes: uint8 [rows, padded cols / 2], contiguous.
         scale_inv: float8_e4m3fn [rows, padded cols / 16], contiguous.
-        spec: what :func:`fp4engine.kernels.quantize.supports` covers; any rotation.
-        cols: logical columns; the padding is decoded too.
     """
     rows, blocks = scale_inv.shape
     out = torch.empty(rows, blocks * BLOCK_SIZE, dtype=torch.bfloat16, device=codes.device)

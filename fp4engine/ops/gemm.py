@@ -73,7 +73,7 @@ def gemm(
         )
     if backend in ("auto", "native") and _multiplies_fp8(_key(left), _key(right), left.data.device):
         return _fp8(left, right, bias, out_dtype, out, fast_accumulation)
-    operands = (_tensors(left), _key(left), _tensors(right), _key(right), left.cols)
+    operands = (_tensors(left), _key(left), _tensors(right), _key(right))
     if out is not None:
         call(torch.ops.fp4engine.gemm_accumulate, _gemm_accumulate, out, out, *operands, backend)
         return out
@@ -129,7 +129,7 @@ class _Unit(NamedTuple):
     numerator: float
 
 
-def _unit(tensors: list[Tensor], key: str, cols: int, path: str) -> _Unit:
+def _unit(tensors: list[Tensor], key: str, path: str) -> _Unit:
     """Decode an operand; exact in BF16 on the ``triton`` path, FP32 on the ``reference`` path."""
     data = tensors[0]
     if not key:
@@ -137,20 +137,20 @@ def _unit(tensors: list[Tensor], key: str, cols: int, path: str) -> _Unit:
         return _Unit(values, torch.ones(1, device=data.device), 1.0)
     spec = CastSpec.from_key(key)
     amax = tensors[-1]
-    values = data if len(tensors) == 2 else _decode(data, tensors[1], spec, cols, path)
+    values = data if len(tensors) == 2 else _decode(data, tensors[1], spec, path)
     if spec.outer is Outer.BLOCK128:
         values = values * reference.outer_factor(amax, spec)
         return _Unit(values, torch.ones(1, device=data.device), 1.0)
     return _Unit(values, amax, spec.numerator)
 
 
-def _decode(codes: Tensor, scale_inv: Tensor, spec: CastSpec, cols: int, path: str) -> Tensor:
+def _decode(codes: Tensor, scale_inv: Tensor, spec: CastSpec, path: str) -> Tensor:
     if path == "reference":
         return reference.decode(codes, scale_inv, spec)
     if decode_supports(spec.key)[0]:
         from fp4engine.kernels.dequantize import decode
 
-        return decode(codes, scale_inv, spec, cols)
+        return decode(codes, scale_inv)
     return reference.decode(codes, scale_inv, spec).to(torch.bfloat16)
 
 
@@ -195,7 +195,6 @@ def _product(
     left_spec: str,
     right: list[Tensor],
     right_spec: str,
-    cols: int,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     out: Tensor | None,
@@ -205,8 +204,8 @@ def _product(
         backends.record("gemm", "native")
         return _native_product(left, left_spec, right, right_spec, bias, out_dtype, out)
     path = backends.choose("gemm", left[0].device, backend, (left_spec, right_spec, out_dtype), _supports)
-    first = _unit(left, left_spec, cols, path)
-    second = _unit(right, right_spec, cols, path)
+    first = _unit(left, left_spec, path)
+    second = _unit(right, right_spec, path)
     numerator = first.numerator * second.numerator
     values = (first.values, second.values)
     width = min(value.shape[1] for value in values)
@@ -248,12 +247,11 @@ def _gemm(
     left_spec: str,
     right: list[Tensor],
     right_spec: str,
-    cols: int,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    return _product(left, left_spec, right, right_spec, cols, bias, out_dtype, None, backend)
+    return _product(left, left_spec, right, right_spec, bias, out_dtype, None, backend)
 
 
 def _gemm_accumulate(
@@ -262,10 +260,9 @@ def _gemm_accumulate(
     left_spec: str,
     right: list[Tensor],
     right_spec: str,
-    cols: int,
     backend: str,
 ) -> None:
-    _product(left, left_spec, right, right_spec, cols, None, out.dtype, out, backend)
+    _product(left, left_spec, right, right_spec, None, out.dtype, out, backend)
 
 
 _gemm_op = torch.library.custom_op("fp4engine::gemm", _gemm, mutates_args=())
@@ -278,7 +275,6 @@ def _(
     left_spec: str,
     right: list[Tensor],
     right_spec: str,
-    cols: int,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
@@ -293,7 +289,6 @@ def _(
     left_spec: str,
     right: list[Tensor],
     right_spec: str,
-    cols: int,
     backend: str,
 ) -> None:
     return None
