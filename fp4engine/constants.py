@@ -17,6 +17,9 @@ E4M3_BOUND_4OVER6: Final = 256.0
 BLOCK_SIZE: Final = 16
 """Elements that share one block scale, along the contracted axis."""
 
+SUM_ROWS: Final = 128
+"""Rows that a bias gradient adds as one binary tree, before it adds those sums in order."""
+
 FLT_MAX: Final = 3.4028234663852886e38
 """Largest finite FP32 value; caps encode scales so that zero-scale blocks stay finite."""
 

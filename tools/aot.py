@@ -23,7 +23,10 @@ from fp4engine.kernels.activation import BLOCK, activation_backward_kernel
 from fp4engine.kernels.amax import CLEARED, amax_kernel, clear_kernel
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.cast_fp8 import TILE_K, TILE_M, Grid, cast_fp8_kernel
+from fp4engine.kernels.column_sums import COLS as SUM_COLS
+from fp4engine.kernels.column_sums import FOLDED, chunk_sums_kernel, fold_chunks_kernel
 from fp4engine.kernels.dequantize import BLOCKS, decode_kernel, dequantize_kernel
+from fp4engine.kernels.grouped import grouped_amax_kernel, grouped_quantize_kernel, offsets_kernel
 from fp4engine.kernels.load import Prologue
 from fp4engine.kernels.norm import COLS, ROWS, row_statistics_kernel
 from fp4engine.kernels.quantize import quantize_kernel, tile_shape
@@ -50,6 +53,13 @@ CASTS = (
     ("row+col RHT FP16", PLAIN, ROTATED, "codes", "fp16"),
     ("row+col RHT FP32", PLAIN, ROTATED, "codes", "fp32"),
 )
+GROUPED_CASTS = (
+    ("rowwise, values", PLAIN, None, "values", "bf16"),
+    ("row+col RHT, values", PLAIN, ROTATED, "values", "bf16"),
+    ("row+col RHT SR, values", SR, SR.replace(rotation=Rotation()), "values", "bf16"),
+    ("row+col RHT FP32", PLAIN, ROTATED, "codes", "fp32"),
+    ("columnwise RHT SR", None, SR.replace(rotation=Rotation()), "codes", "bf16"),
+)
 NO_PROLOGUE = dict.fromkeys(("statistics_ptr", "gamma_ptr", "beta_ptr", "y_ptr", "PROLOGUE"))
 FP8 = CastSpec(E4M3, (0, 0), FP32, scale_bound=1.0, target=E4M3.max_value)
 BF8 = CastSpec(E5M2, (0, 0), FP32, scale_bound=1.0, target=E5M2.max_value)
@@ -58,7 +68,8 @@ POINTERS = {
     "row_amax_ptr": "*fp32", "col_amax_ptr": "*fp32", "amax_ptr": "*fp32", "rng_ptr": "*i64", "codes_ptr": "*u8",
     "row_out_ptr": "*u8", "col_out_ptr": "*u8", "row_scale_ptr": "*u8", "col_scale_ptr": "*u8", "scale_ptr": "*u8",
     "out_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8", "statistics_ptr": "*fp32", "gamma_ptr": "*bf16",
-    "beta_ptr": "*bf16", "y_ptr": "*bf16", "dy_ptr": "*bf16", "dx_ptr": "*bf16",
+    "beta_ptr": "*bf16", "y_ptr": "*bf16", "dy_ptr": "*bf16", "dx_ptr": "*bf16", "counts_ptr": "*i32",
+    "offsets_ptr": "*i64", "chunks_ptr": "*fp32",
 }  # fmt: skip
 
 
@@ -109,6 +120,18 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     for name, row, col in FP8_CASTS:
         sides = {"ROW": row and Grid.of(row), "COL": col and Grid.of(col)}
         table.append((f"cast {name}", cast_fp8_kernel, sides | {"TILE_M": TILE_M, "TILE_K": TILE_K}, "bf16"))
+    for name, row, col, output, dtype in GROUPED_CASTS:
+        tile_m, tile_k = tile_shape(row and Side.of(row, output, 0), col and Side.of(col, output, 1))
+        tile = {"TILE_M": tile_m, "TILE_K": tile_k, "GROUPS": 16}
+        sides = {"ROW": row and Side.of(row, output, 0), "COL": col and Side.of(col, output, 1)}
+        table.append((f"grouped quantize {name}", grouped_quantize_kernel, sides | tile, dtype))
+        tile = {"TILE_M": 128, "TILE_K": 64, "GROUPS": 16}
+        sides = {"ROW": row and Side.of(row, "codes", 0), "COL": col and Side.of(col, "codes", 1)}
+        table.append((f"grouped amax {name}", grouped_amax_kernel, sides | tile, dtype))
+    table.append(("offsets", offsets_kernel, {"GROUPS": 16}, "bf16"))
+    for name, absent in (("grouped column sums", {}), ("column sums", {"offsets_ptr": None})):
+        table.append((f"{name}, chunks", chunk_sums_kernel, absent | {"GROUPS": 16, "COLS": SUM_COLS}, "bf16"))
+        table.append((f"{name}, folded", fold_chunks_kernel, absent | {"COLS": FOLDED}, "bf16"))
     table.append(("decode", decode_kernel, {"PER_PROGRAM": BLOCKS}, "bf16"))
     table.append(("clear", clear_kernel, {"BLOCK": CLEARED}, "bf16"))
     table.append(("swizzle", swizzle_kernel, {"TILES": COL_TILES}, "bf16"))
@@ -133,7 +156,9 @@ def compile_case(index: int, capability: int) -> tuple[str, str]:
     seconds = time.perf_counter() - begin
     line = f"{name:32} sm_{capability:<4} {compiled.metadata.shared:6} B shared{note}  {seconds:.1f} s"
     sides = [side for side in (constants.get("ROW"), constants.get("COL")) if side is not None]
-    wants = kernel is quantize_kernel and all(s.words == 2 and not s.random_bits for s in sides)
+    wants = kernel in (quantize_kernel, grouped_quantize_kernel) and all(
+        s.words == 2 and not s.random_bits for s in sides
+    )
     if wants and native != (capability >= 100):
         return line, f"{name}, sm_{capability}: native E2M1 conversion {'in' if native else 'missing from'} PTX"
     return line, ""

@@ -83,16 +83,11 @@ def _gemm_tma_kernel(
 
 
 @triton.jit
-def _gemm_plain_kernel(
-    left_ptr, right_ptr, out_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
-    M, N, K, stride_left, stride_right, stride_out,
-    LEFT_ROWS: tl.constexpr, RIGHT_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+def product(
+    left_ptr, right_ptr, rows, cols, M, N, K, stride_left, stride_right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
-    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    """The FP32 sum of one output tile, by masked loads."""
     k = tl.arange(0, BLOCK_K)
     left_ptrs = left_ptr + rows.to(tl.int64)[:, None] * stride_left + k[None, :]
     right_ptrs = right_ptr + cols.to(tl.int64)[:, None] * stride_right + k[None, :]
@@ -107,6 +102,23 @@ def _gemm_plain_kernel(
         acc = tl.dot(left, right.T, acc, input_precision="ieee")
         left_ptrs += BLOCK_K
         right_ptrs += BLOCK_K
+    return acc
+
+
+@triton.jit
+def _gemm_plain_kernel(
+    left_ptr, right_ptr, out_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
+    M, N, K, stride_left, stride_right, stride_out,
+    LEFT_ROWS: tl.constexpr, RIGHT_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = product(
+        left_ptr, right_ptr, rows, cols, M, N, K, stride_left, stride_right, BLOCK_M, BLOCK_N, BLOCK_K, INTERPRETED
+    )
     finish(
         acc, rows, cols, out_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator, M, N, stride_out,
         LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE,
@@ -220,7 +232,7 @@ GROUP_M = 8
 HOPPER_TILES = Tiles(128, 256, 64, 12, 4, 1.75)
 _TMA_TILES = (Tiles(128, 128, 64, 4, 4, 1.0), Tiles(64, 128, 128, 4, 4, 0.6), Tiles(64, 64, 128, 4, 4, 0.5))
 _PLAIN_TILES = Tiles(128, 128, 32, 8, 3, 1.0)
-_SMALL_TILES = Tiles(32, 32, 32, 4, 3, 0.3)
+SMALL_TILES = Tiles(32, 32, 32, 4, 3, 0.3)
 
 
 @cache
@@ -278,7 +290,7 @@ def _launch_tma(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scal
 
 def _launch_plain(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scales: Scales, flags: Flags) -> None:
     m, n, k = left.shape[0], right.shape[0], left.shape[1]
-    tiles = _PLAIN_TILES if min(m, n) >= 128 else _SMALL_TILES
+    tiles = _PLAIN_TILES if min(m, n) >= 128 else SMALL_TILES
     scalars = (scales.numerator, m, n, k, left.stride(0), right.stride(0), out.stride(0))
     constants = (*flags, tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M, INTERPRETED)
     start(

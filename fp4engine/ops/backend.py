@@ -68,11 +68,17 @@ def choose(
     path, reason = _decide(device, backend, question, supports)
     if reason and backend in ("triton", "native"):
         raise RuntimeError(f"backend={backend!r} was asked for, but {operator} has no kernel here: {reason}")
-    if reason and _refusals.get(operator) != reason:
-        _refusals[operator] = reason
-        logger.info("%s runs on the reference path: %s", operator, reason)
+    if reason:
+        refuse(operator, reason, "on the reference path")
     record(operator, path)
     return path
+
+
+def refuse(operator: str, reason: str, instead: str) -> None:
+    """Note why ``operator`` has no kernel here, and log it once: it runs ``instead``."""
+    if _refusals.get(operator) != reason:
+        _refusals[operator] = reason
+        logger.info("%s runs %s: %s", operator, instead, reason)
 
 
 def record(operator: str, path: str) -> None:

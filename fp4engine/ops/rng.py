@@ -61,13 +61,13 @@ def set_rng_state(state: dict[str, Any]) -> None:
             _pending[device] = draw
 
 
-def next_draw(device: torch.device) -> Tensor:
-    """Advance the stream of ``device`` and return its live state, int64 [2] ``(seed, draw)``.
+def next_draw(device: torch.device, count: int = 1) -> Tensor:
+    """Advance the stream of ``device`` by ``count`` draws and return its live state, int64 [2] ``(seed, draw)``.
 
     The tensor is the state itself: use it before the next draw, or clone it.
     """
     key = _started(device)
-    return _states[key].add_(_increments[key])
+    return _states[key].add_(_increments[key], alpha=count)
 
 
 def rank_bits() -> int:

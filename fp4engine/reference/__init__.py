@@ -1,6 +1,7 @@
 """The oracle in plain PyTorch: every kernel is held to its bytes."""
 
 from fp4engine.reference.cast import Cast, amax, decode, dequantize, outer_factor, quantize
+from fp4engine.reference.column_sums import column_sums
 from fp4engine.reference.gemm import gemm, gemm_factor
 from fp4engine.reference.rounding import pack, pack6, unpack, unpack6
 from fp4engine.reference.scaling import round_outer_amax
@@ -9,6 +10,7 @@ from fp4engine.reference.swizzle import swizzle_scales, unswizzle_scales
 __all__ = [
     "Cast",
     "amax",
+    "column_sums",
     "decode",
     "dequantize",
     "gemm",

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from fp4engine.kernels import gemm, gemm_hopper, gemm_split
+from fp4engine.kernels import gemm, gemm_hopper, gemm_split, grouped_gemm
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter does not compile")
 
@@ -104,7 +104,7 @@ def test_split_kernels(capability, instruction):
     build(source_of(gemm_split.sum_parts_kernel, signature, constants, ("N", "parts_ptr", "out_ptr")), capability, 4)
 
 
-@pytest.mark.parametrize("tiles", [gemm._PLAIN_TILES, gemm._SMALL_TILES], ids=str)
+@pytest.mark.parametrize("tiles", [gemm._PLAIN_TILES, gemm.SMALL_TILES], ids=str)
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_plain_kernel(capability, tiles):
     pointers = {name: "*bf16" for name in ("left_ptr", "right_ptr", "out_ptr", "bias_ptr")}
@@ -116,3 +116,29 @@ def test_plain_kernel(capability, tiles):
     aligned = ("left_ptr", "right_ptr", "out_ptr", "K", *strides)
     source = source_of(gemm._gemm_plain_kernel, COMMON | pointers | strides, constants, aligned)
     assert "mma" in build(source, capability, tiles.num_warps, tiles.num_stages)
+
+
+GROUPED = COMMON | {"left_ptr": "*bf16", "right_ptr": "*bf16", "offsets_ptr": "*i64"}
+
+
+@pytest.mark.parametrize("tiles", [grouped_gemm.LARGE_TILES, grouped_gemm.TILES], ids=str)
+@pytest.mark.parametrize("split", [0, 132])
+@pytest.mark.parametrize(("capability", "instruction"), [(80, "mma.sync"), (90, "wgmma"), (120, "mma.sync")])
+def test_grouped_kernels(capability, instruction, split, tiles):
+    blocks = dict(
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP_M=gemm.GROUP_M, SPLIT=split,
+        INTERPRETED=False,
+    )  # fmt: skip
+    stages = gemm.stages_for(tiles, capability)
+    pointers = ("left_ptr", "right_ptr", "out_ptr")
+    signature = GROUPED | {"out_ptr": "*bf16", "bias_ptr": "*bf16", "groups": "i32", "tiles_m": "i32"}
+    constants = {"HAS_BIAS": True, "GROUPS": 16} | blocks
+    source = source_of(grouped_gemm.grouped_gemm_kernel, signature, constants, (*pointers, "N", "K"))
+    rows = build(source, capability, tiles.num_warps, stages)
+    signature = GROUPED | {"out_ptr": "*fp32", "stride_out": "i32", "expert0": "i32"}
+    constants = {"ACCUMULATE": True} | blocks
+    source = source_of(grouped_gemm.grouped_wgrad_kernel, signature, constants, (*pointers, "M", "N", "stride_out"))
+    wgrad = build(source, capability, tiles.num_warps, stages)
+    for ptx in (rows, wgrad):
+        assert instruction in ptx
+        assert "cp.async.cg.shared.global" in ptx, "loads of 16 bytes, in spite of bounds that only the device knows"
