@@ -9,6 +9,18 @@ from torch import Tensor
 RowTransform = Callable[[Tensor], Tensor]
 
 
+def require_counts(m_splits: Tensor, groups: int) -> None:
+    """Accept what may be ``groups`` counts, without reading them.
+
+    Raises:
+        ValueError: another shape, or no integers.
+    """
+    if m_splits.ndim != 1 or len(m_splits) != groups or m_splits.is_floating_point():
+        raise ValueError(
+            f"m_splits must be a vector of {groups} integers, got {m_splits.dtype} of shape {tuple(m_splits.shape)}"
+        )
+
+
 def split_sizes(m_splits: Sequence[int] | Tensor, groups: int, rows: int) -> list[int]:
     """``m_splits`` as a list of ints; a tensor is copied to the host, which waits for a device once.
 
@@ -16,8 +28,7 @@ def split_sizes(m_splits: Sequence[int] | Tensor, groups: int, rows: int) -> lis
         ValueError: not ``groups`` non-negative integers that add up to ``rows``.
     """
     if isinstance(m_splits, Tensor):
-        if m_splits.ndim != 1 or m_splits.is_floating_point():
-            raise ValueError(f"m_splits must be a vector of integers, got {m_splits.dtype} {tuple(m_splits.shape)}")
+        require_counts(m_splits, groups)
         sizes: list[int] = m_splits.tolist()
     else:
         if not all(hasattr(size, "__index__") for size in m_splits):

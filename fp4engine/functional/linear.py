@@ -19,7 +19,7 @@ from fp4engine.functional.activation import Activation
 from fp4engine.functional.deferred import Deferred
 from fp4engine.functional.norm import Norm
 from fp4engine.functional.plan import GemmName, LinearPlan, operand_formats
-from fp4engine.functional.weight_cache import WeightCache
+from fp4engine.functional.weight_cache import Operands, WeightCache
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
 from fp4engine.tensor import Operand, QuantizedTensor
@@ -48,17 +48,22 @@ def linear(
     Raises:
         ValueError: the last dimension of ``inp`` is not K.
     """
-    if len(inp.shape) == 0 or inp.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"inp must have shape [..., in_features={weight.shape[1]}], got {tuple(inp.shape)} "
-            f"for weight {tuple(weight.shape)}"
-        )
+    require_features(inp, weight)
     if not torch.is_grad_enabled():
         return _forward(inp, weight, bias, plan, weight_cache, False, False)[0]
     function, x, parameters, dtype = (None, inp, (), inp.dtype) if isinstance(inp, Tensor) else inp
     needs_dgrad = any(t is not None and t.requires_grad for t in (x, *parameters))
     needs = (needs_dgrad, weight.requires_grad)
     return LinearFunction.apply(x, weight, bias, plan, weight_cache, main_grad, *needs, function, dtype, *parameters)
+
+
+def require_features(inp: Tensor | Deferred, weight: Tensor) -> None:
+    """Raise a ValueError unless ``inp`` is [..., K] for a weight [N, K]."""
+    if len(inp.shape) == 0 or inp.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"inp must have shape [..., in_features={weight.shape[1]}], got {tuple(inp.shape)} "
+            f"for weight {tuple(weight.shape)}"
+        )
 
 
 def linear_fprop(inp: Operand, weight: Operand, bias: Tensor | None, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
@@ -76,6 +81,17 @@ def linear_wgrad(
 ) -> Tensor:
     """``dw[N, K] = dy[M, N].T @ x[M, K]``: both operands columnwise; in ``dtype``, or added to ``main_grad``."""
     return _gemm("wgrad", grad_output, inp, plan, dtype, out=main_grad)
+
+
+def linear_bgrad(grad_output: Tensor, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
+    """``db[N] = sum of dy[M, N] over M``, in FP32 and in the order of :func:`fp4engine.reference.column_sums`.
+
+    Where the gradient is not quantized, it is summed as ``nn.Linear`` would.
+    """
+    if plan.grad_output.is_identity or plan.backward_override is not None or grad_output.dtype == torch.float64:
+        accumulation = torch.float64 if grad_output.dtype == torch.float64 else torch.float32
+        return grad_output.sum(0, dtype=accumulation).to(dtype)
+    return ops.column_sums(grad_output, backend=plan.backend)[0].to(dtype)
 
 
 def _gemm(
@@ -110,16 +126,20 @@ def _forward(
 ) -> tuple[Tensor, Operand | None, Operand | None, tuple[Tensor, ...]]:
     """``(y, what wgrad needs of inp, what dgrad needs of weight, what the gradients of inp's function need)``."""
     inp_rowwise, inp_kept, saved = _quantize_forward(inp, plan.input, plan, needs_wgrad)
-    if weight_cache is None:
-        weight_rowwise, weight_kept = _quantize_forward(weight, plan.weight, plan, needs_dgrad)[:2]
-    else:
-        weight_rowwise, weight_kept = weight_cache.get(
-            (weight, plan, needs_dgrad), lambda: _quantize_forward(weight, plan.weight, plan, needs_dgrad)[:2]
-        )
+    weight_rowwise, weight_kept = weight_operands(weight, plan, weight_cache, needs_dgrad)
     output = linear_fprop(inp_rowwise, weight_rowwise, bias, plan, inp.dtype)
     if len(inp.shape) != 2:  # as nn.Linear reshapes: autograd forbids to change a view that a Function returns in place
         output = torch.ops.aten._unsafe_view(output, (*inp.shape[:-1], weight.shape[0]))
     return output, inp_kept, weight_kept, saved
+
+
+def weight_operands(weight: Tensor, plan: LinearPlan, weight_cache: WeightCache | None, needs_dgrad: bool) -> Operands:
+    """What fprop and dgrad need of ``weight``, from the cache where there is one."""
+    if weight_cache is None:
+        return _quantize_forward(weight, plan.weight, plan, needs_dgrad)[:2]
+    return weight_cache.get(
+        (weight, plan, needs_dgrad), lambda: _quantize_forward(weight, plan.weight, plan, needs_dgrad)[:2]
+    )
 
 
 def _quantize_forward(
@@ -221,7 +241,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     grad_input = grad_weight = grad_bias = None
     grad_parameters: list[Tensor | None] = []
     if needs_dgrad or needs_wgrad:
-        rng = ops.next_draw(grad_output.device) if _is_stochastic(plan) else None
+        rng = ops.next_draw(grad_output.device) if draws_in_backward(plan) else None
         left, left_t = _quantize_grad(grad_matrix, plan, needs_dgrad, needs_wgrad, rng)
         if needs_dgrad:
             assert left is not None and weight_kept is not None
@@ -238,7 +258,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
             if ctx.main_grad is not None:
                 grad_weight = None
     if needs_bias:
-        grad_bias = grad_matrix.sum(0, dtype=_accumulation_dtype(grad_matrix.dtype)).to(ctx.bias_dtype)
+        grad_bias = linear_bgrad(grad_matrix, plan, ctx.bias_dtype)
     unread = len(ctx.needs_input_grad) - 3 - len(grad_parameters)
     return grad_input, grad_weight, grad_bias, *(None,) * unread, *grad_parameters
 
@@ -253,7 +273,7 @@ def _restore(ctx: Any) -> tuple[Operand | None, Operand | None, tuple[Any, ...]]
     )
 
 
-def _is_stochastic(plan: LinearPlan) -> bool:
+def draws_in_backward(plan: LinearPlan) -> bool:
     """Whether a backward pass takes a draw; one draw serves both GEMMs, whose streams differ by role and side."""
     if plan.backward_override is not None:
         return False
@@ -291,7 +311,3 @@ def _columnwise(
         form = ops.transient_form(quantizer.columnwise_spec, kept.data.device, plan.backend)
         return quantizer.requantize(kept, rng, form)
     return kept
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -39,7 +39,7 @@ class ForwardMemory:
         if output.grad_fn is not None:
             forward = _Forward(plan, training)
             metadata: dict[str, Any] = output.grad_fn.metadata  # pyright: ignore[reportAssignmentType]: a property
-            metadata[_METADATA_KEY] = forward
+            metadata.setdefault(_METADATA_KEY, []).append(forward)  # one node may be the output of many experts
             self._with_graph.add(forward)
         else:
             self.note(plan, training)

@@ -1,7 +1,7 @@
 """What every module with a weight does: run its three GEMMs by the recipe in force."""
 
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear, make_linear_plan
 from fp4engine.functional.deferred import Deferred
+from fp4engine.functional.grouped_linear import Expert
 from fp4engine.modules.forward_memory import ForwardMemory
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
 from fp4engine.recipe import LinearRecipe, Recipe
@@ -112,28 +113,36 @@ class Gemms(torch.nn.Module):
                 is unchanged, None neither; says nothing about gradients. See also :func:`fp4engine.weight_cache`.
         """
         plan = self._plan_in_force()
-        fused = self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()
-        main_grad = self._main_grad(weight) if fused else None
+        main_grad = self._main_grad(weight)
         if isinstance(weight, QuantizedWeight) and plan is None:
             weight = weight.dequantize()
-        if plan is None and not fused:
+        if plan is None and main_grad is None:
             inp = inp if isinstance(inp, Tensor) else inp.tensor()
             self.executed.record_high_precision(inp, weight)
             output = F.linear(inp, weight, bias)
         else:
-            if torch.is_autocast_enabled(inp.device.type) and inp.dtype in _CAST_BY_AUTOCAST:
-                inp = inp.to(torch.get_autocast_dtype(inp.device.type))
+            inp = cast_by_autocast(inp)
             if isinstance(inp, Deferred) and (plan is None or not inp.fuses(plan)):
                 inp = inp.tensor()
             computed_by = plan or make_linear_plan(_UNQUANTIZED, self.module_type, self.name, self.executed)
-            stored = isinstance(weight, QuantizedWeight)
-            cache = stored_operands(weight, computed_by) if stored else self._cache(weight, is_first_microbatch)
+            cache = self._cache(weight, computed_by, is_first_microbatch)
             output = linear(inp, weight, bias, computed_by, weight_cache=cache, main_grad=main_grad)
+        self.note_forward(plan, output)
+        return output
+
+    def expert(self, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None) -> Expert | None:
+        """What :meth:`multiply` would compute by, as one of many for :func:`grouped_linear`; None in high precision."""
+        plan = self._plan_in_force()
+        if plan is None:
+            return None
+        return Expert(weight, bias, plan, self._cache(weight, plan, is_first_microbatch), self._main_grad(weight))
+
+    def note_forward(self, plan: LinearPlan | None, output: Tensor) -> None:
+        """Remember what ``output`` was computed by, for a recomputation."""
         if torch.compiler.is_compiling():
             _note_trace(id(self), plan is None)
         elif not in_backward():
             self._forwards.remember(plan, output, self.training)
-        return output
 
     def _plan_in_force(self) -> LinearPlan | None:
         """The plan of this forward; a recomputation takes that of the forward it repeats.
@@ -170,11 +179,13 @@ class Gemms(torch.nn.Module):
             return True
         return not torch.is_inference_mode_enabled() and (self.training or torch.is_grad_enabled())
 
-    def _cache(self, weight: Tensor, is_first_microbatch: bool | None) -> WeightCache | None:
+    def _cache(self, weight: Tensor, plan: LinearPlan, is_first_microbatch: bool | None) -> WeightCache | None:
         """The cache to use; none while tracing, since a compiled region cannot hold tensors between calls.
 
         None either for a weight that was put together for this call.
         """
+        if isinstance(weight, QuantizedWeight):
+            return stored_operands(weight, plan)
         if torch.compiler.is_compiling() or not isinstance(weight, torch.nn.Parameter):
             return None
         if is_first_microbatch is None:
@@ -183,7 +194,9 @@ class Gemms(torch.nn.Module):
             self._microbatch_cache = WeightCache()
         return self._microbatch_cache
 
-    def _main_grad(self, weight: Tensor) -> Tensor:
+    def _main_grad(self, weight: Tensor) -> Tensor | None:
+        if not (self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()):
+            return None
         main_grad = getattr(weight, "main_grad", None)
         if (
             not isinstance(main_grad, Tensor)
@@ -201,6 +214,16 @@ class Gemms(torch.nn.Module):
         """Leave out of copies what is derived, and what a custom recipe's factory would keep from pickling."""
         derived = {"_plan": None, "_weight_cache": None, "_microbatch_cache": None, "_forwards": ForwardMemory()}
         return {**self.__dict__, **derived}
+
+
+Input = TypeVar("Input", Tensor, Tensor | Deferred)
+
+
+def cast_by_autocast(inp: Input) -> Input:
+    """``inp`` in the dtype of ``torch.autocast`` where that is on."""
+    if torch.is_autocast_enabled(inp.device.type) and inp.dtype in _CAST_BY_AUTOCAST:
+        return inp.to(torch.get_autocast_dtype(inp.device.type))
+    return inp
 
 
 def require_own_recipe(recipe: Recipe | None) -> None:

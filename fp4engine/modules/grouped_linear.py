@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fp4engine.functional.grouped import grouped
-from fp4engine.modules.gemms import Gemms
+from fp4engine import ops
+from fp4engine.functional.grouped import grouped, require_counts
+from fp4engine.functional.grouped_linear import grouped_linear, grouped_refusal
+from fp4engine.modules.gemms import Gemms, cast_by_autocast
 from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
 from fp4engine.recipe import Recipe
@@ -92,19 +94,47 @@ class GroupedLinear(torch.nn.Module):
         """[..., in_features] -> [..., out_features].
 
         Args:
-            m_splits: rows of each slice, G counts that add up to the rows of ``inp``, zeros anywhere. A list costs no
-                synchronisation; a tensor on a device is copied to the host, once for forward and backward.
+            m_splits: rows of each slice, G counts that add up to the rows of ``inp``, zeros anywhere. A list, or a
+                tensor on the device of ``inp``, which the host never reads where the recipe has grouped kernels;
+                then rows past the sum of the counts become NaN, and all rows where they cannot be counts. Other
+                tensors are copied to the host, once for forward and backward.
             is_first_microbatch: as in :meth:`fp4engine.Linear.forward`.
         """
-        transforms = []
-        for gemms, weight, bias in zip(self.gemms, self.weights, self.biases, strict=True):
-            assert isinstance(gemms, Gemms)
-            added = None if self.return_bias else bias
-            transforms.append(
-                partial(gemms.multiply, weight=weight, bias=added, is_first_microbatch=is_first_microbatch)
-            )
-        output = grouped(inp, m_splits, transforms)
+        output = self._grouped(inp, m_splits, is_first_microbatch) if isinstance(m_splits, Tensor) else None
+        if output is None:
+            transforms = [
+                partial(gemms.multiply, weight=weight, bias=bias, is_first_microbatch=is_first_microbatch)
+                for gemms, weight, bias in self._parts()
+            ]
+            output = grouped(inp, m_splits, transforms)
         return (output, self.biases) if self.return_bias else output
+
+    def _parts(self) -> list[tuple[Gemms, Tensor, Tensor | None]]:
+        """Per slice its products, its weight and the bias that they add."""
+        biases = [None if self.return_bias else bias for bias in self.biases]
+        gemms = [module for module in self.gemms if isinstance(module, Gemms)]
+        return list(zip(gemms, self.weights, biases, strict=True))
+
+    def _grouped(self, inp: Tensor, counts: Tensor, is_first_microbatch: bool | None) -> Tensor | None:
+        """The slices together, by counts that stay on the device; None where only a loop can compute them."""
+        require_counts(counts, self.num_gemms)
+        if counts.device != inp.device:
+            return None
+        parts = self._parts()
+        experts = [gemms.expert(weight, bias, is_first_microbatch) for gemms, weight, bias in parts]
+        quantized = [expert for expert in experts if expert is not None]
+        inp = cast_by_autocast(inp)
+        reason = "products in high precision"
+        if len(quantized) == len(experts):
+            reason = grouped_refusal(inp, quantized)
+        if reason:
+            if not torch.compiler.is_compiling():
+                ops.refuse("grouped_linear", reason, "as a loop that copies m_splits to the host")
+            return None
+        output = grouped_linear(inp, counts, quantized)
+        for (gemms, _, _), expert in zip(parts, quantized, strict=True):
+            gemms.note_forward(expert.plan, output)
+        return output
 
     def extra_repr(self) -> str:
         return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"

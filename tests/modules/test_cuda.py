@@ -8,7 +8,7 @@ import torch
 import torch._dynamo.testing
 
 import fp4engine
-from fp4engine import ops
+from fp4engine import GroupedLinear, ops
 from fp4engine.quantizers import reference_quantizer
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
 
@@ -150,3 +150,106 @@ def test_dynamic_rows_compile_once():
 
     first = compile_count(32, 48)
     assert compile_count(80, 33, 1000, 17, 64) == first
+
+
+COUNTS = [0, 300, 17, 1, 0, 700, 6, 0]
+
+
+class Experts(torch.nn.Module):
+    """A GroupedLinear with its counts, in a list or on the device."""
+
+    def __init__(self, layer, m_splits):
+        super().__init__()
+        self.layer, self.m_splits = layer, m_splits
+
+    def forward(self, inp):
+        return self.layer(inp, self.m_splits)
+
+
+def make_experts(fan_in, fan_out, dtype=torch.bfloat16):
+    """Twice the same experts: counts in a list, counts on the device."""
+    torch.manual_seed(0)
+    layer = GroupedLinear(len(COUNTS), fan_in, fan_out, params_dtype=dtype, device="cuda")
+    for bias in layer.biases:
+        torch.nn.init.normal_(bias)
+    return Experts(layer, COUNTS), Experts(layer, torch.tensor(COUNTS, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(256, 192), (1024, 2048), (77, 50)], ids=str)
+def test_grouped_equals_the_loop(size, dtype):
+    loop, experts = make_experts(*size, dtype)
+    inp = torch.randn(sum(COUNTS), size[0], device="cuda", dtype=dtype)
+    want = results(loop, inp)
+    ops.reset_executed_paths()
+    got = results(experts, inp)
+    assert ops.executed_paths()["grouped_gemm/triton"] == 3
+    names = ["output", "inp", *dict(experts.named_parameters())]
+    different = [name for name, left, right in zip(names, got, want, strict=True) if not torch.equal(left, right)]
+    assert not different
+
+
+def test_grouped_equals_the_loop_beyond_32_bit_offsets():
+    loop, experts = make_experts(256, 256)
+    loop.m_splits = [2**23 - 5, 0, 7, 0, 0, 2**20 + 3, 0, 100]
+    experts.m_splits = torch.tensor(loop.m_splits, device="cuda")
+    inp = torch.randn(sum(loop.m_splits), 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    assert inp.numel() > 2**31
+    found = []
+    for model in (loop, experts):
+        fp4engine.manual_seed(11)
+        model.zero_grad()
+        with fp4engine.autocast(recipe=RECIPE):
+            out = model(inp)
+        found.append((out.detach(), *torch.autograd.grad(out, [inp, *model.parameters()], inp.detach())))
+        del out
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+
+def test_grouped_without_host_synchronisation():
+    _, experts = make_experts(256, 192)
+    inp = torch.randn(sum(COUNTS), 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    step(experts, inp)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(experts, inp)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.no_poison
+def test_graph_replay_follows_the_counts():
+    loop, experts = make_experts(256, 192)
+    inp = torch.randn(sum(COUNTS), 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    leaves = [inp, *experts.parameters()]
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(experts, inp)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(experts, inp)
+    grads = [leaf.grad for leaf in leaves]
+    for splits in (COUNTS, [sum(COUNTS), *[0] * 7], [0, 5, 200, 0, 700, 20, 99, 0]):
+        experts.m_splits.copy_(torch.tensor(splits))
+        loop.m_splits = splits
+        want = results(loop, inp.detach())[1:]
+        fp4engine.manual_seed(11)
+        torch._foreach_zero_(grads)
+        graph.replay()
+        assert all(torch.equal(left, right) for left, right in zip(grads, want, strict=True))
+
+
+@pytest.mark.no_poison
+def test_compiled_experts_equal_eager_ones():
+    _, experts = make_experts(256, 192)
+    inp = torch.randn(sum(COUNTS), 256, device="cuda", dtype=torch.bfloat16)
+    eager = results(experts, inp)
+    torch._dynamo.reset()
+    compiled = torch.compile(experts, fullgraph=True)
+    for left, right in zip(eager, results(compiled, inp), strict=True):
+        assert torch.equal(left, right)

@@ -245,7 +245,10 @@ def test_any_shape_trains(in_features: int, out_features: int, shape, bias: bool
 def test_no_features_at_all(in_features: int, out_features: int, rows: tuple[int, ...]) -> None:
     plain, ours = twins(in_features, out_features)
     inp = torch.randn(*rows, in_features)
-    assert_same_bits(step(ours, inp, NVFP4), step(plain, inp))
+    got, want = step(ours, inp, NVFP4), step(plain, inp)
+    # under a recipe the order of a bias gradient's additions is fixed; nn.Linear's is not
+    torch.testing.assert_close(got.pop("bias"), want.pop("bias"))
+    assert_same_bits(got, want)
 
 
 def test_no_rows_give_zero_weight_gradients() -> None:
