@@ -166,20 +166,30 @@ class Experts(torch.nn.Module):
         return self.layer(inp, self.m_splits)
 
 
-def make_experts(fan_in, fan_out, dtype=torch.bfloat16):
+def make_experts(fan_in, fan_out, dtype=torch.bfloat16, counts=COUNTS):
     """Twice the same experts: counts in a list, counts on the device."""
     torch.manual_seed(0)
-    layer = GroupedLinear(len(COUNTS), fan_in, fan_out, params_dtype=dtype, device="cuda")
+    layer = GroupedLinear(len(counts), fan_in, fan_out, params_dtype=dtype, device="cuda")
     for bias in layer.biases:
         torch.nn.init.normal_(bias)
-    return Experts(layer, COUNTS), Experts(layer, torch.tensor(COUNTS, device="cuda"))
+    return Experts(layer, counts), Experts(layer, torch.tensor(counts, device="cuda"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [(256, 192), (1024, 2048), (77, 50)], ids=str)
-def test_grouped_equals_the_loop(size, dtype):
-    loop, experts = make_experts(*size, dtype)
-    inp = torch.randn(sum(COUNTS), size[0], device="cuda", dtype=dtype)
+@pytest.mark.parametrize(
+    ("size", "counts"),
+    [
+        ((256, 192), COUNTS),
+        ((1024, 2048), COUNTS),
+        ((77, 50), COUNTS),
+        ((384, 256), [20_011, 3, 0, 40_000, 16_384]),  # wgrad alone splits its sums
+        ((20_000, 64), [0, 30, 700, 64]),  # fprop does
+    ],
+    ids=str,
+)
+def test_grouped_equals_the_loop(size, counts, dtype):
+    loop, experts = make_experts(*size, dtype, counts)
+    inp = torch.randn(sum(counts), size[0], device="cuda", dtype=dtype)
     want = results(loop, inp)
     ops.reset_executed_paths()
     got = results(experts, inp)
