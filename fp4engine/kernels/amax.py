@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp4engine.formats import CastSpec
 from fp4engine.kernels.cast import Side
-from fp4engine.kernels.encode import NAN, block_amax, rotated_amax, to_bits
+from fp4engine.kernels.encode import NAN, block_amax, operand_amax, to_bits
 from fp4engine.kernels.launch import Launch, is_column_major
 from fp4engine.kernels.load import read_blocks, read_rows, store_blocks, store_rows
 from fp4engine.kernels.source import Source
@@ -86,8 +86,7 @@ def amax_kernel(
             y = read_blocks(source, M, K, row0, col0, PROLOGUE, TILE_M, TILE_K, EVEN, HARDWARE)
             if y_ptr is not None and COL is None:
                 store_blocks(y_ptr, y, M, K, row0, col0, TILE_M, TILE_K, EVEN)
-            block = block_amax(y) if ROW.signs is None else rotated_amax(y, ROW, dtype, HARDWARE)
-            block = tl.reshape(block, [TILE_M, TILE_K // 16])
+            block = tl.reshape(operand_amax(y, ROW, dtype, HARDWARE), [TILE_M, TILE_K // 16])
             if ROW.per_row:
                 store_amax_per_row(row_amax_ptr, row0 + tl.arange(0, TILE_M), block, M, 1)
             else:
@@ -98,7 +97,7 @@ def amax_kernel(
                 store_rows(y_ptr, y, M, K, row0, col0, TILE_M, TILE_K, EVEN)
             if SHARED:
                 row_amax = tl.maximum(row_amax, block_amax(y), propagate_nan=NAN)
-            block = block_amax(y) if COL.signs is None else rotated_amax(y, COL, dtype, HARDWARE)
+            block = operand_amax(y, COL, dtype, HARDWARE)
             if COL.per_row:
                 store_amax_per_row(col_amax_ptr, col0 + tl.arange(0, TILE_K), block, K, 0)
             else:

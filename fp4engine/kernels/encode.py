@@ -151,11 +151,14 @@ def block_amax(x):
 
 
 @triton.jit
-def rotated_amax(x, SIDE: tl.constexpr, dtype: tl.constexpr, HARDWARE: tl.constexpr):
-    """:func:`block_amax` after :func:`rotate`. Rounding is monotonic, so rounding the largest alone gives the same."""
-    amax = block_amax(hadamard(x, SIDE, dtype))
-    amax, _ = round_pair(amax, amax, dtype, HARDWARE)
-    return amax
+def operand_amax(x, SIDE: tl.constexpr, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """:func:`block_amax` after the side's rotation, if any. Rounding is monotonic: that of the largest is enough."""
+    if SIDE.signs is None:
+        return block_amax(x)
+    else:
+        amax = block_amax(hadamard(x, SIDE, dtype))
+        amax, _ = round_pair(amax, amax, dtype, HARDWARE)
+        return amax
 
 
 @triton.jit

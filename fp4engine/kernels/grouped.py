@@ -23,7 +23,7 @@ from fp4engine.constants import BLOCK_SIZE
 from fp4engine.formats import CastSpec
 from fp4engine.kernels.amax import store_amax
 from fp4engine.kernels.cast import Side, products_stay_normal
-from fp4engine.kernels.encode import NAN, block_amax, rotated_amax
+from fp4engine.kernels.encode import NAN, block_amax, operand_amax
 from fp4engine.kernels.launch import device_facts
 from fp4engine.kernels.load import load_blocks, load_rows
 from fp4engine.kernels.quantize import cast_columnwise, cast_rowwise, tile_shape
@@ -72,7 +72,7 @@ def grouped_amax_kernel(
         if ROW is not None:
             row_amax = tl.maximum(row_amax, block_amax(x), propagate_nan=NAN)
         if COL is not None:
-            block = block_amax(x) if COL.signs is None else rotated_amax(x, COL, x_ptr.dtype.element_ty, HARDWARE)
+            block = operand_amax(x, COL, x_ptr.dtype.element_ty, HARDWARE)
             col_amax = tl.maximum(col_amax, block, propagate_nan=NAN)
     if ROW is not None:
         store_amax(row_amax_ptr + expert, row_amax)
