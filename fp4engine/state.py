@@ -118,8 +118,8 @@ class Region(ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _slot.state, _slot.backward = _slot.outer.pop()
-        ends_step = _slot.state is None and not in_backward()  # a recomputation belongs to its forward's step
-        if ends_step and _slot.delayed:
+        ends_step = _slot.delayed and _slot.state is None
+        if ends_step and not in_backward():  # a recomputation belongs to its forward's step
             _slot.delayed = False
             next_step()
 

@@ -9,6 +9,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fp4engine.kernels import tape
 
 # Dynamo looks torch's functions up by identity, once: it has to see the real torch.empty, not the poisoned one.
 get_torch_obj_rule_map()
@@ -83,7 +86,8 @@ def seeded() -> None:
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     """Fill `tensor` with NaN, or with 0xFF bytes where its dtype has none.
 
-    Tensors that are not plain memory (fake, meta, functional, sparse, wrapper subclasses) are left alone.
+    Tensors that are not plain memory (fake, meta, functional, sparse, wrapper subclasses) are left alone. Nothing that
+    watches operators sees the filling.
     """
     if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.layout is not torch.strided:
         return tensor
@@ -91,7 +95,7 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if tensor.numel() == 0 or tensor.dtype is torch.bool:
         return tensor
-    with torch.no_grad():
+    with torch.no_grad(), _disable_current_modes():
         if tensor.dtype.is_floating_point and tensor.element_size() >= 2:
             tensor.fill_(float("nan"))
         elif tensor.dtype.is_complex:
@@ -126,4 +130,6 @@ def poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    for kind, allocate in tape._empty.items():
+        monkeypatch.setitem(tape._empty, kind, poisoned(allocate))
     yield

@@ -156,6 +156,10 @@ class CastSpec:
         values = (getattr(self, f.name) for f in fields(self) if f.init)
         object.__setattr__(self, "key", ":".join(map(_print_field, values)))
 
+    def __hash__(self) -> int:
+        """Of the key, whose hash is computed once: specs are in the keys of every cache on the way to a kernel."""
+        return hash(self.key)
+
     @property
     def numerator(self) -> float:
         """``scale_bound * target``: what ``A`` maps to; the decode divides by it."""

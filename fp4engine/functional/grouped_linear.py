@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from fp4engine import ops
 from fp4engine.formats import CastSpec
-from fp4engine.functional.linear import draws_in_backward, require_features, weight_operands
+from fp4engine.functional.linear import require_features, weight_operands
 from fp4engine.functional.plan import GemmName, LinearPlan
 from fp4engine.functional.weight_cache import WeightCache
 from fp4engine.ops import Side
@@ -178,7 +178,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
             columnwise_spec if needs_wgrad else None,
             rowwise_form="values",
             columnwise_form="values",
-            rng=ops.next_draw(grad_output.device, groups) if draws_in_backward(plan) else None,
+            rng=ops.next_draw(grad_output.device, groups) if plan.draws_in_backward else None,
             stream=plan.grad_output.stream | ops.rank_bits(),
         )
         flops = grad_matrix.shape[0] * grad_matrix.shape[1] * ctx.inp_shape[-1]

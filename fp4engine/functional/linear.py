@@ -7,6 +7,8 @@
 Legend: M tokens, K in_features, N out_features.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4engine import ops
-from fp4engine.formats import Outer
+from fp4engine.formats import CastSpec, Outer
 from fp4engine.functional.activation import Activation
 from fp4engine.functional.deferred import Deferred
 from fp4engine.functional.norm import Norm
 from fp4engine.functional.plan import GemmName, LinearPlan, operand_formats
 from fp4engine.functional.weight_cache import Operands, WeightCache
+from fp4engine.kernels.tape import Result
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
 from fp4engine.tensor import Operand, QuantizedTensor
@@ -50,11 +53,14 @@ def linear(
     """
     require_features(inp, weight)
     if not torch.is_grad_enabled():
-        return _forward(inp, weight, bias, plan, weight_cache, False, False)[0]
+        output = _forward(inp, weight, bias, plan, weight_cache, False, False)[0][0]
+        assert output is not None
+        return output
     function, x, parameters, dtype = (None, inp, (), inp.dtype) if isinstance(inp, Tensor) else inp
     needs_dgrad = any(t is not None and t.requires_grad for t in (x, *parameters))
     needs = (needs_dgrad, weight.requires_grad)
-    return LinearFunction.apply(x, weight, bias, plan, weight_cache, main_grad, *needs, function, dtype, *parameters)
+    call = (plan, weight_cache, main_grad, *needs, function, dtype)
+    return LinearFunction.apply(x, weight, bias, call, *parameters)
 
 
 def require_features(inp: Tensor | Deferred, weight: Tensor) -> None:
@@ -115,6 +121,10 @@ def _gemm(
     )
 
 
+Kept = tuple[CastSpec | None, int, int] | None
+"""``(spec, rows, cols)`` of an operand whose tensors are kept elsewhere; None for no operand."""
+
+
 def _forward(
     inp: Tensor | Deferred,
     weight: Tensor,
@@ -123,14 +133,65 @@ def _forward(
     weight_cache: WeightCache | None,
     needs_dgrad: bool,
     needs_wgrad: bool,
-) -> tuple[Tensor, Operand | None, Operand | None, tuple[Tensor, ...]]:
-    """``(y, what wgrad needs of inp, what dgrad needs of weight, what the gradients of inp's function need)``."""
+) -> tuple[tuple[Tensor | None, ...], tuple[Kept, Kept]]:
+    """``((y, *tensors), kept)``: what backward needs.
+
+    Three tensors each of inp's and the weight's operand, which ``kept`` describes; then what inp's function asks for.
+    """
+    function, x, parameters, dtype = (None, inp, (), inp.dtype) if isinstance(inp, Tensor) else inp
+    if weight_cache is None:
+        problem = ("forward", function, dtype, needs_dgrad, needs_wgrad, None)
+        return _run(plan, problem, _compute_forward, (x, bias, *parameters, weight))
+    rowwise, weight_kept = weight_operands(weight, plan, weight_cache, needs_dgrad)
+    problem = ("forward", function, dtype, needs_dgrad, needs_wgrad, rowwise[:3])
+    known = rowwise.tensors()
+    tensors, (inp_kept, _) = _run(plan, problem, _compute_forward, (x, bias, *parameters), known)
+    return (*tensors[:4], *_tensors(weight_kept), *tensors[7:]), (inp_kept, _kept(weight_kept))
+
+
+def _run(
+    plan: LinearPlan,
+    problem: tuple[Any, ...],
+    compute: Callable[..., Result],
+    tensors: tuple[Tensor | None, ...],
+    known: tuple[Tensor | None, ...] = (),
+) -> Result:
+    """``compute(plan, *problem[1:], *tensors, *known)``, from ``plan``'s tapes where it is on one."""
+    function = partial(compute, plan, *problem[1:])
+    return function(*tensors, *known) if plan.tapes is None else plan.tapes.run(problem, tensors, function, known)
+
+
+def _compute_forward(
+    plan: LinearPlan,
+    function: Norm | Activation | None,
+    dtype: torch.dtype,
+    needs_dgrad: bool,
+    needs_wgrad: bool,
+    quantized: Kept,
+    x: Tensor,
+    bias: Tensor | None,
+    *others: Any,
+) -> tuple[tuple[Tensor | None, ...], tuple[Kept, Kept]]:
+    """As :func:`_forward`; ``others`` are the function's parameters, then the weight, or its operand's tensors."""
+    parameters, stored = (others[:-1], others[-1:]) if quantized is None else (others[:-3], others[-3:])
+    inp = x if function is None else Deferred(function, x, parameters, dtype)
     inp_rowwise, inp_kept, saved = _quantize_forward(inp, plan.input, plan, needs_wgrad)
-    weight_rowwise, weight_kept = weight_operands(weight, plan, weight_cache, needs_dgrad)
-    output = linear_fprop(inp_rowwise, weight_rowwise, bias, plan, inp.dtype)
+    if quantized is None:
+        weight_rowwise, weight_kept = weight_operands(stored[0], plan, None, needs_dgrad)
+    else:
+        weight_rowwise, weight_kept = Operand(*quantized, *stored), None
+    output = linear_fprop(inp_rowwise, weight_rowwise, bias, plan, dtype)
     if len(inp.shape) != 2:  # as nn.Linear reshapes: autograd forbids to change a view that a Function returns in place
-        output = torch.ops.aten._unsafe_view(output, (*inp.shape[:-1], weight.shape[0]))
-    return output, inp_kept, weight_kept, saved
+        output = torch.ops.aten._unsafe_view(output, (*inp.shape[:-1], weight_rowwise.rows))
+    return (output, *_tensors(inp_kept), *_tensors(weight_kept), *saved), (_kept(inp_kept), _kept(weight_kept))
+
+
+def _tensors(operand: Operand | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return (None, None, None) if operand is None else operand.tensors()
+
+
+def _kept(operand: Operand | None) -> Kept:
+    return None if operand is None else operand[:3]
 
 
 def weight_operands(weight: Tensor, plan: LinearPlan, weight_cache: WeightCache | None, needs_dgrad: bool) -> Operands:
@@ -196,89 +257,98 @@ class LinearFunction(torch.autograd.Function):
         inp: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        plan: LinearPlan,
-        weight_cache: WeightCache | None,
-        main_grad: Tensor | None,
-        needs_dgrad: bool,
-        needs_wgrad: bool,
-        function: Norm | Activation | None,
-        dtype: torch.dtype,
+        call: tuple[Any, ...],
         *parameters: Tensor | None,
     ) -> Tensor:
+        plan, weight_cache, main_grad, needs_dgrad, needs_wgrad, function, dtype = call
         value = inp if function is None else Deferred(function, inp, parameters, dtype)
-        output, inp_kept, weight_kept, kept = _forward(
-            value, weight, bias, plan, weight_cache, needs_dgrad, needs_wgrad
-        )
+        tensors, ctx.kept = _forward(value, weight, bias, plan, weight_cache, needs_dgrad, needs_wgrad)
+        output, saved = tensors[0], tensors[1:7]
+        assert output is not None
         ctx.plan, ctx.main_grad, ctx.function = plan, main_grad, function
-        ctx.inp_shape, ctx.inp_dtype, ctx.weight_dtype = inp.shape, value.dtype, weight.dtype
+        ctx.inp_shape, ctx.inp_dtype, ctx.weight_dtype = inp.shape, dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        saved: list[Tensor | None] = []
-        ctx.kept = []
-        for operand in (inp_kept, weight_kept):
-            ctx.kept.append(None if operand is None else (operand.spec, operand.rows, operand.cols))
-            saved += (None, None, None) if operand is None else operand.tensors()
         if function is not None and needs_dgrad:
-            saved += (inp, *parameters, *kept)
+            saved += (inp, *parameters, *tensors[7:])
         ctx.save_for_backward(*saved)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_output,) = grad_outputs
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            return _backward(ctx, grad_output)
+        if not torch.compiler.is_compiling():
             # once_differentiable lets a constant gradient pass, whose second derivative by the weight is missing too
             grad_output = grad_output.detach().requires_grad_()
-        return _backward(ctx, grad_output)
+        return _backward_once(ctx, grad_output)
 
 
-@once_differentiable
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     plan: LinearPlan = ctx.plan
     needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
-    needs_dgrad = needs_dgrad or any(ctx.needs_input_grad[8:])
-    grad_matrix = as_matrix(grad_output)
-    inp_kept, weight_kept, read = _restore(ctx)
+    needs_dgrad = needs_dgrad or any(ctx.needs_input_grad[4:])
     grad_input = grad_weight = grad_bias = None
     grad_parameters: list[Tensor | None] = []
     if needs_dgrad or needs_wgrad:
-        rng = ops.next_draw(grad_output.device) if draws_in_backward(plan) else None
-        left, left_t = _quantize_grad(grad_matrix, plan, needs_dgrad, needs_wgrad, rng)
-        if needs_dgrad:
-            assert left is not None and weight_kept is not None
-            weight = _columnwise(weight_kept, plan.weight, plan, ctx.inp_dtype, rng)
-            grad_input = linear_dgrad(left, weight, plan, ctx.inp_dtype)
-            if ctx.function is not None:
-                grad_input, *grad_parameters = ctx.function.gradients(grad_input, as_matrix(read[0]), *read[1:])
-            if len(ctx.inp_shape) != 2:
-                grad_input = grad_input.view(ctx.inp_shape)
-        if needs_wgrad:
-            assert left_t is not None and inp_kept is not None
-            inp = _columnwise(inp_kept, plan.input, plan, ctx.inp_dtype, rng)
-            grad_weight = linear_wgrad(left_t, inp, plan, ctx.weight_dtype, ctx.main_grad)
-            if ctx.main_grad is not None:
-                grad_weight = None
+        draws = plan.draws_in_backward
+        problem = (
+            "backward", needs_dgrad, needs_wgrad, ctx.kept, ctx.inp_shape, ctx.inp_dtype, ctx.weight_dtype,
+            ctx.function, ops.rank_bits() if draws else 0,
+        )  # fmt: skip
+        rng = ops.next_draw(grad_output.device) if draws else None
+        tensors, known = (grad_output, ctx.main_grad), (rng, *ctx.saved_tensors)
+        if ctx.function is not None and needs_dgrad:  # backward reads what the user gave to forward
+            tensors, known = (*tensors, *known), ()
+        (grad_input, grad_weight, *grad_parameters), _ = _run(plan, problem, _compute_backward, tensors, known)
     if needs_bias:
-        grad_bias = linear_bgrad(grad_matrix, plan, ctx.bias_dtype)
+        grad_bias = linear_bgrad(as_matrix(grad_output), plan, ctx.bias_dtype)
     unread = len(ctx.needs_input_grad) - 3 - len(grad_parameters)
     return grad_input, grad_weight, grad_bias, *(None,) * unread, *grad_parameters
 
 
-def _restore(ctx: Any) -> tuple[Operand | None, Operand | None, tuple[Any, ...]]:
-    saved = ctx.saved_tensors
-    inp, weight = ctx.kept
-    return (
-        None if inp is None else Operand(*inp, *saved[:3]),
-        None if weight is None else Operand(*weight, *saved[3:6]),
-        saved[6:],
+_backward_once = once_differentiable(_backward)
+
+
+def _compute_backward(
+    plan: LinearPlan,
+    needs_dgrad: bool,
+    needs_wgrad: bool,
+    kept: tuple[Kept, Kept],
+    inp_shape: torch.Size,
+    inp_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    function: Norm | Activation | None,
+    rank_bits: int,
+    grad_output: Tensor,
+    main_grad: Tensor | None,
+    rng: Tensor | None,
+    *saved: Any,
+) -> Result:
+    """Gradients of inp, weight and the parameters of inp's function; ``rank_bits`` go into every stream id."""
+    inp_kept, weight_kept = (
+        None if which is None else Operand(*which, *saved[place : place + 3])
+        for which, place in zip(kept, (0, 3), strict=True)
     )
-
-
-def draws_in_backward(plan: LinearPlan) -> bool:
-    """Whether a backward pass takes a draw; one draw serves both GEMMs, whose streams differ by role and side."""
-    if plan.backward_override is not None:
-        return False
-    sources = [q for q in (plan.input, plan.weight) if q.columnwise_source == "rowwise_dequantized"]
-    return any(q.is_stochastic for q in (plan.grad_output, *sources))
+    grad_input = grad_weight = None
+    grad_parameters: list[Tensor | None] = []
+    left, left_t = _quantize_grad(as_matrix(grad_output), plan, needs_dgrad, needs_wgrad, rng)
+    if needs_dgrad:
+        assert left is not None and weight_kept is not None
+        weight = _columnwise(weight_kept, plan.weight, plan, inp_dtype, rng)
+        grad_input = linear_dgrad(left, weight, plan, inp_dtype)
+        if function is not None:
+            grad_input, *grad_parameters = function.gradients(grad_input, as_matrix(saved[6]), *saved[7:])
+        if len(inp_shape) != 2:
+            assert grad_input is not None
+            grad_input = grad_input.view(inp_shape)
+    if needs_wgrad:
+        assert left_t is not None and inp_kept is not None
+        inp = _columnwise(inp_kept, plan.input, plan, inp_dtype, rng)
+        grad_weight = linear_wgrad(left_t, inp, plan, weight_dtype, main_grad)
+        if main_grad is not None:
+            grad_weight = None
+    return (grad_input, grad_weight, *grad_parameters), None
 
 
 def _quantize_grad(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fp4engine.formats import CastSpec
+from fp4engine.kernels.tape import Tapes, note
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.recipe import Recipe
 from fp4engine.roles import QuantizerRole
@@ -31,9 +32,12 @@ class ExecutedGemms:
     def record(self, gemm: GemmName, formats: str, flops: int) -> None:
         """Count one run. Does nothing while ``torch.compile`` traces."""
         if not torch.compiler.is_compiling():
-            key = gemm, formats
-            self.counts[key] = self.counts.get(key, 0) + 1
-            self.flops[key] = self.flops.get(key, 0) + flops
+            note(self._count, (gemm, formats), flops)
+            self._count((gemm, formats), flops)
+
+    def _count(self, key: tuple[str, str], flops: int) -> None:
+        self.counts[key] = self.counts.get(key, 0) + 1
+        self.flops[key] = self.flops.get(key, 0) + flops
 
     def record_high_precision(self, inp: Tensor, weight: Tensor) -> None:
         """Count the fprop of ``inp [..., K] @ weight [N, K].T``, and the GEMMs that autograd will run for it."""
@@ -65,6 +69,9 @@ class LinearPlan:
         executed: the module's counter.
         amax_reduction_group: process group whose ranks share outer amaxes, or None.
         fast_accumulation: FP8 GEMMs that may use the tensor core's shorter accumulator.
+        tapes: what its forwards and backwards launched, by problem; None if the same problem may launch something else.
+        draws_in_backward: whether a backward pass takes a draw; one serves both GEMMs, whose streams differ by role
+            and side.
     """
 
     recipe: Recipe
@@ -76,6 +83,13 @@ class LinearPlan:
     executed: ExecutedGemms = field(compare=False)
     amax_reduction_group: Any = None
     fast_accumulation: frozenset[GemmName] = frozenset()
+    tapes: Tapes | None = field(default=None, compare=False, repr=False)
+    draws_in_backward: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        sources = [q for q in (self.input, self.weight) if q.columnwise_source == "rowwise_dequantized"]
+        stochastic = any(quantizer.is_stochastic for quantizer in (self.grad_output, *sources))
+        object.__setattr__(self, "draws_in_backward", stochastic and self.backward_override is None)
 
     @property
     def formats(self) -> dict[GemmName, str]:
@@ -112,14 +126,15 @@ def make_linear_plan(
         made = make_quantizer(own, QuantizerRole(module_type, tensor_type, name, shape))
         return made if memory is None else made.remembering_in(memory, tensor_type)
 
+    quantizers = (quantizer("input"), quantizer("weight"), quantizer("grad_output"))
+    repeats = amax_reduction_group is None and all(made.depends_on_nothing_else for made in quantizers)
     return LinearPlan(
         recipe,
-        quantizer("input"),
-        quantizer("weight"),
-        quantizer("grad_output"),
+        *quantizers,
         own.backward_override,
         own.backend,
         executed,
         amax_reduction_group,
         frozenset(gemm for gemm in GEMMS if not own.mm_params(gemm).use_split_accumulator),
+        Tapes(most=64) if repeats else None,
     )

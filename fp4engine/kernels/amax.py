@@ -8,6 +8,8 @@ NaN above infinity. So programs may meet in ``atomic_max`` and the result does n
 Legend: x is [M, K]; rowwise operand [M, K], columnwise operand [K, M].
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +22,7 @@ from fp4engine.kernels.launch import Launch, is_column_major
 from fp4engine.kernels.load import read_blocks, read_rows, store_blocks, store_rows
 from fp4engine.kernels.source import Source
 from fp4engine.kernels.start import start
+from fp4engine.kernels.tape import Tapes
 from fp4engine.kernels.target import OVERLAP as _OVERLAP
 
 OVERLAP = tl.constexpr(_OVERLAP)
@@ -132,9 +135,20 @@ def amax(
         rowwise, columnwise: what :func:`fp4engine.kernels.quantize.supports` covers.
         out: contiguous [M, K]; x is written to it on the way.
     """
+    if not isinstance(x, Tensor) or out is not None:
+        return _amax(rowwise, columnwise, x, out)[0]
+    return _tapes.run((rowwise, columnwise), (x,), partial(_amax, rowwise, columnwise))[0]
+
+
+_tapes = Tapes(most=1024)
+
+
+def _amax(
+    rowwise: CastSpec | None, columnwise: CastSpec | None, x: Tensor | Source, out: Tensor | None = None
+) -> tuple[tuple[Tensor | None, Tensor | None], None]:
     if isinstance(x, Tensor) and is_column_major(x):
-        columnwise_amax, rowwise_amax = amax(x.T, columnwise, rowwise)
-        return rowwise_amax, columnwise_amax
+        (columnwise_amax, rowwise_amax), _ = _amax(columnwise, rowwise, x.T)
+        return (rowwise_amax, columnwise_amax), None
     source = Source.of(x)
     rows, cols = source.shape
     row = Side.of(rowwise, "codes", 0) if rowwise else None
@@ -154,4 +168,4 @@ def amax(
             # 128 registers per thread: 4 programs live on an SM, and 8 take turns without a rest; SiLU would take 168.
             options = {"maxnreg": 128} if source.prologue is not None and source.x.element_size() == 2 else {}
             launch(amax_kernel, programs, pointers, (rows, cols, *source.x.stride()), parts, **options, **overlap)
-    return row_amax, col_amax
+    return (row_amax, col_amax), None

@@ -121,7 +121,7 @@ def _gemm_plain_kernel(
     )
     finish(
         acc, rows, cols, out_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator, M, N, stride_out,
-        LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE,
+        LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, INTERPRETED,
     )  # fmt: skip
 
 
@@ -211,12 +211,7 @@ def gemm(
         return out
     flags = Flags(left_amax.numel() > 1, right_amax.numel() > 1, bias is not None, accumulate)
     scales = Scales(left_amax, right_amax, bias, float(numerator))
-    if INTERPRETED:
-        # The interpreter truncates FP32 -> BF16, so it writes FP32 and torch rounds.
-        wide = out.float()
-        _launch_plain(left, right, wide, scales, flags)
-        return out.copy_(wide)
-    tma = k > 0 and capability_of(left.device) >= (9, 0) and is_aligned(left) and is_aligned(right)
+    tma = not INTERPRETED and k > 0 and capability_of(left.device) >= (9, 0) and is_aligned(left) and is_aligned(right)
     launch = _launch_tma if tma else _launch_plain
     launch(left, right, out, scales, flags)
     return out

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from fp4engine.kernels.encode import round_bf16
+
 
 @triton.jit
 def tile_of(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
@@ -37,6 +39,7 @@ def scaled(
 def finish(
     acc, rows, cols, out_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator, M, N, stride_out,
     LEFT_ROWS: tl.constexpr, RIGHT_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    INTERPRETED: tl.constexpr = False,
 ):  # fmt: skip
     """Scale a tile, add the buffer if accumulating, round once, store under a mask."""
     result = scaled(
@@ -46,6 +49,8 @@ def finish(
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     if ACCUMULATE:
         result += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    if INTERPRETED and out_ptr.dtype.element_ty == tl.bfloat16:
+        result = round_bf16(result)  # the interpreter's cast truncates
     tl.store(ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp4engine.kernels.start import ALIGNMENT
+from fp4engine.kernels.tape import ALIGNMENT
 
 
 class Flags(NamedTuple):

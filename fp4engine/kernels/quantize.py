@@ -10,6 +10,8 @@ and after packing, 8 times smaller than x.
 Legend: x is [M, K]; rowwise operand [M, K], columnwise operand [K, M].
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,7 @@ from fp4engine.kernels.encode import stack
 from fp4engine.kernels.launch import Launch, is_column_major
 from fp4engine.kernels.load import read_blocks, read_rows
 from fp4engine.kernels.source import Source
+from fp4engine.kernels.tape import Tapes
 
 
 @triton.jit
@@ -195,6 +198,29 @@ def quantize(
         ``(rowwise out, rowwise scale_inv, columnwise out, columnwise scale_inv)``; codes uint8 [rows, ceil(cols/16)*8]
         or values BF16 [rows, ceil(cols/16)*16], scale_inv float8_e4m3fn [rows, ceil(cols/16)].
     """
+    arguments = (rowwise, columnwise, stream, rowwise_output, columnwise_output)
+    tensors = (rowwise_amax, columnwise_amax, rng)
+    if not isinstance(x, Tensor):
+        return _quantize(*arguments, x, *tensors)[0]
+    return _tapes.run(arguments, (x, *tensors), partial(_quantize, *arguments))[0]
+
+
+_tapes = Tapes(most=1024)
+
+Outputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _quantize(
+    rowwise: CastSpec | None,
+    columnwise: CastSpec | None,
+    stream: int,
+    rowwise_output: str,
+    columnwise_output: str,
+    x: Tensor | Source,
+    rowwise_amax: Tensor | None,
+    columnwise_amax: Tensor | None,
+    rng: Tensor | None,
+) -> tuple[Outputs, None]:
     source = Source.of(x)
     row = Side.of(rowwise, rowwise_output, 0) if rowwise else None
     col = Side.of(columnwise, columnwise_output, 1) if columnwise else None
@@ -211,4 +237,4 @@ def quantize(
         integers = (*source.shape, *source.x.stride(), stream)
         parts = (row, col, source.prologue)
         launch(quantize_kernel, launch.tiles, pointers, integers, parts, **_options(source, row, col))
-    return row_out, row_scale, col_out, col_scale
+    return (row_out, row_scale, col_out, col_scale), None

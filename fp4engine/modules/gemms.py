@@ -150,7 +150,8 @@ class Gemms(torch.nn.Module):
         Raises:
             RuntimeError: it cannot be known which forward is repeated, or its draws cannot be.
         """
-        repeated = self._forwards.plans(self.training) if is_recomputed() else []
+        backward = in_backward()
+        repeated = self._forwards.plans(self.training) if backward and is_recomputed() else []
         if len(repeated) > 1:
             kinds = ", ".join("high precision" if plan is None else repr(plan.recipe) for plan in repeated)
             raise RuntimeError(
@@ -161,7 +162,7 @@ class Gemms(torch.nn.Module):
         plan = repeated[0] if repeated else self.plan(current_state())
         if plan is None:
             return None
-        if not in_backward():
+        if not backward:
             return plan if torch.compiler.is_compiling() or self._is_remembered(plan) else _repeating(plan)
         if _draws_in_forward(plan) and not ops.is_replaying():
             raise RuntimeError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import capability
+from fp4engine.kernels.tape import note
 
 logger = logging.getLogger("fp4engine")
 
@@ -83,7 +84,13 @@ def refuse(operator: str, reason: str, instead: str) -> None:
 
 def record(operator: str, path: str) -> None:
     """Note that ``operator`` ran on ``path``."""
-    _executed[f"{operator}/{path}"] += 1
+    key = f"{operator}/{path}"
+    note(_count, key)
+    _count(key)
+
+
+def _count(key: str) -> None:
+    _executed[key] += 1
 
 
 @cache

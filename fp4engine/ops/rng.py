@@ -5,6 +5,7 @@ synchronises. PyTorch's generators are neither read nor advanced; the seed defau
 Data-parallel ranks share ``(seed, draw)`` and differ in their stream ids.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,10 +83,15 @@ def _started(device: torch.device) -> str:
     """The key of the device's stream, which exists from here on; ``torch.compile`` then finds it as a global."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    key = str(device)
+    key = _name(device)
     if key not in _states:
         _start(key, _pending.pop(key, 0))
     return key
+
+
+@cache
+def _name(device: torch.device) -> str:
+    return str(device)
 
 
 def _start(device: str, draw: int) -> None:
