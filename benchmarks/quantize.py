@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ from fp4engine.formats import CastSpec, Rotation, RoundingMode
 from fp4engine.kernels.amax import amax
 from fp4engine.kernels.dequantize import decode, dequantize
 from fp4engine.kernels.quantize import quantize
+from fp4engine.kernels.tape import Tapes
+from fp4engine.kernels.tape import _empty as allocators
 
 RESULTS = Path(__file__).parent / "results"
 PLAIN = CastSpec()
@@ -138,6 +141,35 @@ def measure(shape: tuple[int, int], rng: Tensor) -> dict[str, float]:
     return rates
 
 
+def host_microseconds(run: Callable[[], object]) -> float:
+    """Of one call in a loop."""
+    for _ in range(100):
+        run()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(2000):
+        run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / 2000 * 1e6
+
+
+def parts_of_a_call(x: Tensor, one: Tensor) -> dict[str, float]:
+    """What a rowwise quantize cannot do without: two outputs, by PyTorch and as a tape allocates, and the launch."""
+    tapes = Tapes(most=1)
+    for _ in range(3):  # the third is a replay; its outputs stay alive, and are written again below
+        outputs = tapes.run((), (x, one), lambda x, one: (quantize(x, PLAIN, None, rowwise_amax=one), None))[0][:2]
+    (tape,) = tapes._tapes.values()
+    (((launch, arguments),),) = tape._calls.values()
+    allocate = allocators["cuda"]
+    return {
+        "two torch.empty, host": host_microseconds(
+            lambda: [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in outputs]
+        ),
+        "two allocations, host": host_microseconds(lambda: [allocate(*description) for description in tape._made[:2]]),
+        "launch, host": host_microseconds(lambda: launch(*arguments)),
+    }
+
+
 def overhead() -> dict[str, float]:
     """Microseconds per call on [128, 1024]: on the host in a loop, and on the device in a graph."""
     x = torch.randn(128, 1024, device="cuda").bfloat16()
@@ -150,16 +182,9 @@ def overhead() -> dict[str, float]:
     }
     result = {}
     for name, call in calls.items():
-        for _ in range(100):
-            call(x)
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(2000):
-            call(x)
-        torch.cuda.synchronize()
-        result[f"{name}, host"] = (time.perf_counter() - begin) / 2000 * 1e6
+        result[f"{name}, host"] = host_microseconds(partial(call, x))
         result[f"{name}, device"] = graph_seconds(call, [x], 200) * 1e6
-    return result
+    return result | parts_of_a_call(x, one)
 
 
 def draw(rows: list[dict], path: Path) -> None:

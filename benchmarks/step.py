@@ -16,6 +16,7 @@ import argparse
 import json
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -108,23 +109,58 @@ def profile(fan_in: int, fan_out: int) -> list[tuple[str, float]]:
     return sorted(times.items(), key=lambda item: -item[1])
 
 
+class Nothing(torch.autograd.Function):
+    """What PyTorch itself takes for a function with a gradient."""
+
+    @staticmethod
+    def forward(ctx, inp, weight):
+        ctx.save_for_backward(inp, weight)
+        return torch.empty_like(inp)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        inp, weight = ctx.saved_tensors
+        return torch.empty_like(inp), torch.empty_like(weight)
+
+
+def forward_nvfp4(layer: torch.nn.Linear, inp: torch.Tensor) -> None:
+    with fp4engine.autocast(recipe=RECIPE):
+        layer(inp)
+
+
 def host_microseconds() -> dict[str, float]:
-    """Wall time per step of a layer so small that the host is the limit."""
+    """Wall time per call at a size so small that the host is the limit; best of five loops."""
     inp = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
-    results = {}
-    for name, run, kind in (("bf16", run_step, torch.nn.Linear), ("nvfp4", run_nvfp4, fp4engine.Linear)):
-        layer = make(kind, 64, 64)
-        best = float("inf")
-        for _ in range(5):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(HOST_STEPS):
-                run(layer, inp, grad)
-            torch.cuda.synchronize()
-            best = min(best, (time.perf_counter() - begin) / HOST_STEPS)
-        results[name] = best * 1e6
-    return results
+    dense, layer, cached = (make(kind, 64, 64) for kind in (torch.nn.Linear, fp4engine.Linear, fp4engine.Linear))
+
+    def run_nothing() -> None:
+        Nothing.apply(inp, dense.weight).backward(grad)
+        dense.weight.grad = inp.grad = None
+
+    steps = {
+        "bf16": lambda: run_step(dense, inp, grad),
+        "nvfp4": lambda: run_nvfp4(layer, inp, grad),
+        "cached": lambda: run_nvfp4(cached, inp, grad),
+        "an autograd function": run_nothing,
+    }
+    forwards = {"bf16, forward": lambda: dense(inp), "nvfp4, forward": lambda: forward_nvfp4(layer, inp)}
+    with fp4engine.weight_cache(cached):
+        results = {name: loop_microseconds(run) for name, run in (steps | forwards).items()}
+        with torch.autograd.set_multithreading_enabled(False):
+            return results | {f"{name}, one thread": loop_microseconds(run) for name, run in steps.items()}
+
+
+def loop_microseconds(run: Callable[[], object]) -> float:
+    best = float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(HOST_STEPS):
+            run()
+        torch.cuda.synchronize()
+        best = min(best, (time.perf_counter() - begin) / HOST_STEPS)
+    return best * 1e6
 
 
 def main() -> None:
@@ -147,7 +183,10 @@ def main() -> None:
     print("\none step of 4096x14336, microseconds per kernel")
     for name, microseconds in kernels[:14]:
         print(f"  {name:60} {microseconds:9.1f}")
-    print(f"\nhost time of a 64x64 step: bf16 {host['bf16']:.0f} us, nvfp4 {host['nvfp4']:.0f} us", flush=True)
+    print("\nhost time of a 64x64 layer, microseconds")
+    for name, microseconds in host.items():
+        print(f"  {name:60} {microseconds:9.1f}")
+    print(f"  {'nvfp4 / bf16':60} {host['nvfp4'] / host['bf16']:9.2f}", flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     result = dict(environment=environment(), rows=rows, kernels=kernels, host_microseconds=host)
     (arguments.out / "step.json").write_text(json.dumps(result, indent=1))
