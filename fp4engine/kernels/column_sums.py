@@ -18,6 +18,7 @@ from fp4engine.constants import SUM_ROWS as _SUM_ROWS
 from fp4engine.kernels.grouped import find, max_tiles, vector_size
 from fp4engine.kernels.load import load_rows
 from fp4engine.kernels.start import start
+from fp4engine.kernels.tape import Tapes
 
 SUM_ROWS = tl.constexpr(_SUM_ROWS)
 COLS = 64
@@ -88,6 +89,14 @@ def column_sums(x: Tensor, offsets: Tensor | None = None) -> Tensor:
         x: [M, K] BF16, FP16 or FP32, contiguous along K.
         offsets: of :func:`fp4engine.kernels.grouped.offsets`.
     """
+    (out,), _ = _tapes.run((), (x, offsets), _column_sums)
+    return out
+
+
+_tapes = Tapes(most=1024)
+
+
+def _column_sums(x: Tensor, offsets: Tensor | None) -> tuple[tuple[Tensor], None]:
     rows, cols = x.shape
     groups = 1 if offsets is None else len(offsets) - 2
     chunks = -(-rows // _SUM_ROWS) if offsets is None else max_tiles(rows, groups, _SUM_ROWS)
@@ -103,4 +112,4 @@ def column_sums(x: Tensor, offsets: Tensor | None = None) -> Tensor:
     if cols:
         programs = groups * -(-cols // FOLDED)
         start(fold_chunks_kernel, programs, (sums, offsets, out), (rows, cols), (FOLDED,), num_warps=4)
-    return out
+    return (out,), None
