@@ -100,9 +100,9 @@ def measure(problem: dict) -> dict:
     if decode is not None:
         both = ((left_cast, left), (right_cast, right))
         for cast, values in both:
-            if not torch.equal(decode(cast.codes, cast.scale_inv, SPEC, k), values):
+            if not torch.equal(decode(cast.codes, cast.scale_inv), values):
                 raise SystemExit("decode differs from the reference")
-        decoded = lambda: [decode(cast.codes, cast.scale_inv, SPEC, k) for cast, _ in both]
+        decoded = lambda: [decode(cast.codes, cast.scale_inv) for cast, _ in both]
         variants["decode"] = decoded
         variants["decode+gemm"] = lambda: gemm(*decoded(), *scales, NUMERATOR)
     if problem["gemm"] == "wgrad":
@@ -145,7 +145,7 @@ def plot(results: list[dict], facts: dict, path: Path) -> None:
     axis.set_xticks(range(len(results)), ticks, fontsize=7)
     axis.set_ylabel("TFLOP/s")
     axis.set_title(
-        f"{facts['gpu']}, {facts['tokens']} tokens, torch {facts['torch']}, triton {facts['triton']}", pad=24
+        f"{facts['gpu']}, {TOKENS:,} tokens, torch {facts['torch']}, triton {facts['triton']}", pad=24
     )
     axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(names), frameon=False)
     figure.tight_layout()

@@ -158,7 +158,7 @@ class Tape:
         if nbytes > _MOST_WORKSPACE:
             raise ValueError(f"a workspace of {nbytes} bytes is too large")
         outputs = [None if tensor is None else _description(tensor, recording) for tensor in tensors]
-        self._made = [*outputs, ((nbytes,), (1,), torch.uint8) if nbytes else None]
+        self._made = [*outputs, ((nbytes,), (1,), torch.uint8) if offsets else None]
         slots |= {storage: (first + len(storages), offset) for storage, offset in offsets.items()}
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in inputs]
 

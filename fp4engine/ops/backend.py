@@ -83,7 +83,9 @@ def refuse(operator: str, reason: str, instead: str) -> None:
 
 
 def record(operator: str, path: str) -> None:
-    """Note that ``operator`` ran on ``path``."""
+    """Note that ``operator`` ran on ``path``. Does nothing while ``torch.compile`` traces."""
+    if torch.compiler.is_compiling():
+        return
     key = f"{operator}/{path}"
     note(_count, key)
     _count(key)

@@ -4,7 +4,8 @@ Plain tensors in and out. A spec travels as its key, so an operator's schema sho
 ``[M, K]``; the rowwise operand is x, the columnwise operand x.T, contracted axis last in both.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -231,8 +232,24 @@ def _dequantize(
     return reference.dequantize(codes, scale_inv, amax, parsed, cols, dtype)
 
 
-_amax_op = torch.library.custom_op("fp4engine::amax", _amax, mutates_args=())
-_quantize_op = torch.library.custom_op("fp4engine::quantize", _quantize, mutates_args=())
+def _distinct(implementation: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """``implementation`` for an operator, which may not return a tensor twice: FP8 sides have one amax."""
+
+    @wraps(implementation)
+    def run(*arguments: Any) -> list[Tensor]:
+        outputs = implementation(*arguments)
+        seen: set[int] = set()
+        for index, output in enumerate(outputs):
+            if id(output) in seen:
+                outputs[index] = output.clone()
+            seen.add(id(output))
+        return outputs
+
+    return run
+
+
+_amax_op = torch.library.custom_op("fp4engine::amax", _distinct(_amax), mutates_args=())
+_quantize_op = torch.library.custom_op("fp4engine::quantize", _distinct(_quantize), mutates_args=())
 _dequantize_op = torch.library.custom_op("fp4engine::dequantize", _dequantize, mutates_args=())
 
 
