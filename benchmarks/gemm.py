@@ -144,9 +144,7 @@ def plot(results: list[dict], facts: dict, path: Path) -> None:
     ticks = [row["gemm"] + (f"\n{row['layer']}" if row["gemm"] == "dgrad" else "") for row in results]
     axis.set_xticks(range(len(results)), ticks, fontsize=7)
     axis.set_ylabel("TFLOP/s")
-    axis.set_title(
-        f"{facts['gpu']}, {TOKENS:,} tokens, torch {facts['torch']}, triton {facts['triton']}", pad=24
-    )
+    axis.set_title(f"{facts['gpu']}, {TOKENS:,} tokens, torch {facts['torch']}, triton {facts['triton']}", pad=24)
     axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(names), frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=150)

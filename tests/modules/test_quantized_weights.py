@@ -26,6 +26,12 @@ MODULES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def parameters_on_the_cpu(monkeypatch):
+    """As TransformerEngine's, modules without a device would take a GPU where there is one; the inputs here do not."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 def build(make, recipe=RECIPE, **arguments):
     """``make()`` with stored weights, which remember what they were made of."""
     torch.manual_seed(3)
