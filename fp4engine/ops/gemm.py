@@ -15,6 +15,7 @@ from fp4engine.formats import E2M1, E4M3, CastSpec, Outer
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.backend import call
+from fp4engine.ops.operator import operator
 from fp4engine.ops.quantize import Form, decode_supports
 from fp4engine.tracing import constant_when_traced
 
@@ -265,11 +266,7 @@ def _gemm_accumulate(
     _product(left, left_spec, right, right_spec, None, out.dtype, out, backend)
 
 
-_gemm_op = torch.library.custom_op("fp4engine::gemm", _gemm, mutates_args=())
-_gemm_accumulate_op = torch.library.custom_op("fp4engine::gemm_accumulate", _gemm_accumulate, mutates_args=("out",))
-
-
-@_gemm_op.register_fake
+@operator("gemm", _gemm)
 def _(
     left: list[Tensor],
     left_spec: str,
@@ -282,7 +279,7 @@ def _(
     return left[0].new_empty((left[0].shape[0], right[0].shape[0]), dtype=out_dtype)
 
 
-@_gemm_accumulate_op.register_fake
+@operator("gemm_accumulate", _gemm_accumulate, mutates_args=("out",))
 def _(
     out: Tensor,
     left: list[Tensor],

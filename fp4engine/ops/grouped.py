@@ -17,6 +17,7 @@ from fp4engine.formats import CastSpec, Outer
 from fp4engine.ops import backend as backends
 from fp4engine.ops.backend import call
 from fp4engine.ops.gemm import transient_form
+from fp4engine.ops.operator import operator
 from fp4engine.ops.quantize import Form, Side
 from fp4engine.tracing import constant_when_traced
 
@@ -253,22 +254,12 @@ def _sums(dtype: torch.dtype) -> tuple[bool, str]:
     return dtype in (torch.bfloat16, torch.float16, torch.float32), f"the Triton kernels do not sum {dtype}"
 
 
-_expert_offsets_op = torch.library.custom_op("fp4engine::expert_offsets", _expert_offsets, mutates_args=())
-_grouped_quantize_op = torch.library.custom_op("fp4engine::grouped_quantize", _grouped_quantize, mutates_args=())
-_grouped_gemm_op = torch.library.custom_op("fp4engine::grouped_gemm", _grouped_gemm, mutates_args=())
-_grouped_wgrad_op = torch.library.custom_op("fp4engine::grouped_wgrad", _grouped_wgrad, mutates_args=())
-_grouped_wgrad_accumulate_op = torch.library.custom_op(
-    "fp4engine::grouped_wgrad_accumulate", _grouped_wgrad_accumulate, mutates_args=("outs",)
-)
-_column_sums_op = torch.library.custom_op("fp4engine::column_sums", _column_sums, mutates_args=())
-
-
-@_expert_offsets_op.register_fake
+@operator("expert_offsets", _expert_offsets)
 def _(counts: Tensor, rows: int) -> Tensor:
     return counts.new_empty(counts.shape[0] + 2, dtype=torch.int64)
 
 
-@_grouped_quantize_op.register_fake
+@operator("grouped_quantize", _grouped_quantize)
 def _(
     x: Tensor,
     offsets: Tensor,
@@ -299,7 +290,7 @@ def _(
     return tensors
 
 
-@_grouped_gemm_op.register_fake
+@operator("grouped_gemm", _grouped_gemm)
 def _(
     left: list[Tensor],
     right: list[Tensor],
@@ -311,19 +302,19 @@ def _(
     return left[0].new_empty((left[0].shape[0], right[0].shape[0] // right[-1].shape[0]), dtype=out_dtype)
 
 
-@_grouped_wgrad_op.register_fake
+@operator("grouped_wgrad", _grouped_wgrad)
 def _(left: list[Tensor], right: list[Tensor], offsets: Tensor, numerator: float, out_dtype: torch.dtype) -> Tensor:
     return left[0].new_empty((left[-1].shape[0], left[0].shape[0], right[0].shape[0]), dtype=out_dtype)
 
 
-@_grouped_wgrad_accumulate_op.register_fake
+@operator("grouped_wgrad_accumulate", _grouped_wgrad_accumulate, mutates_args=("outs",))
 def _(
     outs: list[Tensor], experts: list[int], left: list[Tensor], right: list[Tensor], offsets: Tensor, numerator: float
 ) -> None:
     return None
 
 
-@_column_sums_op.register_fake
+@operator("column_sums", _column_sums)
 def _(x: Tensor, offsets: Tensor | None, backend: str) -> Tensor:
     groups = 1 if offsets is None else offsets.shape[0] - 2
     return x.new_empty((groups, x.shape[1]), dtype=torch.float32)

@@ -4,8 +4,7 @@ Plain tensors in and out. A spec travels as its key, so an operator's schema sho
 ``[M, K]``; the rowwise operand is x, the columnwise operand x.T, contracted axis last in both.
 """
 
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from fp4engine.formats import CastSpec, Correction, Outer
 from fp4engine.kernels.source import Source
 from fp4engine.ops import backend as backends
 from fp4engine.ops.backend import call
+from fp4engine.ops.operator import operator
 
 Form = Literal["codes", "values"]
 """What an operand is written as: packed codes and scales, or the BF16 values that they decode to."""
@@ -232,39 +232,18 @@ def _dequantize(
     return reference.dequantize(codes, scale_inv, amax, parsed, cols, dtype)
 
 
-def _distinct(implementation: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """``implementation`` for an operator, which may not return a tensor twice: FP8 sides have one amax."""
-
-    @wraps(implementation)
-    def run(*arguments: Any) -> list[Tensor]:
-        outputs = implementation(*arguments)
-        seen: set[int] = set()
-        for index, output in enumerate(outputs):
-            if id(output) in seen:
-                outputs[index] = output.clone()
-            seen.add(id(output))
-        return outputs
-
-    return run
-
-
-_amax_op = torch.library.custom_op("fp4engine::amax", _distinct(_amax), mutates_args=())
-_quantize_op = torch.library.custom_op("fp4engine::quantize", _distinct(_quantize), mutates_args=())
-_dequantize_op = torch.library.custom_op("fp4engine::dequantize", _dequantize, mutates_args=())
-
-
 def _fake_amax(operand: Tensor, spec: CastSpec) -> Tensor:
     rows, cols = operand.shape
     shape = {Outer.ROW: [rows], Outer.BLOCK128: [rows, spec.padded_cols(cols) // 128]}.get(spec.outer, [1])
     return operand.new_empty(shape, dtype=torch.float32)
 
 
-@_amax_op.register_fake
+@operator("amax", _amax)
 def _(x: Tensor, rowwise: str, columnwise: str, rng: Tensor | None, stream: int, backend: str) -> list[Tensor]:
     return [_fake_amax(operand, spec) for _, operand, spec in _sides(x, rowwise, columnwise)]
 
 
-@_quantize_op.register_fake
+@operator("quantize", _quantize)
 def _(
     x: Tensor,
     rowwise: str,
@@ -291,7 +270,7 @@ def _(
     return outputs
 
 
-@_dequantize_op.register_fake
+@operator("dequantize", _dequantize)
 def _(codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: str, cols: int, dtype: torch.dtype, backend: str) -> Tensor:
     parsed = CastSpec.from_key(spec)
     width = cols if parsed.rotation is None else parsed.padded_cols(cols)
