@@ -5,7 +5,7 @@ multiplies it. ``gelu`` is the tanh approximation, as in TransformerEngine.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class Activation:
     """
 
     name: str
-    params: dict[str, float] | None = None
+    params: dict[str, float] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         known = (*PLAIN, *GATED, CLAMPED_SWIGLU)

@@ -50,7 +50,7 @@ class Deferred(NamedTuple):
         Not if backward reads the value itself, nor if ranks share its outer amaxes.
         """
         quantizer, rowwise, columnwise = plan.input, plan.input.rowwise_spec, plan.input.columnwise_spec
-        if rowwise is None or columnwise is None or type(quantizer).quantize is not Quantizer.quantize:
+        if rowwise is None or columnwise is None or not quantizer.only_casts:
             return False
         if plan.backward_override == "high_precision" or plan.amax_reduction_group is not None:
             return False

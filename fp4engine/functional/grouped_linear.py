@@ -49,6 +49,10 @@ def grouped_refusal(inp: Tensor, experts: Sequence[Expert]) -> str:
         return "experts follow different recipes"
     if any(expert.weight.dtype != weight.dtype for expert in experts):
         return "experts have weights of different dtypes"
+    if len({type(expert.weight) in (Tensor, torch.nn.Parameter) for expert in experts}) > 1:
+        return "only some weights are stored as codes"
+    if len({expert.bias is None for expert in experts}) > 1:
+        return "only some experts have a bias"
     if 0 in weight.shape:
         return "the weights are empty"
     trained = [expert for expert in experts if expert.weight.requires_grad]
@@ -63,7 +67,7 @@ def _plan_refusal(plan: LinearPlan) -> str:
     quantizers = (plan.input, plan.weight, plan.grad_output)
     if plan.backward_override is not None or plan.amax_reduction_group is not None:
         return "neither backward_override nor amax_reduction_group has grouped kernels"
-    if any(q.columnwise_source != "original" or type(q).quantize is not Quantizer.quantize for q in quantizers):
+    if any(q.columnwise_source != "original" or not q.only_casts for q in quantizers):
         return "a quantizer does more than cast"
     if plan.input.draws_in_forward or plan.weight.draws_in_forward:
         return "the forward draws random bits"

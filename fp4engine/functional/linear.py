@@ -143,9 +143,8 @@ def _forward(
         problem = ("forward", function, dtype, needs_dgrad, needs_wgrad, None)
         return _run(plan, problem, _compute_forward, (x, bias, *parameters, weight))
     rowwise, weight_kept = weight_operands(weight, plan, weight_cache, needs_dgrad)
-    problem = ("forward", function, dtype, needs_dgrad, needs_wgrad, rowwise[:3])
-    known = rowwise.tensors()
-    tensors, (inp_kept, _) = _run(plan, problem, _compute_forward, (x, bias, *parameters), known)
+    problem = ("forward", function, dtype, needs_dgrad, needs_wgrad, _kept(rowwise))
+    tensors, (inp_kept, _) = _run(plan, problem, _compute_forward, (x, bias, *parameters, *rowwise.tensors()))
     return (*tensors[:4], *_tensors(weight_kept), *tensors[7:]), (inp_kept, _kept(weight_kept))
 
 
@@ -154,11 +153,10 @@ def _run(
     problem: tuple[Any, ...],
     compute: Callable[..., Result],
     tensors: tuple[Tensor | None, ...],
-    known: tuple[Tensor | None, ...] = (),
 ) -> Result:
-    """``compute(plan, *problem[1:], *tensors, *known)``, from ``plan``'s tapes where it is on one."""
+    """``compute(plan, *problem[1:], *tensors)``, from ``plan``'s tapes where it is on one."""
     function = partial(compute, plan, *problem[1:])
-    return function(*tensors, *known) if plan.tapes is None else plan.tapes.run(problem, tensors, function, known)
+    return function(*tensors) if plan.tapes is None else plan.tapes.run(problem, tensors, function)
 
 
 def _compute_forward(
@@ -297,10 +295,8 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
             ctx.function, ops.rank_bits() if draws else 0,
         )  # fmt: skip
         rng = ops.next_draw(grad_output.device) if draws else None
-        tensors, known = (grad_output, ctx.main_grad), (rng, *ctx.saved_tensors)
-        if ctx.function is not None and needs_dgrad:  # backward reads what the user gave to forward
-            tensors, known = (*tensors, *known), ()
-        (grad_input, grad_weight, *grad_parameters), _ = _run(plan, problem, _compute_backward, tensors, known)
+        tensors = (grad_output, ctx.main_grad, rng, *ctx.saved_tensors)
+        (grad_input, grad_weight, *grad_parameters), _ = _run(plan, problem, _compute_backward, tensors)
     if needs_bias:
         grad_bias = linear_bgrad(as_matrix(grad_output), plan, ctx.bias_dtype)
     unread = len(ctx.needs_input_grad) - 3 - len(grad_parameters)

@@ -127,7 +127,7 @@ def make_linear_plan(
         return made if memory is None else made.remembering_in(memory, tensor_type)
 
     quantizers = (quantizer("input"), quantizer("weight"), quantizer("grad_output"))
-    repeats = amax_reduction_group is None and all(made.depends_on_nothing_else for made in quantizers)
+    repeats = amax_reduction_group is None and all(made.only_casts for made in quantizers)
     return LinearPlan(
         recipe,
         *quantizers,

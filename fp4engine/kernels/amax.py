@@ -156,8 +156,8 @@ def _amax(
     row = Side.of(rowwise, "codes", 0) if rowwise else None
     col = Side.of(columnwise, "codes", 1) if columnwise else None
     sizes = (_size(row, rows), _size(col, cols))
-    row_amax = torch.empty(sizes[0], device=source.device) if row else None
-    col_amax = torch.empty(sizes[1], device=source.device) if col else None
+    row_amax = torch.empty(sizes[0], dtype=torch.float32, device=source.device) if row else None
+    col_amax = torch.empty(sizes[1], dtype=torch.float32, device=source.device) if col else None
     if any(sizes):
         launch = Launch.of(source, *tile_shape(col, source.prologue))
         overlap = {"launch_pdl": True} if launch.hardware & _OVERLAP else {}

@@ -100,8 +100,8 @@ def _column_sums(x: Tensor, offsets: Tensor | None) -> tuple[tuple[Tensor], None
     rows, cols = x.shape
     groups = 1 if offsets is None else len(offsets) - 2
     chunks = -(-rows // _SUM_ROWS) if offsets is None else max_tiles(rows, groups, _SUM_ROWS)
-    sums = torch.empty(chunks, cols, device=x.device)
-    out = torch.empty(groups, cols, device=x.device)
+    sums = torch.empty(chunks, cols, dtype=torch.float32, device=x.device)
+    out = torch.empty(groups, cols, dtype=torch.float32, device=x.device)
     if chunks and cols:
         size = vector_size(groups)
         programs = chunks * -(-cols // COLS)

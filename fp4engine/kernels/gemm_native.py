@@ -250,7 +250,7 @@ def _probe(rows: int, cols: int, seed: int, device: torch.device) -> Codes:
     codes = torch.randint(0, 256, (rows, cols // 2), generator=generator, dtype=torch.uint8)
     exponent = torch.randint(0, 3, (rows, cols // BLOCK_SIZE), generator=generator)
     scale_inv = (2.0**exponent).to(torch.float8_e4m3fn)
-    return Codes(codes.to(device), scale_inv.to(device), torch.ones(1, device=device))
+    return Codes(codes.to(device), scale_inv.to(device), torch.ones(1, dtype=torch.float32, device=device))
 
 
 def _decode(operand: Codes) -> Tensor:

@@ -98,7 +98,7 @@ def launch(
         options: ``num_warps`` and ``num_stages`` of the products.
     """
     m, n, k = left.shape[0], right.shape[0], left.shape[1]
-    buffer = torch.empty(parts, m, n, device=left.device)
+    buffer = torch.empty(parts, m, n, dtype=torch.float32, device=left.device)
     tiles = -(-m // BLOCK_M) * -(-n // BLOCK_N)
     start(
         multiply_parts_kernel, parts * tiles, (buffer,), (m, n, k),

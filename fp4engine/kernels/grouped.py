@@ -165,7 +165,9 @@ def grouped_amax(
     groups = len(offsets) - 2
     row = Side.of(rowwise, "codes", 0) if rowwise else None
     col = Side.of(columnwise, "codes", 1) if columnwise else None
-    row_amax, col_amax = (torch.zeros(groups, device=x.device) if side else None for side in (row, col))
+    row_amax, col_amax = (
+        torch.zeros(groups, dtype=torch.float32, device=x.device) if side else None for side in (row, col)
+    )
     tile_m, tile_k = 128, 64
     hardware, multiprocessors = device_facts(x.device)
     tiles = max_tiles(rows, groups, tile_m)

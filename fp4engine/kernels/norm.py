@@ -58,7 +58,7 @@ def row_statistics_kernel(
 def row_statistics(x: Tensor, eps: float, centered: bool) -> Tensor:
     """FP32 [2, M] of x [M, K], whose rows have unit stride; the second row is left unset unless ``centered``."""
     rows, cols = x.shape
-    statistics = torch.empty(2, rows, device=x.device)
+    statistics = torch.empty(2, rows, dtype=torch.float32, device=x.device)
     if rows:
         scalars = (rows, cols, x.stride(0))
         constants = (eps, centered, ROWS, COLS, COLS.bit_length() - 1)

@@ -49,9 +49,7 @@ def start(
     """
     grid = (programs, 1, 1)
     if isinstance(kernel, InterpretedFunction):
-        with (
-            _disable_current_modes()
-        ):  # the interpreter runs operators, which no recording should take for the caller's
+        with _disable_current_modes():  # the interpreter runs operators, which are not the caller's
             kernel[grid](*descriptors, *pointers, *scalars, *constants, **options)
         prepared = Interpreted(kernel, grid, [None if p is None else p.dtype for p in pointers], options)
     else:
@@ -154,7 +152,7 @@ _spying = threading.Lock()
 
 
 class Interpreted:
-    """:class:`Prepared` for a kernel that Triton's interpreter runs, on the CPU."""
+    """What :meth:`Prepared.bind` is for a kernel that Triton's interpreter runs, on the CPU."""
 
     def __init__(
         self, kernel: Any, grid: tuple[int, int, int], dtypes: list[torch.dtype | None], options: dict[str, Any]
@@ -174,6 +172,8 @@ class Interpreted:
 
 
 def _tensor_at(address: int, dtype: torch.dtype) -> torch.Tensor:
-    """One element of memory of the CPU."""
+    """One element of memory of the CPU; nothing at address 0, where tensors without elements are."""
+    if address == 0:
+        return torch.empty(0, dtype=dtype)
     memory = (ctypes.c_byte * dtype.itemsize).from_address(address)
     return torch.frombuffer(memory, dtype=dtype, count=1)

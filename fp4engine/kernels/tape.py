@@ -5,9 +5,9 @@ tensors of the same shapes it allocates the same buffers and launches the same k
 Replaying it allocates what the function returned, one workspace for everything else, and launches; the bytes are the
 function's because the launches are.
 
-Everything that reaches a device goes through PyTorch's dispatcher or through :func:`fp4engine.kernels.start.start`. The
-recording watches both: allocations and views are understood, launches are kept, and a function that does anything else
-is never replayed. Imports no Triton.
+What this package does on a device goes through PyTorch's dispatcher or through :func:`fp4engine.kernels.start.start`.
+The recording watches both: allocations and views are understood, launches are kept, and a function that does anything
+else is never replayed. Imports no Triton.
 """
 
 import threading
@@ -142,7 +142,7 @@ class Tape:
     def __init__(self, recording: Recording, inputs: Sequence[Tensor | None], result: Result) -> None:
         from fp4engine.kernels.start import launching_stream
 
-        if recording.refusal is not None:
+        if recording.refusal is not None or not recording.launches:
             raise ValueError(f"{recording.refusal} is not a launch")
         tensors, self.constant = result
         self.device = next(tensor.device for tensor in inputs if tensor is not None)
@@ -226,46 +226,40 @@ class Tapes:
         self._tapes: dict[tuple[Any, ...], Any] = {}
 
     def run(
-        self,
-        problem: tuple[Any, ...],
-        tensors: tuple[Tensor | None, ...],
-        function: Callable[..., Returned],
-        known: tuple[Tensor | None, ...] = (),
+        self, problem: tuple[Any, ...], tensors: tuple[Tensor | None, ...], function: Callable[..., Returned]
     ) -> Returned:
-        """``function(*tensors, *known)``, replayed where it can be: only on aligned tensors.
+        """``function(*tensors)``, replayed where it can be: only on aligned tensors.
 
         Args:
             problem: hashable; with the shapes, strides, dtypes and devices of ``tensors`` it decides what ``function``
                 does.
             tensors: what ``function`` reads and writes, of one device; the first is not None.
-            known: more of those; ``problem`` tells all about them but where they are.
         """
         if torch.compiler.is_compiling() or _local.recording is not None or torch._C._len_torch_dispatch_stack():
-            return function(*tensors, *known)
+            return function(*tensors)
         key: tuple[Any, ...] = problem
+        addresses: list[int] = []
         for tensor in tensors:
             if tensor is None:
                 key += (None,)
-            elif type(tensor) in _PLAIN:
+                addresses.append(0)
+            elif type(tensor) in _PLAIN and not (address := tensor.data_ptr()) % ALIGNMENT:
                 key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+                addresses.append(address)
             else:
-                return function(*tensors, *known)
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, *known)]
-        for address in addresses:
-            if address % ALIGNMENT:
-                return function(*tensors, *known)
+                return function(*tensors)
         tape = self._tapes.get(key)
         if type(tape) is Tape:
             outputs = tape.play(addresses)
             if outputs is not None:
                 return cast(Returned, (tuple(outputs), tape.constant))
         elif tape is _SEEN:
-            return self._record(key, (*tensors, *known), function)
+            return self._record(key, tensors, function)
         elif tape is None:
             if len(self._tapes) >= self._most:
                 self._tapes.clear()
             self._tapes[key] = _SEEN
-        return function(*tensors, *known)
+        return function(*tensors)
 
     def _record(
         self, key: tuple[Any, ...], tensors: tuple[Tensor | None, ...], function: Callable[..., Returned]

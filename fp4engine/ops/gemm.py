@@ -135,13 +135,13 @@ def _unit(tensors: list[Tensor], key: str, path: str) -> _Unit:
     data = tensors[0]
     if not key:
         values = data.to(torch.bfloat16) if path == "triton" else data
-        return _Unit(values, torch.ones(1, device=data.device), 1.0)
+        return _Unit(values, torch.ones(1, dtype=torch.float32, device=data.device), 1.0)
     spec = CastSpec.from_key(key)
     amax = tensors[-1]
     values = data if len(tensors) == 2 else _decode(data, tensors[1], spec, path)
     if spec.outer is Outer.BLOCK128:
         values = values * reference.outer_factor(amax, spec)
-        return _Unit(values, torch.ones(1, device=data.device), 1.0)
+        return _Unit(values, torch.ones(1, dtype=torch.float32, device=data.device), 1.0)
     return _Unit(values, amax, spec.numerator)
 
 

@@ -67,7 +67,7 @@ class Quantizer:
         return False
 
     @property
-    def depends_on_nothing_else(self) -> bool:
+    def only_casts(self) -> bool:
         """True if what it launches follows from its fields and its arguments' shapes: nobody has overridden a step."""
         own, base = type(self), Quantizer
         steps = ((own.quantize, base.quantize), (own.requantize, base.requantize), (own.amax, base.amax))

@@ -172,6 +172,7 @@ def test_activation_formulas():
     assert torch.equal(Activation("qgelu")(x), x * torch.sigmoid(1.702 * x))
     assert torch.equal(Activation("glu")(x), torch.sigmoid(first) * second)
     assert torch.equal(Activation("reglu")(x), F.relu(first) * second)
+    assert len({Activation("swiglu"), Activation("swiglu", {})}) == 2  # keys of replays
     clamped = Activation("clamped_swiglu", {"limit": 2.0, "alpha": 1.5, "glu_linear_offset": 0.5})
     first = first.clamp(max=2.0)
     assert torch.equal(clamped(x), first * torch.sigmoid(1.5 * first) * (second.clamp(-2.0, 2.0) + 0.5))

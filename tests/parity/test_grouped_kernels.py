@@ -292,3 +292,17 @@ def test_what_has_no_grouped_kernel_runs_as_a_loop_and_says_why(kernel_device, n
     if recipe is None:
         parts = zip(inp.split([1, 5]), layer.weights, layer.biases, strict=True)
         assert torch.equal(got, torch.cat([F.linear(*part) for part in parts]))
+
+
+def test_experts_that_differ_run_as_a_loop(kernel_device):
+    """One without a bias, one whose weight is stored as codes."""
+    without_bias, one_stored = make(2, 16, 16, kernel_device), make(2, 16, 16, kernel_device)
+    without_bias.bias0 = None
+    with fp4engine.quantized_model_init(recipe=RECIPE):
+        one_stored.weight1 = Linear(16, 16, device=kernel_device, dtype=BF16).weight
+    inp, counts = torch.randn(6, 16, device=kernel_device, dtype=BF16), torch.tensor([1, 5], device=kernel_device)
+    for layer, reason in ((without_bias, "bias"), (one_stored, "stored as codes")):
+        ops.reset_executed_paths()
+        with fp4engine.autocast(recipe=RECIPE), torch.no_grad():
+            assert torch.equal(layer(inp, counts), layer(inp, [1, 5]))
+        assert not is_grouped() and reason in ops.refusals()["grouped_linear"]
