@@ -86,8 +86,7 @@ def assert_same(ours, theirs):
     assert ours[1] == theirs[1]
 
 
-@pytest.mark.parametrize("shape", [(5, 32), (2, 3, 32), (32,), (0, 32)])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("shape", "bias"), [((5, 32), False), ((2, 3, 32), True), ((32,), False), ((0, 32), True)])
 def test_a_linear(kernel_device, plays, shape, bias):
     def run():
         return train(linear(kernel_device, bias=bias), inputs(kernel_device, shape))
