@@ -92,30 +92,36 @@ def compile_for(kernel: Any, capability: int, constants: dict[str, Any], dtype: 
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def tile_of(shape: tuple[int, int], even: bool = True) -> dict[str, Any]:
+    """The constants of a tile of that many rows and columns."""
+    return {"TILE_M": shape[0], "TILE_K": shape[1], "EVEN": even}
+
+
 def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     """Name, kernel, constants and input dtype of everything to compile."""
     table: list[tuple[str, Any, dict[str, Any], str]] = []
     for name, row, col, output, dtype in CASTS:
-        tile_m, tile_k = tile_shape(row and Side.of(row, output, 0), col and Side.of(col, output, 1))
-        tile = NO_PROLOGUE | {"TILE_M": tile_m, "TILE_K": tile_k, "EVEN": dtype == "bf16"}
+        even = dtype == "bf16"
         sides = {"ROW": row and Side.of(row, output, 0), "COL": col and Side.of(col, output, 1)}
-        table.append((f"quantize {name}", quantize_kernel, sides | tile, dtype))
+        tile = tile_of(tile_shape(sides["ROW"], sides["COL"]), even)
+        table.append((f"quantize {name}", quantize_kernel, NO_PROLOGUE | sides | tile, dtype))
         sides = {"ROW": row and Side.of(row, "codes", 0), "COL": col and Side.of(col, "codes", 1)}
-        tile |= dict(zip(("TILE_M", "TILE_K"), amax.tile_shape(sides["COL"]), strict=True))
-        table.append((f"amax {name}", amax_kernel, sides | tile, dtype))
+        tile = tile_of(amax.tile_shape(sides["COL"]), even)
+        table.append((f"amax {name}", amax_kernel, NO_PROLOGUE | sides | tile, dtype))
     sides = {"ROW": Side.of(PLAIN, "codes", 0), "COL": Side.of(ROTATED, "codes", 1)}
-    tile = {"TILE_M": 128, "TILE_K": 64, "EVEN": True}
     for kind in ("RMSNorm", "LayerNorm"):
         norm = {"PROLOGUE": Prologue.of(kind, torch.bfloat16)} | ({"beta_ptr": None} if kind == "RMSNorm" else {})
-        table.append((f"quantize {kind}", quantize_kernel, sides | norm | tile, "bf16"))
-        table.append((f"amax {kind}", amax_kernel, {"y_ptr": None} | sides | norm | tile, "bf16"))
+        cast = sides | norm | tile_of(tile_shape(sides["ROW"], sides["COL"]))
+        table.append((f"quantize {kind}", quantize_kernel, cast, "bf16"))
+        largest = {"y_ptr": None} | sides | norm | tile_of(amax.tile_shape(sides["COL"]))
+        table.append((f"amax {kind}", amax_kernel, largest, "bf16"))
         chunk = {"EPS": 1e-5, "CENTERED": kind == "LayerNorm", "ROWS": ROWS, "COLS": COLS, "STEPS": 9}
         table.append((f"statistics {kind}", row_statistics_kernel, chunk, "bf16"))
     for kind in ("silu", "gelu"):
         activation = NO_PROLOGUE | {"PROLOGUE": Prologue.of(kind, torch.bfloat16, True)}
         activation.pop("y_ptr")
-        wide = {"TILE_M": 64, "TILE_K": 128, "EVEN": True}
-        table.append((f"amax {kind}", amax_kernel, sides | activation | wide, "bf16"))
+        largest = sides | activation | tile_of(amax.tile_shape(sides["COL"]))
+        table.append((f"amax {kind}", amax_kernel, largest, "bf16"))
         constants = {"KIND": kind, "GATED": True, "BLOCK": BLOCK}
         table.append((f"backward {kind}", activation_backward_kernel, constants, "bf16"))
     for name, row, col in FP8_CASTS:

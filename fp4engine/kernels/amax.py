@@ -19,7 +19,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.encode import NAN, block_amax, operand_amax, to_bits
 from fp4engine.kernels.launch import Launch, is_column_major
-from fp4engine.kernels.load import Prologue, read_blocks, read_rows, store_blocks, store_rows
+from fp4engine.kernels.load import read_blocks, read_rows, store_blocks, store_rows
 from fp4engine.kernels.source import Source
 from fp4engine.kernels.start import start
 from fp4engine.kernels.tape import Tapes
@@ -113,11 +113,9 @@ def amax_kernel(
         store_amax(col_amax_ptr, col_amax)
 
 
-def tile_shape(col: Side | None, prologue: Prologue | None = None) -> tuple[int, int]:
-    """Rows and columns of a tile; a norm keeps its gammas in registers, and takes fewer columns."""
-    if col is None:
-        return 8, 1024
-    return (128, 64) if prologue is not None and prologue.is_norm else (64, 128)
+def tile_shape(col: Side | None) -> tuple[int, int]:
+    """Rows and columns of a tile."""
+    return (64, 128) if col else (8, 1024)
 
 
 def _size(side: Side | None, rows: int) -> int:
@@ -159,7 +157,7 @@ def _amax(
     row_amax = torch.empty(sizes[0], dtype=torch.float32, device=source.device) if row else None
     col_amax = torch.empty(sizes[1], dtype=torch.float32, device=source.device) if col else None
     if any(sizes):
-        launch = Launch.of(source, *tile_shape(col, source.prologue))
+        launch = Launch.of(source, *tile_shape(col))
         overlap = {"launch_pdl": True} if launch.hardware & _OVERLAP else {}
         constants = (CLEARED, launch.hardware)
         start(clear_kernel, -(-max(sizes) // CLEARED), (row_amax, col_amax), sizes, constants, num_warps=4)
