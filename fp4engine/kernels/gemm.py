@@ -29,7 +29,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from fp4engine.kernels import gemm_split
 from fp4engine.kernels.gemm_epilogue import finish, store_tile, tile_of
-from fp4engine.kernels.gemm_launch import Flags, Scales, capability_of, describe, is_aligned, multiprocessors_of
+from fp4engine.kernels.gemm_launch import Flags, Scales, capability_of, describe, is_aligned
+from fp4engine.kernels.launch import device_facts
 from fp4engine.kernels.start import start
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -261,7 +262,7 @@ def _launch_tma(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scal
     m, n, k = left.shape[0], right.shape[0], left.shape[1]
     aligned = is_aligned(out)
     major, minor = capability_of(left.device)
-    multiprocessors = multiprocessors_of(left.device)
+    _, multiprocessors = device_facts(left.device)
     parts = gemm_split.parts_for(m, n, k, multiprocessors)
     if parts > 1:
         stages = stages_for(_TMA_TILES[0], 10 * major + minor)

@@ -40,12 +40,6 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-@cache
-def multiprocessors_of(device: torch.device) -> int:
-    """Number of multiprocessors of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def row_stride(matrix: torch.Tensor) -> int:
     """Elements from one row to the next; that of a single row means nothing and may be anything."""
     return matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]

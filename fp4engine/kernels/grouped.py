@@ -26,7 +26,7 @@ from fp4engine.kernels.cast import Side, products_stay_normal
 from fp4engine.kernels.encode import NAN, block_amax, operand_amax
 from fp4engine.kernels.launch import device_facts
 from fp4engine.kernels.load import load_blocks, load_rows
-from fp4engine.kernels.quantize import cast_columnwise, cast_rowwise, tile_shape
+from fp4engine.kernels.quantize import allocate, cast_columnwise, cast_rowwise, tile_shape
 from fp4engine.kernels.start import start
 
 
@@ -206,8 +206,8 @@ def grouped_quantize(
     groups = len(offsets) - 2
     row = Side.of(rowwise, rowwise_output, 0) if rowwise else None
     col = Side.of(columnwise, columnwise_output, 1) if columnwise else None
-    row_out, row_scale = _allocate(row, rows, -(-cols // BLOCK_SIZE), x.device)
-    col_out, col_scale = _allocate(col, cols, padded_rows(rows, groups) // BLOCK_SIZE, x.device)
+    row_out, row_scale = allocate(row, rows, cols, x.device)
+    col_out, col_scale = allocate(col, cols, padded_rows(rows, groups), x.device)
     tile_m, tile_k = tile_shape(row, col)
     programs = max_tiles(rows, groups, tile_m) * -(-cols // tile_k)
     pointers = (x, offsets, rowwise_amax, row_out, row_scale, columnwise_amax, col_out, col_scale, rng)
@@ -215,13 +215,3 @@ def grouped_quantize(
     constants = (row, col, vector_size(groups), tile_m, tile_k, device_facts(x.device)[0])
     start(grouped_quantize_kernel, programs, pointers, integers, constants, num_warps=4)
     return row_out, row_scale, col_out, col_scale
-
-
-def _allocate(side: Side | None, rows: int, blocks: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    if side is None:
-        return None, None
-    if side.words == 2:
-        out = torch.empty(rows, blocks * BLOCK_SIZE // 2, dtype=torch.uint8, device=device)
-    else:
-        out = torch.empty(rows, blocks * BLOCK_SIZE, dtype=torch.bfloat16, device=device)
-    return out, torch.empty(rows, blocks, dtype=torch.float8_e4m3fn, device=device)

@@ -18,8 +18,9 @@ from torch import Tensor
 from fp4engine.kernels import gemm_split
 from fp4engine.kernels.gemm import GROUP_M, INTERPRETED, SMALL_TILES, Tiles, product, stages_for
 from fp4engine.kernels.gemm_epilogue import finish, tile_of
-from fp4engine.kernels.gemm_launch import capability_of, multiprocessors_of
+from fp4engine.kernels.gemm_launch import capability_of
 from fp4engine.kernels.grouped import find, max_tiles, vector_size
+from fp4engine.kernels.launch import device_facts
 from fp4engine.kernels.start import start
 
 SPLIT_M, SPLIT_N, SPLIT_K, SHORTEST_K, SHORTEST_PART = (
@@ -236,7 +237,7 @@ def _split(device: torch.device, rows: int, cols: int, depth: int) -> int:
     """SPLIT of :func:`split_product` for at least ``rows`` by ``cols`` numbers, sums of at most ``depth`` terms."""
     if INTERPRETED or capability_of(device) < (9, 0):
         return 0
-    multiprocessors = multiprocessors_of(device)
+    _, multiprocessors = device_facts(device)
     return multiprocessors if gemm_split.parts_for(rows, cols, depth, multiprocessors) > 1 else 0
 
 

@@ -152,13 +152,18 @@ def _options(x: Source, *sides: Side | None) -> dict[str, int]:
     return {"maxnreg": 80} if light and x.x.element_size() == 2 else {}
 
 
-def _allocate(x: Source, rows: int, cols: int, output: str) -> tuple[Tensor, Tensor]:
+def allocate(
+    side: Side | None, rows: int, cols: int, device: torch.device
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Where a side of ``rows`` by ``cols`` goes: codes or values, and block scales."""
+    if side is None:
+        return None, None
     blocks = -(-cols // BLOCK_SIZE)
-    if output == "codes":
-        out = torch.empty(rows, blocks * 8, dtype=torch.uint8, device=x.device)
+    if side.words == 2:
+        out = torch.empty(rows, blocks * BLOCK_SIZE // 2, dtype=torch.uint8, device=device)
     else:
-        out = torch.empty(rows, blocks * BLOCK_SIZE, dtype=torch.bfloat16, device=x.device)
-    return out, torch.empty(rows, blocks, dtype=torch.float8_e4m3fn, device=x.device)
+        out = torch.empty(rows, blocks * BLOCK_SIZE, dtype=torch.bfloat16, device=device)
+    return out, torch.empty(rows, blocks, dtype=torch.float8_e4m3fn, device=device)
 
 
 def tile_shape(row: Side | None, col: Side | None, small: bool = False) -> tuple[int, int]:
@@ -224,8 +229,8 @@ def _quantize(
     source = Source.of(x)
     row = Side.of(rowwise, rowwise_output, 0) if rowwise else None
     col = Side.of(columnwise, columnwise_output, 1) if columnwise else None
-    row_out, row_scale = _allocate(source, *source.shape, rowwise_output) if row else (None, None)
-    col_out, col_scale = _allocate(source, *source.shape[::-1], columnwise_output) if col else (None, None)
+    row_out, row_scale = allocate(row, *source.shape, source.device)
+    col_out, col_scale = allocate(col, *source.shape[::-1], source.device)
     if all(source.shape) and (row or col):
         sides = ((rowwise_amax, row_out, row_scale), (columnwise_amax, col_out, col_scale))
         if isinstance(x, Tensor) and is_column_major(x):

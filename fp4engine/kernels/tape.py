@@ -142,8 +142,10 @@ class Tape:
     def __init__(self, recording: Recording, inputs: Sequence[Tensor | None], result: Result) -> None:
         from fp4engine.kernels.start import launching_stream
 
-        if recording.refusal is not None or not recording.launches:
+        if recording.refusal is not None:
             raise ValueError(f"{recording.refusal} is not a launch")
+        if not recording.launches:
+            raise ValueError("nothing was launched")
         tensors, self.constant = result
         self.device = next(tensor.device for tensor in inputs if tensor is not None)
         self.notes = recording.notes
