@@ -8,7 +8,6 @@ Legend: M tokens, K in_features, N out_features.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -155,8 +154,10 @@ def _run(
     tensors: tuple[Tensor | None, ...],
 ) -> Result:
     """``compute(plan, *problem[1:], *tensors)``, from ``plan``'s tapes where it is on one."""
-    function = partial(compute, plan, *problem[1:])
-    return function(*tensors) if plan.tapes is None else plan.tapes.run(problem, tensors, function)
+    arguments = (plan, *problem[1:])
+    if plan.tapes is None or torch.compiler.is_compiling():
+        return compute(*arguments, *tensors)
+    return plan.tapes.run(problem, tensors, compute, arguments)
 
 
 def _compute_forward(

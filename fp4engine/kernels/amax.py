@@ -8,8 +8,6 @@ NaN above infinity. So programs may meet in ``atomic_max`` and the result does n
 Legend: x is [M, K]; rowwise operand [M, K], columnwise operand [K, M].
 """
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -137,7 +135,8 @@ def amax(
     """
     if not isinstance(x, Tensor) or out is not None:
         return _amax(rowwise, columnwise, x, out)[0]
-    return _tapes.run((rowwise, columnwise), (x,), partial(_amax, rowwise, columnwise))[0]
+    problem = (rowwise, columnwise)
+    return _tapes.run(problem, (x,), _amax, problem)[0]
 
 
 _tapes = Tapes(most=1024)

@@ -10,8 +10,6 @@ and after packing, 8 times smaller than x.
 Legend: x is [M, K]; rowwise operand [M, K], columnwise operand [K, M].
 """
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -204,10 +202,9 @@ def quantize(
         or values BF16 [rows, ceil(cols/16)*16], scale_inv float8_e4m3fn [rows, ceil(cols/16)].
     """
     arguments = (rowwise, columnwise, stream, rowwise_output, columnwise_output)
-    tensors = (rowwise_amax, columnwise_amax, rng)
     if not isinstance(x, Tensor):
-        return _quantize(*arguments, x, *tensors)[0]
-    return _tapes.run(arguments, (x, *tensors), partial(_quantize, *arguments))[0]
+        return _quantize(*arguments, x, rowwise_amax, columnwise_amax, rng)[0]
+    return _tapes.run(arguments, (x, rowwise_amax, columnwise_amax, rng), _quantize, arguments)[0]
 
 
 _tapes = Tapes(most=1024)

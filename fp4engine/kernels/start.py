@@ -21,6 +21,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from fp4engine.kernels import tape
 from fp4engine.kernels.tape import ALIGNMENT, Call
 
+_runtime: Any = knobs.runtime
 _prepared: dict[tuple[Any, ...], "Prepared"] = {}
 _MOST_PROBLEMS = 4096
 """Problems remembered; a run whose M never repeats must not grow without end."""
@@ -85,19 +86,16 @@ def start(
         recording.launches.append(tape.Launch(prepared, descriptors, pointers, (*scalars, *constants)))
 
 
-def launching_stream(device: torch.device) -> int | None:
-    """The stream on which bound calls launch now; None if it is another device's turn, or hooks watch launches."""
-    if device.type == "cpu":
+def launching_stream(index: int | None) -> int | None:
+    """The stream on which bound calls launch now on GPU ``index``, 0 on the CPU, whose index is None.
+
+    None if it is another GPU's turn, or a profiler has asked Triton to tell it of launches.
+    """
+    if index is None:
         return 0
-    if device.index != torch.cuda.current_device() or _are_watched():
+    if index != torch._C._cuda_getDevice() or _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls:
         return None
-    return torch._C._cuda_getCurrentRawStream(device.index)
-
-
-def _are_watched() -> bool:
-    """Whether a profiler has asked Triton to tell it of launches."""
-    runtime: Any = knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    return torch._C._cuda_getCurrentRawStream(index)
 
 
 class Prepared:

@@ -13,7 +13,8 @@ else is never replayed. Imports no Triton.
 import threading
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any, NamedTuple, TypeVar, cast
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ _empty: dict[str, Callable[..., Tensor]] = {
 """``torch.empty_strided(size, stride, dtype)`` on the current device, as Inductor's code calls it: in half the time."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_modes_on_this_thread = torch._C._len_torch_dispatch_stack
 _SEEN, _REFUSED = object(), object()
 
 
@@ -147,9 +149,10 @@ class Tape:
         if not recording.launches:
             raise ValueError("nothing was launched")
         tensors, self.constant = result
-        self.device = next(tensor.device for tensor in inputs if tensor is not None)
+        device = next(tensor.device for tensor in inputs if tensor is not None)
         self.notes = recording.notes
-        self._stream = launching_stream
+        self._stream = partial(launching_stream, device.index)
+        self._empty = _empty[device.type]
         self._calls: dict[tuple[int, ...], list[Call]] = {}
         first = len(inputs)  # of the outputs' buffers
         storages = [_storage(tensor) for tensor in tensors if tensor is not None]
@@ -182,24 +185,40 @@ class Tape:
             for launch in recording.launches
         ]
 
-    def play(self, addresses: Sequence[int]) -> list[Tensor | None] | None:
-        """Launch everything on inputs at ``addresses``: the outputs, or None where only Triton itself may launch."""
-        stream = self._stream(self.device)
+    def play(self, addresses: list[int]) -> list[Tensor | None] | None:
+        """Launch everything on inputs at ``addresses``, a list that play may append to: the outputs.
+
+        None where only Triton itself may launch: see :func:`fp4engine.kernels.start.launching_stream`, or an input is
+        not aligned.
+        """
+        stream = self._stream()
         if stream is None:
             return None
-        empty = _empty[self.device.type]
-        made = [None if description is None else empty(*description) for description in self._made]
-        bases = (stream, *addresses, *[tensor.data_ptr() for tensor in made if tensor is not None])
-        calls = self._calls.get(bases) or self._bind(bases)
+        made: list[Tensor | None] = []
+        for description in self._made:
+            if description is None:
+                made.append(None)
+            else:
+                tensor = self._empty(*description)
+                made.append(tensor)
+                addresses.append(tensor.data_ptr())
+        addresses.append(stream)
+        bases = tuple(addresses)
+        calls = self._calls.get(bases)
+        if calls is None:
+            if not are_aligned(addresses):
+                return None
+            calls = self._bind(bases)
         for function, arguments in calls:
             function(*arguments)
         for function, arguments in self.notes:
             function(*arguments)
-        return made[:-1]
+        del made[-1]  # the workspace: what is queued on its memory's stream after these launches may have it
+        return made
 
     def _bind(self, bases: tuple[int, ...]) -> list[Call]:
         """The calls for buffers at these addresses, which an allocator gives to every step alike."""
-        stream, *buffers = bases
+        *buffers, stream = bases
 
         def address(slot: Slot | None) -> int | None:
             return None if slot is None else buffers[slot[0]] + slot[1]
@@ -228,47 +247,58 @@ class Tapes:
         self._tapes: dict[tuple[Any, ...], Any] = {}
 
     def run(
-        self, problem: tuple[Any, ...], tensors: tuple[Tensor | None, ...], function: Callable[..., Returned]
+        self,
+        problem: tuple[Any, ...],
+        tensors: tuple[Tensor | None, ...],
+        function: Callable[..., Returned],
+        arguments: tuple[Any, ...] = (),
     ) -> Returned:
-        """``function(*tensors)``, replayed where it can be: only on aligned tensors.
+        """``function(*arguments, *tensors)``, replayed where it can be.
+
+        Every step here is time per launch, which is why it is written out. Not for code that Dynamo traces.
 
         Args:
             problem: hashable; with the shapes, strides, dtypes and devices of ``tensors`` it decides what ``function``
                 does.
             tensors: what ``function`` reads and writes, of one device; the first is not None.
         """
-        if torch.compiler.is_compiling() or _local.recording is not None or torch._C._len_torch_dispatch_stack():
-            return function(*tensors)
-        key: tuple[Any, ...] = problem
+        if _local.recording is not None or _modes_on_this_thread():
+            return function(*arguments, *tensors)
+        parts: list[Any] = [*problem]
         addresses: list[int] = []
         for tensor in tensors:
             if tensor is None:
-                key += (None,)
+                parts.append(None)
                 addresses.append(0)
-            elif type(tensor) in _PLAIN and not (address := tensor.data_ptr()) % ALIGNMENT:
-                key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-                addresses.append(address)
+            elif type(tensor) in _PLAIN:
+                parts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+                addresses.append(tensor.data_ptr())
             else:
-                return function(*tensors)
+                return function(*arguments, *tensors)
+        key = tuple(parts)
         tape = self._tapes.get(key)
         if type(tape) is Tape:
             outputs = tape.play(addresses)
             if outputs is not None:
-                return cast(Returned, (tuple(outputs), tape.constant))
-        elif tape is _SEEN:
-            return self._record(key, tensors, function)
+                return tuple(outputs), tape.constant  # pyright: ignore[reportReturnType]: what function would return
+        elif tape is _SEEN and are_aligned(addresses):
+            return self._record(key, tensors, function, arguments)
         elif tape is None:
             if len(self._tapes) >= self._most:
                 self._tapes.clear()
             self._tapes[key] = _SEEN
-        return function(*tensors)
+        return function(*arguments, *tensors)
 
     def _record(
-        self, key: tuple[Any, ...], tensors: tuple[Tensor | None, ...], function: Callable[..., Returned]
+        self,
+        key: tuple[Any, ...],
+        tensors: tuple[Tensor | None, ...],
+        function: Callable[..., Returned],
+        arguments: tuple[Any, ...],
     ) -> Returned:
         recording = Recording()
         with recording:
-            result = function(*tensors)
+            result = function(*arguments, *tensors)
         try:
             self._tapes[key] = Tape(recording, tensors, result)
         except ValueError:
@@ -291,6 +321,10 @@ def _at(descriptor: Any, address: int | None) -> Any:
     moved = copy(descriptor)
     moved.base = _Address(address)
     return moved
+
+
+def are_aligned(addresses: list[int]) -> bool:
+    return not any(address % ALIGNMENT for address in addresses)
 
 
 def _storage(tensor: Tensor) -> int:
