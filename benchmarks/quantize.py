@@ -141,19 +141,22 @@ def measure(shape: tuple[int, int], rng: Tensor) -> dict[str, float]:
     return rates
 
 
-def host_microseconds(run: Callable[[], object]) -> float:
-    """Of one call in a loop."""
-    for _ in range(100):
-        run()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(2000):
-        run()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / 2000 * 1e6
+def host_microseconds(calls: dict[str, Callable[[], object]], repeats: int = 200) -> dict[str, float]:
+    """Median of each call over rounds in which all take turns: the host's speed changes from one second to the next."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(25):
+        for name, run in calls.items():
+            run()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - begin) / repeats * 1e6)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
-def parts_of_a_call(x: Tensor, one: Tensor) -> dict[str, float]:
+def parts_of_a_call(x: Tensor, one: Tensor) -> dict[str, Callable[[], object]]:
     """What a rowwise quantize cannot do without: two outputs, by PyTorch and as a tape allocates, and the launch."""
     tapes = Tapes(most=1)
     for _ in range(3):  # the third is a replay; its outputs stay alive, and are written again below
@@ -162,29 +165,25 @@ def parts_of_a_call(x: Tensor, one: Tensor) -> dict[str, float]:
     (((launch, arguments),),) = tape._calls.values()
     allocate = allocators["cuda"]
     return {
-        "two torch.empty, host": host_microseconds(
-            lambda: [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in outputs]
-        ),
-        "two allocations, host": host_microseconds(lambda: [allocate(*description) for description in tape._made[:2]]),
-        "launch, host": host_microseconds(lambda: launch(*arguments)),
+        "two torch.empty": lambda: [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in outputs],
+        "two allocations": lambda: [allocate(*description) for _, description in tape._outputs],
+        "launch": lambda: launch(*arguments),
     }
 
 
 def overhead() -> dict[str, float]:
     """Microseconds per call on [128, 1024]: on the host in a loop, and on the device in a graph."""
     x = torch.randn(128, 1024, device="cuda").bfloat16()
-    one = torch.ones(1, device="cuda")
+    one, two = torch.ones(1, device="cuda"), torch.ones(1, device="cuda")
     calls: dict[str, Callable[[Tensor], object]] = {
         "relu": torch.relu,
         "quantize rowwise": lambda y: quantize(y, PLAIN, None, rowwise_amax=one),
-        "quantize row+col RHT": lambda y: quantize(y, PLAIN, ROTATED, rowwise_amax=one, columnwise_amax=one),
+        "quantize row+col RHT": lambda y: quantize(y, PLAIN, ROTATED, rowwise_amax=one, columnwise_amax=two),
         "amax rowwise": lambda y: amax(y, PLAIN, None),
     }
-    result = {}
-    for name, call in calls.items():
-        result[f"{name}, host"] = host_microseconds(partial(call, x))
-        result[f"{name}, device"] = graph_seconds(call, [x], 200) * 1e6
-    return result | parts_of_a_call(x, one)
+    host = host_microseconds({name: partial(call, x) for name, call in calls.items()} | parts_of_a_call(x, one))
+    device = {name: graph_seconds(call, [x], 200) * 1e6 for name, call in calls.items()}
+    return {f"{name}, host": t for name, t in host.items()} | {f"{name}, device": t for name, t in device.items()}
 
 
 def draw(rows: list[dict], path: Path) -> None:

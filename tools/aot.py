@@ -113,7 +113,7 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         norm = {"PROLOGUE": Prologue.of(kind, torch.bfloat16)} | ({"beta_ptr": None} if kind == "RMSNorm" else {})
         cast = sides | norm | tile_of(tile_shape(sides["ROW"], sides["COL"]))
         table.append((f"quantize {kind}", quantize_kernel, cast, "bf16"))
-        largest = {"y_ptr": None} | sides | norm | tile_of(amax.tile_shape(sides["COL"]))
+        largest = {"y_ptr": None} | sides | norm | tile_of(amax.tile_shape(sides["COL"], norm["PROLOGUE"]))
         table.append((f"amax {kind}", amax_kernel, largest, "bf16"))
         chunk = {"EPS": 1e-5, "CENTERED": kind == "LayerNorm", "ROWS": ROWS, "COLS": COLS, "STEPS": 9}
         table.append((f"statistics {kind}", row_statistics_kernel, chunk, "bf16"))

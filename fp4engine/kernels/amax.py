@@ -15,24 +15,27 @@ from torch import Tensor
 
 from fp4engine.formats import CastSpec
 from fp4engine.kernels.cast import Side
-from fp4engine.kernels.encode import NAN, block_amax, operand_amax, to_bits
+from fp4engine.kernels.encode import NAN, block_amax, hadamard_amax, operand_amax, round_pair, to_bits
 from fp4engine.kernels.launch import Launch, is_column_major
-from fp4engine.kernels.load import read_blocks, read_rows, store_blocks, store_rows
+from fp4engine.kernels.load import Prologue, read_blocks, read_rows, store_blocks, store_rows
+from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_previous
 from fp4engine.kernels.source import Source
 from fp4engine.kernels.start import start
 from fp4engine.kernels.tape import Tapes
-from fp4engine.kernels.target import OVERLAP as _OVERLAP
 
-OVERLAP = tl.constexpr(_OVERLAP)
+INFINITY_BITS = tl.constexpr(0x7F800000)
 CLEARED = 1024
 """Maxima that a program of :func:`clear_kernel` sets to zero."""
 
 
 @triton.jit
 def clear_kernel(row_amax_ptr, col_amax_ptr, rows, cols, BLOCK: tl.constexpr, HARDWARE: tl.constexpr):
-    """Zeros for :func:`amax_kernel` to start from, which is launched at once and waits before it uses them."""
-    if OVERLAP & HARDWARE:
-        tl.extra.cuda.gdc_launch_dependents()
+    """Zeros for :func:`amax_kernel` to start from.
+
+    It begins when this has waited for what came before, so x is complete then; it waits before it uses the zeros.
+    """
+    wait_for_previous(HARDWARE)
+    let_next_begin(HARDWARE)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if row_amax_ptr is not None:
         tl.store(row_amax_ptr + index, 0.0, mask=index < rows)
@@ -41,9 +44,14 @@ def clear_kernel(row_amax_ptr, col_amax_ptr, rows, cols, BLOCK: tl.constexpr, HA
 
 
 @triton.jit
-def store_amax(amax_ptr, magnitude):
+def bits_of_largest(magnitude):
+    """Scalar: the bits of the largest of a tensor's elements, which are not negative or NaN."""
     bits = (to_bits(magnitude) & 0x7FFFFFFF).to(tl.int32, bitcast=True)
-    bits = tl.max(tl.reshape(bits, [magnitude.numel]), axis=0)
+    return tl.max(tl.reshape(bits, [magnitude.numel]), axis=0)
+
+
+@triton.jit
+def store_amax(amax_ptr, bits):
     tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
 
 
@@ -53,32 +61,33 @@ def store_amax_per_row(amax_ptr, index, magnitude, rows, AXIS: tl.constexpr):
     tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)) + index, bits, mask=index < rows, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["M", "K"])
-def amax_kernel(
-    x_ptr, statistics_ptr, gamma_ptr, beta_ptr, y_ptr, row_amax_ptr, col_amax_ptr, M, K, stride_m, stride_k,
+@triton.jit
+def block_largest(y, SIDE: tl.constexpr, dtype: tl.constexpr, EXACT: tl.constexpr, HARDWARE: tl.constexpr):
+    """Per block, what of a side ``A`` is the largest of: exact, or exact where it is finite."""
+    if EXACT:
+        return operand_amax(y, SIDE, dtype, HARDWARE)
+    elif SIDE.signs is None:
+        return block_amax(y)
+    else:
+        return hadamard_amax(y, SIDE)
+
+
+@triton.jit
+def largest(
+    source, y_ptr, row_amax_ptr, col_amax_ptr, M, K, dtype: tl.constexpr, EXACT: tl.constexpr,
     ROW: tl.constexpr, COL: tl.constexpr, PROLOGUE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
     EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes every ``num_programs``-th tile; a per-tensor amax stays in registers until its last one.
+    """Bits of the program's largest values, rowwise and columnwise; 0 for a side that is left out or goes by rows.
 
-    ``y_ptr``: where to write the matrix itself, row-major, or None. The kernel may run while :func:`clear_kernel` does,
-    but not while what came before that does: x is complete, the maxima may not be zero yet.
+    Each program takes every ``num_programs``-th tile; a per-tensor amax stays in registers until its last one.
     """
-    PER_ROW: tl.constexpr = (ROW is not None and ROW.per_row) or (COL is not None and COL.per_row)  # pyright: ignore[reportAssignmentType]
-    if PER_ROW and OVERLAP & HARDWARE:
-        tl.extra.cuda.gdc_wait()
     GROUPS: tl.constexpr = TILE_M // 16
     SHARED: tl.constexpr = (  # pyright: ignore[reportAssignmentType]
         ROW is not None and COL is not None and ROW.signs is None and not ROW.per_row
     )
-    dtype: tl.constexpr = x_ptr.dtype.element_ty if PROLOGUE is None else PROLOGUE.dtype
-    source = (x_ptr, statistics_ptr, gamma_ptr, beta_ptr, stride_m, stride_k)
-    if SHARED:
-        row_amax = tl.zeros([GROUPS, TILE_K], tl.float32)
-    elif ROW is not None:
-        row_amax = tl.zeros([TILE_M, TILE_K // 16], tl.float32)
-    if COL is not None:
-        col_amax = tl.zeros([GROUPS, TILE_K], tl.float32)
+    row_amax = tl.zeros([GROUPS, TILE_K] if SHARED else [TILE_M, TILE_K // 16], tl.float32)
+    col_amax = tl.zeros([GROUPS, TILE_K] if COL is not None else [1], tl.float32)
     tiles_k = tl.cdiv(K, TILE_K)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, TILE_M) * tiles_k, tl.num_programs(0)):
         row0 = (tile // tiles_k) * TILE_M
@@ -87,7 +96,7 @@ def amax_kernel(
             y = read_blocks(source, M, K, row0, col0, PROLOGUE, TILE_M, TILE_K, EVEN, HARDWARE)
             if y_ptr is not None and COL is None:
                 store_blocks(y_ptr, y, M, K, row0, col0, TILE_M, TILE_K, EVEN)
-            block = tl.reshape(operand_amax(y, ROW, dtype, HARDWARE), [TILE_M, TILE_K // 16])
+            block = tl.reshape(block_largest(y, ROW, dtype, EXACT, HARDWARE), [TILE_M, TILE_K // 16])
             if ROW.per_row:
                 store_amax_per_row(row_amax_ptr, row0 + tl.arange(0, TILE_M), block, M, 1)
             else:
@@ -98,22 +107,60 @@ def amax_kernel(
                 store_rows(y_ptr, y, M, K, row0, col0, TILE_M, TILE_K, EVEN)
             if SHARED:
                 row_amax = tl.maximum(row_amax, block_amax(y), propagate_nan=NAN)
-            block = operand_amax(y, COL, dtype, HARDWARE)
+            block = block_largest(y, COL, dtype, EXACT, HARDWARE)
             if COL.per_row:
                 store_amax_per_row(col_amax_ptr, col0 + tl.arange(0, TILE_K), block, K, 0)
             else:
                 col_amax = tl.maximum(col_amax, block, propagate_nan=NAN)
-    if not PER_ROW and OVERLAP & HARDWARE:
-        tl.extra.cuda.gdc_wait()
+    row_amax, _ = round_pair(row_amax, row_amax, dtype, HARDWARE)  # changes a rotated side only
+    col_amax, _ = round_pair(col_amax, col_amax, dtype, HARDWARE)
+    return bits_of_largest(row_amax), bits_of_largest(col_amax)
+
+
+@triton.jit(do_not_specialize=["M", "K"])
+def amax_kernel(
+    x_ptr, statistics_ptr, gamma_ptr, beta_ptr, y_ptr, row_amax_ptr, col_amax_ptr, M, K, stride_m, stride_k,
+    ROW: tl.constexpr, COL: tl.constexpr, PROLOGUE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Maxima of every tile.
+
+    ``y_ptr``: where to write the matrix itself, row-major, or None. x is complete, the maxima may not be zero yet: see
+    :func:`clear_kernel`.
+    """
+    let_next_begin(HARDWARE)
+    PER_ROW: tl.constexpr = (ROW is not None and ROW.per_row) or (COL is not None and COL.per_row)  # pyright: ignore[reportAssignmentType]
+    if PER_ROW:
+        wait_for_previous(HARDWARE)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty if PROLOGUE is None else PROLOGUE.dtype
+    source = (x_ptr, statistics_ptr, gamma_ptr, beta_ptr, stride_m, stride_k)
+    ROTATED: tl.constexpr = (  # pyright: ignore[reportAssignmentType]
+        (ROW is not None and ROW.signs is not None) or (COL is not None and COL.signs is not None)
+    )
+    EXACT: tl.constexpr = PER_ROW or dtype == tl.float32 or not ROTATED  # pyright: ignore[reportAssignmentType]
+    row_bits, col_bits = largest(
+        source, y_ptr, row_amax_ptr, col_amax_ptr, M, K, dtype, EXACT, ROW, COL, PROLOGUE, TILE_M, TILE_K, EVEN,
+        HARDWARE,
+    )  # fmt: skip
+    if not EXACT:  # what is not finite may be another such value, or finite after all
+        if tl.maximum(row_bits, col_bits) >= INFINITY_BITS:
+            row_bits, col_bits = largest(
+                source, None, row_amax_ptr, col_amax_ptr, M, K, dtype, True, ROW, COL, PROLOGUE, TILE_M, TILE_K, EVEN,
+                HARDWARE,
+            )  # fmt: skip
+    if not PER_ROW:
+        wait_for_previous(HARDWARE)
     if ROW is not None and not ROW.per_row:
-        store_amax(row_amax_ptr, row_amax)
+        store_amax(row_amax_ptr, row_bits)
     if COL is not None and not COL.per_row:
-        store_amax(col_amax_ptr, col_amax)
+        store_amax(col_amax_ptr, col_bits)
 
 
-def tile_shape(col: Side | None) -> tuple[int, int]:
-    """Rows and columns of a tile."""
-    return (64, 128) if col else (8, 1024)
+def tile_shape(col: Side | None, prologue: Prologue | None = None) -> tuple[int, int]:
+    """Rows and columns of a tile; fewer columns where each has a gamma in registers."""
+    if col is None:
+        return 8, 1024
+    return (64, 128) if prologue is None or not prologue.is_norm else (128, 64)
 
 
 def _size(side: Side | None, rows: int) -> int:
@@ -156,10 +203,10 @@ def _amax(
     row_amax = torch.empty(sizes[0], dtype=torch.float32, device=source.device) if row else None
     col_amax = torch.empty(sizes[1], dtype=torch.float32, device=source.device) if col else None
     if any(sizes):
-        launch = Launch.of(source, *tile_shape(col))
-        overlap = {"launch_pdl": True} if launch.hardware & _OVERLAP else {}
+        launch = Launch.of(source, *tile_shape(col, source.prologue))
+        overlap = overlapping(launch.hardware)
         constants = (CLEARED, launch.hardware)
-        start(clear_kernel, -(-max(sizes) // CLEARED), (row_amax, col_amax), sizes, constants, num_warps=4)
+        start(clear_kernel, -(-max(sizes) // CLEARED), (row_amax, col_amax), sizes, constants, num_warps=4, **overlap)
         if launch.tiles:
             programs = min(launch.tiles, 8 * launch.multiprocessors)
             pointers = (*source.pointers, out, row_amax, col_amax)

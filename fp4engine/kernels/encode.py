@@ -119,15 +119,19 @@ def hadamard(x, SIDE: tl.constexpr, dtype: tl.constexpr):
         else:
             # x / 4 is exact for 16-bit dtypes, so the fused form rounds as the two steps do.
             y = y + (tl.fma(x[i + 1], high, low), tl.fma(x[i + 1], -high, low))
-    for stage in tl.static_range(1, 4):
-        z = ()
-        for i in tl.static_range(16):
-            if i & (1 << stage):
-                z = z + (y[i - (1 << stage)] - y[i],)
-            else:
-                z = z + (y[i] + y[i + (1 << stage)],)
-        y = z
-    return y
+    return butterflies(butterflies(butterflies(y, 2), 4), 8)
+
+
+@triton.jit
+def butterflies(y, STRIDE: tl.constexpr):
+    """Sums and differences of what is ``STRIDE`` apart."""
+    z = ()
+    for i in tl.static_range(16):
+        if i & STRIDE:
+            z = z + (y[i - STRIDE] - y[i],)
+        else:
+            z = z + (y[i] + y[i + STRIDE],)
+    return z
 
 
 @triton.jit
@@ -142,12 +146,36 @@ def block_amax(x):
     m = ()
     for i in tl.static_range(8):
         m = m + (tl.maximum(tl.abs(x[i]), tl.abs(x[i + 8]), propagate_nan=NAN),)
+    return largest_of_8(m)
+
+
+@triton.jit
+def largest_of_8(m):
     for stage in tl.static_range(3):
         n = ()
         for i in tl.static_range(4 >> stage):
             n = n + (tl.maximum(m[i], m[i + (4 >> stage)], propagate_nan=NAN),)
         m = n
     return m[0]
+
+
+@triton.jit
+def hadamard_amax(x, SIDE: tl.constexpr):
+    """:func:`block_amax` of :func:`hadamard` on 16-bit x, in 10 instructions less per 16 elements where it is finite.
+
+    Infinite or NaN: so may the other be, or not. The last butterflies are not needed, since rounding is symmetric and
+    monotonic: ``max(|fl(a + b)|, |fl(a - b)|) = fl(|a| + |b|)``. And 1/4 may come last, when it is one multiplication.
+    """
+    y = ()
+    for i in tl.static_range(0, 16, 2):
+        low = x[i] * SIDE.signs[i]
+        high = x[i + 1] * SIDE.signs[i + 1]
+        y = y + (low + high, low - high)
+    y = butterflies(butterflies(y, 2), 4)
+    m = ()
+    for i in tl.static_range(8):
+        m = m + (tl.abs(y[i]) + tl.abs(y[i + 8]),)
+    return 0.25 * largest_of_8(m)
 
 
 @triton.jit

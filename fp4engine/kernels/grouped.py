@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.formats import CastSpec
-from fp4engine.kernels.amax import store_amax
+from fp4engine.kernels.amax import bits_of_largest, store_amax
 from fp4engine.kernels.cast import Side, products_stay_normal
 from fp4engine.kernels.encode import NAN, block_amax, operand_amax
 from fp4engine.kernels.launch import device_facts
@@ -75,9 +75,9 @@ def grouped_amax_kernel(
             block = operand_amax(x, COL, x_ptr.dtype.element_ty, HARDWARE)
             col_amax = tl.maximum(col_amax, block, propagate_nan=NAN)
     if ROW is not None:
-        store_amax(row_amax_ptr + expert, row_amax)
+        store_amax(row_amax_ptr + expert, bits_of_largest(row_amax))
     if COL is not None:
-        store_amax(col_amax_ptr + expert, col_amax)
+        store_amax(col_amax_ptr + expert, bits_of_largest(col_amax))
 
 
 @triton.jit(do_not_specialize=["groups", "stream"])

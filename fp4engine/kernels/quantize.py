@@ -21,6 +21,7 @@ from fp4engine.kernels.cast import Side, cast_block, products_stay_normal
 from fp4engine.kernels.encode import stack
 from fp4engine.kernels.launch import Launch, is_column_major
 from fp4engine.kernels.load import read_blocks, read_rows
+from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_previous
 from fp4engine.kernels.source import Source
 from fp4engine.kernels.tape import Tapes
 
@@ -99,6 +100,8 @@ def quantize_kernel(
     EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Tile ``pid``, tiles counted along K first so that neighbours complete each other's sectors of the scales."""
+    let_next_begin(HARDWARE)
+    wait_for_previous(HARDWARE)
     tiles = tl.cdiv(K, TILE_K)
     row0 = (tl.program_id(0) // tiles) * TILE_M
     col0 = (tl.program_id(0) % tiles) * TILE_K
@@ -238,5 +241,6 @@ def _quantize(
         pointers = (*source.pointers, *sides[0], *sides[1], rng)
         integers = (*source.shape, *source.x.stride(), stream)
         parts = (row, col, source.prologue)
-        launch(quantize_kernel, launch.tiles, pointers, integers, parts, **_options(source, row, col))
+        options = _options(source, row, col) | overlapping(launch.hardware)
+        launch(quantize_kernel, launch.tiles, pointers, integers, parts, **options)
     return (row_out, row_scale, col_out, col_scale), None

@@ -163,7 +163,9 @@ class Tape:
         if nbytes > _MOST_WORKSPACE:
             raise ValueError(f"a workspace of {nbytes} bytes is too large")
         outputs = [None if tensor is None else _description(tensor, recording) for tensor in tensors]
-        self._made = [*outputs, ((nbytes,), (1,), torch.uint8) if offsets else None]
+        self._outputs = [(place, output) for place, output in enumerate(outputs) if output is not None]
+        self._no_outputs: list[Tensor | None] = [None] * len(outputs)
+        self._workspace = ((nbytes,), (1,), torch.uint8) if offsets else None
         slots |= {storage: (first + len(storages), offset) for storage, offset in offsets.items()}
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in inputs]
 
@@ -194,14 +196,13 @@ class Tape:
         stream = self._stream()
         if stream is None:
             return None
-        made: list[Tensor | None] = []
-        for description in self._made:
-            if description is None:
-                made.append(None)
-            else:
-                tensor = self._empty(*description)
-                made.append(tensor)
-                addresses.append(tensor.data_ptr())
+        outputs = self._no_outputs.copy()
+        for place, description in self._outputs:
+            outputs[place] = output = self._empty(*description)
+            addresses.append(output.data_ptr())
+        if self._workspace is not None:
+            workspace = self._empty(*self._workspace)  # until play returns; later work on this stream may have it then
+            addresses.append(workspace.data_ptr())
         addresses.append(stream)
         bases = tuple(addresses)
         calls = self._calls.get(bases)
@@ -213,8 +214,7 @@ class Tape:
             function(*arguments)
         for function, arguments in self.notes:
             function(*arguments)
-        del made[-1]  # the workspace: what is queued on its memory's stream after these launches may have it
-        return made
+        return outputs
 
     def _bind(self, bases: tuple[int, ...]) -> list[Call]:
         """The calls for buffers at these addresses, which an allocator gives to every step alike."""
@@ -267,12 +267,12 @@ class Tapes:
         parts: list[Any] = [*problem]
         addresses: list[int] = []
         for tensor in tensors:
-            if tensor is None:
+            if type(tensor) in _PLAIN:
+                parts += (tensor.shape, tensor.is_contiguous() or tensor.stride(), tensor.dtype, tensor.get_device())
+                addresses.append(tensor.data_ptr())
+            elif tensor is None:
                 parts.append(None)
                 addresses.append(0)
-            elif type(tensor) in _PLAIN:
-                parts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-                addresses.append(tensor.data_ptr())
             else:
                 return function(*arguments, *tensors)
         key = tuple(parts)

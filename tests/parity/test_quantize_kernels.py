@@ -130,6 +130,18 @@ def test_not_finite(kernel_device, name, value):
     check(x, name, kernel_device)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("values", [(1.0,), (1.0, 1.0), (1.0, -1.0), (1.0, 1.0, 1.0, 1.0)])
+@pytest.mark.parametrize("infinite", [False, True])
+def test_a_rotated_block_of_large_values(kernel_device, infinite, values, dtype):
+    """Four largest values make one of them, though their sum overflows; two infinities make an infinity and a NaN."""
+    x = torch.zeros(16, 20, dtype=dtype)
+    for row, sign in enumerate(values):
+        x[row, 3] = sign * (float("inf") if infinite else torch.finfo(dtype).max)
+    check(x, "default forward", kernel_device, ("codes",))
+    check(x.T.contiguous(), "rotated rowwise", kernel_device, ("codes",))
+
+
 def test_underflow_of_negative_products_gives_code_0(kernel_device):
     """-2^-133 beside 1e30: the product rounds to -0.0, whose code is 0, not 8."""
     x = torch.full((16, 32), -(2.0**-133), dtype=torch.bfloat16)

@@ -83,7 +83,7 @@ def test_every_replay_allocates_its_outputs(plays):
 
 def test_temporaries_share_memory_when_their_time_is_over(plays):
     run(Tapes(4), chain, torch.zeros(COUNT))
-    assert plays[0]._made[-1] == ((2 * NBYTES,), (1,), torch.uint8)
+    assert plays[0]._workspace == ((2 * NBYTES,), (1,), torch.uint8)
 
 
 def test_what_lives_longer_keeps_its_place(plays):
