@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from timing import environment, repeats_for, time_in_turn
+from timing import environment, graph_seconds, repeats_for, time_in_turn
 from torch import Tensor
 
 import fp4engine
@@ -179,18 +179,19 @@ def measure_casts() -> dict[str, dict[str, float]]:
         value, (rowwise, columnwise), _ = activation.read(hidden, hidden.dtype, SPECS)
         QUANTIZER(value, rowwise_amax=rowwise, columnwise_amax=columnwise)
 
-    pairs = {
-        "RMSNorm and cast": (
-            lambda: QUANTIZER(F.rms_norm(x, (HIDDEN,), gamma, 1e-5)),
-            lambda: QUANTIZER(norm.read(x, x.dtype, SPECS, gamma, None)[0]),
-        ),
-        "SwiGLU and cast": (lambda: QUANTIZER(swiglu(hidden)), fused_activation),
-        "SwiGLU backward": (
-            lambda: torch.autograd.grad(composed, leaf, grad, retain_graph=True),
-            lambda: activation.gradients(grad, hidden),
-        ),
+    backward = {
+        "apart": lambda: torch.autograd.grad(composed, leaf, grad, retain_graph=True),
+        "fused": lambda: activation.gradients(grad, hidden),
     }
-    return {name: time_in_turn({"apart": apart, "fused": fused}, 20) for name, (apart, fused) in pairs.items()}
+    forward = {
+        "RMSNorm and cast": {
+            "apart": lambda _: QUANTIZER(F.rms_norm(x, (HIDDEN,), gamma, 1e-5)),
+            "fused": lambda _: QUANTIZER(norm.read(x, x.dtype, SPECS, gamma, None)[0]),
+        },
+        "SwiGLU and cast": {"apart": lambda _: QUANTIZER(swiglu(hidden)), "fused": lambda _: fused_activation()},
+    }
+    times = {name: {k: graph_seconds(run, [x]) * 1e3 for k, run in pair.items()} for name, pair in forward.items()}
+    return times | {"SwiGLU backward": time_in_turn(backward, 20)}
 
 
 def swiglu(x: Tensor) -> Tensor:

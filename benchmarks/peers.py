@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from quantize import graph_seconds
 from step import RECIPE, check, make, problem
-from timing import environment, repeats_for, time_in_turn
+from timing import environment, graph_seconds, repeats_for, time_in_turn
 from torch import Tensor
 
 import fp4engine

@@ -9,15 +9,13 @@ bytes are what the operation must move (input once, outputs once). Results go to
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-from timing import environment
+from timing import environment, graph_seconds, host_microseconds
 from torch import Tensor
 
 from fp4engine import reference
@@ -81,26 +79,6 @@ def cast(x, row, col, amaxes, rng, output="codes"):
     )  # fmt: skip
 
 
-def graph_seconds(run: Callable[[Tensor], object], inputs: list[Tensor], launches: int = 8) -> float:
-    """Median seconds per call of ``run``, inputs in rotation."""
-    run(inputs[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(launches):
-            run(inputs[i % len(inputs)])
-    graph.replay()
-    times = []
-    for _ in range(9):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3 / launches)
-    return statistics.median(times)
-
-
 def operations(x: Tensor, rng: Tensor) -> dict[str, tuple[Callable[[Tensor], object], float]]:
     """Operation and bytes per element, by name."""
     amaxes = amax(x, PLAIN, ROTATED)
@@ -139,21 +117,6 @@ def measure(shape: tuple[int, int], rng: Tensor) -> dict[str, float]:
     for name, (run, per_element) in operations(inputs[0], rng).items():
         rates[name] = per_element * elements / graph_seconds(run, inputs) / 1e9
     return rates
-
-
-def host_microseconds(calls: dict[str, Callable[[], object]], repeats: int = 200) -> dict[str, float]:
-    """Median of each call over rounds in which all take turns: the host's speed changes from one second to the next."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(25):
-        for name, run in calls.items():
-            run()
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(repeats):
-                run()
-            torch.cuda.synchronize()
-            times[name].append((time.perf_counter() - begin) / repeats * 1e6)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def parts_of_a_call(x: Tensor, one: Tensor) -> dict[str, Callable[[], object]]:

@@ -14,22 +14,19 @@ Then the share of the step's GPU time per kernel, and the host time of a step to
 
 import argparse
 import json
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 from gemm import MODELS, TOKENS
-from timing import environment, repeats_for, time_in_turn
+from timing import environment, host_microseconds, repeats_for, time_in_turn
 
 import fp4engine
 from fp4engine.quantizers import reference_quantizer
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
 
 RECIPE = NVFP4BlockScaling()
-HOST_STEPS = 200
 
 
 def make(kind: type[torch.nn.Linear], fan_in: int, fan_out: int) -> torch.nn.Linear:
@@ -128,8 +125,8 @@ def forward_nvfp4(layer: torch.nn.Linear, inp: torch.Tensor) -> None:
         layer(inp)
 
 
-def host_microseconds() -> dict[str, float]:
-    """Wall time per call at a size so small that the host is the limit; best of five loops."""
+def host_times() -> dict[str, float]:
+    """Microseconds per call at a size so small that the host is the limit."""
     inp = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
     dense, layer, cached = (make(kind, 64, 64) for kind in (torch.nn.Linear, fp4engine.Linear, fp4engine.Linear))
@@ -146,21 +143,9 @@ def host_microseconds() -> dict[str, float]:
     }
     forwards = {"bf16, forward": lambda: dense(inp), "nvfp4, forward": lambda: forward_nvfp4(layer, inp)}
     with fp4engine.weight_cache(cached):
-        results = {name: loop_microseconds(run) for name, run in (steps | forwards).items()}
+        times = host_microseconds(steps | forwards)
         with torch.autograd.set_multithreading_enabled(False):
-            return results | {f"{name}, one thread": loop_microseconds(run) for name, run in steps.items()}
-
-
-def loop_microseconds(run: Callable[[], object]) -> float:
-    best = float("inf")
-    for _ in range(5):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(HOST_STEPS):
-            run()
-        torch.cuda.synchronize()
-        best = min(best, (time.perf_counter() - begin) / HOST_STEPS)
-    return best * 1e6
+            return times | {f"{name}, one thread": t for name, t in host_microseconds(steps).items()}
 
 
 def main() -> None:
@@ -178,7 +163,7 @@ def main() -> None:
             rows.append(dict(model=model, fan_in=fan_in, fan_out=fan_out, ms=times, ratio=ratio, cached_ratio=cached))
             name = f"{model} {fan_in}x{fan_out}"
             print(f"{name:28} {times['bf16']:9.3f} {times['nvfp4']:9.3f} {ratio:6.3f} {cached:6.3f}", flush=True)
-    host = host_microseconds()  # before the profiler, which slows launches for the rest of the process
+    host = host_times()  # before the profiler, which slows launches for the rest of the process
     kernels = profile(4096, 14336)
     print("\none step of 4096x14336, microseconds per kernel")
     for name, microseconds in kernels[:14]:

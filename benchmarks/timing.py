@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 ROUNDS = 7
 
@@ -29,6 +30,41 @@ def time_in_turn(variants: dict[str, Callable[[], Any]], repeats: int) -> dict[s
             end.record()
             end.synchronize()
             times[name].append(begin.elapsed_time(end) / repeats)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def graph_seconds(run: Callable[[Tensor], object], inputs: list[Tensor], launches: int = 8) -> float:
+    """Median seconds per call of ``run``, inputs in rotation."""
+    run(inputs[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            run(inputs[i % len(inputs)])
+    graph.replay()
+    times = []
+    for _ in range(9):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3 / launches)
+    return statistics.median(times)
+
+
+def host_microseconds(calls: dict[str, Callable[[], object]], repeats: int = 200) -> dict[str, float]:
+    """Median of each call over rounds in which all take turns: the host's speed changes from one second to the next."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(25):
+        for name, run in calls.items():
+            run()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - begin) / repeats * 1e6)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

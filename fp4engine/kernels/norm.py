@@ -14,7 +14,7 @@ from torch import Tensor
 from fp4engine.kernels.encode import wide
 from fp4engine.kernels.start import start
 
-ROWS, COLS = 4, 512
+ROWS, COLS = 2, 512
 """Rows of one program, and columns of a chunk."""
 
 
