@@ -2,11 +2,12 @@
 
     python tools/aot.py [part of a name]            (make aot; the GEMM kernels: tests/unit/kernels/test_gemm_aot.py)
 
-Fails if a kernel does not compile, or if the sm_100 PTX of a nearest-even cast lacks the native
-E2M1 conversion.
+Fails if a kernel does not compile, if the sm_100 PTX of a nearest-even cast lacks the native E2M1 conversion, or if a
+kernel that overlaps its predecessor does not wait for it.
 """
 
 import itertools
+import re
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -150,6 +151,22 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     return table
 
 
+FIRST_USE = {
+    "clear_kernel": r"griddepcontrol\.launch_dependents|st\.global",
+    "amax_kernel": r"\b(atom|red)\.",
+    "quantize_kernel": r"(ld|st)\.global",
+}
+"""What a kernel must not reach before it has waited for its predecessor, see :mod:`fp4engine.kernels.overlap`."""
+
+
+def waits_first(kernel: Any, ptx: str) -> bool:
+    """Whether ``kernel`` waits before its :data:`FIRST_USE`; True of kernels that do not overlap."""
+    if kernel.__name__ not in FIRST_USE:
+        return True
+    first = re.search(rf"griddepcontrol\.wait|{FIRST_USE[kernel.__name__]}", ptx)
+    return first is not None and first[0] == "griddepcontrol.wait"
+
+
 def compile_case(index: int, capability: int) -> tuple[str, str]:
     """A line to print, and what is wrong, if anything, with case ``index`` of :func:`cases`."""
     name, kernel, constants, dtype = cases()[index]
@@ -166,6 +183,8 @@ def compile_case(index: int, capability: int) -> tuple[str, str]:
     wants = kernel in (quantize_kernel, grouped_quantize_kernel) and all(
         s.words == 2 and not s.random_bits for s in sides
     )
+    if capability >= 90 and not waits_first(kernel, compiled.asm["ptx"]):
+        return line, f"{name}, sm_{capability}: does not wait for its predecessor before it uses memory"
     if wants and native != (capability >= 100):
         return line, f"{name}, sm_{capability}: native E2M1 conversion {'in' if native else 'missing from'} PTX"
     return line, ""

@@ -32,7 +32,7 @@ CLEARED = 1024
 def clear_kernel(row_amax_ptr, col_amax_ptr, rows, cols, BLOCK: tl.constexpr, HARDWARE: tl.constexpr):
     """Zeros for :func:`amax_kernel` to start from.
 
-    It begins when this has waited for what came before, so x is complete then; it waits before it uses the zeros.
+    Every program waits for what came before and only then lets :func:`amax_kernel` begin, so x is complete by then.
     """
     wait_for_previous(HARDWARE)
     let_next_begin(HARDWARE)
@@ -45,7 +45,7 @@ def clear_kernel(row_amax_ptr, col_amax_ptr, rows, cols, BLOCK: tl.constexpr, HA
 
 @triton.jit
 def bits_of_largest(magnitude):
-    """Scalar: the bits of the largest of a tensor's elements, which are not negative or NaN."""
+    """Scalar: the bits of the largest of a tensor's elements, each NaN or not negative."""
     bits = (to_bits(magnitude) & 0x7FFFFFFF).to(tl.int32, bitcast=True)
     return tl.max(tl.reshape(bits, [magnitude.numel]), axis=0)
 
@@ -63,7 +63,7 @@ def store_amax_per_row(amax_ptr, index, magnitude, rows, AXIS: tl.constexpr):
 
 @triton.jit
 def block_largest(y, SIDE: tl.constexpr, dtype: tl.constexpr, EXACT: tl.constexpr, HARDWARE: tl.constexpr):
-    """Per block, what of a side ``A`` is the largest of: exact, or exact where it is finite."""
+    """Per block, a side's largest magnitude: rounded if ``EXACT``; otherwise before that, and right where finite."""
     if EXACT:
         return operand_amax(y, SIDE, dtype, HARDWARE)
     elif SIDE.signs is None:
@@ -126,7 +126,7 @@ def amax_kernel(
     """Maxima of every tile.
 
     ``y_ptr``: where to write the matrix itself, row-major, or None. x is complete, the maxima may not be zero yet: see
-    :func:`clear_kernel`.
+    :mod:`fp4engine.kernels.overlap`.
     """
     let_next_begin(HARDWARE)
     PER_ROW: tl.constexpr = (ROW is not None and ROW.per_row) or (COL is not None and COL.per_row)  # pyright: ignore[reportAssignmentType]

@@ -207,7 +207,7 @@ class Tape:
         bases = tuple(addresses)
         calls = self._calls.get(bases)
         if calls is None:
-            if not are_aligned(addresses):
+            if not _are_aligned(bases[:-1]):
                 return None
             calls = self._bind(bases)
         for function, arguments in calls:
@@ -260,7 +260,7 @@ class Tapes:
         Args:
             problem: hashable; with the shapes, strides, dtypes and devices of ``tensors`` it decides what ``function``
                 does.
-            tensors: what ``function`` reads and writes, of one device; the first is not None.
+            tensors: what ``function`` reads and writes, on the CPU or one GPU; the first is not None.
         """
         if _local.recording is not None or _modes_on_this_thread():
             return function(*arguments, *tensors)
@@ -281,7 +281,7 @@ class Tapes:
             outputs = tape.play(addresses)
             if outputs is not None:
                 return tuple(outputs), tape.constant  # pyright: ignore[reportReturnType]: what function would return
-        elif tape is _SEEN and are_aligned(addresses):
+        elif tape is _SEEN and _are_aligned(addresses) and _are_distinct(addresses):
             return self._record(key, tensors, function, arguments)
         elif tape is None:
             if len(self._tapes) >= self._most:
@@ -323,8 +323,14 @@ def _at(descriptor: Any, address: int | None) -> Any:
     return moved
 
 
-def are_aligned(addresses: list[int]) -> bool:
+def _are_aligned(addresses: Sequence[int]) -> bool:
     return not any(address % ALIGNMENT for address in addresses)
+
+
+def _are_distinct(addresses: Sequence[int]) -> bool:
+    """Whether no tensor is there twice; 0 stands for none."""
+    given = [address for address in addresses if address]
+    return len(set(given)) == len(given)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -205,6 +205,28 @@ def test_what_is_not_aligned_or_not_plain_is_not_replayed(plays):
     assert not plays and not [found for found in tapes._tapes.values() if type(found) is Tape]
 
 
+def test_any_stream_launches(plays, monkeypatch):
+    """CUDA's legacy stream is number 1: no address, and not aligned."""
+    monkeypatch.setattr("fp4engine.kernels.start.launching_stream", lambda index: 1)
+    tapes, x = Tapes(4), torch.zeros(COUNT)
+    outputs = run(tapes, chain, x)[0]
+    assert plays and float(outputs[0][0]) == 10.0 and next(iter(plays[0]._calls))[-1] == 1
+
+
+def test_a_tensor_given_twice_does_not_refuse_the_problem(plays):
+    """Two inputs at one address cannot be told apart while recording; replayed, they need not be."""
+    tapes, x, y = Tapes(4), torch.zeros(COUNT), torch.ones(COUNT)
+
+    def function(x, y):
+        return (add(y, 1.0), add(x, 2.0)), None
+
+    run(tapes, function, x, x)
+    assert not plays
+    run(tapes, function, x, y)
+    (left, right), _ = tapes.run((), (x, x), function)
+    assert len(plays) == 3 and (float(left[0]), float(right[0])) == (1.0, 2.0)
+
+
 def test_nothing_is_replayed_past_a_dispatch_mode(plays):
     seen = []
 
