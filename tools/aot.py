@@ -179,12 +179,12 @@ def compile_case(index: int, capability: int) -> tuple[str, str]:
     note = ", native E2M1" if native else ""
     seconds = time.perf_counter() - begin
     line = f"{name:32} sm_{capability:<4} {compiled.metadata.shared:6} B shared{note}  {seconds:.1f} s"
+    if capability >= 90 and not waits_first(kernel, compiled.asm["ptx"]):
+        return line, f"{name}, sm_{capability}: does not wait for its predecessor before it uses memory"
     sides = [side for side in (constants.get("ROW"), constants.get("COL")) if side is not None]
     wants = kernel in (quantize_kernel, grouped_quantize_kernel) and all(
         s.words == 2 and not s.random_bits for s in sides
     )
-    if capability >= 90 and not waits_first(kernel, compiled.asm["ptx"]):
-        return line, f"{name}, sm_{capability}: does not wait for its predecessor before it uses memory"
     if wants and native != (capability >= 100):
         return line, f"{name}, sm_{capability}: native E2M1 conversion {'in' if native else 'missing from'} PTX"
     return line, ""
