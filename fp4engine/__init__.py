@@ -1,9 +1,11 @@
 """fp4engine: NVFP4 training numerics, the same bytes on every machine."""
 
-from fp4engine import recipe
+from fp4engine import inspect, recipe
+from fp4engine.accounting import ConversionPlan, assert_quantized, executed_gemms
 from fp4engine.capability import is_nvfp4_available
 from fp4engine.checkpoint import checkpoint
-from fp4engine.convert import ConversionPlan, assert_quantized, convert, executed_gemms, last_blocks
+from fp4engine.convert import convert, last_blocks, revert
+from fp4engine.frozen_weights import dequantize_weights, quantize_weights
 from fp4engine.functional.cast import CastTensor, cast, upcast
 from fp4engine.modules import (
     GroupedLinear,
@@ -17,6 +19,7 @@ from fp4engine.modules import (
     TransformerLayer,
     get_amax_history,
     quantized_model_init,
+    recompute_contexts,
     set_amax_history,
     weight_cache,
 )
@@ -31,10 +34,11 @@ from fp4engine.state import (
     manual_seed,
     set_rng_state,
 )
+from fp4engine.te import install_as_transformer_engine
+from fp4engine.version import __version__
 
 fp8_model_init = quantized_model_init  # TransformerEngine's older name
 
-__version__ = "0.1.0"
 
 __all__ = [
     "CastTensor",
@@ -59,6 +63,7 @@ __all__ = [
     "cast",
     "checkpoint",
     "convert",
+    "dequantize_weights",
     "executed_gemms",
     "fake_quantize",
     "fp8_autocast",
@@ -66,13 +71,18 @@ __all__ = [
     "get_amax_history",
     "get_default_recipe",
     "get_rng_state",
+    "inspect",
+    "install_as_transformer_engine",
     "is_nvfp4_available",
     "last_blocks",
     "linear_ste",
     "make_quantizer",
     "manual_seed",
+    "quantize_weights",
     "quantized_model_init",
     "recipe",
+    "recompute_contexts",
+    "revert",
     "set_amax_history",
     "set_rng_state",
     "ste_weight",

@@ -1,8 +1,10 @@
 """Activation checkpointing whose recomputation is the forward over again: same recipe, same random bits."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.utils.checkpoint
 
 from fp4engine.ops import Draws
@@ -48,9 +50,10 @@ def checkpoint(
             raise NotImplementedError(f"checkpoint({name}={value!r}) is not implemented; leave it out")
     options = {name: kwargs.pop(name) for name in _TORCH_OPTIONS if name in kwargs}
     state, draws = current_state(), Draws()
+    repeats = draws.repeated if torch.is_grad_enabled() else nullcontext  # without gradients nothing is run again
 
     def run(*args: Any) -> Any:
-        with Region(state), draws.repeated():
+        with Region(state), repeats():
             return function(*args, **kwargs)
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **options)

@@ -35,3 +35,6 @@ PHILOX_M1: Final = 0xCD9E8D57
 PHILOX_W0: Final = 0x9E3779B9
 PHILOX_W1: Final = 0xBB67AE85
 """Philox4x32-10 (Salmon et al., SC 2011): rounds, multipliers and Weyl increments of the key."""
+
+KEY_STEP: Final = 0x1E3779B97F4A7C15
+"""What is added to the key after every 2^32 draws, as many as the generator counts; odd, so that no key comes twice."""

@@ -6,7 +6,19 @@ recipe or quantizer is constructed, never at import; a constructor argument alwa
 
 import dataclasses
 import os
+import warnings
+from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
+
+NOT_IMPLEMENTED = {
+    "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH": "4over6 compares exact errors, so that every machine chooses alike",
+}
+"""Flags of TransformerEngine's that would change numbers, and why they cannot: only unset or ``"0"``."""
+
+_PREFIXES = ("NVTE_NVFP4_", "NVTE_FP4_")
+_fields: set[str] = set()
+_warned: set[str] = set()
 
 
 def read_flag(name: str, default: bool) -> bool:
@@ -41,11 +53,46 @@ def read_choice(name: str, allowed: tuple[str, ...], default: str | None) -> str
     raise ValueError(f"environment flag {name} must be one of {words}, got {text!r}")
 
 
+def flags_set() -> dict[str, str]:
+    """Flags of this package, and of Triton, that are set in this process, sorted by name."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NVTE_", "TRITON_"))}
+
+
 def flag(name: str, default: bool = False) -> Any:
     """Dataclass field whose default is :func:`read_flag` at construction."""
-    return dataclasses.field(default_factory=lambda: read_flag(name, default))
+    return _field(name, default, lambda: read_flag(name, default))
 
 
 def choice(name: str, allowed: tuple[str, ...], default: str | None) -> Any:
     """Dataclass field whose default is :func:`read_choice` at construction."""
-    return dataclasses.field(default_factory=lambda: read_choice(name, allowed, default))
+    return _field(name, default, lambda: read_choice(name, allowed, default))
+
+
+def _field(name: str, default: Any, read: Callable[[], Any]) -> Any:
+    """Field of the flag ``name``; what it is without the flag is in its metadata."""
+    _fields.add(name)
+
+    def factory() -> Any:
+        _look_for_names_that_nobody_reads()
+        return read()
+
+    return dataclasses.field(default_factory=factory, metadata={"default": default})
+
+
+def _look_for_names_that_nobody_reads() -> None:
+    """Warn of each once per process.
+
+    Raises:
+        ValueError: one of :data:`NOT_IMPLEMENTED` asks for something.
+    """
+    for name in sorted(name for name in os.environ if name.startswith(_PREFIXES)):
+        if name in NOT_IMPLEMENTED:
+            if os.environ[name] not in ("", "0"):
+                raise ValueError(
+                    f"environment flag {name}={os.environ[name]!r} is not implemented: {NOT_IMPLEMENTED[name]}; "
+                    "unset it, or set it to '0'"
+                )
+        elif name not in _fields and name not in _warned:
+            _warned.add(name)
+            (nearest,) = get_close_matches(name, sorted(_fields), n=1, cutoff=0.0)
+            warnings.warn(f"nobody reads the environment flag {name}; did you mean {nearest}?", stacklevel=5)

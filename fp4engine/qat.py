@@ -2,18 +2,96 @@
 
     q = decode(encode(x)),   dq/dx = 1
 
-Weight-only tuning of a whole model needs no function: ``autocast(recipe=recipe.zoo.make("nvfp4_weight_only"))``.
+:func:`prepare` makes every product of a whole model such a one, and :func:`finalize` leaves what will be served.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fp4engine.accounting import ConversionPlan
+from fp4engine.convert import convert
 from fp4engine.formats import CastSpec
+from fp4engine.frozen_weights import StoredWeights, quantize_weights
 from fp4engine.functional.cast import cast
+from fp4engine.modules.shared_amax import SHARED_SCALES, share_amax, sibling_groups
+from fp4engine.recipe import Casts, LinearRecipe, Recipe
 
 NVFP4 = CastSpec()
+
+
+def prepare(
+    model: nn.Module,
+    recipe: Recipe | None = None,
+    *,
+    inputs: bool = True,
+    clip: float = 1.0,
+    shared_scales: Sequence[Sequence[str]] = SHARED_SCALES,
+    keep_high_precision: Sequence[str] = (),
+) -> ConversionPlan:
+    """Convert ``model`` to multiply what a server will, with gradients that pass the casts straight through.
+
+        y = Q(x) Q(w)^T + b,   dx = dy Q(w),   dw = dy^T Q(x)      backward in high precision
+
+    Siblings that servers multiply as one matrix share their amax from now on, so that :func:`finalize` and
+    :func:`fp4engine.export.export_checkpoint` change nothing more.
+
+    Args:
+        recipe: whose forward casts are used; None is NVFP4 in 1x16 blocks, nearest even, by ``inputs`` and ``clip``.
+        inputs: cast inputs as well (W4A4); False casts weights only (W4A16).
+        clip: fraction of a weight block's amax that the largest code stands for; below 1 the largest values saturate
+            and the others have a finer grid.
+        shared_scales: see :func:`fp4engine.export.export_checkpoint`; ``()`` shares none.
+        keep_high_precision: as in :func:`fp4engine.convert`.
+
+    Raises:
+        ValueError: ``clip`` is not in (0, 1], or given beside ``recipe``; what ``convert`` refuses.
+    """
+    if not 0 < clip <= 1 or (recipe is not None and (clip != 1 or not inputs)):
+        raise ValueError(f"clip must be in (0, 1], and goes with recipe=None as inputs does, got {clip} and {recipe!r}")
+    if recipe is None:
+        weight = NVFP4 if clip == 1 else NVFP4.replace(target=NVFP4.target / clip)
+        recipe = LinearRecipe(input=Casts(NVFP4 if inputs else None), weight=Casts(weight), backend="auto")
+    recipe = recipe.replace(backward_override="dequantized")
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if sibling_groups(linears, shared_scales):
+        recipe = share_amax(model, recipe, shared_scales)
+    return convert(model, recipe, keep_high_precision=keep_high_precision)
+
+
+def finalize(model: nn.Module) -> StoredWeights:
+    """Store the weights of a model that :func:`prepare` has converted as the codes that will be served, frozen.
+
+    The model then evaluates to what a server computes, and is ready for ``export_checkpoint``.
+
+    Raises:
+        ValueError: no module was converted, see :func:`fp4engine.quantize_weights`.
+    """
+    return quantize_weights(model)
+
+
+def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """``T^2 KL(softmax(teacher / T) || softmax(student / T))``, mean over positions; the teacher gets no gradient.
+
+    Args:
+        student, teacher: logits [..., classes], of the model that is tuned and of the one in high precision.
+        temperature: T > 0.
+
+    Raises:
+        ValueError: another shape, or a temperature that is not positive.
+
+    Source: Hinton et al., arXiv 1503.02531.
+    """
+    if student.shape != teacher.shape or not temperature > 0:
+        raise ValueError(
+            f"student and teacher must have one shape, and temperature be positive, got {tuple(student.shape)}, "
+            f"{tuple(teacher.shape)} and {temperature}"
+        )
+    softened, wanted = ((x / temperature).flatten(0, -2).log_softmax(-1) for x in (student, teacher.detach()))
+    divergence = nn.functional.kl_div(softened, wanted, reduction="batchmean", log_target=True)
+    return divergence * temperature**2
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -36,7 +114,11 @@ def fake_quantize(x: Tensor, spec: CastSpec = NVFP4) -> Tensor:
 
 
 def ste_weight(weight: Tensor, spec: CastSpec = NVFP4) -> Tensor:
-    """:func:`fake_quantize` of a weight [N, K]: what inference with quantized weights multiplies by."""
+    """:func:`fake_quantize` of a weight [N, K]: what inference with quantized weights multiplies by.
+
+    Raises:
+        ValueError: a weight that is no matrix.
+    """
     if weight.ndim != 2:
         raise ValueError(f"weight must be [out_features, in_features], got shape {tuple(weight.shape)}")
     return fake_quantize(weight, spec)
@@ -47,14 +129,14 @@ def linear_ste(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    input_spec: CastSpec | None = NVFP4,
+    input_spec: CastSpec | None = None,
     weight_spec: CastSpec | None = NVFP4,
 ) -> Tensor:
     """``y = Q(x) Q(w)^T + b`` as a dense product, with ``dx = dy Q(w)`` and ``dw = dy^T Q(x)``.
 
     Args:
         x: [..., K]; weight: [N, K]; bias: [N] or None.
-        input_spec, weight_spec: None leaves that side in high precision.
+        input_spec, weight_spec: None leaves that side in high precision, as the input is unless a spec is given.
     """
     left = x if input_spec is None else fake_quantize(x, input_spec)
     right = weight if weight_spec is None else ste_weight(weight, weight_spec)

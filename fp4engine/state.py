@@ -4,18 +4,19 @@ One frozen :class:`AutocastState` per thread. Modules read it once per forward; 
 everything it needs travels in the module's plan.
 """
 
+import asyncio
 import threading
+import warnings
 from contextlib import ContextDecorator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 
 from fp4engine.ops import get_rng_state, manual_seed, set_rng_state
-from fp4engine.quantizers.delayed import next_step
-from fp4engine.recipe import NVFP4BlockScaling, Recipe
+from fp4engine.quantizers.delayed import begin_step, end_step
+from fp4engine.recipe import NVFP4BlockScaling, Recipe, numbered
 from fp4engine.tracing import constant_when_traced
 
 __all__ = [
@@ -48,6 +49,32 @@ class AutocastState:
     amax_reduction_group: Any = None
 
 
+class _Watch:
+    """Sees whether an asyncio task gives way to another while a region that it has entered is open.
+
+    All tasks of a loop run on one thread, and would see that region. The loop runs what is scheduled before it comes
+    back to a task that has given way.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.is_open = True
+        self.gave_way = False
+        loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self.gave_way = self.is_open
+
+
+def _watch() -> _Watch | None:
+    """A watch over the region that is being entered; None where no task could give way."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    try:
+        return _Watch(asyncio.get_running_loop())
+    except RuntimeError:
+        return None
+
+
 class _Slot(threading.local):
     """What is in force on one thread.
 
@@ -58,7 +85,7 @@ class _Slot(threading.local):
     def __init__(self) -> None:  # not class attributes: torch.compile's guards look into the thread's own dictionary
         self.state: AutocastState | None = None
         self.backward = -1
-        self.outer: list[tuple[AutocastState | None, int]] = []
+        self.outer: list[tuple[AutocastState | None, int, _Watch | None]] = []
         self.delayed = False
 
 
@@ -83,8 +110,18 @@ def is_recomputed() -> bool:
     return _current_backward() not in (-1, _slot.backward)
 
 
+def is_traced_in_backward() -> bool:
+    """As :func:`is_recomputed`, asked by what runs while ``torch.compile`` traces."""
+    return torch._C._current_graph_task_id() not in (-1, _slot.backward)
+
+
+def region_depth() -> int:
+    """How many regions are open on this thread."""
+    return len(_slot.outer)
+
+
 def _current_backward() -> int:
-    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+    return -1 if torch.compiler.is_dynamo_compiling() else torch._C._current_graph_task_id()
 
 
 def get_default_recipe() -> NVFP4BlockScaling:
@@ -103,44 +140,45 @@ def _read_default_recipe() -> None:
 
 
 class Region(ContextDecorator):
-    """Context manager that puts ``state`` in force, None being the state outside every region. Decorates too."""
+    """Context manager that puts ``state`` in force, None being the state outside every region. Decorates too.
+
+    Raises:
+        RuntimeError: on leaving, if an asyncio task awaited inside.
+    """
 
     def __init__(self, state: AutocastState | None) -> None:
         self._state = state
 
     def __enter__(self) -> None:
-        _slot.outer.append((_slot.state, _slot.backward))
+        _slot.outer.append((_slot.state, _slot.backward, _watch()))
         _slot.state, _slot.backward = self._state, _current_backward()
         if self._state is not None and self._state.recipe.is_delayed and not in_backward():
             _slot.delayed = True
+            begin_step()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _slot.state, _slot.backward = _slot.outer.pop()
+        _slot.state, _slot.backward, watch = _slot.outer.pop()
         ends_step = _slot.delayed and _slot.state is None
         if ends_step and not in_backward():  # a recomputation belongs to its forward's step
             _slot.delayed = False
-            next_step()
-
-
-_recipes: WeakKeyDictionary[Recipe, ReferenceType[Recipe]] = WeakKeyDictionary()
-
-
-def _first_equal(recipe: Recipe) -> Recipe:
-    """Of the recipes in use that equal ``recipe`` the first: ``torch.compile`` guards on which object it is."""
-    try:
-        first = _recipes.setdefault(recipe, ref(recipe))()
-    except TypeError:  # a custom recipe whose factory has no hash equals nothing but itself
-        return recipe
-    return recipe if first is None else first
+            end_step()
+        if watch is not None:
+            watch.is_open = False
+            if watch.gave_way and kind is None:
+                raise RuntimeError(
+                    "an asyncio task awaited inside an autocast region, which is in force for every task of its "
+                    "thread; leave the region before `await`, or compute in a thread of its own (asyncio.to_thread)"
+                )
 
 
 class autocast(Region):
     """Region in which fp4engine's modules compute by ``recipe``.
 
     Nests, restores on exceptions, can be entered again after use and while in use, and is traceable by
-    ``torch.compile(fullgraph=True)``. Threads do not see each other's regions.
+    ``torch.compile(fullgraph=True)``. Threads do not see each other's regions, and CUDA streams play no part. The tasks
+    of an asyncio loop share their thread's: leaving a region inside which a task awaited raises a RuntimeError.
 
     Args:
         enabled: False makes modules compute in high precision inside.
@@ -170,8 +208,8 @@ class autocast(Region):
             raise ValueError(f"recipe must be an fp4engine.recipe.Recipe (zoo.make makes one) or None, got {recipe!r}")
         if calibrating and recipe.is_delayed:
             raise NotImplementedError("autocast(calibrating=True) is not implemented for delayed scaling; leave it out")
-        if not torch.compiler.is_compiling():
-            recipe = _first_equal(recipe)
+        if not torch.compiler.is_dynamo_compiling():
+            recipe = numbered(recipe.number)  # of equal recipes the first: torch.compile guards on which object it is
         super().__init__(AutocastState(enabled, recipe, bool(calibrating), amax_reduction_group))
 
 
@@ -186,6 +224,8 @@ def fp8_autocast(
 ) -> autocast:
     """TransformerEngine's older spelling of :class:`autocast`; takes the newer names of its arguments too.
 
+    Enabled without a recipe, it warns: TransformerEngine's default is an FP8 recipe, and :class:`autocast`'s is NVFP4.
+
     Raises:
         ValueError: an argument is given under both of its names.
     """
@@ -193,5 +233,11 @@ def fp8_autocast(
         raise ValueError(f"fp8_recipe and recipe are the same argument, got {fp8_recipe!r} and {recipe!r}")
     if fp8_group is not None and amax_reduction_group is not None:
         raise ValueError(f"fp8_group and amax_reduction_group are the same argument, got {fp8_group!r} and another")
+    if enabled and fp8_recipe is None and recipe is None and not torch.compiler.is_dynamo_compiling():
+        warnings.warn(
+            "fp8_autocast without a recipe computes by NVFP4BlockScaling(), and TransformerEngine's by an FP8 recipe; "
+            "give fp8_recipe=, or use fp4engine.te.pytorch.fp8_autocast, which takes TransformerEngine's",
+            stacklevel=2,
+        )
     group = fp8_group if amax_reduction_group is None else amax_reduction_group
     return autocast(enabled, calibrating, fp8_recipe if recipe is None else recipe, group)

@@ -1,20 +1,22 @@
 """What every test gets: a seed, poisoned allocations, hypothesis settings, and a reason when it is skipped."""
 
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
-
-from fp4engine.kernels import tape
 
 # Dynamo looks torch's functions up by identity, once: it has to see the real torch.empty, not the poisoned one.
 get_torch_obj_rule_map()
+# So does `with torch.device(...)`, which would not see an allocation that it does not know.
+_device_constructors()
 
 settings.register_profile(
     "ci",
@@ -51,6 +53,66 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers already fill the cores
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=3, help="how often the tests kill a run (default: 3)")
+    parser.addoption(
+        "--default-dtype",
+        choices=["float16", "bfloat16", "float64"],
+        help="fp4engine runs under this default dtype, the tests themselves do not",
+    )
+
+
+def under_default_dtype(function: Any, dtype: torch.dtype) -> Any:
+    """``function``, which finds ``dtype`` as PyTorch's default and leaves the one that was."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*arguments, **options)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            return function(*arguments, **options)
+        finally:
+            torch.set_default_dtype(before)
+
+    return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def default_dtype(request: pytest.FixtureRequest) -> None:
+    """Under ``--default-dtype``, whatever fp4engine does with tensors runs under that default.
+
+    Tests make their own tensors, and what they expect, under FP32: what differs is fp4engine's doing.
+    """
+    name = request.config.getoption("--default-dtype")
+    if name is None:
+        return
+    import fp4engine
+    from fp4engine import functional, modules, quantizers, reference
+    from fp4engine.functional import linear as _  # the module, which the function's name hides
+    from fp4engine.quantizers import delayed, shared
+
+    del _
+    linear = sys.modules["fp4engine.functional.linear"]
+    for owner, names in (
+        (quantizers.Quantizer, ("quantize", "amax", "requantize", "__call__")),
+        (delayed.DelayedQuantizer, ("quantize",)),
+        (shared.SharedAmaxQuantizer, ("quantize", "amax")),
+        (linear.LinearFunction, ("forward", "backward")),
+        (modules.Gemms, ("multiply",)),
+        (functional.norm.Norm, ("__call__", "gradients")),
+        (reference, ("quantize", "dequantize", "decode", "amax", "gemm", "column_sums")),
+        (fp4engine.ops, ("quantize", "amax", "dequantize", "gemm", "next_draw", "column_sums")),
+        (fp4engine.ops.Operand, ("dequantize", "transposed")),
+        (fp4engine.autocast, ("__exit__",)),
+        (fp4engine, ("cast", "upcast", "fake_quantize", "set_amax_history", "set_rng_state", "manual_seed")),
+    ):
+        for attribute in names:
+            static = isinstance(vars(owner).get(attribute), staticmethod)
+            wrapped = under_default_dtype(getattr(owner, attribute), getattr(torch, name))
+            setattr(owner, attribute, staticmethod(wrapped) if static else wrapped)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
@@ -76,6 +138,21 @@ def kernel_device() -> str:
     if not torch.cuda.is_available():
         pytest.skip("Triton kernels need a CUDA device, or TRITON_INTERPRET=1 (make interpret)")
     return "cuda"
+
+
+@pytest.fixture
+def forget_answers() -> Iterator[Callable[[], None]]:
+    """Forgets what the package has answered about devices, which only tests change; runs once more at the end."""
+
+    def forget() -> None:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("fp4engine."):
+                for value in vars(module).values():
+                    if callable(getattr(value, "cache_clear", None)):
+                        value.cache_clear()
+
+    yield forget
+    forget()
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +207,5 @@ def poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
-    for kind, allocate in tape._empty.items():
-        monkeypatch.setitem(tape._empty, kind, poisoned(allocate))
+
     yield

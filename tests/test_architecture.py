@@ -15,20 +15,29 @@ ROOT = Path(__file__).resolve().parents[1] / PACKAGE
 
 LAYERS = (
     # low to high; a module imports only from lower rows, and from its own sub-package
-    "constants environment capability roles names tracing formats",
+    "constants version environment capability roles names tracing formats",
     "recipe reference kernels",
     "ops",
     "tensor",
     "quantizers",
     "functional state",
     "modules",
-    "convert checkpoint inspect export integrations qat",
-    "testing",
+    "accounting",
+    "convert checkpoint frozen_weights inspect doctor export integrations qat",
+    "testing estimate",
+    "te",
+    "quantization",
+    "cli",
+    "__main__",
 )
 RANKS = {name: rank for rank, row in enumerate(LAYERS) for name in row.split()}
 
 SIDEWAYS = {
     ("integrations", "convert"),  # an integration is convert in another library's words
+    ("export", "convert"),  # the command line converts the model whose files it exports
+    ("qat", "convert"),  # quantization-aware training converts the model, and stores its weights in the end
+    ("qat", "frozen_weights"),
+    ("frozen_weights", "integrations"),  # stored weights of a model of transformers are for its save_pretrained
     ("formats", "constants"),  # formats are data about constants
     ("capability", "environment"),  # whether kernels run on the CPU is asked of TRITON_INTERPRET
 }

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
-from fp4engine.formats.elements import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, FP32, ElementFormat
+from fp4engine.formats.elements import E1M2, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, FP32, ElementFormat
 
 
 class RoundingMode(Enum):
@@ -22,7 +22,9 @@ class RoundingMode(Enum):
     AWAY = "away"
     """Nearest, ties away from zero."""
     ZERO = "zero"
-    """Truncation."""
+    """Nearest, ties toward zero."""
+    TRUNCATE = "truncate"
+    """The neighbour toward zero."""
     STOCHASTIC = "stochastic"
     """Up with probability equal to the distance from the lower neighbour."""
 
@@ -41,6 +43,9 @@ class ScaleRule(Enum):
     OPTION3 = "option3"
     TOPBINADE = "topbinade"
     """Powers of two for E8M0 scales, in TensorCast's words."""
+    ALIGNED = "aligned"
+    """Largest magnitude onto ``target``, scale truncated to four mantissa bits and corrected first; the outer scale is
+    found afterwards, and maps the largest block scale onto ``scale_bound``."""
 
     @property
     def is_four_over_six(self) -> bool:
@@ -48,10 +53,11 @@ class ScaleRule(Enum):
 
     @property
     def is_power_of_two(self) -> bool:
-        return self not in (ScaleRule.AMAX, *_FOUR_OVER_SIX)
+        return self in _POWER_OF_TWO
 
 
 _FOUR_OVER_SIX = (ScaleRule.FOUR_OVER_SIX_MAE, ScaleRule.FOUR_OVER_SIX_MSE)
+_POWER_OF_TWO = (ScaleRule.FLOOR, ScaleRule.CEIL, ScaleRule.MIDMAX, ScaleRule.OPTION3, ScaleRule.TOPBINADE)
 
 
 class Outer(Enum):
@@ -67,7 +73,7 @@ class Signs(Enum):
     """Which sign vector a rotation uses."""
 
     FIXED = "fixed"
-    """The recipe's one vector, the same for all layers and steps."""
+    """One vector per size of rotation, the same for all layers and steps; TransformerEngine's for 16."""
     NONE = "none"
     """Deterministic Hadamard."""
     DGRAD = "dgrad"
@@ -85,7 +91,8 @@ class Correction(Enum):
     NONE = "none"
     EDEN16 = "eden16"
     EDEN128 = "eden128"
-    """<y,y>/<y,q> per 16 or 128 elements, stochastically rounded into the block scales (MS-EDEN)."""
+    """<v,v>/<v,q> per 16 or 128 elements v, scaled as they are when they meet their grid; stochastically rounded into
+    the block scales (MS-EDEN)."""
     SCALAR = "scalar"
     """<y,y>/<y,q> once per operand, folded into the FP32 outer scale."""
 
@@ -191,6 +198,16 @@ class CastSpec:
         return significant <= 8 and self.outer is not Outer.BLOCK128
 
     @property
+    def factor_group(self) -> int:
+        """Neighbours that share an FP32 factor without which their values are exact in BF16; 0 for none.
+
+        A 1x128 outer scale, or the scale of a block where that is FP32.
+        """
+        if self.outer is Outer.BLOCK128:
+            return 128
+        return self.block[1] if self.scale == FP32 else 0
+
+    @property
     def is_stochastic(self) -> bool:
         """True if the cast reads the random stream."""
         return (
@@ -232,7 +249,13 @@ class CastSpec:
         Raises:
             ValueError: ``key`` is not of that form.
         """
+        if not isinstance(key, str):
+            raise ValueError(f"not a CastSpec key: {key!r}; a key is the string that spec.key prints")
         return _from_key(key)
+
+    def __repr__(self) -> str:
+        """``CastSpec.from_key('...')``."""
+        return f"CastSpec.from_key({self.key!r})"
 
 
 def _complaints(spec: CastSpec) -> Iterator[str]:
@@ -242,8 +265,8 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
         yield f"block must be (0, 0) or (rows >= 1, cols in 16, 32, 64, 128), got {spec.block}"
     if spec.random_bits not in (8, 16):
         yield f"random_bits must be 8 or 16, got {spec.random_bits}"
-    if spec.element not in (E2M1, E2M3, E3M2, E4M3, E5M2):
-        yield f"element must be e2m1, e2m3, e3m2, e4m3 or e5m2, got {spec.element}"
+    if spec.element not in (E1M2, E2M1, E2M3, E3M2, E4M3, E5M2):
+        yield f"element must be e1m2, e2m1, e2m3, e3m2, e4m3 or e5m2, got {spec.element}"
     if spec.scale not in (E4M3, E8M0, FP32):
         yield f"scale must be e4m3, e8m0 or fp32, got {spec.scale}"
     if not 0 < spec.target < float("inf"):
@@ -253,8 +276,12 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
     if (spec.scale == E8M0) != spec.scale_rule.is_power_of_two:
         yield (
             f"scale_rule={spec.scale_rule.value} does not go with scale={spec.scale}: "
-            "e8m0 takes floor, ceil, midmax, option3 or topbinade; other formats take amax or 4over6"
+            "e8m0 takes floor, ceil, midmax, option3 or topbinade; other formats take amax, 4over6 or aligned"
         )
+    if spec.scale_rule is ScaleRule.ALIGNED and (spec.scale != E4M3 or spec.outer is Outer.NONE):
+        yield f"scale_rule=aligned needs scale=e4m3 and an outer scale, got {spec.scale} and outer={spec.outer.value}"
+    if spec.scale_rule is ScaleRule.ALIGNED and spec.rounding is RoundingMode.STOCHASTIC:
+        yield "scale_rule=aligned finds the outer scale from nearest elements, it does not go with rounding=stochastic"
     if spec.scale_rule.is_four_over_six and (spec.element, spec.scale) != (E2M1, E4M3):
         yield f"4over6 needs element=e2m1 and scale=e4m3, got element={spec.element} and scale={spec.scale}"
     if spec.block == (0, 0) and (spec.outer not in (Outer.TENSOR, Outer.ROW) or spec.scale == E4M3):
@@ -302,7 +329,7 @@ def _from_key(key: str) -> CastSpec:
             Correction(correction),
         )
     except (KeyError, ValueError) as error:
-        raise ValueError(f"not a CastSpec key: {key!r} ({error})") from error
+        raise ValueError(f"not a CastSpec key: {key!r} ({error}); a key is what spec.key prints") from error
     return spec
 
 

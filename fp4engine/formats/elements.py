@@ -53,6 +53,8 @@ class ElementFormat:
         return self.name
 
 
+E1M2 = ElementFormat("e1m2", 1, 2, 1, 1.75)
+"""The uniform 4-bit grid: every multiple of 0.25 up to 1.75, which scaled is INT4 without -8."""
 E2M1 = ElementFormat("e2m1", 2, 1, 1, 6.0)
 E2M3 = ElementFormat("e2m3", 2, 3, 1, 7.5)
 E3M2 = ElementFormat("e3m2", 3, 2, 3, 28.0)
@@ -61,7 +63,7 @@ E5M2 = ElementFormat("e5m2", 5, 2, 15, 57344.0)
 E8M0 = ElementFormat("e8m0", 8, 0, 127, 2.0**127, signed=False)
 FP32 = ElementFormat("fp32", 8, 23, 127, 3.4028234663852886e38)
 
-FORMATS = {f.name: f for f in (E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32)}
+FORMATS = {f.name: f for f in (E1M2, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32)}
 """All formats by name."""
 
 _TORCH_DTYPES = {

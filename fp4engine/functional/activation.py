@@ -92,11 +92,13 @@ class Activation:
         """Whether kernels compute it in ``dtype``; their exponential is good for 16 bits."""
         return self.name in _KERNELS and dtype in (torch.bfloat16, torch.float16)
 
-    def read(self, x: Tensor, dtype: torch.dtype, specs: ops.Specs) -> tuple[Tensor, ops.Amaxes, tuple[Tensor, ...]]:
-        """The value for x [M, K or 2K], its outer amaxes, and nothing else for backward."""
-        return *ops.activate(x, _KERNELS[self.name], self.is_gated, dtype, specs), ()
+    def source(self, x: Tensor, dtype: torch.dtype) -> tuple[ops.Source, None]:
+        """What stands for the value for x [M, K or 2K]; backward needs nothing beside x."""
+        return ops.Source(x, dtype, _KERNELS[self.name], self.is_gated), None
 
-    def gradients(self, grad: Tensor, x: Tensor) -> tuple[Tensor]:
+    def gradients(
+        self, grad: Tensor, x: Tensor, parameters: tuple[Tensor | None, ...], statistics: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Gradient of x, from that of the value [M, K]."""
         return (ops.activation_backward(grad, x, _KERNELS[self.name], self.is_gated),)
 

@@ -37,6 +37,11 @@ class CastTensor:
     scale_inv: Tensor
     amax: Tensor
 
+    def __repr__(self) -> str:
+        """``CastTensor([64, 48], torch.float32, 'e2m1 1x16', 'compress', device='cpu')``."""
+        device = str(self.data.device)
+        return f"CastTensor({list(self.shape)}, {self.dtype}, {self.spec.label!r}, {self.mode!r}, device={device!r})"
+
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and amax."""
@@ -121,7 +126,7 @@ def _backend(x: Tensor, spec: CastSpec, compute: Compute) -> str:
         return "auto" if compute == "auto" else "reference"
     able, reason = capability.triton_runs_on(x.device)
     if able:
-        from fp4engine.kernels import quantize as kernels
+        from fp4engine.kernels import casts as kernels
 
         able, reason = kernels.supports(spec, x.dtype)
     if able:

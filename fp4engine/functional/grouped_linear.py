@@ -8,20 +8,27 @@ the number of experts only where weights are quantized.
 Legend: M rows in all, G experts, K in_features, N out_features.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp4engine import ops
-from fp4engine.formats import CastSpec
-from fp4engine.functional.linear import require_features, weight_operands
-from fp4engine.functional.plan import GemmName, LinearPlan
+from fp4engine.functional.linear import (
+    Accumulate,
+    Call,
+    MainGrad,
+    no_gradient,
+    refuse_second_derivative,
+    require_features,
+    weight_operands,
+)
+from fp4engine.functional.plan import ExecutedGemms, GemmName, LinearPlan
+from fp4engine.functional.saved import flatten, unflatten
 from fp4engine.functional.weight_cache import WeightCache
-from fp4engine.ops import Side
-from fp4engine.quantizers import Quantizer
+from fp4engine.ops import Operand
 from fp4engine.quantizers.base import as_matrix
 
 
@@ -31,20 +38,21 @@ class Expert(NamedTuple):
     Attributes:
         weight: [N, K].
         bias: [N] or None.
-        plan: how to compute.
-        weight_cache, main_grad: see :func:`fp4engine.functional.linear`.
+        plan, executed, amax_reduction_group, weight_cache, main_grad: see :func:`fp4engine.functional.linear`.
     """
 
     weight: Tensor
     bias: Tensor | None
     plan: LinearPlan
+    executed: ExecutedGemms
+    amax_reduction_group: Any
     weight_cache: WeightCache | None
     main_grad: Tensor | None
 
 
 def grouped_refusal(inp: Tensor, experts: Sequence[Expert]) -> str:
     """Why :func:`grouped_linear` cannot give the bytes of the loop; empty if it does."""
-    weight, _, plan = experts[0][:3]
+    weight, plan = experts[0].weight, experts[0].plan
     if any(expert.plan is not plan and expert.plan != plan for expert in experts):
         return "experts follow different recipes"
     if any(expert.weight.dtype != weight.dtype for expert in experts):
@@ -60,13 +68,15 @@ def grouped_refusal(inp: Tensor, experts: Sequence[Expert]) -> str:
         return "experts whose weight is frozen take no draw, since inp needs no gradient"
     if len({expert.main_grad is None for expert in trained}) > 1:
         return "only some weights have a main_grad"
+    if experts[0].amax_reduction_group is not None:
+        return "amax_reduction_group has no grouped kernels"
     return _plan_refusal(plan) or _kernel_refusal(plan, (inp.dtype, weight.dtype), inp.device)
 
 
 def _plan_refusal(plan: LinearPlan) -> str:
     quantizers = (plan.input, plan.weight, plan.grad_output)
-    if plan.backward_override is not None or plan.amax_reduction_group is not None:
-        return "neither backward_override nor amax_reduction_group has grouped kernels"
+    if plan.backward_override is not None:
+        return "backward_override has no grouped kernels"
     if any(q.columnwise_source != "original" or not q.only_casts for q in quantizers):
         return "a quantizer does more than cast"
     if plan.input.draws_in_forward or plan.weight.draws_in_forward:
@@ -102,54 +112,60 @@ def grouped_linear(inp: Tensor, counts: Tensor, experts: Sequence[Expert]) -> Te
     Raises:
         ValueError: the last dimension of ``inp`` is not K.
     """
-    weights, biases, plans, caches, main_grads = zip(*experts, strict=True)
-    require_features(inp, weights[0])
+    first = experts[0]
+    require_features(inp, first.weight)
     needs = (False, False)
     if torch.is_grad_enabled():
-        needs = (inp.requires_grad, any(weight.requires_grad for weight in weights))
-    if biases[0] is None:
-        biases = ()
-    return GroupedLinearFunction.apply(inp, counts, plans, caches, main_grads, *needs, *weights, *biases)
+        needs = (inp.requires_grad, any(expert.weight.requires_grad for expert in experts))
+    calls: list[Call] = []
+    weights: list[Tensor] = []
+    for weight, _, plan, executed, group, cache, buffer in experts:
+        main_grad = None if buffer is None else MainGrad(buffer)
+        stored = None if cache is None else partial(cache.get, weight)
+        call = Call(plan, executed, group, stored, main_grad, *needs, None, inp.dtype)
+        calls.append(call)
+        weights.append(weight if main_grad is None else Accumulate.apply(weight, main_grad))
+    biases = [expert.bias for expert in experts if expert.bias is not None]
+    return GroupedLinearFunction.apply(inp, counts, calls, *weights, *biases)
+
+
+class Saved(NamedTuple):
+    """What a forward keeps for its backward.
+
+    Attributes:
+        offsets: of the experts' rows.
+        inp: columnwise operand of all rows.
+        weight: columnwise operands of the weights below each other.
+    """
+
+    offsets: Tensor
+    inp: Operand | None
+    weight: Operand | None
 
 
 class GroupedLinearFunction(torch.autograd.Function):
     """Autograd around the three products of every expert. Saves codes and scales only."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        inp: Tensor,
-        counts: Tensor,
-        plans: tuple[LinearPlan, ...],
-        caches: tuple[WeightCache | None, ...],
-        main_grads: tuple[Tensor | None, ...],
-        needs_dgrad: bool,
-        needs_wgrad: bool,
-        *parameters: Tensor,
-    ) -> Tensor:
-        plan, groups = plans[0], len(plans)
-        weights, biases = parameters[:groups], parameters[groups:]
+    def forward(ctx: Any, inp: Tensor, counts: Tensor, calls: list[Call], *parameters: Tensor) -> Tensor:
+        call, plan = calls[0], calls[0].plan
+        weights, biases = parameters[: len(calls)], parameters[len(calls) :]
         matrix = as_matrix(inp)
         offsets = ops.expert_offsets(counts, matrix.shape[0])
-        rowwise_spec, columnwise_spec = _specs(plan.input)
+        columnwise_spec = plan.input.columnwise_spec if call.needs_wgrad else None
         rowwise, columnwise = ops.grouped_quantize(
-            matrix, offsets, rowwise_spec, columnwise_spec if needs_wgrad else None, rowwise_form="values"
+            matrix, offsets, plan.input.rowwise_spec, columnwise_spec, rowwise_form="values"
         )
         assert rowwise is not None
-        operands = [
-            weight_operands(weight, own, cache, needs_dgrad)
-            for weight, own, cache in zip(weights, plans, caches, strict=True)
-        ]
-        stacked = _stack(row.tensors() for row, _ in operands)
+        operands = [weight_operands(weight, own) for weight, own in zip(weights, calls, strict=True)]
         bias = torch.stack(biases) if biases else None
-        specs = (rowwise_spec, _specs(plan.weight)[0])
-        _record("fprop", plans, matrix.shape[0] * weights[0].numel())
-        output = ops.grouped_gemm(rowwise, stacked, specs, offsets, out_dtype=inp.dtype, bias=bias)
-        kept = [*(columnwise or (None,) * 3)]
-        for _, columnwise_weight in operands:
-            kept += (None,) * 3 if columnwise_weight is None else columnwise_weight.tensors()
-        ctx.save_for_backward(offsets, *kept)
-        ctx.plans, ctx.main_grads, ctx.inp_shape, ctx.inp_dtype = plans, main_grads, inp.shape, inp.dtype
+        _record("fprop", calls, matrix.shape[0] * weights[0].numel())
+        stacked = _stack([row for row, _ in operands])
+        output = ops.grouped_gemm(rowwise, stacked, offsets, out_dtype=inp.dtype, bias=bias)
+        kept = [col for _, col in operands if col is not None]
+        tensors, ctx.structure = flatten(Saved(offsets, columnwise, _stack(kept) if kept else None))
+        ctx.save_for_backward(*tensors)
+        ctx.calls, ctx.inp_shape = calls, inp.shape
         ctx.dtypes = [parameter.dtype for parameter in parameters]
         if len(inp.shape) != 2:  # as in :func:`fp4engine.functional.linear`
             output = torch.ops.aten._unsafe_view(output, (*inp.shape[:-1], weights[0].shape[0]))
@@ -157,71 +173,67 @@ class GroupedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_output,) = grad_outputs
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            grad_output = grad_output.detach().requires_grad_()  # as in LinearFunction
-        return _backward(ctx, grad_output)
+        refuse_second_derivative()
+        calls: list[Call] = ctx.calls
+        call, plan, groups = calls[0], calls[0].plan, len(calls)
+        needs_parameters = ctx.needs_input_grad[3:]
+        saved = unflatten(Saved, ctx.structure, ctx.saved_tensors)
+        matrix = as_matrix(grad_outputs[0])
+        grad_input = None
+        grads: list[Tensor | None] = [None] * len(needs_parameters)
+        if call.needs_dgrad or call.needs_wgrad:
+            rowwise, columnwise = ops.grouped_quantize(
+                matrix,
+                saved.offsets,
+                plan.grad_output.rowwise_spec if call.needs_dgrad else None,
+                plan.grad_output.columnwise_spec if call.needs_wgrad else None,
+                rowwise_form="values",
+                columnwise_form="values",
+                rng=ops.next_draw(matrix.device, groups) if plan.draws_in_backward else None,
+                stream=plan.grad_output.stream | ops.rank_bits(),
+            )
+            products = matrix.shape[0] * matrix.shape[1] * ctx.inp_shape[-1]
+            if rowwise is not None:
+                assert saved.weight is not None
+                _record("dgrad", calls, products)
+                grad_input = ops.grouped_gemm(rowwise, saved.weight, saved.offsets, out_dtype=call.dtype)
+                grad_input = grad_input.view(ctx.inp_shape)
+            if columnwise is not None:
+                assert saved.inp is not None
+                _record("wgrad", calls, products)
+                grads[:groups] = _weight_gradients(columnwise, saved.inp, saved.offsets, calls, ctx.dtypes[0])
+        if any(needs_parameters[groups:]):
+            sums = ops.column_sums(matrix, saved.offsets).unbind()
+            grads[groups:] = [total.to(dtype) for total, dtype in zip(sums, ctx.dtypes[groups:], strict=True)]
+        grads = [grad if needs else None for grad, needs in zip(grads, needs_parameters, strict=True)]
+        return grad_input, None, None, *grads
 
 
-@once_differentiable
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    plans: tuple[LinearPlan, ...] = ctx.plans
-    plan, groups = plans[0], len(plans)
-    needs_dgrad, needs_parameters = ctx.needs_input_grad[0], ctx.needs_input_grad[7:]
-    needs_wgrad = any(needs_parameters[:groups])
-    offsets, *kept = ctx.saved_tensors
-    grad_matrix = as_matrix(grad_output)
-    grad_input = None
-    grads: list[Tensor | None] = [None] * len(needs_parameters)
-    if needs_dgrad or needs_wgrad:
-        rowwise_spec, columnwise_spec = _specs(plan.grad_output)
-        rowwise, columnwise = ops.grouped_quantize(
-            grad_matrix,
-            offsets,
-            rowwise_spec if needs_dgrad else None,
-            columnwise_spec if needs_wgrad else None,
-            rowwise_form="values",
-            columnwise_form="values",
-            rng=ops.next_draw(grad_output.device, groups) if plan.draws_in_backward else None,
-            stream=plan.grad_output.stream | ops.rank_bits(),
-        )
-        flops = grad_matrix.shape[0] * grad_matrix.shape[1] * ctx.inp_shape[-1]
-        if rowwise is not None:
-            weights = _stack(kept[first : first + 3] for first in range(3, len(kept), 3))
-            specs = (rowwise_spec, _specs(plan.weight)[1])
-            _record("dgrad", plans, flops)
-            grad_input = ops.grouped_gemm(rowwise, weights, specs, offsets, out_dtype=ctx.inp_dtype)
-            grad_input = grad_input.view(ctx.inp_shape)
-        if columnwise is not None:
-            specs = (columnwise_spec, _specs(plan.input)[1])
-            operands = (columnwise, Side(*kept[:3]), specs, offsets)
-            _record("wgrad", plans, flops)
-            if any(main_grad is not None for main_grad in ctx.main_grads):
-                needed = zip(ctx.main_grads, needs_parameters, strict=False)
-                ops.grouped_wgrad_accumulate([grad if needs else None for grad, needs in needed], *operands)
-            else:
-                grads[:groups] = ops.grouped_wgrad(*operands, out_dtype=ctx.dtypes[0]).unbind()
-    if any(needs_parameters[groups:]):
-        sums = ops.column_sums(grad_matrix, offsets).unbind()
-        grads[groups:] = [total.to(dtype) for total, dtype in zip(sums, ctx.dtypes[groups:], strict=True)]
-    grads = [grad if needs else None for grad, needs in zip(grads, needs_parameters, strict=True)]
-    return grad_input, *(None,) * 6, *grads
+def _weight_gradients(
+    left: Operand, right: Operand, offsets: Tensor, calls: list[Call], dtype: torch.dtype
+) -> list[Tensor | None]:
+    """The experts' weight gradients; what stands for them where they go to ``main_grad``."""
+    if all(call.main_grad is None for call in calls):
+        return list(ops.grouped_wgrad(left, right, offsets, out_dtype=dtype).unbind())
+    shape = torch.Size((left.rows, right.rows))
+    grads: list[Tensor | None] = []
+    for expert, call in enumerate(calls):
+        if call.main_grad is not None:
+            buffers = [call.main_grad.buffer if other == expert else None for other in range(len(calls))]
+            call.main_grad.product = partial(ops.grouped_wgrad_accumulate, buffers, left, right, offsets)
+        grads.append(None if call.main_grad is None else no_gradient(shape, dtype, left.data.device))
+    return grads
 
 
-def _specs(quantizer: Quantizer) -> tuple[CastSpec, CastSpec]:
-    """Both specs, which :func:`grouped_refusal` has found."""
-    rowwise, columnwise = quantizer.rowwise_spec, quantizer.columnwise_spec
-    assert rowwise is not None and columnwise is not None
-    return rowwise, columnwise
+def _stack(operands: Sequence[Operand]) -> Operand:
+    """The experts' operands below each other, with all their amaxes."""
+    first = operands[0]
+    data, scale_inv, amax = zip(*(operand.tensors for operand in operands), strict=True)
+    scales = None if first.scale_inv is None else torch.cat(scale_inv)
+    return Operand(first.spec, first.rows * len(operands), first.cols, torch.cat(data), scales, torch.cat(amax))
 
 
-def _stack(operands: Iterable[Sequence[Tensor | None]]) -> Side:
-    """The experts' operands below each other."""
-    data, scale_inv, amax = zip(*operands, strict=True)
-    return Side(torch.cat(data), None if scale_inv[0] is None else torch.cat(scale_inv), torch.cat(amax))
-
-
-def _record(name: GemmName, plans: Sequence[LinearPlan], products: int) -> None:
+def _record(name: GemmName, calls: Sequence[Call], products: int) -> None:
     """Count one product per expert. Their rows are not known here, so each is given its share of all."""
-    for plan in plans:
-        plan.executed.record(name, plan.formats[name], 2 * products // len(plans))
+    for call in calls:
+        call.executed.record(name, call.plan.formats[name], 2 * products // len(calls))

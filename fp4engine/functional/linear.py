@@ -8,41 +8,121 @@ Legend: M tokens, K in_features, N out_features.
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp4engine import ops
-from fp4engine.formats import CastSpec, Outer
+from fp4engine.formats import Outer
 from fp4engine.functional.activation import Activation
-from fp4engine.functional.deferred import Deferred
+from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.norm import Norm
-from fp4engine.functional.plan import GemmName, LinearPlan, operand_formats
-from fp4engine.functional.weight_cache import Operands, WeightCache
-from fp4engine.kernels.tape import Result
+from fp4engine.functional.plan import ExecutedGemms, GemmName, LinearPlan
+from fp4engine.functional.saved import flatten, unflatten
+from fp4engine.functional.weight_cache import Make, Operands, WeightCache
+from fp4engine.ops import Operand
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
-from fp4engine.tensor import Operand, QuantizedTensor
+from fp4engine.tensor import QuantizedTensor
+
+
+class Call(NamedTuple):
+    """What one forward and its backward are told beside their tensors.
+
+    Attributes:
+        plan: how to compute.
+        executed: where to count GEMMs.
+        amax_reduction_group: process group whose ranks share outer amaxes, or None.
+        stored: finds the weight's operands, or makes and keeps them, by :data:`Make`; None quantizes anew.
+        main_grad: where the weight's gradient goes instead of ``weight.grad``, or None.
+        needs_dgrad, needs_wgrad: which gradients a backward pass will be asked for.
+        function: the norm or activation that the input still has to go through, or None.
+        dtype: of the function's value.
+    """
+
+    plan: LinearPlan
+    executed: ExecutedGemms
+    amax_reduction_group: Any
+    stored: Callable[[LinearPlan, bool, Make], Operands] | None
+    main_grad: "MainGrad | None"
+    needs_dgrad: bool
+    needs_wgrad: bool
+    function: Norm | Activation | None
+    dtype: torch.dtype
+
+    def record(self, name: GemmName, flops: int) -> None:
+        """Count a GEMM that ran."""
+        self.executed.record(name, self.plan.formats[name], flops)
+
+
+class Saved(NamedTuple):
+    """What a forward keeps for its backward: only what the needed GEMMs read.
+
+    Attributes:
+        inp: for wgrad: the columnwise operand, or what it is made of.
+        weight: for dgrad: likewise.
+        x, parameters, statistics: of the input's function.
+    """
+
+    inp: Operand | None
+    weight: Operand | None
+    x: Tensor | None = None
+    parameters: tuple[Tensor | None, ...] = ()
+    statistics: Tensor | None = None
+
+
+class MainGrad:
+    """A buffer that the weight's gradient is added to, in FP32 before the one rounding, by wgrad's epilogue.
+
+    The product runs in the autograd node of the weight (:class:`Accumulate`), which PyTorch runs only if the weight's
+    gradient is asked for; the linear transformation's node leaves the product here.
+    """
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.product: Callable[[], Any] | None = None
+
+
+class Accumulate(torch.autograd.Function):
+    """The weight itself; in the backward pass, wgrad into ``weight.main_grad`` and no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, main_grad: MainGrad) -> Tensor:
+        ctx.main_grad, ctx.weight = main_grad, weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None]:
+        main_grad: MainGrad = ctx.main_grad
+        product, main_grad.product = main_grad.product, None
+        assert product is not None, "the linear transformation's backward comes first"
+        product()
+        if hasattr(ctx.weight, "grad_added_to_main_grad"):  # who looks at it has put it there
+            ctx.weight.grad_added_to_main_grad = True
+        return None, None
 
 
 def linear(
-    inp: Tensor | Deferred,
+    inp: Tensor | FusedInput,
     weight: Tensor,
     bias: Tensor | None,
     plan: LinearPlan,
     *,
+    executed: ExecutedGemms | None = None,
+    amax_reduction_group: Any = None,
     weight_cache: WeightCache | None = None,
     main_grad: Tensor | None = None,
 ) -> Tensor:
     """Linear transformation by ``plan``, differentiable once.
 
     Args:
-        inp: [..., K], any rank >= 1, stride and number of rows; or a function that :meth:`Deferred.fuses`.
+        inp: [..., K], any rank >= 1, stride and number of rows; or a function that :meth:`FusedInput.fuses`.
         weight: [N, K]; bias: [N] or None.
+        executed, amax_reduction_group: see :class:`Call`.
         weight_cache: where to look for the weight's operands, and to leave them; None quantizes anew.
-        main_grad: FP32 or BF16 [N, K] to which wgrad adds; the weight then gets no gradient of its own.
+        main_grad: FP32, BF16 or FP16 [N, K] to which wgrad adds; the weight then gets no gradient of its own.
 
     Returns:
         [..., N] in ``inp.dtype``.
@@ -51,41 +131,46 @@ def linear(
         ValueError: the last dimension of ``inp`` is not K.
     """
     require_features(inp, weight)
-    if not torch.is_grad_enabled():
-        output = _forward(inp, weight, bias, plan, weight_cache, False, False)[0][0]
-        assert output is not None
-        return output
     function, x, parameters, dtype = (None, inp, (), inp.dtype) if isinstance(inp, Tensor) else inp
-    needs_dgrad = any(t is not None and t.requires_grad for t in (x, *parameters))
-    needs = (needs_dgrad, weight.requires_grad)
-    call = (plan, weight_cache, main_grad, *needs, function, dtype)
+    needs_dgrad = needs_wgrad = False
+    # The first run of a reentrant checkpoint has no gradients, and draws what the second will.
+    if torch.is_grad_enabled() or (plan.draws_in_forward and ops.is_replaying()):
+        needs_dgrad = x.requires_grad or any(t is not None and t.requires_grad for t in parameters)
+        needs_wgrad = weight.requires_grad
+    box = None if main_grad is None else MainGrad(main_grad)
+    executed = ExecutedGemms() if executed is None else executed
+    stored = None if weight_cache is None else partial(weight_cache.get, weight)
+    call = Call(plan, executed, amax_reduction_group, stored, box, needs_dgrad, needs_wgrad, function, dtype)
+    if box is not None:
+        weight = Accumulate.apply(weight, box)
     return LinearFunction.apply(x, weight, bias, call, *parameters)
 
 
-def require_features(inp: Tensor | Deferred, weight: Tensor) -> None:
+def require_features(inp: Tensor | FusedInput, weight: Tensor) -> None:
     """Raise a ValueError unless ``inp`` is [..., K] for a weight [N, K]."""
-    if len(inp.shape) == 0 or inp.shape[-1] != weight.shape[1]:
+    shape = inp.shape
+    if len(shape) == 0 or shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"inp must have shape [..., in_features={weight.shape[1]}], got {tuple(inp.shape)} "
+            f"inp must have shape [..., in_features={weight.shape[1]}], got {tuple(shape)} "
             f"for weight {tuple(weight.shape)}"
         )
 
 
-def linear_fprop(inp: Operand, weight: Operand, bias: Tensor | None, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
+def linear_fprop(inp: Operand, weight: Operand, bias: Tensor | None, call: Call, dtype: torch.dtype) -> Tensor:
     """``y[M, N] = x[M, K] @ w[N, K].T + b``."""
-    return _gemm("fprop", inp, weight, plan, dtype, bias)
+    return _gemm("fprop", inp, weight, call, dtype, bias)
 
 
-def linear_dgrad(grad_output: Operand, weight: Operand, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
+def linear_dgrad(grad_output: Operand, weight: Operand, call: Call, dtype: torch.dtype) -> Tensor:
     """``dx[M, K] = dy[M, N] @ w[N, K]``: grad_output rowwise, weight columnwise."""
-    return _gemm("dgrad", grad_output, weight, plan, dtype)
+    return _gemm("dgrad", grad_output, weight, call, dtype)
 
 
 def linear_wgrad(
-    grad_output: Operand, inp: Operand, plan: LinearPlan, dtype: torch.dtype, main_grad: Tensor | None = None
+    grad_output: Operand, inp: Operand, call: Call, dtype: torch.dtype, main_grad: Tensor | None = None
 ) -> Tensor:
     """``dw[N, K] = dy[M, N].T @ x[M, K]``: both operands columnwise; in ``dtype``, or added to ``main_grad``."""
-    return _gemm("wgrad", grad_output, inp, plan, dtype, out=main_grad)
+    return _gemm("wgrad", grad_output, inp, call, dtype, out=main_grad)
 
 
 def linear_bgrad(grad_output: Tensor, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
@@ -103,278 +188,237 @@ def _gemm(
     name: GemmName,
     left: Operand,
     right: Operand,
-    plan: LinearPlan,
+    call: Call,
     dtype: torch.dtype,
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    plan.executed.record(name, operand_formats(left.spec, right.spec), 2 * left.rows * right.rows * left.cols)
-    return ops.gemm(
-        left,
-        right,
-        out_dtype=dtype,
-        bias=bias,
-        out=out,
-        backend=plan.backend,
-        fast_accumulation=name in plan.fast_accumulation,
-    )
-
-
-Kept = tuple[CastSpec | None, int, int] | None
-"""``(spec, rows, cols)`` of an operand whose tensors are kept elsewhere; None for no operand."""
-
-
-def _forward(
-    inp: Tensor | Deferred,
-    weight: Tensor,
-    bias: Tensor | None,
-    plan: LinearPlan,
-    weight_cache: WeightCache | None,
-    needs_dgrad: bool,
-    needs_wgrad: bool,
-) -> tuple[tuple[Tensor | None, ...], tuple[Kept, Kept]]:
-    """``((y, *tensors), kept)``: what backward needs.
-
-    Three tensors each of inp's and the weight's operand, which ``kept`` describes; then what inp's function asks for.
-    """
-    function, x, parameters, dtype = (None, inp, (), inp.dtype) if isinstance(inp, Tensor) else inp
-    if weight_cache is None:
-        problem = ("forward", function, dtype, needs_dgrad, needs_wgrad, None)
-        return _run(plan, problem, _compute_forward, (x, bias, *parameters, weight))
-    rowwise, weight_kept = weight_operands(weight, plan, weight_cache, needs_dgrad)
-    problem = ("forward", function, dtype, needs_dgrad, needs_wgrad, _kept(rowwise))
-    tensors, (inp_kept, _) = _run(plan, problem, _compute_forward, (x, bias, *parameters, *rowwise.tensors()))
-    return (*tensors[:4], *_tensors(weight_kept), *tensors[7:]), (inp_kept, _kept(weight_kept))
-
-
-def _run(
-    plan: LinearPlan,
-    problem: tuple[Any, ...],
-    compute: Callable[..., Result],
-    tensors: tuple[Tensor | None, ...],
-) -> Result:
-    """``compute(plan, *problem[1:], *tensors)``, from ``plan``'s tapes where it is on one."""
-    arguments = (plan, *problem[1:])
-    if plan.tapes is None or torch.compiler.is_compiling():
-        return compute(*arguments, *tensors)
-    return plan.tapes.run(problem, tensors, compute, arguments)
-
-
-def _compute_forward(
-    plan: LinearPlan,
-    function: Norm | Activation | None,
-    dtype: torch.dtype,
-    needs_dgrad: bool,
-    needs_wgrad: bool,
-    quantized: Kept,
-    x: Tensor,
-    bias: Tensor | None,
-    *others: Any,
-) -> tuple[tuple[Tensor | None, ...], tuple[Kept, Kept]]:
-    """As :func:`_forward`; ``others`` are the function's parameters, then the weight, or its operand's tensors."""
-    parameters, stored = (others[:-1], others[-1:]) if quantized is None else (others[:-3], others[-3:])
-    inp = x if function is None else Deferred(function, x, parameters, dtype)
-    inp_rowwise, inp_kept, saved = _quantize_forward(inp, plan.input, plan, needs_wgrad)
-    if quantized is None:
-        weight_rowwise, weight_kept = weight_operands(stored[0], plan, None, needs_dgrad)
-    else:
-        weight_rowwise, weight_kept = Operand(*quantized, *stored), None
-    output = linear_fprop(inp_rowwise, weight_rowwise, bias, plan, dtype)
-    if len(inp.shape) != 2:  # as nn.Linear reshapes: autograd forbids to change a view that a Function returns in place
-        output = torch.ops.aten._unsafe_view(output, (*inp.shape[:-1], weight_rowwise.rows))
-    return (output, *_tensors(inp_kept), *_tensors(weight_kept), *saved), (_kept(inp_kept), _kept(weight_kept))
-
-
-def _tensors(operand: Operand | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return (None, None, None) if operand is None else operand.tensors()
-
-
-def _kept(operand: Operand | None) -> Kept:
-    return None if operand is None else operand[:3]
-
-
-def weight_operands(weight: Tensor, plan: LinearPlan, weight_cache: WeightCache | None, needs_dgrad: bool) -> Operands:
-    """What fprop and dgrad need of ``weight``, from the cache where there is one."""
-    if weight_cache is None:
-        return _quantize_forward(weight, plan.weight, plan, needs_dgrad)[:2]
-    return weight_cache.get(
-        (weight, plan, needs_dgrad), lambda: _quantize_forward(weight, plan.weight, plan, needs_dgrad)[:2]
-    )
-
-
-def _quantize_forward(
-    value: Tensor | Deferred, quantizer: Quantizer, plan: LinearPlan, needs_backward: bool
-) -> tuple[Operand, Operand | None, tuple[Tensor, ...]]:
-    """The operand of fprop, and what to keep for backward: never a byte that nobody reads."""
-    from_rowwise = plan.backward_override == "dequantized" or (
-        plan.backward_override is None and quantizer.columnwise_source == "rowwise_dequantized"
-    )
-    keep_rowwise = needs_backward and from_rowwise
-    keep_columnwise = needs_backward and not from_rowwise and plan.backward_override is None
-    form = "codes" if keep_rowwise else ops.transient_form(quantizer.rowwise_spec, value.device, plan.backend)
-    saved: tuple[Tensor, ...] = ()
-    if isinstance(value, Tensor):
-        matrix = as_matrix(value)
-        quantized = _reduced(quantizer, matrix, plan, columnwise=keep_columnwise, rowwise_form=form)
-    else:
-        matrix, (rowwise_amax, columnwise_amax), saved = value.read(quantizer, keep_columnwise)
-        quantized = quantizer.quantize(
-            matrix,
-            columnwise=keep_columnwise,
-            rowwise_form=form,
-            rowwise_amax=rowwise_amax,
-            columnwise_amax=columnwise_amax,
-        )
-    rowwise = quantized.rowwise
-    assert rowwise is not None
-    if keep_rowwise:
-        return rowwise, rowwise, saved
-    if needs_backward and plan.backward_override == "high_precision":
-        assert isinstance(matrix, Tensor)
-        return rowwise, Operand.dense(matrix), saved
-    return rowwise, quantized.columnwise, saved
-
-
-def _reduced(quantizer: Quantizer, matrix: Tensor, plan: LinearPlan, **arguments: Any) -> QuantizedTensor:
-    """Quantize with outer amaxes reduced over the plan's process group, where it has one."""
-    if plan.amax_reduction_group is None or quantizer.is_identity:
-        return quantizer.quantize(matrix, **arguments)
-    asked = {name: arguments[name] for name in ("rowwise", "columnwise", "rng") if name in arguments}
-    rowwise, columnwise = quantizer.amax(matrix, **asked)
-    for amax, spec in ((rowwise, quantizer.rowwise_spec), (columnwise, quantizer.columnwise_spec)):
-        if amax is not None and spec is not None and spec.outer is Outer.TENSOR:  # a row is one rank's own
-            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, plan.amax_reduction_group)
-    return quantizer.quantize(matrix, rowwise_amax=rowwise, columnwise_amax=columnwise, **arguments)
+    plan = call.plan
+    call.record(name, 2 * left.rows * right.rows * left.cols)
+    fast = name in plan.fast_accumulation
+    return ops.gemm(left, right, out_dtype=dtype, bias=bias, out=out, backend=plan.backend, fast_accumulation=fast)
 
 
 class LinearFunction(torch.autograd.Function):
     """Autograd around the three GEMMs. Saves plain tensors, and only those that the needed GEMMs read."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        inp: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        call: tuple[Any, ...],
-        *parameters: Tensor | None,
-    ) -> Tensor:
-        plan, weight_cache, main_grad, needs_dgrad, needs_wgrad, function, dtype = call
-        value = inp if function is None else Deferred(function, inp, parameters, dtype)
-        tensors, ctx.kept = _forward(value, weight, bias, plan, weight_cache, needs_dgrad, needs_wgrad)
-        output, saved = tensors[0], tensors[1:7]
-        assert output is not None
-        ctx.plan, ctx.main_grad, ctx.function = plan, main_grad, function
-        ctx.inp_shape, ctx.inp_dtype, ctx.weight_dtype = inp.shape, dtype, weight.dtype
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *parameters: Any) -> Tensor:
+        plan, function = call.plan, call.function
+        statistics = None
+        ctx.at_once = _at_once(x, weight, call)
+        if ctx.at_once is not None:
+            output, kept = ctx.at_once.forward(as_matrix(x), weight, bias, call.needs_dgrad, call.needs_wgrad)
+            inp_kept, weight_kept = kept
+            call.record("fprop", 2 * x.numel() * weight.shape[0])
+        else:
+            if function is None:
+                inp, inp_kept = quantize_forward(x, plan.input, call, call.needs_wgrad)
+            else:
+                source, statistics = function.source(as_matrix(x), call.dtype, *parameters)
+                inp, inp_kept = quantize_source(source, plan.input, call, call.needs_wgrad)
+            rowwise, weight_kept = weight_operands(weight, call)
+            output = linear_fprop(inp, rowwise, bias, call, call.dtype)
+        if x.ndim != 2:  # as nn.Linear reshapes: autograd forbids to change a view that a Function returns in place
+            output = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[0]))
+        saved = Saved(inp_kept, weight_kept)
+        if function is not None and call.needs_dgrad:
+            saved = Saved(inp_kept, weight_kept, x, parameters, statistics)
+        tensors, ctx.structure = flatten(saved)
+        ctx.save_for_backward(*tensors)
+        ctx.call, ctx.inp_shape, ctx.weight_dtype = call, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if function is not None and needs_dgrad:
-            saved += (inp, *parameters, *tensors[7:])
-        ctx.save_for_backward(*saved)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_output,) = grad_outputs
-        if not torch.is_grad_enabled():
-            return _backward(ctx, grad_output)
-        if not torch.compiler.is_compiling():
-            # once_differentiable lets a constant gradient pass, whose second derivative by the weight is missing too
-            grad_output = grad_output.detach().requires_grad_()
-        return _backward_once(ctx, grad_output)
+        refuse_second_derivative()
+        call: Call = ctx.call
+        plan, function = call.plan, call.function
+        needs_dgrad, needs_wgrad, needs_bias = call.needs_dgrad, call.needs_wgrad, ctx.needs_input_grad[2]
+        grad_output = as_matrix(grad_outputs[0])
+        grad_input = grad_weight = grad_bias = None
+        grad_parameters: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs_input_grad) - 4)
+        if needs_dgrad or needs_wgrad:
+            saved = unflatten(Saved, ctx.structure, ctx.saved_tensors)
+            rng = ops.next_draw(grad_output.device) if plan.draws_in_backward else None
+            if ctx.at_once is not None:
+                kept, dtypes = (saved.inp, saved.weight), (call.dtype, ctx.weight_dtype)
+                grad_input, grad_weight = ctx.at_once.backward(grad_output, kept, rng, dtypes)
+                flops = 2 * grad_output.numel() * ctx.inp_shape[-1]
+                if needs_dgrad:
+                    call.record("dgrad", flops)
+                if needs_wgrad:
+                    call.record("wgrad", flops)
+            else:
+                grad_input, grad_weight = _gradients(grad_output, saved, call, rng, ctx.weight_dtype)
+            if grad_input is not None:
+                if function is not None:
+                    assert saved.x is not None
+                    gradients = function.gradients(grad_input, as_matrix(saved.x), saved.parameters, saved.statistics)
+                    grad_input, grad_parameters = gradients[0], gradients[1:]
+                    assert grad_input is not None
+                if len(ctx.inp_shape) != 2:
+                    grad_input = grad_input.view(ctx.inp_shape)
+        if needs_bias:
+            grad_bias = linear_bgrad(grad_output, plan, ctx.bias_dtype)
+        return grad_input, grad_weight, grad_bias, None, *grad_parameters
 
 
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    plan: LinearPlan = ctx.plan
-    needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
-    needs_dgrad = needs_dgrad or any(ctx.needs_input_grad[4:])
-    grad_input = grad_weight = grad_bias = None
-    grad_parameters: list[Tensor | None] = []
-    if needs_dgrad or needs_wgrad:
-        draws = plan.draws_in_backward
-        problem = (
-            "backward", needs_dgrad, needs_wgrad, ctx.kept, ctx.inp_shape, ctx.inp_dtype, ctx.weight_dtype,
-            ctx.function, ops.rank_bits() if draws else 0,
-        )  # fmt: skip
-        rng = ops.next_draw(grad_output.device) if draws else None
-        tensors = (grad_output, ctx.main_grad, rng, *ctx.saved_tensors)
-        (grad_input, grad_weight, *grad_parameters), _ = _run(plan, problem, _compute_backward, tensors)
-    if needs_bias:
-        grad_bias = linear_bgrad(as_matrix(grad_output), plan, ctx.bias_dtype)
-    unread = len(ctx.needs_input_grad) - 3 - len(grad_parameters)
-    return grad_input, grad_weight, grad_bias, *(None,) * unread, *grad_parameters
+def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | None:
+    """What computes forward and backward with few launches; None if something is shared, stored or added to."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    alone = call.function is None and call.stored is None and call.main_grad is None
+    casts = call.plan.casts
+    if casts is None or not alone or call.amax_reduction_group is not None:
+        return None
+    return ops.linear_at_once(casts, as_matrix(x), weight)
 
 
-_backward_once = once_differentiable(_backward)
-
-
-def _compute_backward(
-    plan: LinearPlan,
-    needs_dgrad: bool,
-    needs_wgrad: bool,
-    kept: tuple[Kept, Kept],
-    inp_shape: torch.Size,
-    inp_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    function: Norm | Activation | None,
-    rank_bits: int,
-    grad_output: Tensor,
-    main_grad: Tensor | None,
-    rng: Tensor | None,
-    *saved: Any,
-) -> Result:
-    """Gradients of inp, weight and the parameters of inp's function; ``rank_bits`` go into every stream id."""
-    inp_kept, weight_kept = (
-        None if which is None else Operand(*which, *saved[place : place + 3])
-        for which, place in zip(kept, (0, 3), strict=True)
-    )
+def _gradients(
+    grad_output: Tensor, saved: Saved, call: Call, rng: Tensor | None, weight_dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the input and of the weight, one operation after the other."""
     grad_input = grad_weight = None
-    grad_parameters: list[Tensor | None] = []
-    left, left_t = _quantize_grad(as_matrix(grad_output), plan, needs_dgrad, needs_wgrad, rng)
-    if needs_dgrad:
-        assert left is not None and weight_kept is not None
-        weight = _columnwise(weight_kept, plan.weight, plan, inp_dtype, rng)
-        grad_input = linear_dgrad(left, weight, plan, inp_dtype)
-        if function is not None:
-            grad_input, *grad_parameters = function.gradients(grad_input, as_matrix(saved[6]), *saved[7:])
-        if len(inp_shape) != 2:
-            assert grad_input is not None
-            grad_input = grad_input.view(inp_shape)
-    if needs_wgrad:
-        assert left_t is not None and inp_kept is not None
-        inp = _columnwise(inp_kept, plan.input, plan, inp_dtype, rng)
-        grad_weight = linear_wgrad(left_t, inp, plan, weight_dtype, main_grad)
-        if main_grad is not None:
-            grad_weight = None
-    return (grad_input, grad_weight, *grad_parameters), None
+    left, left_t = quantize_grad(grad_output, call, rng)
+    weight, inp = saved_operands(saved.weight, saved.inp, call, rng)
+    if call.needs_dgrad:
+        assert left is not None and weight is not None
+        grad_input = linear_dgrad(left, weight, call, call.dtype)
+    if call.needs_wgrad:
+        assert left_t is not None and inp is not None
+        if call.main_grad is None:
+            grad_weight = linear_wgrad(left_t, inp, call, weight_dtype)
+        else:
+            buffer = call.main_grad.buffer
+            call.main_grad.product = partial(linear_wgrad, left_t, inp, call, buffer.dtype, buffer)
+            grad_weight = no_gradient(buffer.shape, weight_dtype, grad_output.device)
+    return grad_input, grad_weight
 
 
-def _quantize_grad(
-    grad_matrix: Tensor, plan: LinearPlan, needs_dgrad: bool, needs_wgrad: bool, rng: Tensor | None
-) -> tuple[Operand | None, Operand | None]:
+def refuse_second_derivative() -> None:
+    """Raise where the gradients of a backward pass are to have gradients of their own.
+
+    Quantized GEMMs have none, and PyTorch would drop without a word what goes through weights.
+
+    Raises:
+        RuntimeError: the backward pass was asked for with ``create_graph=True``.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(
+            "quantized GEMMs are differentiable once, and this backward pass has create_graph=True; compute what needs "
+            "a second derivative outside autocast, or under autocast(enabled=False)"
+        )
+
+
+def no_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What stands for the gradient that :class:`Accumulate` computes: a tensor of one element that nobody reads."""
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+
+def weight_operands(weight: Tensor, call: Call) -> Operands:
+    """What fprop and dgrad need of ``weight``: quantized now, or found where it is stored."""
+    if call.stored is None:
+        return quantize_forward(weight, call.plan.weight, call, call.needs_dgrad)
+    make = partial(quantize_forward, weight, call.plan.weight, call, call.needs_dgrad)
+    return call.stored(call.plan, call.needs_dgrad, make)
+
+
+def quantize_forward(tensor: Tensor, quantizer: Quantizer, call: Call, needs_backward: bool) -> Operands:
+    """The operand of fprop, and what to keep for backward: never a byte that nobody reads."""
+    override = call.plan.backward_override
+    matrix = as_matrix(tensor)
+    keeps_rowwise, columnwise, form = _sides(quantizer, call, needs_backward, matrix.device)
+    quantized = _quantize(quantizer, call)(matrix, columnwise=columnwise, rowwise_form=form)
+    rowwise = quantized.rowwise
+    assert rowwise is not None
+    if keeps_rowwise:
+        return rowwise, rowwise
+    if needs_backward and override == "high_precision":
+        return rowwise, Operand.dense(matrix)
+    return rowwise, quantized.columnwise
+
+
+def quantize_source(source: ops.Source, quantizer: Quantizer, call: Call, needs_backward: bool) -> Operands:
+    """As :func:`quantize_forward`, of an input that only its cast computes."""
+    keeps_rowwise, columnwise, form = _sides(quantizer, call, needs_backward, source.device)
+    quantized = quantizer.quantize(source, columnwise=columnwise, rowwise_form=form)
+    assert quantized.rowwise is not None
+    return quantized.rowwise, quantized.rowwise if keeps_rowwise else quantized.columnwise
+
+
+def _sides(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch.device) -> tuple[bool, bool, ops.Form]:
+    """Whether backward reads the rowwise operand; whether it reads the columnwise one; the rowwise one's form."""
+    override = call.plan.backward_override
+    if not needs_backward:
+        keeps_rowwise = keeps_columnwise = False
+    elif override is None:
+        keeps_rowwise = quantizer.columnwise_source == "rowwise_dequantized"
+        keeps_columnwise = not keeps_rowwise
+    else:
+        keeps_rowwise, keeps_columnwise = override == "dequantized", False
+    if keeps_rowwise or quantizer.rowwise_spec is None:
+        return keeps_rowwise, keeps_columnwise, "codes"
+    return False, keeps_columnwise, ops.transient_form(quantizer.rowwise_spec.key, device, call.plan.backend)
+
+
+def _quantize(quantizer: Quantizer, call: Call) -> Callable[..., QuantizedTensor]:
+    """How to quantize: with the tensor's own outer amaxes, or with those shared over the call's process group."""
+    if call.amax_reduction_group is None or quantizer.is_identity:
+        return quantizer.quantize
+    return partial(_reduced, quantizer, call.amax_reduction_group)
+
+
+def _reduced(quantizer: Quantizer, group: Any, matrix: Tensor, **arguments: Any) -> QuantizedTensor:
+    """Quantize with outer amaxes reduced over the ranks of ``group``."""
+    asked = {name: arguments[name] for name in ("rowwise", "columnwise", "rng") if name in arguments}
+    rowwise, columnwise = quantizer.amax(matrix, **asked)
+    for amax, spec in ((rowwise, quantizer.rowwise_spec), (columnwise, quantizer.columnwise_spec)):
+        if amax is not None and spec is not None and spec.outer is Outer.TENSOR:  # a row is one rank's own
+            ops.all_reduce_amax(amax, group)
+    return quantizer.quantize(matrix, rowwise_amax=rowwise, columnwise_amax=columnwise, **arguments)
+
+
+def quantize_grad(matrix: Tensor, call: Call, rng: Tensor | None) -> tuple[Operand | None, Operand | None]:
     """Both operands of the gradient, in one pass where it is quantized."""
+    plan = call.plan
     if plan.backward_override is not None:
-        return Operand.dense(grad_matrix), Operand.dense(grad_matrix.T)
-    quantizer = plan.grad_output
-    quantized = _reduced(
-        quantizer,
-        grad_matrix,
-        plan,
-        rowwise=needs_dgrad,
-        columnwise=needs_wgrad,
+        return Operand.dense(matrix), Operand.dense(matrix.T)
+    quantizer, device = plan.grad_output, matrix.device
+    row_spec, col_spec = quantizer.rowwise_spec, quantizer.columnwise_spec
+    row_form: ops.Form = "codes" if row_spec is None else ops.transient_form(row_spec.key, device, plan.backend)
+    col_form: ops.Form = "codes" if col_spec is None else ops.transient_form(col_spec.key, device, plan.backend)
+    quantized = _quantize(quantizer, call)(
+        matrix,
+        rowwise=call.needs_dgrad,
+        columnwise=call.needs_wgrad,
         rng=rng,
-        rowwise_form=ops.transient_form(quantizer.rowwise_spec, grad_matrix.device, plan.backend),
-        columnwise_form=ops.transient_form(quantizer.columnwise_spec, grad_matrix.device, plan.backend),
+        rowwise_form=row_form,
+        columnwise_form=col_form,
     )
     return quantized.rowwise, quantized.columnwise
 
 
-def _columnwise(
-    kept: Operand, quantizer: Quantizer, plan: LinearPlan, dtype: torch.dtype, rng: Tensor | None
-) -> Operand:
-    """The backward GEMM's operand, from whatever of the tensor was kept."""
+def saved_operands(
+    weight: Operand | None, inp: Operand | None, call: Call, rng: Tensor | None
+) -> tuple[Operand | None, Operand | None]:
+    """The operands of dgrad and wgrad, from whatever of weight and input was kept."""
+    plan = call.plan
+    if weight is not None:
+        weight = _columnwise(weight, plan.weight, call, rng)
+    if inp is not None:
+        inp = _columnwise(inp, plan.input, call, rng)
+    return weight, inp
+
+
+def _columnwise(kept: Operand, quantizer: Quantizer, call: Call, rng: Tensor | None) -> Operand:
+    """The backward GEMM's operand, from what of the tensor was kept."""
+    plan = call.plan
     if plan.backward_override is not None:
-        return Operand.dense(kept.dequantize(dtype, plan.backend).T)
+        return Operand.dense(kept.dequantize(call.dtype, plan.backend).T)
     if quantizer.columnwise_source == "rowwise_dequantized":
-        form = ops.transient_form(quantizer.columnwise_spec, kept.data.device, plan.backend)
+        spec = quantizer.columnwise_spec
+        form = "codes" if spec is None else ops.transient_form(spec.key, kept.data.device, plan.backend)
         return quantizer.requantize(kept, rng, form)
     return kept

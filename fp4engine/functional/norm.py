@@ -1,6 +1,7 @@
 """Normalisation of the last axes, with TransformerEngine's zero-centred gamma."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,34 @@ from torch import Tensor
 from fp4engine import ops
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+class LayerNormFunction(torch.autograd.Function):
+    """``F.layer_norm`` of a 16-bit tensor on a CPU, with gradients that are summed in FP32 and rounded once.
+
+    PyTorch's own kernel sums the parameters' gradients in their dtype there, and loses rows to a growing sum.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float) -> Tensor:
+        return F.layer_norm(x, gamma.shape, gamma, beta, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.eps = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, gamma, beta = ctx.saved_tensors
+        x, gamma, beta = x.float(), gamma.float(), None if beta is None else beta.float()
+        grad, shape, wanted = grad_outputs[0].float(), gamma.shape, ctx.needs_input_grad[:3]
+        _, mean, rstd = torch.native_layer_norm(x, shape, gamma, beta, ctx.eps)
+        grads = torch.ops.aten.native_layer_norm_backward(grad, x, shape, mean, rstd, gamma, beta, wanted)
+        dtype = grad_outputs[0].dtype
+        return *(part.to(dtype) if needed else None for part, needed in zip(grads, wanted, strict=True)), None
 
 
 @dataclass(frozen=True)
@@ -45,7 +74,7 @@ class Norm:
         return 0.0 if self.zero_centered_gamma else 1.0
 
     def __call__(self, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
-        """Normalise x [..., *gamma.shape]; PyTorch's own function, as it is, where dtypes agree and gamma is plain."""
+        """Normalise x [..., *gamma.shape]; the bits of PyTorch's own function where dtypes agree and gamma is plain."""
         dtype = x.dtype
         if self.zero_centered_gamma or dtype != gamma.dtype:
             # In BF16, 1 + gamma would keep eight bits of gamma.
@@ -54,6 +83,8 @@ class Norm:
         if self.zero_centered_gamma:
             gamma = gamma + 1
         if self.kind == "LayerNorm":
+            if x.dtype in (torch.bfloat16, torch.float16) and not x.is_cuda and torch.is_grad_enabled():
+                return LayerNormFunction.apply(x, gamma, beta, self.eps)
             return F.layer_norm(x, gamma.shape, gamma, beta, self.eps).to(dtype)
         return F.rms_norm(x, gamma.shape, gamma, self.eps).to(dtype)
 
@@ -61,26 +92,29 @@ class Norm:
         """Whether kernels compute it in ``dtype``."""
         return True
 
-    def read(
-        self, x: Tensor, dtype: torch.dtype, specs: ops.Specs, gamma: Tensor, beta: Tensor | None
-    ) -> tuple[ops.Source, ops.Amaxes, tuple[Tensor, ...]]:
-        """What stands for the norm of x [M, K] in ``dtype``, no amaxes yet, and the rows' statistics for backward."""
+    def source(self, x: Tensor, dtype: torch.dtype, gamma: Tensor, beta: Tensor | None) -> tuple[ops.Source, Tensor]:
+        """What stands for the norm of x [M, K] in ``dtype``, and the rows' statistics for backward."""
         statistics = ops.row_statistics(x, self.eps, self.has_bias)
         factor = gamma.float() + 1 if self.zero_centered_gamma else gamma
-        return ops.normalized(x, statistics, factor, beta, dtype), (None, None), (statistics,)
+        return ops.Source(x, dtype, self.kind, False, statistics, factor, beta), statistics
 
     def gradients(
-        self, grad: Tensor, x: Tensor, gamma: Tensor, beta: Tensor | None, statistics: Tensor
+        self, grad: Tensor, x: Tensor, parameters: tuple[Tensor | None, ...], statistics: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Gradients of x [M, K], gamma and beta from that of the norm."""
+        gamma, beta = parameters
+        assert gamma is not None and statistics is not None
         given = (x, gamma) if beta is None else (x, gamma, beta)
         if x.is_cuda:
             grads = self._gradients_by_statistics(grad, given, statistics)
-        else:  # PyTorch takes statistics on GPUs only
-            given = tuple(t.detach().requires_grad_() for t in given)
+        else:  # PyTorch takes statistics on GPUs only, and sums the parameters' gradients in their own dtype on CPUs
+            dtypes = [t.dtype for t in given]
+            wide = torch.promote_types(torch.promote_types(x.dtype, gamma.dtype), torch.float32)
+            given = tuple(t.detach().to(wide).requires_grad_() for t in given)
             with torch.enable_grad():
-                output = self(*given, *([None] if beta is None else [])).to(grad.dtype)
-            grads = torch.autograd.grad(output, given, grad)
+                output = self(*given, *([None] if beta is None else []))
+            grads = torch.autograd.grad(output, given, grad.to(wide))
+            grads = tuple(t.to(dtype) for t, dtype in zip(grads, dtypes, strict=True))
         return (*grads, None) if beta is None else grads
 
     def _gradients_by_statistics(

@@ -1,16 +1,17 @@
 """What a linear module needs to know for one forward and its backward, resolved once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fp4engine.formats import CastSpec
-from fp4engine.kernels.tape import Tapes, note
+from fp4engine.ops import Casts
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.recipe import Recipe
-from fp4engine.roles import QuantizerRole
+from fp4engine.roles import TENSOR_TYPES, QuantizerRole
 
 GemmName = Literal["fprop", "dgrad", "wgrad"]
 GEMMS: tuple[GemmName, ...] = get_args(GemmName)
@@ -23,31 +24,33 @@ class ExecutedGemms:
     Attributes:
         counts: ``(gemm, formats) -> times``, e.g. ``("fprop", "e2m1 x e2m1")``; see :func:`operand_formats`.
         flops: ``(gemm, formats) -> 2 M N K``, summed over those times.
+        by_torch: ``gemm -> FLOPs`` of those in high precision that :meth:`record_high_precision` counted, which
+            PyTorch's own counter sees as well.
     """
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], int] = {}
         self.flops: dict[tuple[str, str], int] = {}
+        self.by_torch: dict[str, int] = {}
 
     def record(self, gemm: GemmName, formats: str, flops: int) -> None:
         """Count one run. Does nothing while ``torch.compile`` traces."""
-        if not torch.compiler.is_compiling():
-            note(self._count, (gemm, formats), flops)
-            self._count((gemm, formats), flops)
-
-    def _count(self, key: tuple[str, str], flops: int) -> None:
-        self.counts[key] = self.counts.get(key, 0) + 1
-        self.flops[key] = self.flops.get(key, 0) + flops
+        if not torch.compiler.is_dynamo_compiling():
+            key = (gemm, formats)
+            self.counts[key] = self.counts.get(key, 0) + 1
+            self.flops[key] = self.flops.get(key, 0) + flops
 
     def record_high_precision(self, inp: Tensor, weight: Tensor) -> None:
         """Count the fprop of ``inp [..., K] @ weight [N, K].T``, and the GEMMs that autograd will run for it."""
+        if torch.compiler.is_dynamo_compiling():
+            return
         flops = 2 * inp.numel() * weight.shape[0]
-        self.record("fprop", HIGH_PRECISION, flops)
-        if torch.is_grad_enabled():
-            if inp.requires_grad:
-                self.record("dgrad", HIGH_PRECISION, flops)
-            if weight.requires_grad:
-                self.record("wgrad", HIGH_PRECISION, flops)
+        backward = torch.is_grad_enabled()
+        needs = {"dgrad": backward and inp.requires_grad, "wgrad": backward and weight.requires_grad}
+        for gemm in GEMMS:
+            if needs.get(gemm, True):
+                self.record(gemm, HIGH_PRECISION, flops)
+                self.by_torch[gemm] = self.by_torch.get(gemm, 0) + flops
 
 
 def operand_formats(left: CastSpec | None, right: CastSpec | None) -> str:
@@ -59,19 +62,20 @@ def operand_formats(left: CastSpec | None, right: CastSpec | None) -> str:
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """Frozen answer to "how does this module compute?".
+    """Frozen answer to "how does this module compute?": a value, shared by all modules that get the same answer.
 
     Attributes:
-        recipe: what it was made from; a module rebuilds its plan when the recipe in force differs by value.
+        recipe: the module's recipe, after the rules of the recipe in force.
         input, weight, grad_output: the quantizer of each role.
         backward_override: see :class:`~fp4engine.recipe.Recipe`.
         backend: backend of the GEMMs.
-        executed: the module's counter.
-        amax_reduction_group: process group whose ranks share outer amaxes, or None.
         fast_accumulation: FP8 GEMMs that may use the tensor core's shorter accumulator.
-        tapes: what its forwards and backwards launched, by problem; None if the same problem may launch something else.
+        draws_in_forward: whether what a forward pass makes takes a draw.
         draws_in_backward: whether a backward pass takes a draw; one serves both GEMMs, whose streams differ by role
             and side.
+        formats: what each GEMM multiplies, in the words of :func:`operand_formats`.
+        casts: the keys of all casts, where each makes an operand of its tensor itself and nothing more; else None.
+        is_stateful: whether scales depend on earlier steps; then :meth:`remembering_in` makes a module's own plan.
     """
 
     recipe: Recipe
@@ -80,61 +84,93 @@ class LinearPlan:
     grad_output: Quantizer
     backward_override: str | None
     backend: str
-    executed: ExecutedGemms = field(compare=False)
-    amax_reduction_group: Any = None
     fast_accumulation: frozenset[GemmName] = frozenset()
-    tapes: Tapes | None = field(default=None, compare=False, repr=False)
+    draws_in_forward: bool = field(init=False, repr=False, compare=False)
     draws_in_backward: bool = field(init=False, repr=False, compare=False)
+    is_stateful: bool = field(init=False, repr=False, compare=False)
+    formats: dict[GemmName, str] = field(init=False, repr=False, compare=False)
+    casts: Casts | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
         sources = [q for q in (self.input, self.weight) if q.columnwise_source == "rowwise_dequantized"]
         stochastic = any(quantizer.is_stochastic for quantizer in (self.grad_output, *sources))
+        object.__setattr__(self, "draws_in_forward", self.input.draws_in_forward or self.weight.draws_in_forward)
         object.__setattr__(self, "draws_in_backward", stochastic and self.backward_override is None)
+        object.__setattr__(self, "formats", _gemm_formats(self))
+        roles = (self.input, self.weight, self.grad_output)
+        object.__setattr__(self, "is_stateful", any(quantizer.is_stateful for quantizer in roles))
+        object.__setattr__(self, "casts", _casts(self))
 
-    @property
-    def formats(self) -> dict[GemmName, str]:
-        """What each GEMM multiplies, in the words of :func:`operand_formats`."""
-        inp, weight, grad_output = self.input, self.weight, self.grad_output
-        fprop = operand_formats(inp.rowwise_spec, weight.rowwise_spec)
-        if self.backward_override is not None:
-            return {"fprop": fprop, "dgrad": HIGH_PRECISION, "wgrad": HIGH_PRECISION}
-        return {
-            "fprop": fprop,
-            "dgrad": operand_formats(grad_output.rowwise_spec, weight.columnwise_spec),
-            "wgrad": operand_formats(grad_output.columnwise_spec, inp.columnwise_spec),
-        }
+    def remembering_in(self, memory: dict[str, Any]) -> "LinearPlan":
+        """The plan of one module, which keeps in ``memory`` what its quantizers remember between steps."""
+        return replace(
+            self,
+            input=self.input.remembering_in(memory, "input"),
+            weight=self.weight.remembering_in(memory, "weight"),
+            grad_output=self.grad_output.remembering_in(memory, "grad_output"),
+        )
+
+    def repeating(self) -> "LinearPlan":
+        """The plan of a forward that nothing is to be remembered of."""
+        return replace(self, input=self.input.repeating(), weight=self.weight.repeating())
 
 
-def make_linear_plan(
-    recipe: Recipe,
-    module_type: str,
-    name: str,
-    executed: ExecutedGemms,
-    amax_reduction_group: Any = None,
-    shape: tuple[int, ...] = (),
-    memory: dict[str, Any] | None = None,
-) -> LinearPlan:
-    """Ask ``recipe`` for the quantizers of a module's three roles, once each.
+def _gemm_formats(plan: LinearPlan) -> dict[GemmName, str]:
+    inp, weight, grad_output = plan.input, plan.weight, plan.grad_output
+    fprop = operand_formats(inp.rowwise_spec, weight.rowwise_spec)
+    if plan.backward_override is not None:
+        return {"fprop": fprop, "dgrad": HIGH_PRECISION, "wgrad": HIGH_PRECISION}
+    return {
+        "fprop": fprop,
+        "dgrad": operand_formats(grad_output.rowwise_spec, weight.columnwise_spec),
+        "wgrad": operand_formats(grad_output.columnwise_spec, inp.columnwise_spec),
+    }
+
+
+def _casts(plan: LinearPlan) -> Casts | None:
+    roles = (plan.input, plan.weight, plan.grad_output)
+    if plan.backward_override is not None or plan.draws_in_forward or plan.is_stateful:
+        return None
+    if any(quantizer.columnwise_source != "original" or not quantizer.only_casts for quantizer in roles):
+        return None
+    if any(quantizer.backend != plan.backend for quantizer in roles):
+        return None
+    inp, weight, grad_output = (_keys(quantizer) for quantizer in roles)
+    if inp is None or weight is None or grad_output is None:
+        return None
+    streams = plan.input.stream, plan.weight.stream, plan.grad_output.stream
+    fprop, dgrad, wgrad = (gemm in plan.fast_accumulation for gemm in GEMMS)
+    return Casts(inp, weight, grad_output, streams, plan.backend, (fprop, dgrad, wgrad))
+
+
+def _keys(quantizer: Quantizer) -> tuple[str, str] | None:
+    """Keys of both specs; None if a side stays unquantized."""
+    if quantizer.rowwise_spec is None or quantizer.columnwise_spec is None:
+        return None
+    return quantizer.rowwise_spec.key, quantizer.columnwise_spec.key
+
+
+def make_linear_plan(recipe: Recipe, module_type: str, name: str = "", shape: tuple[int, ...] = ()) -> LinearPlan:
+    """Ask ``recipe`` for the quantizers of a module's three roles, once each. Equal answers are one object.
 
     Args:
-        shape: shape of the module's weight, which rules may ask for.
-        memory: the module's own, for quantizers that remember earlier steps.
+        name: of the module, which rules may ask for.
+        shape: of the module's weight, likewise.
     """
     own = recipe.of(QuantizerRole(module_type, "", name, shape))
-
-    def quantizer(tensor_type: str) -> Quantizer:
-        made = make_quantizer(own, QuantizerRole(module_type, tensor_type, name, shape))
-        return made if memory is None else made.remembering_in(memory, tensor_type)
-
-    quantizers = (quantizer("input"), quantizer("weight"), quantizer("grad_output"))
-    repeats = amax_reduction_group is None and all(made.only_casts for made in quantizers)
-    return LinearPlan(
-        recipe,
-        *quantizers,
-        own.backward_override,
-        own.backend,
-        executed,
-        amax_reduction_group,
-        frozenset(gemm for gemm in GEMMS if not own.mm_params(gemm).use_split_accumulator),
-        Tapes(most=64) if repeats else None,
+    inp, weight, grad_output = (
+        make_quantizer(own, QuantizerRole(module_type, role, name, shape)) for role in TENSOR_TYPES[:3]
     )
+    fast: frozenset[GemmName] = frozenset(gemm for gemm in GEMMS if not own.mm_params(gemm).use_split_accumulator)
+    plan = LinearPlan(own, inp, weight, grad_output, own.backward_override, own.backend, fast)
+    try:
+        return _first_equal(plan)
+    except TypeError:  # a custom recipe or quantizer without a hash equals nothing but itself
+        return plan
+
+
+@lru_cache(maxsize=1024)
+def _first_equal(plan: LinearPlan) -> LinearPlan:
+    """Of equal plans the first, so that what compares or guards them by identity finds them the same."""
+    return plan

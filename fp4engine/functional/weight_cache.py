@@ -1,43 +1,107 @@
 """A weight's operands, kept across microbatches inside an explicit scope."""
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp4engine.functional.plan import LinearPlan
-from fp4engine.tensor import Operand
+from fp4engine.ops import Operand
 
 Operands = tuple[Operand, Operand | None]
 """``(operand of fprop, what dgrad needs)``."""
 
+Make = Callable[[], Operands]
+"""Quantizes the weight."""
+
+
+def _nothing() -> None:
+    """What a weak reference to nothing answers."""
+
 
 class WeightCache:
-    """Operands of one weight, valid while the weight and its module's plan are what they were.
+    """Operands of one weight, valid while the weight is the same tensor, unwritten, under an equal plan.
 
-    Caching never changes a byte: what is drawn or depends on earlier steps is made anew, and an entry is dropped as
-    soon as the weight's version counter, storage or plan differs. Writes through ``weight.data`` move no version
-    counter; leave the scope around those.
+    Caching never changes a byte: what is drawn or depends on earlier steps is made anew. The weight is known by
+    identity, and by the memory that ``weight.data = ...`` may have given it; writes move its version counter, except
+    those of fused optimizers, of which :func:`told_of_steps` tells, and those in place through ``weight.data``.
     """
 
     def __init__(self) -> None:
-        self._key: tuple[int, int, LinearPlan] | None = None
+        self._weight: Callable[[], Tensor | None] = _nothing
+        self._storage: Callable[[], UntypedStorage | None] = _nothing
+        self._key: tuple[Any, ...] | None = None
         self._operands: dict[bool, Operands] = {}
 
-    def get(self, question: tuple[Tensor, LinearPlan, bool], make: Callable[[], Operands]) -> Operands:
-        """The operands for ``(weight, plan, needs_dgrad)``, made by ``make`` when they are not there.
+    def clear(self) -> None:
+        """Forget the operands: the weight may have changed unseen."""
+        self._operands.clear()
+
+    def get(self, weight: Tensor, plan: LinearPlan, needs_dgrad: bool, make: Make) -> Operands:
+        """The operands of ``weight`` under ``plan``, made by ``make`` when they are not there.
 
         Operands made for a backward pass also serve a forward without one.
         """
-        weight, plan, needs_dgrad = question
         changes = plan.weight.draws_in_forward or plan.weight.is_stateful
         if changes or weight.is_inference():  # made in inference mode: it has no version counter
             return make()
-        key = (weight.data_ptr(), weight._version, plan)
-        if key != self._key:
-            self._key = key
+        storage, layout = _memory(weight)
+        key = (weight._version, layout, plan)
+        if self._weight() is not weight or self._storage() is not storage or key != self._key:
+            self._weight, self._key = weakref.ref(weight), key
+            self._storage = _nothing if storage is None else weakref.ref(storage)
             self._operands.clear()
         if needs_dgrad not in self._operands:
             if not needs_dgrad and True in self._operands:
                 return self._operands[True]
             self._operands[needs_dgrad] = make()
         return self._operands[needs_dgrad]
+
+
+def _memory(weight: Tensor) -> tuple[UntypedStorage | None, tuple[Any, ...]]:
+    """The storage that holds the values of ``weight``, and where in it they lie; none of a subclass, which need not."""
+    if type(weight) not in (Tensor, Parameter):
+        return None, ()
+    return weight.untyped_storage(), (weight.storage_offset(), weight.dtype, weight.shape, weight.stride())
+
+
+_microbatch_caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
+
+
+def microbatch_cache() -> WeightCache:
+    """A cache without a scope, for ``is_first_microbatch``: told of every optimizer step as long as it lives."""
+    cache = WeightCache()
+    if not _microbatch_caches:
+        _told_for_good()
+    _microbatch_caches.add(cache)
+    return cache
+
+
+@lru_cache(maxsize=1)
+def _told_for_good() -> None:
+    register_optimizer_step_post_hook(_clear_microbatch_caches)
+
+
+def _clear_microbatch_caches(*_: object) -> None:
+    for cache in _microbatch_caches:
+        cache.clear()
+
+
+@contextmanager
+def told_of_steps(caches: Iterable[WeightCache]) -> Generator[None]:
+    """Region in which every step of a ``torch.optim`` optimizer clears ``caches``: a fused one moves no version."""
+
+    def clear(*_: object) -> None:
+        for cache in caches:
+            cache.clear()
+
+    handle = register_optimizer_step_post_hook(clear)
+    try:
+        yield
+    finally:
+        handle.remove()

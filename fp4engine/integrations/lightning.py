@@ -1,5 +1,6 @@
 """A precision plugin for Lightning: ``Trainer(plugins=NVFP4Precision())``."""
 
+import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import Precision
 
-from fp4engine.convert import ConversionPlan, ModuleFilter, convert
+from fp4engine.accounting import ConversionPlan
+from fp4engine.convert import ModuleFilter, convert
 from fp4engine.integrations.training_state import TrainingState
 from fp4engine.recipe import Recipe
 from fp4engine.state import autocast, get_default_recipe
@@ -16,8 +18,9 @@ from fp4engine.state import autocast, get_default_recipe
 class NVFP4Precision(Precision):
     """Converts the model's linear modules when the trainer sets it up, and runs every step in an autocast region.
 
-    Parameters keep their dtype, so optimizers, clipping, strategies and checkpoints work as they do without; the
-    random stream is saved and restored with Lightning's checkpoints, for a bit-exact resume.
+    Parameters keep their dtype, so optimizers, clipping, strategies and checkpoints work as they do without. The
+    :class:`TrainingState` of every rank is saved and restored with Lightning's checkpoints, for a bit-exact resume; a
+    warning says so if a checkpoint has none.
 
     Args:
         recipe: None means :func:`fp4engine.get_default_recipe`.
@@ -62,6 +65,14 @@ class NVFP4Precision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._state is None else self._state.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if type(self).__qualname__ not in checkpoint:
+            warnings.warn(
+                "the checkpoint has no FP4 training state: random bits start anew, and so do the histories of delayed "
+                f"scaling. Only a run with {type(self).__qualname__} saves them",
+                stacklevel=2,
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._state is not None:

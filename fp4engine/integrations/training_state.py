@@ -1,27 +1,125 @@
 """What a bit-exact resume needs beside the model's and the optimizer's ``state_dict``."""
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fp4engine.modules import get_amax_history, set_amax_history
 from fp4engine.state import get_rng_state, set_rng_state
 
 
 class TrainingState:
-    """The random stream, and what delayed scaling remembers of ``model``, with the two methods that libraries ask for.
+    """The random stream, and what delayed scaling remembers of ``model``, of every rank.
 
-    Hand it to Accelerate's ``register_for_checkpointing``, or save :meth:`state_dict`, which holds plain values only.
+    Has the two methods that libraries ask for: hand it to Accelerate's ``register_for_checkpointing``, give it to
+    ``torch.distributed.checkpoint`` among what is saved and loaded, or save :meth:`state_dict` yourself.
+
+    Args:
+        model: whose histories are meant; on a rank that holds a part of a model, that part.
+        process_group: whose ranks are saved and found again; None means all of ``torch.distributed``'s.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
         self.model = model
+        self.process_group = process_group
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"rng": ..., "amax_history": ...}``, for JSON or ``torch.save``."""
-        return {"rng": get_rng_state(), "amax_history": get_amax_history(self.model)}
+        """``{"ranks": ({"rng": ..., "amax_history": ...}, ...)}``, plain values for JSON or ``torch.save``.
+
+        With more than one rank they exchange their states, so all of them have to call this together, and each returns
+        the same: it does not matter which one writes the file.
+        """
+        own = {"rng": _by_kind(get_rng_state()), "amax_history": get_amax_history(self.model)}
+        _, size = self._rank_and_size()
+        ranks: list[Any] = [own] * size
+        if size > 1:
+            dist.all_gather_object(ranks, own, self.process_group)
+        return {"ranks": tuple(ranks)}  # torch.distributed.checkpoint keeps a tuple whole, whatever it holds by then
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
-        set_rng_state(state_dict["rng"])
-        set_amax_history(self.model, state_dict["amax_history"])
+        """Continue from what :meth:`state_dict` returned: every rank from its own state.
+
+        If another number of ranks saved it, a warning says so: every rank then continues after the latest draw of all,
+        so that no random bit comes twice, and with the largest amaxes of all.
+
+        Raises:
+            ValueError: ``state_dict`` is not of that form, or does not fit the model; nothing is changed then.
+        """
+        ranks = state_dict.get("ranks") if isinstance(state_dict, dict) else None
+        if not isinstance(ranks, Sequence) or not ranks or not all(_is_of_a_rank(state) for state in ranks):
+            raise ValueError(
+                "state_dict must be what TrainingState.state_dict returned, "
+                f"{{'ranks': ({{'rng': ..., 'amax_history': ...}}, ...)}}, got {state_dict!r}"
+            )
+        rank, size = self._rank_and_size()
+        state = ranks[rank % len(ranks)]
+        if len(ranks) != size:
+            warnings.warn(
+                f"the training state was saved by {len(ranks)} ranks and is loaded by {size}: rank {rank} continues "
+                f"with the seed of rank {rank % len(ranks)}, after the latest draw of all, and with the largest amaxes "
+                "of all; this is not bit for bit the run that was saved",
+                stacklevel=2,
+            )
+            state = _merged(ranks, state["rng"]["seed"])
+        before = get_rng_state()
+        set_rng_state(state["rng"])
+        try:
+            set_amax_history(self.model, state["amax_history"])
+        except ValueError:
+            set_rng_state(before)
+            raise
+
+    def _rank_and_size(self) -> tuple[int, int]:
+        if not (dist.is_available() and dist.is_initialized()):
+            return 0, 1
+        rank = dist.get_rank(self.process_group)
+        if rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not part of the process_group of this TrainingState")
+        return rank, dist.get_world_size(self.process_group)
+
+
+def _is_of_a_rank(state: Any) -> bool:
+    return (
+        isinstance(state, dict)
+        and isinstance(state.get("rng"), dict)
+        and isinstance(state["rng"].get("draws"), dict)
+        and isinstance(state.get("amax_history"), dict)
+    )
+
+
+def _by_kind(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` with the one device of a kind named by its kind: a rank may find itself on another one."""
+    kinds = [torch.device(name).type for name in state["draws"]]
+    draws = {
+        kind if kinds.count(kind) == 1 else name: draw
+        for kind, (name, draw) in zip(kinds, state["draws"].items(), strict=True)
+    }
+    return {**state, "draws": draws}
+
+
+def _merged(ranks: Sequence[Any], seed: int) -> dict[str, Any]:
+    """One state for every rank, that is past each of ``ranks``."""
+    draws: dict[str, int] = {}
+    histories: dict[str, list[dict[str, Any]]] = {}
+    for state in ranks:
+        for device, draw in state["rng"]["draws"].items():
+            draws[device] = max(draw, draws.get(device, 0))
+        for key, history in state["amax_history"].items():
+            histories.setdefault(key, []).append(history)
+    return {
+        "rng": {"seed": seed, "draws": draws},
+        "amax_history": {key: _largest(key, several) for key, several in histories.items()},
+    }
+
+
+def _largest(key: str, histories: list[dict[str, Any]]) -> dict[str, Any]:
+    """The amaxes that a reduction over these ranks would have found; NaN where one has NaN."""
+    lengths = {len(history["values"]) for history in histories}
+    if len(lengths) > 1:
+        raise ValueError(f"the ranks that saved the training state remember {sorted(lengths)} steps of {key}")
+    values = torch.tensor([[history["amax"], *history["values"]] for history in histories], dtype=torch.float64)
+    amax, *largest = values.amax(0).tolist()
+    return {"values": largest, "amax": amax, "open": any(history["open"] for history in histories)}

@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.kernels.encode import NAN, narrow, round_pair, wide
-from fp4engine.kernels.launch import device_facts
-from fp4engine.kernels.start import start
+from fp4engine.kernels.launch import Draft, Facts, Launch, device_facts, facts, resolver
 
 GELU_SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
 GELU_CUBE = tl.constexpr(2 * math.sqrt(2 / math.pi) * 0.044715)
@@ -71,12 +70,20 @@ def activation_backward_kernel(
     tl.store(dx_ptr + col, narrow(first, dtype), mask=inside)
 
 
+@resolver
+def resolve_activation_backward(dy: Facts, x: Facts, device: torch.device, kind: str, gated: bool) -> Launch:
+    """``(dy, x) -> dx``."""
+    rows, cols = dy.shape
+    draft = Draft(device, inputs=2)
+    dx = draft.output(x.shape, x.dtype)
+    draft.step(
+        activation_backward_kernel, rows * -(-cols // BLOCK), *draft.inputs, dx, cols, dy.strides[0], x.strides[0],
+        kind, gated, BLOCK, device_facts(device)[0], num_warps=4,
+    )  # fmt: skip
+    return draft.launch()
+
+
 def activation_backward(dy: Tensor, x: Tensor, kind: str, gated: bool) -> Tensor:
     """Gradient of x [M, H] or [M, 2H], from dy [M, H]; unit stride along the rows of both."""
-    rows, cols = dy.shape
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if dy.numel():
-        constants = (kind, gated, BLOCK, device_facts(x.device)[0])
-        scalars = (cols, dy.stride(0), x.stride(0))
-        start(activation_backward_kernel, rows * -(-cols // BLOCK), (dy, x, dx), scalars, constants, num_warps=4)
+    (dx,) = resolve_activation_backward(facts(dy), facts(x), x.device, kind, gated)(dy, x)
     return dx

@@ -3,10 +3,15 @@
     A_row = max|x|        A_col = max|rotated x.T|        per tensor, or per row of the operand; NaN wins
 
 Maxima are taken over FP32 bit patterns without the sign: their order as integers is the order of the magnitudes, with
-NaN above infinity. So programs may meet in ``atomic_max`` and the result does not depend on their order.
+NaN above infinity. An amax per tensor leaves :func:`add_amax` as parts, one for each program, and whoever reads it
+takes the largest (:func:`largest_part`), so nothing has to be cleared before and programs meet nowhere. Maxima per row
+are collected by ``atomic_max``, whose result does not depend on the programs' order, in memory cleared before.
 
 Legend: x is [M, K]; rowwise operand [M, K], columnwise operand [K, M].
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,27 +20,23 @@ from torch import Tensor
 
 from fp4engine.formats import CastSpec
 from fp4engine.kernels.cast import Side
-from fp4engine.kernels.encode import NAN, block_amax, hadamard_amax, operand_amax, round_pair, to_bits
-from fp4engine.kernels.launch import Launch, is_column_major
-from fp4engine.kernels.load import Prologue, read_blocks, read_rows, store_blocks, store_rows
+from fp4engine.kernels.encode import NAN, block_amax, from_bits, hadamard_amax, operand_amax, round_pair, to_bits
+from fp4engine.kernels.launch import Draft, Facts, Launch, Place, Tiles, device_facts, facts, resolver
+from fp4engine.kernels.load import Prologue, Reading, read_blocks, read_rows, store_blocks, store_rows
 from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_previous
-from fp4engine.kernels.source import Source
-from fp4engine.kernels.start import start
-from fp4engine.kernels.tape import Tapes
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
 CLEARED = 1024
 """Maxima that a program of :func:`clear_kernel` sets to zero."""
+FEW_PARTS, MOST_PARTS = 64, 1024
+"""Parts of an amax per tensor: whoever reads them is compiled for one of these two numbers, of which fewer may be."""
 
 
 @triton.jit
 def clear_kernel(row_amax_ptr, col_amax_ptr, rows, cols, BLOCK: tl.constexpr, HARDWARE: tl.constexpr):
-    """Zeros for :func:`amax_kernel` to start from.
-
-    Every program waits for what came before and only then lets :func:`amax_kernel` begin, so x is complete by then.
-    """
-    wait_for_previous(HARDWARE)
+    """Zeros for maxima per row, or per expert, to start from."""
     let_next_begin(HARDWARE)
+    wait_for_previous(HARDWARE)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if row_amax_ptr is not None:
         tl.store(row_amax_ptr + index, 0.0, mask=index < rows)
@@ -44,10 +45,36 @@ def clear_kernel(row_amax_ptr, col_amax_ptr, rows, cols, BLOCK: tl.constexpr, HA
 
 
 @triton.jit
+def largest_part(parts_ptr, parts, PARTS: tl.constexpr):
+    """The amax of which ``parts`` parts are there: a scalar."""
+    index = tl.arange(0, PARTS)
+    bits = tl.load(parts_ptr.to(tl.pointer_type(tl.int32)) + index, mask=index < parts, other=0)
+    return from_bits(tl.max(bits, axis=0).to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def fold_kernel(
+    row_parts_ptr, col_parts_ptr, row_amax_ptr, col_amax_ptr, parts, PARTS: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """Parts to the amax itself, where nobody casts by it at once."""
+    let_next_begin(HARDWARE)
+    wait_for_previous(HARDWARE)
+    if row_parts_ptr is not None:
+        tl.store(row_amax_ptr, largest_part(row_parts_ptr, parts, PARTS))
+    if col_parts_ptr is not None:
+        tl.store(col_amax_ptr, largest_part(col_parts_ptr, parts, PARTS))
+
+
+@triton.jit
 def bits_of_largest(magnitude):
     """Scalar: the bits of the largest of a tensor's elements, each NaN or not negative."""
     bits = (to_bits(magnitude) & 0x7FFFFFFF).to(tl.int32, bitcast=True)
     return tl.max(tl.reshape(bits, [magnitude.numel]), axis=0)
+
+
+@triton.jit
+def store_part(parts_ptr, bits):
+    tl.store(parts_ptr.to(tl.pointer_type(tl.int32)) + tl.program_id(0), bits)
 
 
 @triton.jit
@@ -125,13 +152,12 @@ def amax_kernel(
 ):  # fmt: skip
     """Maxima of every tile.
 
-    ``y_ptr``: where to write the matrix itself, row-major, or None. x is complete, the maxima may not be zero yet: see
-    :mod:`fp4engine.kernels.overlap`.
+    ``row_amax_ptr``, ``col_amax_ptr``: a part for each program, or zeros for each row of the operand.
+    ``y_ptr``: where to write the matrix itself, row-major, or None.
     """
     let_next_begin(HARDWARE)
+    wait_for_previous(HARDWARE)
     PER_ROW: tl.constexpr = (ROW is not None and ROW.per_row) or (COL is not None and COL.per_row)  # pyright: ignore[reportAssignmentType]
-    if PER_ROW:
-        wait_for_previous(HARDWARE)
     dtype: tl.constexpr = x_ptr.dtype.element_ty if PROLOGUE is None else PROLOGUE.dtype
     source = (x_ptr, statistics_ptr, gamma_ptr, beta_ptr, stride_m, stride_k)
     ROTATED: tl.constexpr = (  # pyright: ignore[reportAssignmentType]
@@ -148,12 +174,10 @@ def amax_kernel(
                 source, None, row_amax_ptr, col_amax_ptr, M, K, dtype, True, ROW, COL, PROLOGUE, TILE_M, TILE_K, EVEN,
                 HARDWARE,
             )  # fmt: skip
-    if not PER_ROW:
-        wait_for_previous(HARDWARE)
     if ROW is not None and not ROW.per_row:
-        store_amax(row_amax_ptr, row_bits)
+        store_part(row_amax_ptr, row_bits)
     if COL is not None and not COL.per_row:
-        store_amax(col_amax_ptr, col_bits)
+        store_part(col_amax_ptr, col_bits)
 
 
 def tile_shape(col: Side | None, prologue: Prologue | None = None) -> tuple[int, int]:
@@ -163,55 +187,101 @@ def tile_shape(col: Side | None, prologue: Prologue | None = None) -> tuple[int,
     return (64, 128) if prologue is None or not prologue.is_norm else (128, 64)
 
 
-def _size(side: Side | None, rows: int) -> int:
-    """Number of maxima of a side."""
+class Maxima(NamedTuple):
+    """Where the outer amaxes of both sides are; None for a side that is not asked for.
+
+    Attributes:
+        row, col: parts of an amax per tensor, or the amaxes of each row themselves.
+        parts: how many parts there are.
+    """
+
+    row: Place | None
+    col: Place | None
+    parts: int
+
+    @property
+    def room(self) -> int:
+        """PARTS of :func:`largest_part`."""
+        return FEW_PARTS if self.parts <= FEW_PARTS else MOST_PARTS
+
+
+Pair = tuple[Place | None, Place | None]
+
+
+def add_amax(
+    draft: Draft, source: Reading, row: Side | None, col: Side | None, amaxes: Pair, y: Place | None = None
+) -> Maxima:
+    """Take the maxima of the sides, and write the matrix to ``y`` on the way.
+
+    Args:
+        amaxes: where an amax for each row goes; one per tensor is left in parts.
+    """
+    rows, cols = source.shape
+    hardware, multiprocessors = device_facts(draft.device)
+    overlap = overlapping(hardware)
+    tiles = Tiles.of(source.shape, draft.device, *tile_shape(col, source.prologue))
+    programs = min(tiles.programs, 8 * multiprocessors, MOST_PARTS)
+    sizes = [length if side is not None and side.per_row else 0 for side, length in ((row, rows), (col, cols))]
+    if any(sizes):
+        cleared = [amax if size else None for amax, size in zip(amaxes, sizes, strict=True)]
+        add_zeros(draft, cleared, sizes)
+    row_max, col_max = (
+        amax if side is None or side.per_row else draft.scratch((programs,), torch.float32)
+        for side, amax in ((row, amaxes[0]), (col, amaxes[1]))
+    )
+    # 128 registers per thread: 4 programs live on an SM, and 8 take turns without a rest; SiLU would take 168.
+    options = {"maxnreg": 128} if source.prologue is not None and source.x.dtype.itemsize == 2 else {}
+    draft.step(
+        amax_kernel, programs, *source.places, y, row_max, col_max, rows, cols, *source.x.strides, row, col,
+        source.prologue, *tiles.constants, num_warps=4, **options, **overlap,
+    )  # fmt: skip
+    return Maxima(row_max, col_max, programs)
+
+
+def add_zeros(draft: Draft, places: Sequence[Place | None], sizes: Sequence[int]) -> None:
+    """Clear two FP32 vectors."""
+    hardware, _ = device_facts(draft.device)
+    programs = -(-max(sizes) // CLEARED)
+    draft.step(clear_kernel, programs, *places, *sizes, CLEARED, hardware, num_warps=4, **overlapping(hardware))
+
+
+def amax_size(side: Side | None, rows: int) -> int:
+    """Number of outer amaxes of a side whose operand has that many rows."""
     if side is None:
         return 0
     return rows if side.per_row else 1
 
 
-def amax(
-    x: Tensor | Source, rowwise: CastSpec | None, columnwise: CastSpec | None, *, out: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None]:
+@resolver
+def resolve_amax(x: Facts, device: torch.device, rowwise: str, columnwise: str) -> Launch:
+    """``(x) -> amaxes`` of the sides whose spec's key is given."""
+    draft = Draft(device, inputs=1)
+    row, col = sides = (Side.of_key(rowwise, "codes", 0), Side.of_key(columnwise, "codes", 1))
+    sizes = [amax_size(side, length) for side, length in zip(sides, x.shape, strict=True)]
+    amaxes = [draft.output((size,), torch.float32) if side else None for side, size in zip(sides, sizes, strict=True)]
+    if 0 in x.shape:
+        add_zeros(draft, amaxes, sizes)
+        return draft.launch()
+    if x.is_column_major:
+        x, (row, col), amaxes = x.transposed, (col, row), amaxes[::-1]
+    maxima = add_amax(draft, Reading(x), row, col, (amaxes[0], amaxes[1]))
+    folded = [side is not None and not side.per_row for side in (row, col)]
+    if any(folded):
+        parts = [place if fold else None for place, fold in zip(maxima[:2], folded, strict=True)]
+        outs = [place if fold else None for place, fold in zip(amaxes, folded, strict=True)]
+        hardware, _ = device_facts(device)
+        overlap = overlapping(hardware)
+        draft.step(fold_kernel, 1, *parts, *outs, maxima.parts, maxima.room, hardware, num_warps=4, **overlap)
+    return draft.launch()
+
+
+def amax(x: Tensor, rowwise: CastSpec | None, columnwise: CastSpec | None) -> tuple[Tensor | None, Tensor | None]:
     """Outer amax of the sides whose spec is given, FP32: [1] per tensor, [operand rows] per row; 0 for an empty group.
 
     Args:
         x: [M, K] BF16, FP16 or FP32, any strides.
         rowwise, columnwise: what :func:`fp4engine.kernels.quantize.supports` covers.
-        out: contiguous [M, K]; x is written to it on the way.
     """
-    if not isinstance(x, Tensor) or out is not None:
-        return _amax(rowwise, columnwise, x, out)[0]
-    problem = (rowwise, columnwise)
-    return _tapes.run(problem, (x,), _amax, problem)[0]
-
-
-_tapes = Tapes(most=1024)
-
-
-def _amax(
-    rowwise: CastSpec | None, columnwise: CastSpec | None, x: Tensor | Source, out: Tensor | None = None
-) -> tuple[tuple[Tensor | None, Tensor | None], None]:
-    if isinstance(x, Tensor) and is_column_major(x):
-        (columnwise_amax, rowwise_amax), _ = _amax(columnwise, rowwise, x.T)
-        return (rowwise_amax, columnwise_amax), None
-    source = Source.of(x)
-    rows, cols = source.shape
-    row = Side.of(rowwise, "codes", 0) if rowwise else None
-    col = Side.of(columnwise, "codes", 1) if columnwise else None
-    sizes = (_size(row, rows), _size(col, cols))
-    row_amax = torch.empty(sizes[0], dtype=torch.float32, device=source.device) if row else None
-    col_amax = torch.empty(sizes[1], dtype=torch.float32, device=source.device) if col else None
-    if any(sizes):
-        launch = Launch.of(source, *tile_shape(col, source.prologue))
-        overlap = overlapping(launch.hardware)
-        constants = (CLEARED, launch.hardware)
-        start(clear_kernel, -(-max(sizes) // CLEARED), (row_amax, col_amax), sizes, constants, num_warps=4, **overlap)
-        if launch.tiles:
-            programs = min(launch.tiles, 8 * launch.multiprocessors)
-            pointers = (*source.pointers, out, row_amax, col_amax)
-            parts = (row, col, source.prologue)
-            # 128 registers per thread: 4 programs live on an SM, and 8 take turns without a rest; SiLU would take 168.
-            options = {"maxnreg": 128} if source.prologue is not None and source.x.element_size() == 2 else {}
-            launch(amax_kernel, programs, pointers, (rows, cols, *source.x.stride()), parts, **options, **overlap)
-    return (row_amax, col_amax), None
+    keys = [spec.key if spec else "" for spec in (rowwise, columnwise)]
+    outputs = iter(resolve_amax(facts(x), x.device, *keys)(x))
+    return next(outputs) if rowwise else None, next(outputs) if columnwise else None

@@ -65,6 +65,11 @@ class Side:
         return _sides[key]
 
     @staticmethod
+    def of_key(key: str, output: str, bit: int) -> "Side | None":
+        """As :meth:`of`, by the spec's key; None for none."""
+        return Side.of(CastSpec.from_key(key), output, bit) if key else None
+
+    @staticmethod
     def _make(spec: CastSpec, output: str, bit: int) -> "Side":
         signs = None
         if spec.rotation is not None:

@@ -6,16 +6,18 @@ Legend: x is [M, K]; rowwise codes [M, padded K], columnwise codes [K, padded M]
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fp4engine.formats import E4M3, E5M2, CastSpec, Outer, RoundingMode
-from fp4engine.kernels.amax import amax as amax_of_tensor
+from fp4engine.kernels.amax import Maxima, add_amax, add_zeros, largest_part
+from fp4engine.kernels.cast import Side
 from fp4engine.kernels.encode import outer_encode_scale, to_bits
-from fp4engine.kernels.start import start
+from fp4engine.kernels.launch import Draft, Place
+from fp4engine.kernels.load import Reading
 
 TILE_M, TILE_K = 64, 128
 
@@ -71,21 +73,40 @@ def encode_fp8(x, scale, GRID: tl.constexpr):
 
 
 @triton.jit
+def load_amax(amax_ptr, whole_ptr, parts, PARTS: tl.constexpr):
+    if whole_ptr is None:
+        return tl.load(amax_ptr)
+    else:
+        amax = largest_part(amax_ptr, parts, PARTS)
+        if tl.program_id(0) == 0:
+            tl.store(whole_ptr, amax)
+        return amax
+
+
+@triton.jit
 def cast_fp8_kernel(
-    x_ptr, amax_ptr, row_ptr, col_ptr, M, K, stride_m, stride_k, row_width, col_width, tiles_k,
-    ROW: tl.constexpr, COL: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    x_ptr, row_amax_ptr, row_whole_ptr, row_ptr, col_amax_ptr, col_whole_ptr, col_ptr,
+    M, K, stride_m, stride_k, row_width, col_width, tiles_k, parts,
+    PARTS: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, SHARED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Tile ``pid`` of the padded matrix, tiles counted along K first."""
+    """Tile ``pid`` of the padded matrix, tiles counted along K first.
+
+    ``*_amax_ptr``: a side's outer amax; or, where ``*_whole_ptr`` is given, its parts, and the amax is written there.
+    ``SHARED``: the amax is the same for both sides; ``col_amax_ptr`` is not read.
+    """
     row = (tl.program_id(0) // tiles_k) * TILE_M + tl.arange(0, TILE_M)[:, None]
     col = (tl.program_id(0) % tiles_k) * TILE_K + tl.arange(0, TILE_K)[None, :]
     offsets = row.to(tl.int64) * stride_m + col.to(tl.int64) * stride_k
     x = tl.load(x_ptr + offsets, mask=(row < M) & (col < K), other=0.0).to(tl.float32)
-    amax = tl.load(amax_ptr)
     if ROW is not None:
+        amax = load_amax(row_amax_ptr, row_whole_ptr, parts, PARTS)
         code = encode_fp8(x, outer_encode_scale(amax, ROW.numerator), ROW)
         tl.store(row_ptr + (row.to(tl.int64) * row_width + col), code, mask=(row < M) & (col < row_width))
     if COL is not None:
-        if ROW is None or COL != ROW:
+        if ROW is None or not SHARED:
+            amax = load_amax(col_amax_ptr, col_whole_ptr, parts, PARTS)
+        if ROW is None or COL != ROW or not SHARED:
             code = encode_fp8(x, outer_encode_scale(amax, COL.numerator), COL)
         target = col_ptr + (tl.trans(col).to(tl.int64) * col_width + tl.trans(row))
         tl.store(target, tl.trans(code), mask=tl.trans((row < col_width) & (col < K)))
@@ -108,36 +129,47 @@ def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
     return True, ""
 
 
-def amax(x: Tensor) -> Tensor:
-    """Largest magnitude of x [M, K], FP32 [1]; NaN if x holds one. The same for both sides."""
-    largest = amax_of_tensor(x, CastSpec(), None)[0]
-    assert largest is not None
-    return largest
+class Target(NamedTuple):
+    """Where one side of a cast goes.
 
-
-def cast_fp8(x: Tensor, amax: Tensor, rowwise: CastSpec | None, columnwise: CastSpec | None) -> list[Tensor | None]:
-    """Codes of the sides whose spec is given: uint8 [M, padded K] and [K, padded M].
-
-    Args:
-        x: [M, K] BF16, FP16 or FP32, any strides.
-        amax: FP32 [1], the outer amax of both sides.
-        rowwise, columnwise: what :func:`supports` covers.
+    Attributes:
+        spec: what :func:`supports`.
+        amax: of the tensor: given, or to be written.
+        is_given: whether ``amax`` is there already.
+        data: codes.
     """
-    rows, cols = x.shape
-    row_width = rowwise.padded_cols(cols) if rowwise else 0
-    col_width = columnwise.padded_cols(rows) if columnwise else 0
-    row = torch.empty(rows, row_width, dtype=torch.uint8, device=x.device) if rowwise else None
-    col = torch.empty(cols, col_width, dtype=torch.uint8, device=x.device) if columnwise else None
-    height, width = max(rows, col_width), max(cols, row_width)
-    if x.numel():
-        tiles = triton.cdiv(width, TILE_K) * triton.cdiv(height, TILE_M)
-        shape = (rows, cols, *x.stride(), row_width, col_width, triton.cdiv(width, TILE_K))
-        start(
-            cast_fp8_kernel,
-            tiles,
-            (x, amax, row, col),
-            shape,
-            (Grid.of(rowwise) if rowwise else None, Grid.of(columnwise) if columnwise else None, TILE_M, TILE_K),
-            num_warps=4,
-        )
-    return [row, col]
+
+    spec: CastSpec
+    amax: Place
+    is_given: bool
+    data: Place
+
+
+def add_cast(draft: Draft, reading: Reading, row: Target | None, col: Target | None) -> None:
+    """Cast the sides that have a target; the largest magnitude of x, the same for both, is taken if one lacks it."""
+    rows, cols = reading.shape
+    missing = [target for target in (row, col) if target is not None and not target.is_given]
+    shared = row is not None and col is not None and row.amax == col.amax
+    parts: Place | None = None
+    maxima = Maxima(None, None, 0)
+    if missing and 0 in reading.shape:
+        add_zeros(draft, [missing[0].amax, missing[-1].amax], [1, 1])
+    elif missing:
+        source = reading if not reading.x.is_column_major else reading._replace(x=reading.x.transposed)
+        maxima = add_amax(draft, source, Side.of(CastSpec(), "codes", 0), None, (None, None))
+        parts = maxima.row
+    row_width = row.spec.padded_cols(cols) if row else 0
+    col_width = col.spec.padded_cols(rows) if col else 0
+    tiles_k = triton.cdiv(max(cols, row_width), TILE_K)
+    tiles = tiles_k * triton.cdiv(max(rows, col_width), TILE_M) if rows and cols else 0
+    targets: list[Place | None] = []
+    for target in (row, col):
+        given = target is not None and target.is_given
+        targets += [target.amax if target and given else parts if target else None]
+        whole = None if target is None or given or (shared and target is col) else target.amax
+        targets += [whole, target.data if target else None]
+    draft.step(
+        cast_fp8_kernel, tiles, reading.place, *targets, rows, cols, *reading.x.strides, row_width, col_width, tiles_k,
+        maxima.parts, maxima.room, Grid.of(row.spec) if row else None, Grid.of(col.spec) if col else None,
+        shared, TILE_M, TILE_K, num_warps=4,
+    )  # fmt: skip

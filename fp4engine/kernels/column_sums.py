@@ -16,9 +16,8 @@ from torch import Tensor
 
 from fp4engine.constants import SUM_ROWS as _SUM_ROWS
 from fp4engine.kernels.grouped import find, max_tiles, vector_size
+from fp4engine.kernels.launch import Draft, Facts, Launch, facts, resolver
 from fp4engine.kernels.load import load_rows
-from fp4engine.kernels.start import start
-from fp4engine.kernels.tape import Tapes
 
 SUM_ROWS = tl.constexpr(_SUM_ROWS)
 COLS = 64
@@ -61,7 +60,8 @@ def chunk_sums_kernel(x_ptr, offsets_ptr, chunks_ptr, M, K, stride_m, groups, GR
         return
     x = load_rows(x_ptr + first * stride_m, stride_m, 1, rows, K, row0, col0, SUM_ROWS, COLS, False)
     col = col0 + tl.arange(0, COLS)
-    tl.store(chunks_ptr + chunk.to(tl.int64) * K + col, tree(x, COLS), mask=col < K)
+    # Added to 0, as the sum of the chunks begins: one chunk alone is the sum.
+    tl.store(chunks_ptr + chunk.to(tl.int64) * K + col, tree(x, COLS) + 0.0, mask=col < K)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -82,6 +82,31 @@ def fold_chunks_kernel(chunks_ptr, offsets_ptr, out_ptr, M, K, COLS: tl.constexp
     tl.store(out_ptr + expert.to(tl.int64) * K + col, total, mask=col < K)
 
 
+@resolver
+def resolve_column_sums(x: Facts, device: torch.device, groups: int | None) -> Launch:
+    """``(x, offsets) -> sums``; no ``groups``, no offsets."""
+    rows, cols = x.shape
+    draft = Draft(device, inputs=2)
+    offsets = None if groups is None else draft.inputs[1]
+    count = groups or 1
+    out = draft.output((count, cols), torch.float32)
+    chunks = -(-rows // _SUM_ROWS) if groups is None else max_tiles(rows, count, _SUM_ROWS)
+    if groups is None and chunks == 1:  # one chunk is the sum: 0 + chunk[0]
+        sums = out
+    else:
+        sums = draft.scratch((chunks, cols), torch.float32)
+    programs = chunks * -(-cols // COLS)
+    size = vector_size(count)
+    draft.step(
+        chunk_sums_kernel, programs, draft.inputs[0], offsets, sums, rows, cols, x.strides[0], count, size, COLS,
+        num_warps=4,
+    )  # fmt: skip
+    if sums is not out:
+        folds = count * -(-cols // FOLDED)
+        draft.step(fold_chunks_kernel, folds, sums, offsets, out, rows, cols, FOLDED, num_warps=4)
+    return draft.launch()
+
+
 def column_sums(x: Tensor, offsets: Tensor | None = None) -> Tensor:
     """FP32 [G, K], or [1, K] without ``offsets``.
 
@@ -89,27 +114,5 @@ def column_sums(x: Tensor, offsets: Tensor | None = None) -> Tensor:
         x: [M, K] BF16, FP16 or FP32, contiguous along K.
         offsets: of :func:`fp4engine.kernels.grouped.offsets`.
     """
-    (out,), _ = _tapes.run((), (x, offsets), _column_sums)
+    (out,) = resolve_column_sums(facts(x), x.device, None if offsets is None else len(offsets) - 2)(x, offsets)
     return out
-
-
-_tapes = Tapes(most=1024)
-
-
-def _column_sums(x: Tensor, offsets: Tensor | None) -> tuple[tuple[Tensor], None]:
-    rows, cols = x.shape
-    groups = 1 if offsets is None else len(offsets) - 2
-    chunks = -(-rows // _SUM_ROWS) if offsets is None else max_tiles(rows, groups, _SUM_ROWS)
-    sums = torch.empty(chunks, cols, dtype=torch.float32, device=x.device)
-    out = torch.empty(groups, cols, dtype=torch.float32, device=x.device)
-    if chunks and cols:
-        size = vector_size(groups)
-        programs = chunks * -(-cols // COLS)
-        start(
-            chunk_sums_kernel, programs, (x, offsets, sums), (rows, cols, x.stride(0), groups), (size, COLS),
-            num_warps=4,
-        )  # fmt: skip
-    if cols:
-        programs = groups * -(-cols // FOLDED)
-        start(fold_chunks_kernel, programs, (sums, offsets, out), (rows, cols), (FOLDED,), num_warps=4)
-    return (out,), None

@@ -7,16 +7,18 @@ A thread takes a block of 16: two words of eight codes, one scale, 32 bytes of B
 matter only where the columns are cut or each row has its own factor.
 """
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp4engine.constants import BLOCK_SIZE
-from fp4engine.formats import CastSpec, Outer
+from fp4engine.formats import E2M1, E4M3, CastSpec, Outer
 from fp4engine.kernels.encode import PAIRS, from_bits, from_e4m3, round_bf16, to_bits
-from fp4engine.kernels.launch import device_facts
-from fp4engine.kernels.start import start
+from fp4engine.kernels.launch import Draft, Facts, Launch, Place, device_facts, facts, resolver
 
 BLOCKS = 512
 """Blocks of 16 per program: two per thread of four warps."""
@@ -51,8 +53,8 @@ def interleave(t0, t1, t2, t3):
 
 
 @triton.jit
-def decode_kernel(codes_ptr, scale_ptr, out_ptr, blocks, PER_PROGRAM: tl.constexpr, HARDWARE: tl.constexpr):
-    block = tl.program_id(0) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
+def decode_blocks(codes_ptr, scale_ptr, out_ptr, first, blocks, PER_PROGRAM: tl.constexpr, HARDWARE: tl.constexpr):
+    block = first * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
     inside = block < blocks
     words, scale = load_block(codes_ptr, scale_ptr, block, inside, HARDWARE)
     pairs = ()
@@ -61,6 +63,22 @@ def decode_kernel(codes_ptr, scale_ptr, out_ptr, blocks, PER_PROGRAM: tl.constex
         high = to_bits(element(words, i + 1, scale))
         pairs = pairs + ((low >> 16) | (high & 0xFFFF0000),)
     store_words(out_ptr, block, interleave(pairs[0], pairs[1], pairs[2], pairs[3]), inside)
+
+
+@triton.jit
+def decode_kernel(
+    codes_ptr, scale_ptr, out_ptr, other_codes_ptr, other_scale_ptr, other_out_ptr, blocks, other_blocks,
+    PER_PROGRAM: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Values of one operand, or of two."""
+    programs = tl.cdiv(blocks, PER_PROGRAM)
+    program = tl.program_id(0)
+    if other_codes_ptr is None or program < programs:
+        decode_blocks(codes_ptr, scale_ptr, out_ptr, program, blocks, PER_PROGRAM, HARDWARE)
+    else:
+        decode_blocks(
+            other_codes_ptr, other_scale_ptr, other_out_ptr, program - programs, other_blocks, PER_PROGRAM, HARDWARE
+        )
 
 
 @triton.jit
@@ -121,41 +139,91 @@ def dequantize_kernel(
         tl.store(target, values.to(dtype), mask=inside[:, None] & (col < cols))
 
 
-def decode(codes: Tensor, scale_inv: Tensor) -> Tensor:
-    """Values without the outer factor: BF16 [rows, padded cols], the padding decoded too.
+def supports(spec: CastSpec) -> tuple[bool, str]:
+    """Whether these kernels read the codes of ``spec``'s casts, and if not, why."""
+    if (spec.element, spec.scale) != (E2M1, E4M3) or spec.block[1] != BLOCK_SIZE:
+        return False, f"the decode kernels do not read {spec.label}"
+    if spec.outer not in (Outer.TENSOR, Outer.ROW):
+        return False, f"the decode kernels do not read outer={spec.outer.value}"
+    return True, ""
+
+
+class Codes(NamedTuple):
+    """Codes and block scales in a launch, and how many rows and blocks they are."""
+
+    codes: Place
+    scale_inv: Place
+    rows: int
+    blocks: int
+
+
+def add_decode(draft: Draft, operands: Sequence[Codes], outs: Sequence[Place]) -> None:
+    """Write the values of one or two operands, without the outer factor and with the padding, to BF16 ``outs``."""
+    arguments: list[Any] = [None] * 6
+    counts = [0, 0]
+    for which, (operand, out) in enumerate(zip(operands, outs, strict=True)):
+        counts[which] = operand.rows * operand.blocks
+        arguments[3 * which : 3 * which + 3] = (operand.codes, operand.scale_inv, out) if counts[which] else [None] * 3
+    if not counts[0]:
+        arguments, counts = arguments[3:] + arguments[:3], counts[::-1]
+    programs = sum(-(-count // BLOCKS) for count in counts)
+    hardware, _ = device_facts(draft.device)
+    draft.step(decode_kernel, programs, *arguments, *counts, BLOCKS, hardware, num_warps=4)
+
+
+@resolver
+def resolve_decode(operands: tuple[tuple[Facts, Facts], ...], device: torch.device) -> Launch:
+    """``(codes, scale_inv, ...) -> values`` of one or two operands."""
+    draft = Draft(device, inputs=2 * len(operands))
+    read, outs = [], []
+    for index, (_, scale_inv) in enumerate(operands):
+        rows, blocks = scale_inv.shape
+        read.append(Codes(draft.inputs[2 * index], draft.inputs[2 * index + 1], rows, blocks))
+        outs.append(draft.output((rows, blocks * BLOCK_SIZE), torch.bfloat16))
+    add_decode(draft, read, outs)
+    return draft.launch()
+
+
+def decode(*tensors: Tensor) -> list[Tensor]:
+    """Values without the outer factor of one or two operands: BF16 [rows, padded cols], the padding decoded too.
 
     Args:
-        codes: uint8 [rows, padded cols / 2], contiguous.
-        scale_inv: float8_e4m3fn [rows, padded cols / 16], contiguous.
+        tensors: of each operand the codes, uint8 [rows, padded cols / 2], and the block scales, float8_e4m3fn
+            [rows, padded cols / 16]; contiguous.
     """
-    rows, blocks = scale_inv.shape
-    out = torch.empty(rows, blocks * BLOCK_SIZE, dtype=torch.bfloat16, device=codes.device)
-    total = rows * blocks
-    if total:
-        pointers = (codes, scale_inv, out)
-        constants = (BLOCKS, device_facts(codes.device)[0])
-        start(decode_kernel, -(-total // BLOCKS), pointers, (total,), constants, num_warps=4)
-    return out
+    asked = tuple(map(facts, tensors))
+    return resolve_decode(tuple(zip(asked[::2], asked[1::2], strict=True)), tensors[0].device)(*tensors)
 
 
-def dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, cols: int, dtype: torch.dtype) -> Tensor:
-    """``x_hat`` [rows, cols], or [rows, padded cols] as stored if ``spec`` rotates.
+@resolver
+def resolve_dequantize(
+    tensors: tuple[Facts, Facts, Facts], device: torch.device, key: str, cols: int, dtype: torch.dtype
+) -> Launch:
+    """``(codes, scale_inv, amax) -> x_hat``."""
+    spec = CastSpec.from_key(key)
+    rows, blocks = tensors[1].shape
+    width = cols if spec.rotation is None else blocks * BLOCK_SIZE
+    draft = Draft(device, inputs=3)
+    out = draft.output((rows, width), dtype)
+    total = rows * blocks if width else 0
+    words = dtype != torch.float32 and width == blocks * BLOCK_SIZE
+    draft.step(
+        dequantize_kernel, -(-total // BLOCKS), *draft.inputs, out, spec.numerator, total, blocks, width,
+        spec.outer is Outer.ROW, words, BLOCKS, device_facts(device)[0], num_warps=4,
+    )  # fmt: skip
+    return draft.launch()
+
+
+def dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, key: str, cols: int, dtype: torch.dtype) -> Tensor:
+    """``x_hat`` [rows, cols], or [rows, padded cols] as stored if the spec rotates.
 
     Args:
         codes, scale_inv: as in :func:`decode`.
         amax: FP32 [1], or [rows] under ``Outer.ROW``.
+        key: of the spec.
         dtype: BF16, FP16, FP32; FP64 is widened from FP32.
     """
-    if dtype == torch.float64:
-        return dequantize(codes, scale_inv, amax, spec, cols, torch.float32).double()
-    rows, blocks = scale_inv.shape
-    width = cols if spec.rotation is None else blocks * BLOCK_SIZE
-    out = torch.empty(rows, width, dtype=dtype, device=codes.device)
-    total = rows * blocks
-    if total and width:
-        pointers = (codes, scale_inv, amax, out)
-        shape = (spec.numerator, total, blocks, width)
-        words = dtype != torch.float32 and width == blocks * BLOCK_SIZE
-        constants = (spec.outer is Outer.ROW, words, BLOCKS, device_facts(codes.device)[0])
-        start(dequantize_kernel, -(-total // BLOCKS), pointers, shape, constants, num_warps=4)
-    return out
+    narrow = torch.float32 if dtype == torch.float64 else dtype
+    tensors = (codes, scale_inv, amax)
+    (out,) = resolve_dequantize(tuple(map(facts, tensors)), codes.device, key, cols, narrow)(*tensors)
+    return out.to(dtype)

@@ -27,11 +27,12 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from fp4engine.constants import BLOCK_SIZE
 from fp4engine.kernels import gemm_split
+from fp4engine.kernels.dequantize import Codes, add_decode
 from fp4engine.kernels.gemm_epilogue import finish, store_tile, tile_of
-from fp4engine.kernels.gemm_launch import Flags, Scales, capability_of, describe, is_aligned
-from fp4engine.kernels.launch import device_facts
-from fp4engine.kernels.start import start
+from fp4engine.kernels.gemm_launch import Flags, Matrix, Product, block_of
+from fp4engine.kernels.launch import Draft, Facts, Launch, Place, capability_of, device_facts, facts, resolver
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Output dtypes; each is reached from the FP32 sum by one rounding."""
@@ -202,24 +203,101 @@ def gemm(
     ok, reason = supports(left, right, left_amax, right_amax, bias=bias, out_dtype=out_dtype, out=out)
     if not ok:
         raise ValueError(f"gemm: {reason}")
-    left, right = _along_k(left), _along_k(right)
-    accumulate = out is not None
-    m, k = left.shape
-    n = right.shape[0]
-    if out is None:
-        out = torch.empty((m, n), dtype=out_dtype, device=left.device)
-    if m == 0 or n == 0:
-        return out
-    flags = Flags(left_amax.numel() > 1, right_amax.numel() > 1, bias is not None, accumulate)
-    scales = Scales(left_amax, right_amax, bias, float(numerator))
-    tma = not INTERPRETED and k > 0 and capability_of(left.device) >= (9, 0) and is_aligned(left) and is_aligned(right)
-    launch = _launch_tma if tma else _launch_plain
-    launch(left, right, out, scales, flags)
-    return out
+    tensors = (_along_k(left), _along_k(right), left_amax, right_amax, bias, out)
+    launch = resolve_gemm(tuple(map(facts, tensors)), left.device, float(numerator), out_dtype)
+    return launch(*tensors)[0] if out is None else (launch(*tensors), out)[1]
 
 
 def _along_k(values: torch.Tensor) -> torch.Tensor:
     return values if values.stride(1) == 1 or values.shape[1] <= 1 else values.contiguous()
+
+
+@resolver
+def resolve_gemm(
+    tensors: tuple[Facts | None, ...], device: torch.device, numerator: float, out_dtype: torch.dtype
+) -> Launch:
+    """``(left, right, left_amax, right_amax, bias, out) -> y``, or nothing where ``out`` is given."""
+    left, right, left_amax, right_amax, bias, out = tensors
+    assert left is not None and right is not None and left_amax is not None and right_amax is not None
+    draft = Draft(device, inputs=6)
+    places = draft.inputs
+    by_rows = (left_amax.shape[0] > 1, right_amax.shape[0] > 1)
+    add_gemm(
+        draft, Matrix(places[0], left), Matrix(places[1], right), places[2], places[3], places[4] if bias else None,
+        numerator, by_rows, Matrix(places[5], out) if out else None, out_dtype,
+    )  # fmt: skip
+    return draft.launch()
+
+
+@resolver
+def resolve_product(
+    tensors: tuple[Facts | None, ...], device: torch.device, numerator: float, out_dtype: torch.dtype
+) -> Launch:
+    """``(*left, *right, bias, out) -> y``, or nothing where ``out`` is given, of operands ``(data, scale_inv, amax)``.
+
+    Operands with block scales are codes and decoded first, both at once. What one has more along K than the other is
+    padding.
+    """
+    draft = Draft(device, inputs=8)
+    matrices: list[Matrix] = []
+    decoded: list[tuple[Codes, Place]] = []
+    for first in (0, 3):
+        data, scale_inv = tensors[first : first + 2]
+        assert data is not None
+        place = draft.inputs[first]
+        if scale_inv is not None:
+            rows, blocks = scale_inv.shape
+            shape = (rows, blocks * BLOCK_SIZE)
+            values = draft.scratch(shape, torch.bfloat16)
+            decoded.append((Codes(place, draft.inputs[first + 1], rows, blocks), values))
+            place, data = values, Facts(shape, (shape[1], 1), torch.bfloat16, True)
+        matrices.append(Matrix(place, data))
+    if decoded:
+        codes, outs = zip(*decoded, strict=True)
+        add_decode(draft, codes, outs)
+    width = min(matrix.facts.shape[1] for matrix in matrices)
+    left, right = (
+        matrix._replace(facts=matrix.facts._replace(shape=(matrix.facts.shape[0], width))) for matrix in matrices
+    )
+    left_amax, right_amax, bias, out = tensors[2], tensors[5], tensors[6], tensors[7]
+    assert left_amax is not None and right_amax is not None
+    add_gemm(
+        draft, left, right, draft.inputs[2], draft.inputs[5], draft.inputs[6] if bias else None, numerator,
+        (left_amax.shape[0] > 1, right_amax.shape[0] > 1), Matrix(draft.inputs[7], out) if out else None, out_dtype,
+    )  # fmt: skip
+    return draft.launch()
+
+
+def add_gemm(
+    draft: Draft,
+    left: Matrix,
+    right: Matrix,
+    left_amax: Place,
+    right_amax: Place,
+    bias: Place | None,
+    numerator: float,
+    by_rows: tuple[bool, bool],
+    out: Matrix | None,
+    out_dtype: torch.dtype,
+) -> None:
+    """Multiply in a launch, into a new output or added to ``out``; by the first kernel that fits.
+
+    Args:
+        by_rows: whether left and right have an outer amax for each row.
+    """
+    flags = Flags(*by_rows, bias is not None, out is not None)
+    m, k = left.facts.shape
+    n = right.facts.shape[0]
+    if out is None:
+        out = Matrix(draft.output((m, n), out_dtype), Facts((m, n), (n, 1), out_dtype, True))
+    product = Product(left, right, out, left_amax, right_amax, bias, numerator, flags)
+    if 0 in (m, n):
+        return
+    copied = k > 0 and capability_of(draft.device) >= (9, 0) and left.is_aligned and right.is_aligned
+    if copied and not _is_tiny(m, n, k):
+        _add_copied(draft, product)
+    else:
+        _add_plain(draft, product, _TINY_TILES if copied else _PLAIN_TILES if min(m, n) >= 128 else SMALL_TILES)
 
 
 GROUP_M = 8
@@ -228,6 +306,7 @@ GROUP_M = 8
 HOPPER_TILES = Tiles(128, 256, 64, 12, 4, 1.75)
 _TMA_TILES = (Tiles(128, 128, 64, 4, 4, 1.0), Tiles(64, 128, 128, 4, 4, 0.6), Tiles(64, 64, 128, 4, 4, 0.5))
 _PLAIN_TILES = Tiles(128, 128, 32, 8, 3, 1.0)
+_TINY_TILES = Tiles(64, 64, 64, 4, 3, 0.5)
 SMALL_TILES = Tiles(32, 32, 32, 4, 3, 0.3)
 
 
@@ -239,14 +318,14 @@ def choose_tiles(m: int, n: int, multiprocessors: int, hopper: bool) -> Tiles:
 
 
 @cache
-def _hopper_launch() -> Callable[..., None] | None:
-    """The sm_90 kernel's launcher; None, said once, under a Triton whose experimental Gluon has moved on."""
+def _hopper() -> Callable[..., None] | None:
+    """What adds the sm_90 kernel to a draft; None, said once, under a Triton whose experimental Gluon has moved on."""
     try:
-        from fp4engine.kernels.gemm_hopper import launch
+        from fp4engine.kernels.gemm_hopper import add_hopper
     except ImportError as error:
         logging.getLogger("fp4engine").warning("the sm_90 GEMM needs another Gluon (%s); a slower one runs", error)
         return None
-    return launch
+    return add_hopper
 
 
 def stages_for(tiles: Tiles, capability: int) -> int:
@@ -258,38 +337,42 @@ def _count(m: int, n: int, tiles: Tiles) -> int:
     return -(-m // tiles.block_m) * -(-n // tiles.block_n)
 
 
-def _launch_tma(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scales: Scales, flags: Flags) -> None:
-    m, n, k = left.shape[0], right.shape[0], left.shape[1]
-    aligned = is_aligned(out)
-    major, minor = capability_of(left.device)
-    _, multiprocessors = device_facts(left.device)
+def _is_tiny(m: int, n: int, k: int) -> bool:
+    """Whether the product takes less time than describing its matrices to the copy engine, about 10 us on the host."""
+    return m <= 128 and n <= 128 and k <= 512
+
+
+def _add_copied(draft: Draft, product: Product) -> None:
+    """By a kernel that reads through the bulk tensor copy engine."""
+    m, n, k = product.shape
+    aligned = product.out.is_aligned
+    major, minor = capability_of(draft.device)
+    _, multiprocessors = device_facts(draft.device)
     parts = gemm_split.parts_for(m, n, k, multiprocessors)
     if parts > 1:
         stages = stages_for(_TMA_TILES[0], 10 * major + minor)
-        return gemm_split.launch(left, right, out, scales, flags, parts, num_warps=4, num_stages=stages)
-    hopper = _hopper_launch() if aligned and major == 9 else None
+        return gemm_split.add_split(draft, product, parts, num_warps=4, num_stages=stages)
+    hopper = _hopper() if aligned and major == 9 else None
     tiles = choose_tiles(m, n, multiprocessors, hopper is not None)
     if hopper is not None and tiles is HOPPER_TILES:
-        return hopper(left, right, out, scales, flags, multiprocessors)
-    tma_store = aligned and not flags.accumulate
+        return hopper(draft, product, multiprocessors)
+    tma_store = aligned and not product.flags.accumulate
     programs = min(multiprocessors, _count(m, n, tiles))
-    start(
-        _gemm_tma_kernel, programs, (out, *scales[:3]), (scales.numerator, m, n, k, out.stride(0)),
-        (*flags, tma_store, tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M, programs),
-        descriptors=(
-            describe(left, tiles.block_m, tiles.block_k), describe(right, tiles.block_n, tiles.block_k),
-            describe(out, tiles.block_m, tiles.block_n) if tma_store else None,
-        ),
+    draft.step(
+        _gemm_tma_kernel, programs, block_of(product.left, tiles.block_m, tiles.block_k),
+        block_of(product.right, tiles.block_n, tiles.block_k),
+        block_of(product.out, tiles.block_m, tiles.block_n) if tma_store else None, product.out.place,
+        *product.scales, m, n, k, product.out.facts.strides[0], *product.flags, tma_store,
+        tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M, programs,
         num_warps=tiles.num_warps, num_stages=stages_for(tiles, 10 * major + minor),
     )  # fmt: skip
 
 
-def _launch_plain(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scales: Scales, flags: Flags) -> None:
-    m, n, k = left.shape[0], right.shape[0], left.shape[1]
-    tiles = _PLAIN_TILES if min(m, n) >= 128 else SMALL_TILES
-    scalars = (scales.numerator, m, n, k, left.stride(0), right.stride(0), out.stride(0))
-    constants = (*flags, tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M, INTERPRETED)
-    start(
-        _gemm_plain_kernel, _count(m, n, tiles), (left, right, out, *scales[:3]), scalars, constants,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+def _add_plain(draft: Draft, product: Product, tiles: Tiles) -> None:
+    m, n, k = product.shape
+    strides = [matrix.facts.strides[0] for matrix in (product.left, product.right, product.out)]
+    draft.step(
+        _gemm_plain_kernel, _count(m, n, tiles), product.left.place, product.right.place, product.out.place,
+        *product.scales, m, n, k, *strides, *product.flags, tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M,
+        INTERPRETED, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

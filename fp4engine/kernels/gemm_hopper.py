@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fp4engine.kernels.gemm_launch import Flags, Scales, row_stride
-from fp4engine.kernels.start import start
+from fp4engine.kernels.gemm_launch import Matrix, Product, block_of
+from fp4engine.kernels.launch import Block, Draft
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 HALF_M, HALF_N = TILE_M // 2, TILE_N // 2
@@ -232,28 +232,23 @@ def stages_for(out_dtype: torch.dtype) -> int:
 
 
 class Descriptor(TensorDescriptor):
-    """Gluon's view of a matrix for the copy engine, without its checks: ``is_aligned`` has made them."""
+    """Gluon's view of a matrix for the copy engine, without its checks: ``Matrix.is_aligned`` has made them."""
 
     def __post_init__(self) -> None:
         pass
 
 
-def launch(
-    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scales: Scales, flags: Flags, multiprocessors: int
-) -> None:
-    """Run the kernel on aligned matrices (:func:`fp4engine.kernels.gemm_launch.is_aligned`), none of them empty."""
-    m, n, k = left.shape[0], right.shape[0], left.shape[1]
+def add_hopper(draft: Draft, product: Product, multiprocessors: int) -> None:
+    """Multiply matrices that are aligned for the copy engine, none of them empty."""
+    m, n, k = product.shape
     programs = min(multiprocessors, -(-m // TILE_M) * -(-n // TILE_N))
-    start(
-        gemm_hopper_kernel, programs, scales[:3], (scales.numerator, m, n, k),
-        (*flags, GROUP_M, stages_for(out.dtype), programs, PRODUCER_REGISTERS, CONSUMER_REGISTERS),
-        descriptors=(
-            _describe("left", left, LEFT_BLOCK), _describe("right", right, RIGHT_BLOCK),
-            _describe("out", out, OUT_BLOCK),
-        ),
-        num_warps=4,
+    draft.step(
+        gemm_hopper_kernel, programs, _block("left", product.left, LEFT_BLOCK),
+        _block("right", product.right, RIGHT_BLOCK), _block("out", product.out, OUT_BLOCK), *product.scales, m, n, k,
+        *product.flags, GROUP_M, stages_for(product.out.facts.dtype), programs,
+        PRODUCER_REGISTERS, CONSUMER_REGISTERS, num_warps=4,
     )  # fmt: skip
 
 
-def _describe(name: str, matrix: torch.Tensor, block: list[int]) -> Descriptor:
-    return Descriptor(matrix, list(matrix.shape), [row_stride(matrix), 1], block, LAYOUTS[name, matrix.dtype])
+def _block(name: str, matrix: Matrix, block: list[int]) -> Block:
+    return block_of(matrix, *block, Descriptor, LAYOUTS[name, matrix.facts.dtype])

@@ -1,12 +1,13 @@
 """What the GEMM kernels are given: flags, scales, and matrices as the copy engine sees them."""
 
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp4engine.kernels.tape import ALIGNMENT
+from fp4engine.kernels.launch import ALIGNMENT, Block, Facts, Place
 
 
 class Flags(NamedTuple):
@@ -18,39 +19,71 @@ class Flags(NamedTuple):
     accumulate: bool
 
 
-class Scales(NamedTuple):
-    """What the epilogue reads, in the order of the kernels' arguments."""
+class Matrix(NamedTuple):
+    """A matrix in a launch."""
 
-    left_amax: torch.Tensor
-    right_amax: torch.Tensor
-    bias: torch.Tensor | None
+    place: Place
+    facts: Facts
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the copy engine can read and write it; the last axis is contiguous."""
+        stride = self.facts.row_stride
+        aligned = self.facts.aligned and stride * self.facts.dtype.itemsize % ALIGNMENT == 0
+        return aligned and stride >= self.facts.shape[1]
+
+
+class Product(NamedTuple):
+    """One product in a launch: ``out = alpha * left @ right.T + bias``, or the same added to ``out``.
+
+    Attributes:
+        left, right: BF16 values [M, K] and [N, K], contiguous along K.
+        out: [M, N], contiguous along N.
+        left_amax, right_amax, bias: what the epilogue reads.
+        numerator: product of the operands' numerators.
+        flags: what the epilogue does.
+    """
+
+    left: Matrix
+    right: Matrix
+    out: Matrix
+    left_amax: Place
+    right_amax: Place
+    bias: Place | None
     numerator: float
+    flags: Flags
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """M, N and K."""
+        m, k = self.left.facts.shape
+        return m, self.right.facts.shape[0], k
+
+    @property
+    def scales(self) -> tuple[Any, ...]:
+        """The epilogue's arguments, in the kernels' order."""
+        return self.left_amax, self.right_amax, self.bias, self.numerator
 
 
 class Descriptor(TensorDescriptor):
-    """Triton's view of a matrix for the copy engine, without its checks: :func:`is_aligned` has made them."""
+    """Triton's view of a matrix for the copy engine, without its checks: :attr:`Matrix.is_aligned` has made them."""
 
     def __post_init__(self) -> None:
         pass
 
 
-@cache
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a CUDA device."""
-    return torch.cuda.get_device_capability(device)
+def _describe(
+    make: Callable[..., Any],
+    shape: list[int],
+    strides: list[int],
+    block: list[int],
+    rest: tuple[Any, ...],
+    base: Tensor,
+) -> Any:
+    return make(base, shape, strides, block, *rest)
 
 
-def row_stride(matrix: torch.Tensor) -> int:
-    """Elements from one row to the next; that of a single row means nothing and may be anything."""
-    return matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
-
-
-def is_aligned(matrix: torch.Tensor) -> bool:
-    """Whether the copy engine can read and write ``matrix``, whose last axis is contiguous."""
-    stride = row_stride(matrix)
-    return (stride * matrix.element_size() | matrix.data_ptr()) % ALIGNMENT == 0 and stride >= matrix.shape[1]
-
-
-def describe(matrix: torch.Tensor, rows: int, cols: int) -> Descriptor:
-    """``matrix`` as the copy engine sees it, in blocks of ``rows`` by ``cols``."""
-    return Descriptor(matrix, list(matrix.shape), [row_stride(matrix), 1], [rows, cols])
+def block_of(matrix: Matrix, rows: int, cols: int, make: Callable[..., Any] = Descriptor, *rest: Any) -> Block:
+    """``matrix`` as the copy engine sees it, in blocks of ``rows`` by ``cols``; ``rest`` goes to ``make`` as it is."""
+    strides = [matrix.facts.row_stride, 1]
+    return Block(matrix.place, partial(_describe, make, list(matrix.facts.shape), strides, [rows, cols], rest))

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from fp4engine.kernels.gemm_epilogue import finish, tile_of
-from fp4engine.kernels.gemm_launch import Flags, Scales, describe
-from fp4engine.kernels.start import start
+from fp4engine.kernels.gemm_launch import Product, block_of
+from fp4engine.kernels.launch import Draft
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 64
 GROUP_M = 8
@@ -89,23 +89,21 @@ def parts_for(m: int, n: int, k: int, multiprocessors: int) -> int:
     return max(1, min(multiprocessors // tiles, k // SHORTEST_PART))
 
 
-def launch(
-    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scales: Scales, flags: Flags, parts: int, **options: Any
-) -> None:
-    """Run the kernels on matrices that :func:`fp4engine.kernels.gemm_launch.is_aligned`; ``parts`` at least 1.
+def add_split(draft: Draft, product: Product, parts: int, **options: Any) -> None:
+    """Multiply matrices that are aligned for the copy engine in ``parts`` parts, at least 1.
 
     Args:
         options: ``num_warps`` and ``num_stages`` of the products.
     """
-    m, n, k = left.shape[0], right.shape[0], left.shape[1]
-    buffer = torch.empty(parts, m, n, dtype=torch.float32, device=left.device)
+    m, n, k = product.shape
+    buffer = draft.scratch((parts, m, n), torch.float32)
     tiles = -(-m // BLOCK_M) * -(-n // BLOCK_N)
-    start(
-        multiply_parts_kernel, parts * tiles, (buffer,), (m, n, k),
-        (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, parts, not left.is_cuda),
-        descriptors=(describe(left, BLOCK_M, BLOCK_K), describe(right, BLOCK_N, BLOCK_K)), **options,
+    draft.step(
+        multiply_parts_kernel, parts * tiles, block_of(product.left, BLOCK_M, BLOCK_K),
+        block_of(product.right, BLOCK_N, BLOCK_K), buffer, m, n, k, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, parts,
+        draft.device.type != "cuda", **options,
     )  # fmt: skip
-    start(
-        sum_parts_kernel, -(-m // SUM_M) * -(-n // SUM_N), (buffer, out, *scales[:3]),
-        (scales.numerator, m, n, out.stride(0)), (*flags, SUM_M, SUM_N, parts), num_warps=4,
+    draft.step(
+        sum_parts_kernel, -(-m // SUM_M) * -(-n // SUM_N), buffer, product.out.place, *product.scales, m, n,
+        product.out.facts.strides[0], *product.flags, SUM_M, SUM_N, parts, num_warps=4,
     )  # fmt: skip

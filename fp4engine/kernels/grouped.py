@@ -20,14 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.constants import BLOCK_SIZE
-from fp4engine.formats import CastSpec
-from fp4engine.kernels.amax import bits_of_largest, store_amax
+from fp4engine.kernels.amax import add_zeros, bits_of_largest, store_amax
 from fp4engine.kernels.cast import Side, products_stay_normal
 from fp4engine.kernels.encode import NAN, block_amax, operand_amax
-from fp4engine.kernels.launch import device_facts
+from fp4engine.kernels.launch import Draft, Facts, Launch, Place, device_facts, facts, resolver
 from fp4engine.kernels.load import load_blocks, load_rows
-from fp4engine.kernels.quantize import allocate, cast_columnwise, cast_rowwise, tile_shape
-from fp4engine.kernels.start import start
+from fp4engine.kernels.quantize import cast_columnwise, cast_rowwise, data_of, scales_of, tile_shape
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
@@ -138,6 +136,16 @@ def max_tiles(rows: int, groups: int, tile: int) -> int:
     return rows // tile + groups + 1
 
 
+@resolver
+def resolve_offsets(counts: Facts, device: torch.device, rows: int) -> Launch:
+    """``(counts) -> offsets``."""
+    (groups,) = counts.shape
+    draft = Draft(device, inputs=1)
+    out = draft.output((groups + 2,), torch.int64)
+    draft.step(offsets_kernel, 1, *draft.inputs, out, rows, groups, vector_size(groups), num_warps=4)
+    return draft.launch()
+
+
 def offsets(counts: Tensor, rows: int) -> Tensor:
     """int64 [G + 2]: where each expert's rows start, then where those of none start, then ``rows``.
 
@@ -145,73 +153,69 @@ def offsets(counts: Tensor, rows: int) -> Tensor:
         counts: integers [G] of any width; negative ones, or a sum above ``rows``, make every expert empty.
         rows: of x.
     """
-    groups = len(counts)
-    out = torch.empty(groups + 2, dtype=torch.int64, device=counts.device)
-    start(offsets_kernel, 1, (counts, out), (rows, groups), (vector_size(groups),), num_warps=4)
+    (out,) = resolve_offsets(facts(counts), counts.device, rows)(counts)
     return out
 
 
-def grouped_amax(
-    x: Tensor, offsets: Tensor, rowwise: CastSpec | None, columnwise: CastSpec | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Outer amax of each expert, FP32 [G], for the sides whose spec is given; 0 without rows.
+@resolver
+def resolve_grouped_cast(
+    x: Facts,
+    rng: Facts | None,
+    device: torch.device,
+    groups: int,
+    keys: tuple[str, str],
+    forms: tuple[str, str],
+    stream: int,
+) -> Launch:
+    """``(x, offsets, rng) -> (data[, scale_inv], amax)`` of each side whose spec's key is given."""
+    rows, cols = x.shape
+    draft = Draft(device, inputs=3)
+    x_place, offsets_place, rng_place = draft.inputs
+    shapes = ((rows, cols), (cols, padded_rows(rows, groups)))
+    row, col = sides = [Side.of_key(key, form, bit) for bit, (key, form) in enumerate(zip(keys, forms, strict=True))]
+    amaxes: list[Place | None] = []
+    targets: list[Place | None] = []
+    for side, form, shape in zip(sides, forms, shapes, strict=True):
+        if side is None:
+            amaxes.append(None)
+            targets += [None, None, None]
+            continue
+        data = draft.output(*data_of(side, *shape))
+        scale_inv = (draft.output if form == "codes" else draft.scratch)(*scales_of(*shape))
+        amaxes.append(draft.output((groups,), torch.float32))
+        targets += [amaxes[-1], data, scale_inv]
+    add_zeros(draft, amaxes, [groups if amax else 0 for amax in amaxes])
+    hardware, multiprocessors = device_facts(device)
+    size = vector_size(groups)
+    tile_m, tile_k = 128, 64
+    tiles = max_tiles(rows, groups, tile_m)
+    parts = max(1, min(-(-cols // tile_k), 8 * multiprocessors // tiles))
+    draft.step(
+        grouped_amax_kernel, tiles * parts, x_place, offsets_place, *amaxes, cols, x.strides[0], groups, parts,
+        row, col, size, tile_m, tile_k, hardware, num_warps=4,
+    )  # fmt: skip
+    tile_m, tile_k = tile_shape(row, col)
+    draft.step(
+        grouped_quantize_kernel, max_tiles(rows, groups, tile_m) * -(-cols // tile_k), x_place, offsets_place, *targets,
+        rng_place if rng else None, cols, x.strides[0], groups, stream, row, col, size, tile_m, tile_k, hardware,
+        num_warps=4,
+    )  # fmt: skip
+    return draft.launch()
+
+
+def grouped_cast(
+    x: Tensor, offsets: Tensor, keys: tuple[str, str], forms: tuple[str, str], rng: Tensor | None, stream: int
+) -> list[Tensor]:
+    """As :func:`fp4engine.kernels.casts.cast`, for each expert's rows; every side returns its amaxes.
 
     Args:
         x: [M, K] BF16, FP16 or FP32, contiguous along K.
         offsets: of :func:`offsets`.
-        rowwise, columnwise: one outer scale per tensor, rowwise without a rotation.
-    """
-    rows, cols = x.shape
-    groups = len(offsets) - 2
-    row = Side.of(rowwise, "codes", 0) if rowwise else None
-    col = Side.of(columnwise, "codes", 1) if columnwise else None
-    row_amax, col_amax = (
-        torch.zeros(groups, dtype=torch.float32, device=x.device) if side else None for side in (row, col)
-    )
-    tile_m, tile_k = 128, 64
-    hardware, multiprocessors = device_facts(x.device)
-    tiles = max_tiles(rows, groups, tile_m)
-    parts = max(1, min(-(-cols // tile_k), 8 * multiprocessors // tiles))
-    pointers = (x, offsets, row_amax, col_amax)
-    integers = (cols, x.stride(0), groups, parts)
-    constants = (row, col, vector_size(groups), tile_m, tile_k, hardware)
-    start(grouped_amax_kernel, tiles * parts, pointers, integers, constants, num_warps=4)
-    return row_amax, col_amax
-
-
-def grouped_quantize(
-    x: Tensor,
-    offsets: Tensor,
-    rowwise: CastSpec | None,
-    columnwise: CastSpec | None,
-    *,
-    rowwise_amax: Tensor | None = None,
-    columnwise_amax: Tensor | None = None,
-    rng: Tensor | None = None,
-    stream: int = 0,
-    rowwise_output: str = "codes",
-    columnwise_output: str = "codes",
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """As :func:`fp4engine.kernels.quantize.quantize`, for each expert's rows.
-
-    Args:
-        x, offsets, rowwise, columnwise: as in :func:`grouped_amax`, which made the amaxes.
+        keys: of specs with one outer scale per tensor, rowwise without a rotation.
         rng: int64 [G, 2]: ``(seed, draw)`` of each expert.
 
     Returns:
-        ``(rowwise out, rowwise scale_inv, columnwise out, columnwise scale_inv)`` of [M, K] and [K, P]. What is no
-        expert's is not written.
+        Operands [M, K] and [K, P], amaxes FP32 [G]: 0 without rows. What is no expert's is not written.
     """
-    rows, cols = x.shape
-    groups = len(offsets) - 2
-    row = Side.of(rowwise, rowwise_output, 0) if rowwise else None
-    col = Side.of(columnwise, columnwise_output, 1) if columnwise else None
-    row_out, row_scale = allocate(row, rows, cols, x.device)
-    col_out, col_scale = allocate(col, cols, padded_rows(rows, groups), x.device)
-    tile_m, tile_k = tile_shape(row, col)
-    programs = max_tiles(rows, groups, tile_m) * -(-cols // tile_k)
-    pointers = (x, offsets, rowwise_amax, row_out, row_scale, columnwise_amax, col_out, col_scale, rng)
-    integers = (cols, x.stride(0), groups, stream)
-    constants = (row, col, vector_size(groups), tile_m, tile_k, device_facts(x.device)[0])
-    start(grouped_quantize_kernel, programs, pointers, integers, constants, num_warps=4)
-    return row_out, row_scale, col_out, col_scale
+    launch = resolve_grouped_cast(facts(x), facts(rng), x.device, len(offsets) - 2, keys, forms, stream)
+    return launch(x, offsets, rng)

@@ -10,18 +10,21 @@ program here adds up the same parts, one after another. :mod:`fp4engine.kernels.
 Legend: M rows of all experts, G experts.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp4engine.constants import BLOCK_SIZE
 from fp4engine.kernels import gemm_split
+from fp4engine.kernels.dequantize import Codes, add_decode
 from fp4engine.kernels.gemm import GROUP_M, INTERPRETED, SMALL_TILES, Tiles, product, stages_for
 from fp4engine.kernels.gemm_epilogue import finish, tile_of
-from fp4engine.kernels.gemm_launch import capability_of
 from fp4engine.kernels.grouped import find, max_tiles, vector_size
-from fp4engine.kernels.launch import device_facts
-from fp4engine.kernels.start import start
+from fp4engine.kernels.launch import Draft, Facts, Launch, Place, capability_of, device_facts, facts, resolver
 
 SPLIT_M, SPLIT_N, SPLIT_K, SHORTEST_K, SHORTEST_PART = (
     tl.constexpr(gemm_split.BLOCK_M), tl.constexpr(gemm_split.BLOCK_N), tl.constexpr(gemm_split.BLOCK_K),
@@ -94,7 +97,7 @@ def grouped_gemm_kernel(
         bias_ptr += expert.to(tl.int64) * N
     finish(
         acc, rows, cols, out_ptr, left_amax_ptr + expert, right_amax_ptr + expert, bias_ptr, numerator, count, N, N,
-        False, False, HAS_BIAS, False,
+        False, False, HAS_BIAS, False, INTERPRETED,
     )  # fmt: skip
 
 
@@ -121,86 +124,137 @@ def grouped_wgrad_kernel(
     acc = split_product(left_ptr, right_ptr, rows, cols, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, SPLIT, INTERPRETED)
     finish(
         acc, rows, cols, out_ptr + index.to(tl.int64) * M * stride_out, left_amax_ptr + expert, right_amax_ptr + expert,
-        None, numerator, M, N, stride_out, False, False, False, ACCUMULATE,
+        None, numerator, M, N, stride_out, False, False, False, ACCUMULATE, INTERPRETED,
     )  # fmt: skip
 
 
-def grouped_gemm(
-    left: Tensor,
-    right: Tensor,
-    left_amax: Tensor,
-    right_amax: Tensor,
-    offsets: Tensor,
+class Operand(NamedTuple):
+    """Values, and the amax of each expert, in a launch; decoded from codes where it needs to be."""
+
+    values: Place
+    rows: int
+    width: int
+    amax: Place
+
+
+def _operand(draft: Draft, tensors: tuple[Facts, ...], first: int) -> tuple[Operand, Codes | None]:
+    """The operand ``(values, amax)`` or ``(codes, scale_inv, amax)`` from input ``first`` on, and what to decode."""
+    if len(tensors) == 2:
+        return Operand(draft.inputs[first], *tensors[0].shape, draft.inputs[first + 1]), None
+    rows, blocks = tensors[1].shape
+    values = draft.scratch((rows, blocks * BLOCK_SIZE), torch.bfloat16)
+    codes = Codes(draft.inputs[first], draft.inputs[first + 1], rows, blocks)
+    return Operand(values, rows, blocks * BLOCK_SIZE, draft.inputs[first + 2]), codes
+
+
+def _operands(draft: Draft, left: tuple[Facts, ...], right: tuple[Facts, ...]) -> tuple[Operand, Operand]:
+    """Both operands, the first inputs of a launch."""
+    made = (_operand(draft, left, 0), _operand(draft, right, len(left)))
+    decoded = [(codes, operand.values) for operand, codes in made if codes is not None]
+    if decoded:
+        codes, outs = zip(*decoded, strict=True)
+        add_decode(draft, codes, outs)
+    return made[0][0], made[1][0]
+
+
+@resolver
+def resolve_grouped_gemm(
+    left: tuple[Facts, ...],
+    right: tuple[Facts, ...],
+    bias: Facts | None,
+    device: torch.device,
+    groups: int,
     numerator: float,
-    *,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype,
+) -> Launch:
+    """``(*left, *right, offsets, bias) -> y``."""
+    draft = Draft(device, inputs=len(left) + len(right) + 2)
+    offsets, bias_place = draft.inputs[-2:]
+    first, second = _operands(draft, left, right)
+    rows, depth, cols = first.rows, first.width, second.rows // groups
+    out = draft.output((rows, cols), out_dtype)
+    tiles, options = _tiles(device, rows // groups)
+    tiles_m = max_tiles(rows, groups, tiles.block_m)
+    draft.step(
+        grouped_gemm_kernel, tiles_m * -(-cols // tiles.block_n), first.values, second.values, out, offsets,
+        first.amax, second.amax, bias_place if bias else None, numerator, cols, depth, groups, tiles_m,
+        bias is not None, vector_size(groups), tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M,
+        _split(device, 1, cols, depth), INTERPRETED, **options,
+    )  # fmt: skip
+    return draft.launch()
+
+
+Tensors = Sequence[Tensor]
+"""``(values, amax)`` or ``(codes, scale_inv, amax)``: contiguous BF16, or what it decodes from, and FP32 [G]."""
+
+
+def grouped_gemm(
+    left: Tensors, right: Tensors, offsets: Tensor, bias: Tensor | None, numerator: float, out_dtype: torch.dtype
 ) -> Tensor:
     """[M, N]: the rows of each expert times its matrix, and NaN in rows of none.
 
     Args:
-        left: BF16 values [M, K], contiguous.
-        right: BF16 values [G N, K], contiguous: the experts' matrices below each other.
-        left_amax, right_amax: FP32 [G].
+        left: [M, K].
+        right: [G N, K]: the experts' matrices below each other.
         offsets: of :func:`fp4engine.kernels.grouped.offsets`.
-        numerator: product of the operands' numerators.
         bias: [G, N] or None, contiguous.
+        numerator: product of the operands' numerators.
         out_dtype: BF16, FP16 or FP32.
     """
-    rows, depth = left.shape
-    groups = len(offsets) - 2
-    cols = right.shape[0] // groups
-    # The interpreter truncates FP32 -> BF16, so there it writes FP32 and torch rounds.
-    out = torch.empty(rows, cols, dtype=torch.float32 if INTERPRETED else out_dtype, device=left.device)
-    tiles, options = _tiles(left.device, rows // groups)
-    split = _split(left.device, 1, cols, depth)
-    tiles_m = max_tiles(rows, groups, tiles.block_m)
-    start(
-        grouped_gemm_kernel, tiles_m * -(-cols // tiles.block_n),
-        (left, right, out, offsets, left_amax, right_amax, bias), (numerator, cols, depth, groups, tiles_m),
-        (bias is not None, vector_size(groups), tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M, split,
-         INTERPRETED),
-        **options,
-    )  # fmt: skip
-    return out.to(out_dtype)
+    question = (tuple(map(facts, left)), tuple(map(facts, right)), facts(bias), left[0].device, len(offsets) - 2)
+    (out,) = resolve_grouped_gemm(*question, numerator, out_dtype)(*left, *right, offsets, bias)
+    return out
 
 
-def grouped_wgrad(
-    left: Tensor,
-    right: Tensor,
-    left_amax: Tensor,
-    right_amax: Tensor,
-    offsets: Tensor,
+@resolver
+def resolve_grouped_wgrad(
+    left: tuple[Facts, ...],
+    right: tuple[Facts, ...],
+    outs: tuple[Facts, ...],
+    device: torch.device,
+    groups: int,
+    experts: tuple[int, ...],
     numerator: float,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+    out_dtype: torch.dtype,
+) -> Launch:
+    """``(*left, *right, offsets, *outs) -> dw`` of all experts, or nothing where those of ``experts`` have an out."""
+    draft = Draft(device, inputs=len(left) + len(right) + 1 + len(outs))
+    offsets = draft.inputs[len(left) + len(right)]
+    first, second = _operands(draft, left, right)
+    rows, cols = first.rows, second.rows
+    tiles, options = _tiles(device, rows)
+    programs = -(-rows // tiles.block_m) * -(-cols // tiles.block_n)
+    split = _split(device, rows, cols, first.width)
+    if outs:
+        places = draft.inputs[len(left) + len(right) + 1 :]
+        work = [(place, out.strides[0], expert, 1) for place, out, expert in zip(places, outs, experts, strict=True)]
+    else:
+        work = [(draft.output((groups, rows, cols), out_dtype), cols, 0, groups)]
+    for out, stride, expert, count in work:
+        draft.step(
+            grouped_wgrad_kernel, count * programs, first.values, second.values, out, offsets, first.amax, second.amax,
+            numerator, rows, cols, stride, expert, bool(outs), tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M,
+            split, INTERPRETED, **options,
+        )  # fmt: skip
+    return draft.launch()
+
+
+def grouped_wgrad(left: Tensors, right: Tensors, offsets: Tensor, numerator: float, out_dtype: torch.dtype) -> Tensor:
     """[G, M, N], zeros for an expert without rows.
 
     Args:
-        left, right: BF16 values [M, P] and [N, P], columnwise operands, one expert after another.
-        left_amax, right_amax, offsets, numerator, out_dtype: as in :func:`grouped_gemm`.
+        left, right: columnwise operands [M, P] and [N, P], one expert after another.
+        offsets, numerator, out_dtype: as in :func:`grouped_gemm`.
     """
-    groups = len(offsets) - 2
-    dtype = torch.float32 if INTERPRETED else out_dtype
-    out = torch.empty(groups * left.shape[0], right.shape[0], dtype=dtype, device=left.device)
-    _start_wgrad(left, right, out, (offsets, left_amax, right_amax), numerator, 0, groups, False)
-    return out.view(groups, left.shape[0], right.shape[0]).to(out_dtype)
+    question = (tuple(map(facts, left)), tuple(map(facts, right)), (), left[0].device, len(offsets) - 2, ())
+    (out,) = resolve_grouped_wgrad(*question, numerator, out_dtype)(*left, *right, offsets)
+    return out
 
 
 def grouped_wgrad_accumulate(
-    outs: dict[int, Tensor],
-    left: Tensor,
-    right: Tensor,
-    left_amax: Tensor,
-    right_amax: Tensor,
-    offsets: Tensor,
-    numerator: float,
+    outs: dict[int, Tensor], left: Tensors, right: Tensors, offsets: Tensor, numerator: float
 ) -> None:
     """Add :func:`grouped_wgrad`'s products of some experts to ``outs[expert]``, in FP32 before the one rounding.
-
-    Args:
-        outs: buffers [M, N] of BF16, FP16 or FP32, contiguous along N.
 
     Raises:
         ValueError: a buffer is not contiguous along N.
@@ -208,29 +262,10 @@ def grouped_wgrad_accumulate(
     for expert, out in outs.items():
         if out.shape[1] > 1 and out.stride(1) != 1:
             raise ValueError(f"the buffer of expert {expert} must be contiguous along N, got strides {out.stride()}")
-        buffer = out.float() if INTERPRETED else out
-        _start_wgrad(left, right, buffer, (offsets, left_amax, right_amax), numerator, expert, 1, True)
-        if INTERPRETED:
-            out.copy_(buffer)
-
-
-def _start_wgrad(
-    left: Tensor,
-    right: Tensor,
-    out: Tensor,
-    rest: tuple[Tensor, ...],
-    numerator: float,
-    expert0: int,
-    experts: int,
-    accumulate: bool,
-) -> None:
-    rows, cols = left.shape[0], right.shape[0]
-    tiles, options = _tiles(left.device, rows)
-    programs = experts * -(-rows // tiles.block_m) * -(-cols // tiles.block_n)
-    scalars = (numerator, rows, cols, out.stride(0), expert0)
-    split = _split(left.device, rows, cols, left.shape[1])
-    constants = (accumulate, tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M, split, INTERPRETED)
-    start(grouped_wgrad_kernel, programs, (left, right, out, *rest), scalars, constants, **options)
+    buffers = list(outs.values())
+    question = (tuple(map(facts, left)), tuple(map(facts, right)), tuple(map(facts, buffers)), left[0].device)
+    launch = resolve_grouped_wgrad(*question, len(offsets) - 2, tuple(outs), numerator, torch.float32)
+    launch(*left, *right, offsets, *buffers)
 
 
 def _split(device: torch.device, rows: int, cols: int, depth: int) -> int:

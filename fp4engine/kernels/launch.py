@@ -1,17 +1,284 @@
-"""How kernels over tiles of a matrix are launched: tile shape, grid, masks, feature bits.
+"""The one door to a device: a question about tensors is resolved to a :class:`Launch` once, and launched many times.
 
-Triton's interpreter (``TRITON_INTERPRET=1``) runs the same kernels on CPU tensors, with no hardware features.
+A question is everything that the answer depends on: the operation, its constants, and the :class:`Facts` of each
+tensor. A resolver, one function per operation, drafts the answer: which buffers to allocate, and which kernels to start
+on what. Resolvers are pure, so a bounded cache stands in front of each (:func:`resolver`). Nothing of this package
+reaches a GPU, or Triton's interpreter, in another way.
+
+    launch = resolve_cast((facts(x), ...), x.device, ...)        outputs = launch(x, ...)
 """
 
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol
+import inspect
+import math
+from collections.abc import Callable
+from functools import cache, lru_cache
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
-from fp4engine.kernels.start import start
 from fp4engine.kernels.target import hardware_of
+
+ALIGNMENT = 16
+"""Bytes: Triton compiles another kernel for addresses that are not multiples of this; the copy engine refuses them."""
+
+MOST_QUESTIONS = 4096
+"""Answers that one resolver remembers: a run whose row counts never repeat must not grow without end."""
+
+
+class Facts(NamedTuple):
+    """What a launch may depend on of a tensor: everything but its values, its address and its device.
+
+    Attributes:
+        shape, strides: in elements.
+        aligned: whether the address is a multiple of :data:`ALIGNMENT`.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool
+
+    @property
+    def row_stride(self) -> int:
+        """Elements from one row of a matrix to the next; that of a single row means nothing and may be anything."""
+        return self.strides[0] if self.shape[0] > 1 else self.shape[1]
+
+    @property
+    def is_column_major(self) -> bool:
+        """True if the transposed matrix is the better one to walk."""
+        return self.strides[1] != 1 and self.strides[0] == 1
+
+    @property
+    def transposed(self) -> "Facts":
+        """Of the transposed view of a matrix."""
+        return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
+
+
+_SLICE = 256
+"""Bytes: where buffers begin that share an allocation, as PyTorch's allocator places them."""
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))
+
+
+_new = tuple.__new__
+
+
+def facts(tensor: Tensor | None) -> Facts | None:
+    """The facts of ``tensor``; None of None."""
+    if tensor is None:
+        return None
+    # What Facts(...) does, without a call of Python: this runs some thirty times in a linear layer's step.
+    return _new(Facts, (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT == 0))
+
+
+Resolver = TypeVar("Resolver", bound=Callable[..., Any])
+
+
+def resolver(function: Resolver) -> Resolver:
+    """Put a bounded cache in front of a pure function of hashable arguments."""
+    return lru_cache(maxsize=MOST_QUESTIONS)(function)  # pyright: ignore[reportReturnType]
+
+
+class Place(NamedTuple):
+    """A tensor of a launch, by its position among the inputs and then the buffers."""
+
+    position: int
+
+
+class Block(NamedTuple):
+    """A matrix of a launch as the GPU's copy engine sees it: ``describe(tensor)`` makes Triton's descriptor."""
+
+    place: Place
+    describe: Callable[[Tensor], Any]
+
+
+class Step(NamedTuple):
+    """One kernel to start: ``kernel[(programs,)](*arguments, **options)``.
+
+    Attributes:
+        arguments: the kernel's, in its order; tensors and matrices as :class:`Place` and :class:`Block`.
+    """
+
+    kernel: Any
+    programs: int
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class Draft:
+    """A launch while a resolver writes it.
+
+    Args:
+        device: where it runs.
+        inputs: how many tensors it will be called with.
+    """
+
+    def __init__(self, device: torch.device, inputs: int) -> None:
+        self.device = device
+        self.inputs = tuple(Place(index) for index in range(inputs))
+        self._buffers: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self._outputs: list[int] = []
+        self._steps: list[Step] = []
+
+    def scratch(self, shape: tuple[int, ...], dtype: torch.dtype) -> Place:
+        """A buffer, contiguous and uninitialised, that lives as long as the call."""
+        self._buffers.append((shape, dtype))
+        return Place(len(self.inputs) + len(self._buffers) - 1)
+
+    def output(self, shape: tuple[int, ...], dtype: torch.dtype) -> Place:
+        """A buffer that is returned, in the order of declaration."""
+        place = self.scratch(shape, dtype)
+        self._outputs.append(place.position)
+        return place
+
+    def step(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+        """Start ``kernel`` on a one-dimensional grid; nothing for no programs.
+
+        FP contraction is off: a fused multiply-add rounds once where the contract (docs/numerics.md) rounds twice.
+        """
+        if programs:
+            self._steps.append(Step(kernel, programs, arguments, {"enable_fp_fusion": False, **options}))
+
+    def launch(self) -> "Launch":
+        """The answer."""
+        return Launch(self.device, len(self.inputs), tuple(self._buffers), tuple(self._outputs), tuple(self._steps))
+
+
+class Launch:
+    """What a question resolves to; called with the tensors it was asked about, it allocates, starts and returns.
+
+    Attributes:
+        outputs: shape and dtype of what a call returns.
+        steps: the kernels that a call starts, in their order.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        inputs: int,
+        buffers: tuple[tuple[tuple[int, ...], torch.dtype], ...],
+        outputs: tuple[int, ...],
+        steps: tuple[Step, ...],
+    ) -> None:
+        self.outputs = [buffers[index - inputs] for index in outputs]
+        self.steps = steps
+        self._device, self._returned = device, outputs
+        self._blocks: list[Block] = []
+        self._constants: list[Any] = []
+        tensors = inputs + len(buffers)
+        blocks = sum(isinstance(argument, Block) for step in steps for argument in step.arguments)
+        self._arguments = [
+            itemgetter(*(self._position(argument, tensors, blocks) for argument in step.arguments)) for step in steps
+        ]
+        self._buffers = [(shape, _contiguous(shape), dtype) for shape, dtype in buffers]
+        whole = {*outputs, *(block.place.position for block in self._blocks)}
+        self._slices: list[int | None] = []
+        self._room = 0
+        for index, (shape, dtype) in enumerate(buffers, inputs):
+            self._slices.append(None if index in whole else self._room)
+            if index not in whole:
+                self._room += -(-math.prod(shape) * dtype.itemsize // _SLICE) * _SLICE
+        self._started: list[tuple[Any, ...]] | None = None
+
+    def _position(self, argument: Any, tensors: int, blocks: int) -> int:
+        """Where ``argument`` lies in the list ``tensors + descriptors + constants`` of a call."""
+        if isinstance(argument, Place):
+            return argument.position
+        if isinstance(argument, Block):
+            self._blocks.append(argument)
+            return tensors + len(self._blocks) - 1
+        self._constants.append(argument)
+        return tensors + blocks + len(self._constants) - 1
+
+    def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
+        """Allocate the buffers, start the kernels, return the outputs. Does not wait for the device.
+
+        One function, since each call of Python in it is made some ten times in a linear layer's step.
+        """
+        device = self._device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):  # Triton launches on the current device, whatever it is given
+                return self(*inputs)
+        started = None if self._started is None or _is_watched() else self._started
+        values: list[Any] = [*inputs]
+        room = address = None
+        if started is not None and self._room:  # what only these kernels see is one allocation, passed by address
+            room = torch.empty_strided((self._room,), (1,), dtype=torch.uint8, device=device)
+            address = room.data_ptr()
+        for (shape, strides, dtype), offset in zip(self._buffers, self._slices, strict=True):
+            if address is None or offset is None:
+                values.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
+            else:
+                values.append(address + offset)
+        outputs: list[Any] = []
+        for index in self._returned:
+            outputs.append(values[index])
+        for block in self._blocks:
+            values.append(block.describe(values[block.place.position]))
+        values += self._constants
+        if started is None:
+            self._start_by_triton(values)
+            return outputs
+        stream = driver.active.get_current_stream(device.index)
+        for (run, programs, function, metadata), arguments in zip(started, self._arguments, strict=True):
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments(values))
+        return outputs
+
+    def _start_by_triton(self, values: list[Any]) -> None:
+        """Start the kernels as Triton documents it, and keep what it compiled."""
+        compiled: list[Any] = []
+        for step, arguments in zip(self.steps, self._arguments, strict=True):
+            compiled.append(step.kernel[(step.programs,)](*arguments(values), **step.options))
+        if not compiled:  # nothing was started, so nothing says that a driver is there
+            return
+        if all(isinstance(step.kernel, JITFunction) for step in self.steps) and all(map(_can_run, compiled)):
+            self._started = [
+                (kernel.run, step.programs, kernel.function, kernel.packed_metadata)
+                for kernel, step in zip(compiled, self.steps, strict=True)
+            ]
+
+
+def _is_watched() -> bool:
+    """Whether a profiler has asked Triton to tell it of launches, which only Triton's own call does."""
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        if getattr(hook, "calls", hook):
+            return True
+    return False
+
+
+_RUN = (
+    "gridX", "gridY", "gridZ", "stream", "function", "kernel_metadata", "launch_metadata", "launch_enter_hook",
+    "launch_exit_hook",
+)  # fmt: skip
+
+
+def _can_run(compiled: Any) -> bool:
+    """Whether a compiled kernel's ``run`` takes what :class:`Launch` passes; Triton does not promise it.
+
+    Without it every call goes through ``kernel[grid](...)``, which takes about ten times as long.
+    """
+    run = getattr(compiled, "run", None)
+    return run is not None and hasattr(compiled, "packed_metadata") and _takes_launches(type(run))
+
+
+@cache
+def _takes_launches(launcher: type) -> bool:
+    """Whether calls of ``launcher`` take :data:`_RUN`, by name or in ``*args``, and then the kernel's arguments."""
+    parameters = [p for p in inspect.signature(launcher.__call__).parameters.values() if p.name != "self"]
+    *named, rest = parameters
+    names = tuple(parameter.name for parameter in named)
+    return len(names) >= 5 and names == _RUN[: len(names)] and rest.kind is inspect.Parameter.VAR_POSITIONAL
 
 
 @cache
@@ -23,58 +290,26 @@ def device_facts(device: torch.device) -> tuple[int, int]:
     return hardware_of(10 * properties.major + properties.minor), properties.multi_processor_count
 
 
-def is_column_major(x: Tensor) -> bool:
-    """True if x.T is the better matrix to walk: sides swap, nothing is copied."""
-    return x.stride(1) != 1 and x.stride(0) == 1
+@cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device; (0, 0) under the interpreter."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-class Matrix(Protocol):
-    """What a launch needs to know of a tensor [M, K]."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def device(self) -> torch.device: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A grid of tiles over x.
+class Tiles(NamedTuple):
+    """A grid of tiles over a matrix.
 
     Attributes:
-        tiles: number of tiles.
-        constants: TILE_M, TILE_K, EVEN, HARDWARE.
+        programs: number of tiles, each a program's.
+        constants: TILE_M, TILE_K, EVEN (no tile is cut off), HARDWARE.
     """
 
-    tiles: int
+    programs: int
     constants: tuple[int, int, bool, int]
-    multiprocessors: int
-
-    @property
-    def hardware(self) -> int:
-        """Feature bits, see :mod:`fp4engine.kernels.target`."""
-        return self.constants[3]
 
     @staticmethod
-    def of(x: Matrix, tile_m: int, tile_k: int) -> "Launch":
-        rows, cols = x.shape
-        hardware, multiprocessors = device_facts(x.device)
+    def of(shape: tuple[int, int], device: torch.device, tile_m: int, tile_k: int) -> "Tiles":
+        rows, cols = shape
         even = rows % tile_m == 0 and cols % tile_k == 0
-        tiles = -(-rows // tile_m) * -(-cols // tile_k)
-        return Launch(tiles, (tile_m, tile_k, even, hardware), multiprocessors)
-
-    def __call__(
-        self,
-        kernel: Any,
-        programs: int,
-        pointers: tuple[Tensor | None, ...],
-        integers: tuple[int, ...],
-        parts: tuple[Any, ...],
-        **options: Any,
-    ) -> None:
-        """Launch ``kernel(*pointers, *integers, *parts, *constants)``.
-
-        FP contraction is off (see :func:`start`): it would merge roundings that the contract keeps apart.
-        """
-        constants = (*parts, *self.constants)
-        start(kernel, programs, pointers, integers, constants, num_warps=4, **options)
+        count = -(-rows // tile_m) * -(-cols // tile_k)
+        return Tiles(count, (tile_m, tile_k, even, device_facts(device)[0]))

@@ -8,7 +8,7 @@ gated activation.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,6 +16,7 @@ import triton.language as tl
 
 from fp4engine.kernels.activation import activated
 from fp4engine.kernels.encode import narrow, round_block, stack, unstack8, wide
+from fp4engine.kernels.launch import Facts, Place
 
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -26,19 +27,51 @@ class Prologue:
 
     Attributes:
         kind: ``"LayerNorm"``, ``"RMSNorm"``, or a kind of :func:`fp4engine.kernels.activation.activated`.
-        dtype: Triton's dtype of y, which every value is rounded to.
+        dtype: Triton's dtype of y, which every value is rounded to; torch_dtype: PyTorch's.
         gated: whether an activation's value is multiplied by the second half of its row.
     """
 
     kind: str
     dtype: Any
+    torch_dtype: torch.dtype
     is_norm: bool
     gated: bool
 
     @staticmethod
     @cache
     def of(kind: str, dtype: torch.dtype, gated: bool = False) -> "Prologue":
-        return Prologue(kind, _TRITON_DTYPES[dtype], kind in ("LayerNorm", "RMSNorm"), gated)
+        return Prologue(kind, _TRITON_DTYPES[dtype], dtype, kind in ("LayerNorm", "RMSNorm"), gated)
+
+
+class Reading(NamedTuple):
+    """How a launch reads y; its first four inputs are x, statistics, gamma and beta.
+
+    Attributes:
+        x: facts of what lies in memory.
+        prologue: what y is of it; None for y = x.
+        place: of x, where it is not the first input.
+    """
+
+    x: Facts
+    prologue: Prologue | None = None
+    place: Place = Place(0)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, cols = self.x.shape
+        return rows, cols // 2 if self.prologue is not None and self.prologue.gated else cols
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of y."""
+        return self.x.dtype if self.prologue is None else self.prologue.torch_dtype
+
+    @property
+    def places(self) -> tuple[Place | None, ...]:
+        """The kernels' arguments ``x, statistics, gamma, beta``."""
+        if self.prologue is None or not self.prologue.is_norm:
+            return self.place, None, None, None
+        return self.place, Place(1), Place(2), Place(3) if self.prologue.kind == "LayerNorm" else None
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.kernels.encode import wide
-from fp4engine.kernels.start import start
+from fp4engine.kernels.launch import Draft, Facts, Launch, facts, resolver
 
 ROWS, COLS = 2, 512
 """Rows of one program, and columns of a chunk."""
@@ -55,12 +55,20 @@ def row_statistics_kernel(
     tl.store(statistics_ptr + row, rstd, mask=row < M)
 
 
+@resolver
+def resolve_row_statistics(x: Facts, device: torch.device, eps: float, centered: bool) -> Launch:
+    """``(x) -> statistics``."""
+    rows, cols = x.shape
+    draft = Draft(device, inputs=1)
+    statistics = draft.output((2, rows), torch.float32)
+    draft.step(
+        row_statistics_kernel, -(-rows // ROWS), *draft.inputs, statistics, rows, cols, x.strides[0],
+        eps, centered, ROWS, COLS, COLS.bit_length() - 1, num_warps=4,
+    )  # fmt: skip
+    return draft.launch()
+
+
 def row_statistics(x: Tensor, eps: float, centered: bool) -> Tensor:
     """FP32 [2, M] of x [M, K], whose rows have unit stride; the second row is left unset unless ``centered``."""
-    rows, cols = x.shape
-    statistics = torch.empty(2, rows, dtype=torch.float32, device=x.device)
-    if rows:
-        scalars = (rows, cols, x.stride(0))
-        constants = (eps, centered, ROWS, COLS, COLS.bit_length() - 1)
-        start(row_statistics_kernel, -(-rows // ROWS), (x, statistics), scalars, constants, num_warps=4)
+    (statistics,) = resolve_row_statistics(facts(x), x.device, eps, centered)(x)
     return statistics

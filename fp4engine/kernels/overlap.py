@@ -1,10 +1,9 @@
 """Kernels that begin while the one before them ends: CUDA's programmatic dependent launch, on sm_90 and later.
 
 A kernel launched with :func:`overlapping` may start when every program of its predecessor has called
-:func:`let_next_begin` or ended. So each of its programs calls :func:`wait_for_previous`, which returns when the
-predecessor has ended, before it touches what that may still use. Since every kernel here waits in every program, all
-that came before has ended then too. Only ``amax_kernel`` touches memory earlier: x, which nothing uses any more when
-``clear_kernel`` lets it begin. ``tools/aot.py`` checks the order. Saves about 1 us per kernel.
+:func:`let_next_begin` or ended. So each of its programs calls :func:`wait_for_previous` before it touches memory: that
+returns when the predecessor has ended, and since every kernel here waits in every program, all that came before has
+ended then too. ``tools/aot.py`` checks the order. Saves about 1 us per kernel.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""One pass over x that casts it rowwise, columnwise, or both: the kernel and its launchers.
+"""One pass over x that casts it rowwise, columnwise, or both.
 
     rowwise:    codes, scale_inv = cast(x)        columnwise:    codes, scale_inv = cast(x.T)
 
@@ -10,28 +10,34 @@ and after packing, 8 times smaller than x.
 Legend: x is [M, K]; rowwise operand [M, K], columnwise operand [K, M].
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fp4engine.constants import BLOCK_SIZE
-from fp4engine.formats import E2M1, E4M3, CastSpec, Correction, Outer, RoundingMode
+from fp4engine.formats import E2M1, E4M3, CastSpec, Correction, Outer, RoundingMode, ScaleRule
+from fp4engine.kernels.amax import Maxima, add_amax, add_zeros, amax_size, largest_part
 from fp4engine.kernels.cast import Side, cast_block, products_stay_normal
 from fp4engine.kernels.encode import stack
-from fp4engine.kernels.launch import Launch, is_column_major
-from fp4engine.kernels.load import read_blocks, read_rows
+from fp4engine.kernels.launch import Draft, Facts, Place, Tiles, device_facts
+from fp4engine.kernels.load import Reading, read_blocks, read_rows
 from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_previous
-from fp4engine.kernels.source import Source
-from fp4engine.kernels.tape import Tapes
 
 
 @triton.jit
-def load_amax(amax_ptr, index, limit, SIDE: tl.constexpr):
+def load_amax(amax_ptr, whole_ptr, parts, index, limit, SIDE: tl.constexpr, PARTS: tl.constexpr):
+    """The outer amax of each row, or of the tensor; there whole, or in ``parts`` and then written to ``whole_ptr``."""
     if SIDE.per_row:
         return tl.load(amax_ptr + index, mask=index < limit, other=0.0)
-    else:
+    elif whole_ptr is None:
         return tl.load(amax_ptr)
+    else:
+        amax = largest_part(amax_ptr, parts, PARTS)
+        if tl.program_id(0) == 0:
+            tl.store(whole_ptr, amax)
+        return amax
 
 
 @triton.jit
@@ -91,13 +97,13 @@ def cast_columnwise(
         tl.store(scale_target, tl.trans(scale), mask=(out_col < K - col0) & (out_group < groups_left))
 
 
-@triton.jit(do_not_specialize=["M", "K", "stream"])
+@triton.jit(do_not_specialize=["M", "K", "stream", "parts"])
 def quantize_kernel(
     x_ptr, statistics_ptr, gamma_ptr, beta_ptr,
-    row_amax_ptr, row_out_ptr, row_scale_ptr, col_amax_ptr, col_out_ptr, col_scale_ptr, rng_ptr,
-    M, K, stride_m, stride_k, stream,
-    ROW: tl.constexpr, COL: tl.constexpr, PROLOGUE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
-    EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+    row_amax_ptr, row_whole_ptr, row_out_ptr, row_scale_ptr, col_amax_ptr, col_whole_ptr, col_out_ptr, col_scale_ptr,
+    rng_ptr, M, K, stride_m, stride_k, stream, parts,
+    PARTS: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, PROLOGUE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Tile ``pid``, tiles counted along K first so that neighbours complete each other's sectors of the scales."""
     let_next_begin(HARDWARE)
@@ -110,7 +116,7 @@ def quantize_kernel(
     if ROW is not None:
         x = read_blocks(source, M, K, row0, col0, PROLOGUE, TILE_M, TILE_K, EVEN, HARDWARE)
         row = row0 + tl.arange(0, TILE_M * TILE_K // 16) // (TILE_K // 16)
-        amax = load_amax(row_amax_ptr, row, M, ROW)
+        amax = load_amax(row_amax_ptr, row_whole_ptr, parts, row, M, ROW, PARTS)
         if products_stay_normal(amax, ROW, dtype):
             cast_rowwise(x, amax, row_out_ptr, row_scale_ptr, rng_ptr, stream, M, K, row0, col0,
                          dtype, ROW, TILE_M, TILE_K, True, EVEN, HARDWARE)  # fmt: skip
@@ -119,7 +125,8 @@ def quantize_kernel(
                          dtype, ROW, TILE_M, TILE_K, False, EVEN, HARDWARE)  # fmt: skip
     if COL is not None:
         x = read_rows(source, M, K, row0, col0, PROLOGUE, TILE_M, TILE_K, EVEN, HARDWARE)
-        amax = load_amax(col_amax_ptr, col0 + tl.arange(0, TILE_K)[None, :], K, COL)
+        col = col0 + tl.arange(0, TILE_K)[None, :]
+        amax = load_amax(col_amax_ptr, col_whole_ptr, parts, col, K, COL, PARTS)
         if products_stay_normal(amax, COL, dtype):
             cast_columnwise(x, amax, col_out_ptr, col_scale_ptr, rng_ptr, stream, M, K, row0, col0,
                             dtype, COL, TILE_M, TILE_K, True, EVEN, HARDWARE)  # fmt: skip
@@ -135,6 +142,10 @@ def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
         (x_dtype in (torch.bfloat16, torch.float16, torch.float32), f"input dtype {x_dtype}"),
         (spec.element == E2M1, f"element={spec.element}"),
         (spec.scale == E4M3, f"scale={spec.scale}"),
+        (
+            spec.scale_rule is ScaleRule.AMAX or spec.scale_rule.is_four_over_six,
+            f"scale_rule={spec.scale_rule.value}",
+        ),
         (spec.block in ((1, BLOCK_SIZE), (BLOCK_SIZE, BLOCK_SIZE)), f"block={spec.block}"),
         (spec.rounding in (RoundingMode.EVEN, RoundingMode.STOCHASTIC), f"rounding={spec.rounding.value}"),
         (spec.outer in (Outer.TENSOR, Outer.ROW), f"outer={spec.outer.value}"),
@@ -147,24 +158,23 @@ def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
     return True, ""
 
 
-def _options(x: Source, *sides: Side | None) -> dict[str, int]:
+def _options(reading: Reading, *sides: Side | None) -> dict[str, int]:
     """80 registers per thread, so that 24 warps fit an SM and not 20, where it costs no spill: 3% on an H200."""
     light = all(s is None or not (s.random_bits or s.error or s.per_row or s.words != 2) for s in sides)
-    return {"maxnreg": 80} if light and x.x.element_size() == 2 else {}
+    return {"maxnreg": 80} if light and reading.x.dtype.itemsize == 2 else {}
 
 
-def allocate(
-    side: Side | None, rows: int, cols: int, device: torch.device
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Where a side of ``rows`` by ``cols`` goes: codes or values, and block scales."""
-    if side is None:
-        return None, None
+def data_of(side: Side, rows: int, cols: int) -> tuple[tuple[int, int], torch.dtype]:
+    """Shape and dtype of the codes or values of an operand of ``rows`` by ``cols``."""
     blocks = -(-cols // BLOCK_SIZE)
     if side.words == 2:
-        out = torch.empty(rows, blocks * BLOCK_SIZE // 2, dtype=torch.uint8, device=device)
-    else:
-        out = torch.empty(rows, blocks * BLOCK_SIZE, dtype=torch.bfloat16, device=device)
-    return out, torch.empty(rows, blocks, dtype=torch.float8_e4m3fn, device=device)
+        return (rows, blocks * BLOCK_SIZE // 2), torch.uint8
+    return (rows, blocks * BLOCK_SIZE), torch.bfloat16
+
+
+def scales_of(rows: int, cols: int) -> tuple[tuple[int, int], torch.dtype]:
+    """Shape and dtype of the block scales of an operand of ``rows`` by ``cols``."""
+    return (rows, -(-cols // BLOCK_SIZE)), torch.float8_e4m3fn
 
 
 def tile_shape(row: Side | None, col: Side | None, small: bool = False) -> tuple[int, int]:
@@ -178,69 +188,62 @@ def tile_shape(row: Side | None, col: Side | None, small: bool = False) -> tuple
     return rows, (128 if small else 512) * 16 // rows
 
 
-def quantize(
-    x: Tensor | Source,
-    rowwise: CastSpec | None,
-    columnwise: CastSpec | None,
-    *,
-    rowwise_amax: Tensor | None = None,
-    columnwise_amax: Tensor | None = None,
-    rng: Tensor | None = None,
-    stream: int = 0,
-    rowwise_output: str = "codes",
-    columnwise_output: str = "codes",
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Cast the sides whose spec is given, with outer amaxes that :func:`fp4engine.kernels.amax.amax` gave.
+class Target(NamedTuple):
+    """Where one side of a cast goes.
 
-    Args:
-        x: [M, K] BF16, FP16 or FP32, any strides.
-        rowwise, columnwise: what :func:`supports` covers.
-        rowwise_amax, columnwise_amax: FP32 [1], or [operand rows] under ``Outer.ROW``.
-        rng: int64 [2] ``(seed, draw)`` on x's device; needed if a side is stochastic.
-        stream: stream id of the role; the columnwise side uses ``stream | 1``.
-        rowwise_output, columnwise_output: "codes", or "values" for BF16 ``element * block scale``.
-
-    Returns:
-        ``(rowwise out, rowwise scale_inv, columnwise out, columnwise scale_inv)``; codes uint8 [rows, ceil(cols/16)*8]
-        or values BF16 [rows, ceil(cols/16)*16], scale_inv float8_e4m3fn [rows, ceil(cols/16)].
+    Attributes:
+        side: what the kernel is to know of its spec.
+        amax: of the tensor, or of each row of the operand; given, or to be written.
+        is_given: whether ``amax`` is there already.
+        data: codes or values.
+        scale_inv: block scales.
     """
-    arguments = (rowwise, columnwise, stream, rowwise_output, columnwise_output)
-    if not isinstance(x, Tensor):
-        return _quantize(*arguments, x, rowwise_amax, columnwise_amax, rng)[0]
-    return _tapes.run(arguments, (x, rowwise_amax, columnwise_amax, rng), _quantize, arguments)[0]
+
+    side: Side
+    amax: Place
+    is_given: bool
+    data: Place
+    scale_inv: Place
 
 
-_tapes = Tapes(most=1024)
-
-Outputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
-def _quantize(
-    rowwise: CastSpec | None,
-    columnwise: CastSpec | None,
-    stream: int,
-    rowwise_output: str,
-    columnwise_output: str,
-    x: Tensor | Source,
-    rowwise_amax: Tensor | None,
-    columnwise_amax: Tensor | None,
-    rng: Tensor | None,
-) -> tuple[Outputs, None]:
-    source = Source.of(x)
-    row = Side.of(rowwise, rowwise_output, 0) if rowwise else None
-    col = Side.of(columnwise, columnwise_output, 1) if columnwise else None
-    row_out, row_scale = allocate(row, *source.shape, source.device)
-    col_out, col_scale = allocate(col, *source.shape[::-1], source.device)
-    if all(source.shape) and (row or col):
-        sides = ((rowwise_amax, row_out, row_scale), (columnwise_amax, col_out, col_scale))
-        if isinstance(x, Tensor) and is_column_major(x):
-            source, sides, row, col = Source.of(x.T), sides[::-1], col, row
-        launch = Launch.of(source, *tile_shape(row, col))
-        if launch.tiles < launch.multiprocessors:
-            launch = Launch.of(source, *tile_shape(row, col, small=True))
-        pointers = (*source.pointers, *sides[0], *sides[1], rng)
-        integers = (*source.shape, *source.x.stride(), stream)
-        parts = (row, col, source.prologue)
-        options = _options(source, row, col) | overlapping(launch.hardware)
-        launch(quantize_kernel, launch.tiles, pointers, integers, parts, **options)
-    return (row_out, row_scale, col_out, col_scale), None
+def add_cast(
+    draft: Draft, reading: Reading, row: Target | None, col: Target | None, rng: Place | None, stream: int
+) -> None:
+    """Cast the sides that have a target, with the amaxes that are not given taken before."""
+    if reading.x.is_column_major and reading.prologue is None:
+        reading, row, col = reading._replace(x=reading.x.transposed), col, row
+    row_side, col_side = (target.side if target else None for target in (row, col))
+    missing = [target is not None and not target.is_given for target in (row, col)]
+    maxima = Maxima(row.amax if row else None, col.amax if col else None, 0)
+    if 0 in reading.shape:
+        amaxes = [target.amax if target and gone else None for target, gone in zip((row, col), missing, strict=True)]
+        if any(missing):
+            sizes = [
+                amax_size(s, n) if amax else 0
+                for s, n, amax in zip((row_side, col_side), reading.shape, amaxes, strict=True)
+            ]
+            add_zeros(draft, amaxes, sizes)
+        return
+    if any(missing):
+        asked = [target.side if target and gone else None for target, gone in zip((row, col), missing, strict=True)]
+        is_activation = reading.prologue is not None and not reading.prologue.is_norm
+        dtype = reading.dtype
+        y = draft.scratch(reading.shape, dtype) if is_activation else None
+        found = add_amax(draft, reading, asked[0], asked[1], (maxima.row, maxima.col), y)
+        if y is not None:
+            reading = Reading(Facts(reading.shape, (reading.shape[1], 1), dtype, True), None, y)
+        maxima = Maxima(found.row if missing[0] else maxima.row, found.col if missing[1] else maxima.col, found.parts)
+    tiles = Tiles.of(reading.shape, draft.device, *tile_shape(row_side, col_side))
+    hardware, multiprocessors = device_facts(draft.device)
+    if tiles.programs < multiprocessors:
+        tiles = Tiles.of(reading.shape, draft.device, *tile_shape(row_side, col_side, small=True))
+    targets: list[Place | None] = []
+    for target, amax, gone in ((row, maxima.row, missing[0]), (col, maxima.col, missing[1])):
+        in_parts = target is not None and gone and not target.side.per_row
+        targets += [amax, target.amax if target and in_parts else None]
+        targets += [target.data, target.scale_inv] if target else [None, None]
+    draft.step(
+        quantize_kernel, tiles.programs, *reading.places, *targets, rng, *reading.shape, *reading.x.strides, stream,
+        maxima.parts, maxima.room, row_side, col_side, reading.prologue, *tiles.constants,
+        num_warps=4, **_options(reading, row_side, col_side), **overlapping(hardware),
+    )  # fmt: skip

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4engine.kernels.start import start
+from fp4engine.kernels.launch import Draft, Facts, Launch, facts, resolver
 
 COL_TILES = 8
 """Tiles of 128 x 4 per program: 4 KiB, 32 bytes of each row read at once."""
@@ -37,13 +37,20 @@ def swizzle_kernel(scale_ptr, out_ptr, rows, blocks, row_tiles, col_tiles, TILES
     tl.store(target, tl.reshape(tiles, [512 * TILES]), mask=offset < (col_tiles - col_tile) * 512)
 
 
-def swizzle_scales(scales: Tensor) -> Tensor:
-    """[rows, blocks], contiguous, 8-bit -> 1-D of ``ceil(rows / 128) * ceil(blocks / 4) * 512``, padded with zeros."""
+@resolver
+def resolve_swizzle(scales: Facts, device: torch.device) -> Launch:
+    """``(scales) -> swizzled``."""
     rows, blocks = scales.shape
     row_tiles, col_tiles = -(-rows // 128), -(-blocks // 4)
-    out = torch.empty(row_tiles * col_tiles * 512, dtype=scales.dtype, device=scales.device)
-    if out.numel():
-        integers = (rows, blocks, row_tiles, col_tiles)
-        programs = row_tiles * -(-col_tiles // COL_TILES)
-        start(swizzle_kernel, programs, (scales, out), integers, (COL_TILES,), num_warps=4)
+    draft = Draft(device, inputs=1)
+    out = draft.output((row_tiles * col_tiles * 512,), scales.dtype)
+    programs = row_tiles * -(-col_tiles // COL_TILES)
+    shape = (rows, blocks, row_tiles, col_tiles)
+    draft.step(swizzle_kernel, programs, *draft.inputs, out, *shape, COL_TILES, num_warps=4)
+    return draft.launch()
+
+
+def swizzle_scales(scales: Tensor) -> Tensor:
+    """[rows, blocks], contiguous, 8-bit -> 1-D of ``ceil(rows / 128) * ceil(blocks / 4) * 512``, padded with zeros."""
+    (out,) = resolve_swizzle(facts(scales), scales.device)(scales)
     return out

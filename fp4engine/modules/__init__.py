@@ -10,6 +10,7 @@ from fp4engine.modules.linear import Linear, weight_cache
 from fp4engine.modules.model_init import quantized_model_init
 from fp4engine.modules.norm import LayerNorm, RMSNorm
 from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.modules.recompute import recompute_contexts
 from fp4engine.modules.transformer import TransformerLayer
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "TransformerLayer",
     "get_amax_history",
     "quantized_model_init",
+    "recompute_contexts",
     "set_amax_history",
     "weight_cache",
 ]

@@ -23,7 +23,7 @@ def set_amax_history(model: torch.nn.Module, state: dict[str, dict[str, Any]]) -
     """Continue from what :func:`get_amax_history` returned; the next steps are the same bytes.
 
     Raises:
-        ValueError: ``state`` names a module that ``model`` does not have, or an unknown role.
+        ValueError: ``state`` names a module that ``model`` does not have, or an unknown role; nothing is changed then.
     """
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Gemms)}
     unknown = {key.rpartition(":")[0] for key in state} - set(modules)
@@ -31,8 +31,9 @@ def set_amax_history(model: torch.nn.Module, state: dict[str, dict[str, Any]]) -
         raise ValueError(f"the model has no module {', '.join(sorted(unknown))}; it has {', '.join(modules)}")
     if unknown := {key.rpartition(":")[2] for key in state} - set(TENSOR_TYPES):
         raise ValueError(f"roles must be {', '.join(TENSOR_TYPES)}, got {', '.join(sorted(unknown))}")
+    histories = {key: AmaxHistory.from_state(history) for key, history in state.items()}
     for module in modules.values():
         module.forget_plan()
-    for key, history in state.items():
+    for key, history in histories.items():
         name, _, role = key.rpartition(":")
-        modules[name].amax_histories[role] = AmaxHistory.from_state(history)
+        modules[name].amax_histories[role] = history

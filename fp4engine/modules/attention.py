@@ -5,7 +5,7 @@ Legend: S query length, T key length, B batch, H query heads, G key-value groups
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.utils.checkpoint
@@ -60,6 +60,14 @@ class MultiheadAttention(torch.nn.Module):
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
         ValueError: sizes that do not fit, or unknown words.
     """
+
+    __call__: Callable[..., Tensor]  # for type checkers; a tuple of tensors where a return_ flag asks for one
+
+    linear_class: ClassVar[type[Any]] = SplitLinear
+    layernorm_linear_class: ClassVar[type[Any]] = LayerNormLinear
+    projection_class: ClassVar[type[Any]] = Linear
+    norm_classes: ClassVar[dict[str, type[Any]]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+    """What it is made of, for subclasses that are made of subclasses."""
 
     def __init__(
         self,
@@ -123,7 +131,7 @@ class MultiheadAttention(torch.nn.Module):
         self.interleaved = fuse_qkv_params and qkv_weight_interleaved
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
         place: dict[str, Any] = {"device": te_device(device), "params_dtype": params_dtype}
-        self.q_norm, self.k_norm = _qk_norms(qk_norm_type, self.head_size, qk_norm_eps, place)
+        self.q_norm, self.k_norm = self._qk_norms(qk_norm_type, qk_norm_eps, place)
 
         def projection(suffix: str, normalized: bool, **rows: int) -> SplitLinear:
             arguments: dict[str, Any] = {
@@ -136,8 +144,8 @@ class MultiheadAttention(torch.nn.Module):
                 **place,
             }
             if not normalized:
-                return SplitLinear(hidden_size, sum(rows.values()), **arguments)
-            return LayerNormLinear(
+                return self.linear_class(hidden_size, sum(rows.values()), **arguments)
+            return self.layernorm_linear_class(
                 hidden_size,
                 sum(rows.values()),
                 layernorm_epsilon,
@@ -158,10 +166,10 @@ class MultiheadAttention(torch.nn.Module):
             self.key_value = projection("key_value", False, key=kv, value=kv)
         else:
             self._query_name = "query_layer"
-            self.query_layer = Linear(
+            self.query_layer = self.projection_class(
                 hidden_size,
                 q,
-                bias,
+                bias=bias,
                 init_method=init_method or te_init,
                 name=dotted(name, "query_layer"),
                 recipe=recipe,
@@ -169,10 +177,10 @@ class MultiheadAttention(torch.nn.Module):
                 **place,
             )
             self.key_value = projection("key_value", False, key=kv, value=kv)
-        self.proj = Linear(
+        self.proj = self.projection_class(
             q,
             hidden_size,
-            bias,
+            bias=bias,
             init_method=output_layer_init_method or te_init,
             name=dotted(name, "proj"),
             recipe=recipe,
@@ -297,14 +305,14 @@ class MultiheadAttention(torch.nn.Module):
             return query, key
         return self.q_norm(query), self.k_norm(key)
 
-
-def _qk_norms(
-    kind: str | None, size: int, eps: float, place: dict[str, Any]
-) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
-    if kind is None:
-        return None, None
-    if kind == "L2Normalization":
-        return L2Normalization(eps), L2Normalization(eps)
-    require("qk_norm_type", kind, (None, "L2Normalization", "RMSNorm", "LayerNorm"))
-    make = LayerNorm if kind == "LayerNorm" else RMSNorm
-    return make(size, eps, **place), make(size, eps, **place)
+    def _qk_norms(
+        self, kind: str | None, eps: float, place: dict[str, Any]
+    ) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+        if kind is None:
+            return None, None
+        if kind == "L2Normalization":
+            norm = L2Normalization(eps)
+            return norm, norm
+        require("qk_norm_type", kind, (None, "L2Normalization", "RMSNorm", "LayerNorm"))
+        make = self.norm_classes[kind]
+        return make(self.head_size, eps, **place), make(self.head_size, eps, **place)

@@ -1,6 +1,5 @@
 """What every module with a weight does: run its three GEMMs by the recipe in force."""
 
-from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -9,13 +8,14 @@ from torch import Tensor
 
 from fp4engine import ops
 from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear, make_linear_plan
-from fp4engine.functional.deferred import Deferred
+from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.grouped_linear import Expert
-from fp4engine.modules.forward_memory import ForwardMemory
+from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
-from fp4engine.recipe import LinearRecipe, Recipe
-from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed
-from fp4engine.tracing import alive, constant_when_traced
+from fp4engine.modules.recompute import handed_over, remember
+from fp4engine.recipe import LinearRecipe, Recipe, numbered
+from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed, is_traced_in_backward
+from fp4engine.tracing import constant_when_traced
 
 _CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 """What ``torch.autocast`` casts; it leaves float64 and integers as they are."""
@@ -30,8 +30,8 @@ class Gemms(torch.nn.Module):
     Args:
         name: the module's name, which recipes may match; None is the empty name.
         recipe: recipe to follow where no autocast region is active; None means high precision there.
-        fuse_wgrad_accumulation: wgrad adds to the buffer ``weight.main_grad`` (FP32 or BF16, shaped like the weight)
-            in its epilogue, and ``weight.grad`` stays None.
+        fuse_wgrad_accumulation: wgrad adds to the buffer ``weight.main_grad`` (FP32, BF16 or FP16, shaped like the
+            weight) in its epilogue, and ``weight.grad`` stays None.
         module_type: what recipes see as :attr:`QuantizerRole.module_type`.
         shape: (N, K) of the weight, where the module has none of its own.
 
@@ -67,10 +67,11 @@ class Gemms(torch.nn.Module):
         self.shape = shape
         self.executed = ExecutedGemms()
         self.amax_histories: dict[str, Any] = {}
-        self._plan: LinearPlan | None = None
+        self._plan: tuple[Recipe, LinearPlan] | None = None
+        self._answers: dict[int, LinearPlan] = {}
+        self._ran_by_recipe = False
         self._weight_cache: WeightCache | None = None
         self._microbatch_cache: WeightCache | None = None
-        self._forwards = ForwardMemory()
 
     def forget_plan(self) -> None:
         """Drop histories and the plan that uses them; the next forward makes a plan anew."""
@@ -82,29 +83,33 @@ class Gemms(torch.nn.Module):
         recipe = self.recipe if state is None else state.recipe
         if recipe is None or (state is not None and not state.enabled):
             return None
-        group = None if state is None else state.amax_reduction_group
-        if not torch.compiler.is_compiling():
-            return self._make_plan(recipe, group)
-        _make_plan_while_traced(id(self), id(recipe), 0 if group is None else id(group))
-        return self._plan
+        if torch.compiler.is_dynamo_compiling():
+            return self._traced_plan(recipe)
+        made = self._plan  # read once: a thread in another region may replace it meanwhile
+        if made is None or (made[0] is not recipe and made[0] != recipe):
+            plan = make_linear_plan(recipe, self.module_type, self.name, self._shape())
+            if recipe.reads_modules:
+                self._answers[recipe.number] = plan
+            made = self._plan = recipe, plan.remembering_in(self.amax_histories) if plan.is_stateful else plan
+        return made[1]
 
-    def _make_plan(self, recipe: Recipe, group: Any) -> LinearPlan:
-        """The plan for ``recipe``, also left in ``_plan``, where another thread may replace it."""
-        plan = self._plan
-        if (
-            plan is None
-            or (plan.recipe is not recipe and plan.recipe != recipe)
-            or plan.amax_reduction_group is not group
-        ):
-            weight = getattr(self, "weight", None)
-            shape = self.shape or (() if weight is None else tuple(weight.shape))
-            plan = self._plan = make_linear_plan(
-                recipe, self.module_type, self.name, self.executed, group, shape, self.amax_histories
-            )
-        return plan
+    def _shape(self) -> tuple[int, ...]:
+        weight = getattr(self, "weight", None)
+        return self.shape or (() if weight is None else tuple(weight.shape))
+
+    def _traced_plan(self, recipe: Recipe) -> LinearPlan:
+        """The plan for ``torch.compile``, which reads the plan and not how it is made.
+
+        Equal modules share it, and so one graph: the trace depends on nothing of the module but its type. A recipe that
+        asks for more makes a graph for each name, or, for modules that have run by it in eager mode, for each answer.
+        """
+        if recipe.number in self._answers:
+            return self._answers[recipe.number]
+        asked = (self.name, self._shape()) if recipe.reads_modules else ("", ())
+        return getattr(_plans, _leave_plan(recipe.number, self.module_type, *asked))
 
     def multiply(
-        self, inp: Tensor | Deferred, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
+        self, inp: Tensor | FusedInput, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
     ) -> Tensor:
         """``inp @ weight.T + bias``: [..., K] -> [..., N].
 
@@ -112,112 +117,144 @@ class Gemms(torch.nn.Module):
             is_first_microbatch: True quantizes the weight and keeps its operands, False reuses them while the weight
                 is unchanged, None neither; says nothing about gradients. See also :func:`fp4engine.weight_cache`.
         """
-        plan = self._plan_in_force()
-        main_grad = self._main_grad(weight)
-        if isinstance(weight, QuantizedWeight) and plan is None:
-            weight = weight.dequantize()
-        if plan is None and main_grad is None:
-            inp = inp if isinstance(inp, Tensor) else inp.tensor()
-            self.executed.record_high_precision(inp, weight)
-            output = F.linear(inp, weight, bias)
-        else:
-            inp = cast_by_autocast(inp)
-            if isinstance(inp, Deferred) and (plan is None or not inp.fuses(plan)):
-                inp = inp.tensor()
-            computed_by = plan or make_linear_plan(_UNQUANTIZED, self.module_type, self.name, self.executed)
-            cache = self._cache(weight, computed_by, is_first_microbatch)
-            output = linear(inp, weight, bias, computed_by, weight_cache=cache, main_grad=main_grad)
-        self.note_forward(plan, output)
-        return output
+        state = self._state_in_force()
+        plan = self._plan_under(state)
+        main_grad = self._main_grad(weight) if self.fuse_wgrad_accumulation else None
+        if plan is None:
+            if isinstance(weight, QuantizedWeight):
+                weight = weight.dequantize()
+            if main_grad is None:
+                inp = inp if isinstance(inp, Tensor) else inp.tensor()
+                self.executed.record_high_precision(inp, weight)
+                return F.linear(inp, weight, bias)
+        if inp.device != weight.device or weight.is_meta:
+            raise unusable_devices(inp, weight)
+        refuse_shards(inp, weight)
+        inp = cast_by_autocast(inp)
+        group = None if state is None else state.amax_reduction_group
+        if isinstance(inp, FusedInput) and (plan is None or group is not None or not inp.fuses(plan)):
+            inp = inp.tensor()
+        computed_by = plan or make_linear_plan(_UNQUANTIZED, self.module_type)
+        cache = self._cache(weight, computed_by, group, is_first_microbatch)
+        return linear(
+            inp,
+            weight,
+            bias,
+            computed_by,
+            executed=self.executed,
+            amax_reduction_group=group,
+            weight_cache=cache,
+            main_grad=main_grad,
+        )
 
     def expert(self, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None) -> Expert | None:
         """What :meth:`multiply` would compute by, as one of many for :func:`grouped_linear`; None in high precision."""
-        plan = self._plan_in_force()
+        state = self._state_in_force()
+        plan = self._plan_under(state)
         if plan is None:
             return None
-        return Expert(weight, bias, plan, self._cache(weight, plan, is_first_microbatch), self._main_grad(weight))
+        group = None if state is None else state.amax_reduction_group
+        cache = self._cache(weight, plan, group, is_first_microbatch)
+        main_grad = self._main_grad(weight) if self.fuse_wgrad_accumulation else None
+        return Expert(weight, bias, plan, self.executed, group, cache, main_grad)
 
-    def note_forward(self, plan: LinearPlan | None, output: Tensor) -> None:
-        """Remember what ``output`` was computed by, for a recomputation."""
-        if torch.compiler.is_compiling():
-            _note_trace(id(self), plan is None)
-        elif not in_backward():
-            self._forwards.remember(plan, output, self.training)
-
-    def _plan_in_force(self) -> LinearPlan | None:
-        """The plan of this forward; a recomputation takes that of the forward it repeats.
+    def _state_in_force(self) -> AutocastState | None:
+        """The region's state; in a forward that is recomputed, what the forward that it repeats has handed over.
 
         Raises:
-            RuntimeError: it cannot be known which forward is repeated, or its draws cannot be.
+            RuntimeError: this runs inside a backward pass, and nobody says by which recipe.
         """
-        backward = in_backward()
-        repeated = self._forwards.plans(self.training) if backward and is_recomputed() else []
-        if len(repeated) > 1:
-            kinds = ", ".join("high precision" if plan is None else repr(plan.recipe) for plan in repeated)
+        state = current_state()
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_stray_recomputation()
+            return state
+        if not is_recomputed():
+            remember(state)
+            return state
+        told = handed_over()
+        if told is not None:
+            return told.state
+        if self._ran_by_recipe or state is not None:
             raise RuntimeError(
-                f"a recomputation of {self.name or 'a module'} outside its autocast region could repeat several "
-                f"forwards, by {kinds}; put the autocast region inside the checkpointed function, or use "
-                "fp4engine.checkpoint"
+                f"{self.name or type(self).__name__} runs inside a backward pass, outside any autocast region that was "
+                "entered there, and it is not known by which recipe. If activation checkpointing recomputes it, use "
+                "fp4engine.checkpoint, or give torch.utils.checkpoint use_reentrant=False and "
+                "context_fn=fp4engine.recompute_contexts, or put the region inside the checkpointed function; "
+                "elsewhere, enter autocast(recipe=...) or autocast(enabled=False) around the call"
             )
-        plan = repeated[0] if repeated else self.plan(current_state())
-        if plan is None:
-            return None
-        if not backward:
-            return plan if torch.compiler.is_compiling() or self._is_remembered(plan) else _repeating(plan)
-        if _draws_in_forward(plan) and not ops.is_replaying():
-            raise RuntimeError(
-                f"the forward of {plan.recipe!r} draws random bits, which torch.utils.checkpoint does not repeat; "
-                "use fp4engine.checkpoint"
-            )
-        return _repeating(plan)
+        return None
 
-    def _is_remembered(self, plan: LinearPlan) -> bool:
+    def _plan_under(self, state: AutocastState | None) -> LinearPlan | None:
+        """The plan of this forward.
+
+        Raises:
+            RuntimeError: a recomputation cannot repeat its draws.
+        """
+        plan = self.plan(state)
+        if plan is None or torch.compiler.is_dynamo_compiling():
+            return plan
+        self._ran_by_recipe = True
+        if in_backward():
+            if plan.draws_in_forward and not ops.is_replaying():
+                raise RuntimeError(
+                    f"the forward of {plan.recipe!r} draws random bits, which torch.utils.checkpoint does not repeat; "
+                    "use fp4engine.checkpoint"
+                )
+            return plan.repeating() if plan.is_stateful else plan
+        return plan.repeating() if plan.is_stateful and not self._is_remembered() else plan
+
+    def _is_remembered(self) -> bool:
         """Whether this forward changes what delayed scaling remembers: not in evaluation, which leaves no trace.
 
         Without gradients a module in train mode may still be trained: reentrant checkpointing runs it so.
         """
-        if not (plan.input.is_stateful or plan.weight.is_stateful):
-            return True
         return not torch.is_inference_mode_enabled() and (self.training or torch.is_grad_enabled())
 
-    def _cache(self, weight: Tensor, plan: LinearPlan, is_first_microbatch: bool | None) -> WeightCache | None:
+    def _cache(
+        self, weight: Tensor, plan: LinearPlan, group: Any, is_first_microbatch: bool | None
+    ) -> WeightCache | None:
         """The cache to use; none while tracing, since a compiled region cannot hold tensors between calls.
 
         None either for a weight that was put together for this call.
         """
         if isinstance(weight, QuantizedWeight):
-            return stored_operands(weight, plan)
-        if torch.compiler.is_compiling() or not isinstance(weight, torch.nn.Parameter):
+            return stored_operands(weight, plan, group)
+        if torch.compiler.is_dynamo_compiling() or not isinstance(weight, torch.nn.Parameter):
             return None
         if is_first_microbatch is None:
             return self._weight_cache
         if is_first_microbatch or self._microbatch_cache is None:
-            self._microbatch_cache = WeightCache()
+            self._microbatch_cache = microbatch_cache()
         return self._microbatch_cache
 
     def _main_grad(self, weight: Tensor) -> Tensor | None:
-        if not (self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()):
+        if not (weight.requires_grad and torch.is_grad_enabled()):
             return None
         main_grad = getattr(weight, "main_grad", None)
         if (
             not isinstance(main_grad, Tensor)
             or main_grad.shape != weight.shape
-            or main_grad.dtype not in (torch.float32, torch.bfloat16)
+            or main_grad.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+            or main_grad.device != weight.device
+            or main_grad.is_neg()
         ):
-            got = (tuple(main_grad.shape), main_grad.dtype) if isinstance(main_grad, Tensor) else main_grad
+            got = main_grad
+            if isinstance(main_grad, Tensor):
+                kind = "a negated view" if main_grad.is_neg() else "a tensor"
+                got = f"{kind} {tuple(main_grad.shape)} of {main_grad.dtype} on {main_grad.device}"
             raise ValueError(
-                "fuse_wgrad_accumulation=True needs weight.main_grad, an FP32 or BF16 tensor of shape "
-                f"{tuple(weight.shape)} set before the forward pass; got {got}"
+                "fuse_wgrad_accumulation=True needs weight.main_grad, an FP32, BF16 or FP16 tensor of shape "
+                f"{tuple(weight.shape)} on {weight.device} set before the forward pass; got {got}"
             )
         return main_grad
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out of copies what is derived, and what a custom recipe's factory would keep from pickling."""
-        derived = {"_plan": None, "_weight_cache": None, "_microbatch_cache": None, "_forwards": ForwardMemory()}
+        derived = {"_plan": None, "_answers": {}, "_weight_cache": None, "_microbatch_cache": None}
         return {**self.__dict__, **derived}
 
 
-Input = TypeVar("Input", Tensor, Tensor | Deferred)
+Input = TypeVar("Input", Tensor, Tensor | FusedInput)
 
 
 def cast_by_autocast(inp: Input) -> Input:
@@ -225,6 +262,39 @@ def cast_by_autocast(inp: Input) -> Input:
     if torch.is_autocast_enabled(inp.device.type) and inp.dtype in _CAST_BY_AUTOCAST:
         return inp.to(torch.get_autocast_dtype(inp.device.type))
     return inp
+
+
+def unusable_devices(inp: Tensor | FusedInput, weight: Tensor) -> ValueError:
+    """What to raise where ``inp`` and ``weight`` lie on two devices, or on ``meta``, where there are no values."""
+    devices = f"got the input on {str(inp.device)!r} and the weight on {str(weight.device)!r}"
+    if weight.is_meta:
+        remedy = "give the layer values with .to_empty(device=...) and load_state_dict"
+    elif inp.device.type == "meta":
+        remedy = "give it an input with values"
+    else:
+        remedy = f"move the layer with .to({str(inp.device)!r}), or the input with .to({str(weight.device)!r})"
+    return ValueError(f"input and weight must be on one device that has values, {devices}; {remedy}")
+
+
+def refuse_shards(inp: Tensor | FusedInput, weight: Tensor) -> None:
+    """Raise where ``torch.distributed.tensor`` hands over shards, whose casts would not be those of the whole tensor.
+
+    Raises:
+        NotImplementedError: so it is.
+    """
+    if type(weight) in _WHOLE and (type(inp) in _WHOLE or isinstance(inp, FusedInput)):
+        return
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.tensor import DTensor
+
+    for name, tensor in (("input", inp), ("weight", weight)):
+        if isinstance(tensor, DTensor):
+            raise NotImplementedError(
+                f"tensor parallelism is not implemented: the {name} is a DTensor placed {tensor.placements}; leave the "
+                "module out of parallelize_module, or keep it in high precision "
+                "(convert(keep_high_precision=...) or autocast(enabled=False)); FSDP2 hands over whole weights"
+            )
 
 
 def require_own_recipe(recipe: Recipe | None) -> None:
@@ -244,49 +314,42 @@ def require_own_recipe(recipe: Recipe | None) -> None:
         )
 
 
-@constant_when_traced
-def _make_plan_while_traced(gemms: int, recipe: int, group: int) -> None:
-    """:meth:`Gemms._make_plan` on the objects of these ids: ``torch.compile`` reads the plan, not how it is made.
+_WHOLE = (Tensor, torch.nn.Parameter)
 
-    Dynamo passes constants to such a function, and guards on every id that it makes one.
 
-    Raises:
-        RuntimeError: the recipe is made in the function that is compiled, so that no id tells which it is.
-    """
-    in_force = alive(recipe)
-    # Dynamo's stand-in for a recipe that the traced function makes is no recipe, or one without its fields.
-    if not isinstance(in_force, Recipe) or not all(hasattr(in_force, field.name) for field in fields(in_force)):
-        raise RuntimeError("torch.compile cannot trace how a recipe is made; make it outside the compiled function")
-    alive(gemms)._make_plan(in_force, alive(group) if group else None)
+class _Plans:
+    """The plans that traces read, one attribute each: Dynamo reads attributes as they are, and copies a dictionary."""
+
+
+_plans = _Plans()
 
 
 @constant_when_traced
-def _note_trace(identity: int, high_precision: bool) -> None:
-    """Note what a compiled forward computes by; runs while it is traced, where no graph can be watched.
+def _leave_plan(recipe: int, module_type: str, name: str, shape: tuple[int, ...]) -> str:
+    """Make a plan, leave it in ``_plans`` and return the attribute's name; runs while ``torch.compile`` traces.
+
+    Args:
+        recipe: number of the recipe.
+        name, shape: of the module, where the recipe asks for them.
+    """
+    key = f"{recipe} {module_type} {name} {shape}"
+    if not hasattr(_plans, key):
+        setattr(_plans, key, make_linear_plan(numbered(recipe), module_type, name, shape))
+    return key
+
+
+@constant_when_traced
+def _refuse_stray_recomputation() -> None:
+    """Raise if a forward is traced inside a backward pass whose region nobody has handed over.
 
     Raises:
-        RuntimeError: a recomputation is traced, and no forward computed so.
+        RuntimeError: so it is.
     """
-    gemms: Gemms = alive(identity)
-    plan = None if high_precision else gemms._plan
-    if torch._C._current_graph_task_id() == -1:
-        gemms._forwards.note(plan, gemms.training)
-        return
-    plans = gemms._forwards.plans(gemms.training)
-    if plans and plan not in plans:
+    if is_traced_in_backward():
         raise RuntimeError(
-            f"the recomputation of {gemms.name or 'a module'} is compiled outside the autocast region of its forward; "
+            "a compiled module is traced inside a backward pass, outside any autocast region that was entered there; "
             "put the region inside the checkpointed function, or use fp4engine.checkpoint"
         )
-
-
-def _repeating(plan: LinearPlan) -> LinearPlan:
-    """The plan for a forward that nothing is to be remembered of."""
-    return replace(plan, input=plan.input.repeating(), weight=plan.weight.repeating())
-
-
-def _draws_in_forward(plan: LinearPlan) -> bool:
-    return plan.input.draws_in_forward or plan.weight.draws_in_forward
 
 
 def dotted(*parts: str | None) -> str:

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from fp4engine import ops
 from fp4engine.functional.grouped import grouped, require_counts
 from fp4engine.functional.grouped_linear import grouped_linear, grouped_refusal
-from fp4engine.modules.gemms import Gemms, cast_by_autocast
+from fp4engine.modules.gemms import Gemms, cast_by_autocast, unusable_devices
 from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
 from fp4engine.recipe import Recipe
@@ -35,6 +35,8 @@ class GroupedLinear(torch.nn.Module):
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
         ValueError: ``num_gemms`` is less than one.
     """
+
+    __call__: Callable[..., Tensor | tuple[Tensor, list[Tensor | None]]]
 
     def __init__(
         self,
@@ -121,6 +123,9 @@ class GroupedLinear(torch.nn.Module):
         if counts.device != inp.device:
             return None
         parts = self._parts()
+        for _, weight, _ in parts:
+            if inp.device != weight.device or weight.is_meta:
+                raise unusable_devices(inp, weight)
         experts = [gemms.expert(weight, bias, is_first_microbatch) for gemms, weight, bias in parts]
         quantized = [expert for expert in experts if expert is not None]
         inp = cast_by_autocast(inp)
@@ -131,10 +136,7 @@ class GroupedLinear(torch.nn.Module):
             if not torch.compiler.is_compiling():
                 ops.refuse("grouped_linear", reason, "as a loop that copies m_splits to the host")
             return None
-        output = grouped_linear(inp, counts, quantized)
-        for (gemms, _, _), expert in zip(parts, quantized, strict=True):
-            gemms.note_forward(expert.plan, output)
-        return output
+        return grouped_linear(inp, counts, quantized)
 
     def extra_repr(self) -> str:
         return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"

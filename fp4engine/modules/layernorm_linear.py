@@ -1,5 +1,6 @@
 """A norm and the linear transformation behind it."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,8 @@ class LayerNormLinear(InputNorm, SplitLinear):
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
     """
 
+    __call__: Callable[..., Tensor]  # for type checkers; a tuple of tensors where a return_ flag asks for one
+
     def __init__(
         self,
         in_features: int,
@@ -49,7 +52,7 @@ class LayerNormLinear(InputNorm, SplitLinear):
         self._reset_norm()
         super().reset_parameters()
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]: what it defers, nobody hands it
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]: a FusedInput is made here, never passed in
         self, inp: Tensor, is_first_microbatch: bool | None = None
     ) -> Any:
         """[..., in_features] -> [..., out_features], or a tuple ``(y[, bias][, normalised input])``."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fp4engine.functional.activation import Activation
-from fp4engine.functional.deferred import Deferred
+from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.norm import Norm
 from fp4engine.modules.gemms import Gemms, dotted
 from fp4engine.modules.model_init import store_weight
@@ -45,6 +45,8 @@ class LayerNormMLP(InputNorm):
     fc2: Gemms
     fc1_bias: Tensor | None
     fc2_bias: Tensor | None
+
+    __call__: Callable[..., Tensor]  # for type checkers; a tuple of tensors where a return_ flag asks for one
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class LayerNormMLP(InputNorm):
         if self.return_layernorm_output:
             normalized = normalized.tensor()
         hidden = self.fc1.multiply(normalized, self.fc1_weight, self.fc1_bias, is_first_microbatch)
-        hidden = Deferred(self.activation, hidden, (), hidden.dtype)
+        hidden = FusedInput(self.activation, hidden, (), hidden.dtype)
         fc2_bias = None if self.return_bias else self.fc2_bias
         output = self.fc2.multiply(hidden, self.fc2_weight, fc2_bias, is_first_microbatch)
         extra = (

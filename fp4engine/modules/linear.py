@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp4engine.functional import WeightCache
+from fp4engine.functional.weight_cache import told_of_steps
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.te_arguments import refuse_unimplemented
@@ -25,8 +26,8 @@ class Linear(Gemms, torch.nn.Linear):
         params_dtype: TransformerEngine's spelling of ``dtype``. With it, and without ``device``, parameters are
             placed as TransformerEngine places them: on the current CUDA device where there is one.
         recipe: recipe to follow where no autocast region is active; None means high precision there.
-        fuse_wgrad_accumulation: wgrad adds to the buffer ``weight.main_grad`` (FP32 or BF16, shaped like the weight)
-            in its epilogue, and ``weight.grad`` stays None.
+        fuse_wgrad_accumulation: wgrad adds to the buffer ``weight.main_grad`` (FP32, BF16 or FP16, shaped like the
+            weight) in its epilogue, and ``weight.grad`` stays None.
         init_method: ``init_method(weight)`` initialises the weight, and the bias is zero; None initialises both as
             ``nn.Linear`` does.
         te_arguments: TransformerEngine's other arguments, at the values that ask for nothing.
@@ -39,6 +40,7 @@ class Linear(Gemms, torch.nn.Linear):
     """
 
     init_method: Callable[[Tensor], Any] | None = None
+    __call__: Callable[..., Tensor]  # for type checkers: PyTorch's own says Any
 
     def __init__(
         self,
@@ -99,14 +101,16 @@ class Linear(Gemms, torch.nn.Linear):
 def weight_cache(model: torch.nn.Module) -> Generator[None]:
     """Region in which each module below ``model`` quantizes its weight once, e.g. around accumulation.
 
-    Entries are dropped when a weight changes in place, and all of them at the end of the region. Cached and uncached
-    passes give the same bytes.
+    An entry is dropped when its weight is written to or replaced; every entry is dropped when a ``torch.optim``
+    optimizer steps and when the region ends. Cached and uncached passes give the same bytes.
     """
     layers = [module for module in model.modules() if isinstance(module, Gemms)]
-    for layer in layers:
-        layer._weight_cache = WeightCache()
+    caches = [WeightCache() for _ in layers]
+    for layer, cache in zip(layers, caches, strict=True):
+        layer._weight_cache = cache
     try:
-        yield
+        with told_of_steps(caches):
+            yield
     finally:
         for layer in layers:
             layer._weight_cache = None

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fp4engine.functional import ExecutedGemms, make_linear_plan
+from fp4engine.functional import make_linear_plan
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.quantizers import Quantizer
 from fp4engine.recipe import Recipe
 from fp4engine.state import get_default_recipe
 
@@ -35,20 +36,21 @@ def quantized_model_init(
 
     Args:
         enabled: False builds plain modules inside.
-        recipe: what the weights are cast by, and what the model is to run by; None is :func:`get_default_recipe`.
+        recipe: what the weights are cast by, and what the model is to run by; None is :func:`get_default_recipe`. Under
+            delayed scaling each weight is scaled by its own amax, whenever it is written to.
         preserve_high_precision_init_val: keep what each weight was quantized from on the CPU, for
             ``weight.get_high_precision_init_val()``, until ``weight.clear_high_precision_init_val()``.
 
     Raises:
-        ValueError: ``recipe`` is not a recipe, or has delayed scaling; ``enabled`` is not a bool.
+        ValueError: ``recipe`` is not a recipe; ``enabled`` is not a bool.
 
     Source: TransformerEngine ``pytorch/quantization.py``, ``quantized_model_init``.
     """
     if not isinstance(enabled, bool):  # a recipe in its place would be ignored
         raise ValueError(f"enabled must be True or False, got {enabled!r}; a recipe goes in recipe=")
     recipe = get_default_recipe() if recipe is None else recipe
-    if not isinstance(recipe, Recipe) or recipe.is_delayed:
-        raise ValueError(f"recipe must be a Recipe that scales each weight by its own amax, got {recipe!r}")
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe (zoo.make makes one) or None, got {recipe!r}")
     init = _ModelInit(recipe, preserve_high_precision_init_val) if enabled else None
     token = _in_force.set(init)
     try:
@@ -63,8 +65,9 @@ def store_weight(module: torch.nn.Module, name: str, gemms: Gemms) -> None:
     if init is None:
         return
     weight = module.get_parameter(name)
-    role = (gemms.module_type, gemms.name, ExecutedGemms())
-    quantizer = make_linear_plan(init.recipe, *role, shape=tuple(weight.shape)).weight
+    quantizer = make_linear_plan(init.recipe, gemms.module_type, gemms.name, tuple(weight.shape)).weight
+    if quantizer.is_stateful:
+        quantizer = Quantizer(quantizer.rowwise_spec, quantizer.columnwise_spec, stream=quantizer.stream)
     if quantizer.rowwise_spec is not None:
         stored = QuantizedWeight.from_values(weight, quantizer, init.preserve_high_precision_init_val)
         setattr(module, name, torch.nn.Parameter(stored, weight.requires_grad))

@@ -1,13 +1,14 @@
 """LayerNorm and RMSNorm with TransformerEngine's arguments, and the norm inside larger modules."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fp4engine.functional.deferred import Deferred
+from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.norm import Norm
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device
 
@@ -25,6 +26,8 @@ class LayerNorm(torch.nn.LayerNorm):
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
         ValueError: both or neither name of the shape, or two different dtypes.
     """
+
+    __call__: Callable[..., Tensor]
 
     def __init__(
         self,
@@ -45,11 +48,13 @@ class LayerNorm(torch.nn.LayerNorm):
         torch.nn.init.constant_(self.weight, self.norm.initial_gamma)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.norm(input, self.weight, self.bias)
+        return _with_eps(self.norm, self.eps)(input, self.weight, self.bias)
 
 
 class RMSNorm(torch.nn.RMSNorm):
     """``nn.RMSNorm`` that may keep ``gamma - 1`` as its weight; arguments as in :class:`LayerNorm`."""
+
+    __call__: Callable[..., Tensor]
 
     def __init__(
         self,
@@ -69,7 +74,7 @@ class RMSNorm(torch.nn.RMSNorm):
         torch.nn.init.constant_(self.weight, self.norm.initial_gamma)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x, self.weight, None)
+        return _with_eps(self.norm, self.eps)(x, self.weight, None)
 
 
 class InputNorm(torch.nn.Module):
@@ -82,6 +87,15 @@ class InputNorm(torch.nn.Module):
     layer_norm_weight: Tensor
     layer_norm_bias: Tensor | None
 
+    @property
+    def eps(self) -> float:
+        """What the norm adds under its root; may be set."""
+        return self.norm.eps
+
+    @eps.setter
+    def eps(self, eps: float) -> None:
+        self.norm = replace(self.norm, eps=eps)
+
     def _register_norm(self, size: int, place: dict[str, Any]) -> None:
         self.layer_norm_weight = Parameter(torch.empty(size, **place))
         bias = Parameter(torch.empty(size, **place)) if self.norm.has_bias else None
@@ -92,8 +106,13 @@ class InputNorm(torch.nn.Module):
         if self.layer_norm_bias is not None:
             torch.nn.init.zeros_(self.layer_norm_bias)
 
-    def _normalize(self, inp: Tensor) -> Deferred:
-        return Deferred(self.norm, inp, (self.layer_norm_weight, self.layer_norm_bias), inp.dtype)
+    def _normalize(self, inp: Tensor) -> FusedInput:
+        return FusedInput(self.norm, inp, (self.layer_norm_weight, self.layer_norm_bias), inp.dtype)
+
+
+def _with_eps(norm: Norm, eps: float | None) -> Norm:
+    """``norm`` with the module's ``eps``, which may have been set since it was made."""
+    return norm if eps is None or norm.eps == eps else replace(norm, eps=eps)
 
 
 def _older_names(

@@ -9,12 +9,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fp4engine.formats import CastSpec
 from fp4engine.functional import LinearPlan, WeightCache
-from fp4engine.functional.weight_cache import Operands
+from fp4engine.functional.weight_cache import Make, Operands
 from fp4engine.quantizers import Quantizer
 from fp4engine.tensor import Operand, is_transposable
 
 aten = torch.ops.aten
-_STORED = ("codes", "scale_inv", "amax", "columnwise_codes", "columnwise_scale_inv", "columnwise_amax")
+STORED = ("codes", "scale_inv", "amax", "columnwise_codes", "columnwise_scale_inv", "columnwise_amax")
+"""What a stored weight consists of, by name, in order; the last three only where they are stored."""
 
 
 class QuantizedWeight(torch.Tensor):
@@ -32,9 +33,11 @@ class QuantizedWeight(torch.Tensor):
         columnwise_codes, columnwise_scale_inv, columnwise_amax: of the columnwise operand where it is neither the
             transposed rowwise one (16x16 blocks) nor made of it later.
         dtype: what gradients and values have; nothing is stored in it.
+        is_frozen: True refuses writes that would have to be rounded to the casts, which is most of them.
     """
 
     quantizer: Quantizer
+    is_frozen: bool = False
     _high_precision_init_val: Tensor | None = None
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
@@ -47,7 +50,7 @@ class QuantizedWeight(torch.Tensor):
         tensors: Iterable[Tensor],
     ) -> "QuantizedWeight":
         """Wrap ``tensors``, three or six in the order of the class's attributes."""
-        named: dict[str, Tensor] = dict(zip(_STORED, tensors, strict=False))
+        named: dict[str, Tensor] = dict(zip(STORED, tensors, strict=False))
         weight = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=named["codes"].device)
         weight.quantizer = quantizer
         vars(weight).update(named)
@@ -76,7 +79,7 @@ class QuantizedWeight(torch.Tensor):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What is stored: the operands' tensors, in the order of the class's attributes."""
-        return tuple(vars(self)[name] for name in _STORED if name in vars(self))
+        return tuple(vars(self)[name] for name in STORED if name in vars(self))
 
     @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -128,9 +131,19 @@ class QuantizedWeight(torch.Tensor):
         return weight
 
     def _write(self, values: Tensor) -> None:
-        """Become ``values``, as far as the casts let it; a weight with the same casts is copied code by code."""
+        """Become ``values``, as far as the casts let it; a weight with the same casts is copied code by code.
+
+        Raises:
+            RuntimeError: the weight is frozen, and ``values`` are not codes of the same casts.
+        """
+        same = isinstance(values, QuantizedWeight) and _casts(values.quantizer) == _casts(self.quantizer)
+        same = same and values.shape == self.shape
+        if self.is_frozen and not same:
+            raise RuntimeError(
+                "a frozen weight that is stored as codes would round what is written into it, an adapter that is "
+                "merged above all; call fp4engine.dequantize_weights(model) first"
+            )
         if isinstance(values, QuantizedWeight):
-            same = _casts(values.quantizer) == _casts(self.quantizer) and values.shape == self.shape
             fresh = values.tensors() if same else _encode(values._values().expand(self.shape), self.quantizer)
         else:
             fresh = _encode(values.to(self.device).expand(self.shape), self.quantizer)
@@ -164,25 +177,26 @@ class QuantizedWeight(torch.Tensor):
         return _compute_on_values(func, args, kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return [name for name in _STORED if name in vars(self)], (self.quantizer, self.dtype)
+        return [name for name in STORED if name in vars(self)], (self.quantizer, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
         quantizer, dtype = context
         return QuantizedWeight(quantizer, size, dtype, inner.values())
 
-    def _description(self) -> tuple[Any, ...]:
-        """All but the tensors, as plain values."""
+    def description(self) -> tuple[Any, ...]:
+        """The quantizer as plain values: keys of both casts, source of the columnwise one, stream and backend."""
         quantizer = self.quantizer
         keys = [None if spec is None else spec.key for spec in (quantizer.rowwise_spec, quantizer.columnwise_spec)]
-        return (*keys, quantizer.columnwise_source, quantizer.stream, quantizer.backend, tuple(self.shape), self.dtype)
+        return (*keys, quantizer.columnwise_source, quantizer.stream, quantizer.backend)
 
     def _stable_hash_for_caching(self) -> str:
-        return str(self._description())
+        return str((*self.description(), tuple(self.shape), self.dtype))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         is_parameter = isinstance(self, torch.nn.Parameter)
-        return _rebuild, (*self._description(), is_parameter, self.requires_grad, self.tensors())
+        described = (*self.description(), tuple(self.shape), self.dtype)
+        return _rebuild, (*described, is_parameter, self.requires_grad, self.tensors())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         spec = self.quantizer.rowwise_spec
@@ -204,8 +218,7 @@ class _Dequantize(torch.autograd.Function):
 class _StoredOperands(WeightCache):
     """The cache of every :class:`QuantizedWeight`: always full, with what the weight is."""
 
-    def get(self, question: tuple[Tensor, LinearPlan, bool], make: Callable[[], Operands]) -> Operands:
-        weight, plan, needs_dgrad = question
+    def get(self, weight: Tensor, plan: LinearPlan, needs_dgrad: bool, make: Make) -> Operands:
         assert isinstance(weight, QuantizedWeight)
         if not needs_dgrad:
             return weight.rowwise, None
@@ -216,19 +229,19 @@ class _StoredOperands(WeightCache):
 _STORED_OPERANDS = _StoredOperands()
 
 
-def stored_operands(weight: QuantizedWeight, plan: LinearPlan) -> WeightCache:
+def stored_operands(weight: QuantizedWeight, plan: LinearPlan, group: Any) -> WeightCache:
     """Where :func:`~fp4engine.functional.linear` finds the operands of ``weight``, for a plan that asks for no others.
 
     Raises:
         ValueError: the recipe in force casts weights in another way than the one that this is stored by.
-        NotImplementedError: amaxes are to be shared over a process group; the one stored is the weight's own.
+        NotImplementedError: amaxes are to be shared over a process group; the amax that is stored is the weight's own.
     """
     if _casts(weight.quantizer) != _casts(plan.weight):
         raise ValueError(
             f"a weight is stored as {_in_words(weight.quantizer)}, and the recipe in force multiplies "
             f"{_in_words(plan.weight)}; give quantized_model_init(recipe=...) the recipe in force: {plan.recipe!r}"
         )
-    if plan.amax_reduction_group is not None:
+    if group is not None:
         raise NotImplementedError("amax_reduction_group is not implemented for weights of quantized_model_init")
     return _STORED_OPERANDS
 
@@ -249,7 +262,12 @@ def _encode(values: Tensor, quantizer: Quantizer) -> tuple[Tensor, ...]:
     derived = col is None or source == "rowwise_dequantized" or (col == row and is_transposable(row))
     quantized = quantizer.quantize(values.detach(), columnwise=not derived)
     sides = (quantized.rowwise, quantized.columnwise)
-    return tuple(tensor for side in sides if side is not None for tensor in side.tensors() if tensor is not None)
+    return tuple(tensor for side in sides if side is not None for tensor in side.tensors if tensor is not None)
+
+
+def stored_as(weight: Tensor, quantizer: Quantizer) -> tuple[Tensor, ...]:
+    """Empty tensors on ``meta`` of the types and sizes that ``weight`` [N, K] would be stored as."""
+    return _encode(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), quantizer)
 
 
 def _compute_on_values(func: Any, args: Any, kwargs: Any) -> Any:
@@ -283,6 +301,25 @@ def _replaced(replacements: Mapping[int, Tensor], tree: Any) -> Any:
     return tree_map(replace, tree)
 
 
+def _require_stored(tensors: Any, shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer) -> None:
+    """Raise a ValueError unless ``tensors`` are those of a weight of this shape and dtype by these casts."""
+    if len(shape) != 2 or not dtype.is_floating_point:
+        raise ValueError(f"a stored weight must be a floating-point matrix, got {dtype} of shape {tuple(shape)}")
+    expected = stored_as(torch.empty(tuple(shape), dtype=dtype, device="meta"), quantizer)
+    if len(tensors) != len(expected):
+        raise ValueError(
+            f"a weight {list(shape)} stored as {_in_words(quantizer)} has {len(expected)} tensors, got {len(tensors)}"
+        )
+    for name, got, want in zip(STORED, tensors, expected, strict=False):
+        fits = (got.shape, got.dtype, got.device) == (want.shape, want.dtype, tensors[0].device)
+        if not fits or not got.is_contiguous():
+            raise ValueError(
+                f"{name} of a weight {list(shape)} stored as {_in_words(quantizer)} must be {want.dtype} "
+                f"{list(want.shape)}, contiguous, on {tensors[0].device}; got {got.dtype} {list(got.shape)}, strides "
+                f"{got.stride()}, on {got.device}"
+            )
+
+
 def _rebuild(
     rowwise: str,
     columnwise: str | None,
@@ -295,9 +332,14 @@ def _rebuild(
     requires_grad: bool,
     tensors: tuple[Tensor, ...],
 ) -> Tensor:
-    """Inverse of :meth:`QuantizedWeight.__reduce_ex__`; the one function that files of such weights name."""
+    """Inverse of :meth:`QuantizedWeight.__reduce_ex__`; the one function that files of such weights name.
+
+    Raises:
+        ValueError: the tensors are not what a weight of that shape, by those casts, is stored as.
+    """
     columnwise_spec = None if columnwise is None else CastSpec.from_key(columnwise)
     quantizer = Quantizer(CastSpec.from_key(rowwise), columnwise_spec, columnwise_source, stream, backend)
+    _require_stored(tensors, shape, dtype, quantizer)
     weight = QuantizedWeight(quantizer, shape, dtype, tensors)
     return torch.nn.Parameter(weight, requires_grad) if is_parameter else weight.requires_grad_(requires_grad)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fp4engine.functional.deferred import Deferred
+from fp4engine.functional.fused_input import FusedInput
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import refuse_parts, store_weight
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
@@ -89,7 +89,7 @@ class SplitLinear(Gemms):
         return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
 
     def forward(
-        self, inp: Tensor | Deferred, is_first_microbatch: bool | None = None
+        self, inp: Tensor | FusedInput, is_first_microbatch: bool | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """[..., in_features] -> [..., out_features]; ``is_first_microbatch`` as in :meth:`fp4engine.Linear.forward`."""
         weight, bias = self.joined()

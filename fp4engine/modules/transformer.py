@@ -1,7 +1,7 @@
 """One layer of a transformer: attention and a feed-forward block, each behind a norm and a residual connection."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,12 @@ class TransformerLayer(torch.nn.Module):
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
         ValueError: arguments that contradict each other.
     """
+
+    __call__: Callable[..., Tensor]
+    attention_class: ClassVar[type[Any]] = MultiheadAttention
+    mlp_class: ClassVar[type[Any]] = LayerNormMLP
+    norm_classes: ClassVar[dict[str, type[Any]]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+    """What it is made of, for subclasses that are made of subclasses."""
 
     def __init__(
         self,
@@ -109,7 +115,7 @@ class TransformerLayer(torch.nn.Module):
             "qkv_format": attn_input_format,
             **common,
         }
-        self.self_attention = MultiheadAttention(
+        self.self_attention = self.attention_class(
             hidden_size,
             num_attention_heads,
             attn_mask_type=self_attn_mask_type,
@@ -121,7 +127,7 @@ class TransformerLayer(torch.nn.Module):
         )
         self.inter_attention = None
         if layer_type == "decoder":
-            self.inter_attention = MultiheadAttention(
+            self.inter_attention = self.attention_class(
                 hidden_size,
                 num_attention_heads,
                 attn_mask_type=enc_dec_attn_mask_type,
@@ -132,7 +138,7 @@ class TransformerLayer(torch.nn.Module):
                 name=dotted(name, "inter_attention"),
                 **attention,
             )
-        self.layernorm_mlp = LayerNormMLP(
+        self.layernorm_mlp = self.mlp_class(
             hidden_size,
             ffn_hidden_size,
             layernorm_epsilon,
@@ -143,8 +149,7 @@ class TransformerLayer(torch.nn.Module):
         )
         self.layernorm = None
         if output_layernorm:
-            make = RMSNorm if normalization == "RMSNorm" else LayerNorm
-            self.layernorm = make(
+            self.layernorm = self.norm_classes[normalization](
                 hidden_size,
                 layernorm_epsilon,
                 zero_centered_gamma=zero_centered_gamma,
@@ -209,8 +214,8 @@ class TransformerLayer(torch.nn.Module):
         if self.drop_path_rate and self.training:
             shape = [1] * branch.ndim
             shape[self.batch_dim] = branch.shape[self.batch_dim]
-            kept = torch.rand(shape, device=branch.device) >= self.drop_path_rate
-            branch = branch * (kept / (1 - self.drop_path_rate)).to(branch.dtype)
+            kept = torch.rand(shape, dtype=torch.float32, device=branch.device) >= self.drop_path_rate
+            branch = branch * (kept.float() / (1 - self.drop_path_rate)).to(branch.dtype)
         return residual + branch
 
 

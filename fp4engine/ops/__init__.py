@@ -1,8 +1,23 @@
-"""The seam: custom operators on plain tensors that validate, choose a backend and call it."""
+"""The seam: operations on plain tensors that validate, choose a backend and call it."""
 
 from fp4engine.kernels.source import Source
+from fp4engine.ops.amax_history import record_amax
 from fp4engine.ops.backend import executed_paths, refusals, refuse, reset_executed_paths
-from fp4engine.ops.gemm import gemm, transient_form
+from fp4engine.ops.cast import (
+    Form,
+    activation_backward,
+    amax,
+    amax_shape,
+    casts_supported,
+    dequantize,
+    fuses,
+    quantize,
+    require_amax,
+    row_statistics,
+    transient_form,
+)
+from fp4engine.ops.draws import Draws, is_replaying, next_draw
+from fp4engine.ops.gemm import gemm
 from fp4engine.ops.grouped import (
     column_sums,
     expert_offsets,
@@ -12,21 +27,23 @@ from fp4engine.ops.grouped import (
     grouped_wgrad,
     grouped_wgrad_accumulate,
 )
-from fp4engine.ops.prologue import Amaxes, Specs, activate, activation_backward, fuses, normalized, row_statistics
-from fp4engine.ops.quantize import Form, Side, amax, dequantize, outer_factor, quantize
-from fp4engine.ops.replay import Draws, is_replaying
-from fp4engine.ops.rng import get_rng_state, manual_seed, next_draw, rank_bits, set_rng_state
+from fp4engine.ops.linear import Casts, LinearAtOnce, linear_at_once
+from fp4engine.ops.operand import Operand, is_transposable
+from fp4engine.ops.reduce import all_reduce_amax
+from fp4engine.ops.rng import get_rng_state, manual_seed, rank_bits, set_rng_state
 
 __all__ = [
-    "Amaxes",
+    "Casts",
     "Draws",
     "Form",
-    "Side",
+    "LinearAtOnce",
+    "Operand",
     "Source",
-    "Specs",
-    "activate",
     "activation_backward",
+    "all_reduce_amax",
     "amax",
+    "amax_shape",
+    "casts_supported",
     "column_sums",
     "dequantize",
     "executed_paths",
@@ -40,14 +57,16 @@ __all__ = [
     "grouped_wgrad",
     "grouped_wgrad_accumulate",
     "is_replaying",
+    "is_transposable",
+    "linear_at_once",
     "manual_seed",
     "next_draw",
-    "normalized",
-    "outer_factor",
     "quantize",
     "rank_bits",
+    "record_amax",
     "refusals",
     "refuse",
+    "require_amax",
     "reset_executed_paths",
     "row_statistics",
     "set_rng_state",

@@ -7,10 +7,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fp4engine import capability
-from fp4engine.kernels.tape import note
 
 logger = logging.getLogger("fp4engine")
 
@@ -36,17 +34,6 @@ def reset_executed_paths() -> None:
     _executed.clear()
 
 
-def call(operator: Any, implementation: Callable[..., Any], like: Tensor, *arguments: Any) -> Any:
-    """``operator(*arguments)``, past the dispatcher where nothing listens to it.
-
-    In eager mode on plain tensors the dispatcher of a Python operator costs more host time than a kernel launch, and
-    ``implementation`` is what it would reach. Tracers and tensor subclasses get the operator.
-    """
-    if torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter):
-        return operator(*arguments)
-    return implementation(*arguments)
-
-
 def choose(
     operator: str,
     device: torch.device,
@@ -66,13 +53,22 @@ def choose(
     Raises:
         RuntimeError: ``backend`` demands a kernel that refuses.
     """
-    path, reason = _decide(device, backend, question, supports)
-    if reason and backend in ("triton", "native"):
-        raise RuntimeError(f"backend={backend!r} was asked for, but {operator} has no kernel here: {reason}")
-    if reason:
-        refuse(operator, reason, "on the reference path")
-    record(operator, path)
+    path, reason = decide(device, backend, question, supports)
+    enter(operator, path, reason, backend)
     return path
+
+
+def enter(operator: str, path: str, reason: str, backend: str) -> None:
+    """Record that ``operator`` runs on ``path``, and the ``reason`` why it does not on a faster one.
+
+    Raises:
+        RuntimeError: there is a reason, and ``backend`` demands the faster one.
+    """
+    if reason:
+        if backend in ("triton", "native"):
+            raise RuntimeError(f"backend={backend!r} was asked for, but {operator} has no kernel here: {reason}")
+        refuse(operator, reason, "on the reference path")
+    _executed[f"{operator}/{path}"] += 1
 
 
 def refuse(operator: str, reason: str, instead: str) -> None:
@@ -82,21 +78,13 @@ def refuse(operator: str, reason: str, instead: str) -> None:
         logger.info("%s runs %s: %s", operator, instead, reason)
 
 
-def record(operator: str, path: str) -> None:
-    """Note that ``operator`` ran on ``path``. Does nothing while ``torch.compile`` traces."""
-    if torch.compiler.is_compiling():
-        return
-    key = f"{operator}/{path}"
-    note(_count, key)
-    _count(key)
-
-
-def _count(key: str) -> None:
-    _executed[key] += 1
+def record(operator: str, path: str, times: int = 1) -> None:
+    """Note that ``operator`` ran on ``path``; not for code that ``torch.compile`` traces."""
+    _executed[f"{operator}/{path}"] += times
 
 
 @cache
-def _decide(
+def decide(
     device: torch.device, backend: str, question: tuple[Any, ...], supports: Callable[..., tuple[bool, str]]
 ) -> tuple[str, str]:
     """``(path, reason for refusing the kernel)``."""

@@ -1,11 +1,12 @@
-"""``fp4engine::gemm``: the TN product of two operands, whatever each is stored as.
+"""Products: the TN GEMM of two operands, whatever each is stored as.
 
     y[m, n] = round(alpha * sum_k left[m, k] * right[n, k] + bias[n])
 
 The outer scales never touch the operands; they meet in ``alpha``, in the epilogue.
 """
 
-from typing import NamedTuple, Protocol
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -14,32 +15,15 @@ from fp4engine import capability, reference
 from fp4engine.formats import E2M1, E4M3, CastSpec, Outer
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
-from fp4engine.ops.backend import call
-from fp4engine.ops.operator import operator
-from fp4engine.ops.quantize import Form, decode_supports
+from fp4engine.ops.cast import decode_supported
+from fp4engine.ops.operand import Operand
+from fp4engine.ops.operation import Output, define, is_plain
 from fp4engine.tracing import constant_when_traced
 
 
-class OperandLike(Protocol):
-    """What a GEMM reads of an operand; see :class:`fp4engine.tensor.Operand`."""
-
-    @property
-    def spec(self) -> CastSpec | None: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def cols(self) -> int: ...
-    @property
-    def data(self) -> Tensor: ...
-    @property
-    def scale_inv(self) -> Tensor | None: ...
-    @property
-    def amax(self) -> Tensor | None: ...
-
-
 def gemm(
-    left: OperandLike,
-    right: OperandLike,
+    left: Operand,
+    right: Operand,
     *,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
@@ -66,50 +50,61 @@ def gemm(
         )
     if left.spec is None and right.spec is None:
         return _dense(left.data, right.data, bias, out_dtype, out)
-    rotations = tuple(operand.spec.rotation if operand.spec else None for operand in (left, right))
-    if rotations[0] != rotations[1]:
-        raise ValueError(
-            "both operands of a GEMM must be rotated alike, or H H^T does not cancel: "
-            f"left has {rotations[0]}, right has {rotations[1]}"
-        )
-    if backend in ("auto", "native") and _multiplies_fp8(_key(left), _key(right), left.data.device):
+    left_key, right_key = "" if left.spec is None else left.spec.key, "" if right.spec is None else right.spec.key
+    if _multiplies_fp8(left_key, right_key, left.data.device) and backend in ("auto", "native"):
         return _fp8(left, right, bias, out_dtype, out, fast_accumulation)
-    operands = (_tensors(left), _key(left), _tensors(right), _key(right))
+    if is_plain(left.data):
+        return _product(left, left_key, right, right_key, bias, out_dtype, out, backend)
+    operands = (*left.tensors, left_key, *right.tensors, right_key)
     if out is not None:
-        call(torch.ops.fp4engine.gemm_accumulate, _gemm_accumulate, out, out, *operands, backend)
+        torch.ops.fp4engine.gemm_accumulate(out, *operands, backend)
         return out
-    return call(torch.ops.fp4engine.gemm, _gemm, left.data, *operands, bias, out_dtype, backend)
+    return torch.ops.fp4engine.gemm(*operands, bias, out_dtype, backend)[0]
 
 
 @constant_when_traced
 def _multiplies_fp8(left: str, right: str, device: torch.device) -> bool:
-    return gemm_fp8.supports(left, right, device)[0]
+    """Whether FP8 tensor cores multiply operands of these specs' keys.
+
+    Raises:
+        ValueError: the operands are not rotated alike.
+    """
+    refusal, multiplies = _pair(left, right, device)
+    if refusal:
+        raise ValueError(refusal)
+    return multiplies
+
+
+@cache
+def _pair(left: str, right: str, device: torch.device) -> tuple[str, bool]:
+    rotations = [CastSpec.from_key(key).rotation if key else None for key in (left, right)]
+    if rotations[0] == rotations[1]:
+        return "", gemm_fp8.supports(left, right, device)[0]
+    return (
+        "both operands of a GEMM must be rotated alike, or H H^T does not cancel: "
+        f"left has {rotations[0]}, right has {rotations[1]}"
+    ), False
 
 
 def _fp8(
-    left: OperandLike,
-    right: OperandLike,
+    left: Operand,
+    right: Operand,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     out: Tensor | None,
     fast_accumulation: bool,
 ) -> Tensor:
     assert left.spec is not None and right.spec is not None and left.amax is not None and right.amax is not None
-    backends.record("gemm", "fp8")
-    alpha = reference.gemm_factor(left.amax, right.amax, left.spec.numerator * right.spec.numerator)
-    codes = (gemm_fp8.operand(left.data, left.spec), gemm_fp8.operand(right.data, right.spec))
+    plain = is_plain(left.amax)
+    if plain:
+        backends.record("gemm", "fp8")
+    alpha, one = (_scales if plain else torch.ops.fp4engine.scales)(
+        left.amax, right.amax, left.spec.numerator * right.spec.numerator
+    )
+    codes = [operand.data.view(operand.spec.element.torch_dtype) for operand in (left, right) if operand.spec]
     dtype = out_dtype if out is None else torch.float32
-    product = gemm_fp8.multiply(*codes, alpha, bias, dtype, fast_accumulation)
+    product = gemm_fp8.multiply(codes[0], codes[1], alpha, one, bias, dtype, fast_accumulation)
     return product if out is None else out.copy_(out.float() + product)
-
-
-def _tensors(operand: OperandLike) -> list[Tensor]:
-    """``[data]``, ``[values, amax]`` or ``[codes, scale_inv, amax]``: the length tells which."""
-    return [tensor for tensor in (operand.data, operand.scale_inv, operand.amax) if tensor is not None]
-
-
-def _key(operand: OperandLike) -> str:
-    return "" if operand.spec is None else operand.spec.key
 
 
 def _dense(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
@@ -122,186 +117,237 @@ def _dense(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dt
         )
 
 
-class _Unit(NamedTuple):
-    """An operand ready to multiply: ``x_hat = values * amax / numerator``."""
-
-    values: Tensor
-    amax: Tensor
-    numerator: float
-
-
-def _unit(tensors: list[Tensor], key: str, path: str) -> _Unit:
-    """Decode an operand; exact in BF16 on the ``triton`` path, FP32 on the ``reference`` path."""
-    data = tensors[0]
-    if not key:
-        values = data.to(torch.bfloat16) if path == "triton" else data
-        return _Unit(values, torch.ones(1, dtype=torch.float32, device=data.device), 1.0)
-    spec = CastSpec.from_key(key)
-    amax = tensors[-1]
-    values = data if len(tensors) == 2 else _decode(data, tensors[1], spec, path)
-    if spec.outer is Outer.BLOCK128:
-        values = values * reference.outer_factor(amax, spec)
-        return _Unit(values, torch.ones(1, dtype=torch.float32, device=data.device), 1.0)
-    return _Unit(values, amax, spec.numerator)
-
-
-def _decode(codes: Tensor, scale_inv: Tensor, spec: CastSpec, path: str) -> Tensor:
-    if path == "reference":
-        return reference.decode(codes, scale_inv, spec)
-    if decode_supports(spec.key)[0]:
-        from fp4engine.kernels.dequantize import decode
-
-        return decode(codes, scale_inv)
-    return reference.decode(codes, scale_inv, spec).to(torch.bfloat16)
-
-
+@cache
 def _supports(left: str, right: str, out_dtype: torch.dtype) -> tuple[bool, str]:
     """Whether the BF16 tensor-core product is exact for operands of these specs and roundings."""
     for key in (left, right):
-        if key and not CastSpec.from_key(key).is_exact_in_bf16:
+        spec = CastSpec.from_key(key) if key else None
+        if spec is not None and not spec.is_exact_in_bf16 and not spec.factor_group:
             return False, f"values of {key} are not exact in BF16"
     if not (left and right) and out_dtype != torch.bfloat16:
         return False, f"the unquantized operand of a {out_dtype} product is not BF16"
     return out_dtype in (torch.bfloat16, torch.float16, torch.float32), f"output dtype {out_dtype}"
 
 
-def _native_supports(left_spec: str, right_spec: str, device: torch.device) -> tuple[bool, str]:
+@cache
+def product_path(
+    left: str, right: str, are_codes: bool, out_dtype: torch.dtype, device: torch.device, backend: str
+) -> tuple[str, str, float, bool]:
+    """Which implementation multiplies, why no faster one does, the product of the operands' numerators.
+
+    Last, whether Triton's is the one for operands with FP32 factors.
+
+    Args:
+        left, right: keys of the operands' specs, empty for an unquantized one.
+        are_codes: whether both operands are codes.
+    """
+    specs = [CastSpec.from_key(key) if key else None for key in (left, right)]
+    numerator = 1.0
+    for spec in specs:
+        numerator *= 1.0 if spec is None or spec.outer is Outer.BLOCK128 else spec.numerator
+    if backend in ("auto", "native"):
+        able, reason = _native_supports(specs, device)
+        if able and are_codes:
+            return "native", "", numerator, False
+        if backend == "native":
+            return "", reason or "an operand holds values, not codes", numerator, False
+    path, reason = backends.decide(device, backend, (left, right, out_dtype), _supports)
+    return path, reason, numerator, path == "triton" and any(spec is not None and spec.factor_group for spec in specs)
+
+
+def _native_supports(specs: list[CastSpec | None], device: torch.device) -> tuple[bool, str]:
     """Whether FP4 tensor cores multiply operands of these specs on ``device``."""
     units, reason = capability.fp4_units(device)
     if not units:
         return False, reason
-    for key in (left_spec, right_spec):
-        spec = CastSpec.from_key(key) if key else None
+    for spec in specs:
         if spec is None or (spec.element, spec.scale) != (E2M1, E4M3) or spec.outer not in (Outer.TENSOR, Outer.ROW):
-            return (
-                False,
-                f"FP4 tensor cores multiply E2M1 with E4M3 block scales, got {key or 'an unquantized operand'}",
-            )
+            what = "an unquantized operand" if spec is None else spec.key
+            return False, f"FP4 tensor cores multiply E2M1 with E4M3 block scales, got {what}"
     return True, ""
 
 
-def _is_native(left: list[Tensor], left_spec: str, right: list[Tensor], right_spec: str, backend: str) -> bool:
-    """Whether this product runs on FP4 tensor cores; raises if ``backend="native"`` demands it in vain."""
-    if backend not in ("auto", "native"):
-        return False
-    codes = len(left) == len(right) == 3
-    able, reason = _native_supports(left_spec, right_spec, left[0].device)
-    if backend == "native" and not (able and codes):
-        raise RuntimeError(f"backend='native' was asked for, but {reason or 'an operand holds values, not codes'}")
-    return able and codes
+def _ready(operand: Operand, key: str, path: str) -> Operand:
+    """The operand as the ``path``'s product takes it: values, FP32 for the reference, or codes that kernels decode."""
+    spec, _, _, data, scale_inv, amax = operand
+    if spec is not None and path == "triton":
+        if scale_inv is not None and decode_supported(key)[0]:
+            return operand
+        if scale_inv is None and data.stride(1) == 1:
+            return operand
+    if spec is None:
+        data = data.to(torch.bfloat16) if path == "triton" else data
+        amax = torch.ones(1, dtype=torch.float32, device=data.device)
+    elif scale_inv is not None and path == "triton":
+        data, scale_inv = _decoded(data, scale_inv, key), None
+    elif scale_inv is not None:
+        data, scale_inv = reference.decode(data, scale_inv, spec), None
+    if spec is not None and spec.outer is Outer.BLOCK128:
+        assert amax is not None
+        data = data * reference.outer_factor(amax, spec)
+        amax = torch.ones(1, dtype=torch.float32, device=data.device)
+    if data.shape[1] > 1 and data.stride(1) != 1:
+        data = data.contiguous()
+    return operand._replace(data=data, scale_inv=scale_inv, amax=amax)
+
+
+def _decoded(data: Tensor, scale_inv: Tensor, key: str) -> Tensor:
+    """Values of codes, BF16, without FP32 factors."""
+    from fp4engine.kernels.block_decode import block_decode
+
+    return block_decode(data, scale_inv, key)
 
 
 def _product(
-    left: list[Tensor],
-    left_spec: str,
-    right: list[Tensor],
-    right_spec: str,
+    left: Operand,
+    left_key: str,
+    right: Operand,
+    right_key: str,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     out: Tensor | None,
     backend: str,
 ) -> Tensor:
-    if _is_native(left, left_spec, right, right_spec, backend):
-        backends.record("gemm", "native")
-        return _native_product(left, left_spec, right, right_spec, bias, out_dtype, out)
-    path = backends.choose("gemm", left[0].device, backend, (left_spec, right_spec, out_dtype), _supports)
-    first = _unit(left, left_spec, path)
-    second = _unit(right, right_spec, path)
-    numerator = first.numerator * second.numerator
-    values = (first.values, second.values)
-    width = min(value.shape[1] for value in values)
-    if any(value.shape[1] > width for value in values):  # an unquantized or unpadded partner cuts off the padding
-        values = (first.values[:, :width], second.values[:, :width])
-    if path == "triton":
-        from fp4engine.kernels.gemm import gemm as kernel
+    are_codes = left.scale_inv is not None and right.scale_inv is not None
+    path, reason, numerator, factored = product_path(
+        left_key, right_key, are_codes, out_dtype, left.data.device, backend
+    )
+    backends.enter("gemm", path, reason, backend)
+    if path == "native":
+        from fp4engine.kernels import gemm_native
 
-        return kernel(*values, first.amax, second.amax, numerator, bias=bias, out_dtype=out_dtype, out=out)
-    alpha = reference.gemm_factor(first.amax, second.amax, numerator)
+        left_codes, right_codes = (gemm_native.Codes._make(operand.tensors) for operand in (left, right))
+        return gemm_native.gemm(left_codes, right_codes, numerator, bias=bias, out_dtype=out_dtype, out=out)
+    if path == "triton" and bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
+    if factored:
+        return _factored(left, left_key, right, right_key, numerator, bias, out_dtype, out)
+    left, right = _ready(left, left_key, path), _ready(right, right_key, path)
+    if path == "triton":
+        products = _gemm_kernels()
+        inputs = (left.data, left.scale_inv, left.amax, right.data, right.scale_inv, right.amax, bias, out)
+        asked = tuple([None if tensor is None else products.facts(tensor) for tensor in inputs])
+        made = products.resolve_product(asked, left.data.device, numerator, out_dtype)(*inputs)
+        return made[0] if out is None else out
+    assert left.amax is not None and right.amax is not None
+    width = min(left.data.shape[1], right.data.shape[1])  # what one has more is padding
+    values = (left.data[:, :width], right.data[:, :width])
+    alpha = reference.gemm_factor(left.amax, right.amax, numerator)
     if out is None:
         return reference.gemm(*values, alpha, bias, out_dtype)
     return out.copy_(out.float() + reference.gemm(*values, alpha, bias, torch.float32))
 
 
-def _native_product(
-    left: list[Tensor],
-    left_spec: str,
-    right: list[Tensor],
-    right_spec: str,
+def _factored(
+    left: Operand,
+    left_key: str,
+    right: Operand,
+    right_key: str,
+    numerator: float,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
-    from fp4engine.kernels import gemm_native
+    """A product of operands one of which, or both, have an FP32 factor for every few terms."""
+    from fp4engine.kernels import gemm_factors
 
-    return gemm_native.gemm(
-        gemm_native.Codes(*left),
-        gemm_native.Codes(*right),
-        CastSpec.from_key(left_spec).numerator * CastSpec.from_key(right_spec).numerator,
-        bias=bias,
-        out_dtype=out_dtype,
-        out=out,
-    )
+    inputs: list[Tensor | None] = []
+    factors_of: list[gemm_factors.Factors] = []
+    for operand, key in ((left, left_key), (right, right_key)):
+        spec, factors, numerator_of_factors = operand.spec, None, 1.0
+        if spec is not None and spec.factor_group:
+            factors = operand.scale_inv
+            if spec.outer is Outer.BLOCK128:
+                factors, numerator_of_factors = operand.amax, spec.numerator
+                operand = operand._replace(amax=torch.ones(1, dtype=torch.float32, device=operand.data.device))
+            assert factors is not None, "values with FP32 block scales have been rounded"
+        if operand.scale_inv is not None:
+            operand = operand._replace(data=_decoded(operand.data, operand.scale_inv, key), scale_inv=None)
+        operand = _ready(operand, key, "triton")
+        inputs += [operand.data, factors, operand.amax]
+        factors_of.append(gemm_factors.Factors(spec.factor_group if spec else 0, numerator_of_factors))
+    inputs += [bias, out]
+    products = _gemm_kernels()
+    asked = tuple([None if tensor is None else products.facts(tensor) for tensor in inputs])
+    left_factors, right_factors = factors_of
+    launch = gemm_factors.resolve_factored(asked, left.data.device, left_factors, right_factors, numerator, out_dtype)
+    made = launch(*inputs)
+    return made[0] if out is None else out
+
+
+@cache
+def _gemm_kernels() -> ModuleType:
+    from fp4engine.kernels import gemm
+
+    return gemm
+
+
+def _operand(key: str, data: Tensor, scale_inv: Tensor | None, amax: Tensor | None) -> Operand:
+    """An operand whose logical width nobody asks for."""
+    return Operand(CastSpec.from_key(key) if key else None, data.shape[0], data.shape[1], data, scale_inv, amax)
 
 
 def _gemm(
-    left: list[Tensor],
+    left: Tensor,
+    left_scale_inv: Tensor | None,
+    left_amax: Tensor | None,
     left_spec: str,
-    right: list[Tensor],
+    right: Tensor,
+    right_scale_inv: Tensor | None,
+    right_amax: Tensor | None,
     right_spec: str,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
-) -> Tensor:
-    return _product(left, left_spec, right, right_spec, bias, out_dtype, None, backend)
+) -> list[Tensor]:
+    first = _operand(left_spec, left, left_scale_inv, left_amax)
+    second = _operand(right_spec, right, right_scale_inv, right_amax)
+    return [_product(first, left_spec, second, right_spec, bias, out_dtype, None, backend)]
 
 
 def _gemm_accumulate(
     out: Tensor,
-    left: list[Tensor],
+    left: Tensor,
+    left_scale_inv: Tensor | None,
+    left_amax: Tensor | None,
     left_spec: str,
-    right: list[Tensor],
+    right: Tensor,
+    right_scale_inv: Tensor | None,
+    right_amax: Tensor | None,
     right_spec: str,
     backend: str,
 ) -> None:
-    _product(left, left_spec, right, right_spec, None, out.dtype, out, backend)
+    first = _operand(left_spec, left, left_scale_inv, left_amax)
+    second = _operand(right_spec, right, right_scale_inv, right_amax)
+    _product(first, left_spec, second, right_spec, None, out.dtype, out, backend)
 
 
-@operator("gemm", _gemm)
-def _(
-    left: list[Tensor],
+def _scales(left_amax: Tensor, right_amax: Tensor, numerator: float) -> list[Tensor]:
+    """``alpha`` [1, 1] and one [1, 1]: the two scales that an FP8 product takes."""
+    if capability.triton_runs_on(left_amax.device)[0]:
+        from fp4engine.kernels.factor import factor
+
+        return factor(left_amax, right_amax, numerator)
+    alpha = reference.gemm_factor(left_amax, right_amax, numerator)
+    return [alpha, torch.ones_like(alpha)]
+
+
+def _gemm_outputs(
+    left: Tensor,
+    left_scale_inv: Tensor | None,
+    left_amax: Tensor | None,
     left_spec: str,
-    right: list[Tensor],
+    right: Tensor,
+    right_scale_inv: Tensor | None,
+    right_amax: Tensor | None,
     right_spec: str,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
-) -> Tensor:
-    return left[0].new_empty((left[0].shape[0], right[0].shape[0]), dtype=out_dtype)
+) -> list[Output]:
+    return [Output((left.shape[0], right.shape[0]), out_dtype)]
 
 
-@operator("gemm_accumulate", _gemm_accumulate, mutates_args=("out",))
-def _(
-    out: Tensor,
-    left: list[Tensor],
-    left_spec: str,
-    right: list[Tensor],
-    right_spec: str,
-    backend: str,
-) -> None:
-    return None
-
-
-def transient_form(spec: CastSpec | None, device: torch.device, backend: str) -> Form:
-    """The form of an operand that a GEMM reads at once and nobody keeps.
-
-    Where the product runs on decoded BF16 values anyway (GPUs without FP4 units), the quantize pass writes those.
-    """
-    return "codes" if spec is None or backend == "reference" else _transient_form(spec.key, device, backend)
-
-
-@constant_when_traced
-def _transient_form(key: str, device: torch.device, backend: str) -> Form:
-    spec = CastSpec.from_key(key)
-    native = backend in ("auto", "native") and capability.fp4_units(device)[0]
-    values = capability.triton_runs_on(device)[0] and not native and spec.block[1] and spec.is_exact_in_bf16
-    return "values" if values else "codes"
+define(_gemm, _gemm_outputs)
+define(_gemm_accumulate, None, mutates_args=("out",))
+define(_scales, lambda *_: [Output((1, 1), torch.float32)] * 2)

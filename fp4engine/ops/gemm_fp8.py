@@ -36,6 +36,7 @@ def multiply(
     left: Tensor,
     right: Tensor,
     alpha: Tensor,
+    one: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
@@ -44,26 +45,24 @@ def multiply(
 
     Args:
         left: [M, K] and right: [N, K], ``float8_e4m3fn`` or ``float8_e5m2``, K a multiple of 16.
-        alpha: FP32 [1, 1].
+        alpha, one: FP32 [1, 1]; the product's two scales.
         fast_accumulation: keep the sums in the tensor core's own accumulator instead of adding them up in FP32.
     """
     rows, columns = left.shape[0], right.shape[0]
     if 0 in (rows, columns, left.shape[1]):
         return reference.gemm(left, right, alpha, bias, out_dtype)
-    right = pad(right.view(torch.uint8), (0, 0, 0, -columns % _MULTIPLE)).view(right.dtype)
+    if columns % _MULTIPLE:
+        right = pad(right.view(torch.uint8), (0, 0, 0, -columns % _MULTIPLE)).view(right.dtype)
     fused = bias is not None and out_dtype != torch.float32
     product = torch._scaled_mm(
         left,
         right.T,
         scale_a=alpha,
-        scale_b=torch.ones_like(alpha),
+        scale_b=one,
         bias=pad(bias.to(out_dtype), (0, -columns % _MULTIPLE)) if bias is not None and fused else None,
         out_dtype=out_dtype,
         use_fast_accum=fast_accumulation,
-    )[:, :columns]
+    )
+    if product.shape[1] != columns:
+        product = product[:, :columns]
     return product if bias is None or fused else product + bias.float()
-
-
-def operand(data: Tensor, spec: CastSpec) -> Tensor:
-    """Codes as the FP8 dtype whose bit patterns they are."""
-    return data.view(spec.element.torch_dtype)

@@ -15,10 +15,9 @@ from fp4engine import reference
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.formats import CastSpec, Outer
 from fp4engine.ops import backend as backends
-from fp4engine.ops.backend import call
-from fp4engine.ops.gemm import transient_form
-from fp4engine.ops.operator import operator
-from fp4engine.ops.quantize import Form, Side
+from fp4engine.ops.cast import Form, as_it_is, fused_casts_supported, transient_form
+from fp4engine.ops.operand import Operand
+from fp4engine.ops.operation import Output, define, is_plain
 from fp4engine.tracing import constant_when_traced
 
 
@@ -36,7 +35,7 @@ def grouped_supports(
     for spec in specs:
         if spec is None:
             return False, "an operand is not quantized"
-        if transient_form(spec, device, backend) != "values":
+        if transient_form(spec.key, device, backend) != "values":
             return False, "products run on packed codes, or without kernels"
         ok, reason = _casts(spec.key, tuple(dtypes))
         if not ok:
@@ -46,12 +45,10 @@ def grouped_supports(
 
 @constant_when_traced
 def _casts(key: str, dtypes: tuple[torch.dtype, ...]) -> tuple[bool, str]:
-    from fp4engine.kernels import quantize as kernels
-
-    spec = CastSpec.from_key(key)
-    if spec.outer is not Outer.TENSOR:
-        return False, f"outer={spec.outer.value} has no grouped kernel"
-    answers = [kernels.supports(spec, dtype) for dtype in dtypes]
+    outer = CastSpec.from_key(key).outer
+    if outer is not Outer.TENSOR:
+        return False, f"outer={outer.value} has no grouped kernel"
+    answers = [fused_casts_supported(key, dtype) for dtype in dtypes]
     return next((answer for answer in answers if not answer[0]), (True, ""))
 
 
@@ -61,7 +58,7 @@ def expert_offsets(counts: Tensor, rows: int) -> Tensor:
     Args:
         counts: integers [G]. If one is negative, or they add up to more than ``rows``, no expert owns a row.
     """
-    return call(torch.ops.fp4engine.expert_offsets, _expert_offsets, counts, counts, rows)
+    return (_expert_offsets if is_plain(counts) else torch.ops.fp4engine.expert_offsets)(counts, rows)[0]
 
 
 def grouped_quantize(
@@ -74,7 +71,7 @@ def grouped_quantize(
     columnwise_form: Form = "codes",
     rng: Tensor | None = None,
     stream: int = 0,
-) -> tuple[Side | None, Side | None]:
+) -> tuple[Operand | None, Operand | None]:
     """As :func:`fp4engine.ops.quantize` for each expert's rows: operands [M, K] and [K, P] with outer amaxes [G].
 
     Args:
@@ -83,83 +80,77 @@ def grouped_quantize(
         rowwise, columnwise: what :func:`grouped_supports`; rowwise without a rotation.
         rng: int64 [2] ``(seed, draw)``, the draw of expert 0; expert e has ``draw - e``.
     """
-    specs, forms = (rowwise, columnwise), (rowwise_form, columnwise_form)
-    keys = ["" if spec is None else spec.key for spec in specs]
-    operator = torch.ops.fp4engine.grouped_quantize
-    tensors = iter(call(operator, _grouped_quantize, x, x.detach(), offsets, *keys, *forms, rng, stream))
+    x = as_it_is(x)
+    run = _grouped_quantize if is_plain(x) else torch.ops.fp4engine.grouped_quantize
+    row_key, col_key = "" if rowwise is None else rowwise.key, "" if columnwise is None else columnwise.key
+    tensors = iter(run(x, offsets, row_key, col_key, rowwise_form, columnwise_form, rng, stream))
+    rows, cols = x.shape
+    padded = _padded_rows(rows, offsets.shape[0] - 2)
     row, col = (
-        None if spec is None else Side(next(tensors), next(tensors) if form == "codes" else None, next(tensors))
-        for spec, form in zip(specs, forms, strict=True)
+        None
+        if spec is None
+        else Operand(spec, *shape, next(tensors), next(tensors) if form == "codes" else None, next(tensors))
+        for spec, shape, form in (
+            (rowwise, (rows, cols), rowwise_form),
+            (columnwise, (cols, padded), columnwise_form),
+        )
     )
     return row, col
 
 
+def _padded_rows(rows: int, groups: int) -> int:
+    """P, as :func:`fp4engine.kernels.grouped.padded_rows` has it."""
+    return rows // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE * groups
+
+
 def grouped_gemm(
-    left: Side,
-    right: Side,
-    specs: tuple[CastSpec, CastSpec],
-    offsets: Tensor,
-    *,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
+    left: Operand, right: Operand, offsets: Tensor, *, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """``y[m] = left[m] @ right[e].T + bias[e]`` for the expert e of row m: [M, N], NaN in rows of none.
 
     Args:
         left: rowwise operand [M, K] of :func:`grouped_quantize`.
         right: the experts' operands [N, K] below each other, with their outer amaxes [G].
-        specs: of left and right.
         bias: [G, N] or None.
     """
-    arguments = (_tensors(left), _tensors(right), offsets, _numerator(specs), bias, out_dtype)
-    return call(torch.ops.fp4engine.grouped_gemm, _grouped_gemm, left.data, *arguments)
+    run = _grouped_gemm if is_plain(left.data) else torch.ops.fp4engine.grouped_gemm
+    return run(_tensors(left), _tensors(right), offsets, _numerator(left, right), bias, out_dtype)[0]
 
 
-def grouped_wgrad(
-    left: Side, right: Side, specs: tuple[CastSpec, CastSpec], offsets: Tensor, *, out_dtype: torch.dtype
-) -> Tensor:
+def grouped_wgrad(left: Operand, right: Operand, offsets: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     """``left[e] @ right[e].T`` of columnwise operands [N, P] and [K, P]: [G, N, K], zeros where there are no rows."""
-    arguments = (_tensors(left), _tensors(right), offsets, _numerator(specs), out_dtype)
-    return call(torch.ops.fp4engine.grouped_wgrad, _grouped_wgrad, left.data, *arguments)
+    run = _grouped_wgrad if is_plain(left.data) else torch.ops.fp4engine.grouped_wgrad
+    return run(_tensors(left), _tensors(right), offsets, _numerator(left, right), out_dtype)[0]
 
 
-def grouped_wgrad_accumulate(
-    outs: Sequence[Tensor | None], left: Side, right: Side, specs: tuple[CastSpec, CastSpec], offsets: Tensor
-) -> None:
+def grouped_wgrad_accumulate(outs: Sequence[Tensor | None], left: Operand, right: Operand, offsets: Tensor) -> None:
     """:func:`grouped_wgrad`, each product added to its buffer [N, K] in FP32 before the one rounding, or not made."""
     buffers = [out for out in outs if out is not None]
     experts = [expert for expert, out in enumerate(outs) if out is not None]
-    arguments = (buffers, experts, _tensors(left), _tensors(right), offsets, _numerator(specs))
-    call(torch.ops.fp4engine.grouped_wgrad_accumulate, _grouped_wgrad_accumulate, left.data, *arguments)
+    run = _grouped_wgrad_accumulate if is_plain(left.data) else torch.ops.fp4engine.grouped_wgrad_accumulate
+    run(buffers, experts, _tensors(left), _tensors(right), offsets, _numerator(left, right))
 
 
 def column_sums(x: Tensor, offsets: Tensor | None = None, backend: str = "auto") -> Tensor:
     """``sum(x, 0)`` in FP32 and in the order of the reference: of all rows [1, K], or of each expert's [G, K]."""
-    return call(torch.ops.fp4engine.column_sums, _column_sums, x, x.detach(), offsets, backend)
+    x = as_it_is(x)
+    return (_column_sums if is_plain(x) else torch.ops.fp4engine.column_sums)(x, offsets, backend)[0]
 
 
-def _tensors(side: Side) -> list[Tensor]:
-    """``[values, amax]`` or ``[codes, scale_inv, amax]``: the length tells which."""
-    return [tensor for tensor in side if tensor is not None]
+def _tensors(operand: Operand) -> list[Tensor]:
+    """``[values, amax]`` or ``[codes, scale_inv, amax]``, as the kernels take operands."""
+    return [tensor for tensor in operand.tensors if tensor is not None]
 
 
-def _numerator(specs: tuple[CastSpec, CastSpec]) -> float:
-    return specs[0].numerator * specs[1].numerator
+def _numerator(left: Operand, right: Operand) -> float:
+    assert left.spec is not None and right.spec is not None
+    return left.spec.numerator * right.spec.numerator
 
 
-def _values(tensors: list[Tensor]) -> Tensor:
-    """The BF16 values of an operand of either form."""
-    if len(tensors) == 2:
-        return tensors[0]
-    from fp4engine.kernels.dequantize import decode
-
-    return decode(*tensors[:2])
-
-
-def _expert_offsets(counts: Tensor, rows: int) -> Tensor:
+def _expert_offsets(counts: Tensor, rows: int) -> list[Tensor]:
     from fp4engine.kernels import grouped
 
-    return grouped.offsets(counts.contiguous(), rows)
+    return [grouped.offsets(counts.contiguous(), rows)]
 
 
 def _grouped_quantize(
@@ -175,26 +166,9 @@ def _grouped_quantize(
     from fp4engine.kernels import grouped
 
     backends.record("grouped_quantize", "triton")
-    x = _along_rows(x)
-    specs = [CastSpec.from_key(key) if key else None for key in (rowwise, columnwise)]
-    amaxes = grouped.grouped_amax(x, offsets, *specs)
-    outputs = grouped.grouped_quantize(
-        x,
-        offsets,
-        *specs,
-        rowwise_amax=amaxes[0],
-        columnwise_amax=amaxes[1],
-        rng=None if rng is None else _draws(rng, len(offsets) - 2),
-        stream=stream,
-        rowwise_output=rowwise_form,
-        columnwise_output=columnwise_form,
-    )
-    tensors: list[Tensor] = []
-    for side, form in enumerate((rowwise_form, columnwise_form)):
-        data, scale_inv = outputs[2 * side : 2 * side + 2]
-        kept = (data, scale_inv if form == "codes" else None, amaxes[side])
-        tensors += [tensor for tensor in kept if tensor is not None]
-    return tensors
+    draws = None if rng is None else _draws(rng, offsets.shape[0] - 2)
+    forms = (rowwise_form, columnwise_form)
+    return grouped.grouped_cast(_along_rows(x), offsets, (rowwise, columnwise), forms, draws, stream)
 
 
 def _draws(rng: Tensor, groups: int) -> Tensor:
@@ -214,53 +188,44 @@ def _grouped_gemm(
     numerator: float,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> Tensor:
-    from fp4engine.kernels import grouped_gemm as kernels
+) -> list[Tensor]:
+    from fp4engine.kernels.grouped_gemm import grouped_gemm
 
     backends.record("grouped_gemm", "triton")
-    operands = (_values(left), _values(right), left[-1], right[-1])
-    return kernels.grouped_gemm(*operands, offsets, numerator, bias=bias, out_dtype=out_dtype)
+    return [grouped_gemm(left, right, offsets, bias, numerator, out_dtype)]
 
 
 def _grouped_wgrad(
     left: list[Tensor], right: list[Tensor], offsets: Tensor, numerator: float, out_dtype: torch.dtype
-) -> Tensor:
-    from fp4engine.kernels import grouped_gemm as kernels
+) -> list[Tensor]:
+    from fp4engine.kernels.grouped_gemm import grouped_wgrad
 
     backends.record("grouped_gemm", "triton")
-    operands = (_values(left), _values(right), left[-1], right[-1])
-    return kernels.grouped_wgrad(*operands, offsets, numerator, out_dtype=out_dtype)
+    return [grouped_wgrad(left, right, offsets, numerator, out_dtype)]
 
 
 def _grouped_wgrad_accumulate(
     outs: list[Tensor], experts: list[int], left: list[Tensor], right: list[Tensor], offsets: Tensor, numerator: float
 ) -> None:
-    from fp4engine.kernels import grouped_gemm as kernels
+    from fp4engine.kernels.grouped_gemm import grouped_wgrad_accumulate
 
     backends.record("grouped_gemm", "triton")
-    operands = (_values(left), _values(right), left[-1], right[-1])
-    kernels.grouped_wgrad_accumulate(dict(zip(experts, outs, strict=True)), *operands, offsets, numerator)
+    grouped_wgrad_accumulate(dict(zip(experts, outs, strict=True)), left, right, offsets, numerator)
 
 
-def _column_sums(x: Tensor, offsets: Tensor | None, backend: str) -> Tensor:
+def _column_sums(x: Tensor, offsets: Tensor | None, backend: str) -> list[Tensor]:
     if offsets is None and backends.choose("column_sums", x.device, backend, (x.dtype,), _sums) == "reference":
-        return reference.column_sums(x)[None]
+        return [reference.column_sums(x)[None]]
     from fp4engine.kernels import column_sums as kernels
 
-    return kernels.column_sums(_along_rows(x), offsets)
+    return [kernels.column_sums(_along_rows(x), offsets)]
 
 
 def _sums(dtype: torch.dtype) -> tuple[bool, str]:
     return dtype in (torch.bfloat16, torch.float16, torch.float32), f"the Triton kernels do not sum {dtype}"
 
 
-@operator("expert_offsets", _expert_offsets)
-def _(counts: Tensor, rows: int) -> Tensor:
-    return counts.new_empty(counts.shape[0] + 2, dtype=torch.int64)
-
-
-@operator("grouped_quantize", _grouped_quantize)
-def _(
+def _grouped_quantize_outputs(
     x: Tensor,
     offsets: Tensor,
     rowwise: str,
@@ -269,52 +234,54 @@ def _(
     columnwise_form: str,
     rng: Tensor | None,
     stream: int,
-) -> list[Tensor]:
+) -> list[Output]:
     rows, cols = x.shape
     groups = offsets.shape[0] - 2
-    padded = rows // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE * groups
     sides = (
         (rowwise, rowwise_form, rows, -(-cols // BLOCK_SIZE)),
-        (columnwise, columnwise_form, cols, padded // BLOCK_SIZE),
+        (columnwise, columnwise_form, cols, _padded_rows(rows, groups) // BLOCK_SIZE),
     )
-    tensors: list[Tensor] = []
+    outputs: list[Output] = []
     for spec, form, height, blocks in sides:
         if not spec:
             continue
         if form == "values":
-            tensors.append(x.new_empty((height, blocks * BLOCK_SIZE), dtype=torch.bfloat16))
+            outputs.append(Output((height, blocks * BLOCK_SIZE), torch.bfloat16))
         else:
-            tensors.append(x.new_empty((height, blocks * BLOCK_SIZE // 2), dtype=torch.uint8))
-            tensors.append(x.new_empty((height, blocks), dtype=torch.float8_e4m3fn))
-        tensors.append(x.new_empty(groups, dtype=torch.float32))
-    return tensors
+            outputs.append(Output((height, blocks * BLOCK_SIZE // 2), torch.uint8))
+            outputs.append(Output((height, blocks), torch.float8_e4m3fn))
+        outputs.append(Output((groups,), torch.float32))
+    return outputs
 
 
-@operator("grouped_gemm", _grouped_gemm)
-def _(
+def _grouped_gemm_outputs(
     left: list[Tensor],
     right: list[Tensor],
     offsets: Tensor,
     numerator: float,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> Tensor:
-    return left[0].new_empty((left[0].shape[0], right[0].shape[0] // right[-1].shape[0]), dtype=out_dtype)
+) -> list[Output]:
+    return [Output((left[0].shape[0], right[0].shape[0] // right[-1].shape[0]), out_dtype)]
 
 
-@operator("grouped_wgrad", _grouped_wgrad)
-def _(left: list[Tensor], right: list[Tensor], offsets: Tensor, numerator: float, out_dtype: torch.dtype) -> Tensor:
-    return left[0].new_empty((left[-1].shape[0], left[0].shape[0], right[0].shape[0]), dtype=out_dtype)
+def _grouped_wgrad_outputs(
+    left: list[Tensor], right: list[Tensor], offsets: Tensor, numerator: float, out_dtype: torch.dtype
+) -> list[Output]:
+    return [Output((left[-1].shape[0], left[0].shape[0], right[0].shape[0]), out_dtype)]
 
 
-@operator("grouped_wgrad_accumulate", _grouped_wgrad_accumulate, mutates_args=("outs",))
-def _(
-    outs: list[Tensor], experts: list[int], left: list[Tensor], right: list[Tensor], offsets: Tensor, numerator: float
-) -> None:
-    return None
+def _column_sums_outputs(x: Tensor, offsets: Tensor | None, backend: str) -> list[Output]:
+    return [Output((1 if offsets is None else offsets.shape[0] - 2, x.shape[1]), torch.float32)]
 
 
-@operator("column_sums", _column_sums)
-def _(x: Tensor, offsets: Tensor | None, backend: str) -> Tensor:
-    groups = 1 if offsets is None else offsets.shape[0] - 2
-    return x.new_empty((groups, x.shape[1]), dtype=torch.float32)
+def _expert_offsets_outputs(counts: Tensor, rows: int) -> list[Output]:
+    return [Output((counts.shape[0] + 2,), torch.int64)]
+
+
+define(_expert_offsets, _expert_offsets_outputs)
+define(_grouped_quantize, _grouped_quantize_outputs)
+define(_grouped_gemm, _grouped_gemm_outputs)
+define(_grouped_wgrad, _grouped_wgrad_outputs)
+define(_grouped_wgrad_accumulate, None, mutates_args=("outs",))
+define(_column_sums, _column_sums_outputs)

@@ -1,24 +1,34 @@
 """The random stream's whole state: ``(seed, draw)``, one int64 [2] tensor per device.
 
-A draw is taken by adding one on the device, in stream order, so a CUDA-graph replay advances it and nothing
-synchronises. PyTorch's generators are neither read nor advanced; the seed defaults to ``torch.initial_seed()``.
-Data-parallel ranks share ``(seed, draw)`` and differ in their stream ids.
+A draw is taken by adding to the draw number on the device, so that a CUDA-graph replay advances it and nothing
+synchronises. What a draw returns is a tensor of its own, which no later draw changes. PyTorch's generators are neither
+read nor advanced; the seed defaults to ``torch.initial_seed()``. Data-parallel ranks share ``(seed, draw)`` and differ
+in their stream ids.
 """
 
-from functools import cache
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp4engine import capability
+from fp4engine.constants import KEY_STEP
 from fp4engine.tracing import constant_when_traced
 
 _RANK_SHIFT = 8
+_DRAWS = 1 << 63
+"""A draw number is an int64 that is not negative."""
+
+_drew: dict[torch.device, torch.cuda.Stream] = {}
+"""The stream that drew last, where Triton does not run."""
+
+_lock = threading.RLock()
+"""Held while anything below is read or changed, so that threads take draws one after the other."""
 _states: dict[str, Tensor] = {}
-_increments: dict[str, Tensor] = {}
 _seed: list[int] = []
 _pending: dict[str, int] = {}
-"""Draws to continue from on devices that have not drawn yet, or that this machine does not have."""
+"""Draws to continue from, by device or by kind of device, where nothing has been drawn yet."""
 
 
 def manual_seed(seed: int) -> None:
@@ -26,49 +36,87 @@ def manual_seed(seed: int) -> None:
 
     Args:
         seed: any integer; its low 64 bits are the Philox key.
+
+    Raises:
+        ValueError: ``seed`` is not an integer.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"seed must be an int, got {seed!r}")
-    _seed[:] = [_to_int64(seed)]
-    _pending.clear()
-    for device in _states:
-        _start(device, 0)
+    _require_seed(seed)
+    with _lock:
+        _seed[:] = [_to_int64(seed)]
+        _pending.clear()
+        for state in _states.values():
+            _write(state, 0)
 
 
 def get_rng_state() -> dict[str, Any]:
-    """``{"seed": int, "draws": {device: int}}``: plain values, all that a bit-exact resume needs."""
-    started = {device: int(state[1]) for device, state in _states.items() if not state.is_meta}
-    return {"seed": _current_seed(), "draws": {**_pending, **started}}
+    """``{"seed": int, "draws": {device: int}}``: plain values, all that a bit-exact resume of one process needs.
+
+    Waits for the draws that any CUDA stream has been asked to take.
+    """
+    with _lock:
+        for state in _states.values():
+            _wait_for(state)
+        draws = {device: int(state[1]) for device, state in _states.items()}
+        return {"seed": _current_seed(), "draws": {**_pending, **draws}}
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Continue from what :func:`get_rng_state` returned, there or on another machine.
 
-    Devices that are not here keep their draw until they are.
+    A device that nothing has been drawn on yet, here or at all, keeps its draw until something is. A kind of device
+    without an index, ``"cuda"``, stands for the one device of that kind that this process draws on.
 
     Raises:
-        ValueError: ``state`` is not of that form; nothing is changed then.
+        ValueError: ``state`` is not of that form, a draw is not in [0, 2^63), or a kind of device could be one of
+            several; nothing is changed then.
     """
     if not isinstance(state, dict) or set(state) != {"seed", "draws"} or not isinstance(state["draws"], dict):
         raise ValueError(f"state must be {{'seed': int, 'draws': {{device: int}}}}, got {state!r}")
-    for device, draw in state["draws"].items():
-        if not isinstance(device, str) or isinstance(draw, bool) or not isinstance(draw, int):
-            raise ValueError(f"state['draws'] must be {{device name: int}}, got {device!r}: {draw!r}")
-    manual_seed(state["seed"])
-    for device, draw in state["draws"].items():
-        if device in _states:
-            _start(device, draw)
-        else:
-            _pending[device] = draw
+    _require_seed(state["seed"])
+    with _lock:
+        draws = {_device_named(name, draw): draw for name, draw in state["draws"].items()}
+        manual_seed(state["seed"])
+        for device, draw in draws.items():
+            if device in _states:
+                _write(_states[device], draw)
+            else:
+                _pending[device] = draw
 
 
-def next_draw(device: torch.device, count: int = 1) -> Tensor:
-    """Advance the stream of ``device`` by ``count`` draws and return its live state, int64 [2] ``(seed, draw)``.
+def state_of(device: torch.device) -> Tensor:
+    """The live state of ``device``, int64 [2], which exists from here on."""
+    return _states[_started(device)]
 
-    The tensor is the state itself: use it before the next draw, or clone it.
+
+def advance(state: Tensor, count: int) -> Tensor:
+    """Add ``count`` to the draw number of ``state`` and return what it is then, int64 [2] ``(key, draw)``, for good.
+
+        key = seed + (draw >> 32) * KEY_STEP        modulo 2^64
+
+    The generator counts 32 bits of a draw, so each 2^32 draws have a key of their own. The kernel adds atomically, so
+    that CUDA streams may draw at the same time. A CUDA device on which Triton does not run adds and copies in two
+    launches, for which it waits for the stream that drew before.
     """
-    key = _started(device)
-    return _states[key].add_(_increments[key], alpha=count)
+    with _lock:
+        if capability.triton_runs_on(state.device)[0]:
+            from fp4engine.kernels.draw import draw
+
+            return draw(state, count)
+        if state.is_cuda:
+            _take_turns(state.device)
+        state[1].add_(count)
+        drawn = state.clone()
+        drawn[0] += (drawn[1] >> 32) * KEY_STEP
+        return drawn
+
+
+def _take_turns(device: torch.device) -> None:
+    """The current stream of ``device`` waits for the one that drew before."""
+    current = torch.cuda.current_stream(device)
+    before = _drew.get(device)
+    if before is not None and before != current:
+        current.wait_stream(before)
+    _drew[device] = current
 
 
 def rank_bits() -> int:
@@ -80,27 +128,68 @@ def rank_bits() -> int:
 
 @constant_when_traced
 def _started(device: torch.device) -> str:
-    """The key of the device's stream, which exists from here on; ``torch.compile`` then finds it as a global."""
+    """The key of the device's stream, which exists from here on; ``torch.compile`` then finds it as a global.
+
+    Raises:
+        RuntimeError: it does not exist yet and cannot be made, since tensors made now have no memory.
+    """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    key = _name(device)
+    key = str(device)
     if key not in _states:
-        _start(key, _pending.pop(key, 0))
+        with _lock:
+            if key not in _states:
+                _start(key, device)
     return key
 
 
-@cache
-def _name(device: torch.device) -> str:
-    return str(device)
-
-
-def _start(device: str, draw: int) -> None:
-    if device in _states:
-        _states[device].copy_(torch.tensor([_current_seed(), draw]))
-        return
+def _start(key: str, device: torch.device) -> None:
+    waiting = key if key in _pending else device.type
     with torch.inference_mode(False):  # a state made under inference_mode could not advance outside it
-        _states[device] = torch.tensor([_current_seed(), draw], dtype=torch.int64, device=device)
-        _increments[device] = torch.tensor([0, 1], dtype=torch.int64, device=device)
+        state = torch.empty(2, dtype=torch.int64, device=device)
+    if type(state) is not Tensor:
+        raise RuntimeError(
+            f"the random stream of {key} cannot begin while tensors are {type(state).__name__}s; "
+            "run one step on real tensors first"
+        )
+    _write(state, _pending.get(waiting, 0))
+    _states[key] = state
+    _pending.pop(waiting, None)
+
+
+def _write(state: Tensor, draw: int) -> None:
+    _wait_for(state)
+    state.copy_(torch.tensor([_current_seed(), draw]))
+    _wait_for(state)
+
+
+def _wait_for(state: Tensor) -> None:
+    """Wait for the work of every stream of the state's device."""
+    if state.is_cuda:
+        torch.cuda.synchronize(state.device)
+
+
+def _device_named(name: Any, draw: Any) -> str:
+    """The key in ``_states`` or ``_pending`` of a device that a saved state names."""
+    if isinstance(draw, bool) or not isinstance(draw, int) or not 0 <= draw < _DRAWS:
+        raise ValueError(f"state['draws'] must hold integers in [0, 2^63), got {name!r}: {draw!r}")
+    try:
+        device = torch.device(name) if isinstance(name, str) else None
+    except RuntimeError:
+        device = None
+    if device is None or str(device) != name:
+        raise ValueError(f"state['draws'] must name devices as 'cpu', 'cuda' or 'cuda:0', got {name!r}")
+    known = [key for key in _states if torch.device(key).type == device.type]
+    if device.index is not None or name in _states or not known:
+        return name
+    if len(known) > 1:
+        raise ValueError(f"state['draws'] names {name!r}, and this process draws on {', '.join(known)}; name one")
+    return known[0]
+
+
+def _require_seed(seed: Any) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed must be an int, got {seed!r}")
 
 
 def _current_seed() -> int:

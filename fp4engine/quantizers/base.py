@@ -13,6 +13,8 @@ from fp4engine.recipe.base import BACKENDS, require
 from fp4engine.recipe.casts import Casts, ColumnwiseSource
 from fp4engine.tensor import Operand, QuantizedTensor
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 @dataclass(frozen=True)
 class Quantizer:
@@ -99,18 +101,20 @@ class Quantizer:
             rowwise_amax, columnwise_amax: outer amax to use, FP32 as :meth:`amax` returns it.
 
         Raises:
-            ValueError: x is not floating point, has rank 0, or no side is asked for.
+            ValueError: x is not floating point, has rank 0, or no side is asked for; an amax is not what :meth:`amax`
+                returns.
         """
-        matrix = as_matrix(x) if isinstance(x, Tensor) else x
+        matrix = x if not isinstance(x, Tensor) or (x.ndim == 2 and x.dtype in _FLOATS) else as_matrix(x)
         if not (rowwise or columnwise):
             raise ValueError("quantize needs rowwise=True or columnwise=True, got neither")
         row_spec = self.rowwise_spec if rowwise else None
         col_spec = self.columnwise_spec if columnwise else None
-        sides: tuple[ops.Side | None, ops.Side | None] = (None, None)
+        row = col = None
         if row_spec is not None or col_spec is not None:
-            if rng is None and any(spec is not None and spec.is_stochastic for spec in (row_spec, col_spec)):
-                rng = ops.next_draw(x.device)
-            sides = ops.quantize(
+            if rng is None and self.is_stochastic:
+                asked = [spec for spec in (row_spec, col_spec) if spec is not None and spec.is_stochastic]
+                rng = ops.next_draw(x.device) if asked else None
+            row, col = ops.quantize(
                 matrix,
                 row_spec,
                 col_spec,
@@ -122,12 +126,13 @@ class Quantizer:
                 stream=self.stream if rng is None else self.stream | ops.rank_bits(),
                 backend=self.backend,
             )
-        return QuantizedTensor(
-            x.shape,
-            x.dtype,
-            _operand(matrix, False, row_spec, sides[0]) if rowwise else None,
-            _operand(matrix, True, col_spec, sides[1]) if columnwise else None,
-        )
+        if rowwise and row_spec is None:
+            assert isinstance(matrix, Tensor)
+            row = Operand.dense(matrix)
+        if columnwise and col_spec is None:
+            assert isinstance(matrix, Tensor)
+            col = Operand.dense(matrix.T)
+        return QuantizedTensor(x.shape, x.dtype, row, col)
 
     __call__ = quantize
 
@@ -155,19 +160,8 @@ def as_matrix(x: Tensor) -> Tensor:
     """
     if x.ndim == 0:
         raise ValueError("x must have at least one dimension, got a scalar tensor")
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if x.dtype not in _FLOATS:
         raise ValueError(f"x must be float16, bfloat16, float32 or float64, got {x.dtype}")
     if x.ndim == 2:
         return x
     return x[None] if x.ndim == 1 else x.flatten(0, -2)
-
-
-def _operand(matrix: Tensor | ops.Source, transposed: bool, spec: CastSpec | None, side: ops.Side | None) -> Operand:
-    if spec is None:
-        assert isinstance(matrix, Tensor)
-        return Operand.dense(matrix.T if transposed else matrix)
-    assert side is not None
-    rows, cols = matrix.shape
-    if transposed:
-        rows, cols = cols, rows
-    return Operand(spec, rows, cols, side.data, side.scale_inv, side.amax)

@@ -1,5 +1,6 @@
 """FP8 with scales from earlier steps: the one quantizer that remembers."""
 
+import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -7,16 +8,51 @@ import torch
 from torch import Tensor
 
 from fp4engine import ops
+from fp4engine.formats import CastSpec
 from fp4engine.quantizers.base import Quantizer, as_matrix
 from fp4engine.recipe import DelayedScaling
 from fp4engine.tensor import QuantizedTensor
 
-_step = [0]
+Memory = dict[str, "AmaxHistory"]
+"""What one module remembers, by role."""
 
 
-def next_step() -> None:
-    """Close a step: every history chooses its next amax when it is used again. ``autocast`` calls this."""
-    _step[0] += 1
+class _Step:
+    """What one thread does between entering and leaving an outermost region.
+
+    Attributes:
+        memories: of the modules that took part, by ``id``.
+        is_open: False once the region is left.
+    """
+
+    def __init__(self) -> None:
+        self.memories: dict[int, Memory] = {}
+        self.is_open = True
+
+
+class _Thread(threading.local):
+    step: _Step | None = None
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+"""Held while a module joins a step."""
+
+
+def begin_step() -> None:
+    """Open a step of this thread, unless one is open. ``autocast`` calls this."""
+    if _thread.step is None:
+        _thread.step = _Step()
+
+
+def end_step() -> None:
+    """Close this thread's step: modules that took part choose their next amaxes when they are used again."""
+    step, _thread.step = _thread.step, None
+    if step is not None:
+        step.is_open = False
+        for memory in step.memories.values():
+            for history in memory.values():
+                history.ended = True
 
 
 class AmaxHistory:
@@ -25,26 +61,47 @@ class AmaxHistory:
     Attributes:
         values: FP32 [length]; ``values[0]`` collects the step that is running, later ones follow by age.
         amax: FP32 [1], what scales are made of in this step.
-        step: the step that ``values[0]`` belongs to.
+        ended: whether the step that ``values[0]`` belongs to is over.
     """
 
     def __init__(self, length: int, amax: float) -> None:
         with torch.inference_mode(False):  # a history made under inference_mode could not be written outside it
-            self.values = torch.zeros(length)
-            self.amax = torch.full((1,), amax)
-        self.step = _step[0]
+            self.values = torch.zeros(length, dtype=torch.float32)
+            self.amax = torch.full((1,), amax, dtype=torch.float32)
+        self.ended = False
+        self._step: _Step | None = None
 
-    def record(self, current: Tensor, recipe: DelayedScaling) -> Tensor:
+    def join(self, memory: Memory) -> None:
+        """Take part, with all of ``memory``, in the step that is open on this thread, if one is.
+
+        Raises:
+            RuntimeError: another thread's step, in which this takes part, is still open.
+        """
+        step = _thread.step
+        if step is None or self._step is step:
+            return
+        with _lock:
+            if self._step is not None and self._step.is_open:
+                raise RuntimeError(
+                    "DelayedScaling: two threads use one module in autocast regions that are open at the same time, "
+                    "and its amaxes belong to one step; let one region close before the other opens, or give each "
+                    "thread a copy of the module"
+                )
+            self._step = step
+            step.memories[id(memory)] = memory
+
+    def record(self, current: Tensor, recipe: DelayedScaling, spec: CastSpec, backend: str = "auto") -> Tensor:
         """Note ``current`` [1], and return the amax that this step's scale is made of.
 
         A tensor with an Inf or a NaN gets that instead, so that its product is not silently finite.
         """
         self._follow(current.device)
-        if self.step != _step[0]:
-            self._choose(recipe)
-            self.step = _step[0]
-        self.values[0] = torch.maximum(self.values[0], current[0])
-        return self.scaled_by(current)
+        choice, chosen = "", None
+        if self.ended:
+            self.ended = False
+            chosen = self._given(recipe, spec)
+            choice = "given" if chosen is not None else str(recipe.amax_compute_algo)
+        return ops.record_amax(self.values, self.amax, current, choice, chosen, backend)
 
     def scaled_by(self, current: Tensor) -> Tensor:
         """The amax [1] that the running step scales a tensor with amax ``current`` [1] by."""
@@ -62,30 +119,35 @@ class AmaxHistory:
             with torch.inference_mode(False):
                 self.values = torch.nn.functional.pad(self.values[:length], (0, max(length - len(self.values), 0)))
 
-    def _choose(self, recipe: DelayedScaling) -> None:
-        if recipe.amax_compute_algo == "max":
-            chosen = self.values.amax()
-        elif recipe.amax_compute_algo == "most_recent":
-            chosen = self.values[0]
+    def _given(self, recipe: DelayedScaling, spec: CastSpec) -> Tensor | None:
+        """The next amax [1] where functions of the recipe's choose it; None where its name says how."""
+        algorithm, scaling = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
+        if not callable(algorithm) and scaling is None:
+            return None
+        if callable(algorithm):
+            chosen = algorithm(self.values).to(torch.float32).view(1)
         else:
-            assert callable(recipe.amax_compute_algo)
-            chosen = recipe.amax_compute_algo(self.values)
-        usable = chosen.isfinite() & (chosen > 0)
-        self.amax = torch.where(usable, chosen, self.amax)
-        self.values = self.values.roll(1)
-        self.values[0] = 0
+            chosen = self.values[:1].clone() if algorithm == "most_recent" else self.values.amax().view(1)
+        if scaling is not None:
+            largest = torch.full_like(self.amax, spec.element.max_value)
+            chosen = spec.numerator / scaling(chosen, spec.numerator / self.amax, largest, recipe)
+        return chosen
 
     def state(self) -> dict[str, Any]:
         """Plain values, for JSON or ``torch.save``."""
-        return {"values": self.values.tolist(), "amax": float(self.amax), "open": self.step == _step[0]}
+        return {"values": self.values.tolist(), "amax": float(self.amax), "open": not self.ended}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "AmaxHistory":
         """Inverse of :meth:`state`."""
         history = cls(len(state["values"]), state["amax"])
-        history.values = torch.tensor(state["values"])
-        history.step = _step[0] if state["open"] else _step[0] - 1
+        history.values = torch.tensor(state["values"], dtype=torch.float32)
+        history.ended = not state["open"]
         return history
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies take part in no step."""
+        return {**self.__dict__, "_step": None}
 
 
 @dataclass(frozen=True)
@@ -95,18 +157,25 @@ class DelayedQuantizer(Quantizer):
     Attributes:
         recipe: how the amax is chosen.
         history: the module's memory of this tensor.
+        memory: the module's histories, which are of one step.
         records: False reads the history and leaves it as it is.
     """
 
     recipe: DelayedScaling = field(default_factory=DelayedScaling)
     history: AmaxHistory | None = field(default=None, compare=False, repr=False)
+    memory: Memory = field(default_factory=dict[str, AmaxHistory], compare=False, repr=False)
     records: bool = field(default=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.history is None:
-            assert self.rowwise_spec is not None
-            object.__setattr__(self, "history", AmaxHistory(self.recipe.amax_history_len, self.rowwise_spec.numerator))
+            history = self._new_history()
+            object.__setattr__(self, "history", history)
+            self.memory[""] = history
+
+    def _new_history(self) -> AmaxHistory:
+        assert self.rowwise_spec is not None
+        return AmaxHistory(self.recipe.amax_history_len, self.rowwise_spec.numerator)
 
     def repeating(self) -> "DelayedQuantizer":
         """The same quantizer with the scales of the forward that is recomputed, which has been recorded."""
@@ -122,10 +191,12 @@ class DelayedQuantizer(Quantizer):
         return replace(self, backend=backend)
 
     def remembering_in(self, memory: dict[str, Any], tensor_type: str) -> "DelayedQuantizer":
-        """The same quantizer with the history that ``memory`` has for this role, or lends it from now on."""
-        history: AmaxHistory = memory.setdefault(tensor_type, self.history)
+        """The same quantizer with the history that ``memory`` has for this role, a new one if it has none."""
+        if tensor_type not in memory:
+            memory[tensor_type] = self._new_history()
+        history: AmaxHistory = memory[tensor_type]
         history.resize(self.recipe.amax_history_len)
-        return replace(self, history=history)
+        return replace(self, history=history, memory=memory)
 
     def quantize(
         self, x: Tensor | ops.Source, *, rowwise_amax: Tensor | None = None, **arguments: Any
@@ -134,10 +205,17 @@ class DelayedQuantizer(Quantizer):
         if torch.compiler.is_compiling():
             raise RuntimeError("DelayedScaling keeps amaxes between steps, which torch.compile cannot trace")
         assert self.history is not None
-        assert isinstance(x, Tensor)  # what remembers takes no source, see Deferred.fuses
+        assert isinstance(x, Tensor)  # what remembers takes no source, see FusedInput.fuses
         if rowwise_amax is None:
             rowwise_amax = self._own_amax(x)
-        amax = self.history.record(rowwise_amax, self.recipe) if self.records else self.history.scaled_by(rowwise_amax)
+        rows, cols = as_matrix(x).shape
+        ops.require_amax("rowwise_amax", rowwise_amax, self.rowwise_spec, rows, cols, x.device)
+        if self.records:
+            self.history.join(self.memory)
+            assert self.rowwise_spec is not None
+            amax = self.history.record(rowwise_amax, self.recipe, self.rowwise_spec, self.backend)
+        else:
+            amax = self.history.scaled_by(rowwise_amax)
         arguments["columnwise_amax"] = amax
         return super().quantize(x, rowwise_amax=amax, **arguments)
 

@@ -1,7 +1,15 @@
 """Recipes: frozen values that say what should happen to each role."""
 
 from fp4engine.recipe import zoo
-from fp4engine.recipe.base import Format, MMParams, QParams, Recipe, recipe_from_json
+from fp4engine.recipe.base import (
+    Format,
+    MMParams,
+    QParams,
+    Recipe,
+    numbered,
+    recipe_from_json,
+    say_how_to_change,
+)
 from fp4engine.recipe.casts import Casts
 from fp4engine.recipe.custom import CustomRecipe
 from fp4engine.recipe.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
@@ -27,6 +35,10 @@ __all__ = [
     "ScheduledRecipe",
     "combine",
     "final_blocks",
+    "numbered",
     "recipe_from_json",
     "zoo",
 ]
+
+for _recipe in Recipe.registry.values():
+    say_how_to_change(_recipe)

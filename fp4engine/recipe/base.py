@@ -5,11 +5,18 @@ A recipe answers "what should happen to this role?". It holds no tensors and kno
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import Enum
-from typing import Any, ClassVar
+from itertools import count
+from operator import index
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import torch
+
+from fp4engine import formats
 from fp4engine.environment import choice
 from fp4engine.formats import CastSpec
 from fp4engine.recipe.casts import Casts
@@ -19,16 +26,33 @@ BACKWARD_OVERRIDES = ("high_precision", "dequantized")
 BACKENDS = ("auto", "reference", "triton", "native")
 
 
+class _FormatName(str):
+    """The word that stands for a format in JSON, and the largest magnitudes that its two passes can hold.
+
+    Attributes:
+        max_fwd, max_bwd: of forward tensors and of gradients.
+    """
+
+    max_fwd: float
+    max_bwd: float
+
+    def __new__(cls, name: str, max_fwd: float = 0.0, max_bwd: float | None = None) -> "_FormatName":
+        word = super().__new__(cls, name)
+        word.max_fwd, word.max_bwd = max_fwd, max_fwd if max_bwd is None else max_bwd
+        return word
+
+
 class Format(Enum):
     """Formats of forward and backward tensors, by TransformerEngine's names.
 
-    ``HYBRID`` is E4M3 in the forward pass and E5M2 for gradients.
+    ``HYBRID`` is E4M3 in the forward pass and E5M2 for gradients. A value is a word with two numbers beside it:
+    ``Format.HYBRID.value.max_fwd`` is 448, ``.max_bwd`` 57,344.
     """
 
-    E2M1 = "e2m1"
-    E4M3 = "e4m3"
-    E5M2 = "e5m2"
-    HYBRID = "hybrid"
+    E2M1 = _FormatName("e2m1", formats.E2M1.max_value)
+    E4M3 = _FormatName("e4m3", formats.E4M3.max_value)
+    E5M2 = _FormatName("e5m2", formats.E5M2.max_value)
+    HYBRID = _FormatName("hybrid", formats.E4M3.max_value, formats.E5M2.max_value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +65,9 @@ class MMParams:
     """
 
     use_split_accumulator: bool = True
+
+    def __post_init__(self) -> None:
+        require("use_split_accumulator", self.use_split_accumulator, (False, True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +108,21 @@ class Recipe:
     """
 
     registry: ClassVar[dict[str, type["Recipe"]]] = {}
+    reads_modules: ClassVar[bool] = False
+    """Whether the answer may depend on a module's name or shape."""
+
+    if TYPE_CHECKING:  # set by _take_number, and no field
+
+        @property
+        def number(self) -> int: ...
 
     backward_override: str | None = choice("NVTE_BACKWARD_OVERRIDE", BACKWARD_OVERRIDES, None)
     backend: str = choice("NVTE_FP4_BACKEND", BACKENDS, "auto")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Recipe.__repr__  # or the dataclass that cls becomes would write one that shows every field
         if not cls.__name__.startswith("_"):
             Recipe.registry[cls.__name__] = cls
 
@@ -96,6 +132,40 @@ class Recipe:
         for field in dataclasses.fields(self):
             if field.type in (bool, "bool"):
                 require(field.name, getattr(self, field.name), (False, True))
+        self._take_number()
+
+    def _take_number(self) -> None:
+        """Set ``number``, an int that stands for this recipe and its equals where only constants go.
+
+        Raises:
+            RuntimeError: ``torch.compile`` traces how the recipe is made, and could not tell which it is.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            raise RuntimeError("torch.compile cannot trace how a recipe is made; make it outside the compiled function")
+        try:
+            number = _numbers.setdefault(self, next(_next_number))
+        except TypeError:  # a custom recipe whose factory has no hash equals nothing but itself
+            number = next(_next_number)
+        first = _numbered.setdefault(number, self)
+        object.__setattr__(self, "number", number)
+        object.__setattr__(self, "_first", None if first is self else first)  # lives as long as an equal does
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields: numbers are of one process."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take_number()
+
+    def __repr__(self) -> str:
+        """``NVFP4BlockScaling(disable_rht=True)``: what differs from a recipe made without arguments and flags."""
+        shown = [field for field in dataclasses.fields(self) if field.init and field.repr]
+        changed = [(field.name, getattr(self, field.name)) for field in shown]
+        changed = [
+            (name, value) for (name, value), field in zip(changed, shown, strict=True) if value != _default(field)
+        ]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed)})"
 
     def replace(self, **changes: Any) -> "Recipe":
         """A copy with ``changes`` applied; the environment is not read again.
@@ -118,6 +188,40 @@ class Recipe:
         """Options of the GEMM ``"fprop"``, ``"dgrad"`` or ``"wgrad"``."""
         return MMParams()
 
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """Whether this is TransformerEngine's NVFP4 recipe; the next ones ask for its others."""
+        return cls._is_a("NVFP4BlockScaling")
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        return cls._is_a("MXFP8BlockScaling")
+
+    @classmethod
+    def delayed(cls) -> bool:
+        return cls._is_a("DelayedScaling")
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        return cls._is_a("Float8CurrentScaling")
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether this is delayed or current scaling."""
+        return cls.delayed() or cls.float8_current_scaling()
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        return cls._is_a("Float8BlockScaling")
+
+    @classmethod
+    def custom(cls) -> bool:
+        return cls._is_a("CustomRecipe")
+
+    @classmethod
+    def _is_a(cls, name: str) -> bool:
+        return issubclass(cls, Recipe.registry[name])
+
     @property
     def is_delayed(self) -> bool:
         """True if some scale is made of earlier steps' amaxes, so that the end of a step matters."""
@@ -128,7 +232,12 @@ class Recipe:
         return self
 
     def at(self, step: int) -> "Recipe":
-        """The recipe in force at training step ``step``; itself unless it has a schedule."""
+        """The recipe in force at training step ``step`` >= 0; itself unless it has a schedule.
+
+        Raises:
+            ValueError: ``step`` is negative, or no whole number.
+        """
+        require_step(step)
         return self
 
     @classmethod
@@ -139,6 +248,55 @@ class Recipe:
     def to_json(self) -> str:
         """The recipe as one JSON object; :func:`recipe_from_json` reads it back to an equal recipe."""
         return json.dumps(_to_plain(self))
+
+
+def say_how_to_change(cls: type[Recipe]) -> None:
+    """Let an assignment to a field of ``cls``, which is frozen, raise with what to do instead."""
+
+    def refuse(self: Recipe, name: str, value: Any) -> None:
+        raise dataclasses.FrozenInstanceError(
+            f"{cls.__name__}.{name} cannot be assigned, since recipes are frozen; "
+            f"write recipe = recipe.replace({name}=...) instead"
+        )
+
+    setattr(cls, "__setattr__", refuse)  # noqa: B010 - a frozen dataclass takes none from the body
+
+
+_numbers: WeakKeyDictionary[Recipe, int] = WeakKeyDictionary()
+_numbered: WeakValueDictionary[int, Recipe] = WeakValueDictionary()
+_next_number = count()
+
+
+def require_step(step: Any) -> int:
+    """``step`` as a whole number >= 0.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        whole = index(step)
+    except TypeError:
+        whole = -1
+    if whole < 0:
+        raise ValueError(f"step must be a whole number >= 0, got {step!r}")
+    return whole
+
+
+def numbered(number: int) -> Recipe:
+    """The recipe with that number: the first of those that equal it.
+
+    Raises:
+        RuntimeError: there is none in this process, or none any more.
+    """
+    recipe = _numbered.get(number)
+    if recipe is None:
+        raise RuntimeError(f"no recipe has the number {number}: recipes are made outside compiled functions, and kept")
+    return recipe
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """What ``field`` is if neither an argument nor a flag says otherwise."""
+    return field.metadata.get("default", field.default)
 
 
 def _to_plain(value: Any) -> Any:
@@ -162,24 +320,63 @@ def recipe_from_json(text: str) -> Recipe:
     """The recipe that wrote ``text`` with :meth:`Recipe.to_json`.
 
     Raises:
-        ValueError: unknown recipe name or field.
+        ValueError: not the JSON of a recipe: no JSON at all, an unknown recipe name, key or value, a key twice.
     """
-    return recipe_from_data(json.loads(text))
+    if not isinstance(text, str):
+        raise ValueError(f"text must be the JSON that recipe.to_json() wrote, got {text!r}")
+    try:
+        data = json.loads(text, object_pairs_hook=_without_repetition)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"text must be the JSON that recipe.to_json() wrote, got {text[:80]!r} ({error})") from error
+    return recipe_from_data(data)
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        repeated = [key for key, _ in pairs]
+        raise ValueError(f"JSON says {next(key for key in data if repeated.count(key) > 1)!r} twice; once is allowed")
+    return data
+
+
+def require_keys(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ``ValueError`` naming each key that ``what`` does not have, and the nearest one that it has."""
+    known = list(known)
+    if unknown := sorted(set(given) - set(known)):
+        nearest = {get_close_matches(key, known, n=1, cutoff=0.0)[0]: None for key in unknown} if known else {}
+        meant = f" (did you mean {', '.join(nearest)}?)" if nearest else ""
+        raise ValueError(f"{what} has no {', '.join(unknown)}{meant}; its fields are {', '.join(known)}")
+
+
+def require_object(what: str, value: Any, known: Iterable[str]) -> Mapping[str, Any]:
+    """``value`` if it is a JSON object with no keys but ``known``.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} must be an object of {', '.join(known)}, got {value!r}")
+    require_keys(what, value, known)
+    return value
 
 
 def _require_fields(cls: type[Recipe], names: Iterable[str]) -> None:
     """Raise ``ValueError`` unless ``cls`` can be given every one of ``names``."""
-    known = [field.name for field in dataclasses.fields(cls) if field.init]
-    if unknown := ", ".join(sorted(set(names) - set(known))):
-        raise ValueError(f"{cls.__name__} has no {unknown}; its fields are {', '.join(known)}")
+    require_keys(cls.__name__, names, (field.name for field in dataclasses.fields(cls) if field.init))
 
 
 def recipe_from_data(data: Any) -> Recipe:
     """The recipe of one parsed JSON object, see :func:`recipe_from_json`."""
-    fields = dict(data) if isinstance(data, dict) else {}
+    if not isinstance(data, dict):
+        raise ValueError(f"a recipe must be a JSON object with the key 'recipe', got {data!r}")
+    fields = dict(data)
     name = fields.pop("recipe", None)
     if not isinstance(name, str) or name not in Recipe.registry:
         raise ValueError(f"recipe must be one of {', '.join(sorted(Recipe.registry))}, got {name!r}")
     cls = Recipe.registry[name]
     _require_fields(cls, fields)
-    return cls(**{key: cls._from_plain(key, value) for key, value in fields.items()})
+    values = {key: cls._from_plain(key, value) for key, value in fields.items()}
+    try:
+        return cls(**values)
+    except TypeError as error:  # a field is missing, or of a kind that cannot be compared
+        raise ValueError(f"{name} cannot be made of {values!r}: {error}") from error

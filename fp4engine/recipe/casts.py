@@ -27,6 +27,12 @@ class Casts:
     columnwise: CastSpec | None = None
     columnwise_source: ColumnwiseSource = "original"
 
+    def __repr__(self) -> str:
+        """``Casts('e2m1 1x16', 'e2m1 1x16 rht16')``, in the words of :attr:`CastSpec.label`."""
+        labels = [None if spec is None else spec.label for spec in (self.rowwise, self.columnwise)]
+        source = "" if self.columnwise_source == "original" else f", {self.columnwise_source!r}"
+        return f"Casts({labels[0]!r}, {labels[1]!r}{source})"
+
     def __post_init__(self) -> None:
         if self.columnwise_source not in COLUMNWISE_SOURCES:
             allowed = ", ".join(map(repr, COLUMNWISE_SOURCES))

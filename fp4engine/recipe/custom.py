@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from fp4engine.recipe.base import Recipe
+from fp4engine.recipe.base import Format, Recipe, require
 from fp4engine.roles import QuantizerRole
 
 
@@ -15,13 +15,27 @@ class CustomRecipe(Recipe):
     Attributes:
         qfactory: ``role -> Quantizer``; called once per role when a module builds its plan. It must answer every
             role it is asked for; returning None raises.
+        fp8_format: what TransformerEngine asks a recipe for where no quantizer says it; nothing here does.
+        fp8_dpa, fp8_mha: attention stays in high precision; only False.
+        quantization_alignment: what rows of a grouped GEMM are to be padded to by who pads them; at least 1.
 
     Source: TransformerEngine ``common/recipe/__init__.py``, ``CustomRecipe``.
     """
 
+    reads_modules: ClassVar[bool] = True
+
     qfactory: Callable[[QuantizerRole], Any]
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    quantization_alignment: int = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not callable(self.qfactory):
             raise ValueError(f"qfactory must be callable as qfactory(role) -> Quantizer, got {self.qfactory!r}")
+        require("fp8_format", self.fp8_format, tuple(Format))
+        require("fp8_dpa", self.fp8_dpa, (False,))
+        require("fp8_mha", self.fp8_mha, (False,))
+        if self.quantization_alignment < 1:
+            raise ValueError(f"quantization_alignment must be positive, got {self.quantization_alignment}")

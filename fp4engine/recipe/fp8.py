@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp4engine.environment import flag
 from fp4engine.formats import E4M3, E5M2, CastSpec, ElementFormat, ScaleRule, fp8, fp8_block, mx
-from fp4engine.recipe.base import Format, MMParams, QParams, Recipe, require
+from fp4engine.recipe.base import Format, MMParams, QParams, Recipe, require, require_object
 from fp4engine.recipe.casts import Casts
 
 FP8_FORMATS = (Format.HYBRID, Format.E4M3, Format.E5M2)
@@ -31,7 +31,7 @@ class _FP8Recipe(Recipe):
     @classmethod
     def _from_plain(cls, name: str, value: Any) -> Any:
         if name.startswith("fp8_gemm_"):
-            return MMParams(**value)
+            return MMParams(**require_object(name, value, ("use_split_accumulator",)))
         return super()._from_plain(name, value)
 
 
@@ -101,7 +101,8 @@ class DelayedScaling(_FP8Recipe):
         fp8_format: ``Format.HYBRID``, ``E4M3`` or ``E5M2``.
         amax_history_len: steps remembered.
         amax_compute_algo: ``"max"`` over the history, ``"most_recent"``, or ``history [len] -> amax``.
-        scaling_factor_compute_algo: only None.
+        scaling_factor_compute_algo: None for the formula above, or
+            ``(A, old scale, largest element, recipe) -> new scale``, of FP32 tensors [1].
         reduce_amax: share amaxes over autocast's ``amax_reduction_group``.
         backward_override: only None.
         fp8_dpa, fp8_mha: only False.
@@ -111,7 +112,7 @@ class DelayedScaling(_FP8Recipe):
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
-    scaling_factor_compute_algo: None = None
+    scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, "DelayedScaling"], Tensor] | None = None
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
@@ -120,7 +121,8 @@ class DelayedScaling(_FP8Recipe):
         super().__post_init__()
         self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
         require("backward_override", self.backward_override, (None,))
-        require("scaling_factor_compute_algo", self.scaling_factor_compute_algo, (None,))
+        if not callable(self.scaling_factor_compute_algo):
+            require("scaling_factor_compute_algo", self.scaling_factor_compute_algo, (None,))
         if not callable(self.amax_compute_algo):
             require("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
         if not 0 <= self.margin < 8:
@@ -152,6 +154,7 @@ class Float8BlockScaling(_FP8Recipe):
         fp8_format: ``Format.E4M3``, ``HYBRID`` or ``E5M2``.
         x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1 for 1x128, 2 for 128x128; at most one
             operand of a GEMM is 2.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: options of the GEMMs, which take the split accumulator only.
         fp8_dpa, fp8_mha: only False.
     """
 
@@ -160,6 +163,9 @@ class Float8BlockScaling(_FP8Recipe):
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = SPLIT
+    fp8_gemm_dgrad: MMParams = SPLIT
+    fp8_gemm_wgrad: MMParams = SPLIT
     fp8_dpa: bool = False
     fp8_mha: bool = False
 
@@ -173,8 +179,25 @@ class Float8BlockScaling(_FP8Recipe):
         }
         for name, dim in dims.items():
             require(name, dim, (1, 2))
+        for gemm in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            require(gemm, getattr(self, gemm), (SPLIT,))
         if list(dims.values()).count(2) > 1:
             raise ValueError(f"two operands in 128x128 blocks would meet in one GEMM; at most one may be 2, got {dims}")
+
+    @property
+    def fp8_quant_fwd_inp(self) -> QParams:
+        """What happens to the input."""
+        return QParams(power_2_scale=not self.use_f32_scales)
+
+    @property
+    def fp8_quant_fwd_weight(self) -> QParams:
+        """What happens to the weight."""
+        return QParams(power_2_scale=not self.use_f32_scales)
+
+    @property
+    def fp8_quant_bwd_grad(self) -> QParams:
+        """What happens to the output gradient."""
+        return QParams(power_2_scale=not self.use_f32_scales)
 
     def casts(self, tensor_type: str) -> Casts:
         """Both operands alike."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp4engine.formats import CastSpec, Correction, RoundingMode, Signs
-from fp4engine.recipe.base import Recipe
+from fp4engine.recipe.base import Recipe, require_object
 from fp4engine.recipe.casts import Casts
 from fp4engine.roles import TENSOR_TYPES
 
@@ -24,6 +24,7 @@ GEMM_OPERANDS = {
 """The two operands that each GEMM contracts."""
 
 NO_CASTS = Casts()
+SIDES = ("rowwise", "columnwise")
 _FRESH = {"dgrad": Signs.DGRAD, "wgrad": Signs.WGRAD}
 
 
@@ -101,10 +102,12 @@ class LinearRecipe(Recipe):
     def _from_plain(cls, name: str, value: Any) -> Any:
         if name not in TENSOR_TYPES:
             return super()._from_plain(name, value)
-        if not isinstance(value, dict):
-            raise ValueError(f"{name} must be an object of rowwise, columnwise and columnwise_source, got {value!r}")
-        sides = {key: CastSpec.from_key(value[key]) for key in ("rowwise", "columnwise") if value.get(key)}
-        return Casts(**sides, columnwise_source=value.get("columnwise_source", "original"))
+        given = require_object(name, value, (*SIDES, "columnwise_source"))
+        for side in SIDES:
+            if side not in given:
+                raise ValueError(f"{name} has no {side}; null leaves the operand in high precision")
+        sides = {side: given[side] if given[side] is None else CastSpec.from_key(given[side]) for side in SIDES}
+        return Casts(**sides, columnwise_source=given.get("columnwise_source", "original"))
 
 
 def combine(forward: Recipe, backward: Recipe) -> LinearRecipe:

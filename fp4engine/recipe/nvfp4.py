@@ -9,13 +9,15 @@
 Source: arXiv 2509.25149; TransformerEngine ``common/recipe/__init__.py``, ``NVFP4BlockScaling``.
 """
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import InitVar, dataclass
+from functools import partial
 from typing import Any
 
 from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_BOUND_4OVER6, E4M3_MAX, SR_GUARD
 from fp4engine.environment import choice, flag
 from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode, ScaleRule, Signs
-from fp4engine.recipe.base import Format, QParams, Recipe, require
+from fp4engine.recipe.base import Format, QParams, Recipe, require, require_keys
 from fp4engine.recipe.casts import Casts
 
 SCOPES = ("none", "weights", "activations", "all")
@@ -41,9 +43,12 @@ class NVFP4BlockScaling(Recipe):
         fp4_format: only ``Format.E2M1``.
         fp8_format: format of block scales, only ``Format.E4M3``.
         fp8_dpa, fp8_mha: attention stays in high precision; only False.
+        fp4_quant_fwd_inp, fp4_quant_fwd_weight, fp4_quant_bwd_grad: what the switches come to for each role. As
+            arguments, of the constructor and of :meth:`replace`, they set the switches and win over them.
 
     Raises:
-        ValueError: an argument or flag outside its words; the message names it.
+        ValueError: an argument or flag outside its words, or QParams that no setting of the switches comes to; the
+            message names it.
     """
 
     disable_rht: bool = flag("NVTE_NVFP4_DISABLE_RHT")
@@ -57,8 +62,18 @@ class NVFP4BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    fp4_quant_fwd_inp: InitVar[QParams | None] = None
+    fp4_quant_fwd_weight: InitVar[QParams | None] = None
+    fp4_quant_bwd_grad: InitVar[QParams | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self,
+        fp4_quant_fwd_inp: QParams | None,
+        fp4_quant_fwd_weight: QParams | None,
+        fp4_quant_bwd_grad: QParams | None,
+    ) -> None:
+        given = dict(zip(_ROLES, (fp4_quant_fwd_inp, fp4_quant_fwd_weight, fp4_quant_bwd_grad), strict=True))
+        self._follow({name: qparams for name, qparams in given.items() if qparams is not None})
         super().__post_init__()
         require("nvfp4_4over6", self.nvfp4_4over6, SCOPES)
         require("nvfp4_4over6_e4m3_use_256", self.nvfp4_4over6_e4m3_use_256, SCOPES)
@@ -68,31 +83,43 @@ class NVFP4BlockScaling(Recipe):
         require("fp8_dpa", self.fp8_dpa, (False,))
         require("fp8_mha", self.fp8_mha, (False,))
 
-    @property
-    def fp4_quant_fwd_inp(self) -> QParams:
-        """What happens to the input; the transform acts on its columnwise operand only."""
-        return QParams(random_hadamard_transform=not self.disable_rht)
+    def replace(self, **changes: Any) -> Recipe:
+        """A copy with ``changes`` applied; the environment is not read again.
 
-    @property
-    def fp4_quant_fwd_weight(self) -> QParams:
-        """What happens to the weight; no transform, since its GEMM partners are not rotated."""
-        return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+        Raises:
+            ValueError: no such field, or a value that the field does not take.
+        """
+        known = (field.name for field in dataclasses.fields(self))
+        require_keys(type(self).__name__, changes, (*known, *_ROLES))
+        return dataclasses.replace(self, **dict.fromkeys(_ROLES) | changes)  # what is not given follows from the rest
 
-    @property
-    def fp4_quant_bwd_grad(self) -> QParams:
-        """What happens to the output gradient, both directions."""
-        return QParams(
-            random_hadamard_transform=not self.disable_rht,
-            stochastic_rounding=not self.disable_stochastic_rounding,
-        )
+    def _follow(self, given: dict[str, QParams]) -> None:
+        """Set the switches so that they come to ``given``.
+
+        Raises:
+            ValueError: there is no such setting.
+        """
+        for name, qparams in given.items():
+            if not isinstance(qparams, QParams):
+                raise ValueError(f"{name} must be QParams or None, got {qparams!r}")
+            for switch, field in _SWITCHES[name].items():
+                object.__setattr__(self, switch, not getattr(qparams, field))
+        for name, qparams in given.items():
+            if _qparams(self, name) != qparams:
+                raise ValueError(
+                    f"{name} must be {_qparams(self, name)} beside the other settings, got {qparams}: the transform "
+                    "acts on input and grad_output together, only gradients round stochastically, and only weights "
+                    "have 16x16 blocks; LinearRecipe takes any casts"
+                )
 
     def quantizer_arguments(self, tensor_type: str) -> dict[str, Any]:
         """What :class:`~fp4engine.NVFP4Quantizer` is made with for ``"input"``, ``"weight"`` or ``"grad_output"``."""
-        qparams, scope = {
-            "input": (self.fp4_quant_fwd_inp, "activations"),
-            "weight": (self.fp4_quant_fwd_weight, "weights"),
-            "grad_output": (self.fp4_quant_bwd_grad, "gradients"),
+        name, scope = {
+            "input": ("fp4_quant_fwd_inp", "activations"),
+            "weight": ("fp4_quant_fwd_weight", "weights"),
+            "grad_output": ("fp4_quant_bwd_grad", "gradients"),
         }[tensor_type]
+        qparams = _qparams(self, name)
         four_over_six = scope != "gradients" and self.nvfp4_4over6 in ("all", scope)
         use_256 = four_over_six and self.nvfp4_4over6_e4m3_use_256 in ("all", scope)
         return {
@@ -108,6 +135,30 @@ class NVFP4BlockScaling(Recipe):
     def casts(self, tensor_type: str) -> Casts:
         """The casts of a role."""
         return nvfp4_casts(**self.quantizer_arguments(tensor_type))
+
+
+_SWITCHES = {
+    "fp4_quant_fwd_inp": {"disable_rht": "random_hadamard_transform"},
+    "fp4_quant_fwd_weight": {"disable_2d_quantization": "fp4_2d_quantization"},
+    "fp4_quant_bwd_grad": {
+        "disable_rht": "random_hadamard_transform",
+        "disable_stochastic_rounding": "stochastic_rounding",
+    },
+}
+"""Role of TransformerEngine's -> the switches that act on it, and what each of them switches off."""
+_ROLES = tuple(_SWITCHES)
+
+
+def _qparams(recipe: NVFP4BlockScaling, name: str) -> QParams:
+    """What the switches of ``recipe`` come to for the role ``name``.
+
+    The transform acts on the columnwise operands of input and grad_output, which meet in wgrad, and on no weight.
+    """
+    return QParams(**{field: not getattr(recipe, switch) for switch, field in _SWITCHES[name].items()})
+
+
+for _name in _ROLES:  # an attribute beside an argument of one name: dataclasses know no other way
+    setattr(NVFP4BlockScaling, _name, property(partial(_qparams, name=_name), doc=f"What becomes of {_name[11:]}."))
 
 
 def nvfp4_casts(

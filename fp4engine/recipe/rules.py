@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from fp4engine.names import covers
-from fp4engine.recipe.base import Recipe, recipe_from_data
+from fp4engine.recipe.base import Recipe, recipe_from_data, require_object, require_step
 from fp4engine.recipe.casts import Casts
 from fp4engine.roles import QuantizerRole
 
@@ -32,8 +32,16 @@ class Rule:
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe):
             raise ValueError(f"recipe must be a Recipe, LinearRecipe() for high precision, got {self.recipe!r}")
-        if self.blocks is not None and not 0 <= self.blocks[0] < self.blocks[1]:
-            raise ValueError(f"blocks must be (first, end) with 0 <= first < end, got {self.blocks}")
+        if not isinstance(self.name, str):
+            raise ValueError(f"name must be a pattern over module names, got {self.name!r}")
+        if self.blocks is not None and not (
+            isinstance(self.blocks, tuple)
+            and list(map(type, self.blocks)) == [int, int]
+            and 0 <= self.blocks[0] < self.blocks[1]
+        ):
+            raise ValueError(f"blocks must be (first, end) with 0 <= first < end, got {self.blocks!r}")
+        if self.narrower_than is not None and type(self.narrower_than) is not int:
+            raise ValueError(f"narrower_than must be a whole number or None, got {self.narrower_than!r}")
 
     def matches(self, role: QuantizerRole) -> bool:
         """Whether ``role`` belongs to a module that this rule is about.
@@ -75,6 +83,8 @@ class RuledRecipe(_RecipeOfRecipes):
         default: recipe of modules that no rule matches.
         rules: in order of precedence.
     """
+
+    reads_modules: ClassVar[bool] = True
 
     default: Recipe
     rules: tuple[Rule, ...] = ()
@@ -129,16 +139,29 @@ class RuledRecipe(_RecipeOfRecipes):
         if name == "default":
             return recipe_from_data(value)
         if name == "rules":
-            return tuple(_rule_from_plain(**rule) for rule in value)
+            return tuple(map(_rule_from_plain, _require_list("rules", value)))
         return super()._from_plain(name, value)
 
 
-def _rule_from_plain(recipe: Any, blocks: list[int] | None = None, **rest: Any) -> Rule:
-    return Rule(recipe_from_data(recipe), blocks=None if blocks is None else (blocks[0], blocks[1]), **rest)
+def _rule_from_plain(value: Any) -> Rule:
+    given = dict(require_object("a rule", value, ("recipe", "name", "blocks", "narrower_than")))
+    recipe = recipe_from_data(given.pop("recipe", None))
+    if given.get("blocks") is not None:
+        given["blocks"] = tuple(_require_list("blocks", given["blocks"]))
+    return Rule(recipe, **given)
+
+
+def _require_list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name} must be a list, got {value!r}")
+    return value
 
 
 def final_blocks(total: int, fraction: float) -> tuple[int, int]:
     """The last ``ceil(fraction * total)`` of ``total`` blocks, for :attr:`Rule.blocks`.
+
+    Raises:
+        ValueError: no blocks, or a fraction outside (0, 1].
 
     Source: arXiv 2509.25149 keeps about 15% of linear layers, mostly the last, in BF16.
     """
@@ -166,17 +189,21 @@ class ScheduledRecipe(_RecipeOfRecipes):
     def __post_init__(self) -> None:
         super().__post_init__()
         starts = [start for start, _ in self.phases]
-        if not starts or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
-            raise ValueError(f"phases must start at step 0 and rise, got steps {starts}")
+        whole = all(type(start) is int for start in starts)
+        if not starts or not whole or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
+            raise ValueError(f"phases must start at step 0 and rise in whole steps, got steps {starts}")
         for _, recipe in self.phases:
             if not isinstance(recipe, Recipe):
                 raise ValueError(f"phases must hold recipes, LinearRecipe() for high precision, got {recipe!r}")
 
     def at(self, step: int) -> Recipe:
-        """The recipe in force at ``step`` >= 0."""
-        if step < 0:
-            raise ValueError(f"step must be >= 0, got {step}")
-        return next(recipe for start, recipe in reversed(self.phases) if start <= step).at(step)
+        """The recipe in force at ``step`` >= 0.
+
+        Raises:
+            ValueError: ``step`` is negative, or no whole number.
+        """
+        whole = require_step(step)
+        return next(recipe for start, recipe in reversed(self.phases) if start <= whole).at(whole)
 
     def of(self, role: QuantizerRole) -> Recipe:
         """Refuses: a schedule has no recipe without a step.
@@ -193,5 +220,8 @@ class ScheduledRecipe(_RecipeOfRecipes):
     @classmethod
     def _from_plain(cls, name: str, value: Any) -> Any:
         if name == "phases":
-            return tuple((start, recipe_from_data(recipe)) for start, recipe in value)
+            phases = [_require_list("a phase", phase) for phase in _require_list("phases", value)]
+            if wrong := [phase for phase in phases if len(phase) != 2]:
+                raise ValueError(f"a phase must be [first step, recipe], got {wrong[0]!r}")
+            return tuple((start, recipe_from_data(recipe)) for start, recipe in phases)
         return super()._from_plain(name, value)

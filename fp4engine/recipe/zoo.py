@@ -3,7 +3,11 @@
     recipe = zoo.make("quartet2")
 
 A row is six casts. To write one of your own, write a :class:`~fp4engine.recipe.LinearRecipe`; nothing else knows these
-names. The casts below are values, so a new row is usually one of them with a field replaced.
+names. The casts below are values, so a new row is usually one of them with a field replaced. Recipes by module, whose
+rules follow a model's names, are the functions at the end.
+
+Two roundings are the same in every row, whatever its source does: a rotated operand is rounded to the dtype of the
+tensor (numerics, "Random Hadamard transform"), and an operand of dequantized values is made of them in FP32.
 """
 
 from collections.abc import Callable
@@ -12,9 +16,12 @@ from typing import Any
 
 from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_BOUND_4OVER6, SR_GUARD
 from fp4engine.formats import (
+    E1M2,
     E2M1,
     E2M3,
     E3M2,
+    E4M3,
+    FP32,
     CastSpec,
     Correction,
     Outer,
@@ -22,6 +29,7 @@ from fp4engine.formats import (
     RoundingMode,
     ScaleRule,
     Signs,
+    fp8_block,
     mx,
     mx_ocp_floor,
 )
@@ -30,6 +38,7 @@ from fp4engine.recipe.casts import Casts
 from fp4engine.recipe.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from fp4engine.recipe.linear import LinearRecipe, combine
 from fp4engine.recipe.nvfp4 import NVFP4BlockScaling
+from fp4engine.recipe.rules import Rule, RuledRecipe, final_blocks
 
 NEAREST = CastSpec()
 """NVFP4 in 1x16 blocks, nearest even."""
@@ -39,17 +48,35 @@ STOCHASTIC = NEAREST.replace(rounding=RoundingMode.STOCHASTIC)
 GUARDED = STOCHASTIC.replace(target=E2M1_MAX * SR_GUARD)
 """Never saturates, hence exactly unbiased (Quartet II, section C.1)."""
 FOUR_OVER_SIX = NEAREST.replace(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, scale_bound=E4M3_BOUND_4OVER6)
+ROWS = NEAREST.replace(outer=Outer.ROW)
+"""One outer scale per row (per token), so that a row's codes do not depend on the batch."""
 RHT16 = Rotation(16)
+H16 = Rotation(16, Signs.NONE)
 
 EDEN_TARGET = E2M1_MAX * SR_GUARD / 0.93
 """6.07: clips a little, which minimises MS-EDEN's error (Quartet II's code: ``6 / (17/16 * 0.93)``)."""
-EDEN = NEAREST.replace(target=EDEN_TARGET, scale_bound=E4M3_BOUND_4OVER6, correction=Correction.EDEN128)
+EDEN = NEAREST.replace(
+    target=EDEN_TARGET, scale_bound=255.99, rounding=RoundingMode.AWAY, correction=Correction.EDEN128
+)
+"""MS-EDEN of Quartet II's training code: one correction per 128."""
+EDEN16 = EDEN.replace(scale_bound=E4M3_BOUND_4OVER6, rounding=RoundingMode.EVEN, correction=Correction.EDEN16)
+"""MS-EDEN as Quartet II's algorithm 1 prints it: one correction per 16."""
+ALIGNED_EDEN16 = EDEN16.replace(scale_rule=ScaleRule.ALIGNED)
+"""MS-EDEN of Quartet II's CUDA kernels: block scales aligned with each other after the elements have been rounded."""
 SCALAR = FOUR_OVER_SIX.replace(correction=Correction.SCALAR)
 
-MXFP4_SR = mx(E2M1, ScaleRule.TOPBINADE, RoundingMode.STOCHASTIC)
+MXFP8 = mx(E4M3, ScaleRule.TOPBINADE)
+"""TransformerEngine's MXFP8: the power of two that is not below ``amax / 448``."""
+MXFP4 = mx(E2M1, ScaleRule.TOPBINADE)
+MXFP4_SR = MXFP4.replace(rounding=RoundingMode.STOCHASTIC)
 """``2^ceil(log2(amax / 6))``: nothing clips, so stochastic rounding is unbiased."""
 MXFP4_TSENG = mx(E2M1, ScaleRule.FLOOR, RoundingMode.STOCHASTIC).replace(target=E2M1_MAX * 3 / 4)
 """Elements times 3/4, so that [4, 8) lands in [3, 6); the decode's 4/3 is the paper's 16/9 on the product."""
+MXFP4_EVEN = mx(E2M1, ScaleRule.OPTION3)
+"""AMD's rule "even" for scales: the amax rounded to the element's mantissa, ties up."""
+
+UNIFORM = CastSpec(element=E1M2, scale=FP32, scale_bound=1.0, target=E1M2.max_value, outer=Outer.NONE, rotation=RHT16)
+"""The uniform grid in 1x16 blocks with FP32 scales, rotated."""
 
 
 def same(spec: CastSpec) -> Casts:
@@ -57,9 +84,14 @@ def same(spec: CastSpec) -> Casts:
     return Casts(spec, spec)
 
 
-def rotated_wgrad(spec: CastSpec, rotation: Rotation) -> Casts:
+def rotated_wgrad(spec: CastSpec, rotation: Rotation | None) -> Casts:
     """Both operands cast alike, the columnwise one rotated."""
     return Casts(spec, spec.replace(rotation=rotation))
+
+
+def from_forward(forward: CastSpec | None, backward: CastSpec | None) -> Casts:
+    """Forward operand, and the backward operand made of what it decodes to; None is high precision."""
+    return Casts(forward, backward, "rowwise_dequantized")
 
 
 def fresh_gradient(spec: CastSpec, size: int) -> Casts:
@@ -72,16 +104,16 @@ def fresh_gradient(spec: CastSpec, size: int) -> Casts:
 
 def requantized(forward: CastSpec | None, backward: CastSpec, size: int, signs: Signs) -> Casts:
     """Forward operand, and the backward operand made of it: dequantized, rotated by fresh signs, cast again."""
-    return Casts(forward, backward.replace(rotation=Rotation(size, signs)), "rowwise_dequantized")
+    return from_forward(forward, backward.replace(rotation=Rotation(size, signs)))
 
 
 def _nvidia(
     *, rotation: Rotation | None = RHT16, weight: Casts | None = None, gradient: CastSpec = STOCHASTIC
-) -> Recipe:
+) -> LinearRecipe:
     return LinearRecipe(
-        input=Casts(NEAREST, NEAREST.replace(rotation=rotation)),
+        input=rotated_wgrad(NEAREST, rotation),
         weight=weight or same(TILES),
-        grad_output=Casts(gradient, gradient.replace(rotation=rotation)),
+        grad_output=rotated_wgrad(gradient, rotation),
     )
 
 
@@ -94,13 +126,16 @@ def _fresh(forward: CastSpec | None, backward: CastSpec, size: int) -> LinearRec
     )
 
 
-def _mxfp4(rotation: Rotation) -> LinearRecipe:
-    forward = mx(E2M1, ScaleRule.TOPBINADE)
+def _mxfp4(forward: CastSpec, gradient: CastSpec, rotation: Rotation, weight: CastSpec) -> LinearRecipe:
     return LinearRecipe(
         input=rotated_wgrad(forward, rotation),
-        weight=same(forward),
-        grad_output=rotated_wgrad(MXFP4_SR, rotation),
+        weight=same(weight),
+        grad_output=rotated_wgrad(gradient, rotation),
     )
+
+
+def _amd(gradient: CastSpec) -> LinearRecipe:
+    return _mxfp4(MXFP4_EVEN, gradient, H16, MXFP4_EVEN.replace(block=(32, 32)))
 
 
 def _uniform(forward: CastSpec, gradient: CastSpec) -> LinearRecipe:
@@ -122,17 +157,28 @@ class Row:
     limits: str = ""
 
 
+OWN_SIGNS = "signs of its own, drawn once: the paper does not print any"
+
 ZOO: dict[str, Row] = {
     "high_precision": Row(LinearRecipe, "`torch.nn.functional.linear`, bit for bit"),
-    "nvfp4": Row(_nvidia, "arXiv 2509.25149; TransformerEngine `NVFP4BlockScaling()`"),
+    "nvfp4": Row(NVFP4BlockScaling, "arXiv 2509.25149; TransformerEngine `NVFP4BlockScaling()`"),
     "nvfp4_row_scaled": Row(
-        lambda: NVFP4BlockScaling(row_scaled_activation=True),
-        "TransformerEngine `row_scaled_activation`",
+        lambda: NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True),
+        "TransformerEngine `row_scaled_activation`, with `disable_rht`: it refuses the two together",
     ),
     "nvfp4_4over6": Row(
         lambda: NVFP4BlockScaling(nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE"),
-        "arXiv 2512.02010; TransformerEngine `nvfp4_4over6`",
-        "4/6 does nothing for 16x16 weights (12.40 to 12.39)",
+        "arXiv 2512.02010 (4/6 on NVIDIA's recipe)",
+        "no 4/6 for gradients, where it is biased (stochastic); it does nothing for 16x16 weights (12.40 to 12.39)",
+    ),
+    "nvfp4_4over6_no_rht": Row(
+        lambda: NVFP4BlockScaling(nvfp4_4over6="all", disable_rht=True),
+        "TransformerEngine `nvfp4_4over6`, with `disable_rht`: it refuses the two together",
+    ),
+    "nvfp4_4over6_nearest": Row(
+        lambda: NVFP4BlockScaling(nvfp4_4over6="all", disable_rht=True, disable_stochastic_rounding=True),
+        'torchao `four_over_six_linear` (pull request 4851), `backward_override="quantized"`',
+        "gradients biased: nearest rounding",
     ),
     "nvfp4_guarded": Row(
         lambda: _nvidia(gradient=GUARDED),
@@ -140,30 +186,34 @@ ZOO: dict[str, Row] = {
         "exactly unbiased; a quarter more error than unguarded",
     ),
     "nvfp4_1d_weight": Row(
-        lambda: _nvidia(weight=same(NEAREST)),
-        "TransformerEngine `nvfp4_1d_weight`",
-        "forward and backward see different weights",
+        lambda: _nvidia(weight=from_forward(NEAREST, NEAREST)),
+        "TransformerEngine `nvfp4_1d_weight_factory`",
     ),
-    "nvfp4_1d_requantized": Row(
-        lambda: _nvidia(weight=Casts(NEAREST, NEAREST, "rowwise_dequantized")),
-        "torchao NVFP4 training, V1_REQUANT",
-    ),
-    "nvfp4_rht32": Row(lambda: _nvidia(rotation=Rotation(32)), "arXiv 2509.25149, appendix E (sizes)"),
-    "nvfp4_rht64": Row(lambda: _nvidia(rotation=Rotation(64)), "arXiv 2509.25149, appendix E (sizes)"),
-    "nvfp4_rht128": Row(lambda: _nvidia(rotation=Rotation(128)), "arXiv 2509.25149, appendix E (sizes)"),
+    "nvfp4_rht32": Row(lambda: _nvidia(rotation=Rotation(32)), "arXiv 2509.25149, appendix E (sizes)", OWN_SIGNS),
+    "nvfp4_rht64": Row(lambda: _nvidia(rotation=Rotation(64)), "arXiv 2509.25149, appendix E (sizes)", OWN_SIGNS),
+    "nvfp4_rht128": Row(lambda: _nvidia(rotation=Rotation(128)), "arXiv 2509.25149, appendix E (sizes)", OWN_SIGNS),
     "nvfp4_hadamard": Row(
-        lambda: _nvidia(rotation=Rotation(16, Signs.NONE)),
+        lambda: _nvidia(rotation=H16),
         "arXiv 2509.25149, appendix E (no signs)",
         "worse than random signs at 12B",
     ),
     "quartet2": Row(
-        lambda: _fresh(FOUR_OVER_SIX, EDEN, 128),
-        "arXiv 2601.22813; IST-DASLab Quartet-II 8776a90",
-        "ties to even, where its Triton code rounds away",
+        lambda: _fresh(FOUR_OVER_SIX.replace(rounding=RoundingMode.AWAY), EDEN, 128),
+        "arXiv 2601.22813; IST-DASLab Quartet-II 8776a90, the training code (`schemes/quartet_2.py`)",
+        "signs drawn for each GEMM, where the authors draw once per backward pass",
     ),
-    "quartet2_no_4over6": Row(lambda: _fresh(NEAREST, EDEN, 128), "arXiv 2601.22813, table 1"),
+    "quartet2_no_4over6": Row(
+        lambda: _fresh(NEAREST.replace(rounding=RoundingMode.AWAY), EDEN, 128),
+        "arXiv 2601.22813, table 1; the training code with `four_over_six=False`",
+        "signs drawn for each GEMM, where the authors draw once per backward pass",
+    ),
+    "quartet2_cuda": Row(
+        lambda: _fresh(FOUR_OVER_SIX, ALIGNED_EDEN16, 128),
+        "IST-DASLab Quartet-II 8776a90, the CUDA kernels (`kernels/csrc/rht128_eden.cu`, `rht128_requant.cu`)",
+        "divides, where the kernels approximate reciprocals; block scales below 2^-6 round stochastically too",
+    ),
     "quartet2_eden16": Row(
-        lambda: _fresh(FOUR_OVER_SIX, EDEN.replace(correction=Correction.EDEN16), 128),
+        lambda: _fresh(FOUR_OVER_SIX, EDEN16, 128),
         "arXiv 2601.22813, algorithm 1 as printed (one correction per 16)",
     ),
     "rht128_4over6_scalar": Row(
@@ -174,22 +224,32 @@ ZOO: dict[str, Row] = {
     "tetrajet2": Row(
         lambda: _fresh(NEAREST.replace(outer=Outer.BLOCK128), STOCHASTIC.replace(outer=Outer.BLOCK128), 16),
         "arXiv 2510.27527; TetraJet-v2 ca5953f",
-        "linear layers only: no OsciReset, no OutControl; an underflowing block scale is 0, not 2^-9",
+        "linear layers only: no OsciReset, no OutControl",
     ),
     "fp4_all_the_way": Row(
         lambda: LinearRecipe(input=Casts(NEAREST, STOCHASTIC), weight=same(NEAREST), grad_output=same(STOCHASTIC)),
         "arXiv 2505.19115 (split rounding)",
         "draws in the forward pass",
     ),
+    "ufp4": Row(
+        lambda: _uniform(UNIFORM, UNIFORM.replace(rounding=RoundingMode.STOCHASTIC)),
+        "arXiv 2606.20381 (UFP4: rotations in all three products, stochastic rounding of the gradient alone)",
+        "fixed signs: our reading",
+    ),
     "mxfp4": Row(
-        lambda: _mxfp4(Rotation(32)),
+        lambda: _mxfp4(MXFP4, MXFP4_SR, Rotation(32), MXFP4),
         "arXiv 2509.25149, section 5 (MXFP4 baseline)",
-        "rotation of one block, 32: our reading",
+        f"rotation of one block, 32: our reading; {OWN_SIGNS}",
     ),
     "mxfp4_hadamard": Row(
-        lambda: _mxfp4(Rotation(32, Signs.NONE)),
-        "arXiv 2605.09825 (deterministic Hadamard in wgrad)",
-        "rotation of one block, 32: our reading",
+        lambda: _amd(MXFP4_EVEN),
+        "AMD Primus-Turbo a6a16cd, `gemm_fp4` with `Float4QuantConfig()`; arXiv 2605.09825 (deterministic Hadamard)",
+        "gradients biased: nearest rounding, and the scale rule clips",
+    ),
+    "mxfp4_hadamard_stochastic": Row(
+        lambda: _amd(MXFP4_EVEN.replace(rounding=RoundingMode.STOCHASTIC)),
+        "AMD Primus-Turbo a6a16cd, `gemm_fp4` with `use_gradient_sr=True`",
+        "gradients biased: the scale rule clips",
     ),
     "mxfp4_tseng": Row(
         lambda: _fresh(None, MXFP4_TSENG, 64),
@@ -219,24 +279,49 @@ ZOO: dict[str, Row] = {
         "TransformerEngine `HybridQuantizer`, NVFP4 rowwise and FP8 columnwise",
     ),
     "nvfp4_forward_mxfp8_backward": Row(
-        lambda: combine(make("nvfp4_row_scaled"), make("mxfp8")),
-        "TransformerEngine `nvfp4_row_scaled_fwd_mxfp8_bwd`; arXiv 2603.24477",
+        lambda: LinearRecipe(
+            input=from_forward(ROWS, MXFP8), weight=from_forward(NEAREST, MXFP8), grad_output=same(MXFP8)
+        ),
+        "TransformerEngine `nvfp4_row_scaled_fwd_mxfp8_bwd_factory`; arXiv 2603.24477",
+        "for every module, where TransformerEngine takes it for grouped layers alone",
     ),
     "mxfp8_forward_nvfp4_backward": Row(
-        lambda: combine(make("mxfp8"), make("nvfp4")),
-        "TransformerEngine `mxfp8_fwd_nvfp4_bwd`",
+        lambda: LinearRecipe(
+            input=Casts(MXFP8, NEAREST.replace(rotation=RHT16)),
+            weight=from_forward(MXFP8, NEAREST),
+            grad_output=rotated_wgrad(STOCHASTIC, RHT16),
+        ),
+        "TransformerEngine `mxfp8_fwd_nvfp4_bwd_factory`",
     ),
     "high_precision_forward_nvfp4_backward": Row(
         lambda: combine(LinearRecipe(), make("nvfp4")),
         "arXiv 2509.25149, appendix D (forward in BF16 for the last 18% of tokens)",
     ),
+    "high_precision_forward_mxfp8_backward": Row(
+        lambda: combine(LinearRecipe(), make("mxfp8")),
+        "TransformerEngine `high_precision_fwd_mxfp8_bwd_factory`",
+    ),
     "nvfp4_forward_high_precision_backward": Row(
-        lambda: combine(make("nvfp4"), LinearRecipe()),
-        "TransformerEngine `nvfp4_row_scaled_fwd_high_precision_bwd`, without row scaling",
+        lambda: LinearRecipe(input=from_forward(ROWS, None), weight=from_forward(NEAREST, None)),
+        "TransformerEngine `nvfp4_row_scaled_fwd_high_precision_bwd_factory`",
+    ),
+    "mxfp8_forward_high_precision_backward": Row(
+        lambda: LinearRecipe(input=from_forward(MXFP8, None), weight=from_forward(MXFP8, None)),
+        "TransformerEngine `mxfp8_fwd_high_precision_bwd_factory`",
     ),
     "nvfp4_weight_only": Row(
-        lambda: LinearRecipe(weight=Casts(NEAREST, None, "rowwise_dequantized")),
+        lambda: LinearRecipe(weight=from_forward(NEAREST, None)),
         "quantization-aware training for W4A16 inference, straight-through gradient",
+    ),
+    "mxfp4_weight_fp8": Row(
+        lambda: LinearRecipe(
+            input=same(fp8_block(E4M3, 1)),
+            weight=from_forward(MXFP4, fp8_block(E4M3, 128)),
+            grad_output=same(fp8_block(E4M3, 1)),
+        ),
+        "DeepSeek-V4 technical report, FP4 quantization-aware training of expert weights; see `deepseek_v4_experts`",
+        "scale rule of the published inference kernels, for the report gives none; fprop reads the FP4 weight itself, "
+        "which FP8 in 128x128 blocks holds without loss as long as its scales there differ by at most 2^14",
     ),
 }
 """Every row by name."""
@@ -252,3 +337,41 @@ def make(name: str, **changes: Any) -> Recipe:
         raise ValueError(f"name must be one of {', '.join(ZOO)}, got {name!r}")
     recipe = ZOO[name].build()
     return recipe.replace(**changes) if changes else recipe
+
+
+def nemotron_3_super(blocks: int) -> RuledRecipe:
+    """Nemotron 3 Super's precision map: NVFP4 in every linear layer but those that it names.
+
+    - high precision: the last 15% of the network, latent projections, multi-token prediction, attention's projections;
+    - MXFP8: Mamba's output projection;
+    - NVFP4: all others.
+
+    Names are those of the published checkpoints (``backbone.layers.3.mixer.q_proj``). Embeddings and the head are no
+    concern of a recipe: leave them out of ``convert`` by ``keep_high_precision``.
+
+    Args:
+        blocks: layers of the network; 88 in the published model.
+
+    Source: arXiv 2604.12374, section on NVFP4 pre-training.
+    """
+    high = LinearRecipe()
+    kept = ("**.fc[12]_latent_proj", "**.mtp", "**.[qkvo]_proj")
+    return RuledRecipe(
+        make("nvfp4"),
+        (
+            Rule(high, "**.layers", blocks=final_blocks(blocks, 0.15)),
+            *(Rule(high, name) for name in kept),
+            Rule(make("mxfp8"), "**.mixer.out_proj"),
+        ),
+    )
+
+
+def deepseek_v4_experts(default: Recipe | None = None) -> RuledRecipe:
+    """FP4 quantization-aware training of expert weights: row ``mxfp4_weight_fp8`` in modules below ``experts``.
+
+    Args:
+        default: recipe of all other modules; None is the framework's own, FP8 in blocks with power-of-two scales.
+
+    Source: DeepSeek-V4 technical report, section on FP4 quantization-aware training.
+    """
+    return RuledRecipe(default or make("fp8_block"), (Rule(make("mxfp4_weight_fp8"), "**.experts"),))

@@ -1,5 +1,6 @@
 """The oracle in plain PyTorch: every kernel is held to its bytes."""
 
+from fp4engine.reference.amax_history import record_amax
 from fp4engine.reference.cast import Cast, amax, decode, dequantize, outer_factor, quantize
 from fp4engine.reference.column_sums import column_sums
 from fp4engine.reference.gemm import gemm, gemm_factor
@@ -19,6 +20,7 @@ __all__ = [
     "pack",
     "pack6",
     "quantize",
+    "record_amax",
     "round_outer_amax",
     "swizzle_scales",
     "unpack",

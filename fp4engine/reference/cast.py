@@ -44,6 +44,8 @@ def prepare(x: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> Tenso
 def amax(x: Tensor, spec: CastSpec, rng: Tensor | None = None, stream: int = 0) -> Tensor:
     """Phase one on its own: the outer amax of operand ``x`` [rows, cols] after rotation."""
     values = x if spec.outer is Outer.NONE else prepare(x, spec, rng, stream)
+    if spec.scale_rule is ScaleRule.ALIGNED:
+        return _aligned_amax(_unaligned(values, spec, rng, stream)[0], spec)
     return scaling.outer_amax(values, spec)
 
 
@@ -61,6 +63,8 @@ def quantize(
     if spec.is_stochastic and rng is None:
         raise ValueError(f"a stochastic cast needs rng=(seed, draw), got None (spec {spec.key})")
     values = prepare(x, spec, rng, stream)
+    if spec.scale_rule is ScaleRule.ALIGNED:
+        return _aligned(values, amax, spec, rng, stream)
     if amax is None:
         amax = scaling.outer_amax(values, spec)
     if not spec.block[1]:
@@ -72,10 +76,14 @@ def quantize(
     else:
         scale_inv, codes = _two_level(values, amax, spec, rng, stream)
     if values.numel() and spec.correction is Correction.SCALAR:
-        amax = amax * _shrinkage(values, codes, scale_inv, amax, spec, values.numel()).view(1)
+        amax = amax * _shrinkage(values, codes, scale_inv, amax, spec)
     elif values.numel() and spec.correction is not Correction.NONE:
         scale_inv = _eden(values, codes, scale_inv, amax, spec, rng, stream)
-    return Cast(rounding.pack(codes) if spec.element.storage_bits == 4 else codes, scale_inv, amax)
+    return Cast(_packed(codes, spec), scale_inv, amax)
+
+
+def _packed(codes: Tensor, spec: CastSpec) -> Tensor:
+    return rounding.pack(codes) if spec.element.storage_bits == 4 else codes
 
 
 def _elements(values: Tensor, encode_scale: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> Tensor:
@@ -172,19 +180,32 @@ def _power_of_two(values: Tensor, spec: CastSpec, rng: Tensor | None, stream: in
     block = scaling.block_amax(values, spec.block)
     exponent = power_of_two_scale(block, spec.element, spec.scale_rule)
     encode_scale = torch.ldexp(torch.ones_like(block), 127 - exponent)
-    encode_scale = torch.where(block.isnan(), block, encode_scale * (spec.target / spec.element.max_value))
+    encode_scale = torch.where(block.isfinite(), encode_scale * (spec.target / spec.element.max_value), torch.nan)
     scale_inv = torch.where(block.isfinite(), exponent, 0xFF).to(torch.uint8).view(torch.float8_e8m0fnu)
     return scale_inv, _elements(values, encode_scale, spec, rng, stream)
 
 
-def _shrinkage(values: Tensor, codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, group: int) -> Tensor:
-    """``<y,y> / <y,q>`` per ``group`` elements, FP32 from FP64 sums; 1 where the quotient is not finite."""
+def _ratio(y: Tensor, q: Tensor, group: int) -> Tensor:
+    """``<y,y> / <y,q>`` per ``group`` neighbours, FP32 from FP64 sums; 1 where the quotient is not finite."""
+    y, q = y.double().reshape(-1, group), q.double().reshape(-1, group)
+    ratio = (_neighbour_sum(y * y) / _neighbour_sum(y * q)).float()
+    return torch.where(ratio.isfinite(), ratio, torch.ones_like(ratio))
+
+
+def _neighbour_sum(t: Tensor) -> Tensor:
+    """Sum over the last axis as a binary tree over neighbours: the order is part of the contract."""
+    while t.shape[-1] > 1:
+        t = torch.nn.functional.pad(t, (0, t.shape[-1] % 2))
+        t = t[..., 0::2] + t[..., 1::2]
+    return t[..., 0]
+
+
+def _shrinkage(values: Tensor, codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec) -> Tensor:
+    """``<y,y> / <y,q>`` of the whole operand: FP32 [1]."""
     block_scale = _decode_scale(scale_inv, values.shape[0])
     factor = scaling.divide(scaling.per_block(amax, spec, block_scale.shape[1]), spec.numerator)
     quantized = _multiply(_multiply(rounding.decode(codes, spec.element), block_scale, spec), factor, spec)
-    y, q = values.double().reshape(-1, group), quantized.double().reshape(-1, group)
-    ratio = ((y * y).sum(-1) / (y * q).sum(-1)).float()
-    return torch.where(ratio.isfinite(), ratio, torch.ones_like(ratio))
+    return _ratio(values, quantized, values.numel())
 
 
 def _eden(
@@ -196,20 +217,72 @@ def _eden(
     rng: Tensor | None,
     stream: int,
 ) -> Tensor:
-    """MS-EDEN: block scales times ``<y,y>/<y,q>``, rounded stochastically to E4M3.
+    """MS-EDEN: block scales times ``<v,v>/<v,q>``, rounded stochastically to E4M3.
 
-    Source: arXiv 2601.22813, algorithm 1.
+    ``v`` are the elements as they meet their grid, each block in units of its own scale, and ``q`` what they became. A
+    block whose scale underflowed has ``q = 0``, and ``v`` in units of the outer scale.
+
+    Source: arXiv 2601.22813; IST-DASLab Quartet-II 8776a90, ``schemes/quartet_2.py``, ``eden_1x16s_fp4_kernel``.
     """
-    assert rng is not None
     rows, blocks = scale_inv.shape
-    ratio = _shrinkage(values, codes, scale_inv, amax, spec, spec.correction.group)
-    ratio = ratio.view(rows, values.shape[1] // spec.correction.group).repeat_interleave(
-        spec.correction.group // spec.block[1], dim=1
-    )
-    random = philox.scale_bits(rows, blocks, rng, stream)
-    corrected = rounding.encode(ratio * scale_inv.float(), E4M3, RoundingMode.STOCHASTIC, random, 16)
-    corrected = torch.where(scale_inv.float() <= E4M3_MAX, corrected, 0x7F)
-    return corrected.to(torch.uint8).view(torch.float8_e4m3fn)
+    outer = scaling.per_block(scaling.encode_scale(amax, spec.numerator), spec, blocks)
+    stored = scale_inv.float()
+    empty = stored == 0
+    encode_scale = scaling.element_encode_scale(torch.where(empty, 1.0, stored), outer)
+    quantized = _multiply(rounding.decode(codes, spec.element), (~empty).float(), spec)
+    ratio = _ratio(_multiply(values, encode_scale, spec), quantized, spec.correction.group)
+    return _stochastic_e4m3(stored * _per_block(ratio, spec, rows), stored <= E4M3_MAX, rng, stream)
+
+
+def _per_block(ratio: Tensor, spec: CastSpec, rows: int) -> Tensor:
+    """Corrections per group laid out as block scales [rows, blocks]."""
+    return ratio.view(rows, -1).repeat_interleave(spec.correction.group // spec.block[1], dim=1)
+
+
+def _stochastic_e4m3(scale: Tensor, is_number: Tensor, rng: Tensor | None, stream: int) -> Tensor:
+    assert rng is not None
+    random = philox.scale_bits(scale.shape[0], scale.shape[1], rng, stream)
+    codes = rounding.encode(scale, E4M3, RoundingMode.STOCHASTIC, random, 16)
+    return torch.where(is_number, codes, 0x7F).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def _unaligned(values: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> tuple[Tensor, Tensor]:
+    """Corrected block scales before there is an outer scale, in BF16 precision, FP32 [rows, blocks]; and codes."""
+    block = scaling.block_amax(values, spec.block)
+    scale = block * scaling.divide(torch.ones_like(block), spec.target)
+    scale = (scale.view(torch.int32) & -(1 << 19)).view(torch.float32)  # sign, exponent and four bits of mantissa
+    encode_scale = torch.where(scale == 0, 0.0, scaling.divide(1.0, scale).clamp(max=FLT_MAX))
+    codes = _elements(values, encode_scale, spec, rng, stream)
+    if values.numel() and spec.correction.group > 1:
+        ratio = _ratio(
+            _multiply(values, encode_scale, spec), rounding.decode(codes, spec.element), spec.correction.group
+        )
+        scale = scale * _per_block(ratio, spec, values.shape[0])
+    return scale.bfloat16().float(), codes
+
+
+def _aligned_amax(scale: Tensor, spec: CastSpec) -> Tensor:
+    """``A`` whose outer scale maps the largest of ``scale`` [rows, blocks] onto the bound."""
+    return scaling.outer_amax(scale.repeat_interleave(spec.block[1], dim=1), spec) * spec.target
+
+
+def _aligned(values: Tensor, amax: Tensor | None, spec: CastSpec, rng: Tensor | None, stream: int) -> Cast:
+    """Elements first, by a block scale of their own; then all block scales into the range of E4M3 at once.
+
+    Source: IST-DASLab Quartet-II 8776a90, ``kernels/csrc/had128_utils.cuh``, ``eden_rounding``, and
+    ``group_transform_and_eden.cu``, ``eden_convert_scales_kernel``.
+    """
+    scale, codes = _unaligned(values, spec, rng, stream)
+    if amax is None:
+        amax = _aligned_amax(scale, spec)
+    scaled = scale * scaling.per_block(scaling.encode_scale(amax, spec.numerator), spec, scale.shape[1])
+    if spec.correction.group > 1:
+        scale_inv = _stochastic_e4m3(scaled, scaled.isfinite(), rng, stream)
+    else:
+        scale_inv = scaling.to_e4m3(scaled)
+    if values.numel() and spec.correction is Correction.SCALAR:
+        amax = amax * _shrinkage(values, codes, scale_inv, amax, spec)
+    return Cast(_packed(codes, spec), scale_inv, amax)
 
 
 def decode(codes: Tensor, scale_inv: Tensor, spec: CastSpec) -> Tensor:

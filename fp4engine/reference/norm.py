@@ -16,7 +16,7 @@ CHUNK = 512
 def row_statistics(x: Tensor, eps: float, centered: bool) -> Tensor:
     """``rstd`` and ``m`` of the rows of x [M, K]: FP32 [2, M]."""
     x = x.float()
-    mean = torch.zeros(len(x), 1, device=x.device)
+    mean = torch.zeros(len(x), 1, dtype=torch.float32, device=x.device)
     if centered:
         mean = _row_mean(x)
         x = x - mean
@@ -36,7 +36,7 @@ def normalize(x: Tensor, statistics: Tensor, gamma: Tensor, beta: Tensor | None,
 
 def _row_mean(x: Tensor) -> Tensor:
     """[M, K] -> [M, 1]."""
-    total = torch.zeros(len(x), CHUNK, device=x.device)
+    total = torch.zeros(len(x), CHUNK, dtype=torch.float32, device=x.device)
     for chunk in x.split(CHUNK, dim=1):
         total[:, : chunk.shape[1]] += chunk
     while total.shape[1] > 1:

@@ -105,22 +105,29 @@ def scale_bits(rows: int, blocks: int, rng: Tensor, stream: int) -> Tensor:
 
 
 @cache
-def _fixed_signs(device: torch.device) -> Tensor:
-    return torch.tensor(HADAMARD_SIGNS, device=device, dtype=torch.float32)
+def _fixed_signs(size: int, device: torch.device) -> Tensor:
+    if size == len(HADAMARD_SIGNS):
+        return torch.tensor(HADAMARD_SIGNS, device=device, dtype=torch.float32)
+    return _drawn_signs(size, torch.zeros(2, dtype=torch.int64, device=device), 0)
+
+
+def _drawn_signs(size: int, rng: Tensor, stream: int) -> Tensor:
+    words = _words(1, 1, rng, stream_for(stream, Purpose.SIGNS)).view(4, 1)
+    bits = (words >> torch.arange(32, device=rng.device) & 1).view(-1)[:size]
+    return (1 - 2 * bits).float()
 
 
 def rotation_signs(rotation: Rotation, rng: Tensor | None, stream: int, device: torch.device) -> Tensor:
     """The sign vector of a rotation, FP32 [size] of +-1.
 
-    ``FIXED`` repeats the recipe's 16 signs. Fresh signs are the bits of the four words of one counter whose stream
-    names the GEMM in place of role and side, so both operands of that GEMM, quantized with one ``rng``, share them.
+    Fresh signs are the bits of the four words of one counter whose stream names the GEMM in place of role and side, so
+    both operands of that GEMM, quantized with one ``rng``, share them. ``FIXED`` is the recipe's vector for size 16,
+    and for larger sizes what dgrad would draw from seed 0 at draw 0: a vector that repeats every 16 elements would
+    leave 16 of the rotated values with all that the rows have in common.
     """
     if rotation.signs is Signs.NONE:
-        return torch.ones(rotation.size, device=device)
+        return torch.ones(rotation.size, dtype=torch.float32, device=device)
     if rotation.signs is Signs.FIXED:
-        return _fixed_signs(device).repeat(rotation.size // BLOCK_SIZE)
+        return _fixed_signs(rotation.size, device)
     assert rng is not None, "fresh signs need the random stream"
-    gemm = stream & ~0xFF | (rotation.signs is Signs.WGRAD)
-    words = _words(1, 1, rng, stream_for(gemm, Purpose.SIGNS)).view(4, 1)
-    bits = (words >> torch.arange(32, device=device) & 1).view(-1)[: rotation.size]
-    return (1 - 2 * bits).float()
+    return _drawn_signs(rotation.size, rng, stream & ~0xFF | (rotation.signs is Signs.WGRAD))

@@ -4,12 +4,15 @@ With ``f = floor(log2 amax)``, ``m = amax / 2^f`` in [1, 2) and ``emax`` the ele
 exponent is ``f - emax + 127`` plus
 
     floor      0
-    midmax     1 if m > (max + 2^(emax+1)) / 2 / 2^emax
+    midmax     1 if m > (max + half the spacing of elements there) / 2^emax
     option3    1 if m, rounded to the element's mantissa with ties up, reaches 2
     topbinade  1 if m > max / 2^emax
     ceil       1 if amax is no power of two  (ceil(log2 amax))
 
-Source: ROCm/tensorcast ``docs/modes.md``; OCP Microscaling Formats v1.0, section 6.3 (floor).
+``midmax`` turns halfway to the value that would follow the largest element: at 7 for E2M1, at 464 for E4M3.
+
+Source: ROCm/tensorcast, branch ``triton``, ``tcast/torchcast.py`` and ``tcast/number.py``; OCP Microscaling Formats
+v1.0, section 6.3 (floor).
 """
 
 import torch
@@ -30,7 +33,7 @@ def power_of_two_scale(amax: Tensor, element: ElementFormat, rule: ScaleRule) ->
     if rule is ScaleRule.FLOOR:
         up = torch.zeros_like(amax, dtype=torch.bool)
     elif rule is ScaleRule.MIDMAX:
-        up = mantissa > (element.max_value + 2 * binade) / 2 / binade
+        up = mantissa > element.max_value / binade + 2.0 ** -(element.mantissa_bits + 1)
     elif rule is ScaleRule.OPTION3:
         up = mantissa >= 2 - 2.0 ** -(element.mantissa_bits + 1)
     elif rule is ScaleRule.TOPBINADE:

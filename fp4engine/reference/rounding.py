@@ -45,11 +45,12 @@ def _deterministic(magnitude: Tensor, element: ElementFormat, rounding: Rounding
     z = magnitude * ((element.mantissa_bits - exponent + 127) << 23).view(torch.float32)
     if rounding is RoundingMode.EVEN:
         steps = z.round()
-    elif rounding is RoundingMode.AWAY:
-        lower = z.floor()
-        steps = lower + (z - lower >= 0.5)
-    else:
+    elif rounding is RoundingMode.TRUNCATE:
         steps = z.floor()
+    else:
+        lower = z.floor()
+        above = z - lower
+        steps = lower + (above >= 0.5 if rounding is RoundingMode.AWAY else above > 0.5)
     code = ((exponent + element.bias - 1) << element.mantissa_bits) + steps.to(torch.int32)
     return code.clamp(max=max_code(element))
 

@@ -42,7 +42,7 @@ def outer_amax(x: Tensor, spec: CastSpec) -> Tensor:
         scale [1], the constant that stands for it.
     """
     if spec.outer is Outer.NONE:
-        return torch.full((1,), spec.constant_amax, device=x.device)
+        return torch.full((1,), spec.constant_amax, dtype=torch.float32, device=x.device)
     if spec.outer is Outer.BLOCK128:
         return _amax(x.reshape(x.shape[0], x.shape[1] // 128, 128))
     return round_outer_amax(_amax(x if spec.outer is Outer.ROW else x.reshape(1, x.numel())), spec)

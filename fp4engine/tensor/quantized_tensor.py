@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fp4engine.tensor.operand import Operand
+from fp4engine.ops import Operand
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +25,12 @@ class QuantizedTensor:
     dtype: torch.dtype
     rowwise: Operand | None
     columnwise: Operand | None
+
+    def __repr__(self) -> str:
+        """``QuantizedTensor([64, 48], torch.float32, rowwise='e2m1 1x16', columnwise=None, device='cpu')``."""
+        labels = ("rowwise", self.rowwise), ("columnwise", self.columnwise)
+        sides = ", ".join(f"{name}={_label(side)}" for name, side in labels)
+        return f"QuantizedTensor({list(self.shape)}, {self.dtype}, {sides}, device={str(self.device)!r})"
 
     def dequantize(self) -> Tensor:
         """High-precision values in the original shape and dtype, from the rowwise operand where there is one.
@@ -57,3 +63,9 @@ class QuantizedTensor:
             f"torch.{getattr(func, '__name__', func)} got a QuantizedTensor, which has no torch operations; "
             "call .dequantize() for values, or .rowwise / .columnwise for the operands"
         )
+
+
+def _label(side: Operand | None) -> str:
+    if side is None:
+        return "None"
+    return repr("high precision" if side.spec is None else side.spec.label)

@@ -11,14 +11,14 @@ DISTRIBUTIONS = ("normal", "heavy", "outliers", "sparse", "grid", "zeros")
 
 def _draw_values(distribution: str, rows: int, cols: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    normal = torch.randn(rows, cols, generator=generator)
-    uniform = torch.rand(rows, cols, generator=generator)
+    normal = torch.randn(rows, cols, generator=generator, dtype=torch.float32)
+    uniform = torch.rand(rows, cols, generator=generator, dtype=torch.float32)
     if distribution == "heavy":
         return normal / uniform.clamp(min=1e-3)
     if distribution == "outliers":
         return torch.where(uniform < 0.02, normal * 100, normal)
     if distribution == "sparse":
-        return torch.where(uniform < 0.9, torch.zeros(()), normal)
+        return torch.where(uniform < 0.9, torch.zeros((), dtype=torch.float32), normal)
     if distribution == "grid":  # many exact ties of E2M1 once a block's amax is 6
         return (normal * 8).round() / 4
     return normal * 0 if distribution == "zeros" else normal

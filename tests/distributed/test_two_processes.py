@@ -10,14 +10,19 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fp4engine
+from fp4engine import ops
+from fp4engine.modules.shared_amax import share_amax
 from fp4engine.quantizers import make_quantizer
-from fp4engine.recipe import NVFP4BlockScaling
+from fp4engine.recipe import NVFP4BlockScaling, zoo
 from fp4engine.roles import QuantizerRole
 
 WORLD = 2
+NAN, INF = float("nan"), float("inf")
+GROUPED = ["nvfp4", "fp8_current", "fp8_delayed", "nvfp4_forward_fp8_backward"]
 NEAREST = NVFP4BlockScaling(disable_stochastic_rounding=True)
 
 
@@ -111,6 +116,85 @@ def fsdp2(rank: int, device: str):
     return train(sharded), train(make_model(device)), sorted(sharded.state_dict())
 
 
+class Siblings(torch.nn.Module):
+    """Two sums of siblings, that of ``k_proj`` with the largest weights by far."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(32, size) for size in (48, 48, 48))
+        self.gate_proj, self.up_proj = torch.nn.Linear(48, 16), torch.nn.Linear(48, 16)
+        with torch.no_grad():
+            self.k_proj.weight[40:].mul_(5)  # of the second rank's rows
+            self.up_proj.weight.mul_(3)
+
+    def forward(self, x):
+        x = self.q_proj(x) + self.k_proj(x) + self.v_proj(x)
+        return self.gate_proj(x) * self.up_proj(x)
+
+
+def siblings_under_fsdp2(rank: int, device: str):
+    """Losses with every linear module in a unit of its own, with one unit for all, and without FSDP2."""
+    mesh = init_device_mesh(device.partition(":")[0], (WORLD,))
+    found = []
+    for units in ("each", "all", "none"):
+        torch.manual_seed(0)
+        model = Siblings().to(device)
+        fp4engine.convert(model, share_amax(model, NEAREST))
+        for module in (*model.children(), model):
+            if units == "each" or (units == "all" and module is model):
+                fully_shard(module, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        torch.manual_seed(3)
+        inp, losses = torch.randn(16, 32).to(device), []
+        for _ in range(3):
+            loss = model(inp).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+    return found
+
+
+def siblings_under_tensor_parallelism(rank: int, device: str):
+    """What is said to a weight that is spread while it is multiplied."""
+    model = Siblings().to(device)
+    recipe = share_amax(model, NEAREST)
+    fp4engine.convert(model, recipe)
+    mesh = init_device_mesh(device.partition(":")[0], (WORLD,))
+    parallelize_module(model, mesh, {name: ColwiseParallel() for name, _ in model.named_children()})
+    try:
+        make_quantizer(recipe, QuantizerRole("linear", "weight", "q_proj", (48, 32))).quantize(model.q_proj.weight)
+    except NotImplementedError as error:
+        return str(error)
+    return "no error"
+
+
+AMAXES = [(1, NAN), (NAN, 1), (-NAN, 1), (1, INF), (INF, NAN), (0, 0), (0, 1e-45), (3, 2), (NAN, -NAN), (448, 3e38)]
+
+
+def all_reduced(rank: int, device: str):
+    """What the group makes of pairs of amaxes, one of each rank's."""
+    amax = torch.tensor([pair[rank] for pair in AMAXES], dtype=torch.float32, device=device)
+    ops.all_reduce_amax(amax, dist.group.WORLD)
+    return amax
+
+
+def nan_on_one_rank(rank: int, device: str):
+    """``{recipe: (number of finite outputs, of finite gradients)}`` where rank 1's input has a NaN."""
+    finite = {}
+    for name in GROUPED:
+        torch.manual_seed(6)
+        layer, inp = fp4engine.Linear(32, 16).to(device), torch.randn(16, 32).to(device)
+        if rank == 1:
+            inp[3, 5] = NAN
+        with fp4engine.autocast(recipe=zoo.make(name), amax_reduction_group=dist.group.WORLD):
+            output = layer(inp.requires_grad_())
+        output.sum().backward()
+        finite[name] = (int(output.isfinite().sum()), int(layer.weight.grad.isfinite().sum()))
+    return finite
+
+
 def streams(rank: int, device: str):
     """Codes of one tensor under stochastic rounding, same seed and draw on both ranks."""
     fp4engine.manual_seed(4)
@@ -119,7 +203,17 @@ def streams(rank: int, device: str):
     return quantizer.quantize(torch.randn(16, 64).to(device)).rowwise.codes
 
 
-CHECKS = {"shared_amax": shared_amax, "rows": rows_of_their_own, "ddp": ddp, "fsdp2": fsdp2, "streams": streams}
+CHECKS = {
+    "shared_amax": shared_amax,
+    "rows": rows_of_their_own,
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "siblings": siblings_under_fsdp2,
+    "tensor_parallel": siblings_under_tensor_parallelism,
+    "all_reduced": all_reduced,
+    "nan": nan_on_one_rank,
+    "streams": streams,
+}
 
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
@@ -167,6 +261,29 @@ def test_fsdp2_trains_like_one_process(ranks):
     for sharded, alone, keys in (rank["fsdp2"] for rank in ranks):
         assert sharded == alone
         assert keys == sorted(make_model().state_dict())
+
+
+def test_siblings_share_their_amax_under_fsdp2_as_in_one_process(ranks):
+    for each, all_of_them, alone in (rank["siblings"] for rank in ranks):
+        assert each == all_of_them == alone and alone[-1] < alone[0]
+
+
+def test_siblings_under_tensor_parallelism_are_refused(ranks):
+    for rank in ranks:
+        assert "not for tensor parallelism" in rank["tensor_parallel"]
+
+
+def test_nan_stays_above_infinity_and_infinity_above_numbers(ranks):
+    expected = torch.tensor([NAN, NAN, NAN, INF, NAN, 0, 1e-45, 3, NAN, 3e38])
+    for rank in ranks:
+        assert torch.equal(rank["all_reduced"].isnan(), expected.isnan())
+        assert torch.equal(rank["all_reduced"].nan_to_num(-1), expected.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_nan_on_one_rank_is_finite_on_none(ranks, name):
+    for rank in ranks:
+        assert rank["nan"][name] == (0, 0)
 
 
 def test_ranks_draw_different_streams(ranks):

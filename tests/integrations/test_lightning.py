@@ -92,3 +92,9 @@ class TestLightning:
         fp4engine.manual_seed(12345)
         resumed, _ = fit(tmp_path, 10, NVFP4Precision(recipe), tmp_path / "half.ckpt")
         assert resumed.losses == whole.losses[6:]
+
+    def test_a_checkpoint_without_the_stream_warns(self, tmp_path):
+        _, trainer = fit(tmp_path, 6, None)
+        trainer.save_checkpoint(tmp_path / "half.ckpt")
+        with pytest.warns(UserWarning, match="the checkpoint has no FP4 training state.*NVFP4Precision"):
+            fit(tmp_path, 10, NVFP4Precision(), tmp_path / "half.ckpt")

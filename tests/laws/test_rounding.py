@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp4engine.formats import E2M1, E2M3, E3M2, E4M3, E5M2, ElementFormat, RoundingMode
+from fp4engine.formats import E1M2, E2M1, E2M3, E3M2, E4M3, E5M2, ElementFormat, RoundingMode
 from fp4engine.reference.rounding import decode, encode, max_code, pack, unpack
 
-FORMATS = (E2M1, E2M3, E3M2, E4M3, E5M2)
-NEAREST = (RoundingMode.EVEN, RoundingMode.AWAY)
-DETERMINISTIC = (*NEAREST, RoundingMode.ZERO)
+FORMATS = (E1M2, E2M1, E2M3, E3M2, E4M3, E5M2)
+NEAREST = (RoundingMode.EVEN, RoundingMode.AWAY, RoundingMode.ZERO)
+DETERMINISTIC = (*NEAREST, RoundingMode.TRUNCATE)
 
 each_format = pytest.mark.parametrize("element", FORMATS, ids=str)
 each_mode = pytest.mark.parametrize("mode", DETERMINISTIC, ids=lambda mode: mode.value)
@@ -64,6 +64,16 @@ def test_a_tie_takes_the_even_code_the_larger_or_the_smaller_magnitude(element: 
         assert torch.equal(rounded(ties, element, RoundingMode.EVEN), lower + lower % 2 | bit)
         assert torch.equal(rounded(ties, element, RoundingMode.AWAY), lower + 1 | bit)
         assert torch.equal(rounded(ties, element, RoundingMode.ZERO), lower | bit)
+        assert torch.equal(rounded(ties, element, RoundingMode.TRUNCATE), lower | bit)
+
+
+@each_format
+@given(data=st.data())
+def test_truncation_takes_the_neighbour_toward_zero(element: ElementFormat, data) -> None:
+    values = data.draw(anywhere(element)).clamp(-element.max_value, element.max_value)
+    got = decode(rounded(values, element, RoundingMode.TRUNCATE), element).abs()
+    below = torch.where(grid(element) <= values.abs()[:, None], grid(element), 0).amax(1)
+    assert torch.equal(got, below)
 
 
 def test_decision_points_of_e2m1() -> None:

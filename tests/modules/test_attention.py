@@ -377,7 +377,8 @@ def test_unknown_and_contradicting_arguments_raise():
 
 
 def test_harmless_hints_are_accepted():
-    TransformerLayer(16, 16, 2, layer_number=3, seq_length=8, micro_batch_size=2, ub_overlap_ag=True)
+    hinted = TransformerLayer(16, 16, 2, layer_number=3, seq_length=8, micro_batch_size=2, ub_overlap_ag=True)
+    assert list(hinted.state_dict()) == list(TransformerLayer(16, 16, 2).state_dict())
 
 
 def test_a_mask_that_is_not_read_is_said_to_be_so():

@@ -8,9 +8,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fp4engine
-from fp4engine import IdentityQuantizer, LayerNormMLP, Linear, NVFP4Quantizer
+from fp4engine import LayerNormMLP, Linear, NVFP4Quantizer
 from fp4engine.modules import Gemms
 from fp4engine.recipe import CustomRecipe, DelayedScaling, NVFP4BlockScaling
+from fp4engine.recipe.zoo import ZOO
 
 RECIPE = NVFP4BlockScaling()
 OTHER = NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True)
@@ -21,11 +22,6 @@ REENTRANT = pytest.mark.parametrize("use_reentrant", [True, False])
 def plain(function, *args, **kwargs):
     kwargs.pop("use_reentrant", None)
     return function(*args, **kwargs)
-
-
-CHECKPOINTS = pytest.mark.parametrize(
-    "checkpoint", [torch_checkpoint, fp4engine.checkpoint], ids=["torch", "fp4engine"]
-)
 
 
 @pytest.fixture
@@ -57,10 +53,10 @@ def assert_same(left, right):
         assert torch.equal(a, b), index
 
 
-def through(blocks, checkpoint, use_reentrant):
+def through(blocks, checkpoint):
     def forward(inp):
         for block in blocks:
-            inp = checkpoint(block, inp, use_reentrant=use_reentrant)
+            inp = checkpoint(block, inp)
         return inp
 
     return forward
@@ -70,17 +66,73 @@ def formats_run(module):
     return set(fp4engine.executed_gemms(module).counts)
 
 
-@REENTRANT
-@CHECKPOINTS
-def test_gradients_are_those_without(blocks, checkpoint, use_reentrant):
-    expected = gradients(blocks, through(blocks, plain, None))
-    assert_same(gradients(blocks, through(blocks, checkpoint, use_reentrant)), expected)
+WAYS = pytest.mark.parametrize(
+    "checkpoint",
+    [
+        partial(torch_checkpoint, use_reentrant=False),
+        partial(torch_checkpoint, use_reentrant=False, context_fn=fp4engine.recompute_contexts),
+        partial(fp4engine.checkpoint, use_reentrant=False),
+        partial(fp4engine.checkpoint, use_reentrant=True),
+    ],
+    ids=["torch", "torch, told", "fp4engine", "fp4engine, reentrant"],
+)
+"""How a recomputation learns the region of the forward that it repeats."""
+
+NOBODY_KNOWS = r"not known by which recipe.*fp4engine\.checkpoint.*recompute_contexts"
+
+
+@WAYS
+def test_gradients_are_those_without(blocks, checkpoint):
+    expected = gradients(blocks, through(blocks, plain))
+    assert_same(gradients(blocks, through(blocks, checkpoint)), expected)
     assert formats_run(blocks) == {"e2m1 x e2m1"}
 
 
-@REENTRANT
-@CHECKPOINTS
-def test_nested_autocast_inside_the_checkpointed_function(blocks, checkpoint, use_reentrant):
+def test_a_reentrant_recomputation_that_nobody_tells_raises(blocks):
+    with pytest.raises(RuntimeError, match=NOBODY_KNOWS):
+        gradients(blocks, through(blocks, partial(torch_checkpoint, use_reentrant=True)))
+
+
+@pytest.mark.parametrize("versions_differ", ["no such function", "no such hooks"])
+def test_without_pytorchs_record_of_a_checkpoint_a_recomputation_raises(blocks, monkeypatch, versions_differ):
+    from fp4engine.modules import recompute
+
+    hooks = None if versions_differ == "no such function" else (lambda tensor: tensor, lambda tensor: tensor)
+    monkeypatch.setattr(recompute, "_innermost_hooks", lambda: hooks)
+    with pytest.raises(RuntimeError, match=NOBODY_KNOWS):
+        gradients(blocks, through(blocks, partial(torch_checkpoint, use_reentrant=False)))
+
+
+def test_a_hook_of_a_backward_pass_is_no_recomputation(blocks):
+    """A module that has never run by a recipe computes in high precision there; one that has is not guessed at."""
+    fresh, used = Linear(16, 16), Linear(16, 16)
+    with fp4engine.autocast(recipe=RECIPE), torch.no_grad():
+        used(torch.randn(4, 16))
+    seen = []
+    for layer in (fresh, used):
+        inp = torch.randn(4, 16, requires_grad=True)
+        output = inp * 2
+        output.register_hook(lambda grad, layer=layer: seen.append(layer(grad)))
+        if layer is fresh:
+            output.sum().backward()
+            assert torch.equal(seen[0], torch.nn.functional.linear(torch.ones(4, 16), fresh.weight, fresh.bias))
+        else:
+            with pytest.raises(RuntimeError, match=NOBODY_KNOWS):
+                output.sum().backward()
+
+    def told(grad):
+        with fp4engine.autocast(enabled=False):
+            seen.append(used(grad))
+
+    inp = torch.randn(4, 16, requires_grad=True)
+    output = inp * 2
+    output.register_hook(told)
+    output.sum().backward()
+    assert torch.equal(seen[1], torch.nn.functional.linear(torch.ones(4, 16), used.weight, used.bias))
+
+
+@WAYS
+def test_nested_autocast_inside_the_checkpointed_function(blocks, checkpoint):
     def mixed(use):
         def inner(inp):
             inp = blocks[0](inp)
@@ -89,37 +141,43 @@ def test_nested_autocast_inside_the_checkpointed_function(blocks, checkpoint, us
             with fp4engine.autocast(enabled=False):
                 return blocks[2](inp)
 
-        return lambda inp: use(inner, inp, use_reentrant=use_reentrant)
+        return lambda inp: use(inner, inp)
 
     assert_same(gradients(blocks, mixed(checkpoint)), gradients(blocks, mixed(plain)))
 
 
-@REENTRANT
-@CHECKPOINTS
-def test_checkpoint_inside_checkpoint(blocks, checkpoint, use_reentrant):
-    def nested(use):
-        def inner(inp):
-            return use(blocks[1], blocks[0](inp), use_reentrant=use_reentrant)
+def nested(blocks, use):
+    def inner(inp):
+        return use(blocks[1], blocks[0](inp))
 
-        return lambda inp: use(lambda x: blocks[2](inner(x)), inp, use_reentrant=use_reentrant)
-
-    assert_same(gradients(blocks, nested(checkpoint)), gradients(blocks, nested(plain)))
+    return lambda inp: use(lambda x: blocks[2](inner(x)), inp)
 
 
 @REENTRANT
-def test_backward_inside_another_region_recomputes_by_the_forwards_recipe(blocks, use_reentrant):
+def test_checkpoint_inside_checkpoint(blocks, use_reentrant):
+    checkpoint = partial(fp4engine.checkpoint, use_reentrant=use_reentrant)
+    assert_same(gradients(blocks, nested(blocks, checkpoint)), gradients(blocks, nested(blocks, plain)))
+
+
+def test_a_checkpoint_inside_a_recomputation_is_another_one_that_nobody_tells(blocks):
+    with pytest.raises(RuntimeError, match=NOBODY_KNOWS):
+        gradients(blocks, nested(blocks, partial(torch_checkpoint, use_reentrant=False)))
+
+
+@WAYS
+def test_backward_inside_another_region_recomputes_by_the_forwards_recipe(blocks, checkpoint):
     def run(checkpoint):
         torch.manual_seed(3)
         fp4engine.manual_seed(3)
         blocks.zero_grad()
         inp = torch.randn(5, 16, requires_grad=True)
         with fp4engine.autocast(recipe=RECIPE):
-            output = through(blocks, checkpoint, use_reentrant)(inp)
+            output = through(blocks, checkpoint)(inp)
         with fp4engine.autocast(recipe=OTHER):
             output.sum().backward()
         return [inp.grad, *(parameter.grad for parameter in blocks.parameters())]
 
-    assert_same(run(torch_checkpoint), run(plain))
+    assert_same(run(checkpoint), run(plain))
 
 
 def test_selective_checkpointing(blocks):
@@ -127,66 +185,70 @@ def test_selective_checkpointing(blocks):
         keep = operator is torch.ops.fp4engine.quantize.default
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    selective = partial(torch_checkpoint, context_fn=partial(create_selective_checkpoint_contexts, policy))
-    expected = gradients(blocks, through(blocks, plain, None))
-    assert_same(gradients(blocks, through(blocks, selective, False)), expected)
+    selective = partial(
+        torch_checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy)
+    )
+    expected = gradients(blocks, through(blocks, plain))
+    assert_same(gradients(blocks, through(blocks, selective)), expected)
 
 
 def test_schedule_changes_the_recipe_between_steps(blocks):
     def run(checkpoint):
         results = []
         for recipe in (RECIPE, OTHER, RECIPE):
-            results += gradients(blocks, through(blocks, checkpoint, False), recipe, steps=1)
+            results += gradients(blocks, through(blocks, checkpoint), recipe, steps=1)
         return results
 
-    assert_same(run(torch_checkpoint), run(plain))
+    assert_same(run(partial(torch_checkpoint, use_reentrant=False)), run(plain))
 
 
-def test_forwards_by_two_recipes_in_flight_are_told_apart_or_refused(blocks):
-    layer, inp = blocks[0][2], torch.randn(4, 16, requires_grad=True)
-    outputs = []
-    for recipe in (RECIPE, OTHER):
-        with fp4engine.autocast(recipe=recipe):
-            outputs.append(torch_checkpoint(layer, inp, use_reentrant=False))
-    with pytest.raises(RuntimeError, match=r"could repeat several forwards.*use fp4engine\.checkpoint"):
-        outputs[0].sum().backward()
-
-
-@REENTRANT
-def test_two_recipes_in_flight_through_fp4engines_checkpoint(blocks, use_reentrant):
-    def run(checkpoint):
+@WAYS
+def test_two_recipes_in_flight(blocks, checkpoint):
+    def run(use):
         fp4engine.manual_seed(0)
         torch.manual_seed(0)
         inp = torch.randn(4, 16, requires_grad=True)
         outputs = []
         for recipe in (RECIPE, OTHER):
             with fp4engine.autocast(recipe=recipe):
-                outputs.append(checkpoint(blocks[0][2], inp, use_reentrant=use_reentrant))
-        outputs.append(checkpoint(blocks[0][2], inp, use_reentrant=use_reentrant))
+                outputs.append(use(blocks[0][2], inp))
+        outputs.append(use(blocks[0][2], inp))
         torch.stack(outputs).square().sum().backward()
         return [inp.grad]
 
-    assert_same(run(fp4engine.checkpoint), run(plain))
+    assert_same(run(checkpoint), run(plain))
 
 
-def test_an_evaluation_in_between_disturbs_nothing(blocks):
-    def run(checkpoint):
+@WAYS
+@pytest.mark.parametrize("between", [torch.nn.Module.eval, torch.nn.Module.train])
+def test_an_evaluation_in_between_disturbs_nothing(blocks, checkpoint, between):
+    """Neither does one between the forward and its backward, nor a forward without gradients in train mode."""
+    blocks[0][1].p = blocks[1][1].p = blocks[2][1].p = 0.0
+
+    def run(use):
         results = []
         for _ in range(2):
-            results += gradients(blocks, through(blocks, checkpoint, True), steps=1)
-            blocks.eval()
+            results += gradients(blocks, through(blocks, use), steps=1)
+            between(blocks)
             with torch.no_grad():
-                through(blocks, plain, None)(torch.randn(3, 16))
+                through(blocks, plain)(torch.randn(3, 16))
             blocks.train()
+            inp = torch.linspace(-1, 1, 64).view(4, 16).requires_grad_()
+            with fp4engine.autocast(recipe=RECIPE):
+                output = through(blocks, use)(inp)
+            between(blocks)
+            output.sum().backward()
+            blocks.train()
+            results.append(inp.grad)
         return results
 
-    assert_same(run(torch_checkpoint), run(plain))
+    assert_same(run(checkpoint), run(plain))
 
 
 @pytest.mark.parametrize("recompute_in", [RECIPE, None])
 def test_the_forward_without_a_region_is_recomputed_without_one(blocks, recompute_in):
     layer, inp = blocks[0][2], torch.randn(4, 16, requires_grad=True)
-    output = torch_checkpoint(layer, inp, use_reentrant=True)
+    output = torch_checkpoint(layer, inp, use_reentrant=False)
     with fp4engine.autocast(enabled=recompute_in is not None):
         output.sum().backward()
     assert formats_run(layer) == {"high_precision"}
@@ -194,10 +256,35 @@ def test_the_forward_without_a_region_is_recomputed_without_one(blocks, recomput
 
 @REENTRANT
 def test_draws_in_the_forward_are_repeated(blocks, use_reentrant):
-    expected = gradients(blocks, through(blocks, plain, None), STOCHASTIC)
-    got = gradients(blocks, through(blocks, fp4engine.checkpoint, use_reentrant), STOCHASTIC)
+    expected = gradients(blocks, through(blocks, plain), STOCHASTIC)
+    again = partial(fp4engine.checkpoint, use_reentrant=use_reentrant)
+    got = gradients(blocks, through(blocks, again), STOCHASTIC)
     assert_same(got, expected)
     assert torch.equal(got[0], expected[0]) and not torch.equal(expected[0], expected[len(expected) // 2])
+
+
+@REENTRANT
+@pytest.mark.parametrize("frozen", [False, True])
+def test_draws_for_operands_of_the_backward_pass_are_repeated(blocks, use_reentrant, frozen):
+    """The columnwise operand alone draws in the forward; a reentrant checkpoint's first run does not need it."""
+    recipe = ZOO["fp4_all_the_way"].build()
+    assert not recipe.casts("input").rowwise.is_stochastic and recipe.casts("input").columnwise.is_stochastic
+    blocks[1][2].weight.requires_grad_(not frozen)
+    trained = [parameter for parameter in blocks.parameters() if parameter.requires_grad]
+
+    def run(checkpoint):
+        torch.manual_seed(11)
+        fp4engine.manual_seed(11)
+        inp = torch.randn(6, 16, requires_grad=True)
+        with fp4engine.autocast(recipe=recipe):
+            output = through(blocks, checkpoint)(inp)
+            with torch.no_grad():  # an evaluation draws nothing, checkpointed or not
+                through(blocks, checkpoint)(inp)
+        blocks.zero_grad()
+        output.square().sum().backward()
+        return [output.detach(), inp.grad, *(parameter.grad for parameter in trained)]
+
+    assert_same(run(partial(fp4engine.checkpoint, use_reentrant=use_reentrant)), run(plain))
 
 
 def test_draws_in_the_forward_are_repeated_on_a_stream_that_had_not_begun(blocks, monkeypatch):
@@ -205,10 +292,9 @@ def test_draws_in_the_forward_are_repeated_on_a_stream_that_had_not_begun(blocks
 
     def run(checkpoint):
         monkeypatch.setattr(rng, "_states", {})
-        monkeypatch.setattr(rng, "_increments", {})
-        return gradients(blocks, through(blocks, checkpoint, False), STOCHASTIC)
+        return gradients(blocks, through(blocks, checkpoint), STOCHASTIC)
 
-    assert_same(run(fp4engine.checkpoint), run(plain))
+    assert_same(run(partial(fp4engine.checkpoint, use_reentrant=False)), run(plain))
 
 
 @REENTRANT
@@ -234,32 +320,20 @@ def test_plain_checkpoint_refuses_draws_in_the_forward(blocks, use_reentrant, in
     def forward(inp):
         return torch_checkpoint(inner if inside else blocks[0], inp, use_reentrant=use_reentrant)
 
-    with pytest.raises(RuntimeError, match=r"draws random bits.*use fp4engine\.checkpoint"):
+    untold = use_reentrant and not inside
+    with pytest.raises(RuntimeError, match=NOBODY_KNOWS if untold else r"draws random bits.*use fp4engine\.checkpoint"):
         gradients(blocks[:1], forward, STOCHASTIC)
 
 
-@REENTRANT
-@CHECKPOINTS
-def test_delayed_scaling_recomputes_by_the_scales_of_its_forward(blocks, checkpoint, use_reentrant):
+@WAYS
+def test_delayed_scaling_recomputes_by_the_scales_of_its_forward(blocks, checkpoint):
     def run(use):
         for module in blocks.modules():
             if isinstance(module, Gemms):
                 module.forget_plan()
-        return gradients(blocks, through(blocks, use, use_reentrant), DelayedScaling(amax_history_len=3), steps=4)
+        return gradients(blocks, through(blocks, use), DelayedScaling(amax_history_len=3), steps=4)
 
     assert_same(run(checkpoint), run(plain))
-
-
-def test_dropped_graphs_are_forgotten(blocks):
-    layer = blocks[0][2]
-    for recipe in (RECIPE, OTHER):
-        with fp4engine.autocast(recipe=recipe):
-            layer(torch.randn(2, 16, requires_grad=True))
-    assert layer._forwards.plans(training=True) == []
-    for _ in range(5):
-        with torch.no_grad(), fp4engine.autocast(recipe=CustomRecipe(qfactory=lambda role: IdentityQuantizer())):
-            layer(torch.randn(2, 16))
-    assert len(layer._forwards.plans(training=True)) == 2
 
 
 @pytest.mark.no_poison
@@ -271,7 +345,7 @@ def test_compiled_functions_recompute_by_the_forwards_recipe_or_refuse(use_reent
     expected = gradients(layers, layer, steps=1)
     got = gradients(layers, partial(fp4engine.checkpoint, compiled, use_reentrant=use_reentrant), steps=1)
     assert_same(got, expected)
-    with pytest.raises(Exception, match=r"compiled outside the autocast region.*use fp4engine\.checkpoint"):
+    with pytest.raises(Exception, match=r"traced inside a backward pass.*use fp4engine\.checkpoint"):
         gradients(layers, partial(torch_checkpoint, compiled, use_reentrant=use_reentrant), steps=1)
 
 
@@ -310,7 +384,7 @@ def test_checkpointing_keeps_no_operands(blocks):
             torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t),
             fp4engine.autocast(),
         ):
-            through(blocks, checkpoint, True)(torch.randn(64, 16, requires_grad=True))
+            through(blocks, checkpoint)(torch.randn(64, 16, requires_grad=True))
         return sum(saved)
 
-    assert forward_bytes(fp4engine.checkpoint) < forward_bytes(plain) / 5
+    assert forward_bytes(partial(fp4engine.checkpoint, use_reentrant=True)) < forward_bytes(plain) / 5

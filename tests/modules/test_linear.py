@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fp4engine as te
-from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
+from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling, Recipe
 from fp4engine.reference import column_sums
 
 IDENTITY = CustomRecipe(qfactory=lambda role: te.IdentityQuantizer())
@@ -113,21 +113,67 @@ def test_gradcheck_of_the_wiring_in_float64(shape: tuple[int, ...]) -> None:
     assert torch.autograd.gradcheck(run, inputs)
 
 
-def test_a_second_derivative_raises_instead_of_vanishing() -> None:
-    layer, inp = te.Linear(16, 16), torch.randn(4, 16, requires_grad=True)
-    for recipe in (NVFP4, IDENTITY):
+def differentiable_modules() -> dict[str, tuple[nn.Module, str]]:
+    """Modules, and the name of a weight whose second derivative PyTorch would drop."""
+    return {
+        "Linear": (te.Linear(16, 16), "weight"),
+        "LayerNormLinear": (te.LayerNormLinear(16, 16), "weight"),
+        "LayerNormMLP": (te.LayerNormMLP(16, 32), "fc1_weight"),
+        "GroupedLinear": (te.GroupedLinear(2, 16, 16), "weight0"),
+    }
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, IDENTITY], ids=["nvfp4", "identity"])
+@pytest.mark.parametrize("name", differentiable_modules())
+def test_a_second_derivative_raises_instead_of_vanishing(name: str, recipe: Recipe) -> None:
+    module, weight = differentiable_modules()[name]
+    parameter = module.get_parameter(weight)
+    inp = torch.randn(4, 16, requires_grad=True)
+    rest = ([2, 2],) if name == "GroupedLinear" else ()
+
+    def penalty() -> Tensor:
         with te.autocast(recipe=recipe):
-            (grad,) = torch.autograd.grad((layer(inp) ** 2).sum(), inp, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.sum().backward()
+            loss = module(inp, *rest).square().sum()
+        (grad,) = torch.autograd.grad(loss, inp, create_graph=True)
+        return loss + grad.square().sum()
+
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(penalty(), parameter)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        penalty().backward(inputs=[parameter])
 
 
-def test_a_second_derivative_by_the_weight_raises_also_if_the_first_has_a_constant_gradient() -> None:
-    layer, inp = te.Linear(16, 1), torch.randn(4, 16, requires_grad=True)
-    with te.autocast(recipe=NVFP4):
-        (grad,) = torch.autograd.grad(layer(inp).sum(), inp, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.square().sum().backward()  # a gradient penalty, whose derivative by the weight is missing
+@pytest.mark.parametrize("grad", [True, False])
+def test_forward_mode_tangents_raise(grad: bool) -> None:
+    layer = te.Linear(16, 16)
+    with torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(grad), te.autocast(recipe=NVFP4):
+        dual = torch.autograd.forward_ad.make_dual(torch.randn(4, 16), torch.randn(4, 16))
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            layer(dual)
+
+
+@pytest.mark.parametrize("how", ["autograd.grad", "backward(inputs=...)"])
+def test_main_grad_is_written_only_if_the_weights_gradient_is_asked_for(how: str) -> None:
+    layer = te.Linear(16, 16, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros(16, 16)
+    inp = torch.randn(4, 16, requires_grad=True)
+
+    def output() -> Tensor:
+        te.manual_seed(0)
+        with te.autocast(recipe=NVFP4):
+            return layer(inp).square().sum()
+
+    if how == "autograd.grad":
+        torch.autograd.grad(output(), inp)
+    else:
+        output().backward(inputs=[inp])
+    assert not layer.weight.main_grad.any()
+    output().backward()
+    once = layer.weight.main_grad.clone()
+    assert once.any() and layer.weight.grad is None
+    twice = output()
+    twice.backward(retain_graph=True)
+    assert torch.equal(layer.weight.main_grad, once + once)
 
 
 @pytest.mark.parametrize("shape", [(16,), (4, 16), (2, 4, 16)], ids=str)
@@ -221,6 +267,15 @@ def test_constructor_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match="recipe must be"):
         te.Linear(4, 4, recipe="nvfp4")
     assert te.Linear(4, 4, params_dtype=torch.bfloat16).weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, IDENTITY], ids=["nvfp4", "identity"])
+@pytest.mark.parametrize(
+    "inp", [torch.ones(3, 16, dtype=torch.int64), torch.tensor(1.0), torch.ones(3, 17)], ids=["int", "scalar", "wide"]
+)
+def test_inputs_that_cannot_be_multiplied_are_refused(inp: Tensor, recipe: Recipe) -> None:
+    with te.autocast(recipe=recipe), pytest.raises(ValueError, match="must"):
+        te.Linear(16, 8)(inp)
 
 
 # Shapes and dtypes under NVFP4

@@ -12,7 +12,14 @@ from torch import nn
 import fp4engine
 from fp4engine import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, QuantizedWeight, TransformerLayer
 from fp4engine.quantizers import reference_quantizer
-from fp4engine.recipe import CustomRecipe, DelayedScaling, LinearRecipe, NVFP4BlockScaling, ScheduledRecipe
+from fp4engine.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8CurrentScaling,
+    LinearRecipe,
+    NVFP4BlockScaling,
+    ScheduledRecipe,
+)
 from fp4engine.recipe.zoo import ZOO
 
 RECIPE = NVFP4BlockScaling()
@@ -414,6 +421,56 @@ def test_a_recipe_that_casts_weights_otherwise_is_refused():
     assert_same(run(layer, RECIPE.replace(disable_rht=True)), run(layer, RECIPE.replace(disable_rht=True)))
 
 
+def test_under_delayed_scaling_a_weight_has_its_own_amax():
+    current, delayed = (build(MODULES["Linear"], recipe) for recipe in (Float8CurrentScaling(), DelayedScaling()))
+    assert torch.equal(current.weight.codes, delayed.weight.codes)
+    assert torch.equal(current.weight.amax, delayed.weight.amax)
+    assert_same(run(current, DelayedScaling()), run(delayed, DelayedScaling()))
+
+
+def as_file(weight, **changes):
+    """What ``torch.load`` makes of a file of ``weight``, some of whose tensors were replaced."""
+    rebuild, (*description, tensors) = weight.__reduce_ex__(2)
+    names = ["codes", "scale_inv", "amax", "columnwise_codes", "columnwise_scale_inv", "columnwise_amax"]
+    tensors = tuple(changes.get(name, tensor) for name, tensor in zip(names, tensors, strict=False))
+    return rebuild(*description, tensors)
+
+
+CRAFTED = {
+    "one row": (RECIPE, {"codes": torch.zeros(1, 24, dtype=torch.uint8)}, r"codes of a weight \[32, 48\]"),
+    "another dtype": (
+        RECIPE,
+        {"scale_inv": torch.zeros(32, 3)},
+        r"scale_inv .* must be torch\.float8_e4m3fn \[32, 3\]",
+    ),
+    "an amax per row": (RECIPE, {"amax": torch.ones(32)}, r"amax .* must be torch\.float32 \[1\]"),
+    "a column": (ONE_DIMENSIONAL, {"columnwise_codes": torch.zeros(48, 15, dtype=torch.uint8)}, "columnwise_codes"),
+    "strided": (RECIPE, {"codes": torch.zeros(24, 32, dtype=torch.uint8).T}, "contiguous"),
+    "another device": (RECIPE, {"amax": torch.ones(1, device="meta")}, "on cpu; got .* on meta"),
+}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_crafted_files_are_refused(name):
+    recipe, changes, message = CRAFTED[name]
+    weight = build(partial(Linear, 48, 32), recipe).weight
+    as_file(weight)
+    with pytest.raises(ValueError, match=message):
+        as_file(weight, **changes)
+
+
+def test_crafted_descriptions_are_refused():
+    rebuild, arguments = build(partial(Linear, 48, 32)).weight.__reduce_ex__(2)
+    for place, value, message in (
+        (5, (32, 64), r"codes of a weight \[32, 64\]"),
+        (5, (32, 48, 1), "floating-point matrix"),
+        (6, torch.int32, "floating-point matrix"),
+        (9, arguments[9][:2], "has 3 tensors, got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rebuild(*(value if index == place else old for index, old in enumerate(arguments)))
+
+
 def test_amaxes_are_not_shared_over_a_group():
     layer = build(MODULES["Linear"])
     with (
@@ -428,7 +485,6 @@ def test_amaxes_are_not_shared_over_a_group():
     [
         ({"enabled": RECIPE}, "a recipe goes in recipe="),
         ({"recipe": "nvfp4"}, "recipe must be"),
-        ({"recipe": DelayedScaling()}, "its own amax"),
         ({"recipe": ScheduledRecipe(phases=((0, RECIPE),))}, "needs a step"),
     ],
 )

@@ -172,5 +172,5 @@ def test_fused_accumulation_without_buffer_says_so(batches):
     layer = fp4engine.Linear(48, 33, fuse_wgrad_accumulation=True)
     for buffer in (None, torch.zeros(33, 47), torch.zeros(33, 48, dtype=torch.int32)):
         layer.weight.main_grad = buffer
-        with fp4engine.autocast(recipe=RECIPE), pytest.raises(ValueError, match="main_grad, an FP32 or BF16"):
+        with fp4engine.autocast(recipe=RECIPE), pytest.raises(ValueError, match="main_grad, an FP32, BF16 or FP16"):
             layer(batches[0])

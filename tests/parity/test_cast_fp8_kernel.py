@@ -6,7 +6,7 @@ Runs on a GPU, and on the CPU in Triton's interpreter: ``TRITON_INTERPRET=1 pyte
 import pytest
 import torch
 
-from fp4engine import reference
+from fp4engine import ops, reference
 from fp4engine.formats import E4M3, E5M2, FP32, CastSpec
 
 SPECS = {
@@ -32,27 +32,24 @@ def make(kind: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(1, 1), (16, 16), (17, 63), (64, 128), (130, 200)])
 @pytest.mark.parametrize(("row", "col"), [("e4m3", "e4m3"), ("e5m2", None), (None, "e5m2"), ("e4m3", "e5m2")])
 def test_bytes(kernel_device, row, col, shape, kind):
-    from fp4engine.kernels import cast_fp8
-
     dtype = torch.float32 if shape == (17, 63) else torch.bfloat16
     x = make(kind, *shape, dtype).to(kernel_device)
     specs = (SPECS.get(row), SPECS.get(col))
-    amax = cast_fp8.amax(x)
-    codes = cast_fp8.cast_fp8(x, amax, *specs)
-    again = cast_fp8.cast_fp8(x, amax, *specs)
-    for operand, spec, ours, twin in zip((x, x.T), specs, codes, again, strict=True):
+    amax = next(value for value in ops.amax(x, *specs, backend="triton") if value is not None)
+    given = ops.quantize(x, *specs, rowwise_amax=amax, columnwise_amax=amax, backend="triton")
+    one_given = ops.quantize(x, *specs, rowwise_amax=amax, backend="triton")
+    operands = ops.quantize(x, *specs, backend="triton")
+    for operand, spec, ours, *others in zip((x, x.T), specs, operands, given, one_given, strict=True):
         if spec is None:
             assert ours is None
             continue
         expected = reference.quantize(operand, spec)
-        torch.testing.assert_close(amax, expected.amax, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(ours, expected.codes)
-        assert torch.equal(ours, twin)
+        for twin in (ours, *others):
+            torch.testing.assert_close(twin.amax, expected.amax, rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(twin.data, expected.codes)
 
 
 def test_columns_of_a_transposed_view(kernel_device):
-    from fp4engine.kernels import cast_fp8
-
     x = torch.randn(40, 24, device=kernel_device).T
-    codes, _ = cast_fp8.cast_fp8(x, cast_fp8.amax(x), SPECS["e4m3"], None)
-    assert torch.equal(codes, reference.quantize(x, SPECS["e4m3"]).codes)
+    operand, _ = ops.quantize(x, SPECS["e4m3"], None, backend="triton")
+    assert torch.equal(operand.data, reference.quantize(x, SPECS["e4m3"]).codes)

@@ -3,12 +3,16 @@
 Runs on a GPU, and on the CPU in Triton's interpreter: ``TRITON_INTERPRET=1 pytest tests/parity``.
 """
 
+from contextlib import contextmanager
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fp4engine
+from fp4engine.functional.activation import Activation
 from fp4engine.functional.norm import Norm
 from fp4engine.recipe import NVFP4BlockScaling
 from fp4engine.reference.norm import normalize, row_statistics
@@ -56,21 +60,20 @@ def perturbed(module):
 
 
 @pytest.fixture
-def no_norm(monkeypatch):
-    """The norm's value is not computed by PyTorch while this is in force."""
+def nothing_written(monkeypatch):
+    """Neither the norm's value nor the activation's is computed by PyTorch while the context returned is open."""
 
     def refuse(*_):
-        raise AssertionError("the normalised activation was written")
+        raise AssertionError("the value was written")
 
-    class Switch:
-        def __enter__(self):
-            self.saved = Norm.__call__
-            Norm.__call__ = refuse
+    @contextmanager
+    def refusing():
+        with monkeypatch.context() as patch:
+            for function in (Norm, Activation):
+                patch.setattr(function, "__call__", refuse)
+            yield
 
-        def __exit__(self, *_):
-            Norm.__call__ = self.saved
-
-    return Switch()
+    return refusing
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
@@ -100,11 +103,11 @@ def test_layernorm_linear_is_the_oracles_norm_then_linear(kernel_device, normali
             assert torch.equal(left, right), name
 
 
-def test_the_normalised_activation_is_not_written(kernel_device, no_norm):
+def test_the_values_of_norm_and_activation_are_not_written(kernel_device, nothing_written):
     layer = fp4engine.LayerNormLinear(32, 32, device=kernel_device, params_dtype=BF16)
     mlp = fp4engine.LayerNormMLP(32, 48, activation="swiglu", device=kernel_device, params_dtype=BF16)
     inp = torch.randn(32, 32).to(kernel_device, BF16)
-    with fp4engine.autocast(recipe=RECIPE), no_norm:
+    with fp4engine.autocast(recipe=RECIPE), nothing_written():
         for module in (layer, mlp):
             trained = module(inp)
             with torch.no_grad():
@@ -120,11 +123,11 @@ def test_what_is_fused_is_counted(kernel_device):
     with fp4engine.autocast(recipe=RECIPE):
         mlp(torch.randn(32, 32).to(kernel_device, BF16)).sum().backward()
     paths = fp4engine.ops.executed_paths()
-    assert [paths[f"{name}/triton"] for name in ("row_statistics", "activate", "activation_backward")] == [1, 1, 1]
+    assert [paths[f"{name}/triton"] for name in ("row_statistics", "quantize", "activation_backward")] == [1, 6, 1]
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "reglu"])
-def test_layernorm_mlp_is_its_parts(kernel_device, activation):
+def test_layernorm_mlp_is_its_parts(activated, kernel_device, activation):
     mlp = perturbed(
         fp4engine.LayerNormMLP(
             32, 48, normalization="RMSNorm", activation=activation, device=kernel_device, params_dtype=BF16
@@ -140,15 +143,12 @@ def test_layernorm_mlp_is_its_parts(kernel_device, activation):
         @staticmethod
         def forward(ctx, x):
             ctx.save_for_backward(x)
-            spec = mlp.fc2.plan(None) or mlp.fc2._plan
-            return mlp.activation.read(x.flatten(0, -2), BF16, (spec.input.rowwise_spec, None))[0].view(
-                *x.shape[:-1], 48
-            )
+            return activated(mlp.activation, x.flatten(0, -2), BF16).view(*x.shape[:-1], 48)
 
         @staticmethod
         def backward(ctx, grad):
             (x,) = ctx.saved_tensors
-            return mlp.activation.gradients(grad.flatten(0, -2), x.flatten(0, -2))[0].view(x.shape)
+            return mlp.activation.gradients(grad.flatten(0, -2), x.flatten(0, -2), (), None)[0].view(x.shape)
 
     def parts(x):
         return fc2(Act.apply(fc1(OracleNorm.apply(x, mlp.layer_norm_weight, None, mlp.norm))))
@@ -163,8 +163,16 @@ def test_layernorm_mlp_is_its_parts(kernel_device, activation):
             assert torch.equal(left, right), name
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_gradients_are_the_same(kernel_device, reentrant):
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        partial(torch_checkpoint, use_reentrant=False),
+        partial(fp4engine.checkpoint, use_reentrant=False),
+        partial(fp4engine.checkpoint, use_reentrant=True),
+    ],
+    ids=["torch", "fp4engine", "fp4engine, reentrant"],
+)
+def test_checkpointed_gradients_are_the_same(kernel_device, checkpoint):
     mlp = perturbed(fp4engine.LayerNormMLP(32, 48, activation="swiglu", device=kernel_device, params_dtype=BF16))
     inp, parameters = torch.randn(7, 32).to(kernel_device, BF16), list(mlp.parameters())
 
@@ -179,7 +187,7 @@ def test_checkpointed_gradients_are_the_same(kernel_device, reentrant):
         return [output.detach(), *grads]
 
     plain = run_backward(mlp)
-    for left, right in zip(plain, run_backward(lambda x: checkpoint(mlp, x, use_reentrant=reentrant)), strict=True):
+    for left, right in zip(plain, run_backward(partial(checkpoint, mlp)), strict=True):
         assert torch.equal(left, right)
 
 

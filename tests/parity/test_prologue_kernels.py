@@ -33,26 +33,18 @@ def assert_same(got, want):
     assert torch.equal(got.view(torch.uint8).cpu(), want.view(torch.uint8).cpu())
 
 
-def assert_casts(source, y, sides, rng, amaxes=None):
+def assert_casts(source, y, sides, rng):
     """Kernels on ``source`` give the reference's amaxes, scales and codes of ``y``."""
-    from fp4engine.kernels.amax import amax
-    from fp4engine.kernels.quantize import quantize
-
-    row_amax, col_amax = amaxes or amax(source, *sides)
-    outputs = quantize(
-        source, *sides, rowwise_amax=row_amax, columnwise_amax=col_amax, rng=rng.to(y.device), stream=STREAM
-    )
-    casts = ((row_amax, *outputs[:2], sides[0], y), (col_amax, *outputs[2:], sides[1], y.T))
-    for side, (largest, codes, scale_inv, spec, operand) in enumerate(casts):
+    operands = ops.quantize(source, *sides, rng=rng.to(y.device), stream=STREAM, backend="triton")
+    for side, (ours, spec, operand) in enumerate(zip(operands, sides, (y, y.T), strict=True)):
         if spec is not None:
             want = reference.quantize(operand.cpu(), spec, rng=rng, stream=STREAM | side)
-            assert_same(largest, want.amax)
-            assert_same(scale_inv, want.scale_inv)
-            assert_same(codes, want.codes)
+            assert_same(ours.amax, want.amax)
+            assert_same(ours.scale_inv, want.scale_inv)
+            assert_same(ours.data, want.codes)
 
 
 def norm_problem(kind, shape, dtype, device, out_dtype=None):
-    from fp4engine.kernels.load import Prologue
     from fp4engine.kernels.norm import row_statistics as kernel
 
     x = (torch.randn(shape) * 3 + 0.5).to(dtype)
@@ -66,8 +58,7 @@ def norm_problem(kind, shape, dtype, device, out_dtype=None):
     assert_same(statistics[rows], want[rows])
     out_dtype = out_dtype or dtype
     place = [None if t is None else t.to(device) for t in (x, statistics, gamma, beta)]
-    prologue = Prologue.of(kind, out_dtype)
-    source = Source(place[0], out_dtype, prologue, *place[1:])
+    source = Source(place[0], out_dtype, kind, False, *place[1:])
     return source, normalize(x, want, gamma, beta, out_dtype)
 
 
@@ -139,24 +130,24 @@ def error(got, exact):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activation_and_its_gradient_are_as_exact_as_pytorchs(kernel_device, name, dtype):
+def test_activation_and_its_gradient_are_as_exact_as_pytorchs(activated, kernel_device, name, dtype):
     activation, x = activation_problem(name, 19, 70, dtype, kernel_device)
     assert activation.is_fusable(dtype)
-    y, _, _ = activation.read(x, dtype, (PLAIN, ROTATED))
+    y = activated(activation, x, dtype)
     theirs, wide = x.clone().requires_grad_(), x.double().requires_grad_()
     composed, exact = activation(theirs), activation(wide)
     assert error(y, exact) <= 2 * error(composed, exact)
     grad = torch.randn(y.shape).to(dtype).to(kernel_device)
     composed.backward(grad)
     exact.backward(grad.double())
-    (ours,) = activation.gradients(grad, x)
+    (ours,) = activation.gradients(grad, x, (), None)
     assert ours.dtype == dtype and error(ours, wide.grad) <= 2 * error(theirs.grad, wide.grad)
 
 
 def test_gradients_of_more_and_fewer_rows_of_one_width(kernel_device):
     function, x = activation_problem("swiglu", 40, 1100, torch.bfloat16, kernel_device)
     grad = torch.randn(40, 1100).to(kernel_device, torch.bfloat16)
-    parts = [function.gradients(grad[:rows], x[:rows])[0] for rows in (0, 3, 40, 17)]
+    parts = [function.gradients(grad[:rows], x[:rows], (), None)[0] for rows in (0, 3, 40, 17)]
     for part in parts:
         assert part.isfinite().all() and torch.equal(part, parts[2][: len(part)])
 
@@ -164,27 +155,26 @@ def test_gradients_of_more_and_fewer_rows_of_one_width(kernel_device):
 @pytest.mark.parametrize("name", SIDES)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_activation_takes_the_amaxes_of_what_it_writes(kernel_device, shape, activation, name):
+def test_activation_takes_the_amaxes_of_what_it_writes(activated, kernel_device, shape, activation, name):
     function, x = activation_problem(activation, *shape, torch.bfloat16, kernel_device)
-    y, amaxes, _ = function.read(x, torch.bfloat16, SIDES[name])
-    assert_casts(y, y, SIDES[name], torch.tensor([5, 7]), amaxes)
-    alone, _, _ = function.read(x, torch.bfloat16, (PLAIN, None))
-    assert torch.equal(alone, y)
+    y = activated(function, x, torch.bfloat16, SIDES[name])
+    assert_casts(function.source(x, torch.bfloat16)[0], y, SIDES[name], torch.tensor([5, 7]))
+    assert torch.equal(activated(function, x, torch.bfloat16, (PLAIN, None)), y)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1000, 4096), (2048, 1024), (257, 4100)], ids=str)
-def test_activation_at_size(shape):
+def test_activation_at_size(activated, shape):
     function, x = activation_problem("swiglu", *shape, torch.bfloat16, "cuda")
-    y, amaxes, _ = function.read(x, torch.bfloat16, (PLAIN, ROTATED))
+    y = activated(function, x, torch.bfloat16)
     torch.testing.assert_close(y, function(x), rtol=2**-6, atol=1e-6)
-    assert_casts(y, y, (PLAIN, ROTATED), torch.tensor([5, 7]), amaxes)
+    assert_casts(function.source(x, torch.bfloat16)[0], y, (PLAIN, ROTATED), torch.tensor([5, 7]))
 
 
 @pytest.mark.parametrize("name", ["swiglu", "gelu", "reglu", "srelu"])
-def test_activations_keep_nan_and_infinity(kernel_device, name):
+def test_activations_keep_nan_and_infinity(activated, kernel_device, name):
     activation, x = activation_problem(name, 16, 32, torch.bfloat16, kernel_device)
     x[3, 5], x[4, 6], x[5, 7], x[6, 8] = float("nan"), float("inf"), -float("inf"), -0.0
-    y, _, _ = activation.read(x, torch.bfloat16, (PLAIN, ROTATED))
+    y = activated(activation, x, torch.bfloat16)
     want = activation(x)
     assert torch.equal(y.isnan(), want.isnan()) and torch.equal(y.isinf(), want.isinf())

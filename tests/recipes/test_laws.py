@@ -122,9 +122,11 @@ def test_corrections_stay_within_the_room_that_the_bound_leaves() -> None:
     plain = reference.quantize(x, EDEN128.replace(correction=Correction.NONE), rng=rng(1))
     corrected = reference.quantize(x, EDEN128, rng=rng(1))
     assert torch.equal(plain.codes, corrected.codes), "only block scales change"
-    y = hadamard.rotate(x, philox.rotation_signs(FRESH, rng(1), 0, x.device), torch.float32).view(256, 8, 128)
-    q = reference.dequantize(*plain, EDEN128, 1024, torch.float32).view(256, 8, 128)
-    shrinkage = (y * y).sum(-1) / (y * q).sum(-1)
+    y = hadamard.rotate(x, philox.rotation_signs(FRESH, rng(1), 0, x.device), torch.float32).view(256, 64, 16)
+    block_scale = plain.scale_inv.float()[..., None] * (plain.amax / EDEN128.numerator)
+    v = (y / block_scale).view(256, 8, 128)
+    q = reference.decode(plain.codes, torch.ones_like(plain.scale_inv), EDEN128).view(256, 8, 128)
+    shrinkage = (v * v).sum(-1) / (v * q).sum(-1)
     assert shrinkage.min() > 0.96 and shrinkage.max() < 1.06
     ratio = (corrected.scale_inv.float() / plain.scale_inv.float()).view(256, 8, 8).mean(-1)
     assert (ratio - shrinkage).mean().abs() < 1e-3
@@ -150,8 +152,21 @@ def test_fresh_signs_differ_by_draw_and_gemm_and_fixed_signs_are_the_recipe_s() 
 
     drawn = [signs(Rotation(128, gemm), draw) for gemm in (Signs.DGRAD, Signs.WGRAD) for draw in (1, 2)]
     assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
-    assert signs(Rotation(64), 1).tolist() == list(HADAMARD_SIGNS) * 4
+    assert signs(Rotation(16), 1).tolist() == list(HADAMARD_SIGNS)
     assert signs(Rotation(32, Signs.NONE), 1).tolist() == [1] * 32
+
+
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_larger_fixed_rotations_spread_what_rows_have_in_common(size: int) -> None:
+    """Signs that repeat every 16 would leave a constant row with 16 values of ``sqrt(size / 16)`` times its length."""
+
+    def rotated(signs: Tensor) -> Tensor:
+        return hadamard.rotate(torch.full((1, size), 4.0), signs, torch.float32).abs().max()
+
+    own = philox.rotation_signs(Rotation(size), rng(1), 0, torch.device("cpu"))
+    assert torch.equal(own, philox.rotation_signs(Rotation(size), rng(2), 7, torch.device("cpu")))
+    repeated = torch.tensor(HADAMARD_SIGNS, dtype=torch.float32).repeat(size // 16)
+    assert own.abs().eq(1).all() and rotated(own) < rotated(repeated)
 
 
 def test_a_row_s_own_outer_scale_makes_its_codes_independent_of_the_batch() -> None:

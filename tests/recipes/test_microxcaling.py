@@ -27,7 +27,7 @@ DIGESTS = {
     ("fp8_e5m2", "even"): "0c9ca556a07cad7f",
     ("fp8_e5m2", "floor"): "5f16b9f4aa4c0b17",
 }
-ROUNDINGS = {"nearest": RoundingMode.AWAY, "even": RoundingMode.EVEN, "floor": RoundingMode.ZERO}
+ROUNDINGS = {"nearest": RoundingMode.AWAY, "even": RoundingMode.EVEN, "floor": RoundingMode.TRUNCATE}
 
 
 def every_bf16() -> torch.Tensor:

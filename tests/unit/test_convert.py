@@ -172,11 +172,12 @@ def test_modules_that_a_swap_would_change_are_left_alone_with_a_reason(
         assert reason in reasons["odd"]
 
 
-def test_the_output_projection_of_multihead_attention_is_left_alone() -> None:
+def test_kept_attention_is_left_alone_with_its_output_projection() -> None:
     model = nn.TransformerEncoderLayer(16, 2, 32)
-    reasons = left_alone(fp4engine.convert(model))
+    reasons = left_alone(fp4engine.convert(model, keep_high_precision=["self_attn.in_proj_weight"]))
     assert list(reasons) == ["self_attn.out_proj"]
     assert "never calls it" in reasons["self_attn.out_proj"]
+    assert type(model.self_attn) is nn.MultiheadAttention
 
 
 def test_the_filter_gets_module_and_name() -> None:

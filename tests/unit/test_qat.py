@@ -22,7 +22,7 @@ def test_forward_is_the_cast_and_backward_the_identity(spec: CastSpec) -> None:
 def test_linear_ste_is_a_dense_product_of_the_quantized_values() -> None:
     x, w = torch.randn(5, 48, requires_grad=True), torch.randn(16, 48, requires_grad=True)
     bias, grad = torch.randn(16, requires_grad=True), torch.randn(5, 16)
-    y = linear_ste(x, w, bias)
+    y = linear_ste(x, w, bias, input_spec=CastSpec())
     qx, qw = cast(x.detach(), CastSpec()), cast(w.detach(), CastSpec())
     assert torch.equal(y, torch.nn.functional.linear(qx, qw, bias))
     y.backward(grad)
@@ -33,8 +33,8 @@ def test_linear_ste_is_a_dense_product_of_the_quantized_values() -> None:
 
 def test_either_side_may_stay_in_high_precision() -> None:
     x, w = torch.randn(5, 48), torch.randn(16, 48)
-    assert torch.equal(linear_ste(x, w, input_spec=None), torch.nn.functional.linear(x, ste_weight(w)))
-    assert torch.equal(linear_ste(x, w, input_spec=None, weight_spec=None), torch.nn.functional.linear(x, w))
+    assert torch.equal(linear_ste(x, w), torch.nn.functional.linear(x, ste_weight(w)))
+    assert torch.equal(linear_ste(x, w, weight_spec=None), torch.nn.functional.linear(x, w))
 
 
 def test_the_weight_only_recipe_is_linear_ste_with_a_high_precision_input() -> None:
@@ -44,7 +44,7 @@ def test_the_weight_only_recipe_is_linear_ste_with_a_high_precision_input() -> N
     with fp4engine.autocast(recipe=zoo.make("nvfp4_weight_only")):
         y = layer(x)
     got = torch.autograd.grad(y, (x, layer.weight, layer.bias), grad)
-    expected = linear_ste(x, layer.weight, layer.bias, input_spec=None)
+    expected = linear_ste(x, layer.weight, layer.bias)
     want = torch.autograd.grad(expected, (x, layer.weight, layer.bias), grad)
     torch.testing.assert_close(y, expected)
     for one, other in zip(got, want, strict=True):
@@ -58,7 +58,7 @@ def test_a_model_is_tuned_for_four_bit_inference() -> None:
     dense = torch.linalg.lstsq(x, target).solution.T.contiguous()
 
     def loss(weight: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(linear_ste(x, weight, input_spec=None), target)
+        return torch.nn.functional.mse_loss(linear_ste(x, weight), target)
 
     weight = dense.clone().requires_grad_()
     optimizer = torch.optim.SGD([weight], lr=0.05)

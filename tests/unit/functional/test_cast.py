@@ -12,6 +12,7 @@ from fp4engine.formats import (
     E4M3,
     E5M2,
     CastSpec,
+    ElementFormat,
     Outer,
     Rotation,
     RoundingMode,
@@ -96,6 +97,12 @@ def test_rounding_of_ties(rounding: RoundingMode, expected: list[float]) -> None
     assert cast(ties, mx(E2M1, rounding=rounding)).tolist() == expected
 
 
+def test_ties_toward_zero_are_not_truncation() -> None:
+    x = torch.tensor([2.9, -2.9, 2.5, 6.0])
+    assert cast(x, mx(E2M1, rounding=RoundingMode.ZERO)).tolist() == [3.0, -3.0, 2.0, 6.0]
+    assert cast(x, mx(E2M1, rounding=RoundingMode.TRUNCATE)).tolist() == [2.0, -2.0, 2.0, 6.0]
+
+
 @pytest.mark.parametrize(
     ("rule", "thresholds"),
     [
@@ -111,6 +118,16 @@ def test_scale_rules_differ_by_where_they_step_up(rule: ScaleRule, thresholds: l
     for amax, up in zip((4, 6, 6.5, 7, 7.5), thresholds, strict=True):
         scale_inv = cast(torch.tensor([float(amax)]), mx(E2M1, rule), "actual").scale_inv
         assert float(scale_inv.float()) == 2.0**up
+
+
+@pytest.mark.parametrize(
+    ("element", "turns"), [(E2M1, 7.0), (E2M3, 7.75), (E3M2, 30.0), (E4M3, 464.0), (E5M2, 61440.0)]
+)
+def test_midmax_turns_halfway_to_the_value_that_would_follow(element: ElementFormat, turns: float) -> None:
+    at, above = torch.tensor([turns]), torch.tensor([turns]).nextafter(torch.tensor([1e9]))
+    for amax, up in ((at, 0), (above, 1)):
+        assert float(cast(amax, mx(element, ScaleRule.MIDMAX), "actual").scale_inv.float()) == 2.0**up
+    assert float(cast(torch.tensor([472.0]), mx(E4M3, ScaleRule.MIDMAX))) == 480, "448 if it saturated"
 
 
 def test_compute_falls_back_with_a_warning() -> None:

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from fp4engine.kernels import gemm, gemm_hopper, gemm_split, grouped_gemm
+from fp4engine.kernels import gemm, gemm_factors, gemm_hopper, gemm_split, grouped_gemm
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter does not compile")
 
@@ -142,3 +142,26 @@ def test_grouped_kernels(capability, instruction, split, tiles):
     for ptx in (rows, wgrad):
         assert instruction in ptx
         assert "cp.async.cg.shared.global" in ptx, "loads of 16 bytes, in spite of bounds that only the device knows"
+
+
+@pytest.mark.parametrize("groups", [(128, 128), (16, 16), (0, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("capability", "instruction"), [(80, "mma.sync"), (89, "mma.sync"), (90, "wgmma"), (120, "mma.sync")]
+)
+def test_factored_kernel(capability, instruction, groups):
+    pointers = {name: "*bf16" for name in ("left_ptr", "right_ptr", "out_ptr", "bias_ptr")}
+    factors = {f"{side}_factor_ptr": "*fp32" for side in ("left", "right")}
+    numbers = {"left_numerator": "fp32", "right_numerator": "fp32"}
+    strides = {f"stride_{name}": "i32" for name in ("left", "right", "out", "left_factor", "right_factor")}
+    group = min(filter(None, groups))
+    tiles = gemm_factors.tiles_for((capability // 10, capability % 10), 4096, 4096)
+    constants = dict(
+        LEFT_GROUP=groups[0], RIGHT_GROUP=groups[1], LEFT_ROWS=False, RIGHT_ROWS=False, HAS_BIAS=True, ACCUMULATE=False,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, GROUP=group, STEP=min(group, tiles.block_k),
+        GROUP_M=gemm.GROUP_M, INTERPRETED=False,
+    )  # fmt: skip
+    aligned = ("left_ptr", "right_ptr", "out_ptr", "K", "stride_left", "stride_right", "stride_out")
+    signature = COMMON | pointers | factors | numbers | strides
+    source = source_of(gemm_factors.factored_gemm_kernel, signature, constants, aligned)
+    ptx = build(source, capability, tiles.num_warps, tiles.num_stages)
+    assert instruction in ptx and "cp.async.cg.shared.global" in ptx

@@ -41,7 +41,8 @@ def test_fakes_have_the_shapes_dtypes_and_strides_of_the_real(shape: tuple[int, 
     fp4 = torch.ops.fp4engine
     assert_fake_tells_the_truth(fp4.amax, x, spec.key, spec.key, None, 0, "auto")
     for forms in (("codes", "values"), ("values", "codes")):
-        assert_fake_tells_the_truth(fp4.quantize, x, spec.key, spec.key, *forms, None, None, None, 0, "auto")
+        read = (x, "", False, x.dtype, None, None, None)
+        assert_fake_tells_the_truth(fp4.quantize, *read, spec.key, spec.key, *forms, None, None, None, 0, "auto")
     operand = Quantizer(spec, None).quantize(x, columnwise=False).rowwise
     for dtype in (torch.float32, torch.bfloat16):
         tensors = (operand.data, operand.scale_inv, operand.amax)
@@ -71,6 +72,21 @@ def test_bias_is_added_before_the_one_rounding() -> None:
 def test_quantize_takes_floating_point_matrices(x: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="floating-point matrix"):
         ops.quantize(x, CastSpec(), None)
+
+
+@pytest.mark.parametrize("side", ["rowwise", "columnwise"])
+@pytest.mark.parametrize(
+    "change",
+    [torch.Tensor.double, torch.Tensor.bfloat16, torch.Tensor.int, lambda a: a.repeat(3), lambda a: a[None]],
+    ids=["float64", "bfloat16", "int32", "three", "rank two"],
+)
+def test_an_amax_of_another_form_is_refused(side: str, change) -> None:
+    x, spec = torch.randn(32, 32), CastSpec()
+    specs = (spec, None) if side == "rowwise" else (None, spec)
+    own = next(amax for amax in ops.amax(x, *specs) if amax is not None)
+    ops.quantize(x, *specs, **{f"{side}_amax": own})
+    with pytest.raises(ValueError, match=rf"{side}_amax must be torch.float32 \[1\] on cpu, got"):
+        ops.quantize(x, *specs, **{f"{side}_amax": change(own)})
 
 
 def test_a_demanded_kernel_that_refuses_raises() -> None:

@@ -6,7 +6,9 @@ import torch
 from fp4engine import IdentityQuantizer, NVFP4Quantizer, Quantizer, manual_seed
 from fp4engine.constants import SR_GUARD
 from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode, ScaleRule, Signs
-from fp4engine.recipe import QParams
+from fp4engine.quantizers import make_quantizer
+from fp4engine.recipe import DelayedScaling, QParams
+from fp4engine.roles import QuantizerRole
 from fp4engine.testing import assert_codes_bitwise
 
 ARGUMENTS = {
@@ -141,4 +143,35 @@ def test_one_side_may_stay_unquantized() -> None:
 
 def test_no_gradient_flows_into_codes() -> None:
     quantized = NVFP4Quantizer()(torch.randn(4, 32, requires_grad=True))
-    assert not any(t.requires_grad for t in (*quantized.rowwise.tensors(), quantized.dequantize()))
+    assert not any(t.requires_grad for t in (*quantized.rowwise.tensors, quantized.dequantize()))
+
+
+AMAXES = {
+    "dtype": (NVFP4Quantizer(), torch.ones(1, dtype=torch.float64), r"float32 \[1\] on cpu, got torch\.float64"),
+    "shape": (NVFP4Quantizer(), torch.ones(()), r"float32 \[1\] on cpu, got torch\.float32 \[\] on cpu"),
+    "rows": (NVFP4Quantizer(), torch.ones(8), r"float32 \[1\] on cpu, got torch\.float32 \[8\]"),
+    "no rows": (NVFP4Quantizer(row_scaled_nvfp4=True), torch.ones(1), r"float32 \[8\] on cpu, got"),
+    "device": (
+        NVFP4Quantizer(),
+        torch.ones(1, device="meta"),
+        r"float32 \[1\] on cpu, got torch\.float32 \[1\] on meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AMAXES)
+@pytest.mark.parametrize("side", ["rowwise", "columnwise"])
+def test_an_amax_of_another_kind_is_refused(case: str, side: str) -> None:
+    quantizer, amax, message = AMAXES[case]
+    x = torch.randn(8, 8)
+    with pytest.raises(ValueError, match=f"{side}_amax must be torch.{message}"):
+        quantizer.quantize(x, **{f"{side}_amax": amax})
+    other = {"rowwise": "columnwise", "columnwise": "rowwise"}[side]
+    quantizer.quantize(x, **{f"{side}_amax": amax, side: False, other: True})  # of a side that nobody asks for
+
+
+def test_what_delayed_scaling_is_to_remember_is_checked_too() -> None:
+    quantizer = make_quantizer(DelayedScaling(), QuantizerRole("linear", "input"))
+    with pytest.raises(ValueError, match=r"rowwise_amax must be torch.float32 \[1\]"):
+        quantizer.quantize(torch.randn(8, 16), rowwise_amax=torch.ones(8))
+    assert not quantizer.history.values.any()

@@ -7,7 +7,7 @@ import fp4engine
 from fp4engine import reference
 from fp4engine.formats import E4M3, E5M2, E8M0, FP32, fp8
 from fp4engine.quantizers import make_quantizer
-from fp4engine.quantizers.delayed import AmaxHistory, next_step
+from fp4engine.quantizers.delayed import AmaxHistory
 from fp4engine.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -18,6 +18,7 @@ from fp4engine.recipe import (
     recipe_from_json,
 )
 from fp4engine.roles import QuantizerRole
+from fp4engine.state import current_state
 
 RECIPES = (Float8CurrentScaling, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling)
 
@@ -96,15 +97,16 @@ def test_mm_params_reach_the_plan() -> None:
     layer = fp4engine.Linear(32, 32)
     with fp4engine.autocast(recipe=Float8CurrentScaling(fp8_gemm_dgrad=MMParams(False))):
         layer(torch.randn(4, 32))
-    assert layer._plan.fast_accumulation == {"fprop", "dgrad"}
+        plan = layer.plan(current_state())
+    assert plan.fast_accumulation == {"fprop", "dgrad"}
 
 
 def amaxes_used(recipe: DelayedScaling, seen: list[float]) -> list[float]:
     history = AmaxHistory(recipe.amax_history_len, 448.0)
     used = []
     for value in seen:
-        next_step()
-        used.append(float(history.record(torch.tensor([value]), recipe)))
+        history.ended = True
+        used.append(float(history.record(torch.tensor([value]), recipe, recipe.casts("input").rowwise)))
     return used
 
 
@@ -181,6 +183,40 @@ def test_a_recipe_of_another_length_resizes_the_history() -> None:
         with fp4engine.autocast(recipe=DelayedScaling(amax_history_len=length)):
             layer(torch.full((4, 32), float(max(expected))))
         assert layer.amax_histories["input"].values.tolist() == expected
+
+
+def test_a_function_chooses_the_scale() -> None:
+    seen: list[tuple[float, float, float]] = []
+
+    def half(amax, scale, fp8_max, recipe):
+        seen.append((float(amax), float(scale), float(fp8_max)))
+        return fp8_max / amax / 2
+
+    recipe = DelayedScaling(scaling_factor_compute_algo=half, amax_history_len=4)
+    spec = recipe.casts("input").rowwise
+    history = AmaxHistory(4, spec.numerator)
+    assert float(history.record(torch.tensor([4.0]), recipe, spec)) == 448.0
+    history.ended = True
+    assert float(history.record(torch.tensor([1.0]), recipe, spec)) == 8.0  # a scale of 448 / 4 / 2
+    assert seen == [(4.0, 1.0, 448.0)]
+    with pytest.raises(ValueError, match="scaling_factor_compute_algo"):
+        DelayedScaling(scaling_factor_compute_algo="half")
+
+
+def test_recipes_say_which_they_are() -> None:
+    names = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8", "nvfp4", "custom")
+    kinds = {
+        DelayedScaling: "delayed",
+        Float8CurrentScaling: "float8_current_scaling",
+        Float8BlockScaling: "float8_block_scaling",
+        MXFP8BlockScaling: "mxfp8",
+    }
+    for cls, kind in kinds.items():
+        assert [name for name in names if getattr(cls(), name)()] == [kind]
+    assert DelayedScaling().float8_per_tensor_scaling() and not MXFP8BlockScaling().float8_per_tensor_scaling()
+    assert Format.HYBRID.value.max_fwd == 448.0 and Format.HYBRID.value.max_bwd == 57344.0
+    with pytest.raises(ValueError, match="fp8_gemm_wgrad"):
+        Float8BlockScaling(fp8_gemm_wgrad=MMParams(use_split_accumulator=False))
 
 
 def test_margin_leaves_binades_free() -> None:

@@ -1,6 +1,7 @@
 """NVFP4BlockScaling: a frozen value, tuned by TransformerEngine's arguments and flags."""
 
 import json
+from dataclasses import FrozenInstanceError
 
 import pytest
 
@@ -168,3 +169,32 @@ def test_roles_and_recipes_nobody_knows_are_refused() -> None:
         make_quantizer(NVFP4BlockScaling(), QuantizerRole("linear", "activation"))
     with pytest.raises(ValueError, match="use CustomRecipe"):
         make_quantizer(Recipe(), QuantizerRole("linear", "input"))
+
+
+def test_qparams_set_the_switches() -> None:
+    plain = QParams()
+    recipe = NVFP4BlockScaling(fp4_quant_fwd_inp=plain, fp4_quant_fwd_weight=plain, fp4_quant_bwd_grad=plain)
+    assert recipe == NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
+    assert NVFP4BlockScaling().replace(fp4_quant_fwd_weight=plain) == NVFP4BlockScaling(disable_2d_quantization=True)
+    assert recipe.replace(disable_rht=False).fp4_quant_fwd_inp == QParams(random_hadamard_transform=True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"fp4_quant_fwd_inp": QParams(), "fp4_quant_bwd_grad": QParams(random_hadamard_transform=True)},
+        {"fp4_quant_fwd_inp": QParams(random_hadamard_transform=True, stochastic_rounding=True)},
+        {"fp4_quant_fwd_weight": QParams(random_hadamard_transform=True)},
+        {"fp4_quant_bwd_grad": QParams(random_hadamard_transform=True, fp4_2d_quantization=True)},
+        {"fp4_quant_bwd_grad": QParams(power_2_scale=True)},
+        {"fp4_quant_bwd_grad": "fast"},
+    ],
+)
+def test_qparams_that_no_switches_come_to_are_refused_by_name(given) -> None:
+    with pytest.raises(ValueError, match=next(iter(given))):
+        NVFP4BlockScaling(**given)
+
+
+def test_an_assignment_says_what_to_do_instead() -> None:
+    with pytest.raises(FrozenInstanceError, match=r"write recipe = recipe\.replace\(disable_rht=\.\.\.\)"):
+        NVFP4BlockScaling().disable_rht = True  # pyright: ignore[reportAttributeAccessIssue]

@@ -106,7 +106,7 @@ def test_a_schedule_is_a_pure_function_of_the_step() -> None:
     late = combine(forward=HIGH, backward=NVFP4)
     schedule = ScheduledRecipe(((0, NVFP4), (820, late)))
     assert [schedule.at(step) for step in (0, 819, 820, 10**6)] == [NVFP4, NVFP4, late, late]
-    assert late.input.rowwise is None and late.grad_output == NVFP4.grad_output
+    assert late.input.rowwise is None and late.grad_output == NVFP4.casts("grad_output")
     assert recipe_from_json(schedule.to_json()) == schedule
 
 
@@ -125,7 +125,7 @@ def test_a_schedule_without_a_step_says_what_to_do() -> None:
         pytest.raises(ValueError, match=r"use autocast\(recipe=schedule.at\(step\)\)"),
     ):
         fp4engine.Linear(16, 16)(torch.randn(2, 16))
-    with pytest.raises(ValueError, match="step must be >= 0, got -1"):
+    with pytest.raises(ValueError, match="step must be a whole number >= 0, got -1"):
         schedule.at(-1)
 
 

@@ -89,10 +89,49 @@ def test_an_overflow_reaches_the_grad_scaler(recipe) -> None:
     assert torch.equal(model[2].weight, before)
 
 
-def test_nvidia_row_is_the_block_scaling_recipe() -> None:
+def test_casts_of_the_book_and_of_nvidias_recipe_agree() -> None:
     for role in ROLES:
-        row, nvidia = (make_quantizer(r, role) for r in (zoo.make("nvfp4"), NVFP4BlockScaling()))
+        row, nvidia = (make_quantizer(r, role) for r in (zoo._nvidia(), NVFP4BlockScaling()))
         assert (row.rowwise_spec, row.columnwise_spec) == (nvidia.rowwise_spec, nvidia.columnwise_spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("backbone.layers.3.mixer.in_proj", "nvfp4"),
+        ("backbone.layers.3.mixer.experts.17.up_proj", "nvfp4"),
+        ("backbone.layers.3.mixer.shared_experts.down_proj", "nvfp4"),
+        ("backbone.layers.3.mixer.out_proj", "mxfp8"),
+        ("backbone.layers.3.mixer.fc1_latent_proj", "high_precision"),
+        ("backbone.layers.3.mixer.fc2_latent_proj", "high_precision"),
+        ("backbone.layers.7.mixer.q_proj", "high_precision"),
+        ("backbone.layers.7.mixer.o_proj", "high_precision"),
+        ("backbone.layers.73.mixer.in_proj", "nvfp4"),
+        ("backbone.layers.74.mixer.in_proj", "high_precision"),
+        ("backbone.layers.87.mixer.out_proj", "high_precision"),
+        ("mtp.layers.0.mixer.in_proj", "high_precision"),
+    ],
+)
+def test_precision_map_of_nemotron_3_super(name: str, row: str) -> None:
+    assert zoo.nemotron_3_super(blocks=88).of(QuantizerRole("linear", "weight", name, (64, 48))) == zoo.make(row)
+
+
+def test_experts_alone_have_four_bit_weights_in_deepseek_v4() -> None:
+    recipe = zoo.deepseek_v4_experts()
+    for name, row in (("layers.3.ffn.experts.17.w1", "mxfp4_weight_fp8"), ("layers.3.attn.wq_a", "fp8_block")):
+        assert recipe.of(QuantizerRole("linear", "weight", name, (64, 48))) == zoo.make(row)
+    assert recipe_from_json(recipe.to_json()) == recipe
+
+
+@pytest.mark.parametrize(("binades", "lossless"), [(14, True), (15, False)])
+def test_fp8_blocks_hold_four_bit_weights_while_scales_differ_little(binades: int, lossless: bool) -> None:
+    """What lets DeepSeek-V4 run the FP4 weights of both passes as FP8."""
+    weight = torch.tensor([6.0, 0.5]).repeat(128, 64)
+    weight[5, 32:64] *= 2.0**-binades
+    quantizer = make_quantizer(zoo.make("mxfp4_weight_fp8"), ROLES[1])
+    rowwise = quantizer.quantize(weight, columnwise=False).rowwise
+    assert torch.equal(rowwise.dequantize(), weight)
+    assert torch.equal(quantizer.requantize(rowwise, None).dequantize().T, weight) is lossless
 
 
 def test_unknown_row_names_what_there_is() -> None:
@@ -111,7 +150,7 @@ def test_operands_are_the_same_bytes_on_gpu_and_cpu(recipe) -> None:
             columnwise = quantizer.columnwise_source == "original"
             tensor = quantizer.quantize(x.to(device), columnwise=columnwise, rng=rng)
             operands = [tensor.rowwise, tensor.columnwise or quantizer.requantize(tensor.rowwise, rng)]
-            made.append([t.cpu() for operand in operands for t in operand.tensors() if t is not None])
+            made.append([t.cpu() for operand in operands for t in operand.tensors if t is not None])
         for one, other in zip(*made, strict=True):
             assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
@@ -167,5 +206,5 @@ def test_what_draws_in_the_backward_pass_alone_may_be_recomputed(name: str) -> N
 
 
 def test_a_field_that_a_row_does_not_have_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="LinearRecipe has no disable_rht; its fields are"):
-        zoo.make("nvfp4", disable_rht=True)
+    with pytest.raises(ValueError, match=r"LinearRecipe has no disable_rht \(did you mean .*\?\); its fields are"):
+        zoo.make("nvfp4_guarded", disable_rht=True)

@@ -24,7 +24,7 @@ def test_transposed_is_the_columnwise_operand_byte_for_byte(spec: CastSpec, shap
     quantized = Quantizer(spec, spec).quantize(torch.randn(shape))
     mine, expected = quantized.rowwise.transposed(), quantized.columnwise
     assert (mine.spec, mine.rows, mine.cols) == (expected.spec, expected.rows, expected.cols)
-    for a, b in zip(mine.tensors(), expected.tensors(), strict=True):
+    for a, b in zip(mine.tensors, expected.tensors, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype and a.is_contiguous()
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 

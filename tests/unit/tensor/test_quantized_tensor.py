@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from fp4engine import NVFP4Quantizer
+import fp4engine
+from fp4engine import IdentityQuantizer, NVFP4Quantizer
+from fp4engine.formats import CastSpec
 from fp4engine.tensor import Operand
 
 
@@ -66,3 +68,18 @@ def test_dense_operands() -> None:
     matrix = torch.randn(3, 5)
     operand = Operand.dense(matrix)
     assert operand.is_values and operand.nbytes == 60 and torch.equal(operand.dequantize(), matrix)
+
+
+def test_it_prints_in_the_words_of_the_book() -> None:
+    x = torch.randn(64, 48)
+    quantizer = NVFP4Quantizer(with_rht=True, stochastic_rounding=True)
+    assert repr(quantizer.quantize(x)) == (
+        "QuantizedTensor([64, 48], torch.float32, rowwise='e2m1 1x16 stochastic', "
+        "columnwise='e2m1 1x16 stochastic rht16', device='cpu')"
+    )
+    assert repr(quantizer.quantize(x).rowwise) == "Operand([64, 48], 'e2m1 1x16 stochastic', codes, device='cpu')"
+    assert repr(IdentityQuantizer().quantize(x).rowwise) == "Operand([64, 48], 'high precision', device='cpu')"
+    stored = fp4engine.cast(x, CastSpec(), "compress")
+    assert repr(stored) == "CastTensor([64, 48], torch.float32, 'e2m1 1x16', 'compress', device='cpu')"
+    assert "columnwise=None" in repr(quantizer.quantize(x, columnwise=False))
+    assert "rowwise='high precision'" in repr(IdentityQuantizer().quantize(x))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp4engine import ops
+from fp4engine import reference
 from fp4engine.formats import CastSpec, Correction, Outer
 from fp4engine.reference import pack, unpack
 
@@ -27,6 +27,12 @@ class Operand(NamedTuple):
     data: Tensor
     scale_inv: Tensor | None = None
     amax: Tensor | None = None
+
+    def __repr__(self) -> str:
+        """``Operand([64, 48], 'e2m1 1x16', codes, device='cpu')``."""
+        label = "high precision" if self.spec is None else self.spec.label
+        form = "" if self.spec is None else ", values" if self.is_values else ", codes"
+        return f"Operand([{self.rows}, {self.cols}], {label!r}{form}, device={str(self.data.device)!r})"
 
     @classmethod
     def dense(cls, matrix: Tensor) -> "Operand":
@@ -58,13 +64,14 @@ class Operand(NamedTuple):
         """``element * block scale * (amax / numerator)`` rounded once: [rows, cols]; as stored if rotated."""
         if self.spec is None:
             return self.data.to(dtype)
-        if self.scale_inv is None:
-            assert self.amax is not None
-            width = self.cols if self.spec.rotation is None else self.data.shape[1]
-            factor = ops.outer_factor(self.amax, self.spec)
-            return (self.data[:, :width].float() * factor).to(dtype)
         assert self.amax is not None
-        return ops.dequantize(self.data, self.scale_inv, self.amax, self.spec, self.cols, dtype, backend)
+        if self.scale_inv is None:
+            width = self.cols if self.spec.rotation is None else self.data.shape[1]
+            factor = reference.outer_factor(self.amax, self.spec)
+            return (self.data[:, :width].float() * factor).to(dtype)
+        from fp4engine.ops.cast import dequantize
+
+        return dequantize(self.data, self.scale_inv, self.amax, self.spec, self.cols, dtype, backend)
 
     def transposed(self) -> "Operand":
         """The operand of the transposed matrix under the same cast, which :func:`is_transposable` has been asked of."""
@@ -82,8 +89,14 @@ class Operand(NamedTuple):
         data = pack(codes) if packed else codes
         return Operand(self.spec, self.cols, self.rows, data, scale_inv, self.amax)
 
+    @property
+    def key(self) -> str:
+        """The spec as operators take it; empty for an unquantized matrix."""
+        return "" if self.spec is None else self.spec.key
+
+    @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What to save for backward, beside ``spec``, ``rows`` and ``cols``."""
+        """``(data, scale_inv, amax)``."""
         return self.data, self.scale_inv, self.amax
 
 

@@ -1,0 +1,14 @@
+"""What multiplies in a model: what is planned in FP4, what ran, and what neither can see."""
+
+from fp4engine.accounting.executed import ExecutedModule, ExecutedReport, assert_quantized, executed_gemms
+from fp4engine.accounting.planned import ConversionPlan, PlannedMatrix, PlannedModule
+
+__all__ = [
+    "ConversionPlan",
+    "ExecutedModule",
+    "ExecutedReport",
+    "PlannedMatrix",
+    "PlannedModule",
+    "assert_quantized",
+    "executed_gemms",
+]

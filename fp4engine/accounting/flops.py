@@ -1,0 +1,132 @@
+"""Count the products of one call with PyTorch's own counter, without those that the layers count themselves."""
+
+import math
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
+aten = torch.ops.aten
+
+_Shape = tuple[int, ...]
+
+_TRANSPARENT = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "fp4engine", "inductor")
+"""Namespaces of operators that either multiply nothing, or are counted by PyTorch or by the layers."""
+
+_WITHOUT_FORMULA = (
+    "aten::_cudnn_rnn",
+    "aten::_sparse_addmm",
+    "aten::_sparse_mm",
+    "aten::_trilinear",
+    "aten::addbmm",
+    "aten::miopen_rnn",
+    "aten::mkldnn_rnn_layer",
+)
+"""Operators of PyTorch that multiply and that nobody here has a formula for."""
+
+
+def _grouped(left: _Shape, right: _Shape, *_: Any, **__: Any) -> int:
+    """[M, K] and [K, N] by groups of any one dimension, or a product for each of as many [M, K] as [K, N]."""
+    times = left[0] if len(left) == len(right) == 3 else 1
+    return 2 * times * left[-2] * left[-1] * right[-1]
+
+
+def _by_vector(*shapes: _Shape, **_: Any) -> int:
+    """[M, K] and [K], or [K] and [K]: every element of the larger meets one of the other."""
+    return 2 * max(map(math.prod, shapes))
+
+
+def _attention(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
+    from torch.utils.flop_counter import sdpa_flop_count
+
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(grad_output: _Shape, query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
+    from torch.utils.flop_counter import sdpa_backward_flop_count
+
+    return sdpa_backward_flop_count(grad_output, query, key, value)
+
+
+FORMULAS: dict[str, Callable[..., int]] = {
+    "_grouped_mm": _grouped,
+    "_scaled_grouped_mm": _grouped,
+    "_scaled_grouped_mm_v2": _grouped,
+    "_scaled_mm_v2": _grouped,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_fused_attention_overrideable": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+    "mv": _by_vector,
+    "addmv": _by_vector,
+    "dot": _by_vector,
+}
+"""``aten operator -> FLOPs by the shapes of its arguments``, where PyTorch 2.13 has no formula."""
+
+
+@dataclass
+class Watched:
+    """What one call multiplied.
+
+    Attributes:
+        flops: ``operator -> FLOPs`` of what PyTorch multiplied outside ``fp4engine.ops``.
+        opaque: operators whose FLOPs nobody knows.
+    """
+
+    flops: Counter[str] = field(default_factory=Counter[str])
+    opaque: set[str] = field(default_factory=set[str])
+
+
+class _Watch(TorchDispatchMode):
+    """Notes what ``counter``, entered before, must not count, and which operators it knows nothing of."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, counter: "FlopCounterMode") -> None:
+        super().__init__()
+        self.counter = counter
+        self.own: Counter[str] = Counter()
+        self.opaque: set[str] = set()
+
+    def counted(self) -> Counter[str]:
+        """FLOPs by operator up to now."""
+        return Counter({str(packet): flops for packet, flops in self.counter.flop_counts["Global"].items()})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.counted()
+        output = func(*args, **(kwargs or {}))
+        new = self.counted() - before
+        if new and _is_called_from_ops():
+            self.own += new
+        name = func.name() if isinstance(func, torch._ops.OpOverload) else ""
+        namespace = name.partition("::")[0]
+        if name.partition(".")[0] in _WITHOUT_FORMULA or (name and namespace not in _TRANSPARENT):
+            self.opaque.add(name.partition(".")[0])
+        return output
+
+
+def watch(step: Callable[[], Any]) -> Watched:
+    """Call ``step`` in eager mode, compiled functions too, and count every product PyTorch sees in it.
+
+    A product that ``fp4engine.ops`` asks PyTorch for is a part of one that the layer in question counts itself.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
+
+    mapping = {getattr(aten, name): formula for name, formula in FORMULAS.items() if hasattr(aten, name)}
+    counter = FlopCounterMode(display=False, custom_mapping=mapping)
+    with torch.compiler.set_stance("force_eager"), counter, _Watch(counter) as mode:
+        step()
+    return Watched(mode.counted() - mode.own, mode.opaque)
+
+
+def _is_called_from_ops() -> bool:
+    """Whether a function of ``fp4engine.ops`` is on the stack: the one place where layers have products computed."""
+    names = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_stack(None))
+    return any(name == "fp4engine.ops" or name.startswith("fp4engine.ops.") for name in names)

@@ -1,0 +1,369 @@
+"""What runs on this machine and why, and whether it computes what the reference computes.
+
+Every input is made of integers by a fixed formula, so that all machines check the same bytes. Casts are compared with
+the reference on the CPU byte for byte, and the reference itself with digests recorded here. Products are compared byte
+for byte too: their operands are chosen so that every partial sum is exact in FP32, in whatever order it is added.
+"""
+
+import hashlib
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp4engine import capability, ops
+from fp4engine.environment import flags_set
+from fp4engine.formats import E2M1
+from fp4engine.modules import Linear
+from fp4engine.quantizers import Quantizer, make_quantizer
+from fp4engine.recipe import NVFP4BlockScaling, zoo
+from fp4engine.reference import rounding
+from fp4engine.roles import TENSOR_TYPES, QuantizerRole
+from fp4engine.tensor import Operand
+from fp4engine.version import __version__
+
+RECIPES = ("nvfp4", "nvfp4_4over6", "quartet2", "mxfp8", "fp8_current")
+"""Rows of the recipe book whose casts are checked: both roundings, every kind of block, rotations, FP8."""
+
+SHAPE = (80, 160)
+"""[M, K] of the tensors that are cast; K is no multiple of 64, and M none of 32."""
+
+DIGESTS = {
+    "nvfp4": "eb86e488c3465fa0b9a36b9759fd4e1872279f3a313c2a51fb8920a3c85dbdad",
+    "nvfp4_4over6": "626aadadf7cf560548a15a601c0b1dfcc8b3e37212546f0b68dfdc9cc81259b5",
+    "quartet2": "1341aa548cd21ee67b938a163134852ab572c8eea39fbe0cc8c973c78e25bfc6",
+    "mxfp8": "379bd55cbb67022b2f67685789583db519d3a16b728df18201e0a230c30112eb",
+    "fp8_current": "b851ceb6fffb785286c7502dde2d1bbbbb4c385363428a089ed329404a34516e",
+}
+"""SHA-256 of what the reference makes of the three roles under each recipe, see :func:`reference_digest`."""
+
+RNG = (1234, 5)
+"""``(seed, draw)`` of every stochastic cast."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        name: what was compared, and where.
+        failure: what differed; empty if nothing did.
+        path: which implementation ran, with the reason where it was not the kernel.
+    """
+
+    name: str
+    failure: str
+    path: str = ""
+
+    def __str__(self) -> str:
+        return f"{'FAIL' if self.failure else 'ok  '}  {self.name}: {self.failure or self.path or 'same bytes'}"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What :func:`examine` found; ``print(diagnosis)`` is the block for a bug report.
+
+    Attributes:
+        facts: ``(name, value)``: machine, versions, flags, what runs where and why.
+        checks: every comparison, in order.
+        seconds: how long the checks took.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+    checks: tuple[Check, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """True if no check failed."""
+        return not any(check.failure for check in self.checks)
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.facts)
+        failed = sum(bool(check.failure) for check in self.checks)
+        verdict = f"{failed} of {len(self.checks)} checks FAILED" if failed else f"all {len(self.checks)} checks passed"
+        lines = [
+            "```text",
+            *(f"{name.ljust(width)}  {value}" for name, value in self.facts),
+            "",
+            *map(str, self.checks),
+            "",
+            f"{verdict} in {self.seconds:.1f} s",
+            "```",
+        ]
+        return "\n".join(lines)
+
+
+def examine(devices: Sequence[str] | None = None) -> Diagnosis:
+    """Facts about this machine, and the checks on each of ``devices``.
+
+    Args:
+        devices: such as ``"cpu"`` or ``"cuda:1"``; None is the CPU and every CUDA device.
+
+    Raises:
+        ValueError: a device that this machine does not have, or of a kind without checks.
+    """
+    chosen = [_device(name) for name in devices] if devices is not None else _all_devices()
+    started = time.perf_counter()
+    checks = [*_reference_checks()]
+    for device in chosen:
+        checks += _device_checks(device)
+    return Diagnosis(tuple(_facts(chosen)), tuple(checks), time.perf_counter() - started)
+
+
+def _all_devices() -> list[torch.device]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(count))]
+
+
+def _device(name: str) -> torch.device:
+    known = ", ".join(str(device) for device in _all_devices())
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be one of {known}, got {name!r}") from error
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", 0)
+    if device not in _all_devices():
+        raise ValueError(f"device must be one of {known}, got {name!r}")
+    return device
+
+
+def _facts(devices: Sequence[torch.device]) -> Iterator[tuple[str, str]]:
+    yield "fp4engine", __version__
+    yield "python", f"{platform.python_version()} on {platform.platform()}"
+    yield "torch", f"{torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}"
+    yield "triton", _version("triton")
+    yield "driver", _driver()
+    yield "flags", ", ".join(f"{name}={value}" for name, value in flags_set().items()) or "none set"
+    for device in devices:
+        yield str(device), _describe(device)
+        for question, ask in _QUESTIONS.items():
+            able, reason = ask(device)
+            yield f"  {question}", f"{'yes' if able else 'no'}: {reason}"
+
+
+_QUESTIONS: dict[str, Callable[[torch.device], tuple[bool, str]]] = {
+    "Triton kernels": capability.triton_runs_on,
+    "FP8 tensor cores": capability.fp8_units,
+    "FP4 tensor cores": capability.fp4_units,
+}
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.1f} GiB"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _driver() -> str:
+    path = Path("/proc/driver/nvidia/version")
+    if not path.exists():
+        return "no NVIDIA driver found" if sys.platform == "linux" else f"not known on {sys.platform}"
+    return path.read_text().splitlines()[0].removeprefix("NVRM version: ").strip()
+
+
+def numbers(rows: int, cols: int, seed: int) -> Tensor:
+    """FP32 [rows, cols], roughly normal with deviation 1, made of integers: the same on every machine.
+
+    The sum of four bytes of a multiplicative hash of the position, less its mean, divided by 128.
+    """
+    index = torch.arange(rows * cols, dtype=torch.int64) + seed * 1_000_003
+    word = index * 2_654_435_761 % (1 << 32)
+    for _ in range(2):  # a factor below 2^31, so that the product fits into int64
+        word = (word ^ (word >> 16)) * 73_244_475 % (1 << 32)
+    word = word ^ (word >> 16)
+    total = sum((word >> shift) & 0xFF for shift in (0, 8, 16, 24))
+    assert isinstance(total, Tensor)
+    return ((total - 510).float() / 128).view(rows, cols)
+
+
+def cast_input() -> Tensor:
+    """BF16 [M, K] with a zero block, tiny blocks, one large element, negative zeros."""
+    x = numbers(*SHAPE, seed=1)
+    x[3, 16:32] = 0.0
+    x[5, 32:64] *= 2.0**-30
+    x[8:24, 48:64] *= 2.0**-12
+    x[11, 7] = 300.0
+    x[12, ::3] = -0.0
+    return x.to(torch.bfloat16)
+
+
+def exact_input(rows: int, cols: int, seed: int) -> Tensor:
+    """BF16 [rows, cols] of E2M1 values, a 6 in each block and tile: NVFP4 casts leave it as it is.
+
+    Both operands of a product decode to such values, and sums of at most 16,384 of their products are exact in FP32.
+    """
+    code = (numbers(rows, cols, seed).abs() * 4).long() % 8
+    row, col = torch.arange(rows)[:, None], torch.arange(cols)[None, :]
+    code = torch.where((row + col) % 16 == 0, 7, code)  # one in each 16 of a row and in each 16 of a column
+    code = torch.where(numbers(rows, cols, seed + 1) < 0, code + 8, code)
+    return rounding.decode(code, E2M1).to(torch.bfloat16)
+
+
+def reference_digest(recipe: str) -> str:
+    """SHA-256 over the bytes of both operands of the three roles, cast by the reference on the CPU."""
+    digest = hashlib.sha256()
+    for tensor_type in TENSOR_TYPES:
+        for operand in _operands(_quantizer(recipe, tensor_type).with_backend("reference"), cast_input()):
+            for tensor in _parts(operand).values():
+                digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _reference_checks() -> Iterator[Check]:
+    for recipe, recorded in DIGESTS.items():
+        got = reference_digest(recipe)
+        failure = "" if got == recorded else f"bytes with digest {got[:12]}, recorded was {recorded[:12]}"
+        yield Check(f"cpu: the reference's casts of {recipe}", failure, "the recorded bytes")
+
+
+def _device_checks(device: torch.device) -> list[Check]:
+    checks = [_cast_check(device, recipe, role) for recipe in RECIPES for role in TENSOR_TYPES]
+    checks += [_gemm_check(device, side, bias) for side in ("codes", "values") for bias in (False, True)]
+    checks += [_layer_check(device, bias) for bias in (False, True)]
+    return checks
+
+
+def _quantizer(recipe: str, tensor_type: str) -> Quantizer:
+    return make_quantizer(zoo.make(recipe), QuantizerRole("linear", tensor_type))
+
+
+def _operands(quantizer: Quantizer, x: Tensor) -> list[Operand]:
+    """Every operand that a step makes of x, with a fixed draw."""
+    rng = torch.tensor(RNG, device=x.device)
+    from_rowwise = quantizer.columnwise_source == "rowwise_dequantized"
+    quantized = quantizer.quantize(x, columnwise=not from_rowwise, rng=rng)
+    assert quantized.rowwise is not None
+    columnwise = quantizer.requantize(quantized.rowwise, rng) if from_rowwise else quantized.columnwise
+    return [operand for operand in (quantized.rowwise, columnwise) if operand is not None and operand.spec is not None]
+
+
+def _parts(operand: Operand) -> dict[str, Tensor]:
+    parts = {"codes": operand.data, "block scales": operand.scale_inv, "outer amax": operand.amax}
+    return {name: tensor for name, tensor in parts.items() if tensor is not None}
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    if not tensor.numel():
+        return b""
+    return bytes(tensor.detach().cpu().contiguous().view(torch.uint8).flatten().tolist())
+
+
+def _cast_check(device: torch.device, recipe: str, role: str) -> Check:
+    x, quantizer = cast_input(), _quantizer(recipe, role)
+
+    def compare() -> str:
+        got = _operands(quantizer, x.to(device))
+        for mine, theirs in zip(got, _operands(quantizer.with_backend("reference"), x), strict=True):
+            for name, tensor in _parts(mine).items():
+                if difference := _difference(tensor, _parts(theirs)[name]):
+                    assert mine.spec is not None
+                    return f"{name} of {mine.spec.label}: {difference}"
+        return ""
+
+    return _run(f"{device}: cast of {recipe}, {role}", device, "quantize", compare)
+
+
+def _gemm_check(device: torch.device, form: str, bias: bool) -> Check:
+    left, right = exact_input(48, 320, seed=3), exact_input(96, 320, seed=5)
+    addend = exact_input(1, 96, seed=7)[0].float() if bias else None
+    quantizer = _quantizer("nvfp4", "input")
+
+    def product(device: torch.device, form: str, backend: str) -> Tensor:
+        operands: list[Operand] = []
+        for x in (left, right):
+            made = quantizer.with_backend(backend).quantize(x.to(device), columnwise=False, rowwise_form=form)  # pyright: ignore[reportArgumentType]: one of Form's words
+            assert made.rowwise is not None
+            operands.append(made.rowwise)
+        added = None if addend is None else addend.to(device)
+        return ops.gemm(operands[0], operands[1], out_dtype=torch.float32, bias=added, backend=backend)
+
+    def compare() -> str:
+        return _difference(product(device, form, "auto"), product(torch.device("cpu"), "codes", "reference"))
+
+    return _run(f"{device}: exact product of {form}{' with a bias' if bias else ''}", device, "gemm", compare)
+
+
+def _layer_check(device: torch.device, bias: bool) -> Check:
+    """Four forwards and backwards of one layer: repeated launches must give what the first one gave."""
+    recipe = NVFP4BlockScaling(
+        disable_rht=True,  # a rotation would make sums inexact
+        disable_stochastic_rounding=False,
+        disable_2d_quantization=False,
+        row_scaled_activation=False,
+        nvfp4_4over6="none",
+        backward_override=None,
+        backend="auto",
+    )
+    inp, grad_output = exact_input(64, 96, seed=9), exact_input(64, 80, seed=11)
+
+    def step(layer: Linear, device: torch.device) -> dict[str, Tensor]:
+        x = inp.to(device).requires_grad_()
+        layer.zero_grad()
+        output = layer(x)
+        output.backward(grad_output.to(device))
+        assert x.grad is not None and layer.weight.grad is not None
+        return {"output": output.detach(), "grad_input": x.grad, "grad_weight": layer.weight.grad}
+
+    def layer_on(device: torch.device, backend: str) -> Linear:
+        layer = Linear(96, 80, bias, device, torch.bfloat16, recipe=recipe.replace(backend=backend))
+        with torch.no_grad():
+            layer.weight.copy_(exact_input(80, 96, seed=13))
+            if bias:
+                layer.bias.copy_(exact_input(1, 80, seed=15)[0])
+        return layer
+
+    def compare() -> str:
+        wanted = step(layer_on(torch.device("cpu"), "reference"), torch.device("cpu"))
+        layer = layer_on(device, "auto")
+        for turn in range(4):
+            for name, got in step(layer, device).items():
+                if difference := _difference(got, wanted[name]):
+                    return f"{name} of step {turn}: {difference}"
+        return ""
+
+    return _run(f"{device}: steps of a layer{' with a bias' if bias else ''}", device, "gemm", compare)
+
+
+def _difference(got: Tensor, wanted: Tensor) -> str:
+    got = got.cpu()
+    if (got.dtype, got.shape) != (wanted.dtype, wanted.shape):
+        return f"{got.dtype} of shape {tuple(got.shape)}, expected {wanted.dtype} of shape {tuple(wanted.shape)}"
+    size = got.element_size()
+    different = (got.contiguous().view(torch.uint8) != wanted.contiguous().view(torch.uint8)).view(-1, size).any(1)
+    if not bool(different.any()):
+        return ""
+    first = int(different.nonzero()[0])
+    values = f"{got.flatten()[first].item()} and not {wanted.flatten()[first].item()}"
+    return f"{int(different.sum())} of {different.numel()} differ, the first at position {first}: {values}"
+
+
+def _run(name: str, device: torch.device, operator: str, compare: Callable[[], str]) -> Check:
+    """One check; a fault that raises is a failure of that check and not the end of the others."""
+    before = ops.executed_paths()
+    try:
+        failure = compare()
+    except Exception as error:
+        return Check(name, f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    grown = [key for key, times in ops.executed_paths().items() if times > before.get(key, 0)]
+    taken = {key.partition("/")[2] for key in grown if key.startswith(f"{operator}/")}
+    kernels = sorted(taken - {"reference"})
+    if kernels:
+        return Check(name, failure, f"same bytes by {', '.join(kernels)}")
+    reason = ops.refusals().get(operator, "") if capability.triton_runs_on(device)[0] else ""
+    return Check(name, failure, f"same bytes by the reference{f' ({reason})' if reason else ''}")

@@ -1,0 +1,52 @@
+"""Records of operands and tensors as the flat list of tensors that autograd saves, and back."""
+
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from fp4engine.formats import CastSpec
+from fp4engine.ops import Operand
+
+Structure = tuple[Any, ...]
+"""Per field of a record: ``(spec, rows, cols)`` of an operand, the length of a tuple, ``"tensor"``, or None."""
+
+Record = TypeVar("Record")
+
+
+def flatten(record: tuple[Any, ...]) -> tuple[list[Tensor | None], Structure]:
+    """The tensors of a named tuple of operands, tensors, tuples of tensors and ``None``; and what they were."""
+    tensors: list[Tensor | None] = []
+    structure: list[Any] = []
+    for value in record:
+        if isinstance(value, Operand):
+            tensors += [value.data, value.scale_inv, value.amax]
+            structure.append((value.spec, value.rows, value.cols))
+        elif isinstance(value, tuple):
+            tensors += value
+            structure.append(len(value))
+        elif value is None:
+            structure.append(None)
+        else:
+            tensors.append(value)
+            structure.append("tensor")
+    return tensors, tuple(structure)
+
+
+def unflatten(kind: type[Record], structure: Structure, tensors: tuple[Tensor | None, ...]) -> Record:
+    """Inverse of :func:`flatten`, for a record of type ``kind``."""
+    values: list[Any] = []
+    place = 0
+    for field in structure:
+        if isinstance(field, tuple):
+            spec: CastSpec | None = field[0]
+            values.append(Operand(spec, field[1], field[2], *tensors[place : place + 3]))  # pyright: ignore[reportArgumentType]
+            place += 3
+        elif field is None:
+            values.append(None)
+        elif field == "tensor":
+            values.append(tensors[place])
+            place += 1
+        else:
+            values.append(tuple(tensors[place : place + field]))
+            place += field
+    return kind(*values)

@@ -1,0 +1,116 @@
+"""Codes of any cast back to values, tile by tile; :mod:`fp4engine.kernels.dequantize` reads NVFP4 faster.
+
+values[r, c] = element(code) * block scale                   for a product, in BF16
+x_hat[r, c]  = round(values * fl(A / numerator))             for users, and for casts made of a saved operand
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp4engine.formats import FP32, CastSpec
+from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes, decode_tile, repeated, round_to, two_to
+from fp4engine.kernels.encode import from_e4m3, narrow
+from fp4engine.kernels.launch import Block, Draft, Facts, Launch, device_facts, facts, resolver
+
+TILE_R = 32
+
+
+@triton.jit
+def load_scales(scale_ptr, row, block, inside, blocks, CAST: tl.constexpr, HARDWARE: tl.constexpr):
+    """FP32 values of stored block scales."""
+    stored = tl.load(scale_ptr + (row.to(tl.int64) * blocks + block), mask=inside, other=0)
+    if CAST.scale == "fp32":
+        return stored
+    elif CAST.scale == "e4m3":
+        return from_e4m3(stored, HARDWARE)
+    else:
+        return tl.where(stored == 255, float("nan"), two_to(stored.to(tl.int32)))
+
+
+@triton.jit
+def block_decode_kernel(
+    codes_ptr, scale_ptr, amax_ptr, out_ptr, R, width, cols, CAST: tl.constexpr, TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Tile ``pid`` of codes [R, width], to ``cols`` columns of values; with the outer factor if there is an amax."""
+    tiles = tl.cdiv(cols, TILE_C)
+    row0 = (tl.program_id(0) // tiles) * TILE_R
+    col0 = (tl.program_id(0) % tiles) * TILE_C
+    local = tl.arange(0, TILE_R)[:, None]
+    row = row0 + local
+    SHARE: tl.constexpr = 2 if CAST.packed else 1
+    byte = tl.arange(0, TILE_C // SHARE)[None, :]
+    stride = width // SHARE
+    codes_ptr += row0.to(tl.int64) * stride + col0 // SHARE
+    inside = (row < R) & (byte < stride - col0 // SHARE)
+    codes = tl.load(codes_ptr + (local * stride + byte), mask=inside, other=0).to(tl.uint32)
+    if CAST.packed:
+        codes = tl.reshape(tl.join(codes & 15, codes >> 4), [TILE_R, TILE_C])
+    values = decode_tile(codes, CAST)
+    if scale_ptr is not None:
+        BLOCKS: tl.constexpr = TILE_C // CAST.width
+        block = col0 // CAST.width + tl.arange(0, BLOCKS)[None, :]
+        blocks = width // CAST.width
+        scale = load_scales(scale_ptr, row, block, (row < R) & (block < blocks), blocks, CAST, HARDWARE)
+        values = values * repeated(scale, CAST.width)
+    if amax_ptr is not None:
+        if CAST.outer == "row":
+            amax = tl.load(amax_ptr + row, mask=row < R, other=0.0)
+        elif CAST.outer == "1x128":
+            group = col0 // 128 + tl.arange(0, TILE_C // 128)[None, :]
+            groups = width // 128
+            there = (row < R) & (group < groups)
+            amax = repeated(tl.load(amax_ptr + (row.to(tl.int64) * groups + group), mask=there, other=0.0), 128)
+        else:
+            amax = tl.load(amax_ptr + tl.zeros([1, 1], tl.int32))
+        values = values * tl.div_rn(amax, tl.zeros_like(amax) + CAST.numerator)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    col = tl.arange(0, TILE_C)[None, :]
+    out_ptr += row0.to(tl.int64) * cols + col0
+    values = narrow(round_to(values, dtype, HARDWARE), dtype)
+    tl.store(out_ptr + (local * cols + col), values, mask=(row < R) & (col < cols - col0))
+
+
+@resolver
+def resolve_block_decode(
+    tensors: tuple[Facts | None, ...], device: torch.device, key: str, cols: int, dtype: torch.dtype
+) -> Launch:
+    """``(codes, scale_inv, amax) -> values``, with the outer factor if there is an amax.
+
+    Without, FP32 block scales are left out too: they are factors of a product, see ``gemm_factors.py``.
+    """
+    codes, scale_inv, amax = tensors
+    assert codes is not None and scale_inv is not None
+    spec = CastSpec.from_key(key)
+    rows = codes.shape[0]
+    width = codes.shape[1] * 8 // spec.element.storage_bits
+    draft = Draft(device, inputs=3)
+    out = draft.output((rows, cols), dtype)
+    scaled = spec.block[1] and (amax is not None or spec.scale != FP32)
+    scales = Block(draft.inputs[1], as_bytes) if scaled else None
+    draft.step(
+        block_decode_kernel, -(-rows // TILE_R) * -(-cols // TILE_C), draft.inputs[0], scales,
+        draft.inputs[2] if amax else None, out, rows, width, cols, BlockCast.of(spec, "values", 0), TILE_R, TILE_C,
+        device_facts(device)[0], num_warps=4,
+    )  # fmt: skip
+    return draft.launch()
+
+
+def block_decode(codes: Tensor, scale_inv: Tensor, key: str) -> Tensor:
+    """Values without their FP32 factors, outer or of blocks: BF16 [rows, padded cols], the padding decoded too."""
+    width = codes.shape[1] * (2 if CastSpec.from_key(key).element.storage_bits == 4 else 1)
+    tensors = (codes, scale_inv, None)
+    launch = resolve_block_decode(tuple(map(facts, tensors)), codes.device, key, width, torch.bfloat16)
+    return launch(*tensors)[0]
+
+
+def block_dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, key: str, cols: int, dtype: torch.dtype) -> Tensor:
+    """``x_hat`` [rows, cols], or [rows, padded cols] as stored if the spec rotates, in BF16, FP16, FP32 or FP64."""
+    spec = CastSpec.from_key(key)
+    tensors = (codes, scale_inv, amax)
+    width = cols if spec.rotation is None else spec.padded_cols(cols)
+    narrow_dtype = torch.float32 if dtype == torch.float64 else dtype
+    launch = resolve_block_decode(tuple(map(facts, tensors)), codes.device, key, width, narrow_dtype)
+    return launch(*tensors)[0].to(dtype)

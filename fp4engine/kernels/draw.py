@@ -1,0 +1,38 @@
+"""A draw of the random stream, on the device, in one kernel.
+
+    draw = state[1] += count;   out = (seed + (draw >> 32) * KEY_STEP, draw)
+
+The addition is atomic, so that two CUDA streams never get the same draw, and it is part of a CUDA graph, so that every
+replay gets draws of its own.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp4engine.constants import KEY_STEP
+from fp4engine.kernels.launch import Draft, Facts, Launch, facts, resolver
+
+
+@triton.jit(do_not_specialize=["count"])
+def draw_kernel(state_ptr, out_ptr, count, key_step: tl.constexpr):
+    """One program. ``state_ptr`` and ``out_ptr``: int64 [2]."""
+    count = count.to(tl.int64)
+    drawn = tl.atomic_add(state_ptr + 1, count) + count
+    tl.store(out_ptr, tl.load(state_ptr) + (drawn >> 32) * key_step)
+    tl.store(out_ptr + 1, drawn)
+
+
+@resolver
+def resolve_draw(state: Facts, device: torch.device, count: int) -> Launch:
+    """``(state) -> draw``."""
+    draft = Draft(device, inputs=1)
+    draft.step(draw_kernel, 1, *draft.inputs, draft.output((2,), torch.int64), count, KEY_STEP, num_warps=1)
+    return draft.launch()
+
+
+def draw(state: Tensor, count: int) -> Tensor:
+    """Add ``count``, below 2^31, to the draw of ``state``, int64 [2] ``(seed, draw)``; ``(key, draw)`` as of then."""
+    (out,) = resolve_draw(facts(state), state.device, count)(state)
+    return out

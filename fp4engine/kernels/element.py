@@ -1,0 +1,96 @@
+"""Device functions: elements of any small float format to codes and back, one by one.
+
+The kernels that hold a block as 16 tensors have E2M1 roundings of their own, in fewer instructions
+(:mod:`fp4engine.kernels.encode`); these serve every format, see :mod:`fp4engine.reference.rounding`.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import triton
+import triton.language as tl
+
+from fp4engine.formats import ElementFormat
+from fp4engine.kernels.encode import from_bits, to_bits
+
+INTEGERS = tl.constexpr(2.0**23)
+"""Adding this rounds a smaller number to an integer, ties to even, which is then the low bits."""
+INTEGERS_BITS = tl.constexpr(0x4B000000)
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """An element format at compile time. Compared by identity, as from :meth:`of`.
+
+    Attributes:
+        bits: of a code, the sign in the highest.
+        mantissa: mantissa bits.
+        bias: of the exponent.
+        largest, largest_code: largest magnitude and its code.
+    """
+
+    bits: int
+    mantissa: int
+    bias: int
+    largest: float
+    largest_code: int
+
+    @staticmethod
+    @cache
+    def of(element: ElementFormat) -> "Grid":
+        exponent, mantissa = element.max_exponent, element.mantissa_bits
+        fraction = element.max_value / 2.0**exponent - 1
+        code = ((exponent + element.bias) << mantissa) + int(fraction * (1 << mantissa))
+        return Grid(element.bits, mantissa, element.bias, element.max_value, code)
+
+
+@triton.jit
+def encode_element(v, random, GRID: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr):
+    """Codes of FP32 ``v``, saturating: uint32.
+
+    NaN and -0.0 become code 0, a negative that rounds to zero keeps its sign.
+
+    Args:
+        random: int32 in ``[0, 2^RANDOM_BITS)`` under ``"stochastic"``, else anything.
+        ROUNDING: value of a :class:`fp4engine.formats.RoundingMode`.
+    """
+    v = tl.where(v == v, v, 0.0)
+    a = tl.minimum(tl.abs(v), GRID.largest)
+    if ROUNDING == "stochastic":
+        shift: tl.constexpr = 23 - GRID.mantissa
+        least: tl.constexpr = 2.0 ** (1 - GRID.bias)
+        binade: tl.constexpr = (128 - GRID.bias) << GRID.mantissa
+        below: tl.constexpr = 1 << GRID.mantissa
+        subnormal = a < least
+        pattern = tl.where(subnormal, a + least, a).to(tl.int32, bitcast=True)
+        pattern += (random << (shift - RANDOM_BITS)) + (1 << (shift - RANDOM_BITS - 1))
+        code = (pattern >> shift) - tl.where(subnormal, binade, binade - below)
+    else:
+        # z is a times a power of two: integers are the grid's points, in the binade of a.
+        exponent = tl.maximum(a.to(tl.int32, bitcast=True) >> 23, 128 - GRID.bias)
+        z = a * ((GRID.mantissa + 254 - exponent) << 23).to(tl.float32, bitcast=True)
+        if ROUNDING == "even":
+            steps = (to_bits(z + INTEGERS) - INTEGERS_BITS).to(tl.int32, bitcast=True)
+        else:
+            steps = z.to(tl.int32)
+            above = z - steps.to(tl.float32)
+            if ROUNDING == "away":
+                steps += (above >= 0.5).to(tl.int32)
+            elif ROUNDING == "zero":
+                steps += (above > 0.5).to(tl.int32)
+        code = ((exponent - (128 - GRID.bias)) << GRID.mantissa) + steps
+    sign = (v < 0).to(tl.uint32) << (GRID.bits - 1)
+    return tl.minimum(code, GRID.largest_code).to(tl.uint32, bitcast=True) | sign
+
+
+@triton.jit
+def decode_element(code, GRID: tl.constexpr):
+    """FP32 values of uint32 ``code``, exact.
+
+    Exponent and mantissa, put where FP32 keeps the end of its own exponent and the start of its mantissa, are the value
+    times a power of two, subnormals included.
+    """
+    magnitudes: tl.constexpr = (1 << (GRID.bits - 1)) - 1
+    power: tl.constexpr = 2.0 ** (127 - GRID.bias)
+    sign = (code >> (GRID.bits - 1)) << 31
+    return from_bits(((code & magnitudes) << (23 - GRID.mantissa)) | sign) * power

@@ -1,0 +1,37 @@
+"""What an FP8 product is multiplied by: ``alpha = fl(fl(A_left * A_right) / numerator)``, and one."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolver
+
+
+@triton.jit
+def factor_kernel(left_amax_ptr, right_amax_ptr, alpha_ptr, one_ptr, numerator):
+    product = tl.load(left_amax_ptr) * tl.load(right_amax_ptr)
+    tl.store(alpha_ptr, tl.div_rn(product, numerator))
+    tl.store(one_ptr, 1.0)
+
+
+def add_factor(
+    draft: Draft, left_amax: Place, right_amax: Place, numerator: float, outs: tuple[Place, Place] | None = None
+) -> None:
+    """``alpha`` and one into ``outs``, by default into two outputs."""
+    if outs is None:
+        outs = draft.output((1, 1), torch.float32), draft.output((1, 1), torch.float32)
+    draft.step(factor_kernel, 1, left_amax, right_amax, *outs, numerator, num_warps=1)
+
+
+@resolver
+def resolve_factor(left_amax: Facts, right_amax: Facts, device: torch.device, numerator: float) -> Launch:
+    """``(left_amax, right_amax) -> alpha, one``."""
+    draft = Draft(device, inputs=2)
+    add_factor(draft, *draft.inputs, numerator)
+    return draft.launch()
+
+
+def factor(left_amax: Tensor, right_amax: Tensor, numerator: float) -> list[Tensor]:
+    """``alpha`` and one, FP32 [1, 1], from outer amaxes FP32 [1]; ``numerator`` is both operands', exact in FP32."""
+    return resolve_factor(facts(left_amax), facts(right_amax), left_amax.device, numerator)(left_amax, right_amax)

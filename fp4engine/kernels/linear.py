@@ -1,0 +1,211 @@
+"""A linear layer's forward, and its backward, as one launch each: casts, decodes and products in a row.
+
+    forward     x, w cast both ways; y = x . w^T + b              x^T, w^T kept as codes
+    backward    dy cast both ways; x^T, w^T decoded; dx = dy . w;  dw = dy^T . x
+
+PyTorch multiplies FP8 codes; there, a launch ends with the factors of the products that follow it.
+
+The kernels are those of the single operations, so the bytes are theirs. What is gained is the host's time between them:
+one question instead of one for each operation, and one allocation for all that nobody else sees.
+
+Legend: x is [M, K], w [N, K], y and dy [M, N].
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from fp4engine.constants import BLOCK_SIZE
+from fp4engine.formats import CastSpec
+from fp4engine.kernels import cast_fp8
+from fp4engine.kernels.amax import amax_size
+from fp4engine.kernels.cast import Side
+from fp4engine.kernels.dequantize import Codes, add_decode
+from fp4engine.kernels.factor import add_factor
+from fp4engine.kernels.gemm import add_gemm
+from fp4engine.kernels.gemm_launch import Matrix
+from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolver
+from fp4engine.kernels.load import Reading
+from fp4engine.kernels.quantize import Target, add_cast, data_of, scales_of
+
+__all__ = ["facts", "resolve_backward", "resolve_forward", "resolve_fp8_backward", "resolve_fp8_forward"]
+
+Shape = tuple[int, int]
+
+
+class Values(NamedTuple):
+    """An operand as a product reads it: BF16 values, their outer amax, and the numerator that amax maps to."""
+
+    matrix: Matrix
+    amax: Place
+    by_rows: bool
+    numerator: float
+
+
+@resolver
+def resolve_forward(
+    x: Facts,
+    weight: Facts,
+    bias: Facts | None,
+    device: torch.device,
+    keys: tuple[str, str, str, str],
+    streams: tuple[int, int],
+    dtype: torch.dtype,
+) -> Launch:
+    """``(x, w, bias) -> [x's codes, scale_inv, amax][, w's], y``.
+
+    Args:
+        keys: of the specs of x, x^T, w and w^T; empty for a transposed operand that backward does not need.
+        streams: stream ids of x and w.
+        dtype: of y.
+    """
+    draft = Draft(device, inputs=3)
+    row_x, row_w = keys[0], keys[2]
+    left = _cast_forward(draft, x, draft.inputs[0], (row_x, keys[1]), streams[0])
+    right = _cast_forward(draft, weight, draft.inputs[1], (row_w, keys[3]), streams[1])
+    _multiply(draft, left, right, dtype, draft.inputs[2] if bias else None)
+    return draft.launch()
+
+
+@resolver
+def resolve_backward(
+    grad: Facts,
+    device: torch.device,
+    shapes: tuple[Shape | None, Shape | None],
+    keys: tuple[str, str, str, str],
+    has_rng: bool,
+    stream: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> Launch:
+    """``(dy, x's codes, scale_inv, amax, w's, rng) -> [dx][, dw]``.
+
+    Args:
+        shapes: of x^T and w^T; None for one that was not kept, whose product is not wanted.
+        keys: of the specs of dy, dy^T, x^T and w^T.
+        has_rng: whether a draw is given.
+        stream: stream id of dy.
+        dtypes: of dx and dw.
+    """
+    draft = Draft(device, inputs=8)
+    inp_shape, weight_shape = shapes
+    row = _scratch_side(draft, keys[0], 0, grad.shape) if weight_shape else None
+    col = _scratch_side(draft, keys[1], 1, grad.shape[::-1]) if inp_shape else None
+    rng = draft.inputs[7] if has_rng else None
+    add_cast(draft, Reading(grad), row, col, rng, stream)
+    kept = [(shape, key, first) for shape, key, first in ((weight_shape, keys[3], 4), (inp_shape, keys[2], 1)) if shape]
+    operands = _decoded(draft, kept)
+    for target, shape, key, dtype, other in (
+        (row, grad.shape, keys[0], dtypes[0], operands[0]),
+        (col, grad.shape[::-1], keys[1], dtypes[1], operands[-1]),
+    ):
+        if target is not None:
+            _multiply(draft, _values(target, key, shape), other, dtype)
+    return draft.launch()
+
+
+def _cast_forward(draft: Draft, tensor: Facts, place: Place, keys: tuple[str, str], stream: int) -> Values:
+    """Cast a tensor: its rowwise values for the product that follows, its columnwise codes as outputs."""
+    row = _scratch_side(draft, keys[0], 0, tensor.shape)
+    col = None
+    if keys[1]:
+        shape = tensor.shape[::-1]
+        side = Side.of_key(keys[1], "codes", 1)
+        assert side is not None
+        data, scale_inv = draft.output(*data_of(side, *shape)), draft.output(*scales_of(*shape))
+        col = Target(side, draft.output((amax_size(side, shape[0]),), torch.float32), False, data, scale_inv)
+    add_cast(draft, Reading(tensor, None, place), row, col, None, stream)
+    return _values(row, keys[0], tensor.shape)
+
+
+def _scratch_side(draft: Draft, key: str, bit: int, shape: Shape) -> Target:
+    """A side cast to values that only this launch sees."""
+    side = Side.of_key(key, "values", bit)
+    assert side is not None
+    data, scale_inv = draft.scratch(*data_of(side, *shape)), draft.scratch(*scales_of(*shape))
+    return Target(side, draft.scratch((amax_size(side, shape[0]),), torch.float32), False, data, scale_inv)
+
+
+def _values(target: Target, key: str, shape: Shape) -> Values:
+    (rows, width), dtype = data_of(target.side, *shape)
+    matrix = Matrix(target.data, Facts((rows, width), (width, 1), dtype, True))
+    return Values(matrix, target.amax, amax_size(target.side, rows) > 1, CastSpec.from_key(key).numerator)
+
+
+def _decoded(draft: Draft, kept: list[tuple[Shape, str, int]]) -> list[Values]:
+    """Operands ``(shape, key, first of its three inputs)`` of codes, decoded by one kernel."""
+    codes: list[Codes] = []
+    values: list[Values] = []
+    for (rows, cols), key, first in kept:
+        blocks = -(-cols // BLOCK_SIZE)
+        codes.append(Codes(draft.inputs[first], draft.inputs[first + 1], rows, blocks))
+        width = blocks * BLOCK_SIZE
+        matrix = Matrix(
+            draft.scratch((rows, width), torch.bfloat16), Facts((rows, width), (width, 1), torch.bfloat16, True)
+        )
+        spec = CastSpec.from_key(key)
+        by_rows = amax_size(Side.of(spec, "codes", 1), rows) > 1
+        values.append(Values(matrix, draft.inputs[first + 2], by_rows, spec.numerator))
+    add_decode(draft, codes, [operand.matrix.place for operand in values])
+    return values
+
+
+def _multiply(draft: Draft, left: Values, right: Values, dtype: torch.dtype, bias: Place | None = None) -> None:
+    add_gemm(
+        draft, left.matrix, right.matrix, left.amax, right.amax, bias, left.numerator * right.numerator,
+        (left.by_rows, right.by_rows), None, dtype,
+    )  # fmt: skip
+
+
+@resolver
+def resolve_fp8_forward(x: Facts, weight: Facts, device: torch.device, keys: tuple[str, str, str, str]) -> Launch:
+    """``(x, w) -> x's codes[, x^T's codes, nothing, amax], w's codes[, w^T's codes, nothing, amax], alpha, one``.
+
+    The product of the codes is multiplied by the last two.
+
+    Args:
+        keys: as in :func:`resolve_forward`; FP8 with one scale per tensor.
+    """
+    draft = Draft(device, inputs=2)
+    rows: list[cast_fp8.Target] = []
+    for tensor, place, key, col_key in ((x, draft.inputs[0], *keys[:2]), (weight, draft.inputs[1], *keys[2:])):
+        spec, shape, col = CastSpec.from_key(key), tensor.shape[::-1], None
+        data = draft.output((shape[1], spec.padded_cols(shape[0])), torch.uint8)
+        if col_key:
+            col_spec = CastSpec.from_key(col_key)
+            codes = draft.output((shape[0], col_spec.padded_cols(shape[1])), torch.uint8)
+            draft.output((shape[0], 0), col_spec.scale.torch_dtype)
+            amax = draft.output((1,), torch.float32)
+            col = cast_fp8.Target(col_spec, amax, False, codes)
+        else:
+            amax = draft.scratch((1,), torch.float32)
+        row = cast_fp8.Target(spec, amax, False, data)
+        cast_fp8.add_cast(draft, Reading(tensor, None, place), row, col)
+        rows.append(row)
+    left, right = rows
+    add_factor(draft, left.amax, right.amax, left.spec.numerator * right.spec.numerator)
+    return draft.launch()
+
+
+@resolver
+def resolve_fp8_backward(grad: Facts, device: torch.device, keys: tuple[str, str, str, str]) -> Launch:
+    """``(dy, x's amax, w's) -> [dy's codes, alpha, one][, dy^T's codes, alpha, one]``, for dgrad and wgrad.
+
+    Args:
+        keys: as in :func:`resolve_backward`; empty for a tensor whose product is not wanted.
+    """
+    draft = Draft(device, inputs=3)
+    amax = draft.scratch((1,), torch.float32)
+    targets: list[cast_fp8.Target | None] = [None, None]
+    factors: list[tuple[Place, float, Place, Place]] = []
+    for side, (key, other, shape) in enumerate(((keys[0], keys[3], grad.shape), (keys[1], keys[2], grad.shape[::-1]))):
+        if other:
+            spec = CastSpec.from_key(key)
+            codes = draft.output((shape[0], spec.padded_cols(shape[1])), torch.uint8)
+            targets[side] = cast_fp8.Target(spec, amax, False, codes)
+            numerator = spec.numerator * CastSpec.from_key(other).numerator
+            alpha, one = (draft.output((1, 1), torch.float32) for _ in range(2))
+            factors.append((draft.inputs[2 - side], numerator, alpha, one))
+    cast_fp8.add_cast(draft, Reading(grad), *targets)
+    for other_amax, numerator, alpha, one in factors:
+        add_factor(draft, amax, other_amax, numerator, (alpha, one))
+    return draft.launch()

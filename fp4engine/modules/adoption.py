@@ -1,0 +1,121 @@
+"""Modules that multiply and are no ``nn.Linear``, made to follow recipes in place, and back."""
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import nn
+
+from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.linear import Linear
+from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.modules.torch_attention import TorchMultiheadAttention
+
+
+def adoptable(model: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[[], None]]]:
+    """``(name, module, adopt)`` of every module that could follow recipes and does not; calling ``adopt`` makes it.
+
+    That is ``nn.MultiheadAttention`` and, of transformers, ``Conv1D`` and experts in one parameter. Those that would
+    then compute something else are left out, and so are lazy ones.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            if not TorchMultiheadAttention.refusal(module):
+                yield name, module, partial(TorchMultiheadAttention.adopt, module, name)
+        elif "transformers" in sys.modules and not isinstance(module, Gemms):
+            from fp4engine.modules import hugging_face
+
+            if type(module) is hugging_face.Conv1D and "forward" not in vars(module):
+                yield name, module, partial(hugging_face.FP4Conv1D.adopt, module, name)
+            elif hugging_face.can_adopt_experts(module):
+                yield name, module, partial(hugging_face.adopt_experts, module, name)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether ``module`` is a ``Conv1D`` of transformers that follows recipes; its weight is [K, N]."""
+    if "transformers" not in sys.modules:
+        return False
+    from fp4engine.modules import hugging_face
+
+    return isinstance(module, hugging_face.FP4Conv1D)
+
+
+def adopted_names(model: nn.Module) -> list[str]:
+    """Names of the modules that :func:`adoptable` offered, and that follow recipes now."""
+    return [name for name, module in model.named_modules() if _is_adopted(module)]
+
+
+def _is_adopted(module: nn.Module) -> bool:
+    if isinstance(module, TorchMultiheadAttention) or is_conv1d(module):
+        return True
+    if "transformers" not in sys.modules:
+        return False
+    from fp4engine.modules import hugging_face
+
+    return hugging_face.is_adopted(module)
+
+
+def compute_buffers(model: nn.Module) -> None:
+    """Compute what modules of transformers hold on ``meta`` and checkpoints do not: angles of rotary embeddings."""
+    if "transformers" in sys.modules:
+        from fp4engine.modules import hugging_face
+
+        hugging_face.compute_buffers(model)
+
+
+def forget_storage(model: nn.Module) -> None:
+    """Undo what models of transformers were told about weights that are stored as codes: there are none any more."""
+    for module in model.modules():
+        if vars(module).pop("quantization_method", None) is not None:
+            quantizer = vars(module).get("hf_quantizer")
+            assert quantizer is not None
+            quantizer.remove_quantization_config(module)
+
+
+def adapter_names(model: nn.Module) -> list[str]:
+    """Names of the modules that PEFT added to ``model``: all below its layers that are not below their base layer."""
+    if "peft" not in sys.modules:
+        return []
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            below = [child for child, _ in model.get_submodule(name).named_modules() if child]
+            names += [f"{name}.{child}" for child in below if child.partition(".")[0] != "base_layer"]
+    return names
+
+
+def release(module: nn.Module) -> bool:
+    """Undo what :func:`adoptable` offered; whether there was anything to undo."""
+    if isinstance(module, TorchMultiheadAttention):
+        module.release()
+        return True
+    if "transformers" not in sys.modules:
+        return False
+    from fp4engine.modules import hugging_face
+
+    if isinstance(module, hugging_face.FP4Conv1D):
+        module.release()
+    elif hugging_face.is_adopted(module):
+        hugging_face.release_experts(module)
+    else:
+        return False
+    return True
+
+
+def to_linear(module: Linear) -> nn.Linear:
+    """An ``nn.Linear`` with the parameters, hooks and mode of ``module``: the inverse of ``Linear.from_linear``.
+
+    A weight that is stored as codes becomes the values that they decode to.
+    """
+    own = vars(Gemms()).keys() - vars(nn.Module()).keys()
+    new = nn.Linear.__new__(nn.Linear)
+    new.__dict__.update({name: value for name, value in module.__dict__.items() if name not in own})
+    new._parameters = dict(module._parameters)
+    weight = module._parameters["weight"]
+    if isinstance(weight, QuantizedWeight):
+        with torch.no_grad():
+            new._parameters["weight"] = nn.Parameter(weight.dequantize(), weight.requires_grad)
+    return new

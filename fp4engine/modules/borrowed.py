@@ -1,0 +1,71 @@
+"""Products by a parameter that another module owns, which stays in its place and keeps its name."""
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.grouped_linear import GroupedLinear
+
+
+class BorrowedLinear(Gemms):
+    """``y = x W^T + b`` with parts of ``owner``'s parameter ``parameter`` [N, K]; has no parameters.
+
+    Args:
+        name: what recipes see.
+    """
+
+    owner: torch.nn.Module
+    parameter: str
+
+    def __init__(self, owner: torch.nn.Module, parameter: str, name: str) -> None:
+        weight = owner.get_parameter(parameter)
+        super().__init__(name, shape=tuple(weight.shape))
+        vars(self).update(owner=owner, parameter=parameter)  # an attribute would make the owner a child of its child
+
+    def borrowed(self) -> list[Parameter]:
+        """The parameters of the owner that this multiplies by or adds."""
+        return [self.owner.get_parameter(self.parameter)]
+
+    def forward(self, inp: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., K] -> [..., rows of ``weight``], which is the parameter or rows of it."""
+        return self.multiply(inp, weight, bias)
+
+
+class BorrowedGroupedLinear(GroupedLinear):
+    """:class:`~fp4engine.GroupedLinear` by ``owner``'s parameter of three dimensions; has no parameters.
+
+    Args:
+        parameter: name of the weights [G, N, K], or [G, K, N] where ``transposed``.
+        bias: name of the biases [G, N]; None for none.
+        name: what recipes see, with the module type ``"grouped_linear"``.
+    """
+
+    owner: torch.nn.Module
+    parameter: str
+    bias: str | None
+    transposed: bool
+
+    def __init__(self, owner: torch.nn.Module, parameter: str, bias: str | None, transposed: bool, name: str) -> None:
+        torch.nn.Module.__init__(self)
+        groups, rows, cols = owner.get_parameter(parameter).shape
+        self.num_gemms = groups
+        self.out_features, self.in_features = (cols, rows) if transposed else (rows, cols)
+        self.return_bias = False
+        shape = (self.out_features, self.in_features)
+        self.gemms = torch.nn.ModuleList(Gemms(name, module_type="grouped_linear", shape=shape) for _ in range(groups))
+        vars(self).update(owner=owner, parameter=parameter, bias=bias, transposed=transposed)
+
+    def borrowed(self) -> list[Parameter]:
+        """The parameters of the owner that this multiplies by or adds."""
+        return [self.owner.get_parameter(name) for name in (self.parameter, self.bias) if name is not None]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        stacked = self.borrowed()[0]
+        return list((stacked.transpose(1, 2) if self.transposed else stacked).unbind())
+
+    @property
+    def biases(self) -> list[Tensor | None]:
+        biases = self.borrowed()[1:]
+        return list(biases[0].unbind()) if biases else [None] * self.num_gemms

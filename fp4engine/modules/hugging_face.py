@@ -1,0 +1,140 @@
+"""What models of transformers multiply by that is no ``nn.Linear``: ``Conv1D``, and experts in one parameter.
+
+Imports transformers: whoever has such a module has imported it already.
+
+Legend: M tokens, G experts, T experts per token, K in_features, N out_features.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+
+from fp4engine.modules.borrowed import BorrowedGroupedLinear
+from fp4engine.modules.gemms import Gemms
+
+IMPLEMENTATION = "fp4engine"
+"""Name in transformers' registry of experts implementations."""
+
+
+class FP4Conv1D(Gemms, Conv1D):
+    """``y = x W + b`` with W [K, N]: a ``Conv1D`` in every respect outside an autocast region."""
+
+    @staticmethod
+    def adopt(module: Conv1D, name: str) -> None:
+        """Turn ``module`` into one, in place."""
+        module.__class__ = FP4Conv1D
+        assert isinstance(module, FP4Conv1D)
+        module._configure(name, None, False, "linear", (module.nf, module.nx))
+
+    def release(self) -> None:
+        """Become a ``Conv1D`` again."""
+        for attribute in vars(Gemms()).keys() - vars(torch.nn.Module()).keys():
+            vars(self).pop(attribute, None)
+        self.__class__ = Conv1D  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N]."""
+        return self.multiply(x, self.weight.T, self.bias)
+
+
+def can_adopt_experts(module: torch.nn.Module) -> bool:
+    """Whether ``module`` asks transformers' registry how to multiply by its experts, and can ask for this package.
+
+    Not if its weights have other names than the registry's own implementations read, or are spread over processes.
+    """
+    if is_adopted(module) or not all(hasattr(module, name) for name in ("has_gate", "is_transposed", "num_experts")):
+        return False
+    parameters = dict(module.named_parameters(recurse=False))
+    weights = [parameters.get(name) for name in (_up_name(module), "down_proj")]
+    return all(weight is not None and weight.dim() == 3 for weight in weights) and not module._is_expert_parallel
+
+
+def adopt_experts(module: torch.nn.Module, name: str) -> None:
+    """Let ``module``, which :func:`can_adopt_experts` accepts, multiply by :func:`experts_forward`.
+
+    The implementation is set in a copy of the configuration that is this module's own: experts elsewhere keep theirs.
+    """
+    experts: Any = module
+    up, biased = _up_name(module), experts.has_bias
+    experts.up_gemms = BorrowedGroupedLinear(
+        module, up, f"{up}_bias" if biased else None, experts.is_transposed, f"{name}.{up}"
+    )
+    experts.down_gemms = BorrowedGroupedLinear(
+        module, "down_proj", "down_proj_bias" if biased else None, experts.is_transposed, f"{name}.down_proj"
+    )
+    vars(module)["_config_before"] = experts.config
+    experts.config = copy.copy(experts.config)
+    experts.config._experts_implementation = IMPLEMENTATION
+
+
+def release_experts(module: torch.nn.Module) -> None:
+    """Undo :func:`adopt_experts`."""
+    experts: Any = module
+    del experts.up_gemms, experts.down_gemms
+    experts.config = vars(module).pop("_config_before")
+
+
+def is_adopted(module: torch.nn.Module) -> bool:
+    """Whether :func:`adopt_experts` has been here."""
+    return "_config_before" in vars(module)
+
+
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """``sum_t weight_t * down_e(act(up_e(x)))`` over the T experts e of each token x: [M, K] -> [M, K].
+
+    Tokens are sorted by expert, so that each projection is one grouped product.
+
+    Args:
+        top_k_index: integers [M, T].
+        top_k_weights: [M, T].
+
+    Raises:
+        NotImplementedError: the experts are spread over processes.
+
+    Source: transformers ``integrations/moe.py``, ``grouped_mm_experts_forward``, for the order of the steps.
+    """
+    if module._is_expert_parallel:
+        raise NotImplementedError("experts that are spread over processes are not implemented: revert(model) first")
+    expert = top_k_index.reshape(-1)
+    order = torch.argsort(expert, stable=True)
+    counts = torch.zeros(module.num_experts, dtype=torch.int64, device=expert.device)
+    counts.scatter_add_(0, expert.to(torch.int64), torch.ones_like(expert, dtype=torch.int64))
+    rows = module.up_gemms(hidden_states[order // top_k_index.shape[-1]], counts)
+    rows = module.down_gemms(module._apply_gate(rows) if module.has_gate else module.act_fn(rows), counts)
+    if module.has_post_expert_norm:
+        rows = module.post_expert_norm(rows)
+    weighted = rows * top_k_weights.reshape(-1)[order, None]
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return weighted[back].view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+def compute_buffers(model: torch.nn.Module) -> None:
+    """Replace buffers on ``meta`` that no checkpoint has by what the model's own initialisation computes.
+
+    Left alone are those of modules that have parameters too, and those that the initialisation does not write.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    for module in model.modules():
+        empty = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+        buffers = {name: buffer for name, buffer in empty.items() if buffer is not None and buffer.is_meta}
+        if not buffers or module._parameters:
+            continue
+        for name, buffer in buffers.items():
+            module._buffers[name] = torch.full(buffer.shape, float("nan"), dtype=buffer.dtype)
+        model._init_weights(module)
+        for name, buffer in buffers.items():
+            if module._buffers[name].isnan().any():  # pyright: ignore[reportOptionalMemberAccess]
+                module._buffers[name] = buffer
+
+
+def _up_name(module: Any) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

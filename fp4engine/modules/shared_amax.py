@@ -1,0 +1,123 @@
+"""Siblings that share one outer scale while they are trained, since servers multiply them as one matrix."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fp4engine.formats import Outer
+from fp4engine.quantizers import Quantizer, make_quantizer
+from fp4engine.quantizers.shared import SharedAmaxQuantizer
+from fp4engine.recipe import CustomRecipe, Recipe, RuledRecipe, ScheduledRecipe
+from fp4engine.roles import QuantizerRole
+
+SHARED_SCALES = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+"""Siblings, by the last part of their names, that servers multiply as one matrix with one outer scale."""
+
+
+def sibling_groups(names: Iterable[str], shared_scales: Iterable[Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """``name -> the names that share its scale``, itself among them, of the ``names`` that have such siblings.
+
+    Args:
+        names: dotted names of modules.
+        shared_scales: names of siblings, below any one parent.
+
+    Raises:
+        ValueError: a string in place of a sequence of names.
+    """
+    known = dict.fromkeys(names)
+    parents = dict.fromkeys(name.rpartition(".")[0] for name in known)
+    groups: dict[str, tuple[str, ...]] = {}
+    for siblings in shared_scales:
+        if isinstance(siblings, str):
+            raise ValueError(f"shared_scales must be sequences of names, got the string {siblings!r} among them")
+        for parent in parents:
+            together = [f"{parent}.{sibling}" if parent else sibling for sibling in siblings]
+            together = [name for name in together if name in known]
+            if len(together) > 1:
+                groups |= dict.fromkeys(together, tuple(together))
+    return groups
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """``() ->`` the weights of the modules ``names`` of ``model``; equal for one model and the same names."""
+
+    model: torch.nn.Module
+    names: tuple[str, ...]
+
+    def __call__(self) -> list[Tensor]:
+        return [self.model.get_parameter(f"{name}.weight").detach() for name in self.names]
+
+
+@dataclass(frozen=True, eq=False)
+class _SharingFactory:
+    """``role -> quantizer`` of ``recipe``, whose weights share an amax with their siblings in ``model``."""
+
+    recipe: Recipe
+    model: torch.nn.Module
+    groups: dict[str, tuple[str, ...]]
+
+    def __call__(self, role: QuantizerRole) -> Quantizer:
+        made = make_quantizer(self.recipe, role)
+        others = [name for name in self.groups.get(role.name, ()) if name != role.name]
+        if role.tensor_type != "weight" or not others or made.is_identity:
+            return made
+        sides = (made.rowwise_spec, made.columnwise_spec, made.columnwise_source)
+        return SharedAmaxQuantizer(*sides, made.stream, made.backend, siblings=_Weights(self.model, tuple(others)))
+
+
+def share_amax(
+    model: torch.nn.Module, recipe: Recipe, shared_scales: Sequence[Sequence[str]] = SHARED_SCALES
+) -> Recipe:
+    """``recipe`` for this ``model``, in which the weights of siblings are scaled by one amax, the largest of theirs.
+
+    What is exported is then, bit for bit, what trained. To be given to ``convert``, or to ``autocast`` after it.
+
+    Args:
+        model: its weights are whole in every process, or gathered by FSDP2 for their products. The amax of a sibling
+            that is sharded at that moment is reduced over its shards; siblings in one unit of FSDP2 need no such step.
+        shared_scales: names of siblings, by the last part of their dotted names.
+
+    Raises:
+        ValueError: the model has no such siblings; ``recipe`` has delayed scaling or a schedule, or casts a sibling's
+            weight without an outer scale of the whole tensor.
+    """
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    groups = sibling_groups(linears, shared_scales)
+    if not groups:
+        raise ValueError(f"no linear modules of this {type(model).__name__} are siblings by {tuple(shared_scales)}")
+    if recipe.is_delayed or isinstance(recipe, ScheduledRecipe):
+        raise ValueError(
+            f"siblings share the amax that their weights have now: give a recipe of one step, not {recipe!r}"
+        )
+    for name in groups:
+        shape = (linears[name].out_features, linears[name].in_features)
+        spec = make_quantizer(recipe, QuantizerRole("linear", "weight", name, shape)).rowwise_spec
+        if spec is not None and spec.outer is not Outer.TENSOR:
+            raise ValueError(f"{name!r} has outer scales by {spec.outer.value}, and siblings share one of the tensor")
+    return _sharing(recipe, model, groups)
+
+
+def without_sharing(recipe: Recipe) -> Recipe:
+    """The recipe that :func:`share_amax` was given; any other as it is."""
+    if isinstance(recipe, RuledRecipe):
+        rules = tuple(replace(rule, recipe=without_sharing(rule.recipe)) for rule in recipe.rules)
+        return RuledRecipe(without_sharing(recipe.default), rules)
+    if isinstance(recipe, CustomRecipe) and isinstance(recipe.qfactory, _SharingFactory):
+        return recipe.qfactory.recipe
+    return recipe
+
+
+def _sharing(recipe: Recipe, model: torch.nn.Module, groups: dict[str, tuple[str, ...]]) -> Recipe:
+    if isinstance(recipe, RuledRecipe):
+        rules = tuple(replace(rule, recipe=_sharing(rule.recipe, model, groups)) for rule in recipe.rules)
+        return RuledRecipe(_sharing(recipe.default, model, groups), rules)
+    factory = _SharingFactory(recipe, model, groups)
+    return CustomRecipe(qfactory=factory, backward_override=recipe.backward_override, backend=recipe.backend)

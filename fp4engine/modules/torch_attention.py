@@ -1,0 +1,132 @@
+"""``nn.MultiheadAttention`` whose projections follow the recipe in force.
+
+Legend: B batch, L queries, S keys, E embedding, H heads.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp4engine.modules.borrowed import BorrowedLinear
+
+
+class TorchMultiheadAttention(torch.nn.MultiheadAttention):
+    """An ``nn.MultiheadAttention`` in every respect, with products of its own for both projections.
+
+    ``softmax(q k^T / sqrt(E / H) + mask) v`` between them stays in high precision.
+
+    Attributes:
+        in_proj_gemms: multiplies by ``in_proj_weight`` [3 E, E], at once where query, key and value are one tensor.
+    """
+
+    in_proj_gemms: BorrowedLinear
+
+    @staticmethod
+    def refusal(module: torch.nn.MultiheadAttention) -> str:
+        """Why ``module`` cannot become one; empty if it can."""
+        if type(module) is not torch.nn.MultiheadAttention:
+            return f"{type(module).__name__} may have a forward of its own"
+        if not module._qkv_same_embed_dim:
+            return "its queries, keys and values differ in size (kdim, vdim)"
+        if module.bias_k is not None or module.add_zero_attn:
+            return "it adds a bias or zeros to its keys (add_bias_kv, add_zero_attn)"
+        return ""
+
+    @staticmethod
+    def adopt(module: torch.nn.MultiheadAttention, name: str) -> None:
+        """Turn ``module``, which :meth:`refusal` accepts, into one, in place."""
+        module.__class__ = TorchMultiheadAttention
+        module.in_proj_gemms = BorrowedLinear(module, "in_proj_weight", f"{name}.in_proj")
+        # nn.TransformerEncoderLayer multiplies by its children's weights past them, unless a child has a hook.
+        vars(module)["_fast_path_hook"] = module.register_forward_pre_hook(_no_fast_path)
+
+    def release(self) -> None:
+        """Become an ``nn.MultiheadAttention`` again."""
+        vars(self).pop("_fast_path_hook").remove()
+        del self.in_proj_gemms
+        self.__class__ = torch.nn.MultiheadAttention  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``nn.MultiheadAttention.forward``.
+
+        Raises:
+            ValueError: ``is_causal`` without the mask that it is a hint about, or a nested tensor.
+        """
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal=True is a hint about attn_mask, and needs it")
+        if query.is_nested:
+            raise ValueError("a converted nn.MultiheadAttention takes no nested tensors: pass key_padding_mask")
+        batched, batch_first = query.dim() == 3, self.batch_first
+        q, k, v = self._projected(query, key, value)  # [..., E] each, in the caller's layout
+        if not batched:
+            q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+        elif not batch_first:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        mask = self._mask(attn_mask, key_padding_mask, q, k.shape[1])
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = (q * math.sqrt(1.0 / self.head_dim)) @ k.transpose(-2, -1)
+            weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, dim=-1), dropout)
+            mixed = weights @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        mixed = mixed.transpose(1, 2).flatten(2)  # [B, L, E]
+        if not batched:
+            output = self.out_proj(mixed.squeeze(0))
+            return output, None if weights is None else weights.squeeze(0)
+        return self.out_proj(mixed if batch_first else mixed.transpose(0, 1)), weights
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weight, bias, width = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+
+        def part(inp: Tensor, first: int, last: int) -> tuple[Tensor, ...]:
+            """Projections ``first`` to ``last`` of ``inp``."""
+            rows = slice(first * width, last * width)
+            whole = (first, last) == (0, 3)
+            output = self.in_proj_gemms(inp, weight if whole else weight[rows], None if bias is None else bias[rows])
+            return output.chunk(last - first, dim=-1)
+
+        if query is key and key is value:
+            q, k, v = part(query, 0, 3)
+        elif key is value:
+            (q,), (k, v) = part(query, 0, 1), part(key, 1, 3)
+        else:
+            (q,), (k,), (v,) = part(query, 0, 1), part(key, 1, 2), part(value, 2, 3)
+        return q, k, v
+
+    def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, keys: int) -> Tensor | None:
+        """What is added to the scores [B, H, L, S], broadcastable; None for nothing."""
+        mask = None if attn_mask is None else _additive(attn_mask, q.dtype)
+        if mask is not None and mask.dim() == 3:
+            mask = mask.view(q.shape[0], self.num_heads, q.shape[1], keys)
+        if padding is None:
+            return mask
+        padding = _additive(padding, q.dtype).view(q.shape[0], 1, 1, keys)
+        return padding if mask is None else mask + padding
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """``-inf`` where a boolean mask is True; other masks as they are."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
+
+
+def _no_fast_path(module: torch.nn.Module, args: Any) -> None:
+    """A hook that does nothing: that it is there makes ``nn.TransformerEncoderLayer`` call its children."""

@@ -1,0 +1,432 @@
+"""Casts: one read of x makes both of its operands; and back, with :func:`dequantize`.
+
+A spec travels as its key, so an operator's schema shows what it does. Legend: x is ``[M, K]``; the rowwise operand is
+x, the columnwise operand x.T, contracted axis last in both.
+"""
+
+from functools import cache
+from types import ModuleType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fp4engine import capability, reference
+from fp4engine.formats import CastSpec, Correction, Outer
+from fp4engine.kernels.source import Source
+from fp4engine.ops import backend as backends
+from fp4engine.ops.operand import Operand
+from fp4engine.ops.operation import Output, define, is_plain
+from fp4engine.tracing import constant_when_traced
+
+Form = Literal["codes", "values"]
+"""What an operand is written as: packed codes and scales, or the BF16 values that they decode to."""
+
+_COLUMNWISE = 1
+"""Side bit of a stream id."""
+
+
+def quantize(
+    x: Tensor | Source,
+    rowwise: CastSpec | None,
+    columnwise: CastSpec | None,
+    *,
+    rowwise_form: Form = "codes",
+    columnwise_form: Form = "codes",
+    rowwise_amax: Tensor | None = None,
+    columnwise_amax: Tensor | None = None,
+    rng: Tensor | None = None,
+    stream: int = 0,
+    backend: str = "auto",
+) -> tuple[Operand | None, Operand | None]:
+    """Quantize x into the operands whose spec is given.
+
+    Args:
+        x: [M, K], BF16, FP16, FP32 or FP64, any strides; or a function of one that :func:`fuses`.
+        rowwise, columnwise: spec of each side, None to leave it out.
+        rowwise_form, columnwise_form: see :data:`Form`; ``values`` needs E2M1 elements with E4M3 scales.
+        rowwise_amax, columnwise_amax: outer amax from :func:`amax` (perhaps reduced over ranks); None computes it.
+        rng: int64 [2] ``(seed, draw)``; needed if a spec is stochastic.
+        stream: stream id of the role, side bit 0.
+        backend: see :func:`fp4engine.ops.backend.choose`.
+
+    Raises:
+        ValueError: x is no matrix of floating-point numbers, no side is asked for, or an amax is not what :func:`amax`
+            returns.
+    """
+    if isinstance(x, Tensor):
+        if x.ndim != 2 or not x.is_floating_point():
+            raise ValueError(f"x must be a floating-point matrix [M, K], got {x.dtype} of shape {tuple(x.shape)}")
+        x = as_it_is(x)
+        read = (x, "", False, x.dtype, None, None, None)
+    else:
+        read = (as_it_is(x.x), x.kind, x.gated, x.dtype, x.statistics, x.gamma, x.beta)
+    if rowwise is None and columnwise is None:
+        raise ValueError("quantize needs rowwise or columnwise, got neither")
+    if rowwise_amax is not None or columnwise_amax is not None:
+        rows, cols = x.shape
+        require_amax("rowwise_amax", rowwise_amax, rowwise, rows, cols, x.device)
+        require_amax("columnwise_amax", columnwise_amax, columnwise, cols, rows, x.device)
+    row_key, col_key = "" if rowwise is None else rowwise.key, "" if columnwise is None else columnwise.key
+    row_amax, col_amax = None if rowwise is None else rowwise_amax, None if columnwise is None else columnwise_amax
+    if _rounds_amax(row_key, col_key, row_amax is None, col_amax is None):
+        assert isinstance(x, Tensor)
+        own = amax(x, rowwise, columnwise, rng=rng, stream=stream, backend=backend)
+        row_amax, col_amax = own[0] if row_amax is None else row_amax, own[1] if col_amax is None else col_amax
+    run = _quantize if is_plain(read[0]) else torch.ops.fp4engine.quantize
+    outputs = iter(
+        run(*read, row_key, col_key, rowwise_form, columnwise_form, row_amax, col_amax, rng, stream, backend)
+    )
+    returned = _returned_amaxes(row_key, col_key, row_amax is None, col_amax is None)
+    rows, cols = x.shape
+    row = col = None
+    if rowwise is not None:
+        data, scale_inv = next(outputs), next(outputs) if rowwise_form == "codes" else None
+        row = Operand(rowwise, rows, cols, data, scale_inv, next(outputs) if returned[0] else row_amax)
+    if columnwise is not None:
+        data, scale_inv = next(outputs), next(outputs) if columnwise_form == "codes" else None
+        if returned[1]:
+            col_amax = next(outputs)
+        elif col_amax is None:
+            assert row is not None
+            col_amax = row.amax
+        col = Operand(columnwise, cols, rows, data, scale_inv, col_amax)
+    return row, col
+
+
+@constant_when_traced
+def _rounds_amax(rowwise: str, columnwise: str, row_missing: bool, col_missing: bool) -> bool:
+    """Whether an outer amax that is not given is to be rounded before it is used, which no cast does on its way."""
+    return _rounded(rowwise, columnwise, row_missing, col_missing)
+
+
+@cache
+def _rounded(rowwise: str, columnwise: str, row_missing: bool, col_missing: bool) -> bool:
+    missing = [key for key, is_missing in ((rowwise, row_missing), (columnwise, col_missing)) if key and is_missing]
+    specs = [CastSpec.from_key(key) for key in missing]
+    return any(not spec.block[1] and spec.scale_rule.is_power_of_two for spec in specs)
+
+
+@constant_when_traced
+def _returned_amaxes(rowwise: str, columnwise: str, row_missing: bool, col_missing: bool) -> tuple[bool, bool]:
+    """:func:`_returned`, for code that may be traced."""
+    return _returned(rowwise, columnwise, row_missing, col_missing)
+
+
+@cache
+def _returned(rowwise: str, columnwise: str, row_missing: bool, col_missing: bool) -> tuple[bool, bool]:
+    """Whether a cast returns the outer amaxes of its sides: those not given.
+
+    Two sides without block scales have one, which the rowwise side returns. A scalar correction is folded into the
+    amax, given or not.
+    """
+    row, col = (CastSpec.from_key(key) if key else None for key in (rowwise, columnwise))
+    shared = row is not None and col is not None and row_missing and not (row.block[1] or col.block[1])
+    return (
+        row is not None and (row_missing or row.correction is Correction.SCALAR),
+        col is not None and ((col_missing and not shared) or col.correction is Correction.SCALAR),
+    )
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    """``x`` without its graph, and without the bit by which PyTorch negates lazily, which kernels do not read.
+
+    Operators that are called through the dispatcher, as in compiled code, never see that bit.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return x.detach()
+    if x.requires_grad and torch.is_grad_enabled():
+        x = x.detach()
+    return x.resolve_neg() if x.is_neg() else x
+
+
+def amax(
+    x: Tensor,
+    rowwise: CastSpec | None,
+    columnwise: CastSpec | None,
+    *,
+    rng: Tensor | None = None,
+    stream: int = 0,
+    backend: str = "auto",
+) -> tuple[Tensor | None, Tensor | None]:
+    """Phase one: outer amax of each side after its rotation, both in one read of x.
+
+    Returns:
+        FP32 [1], or one per row of the operand under row scaling; NaN where a NaN went in.
+    """
+    x = as_it_is(x)
+    run = _amax if is_plain(x) else torch.ops.fp4engine.amax
+    row_key, col_key = "" if rowwise is None else rowwise.key, "" if columnwise is None else columnwise.key
+    tensors = iter(run(x, row_key, col_key, rng, stream, backend))
+    return None if rowwise is None else next(tensors), None if columnwise is None else next(tensors)
+
+
+def amax_shape(spec: CastSpec, rows: int, cols: int) -> tuple[int, ...]:
+    """Shape of the outer amax of an operand [rows, cols]."""
+    if spec.outer is Outer.ROW:
+        return (rows,)
+    return (rows, spec.padded_cols(cols) // 128) if spec.outer is Outer.BLOCK128 else (1,)
+
+
+def require_amax(
+    name: str, amax: Tensor | None, spec: CastSpec | None, rows: int, cols: int, device: torch.device
+) -> None:
+    """Raise a ValueError unless ``amax``, if given and used, is of an operand [rows, cols] cast by ``spec``."""
+    if amax is None or spec is None:
+        return
+    shape = amax_shape(spec, rows, cols)
+    if amax.dtype != torch.float32 or tuple(amax.shape) != shape or amax.device != device:
+        raise ValueError(
+            f"{name} must be torch.float32 {list(shape)} on {device}, got {amax.dtype} {list(amax.shape)} on "
+            f"{amax.device}"
+        )
+
+
+def dequantize(
+    codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, cols: int, dtype: torch.dtype, backend: str = "auto"
+) -> Tensor:
+    """``element * block scale * (amax / numerator)`` rounded once to ``dtype``: [rows, cols]."""
+    run = _dequantize if is_plain(codes) else torch.ops.fp4engine.dequantize
+    return run(codes, scale_inv, amax, spec.key, cols, dtype, backend)[0]
+
+
+def row_statistics(x: Tensor, eps: float, centered: bool) -> Tensor:
+    """``1 / sigma`` and, if ``centered``, the mean of each row: FP32 [2, M]; see :mod:`fp4engine.reference.norm`."""
+    run = _row_statistics if is_plain(x) else torch.ops.fp4engine.row_statistics
+    return run(as_it_is(x), eps, centered)[0]
+
+
+def activation_backward(grad: Tensor, x: Tensor, kind: str, gated: bool) -> Tensor:
+    """Gradient of x from that of the activation's value [M, K]; see :mod:`fp4engine.kernels.activation`."""
+    run = _activation_backward if is_plain(x) else torch.ops.fp4engine.activation_backward
+    return run(as_it_is(grad), as_it_is(x), kind, gated)[0]
+
+
+def fuses(tensors: list[Tensor], specs: tuple[CastSpec, CastSpec], dtype: torch.dtype, backend: str) -> bool:
+    """Whether kernels cast a function of ``tensors``, rounded to ``dtype``, by ``specs``: quantize a ``Source``.
+
+    Args:
+        tensors: x [..., K], then parameters [K] of the function.
+    """
+    x = tensors[0]
+    # Rounding to x's own dtype before is a second rounding unless that is FP32.
+    if torch.compiler.is_compiling() or x.ndim == 0 or x.dtype not in (dtype, torch.float32):
+        return False
+    for t in tensors:
+        if not is_plain(t) or t.stride(-1) != 1 or t.device != x.device or t.is_neg():
+            return False
+        if t.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return False
+    if backend == "reference" or not capability.triton_runs_on(x.device)[0]:
+        return False
+    return all(fused_casts_supported(spec.key, dtype)[0] for spec in specs)
+
+
+@constant_when_traced
+def transient_form(spec: str, device: torch.device, backend: str) -> Form:
+    """The form of an operand that a GEMM reads at once and nobody keeps, by its spec's key.
+
+    Where the product runs on decoded BF16 values anyway (GPUs without FP4 units), the cast writes those.
+    """
+    return _transient_form(spec, device, backend)
+
+
+@cache
+def _transient_form(key: str, device: torch.device, backend: str) -> Form:
+    if not key or backend == "reference" or not capability.triton_runs_on(device)[0]:
+        return "codes"
+    spec = CastSpec.from_key(key)
+    native = backend in ("auto", "native") and capability.fp4_units(device)[0]
+    return "values" if not native and spec.block[1] and spec.is_exact_in_bf16 else "codes"
+
+
+@cache
+def casts_supported(rowwise: str, columnwise: str, dtype: torch.dtype) -> tuple[bool, str]:
+    """Whether kernels cover the sides asked for; if not, the first refusal."""
+    for key in (rowwise, columnwise):
+        if key:
+            ok, reason = kernels().supports(CastSpec.from_key(key), dtype)
+            if not ok:
+                return False, reason
+    return True, ""
+
+
+@cache
+def fused_casts_supported(key: str, dtype: torch.dtype) -> tuple[bool, str]:
+    """Whether kernels cast what they make of a matrix, or the rows of many experts, by a spec; if not, why."""
+    return kernels().fuses(CastSpec.from_key(key), dtype)
+
+
+@cache
+def decode_supported(spec: str) -> tuple[bool, str]:
+    """Whether a product's own launch decodes the codes of ``spec``; others are decoded before it."""
+    from fp4engine.kernels.dequantize import supports
+
+    return supports(CastSpec.from_key(spec))
+
+
+@cache
+def kernels() -> ModuleType:
+    """:mod:`fp4engine.kernels.casts`, imported when a kernel is first asked for: it brings Triton."""
+    from fp4engine.kernels import casts
+
+    return casts
+
+
+def _sides(x: Tensor, rowwise: str, columnwise: str) -> list[tuple[int, Tensor, CastSpec]]:
+    """``(side, operand, spec)`` of the sides asked for."""
+    sides = []
+    if rowwise:
+        sides.append((0, x, CastSpec.from_key(rowwise)))
+    if columnwise:
+        sides.append((_COLUMNWISE, x.T, CastSpec.from_key(columnwise)))
+    return sides
+
+
+def _amax(x: Tensor, rowwise: str, columnwise: str, rng: Tensor | None, stream: int, backend: str) -> list[Tensor]:
+    path = backends.choose("amax", x.device, backend, (rowwise, columnwise, x.dtype), casts_supported)
+    sides = _sides(x, rowwise, columnwise)
+    if path == "triton":
+        amaxes = kernels().amaxes(x, (rowwise, columnwise), rng, stream)
+        return [reference.round_outer_amax(value, spec) for value, (_, _, spec) in zip(amaxes, sides, strict=True)]
+    return [reference.amax(operand, spec, rng, stream | side) for side, operand, spec in sides]
+
+
+def _quantize(
+    x: Tensor,
+    kind: str,
+    gated: bool,
+    dtype: torch.dtype,
+    statistics: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    rowwise: str,
+    columnwise: str,
+    rowwise_form: str,
+    columnwise_form: str,
+    rowwise_amax: Tensor | None,
+    columnwise_amax: Tensor | None,
+    rng: Tensor | None,
+    stream: int,
+    backend: str,
+) -> list[Tensor]:
+    path = backends.choose("quantize", x.device, backend, (rowwise, columnwise, dtype), casts_supported)
+    forms = (rowwise_form, columnwise_form)
+    if path == "triton":
+        inputs = (x, statistics, gamma, beta, rowwise_amax, columnwise_amax, rng)
+        shared = rowwise_amax is not None and rowwise_amax is columnwise_amax
+        casts = kernels()
+        asked = tuple([None if tensor is None else casts.facts(tensor) for tensor in inputs])
+        keys = (rowwise, columnwise)
+        launch = casts.resolve_cast(asked, x.device, kind, gated, dtype, keys, forms, shared, stream)
+        return launch(*inputs)
+    assert not kind, "only kernels compute a function while they cast it"
+    given = (rowwise_amax, columnwise_amax)
+    returned = _returned_amaxes(rowwise, columnwise, rowwise_amax is None, columnwise_amax is None)
+    outputs: list[Tensor] = []
+    for side, operand, spec in _sides(x, rowwise, columnwise):
+        data, scale_inv, amax = reference.quantize(operand, spec, amax=given[side], rng=rng, stream=stream | side)
+        if forms[side] == "codes":
+            outputs += [data, scale_inv]
+        else:
+            outputs.append(reference.decode(data, scale_inv, spec).to(torch.bfloat16))
+        if returned[side]:
+            outputs.append(amax)
+    return outputs
+
+
+def _dequantize(
+    codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: str, cols: int, dtype: torch.dtype, backend: str
+) -> list[Tensor]:
+    if backends.choose("dequantize", codes.device, backend, (), _always) == "triton":
+        if decode_supported(spec)[0]:
+            from fp4engine.kernels.dequantize import dequantize
+        else:
+            from fp4engine.kernels.block_decode import block_dequantize as dequantize
+
+        return [dequantize(codes, scale_inv, amax, spec, cols, dtype)]
+    return [reference.dequantize(codes, scale_inv, amax, CastSpec.from_key(spec), cols, dtype)]
+
+
+def _always() -> tuple[bool, str]:
+    """Some kernel decodes whatever a cast makes."""
+    return True, ""
+
+
+def _row_statistics(x: Tensor, eps: float, centered: bool) -> list[Tensor]:
+    from fp4engine.kernels.norm import row_statistics
+
+    backends.record("row_statistics", "triton")
+    return [row_statistics(x, eps, centered)]
+
+
+def _activation_backward(grad: Tensor, x: Tensor, kind: str, gated: bool) -> list[Tensor]:
+    from fp4engine.kernels.activation import activation_backward
+
+    backends.record("activation_backward", "triton")
+    return [activation_backward(grad, x, kind, gated)]
+
+
+def _amax_output(spec: CastSpec, rows: int, cols: int) -> Output:
+    return Output(amax_shape(spec, rows, cols), torch.float32)
+
+
+def _amax_outputs(x: Tensor, rowwise: str, columnwise: str, *_: object) -> list[Output]:
+    return [_amax_output(spec, *operand.shape) for _, operand, spec in _sides(x, rowwise, columnwise)]
+
+
+def _quantize_outputs(
+    x: Tensor,
+    kind: str,
+    gated: bool,
+    dtype: torch.dtype,
+    statistics: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    rowwise: str,
+    columnwise: str,
+    rowwise_form: str,
+    columnwise_form: str,
+    rowwise_amax: Tensor | None,
+    columnwise_amax: Tensor | None,
+    *_: object,
+) -> list[Output]:
+    outputs: list[Output] = []
+    forms = (rowwise_form, columnwise_form)
+    returned = _returned_amaxes(rowwise, columnwise, rowwise_amax is None, columnwise_amax is None)
+    rows, cols = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+    for side, (key, shape) in enumerate(((rowwise, (rows, cols)), (columnwise, (cols, rows)))):
+        if not key:
+            continue
+        spec = CastSpec.from_key(key)
+        width = spec.padded_cols(shape[1])
+        if forms[side] == "values":
+            outputs.append(Output((shape[0], width), torch.bfloat16))
+        else:
+            outputs.append(Output((shape[0], width * spec.element.storage_bits // 8), torch.uint8))
+            outputs.append(Output((shape[0], spec.num_blocks(width)), spec.scale.torch_dtype))
+        if returned[side]:
+            outputs.append(_amax_output(spec, *shape))
+    return outputs
+
+
+def _dequantize_outputs(
+    codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: str, cols: int, dtype: torch.dtype, backend: str
+) -> list[Output]:
+    parsed = CastSpec.from_key(spec)
+    return [Output((codes.shape[0], cols if parsed.rotation is None else parsed.padded_cols(cols)), dtype)]
+
+
+def _row_statistics_outputs(x: Tensor, eps: float, centered: bool) -> list[Output]:
+    return [Output((2, x.shape[0]), torch.float32)]
+
+
+def _activation_backward_outputs(grad: Tensor, x: Tensor, kind: str, gated: bool) -> list[Output]:
+    return [Output(tuple(x.shape), x.dtype)]
+
+
+define(_amax, _amax_outputs)
+define(_quantize, _quantize_outputs)
+define(_dequantize, _dequantize_outputs)
+define(_row_statistics, _row_statistics_outputs)
+define(_activation_backward, _activation_backward_outputs)

@@ -1,0 +1,118 @@
+"""Draws as values: taken by one caller, and taken again by a forward that is recomputed."""
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fp4engine.ops import rng
+from fp4engine.ops.operation import Output, define
+
+
+class _Source(threading.local):
+    """Where this thread's draws come from: ``take(state, count)``."""
+
+    def __init__(self) -> None:
+        self.take: Callable[[Tensor, int], Tensor] = rng.advance
+
+
+_source = _Source()
+
+
+def next_draw(device: torch.device, count: int = 1) -> Tensor:
+    """Advance the stream of ``device`` by ``count`` draws: int64 [2] ``(seed, draw)``, the last of them.
+
+    The tensor is the caller's own. Threads and CUDA streams that draw at the same time get different draws. Where
+    tensors have no memory (the meta device, ``FakeTensorMode``), neither has the draw, and the stream stays as it is.
+
+    Raises:
+        RuntimeError: ``make_fx`` traces on fake tensors, and would take what has no memory for a draw; or a recomputed
+            forward draws otherwise than the forward that it repeats.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.fp4engine.next_draw(rng.state_of(device), count)
+    like = torch.empty(0, dtype=torch.int64, device=device)
+    if like.is_meta or type(like) is not Tensor:
+        return _without_memory(like)
+    return _source.take(rng.state_of(device), count)
+
+
+def is_replaying() -> bool:
+    """Whether this thread is inside :meth:`Draws.repeated`, so that a forward run again draws what it drew."""
+    return _source.take is not rng.advance
+
+
+class Draws:
+    """The draws taken inside the first ``with draws.repeated()`` are taken again inside every later one.
+
+    They are kept as values. Draws that other threads take meanwhile, and what a device's stream has come to since, play
+    no part. Contexts nest: what is taken in an inner one is asked of the outer one.
+    """
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[int, Tensor]] | None = None
+
+    @contextmanager
+    def repeated(self) -> Generator[None]:
+        """First remember what is drawn; later draw that.
+
+        Raises:
+            RuntimeError: later, and more is drawn than was remembered, or something else.
+        """
+        outer = _source.take
+        if self._taken is None:
+            self._taken = []
+            _source.take = _remembering(self._taken, outer)
+        else:
+            _source.take = _repeating(self._taken)
+        try:
+            yield
+        finally:
+            _source.take = outer
+
+
+def _remembering(
+    taken: list[tuple[int, Tensor]], take: Callable[[Tensor, int], Tensor]
+) -> Callable[[Tensor, int], Tensor]:
+    def remember(state: Tensor, count: int) -> Tensor:
+        drawn = take(state, count)
+        taken.append((count, drawn))
+        return drawn.clone()  # compiled code may write to what it was given, once it has read it
+
+    return remember
+
+
+def _repeating(taken: list[tuple[int, Tensor]]) -> Callable[[Tensor, int], Tensor]:
+    left = iter(taken)
+
+    def repeat(state: Tensor, count: int) -> Tensor:
+        was, drawn = next(left, (0, None))
+        if drawn is None or was != count or drawn.device != state.device:
+            raise RuntimeError(
+                f"a recomputed forward takes {count} draws on {state.device} where the forward that it repeats took "
+                f"{f'{was} on {drawn.device}' if drawn is not None else 'none'}; it has to do the same work again"
+            )
+        return drawn.clone()
+
+    return repeat
+
+
+def _without_memory(like: Tensor) -> Tensor:
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    if get_proxy_mode() is not None:
+        raise RuntimeError("make_fx cannot trace a draw of the random stream on fake tensors; use torch.compile")
+    return like.new_empty(2)
+
+
+def _next_draw(state: Tensor, count: int) -> Tensor:
+    return _source.take(state, count)
+
+
+def _next_draw_output(state: Tensor, count: int) -> list[Output]:
+    return [Output((2,), torch.int64)]
+
+
+define(_next_draw, _next_draw_output, mutates_args=("state",))

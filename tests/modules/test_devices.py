@@ -1,0 +1,83 @@
+"""A layer and its input are on one device that has values, or the error names both devices."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fp4engine
+from fp4engine.recipe import NVFP4BlockScaling
+
+LAYERS: dict[str, Callable[[str], torch.nn.Module]] = {
+    "Linear": lambda device: fp4engine.Linear(32, 16, device=device),
+    "LayerNormLinear": lambda device: fp4engine.LayerNormLinear(32, 16, device=device),
+    "LayerNormMLP": lambda device: fp4engine.LayerNormMLP(32, 48, device=device),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("of_input", "of_weight"), [("meta", "meta"), ("cpu", "meta"), ("meta", "cpu")])
+def test_both_devices_are_named(name: str, of_input: str, of_weight: str) -> None:
+    layer, inp = LAYERS[name](of_weight), torch.randn(4, 32, device=of_input)
+    with fp4engine.autocast(), pytest.raises(ValueError, match=f"on '{of_input}' and the weight on '{of_weight}'"):
+        layer(inp)
+
+
+@pytest.mark.parametrize(
+    ("of_input", "of_weight", "remedy"),
+    [
+        ("meta", "meta", r"to_empty\(device=...\)"),
+        ("cpu", "meta", r"to_empty\(device=...\)"),
+        ("meta", "cpu", "an input with values"),
+    ],
+)
+def test_the_error_says_what_to_do(of_input: str, of_weight: str, remedy: str) -> None:
+    inp = torch.randn(4, 32, device=of_input)
+    message = f"got the input on '{of_input}' and the weight on '{of_weight}'; .*{remedy}"
+    layer = fp4engine.Linear(32, 16, device=of_weight)
+    with fp4engine.autocast(), pytest.raises(ValueError, match=message):
+        layer(inp)
+    grouped = fp4engine.GroupedLinear(2, 32, 16, device=of_weight)
+    with fp4engine.autocast():
+        for counts in ([2, 2], torch.tensor([2, 2])):
+            with pytest.raises(ValueError, match=message):
+                grouped(inp, counts)
+
+
+def test_main_grad_asks_the_same_outside_a_region() -> None:
+    layer = fp4engine.Linear(32, 16, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros(16, 32)
+    with pytest.raises(ValueError, match="got the input on 'meta' and the weight on 'cpu'"):
+        layer(torch.randn(4, 32, device="meta"))
+
+
+def test_outside_a_region_meta_works_as_for_nn_linear() -> None:
+    layer = fp4engine.Linear(32, 16, device="meta", recipe=None)
+    assert layer(torch.randn(4, 32, device="meta")).shape == (4, 16)
+
+
+@pytest.mark.gpu
+def test_cpu_and_cuda_are_named() -> None:
+    layer = fp4engine.Linear(32, 16, device="cuda", recipe=NVFP4BlockScaling())
+    with pytest.raises(
+        ValueError, match=r"input on 'cpu' and the weight on 'cuda:0'; move the layer with .to\('cpu'\)"
+    ):
+        layer(torch.randn(4, 32))
+
+
+def test_shards_of_tensor_parallelism_are_refused_by_name():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(fp4engine.Linear(32, 32), fp4engine.Linear(32, 32))
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cpu", (1,)), plan)
+        x = torch.randn(16, 32)
+        assert model(x).shape == (16, 32)
+        with fp4engine.autocast(), pytest.raises(NotImplementedError, match="input is a DTensor placed"):
+            model(x)
+    finally:
+        dist.destroy_process_group()

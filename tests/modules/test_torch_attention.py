@@ -1,0 +1,114 @@
+"""nn.MultiheadAttention by recipes: the same numbers as torch's in high precision, its projections in FP4."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fp4engine
+from fp4engine.recipe import NVFP4BlockScaling
+
+RECIPE = NVFP4BlockScaling()
+
+
+def attention(**arguments) -> nn.MultiheadAttention:
+    module = nn.MultiheadAttention(32, 4, **arguments)
+    if module.in_proj_bias is not None:
+        nn.init.normal_(module.in_proj_bias)
+        nn.init.normal_(module.out_proj.bias)
+    return module
+
+
+def convert(module: nn.Module, recipe=None) -> nn.Module:
+    holder = nn.ModuleList([copy.deepcopy(module)])
+    fp4engine.convert(holder, recipe)
+    return holder[0]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"bias": False}, {"batch_first": True}])
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("inputs", ["self", "keys", "all", "unbatched"])
+@pytest.mark.parametrize("masks", ["none", "boolean", "per head", "padding", "both"])
+def test_in_high_precision_it_is_torchs(arguments, need_weights, inputs, masks) -> None:
+    module = attention(**arguments)
+    converted = convert(module)
+    batch, queries, keys = 3, 5, 5 if inputs in ("self", "unbatched") else 7
+    x = [torch.randn(batch, length, 32, requires_grad=True) for length in (queries, keys, keys)]
+    if inputs == "unbatched":
+        x = [x[0][0].detach().requires_grad_()]
+    elif not arguments.get("batch_first"):
+        x = [y.detach().transpose(0, 1).requires_grad_() for y in x]
+    query, key, value = {"self": (0, 0, 0), "unbatched": (0, 0, 0), "keys": (0, 1, 1), "all": (0, 1, 2)}[inputs]
+    options = {"need_weights": need_weights, "average_attn_weights": masks != "per head"}
+    if masks in ("boolean", "both"):
+        options["attn_mask"] = torch.ones(queries, keys, dtype=torch.bool).triu(1)
+    if masks == "per head":
+        heads = 4 if inputs == "unbatched" else 12
+        options["attn_mask"] = torch.randn(heads, queries, keys)
+    if masks in ("padding", "both"):
+        padding = torch.zeros(batch, keys, dtype=torch.bool)
+        padding[1, -2:] = True
+        options["key_padding_mask"] = padding[1] if inputs == "unbatched" else padding
+    results = []
+    for layer in (module, converted):
+        output, weights = layer(x[query], x[key], x[value], **options)
+        grads = torch.autograd.grad(output.square().sum(), [x[query], *layer.parameters()])
+        results.append((output, weights, *grads))
+    for expected, got in zip(*results, strict=True):
+        if expected is None:
+            assert got is None
+        else:
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_both_projections_run_in_fp4_and_count() -> None:
+    module = nn.ModuleDict({"attn": attention(batch_first=True, dropout=0.5)})
+    keys = list(module.state_dict())
+    plan = fp4engine.convert(module, RECIPE)
+    assert list(module.state_dict()) == keys
+    assert [(m.name, m.shape, m.reason) for m in plan.modules] == [
+        ("attn.out_proj", (32, 32), ""),
+        ("attn.in_proj_gemms", (96, 32), ""),
+    ]
+    assert plan.matrices == () and plan.fp4_share == 1.0
+    x = torch.randn(2, 16, 32, requires_grad=True)
+    report = fp4engine.executed_gemms(module, lambda: module["attn"](x, x, x, need_weights=False)[0].sum().backward())
+    assert report.flops["e2m1 x e2m1"] == 3 * 2 * 32 * (96 * 32 + 32 * 32)
+    fp4engine.assert_quantized(module)
+    fp4engine.revert(module)
+    assert type(module["attn"]) is nn.MultiheadAttention and list(module.state_dict()) == keys
+    assert not module["attn"]._forward_pre_hooks and "in_proj_gemms" not in module["attn"]._modules
+
+
+def test_in_evaluation_a_transformer_layer_does_not_multiply_past_its_modules() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    x = torch.randn(2, 8, 32)
+    with torch.no_grad():
+        expected = layer(x)
+        fp4engine.convert(layer)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
+        with fp4engine.autocast(recipe=RECIPE):
+            layer(x)
+    assert {formats for _, formats in layer.linear1.executed.counts} == {"high_precision", "e2m1 x e2m1"}
+    assert layer.self_attn.in_proj_gemms.executed.counts[("fprop", "e2m1 x e2m1")] == 1
+    assert layer.self_attn.out_proj.executed.counts[("fprop", "e2m1 x e2m1")] == 1
+
+
+@pytest.mark.parametrize("arguments", [{"kdim": 16}, {"add_bias_kv": True}, {"add_zero_attn": True}])
+def test_what_would_compute_something_else_is_left_alone_and_listed(arguments) -> None:
+    module = nn.ModuleDict({"attn": attention(**arguments), "linear": nn.Linear(16, 16)})
+    plan = fp4engine.convert(module, RECIPE)
+    assert type(module["attn"]) is nn.MultiheadAttention
+    assert [m.name for m in plan.left_alone] == ["attn.out_proj"]
+    assert any("in_proj" in m.name or "q_proj" in m.name for m in plan.matrices)
+
+
+def test_refusals() -> None:
+    converted = convert(attention())
+    x = torch.randn(4, 2, 32)
+    with pytest.raises(ValueError, match="is a hint about attn_mask"):
+        converted(x, x, x, is_causal=True)
+    nested = torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(4, 32)])
+    with pytest.raises(ValueError, match="takes no nested tensors"):
+        converted(nested, nested, nested)

@@ -1,0 +1,192 @@
+"""A small layer's two launches are, byte for byte, its single operations."""
+
+import pytest
+import torch
+
+import fp4engine
+from fp4engine import capability, ops
+from fp4engine.ops import linear
+from fp4engine.recipe import Float8CurrentScaling, Format, MMParams, NVFP4BlockScaling
+
+RECIPES = {
+    "default": {},
+    "nearest": {"disable_stochastic_rounding": True, "disable_rht": True},
+    "1D weights": {"disable_2d_quantization": True},
+    "row scaling": {"row_scaled_activation": True, "disable_rht": True},
+    "4over6": {"nvfp4_4over6": "all"},
+}
+SHAPES = {
+    "even": (32, 64, 48),
+    "ragged": (19, 37, 23),
+    "one row": (1, 16, 5),
+    "no rows": (0, 32, 16),
+    "3-D": (2, 9, 32, 16),
+    "no features": (5, 0, 16),
+}
+
+
+def run(
+    recipe, shape, dtype=torch.bfloat16, device="cpu", bias=True, view=None, x_grad=True, w_grad=True,
+    weight_dtype=None, spoil=None,
+):  # fmt: skip
+    """Output and gradients of the second of two equal steps, what ran in it, and the next draw."""
+    torch.manual_seed(2)
+    fp4engine.manual_seed(11)
+    *rows, fan_in, fan_out = shape
+    layer = fp4engine.Linear(fan_in, fan_out, bias=bias, dtype=weight_dtype or dtype, device=device)
+    layer.weight.requires_grad_(w_grad)
+    x = torch.randn(*rows, fan_in).to(device, dtype)
+    if spoil is not None:
+        x.view(-1)[3] = spoil
+    x = view(x) if view else x
+    for _ in range(2):
+        x = x.detach().requires_grad_(x_grad)
+        layer.zero_grad()
+        ops.reset_executed_paths()
+        with fp4engine.autocast(recipe=recipe):
+            y = layer(x)
+        y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
+    grads = [p.grad for p in (x, layer.weight, layer.bias) if p is not None]
+    ran = ops.executed_paths()
+    return [y.detach(), *grads], ran, layer.executed.counts, ops.get_rng_state()
+
+
+def assert_one_launch_is_many(monkeypatch, *arguments, kind=linear.LinearByValues, **options):
+    taken = []
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *a: taken.append(a) or forward(*a))
+    whole = run(*arguments, **options)
+    assert len(taken) == 2
+    monkeypatch.setattr(ops, "linear_at_once", lambda *a: None)
+    single = run(*arguments, **options)
+    assert len(taken) == 2
+    for actual, expected in zip(whole[0], single[0], strict=True):
+        assert (actual is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    assert whole[1:] == single[1:]
+
+
+@pytest.mark.parametrize("options", RECIPES.values(), ids=RECIPES)
+def test_recipes(kernel_device, monkeypatch, options):
+    assert_one_launch_is_many(monkeypatch, NVFP4BlockScaling(**options), SHAPES["ragged"], device=kernel_device)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_shapes(kernel_device, monkeypatch, shape):
+    assert_one_launch_is_many(monkeypatch, NVFP4BlockScaling(), shape, device=kernel_device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_dtypes(kernel_device, monkeypatch, dtype):
+    assert_one_launch_is_many(monkeypatch, NVFP4BlockScaling(), SHAPES["even"], dtype, kernel_device)
+
+
+def test_weights_of_another_dtype(kernel_device, monkeypatch):
+    options = {"device": kernel_device, "weight_dtype": torch.float32}
+    assert_one_launch_is_many(monkeypatch, NVFP4BlockScaling(), SHAPES["ragged"], torch.bfloat16, **options)
+
+
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
+def test_not_finite(kernel_device, monkeypatch, spoil):
+    options = {"device": kernel_device, "spoil": spoil}
+    assert_one_launch_is_many(monkeypatch, NVFP4BlockScaling(), SHAPES["ragged"], **options)
+
+
+@pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
+def test_gradients_that_nobody_wants(kernel_device, monkeypatch, x_grad, w_grad):
+    options = {"device": kernel_device, "x_grad": x_grad, "w_grad": w_grad}
+    assert_one_launch_is_many(monkeypatch, NVFP4BlockScaling(), SHAPES["ragged"], **options)
+
+
+VIEWS = {
+    "transposed": lambda x: x.T.contiguous().T,
+    "strided": lambda x: x.repeat(1, 2)[:, ::2],
+    "negated": lambda x: torch.complex(x.float(), x.float()).conj().imag.to(x.dtype),
+    "misaligned": lambda x: torch.nn.functional.pad(x, (1, 0))[:, 1:],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_layouts(kernel_device, monkeypatch, view):
+    assert_one_launch_is_many(monkeypatch, NVFP4BlockScaling(), SHAPES["even"], device=kernel_device, view=view)
+
+
+@pytest.mark.parametrize(("room", "launches"), [(2 * 23 * 37, 1), (2 * 23 * 37 - 1, 0)], ids=["fits", "large"])
+def test_large_layers_take_single_operations(kernel_device, monkeypatch, room, launches):
+    """The weight of 23 x 37 is the smaller operand; its values are BF16."""
+    taken, forward = [], linear.LinearByValues.forward
+    monkeypatch.setattr(linear, "MOST_HELD", room)
+    monkeypatch.setattr(linear.LinearByValues, "forward", lambda *a: taken.append(a) or forward(*a))
+    layer, x = fp4engine.Linear(37, 23, device=kernel_device), torch.randn(64, 37, device=kernel_device)
+    with fp4engine.autocast(recipe=NVFP4BlockScaling()):
+        layer(x).sum().backward()
+    assert len(taken) == launches
+
+
+FAST, SLOW = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
+FP8_RECIPES = {
+    "default": {},
+    "E4M3": {"fp8_format": Format.E4M3},
+    "fast": {"fp8_gemm_fprop": FAST, "fp8_gemm_dgrad": FAST, "fp8_gemm_wgrad": FAST},
+    "mixed": {"fp8_gemm_fprop": SLOW, "fp8_gemm_dgrad": FAST, "fp8_gemm_wgrad": SLOW},
+}
+
+
+@pytest.fixture
+def fp8_units(kernel_device, monkeypatch, forget_answers):
+    """FP8 tensor cores; PyTorch's own product stands for them on a CPU. Leaves what each product was asked for."""
+    if kernel_device == "cpu":
+        monkeypatch.setattr(capability, "fp8_units", lambda device: (True, "mocked"))
+        forget_answers()
+    elif not capability.fp8_units(torch.device(kernel_device))[0]:
+        pytest.skip("needs FP8 tensor cores")
+    multiply, asked = torch._scaled_mm, []
+
+    def noted(left, right, **options):
+        asked.append((left.dtype, right.dtype, options["out_dtype"], options["use_fast_accum"]))
+        return multiply(left, right, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    return asked
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_fp8_shapes(fp8_units, kernel_device, monkeypatch, shape, bias):
+    options = {"device": kernel_device, "bias": bias, "kind": linear.LinearByFP8}
+    assert_one_launch_is_many(monkeypatch, Float8CurrentScaling(), shape, **options)
+
+
+@pytest.mark.parametrize("options", FP8_RECIPES.values(), ids=FP8_RECIPES)
+def test_fp8_recipes(fp8_units, kernel_device, monkeypatch, options):
+    recipe = Float8CurrentScaling(**options)
+    assert_one_launch_is_many(monkeypatch, recipe, SHAPES["even"], device=kernel_device, kind=linear.LinearByFP8)
+    assert len(fp8_units) == 12 and fp8_units[:6] == fp8_units[6:]
+    fast = [not recipe.mm_params(gemm).use_split_accumulator for gemm in ("fprop", "dgrad", "wgrad")]
+    assert [fast_accumulation for *_, fast_accumulation in fp8_units] == fast * 4
+
+
+@pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_fp8_gradients_that_nobody_wants(fp8_units, kernel_device, monkeypatch, x_grad, w_grad, weight_dtype):
+    options = {"device": kernel_device, "x_grad": x_grad, "w_grad": w_grad, "weight_dtype": weight_dtype}
+    assert_one_launch_is_many(monkeypatch, Float8CurrentScaling(), SHAPES["ragged"], kind=linear.LinearByFP8, **options)
+
+
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
+def test_fp8_not_finite(fp8_units, kernel_device, monkeypatch, spoil):
+    options = {"device": kernel_device, "spoil": spoil, "kind": linear.LinearByFP8}
+    assert_one_launch_is_many(monkeypatch, Float8CurrentScaling(), SHAPES["ragged"], **options)
+
+
+def test_what_is_shared_stored_or_added_to_takes_single_operations(kernel_device, monkeypatch):
+    monkeypatch.setattr(ops, "linear_at_once", None)
+    layer = fp4engine.Linear(32, 32, bias=False, device=kernel_device, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros(32, 32, device=kernel_device)
+    x = torch.randn(16, 32, device=kernel_device)
+    with fp4engine.autocast(recipe=NVFP4BlockScaling()):
+        layer(x).sum().backward()
+        layer.fuse_wgrad_accumulation = False
+        layer(x, is_first_microbatch=True).sum().backward()
+    assert layer.weight.main_grad.any() and layer.weight.grad.any()

@@ -1,0 +1,65 @@
+"""Tiny models of transformers from their configurations, and tokens for them: what tests convert, train and export."""
+
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+VOCABULARY = 64
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LONGER = SIZES | {"max_position_embeddings": 64, "pad_token_id": 0}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+
+CONFIGURATIONS = {
+    "llama": lambda: transformers.LlamaConfig(**LONGER),
+    "qwen2": lambda: transformers.Qwen2Config(**LONGER),  # biases on q, k, v
+    "gemma2": lambda: transformers.Gemma2Config(**LONGER, head_dim=16),
+    "phi3": lambda: transformers.Phi3Config(**LONGER),  # fused qkv and gate/up
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**{k: v for k, v in LONGER.items() if "value" not in k}),
+    "mixtral": lambda: transformers.MixtralConfig(**LONGER, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**LONGER, **EXPERTS, num_experts=4, head_dim=16),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **LONGER | {"num_key_value_heads": 4},
+        **EXPERTS,
+        **LATENT,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(**LONGER, num_local_experts=4, num_experts_per_tok=2, head_dim=16),
+}
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+
+
+def llama(**changes: Any) -> Any:
+    """A ``LlamaForCausalLM`` with its head apart, in training mode."""
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"tie_word_embeddings": False} | changes))
+
+
+def architecture(name: str) -> Any:
+    """One of ``CONFIGURATIONS``, in evaluation mode."""
+    # PyTorch's counter has no formula for the fused attention of CPUs.
+    return transformers.AutoModelForCausalLM.from_config(CONFIGURATIONS[name](), attn_implementation="eager").eval()
+
+
+def head(model: Any) -> list[str]:
+    """The pattern that keeps the model's head."""
+    (name,) = [n for n, module in model.named_modules() if module is model.get_output_embeddings()]
+    return [name]
+
+
+def tokens(rows: int = 4) -> torch.Tensor:
+    """int64 [rows, 12], different in every row, below ``VOCABULARY`` and no padding."""
+    return (torch.arange(12) + 7 * torch.arange(rows)[:, None]) % (VOCABULARY - 1) + 1

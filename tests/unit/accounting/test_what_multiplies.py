@@ -1,0 +1,306 @@
+"""What is said to run in FP4 is a share of everything that multiplies, in whatever module or parameter it is."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import fp4engine
+from fp4engine.recipe import LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+TOKENS, LAYERS, HIDDEN = 2 * 17, 2, 32
+ATTENTION = (32 + 16 + 16 + 32) * HIDDEN
+"""Weights of the four projections of a layer of these sizes."""
+HEAD = 64 * HIDDEN
+ROUTER = 4 * HIDDEN
+
+
+def llama() -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def mixtral() -> nn.Module:
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
+
+
+def qwen3_moe() -> nn.Module:
+    config = Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
+    return Qwen3MoeForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def linear_modules_only(module: nn.Module, name: str) -> bool:
+    """A filter that leaves every other matrix to PyTorch, which ``convert`` would take otherwise."""
+    return isinstance(module, nn.Linear)
+
+
+def step(model: nn.Module) -> None:
+    tokens = torch.arange(TOKENS).view(2, 17)
+    with fp4engine.autocast():
+        logits = model(input_ids=tokens).logits
+    nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+
+
+EXPERTS = {mixtral: 3 * 48 * HIDDEN, qwen3_moe: 3 * 24 * HIDDEN}
+"""Weights of one expert."""
+
+
+@pytest.mark.parametrize("make", [mixtral, qwen3_moe])
+def test_experts_that_are_one_parameter_are_in_the_plan_and_in_the_count(make) -> None:
+    model = make()
+    plan = fp4engine.convert(model, module_filter_fn=linear_modules_only, keep_high_precision=["lm_head"])
+    assert [matrix.name.removeprefix("model.layers.0.mlp.") for matrix in sorted(plan.matrices, key=str)][:3] == [
+        "experts.down_proj",
+        "experts.gate_up_proj",
+        "gate.weight",
+    ]
+    kind = type(model).__name__.removesuffix("ForCausalLM")
+    assert {matrix.reason for matrix in plan.matrices} == {
+        f"{kind}Experts is no nn.Linear",
+        f"{kind}TopKRouter is no nn.Linear",
+    }
+    fp4 = LAYERS * ATTENTION
+    every = fp4 + HEAD + LAYERS * (4 * EXPERTS[make] + ROUTER)
+    assert plan.fp4_share == pytest.approx(fp4 / every)
+    assert plan.fp4_share < 0.25
+    assert "experts.gate_up_proj" in str(plan)
+    assert "6 other matrices left alone" in plan.summary
+
+    report = fp4engine.executed_gemms(model, lambda: step(model))
+    ran = HEAD + LAYERS * (2 * EXPERTS[make] + ROUTER)  # two experts of four see a token
+    assert by_weights(report) == 3 * 2 * TOKENS * ran
+    assert report.flops["e2m1 x e2m1"] == 3 * 2 * TOKENS * fp4
+    assert report.fp4_share == 3 * 2 * TOKENS * fp4 / report.flops.total() < 0.35
+
+
+def by_weights(report) -> int:
+    """FLOPs of the products that PyTorch counted, without attention's, which have no weights."""
+    return sum(flops for name, flops in report.others.items() if "attention" not in name and "bmm" not in name)
+
+
+def test_what_is_no_linear_module_is_in_the_plan_and_in_the_count() -> None:
+    model = gpt2()
+    plan = fp4engine.convert(model, module_filter_fn=linear_modules_only)
+    weights = [(32, 96), (32, 32), (32, 128), (128, 32)]
+    assert [matrix.shape for matrix in plan.matrices] == weights * LAYERS
+    assert {matrix.reason for matrix in plan.matrices} == {"Conv1D is no nn.Linear"}
+    others = LAYERS * sum(rows * cols for rows, cols in weights)
+    assert plan.fp4_share == HEAD / (HEAD + others)
+    report = fp4engine.executed_gemms(model, lambda: step(model))
+    assert by_weights(report) == 3 * 2 * TOKENS * others
+    assert report.fp4_share == 3 * 2 * TOKENS * HEAD / report.flops.total() < 0.1
+
+
+def test_a_model_of_linear_modules_has_nothing_else_in_its_plan() -> None:
+    model = llama()
+    plan = fp4engine.convert(model, keep_high_precision=["lm_head"])
+    assert plan.matrices == ()
+    report = fp4engine.executed_gemms(model, lambda: step(model))
+    linear = LAYERS * (ATTENTION + 3 * 48 * HIDDEN)
+    assert (report.flops["e2m1 x e2m1"], by_weights(report)) == (3 * 2 * TOKENS * linear, 3 * 2 * TOKENS * HEAD)
+    fp4engine.assert_quantized(model)
+    fp4engine.assert_quantized(model, lambda: step(model))
+    fp4engine.assert_quantized(model, lambda: step(model), min_fraction=0.7)
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (mixtral, ["model.layers.0.mlp.experts.gate_up_proj (MixtralExperts is no nn.Linear)", "1.mlp.gate.weight"]),
+        (qwen3_moe, ["model.layers.0.mlp.experts.down_proj (Qwen3MoeExperts is no nn.Linear)"]),
+        (gpt2, ["transformer.h.0.attn.c_attn.weight (Conv1D is no nn.Linear)", "transformer.h.1.mlp.c_proj.weight"]),
+    ],
+)
+def test_what_cannot_be_seen_is_refused_by_name(make, names: list[str]) -> None:
+    model = make()
+    fp4engine.convert(model, module_filter_fn=linear_modules_only)
+    step(model)
+    for arguments in ({}, {"min_fraction": 0.01}):
+        with pytest.raises(AssertionError) as refusal:
+            fp4engine.assert_quantized(model, **arguments)
+        assert all(name in str(refusal.value) for name in names)
+    with pytest.raises(AssertionError, match=names[0].partition(" ")[0]):  # counted, but nobody said that it may
+        fp4engine.assert_quantized(model, lambda: step(model))
+    with pytest.raises(AssertionError, match="of the FLOPs ran in FP4, expected at least"):
+        fp4engine.assert_quantized(model, lambda: step(model), min_fraction=0.8)
+    fp4engine.assert_quantized(model, lambda: step(model), min_fraction=0.05)
+    kept = ["transformer.h"] if make is gpt2 else ["**.experts", "**.gate"]
+    fp4engine.assert_quantized(model, keep_high_precision=kept)
+
+
+def test_the_names_of_many_matrices_are_cut_short() -> None:
+    model = nn.ModuleDict({"plain": nn.Linear(16, 16), "rows": nn.ModuleList(nn.Bilinear(4, 4, 4) for _ in range(20))})
+    fp4engine.convert(model, NVFP4BlockScaling())
+    model["plain"](torch.randn(4, 16))
+    with pytest.raises(AssertionError, match=r"rows\.7\.weight .*; and 12 more"):
+        fp4engine.assert_quantized(model)
+
+
+def test_patterns_keep_other_matrices_by_name_and_say_so_in_the_plan() -> None:
+    model = mixtral()
+    plan = fp4engine.convert(model, keep_high_precision=["**.experts", "**.gate.weight"])
+    assert {matrix.reason for matrix in plan.matrices} == {"kept by '**.experts'", "kept by '**.gate.weight'"}
+    with pytest.raises(ValueError, match=r"pattern '\*\*.router' covers no nn.Linear"):
+        fp4engine.convert(model, keep_high_precision=["**.router"])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+    def step(self) -> None:
+        self(torch.randn(8, 16)).sum().backward()
+
+
+def test_without_a_fraction_everything_planned_in_fp4_must_run_so() -> None:
+    model = Model()
+    fp4engine.convert(model)
+    model.step()
+    with pytest.raises(AssertionError, match="up: fprop was planned as e2m1 x e2m1 and ran as high_precision"):
+        fp4engine.assert_quantized(model)
+
+    def autocast_step(recipe=None) -> None:
+        with fp4engine.autocast(recipe=recipe):
+            model.step()
+
+    fp4engine.assert_quantized(model, autocast_step)  # about this step alone
+    forward = NVFP4BlockScaling(backward_override="high_precision")
+    with pytest.raises(AssertionError, match="down: dgrad was planned as e2m1 x e2m1 and ran as high_precision"):
+        fp4engine.assert_quantized(model, lambda: autocast_step(forward))
+    fp4engine.assert_quantized(model, lambda: autocast_step(forward), recipe=forward)
+    with pytest.raises(AssertionError, match="no linear module is planned in FP4"):
+        fp4engine.assert_quantized(model, lambda: autocast_step(LinearRecipe()), recipe=LinearRecipe())
+    ruled = RuledRecipe(NVFP4BlockScaling(), (Rule(LinearRecipe(), "down"),))
+    fp4engine.assert_quantized(model, lambda: autocast_step(ruled), recipe=ruled)
+    fp4engine.assert_quantized(model, lambda: autocast_step(ruled), keep_high_precision=["down"])
+
+
+def test_a_module_that_did_not_run_is_named() -> None:
+    model = Model()
+    fp4engine.convert(model, NVFP4BlockScaling())
+    with pytest.raises(AssertionError, match="down did not run"):
+        fp4engine.assert_quantized(model, lambda: model.up(torch.randn(8, 16)))
+
+
+def test_modules_that_came_later_and_weights_that_are_never_called_are_named() -> None:
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    fp4engine.convert(model, NVFP4BlockScaling(), module_filter_fn=linear_modules_only)
+    model.head = nn.Linear(16, 16)
+    model(torch.randn(2, 4, 16)).sum().backward()
+    with pytest.raises(AssertionError) as refusal:
+        fp4engine.assert_quantized(model)
+    for name in ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "head.weight"):
+        assert f"{name} (" in str(refusal.value)
+
+
+def test_grouped_experts_and_fused_modules_are_seen() -> None:
+    model = nn.ModuleDict(
+        {
+            "mlp": fp4engine.LayerNormMLP(16, 32, name="mlp"),
+            "block": fp4engine.TransformerLayer(16, 32, 2, hidden_dropout=0.0, name="block"),
+            "experts": fp4engine.GroupedLinear(3, 16, 16, name="experts"),
+        }
+    )
+    plan = fp4engine.convert(model, NVFP4BlockScaling())
+    assert plan.matrices == ()
+
+    def step() -> None:
+        x = model["block"](model["mlp"](torch.randn(4, 2, 16)))
+        model["experts"](x, [8, 0, 0]).sum().backward()
+
+    fp4engine.assert_quantized(model, step)
+
+
+def test_products_inside_a_backward_override_are_counted_once() -> None:
+    model = Model()
+    fp4engine.convert(model, NVFP4BlockScaling(backward_override="dequantized"))
+    report = fp4engine.executed_gemms(model, model.step)
+    product = 2 * 8 * 16 * 32
+    assert report.others == {}
+    assert report.flops == {"e2m1 x e2m1": 2 * product, "high_precision": 3 * product}  # up's input needs no gradient
+    plain = Model()
+    fp4engine.convert(plain)
+    report = fp4engine.executed_gemms(plain, plain.step)
+    assert sum(report.others.values()) == report.flops["high_precision"] == 5 * product
+
+
+@pytest.mark.no_poison
+def test_a_compiled_model_runs_eagerly_while_it_is_counted() -> None:
+    model = Model()
+    fp4engine.convert(model, NVFP4BlockScaling())
+    compiled = torch.compile(model, backend="aot_eager")
+    fp4engine.assert_quantized(model, lambda: compiled(torch.randn(8, 16)).sum().backward())
+
+
+@torch.library.custom_op("elsewhere::product", mutates_args=())
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left @ right
+
+
+def test_an_operator_that_nobody_knows_is_refused_by_name() -> None:
+    model = Model()
+    fp4engine.convert(model, NVFP4BlockScaling())
+
+    def step() -> None:
+        with torch.no_grad():
+            product(model(torch.randn(8, 16)), torch.randn(16, 8))
+
+    for arguments in ({}, {"min_fraction": 0.1}):
+        with pytest.raises(AssertionError, match="elsewhere::product"):
+            fp4engine.assert_quantized(model, step, **arguments)
+        fp4engine.assert_quantized(model, step, keep_high_precision=["elsewhere::*"], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("multiply", "flops"),
+    [
+        (lambda x: x[0] @ x[0], 2 * 16),
+        (lambda x: x @ x[0], 2 * 8 * 16),
+        (lambda x: torch.addmv(x[:, 0], x, x[0]), 2 * 8 * 16),
+        (lambda x: x @ x.T, 2 * 8 * 16 * 8),
+        (lambda x: nn.functional.grouped_mm(x, torch.randn(2, 16, 4), offs=torch.tensor([3, 8]).int()), 2 * 8 * 16 * 4),
+        (lambda x: nn.functional.scaled_dot_product_attention(*[x.view(1, 1, 8, 16)] * 3), 2 * 2 * 8 * 8 * 16),
+    ],
+)
+def test_products_outside_every_module_are_counted(multiply, flops: int) -> None:
+    model = Model()
+    fp4engine.convert(model, NVFP4BlockScaling())
+    report = fp4engine.executed_gemms(model, lambda: multiply(torch.randn(8, 16)))
+    assert sum(report.others.values()) == report.flops.total() == flops
+    assert report.fp4_share == 0
+
+
+def test_patterns_that_cover_nothing_are_refused() -> None:
+    model = Model()
+    fp4engine.convert(model, NVFP4BlockScaling())
+    model.step()
+    with pytest.raises(ValueError, match="'head' in keep_high_precision covers"):
+        fp4engine.assert_quantized(model, keep_high_precision=["head"])
+    with pytest.raises(ValueError, match="sequence of patterns"):
+        fp4engine.assert_quantized(model, keep_high_precision="down")

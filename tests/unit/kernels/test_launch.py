@@ -1,0 +1,206 @@
+"""The one door to a device: what it does with a question, how far it is from a module, and that there is no other."""
+
+import ast
+import sys
+import traceback
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import fp4engine
+from fp4engine import capability
+from fp4engine.kernels import launch
+from fp4engine.kernels.launch import Block, Draft, Launch, facts
+from fp4engine.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
+
+PACKAGE = Path(fp4engine.__file__).parent
+BF16 = torch.bfloat16
+
+
+class Kernel:
+    """Records what it is started with."""
+
+    def __init__(self):
+        self.started = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.started.append((grid, arguments, options))
+
+
+def test_arguments_come_in_the_kernels_order_and_outputs_in_that_of_declaration():
+    kernel = Kernel()
+    draft = Draft(torch.device("cpu"), inputs=2)
+    x, absent = draft.inputs
+    first = draft.output((2, 3), torch.float32)
+    scratch = draft.scratch((4,), torch.uint8)
+    second = draft.output((0,), BF16)
+    described = Block(scratch, lambda tensor: ("descriptor of", tensor.shape))
+    draft.step(kernel, 7, described, x, absent, second, 5, None, first, 2.5, num_warps=4)
+    draft.step(kernel, 0, x)
+    draft.step(kernel, 1, scratch, first)
+    made = draft.launch()
+    given = torch.ones(3)
+    outputs = made(given, None)
+    assert made.outputs == [((2, 3), torch.float32), ((0,), BF16)]
+    assert [(tuple(t.shape), t.dtype) for t in outputs] == made.outputs
+    (grid, arguments, options), (other_grid, (buffer, again), _) = kernel.started
+    assert grid == (7,) and options == {"num_warps": 4, "enable_fp_fusion": False}
+    assert arguments[0] == ("descriptor of", (4,)) and arguments[1] is given and arguments[2] is None
+    assert arguments[3] is outputs[1] and arguments[4:6] == (5, None) and arguments[6] is outputs[0]
+    assert arguments[7] == 2.5 and other_grid == (1,) and again is outputs[0] and buffer.dtype == torch.uint8
+
+
+def test_a_launch_of_nothing_allocates_every_time():
+    draft = Draft(torch.device("cpu"), inputs=0)
+    draft.output((0, 4), torch.float32)
+    draft.step(Kernel(), 0)
+    launch_of_nothing = draft.launch()
+    for _ in range(3):
+        (output,) = launch_of_nothing()
+        assert output.shape == (0, 4)
+
+
+def test_facts_are_all_that_a_kernel_is_specialized_on():
+    x = torch.empty(4, 32, dtype=BF16)
+    same = facts(torch.empty(4, 32, dtype=BF16))
+    assert facts(x) == same and facts(None) is None
+    for other in (x.T, x[:2], x.float(), x[:, ::2], x.view(-1)[1:65].view(2, 32)):
+        assert facts(other) != same
+    assert not facts(x.view(-1)[1:65].view(2, 32)).aligned
+
+
+def test_remembered_questions_are_bounded(monkeypatch):
+    asked = []
+
+    @launch.resolver
+    def answer(question):
+        asked.append(question)
+        return question
+
+    for question in [*range(launch.MOST_QUESTIONS + 1), 0]:
+        answer(question)
+    assert asked == [*range(launch.MOST_QUESTIONS + 1), 0]  # the first was forgotten when one more came
+
+
+@pytest.mark.parametrize(
+    ("signature", "is_known"),
+    [
+        (lambda self, gridX, gridY, gridZ, stream, function, *args: None, True),
+        (lambda self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata, *args: None, True),
+        (lambda self, gridX, gridY, gridZ, function, stream, *args: None, False),
+        (lambda self, gridX, gridY, gridZ, stream, function, extra, *args: None, False),
+        (lambda self, grid, *args: None, False),
+    ],
+)
+def test_a_launcher_of_another_triton_is_left_to_triton(signature, is_known):
+    launcher = type("Launcher", (), {"__call__": signature})
+    assert launch._takes_launches(launcher) is is_known
+
+
+def started_elsewhere(tree: ast.AST) -> list[int]:
+    """Lines that start a kernel: ``kernel[grid](...)``, or a call of a compiled kernel's ``run``."""
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+            name = ast.unparse(node.func.value)
+            if name.rpartition(".")[2].endswith("kernel"):
+                lines.append(node.lineno)
+        if isinstance(node, ast.Attribute) and node.attr in ("warmup", "packed_metadata"):
+            lines.append(node.lineno)
+    return lines
+
+
+def test_nothing_else_starts_a_kernel():
+    found = {
+        str(path.relative_to(PACKAGE)): lines
+        for path in PACKAGE.rglob("*.py")
+        if (lines := started_elsewhere(ast.parse(path.read_text())))
+    }
+    assert list(found) == ["kernels/launch.py"]
+
+
+def test_the_walk_sees_a_start():
+    source = "def f(x):\n    my_kernel[(1,)](x)\n    module.draw_kernel[grid](x, num_warps=1)\n    table[0](x)\n"
+    assert started_elsewhere(ast.parse(source)) == [2, 3]
+
+
+@pytest.fixture
+def on_stubs(monkeypatch, forget_answers):
+    """Kernels run on the CPU as far as this package can tell, and do nothing; a list of the stacks at each start."""
+    monkeypatch.setattr(capability, "triton_runs_on", lambda device: (True, "stubs"))
+    stacks = []
+
+    def start(self, values):
+        if values is not None:
+            stacks.append((self, traceback.extract_stack()))
+
+    monkeypatch.setattr(Launch, "_start_by_triton", start)
+    forget_answers()
+    return stacks
+
+
+def step(layer, x, recipe=None):
+    with fp4engine.autocast(recipe=recipe or NVFP4BlockScaling()):
+        y = layer(x)
+    y.backward(torch.ones_like(y))
+
+
+def problem(bias=False):
+    layer = fp4engine.Linear(64, 64, bias=bias, dtype=BF16)
+    return layer, torch.randn(64, 64, dtype=BF16, requires_grad=True)
+
+
+@pytest.mark.no_poison
+def test_a_module_is_ten_frames_in_six_files_from_its_first_launch(on_stubs):
+    layer, x = problem()
+    step(layer, x)
+    on_stubs.clear()
+    step(layer, x)
+    _, stack = on_stubs[0]
+    frames = [frame for frame in stack if Path(frame.filename).is_relative_to(PACKAGE)]
+    assert frames[0].name == "forward" and frames[0].filename.endswith("modules/linear.py")
+    assert len(frames) <= 10, [f"{Path(frame.filename).name}:{frame.name}" for frame in frames]
+    assert len({frame.filename for frame in frames}) <= 6, {frame.filename for frame in frames}
+
+
+@pytest.mark.no_poison
+def test_a_step_starts_ten_kernels_and_takes_a_draw(on_stubs):
+    layer, x = problem()
+    step(layer, x)
+    on_stubs.clear()
+    step(layer, x)
+    kernels = Counter(s.kernel.__name__ for started, _ in on_stubs for s in started.steps)
+    assert kernels.pop("draw_kernel") == 1
+    assert kernels.total() <= 10, kernels
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize(
+    ("recipe", "most"), [(NVFP4BlockScaling(), 150), (Float8CurrentScaling(), 150), (DelayedScaling(), 380)]
+)
+def test_calls_of_python_in_a_step(on_stubs, monkeypatch, recipe, most):
+    """A stand-in for the host's time that is the same on every machine."""
+    monkeypatch.setattr(Launch, "_start_by_triton", lambda self, values: None)
+    fp8 = import_module("fp4engine.ops.gemm_fp8")
+    monkeypatch.setattr(fp8, "supports", lambda left, right, device: (":0x0:" in left and ":0x0:" in right, ""))
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **options: a.new_empty((64, 64), dtype=BF16))
+    layer, x = problem()
+    for _ in range(3):
+        step(layer, x, recipe)
+    calls = Counter()
+
+    def profile(frame, event, argument):
+        if event == "call":
+            calls[frame.f_code.co_qualname] += 1
+
+    sys.setprofile(profile)
+    try:
+        step(layer, x, recipe)
+    finally:
+        sys.setprofile(None)
+    assert calls.total() <= most, calls.most_common(120)

@@ -1,0 +1,64 @@
+"""A flag is read, warned of, or refused; none is ignored."""
+
+import warnings
+
+import pytest
+
+import fp4engine
+from fp4engine import environment
+from fp4engine.recipe import Float8CurrentScaling, LinearRecipe, NVFP4BlockScaling
+
+
+@pytest.fixture(autouse=True)
+def nothing_warned_yet(monkeypatch) -> None:
+    monkeypatch.setattr(environment, "_warned", set())
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("NVTE_NVFP4_DISABLE_RTH", "NVTE_NVFP4_DISABLE_RHT"),
+        ("NVTE_NVFP4_DISABLE_SR", "NVTE_NVFP4_DISABLE_RHT"),
+        ("NVTE_NVFP4_4OVER6_ERRMODE", "NVTE_NVFP4_4OVER6_ERR_MODE"),
+        ("NVTE_FP4_BACKENDS", "NVTE_FP4_BACKEND"),
+    ],
+)
+def test_a_name_that_nobody_reads_is_warned_of_once(name: str, nearest: str, monkeypatch) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.warns(
+        UserWarning, match=f"nobody reads the environment flag {name}; did you mean {nearest}\\?"
+    ) as seen:
+        NVFP4BlockScaling()
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        NVFP4BlockScaling()
+        LinearRecipe()
+
+
+def test_any_recipe_looks(monkeypatch) -> None:
+    monkeypatch.setenv("NVTE_NVFP4_DISABLE_RTH", "1")
+    for make in (LinearRecipe, Float8CurrentScaling, fp4engine.get_default_recipe):
+        environment._warned.clear()
+        with pytest.warns(UserWarning, match="NVTE_NVFP4_DISABLE_RTH"):
+            make()
+
+
+def test_names_that_are_read_and_those_of_others_are_left_alone(monkeypatch) -> None:
+    for name in ("NVTE_NVFP4_DISABLE_RHT", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "NVTE_DEBUG", "NVTE_FLASH_ATTN"):
+        monkeypatch.setenv(name, "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert NVFP4BlockScaling().disable_rht
+
+
+def test_fast_math_is_refused_by_name(monkeypatch) -> None:
+    name = "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH"
+    monkeypatch.setenv(name, "1")
+    for make in (NVFP4BlockScaling, LinearRecipe):
+        with pytest.raises(ValueError, match=f"{name}='1' is not implemented.*'0'"):
+            make()
+    monkeypatch.setenv(name, "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        NVFP4BlockScaling()

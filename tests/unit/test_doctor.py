@@ -1,0 +1,98 @@
+"""The self-check passes where kernels are right, and fails where one was broken on purpose."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fp4engine import doctor, ops
+from fp4engine.cli import main
+from fp4engine.quantizers import Quantizer
+from fp4engine.reference import rounding
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """One recipe: enough to see whether a fault is seen."""
+    monkeypatch.setattr(doctor, "RECIPES", ("nvfp4",))
+    monkeypatch.setattr(doctor, "DIGESTS", {"nvfp4": doctor.DIGESTS["nvfp4"]})
+
+
+@pytest.mark.parametrize("recipe", doctor.RECIPES)
+def test_the_recorded_digests_are_those_of_the_reference(recipe: str) -> None:
+    assert doctor.reference_digest(recipe) == doctor.DIGESTS[recipe]
+
+
+def test_a_machine_without_faults_passes(few, capsys) -> None:
+    assert main(["doctor", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "FAIL" not in text and "all " in text, text
+    assert "Triton kernels" in text and "torch" in text and "driver" in text
+
+
+def test_a_cast_that_differs_in_one_code_fails(few, monkeypatch, capsys) -> None:
+    quantize = Quantizer.quantize
+
+    def broken(self, x, **arguments):
+        made = quantize(self, x, **arguments)
+        if self.backend == "auto" and made.rowwise is not None and not made.rowwise.is_values:
+            data = made.rowwise.data.clone()
+            data.view(-1)[17] ^= 1
+            made = dataclasses.replace(made, rowwise=made.rowwise._replace(data=data))
+        return made
+
+    monkeypatch.setattr(Quantizer, "quantize", broken)
+    assert main(["doctor", "--device", "cpu"]) == 1
+    text = capsys.readouterr().out
+    assert "FAIL  cpu: cast of nvfp4, input: codes of e2m1 1x16: 1 of 6400 differ" in text
+
+
+@pytest.mark.parametrize("form", ["codes", "values"])
+def test_a_product_that_differs_in_one_bit_fails(few, monkeypatch, form: str) -> None:
+    gemm = ops.gemm
+
+    def broken(left, right, *, backend="auto", **arguments):
+        product = gemm(left, right, backend=backend, **arguments)
+        if backend == "auto" and (left.scale_inv is None) == (form == "values"):
+            product.view(-1)[-1].mul_(1 + 2.0**-7)
+        return product
+
+    monkeypatch.setattr(ops, "gemm", broken)
+    failed = [check.name for check in doctor.examine(["cpu"]).checks if check.failure]
+    assert f"cpu: exact product of {form}" in failed
+
+
+def test_a_reference_that_differs_fails(few, monkeypatch) -> None:
+    encode = rounding.encode
+    monkeypatch.setattr(rounding, "encode", lambda *arguments: encode(*arguments) ^ 1)
+    failed = [check.name for check in doctor.examine(["cpu"]).checks if check.failure]
+    assert "cpu: the reference's casts of nvfp4" in failed
+
+
+def test_a_layer_whose_third_step_differs_fails(few, monkeypatch) -> None:
+    forward, calls = doctor.Linear.forward, []
+
+    def broken(self, input, is_first_microbatch=None):
+        output = forward(self, input, is_first_microbatch)
+        calls.append(self)
+        return output + 1 if calls.count(self) == 3 else output
+
+    monkeypatch.setattr(doctor.Linear, "forward", broken)
+    checks = {check.name: check.failure for check in doctor.examine(["cpu"]).checks}
+    assert checks["cpu: steps of a layer"].startswith("output of step 2: ")
+
+
+def test_a_check_that_raises_is_one_failure(few, monkeypatch) -> None:
+    def broken(*arguments, **named):
+        raise RuntimeError("no\nsuch kernel")
+
+    monkeypatch.setattr(ops, "gemm", broken)
+    failures = [check.failure for check in doctor.examine(["cpu"]).checks if check.failure]
+    assert "raised RuntimeError: no such kernel" in failures and len(failures) >= 4
+
+
+def test_exact_inputs_survive_a_cast() -> None:
+    x = doctor.exact_input(48, 320, seed=3)
+    made = doctor._quantizer("nvfp4", "weight").quantize(x)
+    assert torch.equal(made.dequantize(), x)
+    assert made.columnwise is not None and torch.equal(made.columnwise.dequantize(torch.bfloat16), x.T)

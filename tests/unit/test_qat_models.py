@@ -1,0 +1,180 @@
+"""Quantization-aware training of whole models: what trains is what is served."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fp4engine
+from fp4engine import qat
+from fp4engine.export import ServedCheckpoint, calibrate, export_checkpoint, share_amax
+from fp4engine.formats import CastSpec
+from fp4engine.recipe import Casts, DelayedScaling, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, zoo
+from tests import tiny
+from tests.tiny import tokens
+
+
+def llama():
+    model = tiny.llama()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(3)
+    return model
+
+
+@pytest.mark.parametrize("inputs", [True, False])
+def test_products_are_those_of_linear_ste(inputs) -> None:
+    layer = nn.Linear(48, 16)
+    model = nn.Sequential(layer)
+    qat.prepare(model, inputs=inputs)
+    x, grad = torch.randn(5, 48, requires_grad=True), torch.randn(5, 16)
+    model(x).backward(grad)
+    got = (x.grad, layer.weight.grad, layer.bias.grad)
+    x.grad = layer.weight.grad = layer.bias.grad = None
+    fp4engine.linear_ste(x, layer.weight, layer.bias, input_spec=CastSpec() if inputs else None).backward(grad)
+    for mine, expected in zip(got, (x.grad, layer.weight.grad, layer.bias.grad), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("clip", [1.0, 0.9])
+def test_finalize_and_export_change_nothing(tmp_path, form, clip) -> None:
+    model = llama()
+    qat.prepare(model, clip=clip, keep_high_precision=["lm_head"])
+    model.train()(tokens(), labels=tokens()).loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model.eval()
+    with torch.no_grad():
+        trained = model(tokens()).logits
+        stored = qat.finalize(model)
+        assert len(stored.quantized) == 14
+        assert torch.equal(model(tokens()).logits, trained)
+    inputs = calibrate(model, [tokens()], progress=False)
+    report = export_checkpoint(model, tmp_path / "out", form, inputs=inputs, verify=True)
+    assert report.rescaled == () and all(layer.added_error == 0 for layer in report.layers)
+    checkpoint = ServedCheckpoint(tmp_path / "out")
+    attention = model.model.layers[0].self_attn
+    outers = {
+        float(checkpoint.operand(f"model.layers.0.self_attn.{name}")[2]) for name in ("q_proj", "k_proj", "v_proj")
+    }
+    assert len(outers) == 1
+    assert torch.equal(checkpoint.operand("model.layers.0.self_attn.q_proj")[0], attention.q_proj.weight.codes)
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.8])
+def test_clipping_saturates_the_largest_values(clip) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    qat.prepare(model, clip=clip)
+    largest = model[0].weight.abs().max()
+    qat.finalize(model)
+    decoded = model[0].weight.dequantize().abs().max()
+    assert float(decoded / largest) == pytest.approx(clip, rel=0.07)  # E4M3 rounds the scale
+
+
+@pytest.mark.parametrize(
+    "recipe", [NVFP4BlockScaling(), RuledRecipe(zoo.make("nvfp4_1d_weight"), (Rule(NVFP4BlockScaling(), "**.mlp"),))]
+)
+def test_siblings_share_their_amax_while_they_train(tmp_path, recipe) -> None:
+    model = llama()
+    shared = share_amax(model, recipe)
+    fp4engine.convert(model, shared, keep_high_precision=["lm_head"])
+    loss = model(tokens(), labels=tokens()).loss
+    loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    report = export_checkpoint(model, tmp_path / "out", inputs="high_precision", verify=True)
+    assert report.rescaled == ()
+    q, k, *_ = report.layers
+    assert q.amax == k.amax == float(model.model.layers[0].self_attn.k_proj.weight.abs().max())
+    apart = llama()
+    fp4engine.convert(apart, recipe, keep_high_precision=["lm_head"])
+    assert len(export_checkpoint(apart, tmp_path / "apart", inputs="high_precision").rescaled) == 6
+    fp4engine.manual_seed(1)
+    layer = model.model.layers[0].self_attn.q_proj
+    x = torch.randn(4, 32)
+    quantizer = fp4engine.make_quantizer(recipe, fp4engine.QuantizerRole("linear", "weight", layer.name, (32, 32)))
+    operand = quantizer.quantize(layer.weight.detach(), columnwise=False, rowwise_amax=torch.tensor([q.amax])).rowwise
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), cast_input(x) @ operand.dequantize().T, rtol=1e-5, atol=1e-6)
+
+
+def cast_input(x: torch.Tensor) -> torch.Tensor:
+    return fp4engine.cast(x, CastSpec())
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="clip must be"):
+        qat.prepare(llama(), clip=0)
+    with pytest.raises(ValueError, match="clip must be"):
+        qat.prepare(llama(), NVFP4BlockScaling(), clip=0.9)
+    with pytest.raises(ValueError, match="comes first"):
+        qat.finalize(llama())
+    with pytest.raises(ValueError, match="no linear modules of this Sequential are siblings"):
+        share_amax(nn.Sequential(nn.Linear(16, 16)), NVFP4BlockScaling())
+    with pytest.raises(ValueError, match="give a recipe of one step"):
+        share_amax(llama(), DelayedScaling())
+    with pytest.raises(ValueError, match="outer scales by none"):
+        share_amax(llama(), zoo.make("mxfp4"))
+    with pytest.raises(ValueError, match="one shape"):
+        qat.distillation_loss(torch.zeros(2, 3), torch.zeros(2, 4))
+
+
+def test_distillation_is_the_divergence_of_the_softened_distributions() -> None:
+    student, teacher = torch.randn(4, 5, 7, requires_grad=True), torch.randn(4, 5, 7)
+    loss = qat.distillation_loss(student, teacher, 2.0)
+    p, q = (teacher / 2).softmax(-1), (student / 2).softmax(-1)
+    torch.testing.assert_close(loss, 4 * (p * (p / q).log()).sum(-1).mean())
+    loss.backward()
+    assert student.grad is not None
+    assert qat.distillation_loss(teacher, teacher) == 0
+
+
+def test_weights_only_recipe_of_a_linear_recipe() -> None:
+    model = llama()
+    plan = qat.prepare(model, LinearRecipe(weight=Casts(zoo.TILES)), keep_high_precision=["lm_head"])
+    assert {module.formats for module in plan.converted} == {("high x e2m1", "high_precision", "high_precision")}
+
+
+def test_quantizers_with_other_siblings_are_other_values() -> None:
+    model = llama()
+    recipe = share_amax(model, NVFP4BlockScaling())
+
+    def quantizer(name: str):
+        return fp4engine.make_quantizer(recipe, fp4engine.QuantizerRole("linear", "weight", name, (32, 32)))
+
+    first, second = (quantizer(f"model.layers.{index}.self_attn.q_proj") for index in (0, 1))
+    assert first != second and first == quantizer("model.layers.0.self_attn.q_proj")
+    assert len({first, second, quantizer("model.layers.0.self_attn.q_proj")}) == 2
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_tuned_for_serving_a_model_loses_less_than_by_plain_export(seed) -> None:
+    """The same number of steps, the last half of them in high precision or by what will be served."""
+    torch.manual_seed(seed)
+    x, unseen = torch.randn(256, 32), torch.randn(256, 32)
+
+    def network() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+
+    def fit(model: nn.Module, first: int, last: int) -> None:
+        optimizer = torch.optim.Adam(model.parameters())
+        for step in range(first, last):
+            optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step / 240)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), wanted(x)).backward()
+            optimizer.step()
+
+    def served_loss(model: nn.Module) -> float:
+        qat.finalize(model)
+        with torch.no_grad():
+            return float(nn.functional.mse_loss(model(unseen), wanted(unseen)))
+
+    wanted = network().requires_grad_(False)
+    nn.init.normal_(wanted[0].weight, std=0.3)
+    student = network()
+    fit(student, 0, 120)
+    tuned = copy.deepcopy(student)
+    qat.prepare(tuned)
+    for model in (student, tuned):
+        fit(model, 120, 240)
+    qat.prepare(student)
+    assert served_loss(tuned) < 0.9 * served_loss(student)
