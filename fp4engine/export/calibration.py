@@ -1,0 +1,99 @@
+"""Outer scales of inputs for W4A4 serving, from the amaxes that a model's layers see."""
+
+import math
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp4engine.export.progress import progress_bar
+from fp4engine.modules import GroupedLinear
+from fp4engine.modules.gemms import Gemms
+from fp4engine.recipe import Recipe
+from fp4engine.state import autocast
+
+
+def calibrate(
+    model: nn.Module, batches: Iterable[Any], recipe: Recipe | None = None, *, progress: bool = True
+) -> dict[str, float]:
+    """``layer name -> max |input|`` over ``batches``, for ``export_checkpoint(inputs=...)``.
+
+    The model runs in evaluation mode and without gradients, by its own recipes or by ``recipe``. The experts of a
+    mixture have one amax for each projection, over all their tokens, as servers do.
+
+    Args:
+        model: converted, in the precision that it is evaluated in.
+        batches: tensors, tuples of positional arguments, or mappings of keyword arguments; at least one.
+        recipe: as in :func:`fp4engine.autocast`; None follows what the modules were converted with.
+
+    Raises:
+        ValueError: there is no batch or no converted module, an input holds a NaN or an Inf, or a layer saw no input:
+            its scale would be a guess.
+    """
+    stacked = {expert for module in model.modules() if isinstance(module, GroupedLinear) for expert in module.gemms}
+    kinds = (Gemms, GroupedLinear)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, kinds) and m not in stacked}
+    if not layers:
+        raise ValueError(f"this {type(model).__name__} has no converted module: fp4engine.convert(model, recipe) first")
+    amaxes: dict[str, Tensor] = {}
+    count = 0
+    with _evaluated(model), _watched(layers, amaxes), torch.no_grad():
+        for batch in progress_bar(batches, "calibrate", "batch", progress):
+            count += 1
+            if recipe is None:
+                _call(model, batch)
+            else:
+                with autocast(recipe=recipe):
+                    _call(model, batch)
+    if not count:
+        raise ValueError("batches must hold at least one batch, got none")
+    seen = {name: float(amax) for name, amax in amaxes.items()}
+    for name, amax in seen.items():
+        if not math.isfinite(amax):
+            raise ValueError(f"the input of {name!r} holds a NaN or an Inf")
+    idle = [name for name in layers if name not in seen]
+    if idle:
+        raise ValueError(
+            f"{len(idle)} of {len(layers)} layers saw no input in {count} batches, e.g. {idle[0]!r}; give more batches"
+        )
+    return seen
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Generator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def _watched(layers: Mapping[str, nn.Module], amaxes: dict[str, Tensor]) -> Generator[None]:
+    """Note the largest magnitude of each layer's input in ``amaxes``, FP32 []; NaN where there is one."""
+
+    def hook(name: str) -> Any:
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inp = args[0] if args else kwargs["input"]
+            if inp.numel():
+                amax = inp.detach().abs().amax().float()
+                amaxes[name] = torch.maximum(amaxes[name], amax) if name in amaxes else amax
+
+        return note
+
+    handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)

@@ -1,0 +1,122 @@
+"""``fp4engine export SOURCE DIRECTORY``: a directory that transformers reads becomes one that servers read.
+
+The weights go from file to file one at a time, so the model never exists in memory.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp4engine.convert import convert
+from fp4engine.export.checkpoint import export_checkpoint
+from fp4engine.export.reader import CheckpointError, TensorFolder, read_json
+from fp4engine.export.serving_format import FORMATS
+from fp4engine.export.verification import logits_difference
+from fp4engine.modules.shared_amax import SHARED_SCALES
+from fp4engine.recipe import Recipe, recipe_from_json, zoo
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what :func:`main` reads."""
+    parser.description = (
+        "Write a trained checkpoint in NVFP4 for servers: the codes and scales that its recipe multiplied."
+    )
+    parser.add_argument("source", type=Path, help="directory of config.json and safetensors, as save_pretrained writes")
+    parser.add_argument("directory", type=Path, help="where to write; must not be there, or be empty")
+    parser.add_argument(
+        "--recipe",
+        default="nvfp4",
+        help="name in fp4engine.recipe.zoo, or a JSON file of a recipe (default: %(default)s)",
+    )
+    parser.add_argument("--format", default="compressed-tensors", choices=list(FORMATS))
+    parser.add_argument(
+        "--inputs",
+        default=None,
+        help="'high_precision' (W4A16), 'dynamic', or a JSON file of what fp4engine.export.calibrate returns",
+    )
+    parser.add_argument(
+        "--keep-high-precision", nargs="*", default=["lm_head"], metavar="PATTERN", help="modules to write as they are"
+    )
+    parser.add_argument("--no-shared-scales", action="store_true", help="give q/k/v and gate/up a scale each")
+    parser.add_argument("--requantize", action="store_true", help="cast what the format cannot hold to nearest NVFP4")
+    parser.add_argument("--verify", action="store_true", help="read the files back and compare every byte")
+    parser.add_argument(
+        "--compare-logits",
+        action="store_true",
+        help="load both into memory, in FP32, and say how far the files' logits are from those of the recipe's weights",
+    )
+    parser.add_argument("--max-shard-gb", type=float, default=2.0, help="size of a file (default: %(default)s)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Export, and print the table of layers; 2 and one line on standard error where that is refused."""
+    try:
+        recipe = _recipe(args.recipe)
+        model = _empty_model(args.source, recipe, args.keep_high_precision)
+        report = export_checkpoint(
+            model,
+            args.directory,
+            args.format,
+            inputs=_inputs(args.inputs),
+            shared_scales=() if args.no_shared_scales else SHARED_SCALES,
+            requantize=args.requantize,
+            verify=args.verify,
+            weights=TensorFolder(args.source),
+            tokenizer=args.source if any(args.source.glob("tokenizer*")) else None,
+            max_shard_size=int(args.max_shard_gb * 2**30),
+        )
+    except (ValueError, ImportError, NotImplementedError) as error:
+        print(f"fp4engine export: {error}", file=sys.stderr)
+        return 2
+    print(report)
+    if args.compare_logits:
+        loaded = type(model).from_pretrained(args.source, dtype=torch.float32, use_safetensors=True).eval()
+        convert(loaded, recipe, keep_high_precision=args.keep_high_precision)
+        tokens = torch.arange(64).view(2, 32) % loaded.config.get_text_config().vocab_size
+        difference = logits_difference(loaded, args.directory, tokens, recipe, reader="fp4engine")
+        print(f"logits of the files differ by {difference:.1e} of those of the recipe's weights, for 2 x 32 tokens")
+    return 0
+
+
+def _empty_model(source: Path, recipe: Recipe, keep_high_precision: list[str]) -> Any:
+    """The model that ``config.json`` describes, without values, its linear modules converted."""
+    import transformers
+
+    described = read_json(source / "config.json")
+    if "auto_map" in described:
+        raise CheckpointError(f"{source / 'config.json'} asks for code of its own (auto_map), which is never run")
+    names = described.get("architectures")
+    kind: Any = getattr(transformers, names[0], None) if isinstance(names, list) and names else None
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        raise CheckpointError(f"{source / 'config.json'} names no architecture that transformers has, got {names!r}")
+    config = transformers.AutoConfig.from_pretrained(source)
+    with torch.device("meta"):
+        model = kind(config)
+    if (source / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(source)
+    convert(model, recipe, keep_high_precision=keep_high_precision)
+    return model
+
+
+def _recipe(name: str) -> Recipe:
+    return zoo.make(name) if name in zoo.ZOO else recipe_from_json(_text(name, "--recipe"))
+
+
+def _inputs(value: str | None) -> Any:
+    if value is None or value in ("dynamic", "high_precision"):
+        return value
+    amaxes = json.loads(_text(value, "--inputs"))
+    if not isinstance(amaxes, dict) or not all(isinstance(amax, int | float) for amax in amaxes.values()):
+        raise ValueError(f"{value} must hold one JSON object of numbers by layer")
+    return amaxes
+
+
+def _text(path: str, argument: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ValueError(f"{argument} is neither a known name nor a readable file: {error}") from error

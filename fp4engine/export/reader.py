@@ -1,0 +1,223 @@
+"""Reading checkpoints that nobody vouches for: JSON and safetensors only, every name, dtype and shape checked.
+
+Legend: N out_features, K in_features of a weight [N, K].
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fp4engine import reference
+from fp4engine.constants import BLOCK_SIZE
+from fp4engine.export.serving_format import COMPRESSED_TENSORS, FORMATS, MODELOPT, PACKED, ServingFormat
+from fp4engine.export.writer import INDEX, SINGLE
+from fp4engine.formats import CastSpec
+
+_JSON_BYTES = 256 << 20
+"""More than any index of a real model; a larger file is refused instead of read."""
+
+
+_OPEN_FILES = 2
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged, incomplete or not what it says; names the file and the tensor."""
+
+
+class TensorFolder(Mapping[str, Tensor]):
+    """The tensors of a directory of safetensors files, by name, read when they are asked for.
+
+    Two files at most stay open, so that what has been read of the others is no longer in this process's memory.
+
+    Args:
+        directory: holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it names.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or no safetensors file; the index names files outside the
+            directory, or tensors that are not where it says.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise CheckpointError(f"{str(directory)!r} is not a directory")
+        self._files: dict[str, Any] = {}
+        index = self.directory / INDEX
+        self._where = self._indexed(index) if index.exists() else dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+
+    def _indexed(self, index: Path) -> dict[str, str]:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"{index}: weight_map must map tensor names to file names, got {weight_map!r:.80}")
+        files = sorted(set(weight_map.values()))
+        for file in files:
+            if file != Path(file).name or not file.endswith(".safetensors"):
+                raise CheckpointError(f"{index}: names {file!r}, which is no safetensors file of this directory")
+        for file in files:
+            there = set(self._open(file).keys())
+            listed = {name for name, place in weight_map.items() if place == file}
+            if there != listed:
+                odd = sorted(there ^ listed)
+                raise CheckpointError(f"{index}: disagrees with {file!r} about {len(odd)} tensors, e.g. {odd[0]!r}")
+        return weight_map
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            if len(self._files) == _OPEN_FILES:
+                del self._files[next(iter(self._files))]
+            path = self.directory / file
+            if not path.is_file():
+                others = sorted(p.name for p in self.directory.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+                pickled = f"; {others[0]!r} may hold a pickle, which is never opened" if others else ""
+                raise CheckpointError(f"{path} is missing{pickled}")
+            try:
+                self._files[file] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} is truncated or no safetensors file: {error}") from error
+        return self._files[file]
+
+    def __getitem__(self, name: str) -> Tensor:
+        file = self._where[name]
+        try:
+            return self._open(file).get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(f"{self.directory / file}: {name!r} cannot be read: {error}") from error
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._where  # Mapping's own would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def described(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Safetensors' name of the dtype, and the shape, of a tensor that is not read for it."""
+        part = self._open(self._where[name]).get_slice(name)
+        return part.get_dtype(), tuple(part.get_shape())
+
+
+class ServedCheckpoint:
+    """An exported checkpoint: FP4 weights by layer, and all other tensors.
+
+    Args:
+        directory: what :func:`~fp4engine.export.export_checkpoint` wrote, or a peer in one of its two formats.
+
+    Attributes:
+        form: the format it is in.
+        tensors: all tensors by name.
+        layers: names of the layers whose weight is FP4.
+        ignored: names of linear modules that its configuration leaves alone.
+
+    Raises:
+        CheckpointError: it is in neither format, or damaged: see :class:`TensorFolder`; a weight whose parts are
+            missing, or have another dtype or shape than the format gives them, or an outer scale that is not positive
+            and finite.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.tensors = TensorFolder(directory)
+        self.form, self.ignored = _format_of(self.tensors.directory)
+        suffix = f".{self.form.block_scales}"
+        self.layers = tuple(name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix))
+        for layer in self.layers:
+            self._check(layer)
+
+    def _check(self, layer: str) -> None:
+        parts = [f"{layer}.{part}" for part in self.form.weight_parts]
+        for part in parts:
+            if part not in self.tensors:
+                raise CheckpointError(f"{self.tensors.directory}: {layer!r} has no {part!r}")
+        (_, codes), (_, scales), _ = described = [self.tensors.described(part) for part in parts]
+        expected = [("U8", codes), ("F8_E4M3", scales), ("F32", described[2][1])]
+        if described != expected or len(codes) != 2 or scales != (codes[0], codes[1] * 2 // BLOCK_SIZE):
+            got = ", ".join(
+                f"{part} {dtype} {list(shape)}" for part, (dtype, shape) in zip(parts, described, strict=True)
+            )
+            raise CheckpointError(
+                f"{self.tensors.directory}: {layer!r} needs codes U8 [N, K/2], block scales F8_E4M3 [N, K/16] and an "
+                f"outer scale F32 with one element, got {got}"
+            )
+        for name in (parts[2], f"{layer}.{self.form.input_scale}"):
+            if name in self.tensors:
+                self._outer(name)
+
+    def _outer(self, name: str) -> Tensor:
+        outer = self.tensors[name].reshape(-1)
+        if outer.dtype != torch.float32 or outer.numel() != 1 or not (outer.isfinite() & (outer > 0)).all():
+            raise CheckpointError(
+                f"{self.tensors.directory}: {name!r} must be one positive finite FP32 number, got {outer.dtype} "
+                f"{outer.tolist()!r:.80}"
+            )
+        return outer
+
+    def operand(self, layer: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes uint8 [N, K/2], block scales E4M3 [N, K/16] and outer scale FP32 [1] of a layer's weight, as stored."""
+        codes, scales, outer = (f"{layer}.{part}" for part in self.form.weight_parts)
+        return self.tensors[codes], self.tensors[scales], self._outer(outer)
+
+    def weight(self, layer: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``element * block scale * factor`` of a layer's weight, rounded once to ``dtype``: [N, K]."""
+        codes, scales, outer = self.operand(layer)
+        return (reference.decode(codes, scales, CastSpec()) * self.form.factor(outer)).to(dtype)
+
+    def input_amax(self, layer: str) -> float | None:
+        """The amax that the layer's inputs are scaled by, as the stored scale tells it; None if none is stored."""
+        name = f"{layer}.{self.form.input_scale}"
+        if name not in self.tensors:
+            return None
+        return float(self.form.factor(self._outer(name)) * CastSpec().numerator)
+
+
+def _format_of(directory: Path) -> tuple[ServingFormat, tuple[str, ...]]:
+    """The format of a checkpoint, and the modules that its configuration leaves alone."""
+    modelopt = directory / MODELOPT.config_file
+    if modelopt.exists():
+        settings = _section(modelopt, "quantization")
+        algorithm = settings.get("quant_algo")
+        if algorithm not in ("NVFP4", "W4A16_NVFP4"):
+            raise CheckpointError(f"{modelopt}: quant_algo must be 'NVFP4' or 'W4A16_NVFP4', got {algorithm!r}")
+        return MODELOPT, _names(modelopt, settings.get("exclude_modules"))
+    path = directory / COMPRESSED_TENSORS.config_file
+    settings = _section(path, "quantization_config")
+    method = settings.get("quant_method")
+    if method != COMPRESSED_TENSORS.name or settings.get("format") != PACKED:
+        allowed = " or ".join(FORMATS)
+        raise CheckpointError(f"{path}: describes no NVFP4 checkpoint of {allowed} (quant_method={method!r})")
+    return COMPRESSED_TENSORS, _names(path, settings.get("ignore"))
+
+
+def _section(path: Path, name: str) -> dict[str, Any]:
+    section = read_json(path).get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _names(path: Path, value: Any) -> tuple[str, ...]:
+    if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+        raise CheckpointError(f"{path}: the modules left alone must be a list of names, got {value!r:.80}")
+    return tuple(value or ())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``.
+
+    Raises:
+        CheckpointError: there is no such file, it is too large, or it is something else.
+    """
+    try:
+        if path.stat().st_size > _JSON_BYTES:
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size} bytes, more than the {_JSON_BYTES} of any such file"
+            )
+        data = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is missing, truncated or no JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} must hold an object, got {type(data).__name__}")
+    return data

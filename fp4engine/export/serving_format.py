@@ -1,0 +1,175 @@
+"""The two checkpoint formats that servers read, as data: tensor names, the outer scale's direction, the configuration.
+
+| | compressed-tensors | ModelOpt |
+|---|---|---|
+| codes, uint8 [N, K/2], even column in the low nibble | `weight_packed` | `weight` |
+| block scales, E4M3 [N, K/16] | `weight_scale` | `weight_scale` |
+| outer scale of the weight, FP32 [1] | `weight_global_scale = numerator / amax` | `weight_scale_2 = amax / numerator` |
+| outer scale of the input, FP32 [1] | `input_global_scale = numerator / amax` | `input_scale = amax / numerator` |
+| configuration | `quantization_config` in `config.json` | `hf_quant_config.json` |
+
+Legend: N out_features, K in_features.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4engine.constants import BLOCK_SIZE
+from fp4engine.reference.scaling import divide, encode_scale
+
+
+@dataclass(frozen=True, slots=True)
+class ServingFormat:
+    """Where a format puts what an operand consists of.
+
+    Attributes:
+        name: what users call it.
+        codes, block_scales, outer_scale, input_scale: last part of the tensors' names, after the module's.
+        divides: True if the outer scale is a divisor of the decoded values, False if it multiplies them.
+        config_file: the file that says what is quantized.
+    """
+
+    name: str
+    codes: str
+    block_scales: str
+    outer_scale: str
+    input_scale: str
+    divides: bool
+    config_file: str
+
+    @property
+    def weight_parts(self) -> tuple[str, str, str]:
+        """The tensors of one weight: codes, block scales, outer scale."""
+        return self.codes, self.block_scales, self.outer_scale
+
+    def outer(self, amax: Tensor, numerator: float) -> Tensor:
+        """The stored outer scale, FP32 [1], of an operand with outer amax ``amax`` [1]; 1 for an operand of zeros."""
+        if self.divides:
+            return encode_scale(amax, numerator)
+        return torch.where(amax == 0, torch.ones_like(amax), divide(amax, numerator))
+
+    def factor(self, outer: Tensor) -> Tensor:
+        """What ``element * block scale`` is multiplied by, FP32 [1], from a stored outer scale."""
+        return divide(1.0, outer) if self.divides else outer
+
+
+COMPRESSED_TENSORS = ServingFormat(
+    "compressed-tensors",
+    "weight_packed",
+    "weight_scale",
+    "weight_global_scale",
+    "input_global_scale",
+    divides=True,
+    config_file="config.json",
+)
+MODELOPT = ServingFormat(
+    "modelopt",
+    "weight",
+    "weight_scale",
+    "weight_scale_2",
+    "input_scale",
+    divides=False,
+    config_file="hf_quant_config.json",
+)
+FORMATS = {form.name: form for form in (COMPRESSED_TENSORS, MODELOPT)}
+"""Both by name."""
+
+WEIGHT_ONLY, STATIC, DYNAMIC = "weight-only", "static", "dynamic"
+"""What happens to a layer's input: nothing; its outer amax is calibrated; there is no outer scale."""
+
+PACKED = "nvfp4-pack-quantized"
+_ALGORITHMS = {STATIC: "NVFP4", WEIGHT_ONLY: "W4A16_NVFP4"}
+
+
+def serving_format(name: str) -> ServingFormat:
+    """The format called ``name``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, got {name!r}")
+    return FORMATS[name]
+
+
+def compressed_tensors_config(schemes: Mapping[str, str], ignore: Sequence[str]) -> dict[str, Any]:
+    """``quantization_config`` of a ``config.json``.
+
+    Args:
+        schemes: ``layer -> weight-only, static or dynamic``.
+        ignore: names of the linear modules that stayed as they were.
+    """
+    kinds = sorted(set(schemes.values()))
+    groups = {
+        f"group_{index}": {
+            "targets": ["Linear"] if len(kinds) == 1 else [name for name in schemes if schemes[name] == kind],
+            "weights": _arguments(dynamic=False),
+            "input_activations": None if kind == WEIGHT_ONLY else _arguments("local" if kind == STATIC else True),
+            "output_activations": None,
+            "format": PACKED,
+        }
+        for index, kind in enumerate(kinds)
+    }
+    return {
+        "quant_method": COMPRESSED_TENSORS.name,
+        "format": PACKED,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+    }
+
+
+def modelopt_config(schemes: Mapping[str, str], ignore: Sequence[str], version: str) -> dict[str, Any]:
+    """Contents of ``hf_quant_config.json``; arguments as in :func:`compressed_tensors_config`.
+
+    Raises:
+        ValueError: inputs without an outer scale, or of several kinds: the file names one algorithm.
+    """
+    kinds = set(schemes.values())
+    if DYNAMIC in kinds:
+        raise ValueError(
+            "inputs='dynamic' has no place in a ModelOpt checkpoint, which stores an input scale for each layer; "
+            "pass inputs=calibrate(model, batches) or inputs='high_precision'"
+        )
+    if len(kinds) > 1:
+        layers = {kind: next(name for name in schemes if schemes[name] == kind) for kind in sorted(kinds)}
+        raise ValueError(
+            f"a ModelOpt checkpoint names one algorithm for all layers, and the recipe asks for several: {layers}; "
+            "pass inputs='high_precision', or format='compressed-tensors'"
+        )
+    return {
+        "producer": {"name": "fp4engine", "version": version},
+        "quantization": {
+            "quant_algo": _ALGORITHMS[kinds.pop()],
+            "kv_cache_quant_algo": None,
+            "group_size": BLOCK_SIZE,
+            "exclude_modules": list(ignore),
+        },
+    }
+
+
+def _arguments(dynamic: bool | str) -> dict[str, Any]:
+    return {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": BLOCK_SIZE,
+        "symmetric": True,
+        "dynamic": dynamic,
+        "scale_dtype": "torch.float8_e4m3fn",
+        "zp_dtype": "torch.float8_e4m3fn",
+    }
+
+
+def is_ignored(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a configuration's list of what was left alone names the module ``name``; ``re:`` begins an expression."""
+    return any(
+        re.match(pattern.removeprefix("re:"), name) is not None if pattern.startswith("re:") else pattern == name
+        for pattern in patterns
+    )

@@ -1,0 +1,120 @@
+"""Sharded safetensors and their index, in a directory that appears whole or not at all."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@contextmanager
+def whole_directory(directory: Path) -> Generator[Path]:
+    """A new directory to write into, which becomes ``directory`` when the block ends and is removed when it raises.
+
+    It lies beside ``directory``, hidden, and is called ``.<name>.<random>.incomplete``. What was written is on the disk
+    before the name changes.
+
+    Raises:
+        ValueError: ``directory`` is there and not empty, or is a file.
+    """
+    _require_absent(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.", suffix=".incomplete"))
+    try:
+        yield made
+        made.chmod(0o777 & ~_umask())  # mkdtemp's directories are for one user only
+        for path in (*made.iterdir(), made):
+            _to_disk(path)
+        _require_absent(directory)
+        os.replace(made, directory)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    _to_disk(directory.parent)
+
+
+def _require_absent(directory: Path) -> None:
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"directory {str(directory)!r} is there already and not empty; choose another or remove it")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class ShardWriter:
+    """Collects tensors and writes a file whenever ``max_shard_size`` bytes have come together.
+
+    Args:
+        directory: where files go.
+        max_shard_size: bytes; one tensor that is larger has a file to itself.
+    """
+
+    def __init__(self, directory: Path, max_shard_size: int) -> None:
+        self.directory, self.max_shard_size = directory, max_shard_size
+        self._pending: dict[str, Tensor] = {}
+        self._storages: set[int] = set()
+        self._shards: list[list[str]] = []
+        self._bytes = 0
+        self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write ``tensor`` under ``name``, now or later."""
+        tensor = tensor.detach().to("cpu").contiguous()
+        storage = tensor.untyped_storage()
+        # Safetensors refuses a storage twice in a file, and a small part of a mapped file would keep all of it mapped.
+        if storage.data_ptr() in self._storages or storage.nbytes() > 2 * tensor.nbytes:
+            tensor = tensor.clone()
+        if self._pending and self._bytes + tensor.nbytes > self.max_shard_size:
+            self._flush()
+        self._pending[name] = tensor
+        self._storages.add(tensor.untyped_storage().data_ptr())
+        self._bytes += tensor.nbytes
+        self._total += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write what is left, give the files their names, and write the index where there are several."""
+        self._flush()
+        count = len(self._shards)
+        if count == 1:
+            os.replace(self._part(1), self.directory / SINGLE)
+            return
+        names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+        for number, name in enumerate(names, start=1):
+            os.replace(self._part(number), self.directory / name)
+        weight_map = {key: name for name, keys in zip(names, self._shards, strict=True) for key in keys}
+        write_json(self.directory / INDEX, {"metadata": {"total_size": self._total}, "weight_map": weight_map})
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._shards.append(list(self._pending))
+            save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
+            self._pending, self._bytes = {}, 0
+            self._storages.clear()
+
+    def _part(self, number: int) -> Path:
+        return self.directory / f"part-{number:05}.safetensors"
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write ``data``, indented."""
+    path.write_text(json.dumps(data, indent=2) + "\n")

@@ -1,0 +1,476 @@
+"""Checkpoints for servers: what is in the files, read back by two readers; what is refused."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import fp4engine
+from fp4engine.export import (
+    CheckpointError,
+    ServedCheckpoint,
+    TensorFolder,
+    calibrate,
+    export_checkpoint,
+    logits_difference,
+    verify_checkpoint,
+)
+from fp4engine.formats import CastSpec, Outer
+from fp4engine.recipe import Casts, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, ScheduledRecipe, zoo
+from tests.tiny import VOCABULARY, llama, tokens
+
+WEIGHT_ONLY = zoo.make("nvfp4_weight_only")
+HELD = ["nvfp4", "nvfp4_1d_weight", "nvfp4_4over6", "nvfp4_weight_only"]
+FORMATS = ["compressed-tensors", "modelopt"]
+
+
+def converted(recipe=WEIGHT_ONLY, **changes):
+    model = llama(intermediate_size=80, **changes).eval()
+    fp4engine.convert(model, recipe, keep_high_precision=["lm_head"])
+    return model
+
+
+def operand(module: fp4engine.Linear, recipe):
+    role = fp4engine.QuantizerRole("linear", "weight", module.name, tuple(module.weight.shape))
+    return fp4engine.make_quantizer(recipe, role).quantize(module.weight.detach(), columnwise=False).rowwise
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", HELD)
+def test_the_files_hold_the_operands_of_the_forward_pass_bit_for_bit(tmp_path, form, name) -> None:
+    recipe = zoo.make(name)
+    model = converted(recipe)
+    inputs = None if name == "nvfp4_weight_only" else "high_precision"
+    report = export_checkpoint(model, tmp_path / "out", form, inputs=inputs, shared_scales=(), verify=True)
+    checkpoint = ServedCheckpoint(tmp_path / "out")
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, fp4engine.Linear)}
+    assert set(checkpoint.layers) == set(linears) == {layer.name for layer in report.layers}
+    for name, module in linears.items():
+        codes, scales, outer = checkpoint.operand(name)
+        trained = operand(module, recipe)
+        assert torch.equal(codes, trained.codes)
+        assert torch.equal(scales.view(torch.uint8), trained.scale_inv.view(torch.uint8))
+        if form == "modelopt":  # the multiplier is the decode's own: the values are the same bits too
+            assert torch.equal(outer, trained.amax / torch.full((1,), trained.spec.numerator))
+            assert torch.equal(checkpoint.weight(name), trained.dequantize())
+        else:
+            assert torch.equal(outer, torch.full((1,), trained.spec.numerator) / trained.amax)
+            torch.testing.assert_close(checkpoint.weight(name), trained.dequantize(), rtol=2**-22, atol=0)
+    state = model.state_dict()
+    for name in set(checkpoint.tensors) & set(state):
+        if name.removesuffix(".weight") not in linears:
+            assert torch.equal(checkpoint.tensors[name], state[name])
+    assert "lm_head.weight" in checkpoint.tensors and "lm_head" in checkpoint.ignored
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_siblings_share_the_larger_scale_and_the_report_says_what_it_costs(tmp_path, form) -> None:
+    model = converted()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight.mul_(5)
+        model.model.layers[0].mlp.up_proj.weight.mul_(1e-5)
+    report = export_checkpoint(model, tmp_path / "out", form, verify=True)
+    checkpoint = ServedCheckpoint(tmp_path / "out")
+    for index, block in enumerate(model.model.layers):
+        for parent, names in (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj"))):
+            layers = [f"model.layers.{index}.{parent}.{name}" for name in names]
+            outers = [checkpoint.operand(layer)[2] for layer in layers]
+            assert all(torch.equal(outers[0], other) for other in outers)
+            largest = max(getattr(getattr(block, parent), name).weight.abs().max() for name in names)
+            assert {entry.amax for entry in report.layers if entry.name in layers} == {float(largest)}
+    kept = [entry for entry in report.layers if entry.amax == entry.own_amax]
+    assert len(kept) + len(report.rescaled) == 14 and len(report.rescaled) == 2 * (2 + 1)
+    assert all(entry.added_error == 0 for entry in kept)
+    (small,) = [entry for entry in report.layers if entry.name == "model.layers.0.mlp.up_proj"]
+    assert small.added_error > 0.001 and small.name in str(report) and f"{small.added_error:+.2%}" in str(report)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_serves_what_the_recipe_multiplied(tmp_path) -> None:
+    model = converted(NVFP4BlockScaling(), tie_word_embeddings=True)
+    inputs = calibrate(model, [tokens()], progress=False)
+    export_checkpoint(model, tmp_path / "out", inputs=inputs, shared_scales=(), verify=True)
+    assert logits_difference(model, tmp_path / "out", tokens(), NVFP4BlockScaling()) < 2e-3
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    q_proj = loaded.model.layers[0].self_attn.q_proj
+    trained = operand(model.model.layers[0].self_attn.q_proj, NVFP4BlockScaling())
+    assert torch.equal(q_proj.weight_packed, trained.codes)
+    assert torch.equal(
+        q_proj.input_global_scale, torch.tensor([2688.0]) / torch.tensor([inputs["model.layers.0.self_attn.q_proj"]])
+    )
+    served = loaded(tokens()).logits.float()  # activations cast by the package, in BF16
+    with torch.no_grad():
+        assert (served - model(tokens()).logits).norm() < 0.2 * served.norm()
+
+
+def test_inputs_are_scaled_by_the_amaxes_that_were_seen(tmp_path) -> None:
+    model = converted(NVFP4BlockScaling()).train()
+    seen: dict[str, float] = {}
+    module = model.model.layers[1].mlp.down_proj
+    module.register_forward_pre_hook(lambda _, args: seen.update(amax=float(args[0].abs().max())))
+    inputs = calibrate(model, [{"input_ids": tokens()}, (tokens() + 1) % VOCABULARY], progress=False)
+    assert model.training and module.training
+    assert set(inputs) == {name for name, m in model.named_modules() if isinstance(m, fp4engine.Linear)}
+    largest = 0.0
+    for batch in (tokens(), (tokens() + 1) % VOCABULARY):
+        model.eval()(batch)
+        largest = max(largest, seen["amax"])
+    assert inputs["model.layers.1.mlp.down_proj"] == largest
+    for form in FORMATS:
+        export_checkpoint(model, tmp_path / form, form, inputs=inputs, verify=True)
+        stored = ServedCheckpoint(tmp_path / form).input_amax("model.layers.1.mlp.down_proj")
+        assert stored == pytest.approx(largest, rel=1e-6)
+
+
+def test_calibration_refuses_to_guess() -> None:
+    model = converted(NVFP4BlockScaling())
+    with pytest.raises(ValueError, match="at least one batch"):
+        calibrate(model, [])
+    with pytest.raises(ValueError, match="has no converted module"):
+        calibrate(llama(), [tokens()])
+
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.used(x)
+
+    idle = Unused()
+    fp4engine.convert(idle, NVFP4BlockScaling())
+    with pytest.raises(ValueError, match="1 of 2 layers saw no input in 1 batches"):
+        calibrate(idle, [torch.randn(2, 16)], progress=False)
+    with pytest.raises(ValueError, match="'used' holds a NaN"):
+        calibrate(idle, [torch.full((2, 16), float("inf"))], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (zoo.make("mxfp4"), "its elements, scales or blocks are not NVFP4's"),
+        (zoo.make("mxfp8"), "its elements, scales or blocks are not NVFP4's"),
+        (LinearRecipe(weight=Casts(CastSpec(outer=Outer.ROW))), "its outer scale is by row"),
+        (zoo.make("tetrajet2"), "its outer scale is by 1x128"),
+        (LinearRecipe(weight=Casts(zoo.STOCHASTIC)), "its codes are drawn anew"),
+    ],
+)
+def test_what_the_formats_cannot_hold_is_refused_or_requantized(tmp_path, recipe, words) -> None:
+    model = converted(None)
+    with pytest.raises(ValueError, match=words):
+        export_checkpoint(model, tmp_path / "out", recipe=recipe, inputs="high_precision")
+    assert not list(tmp_path.iterdir())
+    report = export_checkpoint(
+        model, tmp_path / "out", recipe=recipe, inputs="high_precision", requantize=True, verify=False
+    )
+    assert all(words.split()[0] in layer.requantized for layer in report.layers)
+    name = report.layers[-1].name
+    codes, _, _ = ServedCheckpoint(tmp_path / "out").operand(name)
+    assert torch.equal(codes, operand(model.get_submodule(name), WEIGHT_ONLY).codes)
+
+
+def test_what_cannot_be_known_is_refused(tmp_path) -> None:
+    out = tmp_path / "out"
+    model = converted(NVFP4BlockScaling())
+    cases = [
+        (model, {}, "inputs=calibrate"),
+        (model, {"inputs": {}}, "finite amax"),
+        (model, {"inputs": "static"}, "inputs must be"),
+        (model, {"format": "gguf"}, "format must be one of"),
+        (model, {"inputs": "dynamic", "format": "modelopt"}, "no place in a ModelOpt checkpoint"),
+        (model, {"inputs": "high_precision", "keep_high_precision": ["gone"]}, "'gone' covers no linear module"),
+        (model, {"inputs": "high_precision", "keep_high_precision": "lm_head"}, "sequence of patterns"),
+        (model, {"inputs": "high_precision", "keep_high_precision": ["**.q_proj"]}, "as one matrix"),
+        (model, {"inputs": "high_precision", "weights": {}}, "weights lacks"),
+        (model, {"inputs": "high_precision", "tokenizer": tmp_path}, "tokenizer must be"),
+        (converted(), {"inputs": "dynamic"}, "the recipe casts no input"),
+        (converted(), {"inputs": {}}, "the recipe casts no input"),
+        (llama(), {}, "no weight of this LlamaForCausalLM is FP4"),
+        (converted(None), {}, "pass recipe="),
+        (converted(None), {"recipe": ScheduledRecipe(((0, WEIGHT_ONLY),))}, "schedule.at"),
+        (converted(zoo.make("nvfp4_4over6")), {"inputs": "dynamic"}, "servers cast inputs"),
+    ]
+    for model, arguments, words in cases:
+        with pytest.raises(ValueError, match=words):
+            export_checkpoint(model, out, **arguments)
+        assert not list(tmp_path.iterdir()), words
+
+
+def test_weights_that_cannot_be_served_are_refused_by_name(tmp_path) -> None:
+    tied = llama(tie_word_embeddings=True)
+    fp4engine.convert(tied, WEIGHT_ONLY)
+    with pytest.raises(ValueError, match=r"'lm_head' is FP4 and shares its parameter with model\.embed_tokens"):
+        export_checkpoint(tied, tmp_path / "out")
+    ragged = nn.Sequential(nn.Linear(24, 16))
+    fp4engine.convert(ragged, WEIGHT_ONLY)
+    with pytest.raises(ValueError, match="in_features=24, and both formats hold whole blocks of 16"):
+        export_checkpoint(ragged, tmp_path / "out")
+    fused = nn.Sequential(fp4engine.LayerNormLinear(16, 16, recipe=WEIGHT_ONLY))
+    with pytest.raises(ValueError, match="'0' is a LayerNormLinear, whose parameters no server knows"):
+        export_checkpoint(fused, tmp_path / "out")
+    broken = converted()
+    with torch.no_grad():
+        broken.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj' holds a NaN"):
+        export_checkpoint(broken, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_rules_leave_layers_alone_and_weight_only_ones_beside(tmp_path) -> None:
+    recipe = RuledRecipe(
+        NVFP4BlockScaling(), (Rule(LinearRecipe(), "**.down_proj"), Rule(WEIGHT_ONLY, "model.layers.0.mlp"))
+    )
+    model = converted(recipe)
+    inputs = calibrate(model, [tokens()], progress=False)
+    report = export_checkpoint(model, tmp_path / "out", inputs=inputs, verify=True)
+    assert set(report.left_alone) == {"lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"}
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    targets = {bool(group["input_activations"]): set(group["targets"]) for group in settings["config_groups"].values()}
+    assert targets[False] == {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"}
+    assert len(targets[True]) == 10
+    with pytest.raises(ValueError, match="one algorithm for all layers"):
+        export_checkpoint(model, tmp_path / "more", "modelopt", inputs=inputs)
+
+
+def test_zeros_and_stored_weights(tmp_path) -> None:
+    with fp4engine.quantized_model_init(recipe=WEIGHT_ONLY):
+        model = nn.ModuleDict({"a": fp4engine.Linear(32, 16, recipe=WEIGHT_ONLY), "b": nn.Linear(16, 16)})
+    zero = fp4engine.Linear(32, 16, recipe=WEIGHT_ONLY)
+    nn.init.zeros_(zero.weight)
+    model["zero"] = zero
+    for form in FORMATS:
+        export_checkpoint(model, tmp_path / form, form, verify=True)
+        checkpoint = ServedCheckpoint(tmp_path / form)
+        assert torch.equal(checkpoint.operand("a")[0], model["a"].weight.codes)
+        assert torch.equal(checkpoint.weight("zero"), torch.zeros(16, 32))
+        assert torch.equal(checkpoint.tensors["b.weight"], model["b"].weight)
+
+
+def test_parameters_that_share_memory_are_written_one_by_one(tmp_path) -> None:
+    model = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2)).append(nn.LayerNorm(16))
+    flat = torch.randn(2 * 256 + 16)
+    for parameter, part in zip(model.parameters(), flat.split([256, 256, 16]), strict=False):
+        parameter.data = part.view(parameter.shape)
+    fp4engine.convert(model, WEIGHT_ONLY, keep_high_precision=["0"])
+    export_checkpoint(model, tmp_path / "out", verify=True)
+    assert torch.equal(ServedCheckpoint(tmp_path / "out").tensors["2.weight"], flat[-16:])
+
+
+def test_values_may_come_from_files_in_shards(tmp_path) -> None:
+    model = converted()
+    model.save_pretrained(tmp_path / "trained")
+    empty = converted().to("meta")
+    with pytest.raises(ValueError, match="meta device, without values"):
+        export_checkpoint(empty, tmp_path / "empty")
+    whole = export_checkpoint(model, tmp_path / "whole")
+    parts = export_checkpoint(
+        empty, tmp_path / "parts", weights=TensorFolder(tmp_path / "trained"), max_shard_size=5000, verify=True
+    )
+    assert parts.layers == whole.layers
+    left, right = ServedCheckpoint(tmp_path / "whole").tensors, ServedCheckpoint(tmp_path / "parts").tensors
+    assert set(left) == set(right)
+    assert all(torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)) for name in left)
+    files = sorted(path.name for path in (tmp_path / "parts").glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert all((tmp_path / "parts" / file).stat().st_size < 12_000 for file in files)
+
+
+def test_tokenizers_and_generation_settings_go_along(tmp_path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    (source / "tokenizer_config.json").write_text("{}")
+    (source / "model.safetensors").write_text("not copied")
+    export_checkpoint(converted(), tmp_path / "out", tokenizer=source)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+@pytest.mark.parametrize("moment", ["encode", "write_json", "compare", "save_file"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch, moment, error) -> None:
+    import fp4engine.export.checkpoint as checkpoint
+    import fp4engine.export.writer as writer
+
+    owner = writer if moment == "save_file" else checkpoint
+    original, calls = getattr(owner, moment), []
+
+    def interrupted(*arguments, **more):
+        calls.append(moment)
+        if moment != "encode" or len(calls) > 5:
+            raise error
+        return original(*arguments, **more)
+
+    monkeypatch.setattr(owner, moment, interrupted)
+    with pytest.raises(error):
+        export_checkpoint(converted(), tmp_path / "out", verify=True)
+    assert calls and not list(tmp_path.iterdir())
+
+
+def test_a_killed_export_leaves_no_directory_of_that_name(tmp_path) -> None:
+    script = """
+import sys, time, torch, fp4engine
+import fp4engine.export.checkpoint as checkpoint
+from fp4engine.recipe import zoo
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+fp4engine.convert(model, zoo.make("nvfp4_weight_only"))
+original, count = checkpoint.encode, [0]
+def slow(*arguments):
+    count[0] += 1
+    if count[0] == 6:
+        print("half way", flush=True)
+        time.sleep(600)
+    return original(*arguments)
+checkpoint.encode = slow
+checkpoint.export_checkpoint(model, sys.argv[1], max_shard_size=3000)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "half way\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".out.") and left.name.endswith(".incomplete")
+    assert list(left.glob("part-*.safetensors"))
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    fp4engine.convert(model, WEIGHT_ONLY)
+    export_checkpoint(model, tmp_path / "out")
+    assert ServedCheckpoint(tmp_path / "out").layers == tuple(map(str, range(8)))
+
+
+def test_what_is_there_is_never_overwritten(tmp_path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("x")
+    with pytest.raises(ValueError, match="there already and not empty"):
+        export_checkpoint(converted(), tmp_path / "out")
+    assert (tmp_path / "out" / "precious").read_text() == "x" and len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "empty").mkdir()
+    export_checkpoint(converted(), tmp_path / "empty")
+
+
+class TestHostile:
+    """One clear error for each way in which a checkpoint can be wrong."""
+
+    @pytest.fixture(params=FORMATS)
+    def folder(self, request, tmp_path) -> Path:
+        self.model = converted()
+        export_checkpoint(self.model, tmp_path / "out", request.param, max_shard_size=20_000)
+        return tmp_path / "out"
+
+    def change(self, folder: Path, name: str, change) -> None:
+        """Apply ``change`` to one tensor in its file."""
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        file = folder / index["weight_map"][name]
+        tensors = load_file(file)
+        tensors[name] = change(tensors[name])
+        save_file(tensors, file)
+
+    def test_verified_as_it_is(self, folder) -> None:
+        result = verify_checkpoint(self.model, folder, progress=False)
+        assert result.layers == 14 and result.others == 7 and "0 bytes differ" in str(result)
+
+    def test_one_changed_byte_is_found(self, folder) -> None:
+        form = ServedCheckpoint(folder).form
+        name = f"model.layers.1.mlp.down_proj.{form.codes}"
+
+        def flip(codes):
+            codes[2, 3] ^= 1
+            return codes
+
+        self.change(folder, name, flip)
+        with pytest.raises(CheckpointError, match=f"1 of 1280 bytes of '{name}' differ"):
+            verify_checkpoint(self.model, folder, progress=False)
+
+    @pytest.mark.parametrize("kept", [0, 7, 100, -1])
+    def test_truncated_files(self, folder, kept) -> None:
+        file = sorted(folder.glob("*.safetensors"))[1]
+        file.write_bytes(file.read_bytes()[:kept])
+        with pytest.raises(CheckpointError, match=f"{file.name} is truncated or no safetensors file"):
+            ServedCheckpoint(folder)
+
+    def test_a_header_that_promises_terabytes(self, folder) -> None:
+        file = sorted(folder.glob("*.safetensors"))[0]
+        file.write_bytes((1 << 50).to_bytes(8, "little") + file.read_bytes()[8:])
+        with pytest.raises(CheckpointError, match="is truncated or no safetensors file"):
+            ServedCheckpoint(folder)
+
+    def test_missing_file(self, folder) -> None:
+        sorted(folder.glob("*.safetensors"))[1].unlink()
+        with pytest.raises(CheckpointError, match="is missing"):
+            ServedCheckpoint(folder)
+
+    def test_pickles_are_never_opened(self, tmp_path) -> None:
+        (tmp_path / "pickle").mkdir()
+        (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+        with pytest.raises(CheckpointError, match=r"'pytorch_model\.bin' may hold a pickle, which is never opened"):
+            ServedCheckpoint(tmp_path / "pickle")
+
+    @pytest.mark.parametrize("place", ["../out/model.safetensors", "/etc/passwd", "a/b.safetensors", "model.bin"])
+    def test_an_index_that_points_elsewhere(self, folder, place) -> None:
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        index["weight_map"][next(iter(index["weight_map"]))] = place
+        path.write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match="no safetensors file of this directory"):
+            ServedCheckpoint(folder)
+
+    def test_an_index_that_lies(self, folder) -> None:
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        index["weight_map"]["made.up"] = index["weight_map"]["lm_head.weight"]
+        path.write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match=r"disagrees with .* about 1 tensors, e\.g\. 'made\.up'"):
+            ServedCheckpoint(folder)
+
+    @pytest.mark.parametrize(
+        "text", ["", "[1]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "[" * 100_000, "\x00"]
+    )
+    def test_an_index_that_is_none(self, folder, text) -> None:
+        (folder / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"index\.json"):
+            ServedCheckpoint(folder)
+
+    def test_a_configuration_that_is_none(self, folder) -> None:
+        form = ServedCheckpoint(folder).form
+        for text in ("", "null", "{}", '{"quantization_config": 3}', '{"quantization": {"quant_algo": "FP8"}}'):
+            (folder / form.config_file).write_text(text)
+            with pytest.raises(CheckpointError, match=form.config_file):
+                ServedCheckpoint(folder)
+
+    @pytest.mark.parametrize(
+        ("part", "change"),
+        [
+            ("codes", lambda t: t.int()),
+            ("codes", lambda t: t[:, :-1].contiguous()),
+            ("codes", lambda t: t[None]),
+            ("block_scales", lambda t: t.float()),
+            ("block_scales", lambda t: t.T.contiguous()),
+            ("outer_scale", lambda t: t.half()),
+            ("outer_scale", lambda t: t * 0),
+            ("outer_scale", lambda t: -t),
+            ("outer_scale", lambda t: t * float("nan")),
+            ("outer_scale", lambda t: t / 0),
+            ("outer_scale", lambda t: t.repeat(2)),
+        ],
+    )
+    def test_parts_of_other_types_shapes_and_values(self, folder, part, change) -> None:
+        form = ServedCheckpoint(folder).form
+        self.change(folder, f"model.layers.0.mlp.up_proj.{getattr(form, part)}", change)
+        with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj"):
+            ServedCheckpoint(folder)
+
+
+def test_no_bar_where_there_is_no_terminal(tmp_path, capfd) -> None:
+    export_checkpoint(converted(), tmp_path / "out")
+    assert "export" not in capfd.readouterr().err
