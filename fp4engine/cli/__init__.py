@@ -1,0 +1,66 @@
+"""The command line ``fp4engine``: one module per subcommand.
+
+A subcommand is a module with a docstring, whose first line is its help, and two functions:
+``add_arguments(parser)`` declares its arguments and ``run(arguments)`` does the work and returns the exit code. Its
+name is the module's. :data:`COMMANDS` lists them; a new one is a new module and one more entry there.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NoReturn
+
+from fp4engine.cli import doctor, estimate, export, recipes, report, te
+from fp4engine.version import __version__
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS: tuple[ModuleType, ...] = (doctor, estimate, export, recipes, report, te)
+
+BAD_INPUT = 2
+"""Exit code for arguments or files that a command cannot use; 1 is a command's own "no"."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports bad arguments in one line on stderr, without repeating the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print ``message`` and leave with exit code 2."""
+        self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code; bad arguments leave by ``SystemExit(2)``.
+
+    Args:
+        argv: the words after the program's name; None reads those of this process.
+    """
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        sys.stderr.close()
+        return 0
+    except (ValueError, OSError) as error:
+        parser.exit(BAD_INPUT, f"fp4engine {arguments.command}: {'; '.join(str(error).splitlines())}\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands; each leaves its ``run`` in the parsed arguments."""
+    parser = Parser(prog="fp4engine", description="NVFP4 training: look at machines, memory, recipes and runs.")
+    parser.add_argument("--version", action="version", version=f"fp4engine {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=Parser)
+    for module in COMMANDS:
+        name = module.__name__.rpartition(".")[2]
+        description = (module.__doc__ or "").strip()
+        subparser = subparsers.add_parser(
+            name,
+            help=description.splitlines()[0],
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
+    return parser

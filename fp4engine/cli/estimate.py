@@ -1,0 +1,85 @@
+"""Say what a training step will take: memory, time, bytes on the wire.
+
+The first line answers whether it fits. The model is one that is known by name, a Hugging Face config.json, or sizes
+given one by one. Does 8B fit on a card with 24 GiB, with LoRA?
+
+  fp4engine estimate --model Llama-3-8B --lora-rank 16 --checkpointing --gpu RTX-4090
+"""
+
+import argparse
+from pathlib import Path
+
+from fp4engine.estimate import GPUS, MODELS, STATES, Architecture, estimate, from_config
+from fp4engine.recipe import zoo
+
+SIZES = ("layers", "width", "heads", "ffn", "vocabulary")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, the step, the machine."""
+    parser.add_argument("--model", choices=tuple(MODELS), help="a model whose sizes are known")
+    parser.add_argument("--config", help="path of a Hugging Face config.json, or of the folder that holds it")
+    for size in (*SIZES, "kv_heads", "head_dim"):
+        parser.add_argument(f"--{size.replace('_', '-')}", type=int, help="instead of --model")
+    parser.add_argument(
+        "--recipe",
+        default="nvfp4",
+        choices=("bf16", *zoo.ZOO),
+        metavar="RECIPE",
+        help="one that `fp4engine recipes` lists (default: nvfp4), or bf16",
+    )
+    parser.add_argument("--gpu", default="H200", choices=tuple(GPUS))
+    parser.add_argument("--batch", type=int, default=1, help="sequences of one GPU's step")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--parameters", default="fp32", choices=("fp32", "bf16"), help="how parameters are stored")
+    parser.add_argument("--optimizer", default="adamw", choices=tuple(STATES))
+    parser.add_argument("--checkpointing", action="store_true", help="blocks keep their inputs only")
+    parser.add_argument("--fsdp", type=int, default=1, help="GPUs that share parameters and optimizer")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share every layer")
+    parser.add_argument("--lora-rank", type=int, default=0, help="freeze the model in BF16 and train adapters")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the estimate; 1 if it does not fit."""
+    recipe = None if arguments.recipe == "bf16" else zoo.make(arguments.recipe)
+    result = estimate(
+        _architecture(arguments),
+        recipe=recipe,
+        gpu=arguments.gpu,
+        batch=arguments.batch,
+        sequence=arguments.sequence,
+        parameters=arguments.parameters,
+        optimizer=arguments.optimizer,
+        checkpointing=arguments.checkpointing,
+        fsdp=arguments.fsdp,
+        tp=arguments.tp,
+        lora_rank=arguments.lora_rank,
+        name=f"{_name(arguments)} in {arguments.recipe}",
+    )
+    print(result)
+    return 0 if result.fits else 1
+
+
+def _name(arguments: argparse.Namespace) -> str:
+    if arguments.model is not None:
+        return arguments.model
+    if arguments.config is None:
+        return "a decoder"
+    path = Path(arguments.config).resolve()
+    return path.parent.name if path.name == "config.json" else path.stem
+
+
+def _architecture(arguments: argparse.Namespace) -> Architecture:
+    given = {size: getattr(arguments, size) for size in (*SIZES, "kv_heads", "head_dim")}
+    given = {size: value for size, value in given.items() if value is not None}
+    whole = [name for name in ("model", "config") if getattr(arguments, name) is not None]
+    if whole:
+        others = [*whole[1:], *given]
+        if others:
+            more = " and ".join(f"--{name.replace('_', '-')}" for name in others)
+            raise ValueError(f"--{whole[0]} says all sizes; leave out {more}")
+        return MODELS[arguments.model] if arguments.model is not None else from_config(arguments.config)
+    missing = [f"--{size}" for size in SIZES if size not in given]
+    if missing:
+        raise ValueError(f"give --model, --config, or all sizes: {', '.join(missing)} missing")
+    return Architecture(**given)

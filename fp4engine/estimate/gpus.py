@@ -1,0 +1,83 @@
+"""What GPUs can do at most, by their makers, and the shares of it that training reached where it was measured."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One GPU.
+
+    Attributes:
+        name: as ``--gpu`` takes it.
+        memory: bytes.
+        bf16, fp8, fp4: dense peaks in FLOP/s; None without such tensor cores.
+        bandwidth: of its memory, bytes/s.
+        source: where the numbers are from.
+        measured: whether :data:`SHARES` were fitted to runs on this GPU; a time for another is a prediction.
+    """
+
+    name: str
+    memory: float
+    bf16: float
+    fp8: float | None
+    fp4: float | None
+    bandwidth: float
+    source: str
+    measured: bool = False
+
+
+def _gpu(
+    name: str,
+    gigabytes: float,
+    tera: tuple[float, float | None, float | None],
+    bandwidth: float,
+    source: str,
+    measured: bool = False,
+) -> GPU:
+    bf16, fp8, fp4 = (None if value is None else value * 1e12 for value in tera)
+    assert bf16 is not None
+    return GPU(name, gigabytes * 2**30, bf16, fp8, fp4, bandwidth * 1e12, source, measured)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("A100", 80, (312, None, None), 2.039, "NVIDIA A100 80GB SXM data sheet"),
+        _gpu("H100", 80, (989.5, 1979, None), 3.35, "NVIDIA H100 SXM data sheet"),
+        _gpu("H200", 141, (989.5, 1979, None), 4.8, "NVIDIA H200 SXM data sheet", measured=True),
+        _gpu("B200", 180, (2250, 4500, 9000), 8.0, "NVIDIA Blackwell architecture brief"),
+        _gpu("GB200", 186, (2500, 5000, 10000), 8.0, "NVIDIA GB200 NVL72 data sheet"),
+        _gpu("B300", 279, (2250, 4500, 14000), 8.0, "NVIDIA Blackwell Ultra data sheet"),
+        _gpu("GB300", 279, (2500, 5000, 15000), 8.0, "NVIDIA GB300 NVL72 data sheet"),
+        _gpu("RTX-4090", 24, (165.2, 330.3, None), 1.008, "NVIDIA Ada GPU architecture paper, FP32 accumulation"),
+        _gpu("RTX-5090", 32, (209.5, 419, 1676), 1.792, "NVIDIA RTX Blackwell GPU architecture paper"),
+    )
+}
+"""Every GPU that is known, by name. Memory is GiB of the usable size, which the makers call GB."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which part of a GPU's peaks a step reaches; the same constants for every GPU and model.
+
+    Attributes:
+        products: of the tensor cores' peak, in linear layers.
+        attention: of the BF16 peak, in causal attention, whose masked half is not counted.
+        bandwidth: of the memory's, in everything else, each operator reading and writing all it names.
+        nvfp4_cast, fp8_cast: seconds per element of a linear layer's input, weight and gradient, times bandwidth:
+            bytes as if the memory were the limit.
+    """
+
+    products: float
+    attention: float
+    bandwidth: float
+    nvfp4_cast: float
+    fp8_cast: float
+
+
+SHARES = Shares(products=0.707, attention=0.283, bandwidth=0.52, nvfp4_cast=17.3, fp8_cast=16.8)
+"""Fitted by hand to the eager rows of benchmarks/results/training.json and to benchmarks/results/step.json and
+fp8.json: one H200, torch 2.11.0, Triton 3.6.0, 2026-11-21."""
+
+CUDA_RESERVE = 2**30
+"""Bytes that an answer of "fits" leaves free for CUDA's own context and for fragmentation: an assumption."""

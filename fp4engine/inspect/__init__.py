@@ -1,0 +1,7 @@
+"""Looking inside a training run: statistics of operands and products, and which of them cost accuracy."""
+
+from fp4engine.inspect.recorder import Recorder, read, record
+from fp4engine.inspect.report import html
+from fp4engine.inspect.search import Advice, Culprit, Findings, bisect, sensitivity
+
+__all__ = ["Advice", "Culprit", "Findings", "Recorder", "bisect", "html", "read", "record", "sensitivity"]

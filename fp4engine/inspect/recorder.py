@@ -1,0 +1,490 @@
+"""Statistics of a training run, step by step, as JSON lines.
+
+A run is a folder with ``record.jsonl``: one object per line, and the first line says what was recorded. The kinds of
+rows are described at :func:`record`.
+"""
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from fp4engine.formats import CastSpec
+from fp4engine.inspect import statistics
+from fp4engine.inspect.statistics import Figures
+from fp4engine.inspect.watch import Seen, drawn, layers_of, watching
+from fp4engine.names import covers
+from fp4engine.version import __version__
+
+FILE = "record.jsonl"
+CHANNELS = 4
+"""How many of a tensor's largest channels a row names."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What is known of a row on the host, and its numbers, which are still on the device."""
+
+    fields: dict[str, Any]
+    figures: Figures
+    spec: CastSpec | None = None
+
+
+class Recorder:
+    """What :func:`record` yields.
+
+    Attributes:
+        step_number: the step that is running, from ``first_step``.
+        path: the file that rows are appended to.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        out: Path,
+        every: int,
+        patterns: Sequence[str],
+        first_step: int,
+        draws: int,
+        shadow_rows: int,
+        writer: Any,
+    ) -> None:
+        self.path = out / FILE
+        self.step_number = first_step
+        self._layers = _chosen(model, patterns)
+        self._every, self._draws, self._shadow_rows, self._writer = every, draws, shadow_rows, writer
+        self._rows: list[_Row] = []
+        self._refusals: dict[str, str] = {}
+        self._active = ExitStack()
+        self._recording = False
+        self._recorded = False
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the step that is running is recorded."""
+        return self._recording
+
+    def step(self) -> None:
+        """End a step, and begin the next; an optimizer's step does so by itself unless ``optimizer="by hand"``."""
+        self._end()
+        self.step_number += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        if self.step_number % self._every:
+            return
+        self._recording = True
+        self._rows, self._refusals = [], {}
+        if "torch._dynamo" in sys.modules:  # something may be compiled: this step runs it eagerly
+            self._active.enter_context(torch.compiler.set_stance("force_eager"))
+        self._active.enter_context(watching(self._layers, self._hear, self._refusals.__setitem__))
+
+    def _end(self, abandoned: bool = False) -> None:
+        if not self._recording:
+            return
+        self._recording = False
+        self._active.close()
+        if abandoned:
+            return
+        seen = {row.fields["layer"] for row in self._rows}
+        for name in self._layers:
+            if name not in seen:
+                self._refusals.setdefault(name, "no forward pass in training mode went through it in this step")
+        self._write([*self._refused(), *_read(self._rows)])
+        self._recorded = True
+        self._rows = []
+
+    def _refused(self) -> Iterator[dict[str, Any]]:
+        for name, reason in self._refusals.items():
+            yield {"kind": "refusal", "layer": name, "reason": reason}
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        if _rank() != 0:
+            return
+        with self.path.open("a") as file:
+            for row in rows:
+                file.write(json.dumps({"step": self.step_number, **row}, allow_nan=False) + "\n")
+        if self._writer is not None:
+            for row in rows:
+                for tag, value in scalars(row):
+                    self._writer.add_scalar(tag, value, self.step_number)
+            self._writer.flush()
+
+    def _hear(self, layer: str, gemm: str, tensors: dict[str, Tensor], operands: list[Seen]) -> None:
+        """Count one product of a layer: its operands, its tensors, its error."""
+        for seen in operands:
+            first = gemm == "fprop" or (seen.role == "grad_output" and not self._has(layer, "grad_output"))
+            if first:
+                matrix = tensors[seen.role]
+                fields = {"kind": "tensor", "layer": layer, "role": seen.role, "shape": list(matrix.shape)}
+                self._rows.append(_Row(fields, statistics.tensor_figures(matrix)))
+        values = [seen.prepared() for seen in operands]
+        decoded = [
+            value if seen.spec is None else seen.operand.dequantize(torch.float32)
+            for seen, value in zip(operands, values, strict=True)
+        ]
+        for seen, value in zip(operands, values, strict=True):
+            if seen.spec is not None:
+                self._rows.append(_operand_row(layer, gemm, seen, value))
+                if self._draws and seen.spec.is_stochastic and seen.quantizer.columnwise_source == "original":
+                    self._rows.append(self._rounding_row(layer, gemm, seen, value))
+        if any(seen.spec is not None for seen in operands):
+            self._rows.append(self._product_row(layer, gemm, values, decoded))
+
+    def _has(self, layer: str, role: str) -> bool:
+        return any(row.fields["layer"] == layer and row.fields.get("role") == role for row in self._rows)
+
+    def _product_row(self, layer: str, gemm: str, values: list[Tensor], decoded: list[Tensor]) -> _Row:
+        width = min(tensor.shape[1] for tensor in (*values, *decoded))  # a rotated operand keeps its padding
+        left, right = (tensor[:, :width] for tensor in values)
+        left_decoded, right_decoded = (tensor[:, :width] for tensor in decoded)
+        rows = left.shape[0]
+        if self._shadow_rows < rows:
+            chosen = torch.arange(self._shadow_rows, device=left.device) * rows // self._shadow_rows
+            left, left_decoded = left[chosen], left_decoded[chosen]
+        fields = {"kind": "gemm", "layer": layer, "gemm": gemm, "rows": left.shape[0], "of_rows": rows}
+        return _Row(fields, statistics.product_figures(left, right, left_decoded, right_decoded))
+
+    def _rounding_row(self, layer: str, gemm: str, seen: Seen, values: Tensor) -> _Row:
+        decoded = list(drawn(seen, self._draws))
+        fields = {"kind": "rounding", "layer": layer, "gemm": gemm, "role": seen.role, "side": seen.side}
+        figures = statistics.rounding_figures(values[:, : decoded[0].shape[1]], decoded)
+        return _Row({**fields, "draws": self._draws}, figures)
+
+
+@contextmanager
+def record(
+    model: torch.nn.Module,
+    out: str | Path,
+    *,
+    every: int = 100,
+    layers: str | Sequence[str] = "**",
+    optimizer: Optimizer | Literal["by hand"] | None = None,
+    first_step: int = 0,
+    draws: int = 0,
+    shadow_rows: int = 256,
+    tensorboard: bool = False,
+) -> Generator[Recorder]:
+    """Region around a training loop in which every ``every``-th step is recorded in the folder ``out``::
+
+        with inspect.record(model, "runs/look", every=100, layers="**.mlp.*"):
+            for batch in data: ...
+
+    Training goes on with the same bytes: nothing is drawn from any random stream, and the layers compute as ever. What
+    is recorded are the operands of the step itself, made once more by the layers' own quantizers with the step's own
+    draw. Of each layer the first forward pass of a step and its backward pass are recorded, not further microbatches.
+    A step of a compiled model that is recorded runs eagerly. Ranks of ``torch.distributed`` all have to record; sums
+    and maxima are taken over all of them, and rank 0 writes. A weight that has the same figures on every rank counts
+    once.
+
+    Rows have ``step``, ``kind``, and by kind:
+
+    - ``run`` (the first line of each region): versions, ``every``, ``layers``, ``world_size``;
+    - ``tensor``, per layer and role: ``shape`` on one rank, ``amax``, ``rms``, ``nonfinite`` elements, and
+      ``channels``, the largest of its last axis as ``[index, amax over the median channel's amax]``;
+    - ``operand``, per layer, GEMM, role and side: the ``cast``; ``amax`` of the outer scale; ``sqnr_db``, signal over
+      error; shares of elements that are ``zeros``, ``rounded_to_zero`` and ``saturated``; of ``blocks``, shares whose
+      scale underflows to zero or overflows its bound; ``scale_spread_octaves``, the standard deviation of log2 of the
+      nonzero block scales, and their ``scale_range_octaves``; ``codes`` and ``scale_codes``, histograms; ``worst``,
+      blocks as ``[row, col, share of the operand's error, sqnr_db, rank]``;
+    - ``gemm``, per layer: ``snr_db`` and ``relative_error`` of the product of the decoded operands against the product
+      of the values that they stand for, both in FP32, over ``rows`` evenly chosen rows of ``of_rows``;
+    - ``rounding``, per stochastic operand and only with ``draws``: ``bias``, an estimate of
+      ``|E[x_hat] - x|^2 / |x|^2``, and ``noise``, the mean over draws of ``|x_hat - x|^2 / |x|^2``;
+    - ``refusal``: a layer that was asked for and not seen in this step, and why.
+
+    Args:
+        model: a converted model, also one compiled or wrapped for data-parallel training.
+        out: a folder; rows are appended to its ``record.jsonl``.
+        every: steps from one recorded step to the next, counted from step 0.
+        layers: patterns over the names of the layers, see :func:`fp4engine.names.covers`.
+        optimizer: whose ``step()`` ends a step; None is the one optimizer that holds parameters of the model, and
+            ``"by hand"`` means that the loop calls :meth:`Recorder.step`.
+        first_step: number of the first step, for a run that is resumed.
+        draws: how many draws of each stochastic cast to average, 0 or at least 2.
+        shadow_rows: how many rows of each product are computed in high precision.
+        tensorboard: also write scalars as TensorBoard events into ``out``.
+
+    Raises:
+        ValueError: an argument outside its words, a pattern that matches no layer, a model without layers.
+        ImportError: ``tensorboard=True`` where ``torch.utils.tensorboard`` cannot be imported.
+        RuntimeError: a second optimizer that holds parameters of the model takes a step while ``optimizer`` is None; a
+            recorded step is captured in a CUDA graph; the ranks recorded different layers.
+
+    Warns:
+        UserWarning: the region ends without a recorded step.
+    """
+    for name, value, least in (("every", every, 1), ("first_step", first_step, 0), ("shadow_rows", shadow_rows, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 0 or draws == 1:
+        raise ValueError(f"draws must be 0 or an integer of at least 2, got {draws!r}")
+    if optimizer is not None and optimizer != "by hand" and not isinstance(optimizer, Optimizer):
+        raise ValueError(f"optimizer must be an optimizer, 'by hand' or None, got {optimizer!r}")
+    folder = Path(out)
+    patterns = [layers] if isinstance(layers, str) else list(layers)
+    writer = _tensorboard(folder) if tensorboard and _rank() == 0 else None
+    recorder = Recorder(model, folder, every, patterns, first_step, draws, shadow_rows, writer)
+    folder.mkdir(parents=True, exist_ok=True)
+    recorder._write([_header(recorder, every)])
+    with _steps_told_by(optimizer, model, recorder):
+        recorder._begin()
+        try:
+            yield recorder
+        except BaseException:
+            recorder._end(abandoned=True)
+            raise
+    recorder._end(abandoned=True)  # a step that no optimizer ended
+    if writer is not None:
+        writer.close()
+    if not recorder._recorded:
+        warnings.warn(
+            f"inspect.record ended without a recorded step: no step that is a multiple of every={every} was ended by "
+            "an optimizer; with optimizer='by hand' the loop calls step()",
+            stacklevel=3,
+        )
+
+
+@contextmanager
+def _steps_told_by(
+    optimizer: Optimizer | Literal["by hand"] | None, model: torch.nn.Module, recorder: Recorder
+) -> Generator[None]:
+    if optimizer == "by hand":
+        yield
+        return
+    told_by: list[Optimizer] = [] if optimizer is None else [optimizer]
+
+    def after_step(stepped: Optimizer, args: Any, kwargs: Any) -> None:
+        if stepped in told_by:
+            recorder.step()
+        elif optimizer is None and _holds(stepped, model):
+            if told_by:
+                raise RuntimeError(
+                    "two optimizers hold parameters of the model, so it is not known which one ends a step; "
+                    "pass inspect.record(optimizer=...) one of them, or optimizer='by hand' and call step()"
+                )
+            told_by.append(stepped)
+            recorder.step()
+
+    handle = register_optimizer_step_post_hook(after_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _holds(optimizer: Optimizer, model: torch.nn.Module) -> bool:
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _chosen(model: torch.nn.Module, patterns: Sequence[str]) -> dict[str, Any]:
+    layers = layers_of(model)
+    if not layers:
+        raise ValueError("the model has no layer of fp4engine's; call fp4engine.convert(model) first")
+    for pattern in patterns:
+        if not any(covers(pattern, name) for name in layers):
+            raise ValueError(
+                f"layers pattern {pattern!r} matches none of the model's layers, which are called, for example, "
+                f"{', '.join(map(repr, list(layers)[:3]))}"
+            )
+    return {name: layer for name, layer in layers.items() if any(covers(pattern, name) for pattern in patterns)}
+
+
+def _header(recorder: Recorder, every: int) -> dict[str, Any]:
+    return {
+        "kind": "run",
+        "fp4engine": __version__,
+        "torch": str(torch.__version__),
+        "every": every,
+        "world_size": dist.get_world_size() if _distributed() else 1,
+        "layers": list(recorder._layers),
+    }
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard.writer import SummaryWriter
+    except ImportError as error:
+        raise ImportError("inspect.record(tensorboard=True) needs the package tensorboard; install it") from error
+    return SummaryWriter(str(folder))
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _rank() -> int:
+    return dist.get_rank() if _distributed() else 0
+
+
+def _operand_row(layer: str, gemm: str, seen: Seen, values: Tensor) -> _Row:
+    assert seen.spec is not None
+    fields = {"kind": "operand", "layer": layer, "gemm": gemm, "role": seen.role, "side": seen.side}
+    return _Row({**fields, "cast": seen.spec.label}, statistics.operand_figures(values, seen.operand), seen.spec)
+
+
+def _read(rows: list[_Row]) -> Iterator[dict[str, Any]]:
+    """Bring all numbers to the host at once, merged over ranks."""
+    if _distributed():
+        _require_equal([(row.fields, [part.numel() for part in row.figures]) for row in rows])
+    if not rows:
+        return
+    sums = torch.cat([row.figures.sums for row in rows])
+    maxima = torch.cat([row.figures.maxima for row in rows])
+    ranked = torch.cat([row.figures.ranked for row in rows])
+    if _distributed():
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+    host = (_of_all_ranks(sums).cpu(), maxima.cpu(), _of_all_ranks(ranked).cpu())
+    ends = [0, 0, 0]
+    for row in rows:
+        starts, sizes = ends, [part.shape[0] for part in row.figures]
+        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+        (a, b), (c, d), (e, f) = zip(starts, ends, strict=True)
+        parts, blocks = host[0][:, a:b], host[2][:, e:f]
+        if row.fields.get("role") == "weight" and bool((parts == parts[:1]).all() & (blocks == blocks[:1]).all()):
+            parts, blocks = parts[:1], blocks[:1]
+        yield {**row.fields, **_describe(row, parts.sum(0).tolist(), host[1][c:d], blocks)}
+
+
+def _of_all_ranks(mine: Tensor) -> Tensor:
+    """[ranks, ...]: what every rank has."""
+    if not _distributed():
+        return mine[None]
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return torch.stack(everyone)
+
+
+def _require_equal(mine: Any) -> None:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if any(theirs != mine for theirs in everyone):
+        raise RuntimeError(
+            "the ranks recorded different layers or shapes in one step, which cannot be merged; record layers that "
+            "every rank computes in the same order"
+        )
+
+
+def _describe(row: _Row, sums: list[float], maxima: Tensor, ranked: Tensor) -> dict[str, Any]:
+    """The fields of a row that are numbers."""
+    kind = row.fields["kind"]
+    if kind == "tensor":
+        return _tensor_fields(dict(zip(statistics.TENSOR_SUMS, sums, strict=True)), maxima)
+    if kind == "gemm":
+        product = dict(zip(statistics.PRODUCT_SUMS, sums, strict=True))
+        error = _ratio(product["error"], product["signal"])
+        relative = None if error is None else math.sqrt(error)
+        return {"snr_db": _decibels(product["signal"], product["error"]), "relative_error": relative}
+    if kind == "rounding":
+        rounding = dict(zip(statistics.ROUNDING_SUMS, sums, strict=True))
+        draws = row.fields["draws"]
+        noise = rounding["spread"] * (draws - 1) + rounding["mean_error"]
+        bias = rounding["mean_error"] - rounding["spread"]
+        return {"bias": _ratio(bias, rounding["signal"]), "noise": _ratio(noise, rounding["signal"])}
+    assert row.spec is not None
+    return _operand_fields(row.spec, sums, maxima.tolist(), ranked)
+
+
+def _tensor_fields(sums: dict[str, float], channels: Tensor) -> dict[str, Any]:
+    median = float(channels.median()) if channels.numel() else 0.0
+    values, places = channels.topk(min(CHANNELS, channels.numel()))
+    largest = [[place, _ratio(value, median)] for place, value in zip(places.tolist(), values.tolist(), strict=True)]
+    squares = _ratio(sums["squares"], sums["elements"])
+    return {
+        "amax": _finite(float(channels.max())) if channels.numel() else 0.0,
+        "rms": None if squares is None else math.sqrt(squares),
+        "nonfinite": int(sums["nonfinite"]),
+        "channels": largest,
+    }
+
+
+def _operand_fields(spec: CastSpec, sums: list[float], maxima: list[float], ranked: Tensor) -> dict[str, Any]:
+    names = statistics.OPERAND_SUMS
+    total = dict(zip(names, sums, strict=False))
+    codes = sums[len(names) : len(names) + (1 << spec.element.bits)]
+    scale_codes = sums[len(names) + len(codes) :]
+    amax, largest, minus_smallest = maxima
+    count = total["scales"]
+    mean = total["log2_scale"] / count if count else 0.0
+    variance = max(total["log2_scale_squared"] / count - mean * mean, 0.0) if count else None
+    found = [(*block, rank) for rank, blocks in enumerate(ranked.tolist()) for block in blocks]
+    worst = sorted(found, key=itemgetter(2), reverse=True)[: statistics.RANKED]
+    return {
+        "amax": _finite(amax),
+        "elements": int(total["elements"]),
+        "nonfinite": int(total["nonfinite"]),
+        "sqnr_db": _decibels(total["signal"], total["error"]),
+        **{name: _ratio(total[name], total["elements"]) for name in ("zeros", "rounded_to_zero", "saturated")},
+        "blocks": int(total["blocks"]),
+        **{name: _ratio(total[name], total["blocks"]) for name in ("scale_underflow", "scale_overflow")},
+        "scale_spread_octaves": None if variance is None else math.sqrt(variance),
+        "scale_range_octaves": _finite(largest + minus_smallest) if count else None,
+        "codes": [int(times) for times in codes],
+        "scale_codes": {str(code): int(times) for code, times in enumerate(scale_codes) if times},
+        "worst": [
+            [int(row), int(col), _ratio(error, total["error"]), _decibels(signal, error), rank]
+            for row, col, error, signal, rank in worst
+            if error > 0
+        ],
+    }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole and math.isfinite(part) and math.isfinite(whole) else None
+
+
+def _decibels(signal: float, error: float) -> float | None:
+    """``10 log10(signal / error)``; None where there is no error, or no finite number."""
+    ratio = _ratio(signal, error)
+    return 10 * math.log10(ratio) if ratio else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """``(tag, value)`` of the numbers of a row that can be drawn over time."""
+    if row["kind"] == "run":
+        return
+    place = "/".join(str(row[name]) for name in ("layer", "gemm", "role", "side") if name in row)
+    for name, value in row.items():
+        if name not in ("step", "kind", "elements", "blocks", "rows", "of_rows", "draws") and isinstance(
+            value, (int, float)
+        ):
+            yield f"{place}/{name}", float(value)
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a ``record.jsonl`` or of the folder that holds it; each gets its ``line``, counted from 1.
+
+    Raises:
+        ValueError: there is no such file, or a line is no row of a record.
+    """
+    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise ValueError(f"there is no {file}; inspect.record(model, out) writes {FILE} into the folder out")
+    rows: list[dict[str, Any]] = []
+    for line, text in enumerate(file.read_text().splitlines(), start=1):
+        try:
+            row = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"line {line} of {file} is not JSON: {error}") from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int) or not isinstance(row.get("kind"), str):
+            raise ValueError(f"line {line} of {file} is no row of a record: it needs a step and a kind")
+        rows.append({**row, "line": line})
+    if not rows or rows[0]["kind"] != "run":
+        raise ValueError(f"{file} does not begin with a row of kind 'run'; it was not written by inspect.record")
+    return rows

@@ -1,0 +1,440 @@
+"""Which layers, products and operands cost accuracy: short paired runs with parts in high precision.
+
+A run is a function of a recipe. Everything else about it, data, seed and starting point, must be the same every time;
+then two runs differ by the recipe only, and the difference of their losses is what it costs.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fp4engine.formats import CastSpec
+from fp4engine.inspect.watch import layers_of
+from fp4engine.names import covers
+from fp4engine.recipe import Casts, LinearRecipe, Recipe, Rule, RuledRecipe
+from fp4engine.recipe.linear import GEMM_OPERANDS
+from fp4engine.roles import TENSOR_TYPES
+from fp4engine.state import get_default_recipe
+
+MakeRun = Callable[[Recipe], Sequence[float]]
+"""Trains from a checkpoint under a recipe and returns the loss of each step."""
+
+HIGH_PRECISION = LinearRecipe(backward_override=None, backend="auto")
+
+SHARE_OF_GAP = 0.1
+"""A part is blamed if it alone causes at least this share of the gap that is being explained."""
+
+
+class OutOfBudget(Exception):
+    """No run is left."""
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Layers that cause a gap while everything else is in high precision.
+
+    Attributes:
+        layers: one name; several where neither half of them causes the gap alone.
+        gap: their loss less that of high precision; infinite if the run diverged.
+        gemms: of a single layer, the gap of each GEMM alone.
+        operands: of its blamed GEMMs, the gap of each operand alone, by ``"gemm role side"``.
+    """
+
+    layers: tuple[str, ...]
+    gap: float
+    gemms: Mapping[str, float] = field(default_factory=dict)
+    operands: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The layers in one string."""
+        return " + ".join(self.layers)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What :func:`bisect` found; ``print(findings)`` shows it as a table.
+
+    Attributes:
+        high_precision_loss, recipe_loss: scores of the two runs that differ most.
+        culprits: in the order in which they were found, the largest gap first within a round.
+        remaining_gap: of the recipe with all culprits in high precision; NaN if no run was left to measure it.
+        recipe: that recipe.
+        runs: how many runs were made.
+        complete: False if the budget ended the search.
+    """
+
+    high_precision_loss: float
+    recipe_loss: float
+    culprits: tuple[Culprit, ...]
+    remaining_gap: float
+    recipe: Recipe
+    runs: int
+    complete: bool
+
+    @property
+    def gap(self) -> float:
+        """What the recipe costs: loss under it, less the loss in high precision."""
+        return _difference(self.recipe_loss, self.high_precision_loss)
+
+    def __str__(self) -> str:
+        lines = [
+            f"loss {self.high_precision_loss:.4f} in high precision, {self.recipe_loss:.4f} by the recipe: "
+            f"a gap of {self.gap:.4f}"
+        ]
+        for culprit in self.culprits:
+            lines.append(f"  {culprit.name}: {culprit.gap:.4f} alone")
+            lines += [f"    {gemm}: {gap:.4f}" for gemm, gap in culprit.gemms.items()]
+            lines += [f"      {operand}: {gap:.4f}" for operand, gap in culprit.operands.items()]
+        if not self.culprits:
+            lines.append("  no layer was blamed")
+        ended = "" if self.complete else "; the budget ended the search"
+        lines.append(f"without them a gap of {self.remaining_gap:.4f} remains; {self.runs} runs{ended}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One unit of :func:`sensitivity`.
+
+    Attributes:
+        name: a layer, or the pattern that was given.
+        gap: what it costs alone in the recipe, everything else in high precision.
+        share: its share of the FLOPs of all linear layers.
+        in_recipe: whether the advised recipe leaves it in the low precision.
+    """
+
+    name: str
+    gap: float
+    share: float
+    in_recipe: bool
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What :func:`sensitivity` advises; ``print(advice)`` shows it as a table.
+
+    Attributes:
+        recipe: high precision for the units that cost most for their FLOPs, the given recipe for the rest.
+        ranking: every unit, the largest gap first.
+        share: of the linear layers' FLOPs that follow the given recipe.
+        gap: what the given recipe costs everywhere.
+        expected_gap: the sum of the gaps of the units that stay in it.
+        measured_gap: of a run by ``recipe``.
+        runs: how many runs were made.
+    """
+
+    recipe: RuledRecipe
+    ranking: tuple[Ranked, ...]
+    share: float
+    gap: float
+    expected_gap: float
+    measured_gap: float
+    runs: int
+
+    def __str__(self) -> str:
+        width = max(len(unit.name) for unit in self.ranking)
+        lines = [f"{'unit'.ljust(width)}  gap alone  FLOPs  precision"]
+        lines += [
+            f"{unit.name.ljust(width)}  {unit.gap:9.4f}  {unit.share:5.1%}  {'low' if unit.in_recipe else 'high'}"
+            for unit in self.ranking
+        ]
+        lines.append(
+            f"{self.share:.1%} of FLOPs in low precision: a gap of {self.expected_gap:.4f} expected, "
+            f"{self.measured_gap:.4f} measured, {self.gap:.4f} with everything in it; {self.runs} runs"
+        )
+        return "\n".join(lines)
+
+
+class _Runs:
+    """Runs made so far, each recipe once."""
+
+    def __init__(self, make_run: MakeRun, budget: int) -> None:
+        self._make_run, self._budget = make_run, budget
+        self._scores: dict[str, float] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self._scores)
+
+    def score(self, recipe: Recipe) -> float:
+        """Mean loss of the last quarter of the steps; infinite if one of them is not finite."""
+        key = recipe.to_json()
+        if key not in self._scores:
+            if self.count >= self._budget:
+                raise OutOfBudget
+            self._scores[key] = last_quarter(self._make_run(recipe))
+        return self._scores[key]
+
+
+def last_quarter(losses: Sequence[float]) -> float:
+    """Mean of the last quarter of ``losses``, at least one of them; infinite if one of them is not finite.
+
+    Raises:
+        ValueError: no losses.
+    """
+    values = [float(loss) for loss in losses]
+    if not values:
+        raise ValueError("make_run must return the losses of its steps, got none")
+    tail = values[-max(len(values) // 4, 1) :]
+    return sum(tail) / len(tail) if all(map(math.isfinite, values)) else math.inf
+
+
+def bisect(
+    make_run: MakeRun,
+    model: torch.nn.Module,
+    recipe: Recipe | None = None,
+    *,
+    budget: int = 60,
+    tolerance: float | None = None,
+    refine: bool = True,
+) -> Findings:
+    """Find the layers, GEMMs and operands that cause the gap between ``recipe`` and high precision, or a divergence.
+
+    A group of layers is tried alone in ``recipe``, with everything else in high precision, and halved as long as it
+    causes a gap. Layers found are then put in high precision, and what gap remains is searched in the same way, so that
+    a large fault does not hide a small one.
+
+    Args:
+        make_run: trains from a checkpoint under the recipe it is given and returns the loss of each step. It must
+            depend on nothing but the recipe: same checkpoint, same batches, same seeds.
+        model: a converted model, for its layers' names and sizes; it is not run and may be on ``meta``.
+        recipe: what is suspected; None is ``get_default_recipe()``.
+        budget: the most runs to make.
+        tolerance: a gap below this is none; None is a twentieth of the recipe's gap, or, where the recipe diverges, a
+            hundredth of the loss in high precision.
+        refine: also tell which GEMMs of a layer, and which of their operands, cause its gap.
+
+    Raises:
+        ValueError: a model without layers, a budget below 2, a recipe without casts of its own, high precision that
+            diverges itself.
+    """
+    recipe = _plain(recipe)
+    if budget < 2:
+        raise ValueError(f"budget must be at least 2 runs, the two that are compared, got {budget}")
+    names = list(_flops(model))
+    runs = _Runs(make_run, budget)
+    high, low = runs.score(HIGH_PRECISION), runs.score(recipe)
+    if not math.isfinite(high):
+        raise ValueError("the run in high precision diverges too, so there is no gap to explain")
+    remaining, complete = _difference(low, high), True
+    none = tolerance
+    if none is None:
+        none = abs(remaining) / 20 if math.isfinite(remaining) else abs(high) / 100
+    search = _Search(runs, recipe, high, none)
+    try:
+        while remaining > 0 and remaining >= none:
+            suspects = [name for name in names if name not in search.blamed]
+            if not suspects or not search.round(suspects, remaining):
+                break
+            remaining = math.nan
+            remaining = _difference(runs.score(_without(recipe, search.blamed)), high)
+        if refine:
+            search.refine()
+    except OutOfBudget:
+        complete = False
+    return Findings(high, low, tuple(search.culprits), remaining, _without(recipe, search.blamed), runs.count, complete)
+
+
+class _Search:
+    """The search of :func:`bisect`, and what it has found."""
+
+    def __init__(self, runs: _Runs, recipe: Recipe, high: float, none: float) -> None:
+        self._runs, self._recipe, self._high, self._none = runs, recipe, high, none
+        self.culprits: list[Culprit] = []
+
+    @property
+    def blamed(self) -> list[str]:
+        return [name for culprit in self.culprits for name in culprit.layers]
+
+    def round(self, suspects: Sequence[str], gap: float) -> bool:
+        """Blame what explains ``gap`` among ``suspects``; False if nothing does."""
+        threshold = self._threshold(gap)
+        known = len(self.culprits)
+        waiting = [(self._alone(suspects), tuple(suspects))]
+        if waiting[0][0] < threshold:
+            return False
+        while waiting:
+            waiting.sort(key=lambda group: group[0])
+            gap, group = waiting.pop()
+            middle = len(group) // 2
+            halves = [half for half in (group[:middle], group[middle:]) if half and len(group) > 1]
+            guilty = [(caused, half) for half in halves if (caused := self._alone(half)) >= threshold]
+            if guilty:
+                waiting += guilty
+            else:
+                self.culprits.append(Culprit(group, gap))
+        return len(self.culprits) > known
+
+    def refine(self) -> None:
+        """Try each GEMM of each single culprit alone, and each operand of the GEMMs that are to blame."""
+        for place, culprit in enumerate(self.culprits):
+            if len(culprit.layers) > 1:
+                continue
+            threshold, name = self._threshold(culprit.gap), culprit.name
+            gemms, operands = dict[str, float](), dict[str, float]()
+            for gemm, pair in GEMM_OPERANDS.items():
+                if all(_spec(self._recipe, role, side) is None for role, side in pair):
+                    continue
+                gemms[gemm] = self._gap(_only([name], keeping(self._recipe, pair)))
+                self.culprits[place] = Culprit(culprit.layers, culprit.gap, dict(gemms), dict(operands))
+            for gemm, caused in gemms.items():
+                if caused < threshold:
+                    continue
+                for role, side in GEMM_OPERANDS[gemm]:
+                    if _spec(self._recipe, role, side) is None:
+                        continue
+                    alone = keeping(self._recipe, [(role, side)])
+                    operands[f"{gemm} {role} {side}"] = self._gap(_only([name], alone))
+                    self.culprits[place] = Culprit(culprit.layers, culprit.gap, gemms, dict(operands))
+
+    def _threshold(self, gap: float) -> float:
+        return max(self._none, SHARE_OF_GAP * gap) if math.isfinite(gap) else self._none
+
+    def _alone(self, names: Sequence[str]) -> float:
+        return self._gap(_only(names, self._recipe))
+
+    def _gap(self, recipe: Recipe) -> float:
+        return _difference(self._runs.score(recipe), self._high)
+
+
+def sensitivity(
+    make_run: MakeRun,
+    model: torch.nn.Module,
+    recipe: Recipe | None = None,
+    *,
+    share: float = 0.9,
+    units: Sequence[str] | None = None,
+    budget: int = 100,
+) -> Advice:
+    """Rank layers by what each costs alone, and make a recipe that keeps ``share`` of the FLOPs in ``recipe``.
+
+    Units go to high precision in the order of gap per FLOP, as long as ``share`` stays. The expected gap adds the gaps
+    of the units that remain, as if they did not interact; one more run measures it.
+
+    Args:
+        make_run, model, recipe: as in :func:`bisect`.
+        share: of the linear layers' FLOPs that must stay in ``recipe``, 0 to 1.
+        units: patterns over layers' names that are tried and switched together, such as ``"blocks.3"``, each layer in
+            exactly one; None is every layer by itself.
+        budget: the most runs to make; ranking takes one per unit and three more.
+
+    Raises:
+        ValueError: as :func:`bisect`; a share outside 0..1; units that overlap or leave layers out; a budget that does
+            not suffice.
+    """
+    recipe = _plain(recipe)
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"share must be between 0 and 1, got {share}")
+    flops = _flops(model)
+    members = _members(list(flops), units)
+    if budget < len(members) + 3:
+        raise ValueError(
+            f"budget={budget} does not suffice for {len(members)} units, which take {len(members) + 3} runs; "
+            "raise it, or pass coarser units, such as whole blocks"
+        )
+    runs = _Runs(make_run, budget)
+    high = runs.score(HIGH_PRECISION)
+    if not math.isfinite(high):
+        raise ValueError("the run in high precision diverges too, so there is no gap to rank by")
+    total = sum(flops.values())
+    parts = {unit: sum(flops[name] for name in names) / total for unit, names in members.items()}
+    gaps = {unit: _difference(runs.score(_only(names, recipe)), high) for unit, names in members.items()}
+    full = _difference(runs.score(recipe), high)
+    switched: list[str] = []
+    left = 1.0
+    for unit in sorted(members, key=lambda unit: -gaps[unit] / parts[unit]):
+        if gaps[unit] > 0 and left - parts[unit] >= share - 1e-9:
+            switched.append(unit)
+            left -= parts[unit]
+    advised = _without(recipe, [name for unit in switched for name in members[unit]])
+    ranking = sorted(members, key=lambda unit: -gaps[unit])
+    return Advice(
+        advised,
+        tuple(Ranked(unit, gaps[unit], parts[unit], unit not in switched) for unit in ranking),
+        left,
+        full,
+        sum(gaps[unit] for unit in members if unit not in switched),
+        _difference(runs.score(advised), high),
+        runs.count,
+    )
+
+
+def keeping(recipe: Recipe, operands: Iterable[tuple[str, str]]) -> LinearRecipe:
+    """``recipe`` with only ``operands``, pairs of role and side, cast; all others stay in high precision.
+
+    An operand whose GEMM partner is not cast is not rotated either, since only two rotations cancel.
+    """
+    kept = set(operands)
+    partner = {pair[place]: pair[1 - place] for pair in GEMM_OPERANDS.values() for place in (0, 1)}
+
+    def cast(role: str, side: str) -> CastSpec | None:
+        spec = _spec(recipe, role, side)
+        if spec is None or (role, side) not in kept:
+            return None
+        alone = partner[role, side] not in kept or _spec(recipe, *partner[role, side]) is None
+        return spec.replace(rotation=None) if alone else spec
+
+    casts: dict[str, Any] = {
+        role: Casts(cast(role, "rowwise"), cast(role, "columnwise"), recipe.casts(role).columnwise_source)
+        for role in TENSOR_TYPES
+    }
+    return LinearRecipe(**casts, allow_biased=True, backward_override=recipe.backward_override, backend=recipe.backend)
+
+
+def _spec(recipe: Recipe, role: str, side: str) -> CastSpec | None:
+    casts = recipe.casts(role)
+    return casts.rowwise if side == "rowwise" else casts.columnwise
+
+
+def _plain(recipe: Recipe | None) -> Recipe:
+    recipe = recipe or get_default_recipe()
+    if recipe.is_delayed:
+        raise ValueError("delayed scaling depends on the steps before, so its parts cannot be switched one by one")
+    recipe.casts("input")  # raises where the casts depend on module or step, or are not known
+    return recipe
+
+
+def _flops(model: torch.nn.Module) -> dict[str, int]:
+    """``name -> N K`` of every layer, by the name that recipes see."""
+    layers = layers_of(model)
+    if not layers:
+        raise ValueError("the model has no layer of fp4engine's; call fp4engine.convert(model) first")
+    flops: dict[str, int] = {}
+    for name, layer in layers.items():
+        shape = layer.shape or tuple(getattr(layer, "weight", torch.empty(0)).shape)
+        flops[layer.name or name] = flops.get(layer.name or name, 0) + math.prod(shape)
+        if not layer.name:
+            raise ValueError(f"layer {name!r} has no name for rules to match; fp4engine.convert gives names")
+    return flops
+
+
+def _members(names: list[str], units: Sequence[str] | None) -> dict[str, list[str]]:
+    """``unit -> layers``."""
+    if units is None:
+        return {name: [name] for name in names}
+    members = {unit: [name for name in names if covers(unit, name)] for unit in units}
+    for unit, covered in members.items():
+        if not covered:
+            raise ValueError(f"unit {unit!r} covers no layer; they are called, for example, {', '.join(names[:3])}")
+    for name in names:
+        found = [unit for unit, covered in members.items() if name in covered]
+        if len(found) != 1:
+            told = " and ".join(map(repr, found)) or "no unit"
+            raise ValueError(f"every layer must be in exactly one unit, and {name!r} is in {told}")
+    return members
+
+
+def _only(names: Sequence[str], recipe: Recipe) -> RuledRecipe:
+    return RuledRecipe(HIGH_PRECISION, tuple(Rule(recipe, name) for name in names))
+
+
+def _without(recipe: Recipe, names: Sequence[str]) -> RuledRecipe:
+    return RuledRecipe(recipe, tuple(Rule(HIGH_PRECISION, name) for name in names))
+
+
+def _difference(loss: float, high: float) -> float:
+    return loss - high if math.isfinite(loss) else math.inf

@@ -1,0 +1,270 @@
+"""What the layers of a model multiply at one step, seen from outside: the one place that knows how modules compute.
+
+A watched layer computes as ever. Beside it, the operands of that very step are made once more by the layer's own
+quantizers, with the draw that the step takes, and the random stream is left where it stood.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fp4engine import ops
+from fp4engine.formats import CastSpec, Outer
+from fp4engine.modules import Gemms
+from fp4engine.ops import rng
+from fp4engine.quantizers import Quantizer
+from fp4engine.quantizers.base import as_matrix
+from fp4engine.reference.cast import prepare
+from fp4engine.state import current_state
+from fp4engine.tensor import Operand
+
+
+class Plan(Protocol):
+    """What is read of a module's plan."""
+
+    @property
+    def input(self) -> Quantizer: ...
+    @property
+    def weight(self) -> Quantizer: ...
+    @property
+    def grad_output(self) -> Quantizer: ...
+    @property
+    def backward_override(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One operand of one product.
+
+    Attributes:
+        role: ``"input"``, ``"weight"`` or ``"grad_output"``.
+        side: ``"rowwise"`` or ``"columnwise"``.
+        source: the matrix [rows, cols] that was cast, contracted axis last.
+        quantizer: what made it.
+        operand: the codes, or the matrix itself where the role has no cast.
+        rng: int64 [2] ``(seed, draw)`` of a stochastic cast.
+    """
+
+    role: str
+    side: str
+    source: Tensor
+    quantizer: Quantizer
+    operand: Operand
+    rng: Tensor | None
+
+    @property
+    def spec(self) -> CastSpec | None:
+        return self.operand.spec
+
+    def prepared(self) -> Tensor:
+        """FP32 [rows, padded cols]: the values that were rounded, rotated where the cast rotates."""
+        if self.spec is None:
+            return self.source.float()
+        return prepare(self.source, self.spec, self.rng, self.stream)
+
+    @property
+    def stream(self) -> int:
+        """Stream id of the cast."""
+        return self.quantizer.stream | ops.rank_bits() | (self.side == "columnwise")
+
+
+Listener = Callable[[str, str, dict[str, Tensor], list[Seen]], None]
+"""``(layer, gemm, tensors, operands)``: the tensors are matrices by role; of a GEMM the operands are left and right."""
+
+
+@dataclass
+class _Watched:
+    """One layer during one step."""
+
+    name: str
+    tell: Listener
+    refuse: Callable[[str, str], None]
+    forward_seen: bool = False
+    backward_hooked: bool = False
+    forward: dict[str, Any] = field(default_factory=dict)
+
+
+def layers_of(model: torch.nn.Module) -> dict[str, Gemms]:
+    """Every layer of ``model`` that multiplies by a weight, by its name there without a compiled model's wrapper."""
+    return {
+        ".".join(part for part in name.split(".") if part != "_orig_mod"): module
+        for name, module in model.named_modules()
+        if isinstance(module, Gemms)
+    }
+
+
+@contextmanager
+def watching(
+    layers: dict[str, Gemms], tell: Listener, refuse: Callable[[str, str], None]
+) -> Generator[dict[str, _Watched]]:
+    """Region in which ``tell`` hears of the first forward of each layer, and of its backward.
+
+    ``refuse(layer, reason)`` hears why a layer is not seen.
+    """
+    watched = {name: _Watched(name, tell, refuse) for name in layers}
+    for name, module in layers.items():
+        vars(module)["multiply"] = _watched_multiply(module, watched[name])
+    try:
+        yield watched
+    finally:
+        for module in layers.values():
+            vars(module).pop("multiply", None)
+
+
+def _watched_multiply(module: Gemms, watched: _Watched) -> Callable[..., Tensor]:
+    def multiply(inp: Any, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None) -> Tensor:
+        device = weight.device
+        before = _draw(device, 0) if module.training and not watched.forward_seen else None
+        output = type(module).multiply(module, inp, weight, bias, is_first_microbatch)
+        if before is not None:
+            watched.forward_seen = True
+            _see_forward(module, watched, inp, weight, before)
+        if output.requires_grad and watched.forward and not watched.backward_hooked:
+            watched.backward_hooked = True
+            watched.forward["needs"] = (_requires_grad(inp), weight.requires_grad)
+            # a hook of the node runs after those of the tensor, by which FSDP2 gathers the weight again
+            assert output.grad_fn is not None
+            output.grad_fn.register_prehook(partial(_see_backward, watched))
+        return output
+
+    return multiply
+
+
+def _draw(device: torch.device, ahead: int) -> Tensor:
+    """The state of the stream ``ahead`` draws from now, which it does not advance."""
+    state = rng.state_of(device).clone()
+    state[1] += ahead
+    return state
+
+
+def _requires_grad(inp: Any) -> bool:
+    tensors = [inp] if isinstance(inp, Tensor) else [inp.x, *inp.parameters]
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+@torch.no_grad()
+def _see_forward(module: Gemms, watched: _Watched, inp: Any, weight: Tensor, before: Tensor) -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a step that is recorded cannot be captured in a CUDA graph, whose replays nobody sees; capture outside "
+            "inspect.record, or record eager steps"
+        )
+    state = current_state()
+    plan: Plan | None = module.plan(state)
+    group = None if state is None else state.amax_reduction_group
+    refusal = _refusal(plan, inp, weight)
+    if refusal:
+        watched.refuse(watched.name, refusal)
+        return
+    assert plan is not None
+    x = (inp if isinstance(inp, Tensor) else inp.tensor()).detach()
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    matrices = {"input": as_matrix(x.to(dtype)), "weight": weight.detach()}
+    needs_dgrad = _requires_grad(inp) and torch.is_grad_enabled()
+    quantizers = {"input": plan.input, "weight": plan.weight}
+    draws = 0
+    rowwise: list[Seen] = []
+    for role, needed in (("input", weight.requires_grad), ("weight", needs_dgrad)):
+        quantizer = quantizers[role]
+        columnwise = needed and quantizer.columnwise_source == "original" and plan.backward_override is None
+        made = [quantizer.rowwise_spec, quantizer.columnwise_spec if columnwise else None]
+        takes = any(spec is not None and spec.is_stochastic for spec in made)
+        draws += takes
+        drawn = before + before.new_tensor([0, draws]) if takes else None
+        rowwise.append(_see(role, "rowwise", matrices[role], quantizer, drawn, group))
+    watched.forward = {
+        "plan": plan,
+        "group": group,
+        "matrices": matrices,
+        "rowwise": rowwise,
+        "dtype": x.dtype,
+        "before": before,
+    }
+    watched.tell(watched.name, "fprop", matrices, rowwise)
+
+
+def _refusal(plan: Plan | None, inp: Any, weight: Tensor) -> str:
+    """Why a layer's operands cannot be told; empty if they can."""
+    if plan is None:
+        return "it computed in high precision"
+    if any(quantizer.is_stateful for quantizer in (plan.input, plan.weight, plan.grad_output)):
+        return "its scales depend on the steps before (delayed scaling)"
+    if plan.input.draws_in_forward and plan.weight.draws_in_forward:
+        return "both its input and its weight draw random bits in the forward pass"
+    if type(weight) not in (Tensor, torch.nn.Parameter) or (isinstance(inp, Tensor) and type(inp) is not Tensor):
+        return f"its weight is a {type(weight).__name__} and its input a {type(inp).__name__}, not plain tensors"
+    return ""
+
+
+@torch.no_grad()
+def _see_backward(watched: _Watched, grads: Sequence[Tensor]) -> None:
+    (grad,) = grads
+    plan: Plan = watched.forward["plan"]
+    if plan.backward_override is not None:
+        watched.refuse(watched.name, f"backward_override={plan.backward_override!r} quantizes no gradient")
+        return
+    matrices = {**watched.forward["matrices"], "grad_output": as_matrix(grad.detach())}
+    needs_dgrad, needs_wgrad = watched.forward["needs"]
+    requantized = [q for q in (plan.input, plan.weight) if q.columnwise_source == "rowwise_dequantized"]
+    draws = any(quantizer.is_stochastic for quantizer in (plan.grad_output, *requantized))
+    rng = _draw(grad.device, 1) if draws else None
+    group = watched.forward["group"]
+    if needs_dgrad:
+        left = _see("grad_output", "rowwise", matrices["grad_output"], plan.grad_output, rng, group)
+        right = _columnwise("weight", plan.weight, watched, rng)
+        watched.tell(watched.name, "dgrad", matrices, [left, right])
+    if needs_wgrad:
+        left = _see("grad_output", "columnwise", matrices["grad_output"], plan.grad_output, rng, group)
+        right = _columnwise("input", plan.input, watched, rng)
+        watched.tell(watched.name, "wgrad", matrices, [left, right])
+    watched.forward = {}
+
+
+def _columnwise(role: str, quantizer: Quantizer, watched: _Watched, rng: Tensor | None) -> Seen:
+    matrix = watched.forward["matrices"][role]
+    if quantizer.columnwise_source == "original":
+        # what a forward pass made takes the draw of that pass, see _refusal: at most one role took one
+        own = watched.forward["before"] + watched.forward["before"].new_tensor([0, 1])
+        return _see(
+            role,
+            "columnwise",
+            matrix,
+            quantizer,
+            own if quantizer.draws_in_forward else None,
+            watched.forward["group"],
+        )
+    rowwise = next(seen for seen in watched.forward["rowwise"] if seen.role == role)
+    operand = rowwise.operand if rowwise.spec is not None else Operand.dense(matrix)
+    values = operand.dequantize(torch.float32)
+    columnwise = quantizer.requantize(operand, rng)
+    return Seen(role, "columnwise", values.T, quantizer, columnwise, rng)
+
+
+def _see(role: str, side: str, matrix: Tensor, quantizer: Quantizer, rng: Tensor | None, group: Any) -> Seen:
+    rowwise = side == "rowwise"
+    sides: dict[str, Any] = {"rowwise": rowwise, "columnwise": not rowwise, "rng": rng}
+    amaxes: dict[str, Any] = {}
+    spec = quantizer.rowwise_spec if rowwise else quantizer.columnwise_spec
+    if group is not None and spec is not None:
+        amax = quantizer.amax(matrix, **sides)[0 if rowwise else 1]
+        if amax is not None and spec.outer is Outer.TENSOR:
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)
+        amaxes[f"{side}_amax"] = amax
+    made = quantizer.quantize(matrix, **sides, **amaxes)
+    operand = made.rowwise if rowwise else made.columnwise
+    assert operand is not None
+    return Seen(role, side, matrix if rowwise else matrix.T, quantizer, operand, rng)
+
+
+def drawn(seen: Seen, count: int) -> Iterator[Tensor]:
+    """What ``count`` other draws make of the values of ``seen``, decoded: those that the coming steps take."""
+    assert seen.rng is not None
+    for ahead in range(1, count + 1):
+        matrix = seen.source if seen.side == "rowwise" else seen.source.T
+        later = _see(seen.role, seen.side, matrix, seen.quantizer, seen.rng + seen.rng.new_tensor([0, ahead]), None)
+        yield later.operand.dequantize(torch.float32)

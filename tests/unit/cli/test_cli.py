@@ -1,0 +1,128 @@
+"""The command line: what it prints, and one line with exit code 2 for what it cannot use."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fp4engine import estimate
+from fp4engine.cli import COMMANDS, main
+from fp4engine.recipe import recipe_from_json, zoo
+
+
+def test_every_command_says_what_it_does(capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    for module in COMMANDS:
+        assert module.__doc__.splitlines()[0].split()[0] in text
+
+
+def test_recipes_lists_the_book_and_prints_one_as_json(capsys) -> None:
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in zoo.ZOO)
+    assert main(["recipes", "quartet2", "--json"]) == 0
+    assert recipe_from_json(capsys.readouterr().out) == zoo.make("quartet2")
+    assert main(["recipes", "quartet2"]) == 0
+    assert ", made of the rowwise operand" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_every_recipe_can_be_shown(name: str, capsys) -> None:
+    assert main(["recipes", name]) == 0
+    assert name in capsys.readouterr().out
+
+
+BAD = {
+    "no command": [],
+    "no such command": ["frobnicate"],
+    "no such recipe": ["recipes", "nvfp5"],
+    "json of all": ["recipes", "--json"],
+    "no such device": ["doctor", "--device", "cuda:99"],
+    "no device at all": ["doctor", "--device", "abacus"],
+    "no such record": ["report", "/nowhere"],
+    "no model": ["estimate"],
+    "half a model": ["estimate", "--layers", "3"],
+    "no such model": ["estimate", "--model", "Llama-9"],
+    "two models": ["estimate", "--model", "Llama-3-8B", "--config", "/nowhere"],
+    "a model and a size": ["estimate", "--model", "Llama-3-8B", "--layers", "3"],
+    "no such recipe to estimate": ["estimate", "--model", "Llama-3-8B", "--recipe", "nvfp5"],
+    "heads that do not divide": [
+        "estimate",
+        "--layers",
+        "2",
+        "--width",
+        "64",
+        "--heads",
+        "3",
+        "--ffn",
+        "64",
+        "--vocabulary",
+        "96",
+    ],
+    "an odd head": ["estimate", "--layers", "2", "--width", "9", "--heads", "3", "--ffn", "64", "--vocabulary", "96"],
+    "no such config": ["estimate", "--config", "/nowhere"],
+    "no such GPU": ["estimate", "--gpu", "H9000"],
+    "words for numbers": ["estimate", "--batch", "many"],
+    "negative": ["estimate", "--layers", "2", "--width", "64", "--heads", "1", "--ffn", "64", "--vocabulary", "-3"],
+}
+
+
+@pytest.mark.parametrize("arguments", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    streams = capsys.readouterr()
+    assert left.value.code == 2
+    assert streams.out == ""
+    assert streams.err.startswith("fp4engine") and streams.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is not JSON"),
+        ('{"model_type": "mamba"}', "model_type"),
+        ('{"model_type": "llama", "hidden_size": 64}', "num_hidden_layers"),
+        ("[]", "model_type"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_named(content: str, said: str, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(SystemExit) as left:
+        main(["estimate", "--config", str(path)])
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["", "not json\n", '{"kind": "run"}\n', '{"step": 0, "kind": "tensor"}\n'])
+def test_a_record_that_cannot_be_read_is_named(content: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "record.jsonl").write_text(content)
+    with pytest.raises(SystemExit) as left:
+        main(["report", str(tmp_path)])
+    assert left.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_estimate_answers_in_its_first_line_and_by_its_exit_code(tmp_path: Path, capsys) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = {"model_type": "llama", "num_key_value_heads": 1, "vocab_size": 96, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["estimate", "--config", str(tmp_path), "--sequence", "64", "--lora-rank", "4"]) == 0
+    assert ": fits, peak " in capsys.readouterr().out.splitlines()[0]
+    sizes = ["--layers", "1", "--width", "64", "--heads", "2", "--ffn", "128", "--vocabulary", "5000000"]
+    assert main(["estimate", *sizes, "--sequence", "2048", "--gpu", "RTX-4090"]) == 1
+    assert ": does not fit, peak " in capsys.readouterr().out.splitlines()[0]
+    assert estimate.GPUS["RTX-4090"].memory == 24 * 2**30
+
+
+def test_one_line_answers_whether_a_model_fits_on_one_24_gib_card_with_lora(capsys) -> None:
+    words = ["--model", "Llama-3.2-1B", "--lora-rank", "16", "--checkpointing", "--gpu", "RTX-4090"]
+    assert main(["estimate", *words]) == 0
+    answer, *rest = capsys.readouterr().out.splitlines()
+    assert answer.startswith("Llama-3.2-1B in nvfp4, 1.24B parameters in bf16, 1 x 2048 tokens, LoRA of rank 16")
+    assert re.search(r": fits, peak \d\.\d\d GiB of 24\.00 GiB on RTX-4090$", answer)
+    assert any("LoRA and checkpointing is computed and not compared with a run" in line for line in rest)

@@ -1,0 +1,409 @@
+"""What is recorded of a training run, and that the run does not notice."""
+
+import json
+import re
+import sys
+import types
+from contextlib import nullcontext
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fp4engine
+from fp4engine import LayerNormMLP, inspect
+from fp4engine.inspect.recorder import scalars
+from fp4engine.quantizers import Quantizer
+from fp4engine.recipe import Rule, RuledRecipe, zoo
+from fp4engine.reference import unpack
+
+
+class Model(nn.Module):
+    """A plain linear layer, and a module that owns two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(48, 40)
+        self.mlp = LayerNormMLP(40, 56, name="mlp", device="cpu")
+        self.head = nn.Linear(40, 8, bias=False)
+
+    def forward(self, x):
+        return self.head(self.mlp(F.gelu(self.first(x))))
+
+
+def make_model():
+    torch.manual_seed(0)
+    model = Model()
+    fp4engine.convert(model, keep_high_precision=["head"])
+    return model
+
+
+def train(recipe, steps=3, out=None, model=None, **options):
+    fp4engine.manual_seed(5)
+    model = make_model() if model is None else model
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    losses = []
+    with inspect.record(model, out, **{"every": 2, **options}) if out else nullcontext():
+        for step in range(steps):
+            x = torch.randn(3, 7, 48, generator=torch.Generator().manual_seed(step))
+            with fp4engine.autocast(recipe=recipe):
+                loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    draws = {device: draw for device, draw in fp4engine.get_rng_state()["draws"].items() if draw}
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}, draws
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_training_has_the_same_bytes_with_and_without(name: str, tmp_path: Path) -> None:
+    plain, recorded = train(zoo.make(name), 2), train(zoo.make(name), 2, tmp_path, every=1, draws=2)
+    assert plain[0] == recorded[0] and plain[2] == recorded[2]
+    assert all(torch.equal(plain[1][key], recorded[1][key]) for key in plain[1])
+    kinds = {row["kind"] for row in inspect.read(tmp_path)}
+    only = {"high_precision": {"run", "tensor"}, "fp8_delayed": {"run", "refusal"}}
+    assert kinds == only[name] if name in only else kinds >= {"run", "operand", "gemm"}
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "quartet2", "fp4_all_the_way", "mxfp6"])
+def test_the_codes_are_those_that_the_step_multiplied(name: str, tmp_path: Path, monkeypatch) -> None:
+    recipe = zoo.make(name)
+    made: list[torch.Tensor] = []
+    quantize, watching = Quantizer.quantize, []
+
+    def spy(self, x, **arguments):
+        tensor = quantize(self, x, **arguments)
+        if not watching:
+            sides = (tensor.rowwise, tensor.columnwise)
+            made.extend(side.data for side in sides if side is not None and side.spec is not None)
+        return tensor
+
+    def silent(function):
+        def run(*arguments):
+            watching.append(1)
+            try:
+                return function(*arguments)
+            finally:
+                watching.pop()
+
+        return run
+
+    monkeypatch.setattr(Quantizer, "quantize", spy)
+    for function in ("_see_forward", "_see_backward"):
+        monkeypatch.setattr(inspect.watch, function, silent(getattr(inspect.watch, function)))
+    train(recipe, 1, tmp_path, layers="mlp.fc1")
+    rows = [row for row in inspect.read(tmp_path) if row["kind"] == "operand"]
+    assert len(rows) == 6
+    histograms = []
+    for data in made:
+        codes = unpack(data) if rows[0]["cast"].startswith("e2m1") else data
+        histograms.append([torch.bincount(codes[:, :width].flatten().int()).tolist() for width in _widths(codes)])
+    for row in rows:
+        recorded = list(row["codes"])
+        while recorded and not recorded[-1]:
+            recorded.pop()
+        assert any(recorded in found for found in histograms), row["role"]
+
+
+def _widths(codes):
+    """The padded width, and every real one that a test has."""
+    return sorted({codes.shape[1], *(width for width in (21, 40, 56) if width <= codes.shape[1])})
+
+
+def rows_of(path: Path, kind: str, **fields):
+    return [r for r in inspect.read(path) if r["kind"] == kind and all(r.get(k) == v for k, v in fields.items())]
+
+
+def test_rows_say_what_was_asked(tmp_path: Path) -> None:
+    train(zoo.make("nvfp4"), 5, tmp_path, layers=["first", "**.fc2"], draws=4)
+    rows = inspect.read(tmp_path)
+    assert rows[0]["layers"] == ["first", "mlp.fc2"]
+    assert {row["step"] for row in rows} == {0, 2, 4}
+    operands = rows_of(tmp_path, "operand", layer="first", step=2)
+    assert [(row["gemm"], row["role"], row["side"]) for row in operands] == [
+        ("fprop", "input", "rowwise"),
+        ("fprop", "weight", "rowwise"),
+        ("wgrad", "grad_output", "columnwise"),  # the model's own input needs no gradient
+        ("wgrad", "input", "columnwise"),
+    ]
+    assert {row["gemm"] for row in rows_of(tmp_path, "gemm", layer="mlp.fc2")} == {"fprop", "dgrad", "wgrad"}
+    assert len(rows_of(tmp_path, "rounding", layer="mlp.fc2", step=0)) == 2
+    assert [row["line"] for row in rows] == list(range(1, len(rows) + 1))
+
+
+def test_figures_are_those_of_a_tensor_that_is_known(tmp_path: Path) -> None:
+    layer = nn.Sequential(nn.Linear(32, 32, bias=False))
+    with torch.no_grad():
+        layer[0].weight.copy_(torch.eye(32) * 6)
+    fp4engine.convert(layer)
+    x = torch.zeros(16, 32)
+    x[:, 16] = 6.0
+    x[0, 0] = 6.0
+    x[0, 1] = 0.1  # rounds to zero beside a 6
+    x[3, 20] = 600.0
+    x[5, 2] = 6e-9  # its block's scale underflows beside 600
+    with inspect.record(layer, tmp_path, every=1, optimizer="by hand", shadow_rows=4) as recorder:
+        with fp4engine.autocast(recipe=zoo.make("nvfp4")):
+            layer(x)
+        recorder.step()
+    (row,) = rows_of(tmp_path, "operand", role="input")
+    assert row["amax"] == 600.0 and row["elements"] == 512 and row["blocks"] == 32
+    assert row["rounded_to_zero"] == 3 / 512 and row["scale_underflow"] == 1 / 32  # row 3's 6 beside its 600 too
+    assert row["zeros"] == (512 - 20) / 512 and row["nonfinite"] == 0
+    assert sum(row["codes"]) == 512 and sum(row["scale_codes"].values()) == 32
+    (tensor,) = rows_of(tmp_path, "tensor", role="input")
+    assert tensor["channels"][0] == [20, None] and tensor["amax"] == 600.0  # the median channel is zero
+    (product,) = rows_of(tmp_path, "gemm")
+    assert (product["rows"], product["of_rows"]) == (4, 16)
+
+
+def recorded_layer(x: torch.Tensor, recipe, folder: Path, **options) -> nn.Linear:
+    """A layer whose one step on ``x`` is recorded, with a gradient of ones times a wave."""
+    torch.manual_seed(2)
+    fp4engine.manual_seed(3)
+    model = nn.Sequential(nn.Linear(64, 48, bias=False))
+    fp4engine.convert(model)
+    with inspect.record(model, folder, every=1, optimizer="by hand", **options) as recorder:
+        with fp4engine.autocast(recipe=recipe):
+            y = model(x)
+        y.backward(torch.sin(torch.arange(y.numel()).float()).view_as(y))
+        recorder.step()
+    return model[0]
+
+
+def test_figures_agree_with_a_plain_computation(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(32, 64)
+    x[:, 40] *= 30  # a channel that sticks out
+    x[7, 3] = 50  # and a block that loses its other numbers
+    recipe = zoo.make("nvfp4")
+    layer = recorded_layer(x, recipe, tmp_path)
+    specs = {"input": recipe.casts("input").rowwise, "weight": recipe.casts("weight").rowwise}
+    values = {"input": x, "weight": layer.weight.detach()}
+    decoded = {role: fp4engine.cast(values[role], spec) for role, spec in specs.items()}
+    for role in values:
+        (row,) = rows_of(tmp_path, "operand", gemm="fprop", role=role)
+        error = (decoded[role] - values[role]).square().double()
+        signal = values[role].square().double()
+        assert row["sqnr_db"] == pytest.approx(10 * float((signal.sum() / error.sum()).log10()), rel=1e-6)
+        height = 16 if role == "weight" else 1
+        per_block = error.view(error.shape[0] // height, height, 4, 16).sum((1, 3))
+        place = int(per_block.argmax())
+        assert row["worst"][0][:2] == [place // 4 * height, place % 4 * 16] and row["worst"][0][4] == 0
+        assert row["worst"][0][2] == pytest.approx(float(per_block.max() / per_block.sum()), rel=1e-5)
+        stored = fp4engine.cast(values[role], specs[role], "actual").scale_inv.float()[::height].log2().double()
+        assert row["scale_spread_octaves"] == pytest.approx(float(stored.std(unbiased=False)), rel=1e-6)
+        assert row["scale_range_octaves"] == pytest.approx(float(stored.max() - stored.min()))
+    (product,) = rows_of(tmp_path, "gemm", gemm="fprop")
+    exact = x @ layer.weight.detach().T
+    error = decoded["input"] @ decoded["weight"].T - exact
+    assert product["relative_error"] == pytest.approx(float(error.norm() / exact.norm()), rel=1e-4)
+    (tensor,) = rows_of(tmp_path, "tensor", role="input")
+    assert tensor["channels"][0][0] == 40
+    assert tensor["channels"][0][1] == pytest.approx(float(x.abs().amax(0)[40] / x.abs().amax(0).median()), rel=1e-6)
+    assert tensor["rms"] == pytest.approx(float(x.square().mean().sqrt()), rel=1e-6)
+
+
+def test_the_shadow_is_of_the_rows_that_were_chosen(tmp_path: Path) -> None:
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    recipe = zoo.make("nvfp4")
+    layer = recorded_layer(x, recipe, tmp_path, shadow_rows=8)
+    (product,) = rows_of(tmp_path, "gemm", gemm="fprop")
+    assert (product["rows"], product["of_rows"]) == (8, 32)
+    exact = (x @ layer.weight.detach().T)[::4]
+    spec = {role: recipe.casts(role).rowwise for role in ("input", "weight")}
+    error = (fp4engine.cast(x, spec["input"]) @ fp4engine.cast(layer.weight.detach(), spec["weight"]).T)[::4] - exact
+    assert product["relative_error"] == pytest.approx(float(error.norm() / exact.norm()), rel=1e-4)
+
+
+def test_a_nan_is_counted_and_rows_stay_json(tmp_path: Path) -> None:
+    layer = nn.Sequential(nn.Linear(32, 32))
+    fp4engine.convert(layer)
+    x = torch.randn(16, 32)
+    x[3, 3] = float("nan")
+    with inspect.record(layer, tmp_path, every=1, optimizer="by hand") as recorder:
+        with fp4engine.autocast():
+            layer(x).sum().backward()
+        recorder.step()
+    assert rows_of(tmp_path, "tensor", role="input")[0]["nonfinite"] == 1
+    for line in (tmp_path / "record.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+def test_stochastic_rounding_without_saturation_shows_no_bias(tmp_path: Path) -> None:
+    train(zoo.make("nvfp4_guarded"), 1, tmp_path, layers="first", draws=32)
+    (row,) = rows_of(tmp_path, "rounding")
+    assert abs(row["bias"]) < 0.1 * row["noise"] / 32 * 10 and row["noise"] > 0.01
+
+
+def test_the_bias_of_saturation_is_seen(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    size = 1 + torch.rand(32, 1)  # of all elements of a row: a block scale that is rounded down clips all of its block
+    expected = {}
+    for name in ("nvfp4", "nvfp4_guarded"):
+        model = nn.Sequential(nn.Linear(64, 48, bias=False))
+        fp4engine.convert(model)
+        with inspect.record(model, tmp_path / name, every=1, optimizer="by hand", draws=64) as recorder:
+            with fp4engine.autocast(recipe=zoo.make(name)):
+                y = model(torch.randn(32, 64, requires_grad=True))
+            y.backward(size.expand(32, 48))
+            recorder.step()
+        spec = zoo.make(name).casts("grad_output").rowwise
+        stored = fp4engine.cast(size.repeat(1, 48), spec, "actual", rng=torch.tensor([9, 0]))
+        largest = 6 * stored.scale_inv.float().repeat_interleave(16, 1) * stored.amax / spec.numerator
+        expected[name] = float((size - largest).clamp(min=0).square().mean() / size.square().mean())
+    (plain,), (guarded,) = (rows_of(tmp_path / name, "rounding", gemm="dgrad") for name in expected)
+    assert plain["bias"] == pytest.approx(expected["nvfp4"], rel=0.1) and plain["bias"] > 1e-4
+    assert abs(guarded["bias"]) < 0.2 * plain["bias"] and guarded["noise"] > 0 == expected["nvfp4_guarded"]
+
+
+def test_patterns_arguments_and_models_are_checked(tmp_path: Path) -> None:
+    model = make_model()
+    for options, said in (
+        ({"layers": "nothing.*"}, "matches none"),
+        ({"every": 0}, "every must be"),
+        ({"draws": 1}, "draws must be"),
+        ({"shadow_rows": 0}, "shadow_rows must be"),
+        ({"optimizer": "me"}, "optimizer must be"),
+    ):
+        with pytest.raises(ValueError, match=said), inspect.record(model, tmp_path, **options):
+            pass
+    with pytest.raises(ValueError, match="convert"), inspect.record(nn.Linear(3, 3), tmp_path):
+        pass
+
+
+def test_two_optimizers_must_be_told_apart(tmp_path: Path) -> None:
+    model = make_model()
+    both = [torch.optim.SGD(part.parameters(), 0.1) for part in (model.first, model.head)]
+    with pytest.raises(RuntimeError, match="two optimizers"), inspect.record(model, tmp_path, every=1):
+        for optimizer in both:
+            optimizer.step()
+    with inspect.record(model, tmp_path, every=1, optimizer=both[1]) as recorder:
+        for _ in range(3):
+            for optimizer in both:
+                optimizer.step()
+    assert recorder.step_number == 3
+
+
+def test_nothing_recorded_warns_and_layers_not_seen_are_named(tmp_path: Path) -> None:
+    model = make_model()
+    with pytest.warns(UserWarning, match="without a recorded step"), inspect.record(model, tmp_path, every=7):
+        pass
+    recipe = RuledRecipe(zoo.make("nvfp4"), (Rule(zoo.make("high_precision"), "mlp"),))
+    train(recipe, 1, tmp_path / "ruled")
+    assert {row["layer"] for row in rows_of(tmp_path / "ruled", "operand")} == {"first"}
+    model.eval()
+    train(zoo.make("nvfp4"), 1, tmp_path / "eval", model=model)
+    (row,) = rows_of(tmp_path / "eval", "refusal", layer="first")
+    assert "training mode" in row["reason"]
+
+
+@pytest.mark.no_poison
+def test_a_compiled_model_is_recorded_by_eager_steps(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    recipe, model = zoo.make("nvfp4"), make_model()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    eager = train(recipe, 4)
+    recorded = train(recipe, 4, tmp_path, model=compiled, every=2)
+    assert eager[0] == recorded[0]
+    assert {row["layer"] for row in rows_of(tmp_path, "operand")} == {"first", "mlp.fc1", "mlp.fc2"}
+
+
+def test_tensorboard_is_asked_for_by_name(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
+    with (
+        pytest.raises(ImportError, match="needs the package tensorboard"),
+        inspect.record(make_model(), tmp_path, tensorboard=True),
+    ):
+        pass
+    row = {"step": 3, "kind": "gemm", "layer": "a", "gemm": "wgrad", "rows": 4, "snr_db": 15.0, "relative_error": None}
+    assert list(scalars(row)) == [("a/wgrad/snr_db", 15.0)]
+
+
+NO_NUMBERS = ("style", "title", "h1", "summary", "figcaption", "th")
+"""Elements whose text is names: of the page, of layers, of casts such as e2m1 1x16."""
+
+
+def test_tensorboard_gets_the_numbers_of_every_row(tmp_path: Path, monkeypatch) -> None:
+    written: list[tuple[str, float, int]] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path)
+
+        def add_scalar(self, tag, value, step):
+            written.append((tag, value, step))
+
+        def flush(self):
+            written.append(("flush", 0.0, 0))
+
+        def close(self):
+            written.append(("close", 0.0, 0))
+
+    module = types.ModuleType("torch.utils.tensorboard.writer")
+    module.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", module)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.ModuleType("torch.utils.tensorboard"))
+    train(zoo.make("nvfp4"), 3, tmp_path, layers="first", tensorboard=True)
+    assert written[-1][0] == "close"
+    numbers = {(tag, step): value for tag, value, step in written if tag not in ("flush", "close")}
+    for row in inspect.read(tmp_path):
+        for tag, value in scalars({key: value for key, value in row.items() if key != "line"}):
+            assert numbers.pop((tag, row["step"])) == value
+    assert not numbers
+
+
+class Traced(HTMLParser):
+    """Elements with a data-line, every open tag's end, and numbers in the text of other elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[dict[str, str]] = []
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.traced: list[bool] = []
+        self.untraced: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        if "data-line" in attributes:
+            self.found.append(attributes)
+        self.loads += [tag for name in ("src", "href") if name in attributes]
+        if tag in ("script", "link", "img"):
+            self.loads.append(tag)
+        if tag != "meta":
+            self.open.append(tag)
+            self.traced.append("data-line" in attributes)
+
+    def handle_data(self, text):
+        inside = self.open and (self.open[-1] in NO_NUMBERS or self.traced[-1])
+        if not inside and re.search(r"\d", re.sub(r"fp4engine \S+ with torch \S+|fp4engine|e2m1", "", text)):
+            self.untraced.append(text)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+        self.traced.pop()
+
+
+def test_every_number_of_the_report_is_in_its_row(tmp_path: Path) -> None:
+    train(zoo.make("nvfp4"), 5, tmp_path, draws=2)
+    rows = {row["line"]: row for row in inspect.read(tmp_path)}
+    parser = Traced()
+    parser.feed(inspect.html(list(rows.values()), "A run <of> mine").replace("<br>", ""))
+    assert parser.open == [] or parser.open == ["!doctype"]
+    assert not parser.loads
+    assert [text for text in parser.untraced if not text.strip().startswith("mlp.fc")] == []  # a layer's name
+    assert len(parser.found) > 300
+    for element in parser.found:
+        value = rows[int(element["data-line"])]
+        for part in element["data-field"].split("."):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        assert float(element["data-value"]) == value

@@ -1,0 +1,153 @@
+"""Which layers are blamed: on losses that are known, and on a model with three planted faults."""
+
+import math
+from itertools import count
+
+import pytest
+import torch
+from torch import nn
+
+import fp4engine
+from fp4engine import inspect
+from fp4engine.inspect.search import keeping
+from fp4engine.recipe import DelayedScaling, LinearRecipe, Rule, RuledRecipe, zoo
+from fp4engine.recipe.linear import GEMM_OPERANDS
+from fp4engine.roles import QuantizerRole
+
+RECIPE = zoo.make("nvfp4")
+
+
+def model_of(layers: int) -> nn.Module:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(layers)))
+    fp4engine.convert(model)
+    return model
+
+
+def losses_by(costs: dict[str, dict[tuple[str, str], float]], made: list | None = None):
+    """A run whose loss is 1 and the cost of every operand that the recipe casts."""
+
+    def make_run(recipe):
+        if made is not None:
+            made.append(recipe)
+        loss = 1.0
+        for name, operands in costs.items():
+            own = recipe.of(QuantizerRole("linear", "", name, (32, 32)))
+            for (role, side), cost in operands.items():
+                loss += cost if getattr(own.casts(role), side) is not None else 0.0
+        return [5.0, 4.0, 3.0, loss]
+
+    return make_run
+
+
+def test_layers_gemms_and_operands_are_named() -> None:
+    costs = {"11": {("input", "rowwise"): 0.3}, "4": {("grad_output", "columnwise"): 0.2}}
+    found = inspect.bisect(losses_by(costs), model_of(16), RECIPE)
+    assert found.complete and found.remaining_gap == pytest.approx(0)
+    assert [culprit.layers for culprit in found.culprits] == [("11",), ("4",)]
+    assert [max(culprit.operands, key=culprit.operands.get) for culprit in found.culprits] == [
+        "fprop input rowwise",
+        "wgrad grad_output columnwise",
+    ]
+    assert "11: 0.3000 alone" in str(found)
+
+
+def test_a_large_fault_does_not_hide_a_small_one() -> None:
+    costs = {"1": {("input", "rowwise"): 900.0}, "5": {("input", "rowwise"): 0.5}}
+    found = inspect.bisect(losses_by(costs), model_of(8), RECIPE, refine=False, tolerance=0.01)
+    assert {culprit.name for culprit in found.culprits} == {"1", "5"}
+
+
+def test_a_divergence_is_found() -> None:
+    costs = {"6": {("weight", "rowwise"): math.inf}}
+    found = inspect.bisect(losses_by(costs), model_of(8), RECIPE)
+    assert found.gap == math.inf and [culprit.name for culprit in found.culprits] == ["6"]
+    assert set(found.culprits[0].operands) == {"fprop input rowwise", "fprop weight rowwise"}
+
+
+def test_what_many_layers_cause_together_is_blamed_on_them_together() -> None:
+    def make_run(recipe):
+        low = sum(recipe.of(QuantizerRole("linear", "", str(i), (32, 32))) == RECIPE for i in range(4))
+        return [1.0 + (low == 4)]
+
+    found = inspect.bisect(make_run, model_of(4), RECIPE)
+    assert [culprit.layers for culprit in found.culprits] == [("0", "1", "2", "3")]
+
+
+def test_the_budget_ends_the_search_and_is_told() -> None:
+    made: list = []
+    costs = {str(i): {("input", "rowwise"): 1.0} for i in range(16)}
+    found = inspect.bisect(losses_by(costs, made), model_of(16), RECIPE, budget=9)
+    assert len(made) == found.runs == 9 and not found.complete
+    with pytest.raises(ValueError, match="budget"):
+        inspect.bisect(losses_by(costs), model_of(16), RECIPE, budget=1)
+
+
+def test_no_gap_blames_nobody() -> None:
+    found = inspect.bisect(losses_by({}), model_of(4), RECIPE)
+    assert found.culprits == () and found.runs == 2
+
+
+def test_sensitivity_gives_high_precision_to_what_costs_most() -> None:
+    costs = {str(i): {("input", "rowwise"): cost} for i, cost in enumerate([0.1, 0.01, 0.4, 0.02])}
+    advice = inspect.sensitivity(losses_by(costs), model_of(4), RECIPE, share=0.5)
+    assert advice.recipe == RuledRecipe(RECIPE, tuple(Rule(advice.recipe.rules[0].recipe, name) for name in "20"))
+    assert advice.share == pytest.approx(0.5) and advice.expected_gap == pytest.approx(0.03)
+    assert advice.measured_gap == pytest.approx(0.03) and advice.gap == pytest.approx(0.53)
+    assert [unit.name for unit in advice.ranking] == ["2", "0", "3", "1"]
+    assert advice.runs == 7 and "50.0% of FLOPs" in str(advice)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"budget": 6}, "does not suffice"),
+        ({"share": 1.5}, "share must be"),
+        ({"units": ["0", "1"]}, "is in no unit"),
+        ({"units": ["*", "1"]}, "'\\*' and '1'"),
+        ({"units": ["*", "nothing"]}, "covers no layer"),
+        ({"recipe": DelayedScaling()}, "delayed scaling"),
+        ({"recipe": RuledRecipe(RECIPE)}, "depend on the module"),
+    ],
+)
+def test_what_cannot_be_ranked_is_refused(options: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        inspect.sensitivity(losses_by({}), model_of(4), **{"recipe": RECIPE, **options})
+
+
+def test_a_high_precision_run_that_diverges_explains_nothing() -> None:
+    steps = count()
+    with pytest.raises(ValueError, match="diverges too"):
+        inspect.bisect(lambda recipe: [math.nan, next(steps)], model_of(4), RECIPE)
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.ZOO if name != "fp8_delayed"])
+@pytest.mark.parametrize("gemm", GEMM_OPERANDS)
+def test_parts_of_every_recipe_are_recipes(name: str, gemm: str) -> None:
+    recipe = zoo.make(name)
+    both = keeping(recipe, GEMM_OPERANDS[gemm])
+    for role, side in GEMM_OPERANDS[gemm]:
+        assert getattr(both.casts(role), side) == getattr(recipe.casts(role), side)
+        spec = getattr(keeping(recipe, [(role, side)]).casts(role), side)
+        assert spec is None or spec.rotation is None
+    everything = [operand for pair in GEMM_OPERANDS.values() for operand in pair]
+    assert all(keeping(recipe, everything).casts(role) == recipe.casts(role) for role in ("weight", "grad_output"))
+    assert (
+        keeping(recipe, []).replace(allow_biased=False).casts("input").rowwise is LinearRecipe().casts("input").rowwise
+    )
+
+
+@pytest.mark.slow
+def test_three_planted_faults_are_named(planted) -> None:
+    found = inspect.bisect(planted.make_run, planted.make_model(), RECIPE, refine=False)
+    assert {culprit.name for culprit in found.culprits} == {planted.OUTLIER, planted.TINY_GRADIENTS, planted.SATURATING}
+    assert found.complete and found.remaining_gap < found.gap / 20
+
+
+@pytest.mark.slow
+def test_sensitivity_ranks_the_three_planted_faults_first(planted) -> None:
+    advice = inspect.sensitivity(planted.make_run, planted.make_model(), RECIPE, share=0.6)
+    names = {planted.OUTLIER, planted.TINY_GRADIENTS, planted.SATURATING}
+    assert {unit.name for unit in advice.ranking[:3]} == names
+    assert {rule.name for rule in advice.recipe.rules} == names and advice.share >= 0.6
+    assert advice.measured_gap < advice.gap / 20
