@@ -1,0 +1,11 @@
+"""The room in which TransformerEngine's names, arguments and habits live; nothing else in the package knows them.
+
+``fp4engine.te.pytorch`` stands for ``transformer_engine.pytorch`` and ``fp4engine.te.common.recipe`` for
+``transformer_engine.common.recipe``. :func:`install_as_transformer_engine` puts them in place under those very names.
+"""
+
+from fp4engine.te.install import install_as_transformer_engine
+
+__version__ = "2.0.0+fp4engine"
+
+__all__ = ["install_as_transformer_engine"]

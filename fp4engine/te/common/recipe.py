@@ -1,0 +1,227 @@
+"""TransformerEngine's recipes, whose fields its scripts assign to.
+
+A recipe of this module keeps what was written to it, and makes fp4engine's frozen recipe of it whenever one is used:
+``autocast`` takes a picture of it, and later assignments are seen by the next region only.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from fp4engine import recipe as frozen
+from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
+from fp4engine.quantizers.delayed import DelayedQuantizer
+from fp4engine.quantizers.factory import role_stream
+from fp4engine.recipe import Format, MMParams, QParams
+from fp4engine.roles import QuantizerRole as FrozenRole
+from fp4engine.te.pytorch.quantized_tensor import DelayedScalingRequest, Quantizer, QuantizerRole
+
+__all__ = [
+    "CustomRecipe",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "QParams",
+    "Recipe",
+    "as_frozen",
+]
+
+
+class Recipe:
+    """What may be assigned to, and the frozen recipe that it comes to.
+
+    Raises:
+        ValueError: of a constructor, for arguments that the frozen recipe refuses; of a use, for assigned ones.
+    """
+
+    frozen_class: ClassVar[type[frozen.Recipe]] = frozen.Recipe
+    _fields: dict[str, Any]
+    _frozen: frozen.Recipe | None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__signature__ = inspect.signature(cls.frozen_class)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        made = self._make(*args, **kwargs)
+        names = [name for name in made.__dataclass_fields__ if not name.startswith("_")]
+        given = dict(zip([name for name in names if name not in ("backward_override", "backend")], args, strict=False))
+        vars(self).update(_fields=given | kwargs, _frozen=made)
+
+    def _make(self, *args: Any, **fields: Any) -> frozen.Recipe:
+        return self.frozen_class(*args, **fields)
+
+    @property
+    def frozen(self) -> frozen.Recipe:
+        """fp4engine's recipe with the fields as they are now."""
+        if self._frozen is None:
+            vars(self)["_frozen"] = self._make(**self._fields)
+        assert self._frozen is not None
+        return self._frozen
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_fields" not in vars(self):
+            raise AttributeError(name)
+        fields: dict[str, Any] = vars(self)["_fields"]
+        return fields[name] if name in fields else getattr(self.frozen, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._fields[name] = value
+        vars(self)["_frozen"] = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_fields": self._fields, "_frozen": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (Recipe, frozen.Recipe)) and self.frozen == as_frozen(other)
+
+    def __hash__(self) -> int:
+        return hash(self.frozen)
+
+    def __repr__(self) -> str:
+        return repr(self.frozen)
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        return cls.frozen_class.nvfp4()
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        return cls.frozen_class.mxfp8()
+
+    @classmethod
+    def delayed(cls) -> bool:
+        return cls.frozen_class.delayed()
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        return cls.frozen_class.float8_current_scaling()
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        return cls.frozen_class.float8_per_tensor_scaling()
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        return cls.frozen_class.float8_block_scaling()
+
+    @classmethod
+    def custom(cls) -> bool:
+        return cls.frozen_class.custom()
+
+
+class DelayedScaling(Recipe):
+    """See :class:`fp4engine.recipe.DelayedScaling`."""
+
+    frozen_class = frozen.DelayedScaling
+
+
+class Float8CurrentScaling(Recipe):
+    """See :class:`fp4engine.recipe.Float8CurrentScaling`."""
+
+    frozen_class = frozen.Float8CurrentScaling
+
+
+class Float8BlockScaling(Recipe):
+    """See :class:`fp4engine.recipe.Float8BlockScaling`."""
+
+    frozen_class = frozen.Float8BlockScaling
+
+
+class MXFP8BlockScaling(Recipe):
+    """See :class:`fp4engine.recipe.MXFP8BlockScaling`."""
+
+    frozen_class = frozen.MXFP8BlockScaling
+
+
+class NVFP4BlockScaling(Recipe):
+    """See :class:`fp4engine.recipe.NVFP4BlockScaling`."""
+
+    frozen_class = frozen.NVFP4BlockScaling
+
+
+class CustomRecipe(Recipe):
+    """See :class:`fp4engine.recipe.CustomRecipe`; a factory may return quantizers and requests of this package."""
+
+    frozen_class = frozen.CustomRecipe
+
+    def _make(self, *args: Any, **fields: Any) -> frozen.Recipe:
+        if args:
+            fields["qfactory"], args = args[0], args[1:]
+        factory = fields.pop("qfactory")
+        return frozen.CustomRecipe(Answering(factory) if callable(factory) else factory, *args, **fields)
+
+
+@dataclass(frozen=True)
+class Answering:
+    """A factory of fp4engine's, made of one of TransformerEngine's.
+
+    Attributes:
+        factory: ``role -> Quantizer or request``.
+    """
+
+    factory: Callable[[QuantizerRole], Any]
+
+    def __call__(self, role: FrozenRole) -> FrozenQuantizer:
+        """The frozen quantizer of what the factory returns.
+
+        Raises:
+            ValueError: it returns None, or nothing that quantizes.
+        """
+        answer = self.factory(QuantizerRole(role.module_type, role.tensor_type, role.name))
+        if isinstance(answer, DelayedScalingRequest):
+            return _delayed(answer, role)
+        if isinstance(answer, Quantizer):
+            return answer.frozen(role_stream(role))
+        if isinstance(answer, FrozenQuantizer):
+            return answer
+        raise ValueError(
+            f"qfactory returned {answer!r} for role {role}: it must return a Quantizer or a DelayedScalingRequest for "
+            "every role it is asked for, and an IdentityQuantizer where nothing is to be quantized"
+        )
+
+
+def _delayed(request: DelayedScalingRequest, role: FrozenRole) -> FrozenQuantizer:
+    recipe = frozen.DelayedScaling(
+        margin=request.margin,
+        fp8_format=request.fp8_format,
+        amax_history_len=request.amax_history_len,
+        amax_compute_algo=request.amax_compute_algo,
+        scaling_factor_compute_algo=request.scaling_factor_compute_algo,
+        reduce_amax=request.reduce_amax,
+    )
+    casts = recipe.casts(role.tensor_type)
+    return DelayedQuantizer(casts.rowwise, casts.columnwise, stream=role_stream(role), recipe=recipe)
+
+
+def as_frozen(recipe: Recipe | frozen.Recipe) -> frozen.Recipe:
+    """fp4engine's recipe of either kind.
+
+    Raises:
+        ValueError: not a recipe.
+    """
+    if isinstance(recipe, frozen.Recipe):
+        return recipe
+    if isinstance(recipe, Recipe):
+        return recipe.frozen
+    raise ValueError(f"recipe must be one of transformer_engine.common.recipe or of fp4engine.recipe, got {recipe!r}")
+
+
+def default_recipe() -> Recipe:
+    """What TransformerEngine runs by where nobody gives a recipe: MXFP8 on sm_10x, then FP8 per tensor."""
+    if not torch.cuda.is_available():
+        return DelayedScaling()
+    major, _ = torch.cuda.get_device_capability()
+    if major >= 12:
+        return Float8CurrentScaling()
+    return MXFP8BlockScaling() if major >= 10 else DelayedScaling()

@@ -1,0 +1,115 @@
+"""Put this room in place under TransformerEngine's own name, for one process."""
+
+import importlib
+import importlib.util
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+NAME = "transformer_engine"
+HERE = "fp4engine.te"
+
+PLACES = {
+    "pytorch.common": "common",
+    "pytorch.common.recipe": "common.recipe",
+    "pytorch.module.linear": "pytorch.module",
+    "pytorch.module.layernorm": "pytorch.module",
+    "pytorch.module.rmsnorm": "pytorch.module",
+    "pytorch.module.layernorm_linear": "pytorch.module",
+    "pytorch.module.layernorm_mlp": "pytorch.module",
+    "pytorch.module.grouped_linear": "pytorch.module",
+    "pytorch.module.fp8_padding": "pytorch.module",
+    "pytorch.module.fp8_unpadding": "pytorch.module",
+    "pytorch.module.base": "pytorch.module",
+    "pytorch.transformer": "pytorch.attention",
+    "pytorch.attention.rope": "pytorch.attention",
+    "pytorch.attention.inference": "pytorch.attention",
+    "pytorch.attention.multi_head_attention": "pytorch.attention",
+    "pytorch.attention.dot_product_attention": "pytorch.attention",
+    "pytorch.ops.basic.l2normalization": "pytorch.attention",
+    "pytorch.fp8": "pytorch.quantization",
+    "pytorch.float8_tensor": "pytorch.tensor",
+    "pytorch.tensor.float8_tensor": "pytorch.tensor",
+    "pytorch.tensor.float8_blockwise_tensor": "pytorch.tensor",
+    "pytorch.tensor.mxfp8_tensor": "pytorch.tensor",
+    "pytorch.tensor.nvfp4_tensor": "pytorch.tensor",
+    "pytorch.tensor.hybrid_tensor": "pytorch.tensor",
+    "pytorch.tensor.identity_tensor": "pytorch.tensor",
+    "pytorch.tensor.quantized_tensor": "pytorch.quantized_tensor",
+    "pytorch.tensor.storage": "pytorch.tensor",
+    "pytorch.tensor.storage.float8_tensor_storage": "pytorch.tensor",
+    "pytorch.tensor.storage.float8_blockwise_tensor_storage": "pytorch.tensor",
+    "pytorch.tensor.storage.mxfp8_tensor_storage": "pytorch.tensor",
+    "pytorch.tensor.storage.nvfp4_tensor_storage": "pytorch.tensor",
+    "pytorch.tensor.storage.hybrid_tensor_storage": "pytorch.tensor",
+    "pytorch.tensor.storage.identity_tensor_storage": "pytorch.tensor",
+}
+"""TransformerEngine's module -> the one here that has its names, where the two are called otherwise."""
+
+
+class _Alias(MetaPathFinder, Loader):
+    """Finds ``transformer_engine.x`` as a module with the names of ``fp4engine.te.x``."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        head, _, rest = fullname.partition(".")
+        if head != NAME:
+            return None
+        ours = ".".join((HERE, PLACES.get(rest, rest))).rstrip(".")
+        try:
+            importlib.import_module(ours)
+        except ModuleNotFoundError as error:
+            if error.name is not None and ours.startswith(error.name):
+                return None
+            raise
+        spec = ModuleSpec(fullname, self, origin=ours, is_package=True)
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give ``module`` the names of the one that it stands for, those that come later too."""
+        assert module.__spec__ is not None and module.__spec__.origin is not None
+        ours = importlib.import_module(module.__spec__.origin)
+        own = {name: value for name, value in vars(module).items() if name.startswith("__")}
+        names = {name: value for name, value in vars(ours).items() if not isinstance(value, ModuleType)}
+        vars(module).update(names | own)
+
+        def late(name: str) -> Any:
+            return _late(ours, module.__name__, name)
+
+        vars(module)["__getattr__"] = late
+
+
+def _late(ours: ModuleType, stands_for: str, name: str) -> Any:
+    """A submodule of TransformerEngine's that nobody has imported yet, or a name that there is none of."""
+    if not name.startswith("__"):
+        try:
+            return importlib.import_module(f"{stands_for}.{name}")
+        except ModuleNotFoundError:
+            pass
+    raise AttributeError(
+        f"{stands_for} has no {name!r} here: fp4engine stands in for TransformerEngine in this process "
+        "(docs/coming-from-te.md lists what there is)"
+    )
+
+
+def install_as_transformer_engine() -> None:
+    """Let ``import transformer_engine`` find fp4engine in this process, and say so in one line on stderr.
+
+    Called again it does nothing.
+
+    Raises:
+        RuntimeError: TransformerEngine itself is installed, or imported already.
+    """
+    if any(isinstance(finder, _Alias) for finder in sys.meta_path):
+        return
+    if NAME in sys.modules or importlib.util.find_spec(NAME) is not None:
+        raise RuntimeError(
+            f"{NAME} is installed; fp4engine does not stand in for it. Change the script's imports to "
+            "fp4engine.te.pytorch, or run it in an environment without TransformerEngine"
+        )
+    sys.meta_path.append(_Alias())
+    print("fp4engine stands in for transformer_engine in this process", file=sys.stderr)

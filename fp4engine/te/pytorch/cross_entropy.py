@@ -1,0 +1,35 @@
+"""Cross entropy over a vocabulary that lies on one rank."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp4engine.te.pytorch.module import require_one_rank
+
+
+def parallel_cross_entropy(
+    inp: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    reduce_loss: bool = False,
+    dist_process_group: Any = None,
+    ignore_idx: int = -100,
+    is_cg_capturable: bool = False,
+) -> Tensor:
+    """FP32 losses of scores [B, S, V] and labels [B, S]; their mean with ``reduce_loss``.
+
+    Args:
+        dist_process_group: only of one rank.
+        is_cg_capturable: without effect; it always can be captured.
+
+    Raises:
+        NotImplementedError: more ranks.
+    """
+    require_one_rank("parallel_cross_entropy", tp_group=dist_process_group)
+    reduction = "mean" if reduce_loss else "none"
+    scores = inp.float().flatten(0, -2)
+    loss = F.cross_entropy(
+        scores, target.reshape(-1), ignore_index=ignore_idx, reduction=reduction, label_smoothing=label_smoothing
+    )
+    return loss if reduce_loss else loss.view(target.shape)

@@ -1,0 +1,1 @@
+"""Factories for :class:`~fp4engine.te.common.recipe.CustomRecipe`."""

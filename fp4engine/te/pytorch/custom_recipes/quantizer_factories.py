@@ -1,0 +1,54 @@
+"""Factories that give each role what one of the recipes gives it."""
+
+from fp4engine.te.pytorch.constants import DType
+from fp4engine.te.pytorch.quantized_tensor import DelayedScalingRequest, QuantizerRole
+from fp4engine.te.pytorch.tensor import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
+
+Role = QuantizerRole | None
+
+
+def linear_type(role: Role) -> str:
+    """What the tensor is to a linear module; empty for others."""
+    is_linear = role is not None and role.module_type in ("linear", "grouped_linear")
+    return role.tensor_type if is_linear and role is not None else ""
+
+
+def high_precision_factory(role: Role) -> IdentityQuantizer:
+    """Nothing is quantized."""
+    return IdentityQuantizer()
+
+
+def delayed_scaling_factory(role: Role) -> DelayedScalingRequest:
+    """As :class:`DelayedScaling`."""
+    return DelayedScalingRequest()
+
+
+def current_scaling_factory(role: Role) -> Float8CurrentScalingQuantizer:
+    """As :class:`Float8CurrentScaling`."""
+    is_gradient = role is not None and role.tensor_type == "grad_output"
+    return Float8CurrentScalingQuantizer(DType.kFloat8E5M2 if is_gradient else DType.kFloat8E4M3)
+
+
+def float8_block_scaling_factory(role: Role) -> Float8BlockQuantizer:
+    """As :class:`Float8BlockScaling`."""
+    dim = 2 if linear_type(role) == "weight" else 1
+    return Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=dim)
+
+
+def mxfp8_factory(role: Role) -> MXFP8Quantizer:
+    """As :class:`MXFP8BlockScaling`."""
+    return MXFP8Quantizer(DType.kFloat8E4M3)
+
+
+def nvfp4_factory(role: Role) -> NVFP4Quantizer:
+    """As :class:`NVFP4BlockScaling`."""
+    kind = linear_type(role)
+    if kind == "weight":
+        return NVFP4Quantizer(with_2d_quantization=True)
+    return NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, stochastic_rounding=kind == "grad_output")

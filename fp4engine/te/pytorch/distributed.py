@@ -1,0 +1,119 @@
+"""Random states by name, and recomputation."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4engine.checkpoint import checkpoint as _checkpoint
+
+
+class CudaRNGStatesTracker:
+    """States of PyTorch's generator, of the current CUDA device or, without one, of the CPU, by name."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.states_: dict[str, Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def get_states(self) -> dict[str, Tensor]:
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Make a state of ``seed``.
+
+        Raises:
+            RuntimeError: the seed or the name is taken.
+        """
+        if seed in self.seeds_:
+            raise RuntimeError(f"seed {seed} already exists")
+        if name in self.states_:
+            raise RuntimeError(f"cuda rng state {name} already exists")
+        self.seeds_.add(seed)
+        read, write, sow = _generator()
+        before = read()
+        sow(seed)
+        self.states_[name] = read()
+        write(before)
+
+    @contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Generator[None]:
+        """Region that draws from the state ``name``, which is where it was when the region is entered again.
+
+        Raises:
+            KeyError: there is no such state.
+        """
+        if name not in self.states_:
+            raise KeyError(f"cuda rng state {name} is not added")
+        read, write, _ = _generator()
+        before = read()
+        write(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = read()
+            write(before)
+
+
+def _generator() -> tuple[Callable[[], Tensor], Callable[[Tensor], None], Callable[[int], Any]]:
+    """Read, write and seed the generator."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_rng_state, torch.cuda.set_rng_state, torch.cuda.manual_seed
+    return torch.get_rng_state, torch.set_rng_state, torch.manual_seed
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """:func:`fp4engine.checkpoint`, which repeats the random states of a tracker as well.
+
+    Args:
+        get_rng_state_tracker: returns the :class:`CudaRNGStatesTracker` that ``function`` draws from.
+        distribute_saved_activations: only False.
+        tp_group: without effect.
+    """
+    tracker = kwargs.pop("get_rng_state_tracker", None)
+    kwargs.pop("tp_group", None)
+    if tracker is None:
+        return _checkpoint(function, *args, **kwargs)
+    return _checkpoint(_Repeated(function, tracker), *args, **kwargs)
+
+
+class _Repeated:
+    """A function that, when it runs again, finds the tracker's states where it found them first."""
+
+    def __init__(self, function: Callable[..., Any], get_tracker: Callable[[], CudaRNGStatesTracker]) -> None:
+        self.function, self.get_tracker = function, get_tracker
+        self.states: dict[str, Tensor] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tracker = self.get_tracker()
+        if self.states is None:
+            self.states = tracker.get_states()
+            return self.function(*args, **kwargs)
+        after = tracker.get_states()
+        tracker.set_states(self.states)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            tracker.set_states(after)
+
+
+def get_distributed_world_size(group: Any = None) -> int:
+    """Ranks of ``group``, one without PyTorch's process groups."""
+    return torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
+
+
+def get_distributed_rank(group: Any = None) -> int:
+    """This rank of ``group``, zero without PyTorch's process groups."""
+    return torch.distributed.get_rank(group) if torch.distributed.is_initialized() else 0
+
+
+def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
+    """Do nothing: modules keep no sharded tensors of their own."""

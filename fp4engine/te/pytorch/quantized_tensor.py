@@ -1,0 +1,423 @@
+"""What TransformerEngine's quantizers and quantized tensors have in common.
+
+A quantizer here may be changed after it is made, as scripts do; it makes one of fp4engine's frozen quantizers whenever
+it is used. A quantized tensor is a ``torch.Tensor`` of its decoded values to every operation.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from fp4engine.formats import CastSpec
+from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
+from fp4engine.recipe import Format
+from fp4engine.tensor import Operand
+from fp4engine.tensor import QuantizedTensor as Operands
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class QuantizerRole:
+    """What a factory is told of the tensor that wants a quantizer; empty where it is not known.
+
+    Attributes:
+        module_type: ``"linear"`` or ``"grouped_linear"``.
+        tensor_type: ``"input"``, ``"weight"``, ``"grad_output"``.
+        name: the module's own.
+    """
+
+    module_type: str = ""
+    tensor_type: str = ""
+    name: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"{field}={value}" for field, value in vars(self).items() if value]
+        return "|".join(parts) or "QuantizerRole()"
+
+
+@dataclass(frozen=True)
+class QuantizerRequest:
+    """What a factory returns in place of a quantizer that has a state of its own."""
+
+
+@dataclass(frozen=True)
+class DelayedScalingRequest(QuantizerRequest):
+    """Asks for FP8 with scales of earlier steps; fields as in :class:`fp4engine.recipe.DelayedScaling`."""
+
+    fp8_format: Format = Format.HYBRID
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    scaling_factor_compute_algo: Callable[..., Tensor] | None = None
+    reduce_amax: bool = True
+
+
+class Quantizer:
+    """Builds quantized tensors.
+
+    Attributes:
+        rowwise_usage, columnwise_usage: which sides to make.
+        internal, optimize_for_gemm: TransformerEngine's switches between its kinds of tensor; there is one kind here.
+    """
+
+    tensor_class: type["QuantizedTensor"]
+    internal: bool = False
+    optimize_for_gemm: bool = False
+
+    def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
+        self.rowwise_usage = rowwise
+        self.columnwise_usage = columnwise
+
+    def frozen(self, stream: int = 0) -> FrozenQuantizer:
+        """fp4engine's quantizer with the settings as they are now, drawing from ``stream``."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it quantizes: define frozen()")
+
+    def __repr__(self) -> str:
+        usage = f"rowwise_usage={self.rowwise_usage}, columnwise_usage={self.columnwise_usage}"
+        return f"{type(self).__name__}({usage}, internal={self.internal})"
+
+    def copy(self) -> "Quantizer":
+        """Another quantizer with the same settings."""
+        return copy.copy(self)
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Choose which sides to make from now on; None leaves a side as it is."""
+        if rowwise is not None:
+            self.rowwise_usage = rowwise
+        if columnwise is not None:
+            self.columnwise_usage = columnwise
+
+    def quantize(
+        self, tensor: Tensor, *, out: "QuantizedTensor | None" = None, dtype: torch.dtype | None = None
+    ) -> "QuantizedTensor":
+        """``tensor`` quantized; into ``out`` if that is given. Its gradient is that of the tensor.
+
+        Args:
+            dtype: what the result passes for, by default the dtype of ``tensor``.
+        """
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        tensor = tensor.contiguous() if dtype is None else tensor.to(dtype)
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            return _Quantize.apply(tensor, self.quantize_impl)  # pyright: ignore[reportReturnType]
+        return self.quantize_impl(tensor.detach())
+
+    def __call__(self, tensor: Tensor) -> "QuantizedTensor":
+        return self.quantize(tensor)
+
+    def quantize_impl(self, tensor: Tensor) -> "QuantizedTensor":
+        """``tensor`` quantized, without autograd."""
+        return self.tensor_class.of(self._operands(tensor), self)
+
+    def _operands(self, tensor: Tensor) -> Operands:
+        values = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+        return self.frozen().quantize(values, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
+
+    def multi_quantize(self, list_of_tensors: Iterable[Tensor]) -> "list[QuantizedTensor]":
+        """Each of the tensors quantized."""
+        return [self.quantize(tensor) for tensor in list_of_tensors]
+
+    def update_quantized(
+        self, src: Tensor, dst: "QuantizedTensor", *, noop_flag: Tensor | None = None
+    ) -> "QuantizedTensor":
+        """Let ``dst`` become ``src`` quantized, unless ``noop_flag`` holds something other than zero."""
+        if noop_flag is None or not bool(noop_flag.any()):
+            values = src.detach().to(dst.device)
+            made = self._operands(values.dequantize() if isinstance(values, QuantizedTensor) else values)
+            dst.operands = Operands(dst.shape, dst.dtype, made.rowwise, made.columnwise)
+        return dst
+
+    def make_empty(
+        self,
+        shape: Iterable[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> "QuantizedTensor":
+        """A tensor with memory for both sides that are in use, holding zeros."""
+        if pin_memory:
+            raise NotImplementedError("make_empty(pin_memory=True) is not implemented; leave it out")
+        place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        empty = self.quantize_impl(torch.zeros(tuple(shape), dtype=dtype, device=place))
+        empty.requires_grad_(requires_grad)
+        return empty
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Note what quantizing ``tensor`` would; scales of the tensor at hand have nothing to note."""
+
+    def is_quantizable(self, inp: Tensor) -> bool:
+        """Whether ``inp`` has a size that TransformerEngine's kernels take; fp4engine's take any."""
+        return True
+
+    def is_requantization_safe(self) -> bool:
+        """Whether quantizing a tensor twice gives the same twice."""
+        return False
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return False
+
+    def _get_compatible_recipe(self) -> Any:
+        return None
+
+
+class _Quantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, quantize: Callable[[Tensor], "QuantizedTensor"]) -> "QuantizedTensor":
+        return quantize(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0], None
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: "QuantizedTensor", dtype: torch.dtype) -> Tensor:
+        return tensor.values_in(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0], None
+
+
+class _OrWeight(type(torch.Tensor)):
+    """Lets ``isinstance(weight, QuantizedTensor)`` hold for weights that fp4engine stores as codes."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if super().__instancecheck__(instance):
+            return True
+        return isinstance(instance, QuantizedWeight) and cls._holds(instance)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class QuantizedTensorStorage:
+    """What has operands, be it a tensor to PyTorch or not; here it always is."""
+
+    operands: Operands
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Forget a side with False, or make it, of what the other side decodes to, with True.
+
+        Raises:
+            ValueError: nothing would be left.
+        """
+        given = self.operands
+        sides = {"rowwise": given.rowwise, "columnwise": given.columnwise}
+        for name, wanted in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage)):
+            if wanted and sides[name] is None:
+                quantizer: Quantizer = self._quantizer  # pyright: ignore[reportAttributeAccessIssue]
+                both = quantizer.frozen().quantize(given.dequantize(), rowwise=True, columnwise=True)
+                sides[name] = getattr(both, name)
+            elif wanted is False:
+                sides[name] = None
+        if not any(sides.values()):
+            raise ValueError(
+                "update_usage would leave neither a rowwise nor a columnwise operand, "
+                f"got rowwise_usage={rowwise_usage} and columnwise_usage={columnwise_usage}"
+            )
+        self.operands = Operands(given.shape, given.dtype, sides["rowwise"], sides["columnwise"])
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which sides are there."""
+        return {"rowwise": self.operands.rowwise is not None, "columnwise": self.operands.columnwise is not None}
+
+    def prepare_for_saving(self) -> tuple[list[Tensor | None], "QuantizedTensorStorage"]:
+        """The plain tensors, for ``save_for_backward``, and what :meth:`restore_from_saved` is called on."""
+        return [tensor for side in self._sides() for tensor in _tensors(side)], self
+
+    def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Take back the first of ``tensors``, and return the rest."""
+        sides: list[Operand | None] = []
+        for side in self._sides():
+            mine, tensors = tensors[:3], tensors[3:]
+            sides.append(None if side is None else _with_tensors(side, mine))
+        self.operands = Operands(self.operands.shape, self.operands.dtype, *sides)
+        return list(tensors)
+
+    def _sides(self) -> tuple[Operand | None, Operand | None]:
+        return self.operands.rowwise, self.operands.columnwise
+
+    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        """The codes of the sides asked for: a pair, or one."""
+        asked = [side for side, wanted in zip(self._sides(), (rowwise_data, columnwise_data), strict=True) if wanted]
+        codes = [None if side is None else side.data for side in asked]
+        return tuple(codes) if len(codes) > 1 else codes[0]
+
+
+def _with_tensors(side: Operand, tensors: Sequence[Any]) -> Operand:
+    data, scale_inv, amax = tensors
+    return Operand(side.spec, side.rows, side.cols, data, scale_inv, amax)
+
+
+def _tensors(side: Operand | None) -> tuple[Tensor | None, ...]:
+    return (None, None, None) if side is None else side.tensors
+
+
+class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
+    """Values that exist as codes and scales; every operation of PyTorch sees what they decode to.
+
+    Attributes:
+        operands: fp4engine's own :class:`fp4engine.tensor.QuantizedTensor`.
+    """
+
+    operands: Operands
+    _quantizer: Quantizer
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @classmethod
+    def of(cls, operands: Operands, quantizer: Quantizer) -> "QuantizedTensor":
+        """The tensor with those operands; keeps a copy of ``quantizer``."""
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, operands.shape, dtype=operands.dtype, device=operands.device
+        )
+        made.operands, made._quantizer = operands, quantizer.copy()
+        return made
+
+    @classmethod
+    def _holds(cls, weight: QuantizedWeight) -> bool:
+        """Whether a weight that fp4engine stores is one of this class."""
+        return True
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def values_in(self, dtype: torch.dtype) -> Tensor:
+        """What the operands decode to, without autograd."""
+        given = self.operands
+        return Operands(given.shape, dtype, given.rowwise, given.columnwise).dequantize()
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A plain tensor of the values; its gradient is this one's."""
+        return _Dequantize.apply(self, dtype or self.dtype)
+
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> "QuantizedTensor":
+        """Become ``tensor`` quantized."""
+        return self._quantizer.update_quantized(tensor, self, noop_flag=noop_flag)
+
+    def _get_quantizer(self) -> Quantizer:
+        return self._quantizer
+
+    def float(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.dequantize(dtype=torch.float32)
+
+    def bfloat16(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.dequantize(dtype=torch.bfloat16)
+
+    def half(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.dequantize(dtype=torch.float16)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"{type(self).__name__}({self.operands!r})"
+
+    def _like(self, change: Callable[[Tensor], Tensor]) -> "QuantizedTensor":
+        sides = [
+            None if side is None else _with_tensors(side, [None if t is None else change(t) for t in side.tensors])
+            for side in (self.operands.rowwise, self.operands.columnwise)
+        ]
+        return self.of(Operands(self.operands.shape, self.operands.dtype, *sides), self._quantizer)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if type.__instancecheck__(QuantizedTensor, first):
+            assert isinstance(first, QuantizedTensor)
+            if func in (aten.detach.default, aten.alias.default):
+                return first._like(lambda tensor: tensor)
+            if func is aten.clone.default:
+                return first._like(torch.clone)
+            if func is aten.copy_.default:
+                first.quantize_(args[1])
+                return first
+            if func is aten.empty_like.default:
+                return first._like(torch.empty_like)
+            if func is aten._to_copy.default and set(kwargs) <= {"device", "non_blocking"}:
+                return first._like(lambda tensor: tensor.to(kwargs.get("device")))
+        before = list(args)
+        plain_args, plain_kwargs = tree_map(_values, (tuple(args), kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        for index, argument in enumerate(func._schema.arguments):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and index < len(before) and type.__instancecheck__(QuantizedTensor, before[index]):
+                before[index].quantize_(plain_args[index])
+                result = before[index]
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (
+            type(self),
+            self.operands.shape,
+            self.operands.dtype,
+            *map(_plain, self._pair()),
+            self._quantizer,
+        )
+
+    def _pair(self) -> tuple[Operand | None, Operand | None]:
+        return self.operands.rowwise, self.operands.columnwise
+
+
+def _values(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and hasattr(leaf, "operands"):
+        return leaf.values_in(leaf.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    return leaf
+
+
+def _plain(side: Operand | None) -> Any:
+    return None if side is None else (side.key, side.rows, side.cols, *side.tensors)
+
+
+def _rebuild(
+    cls: type[QuantizedTensor], shape: torch.Size, dtype: torch.dtype, row: Any, col: Any, quantizer: Quantizer
+) -> QuantizedTensor:
+    sides = [
+        None if side is None else Operand(CastSpec.from_key(side[0]) if side[0] else None, *side[1:])
+        for side in (row, col)
+    ]
+    return cls.of(Operands(shape, dtype, *sides), quantizer)
+
+
+def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:
+    """Plain tensors for ``save_for_backward``, and the objects that :func:`restore_from_saved` puts them back into."""
+    plain: list[Tensor | None] = []
+    objects: list[Any] = []
+    for tensor in tensors:
+        if isinstance(tensor, QuantizedTensorStorage):
+            mine, kept = tensor.prepare_for_saving()
+            plain.extend(mine)
+            objects.append(kept)
+        else:
+            plain.append(tensor)
+            objects.append(None)
+    return plain, objects
+
+
+def restore_from_saved(
+    tensors: Sequence[Any], saved_tensors: Sequence[Tensor | None], return_saved_tensors: bool = False
+) -> Any:
+    """Inverse of :func:`prepare_for_saving`."""
+    restored: list[Any] = []
+    rest = list(saved_tensors)
+    for tensor in tensors:
+        if tensor is None:
+            restored.append(rest.pop(0))
+        else:
+            rest = tensor.restore_from_saved(rest)
+            restored.append(tensor)
+    return (restored, rest) if return_saved_tensors else restored
+
+
+def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:
+    """:func:`restore_from_saved` of ``ctx.tensor_objects``, which are dropped, and ``ctx.saved_tensors``."""
+    if getattr(ctx, "tensor_objects", None) is None:
+        raise AttributeError("ctx.tensor_objects must hold what prepare_for_saving returned, got nothing")
+    objects, ctx.tensor_objects = ctx.tensor_objects, None
+    return restore_from_saved(objects, ctx.saved_tensors, return_saved_tensors)

@@ -1,0 +1,163 @@
+"""Attention by TransformerEngine's arguments: every layout gives what the plain one gives, sequence by sequence."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from fp4engine.te.pytorch import (
+    DotProductAttention,
+    InferenceParams,
+    MultiheadAttention,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+)
+from fp4engine.te.pytorch.attention import apply_rotary_pos_emb
+
+HEADS, GROUPS, SIZE = 4, 2, 8
+LENGTHS = (5, 3)
+
+
+def qkv(rows=6, batch=2, keys=None):
+    torch.manual_seed(0)
+    keys = rows if keys is None else keys
+    return (
+        torch.randn(batch, rows, HEADS, SIZE, requires_grad=True),
+        torch.randn(batch, keys, GROUPS, SIZE, requires_grad=True),
+        torch.randn(batch, keys, GROUPS, SIZE, requires_grad=True),
+    )
+
+
+def by_hand(query, key, value, allowed=None, bias=0.0, scale=None):
+    """[B, S, H D] in FP64."""
+    query, key, value = (t.double() for t in (query, key, value))
+    key, value = (t.repeat_interleave(HEADS // GROUPS, dim=2) for t in (key, value))
+    scores = torch.einsum("bshd,bthd->bhst", query, key) * (SIZE**-0.5 if scale is None else scale) + bias
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), value).flatten(2).float()
+
+
+def make(**arguments):
+    return DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="bshd", **arguments)
+
+
+CAUSAL = torch.ones(6, 6, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        ({"attn_mask_type": "no_mask"}, None),
+        ({"attn_mask_type": "causal"}, CAUSAL),
+        ({"attn_mask_type": "causal", "window_size": (2, 0)}, CAUSAL & ~CAUSAL.tril(-3)),
+        ({"attn_mask_type": "no_mask", "window_size": (1, 1)}, CAUSAL.triu(-1) | CAUSAL.T.tril(1)),
+    ],
+)
+def test_masks_and_windows(arguments, allowed) -> None:
+    tensors = qkv()
+    expected = by_hand(*tensors, allowed)
+    assert torch.allclose(make(**arguments)(*tensors), expected, atol=1e-5)
+    sbhd = DotProductAttention(HEADS, SIZE, GROUPS, **arguments)(*(t.transpose(0, 1) for t in tensors))
+    assert torch.allclose(sbhd.transpose(0, 1), expected, atol=1e-5)
+
+
+def test_scale_bias_and_slopes() -> None:
+    tensors = qkv()
+    bias = torch.randn(1, HEADS, 6, 6)
+    with_bias = make(attn_mask_type="no_mask", softmax_scale=0.3)(
+        *tensors, core_attention_bias_type="post_scale_bias", core_attention_bias=bias
+    )
+    assert torch.allclose(with_bias, by_hand(*tensors, bias=bias, scale=0.3), atol=1e-5)
+    distance = (torch.arange(6) - torch.arange(6)[:, None]).abs()
+    slopes = torch.tensor([2**-2, 2**-4, 2**-6, 2**-8])
+    alibi = make(attn_mask_type="causal")(*tensors, core_attention_bias_type="alibi")
+    assert torch.allclose(alibi, by_hand(*tensors, CAUSAL, -slopes[:, None, None] * distance), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["padding", "padding_causal"])
+def test_packed_sequences_are_the_padded_ones(kind) -> None:
+    query, key, value = qkv(max(LENGTHS))
+    ends = torch.tensor([0, 5, 8], dtype=torch.int32)
+    packed = [torch.cat([t[i, :n] for i, n in enumerate(LENGTHS)]) for t in (query, key, value)]
+    thd = make(attn_mask_type=kind)(*packed, qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    padded = make(attn_mask_type=kind)(query, key, value, cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    past = (torch.arange(5) >= torch.tensor(LENGTHS)[:, None])[:, None, None]
+    masked = make(attn_mask_type=kind)(query, key, value, past)
+    for index, length in enumerate(LENGTHS):
+        one = [t[index : index + 1, :length] for t in (query, key, value)]
+        alone = make(attn_mask_type="causal" if "causal" in kind else "no_mask")(*one)[0]
+        start = int(ends[index])
+        for found in (thd[start : start + length], padded[index, :length], masked[index, :length]):
+            assert torch.allclose(found, alone, atol=1e-6)
+    assert not padded[1, 3:].any()
+    begins = torch.tensor([0, 6, 10], dtype=torch.int32)  # one token of padding after each
+    spread = [torch.cat((t[:5], t[:1], t[5:], t[:1])) for t in packed]
+    between = make(attn_mask_type=kind)(
+        *spread, None, "thd", ends, ends, cu_seqlens_q_padded=begins, cu_seqlens_kv_padded=begins
+    )
+    assert torch.allclose(torch.cat((between[:5], between[6:9])), thd, atol=1e-6) and not between[5].any()
+
+
+def test_rotary_embedding_by_layout() -> None:
+    angles = RotaryPositionEmbedding(SIZE)(8)
+    assert angles.shape == (8, 1, 1, SIZE) and torch.equal(angles[3, 0, 0, :4], 3 / 10000 ** (torch.arange(4) / 4))
+    x = torch.randn(5, 2, HEADS, SIZE)
+    sbhd = apply_rotary_pos_emb(x, angles)
+    assert torch.allclose(sbhd.norm(dim=-1), x.norm(dim=-1), atol=1e-5) and torch.equal(sbhd[0], x[0])
+    assert torch.equal(apply_rotary_pos_emb(x.transpose(0, 1), angles, "bshd"), sbhd.transpose(0, 1))
+    later = apply_rotary_pos_emb(x, angles, start_positions=torch.tensor([0, 3]))
+    assert torch.equal(later[:, 0], sbhd[:, 0])
+    assert torch.allclose(later[:, 1:], apply_rotary_pos_emb(x[:, 1:], RotaryPositionEmbedding(SIZE)(5, 3)), atol=1e-5)
+    packed = torch.cat((x[:, 0], x[:3, 1]))
+    thd = apply_rotary_pos_emb(packed, angles, "thd", cu_seqlens=torch.tensor([0, 5, 8]))
+    assert torch.equal(thd, torch.cat((sbhd[:, 0], sbhd[:3, 1])))
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        apply_rotary_pos_emb(packed, angles, "thd")
+    longer = RotaryPositionEmbedding(SIZE, seq_len_interpolation_factor=2, pretrained_max_position_embeddings=16)
+    assert torch.allclose(longer(8), angles / 2)
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_generating_token_by_token_is_reading_all_at_once(layout) -> None:
+    torch.manual_seed(0)
+    layers = [TransformerLayer(32, 64, HEADS, GROUPS, layer_number=i + 1, attn_input_format=layout) for i in range(2)]
+    layers = torch.nn.ModuleList(layers).eval()
+    axis = 0 if layout == "sbhd" else 1
+    x = torch.randn(6, 2, 32).transpose(0, axis)
+    angles = RotaryPositionEmbedding(8)(6)
+    whole = x
+    for layer in layers:
+        whole = layer(whole, rotary_pos_emb=angles)
+    cache = InferenceParams(2, 8, qkv_format=layout)
+    parts = []
+    for part in x.split([3, 1, 2], dim=axis):
+        cache.pre_step(OrderedDict((name, part.shape[axis]) for name in (7, 9)))
+        for layer in layers:
+            part = layer(part, rotary_pos_emb=angles, inference_params=cache)
+        parts.append(part)
+    assert torch.allclose(torch.cat(parts, dim=axis), whole, atol=1e-5)
+    with pytest.raises(ValueError, match="max_sequence_length=8"):
+        cache.pre_step(OrderedDict({7: 9}))
+    cache.pre_step(OrderedDict({9: 1}))
+    assert set(cache.cache[1]) == {9}
+
+
+def test_packed_inputs_go_through_a_module() -> None:
+    torch.manual_seed(0)
+    packed = MultiheadAttention(32, HEADS, num_gqa_groups=GROUPS, qkv_format="thd", attn_mask_type="padding_causal")
+    plain = MultiheadAttention(32, HEADS, num_gqa_groups=GROUPS, qkv_format="bshd")
+    plain.load_state_dict(packed.state_dict())
+    x, ends = torch.randn(8, 32), torch.tensor([0, 5, 8], dtype=torch.int32)
+    packed.eval(), plain.eval()
+    found = packed(x, cu_seqlens_q=ends)
+    expected = torch.cat([plain(part[None])[0] for part in x.split(LENGTHS)])
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_what_is_not_there_is_refused_by_name() -> None:
+    for arguments in ({"softmax_type": "learnable"}, {"cp_group": object()}, {"tp_size": 2}):
+        with pytest.raises(NotImplementedError):
+            DotProductAttention(HEADS, SIZE, **arguments)
+    with pytest.raises(NotImplementedError, match="score_mod"):
+        make()(*qkv(), score_mod=lambda score: score)

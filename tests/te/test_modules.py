@@ -1,0 +1,267 @@
+"""Modules with TransformerEngine's arguments, against PyTorch's and against fp4engine's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fp4engine
+from fp4engine.te.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from fp4engine.te.pytorch import (
+    CudaRNGStatesTracker,
+    Fp8Padding,
+    Fp8Unpadding,
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    RMSNorm,
+    TransformerLayer,
+    autocast,
+    checkpoint,
+    make_graphed_callables,
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_unpermute,
+    optimizers,
+    parallel_cross_entropy,
+)
+
+MAKE = {
+    "Linear": lambda **arguments: Linear(32, 48, **arguments),
+    "LayerNormLinear": lambda **arguments: LayerNormLinear(32, 48, **arguments),
+    "LayerNormMLP": lambda **arguments: LayerNormMLP(32, 64, **arguments),
+    "GroupedLinear": lambda **arguments: GroupedLinear(2, 32, 48, **arguments),
+}
+
+
+def forward(module, x):
+    return module(x, [x.shape[0] // 2] * 2) if isinstance(module, GroupedLinear) else module(x)
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["high", "fp8"])
+@pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
+def test_delayed_weight_gradients_are_those_at_once(name, recipe, fused) -> None:
+    x = torch.randn(16, 32)
+    found = []
+    for delayed in (False, True):
+        torch.manual_seed(1)
+        module = MAKE[name](delay_wgrad_compute=delayed, fuse_wgrad_accumulation=fused)
+        if fused:
+            for key, weight in module.named_parameters():
+                if weight.ndim == 2:
+                    weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight), False
+                assert weight.ndim == 1 or "weight" in key
+        inp = x.clone().requires_grad_()
+        with autocast(enabled=recipe is not None, recipe=recipe):
+            y = forward(module, inp)
+        y.square().sum().backward()
+        if delayed:
+            assert all(weight.grad is None for weight in module.parameters() if weight.ndim == 2)
+            assert module.need_backward_dw()
+            module.backward_dw()
+        grads = [weight.main_grad if fused and weight.ndim == 2 else weight.grad for weight in module.parameters()]
+        assert not fused or all(w.grad_added_to_main_grad for w in module.parameters() if w.ndim == 2)
+        found.append([y.detach(), inp.grad, *grads])
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_half_precision_main_grad() -> None:
+    layer = Linear(32, 32, params_dtype=torch.float16, bias=False, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros_like(layer.weight)
+    x = torch.randn(16, 32, dtype=torch.float16)
+    with autocast(recipe=MXFP8BlockScaling()):
+        layer(x).sum().backward()
+    assert layer.weight.grad is None and layer.weight.main_grad.any()
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_reset_gives_memory_to_meta(name) -> None:
+    module = MAKE[name](device="meta")
+    assert all(parameter.is_meta for parameter in module.parameters())
+    module.reset_parameters(defer_init=True)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    module.reset_parameters()
+    assert not any(parameter.is_meta for parameter in module.parameters())
+    forward(module, torch.randn(16, 32, device=next(module.parameters()).device))
+
+
+def test_weights_are_drawn_from_the_tracker() -> None:
+    tracker = CudaRNGStatesTracker()
+    tracker.add("mine", 5)
+    before = torch.get_rng_state()
+    layer = Linear(16, 16, get_rng_state_tracker=lambda: tracker, rng_tracker_name="mine")
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(5)
+    assert torch.equal(layer.weight, torch.empty(16, 16).normal_(0, 0.023))
+    with tracker.fork("mine"):
+        drawn = torch.rand(3)
+    assert not torch.equal(drawn, torch.empty(3).uniform_(generator=torch.Generator().manual_seed(5)))
+    with pytest.raises(KeyError, match="yours"), tracker.fork("yours"):
+        pass
+    with pytest.raises(RuntimeError, match="seed 5 already exists"):
+        tracker.add("yours", 5)
+
+
+def test_checkpoints_repeat_the_trackers_states() -> None:
+    tracker = CudaRNGStatesTracker()
+    tracker.add("mine", 5)
+    drawn = []
+
+    def function(x):
+        with tracker.fork("mine"):
+            drawn.append(torch.rand(4))
+        return x * drawn[-1]
+
+    x = torch.ones(4, requires_grad=True)
+    checkpoint(function, x, use_reentrant=False, get_rng_state_tracker=lambda: tracker).sum().backward()
+    assert len(drawn) == 2 and torch.equal(*drawn) and torch.equal(x.grad, drawn[0])
+
+
+def test_mlp_that_recomputes_is_the_same() -> None:
+    x, found = torch.randn(16, 32), []
+    for again in (False, True):
+        torch.manual_seed(1)
+        mlp, inp = LayerNormMLP(32, 64, checkpoint=again), x.clone().requires_grad_()
+        with autocast(recipe=MXFP8BlockScaling()):
+            y = mlp(inp)
+        y.sum().backward()
+        found.append([y, inp.grad, mlp.fc1_weight.grad, mlp.layer_norm_weight.grad])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("make", [lambda: LayerNorm(32), lambda: RMSNorm(32), lambda: TransformerLayer(32, 64, 2)])
+def test_torch_autocast_gives_its_dtype(make) -> None:
+    module = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(torch.randn(8, 2, 32, requires_grad=True))
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in module.parameters())
+
+
+def test_norms_sum_their_gradients_in_fp32() -> None:
+    norm = LayerNorm(16, params_dtype=torch.bfloat16)
+    x = torch.randn(4096, 16).bfloat16()
+    norm(x).sum().backward()
+    exact = F.layer_norm(x.double(), (16,)).sum(0)
+    assert torch.equal(norm.weight.grad, exact.float().bfloat16()) or torch.allclose(
+        norm.weight.grad.double(), exact, rtol=2**-8, atol=1e-3
+    )
+    assert torch.equal(norm.bias.grad, torch.full((16,), 4096.0).bfloat16())
+
+
+def test_a_change_of_recipe_is_said_and_shown() -> None:
+    layer, x = Linear(32, 32), torch.randn(16, 32)
+    with autocast(recipe=DelayedScaling()):
+        layer(x)
+    assert layer.fp8_meta["recipe"].delayed() and len(layer.quantizers["scaling_bwd"]) == 2
+    with autocast(recipe=MXFP8BlockScaling()), pytest.warns(UserWarning, match="Recipe type changed from Delayed"):
+        layer(x)
+    assert [type(q).__name__ for q in layer.quantizers["scaling_fwd"]] == ["MXFP8Quantizer"] * 3
+
+
+def test_positions_are_transformer_engines() -> None:
+    layer = Linear(16, 16, True, False)  # sequence_parallel and fuse_wgrad_accumulation, which ask for nothing alone
+    assert layer.bias is not None
+    layer = LayerNormLinear(16, 16, 1e-3, False, False, None, 1, None, torch.nn.init.zeros_, False)
+    assert layer.bias is None and layer.norm.eps == 1e-3 and not layer.weight.any()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Linear(16, 16, tp_size=2), "tp_size=2"),
+        (lambda: Linear(16, 16, symmetric_ar_type="two_shot"), "symmetric_ar_type"),
+        (lambda: GroupedLinear(2, 16, 16, single_grouped_weight=True), "single_grouped_weight"),
+        (lambda: Linear(16, 16)(torch.ones(4, 16), fp8_output=True), "fp8_output"),
+        (lambda: TransformerLayer(16, 16, 2, softmax_type="off-by-one"), "softmax_type"),
+        (lambda: optimizers.FusedAdam([torch.ones(1)], master_weights=True), "master_weights"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(make, said) -> None:
+    with pytest.raises(NotImplementedError, match=said):
+        make()
+
+
+def test_graphs_need_cuda() -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="CUDA device"):
+            make_graphed_callables(Linear(16, 16), (torch.ones(16, 16),))
+
+
+def test_padding_and_back() -> None:
+    x = torch.randn(10, 4, requires_grad=True)
+    padded, counts = Fp8Padding(3)(x, [3, 0, 7])
+    assert counts == [16, 0, 16] and padded.shape == (32, 4) and not padded[3:16].any()
+    back = Fp8Unpadding(3)(padded, [3, 0, 7])
+    assert torch.equal(back, x)
+    with autocast(recipe=MXFP8BlockScaling()):
+        assert Fp8Padding(1)(x, [10])[1] == [32]
+
+
+def test_grouped_linear_writes_where_it_is_told() -> None:
+    module, x = GroupedLinear(2, 16, 24), torch.randn(8, 16, requires_grad=True)
+    out = torch.empty(8, 24)
+    y = module(x, [3, 5], out=out)
+    assert torch.equal(y, module(x, [3, 5])) and y.data_ptr() == out.data_ptr()
+    y.sum().backward()
+    assert x.grad is not None
+    with pytest.raises(ValueError, match="out="):
+        module(x, [3, 5], out=torch.empty(8, 23))
+
+
+@pytest.mark.parametrize("map_type", ["mask", "index"])
+def test_experts_get_their_rows_and_give_them_back(map_type) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 8, requires_grad=True)
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(6)])
+    mask = torch.zeros(6, 4).scatter_(1, chosen, 1.0)
+    routing = mask if map_type == "mask" else chosen
+    rows, row_map = moe_permute(x, routing, 12, map_type=map_type)
+    experts = torch.cat([torch.full((int(n),), e) for e, n in enumerate(mask.sum(0))])
+    expected = torch.cat([x[mask[:, e].bool()] for e in range(4)])
+    assert torch.equal(rows, expected) and len(experts) == 12
+    weights = torch.rand(6, 4) * mask if map_type == "mask" else torch.rand(6, 2)
+    merged = moe_unpermute(rows, row_map, weights, x.shape, map_type)
+    assert torch.allclose(merged, x * weights.sum(1, keepdim=True), atol=1e-6)
+    merged.sum().backward()
+    assert torch.allclose(x.grad, weights.sum(1, keepdim=True).expand(-1, 8), atol=1e-6)
+
+
+def test_padded_experts() -> None:
+    x, mask = torch.randn(5, 3), torch.tensor([[1, 0], [1, 1], [0, 1], [1, 0], [0, 1]])
+    probs = torch.rand(5, 2) * mask
+    rows, row_probs, _, offsets, counts = moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 4)
+    assert counts.tolist() == [4, 4] and offsets.tolist() == [0, 1]
+    plain, plain_probs, _ = moe_permute_with_probs(x, probs, mask)
+    keep = [0, 1, 2, 4, 5, 6]
+    assert torch.equal(rows[keep], plain) and torch.equal(row_probs[keep], plain_probs) and not rows[[3, 7]].any()
+    sizes, order = torch.tensor([2, 3]), torch.tensor([1, 0])
+    assert torch.equal(moe_sort_chunks_by_index(x, sizes, order), torch.cat([x[2:], x[:2]]))
+
+
+def test_cross_entropy_and_optimizers_are_pytorchs() -> None:
+    scores, labels = torch.randn(2, 3, 7), torch.randint(7, (2, 3))
+    losses = parallel_cross_entropy(scores, labels)
+    assert torch.allclose(losses, F.cross_entropy(scores.transpose(1, 2), labels, reduction="none"))
+    mine, theirs = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    for parameter, optimizer in (
+        (mine, optimizers.FusedAdam([mine], lr=0.1, weight_decay=0.1)),
+        (theirs, torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.1)),
+    ):
+        parameter.grad = torch.arange(3.0)
+        optimizer.step()
+    assert torch.equal(mine, theirs)
+
+
+def test_linear_is_fp4engines() -> None:
+    mine, theirs = Linear(32, 32), fp4engine.Linear(32, 32)
+    theirs.load_state_dict(mine.state_dict())
+    x, recipe = torch.randn(16, 32), fp4engine.recipe.NVFP4BlockScaling()
+    with fp4engine.autocast(recipe=recipe):
+        assert torch.equal(mine(x), theirs(x))

@@ -1,0 +1,219 @@
+"""Recipe states, quantizers and regions by TransformerEngine's names."""
+
+import copy
+
+import pytest
+import torch
+
+import fp4engine
+from fp4engine.quantization import FP8GlobalStateManager, QuantizerRole, RecipeState
+from fp4engine.recipe import NVFP4BlockScaling as Frozen
+from fp4engine.te.common import recipe as recipes
+from fp4engine.te.pytorch import (
+    DType,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    Linear,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    NVFP4Tensor,
+    QuantizedTensor,
+    autocast,
+    fp8_autocast,
+    prepare_for_saving,
+    quantized_model_init,
+    restore_from_saved,
+)
+
+BUILT_IN = {
+    recipes.DelayedScaling: Float8Quantizer,
+    recipes.Float8CurrentScaling: Float8CurrentScalingQuantizer,
+    recipes.Float8BlockScaling: Float8BlockQuantizer,
+    recipes.MXFP8BlockScaling: MXFP8Quantizer,
+    recipes.NVFP4BlockScaling: NVFP4Quantizer,
+}
+
+
+@pytest.mark.parametrize(("recipe_class", "quantizer_class"), BUILT_IN.items())
+@pytest.mark.parametrize("kind", ["assignable", "frozen"])
+def test_each_recipe_has_its_state(recipe_class, quantizer_class, kind) -> None:
+    recipe = recipe_class() if kind == "assignable" else recipe_class().frozen
+    state = RecipeState.create(recipe, mode="forward", num_quantizers=4)
+    assert [type(quantizer) for quantizer in state.make_quantizers()] == [quantizer_class] * 4
+    backward = RecipeState.create(recipe, mode="backward", num_quantizers=2).make_quantizers()
+    assert len(backward) == 2
+
+
+def test_a_tensor_is_what_its_role_says_or_its_place() -> None:
+    roles = [
+        QuantizerRole("linear", "weight"),
+        QuantizerRole("linear", "grad_output"),
+        None,
+        QuantizerRole("dpa", "qkv"),
+    ]
+    state = RecipeState.create(recipes.NVFP4BlockScaling(), mode="forward", num_quantizers=4, roles=roles)
+    made = state.make_quantizers()
+    assert [q.with_2d_quantization for q in made] == [True, False, False, False]
+    assert [q.stochastic_rounding for q in made] == [False, True, False, False]
+    block = RecipeState.create(recipes.Float8BlockScaling(), mode="forward", num_quantizers=5)
+    assert [q.block_scaling_dim for q in block.make_quantizers()] == [1, 2, 1, 1, 2]
+    with pytest.raises(ValueError, match="roles to match num_quantizers=3"):
+        RecipeState.create(recipes.NVFP4BlockScaling(), mode="forward", num_quantizers=3, roles=roles)
+    with pytest.raises(ValueError, match="mode"):
+        RecipeState.create(recipes.NVFP4BlockScaling(), mode="both")
+    with pytest.raises(ValueError, match="make_quantizer"):
+        RecipeState.create(fp4engine.recipe.LinearRecipe(), mode="forward")
+
+
+def test_assignments_to_a_recipe_are_seen_by_the_next_region() -> None:
+    recipe = recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
+    region = autocast(recipe=recipe)
+    recipe.fp4_quant_fwd_inp = recipes.QParams()
+    recipe.fp4_quant_fwd_weight = recipes.QParams()
+    recipe.fp4_quant_bwd_grad = recipes.QParams()
+    expected = Frozen(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
+    assert recipe.frozen == expected
+    with region:
+        assert FP8GlobalStateManager.get_fp8_recipe() is recipe
+        assert fp4engine.state.current_state().recipe == Frozen(disable_stochastic_rounding=True)
+    assert copy.deepcopy(recipe) == recipe and recipe != recipes.NVFP4BlockScaling()
+    recipe.nvfp4_4over6 = "some"
+    with pytest.raises(ValueError, match="nvfp4_4over6"):
+        autocast(recipe=recipe)
+
+
+def test_regions_say_what_is_in_force() -> None:
+    assert not FP8GlobalStateManager.is_fp8_enabled()
+    with fp8_autocast(enabled=True, fp8_recipe=recipes.MXFP8BlockScaling()):
+        assert FP8GlobalStateManager.is_fp8_enabled() and FP8GlobalStateManager.get_fp8_recipe().mxfp8()
+        with autocast(enabled=False):
+            assert not FP8GlobalStateManager.is_fp8_enabled()
+    with quantized_model_init(recipe=recipes.MXFP8BlockScaling(), preserve_high_precision_init_val=True):
+        assert FP8GlobalStateManager.with_fp8_parameters()
+        assert FP8GlobalStateManager.with_high_precision_init_val()
+    assert not FP8GlobalStateManager.with_fp8_parameters()
+    autocast().__enter__()
+    FP8GlobalStateManager.reset()
+    assert not FP8GlobalStateManager.is_fp8_enabled()
+
+
+def test_without_a_recipe_it_is_transformer_engines_default_for_the_device() -> None:
+    default = fp4engine.quantization.get_default_recipe()
+    if not torch.cuda.is_available():
+        assert default.delayed()
+    with fp8_autocast(enabled=True):
+        assert FP8GlobalStateManager.get_fp8_recipe() == default
+
+
+QUANTIZERS = {
+    "nvfp4": NVFP4Quantizer(),
+    "mxfp8": MXFP8Quantizer(DType.kFloat8E4M3),
+    "current": Float8CurrentScalingQuantizer(DType.kFloat8E5M2),
+    "block": Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True),
+    "given": Float8Quantizer(torch.full((1,), 2.0), torch.zeros(1), DType.kFloat8E4M3),
+    "identity": IdentityQuantizer(),
+    "hybrid": HybridQuantizer(rowwise_quantizer=NVFP4Quantizer(), columnwise_quantizer=IdentityQuantizer()),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_a_quantized_tensor_is_its_values(name) -> None:
+    quantizer = QUANTIZERS[name].copy()
+    x = torch.randn(64, 96, requires_grad=True)
+    quantized = quantizer(x)
+    values = quantized.dequantize()
+    assert isinstance(quantized, QuantizedTensor) and quantized.shape == x.shape
+    assert torch.equal(quantized + 1, values + 1)
+    assert torch.allclose(values, x, atol=0.6)
+    values.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    again = quantizer.make_empty((64, 96))
+    assert torch.equal(quantizer.quantize(x, out=again).dequantize(), values)
+    assert quantized.get_usages() == {"rowwise": True, "columnwise": True}
+    plain, objects = prepare_for_saving(quantized)
+    (restored,) = restore_from_saved(objects, plain)
+    assert torch.equal(restored.dequantize(), values)
+    quantized.update_usage(columnwise_usage=False)
+    assert quantized.get_usages() == {"rowwise": True, "columnwise": False}
+    with pytest.raises(ValueError, match="neither"):
+        quantized.update_usage(rowwise_usage=False)
+    quantizer.set_usage(columnwise=False)
+    assert quantizer(x.detach()).operands.columnwise is None
+    assert not copy.copy(quantizer).columnwise_usage
+
+
+def test_writing_into_a_quantized_tensor_quantizes() -> None:
+    quantizer = NVFP4Quantizer()
+    weight = torch.nn.Parameter(quantizer(torch.zeros(16, 16)))
+    x = torch.randn(16, 16)
+    with torch.no_grad():
+        weight.copy_(x)
+    assert isinstance(weight, NVFP4Tensor)
+    assert torch.equal(weight.dequantize(), quantizer(x).dequantize())
+    with torch.no_grad():
+        weight.mul_(0)
+    assert not weight.dequantize().any()
+
+
+def test_stored_bytes_by_transformer_engines_attributes() -> None:
+    quantized = NVFP4Quantizer()(torch.randn(48, 64))
+    assert quantized._rowwise_data.shape == (48, 32) and quantized._columnwise_data.shape == (64, 24)
+    assert quantized._rowwise_scale_inv.shape == (128, 4) and quantized._columnwise_scale_inv.shape == (128, 4)
+    assert NVFP4Quantizer().get_scale_shape((48, 64), columnwise=False) == (128, 4)
+    fp8 = Float8CurrentScalingQuantizer(DType.kFloat8E4M3)(torch.randn(48, 64))
+    assert fp8._data.shape == (48, 64) and fp8._transpose.shape == (64, 48)
+    codes = fp8._data.view(torch.float8_e4m3fn).float()
+    assert torch.equal(codes * fp8._scale_inv, fp8.dequantize())
+
+
+@pytest.mark.parametrize("name", [name for name in QUANTIZERS if name != "given"])
+def test_a_factory_may_return_any_of_them(name) -> None:
+    asked = []
+
+    def factory(role):
+        asked.append(role)
+        return QUANTIZERS[name]
+
+    torch.manual_seed(0)
+    layer, x = Linear(32, 32), torch.randn(16, 32)
+    with autocast(recipe=recipes.CustomRecipe(qfactory=factory)):
+        y = layer(x)
+    y.sum().backward()
+    assert {role.tensor_type for role in asked} == {"input", "weight", "grad_output"}
+    assert torch.allclose(y, torch.nn.functional.linear(x, layer.weight, layer.bias), atol=0.25)
+
+
+def test_a_request_remembers_between_regions() -> None:
+    from fp4engine.te.pytorch.custom_recipes.quantizer_factories import delayed_scaling_factory
+
+    torch.manual_seed(0)
+    custom, built_in = Linear(32, 32), Linear(32, 32)
+    custom.load_state_dict(built_in.state_dict())
+    for scale in (1.0, 8.0, 3.0):
+        x = torch.randn(16, 32) * scale
+        with autocast(recipe=recipes.CustomRecipe(qfactory=delayed_scaling_factory)):
+            mine = custom(x)
+        with autocast(recipe=recipes.DelayedScaling()):
+            theirs = built_in(x)
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("answer", [None, "nvfp4"])
+def test_a_factory_that_does_not_answer_is_told(answer) -> None:
+    recipe = recipes.CustomRecipe(qfactory=lambda role: answer)
+    with autocast(recipe=recipe), pytest.raises(ValueError, match="qfactory returned"):
+        Linear(16, 16)(torch.randn(16, 16))
+
+
+@pytest.mark.parametrize("recipe_class", BUILT_IN)
+def test_weights_are_stored_by_any_recipe(recipe_class) -> None:
+    recipe = recipe_class()
+    with quantized_model_init(recipe=recipe):
+        layer = Linear(128, 128)
+    assert isinstance(layer.weight, QuantizedTensor)
+    with autocast(recipe=recipe):
+        layer(torch.randn(128, 128)).sum().backward()
+    assert layer.weight.grad is not None
