@@ -1,0 +1,88 @@
+"""Two thousand random steps have the bytes of the step by hand; and a fault that is planted is found."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp4engine import ops
+from fp4engine.functional import weight_cache
+from fp4engine.ops import cast
+from fp4engine.recipe import NVFP4BlockScaling
+from tests.fuzz import __main__ as command
+from tests.fuzz import cases, ranks
+
+SEED, CASES, PART = 14, 2000, 100
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the matrices are tiny
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("first", range(0, CASES, PART))
+def test_bytes_are_those_of_the_step_by_hand(first: int) -> None:
+    failures = [text for index in range(first, first + PART) if (text := command.failure(SEED, index))]
+    assert not failures, "\n".join(failures)
+
+
+def test_ranks_that_share_amaxes(tmp_path: Path) -> None:
+    assert ranks.run(tmp_path, SEED, 0, 60) == []
+
+
+PLAIN = replace(
+    cases.draw(0, 0), module="Linear", recipe=NVFP4BlockScaling(), rows=(16,), sizes=(32, 16), dtype=torch.float32,
+    weight_dtype=torch.float32, bias=True, x_layout="negated", dy_layout="contiguous", weight_layout="contiguous",
+    values="normal", frozen=frozenset(), wanted=frozenset(), how="backward", main_grad=None, microbatches=1,
+    caching="none", writes="none", checkpoint="none", amp=None, elsewhere=False, threads=1, options=(),
+)  # fmt: skip
+
+
+def other_stream(plant):
+    plant.setattr(ops, "rank_bits", lambda: 1 << 8)
+
+
+def lost_sign(plant):
+    plant.setattr(cast, "as_it_is", lambda x: torch._neg_view(x).detach() if x.is_neg() else x.detach())
+
+
+def one_draw_more(plant):
+    take = ops.next_draw
+    plant.setattr(ops, "next_draw", lambda *arguments: (take(*arguments), take(*arguments))[1])
+
+
+def stale_weight(plant):
+    plant.setattr(weight_cache, "_memory", lambda weight: (None, ()))
+
+
+def rounded_twice(plant):
+    product = ops.gemm
+    plant.setattr(ops, "gemm", lambda *operands, **options: product(*operands, **options).bfloat16().float())
+
+
+FAULTS = {
+    "other stream": (other_stream, PLAIN, "gradient of x"),
+    "lost sign": (lost_sign, PLAIN, "y of batch 0"),
+    "one draw more": (one_draw_more, PLAIN, "draws: 2 instead of 1"),
+    "rounded twice": (rounded_twice, PLAIN, "gradient of weight"),
+    "stale weight": (stale_weight, replace(PLAIN, microbatches=2, caching="scope", writes="memory"), "y of batch 1"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, monkeypatch) -> None:
+    plant, case, where = FAULTS[fault]
+    assert cases.run(case) == []
+    plant(monkeypatch)
+    assert any(difference.startswith(where) for difference in cases.run(case)), cases.run(case)
+
+
+def test_a_failure_says_how_to_run_it_again(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(cases, "run", lambda case: ["y: all numbers differ"])
+    assert command.main(["--cases", "2", "--seed", "5", "--first", "9"]) == 1
+    printed = capsys.readouterr().out
+    assert "again: python -m tests.fuzz --seed 5 --first 10 --cases 1" in printed and "2 failed" in printed
