@@ -7,7 +7,7 @@ Every problem is checked before it is timed; a wrong one stops the run. Rows:
     cublas       torch.mm on BF16 Gaussian data: what a BF16 layer runs, the denominator of every ratio
     same data    torch.mm on the decoded values, without alpha: shows that data changes the clock, not the kernel
     gemm         fp4engine.kernels.gemm on decoded values, alpha in the epilogue
-    decode+gemm  both operands decoded from codes first (left out while the package has no decode kernel)
+    decode+gemm  both operands decoded from codes first
     accumulate   gemm added into an FP32 buffer (wgrad only)
 
 The variants of one problem take turns, so that a GPU at its power limit treats them alike.
@@ -24,6 +24,7 @@ from timing import environment, repeats_for, time_in_turn
 
 from fp4engine import reference
 from fp4engine.formats import CastSpec
+from fp4engine.kernels.dequantize import decode
 from fp4engine.kernels.gemm import gemm
 
 TOKENS = 8192
@@ -58,14 +59,6 @@ def operand(rows: int, cols: int):
     return cast, reference.decode(cast.codes, cast.scale_inv, SPEC).bfloat16()
 
 
-def decoder() -> Callable | None:
-    try:
-        from fp4engine.kernels.dequantize import decode
-    except ImportError:
-        return None
-    return decode
-
-
 def check(left, right, left_amax, right_amax) -> float:
     """Relative Frobenius error of 256 rows of the product against float64; must be at most twice torch's own."""
     one = torch.ones(1, device="cuda")
@@ -91,20 +84,16 @@ def measure(problem: dict) -> dict:
     dense_left = torch.randn(m, k, device="cuda").bfloat16()
     dense_right = torch.randn(n, k, device="cuda").bfloat16()
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    codes = (left_cast.codes, left_cast.scale_inv, right_cast.codes, right_cast.scale_inv)
+    if not all(map(torch.equal, decode(*codes), (left, right))):
+        raise SystemExit("decode differs from the reference")
     variants: dict[str, Callable] = {
         "cublas": lambda: torch.mm(dense_left, dense_right.T, out=out),
         "same data": lambda: torch.mm(left, right.T, out=out),
         "gemm": lambda: gemm(left, right, *scales, NUMERATOR),
+        "decode": lambda: decode(*codes),
+        "decode+gemm": lambda: gemm(*decode(*codes), *scales, NUMERATOR),
     }
-    decode = decoder()
-    if decode is not None:
-        both = ((left_cast, left), (right_cast, right))
-        for cast, values in both:
-            if not torch.equal(decode(cast.codes, cast.scale_inv), values):
-                raise SystemExit("decode differs from the reference")
-        decoded = lambda: [decode(cast.codes, cast.scale_inv) for cast, _ in both]
-        variants["decode"] = decoded
-        variants["decode+gemm"] = lambda: gemm(*decoded(), *scales, NUMERATOR)
     if problem["gemm"] == "wgrad":
         buffer = torch.zeros(m, n, device="cuda")
         variants["accumulate"] = lambda: gemm(left, right, *scales, NUMERATOR, out=buffer)

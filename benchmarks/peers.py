@@ -33,8 +33,7 @@ from torch import Tensor
 import fp4engine
 from fp4engine import reference
 from fp4engine.formats import CastSpec
-from fp4engine.kernels.dequantize import dequantize
-from fp4engine.kernels.quantize import quantize
+from fp4engine.ops import dequantize, quantize
 
 SPEC = CastSpec()
 CAST_SHAPES = [(8192, 4096), (8192, 14336)]
@@ -68,15 +67,20 @@ def import_alone(distribution: str, *modules: str) -> types.ModuleType:
 
 def our_codes_and_back() -> Run:
     def run(x: Tensor, amax: Tensor) -> Tensor:
-        codes, scale_inv = quantize(x, SPEC, None, rowwise_amax=amax)[:2]
-        assert codes is not None and scale_inv is not None
-        return dequantize(codes, scale_inv, amax, SPEC, x.shape[1], x.dtype)
+        operand, _ = quantize(x, SPEC, None, rowwise_amax=amax, backend="triton")
+        assert operand is not None and operand.scale_inv is not None
+        return dequantize(operand.data, operand.scale_inv, amax, SPEC, x.shape[1], x.dtype, backend="triton")
 
     return run
 
 
 def our_values() -> Run:
-    return lambda x, amax: quantize(x, SPEC, None, rowwise_amax=amax, rowwise_output="values")[0]
+    def run(x: Tensor, amax: Tensor) -> Tensor:
+        operand, _ = quantize(x, SPEC, None, rowwise_amax=amax, rowwise_form="values", backend="triton")
+        assert operand is not None
+        return operand.data
+
+    return run
 
 
 def modelopt_fake_quantize() -> Run:

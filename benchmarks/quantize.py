@@ -8,6 +8,7 @@ bytes are what the operation must move (input once, outputs once). Results go to
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -18,15 +19,15 @@ import torch
 from timing import environment, graph_seconds, host_microseconds
 from torch import Tensor
 
-from fp4engine import reference
+from fp4engine import ops, reference
 from fp4engine.formats import CastSpec, Rotation, RoundingMode
 from fp4engine.kernels.amax import amax
+from fp4engine.kernels.casts import resolve_cast
 from fp4engine.kernels.dequantize import decode, dequantize
-from fp4engine.kernels.quantize import quantize
-from fp4engine.kernels.tape import Tapes
-from fp4engine.kernels.tape import _empty as allocators
+from fp4engine.kernels.launch import facts
 
 RESULTS = Path(__file__).parent / "results"
+STREAM = 32
 PLAIN = CastSpec()
 ROTATED = CastSpec(rotation=Rotation())
 SR = CastSpec(rounding=RoundingMode.STOCHASTIC)
@@ -52,49 +53,50 @@ def check_parity(rng: Tensor) -> list[str]:
     """Names of casts whose bytes differ from the reference's, on a shape that the timed kernels are compiled for."""
     wrong = []
     x = torch.randn(512, 2048, device="cuda").bfloat16()
-    for name, (row, col) in CASTS.items():
+    for (name, (row, col)), form in itertools.product(CASTS.items(), ("codes", "values")):
         amaxes = amax(x, row, col)
-        for output in ("codes", "values"):
-            got = cast(x, row, col, amaxes, rng, output)
+        for given in (amaxes, (None, None)):
+            got = cast(x, row, col, given, rng, form)
             for side, (spec, operand) in enumerate(((row, x), (col, x.T))):
                 if spec is None:
                     continue
-                want = reference.quantize(operand, spec, rng=rng, stream=32 | side)
+                want = reference.quantize(operand, spec, rng=rng, stream=STREAM | side)
                 values = reference.decode(want.codes, want.scale_inv, spec).bfloat16()
-                pairs = (
+                pairs = [
                     (amaxes[side], want.amax),
-                    (got[2 * side], want.codes if output == "codes" else values),
-                    (got[2 * side + 1], want.scale_inv),
-                    (decode(want.codes, want.scale_inv), values),
-                )
+                    (got[side].amax, want.amax),
+                    (got[side].data, want.codes if form == "codes" else values),
+                    (decode(want.codes, want.scale_inv)[0], values),
+                ]
+                if form == "codes":
+                    pairs.append((got[side].scale_inv, want.scale_inv))
                 if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
-                    wrong.append(f"{name}, {output}, side {side}")
+                    wrong.append(f"{name}, {form}, amax {'taken' if given[0] is None else 'given'}, side {side}")
     return wrong
 
 
-def cast(x, row, col, amaxes, rng, output="codes"):
-    return quantize(
-        x, row, col, rowwise_amax=amaxes[0], columnwise_amax=amaxes[1], rng=rng, stream=32,
-        rowwise_output=output, columnwise_output=output,
+def cast(x, row, col, amaxes, rng=None, form="codes"):
+    """The operands of x by the kernels; an amax that is None is taken on the way."""
+    return ops.quantize(
+        x, row, col, rowwise_amax=amaxes[0], columnwise_amax=amaxes[1], rng=rng, stream=STREAM,
+        rowwise_form=form, columnwise_form=form, backend="triton",
     )  # fmt: skip
 
 
 def operations(x: Tensor, rng: Tensor) -> dict[str, tuple[Callable[[Tensor], object], float]]:
     """Operation and bytes per element, by name."""
     amaxes = amax(x, PLAIN, ROTATED)
-    codes, scale = quantize(x, PLAIN, None, rowwise_amax=amaxes[0])[:2]
+    operand, _ = cast(x, PLAIN, None, amaxes)
+    codes, scale = operand.data, operand.scale_inv
     read, code, value = 2.0, 0.5625, 2.0625
-
-    def both(y: Tensor) -> object:
-        return cast(y, PLAIN, ROTATED, amax(y, PLAIN, ROTATED), rng)
 
     table: dict[str, tuple[Callable[[Tensor], object], float]] = {
         "amax rowwise": (lambda y: amax(y, PLAIN, None), read),
         "amax row+col RHT": (lambda y: amax(y, PLAIN, ROTATED), read),
         "row+col RHT, values": (lambda y: cast(y, PLAIN, ROTATED, amaxes, rng, "values"), read + 2 * value),
-        "amax + row+col RHT": (both, 2 * read + 2 * code),
+        "amax + row+col RHT": (lambda y: cast(y, PLAIN, ROTATED, (None, None)), 2 * read + 2 * code),
         "dequantize": (
-            lambda y: dequantize(codes, scale, amaxes[0], PLAIN, x.shape[1], torch.bfloat16),
+            lambda y: dequantize(codes, scale, amaxes[0], PLAIN.key, x.shape[1], torch.bfloat16),
             code + 2.0,
         ),
         "decode": (lambda y: decode(codes, scale), code + 2.0),
@@ -120,17 +122,13 @@ def measure(shape: tuple[int, int], rng: Tensor) -> dict[str, float]:
 
 
 def parts_of_a_call(x: Tensor, one: Tensor) -> dict[str, Callable[[], object]]:
-    """What a rowwise quantize cannot do without: two outputs, by PyTorch and as a tape allocates, and the launch."""
-    tapes = Tapes(most=1)
-    for _ in range(3):  # the third is a replay; its outputs stay alive, and are written again below
-        outputs = tapes.run((), (x, one), lambda x, one: (quantize(x, PLAIN, None, rowwise_amax=one), None))[0][:2]
-    (tape,) = tapes._tapes.values()
-    (((launch, arguments),),) = tape._calls.values()
-    allocate = allocators["cuda"]
+    """What a rowwise quantize cannot do without: two outputs, and the launch, resolved before, that allocates them."""
+    inputs = (x, None, None, None, one, None, None)
+    keys, forms = (PLAIN.key, ""), ("codes", "codes")
+    launch = resolve_cast(tuple(map(facts, inputs)), x.device, "", False, x.dtype, keys, forms, False, STREAM)
     return {
-        "two torch.empty": lambda: [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in outputs],
-        "two allocations": lambda: [allocate(*description) for _, description in tape._outputs],
-        "launch": lambda: launch(*arguments),
+        "two torch.empty": lambda: [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in launch.outputs],
+        "launch": lambda: launch(*inputs),
     }
 
 
@@ -140,8 +138,9 @@ def overhead() -> dict[str, float]:
     one, two = torch.ones(1, device="cuda"), torch.ones(1, device="cuda")
     calls: dict[str, Callable[[Tensor], object]] = {
         "relu": torch.relu,
-        "quantize rowwise": lambda y: quantize(y, PLAIN, None, rowwise_amax=one),
-        "quantize row+col RHT": lambda y: quantize(y, PLAIN, ROTATED, rowwise_amax=one, columnwise_amax=two),
+        "quantize rowwise": lambda y: cast(y, PLAIN, None, (one, None)),
+        "quantize row+col RHT": lambda y: cast(y, PLAIN, ROTATED, (one, two)),
+        "amax + quantize row+col RHT": lambda y: cast(y, PLAIN, ROTATED, (None, None)),
         "amax rowwise": lambda y: amax(y, PLAIN, None),
     }
     host = host_microseconds({name: partial(call, x) for name, call in calls.items()} | parts_of_a_call(x, one))
@@ -158,15 +157,17 @@ def draw(rows: list[dict], path: Path) -> None:
 
     names = [name for name in rows[0]["share"] if name != "copy"]
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    for row in rows:
-        axes.plot([row["share"][n] for n in names], range(len(names)), "o", alpha=0.6, label=str(row["shape"]))
+    colors = plt.colormaps["turbo"].resampled(len(rows) + 1)  # one per shape; the default cycle has ten
+    for place, row in enumerate(sorted(rows, key=lambda row: row["shape"][0] * row["shape"][1])):
+        label = "{} x {}".format(*row["shape"])
+        axes.plot([row["share"][n] for n in names], range(len(names)), "o", color=colors(place), label=label)
     for y, name in enumerate(names):
         if name in AIMS:
             axes.plot([AIMS[name]] * 2, [y - 0.35, y + 0.35], "k-")
     axes.set_yticks(range(len(names)), names)
     axes.set_xlim(0, 1.1)
-    axes.set_xlabel("share of copy bandwidth (bar: required from [8192, 4096] up)")
-    axes.legend(fontsize=7, ncols=2)
+    axes.set_xlabel("share of copy bandwidth (bar: required from 8192 x 4096 up)")
+    figure.legend(loc="outside right upper", fontsize=8, title="shape, small to large", title_fontsize=8)
     figure.savefig(path, dpi=120)
 
 

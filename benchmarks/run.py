@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("quantize", "gemm", "step", "block", "fp8", "training")
+BENCHMARKS = ("quantize", "gemm", "step", "block", "fp8", "host", "recipes", "training", "record")
 
 
 def main() -> int:

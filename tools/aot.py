@@ -1,11 +1,15 @@
 """Compile the cast kernels for GPUs that are not here, a line per kernel and target.
 
-    python tools/aot.py [part of a name]            (make aot; the GEMM kernels: tests/unit/kernels/test_gemm_aot.py)
+    python tools/aot.py [part of a name] [--targets 80 90 100]        (make aot)
+
+The GEMM kernels are compiled by tests/unit/kernels/test_gemm_aot.py. CI compiles for sm_80, sm_90 and sm_100, between
+which every variant of the source is in use.
 
 Fails if a kernel does not compile, if the sm_100 PTX of a nearest-even cast lacks the native E2M1 conversion, or if a
 kernel that overlaps its predecessor does not wait for it.
 """
 
+import argparse
 import itertools
 import re
 import sys
@@ -18,21 +22,38 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fp4engine.formats import E4M3, E5M2, FP32, CastSpec, Outer, Rotation, RoundingMode, ScaleRule
+from fp4engine.formats import E4M3, E5M2, FP32, CastSpec, Correction, Outer, Rotation, RoundingMode, ScaleRule
 from fp4engine.kernels import amax
 from fp4engine.kernels.activation import BLOCK, activation_backward_kernel
-from fp4engine.kernels.amax import CLEARED, amax_kernel, clear_kernel
+from fp4engine.kernels.amax import CLEARED, FEW_PARTS, MOST_PARTS, amax_kernel, clear_kernel, fold_kernel
+from fp4engine.kernels.amax_history import record_kernel
+from fp4engine.kernels.block_decode import TILE_R as DECODED_ROWS
+from fp4engine.kernels.block_decode import block_decode_kernel
+from fp4engine.kernels.blocks import (
+    SCALES_PER_PROGRAM,
+    SUMS,
+    TILE_C,
+    BlockCast,
+    align_kernel,
+    block_amax_kernel,
+    block_cast_kernel,
+    fold_sums_kernel,
+    tile_rows,
+)
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.cast_fp8 import TILE_K, TILE_M, Grid, cast_fp8_kernel
 from fp4engine.kernels.column_sums import COLS as SUM_COLS
 from fp4engine.kernels.column_sums import FOLDED, chunk_sums_kernel, fold_chunks_kernel
 from fp4engine.kernels.dequantize import BLOCKS, decode_kernel, dequantize_kernel
+from fp4engine.kernels.draw import draw_kernel
+from fp4engine.kernels.factor import factor_kernel
 from fp4engine.kernels.grouped import grouped_amax_kernel, grouped_quantize_kernel, offsets_kernel
 from fp4engine.kernels.load import Prologue
 from fp4engine.kernels.norm import COLS, ROWS, row_statistics_kernel
 from fp4engine.kernels.quantize import quantize_kernel, tile_shape
 from fp4engine.kernels.swizzle import COL_TILES, swizzle_kernel
 from fp4engine.kernels.target import hardware_of
+from fp4engine.recipe import zoo
 
 TARGETS = (80, 89, 90, 100, 120)
 PLAIN = CastSpec()
@@ -61,22 +82,55 @@ GROUPED_CASTS = (
     ("row+col RHT FP32", PLAIN, ROTATED, "codes", "fp32"),
     ("columnwise RHT SR", None, SR.replace(rotation=Rotation()), "codes", "bf16"),
 )
+BLOCK_CASTS = (
+    ("nvfp4_rht128", "grad_output", 1, "values"),
+    ("quartet2", "input", 0, "codes"),
+    ("quartet2", "input", 1, "values"),
+    ("quartet2_cuda", "weight", 1, "codes"),
+    ("rht128_4over6_scalar", "grad_output", 0, "values"),
+    ("tetrajet2", "grad_output", 1, "codes"),
+    ("ufp4", "grad_output", 0, "codes"),
+    ("mxfp4", "grad_output", 1, "values"),
+    ("mxfp4_hadamard", "weight", 1, "codes"),
+    ("mxfp8", "input", 1, "codes"),
+    ("fp8_block", "weight", 0, "values"),
+)
+"""Rows of the book, the operand and the side of it, and what is written."""
 NO_PROLOGUE = dict.fromkeys(("statistics_ptr", "gamma_ptr", "beta_ptr", "y_ptr", "PROLOGUE"))
 FP8 = CastSpec(E4M3, (0, 0), FP32, scale_bound=1.0, target=E4M3.max_value)
 BF8 = CastSpec(E5M2, (0, 0), FP32, scale_bound=1.0, target=E5M2.max_value)
 FP8_CASTS = (("E4M3 row+col", FP8, FP8), ("E5M2 rowwise", BF8, None), ("E4M3 row, E5M2 col", FP8, BF8))
+GIVEN = {"row_whole_ptr": None, "col_whole_ptr": None, "PARTS": FEW_PARTS}
+"""Constants of a cast whose amaxes are there, and not in parts."""
 POINTERS = {
     "row_amax_ptr": "*fp32", "col_amax_ptr": "*fp32", "amax_ptr": "*fp32", "rng_ptr": "*i64", "codes_ptr": "*u8",
+    "row_whole_ptr": "*fp32", "col_whole_ptr": "*fp32", "row_parts_ptr": "*fp32", "col_parts_ptr": "*fp32",
+    "left_amax_ptr": "*fp32", "right_amax_ptr": "*fp32", "alpha_ptr": "*fp32", "one_ptr": "*fp32", "state_ptr": "*i64",
+    "other_codes_ptr": "*u8", "other_scale_ptr": "*u8", "other_out_ptr": "*bf16",
     "row_out_ptr": "*u8", "col_out_ptr": "*u8", "row_scale_ptr": "*u8", "col_scale_ptr": "*u8", "scale_ptr": "*u8",
     "out_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8", "statistics_ptr": "*fp32", "gamma_ptr": "*bf16",
     "beta_ptr": "*bf16", "y_ptr": "*bf16", "dy_ptr": "*bf16", "dx_ptr": "*bf16", "counts_ptr": "*i32",
-    "offsets_ptr": "*i64", "chunks_ptr": "*fp32",
+    "offsets_ptr": "*i64", "chunks_ptr": "*fp32", "values_ptr": "*fp32", "current_ptr": "*fp32", "chosen_ptr": "*fp32",
+    "whole_ptr": "*fp32", "largest_ptr": "*fp32", "sums_ptr": "*fp64",
 }  # fmt: skip
+OUTPUTS = {
+    "draw_kernel": "*i64", "swizzle_kernel": "*u8", "fold_chunks_kernel": "*fp32", "align_kernel": "*u8",
+    "fold_sums_kernel": "*fp64", "record_kernel": "*fp32",
+}  # fmt: skip
+"""``out_ptr`` of the kernels that do not write BF16."""
+ALIGNED = ("stride_m", "stride_dy", "stride_x", "H", "stride_r", "stride_c", "R", "C", "width", "cols")
+"""Numbers that are multiples of 16."""
 
 
 def compile_for(kernel: Any, capability: int, constants: dict[str, Any], dtype: str = "bf16") -> Any:
     """``kernel`` for an aligned, contiguous input; what is not a pointer or constant is an int32."""
     types = POINTERS | {"x_ptr": f"*{dtype}", "numerator": "fp32"}
+    types["out_ptr"] = OUTPUTS.get(kernel.__name__, types["out_ptr"])
+    cast = constants.get("CAST")
+    if cast is not None:
+        unaligned = cast.rule == "aligned" and kernel is not block_decode_kernel
+        types["scale_ptr"] = "*fp32" if cast.scale == "fp32" or unaligned else "*u8"
+        types["data_ptr"] = "*bf16" if cast.values else "*u8"
     if "HARDWARE" in kernel.arg_names:
         constants = constants | {"HARDWARE": hardware_of(capability)}
     if "stride_k" in kernel.arg_names:
@@ -86,10 +140,11 @@ def compile_for(kernel: Any, capability: int, constants: dict[str, Any], dtype: 
     aligned = [
         i
         for i, n in enumerate(kernel.arg_names)
-        if signature[n].startswith("*") or n in ("stride_m", "stride_dy", "stride_x", "H")
+        if signature[n].startswith("*") or (n in ALIGNED and signature[n] != "constexpr")
     ]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    options = {"num_warps": 4, "enable_fp_fusion": False}
+    warps = 8 if kernel in (block_amax_kernel, block_cast_kernel) else 4
+    options = {"num_warps": warps, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -98,21 +153,48 @@ def tile_of(shape: tuple[int, int], even: bool = True) -> dict[str, Any]:
     return {"TILE_M": shape[0], "TILE_K": shape[1], "EVEN": even}
 
 
+def block_cases(name: str, spec: CastSpec, side: int, form: str) -> list[tuple[str, Any, dict[str, Any], str]]:
+    """The kernels of a cast into block scales, and of its decoding."""
+    aligned, per_tensor = spec.scale_rule is ScaleRule.ALIGNED, spec.outer is Outer.TENSOR
+    cast = {"CAST": BlockCast.of(spec, "codes" if aligned else form, side), "TILE_R": tile_rows(spec), "TILE_C": TILE_C}
+    stride = {"stride_r" if side else "stride_c": 1}
+    absent = {"sums_ptr": spec.correction is not Correction.SCALAR, "largest_ptr": not aligned,
+              "scale_ptr": form == "values" and not aligned, "amax_ptr": not per_tensor or aligned}  # fmt: skip
+    parts = {"PARTS": MOST_PARTS if per_tensor and not aligned else 0}
+    nothing = {argument: None for argument, is_absent in absent.items() if is_absent}
+    table = [(f"{name} {form}", block_cast_kernel, cast | stride | parts | nothing, "bf16")]
+    if per_tensor and not aligned:
+        table.append((f"{name} amax", block_amax_kernel, cast | stride, "bf16"))
+    if aligned:
+        table.append((f"{name} scales", align_kernel, cast | {"BLOCK": SCALES_PER_PROGRAM}, "bf16"))
+    if form == "codes":
+        decoded = {"CAST": BlockCast.of(spec, "values", 0), "TILE_R": DECODED_ROWS, "TILE_C": TILE_C}
+        table.append((f"{name} decode", block_decode_kernel, decoded, "bf16"))
+    return table
+
+
 def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     """Name, kernel, constants and input dtype of everything to compile."""
     table: list[tuple[str, Any, dict[str, Any], str]] = []
     for name, row, col, output, dtype in CASTS:
         even = dtype == "bf16"
         sides = {"ROW": row and Side.of(row, output, 0), "COL": col and Side.of(col, output, 1)}
+        per_row = any(side is not None and side.per_row for side in sides.values())
+        parts = GIVEN if per_row else {"PARTS": MOST_PARTS}
         tile = tile_of(tile_shape(sides["ROW"], sides["COL"]), even)
-        table.append((f"quantize {name}", quantize_kernel, NO_PROLOGUE | sides | tile, dtype))
+        table.append((f"quantize {name}", quantize_kernel, NO_PROLOGUE | sides | parts | tile, dtype))
         sides = {"ROW": row and Side.of(row, "codes", 0), "COL": col and Side.of(col, "codes", 1)}
         tile = tile_of(amax.tile_shape(sides["COL"]), even)
         table.append((f"amax {name}", amax_kernel, NO_PROLOGUE | sides | tile, dtype))
     sides = {"ROW": Side.of(PLAIN, "codes", 0), "COL": Side.of(ROTATED, "codes", 1)}
+    for name, parts in (("amaxes given", GIVEN), ("few parts", {"PARTS": FEW_PARTS})):
+        small = tile_of(tile_shape(sides["ROW"], sides["COL"], small=True))
+        table.append((f"quantize {name}", quantize_kernel, NO_PROLOGUE | sides | parts | small, "bf16"))
+    for parts in (FEW_PARTS, MOST_PARTS):
+        table.append((f"fold {parts} parts", fold_kernel, {"PARTS": parts}, "bf16"))
     for kind in ("RMSNorm", "LayerNorm"):
         norm = {"PROLOGUE": Prologue.of(kind, torch.bfloat16)} | ({"beta_ptr": None} if kind == "RMSNorm" else {})
-        cast = sides | norm | tile_of(tile_shape(sides["ROW"], sides["COL"]))
+        cast = sides | norm | {"PARTS": MOST_PARTS} | tile_of(tile_shape(sides["ROW"], sides["COL"]))
         table.append((f"quantize {kind}", quantize_kernel, cast, "bf16"))
         largest = {"y_ptr": None} | sides | norm | tile_of(amax.tile_shape(sides["COL"], norm["PROLOGUE"]))
         table.append((f"amax {kind}", amax_kernel, largest, "bf16"))
@@ -126,8 +208,10 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         constants = {"KIND": kind, "GATED": True, "BLOCK": BLOCK}
         table.append((f"backward {kind}", activation_backward_kernel, constants, "bf16"))
     for name, row, col in FP8_CASTS:
-        sides = {"ROW": row and Grid.of(row), "COL": col and Grid.of(col)}
-        table.append((f"cast {name}", cast_fp8_kernel, sides | {"TILE_M": TILE_M, "TILE_K": TILE_K}, "bf16"))
+        sides = {"ROW": row and Grid.of(row), "COL": col and Grid.of(col), "TILE_M": TILE_M, "TILE_K": TILE_K}
+        shared = {"SHARED": True, "col_whole_ptr": None, "PARTS": MOST_PARTS}
+        table.append((f"cast {name}, one amax", cast_fp8_kernel, sides | shared, "bf16"))
+        table.append((f"cast {name}, amaxes given", cast_fp8_kernel, sides | GIVEN | {"SHARED": False}, "bf16"))
     for name, row, col, output, dtype in GROUPED_CASTS:
         tile_m, tile_k = tile_shape(row and Side.of(row, output, 0), col and Side.of(col, output, 1))
         tile = {"TILE_M": tile_m, "TILE_K": tile_k, "GROUPS": 16}
@@ -136,11 +220,24 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         tile = {"TILE_M": 128, "TILE_K": 64, "GROUPS": 16}
         sides = {"ROW": row and Side.of(row, "codes", 0), "COL": col and Side.of(col, "codes", 1)}
         table.append((f"grouped amax {name}", grouped_amax_kernel, sides | tile, dtype))
+    for name, role, side, form in BLOCK_CASTS:
+        casts = zoo.make(name).casts(role)
+        spec = casts.columnwise if side else casts.rowwise
+        assert spec is not None
+        table += block_cases(f"block {name} {role} {side}", spec, side, form)
+    for amax_ptr in ({"amax_ptr": None}, {}):
+        table.append((f"fold sums{'' if amax_ptr else ', last'}", fold_sums_kernel, amax_ptr | {"SUMS": SUMS}, "bf16"))
     table.append(("offsets", offsets_kernel, {"GROUPS": 16}, "bf16"))
     for name, absent in (("grouped column sums", {}), ("column sums", {"offsets_ptr": None})):
         table.append((f"{name}, chunks", chunk_sums_kernel, absent | {"GROUPS": 16, "COLS": SUM_COLS}, "bf16"))
         table.append((f"{name}, folded", fold_chunks_kernel, absent | {"COLS": FOLDED}, "bf16"))
-    table.append(("decode", decode_kernel, {"PER_PROGRAM": BLOCKS}, "bf16"))
+    alone = dict.fromkeys(("other_codes_ptr", "other_scale_ptr", "other_out_ptr"))
+    for name, absent in (("decode", alone), ("decode both operands", {})):
+        table.append((name, decode_kernel, absent | {"PER_PROGRAM": BLOCKS}, "bf16"))
+    table.append(("draw", draw_kernel, {}, "bf16"))
+    for choice in ("", "max", "most_recent", "given"):
+        table.append((f"record amax {choice}", record_kernel, {"CHOICE": choice, "ROOM": 1024}, "bf16"))
+    table.append(("factor", factor_kernel, {}, "bf16"))
     table.append(("clear", clear_kernel, {"BLOCK": CLEARED}, "bf16"))
     table.append(("swizzle", swizzle_kernel, {"TILES": COL_TILES}, "bf16"))
     for per_row in (False, True):
@@ -151,19 +248,17 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     return table
 
 
-FIRST_USE = {
-    "clear_kernel": r"griddepcontrol\.launch_dependents|st\.global",
-    "amax_kernel": r"\b(atom|red)\.",
-    "quantize_kernel": r"(ld|st)\.global",
-}
-"""What a kernel must not reach before it has waited for its predecessor, see :mod:`fp4engine.kernels.overlap`."""
+OVERLAPPING = (clear_kernel, amax_kernel, fold_kernel, quantize_kernel)
+"""Kernels that are launched with :func:`fp4engine.kernels.overlap.overlapping`."""
+FIRST_USE = re.compile(r"griddepcontrol\.wait|\b(?:ld|st|atom|red|cp)\.\S*global")
+"""A wait for the predecessor, or what must not come before it: any use of global memory."""
 
 
 def waits_first(kernel: Any, ptx: str) -> bool:
-    """Whether ``kernel`` waits before its :data:`FIRST_USE`; True of kernels that do not overlap."""
-    if kernel.__name__ not in FIRST_USE:
+    """Whether ``kernel`` waits for its predecessor before it uses memory; True of kernels that do not overlap."""
+    if kernel not in OVERLAPPING:
         return True
-    first = re.search(rf"griddepcontrol\.wait|{FIRST_USE[kernel.__name__]}", ptx)
+    first = FIRST_USE.search(ptx)
     return first is not None and first[0] == "griddepcontrol.wait"
 
 
@@ -191,9 +286,14 @@ def compile_case(index: int, capability: int) -> tuple[str, str]:
 
 
 def main() -> None:
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    chosen = [index for index, case in enumerate(cases()) if wanted in case[0]]
-    work = list(itertools.product(chosen, TARGETS))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", nargs="?", default="", help="part of the names to compile; all by default")
+    parser.add_argument("--targets", nargs="+", type=int, choices=TARGETS, default=TARGETS, help="all by default")
+    arguments = parser.parse_args()
+    chosen = [index for index, case in enumerate(cases()) if arguments.name in case[0]]
+    if not chosen:
+        parser.error(f"no case has {arguments.name!r} in its name")
+    work = list(itertools.product(chosen, arguments.targets))
     failures = []
     with ProcessPoolExecutor() as pool:
         for line, failure in pool.map(compile_case, *zip(*work, strict=True)):

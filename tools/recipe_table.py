@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fp4engine.formats import CastSpec
-from fp4engine.ops import cast_kernels
+from fp4engine.ops import casts_supported
 from fp4engine.recipe import Recipe, zoo
 from fp4engine.recipe.linear import GEMM_OPERANDS
 from fp4engine.roles import TENSOR_TYPES
@@ -32,7 +32,8 @@ def path(recipe: Recipe) -> str:
         else:
             calls += [(casts.rowwise, None), (None, casts.columnwise)]
     calls = [call for call in calls if call != (None, None)]
-    covered = sum(cast_kernels.supports(call, torch.bfloat16)[0] for call in calls)
+    keys = [["" if spec is None else spec.key for spec in call] for call in calls]
+    covered = sum(casts_supported(row, col, torch.bfloat16)[0] for row, col in keys)
     if not calls:
         return "PyTorch"
     if covered == len(calls):

@@ -1,0 +1,98 @@
+"""What `inspect.record` costs: the same training with it and without, and whether the losses have the same bytes.
+
+    python benchmarks/record.py [--model 85m] [--every 100]
+
+The model and the step are those of training.py, in NVFP4 and eager. A recorded step is timed by itself, between
+synchronisations, and so are the others; `overhead` is what a recorded step takes longer, divided by the steps from one
+to the next. The first recorded step of a process compiles kernels and is left out. Exit code 1 if a loss differs.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import environment
+from training import MODELS, forward
+
+import fp4engine
+from fp4engine import inspect
+from fp4engine.recipe import NVFP4BlockScaling
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from gpt.model import GPT
+
+RECORDED = 3
+"""Recorded steps; the first is left out."""
+BETWEEN = 8
+"""Steps from one recorded step to the next: the overhead of others follows from the times."""
+
+
+def train(config: dict[str, int], folder: str | None, device: str) -> tuple[list[float], list[float]]:
+    """Loss and seconds of every step."""
+    torch.manual_seed(0)
+    fp4engine.manual_seed(0)
+    with torch.device(device):
+        model = GPT(config["layers"], config["width"], config["sequence"])
+    fp4engine.convert(model, keep_high_precision=["lm_head"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    generator = torch.Generator().manual_seed(1)
+    losses, seconds = [], []
+    with inspect.record(model, folder, every=BETWEEN) if folder else nullcontext():
+        for _ in range((RECORDED - 1) * BETWEEN + 2):
+            tokens = torch.randint(0, 256, (config["batch"], config["sequence"] + 1), generator=generator).to(device)
+            synchronize(device)
+            begin = time.perf_counter()
+            optimizer.zero_grad()
+            loss = forward(model, tokens, NVFP4BlockScaling())
+            loss.backward()
+            optimizer.step()
+            synchronize(device)
+            seconds.append(time.perf_counter() - begin)
+            losses.append(loss.item())
+    return losses, seconds
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(config: dict[str, int], every: int, device: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        plain, _ = train(config, None, device)
+        recorded, seconds = train(config, folder, device)
+    steps = range(len(seconds))
+    usual = statistics.median(seconds[step] for step in steps if step > 2 and step % BETWEEN)
+    looked = statistics.median(seconds[step] for step in steps if step and step % BETWEEN == 0)
+    return {
+        "seconds_of_a_step": usual,
+        "seconds_of_a_recorded_step": looked,
+        "every": every,
+        "overhead": (looked - usual) / (every * usual),
+        "losses_equal": plain == recorded,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=tuple(MODELS), default="85m")
+    parser.add_argument("--every", type=int, default=100, help="steps from one recorded step to the next")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    arguments = parser.parse_args()
+    result = measure(MODELS[arguments.model], arguments.every, "cuda")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    record = {"environment": environment(), "model": arguments.model, **result}
+    (arguments.out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record, indent=1))
+    return 0 if result["losses_equal"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
