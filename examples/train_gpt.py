@@ -10,7 +10,6 @@ gets `config.json`, `report.md`, `loss.png`, and per precision `metrics.jsonl`, 
 
 import argparse
 import dataclasses
-import json
 import shlex
 import sys
 import time
@@ -22,9 +21,12 @@ import torch
 import fp4engine
 from gpt import report
 from gpt.data import Corpus, load_corpus
+from gpt.files import LOCK, alone_in, write_atomically
 from gpt.model import GPT
 from gpt.settings import PRECISIONS, PRESETS, InputError, Settings
 from gpt.training import Diverged, Interrupted, Result, Trainer, compute_repeatably
+
+CONFIG, DATA_DIGEST = "config.json", "data.sha256"
 
 REFUSED, DIVERGED, INTERRUPTED = 2, 1, 130
 """Exit codes."""
@@ -82,8 +84,7 @@ def written(value: Any) -> str:
 
 def begin(given: dict[str, Any], folder: Path) -> Settings:
     """Settings of a new run in `folder`; nothing is written yet."""
-    if folder.exists():
-        raise InputError(f"{folder} exists; continue it with --resume, or give another --name")
+    require_unbegun(folder)
     device = given.get("device", "cuda" if torch.cuda.is_available() else "cpu")
     preset = PRESETS[given.get("preset", "10m" if device == "cuda" else "cpu")]
     if device == "cuda" and not torch.cuda.is_available():
@@ -99,9 +100,29 @@ def begin(given: dict[str, Any], folder: Path) -> Settings:
     return settings
 
 
+def require_unbegun(folder: Path) -> None:
+    """A run begins in a folder that is not there, or in which one was stopped before it began.
+
+    Raises:
+        InputError: there is a run in `folder`, or something else.
+    """
+    if (folder / CONFIG).exists():
+        raise InputError(f"{folder} holds a run; continue it with --resume, or give another --name")
+    if folder.exists():
+        ours = {name + end for name in (LOCK, CONFIG, DATA_DIGEST) for end in ("", ".partial")}
+        others = sorted(path.name for path in folder.iterdir() if path.name not in ours)
+        if others:
+            raise InputError(
+                f"{folder} exists and holds no run: it has {others[0]!r} and no {CONFIG}, so that nothing can begin or "
+                "be resumed there; give another --name, or move the folder away"
+            )
+
+
 def resume(given: dict[str, Any], folder: Path) -> Settings:
     """Settings of the run in `folder`, which must not contradict those given."""
-    settings = Settings.load(folder / "config.json")
+    if not (folder / CONFIG).exists():
+        raise InputError(f"--resume: {folder} holds no run, there is no {CONFIG}; begin one by leaving --resume out")
+    settings = Settings.load(folder / CONFIG)
     for name, value in given.items():
         begun_with = getattr(settings, name)
         if value != begun_with:
@@ -119,7 +140,7 @@ def choose_folder(arguments: argparse.Namespace) -> Path:
         return arguments.runs / arguments.name
     if not arguments.resume:
         return arguments.runs / time.strftime("%Y%m%d-%H%M%S")
-    begun = sorted(arguments.runs.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    begun = sorted(arguments.runs.glob(f"*/{CONFIG}"), key=lambda path: path.stat().st_mtime)
     if not begun:
         raise InputError(f"--resume: there is no run in {arguments.runs}")
     return begun[-1].parent
@@ -130,11 +151,11 @@ def train_all(settings: Settings, folder: Path, corpus: Corpus) -> list[Result]:
     for precision in settings.precision:
         finished = folder / precision / "result.json"
         if finished.exists():
-            results.append(Result(**json.loads(finished.read_text())))
+            results.append(Result.load(finished))
             continue
         trainer = Trainer(settings, precision, folder, corpus)
         if trainer.recipe is not None:
-            (folder / precision / "plan.txt").write_text(f"{trainer.plan}\n")
+            write_atomically(folder / precision / "plan.txt", f"{trainer.plan}\n")
             print(f"{precision}: {trainer.plan.summary}")
         if trainer.step:
             print(f"{precision}: continues after step {trainer.step}")
@@ -149,28 +170,40 @@ def run(arguments: argparse.Namespace) -> None:
     settings = resume(given, folder) if arguments.resume else begin(given, folder)
     corpus = load_corpus(settings.data, settings.sequence + 1, torch.device(settings.device))
     print(f"{folder}: {len(corpus.training):,} bytes to train on, {len(corpus.validation):,} to validate")
-    remember(folder, settings, corpus)
-    try:
-        results = train_all(settings, folder, corpus)
-    except Interrupted as stop:
-        again = [sys.executable, sys.argv[0], "--runs", str(arguments.runs), "--name", folder.name, "--resume"]
-        print(f"stopped after step {stop.step}, all saved; to continue: {shlex.join(again)}")
-        raise
-    text = f"{report.table(results)}\n\n{report.notes(settings, results)}\n"
-    (folder / "report.md").write_text(text)
-    print(f"\n{text}\nloss curves: {report.plot(folder, settings)}")
+    with alone_in(folder):
+        if arguments.resume:
+            require_same_text(folder, corpus)
+        else:
+            remember(folder, settings, corpus)
+        try:
+            results = train_all(settings, folder, corpus)
+        except Interrupted as stop:
+            again = [sys.executable, sys.argv[0], "--runs", str(arguments.runs), "--name", folder.name, "--resume"]
+            print(f"stopped after step {stop.step}, all saved; to continue: {shlex.join(again)}")
+            raise
+        text = f"{report.table(results)}\n\n{report.notes(settings, results)}\n"
+        write_atomically(folder / "report.md", text)
+        print(f"\n{text}\nloss curves: {report.plot(folder, settings)}")
 
 
 def remember(folder: Path, settings: Settings, corpus: Corpus) -> None:
-    """Write the settings and what the data was, or hold the data against what it was."""
-    digest = folder / "data.sha256"
-    if digest.exists():
-        if digest.read_text().strip() != corpus.digest:
-            raise InputError(f"--resume: the text files are not those that {folder} began with")
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    settings.save(folder / "config.json")
-    digest.write_text(corpus.digest + "\n")
+    """Write what the data is, and last the settings, which make the folder that of a run."""
+    require_unbegun(folder)  # asked again, now that no other process can begin here
+    write_atomically(folder / DATA_DIGEST, corpus.digest + "\n")
+    write_atomically(folder / CONFIG, settings.to_json())
+
+
+def require_same_text(folder: Path, corpus: Corpus) -> None:
+    """Hold the data against what it was.
+
+    Raises:
+        InputError: it is other data, or nobody can tell.
+    """
+    digest = folder / DATA_DIGEST
+    if not digest.exists():
+        raise InputError(f"--resume: {digest} is missing, which tells whether the text files are still the same")
+    if digest.read_bytes().decode(errors="replace").strip() != corpus.digest:
+        raise InputError(f"--resume: the text files are not those that {folder} began with")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -179,6 +212,13 @@ def main(argv: list[str] | None = None) -> int:
         run(parser().parse_args(argv))
     except InputError as error:
         print(f"train_gpt: {error}", file=sys.stderr)
+        return REFUSED
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(
+            f"train_gpt: {where}{error.strerror or error}; what was saved before is whole, continue it with --resume",
+            file=sys.stderr,
+        )
         return REFUSED
     except Diverged as error:
         print(f"train_gpt: {error}", file=sys.stderr)

@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
         after = loss_of(model, held_out, recipe).item()
     print(f"loss on held-out sequences {before:.3f} -> {after:.3f}\n")
     print(te.executed_gemms(model))
-    te.assert_quantized(model, min_fraction=0.99)  # of the layers that count: the plain head does not
+    te.assert_quantized(model, keep_high_precision=["head"])  # everything ran in FP4 but the head, a plain nn.Linear
     return before, after
 
 

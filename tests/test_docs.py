@@ -1,10 +1,12 @@
 """Every code block in README.md and docs/ works.
 
-The ```python blocks of one page run in order in one namespace, as a reader would paste them. ```bash blocks are
-not run; the files and make targets they name must exist. So must the files that a page links to, and the names of
-this package that it quotes.
+Each ```python block runs alone, as a reader would paste it, unless its first line says that it continues the block
+above. ```bash blocks are not run; the files and make targets they name must exist. So must the files that a page links
+to, the names of this package that it quotes, and all that is public on the page that is made from docstrings.
 """
 
+import importlib
+import inspect
 import linecache
 import pkgutil
 import re
@@ -19,6 +21,14 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+CONTINUES = "# continues the block above\n"
+ONE_NAMESPACE = ("coming-from-te.md", "kernels.md", "recipes.md")
+"""Pages whose blocks still need those above them without saying so."""
+PUBLIC = (
+    "fp4engine", "fp4engine.recipe", "fp4engine.inspect", "fp4engine.estimate", "fp4engine.export", "fp4engine.formats",
+    "fp4engine.integrations", "fp4engine.testing", "fp4engine.accounting",
+)  # fmt: skip
+"""Modules all of whose names are public."""
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>[^`\n]*)$")
 FILE = re.compile(r"[\w.-]+(/[\w.-]+)*\.(py|md|toml|lock|txt|json|sh|yaml)")
 MADE_BY_RUNNING = ("runs/", "docs/_build/")
@@ -54,15 +64,19 @@ def blocks(text: str) -> Iterator[Block]:
 
 def run_page(path: Path, text: str) -> None:
     """Run the page's python blocks; tracebacks name the page and its own line numbers."""
-    module = types.ModuleType("__docs_page__")
-    sys.modules[module.__name__] = module  # dataclasses and pickling look their module up
     linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
+    module = None
     try:
         for block in blocks(text):
-            if block.language == "python":
-                exec(compile("\n" * (block.line - 1) + block.code, str(path), "exec"), module.__dict__)
+            if block.language != "python":
+                continue
+            continues = block.code.startswith(CONTINUES) or path.name in ONE_NAMESPACE
+            if module is None or not continues:
+                module = types.ModuleType("__docs_page__")
+                sys.modules[module.__name__] = module  # dataclasses and pickling look their module up
+            exec(compile("\n" * (block.line - 1) + block.code, str(path), "exec"), module.__dict__)
     finally:
-        del sys.modules[module.__name__]
+        sys.modules.pop("__docs_page__", None)
 
 
 def missing_names(block: Block, targets: set[str]) -> list[str]:
@@ -115,12 +129,31 @@ def test_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     run_page(path, text)
 
 
-def test_blocks_share_a_namespace_and_keep_line_numbers(tmp_path: Path) -> None:
-    page = "one\n```python\nx = 1\n```\ntwo\n\n  ```python\n  raise ValueError(x)\n  ```\n"
+def test_blocks_run_alone_unless_they_say_otherwise_and_keep_line_numbers(tmp_path: Path) -> None:
+    page = (
+        "one\n```python\nx = 1\n```\ntwo\n\n  ```python\n  # continues the block above\n  raise ValueError(x)\n  ```\n"
+    )
     path = tmp_path / "page.md"
     with pytest.raises(ValueError, match="1") as raised:
         run_page(path, page)
-    assert (str(raised.traceback[-1].path), raised.traceback[-1].lineno + 1) == (str(path), 8)
+    assert (str(raised.traceback[-1].path), raised.traceback[-1].lineno + 1) == (str(path), 9)
+    with pytest.raises(NameError, match="'x'"):
+        run_page(path, page.replace("continues", "does not continue"))
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_on_the_reference_page_and_says_what_it_raises(module: str) -> None:
+    page = (REPOSITORY / "docs" / "reference.md").read_text()
+    owner = importlib.import_module(module)
+    for name in owner.__all__:
+        if name == "__version__" or inspect.ismodule(getattr(owner, name)):
+            continue
+        assert re.search(rf"\b{name}\b", page), f"{module}.{name} is not in docs/reference.md"
+        value = getattr(owner, name)
+        if inspect.isfunction(value) or inspect.isclass(value):
+            assert value.__doc__, f"{module}.{name} has no docstring"
+        if inspect.isfunction(value) and re.search(r"^\s+raise ", inspect.getsource(value), re.MULTILINE):
+            assert "Raises:" in value.__doc__, f"{module}.{name} does not say what it raises"
 
 
 def test_missing_names_are_found() -> None:

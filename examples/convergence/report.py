@@ -135,7 +135,7 @@ def table(study: Study, found: Results) -> str:
 
 
 def plot(study: Study, found: Results, settings: Settings, path: Path) -> None:
-    """Left: gap over the run, mean of the seeds. Right: final gap of every seed."""
+    """Left: gap over the run, of every seed (thin) and their mean. Right: final gap of every seed, from 0 on."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", width_ratios=(3, 2))
     shown = [variant for variant in variants_of(study) if variant != BASELINE and gaps(found, variant)]
     for place, variant in enumerate(shown):
@@ -143,11 +143,12 @@ def plot(study: Study, found: Results, settings: Settings, path: Path) -> None:
         _plot_course(left, found, variant, settings.batch * settings.sequence, color)
         final = list(gaps(found, variant).values())
         right.plot(final, [place] * len(final), "o", color=color, alpha=0.5)
-        right.plot([statistics.fmean(final)], [place], "|", markersize=22, markeredgewidth=2, color=color)
+        right.plot([statistics.fmean(final)], [place], "|", markersize=18, markeredgewidth=2, color=color)
     left.set(xlabel="million bytes trained on", ylabel="validation gap to bf16 (%)", title=study.question)
     left.grid(alpha=0.3)
     right.set(xlabel="final gap to bf16 (%)", yticks=range(len(shown)), yticklabels=shown)
-    right.invert_yaxis()
+    right.set_ylim(len(shown) - 0.5, -0.5)
+    right.axvline(0, color="black", linewidth=0.8)  # in sight, so that a distance is not taken for a large one
     right.grid(alpha=0.3, axis="x")
     figure.savefig(path, dpi=90)
     plt.close(figure)
@@ -160,4 +161,7 @@ def _plot_course(axes: Axes, found: Results, variant: str, tokens_per_step: int,
         courses.append({step: 100 * (loss / baseline - 1) for (step, loss), (_, baseline) in pairs})
     steps = sorted(set.intersection(*map(set, courses)))
     means = [statistics.fmean(course[step] for course in courses) for step in steps]
-    axes.plot([step * tokens_per_step / 1e6 for step in steps], means, color=color, linewidth=1.2)
+    millions = [step * tokens_per_step / 1e6 for step in steps]
+    for course in courses:
+        axes.plot(millions, [course[step] for step in steps], color=color, linewidth=0.6, alpha=0.5)
+    axes.plot(millions, means, color=color, linewidth=1.6)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt.checkpoint import read_metrics, write_atomically
+from gpt.checkpoint import read_rows
+from gpt.files import write_atomically
 from gpt.settings import InputError, Settings
 
 NUMBERS_DEPEND_ON = (
@@ -58,7 +59,7 @@ def load(path: Path, settings: Settings) -> Result | None:
     """
     if not path.exists():
         return None
-    header, *rows = read_metrics(path)
+    header, *rows = read_rows(path)
     if header["settings"] != of_settings(settings):
         raise InputError(f"{path} is a run of {header['settings']}, not of {of_settings(settings)}; move it away")
     validation = tuple((row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row)

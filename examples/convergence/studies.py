@@ -102,7 +102,7 @@ def forward_only(recipe: Recipe) -> Variant:
 
 def stochastic_forward() -> Recipe:
     """NVIDIA's recipe with stochastic rounding of inputs and weights in fprop too."""
-    recipe = zoo.make("nvfp4")
+    recipe = combine(NVFP4BlockScaling(), NVFP4BlockScaling())  # as six casts
 
     def stochastic(casts: Casts) -> Casts:
         assert casts.rowwise is not None
@@ -120,7 +120,7 @@ VARIANTS = {
     "nvfp4": always(DEFAULT),
     "nvfp4, other draws": Variant(lambda settings: DEFAULT, draws=1_000_003),
     "forward to bf16 at 82%": late_switch(zoo.make("high_precision_forward_nvfp4_backward")),
-    "backward to bf16 at 82%": late_switch(zoo.make("nvfp4_forward_high_precision_backward")),
+    "backward to bf16 at 82%": late_switch(combine(zoo.make("nvfp4"), HIGH_PRECISION)),
     "both to bf16 at 82%": late_switch(HIGH_PRECISION),
     "no RHT": always(DEFAULT.replace(disable_rht=True)),
     "no SR": always(DEFAULT.replace(disable_stochastic_rounding=True)),

@@ -46,7 +46,13 @@ from fp4engine.reference.philox import rotation_signs
 from fp4engine.roles import TENSOR_TYPES
 
 RECIPES = ("nvfp4", "nvfp4_4over6", "quartet2", "rht128_4over6_scalar", "mxfp4")
-MEASURES = ("error", "bias", "saturated", "underflow")
+TITLES = {
+    "error": "Squared error over the squared tensor",
+    "bias": "Squared error of the mean over draws, times their number, over the error of one",
+    "saturated": "Share of elements that saturate",
+    "underflow": "Share of elements that become zero",
+}
+MEASURES = tuple(TITLES)
 DRAWS = 16
 ROWS = 2048
 """Tokens kept of each activation and gradient."""
@@ -157,24 +163,33 @@ def rows_of_run(
 
 
 def plot(rows: list[dict[str, Any]], measure_name: str, path: Path) -> None:
-    """One panel per operand: the measure over the layers, a line per recipe, at the last step measured."""
+    """One panel per operand: the measure over the layers, a line per recipe, at the last step measured.
+
+    Recipes that share a cast have the same curve, so each line is thinner than the one below it, which shows beside it.
+    """
     last = [row for row in rows if row["step"] == rows[-1]["step"]]
     layers = list(dict.fromkeys(row["layer"] for row in last))
+    recipes = list(dict.fromkeys(row["recipe"] for row in last))
     figure, panels = plt.subplots(3, 2, figsize=(11, 9), sharex=True, layout="constrained")
     for panel, (role, side) in zip(panels.flat, OPERANDS, strict=True):
-        for recipe in dict.fromkeys(row["recipe"] for row in last):
+        highest = 0.0
+        for place, recipe in enumerate(recipes):
             points = {
                 row["layer"]: row[measure_name]
                 for row in last
                 if (row["recipe"], row["operand"]) == (recipe, f"{role}.{side}")
             }
-            panel.plot([points.get(layer) for layer in layers], ".-", linewidth=1, label=recipe)
-        panel.set(title=f"{role}, {side}", ylim=(0, None))
+            width = 1 + 1.6 * (len(recipes) - 1 - place)
+            course = [points.get(layer) for layer in layers]
+            panel.plot(course, ".-", linewidth=width, markersize=width + 4, label=recipe)
+            highest = max([highest, *points.values()])
+        top = highest or 1.0
+        panel.set(title=f"{role}, {side}", ylim=(-0.06 * top, 1.08 * top))  # a curve of zeros is seen
         panel.set_xticks(range(len(layers)), layers, rotation=90, fontsize=6)
         panel.grid(alpha=0.3)
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    figure.suptitle(f"{measure_name} per layer, step {last[0]['step']}")
-    figure.savefig(path, dpi=80)
+    figure.suptitle(f"{TITLES[measure_name]}, per layer, after step {last[0]['step']}")
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 

@@ -21,8 +21,8 @@ from convergence.results import of_settings
 from convergence.studies import HIGH_PRECISION, VARIANTS
 from fp4engine.recipe import Recipe
 from gpt import checkpoint
-from gpt.checkpoint import write_atomically
 from gpt.data import Corpus
+from gpt.files import write_atomically
 from gpt.model import GPT
 from gpt.settings import Settings
 from gpt.training import LARGEST_GRADIENT_NORM, VALIDATION_BATCHES, learning_rate, make_optimizer

@@ -6,6 +6,7 @@ one before in place.
 """
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 import fp4engine
+from gpt.files import sync, write_atomically
 from gpt.settings import InputError
 
 WEIGHTS, STATE, DIGESTS = "model.safetensors", "training.pt", "sha256.json"
@@ -30,12 +32,14 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
 
 
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    final = folder / f"step-{step:08d}"
+    final = folder / step_name(step)
     partial = final.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    safetensors.torch.save_file(model.state_dict(), partial / WEIGHTS)
     state = {
         "step": step,
         "optimizer": optimizer.state_dict(),
@@ -44,10 +48,20 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
         "fp4_rng": fp4engine.get_rng_state(),
         "amax_history": fp4engine.get_amax_history(model),
     }
-    torch.save(state, partial / STATE)
-    (partial / DIGESTS).write_text(json.dumps({name: file_digest(partial / name) for name in (WEIGHTS, STATE)}))
-    for path in (partial / WEIGHTS, partial / STATE, partial / DIGESTS, partial):
-        sync(path)
+    training = io.BytesIO()
+    torch.save(state, training)
+    # Bytes first, and files by Python: a full disk is then an OSError, whatever wrote the bytes.
+    files = {WEIGHTS: safetensors.torch.save(model.state_dict()), STATE: training.getvalue()}
+    files[DIGESTS] = json.dumps({name: hashlib.sha256(content).hexdigest() for name, content in files.items()}).encode()
+    try:
+        partial.mkdir(parents=True)
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
+        for path in (*(partial / name for name in files), partial):
+            sync(path)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # what did not fit should not fill the disk
+        raise
     os.replace(partial, final)
     sync(folder)
     for old in checkpoints(folder)[:-KEPT]:
@@ -65,10 +79,13 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         return 0
     newest = found[-1]
     try:
-        for name, digest in json.loads((newest / DIGESTS).read_text()).items():
-            if file_digest(newest / name) != digest:
+        digests = json.loads((newest / DIGESTS).read_text())
+        for name in (WEIGHTS, STATE):
+            if file_digest(newest / name) != digests[name]:
                 raise ValueError(f"{name} is not what was saved")
         state = torch.load(newest / STATE, map_location="cpu", weights_only=True)
+        if newest.name != step_name(state["step"]):
+            raise ValueError(f"it is that of step {state['step']}")
         model.load_state_dict(safetensors.torch.load_file(newest / WEIGHTS))
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["torch_rng"])
@@ -88,29 +105,22 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync(path: Path) -> None:
-    """Force a file, or a folder's list of names, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    sync(partial)
-    os.replace(partial, path)
-
-
 class Metrics:
     """One JSON object per line, each with a `step`."""
 
     def __init__(self, path: Path, up_to: int) -> None:
-        """Continue the file at `path` after step `up_to`, and drop what a run that was killed wrote beyond."""
+        """Continue the file at `path` after step `up_to`, and drop what a run that was killed wrote beyond.
+
+        Raises:
+            InputError: the file does not have one loss for each step up to there.
+        """
         self.path = path
         kept = [row for row in read_metrics(path) if row["step"] <= up_to]
+        if [row["step"] for row in kept if "loss" in row] != list(range(1, up_to + 1)):
+            raise InputError(
+                f"{path} is damaged (it has to hold one loss for each of the {up_to} steps of the newest checkpoint); "
+                "put it back, or begin another run"
+            )
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def append(self, rows: list[dict[str, Any]]) -> None:
@@ -122,11 +132,23 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of the file, without a last line that was cut off; none if there is no file."""
+    """The rows of the file, each with its step, without a last line that was cut off; none if there is no file."""
+    rows = read_rows(path)
+    for row in rows:
+        if type(row.get("step")) is not int:
+            raise InputError(f"{path} is damaged ({row!r} has no step); it has to hold one JSON object per line")
+    return rows
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """As :func:`read_metrics`, of any rows."""
     if not path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
     try:
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        lines = path.read_text().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError("a line is no object")
+        return rows
     except ValueError as error:
         raise InputError(f"{path} is damaged ({error}); it has to hold one JSON object per line") from error

@@ -1,7 +1,9 @@
 """The end of a run: a table, in the terminal and as Markdown, and a picture of the loss curves."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 
@@ -9,6 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from gpt.checkpoint import read_metrics
+from gpt.files import write_atomically
 from gpt.settings import Settings
 from gpt.training import Result
 
@@ -60,24 +63,56 @@ def notes(settings: Settings, results: Sequence[Result]) -> str:
 
 
 def plot(folder: Path, settings: Settings) -> Path:
-    """Training loss (thin, averaged over 1% of the run) and validation loss (dots) of every precision."""
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    window = max(1, settings.steps // 100)
-    for name in settings.precision:
-        rows = read_metrics(folder / name / "metrics.jsonl")
-        losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-        groups = [losses[start : start + window] for start in range(0, len(losses), window)]
-        steps = [sum(step for step, _ in group) / len(group) for group in groups]
-        means = [sum(loss for _, loss in group) / len(group) for group in groups]
-        (line,) = axes.plot(steps, means, linewidth=1, label=f"{name}, training")
-        points = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
-        axes.plot(*zip(*points, strict=True), "o-", markersize=4, color=line.get_color(), label=f"{name}, validation")
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=f"{settings.preset}: {folder.name}", yscale="log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
+    """Above: training loss (thin, averaged over 1% of the run) and validation loss (dots). Below: gaps to the first."""
+    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout="constrained")
+    courses = {name: course(folder / name, settings.steps) for name in settings.precision}
+    first, *others = settings.precision
+    for place, (name, (training, validation)) in enumerate(courses.items()):
+        above.plot(*zip(*training.items(), strict=True), linewidth=1, color=f"C{place}", label=f"{name}, training")
+        dots = zip(*validation.items(), strict=True)
+        above.plot(*dots, "o-", markersize=4, color=f"C{place}", label=f"{name}, validation")
+    for place, name in enumerate(others, start=1):
+        for part, style in enumerate(({"linewidth": 1}, {"marker": "o", "markersize": 4})):
+            own, base = courses[name][part], courses[first][part]
+            gaps = {step: 100 * (loss / base[step] - 1) for step, loss in own.items() if step in base}
+            label = f"{name}, {('training', 'validation')[part]}"
+            below.plot(*zip(*gaps.items(), strict=True), color=f"C{place}", label=label, **style)
+    below.axhline(0, color="C0", linewidth=1)
+    above.set(ylabel="loss (nats per byte)", yscale="log", title=title(settings, courses))
+    above.yaxis.set_major_formatter("{x:g}")
+    above.yaxis.set_minor_formatter("{x:g}")
+    below.set(xlabel="step", ylabel=f"gap to {first} (%)")
+    for axes in (above, below):
+        axes.grid(alpha=0.3, which="both")
+    above.legend()
+    if others:
+        below.legend()
     path = folder / "loss.png"
-    figure.savefig(path, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    write_atomically(path, picture.getvalue())
     plt.close(figure)
     return path
+
+
+Course = tuple[dict[float, float], dict[float, float]]
+"""Loss by step: of training, averaged over 1% of the run, and of validation."""
+
+
+def course(folder: Path, steps: int) -> Course:
+    window = max(1, steps // 100)
+    rows = read_metrics(folder / "metrics.jsonl")
+    losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    groups = [losses[start : start + window] for start in range(0, len(losses), window)]
+    means = {fmean(step for step, _ in group): fmean(loss for _, loss in group) for group in groups}
+    return means, {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+
+
+def title(settings: Settings, courses: dict[str, Course]) -> str:
+    """What was trained, and where the validation losses end."""
+    ends = {name: list(validation.values())[-1] for name, (_, validation) in courses.items()}
+    first = next(iter(ends.values()))
+    words = [f"{loss:.4f} in {name}" + (f" ({loss / first - 1:+.2%})" if place else "")
+             for place, (name, loss) in enumerate(ends.items())]  # fmt: skip
+    trained = f"{settings.layers} layers of width {settings.width}, {settings.steps:,} steps"
+    return f"{trained}: validation loss ends at\n{', '.join(words)}"

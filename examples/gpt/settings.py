@@ -17,8 +17,7 @@ class InputError(ValueError):
 
 PRECISIONS: dict[str, Callable[[], recipe.Recipe] | None] = {
     "bf16": None,
-    "nvfp4": recipe.NVFP4BlockScaling,
-    **{name: row.build for name, row in recipe.zoo.ZOO.items() if name != "nvfp4"},
+    **{name: recipe.zoo.ZOO[name].build for name in ("nvfp4", *recipe.zoo.ZOO)},
 }
 """Name on the command line -> the recipe of the linear layers; None leaves them in high precision."""
 
@@ -64,16 +63,22 @@ class Settings:
             if name not in PRECISIONS:
                 raise InputError(f"--precision must be of {', '.join(PRECISIONS)}; got {name!r}")
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @staticmethod
     def load(path: Path) -> "Settings":
         try:
             fields: dict[str, Any] = json.loads(path.read_text())
             lists = {name: tuple(fields[name]) for name in ("precision", "keep_high_precision")}
-            return Settings(**{**fields, **lists})
-        except (OSError, KeyError, TypeError, ValueError) as error:
+            settings = Settings(**{**fields, **lists})
+            for name, example in dataclasses.asdict(PRESETS["cpu"]).items():
+                kinds = (int, float) if isinstance(example, float) else (type(example),)
+                if type(getattr(settings, name)) not in kinds:
+                    raise ValueError(f"{name} is {getattr(settings, name)!r}")
+            settings.check()
+            return settings
+        except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path} does not hold the settings of a run ({error})") from error
 
 

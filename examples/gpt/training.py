@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import FrameType
 
@@ -18,8 +18,9 @@ from tqdm import tqdm
 import fp4engine
 from fp4engine.recipe import Recipe, recipe_from_json
 from gpt import checkpoint
-from gpt.checkpoint import Metrics, write_atomically
+from gpt.checkpoint import Metrics
 from gpt.data import Corpus
+from gpt.files import write_atomically
 from gpt.measure import peak_memory, reset_peak_memory, saved_by_linears
 from gpt.model import GPT
 from gpt.settings import PRECISIONS, InputError, Settings
@@ -33,6 +34,9 @@ FINAL_SHARE = 0.1
 
 LOG_EVERY = 10
 """Steps between two looks at the losses; each look waits for the GPU."""
+
+LINE_SECONDS = 10.0
+"""At least so long between two lines about training where the output is no terminal, which gets a bar."""
 
 VALIDATION_BATCHES = 8
 
@@ -75,6 +79,21 @@ class Result:
     saved_for_backward: int
     fp4_share: float
 
+    @staticmethod
+    def load(path: Path) -> "Result":
+        try:
+            result = Result(**json.loads(path.read_text()))
+            for field in fields(Result):
+                value, is_text = getattr(result, field.name), field.type in (str, "str")
+                optional = field.name == "tokens_per_second" and value is None
+                if not optional and not (isinstance(value, str) if is_text else type(value) in (int, float)):
+                    raise ValueError(f"{field.name} is {value!r}")
+            return result
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"{path} does not hold the result of a run ({error}); delete it to have it made again"
+            ) from error
+
 
 class Trainer:
     """A model, its optimizer and its place in the run `folder / precision`."""
@@ -103,12 +122,15 @@ class Trainer:
         if factory is None:
             return None
         path = self.folder / "recipe.json"
+        instead = "put back the one that the run began with, or begin another run"
         if not path.exists():
+            if checkpoint.checkpoints(self.folder / "checkpoints"):
+                raise InputError(f"{path} is missing; {instead}")
             write_atomically(path, factory().to_json() + "\n")
         try:
             return recipe_from_json(path.read_text())
         except ValueError as error:
-            raise InputError(f"{path} does not hold a recipe ({error})") from error
+            raise InputError(f"{path} does not hold a recipe ({error}); {instead}") from error
 
     def train(self) -> Result:
         """All steps that are left.
@@ -119,6 +141,7 @@ class Trainer:
         """
         settings = self.settings
         bar = tqdm(total=settings.steps, initial=self.step, desc=self.precision, unit="step", disable=None)
+        told = time.perf_counter()
         with bar, stop_on_signals() as stop:
             self.pace.start()
             while self.step < settings.steps:
@@ -129,9 +152,14 @@ class Trainer:
                 evaluates = self.step % settings.evaluate_every == 0 or ends
                 saves = self.step % settings.checkpoint_every == 0 or ends or stops
                 if evaluates or saves or self.step % LOG_EVERY == 0:
-                    bar.set_postfix(loss=f"{self._write_losses():.4f}", refresh=False)
+                    loss = f"{self._write_losses():.4f}"
+                    bar.set_postfix(loss=loss, refresh=False)
+                    if bar.disable and not evaluates and time.perf_counter() - told >= LINE_SECONDS:
+                        print(self._line(f"loss {loss}"), flush=True)
+                        told = time.perf_counter()
                 if evaluates:
                     self._evaluate(bar.disable)
+                    told = time.perf_counter()
                 if saves:
                     checkpoint.sync(self.metrics.path)
                     checkpoint.save(self.folder / "checkpoints", self.step, self.model, self.optimizer)
@@ -189,8 +217,14 @@ class Trainer:
                 total += self.loss(tokens)
         loss = float(total) / VALIDATION_BATCHES
         self.metrics.append([{"step": self.step, "validation_loss": loss}])
-        text = f"{self.precision:>8}  step {self.step}/{settings.steps}  validation loss {loss:.4f}"
+        text = self._line(f"validation loss {loss:.4f}")
         print(text, flush=True) if as_line else tqdm.write(text)
+
+    def _line(self, said: str) -> str:
+        """Step, what is said, and how long this precision's other steps will take at the pace so far."""
+        line = f"{self.precision:>8}  step {self.step}/{self.settings.steps}  {said}"
+        left = self.pace.seconds(self.settings.steps - self.step)
+        return line if not left else f"{line}  about {duration(left)} left"
 
     def _result(self) -> Result:
         peak = peak_memory(self.device)
@@ -209,7 +243,7 @@ class Pace:
 
     def __init__(self, tokens_per_step: int) -> None:
         self.tokens_per_step = tokens_per_step
-        self.steps, self.seconds = 0, 0.0
+        self.steps, self.measured = 0, 0.0
         self.warm = False
         self.begin = 0.0
 
@@ -220,13 +254,25 @@ class Pace:
         now = time.perf_counter()
         if self.warm:
             self.steps += steps
-            self.seconds += now - self.begin
+            self.measured += now - self.begin
         self.warm = True
         self.begin = now
 
     @property
     def tokens_per_second(self) -> float | None:
-        return self.steps * self.tokens_per_step / self.seconds if self.steps else None
+        return self.steps * self.tokens_per_step / self.measured if self.steps else None
+
+    def seconds(self, steps: int) -> float | None:
+        """What so many steps will take, at the pace of those so far; None before there is one."""
+        return steps * self.measured / self.steps if self.steps else None
+
+
+def duration(seconds: float) -> str:
+    """In whole seconds, minutes and hours, the largest two of them."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.AdamW:

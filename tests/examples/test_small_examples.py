@@ -27,3 +27,12 @@ def test_learns(example: str, arguments: list[str], capsys: pytest.CaptureFixtur
     before, after = importlib.import_module(example).main(arguments)
     assert after < 0.8 * before
     assert "of FLOPs in FP4" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' note that decoded weights were asked for
+def test_what_is_served_is_what_trained(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses, differences = importlib.import_module("serve").main(["--steps=24", "--seeds=1", f"--output={tmp_path}"])
+    assert all(difference < 2e-3 for difference in differences)
+    assert set(losses[0]) == {"BF16", "NVFP4", "exported", "longer, exported", "after QAT"}
+    assert all(loss < 3.4 for loss in losses[0].values())  # log(32) is 3.47
+    assert "0 bytes differ" in capsys.readouterr().out and (tmp_path / "loss.png").stat().st_size > 10_000

@@ -1,7 +1,11 @@
 """The main job on a very small model: it runs, continues bit for bit, and refuses what it cannot use."""
 
+import errno
 import itertools
+import json
 import os
+import random
+import re
 import shutil
 import signal
 import subprocess
@@ -98,6 +102,17 @@ def test_a_run_ends_with_a_table_a_picture_and_files(arguments: list[str], tmp_p
         assert newest.name == "step-00000012"
         torch.load(newest / "training.pt", weights_only=True)
     assert "lm_head" in (run / "nvfp4" / "plan.txt").read_text()
+
+
+def test_a_pipe_gets_lines_with_the_time_that_is_left(arguments, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(training, "LOG_EVERY", 1)
+    assert train_gpt.main([*arguments, "--name", "a", "--precision", "nvfp4"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("nvfp4  step")]
+    assert [int(line.split("/")[0].removeprefix("nvfp4  step ")) for line in lines] == list(range(1, STEPS + 1))
+    assert all(re.search(r"loss \d\.\d{4}  about \d+ s left$", line) for line in lines[1:-1])
+    assert "left" not in lines[0] + lines[-1]  # no pace yet, nothing left
+    assert [training.duration(seconds) for seconds in (0.2, 61, 7261)] == ["1 s", "1 min 1 s", "2 h 1 min"]
 
 
 def test_precisions_share_weights_and_data(arguments: list[str], tmp_path: Path) -> None:
@@ -197,6 +212,216 @@ def test_a_crash_inside_a_checkpoint_leaves_the_one_before(
     assert steps == (["step-00000004", "step-00000008"] if call == 6 else ["step-00000004"])
     assert train_gpt.main(["--runs", str(tmp_path / "runs"), "--name", "broken", "--resume"]) == 0
     assert losses(run) == losses(tmp_path / "runs" / "whole")
+
+
+def same_run(one: Path, other: Path) -> None:
+    """Metrics and final weights are the same bytes."""
+    last = Path("checkpoints") / f"step-{STEPS:08d}" / "model.safetensors"
+    for precision in ("bf16", "nvfp4"):
+        assert losses(one, precision) == losses(other, precision)
+        assert (one / precision / last).read_bytes() == (other / precision / last).read_bytes()
+
+
+def test_two_processes_are_never_in_one_folder(arguments: list[str], tmp_path: Path, capsys) -> None:
+    argv = [*arguments, "--tokens", "1000000", "--precision", "bf16", "--name", "a"]
+    run = tmp_path / "runs" / "a"
+    child = process(argv)
+    wait_for(lambda: len(losses(run, "bf16")) > 10, child)
+    refused = refusal([*argv, "--resume"], capsys)
+    assert f"{run} is in use by another process (number {child.pid}); wait until it ends" in refused
+    assert child.poll() is None
+    steps = [row["step"] for row in losses(run, "bf16") if "loss" in row]
+    assert steps == list(range(1, len(steps) + 1))
+    child.kill()  # a process that is killed leaves no lock behind
+    child.wait()
+    child = process([*argv, "--resume"])
+    wait_for(lambda: len(losses(run, "bf16")) > len(steps) + 10, child)
+    child.kill()
+    child.wait()
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_change_nothing(arguments: list[str], tmp_path: Path, pytestconfig) -> None:
+    assert train_gpt.main([*arguments, "--name", "whole"]) == 0
+    argv = [*arguments, "--name", "broken"]
+    broken, moments = tmp_path / "runs" / "broken", random.Random(14)
+    kills, most = 0, pytestconfig.getoption("--kills")
+    while not (broken / "report.md").exists():
+        child = process([*argv, "--resume"] if (broken / "config.json").exists() else argv)
+        try:
+            child.wait(timeout=moments.uniform(1, 12) if kills < most else None)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            kills += 1
+        output, error = child.communicate()
+        assert child.returncode in (0, -signal.SIGKILL), output + error
+    same_run(broken, tmp_path / "runs" / "whole")
+
+
+class FullDisk:
+    """From the given call on, every write of a whole file writes half of it and fails, and so does every line."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+        self.calls, self.first = 0, first
+        write_bytes, append = Path.write_bytes, checkpoint.Metrics.append
+
+        def write(path: Path, content: bytes) -> int:
+            if self.is_full():
+                write_bytes(path, content[: len(content) // 2])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return write_bytes(path, content)
+
+        def add(metrics: checkpoint.Metrics, rows: list[dict[str, Any]]) -> None:
+            if self.is_full():
+                with metrics.path.open("a") as file:
+                    file.write('{"step": 1')
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            append(metrics, rows)
+
+        monkeypatch.setattr(Path, "write_bytes", write)
+        monkeypatch.setattr(checkpoint.Metrics, "append", add)
+
+    def is_full(self) -> bool:
+        self.calls += 1
+        return self.calls >= self.first
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 20, 30, 35])
+def test_a_full_disk_is_one_line_and_the_run_continues_bit_for_bit(
+    first: int, arguments: list[str], tmp_path: Path, monkeypatch, capsys
+) -> None:
+    assert train_gpt.main([*arguments, "--name", "whole"]) == 0
+    argv, run = [*arguments, "--name", "broken"], tmp_path / "runs" / "broken"
+    with monkeypatch.context() as patch:
+        disk = FullDisk(patch, first)
+        capsys.readouterr()
+        error = refusal(argv, capsys)
+        assert disk.calls == first, "it went on writing"
+    assert "No space left on device; what was saved before is whole" in error
+    if first > 4:
+        assert not list(run.rglob("*.partial")), "half a file fills the disk"
+    assert train_gpt.main([*argv, "--resume"] if (run / "config.json").exists() else argv) == 0
+    same_run(run, tmp_path / "runs" / "whole")
+
+
+def test_a_file_that_the_system_refuses_to_write_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    """A limit on the size of files instead of a full disk: the failing write is the kernel's."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); import train_gpt; "
+    code = f"{limit} import sys; sys.exit(train_gpt.main({[*arguments, '--name', 'a']!r}))"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=EXAMPLES,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert result.returncode == 2, result.stderr
+    assert "File too large; what was saved before is whole" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert not list((tmp_path / "runs" / "a").rglob("*.partial"))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"precision": "bf16"}', "\xff", None], ids=repr)
+def test_a_broken_result_is_refused_in_one_line(
+    content: str | None, arguments: list[str], tmp_path: Path, capsys
+) -> None:
+    argv = [*arguments, "--precision", "bf16", "--name", "a"]
+    assert train_gpt.main(argv) == 0
+    result = tmp_path / "runs" / "a" / "bf16" / "result.json"
+    whole = json.loads(result.read_text())
+    result.write_bytes((json.dumps({**whole, "peak_memory": "much"}) if content is None else content).encode("latin-1"))
+    capsys.readouterr()
+    error = refusal([*argv, "--resume"], capsys)
+    assert f"{result} does not hold the result of a run" in error
+    assert "delete it to have it made again" in error
+    result.unlink()
+    assert train_gpt.main([*argv, "--resume"]) == 0
+    assert json.loads(result.read_text())["validation_loss"] == whole["validation_loss"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"recipe": "Unheard"}', '{"recipe": "RuledRecipe"}', "\xff", None])
+def test_a_broken_recipe_is_refused_in_one_line(
+    content: str | None, arguments: list[str], tmp_path: Path, capsys
+) -> None:
+    argv = [*arguments, "--precision", "nvfp4", "--name", "a"]
+    assert train_gpt.main(argv) == 0
+    (tmp_path / "runs" / "a" / "nvfp4" / "result.json").unlink()
+    recipe = tmp_path / "runs" / "a" / "nvfp4" / "recipe.json"
+    recipe.unlink()
+    if content is not None:
+        recipe.write_bytes(content.encode("latin-1"))
+    capsys.readouterr()
+    error = refusal([*argv, "--resume"], capsys)
+    assert f"{recipe} {'is missing' if content is None else 'does not hold a recipe'}" in error
+    assert "put back the one that the run began with, or begin another run" in error
+
+
+def test_a_folder_that_holds_no_run(arguments: list[str], tmp_path: Path, capsys) -> None:
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    argv = [*arguments, "--precision", "bf16", "--name", "a"]
+    assert "holds no run, there is no config.json; begin one by leaving --resume out" in refusal(
+        [*argv, "--resume"], capsys
+    )
+    (run / "notes.txt").write_text("mine")
+    error = refusal(argv, capsys)
+    assert "it has 'notes.txt' and no config.json" in error
+    assert "give another --name, or move the folder away" in error
+    (run / "notes.txt").unlink()
+    (run / "lock").touch()  # as of a run that was killed before it began
+    (run / "config.json.partial").write_text('{"pre')
+    (run / "data.sha256").write_text("of other data")
+    assert train_gpt.main(argv) == 0
+    capsys.readouterr()
+    (run / "data.sha256").unlink()
+    assert "data.sha256 is missing" in refusal([*argv, "--resume"], capsys)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"layers": "2"}, {"layers": 0}, {"compile": 1}, {"precision": ["fp3"]}, {"extra": 1}, {"seed": None}],
+    ids=str,
+)
+def test_a_config_of_another_form_is_refused(change, arguments: list[str], tmp_path: Path, capsys) -> None:
+    argv = [*arguments, "--precision", "bf16", "--name", "a"]
+    assert train_gpt.main(argv) == 0
+    config = tmp_path / "runs" / "a" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
+    capsys.readouterr()
+    assert "does not hold the settings of a run" in refusal(["--runs", str(tmp_path / "runs"), "--resume"], capsys)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]\n", '{"loss": 3}\n', '{"step": 1, "loss": 3.0}\n', "", None],
+    ids=["list", "no step", "one", "none", "twice"],
+)
+def test_metrics_that_do_not_fit_the_checkpoint_are_refused(
+    content: str | None, arguments: list[str], tmp_path: Path, capsys
+) -> None:
+    argv = [*arguments, "--precision", "bf16", "--name", "a"]
+    assert train_gpt.main(argv) == 0
+    run = tmp_path / "runs" / "a" / "bf16"
+    (run / "result.json").unlink()
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() * 2 if content is None else content)
+    capsys.readouterr()
+    assert f"{metrics} is damaged" in refusal([*argv, "--resume"], capsys)
+
+
+def test_a_checkpoint_without_digests_or_of_another_step_is_refused(
+    arguments: list[str], tmp_path: Path, capsys
+) -> None:
+    argv = [*arguments, "--precision", "bf16", "--name", "a"]
+    assert train_gpt.main(argv) == 0
+    (tmp_path / "runs" / "a" / "bf16" / "result.json").unlink()
+    newest = checkpoint.checkpoints(tmp_path / "runs" / "a" / "bf16" / "checkpoints")[-1]
+    newest.rename(newest.with_name("step-00000013"))
+    capsys.readouterr()
+    assert "damaged (it is that of step 12)" in refusal([*argv, "--resume"], capsys)
+    newest.with_name("step-00000013").rename(newest)
+    (newest / "sha256.json").write_text("{}")
+    assert f"checkpoint {newest} is damaged" in refusal([*argv, "--resume"], capsys)
 
 
 @pytest.mark.gpu
@@ -299,7 +524,10 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_works(
         (["--sequence", "100000"], "bytes for training, a window needs 100001"),
         (["--name", "../elsewhere"], "--name must be the name of one folder"),
         (["--resume"], "--resume: there is no run in"),
-        (["--resume", "--name", "none"], "does not hold the settings of a run"),
+        (
+            ["--resume", "--name", "none"],
+            "none holds no run, there is no config.json; begin one by leaving --resume out",
+        ),
         (["--faster"], "unrecognized arguments: --faster"),
     ],
 )
@@ -323,7 +551,7 @@ def test_resume_refuses_what_contradicts_the_run(arguments: list[str], texts: Pa
     argv = [*arguments, "--precision", "bf16", "--name", "a"]
     assert train_gpt.main(argv) == 0
     capsys.readouterr()
-    assert "exists; continue it with --resume" in refusal(argv, capsys)
+    assert "holds a run; continue it with --resume" in refusal(argv, capsys)
     assert "began with --seed 0, not 3" in refusal([*argv, "--resume", "--seed", "3"], capsys)
     assert "began with --precision bf16, not bf16,nvfp4" in refusal(
         [*argv, "--resume", "--precision", "bf16,nvfp4"], capsys
