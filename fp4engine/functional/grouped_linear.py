@@ -119,7 +119,7 @@ def grouped_linear(inp: Tensor, counts: Tensor, experts: Sequence[Expert]) -> Te
         needs = (inp.requires_grad, any(expert.weight.requires_grad for expert in experts))
     calls: list[Call] = []
     weights: list[Tensor] = []
-    for weight, _, plan, executed, group, cache, buffer in experts:
+    for weight, _, plan, executed, _, cache, buffer in experts:
         main_grad = None if buffer is None else MainGrad(buffer)
         stored = None if cache is None else partial(cache.get, weight)
         call = Call(plan, executed, None, stored, main_grad, *needs, None, inp.dtype)

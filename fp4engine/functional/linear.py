@@ -320,10 +320,10 @@ def no_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 
 def forward_operands(x: Tensor, weight: Tensor, call: Call) -> tuple[Operands, Operands]:
     """What the three products need of ``x`` and of ``weight``."""
-    inp = Asked("input", x, call.needs_wgrad)
+    inp = ("input", x, call.needs_wgrad)
     if call.stored is not None:
         return quantize_forward(call, inp)[0], weight_operands(weight, call)
-    of_input, of_weight = quantize_forward(call, inp, Asked("weight", weight, call.needs_dgrad))
+    of_input, of_weight = quantize_forward(call, inp, ("weight", weight, call.needs_dgrad))
     return of_input, of_weight
 
 
@@ -331,36 +331,33 @@ def weight_operands(weight: Tensor, call: Call) -> Operands:
     """What fprop and dgrad need of ``weight``: quantized now, or found where it is stored."""
 
     def make() -> Operands:
-        return quantize_forward(call, Asked("weight", weight, call.needs_dgrad))[0]
+        return quantize_forward(call, ("weight", weight, call.needs_dgrad))[0]
 
     return make() if call.stored is None else call.stored(call.plan, call.needs_dgrad, make)
 
 
-class Asked(NamedTuple):
-    """A tensor of the forward pass, and whether the backward pass needs something of it."""
+def quantize_forward(call: Call, *tensors: tuple[Literal["input", "weight"], Tensor, bool]) -> list[Operands]:
+    """Of each tensor the operand of fprop, and what to keep for backward: never a byte that nobody reads.
 
-    role: Literal["input", "weight"]
-    tensor: Tensor
-    needs_backward: bool
-
-
-def quantize_forward(call: Call, *tensors: Asked) -> list[Operands]:
-    """Of each tensor the operand of fprop, and what to keep for backward: never a byte that nobody reads."""
+    Args:
+        tensors: role, tensor, and whether the backward pass needs something of it.
+    """
     parts: list[Part] = []
+    keep_rowwise: list[bool] = []
     for role, tensor, needs_backward in tensors:
         quantizer: Quantizer = getattr(call.plan, role)
         matrix = as_matrix(tensor)
-        _, columnwise, form = _sides(quantizer, call, needs_backward, matrix.device)
+        keeps_rowwise, columnwise, form = _sides(quantizer, call, needs_backward, matrix.device)
         parts.append(Part(role, quantizer, matrix, {"columnwise": columnwise, "rowwise_form": form}))
+        keep_rowwise.append(keeps_rowwise)
     operands: list[Operands] = []
-    for (_, quantizer, matrix, _), quantized, asked in zip(parts, _quantize(parts, call), tensors, strict=True):
-        rowwise = quantized.rowwise
+    for i, quantized in enumerate(_quantize(parts, call)):
+        rowwise, kept = quantized.rowwise, quantized.columnwise
         assert rowwise is not None
-        kept = quantized.columnwise
-        if _sides(quantizer, call, asked.needs_backward, matrix.device)[0]:
+        if keep_rowwise[i]:
             kept = rowwise
-        elif asked.needs_backward and call.plan.backward_override == "high_precision":
-            kept = Operand.dense(matrix)
+        elif tensors[i][2] and call.plan.backward_override == "high_precision":
+            kept = Operand.dense(parts[i].matrix)
         operands.append((rowwise, kept))
     return operands
 

@@ -54,8 +54,8 @@ class Shards(NamedTuple):
 
     def and_over(self, group: Any) -> "Shards":
         """The same, and amaxes are shared with the ranks of ``group`` beside."""
-        shards = (shard._replace(groups=(*shard.groups, (group, 0))) for shard in self[:3])
-        return Shards(*shards, *self[3:])
+        inp, weight, grad = (shard._replace(groups=(*shard.groups, (group, 0))) for shard in self[:3])
+        return self._replace(input=inp, weight=weight, grad_output=grad)
 
 
 class Part(NamedTuple):
@@ -69,7 +69,7 @@ class Part(NamedTuple):
 
 def quantize_parts(parts: Sequence[Part], shards: Shards) -> list[QuantizedTensor]:
     """Quantize each part as a part of its whole matrix; outer amaxes of all of them travel together."""
-    names = {} if shards.rank is None else {"rank": shards.rank}
+    names: dict[str, Any] = {} if shards.rank is None else {"rank": shards.rank}
     asked: list[dict[str, Any]] = []
     amaxes: list[tuple[Tensor | None, Tensor | None]] = []
     for part in parts:

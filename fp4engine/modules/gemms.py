@@ -152,17 +152,8 @@ class Gemms(torch.nn.Module):
         )
 
     def _multiply_share(self, inp: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, group: Any) -> Tensor:
-        """This rank's share of a linear transformation of DTensors, and the DTensor of all shares.
-
-        Raises:
-            NotImplementedError: wgrad is to add to a buffer.
-        """
-        name = self.name or type(self).__name__
-        if self.fuse_wgrad_accumulation:
-            raise NotImplementedError(
-                f"{name}: fuse_wgrad_accumulation is not implemented for weights that are DTensors"
-            )
-        local = localize(plan, inp, weight, bias, name)
+        """This rank's share of a linear transformation of DTensors, as the DTensor of all shares."""
+        local = localize(plan, inp, weight, bias, self.name or type(self).__name__)
         shards = local.shards if group is None else local.shards.and_over(group)
         output = linear(local.inp, local.weight, local.bias, plan, executed=self.executed, shards=shards)
         return local.whole(output)
@@ -175,8 +166,8 @@ class Gemms(torch.nn.Module):
             return None
         if is_distributed(weight, bias):
             raise NotImplementedError(
-                f"{self.name or type(self).__name__}: experts that are DTensors are not implemented; give each rank whole "
-                "experts of its own"
+                f"{self.name or type(self).__name__}: experts that are DTensors are not implemented; give each rank "
+                "whole experts of its own"
             )
         group = None if state is None else state.amax_reduction_group
         cache = self._cache(weight, plan, group, is_first_microbatch)
@@ -255,6 +246,11 @@ class Gemms(torch.nn.Module):
     def _main_grad(self, weight: Tensor) -> Tensor | None:
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return None
+        if is_distributed(weight):
+            name = self.name or type(self).__name__
+            raise NotImplementedError(
+                f"{name}: fuse_wgrad_accumulation is not implemented for a weight that is a DTensor"
+            )
         main_grad = getattr(weight, "main_grad", None)
         if (
             not isinstance(main_grad, Tensor)

@@ -26,7 +26,7 @@ from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.quantizers import Quantizer
 from fp4engine.tracing import constant_when_traced
 
-_PLAIN = (Tensor, torch.nn.Parameter, QuantizedWeight)
+_PLAIN = (type(None), Tensor, torch.nn.Parameter, QuantizedWeight, FusedInput)
 
 
 class Local(NamedTuple):
@@ -47,7 +47,10 @@ class Local(NamedTuple):
 
 def is_distributed(*tensors: Tensor | FusedInput | None) -> bool:
     """Whether any of ``tensors`` is a DTensor."""
-    if all(tensor is None or type(tensor) in _PLAIN or isinstance(tensor, FusedInput) for tensor in tensors):
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            break
+    else:
         return False
     if not torch.distributed.is_available():
         return False
@@ -82,8 +85,8 @@ def localize(plan: LinearPlan, inp: Tensor, weight: Tensor, bias: Tensor | None,
         name: of the module, for errors.
 
     Raises:
-        ValueError: only some of the tensors are DTensors, or they lie on two meshes; or a shard's edge would cut a block
-            of the recipe's casts.
+        ValueError: only some of the tensors are DTensors, or they lie on two meshes; or a shard's edge would cut a
+            block of the recipe's casts.
         NotImplementedError: placements that the table above does not have, or casts that need the whole tensor.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -138,9 +141,10 @@ def localize(plan: LinearPlan, inp: Tensor, weight: Tensor, bias: Tensor | None,
     def whole(output: Tensor) -> Tensor:
         return DTensor.from_local(output, mesh, outputs, run_check=False, shape=shape, stride=stride)
 
-    shards = (_shard(splits, *_AXES[role]) for role in _AXES)
+    of_input, of_weight, of_grad = (_shard(splits, *_AXES[role]) for role in _AXES)
+    shards = Shards(of_input, of_weight, of_grad, _first_rank(mesh), adds_bias)
     assert local[0] is not None and local[1] is not None
-    return Local(local[0], local[1], local[2], Shards(*shards, _first_rank(mesh), adds_bias), whole)
+    return Local(local[0], local[1], local[2], shards, whole)
 
 
 def _on_one_mesh(inp: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> tuple[Any, Any, Any]:
@@ -195,9 +199,10 @@ def _require_whole_blocks(plan: LinearPlan, splits: dict[str, _Split], name: str
             if split.chunk % multiple:
                 ranks = -(-split.size // split.chunk)
                 raise ValueError(
-                    f"{name}: {letter}={split.size} is sharded into parts of {split.chunk}, which would cut the blocks of "
-                    f"{multiple} that {role} is cast in; make it a multiple of {multiple * ranks}, or keep the module in "
-                    "high precision (convert(keep_high_precision=...)), or leave it out of parallelize_module"
+                    f"{name}: {letter}={split.size} is sharded into parts of {split.chunk}, which would cut the blocks "
+                    f"of {multiple} that {role} is cast in; make it a multiple of {multiple * ranks}, or keep the "
+                    "module in high precision (convert(keep_high_precision=...)), or leave it out of "
+                    "parallelize_module"
                 )
 
 

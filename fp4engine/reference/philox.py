@@ -5,9 +5,10 @@
     byte of the element at column j of its block of 16 = (word[j // 4] >> 8 * (j % 4)) & 255
 
 The position is the element's own, so padding, tile sizes and launch shapes cannot move the stream. The operand of a
-shard, a part that one rank holds of a tensor, has its positions in the whole tensor's operand: its ``rng`` is int64 [4],
-``(seed, draw, row, column)``, where the shard's first element is the tensor's ``[row, column]``. Both are multiples of
-16, and the columnwise operand, whose streams have bit 0 set, has them the other way around.
+shard, a part that one rank holds of a tensor, has its positions in the whole tensor's operand: its ``rng`` is int64
+[4], ``(seed, draw, row, column)``, where the shard's first element is the tensor's ``[row, column]``. An operand's
+contracted axis begins at a multiple of 16; the columnwise operand, whose streams have bit 0 set, has the two numbers
+the other way around.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
