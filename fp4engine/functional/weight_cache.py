@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
@@ -70,25 +70,37 @@ def _memory(weight: Tensor) -> tuple[UntypedStorage | None, tuple[Any, ...]]:
     return weight.untyped_storage(), (weight.storage_offset(), weight.dtype, weight.shape, weight.stride())
 
 
-_microbatch_caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
+class Clearable(Protocol):
+    """What remembers something of weights, and can forget it."""
+
+    def clear(self) -> None:
+        """Forget: the weights may have changed unseen."""
+
+
+_told: weakref.WeakSet[Clearable] = weakref.WeakSet()
+
+
+def tell_of_steps(cache: Clearable) -> None:
+    """Clear ``cache`` after every step of a ``torch.optim`` optimizer, as long as it lives."""
+    if not _told:
+        _told_for_good()
+    _told.add(cache)
 
 
 def microbatch_cache() -> WeightCache:
     """A cache without a scope, for ``is_first_microbatch``: told of every optimizer step as long as it lives."""
     cache = WeightCache()
-    if not _microbatch_caches:
-        _told_for_good()
-    _microbatch_caches.add(cache)
+    tell_of_steps(cache)
     return cache
 
 
 @lru_cache(maxsize=1)
 def _told_for_good() -> None:
-    register_optimizer_step_post_hook(_clear_microbatch_caches)
+    register_optimizer_step_post_hook(_clear_told)
 
 
-def _clear_microbatch_caches(*_: object) -> None:
-    for cache in _microbatch_caches:
+def _clear_told(*_: object) -> None:
+    for cache in _told:
         cache.clear()
 
 
