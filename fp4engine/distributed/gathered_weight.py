@@ -1,5 +1,6 @@
 """The weight that a module multiplies by after an all-gather of codes, and which plans it can serve."""
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from fp4engine.formats import Correction, Outer, ScaleRule
 from fp4engine.functional import LinearPlan
-from fp4engine.modules.quantized_weight import QuantizedWeight, casts_of, in_words
+from fp4engine.modules.quantized_weight import STORED, QuantizedWeight, casts_of, in_words
+from fp4engine.quantizers import Quantizer
 from fp4engine.tensor import Operand, is_transposable
 
 aten = torch.ops.aten
@@ -16,7 +18,7 @@ aten = torch.ops.aten
 
 def why_not_codes(plan: LinearPlan) -> str:
     """Why ``plan`` cannot do with the codes that ranks make of their shards; empty if it can."""
-    quantizer, spec, column = plan.weight, plan.weight.rowwise_spec, plan.weight.columnwise_spec
+    quantizer, spec = plan.weight, plan.weight.rowwise_spec
     if spec is None:
         return "the recipe keeps the weight in high precision"
     if spec.element.storage_bits != 4:
@@ -29,12 +31,22 @@ def why_not_codes(plan: LinearPlan) -> str:
     if spec.is_stochastic or not plain:
         return f"the codes of {spec.label} need more than a shard and the largest magnitude of the weight"
     if plan.backward_override == "high_precision":
-        return "backward_override='high_precision' multiplies the weight itself"
-    if plan.backward_override is None and quantizer.columnwise_source == "original":
-        if column is None:
-            return "dgrad multiplies the weight in high precision"
-        if column != spec or not is_transposable(spec):
-            return f"dgrad's operand, {column.label}, is cast from the weight in high precision"
+        return NO_VALUES
+    return "" if plan.backward_override is not None else why_not_dgrad(quantizer)
+
+
+NO_VALUES = "backward_override='high_precision' multiplies the weight itself"
+
+
+def why_not_dgrad(quantizer: Quantizer) -> str:
+    """Why the codes of the weight do not make dgrad's operand; empty if they do."""
+    row, column = quantizer.rowwise_spec, quantizer.columnwise_spec
+    if quantizer.columnwise_source == "rowwise_dequantized":
+        return ""
+    if column is None:
+        return "dgrad multiplies the weight in high precision"
+    if column != row or not is_transposable(column):
+        return f"dgrad's operand, {column.label}, is cast from the weight in high precision"
     return ""
 
 
@@ -49,10 +61,12 @@ class GatheredWeight(QuantizedWeight):
     Attributes:
         name: of the parameter in its model.
         ranks: of the mesh over which ``fully_shard`` spreads the weight; all of them have these codes.
+        why_not_dgrad: why its codes serve only recipes with a ``backward_override``; empty if they serve others.
     """
 
     name: str = ""
     ranks: frozenset[int] = frozenset()
+    why_not_dgrad: str = ""
 
     def made(self) -> dict[str, Tensor]:
         """What was made here of what was gathered, by name: memory that FSDP2 frees and allocates with the codes."""
@@ -66,9 +80,13 @@ class GatheredWeight(QuantizedWeight):
             ValueError: ``plan`` asks for other operands than those that were gathered.
             NotImplementedError: the group has ranks with other weights.
         """
-        reason = why_not_codes(plan)
-        if not reason and casts_of(plan.weight) != casts_of(self.quantizer):
-            reason = f"the recipe in force multiplies {in_words(plan.weight)}"
+        reason = ""
+        if casts_of(plan.weight) != casts_of(self.quantizer) or not plan.weight.only_casts:
+            reason = f"the recipe in force multiplies {in_words(plan.weight)} of {type(plan.weight).__name__}"
+        elif plan.backward_override is None:
+            reason = self.why_not_dgrad
+        elif plan.backward_override == "high_precision":
+            reason = NO_VALUES
         if reason:
             raise ValueError(
                 f"{self.name} was gathered as codes, {in_words(self.quantizer)}, and {reason}; give "
@@ -112,7 +130,25 @@ class GatheredWeight(QuantizedWeight):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "GatheredWeight":
         quantizer, dtype = context
-        return GatheredWeight(quantizer, size, dtype, inner.values())
+        return GatheredWeight.of(quantizer, size, dtype, inner.values())
+
+    @classmethod
+    def of(cls, quantizer: Quantizer, shape: Any, dtype: torch.dtype, tensors: Any) -> "GatheredWeight":
+        """Wrap ``tensors``, three or six in the order of :data:`~fp4engine.modules.quantized_weight.STORED`."""
+        weight: Any = cls(quantizer, shape, dtype, tensors)
+        weight.why_not_dgrad = why_not_dgrad(quantizer)
+        return weight
+
+    def refill(self, tensors: Iterable[Tensor]) -> None:
+        """Become what was gathered anew. Memory that graphs refer to is written, and its version stays.
+
+        FSDP2 has written the codes, which are its own memory.
+        """
+        named: dict[str, Tensor] = dict(zip(STORED, tensors, strict=False))
+        for name, memory in self.made().items():
+            memory.data.copy_(named.pop(name))  # .data has a version of its own
+        named.pop("codes")
+        vars(self).update(named)  # the amaxes
 
 
 def scales_on_the_wire(operand: Operand) -> Tensor:

@@ -11,7 +11,6 @@ from fp4engine import ops
 from fp4engine.distributed.gathered_weight import GatheredWeight, operand_from_wire, scales_on_the_wire
 from fp4engine.formats import CastSpec, Outer
 from fp4engine.functional.weight_cache import tell_of_steps
-from fp4engine.modules.quantized_weight import STORED
 from fp4engine.quantizers import Quantizer
 from fp4engine.tensor import Operand
 
@@ -135,7 +134,7 @@ class ShardedWeight(torch.Tensor):
         weight: which one it is.
     """
 
-    values: Tensor
+    values: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     weight: GatherableWeight
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
@@ -196,9 +195,9 @@ class ShardedWeight(torch.Tensor):
             sides = (rowwise, rowwise.transposed()) if self.weight.is_transposed else (rowwise,)
         tensors = [tensor for side in sides for tensor in side.tensors if tensor is not None]
         if out is not None:
-            _refill(out, tensors)
+            out.refill(tensors)
             return None
-        weight = GatheredWeight(self.weight.quantizer, (like.rows, like.cols), param_dtype, tensors)
+        weight = GatheredWeight.of(self.weight.quantizer, (like.rows, like.cols), param_dtype, tensors)
         weight.name = self.weight.name
         parameter = self.weight.sharded()
         if parameter is not None:
@@ -247,19 +246,6 @@ class ShardedWeight(torch.Tensor):
 
 _COPIES = (aten._to_copy.default, aten._pin_memory.default, aten.new_zeros.default)
 """What FSDP2 and ``module.to`` make shards by."""
-
-
-def _refill(weight: GatheredWeight, tensors: list[Tensor]) -> None:
-    """Give ``weight`` what was gathered anew. Memory that graphs refer to is written, and its version stays.
-
-    FSDP2 has written the codes, which are its own memory.
-    """
-    named = dict(zip(STORED, tensors, strict=False))
-    for name, memory in weight.made().items():
-        memory.data.copy_(named[name])  # .data has a version of its own
-    weight.amax = named["amax"]
-    if "columnwise_amax" in named:
-        weight.columnwise_amax = named["columnwise_amax"]
 
 
 def why_not_rows(rows: int, ranks: int, spec: CastSpec) -> str:

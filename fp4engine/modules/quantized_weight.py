@@ -251,7 +251,7 @@ def stored_operands(weight: QuantizedWeight, plan: LinearPlan, group: Any) -> We
     Raises:
         ValueError, NotImplementedError: as :meth:`QuantizedWeight.require`.
     """
-    weight.require(plan, group)
+    type(weight).require(weight, plan, group)  # a method of a tensor is traced with tensors as arguments
     return _STORED_OPERANDS
 
 

@@ -195,6 +195,34 @@ def checkpointed(rank: int):
     return same(*found)
 
 
+def compiled(rank: int):
+    """Blocks that are compiled before they are sharded."""
+    found = []
+    for fp4 in (False, True):
+        model = make_model()
+        for block in model:
+            block.compile(backend="aot_eager", fullgraph=True)
+        found.append(train(shard(model, fp4), rank, steps=2))
+    return same(*found)
+
+
+def kept(rank: int):
+    """Bytes that graphs keep from forward to backward, with and without codes on the wire."""
+    found = []
+    for fp4 in (False, True):
+        model, storages = shard(make_model(), fp4), {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()  # noqa: B023
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, fp4engine.autocast(recipe=DEFAULT):
+            model(torch.randn(32, 64, requires_grad=True))
+        found.append(sum(storage.nbytes() for storage in storages.values()))
+    return found
+
+
 def evaluated(rank: int):
     """Evaluation before, between and after training, without gradients."""
     found = []
@@ -379,8 +407,8 @@ def reasons(rank: int):
 CHECKS = {
     check.__name__: check
     for check in (
-        three_steps, recipes, modules, frozen, offloaded, fused, checkpointed, evaluated, wire, operands, nan, plain,
-        assigned, from_meta, refused, reasons,
+        three_steps, recipes, modules, frozen, offloaded, fused, checkpointed, compiled, kept, evaluated, wire,
+        operands, nan, plain, assigned, from_meta, refused, reasons,
     )
 }  # fmt: skip
 
@@ -427,7 +455,7 @@ def test_recipes_of_the_book_have_those_bytes_too(ranks, name):
     assert all(rank["recipes"][name] for rank in ranks)
 
 
-@pytest.mark.parametrize("name", ["modules", "frozen", "offloaded", "fused", "checkpointed", "evaluated"])
+@pytest.mark.parametrize("name", ["modules", "frozen", "offloaded", "fused", "checkpointed", "compiled", "evaluated"])
 def test_so_does_what_else_one_may_do(ranks, name):
     assert all(rank[name] is True for rank in ranks)
 
@@ -444,6 +472,11 @@ def test_half_a_byte_an_element_goes_over_the_wire_and_amaxes_once_a_step(ranks)
         assert {nbytes for nbytes, _ in gathers} == {ELEMENTS // 2 * (0.5 + 1 / 256)}
         amaxes = [(4 * 4, torch.int32)]
         assert reductions == [amaxes, [], []] * 2
+
+
+def test_graphs_keep_no_operand_of_a_weight_that_is_gathered_again(ranks):
+    for high_precision, codes in (rank["kept"] for rank in ranks):
+        assert high_precision - codes >= 2 * ELEMENTS * 0.5625
 
 
 def test_nan_in_one_shard_reaches_all_ranks(ranks):
@@ -471,8 +504,8 @@ def test_models_may_begin_on_meta(ranks):
 def test_high_precision_and_other_casts_are_refused_by_name(ranks):
     for outside, disabled, blocks, fp8, alike, world, one, again in (rank["refused"] for rank in ranks):
         assert outside == disabled and outside.startswith("0.0.weight was gathered as codes, and its values in high")
-        assert "0.0.weight was gathered as codes, e2m1 16x16 and e2m1 16x16, and dgrad's operand, e2m1 1x16" in blocks
-        assert "which is not FP4; give fp4_all_gather(recipe=...) the recipe in force" in fp8
+        assert "0.0.weight was gathered as codes, e2m1 16x16 and e2m1 16x16, and the recipe in force multi" in blocks
+        assert "multiplies e4m3 tensor and e4m3 tensor of Quantizer; give fp4_all_gather(recipe=...) the" in fp8
         assert alike and world and one and "call fp4_all_gather before fully_shard" in again
 
 
