@@ -83,13 +83,15 @@ def fp4_all_gather(model: nn.Module, recipe: Recipe | None = None, mesh: DeviceM
         mesh: what ``fully_shard`` will be given, whose last dimension shards; None is all ranks.
 
     Raises:
-        ValueError: the model is sharded already; ``recipe`` is not a recipe; no ``mesh`` is given, and
-            ``torch.distributed`` is not initialised.
+        ValueError: the model is sharded already, or this has been called for it; ``recipe`` is not a recipe; no
+            ``mesh`` is given, and ``torch.distributed`` is not initialised.
     """
     if recipe is not None and not isinstance(recipe, Recipe):
         raise ValueError(f"recipe must be an fp4engine.recipe.Recipe (zoo.make makes one) or None, got {recipe!r}")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("model is sharded already; call fp4_all_gather before fully_shard")
+    if any(isinstance(parameter, ShardedWeight) for parameter in model.parameters()):
+        raise ValueError("fp4_all_gather has been called for weights of model already; call it once")
     if mesh is None and not dist.is_initialized():
         raise ValueError("mesh is None, and torch.distributed is not initialised: nobody knows over how many ranks")
     ranks = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
@@ -176,6 +178,8 @@ def _adopt(weight: GatherableWeight) -> None:
 
 def _adopt_loaded(weight: GatherableWeight, module: nn.Module, incompatible_keys: Any) -> None:
     """After ``load_state_dict(assign=True)``, which replaces the parameter by what was loaded, do as before."""
+    if module is not weight.module:  # but a copy of it
+        return
     parameter = getattr(module, weight.parameter)
     weight.forget()
     if isinstance(parameter, DTensor):

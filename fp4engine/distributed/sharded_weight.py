@@ -53,8 +53,9 @@ class OuterAmaxes:
 
 def _shard_group(parameter: DTensor) -> tuple[Any, str]:
     """The process group over which ``parameter`` is sharded, and the type of device on which it communicates."""
-    dimension = next(index for index, placement in enumerate(parameter.placements) if placement.is_shard())
-    return parameter.device_mesh.get_group(dimension), parameter.device_mesh.device_type
+    spread = [index for index, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    assert len(spread) == 1, f"tensor parallelism makes other shards of a weight, plain ones: {parameter.placements}"
+    return parameter.device_mesh.get_group(spread[0]), parameter.device_mesh.device_type
 
 
 class GatherableWeight:
@@ -86,6 +87,10 @@ class GatherableWeight:
         self.has_amax = quantizer.rowwise_spec.outer is Outer.TENSOR
         if self.has_amax:
             amaxes.weights.append(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GatherableWeight":
+        """Itself: a copy of the model is not gathered as codes."""
+        return self
 
     def sharded(self) -> DTensor | None:
         """The parameter while it is sharded; None before ``fully_shard``, and while it is gathered."""
@@ -211,7 +216,8 @@ class ShardedWeight(torch.Tensor):
         plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda shard: shard.values, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
         for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written or func.namespace == "c10d":  # collectives do not say what they write
                 given = args[index] if index < len(args) else kwargs.get(argument.name)
                 for leaf in tree_leaves(given):
                     if isinstance(leaf, ShardedWeight):

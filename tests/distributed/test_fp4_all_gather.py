@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -271,6 +274,29 @@ def operands(rank: int):
     return found
 
 
+def broadcast(rank: int):
+    """Every rank has rank 0's weights and then three times its own, which their shards are told."""
+    torch.manual_seed(rank)
+    model, found = make_model(), []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_()
+    fp4_all_gather(model)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    for module in (*model, model):
+        fully_shard(module)
+    for _ in range(2):
+        expected = shard(make_model(), False)
+        expected.load_state_dict(model.state_dict())
+        with torch.no_grad(), fp4engine.autocast(recipe=DEFAULT):
+            found.append(torch.equal(*(net(torch.ones(8, 64)) for net in (model, expected))))
+        model.reshard()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.to_local().data)
+    return found
+
+
 def nan(rank: int):
     """Finite outputs where all ranks write to their shards, and one writes a NaN."""
     model = shard(make_model(), True)
@@ -376,6 +402,36 @@ def refused(rank: int):
     return said
 
 
+def misplaced(rank: int):
+    """What is said of shards along columns, of another mesh than was told, and after tensor parallelism."""
+    square = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
+    model = torch.nn.Sequential(fp4engine.Linear(64, 80), fp4engine.Linear(80, 64))
+    fp4_all_gather(model[0], DEFAULT, square["data"])  # on one rank whole tiles, on two cut ones
+    fp4_all_gather(model[1], DEFAULT, square["tensor"])
+    fully_shard(model[0], mesh=square["tensor"])
+    fully_shard(model[1], mesh=square["tensor"], shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+    said = []
+    for layer, inp in zip(model, (torch.ones(8, 64), torch.ones(8, 80)), strict=True):
+        with pytest.raises(ValueError) as error, fp4engine.autocast(recipe=DEFAULT):
+            layer(inp)
+        said.append(str(error.value))
+    model = make_model()[0]
+    parallelize_module(model, square["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    said += [weight.reason for weight in fp4_all_gather(model, DEFAULT, square["data"]).weights]
+    return said
+
+
+def copied(rank: int):
+    """A copy that was made before sharding is plain, and stays so when a state is loaded."""
+    model = make_model()
+    fp4_all_gather(model)
+    copy = deepcopy(model)
+    copy.load_state_dict(model.state_dict(), assign=True)
+    with pytest.raises(ValueError, match="already; call it once"):
+        fp4_all_gather(model)
+    return [type(weight).__name__ for weight in copy.parameters()], type(model[0][0].weight).__name__
+
+
 def reasons(rank: int):
     """Why weights are gathered in high precision, and that they train as ever."""
     found = {}
@@ -408,7 +464,7 @@ CHECKS = {
     check.__name__: check
     for check in (
         three_steps, recipes, modules, frozen, offloaded, fused, checkpointed, compiled, kept, evaluated, wire,
-        operands, nan, plain, assigned, from_meta, refused, reasons,
+        operands, broadcast, nan, plain, assigned, from_meta, refused, misplaced, copied, reasons,
     )
 }  # fmt: skip
 
@@ -479,6 +535,10 @@ def test_graphs_keep_no_operand_of_a_weight_that_is_gathered_again(ranks):
         assert high_precision - codes >= 2 * ELEMENTS * 0.5625
 
 
+def test_shards_are_told_of_collectives_that_write_to_them(ranks):
+    assert all(rank["broadcast"] == [True, True] for rank in ranks)
+
+
 def test_nan_in_one_shard_reaches_all_ranks(ranks):
     assert all(rank["nan"] == (True, False) for rank in ranks)
 
@@ -507,6 +567,17 @@ def test_high_precision_and_other_casts_are_refused_by_name(ranks):
         assert "0.0.weight was gathered as codes, e2m1 16x16 and e2m1 16x16, and the recipe in force multi" in blocks
         assert "multiplies e4m3 tensor and e4m3 tensor of Quantizer; give fp4_all_gather(recipe=...) the" in fp8
         assert alike and world and one and "call fp4_all_gather before fully_shard" in again
+
+
+def test_shards_that_were_not_planned_are_refused_by_name(ranks):
+    for mesh, columns, *reasons in (rank["misplaced"] for rank in ranks):
+        assert "weight [80, 64] was to be gathered as codes, and one of 2 ranks has [40, 64] of it" in mesh
+        assert "weight [64, 80] was to be gathered as codes, and one of 2 ranks has [64, 40] of it" in columns
+        assert reasons == ["it is a DTensor already, of tensor parallelism"] * 2
+
+
+def test_a_copy_is_gathered_in_high_precision(ranks):
+    assert all(rank["copied"] == (["Parameter"] * 4, "ShardedWeight") for rank in ranks)
 
 
 def test_what_cannot_go_as_codes_says_why_and_trains_as_ever(ranks):
