@@ -204,7 +204,7 @@ def compiled(rank: int):
     for fp4 in (False, True):
         model = make_model()
         for block in model:
-            block.compile(backend="aot_eager", fullgraph=True)
+            block.compile(backend="aot_eager")
         found.append(train(shard(model, fp4), rank, steps=2))
     return same(*found)
 
