@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
@@ -72,28 +72,40 @@ def _memory(weight: Tensor) -> tuple[UntypedStorage | None, tuple[Any, ...]]:
     return weight.untyped_storage(), (weight.storage_offset(), weight.dtype, weight.shape, weight.stride())
 
 
-_microbatch_caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
+class Clearable(Protocol):
+    """What remembers something of weights, and can forget it."""
+
+    def clear(self) -> None:
+        """Forget: the weights may have changed unseen."""
+
+
+_told: weakref.WeakSet[Clearable] = weakref.WeakSet()
 _lock = threading.Lock()
-"""Held while a cache joins those above, and while a thread that has stepped an optimizer clears them."""
+"""Held while somebody joins those, and while a thread that has stepped an optimizer clears them."""
+
+
+def tell_of_steps(cache: Clearable) -> None:
+    """Clear ``cache`` after every step of a ``torch.optim`` optimizer, as long as it lives."""
+    with _lock:
+        _told_for_good()
+        _told.add(cache)
 
 
 def microbatch_cache() -> WeightCache:
     """A cache without a scope, for ``is_first_microbatch``: told of every optimizer step as long as it lives."""
     cache = WeightCache()
-    with _lock:
-        _told_for_good()
-        _microbatch_caches.add(cache)
+    tell_of_steps(cache)
     return cache
 
 
 @lru_cache(maxsize=1)
 def _told_for_good() -> None:
-    register_optimizer_step_post_hook(_clear_microbatch_caches)
+    register_optimizer_step_post_hook(_clear_told)
 
 
-def _clear_microbatch_caches(*_: object) -> None:
+def _clear_told(*_: object) -> None:
     with _lock:
-        for cache in _microbatch_caches:
+        for cache in _told:
             cache.clear()
 
 
