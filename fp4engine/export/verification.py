@@ -134,12 +134,12 @@ def _operand(
     layer: ExportLayer, layers: Mapping[str, ExportLayer], state: ModelState, amax: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Codes and block scales of the layer, out of the whole operand that the model multiplies by, cast in one call."""
-    parts = [layers[name].weight(state) for name in layer.operand]
-    weight = parts[0] if len(parts) == 1 else torch.cat([part.detach() for part in parts])
-    if isinstance(weight, QuantizedWeight):
-        if torch.equal(weight.tensors()[2].cpu(), amax):
-            return weight.tensors()[0], weight.tensors()[1]
-        weight = weight.dequantize()
+    parts = [layers[name].weight(state).detach() for name in layer.operand]
+    own = parts[layer.operand.index(layer.name)]
+    if isinstance(own, QuantizedWeight) and torch.equal(own.tensors()[2].cpu(), amax):
+        return own.tensors()[0], own.tensors()[1]
+    values = [part.dequantize() if isinstance(part, QuantizedWeight) else part for part in parts]
+    weight = values[0] if len(values) == 1 else torch.cat(values)
     operand = layer.quantizer.quantize(weight.detach(), columnwise=False, rowwise_amax=amax.to(weight.device)).rowwise
     assert operand is not None and operand.scale_inv is not None
     start = sum(layers[name].shape[0] for name in layer.operand[: layer.operand.index(layer.name)])
