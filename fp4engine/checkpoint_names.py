@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from fp4engine.modules import QuantizedWeight
 
+_HIGH_PRECISION = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -48,6 +50,16 @@ class Piece:
         if self.rows is None:
             return part
         return part.rows(slice(*self.rows)) if isinstance(part, QuantizedWeight) else part[slice(*self.rows)]
+
+
+def require_like(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise a ValueError unless ``value``, from a checkpoint, can be the model's tensor of that shape and dtype."""
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name!r} has shape {tuple(value.shape)} in weights and {shape} in the model")
+    if value.dtype != dtype and not (value.dtype in _HIGH_PRECISION and dtype in _HIGH_PRECISION):
+        raise ValueError(
+            f"{name!r} is {value.dtype} in weights and {dtype} in the model; weights must not be quantized"
+        )
 
 
 def checkpoint_pieces(model: nn.Module, state: Mapping[str, Tensor]) -> Iterable[Piece]:

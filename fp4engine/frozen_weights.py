@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4engine.accounting.planned import linear_modules, linear_shape
-from fp4engine.checkpoint_names import Piece, checkpoint_pieces
+from fp4engine.checkpoint_names import Piece, checkpoint_pieces, require_like
 from fp4engine.modules import QuantizedWeight
 from fp4engine.modules.adoption import compute_buffers, forget_storage
 from fp4engine.modules.gemms import Gemms
@@ -217,8 +217,7 @@ class _Values:
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         assert self._weights is not None
         value = self._weights[name]
-        if value.shape != shape:
-            raise ValueError(f"{name!r} has shape {tuple(value.shape)} in weights and {shape} in the model")
+        require_like(name, value, shape, dtype)
         return value.detach().to(dtype)
 
 

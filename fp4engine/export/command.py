@@ -56,7 +56,9 @@ def main(args: argparse.Namespace) -> int:
     """Export, and print the table of layers; 2 and one line on standard error where that is refused."""
     try:
         recipe = _recipe(args.recipe)
-        model = _empty_model(args.source, recipe, args.keep_high_precision)
+        weights = TensorFolder(args.source)
+        model = _empty_model(args.source, len(weights))
+        convert(model, recipe, keep_high_precision=args.keep_high_precision)
         report = export_checkpoint(
             model,
             args.directory,
@@ -65,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
             shared_scales=() if args.no_shared_scales else SHARED_SCALES,
             requantize=args.requantize,
             verify=args.verify,
-            weights=TensorFolder(args.source),
+            weights=weights,
             tokenizer=args.source if any(args.source.glob("tokenizer*")) else None,
             max_shard_size=int(args.max_shard_gb * 2**30),
         )
@@ -82,24 +84,45 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _empty_model(source: Path, recipe: Recipe, keep_high_precision: list[str]) -> Any:
-    """The model that ``config.json`` describes, without values, its linear modules converted."""
+def _empty_model(source: Path, tensors: int) -> Any:
+    """The model that ``config.json`` describes, without values.
+
+    Args:
+        tensors: how many the checkpoint has; more layers than that are not built.
+
+    Raises:
+        CheckpointError: transformers cannot build it, or it is quantized, or code would have to be run.
+    """
     import transformers
 
-    described = read_json(source / "config.json")
+    path = source / "config.json"
+    described = read_json(path)
     if "auto_map" in described:
-        raise CheckpointError(f"{source / 'config.json'} asks for code of its own (auto_map), which is never run")
+        raise CheckpointError(f"{path} asks for code of its own (auto_map), which is never run")
+    if quantized := described.get("quantization_config"):
+        raise CheckpointError(f"{path} says that the weights are quantized already: {_one_line(quantized):.120}")
     names = described.get("architectures")
-    kind: Any = getattr(transformers, names[0], None) if isinstance(names, list) and names else None
+    name = names[0] if isinstance(names, list) and names else None
+    kind: Any = getattr(transformers, name, None) if isinstance(name, str) else None
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
-        raise CheckpointError(f"{source / 'config.json'} names no architecture that transformers has, got {names!r}")
-    config = transformers.AutoConfig.from_pretrained(source)
-    with torch.device("meta"):
-        model = kind(config)
-    if (source / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(source)
-    convert(model, recipe, keep_high_precision=keep_high_precision)
+        raise CheckpointError(f"{path} names no architecture that transformers has, got {names!r:.120}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(source)
+        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        if layers > tensors:
+            raise ValueError(f"it has {layers} layers, and the files hold {tensors} tensors")
+        with torch.device("meta"):
+            model = kind(config)
+        if (source / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(source)
+    except Exception as error:  # whatever a configuration makes transformers raise, which nobody lists
+        reason = f"{type(error).__name__}: {_one_line(error)}"
+        raise CheckpointError(f"{path} describes no {name} that transformers can build: {reason:.300}") from error
     return model
+
+
+def _one_line(value: object) -> str:
+    return " ".join(str(value).split())
 
 
 def _recipe(name: str) -> Recipe:

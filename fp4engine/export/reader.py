@@ -52,7 +52,8 @@ class TensorFolder(Mapping[str, Tensor]):
 
     def _indexed(self, index: Path) -> dict[str, str]:
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        named = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+        if not named or not weight_map:
             raise CheckpointError(f"{index}: weight_map must map tensor names to file names, got {weight_map!r:.80}")
         files = sorted(set(weight_map.values()))
         for file in files:
@@ -212,11 +213,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         if path.stat().st_size > _JSON_BYTES:
-            raise CheckpointError(
-                f"{path} has {path.stat().st_size} bytes, more than the {_JSON_BYTES} of any such file"
-            )
+            raise OSError(f"it has {path.stat().st_size} bytes, more than the {_JSON_BYTES} of any such file")
         data = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is missing, truncated or no JSON: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} must hold an object, got {type(data).__name__}")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from fp4engine.checkpoint_names import Piece, checkpoint_pieces
+from fp4engine.checkpoint_names import Piece, checkpoint_pieces, require_like
 
 
 class ModelState:
@@ -58,7 +58,9 @@ class ModelState:
 
     def __getitem__(self, name: str) -> Tensor:
         piece = self.pieces[name]
-        tensor = piece.of(self._state[piece.source]) if self._weights is None else self._weights[name]
-        if tensor.shape != piece.shape:
-            raise ValueError(f"{name!r} has shape {tuple(tensor.shape)} in weights and {piece.shape} in the model")
+        own = self._state[piece.source]
+        if self._weights is None:
+            return piece.of(own)
+        tensor = self._weights[name]
+        require_like(name, tensor, piece.shape, own.dtype)
         return tensor

@@ -434,7 +434,17 @@ class TestHostile:
             ServedCheckpoint(folder)
 
     @pytest.mark.parametrize(
-        "text", ["", "[1]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "[" * 100_000, "\x00"]
+        "text",
+        [
+            "",
+            "[1]",
+            '{"weight_map": 3}',
+            '{"weight_map": {}}',
+            '{"weight_map": {"a": 1}}',
+            '{"weight_map": ' + "9" * 10_000 + "}",
+            "[" * 100_000,
+            "\x00",
+        ],
     )
     def test_an_index_that_is_none(self, folder, text) -> None:
         (folder / "model.safetensors.index.json").write_text(text)
