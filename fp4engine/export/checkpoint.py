@@ -198,7 +198,7 @@ def export_checkpoint(
             write_json(made / name, data)
         _copy_companions(made, model, tokenizer)
         if verify:
-            compare(made, layers, tensors, slabs, progress)
+            compare(made, layers, left_alone, tensors, slabs, progress)
     return ExportReport(target, form.name, entries, left_alone, tensors.unused)
 
 
