@@ -7,6 +7,7 @@ module tells transformers how to read them.
 
 import json
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -105,8 +106,10 @@ class StoredWeightsQuantizer(HfQuantizer):
         """Convert the model, and put the parts of stored weights in the weights' places."""
         config = self.quantization_config
         recipe = None if config.recipe is None else recipe_from_json(json.dumps(config.recipe))
-        converted = set(config.converted)
-        quantizers = config.quantizers()
+        stored = config.quantizers()
+        names = _names_in(model, [*config.converted, *stored])
+        converted = {names[name] for name in config.converted if name in names}
+        self._quantizers = quantizers = {names[name]: made for name, made in stored.items() if name in names}
         convert(model, recipe, lambda _, name: name in converted)
         self._places = weight_places(model)
         if unknown := sorted({*quantizers} - {*self._places}):
@@ -134,7 +137,7 @@ class StoredWeightsQuantizer(HfQuantizer):
         Raises:
             ValueError: the checkpoint lacks a part, which transformers has filled with whatever the memory held.
         """
-        for name, quantizer in self.quantization_config.quantizers().items():
+        for name, quantizer in self._quantizers.items():
             place = self._places[name]
             parts = [place.module._parameters.pop(f"weight_{part}", None) for part in STORED]
             for part, tensor in zip(STORED, parts, strict=True):
@@ -185,6 +188,20 @@ def description(model: nn.Module) -> StoredWeightsConfig:
     weights = [dict(zip(_CASTS, casts, strict=True)) | {"modules": names} for casts, names in groups.items()]
     data = None if recipe is None else json.loads(without_sharing(recipe).to_json())
     return StoredWeightsConfig(data, converted, weights)
+
+
+def _names_in(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """``module in the checkpoint -> module in model``; one of the two may be a model with its head, the other without.
+
+    A head in the checkpoint that ``model`` does not have is left out.
+    """
+    prefix = f"{model.base_model_prefix}."
+    below = [name for name in names if name.startswith(prefix)]
+    if not model.base_model_prefix or bool(below) == hasattr(model, model.base_model_prefix):
+        return {name: name for name in names}
+    if below:
+        return {name: name.removeprefix(prefix) for name in below}
+    return {name: f"{prefix}{name}" for name in names}
 
 
 def _require_safetensors(files: Any) -> None:

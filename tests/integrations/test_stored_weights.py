@@ -227,6 +227,21 @@ def test_crafted_stacks_are_refused() -> None:
             rebuild(*described, wrong, dtype, is_parameter, requires_grad, tensors, transposed)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt2"])
+def test_a_model_is_loaded_without_its_head_and_with_one(tmp_path, name) -> None:
+    model = converted(name, RECIPE)
+    fp4engine.quantize_weights(model)
+    model.save_pretrained(tmp_path / "whole")
+    body = transformers.AutoModel.from_pretrained(tmp_path / "whole", attn_implementation="eager").eval()
+    body.save_pretrained(tmp_path / "body")
+    again = type(model).from_pretrained(tmp_path / "body", attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = model.base_model(tokens()).last_hidden_state
+        for loaded in (body, again.base_model):
+            assert any(isinstance(parameter, fp4engine.QuantizedWeight) for parameter in loaded.parameters())
+            assert torch.equal(loaded(tokens()).last_hidden_state, expected)
+
+
 def test_siblings_keep_the_amax_that_they_share(tmp_path) -> None:
     model = llama()
     qat.prepare(model, keep_high_precision=["lm_head"])

@@ -1,6 +1,7 @@
 """Checkpoints for servers: what is in the files, read back by two readers; what is refused."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -479,6 +480,16 @@ class TestHostile:
         self.change(folder, f"model.layers.0.mlp.up_proj.{getattr(form, part)}", change)
         with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj"):
             ServedCheckpoint(folder)
+
+
+def test_others_may_read_what_the_umask_lets_them(tmp_path) -> None:
+    before = os.umask(0o022)
+    try:
+        export_checkpoint(converted(), tmp_path / "out", progress=False)
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes == {0o644} and (tmp_path / "out").stat().st_mode & 0o777 == 0o755
 
 
 LAYER = "model.layers.0.mlp.up_proj"
