@@ -6,6 +6,7 @@ The weights go from file to file one at a time, so the model never exists in mem
 import argparse
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="load both into memory, in FP32, and say how far the files' logits are from those of the recipe's weights",
     )
-    parser.add_argument("--max-shard-gb", type=float, default=2.0, help="size of a file (default: %(default)s)")
+    parser.add_argument("--max-shard-gb", type=_size, default=2.0, help="size of a file (default: %(default)s)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -132,14 +133,26 @@ def _recipe(name: str) -> Recipe:
 def _inputs(value: str | None) -> Any:
     if value is None or value in ("dynamic", "high_precision"):
         return value
-    amaxes = json.loads(_text(value, "--inputs"))
-    if not isinstance(amaxes, dict) or not all(isinstance(amax, int | float) for amax in amaxes.values()):
+    text = _text(value, "--inputs")
+    try:
+        amaxes = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{value} is no JSON: {error}") from error
+    if not isinstance(amaxes, dict) or not all(type(amax) in (int, float) for amax in amaxes.values()):
         raise ValueError(f"{value} must hold one JSON object of numbers by layer")
     return amaxes
+
+
+def _size(text: str) -> float:
+    """What ``--max-shard-gb`` takes: at least a byte, and no more than there is."""
+    with suppress(ValueError):
+        if 2**-30 <= (size := float(text)) < 2**30:
+            return size
+    raise argparse.ArgumentTypeError(f"must be a size in GiB, such as 0.5, got {text!r}")
 
 
 def _text(path: str, argument: str) -> str:
     try:
         return Path(path).read_text()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{argument} is neither a known name nor a readable file: {error}") from error

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fp4engine
-from fp4engine.export import ServedCheckpoint, TensorFolder, calibrate
+from fp4engine.export import ServedCheckpoint, TensorFolder, calibrate, export_checkpoint
 from fp4engine.export.command import add_arguments, main
 from fp4engine.recipe import NVFP4BlockScaling
 from tests.tiny import llama
@@ -95,6 +95,43 @@ def test_tensors_that_are_not_in_high_precision_are_refused_by_name(tmp_path, so
     fp4engine.convert(model, NVFP4BlockScaling(), keep_high_precision=["lm_head"])
     with pytest.raises(ValueError, match=f"is {dtype} in weights"):
         fp4engine.quantize_weights(model, weights=TensorFolder(tmp_path / "trained"))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "amaxes.json is no JSON"),
+        ("[" * 100_000, "amaxes.json is no JSON"),
+        ("\xff", "neither a known name nor a readable file"),
+        ("[]", "one JSON object of numbers"),
+        ('{"LAYER": true}', "one JSON object of numbers"),
+        ('{"LAYER": NaN}', "finite FP32 amax"),
+        ('{"LAYER": 1e39}', "finite FP32 amax"),
+        ('{"LAYER": 1' + "0" * 400 + "}", "finite FP32 amax"),
+    ],
+)
+def test_amaxes_that_are_none_are_refused(tmp_path, source, capsys, text, complaint) -> None:
+    path = tmp_path / "amaxes.json"
+    path.write_bytes(text.replace("LAYER", "model.layers.0.self_attn.q_proj").encode("latin-1"))
+    assert run(tmp_path / "trained", tmp_path / "served", "--inputs", path) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and error.count("\n") == 1 and not (tmp_path / "served").exists()
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf", "1e300", "much"])
+def test_sizes_that_are_none_are_refused(tmp_path, source, capsys, size) -> None:
+    with pytest.raises(SystemExit):
+        run(tmp_path / "trained", tmp_path / "served", "--inputs", "high_precision", "--max-shard-gb", size)
+    assert "must be a size in GiB" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="at least one byte, got 0"):
+        export_checkpoint(source, tmp_path / "served", max_shard_size=0)
+
+
+def test_a_recipe_nested_without_end_is_refused(tmp_path, source, capsys) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text("[" * 100_000)
+    assert run(tmp_path / "trained", tmp_path / "served", "--inputs", "high_precision", "--recipe", path) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
