@@ -1,15 +1,20 @@
 """The weights of a converted model as codes, and back: for adapters trained on a frozen base (QLoRA)."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp4engine.modules import Linear, QuantizedWeight
-from fp4engine.modules.adoption import adopted_names, compute_buffers, forget_storage
+from fp4engine.accounting.planned import linear_modules, linear_shape
+from fp4engine.checkpoint_names import Piece, checkpoint_pieces, require_like
+from fp4engine.modules import QuantizedWeight
+from fp4engine.modules.adoption import compute_buffers, forget_storage
+from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.quantized_weight import decode_parameters
+from fp4engine.modules.weight_places import WeightPlace, weight_places
 from fp4engine.quantizers import make_quantizer
 from fp4engine.quantizers.shared import SharedAmaxQuantizer
 from fp4engine.recipe import Recipe
@@ -40,28 +45,31 @@ class StoredWeights:
 def quantize_weights(
     model: nn.Module, recipe: Recipe | None = None, *, weights: Mapping[str, Tensor] | None = None
 ) -> StoredWeights:
-    """Store the weight of every :class:`fp4engine.Linear` below ``model`` as its codes and scales, frozen, in place.
+    """Store the weights of converted modules below ``model`` as their codes and scales, frozen, in place.
 
-    Its products are, bit for bit, those of the plain weight under the same recipe. What 16x16 blocks take is 4.5 bits
-    an element; casts that differ by direction are stored for both, in 9. The other parameters stay as they are, and a
-    weight that others share stays plain. ``save_pretrained`` of transformers writes what is stored, and
-    ``from_pretrained`` reads it once ``fp4engine.integrations.transformers`` is imported.
+    These are the weights of what was ``nn.Linear``, ``Conv1D`` or experts in one parameter. Products are, bit for bit,
+    those of the plain weights under the same recipe. What 16x16 blocks take is 4.5 bits an element; casts that differ
+    by direction are stored for both, in 9. The other parameters stay as they are, and a weight that others share stays
+    plain. ``save_pretrained`` of transformers writes what is stored, and ``from_pretrained`` reads it once
+    ``fp4engine.integrations.transformers`` is imported.
 
     Args:
-        model: converted; on ``meta`` with ``weights``, which then fill every parameter, one at a time, so that the
-            model in high precision never exists.
+        model: converted; on ``meta`` with ``weights``, which then fill every parameter, one matrix at a time, so that
+            the model in high precision never exists.
         recipe: what the weights are cast by, and what the model is to run by; None takes the recipe that each module
             was converted with.
-        weights: values by the names of parameters and buffers, such as ``fp4engine.export.TensorFolder(directory)``.
+        weights: values by the names of parameters and buffers, in the model or in its checkpoints, such as
+            ``fp4engine.export.TensorFolder(directory)``.
 
     Raises:
         ValueError: nothing is to be stored; a module follows no recipe, or one with delayed scaling; ``weights`` is
             given beside a recipe of :func:`fp4engine.export.share_amax`, lacks a name or has another shape; a
             parameter or buffer is on ``meta`` and has no value, and is none that a model of transformers computes.
+        NotImplementedError: ``weights`` lacks a parameter by its name in the model, and transformers writes it in
+            another way than in parts of its rows.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    quantizers, left_alone = _quantizers(model, layers, recipe)
-    left_alone |= {name: "only weights of nn.Linear are stored as codes" for name in adopted_names(model)}
+    places = weight_places(model)
+    quantizers, left_alone = _quantizers(model, places, recipe)
     if not quantizers:
         raise ValueError(
             f"no weight of this {type(model).__name__} is to be stored as codes: fp4engine.convert(model, recipe) "
@@ -72,31 +80,35 @@ def quantize_weights(
             "siblings that share an amax cannot be filled one at a time: load the model, then leave weights out"
         )
     before = _nbytes(model)
+    compute_buffers(model)
+    of_parameter = {places[name].name: name for name in quantizers}
+    values = _Values(model, weights)
     replaced: dict[Tensor, nn.Parameter] = {}
     # Without weights= all codes are made before the first weight goes: siblings that share an amax see each other.
-    codes = {} if weights is not None else {n: _stored(layers[n].weight, made) for n, made in quantizers.items()}
+    codes = {}
+    if weights is None:
+        codes = {name: _stored(values, places[name], made) for name, made in quantizers.items()}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if parameter not in replaced:
-            value = _value(name, parameter, weights)
-            layer = name.removesuffix(".weight")
-            if layer != name and layer in quantizers:
-                replaced[parameter] = codes[layer] if layer in codes else _stored(value, quantizers[layer])
+            layer = of_parameter.get(name)
+            if layer is not None:
+                replaced[parameter] = codes[layer] if codes else _stored(values, places[layer], quantizers[layer])
             elif weights is None:
-                replaced[parameter] = parameter
+                replaced[parameter] = _require_value(name, parameter)
             else:
-                replaced[parameter] = nn.Parameter(value.detach().clone(), parameter.requires_grad)
+                replaced[parameter] = nn.Parameter(values.of(name, parameter).clone(), parameter.requires_grad)
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, replaced[parameter])
-    compute_buffers(model)
     for name, buffer in list(model.named_buffers()):
         if buffer.is_meta:
             owner, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(owner), own_name, _value(name, buffer, weights).clone())
+            setattr(model.get_submodule(owner), own_name, values.of(name, buffer).clone())
     if "transformers" in sys.modules:
         from fp4engine.integrations.stored_weights import describe_in
 
         describe_in(model)
-    return StoredWeights(tuple(f"{name}.weight" for name in quantizers), left_alone, before, _nbytes(model))
+    stored = tuple(places[name].name for name in quantizers)
+    return StoredWeights(stored, left_alone, before, _nbytes(model))
 
 
 def dequantize_weights(model: nn.Module) -> tuple[str, ...]:
@@ -105,43 +117,42 @@ def dequantize_weights(model: nn.Module) -> tuple[str, ...]:
     Raises:
         ValueError: there is none.
     """
-    stored = [(name, weight) for name, weight in model.named_parameters() if isinstance(weight, QuantizedWeight)]
-    if not stored:
+    decoded = tuple(
+        f"{name}.{own}" if name else own for name, module in model.named_modules() for own in decode_parameters(module)
+    )
+    if not decoded:
         raise ValueError(f"no weight of this {type(model).__name__} is stored as codes")
-    for name, weight in stored:
-        owner, _, own_name = name.rpartition(".")
-        with torch.no_grad():
-            plain = nn.Parameter(weight.dequantize(), weight.requires_grad)
-        setattr(model.get_submodule(owner), own_name, plain)
     forget_storage(model)
-    return tuple(name for name, _ in stored)
+    return decoded
 
 
 def _quantizers(
-    model: nn.Module, layers: Mapping[str, Linear], recipe: Recipe | None
+    model: nn.Module, places: Mapping[str, WeightPlace], recipe: Recipe | None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """``(name -> quantizer of the weight, name -> why there is none)``."""
+    """``(name -> quantizer of the weight, name -> why there is none)``, of everything that follows recipes."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     quantizers: dict[str, Any] = {}
     left_alone: dict[str, str] = {}
-    for name, module in layers.items():
-        weight = module._parameters.get("weight")
-        own = recipe or module.recipe
-        if own is None:
-            raise ValueError(f"{name!r} follows autocast regions only: pass the recipe of those regions as recipe=")
-        if own.is_delayed:
-            raise ValueError(f"a weight is stored by its own amax, and {own!r} scales by those of earlier steps")
-        role = QuantizerRole(module.module_type, "weight", module.name, (module.out_features, module.in_features))
-        quantizer = make_quantizer(own, role)
-        others = [other for other in names.get(weight, ()) if other != f"{name}.weight"] if weight is not None else []
+    for name, first in linear_modules(model):
+        if not isinstance(first, Gemms):
+            continue
+        place = places.get(name)
+        if place is None:
+            left_alone[name] = "only weights of nn.Linear, Conv1D and experts are stored as codes"
+            continue
+        made = {_quantizer(name, gemms, recipe) for gemms in place.gemms}
+        quantizer, weight = made.pop(), place.weight
+        others = [other for other in names.get(weight, ()) if other != place.name] if weight is not None else []
         if weight is None:
             left_alone[name] = "its weight is computed, not a parameter"
         elif isinstance(weight, QuantizedWeight):
             left_alone[name] = "it is stored as codes already"
         elif others:
             left_alone[name] = f"it is also {others[0]}"
+        elif made:
+            left_alone[name] = "its experts follow several recipes"
         elif quantizer.rowwise_spec is None:
             left_alone[name] = "its recipe multiplies it in high precision"
         else:
@@ -149,25 +160,89 @@ def _quantizers(
     return quantizers, left_alone
 
 
-def _value(name: str, tensor: Tensor, weights: Mapping[str, Tensor] | None) -> Tensor:
-    """The value of a parameter or buffer."""
-    if weights is None or name not in weights:
-        if weights is not None and not tensor.is_meta:
-            raise ValueError(f"weights lacks {name!r}; it has, for example, {', '.join(list(weights)[:3])}")
-        if tensor.is_meta:
-            raise ValueError(
-                f"{name!r} is on the meta device and has no value in weights; build the model so that only what the "
-                "checkpoint holds is empty, as accelerate.init_empty_weights() does"
-            )
-        return tensor
-    value = weights[name]
-    if value.shape != tensor.shape:
-        raise ValueError(f"{name!r} has shape {tuple(value.shape)} in weights and {tuple(tensor.shape)} in the model")
-    return value.to(tensor.dtype)
+def _quantizer(name: str, gemms: Gemms, recipe: Recipe | None) -> Any:
+    own = recipe or gemms.recipe
+    if own is None:
+        raise ValueError(f"{name!r} follows autocast regions only: pass the recipe of those regions as recipe=")
+    if own.is_delayed:
+        raise ValueError(f"a weight is stored by its own amax, and {own!r} scales by those of earlier steps")
+    return make_quantizer(own, QuantizerRole(gemms.module_type, "weight", gemms.name, linear_shape(gemms)))
 
 
-def _stored(value: Tensor, quantizer: Any) -> nn.Parameter:
-    weight = QuantizedWeight.from_values(value.detach(), quantizer)
+class _Values:
+    """Values of parameters and buffers: the model's own, or those of ``weights``."""
+
+    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
+        self._model, self._weights = model, weights
+        self._pieces: dict[str, list[Piece]] | None = None
+
+    def of(self, name: str, tensor: Tensor) -> Tensor:
+        """The value of ``tensor``, which the model calls ``name``."""
+        if self._weights is None:
+            return _require_value(name, tensor)
+        if name in self._weights:
+            return self._read(name, tuple(tensor.shape), tensor.dtype)
+        pieces = self._of(name)
+        if any(piece.expert is not None for piece in pieces):
+            return torch.stack(list(self.matrices(name, tensor)))
+        return torch.cat([self._read(piece.name, piece.shape, tensor.dtype) for piece in pieces])
+
+    def matrices(self, name: str, tensor: Tensor) -> Iterator[Tensor]:
+        """The matrices of a stack, one after the other."""
+        pieces = [] if self._weights is None or name in self._weights else self._of(name)
+        if all(piece.expert is None for piece in pieces):
+            yield from self.of(name, tensor)
+            return
+        for expert in range(tensor.shape[0]):
+            own = [piece for piece in pieces if piece.expert == expert]
+            yield torch.cat([self._read(piece.name, piece.shape, tensor.dtype) for piece in own])
+
+    def _of(self, name: str) -> list[Piece]:
+        """Where checkpoints have the parameter or buffer."""
+        if self._pieces is None:
+            self._pieces = {}
+            for piece in checkpoint_pieces(self._model, self._model.state_dict(keep_vars=True)):
+                self._pieces.setdefault(piece.source, []).append(piece)
+        assert self._weights is not None
+        found = self._pieces.get(name)
+        if found is None:
+            tensors = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+            _require_value(name, tensors[name])
+        missing = [piece.name for piece in found or () if piece.name not in self._weights]
+        if found is None or missing:
+            lacking = missing[0] if missing else name
+            raise ValueError(f"weights lacks {lacking!r}; it has, for example, {', '.join(list(self._weights)[:3])}")
+        return found
+
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert self._weights is not None
+        value = self._weights[name]
+        require_like(name, value, shape, dtype)
+        return value.detach().to(dtype)
+
+
+def _require_value(name: str, tensor: Any) -> Any:
+    """``tensor``, if it has values."""
+    if tensor.is_meta:
+        raise ValueError(
+            f"{name!r} is on the meta device and has no value in weights; build the model so that only what the "
+            "checkpoint holds is empty, as accelerate.init_empty_weights() does"
+        )
+    return tensor
+
+
+def _stored(values: _Values, place: WeightPlace, quantizer: Any) -> nn.Parameter:
+    parameter = place.weight
+    assert parameter is not None
+    if parameter.ndim == 3:
+        matrices = (
+            QuantizedWeight.from_values(matrix.detach(), quantizer, transposed=place.transposed)
+            for matrix in values.matrices(place.name, parameter)
+        )
+        weight = QuantizedWeight.stacked(matrices)
+    else:
+        value = values.of(place.name, parameter).detach()
+        weight = QuantizedWeight.from_values(value, quantizer, transposed=place.transposed)
     weight.is_frozen = True
     return nn.Parameter(weight, requires_grad=False)
 

@@ -22,7 +22,7 @@ LAYERS = (
     "quantizers",
     "functional state",
     "modules",
-    "accounting",
+    "accounting checkpoint_names",
     "convert checkpoint distributed frozen_weights inspect doctor export integrations qat",
     "testing estimate",
     "te",

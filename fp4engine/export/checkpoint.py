@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fp4engine.constants import FLT_MAX
 from fp4engine.export.layers import Amaxes, ExportLayer, encode, export_layers
 from fp4engine.export.progress import progress_bar
 from fp4engine.export.serving_format import (
@@ -182,6 +183,8 @@ def export_checkpoint(
     Source: vllm-project/compressed-tensors ``compressors/nvfp4``; NVIDIA/Model-Optimizer ``unified_export_hf.py``.
     """
     form = serving_format(format)
+    if max_shard_size < 1:
+        raise ValueError(f"max_shard_size must be at least one byte, got {max_shard_size}")
     target = Path(directory)
     tensors = ModelState(model, weights)
     layers, left_alone = export_layers(model, tensors, recipe, keep_high_precision, shared_scales, requantize)
@@ -198,7 +201,7 @@ def export_checkpoint(
             write_json(made / name, data)
         _copy_companions(made, model, tokenizer)
         if verify:
-            compare(made, layers, tensors, slabs, progress)
+            compare(made, layers, left_alone, tensors, slabs, progress)
     return ExportReport(target, form.name, entries, left_alone, tensors.unused)
 
 
@@ -270,8 +273,8 @@ def _scheme(layer: ExportLayer, layers: Mapping[str, ExportLayer], inputs: Input
         return DYNAMIC
     assert isinstance(inputs, Mapping)
     for name in dict.fromkeys(layers[sibling].module for sibling in layer.group):
-        if name not in inputs or not 0 <= inputs[name] < float("inf"):
-            raise ValueError(f"inputs must have a finite amax >= 0 of {name!r}, got {inputs.get(name)!r}")
+        if name not in inputs or not 0 <= inputs[name] <= FLT_MAX:
+            raise ValueError(f"inputs must have a finite FP32 amax >= 0 of {name!r}, got {inputs.get(name)!r:.80}")
     return STATIC
 
 

@@ -6,6 +6,7 @@ The weights go from file to file one at a time, so the model never exists in mem
 import argparse
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="load both into memory, in FP32, and say how far the files' logits are from those of the recipe's weights",
     )
-    parser.add_argument("--max-shard-gb", type=float, default=2.0, help="size of a file (default: %(default)s)")
+    parser.add_argument("--max-shard-gb", type=_size, default=2.0, help="size of a file (default: %(default)s)")
 
 
 def main(args: argparse.Namespace) -> int:
     """Export, and print the table of layers; 2 and one line on standard error where that is refused."""
     try:
         recipe = _recipe(args.recipe)
-        model = _empty_model(args.source, recipe, args.keep_high_precision)
+        weights = TensorFolder(args.source)
+        model = _empty_model(args.source, len(weights))
+        convert(model, recipe, keep_high_precision=args.keep_high_precision)
         report = export_checkpoint(
             model,
             args.directory,
@@ -65,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
             shared_scales=() if args.no_shared_scales else SHARED_SCALES,
             requantize=args.requantize,
             verify=args.verify,
-            weights=TensorFolder(args.source),
+            weights=weights,
             tokenizer=args.source if any(args.source.glob("tokenizer*")) else None,
             max_shard_size=int(args.max_shard_gb * 2**30),
         )
@@ -82,24 +85,45 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _empty_model(source: Path, recipe: Recipe, keep_high_precision: list[str]) -> Any:
-    """The model that ``config.json`` describes, without values, its linear modules converted."""
+def _empty_model(source: Path, tensors: int) -> Any:
+    """The model that ``config.json`` describes, without values.
+
+    Args:
+        tensors: how many the checkpoint has; more layers than that are not built.
+
+    Raises:
+        CheckpointError: transformers cannot build it, or it is quantized, or code would have to be run.
+    """
     import transformers
 
-    described = read_json(source / "config.json")
+    path = source / "config.json"
+    described = read_json(path)
     if "auto_map" in described:
-        raise CheckpointError(f"{source / 'config.json'} asks for code of its own (auto_map), which is never run")
+        raise CheckpointError(f"{path} asks for code of its own (auto_map), which is never run")
+    if quantized := described.get("quantization_config"):
+        raise CheckpointError(f"{path} says that the weights are quantized already: {_one_line(quantized):.120}")
     names = described.get("architectures")
-    kind: Any = getattr(transformers, names[0], None) if isinstance(names, list) and names else None
+    name = names[0] if isinstance(names, list) and names else None
+    kind: Any = getattr(transformers, name, None) if isinstance(name, str) else None
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
-        raise CheckpointError(f"{source / 'config.json'} names no architecture that transformers has, got {names!r}")
-    config = transformers.AutoConfig.from_pretrained(source)
-    with torch.device("meta"):
-        model = kind(config)
-    if (source / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(source)
-    convert(model, recipe, keep_high_precision=keep_high_precision)
+        raise CheckpointError(f"{path} names no architecture that transformers has, got {names!r:.120}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(source)
+        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        if layers > tensors:
+            raise ValueError(f"it has {layers} layers, and the files hold {tensors} tensors")
+        with torch.device("meta"):
+            model = kind(config)
+        if (source / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(source)
+    except Exception as error:  # whatever a configuration makes transformers raise, which nobody lists
+        reason = f"{type(error).__name__}: {_one_line(error)}"
+        raise CheckpointError(f"{path} describes no {name} that transformers can build: {reason:.300}") from error
     return model
+
+
+def _one_line(value: object) -> str:
+    return " ".join(str(value).split())
 
 
 def _recipe(name: str) -> Recipe:
@@ -109,14 +133,26 @@ def _recipe(name: str) -> Recipe:
 def _inputs(value: str | None) -> Any:
     if value is None or value in ("dynamic", "high_precision"):
         return value
-    amaxes = json.loads(_text(value, "--inputs"))
-    if not isinstance(amaxes, dict) or not all(isinstance(amax, int | float) for amax in amaxes.values()):
+    text = _text(value, "--inputs")
+    try:
+        amaxes = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{value} is no JSON: {error}") from error
+    if not isinstance(amaxes, dict) or not all(type(amax) in (int, float) for amax in amaxes.values()):
         raise ValueError(f"{value} must hold one JSON object of numbers by layer")
     return amaxes
+
+
+def _size(text: str) -> float:
+    """What ``--max-shard-gb`` takes: at least a byte, and no more than there is."""
+    with suppress(ValueError):
+        if 2**-30 <= (size := float(text)) < 2**30:
+            return size
+    raise argparse.ArgumentTypeError(f"must be a size in GiB, such as 0.5, got {text!r}")
 
 
 def _text(path: str, argument: str) -> str:
     try:
         return Path(path).read_text()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{argument} is neither a known name nor a readable file: {error}") from error

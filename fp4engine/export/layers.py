@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fp4engine.accounting.planned import linear_modules, linear_shape, other_matrices
+from fp4engine.checkpoint_names import Piece
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.export.slabs import Slabs
-from fp4engine.export.state import ModelState, Piece
+from fp4engine.export.state import ModelState
 from fp4engine.formats import E2M1, E4M3, CastSpec, Correction, Outer
 from fp4engine.modules import Linear, QuantizedWeight
 from fp4engine.modules.adoption import is_conv1d
@@ -62,7 +63,9 @@ class ExportLayer:
     def weight(self, state: ModelState) -> Tensor:
         """[N, K]."""
         tensor = state[f"{self.name}.weight"]
-        return tensor.T if self.transposed else tensor
+        if not self.transposed:
+            return tensor
+        return tensor.matrices()[0] if isinstance(tensor, QuantizedWeight) else tensor.T
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ def export_layers(
         elif pattern is not None:
             why = f"kept by {pattern!r}"
         else:
-            casts = _casts(name, module, first, recipe, requantize)
+            stored = [weight for weight in map(model.get_parameter, sources) if isinstance(weight, QuantizedWeight)]
+            casts = _casts(name, module, first, stored, recipe, requantize)
             if casts is not None:
                 quantized += sources
                 layers |= _layers(name, module, casts, pieces)
@@ -132,7 +136,14 @@ def _sources(name: str, module: nn.Module) -> list[str]:
     return [f"{name}.{own}" for own, tensor in module.named_parameters(recurse=False) if tensor.ndim > 1]
 
 
-def _casts(name: str, module: nn.Module, gemms: Gemms, recipe: Recipe | None, requantize: bool) -> _Casts | None:
+def _casts(
+    name: str,
+    module: nn.Module,
+    gemms: Gemms,
+    stored: Sequence[QuantizedWeight],
+    recipe: Recipe | None,
+    requantize: bool,
+) -> _Casts | None:
     """Quantizer of the weight, cast of the input and note; None for high precision."""
     recipe = recipe or gemms.recipe
     if recipe is None:
@@ -150,13 +161,12 @@ def _casts(name: str, module: nn.Module, gemms: Gemms, recipe: Recipe | None, re
     shape = linear_shape(gemms)
     roles = (QuantizerRole(gemms.module_type, tensor, gemms.name, shape) for tensor in ("weight", "input"))
     quantizer, inp = (make_quantizer(recipe, role) for role in roles)
-    weight = module._parameters.get("weight")
-    stored = weight.quantizer if isinstance(weight, QuantizedWeight) else None
-    if stored is not None and stored.rowwise_spec != quantizer.rowwise_spec:
-        raise ValueError(
-            f"{name!r} is stored as {_words(stored.rowwise_spec)} and its recipe multiplies "
-            f"{_words(quantizer.rowwise_spec)}; pass the recipe that it was stored by"
-        )
+    for weight in stored:
+        if weight.quantizer.rowwise_spec != quantizer.rowwise_spec:
+            raise ValueError(
+                f"{name!r} is stored as {_words(weight.quantizer.rowwise_spec)} and its recipe multiplies "
+                f"{_words(quantizer.rowwise_spec)}; pass the recipe that it was stored by"
+            )
     if quantizer.rowwise_spec is None:
         return None
     if shape[1] % BLOCK_SIZE:

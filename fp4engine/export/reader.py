@@ -14,7 +14,16 @@ from torch import Tensor
 
 from fp4engine import reference
 from fp4engine.constants import BLOCK_SIZE
-from fp4engine.export.serving_format import COMPRESSED_TENSORS, FORMATS, MODELOPT, PACKED, ServingFormat
+from fp4engine.export.serving_format import (
+    COMPRESSED_TENSORS,
+    FORMATS,
+    MODELOPT,
+    PACKED,
+    STATIC,
+    ServingFormat,
+    described_scheme,
+    is_ignored,
+)
 from fp4engine.export.writer import INDEX, SINGLE
 from fp4engine.formats import CastSpec
 
@@ -52,7 +61,8 @@ class TensorFolder(Mapping[str, Tensor]):
 
     def _indexed(self, index: Path) -> dict[str, str]:
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        named = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+        if not named or not weight_map:
             raise CheckpointError(f"{index}: weight_map must map tensor names to file names, got {weight_map!r:.80}")
         files = sorted(set(weight_map.values()))
         for file in files:
@@ -113,21 +123,36 @@ class ServedCheckpoint:
         form: the format it is in.
         tensors: all tensors by name.
         layers: names of the layers whose weight is FP4.
-        ignored: names of linear modules that its configuration leaves alone.
+        ignored: names of linear modules that its configuration leaves alone, or ``re:`` and an expression.
 
     Raises:
         CheckpointError: it is in neither format, or damaged: see :class:`TensorFolder`; a weight whose parts are
             missing, or have another dtype or shape than the format gives them, or an outer scale that is not positive
-            and finite.
+            and finite; a configuration that leaves such a weight alone, describes it otherwise, or asks for an input
+            scale that is not there.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.tensors = TensorFolder(directory)
-        self.form, self.ignored = _format_of(self.tensors.directory)
+        self.form, settings, self.ignored = _format_of(self.tensors.directory)
         suffix = f".{self.form.block_scales}"
         self.layers = tuple(name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix))
         for layer in self.layers:
             self._check(layer)
+            self._check_description(layer, settings)
+
+    def _check_description(self, layer: str, settings: dict[str, Any]) -> None:
+        path = self.tensors.directory / self.form.config_file
+        try:
+            ignored, scheme = is_ignored(layer, self.ignored), described_scheme(settings, self.form, layer)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        if ignored:
+            raise CheckpointError(f"{path}: {layer!r} is FP4, and the configuration lists it as left alone")
+        scale = f"{layer}.{self.form.input_scale}"
+        if (scheme == STATIC) != (scale in self.tensors):
+            fault = "is not there" if scheme == STATIC else "is there"
+            raise CheckpointError(f"{path}: inputs of {layer!r} are described as {scheme}, and {scale!r} {fault}")
 
     def _check(self, layer: str) -> None:
         parts = [f"{layer}.{part}" for part in self.form.weight_parts]
@@ -175,22 +200,22 @@ class ServedCheckpoint:
         return float(self.form.factor(self._outer(name)) * CastSpec().numerator)
 
 
-def _format_of(directory: Path) -> tuple[ServingFormat, tuple[str, ...]]:
-    """The format of a checkpoint, and the modules that its configuration leaves alone."""
+def _format_of(directory: Path) -> tuple[ServingFormat, dict[str, Any], tuple[str, ...]]:
+    """The format of a checkpoint, its configuration, and the modules that this leaves alone."""
     modelopt = directory / MODELOPT.config_file
     if modelopt.exists():
         settings = _section(modelopt, "quantization")
         algorithm = settings.get("quant_algo")
         if algorithm not in ("NVFP4", "W4A16_NVFP4"):
             raise CheckpointError(f"{modelopt}: quant_algo must be 'NVFP4' or 'W4A16_NVFP4', got {algorithm!r}")
-        return MODELOPT, _names(modelopt, settings.get("exclude_modules"))
+        return MODELOPT, settings, _names(modelopt, settings.get("exclude_modules"))
     path = directory / COMPRESSED_TENSORS.config_file
     settings = _section(path, "quantization_config")
     method = settings.get("quant_method")
     if method != COMPRESSED_TENSORS.name or settings.get("format") != PACKED:
         allowed = " or ".join(FORMATS)
         raise CheckpointError(f"{path}: describes no NVFP4 checkpoint of {allowed} (quant_method={method!r})")
-    return COMPRESSED_TENSORS, _names(path, settings.get("ignore"))
+    return COMPRESSED_TENSORS, settings, _names(path, settings.get("ignore"))
 
 
 def _section(path: Path, name: str) -> dict[str, Any]:
@@ -212,11 +237,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         if path.stat().st_size > _JSON_BYTES:
-            raise CheckpointError(
-                f"{path} has {path.stat().st_size} bytes, more than the {_JSON_BYTES} of any such file"
-            )
+            raise OSError(f"it has {path.stat().st_size} bytes, more than the {_JSON_BYTES} of any such file")
         data = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is missing, truncated or no JSON: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} must hold an object, got {type(data).__name__}")

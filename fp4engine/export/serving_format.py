@@ -154,6 +154,43 @@ def modelopt_config(schemes: Mapping[str, str], ignore: Sequence[str], version: 
     }
 
 
+def described_scheme(settings: Mapping[str, Any], form: ServingFormat, layer: str) -> str:
+    """What a configuration makes servers do to the inputs of ``layer``, whose weight it has to describe as NVFP4.
+
+    Args:
+        settings: section of the format's configuration file.
+
+    Raises:
+        ValueError: it describes no such weight, or an input that is cast otherwise.
+    """
+    if form is not COMPRESSED_TENSORS:
+        if settings.get("group_size", BLOCK_SIZE) != BLOCK_SIZE:
+            raise ValueError(f"group_size must be {BLOCK_SIZE}, got {settings['group_size']!r}")
+        schemes = {name: scheme for scheme, name in _ALGORITHMS.items()}
+        return schemes[settings["quant_algo"]]
+    groups = settings.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        targets = group.get("targets") if isinstance(group, dict) else None
+        if not isinstance(targets, list) or not ("Linear" in targets or is_ignored(layer, targets)):
+            continue
+        if not _casts_as(group.get("weights"), _arguments(dynamic=False)):
+            raise ValueError(
+                f"it describes the weight of {layer!r} as {group.get('weights')!r:.160}, which is not NVFP4"
+            )
+        inputs = group.get("input_activations")
+        kinds = {STATIC: _arguments("local"), DYNAMIC: _arguments(dynamic=True)}
+        found = [kind for kind, arguments in kinds.items() if _casts_as(inputs, arguments)]
+        if inputs is not None and not found:
+            raise ValueError(f"it describes the input of {layer!r} as {inputs!r:.160}, which is not NVFP4")
+        return found[0] if found else WEIGHT_ONLY
+    raise ValueError(f"none of its config_groups has {layer!r} among its targets")
+
+
+def _casts_as(given: Any, wanted: Mapping[str, Any]) -> bool:
+    keys = ("num_bits", "type", "group_size", "dynamic")
+    return isinstance(given, dict) and all(given.get(key) == wanted[key] for key in keys)
+
+
 def _arguments(dynamic: bool | str) -> dict[str, Any]:
     return {
         "num_bits": 4,
@@ -168,8 +205,15 @@ def _arguments(dynamic: bool | str) -> dict[str, Any]:
 
 
 def is_ignored(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a configuration's list of what was left alone names the module ``name``; ``re:`` begins an expression."""
-    return any(
-        re.match(pattern.removeprefix("re:"), name) is not None if pattern.startswith("re:") else pattern == name
-        for pattern in patterns
-    )
+    """Whether a configuration's list of modules has the module ``name``; ``re:`` begins an expression.
+
+    Raises:
+        ValueError: what follows is no expression.
+    """
+    for pattern in patterns:
+        try:
+            if re.match(pattern[3:], name) if pattern.startswith("re:") else pattern == name:
+                return True
+        except re.error as error:
+            raise ValueError(f"{pattern!r:.80} is no regular expression: {error}") from error
+    return False

@@ -4,7 +4,7 @@ Legend: N out_features, K in_features of a weight [N, K].
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -75,17 +75,22 @@ def verify_checkpoint(
         ImportError: ``compressed_tensors`` is not installed.
     """
     state = ModelState(model, weights)
-    layers, _ = export_layers(model, state, recipe, keep_high_precision, shared_scales, requantize)
+    layers, left_alone = export_layers(model, state, recipe, keep_high_precision, shared_scales, requantize)
     with Slabs() as slabs:
-        return compare(Path(directory), layers, state, slabs, progress)
+        return compare(Path(directory), layers, left_alone, state, slabs, progress)
 
 
 def compare(
-    directory: Path, layers: Mapping[str, ExportLayer], state: ModelState, slabs: Slabs, progress: bool
+    directory: Path,
+    layers: Mapping[str, ExportLayer],
+    left_alone: Iterable[str],
+    state: ModelState,
+    slabs: Slabs,
+    progress: bool,
 ) -> Verification:
     """As :func:`verify_checkpoint`, of what was resolved already."""
     checkpoint = ServedCheckpoint(directory)
-    _same_names(checkpoint, layers, state)
+    _same_names(checkpoint, layers, left_alone, state)
     amaxes = Amaxes(layers, state, slabs)
     compared = others = 0
     for key in progress_bar(state.names, "verify", "tensor", progress):
@@ -134,12 +139,12 @@ def _operand(
     layer: ExportLayer, layers: Mapping[str, ExportLayer], state: ModelState, amax: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Codes and block scales of the layer, out of the whole operand that the model multiplies by, cast in one call."""
-    parts = [layers[name].weight(state) for name in layer.operand]
-    weight = parts[0] if len(parts) == 1 else torch.cat([part.detach() for part in parts])
-    if isinstance(weight, QuantizedWeight):
-        if torch.equal(weight.tensors()[2].cpu(), amax):
-            return weight.tensors()[0], weight.tensors()[1]
-        weight = weight.dequantize()
+    parts = [layers[name].weight(state).detach() for name in layer.operand]
+    own = parts[layer.operand.index(layer.name)]
+    if isinstance(own, QuantizedWeight) and torch.equal(own.tensors()[2].cpu(), amax):
+        return own.tensors()[0], own.tensors()[1]
+    values = [part.dequantize() if isinstance(part, QuantizedWeight) else part for part in parts]
+    weight = values[0] if len(values) == 1 else torch.cat(values)
     operand = layer.quantizer.quantize(weight.detach(), columnwise=False, rowwise_amax=amax.to(weight.device)).rowwise
     assert operand is not None and operand.scale_inv is not None
     start = sum(layers[name].shape[0] for name in layer.operand[: layer.operand.index(layer.name)])
@@ -158,7 +163,9 @@ def _same(directory: Path, name: str, got: Tensor, wanted: Tensor) -> None:
         raise CheckpointError(f"{directory}: {differing} of {left.numel()} bytes of {name!r} differ from the model's")
 
 
-def _same_names(checkpoint: ServedCheckpoint, layers: Mapping[str, ExportLayer], state: ModelState) -> None:
+def _same_names(
+    checkpoint: ServedCheckpoint, layers: Mapping[str, ExportLayer], left_alone: Iterable[str], state: ModelState
+) -> None:
     form, directory = checkpoint.form, checkpoint.tensors.directory
     expected = {f"{name}.{part}" for name in layers for part in form.weight_parts}
     expected |= {name for name in state.names if name.removesuffix(".weight") not in layers}
@@ -166,9 +173,9 @@ def _same_names(checkpoint: ServedCheckpoint, layers: Mapping[str, ExportLayer],
     for name in sorted((set(checkpoint.tensors) ^ expected) - optional):
         fault = "is not in it" if name in expected else "is in it and not in the model"
         raise CheckpointError(f"{directory}: {name!r} {fault}")
-    for name in layers:
-        if is_ignored(name, checkpoint.ignored):
-            raise CheckpointError(f"{directory}: {name!r} is FP4, and the configuration lists it as left alone")
+    for name in left_alone:
+        if not is_ignored(name, checkpoint.ignored):
+            raise CheckpointError(f"{directory}: {name!r} stayed as it was, and the configuration does not say so")
 
 
 def weights_only(recipe: Recipe) -> Recipe:

@@ -31,8 +31,11 @@ def whole_directory(directory: Path) -> Generator[Path]:
     made = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.", suffix=".incomplete"))
     try:
         yield made
-        made.chmod(0o777 & ~_umask())  # mkdtemp's directories are for one user only
+        mask = _umask()
+        made.chmod(0o777 & ~mask)  # mkdtemp's directories are for one user only, and so are the files of safetensors
         for path in (*made.iterdir(), made):
+            if path.is_file():
+                path.chmod(0o666 & ~mask)
             _to_disk(path)
         _require_absent(directory)
         os.replace(made, directory)

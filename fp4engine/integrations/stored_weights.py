@@ -1,14 +1,16 @@
 """``save_pretrained`` and ``from_pretrained`` of models whose weights are stored as codes.
 
-Files hold ``codes``, ``scale_inv`` and ``amax`` of each weight as plain tensors, and ``config.json`` says by which
-casts and which recipe: nothing has to be unpickled. Importing this module tells transformers how to read them.
+Files hold ``codes``, ``scale_inv`` and ``amax`` of each weight as plain tensors, by the name of the module that
+multiplies by it, and ``config.json`` says by which casts and which recipe: nothing has to be unpickled. Importing this
+module tells transformers how to read them.
 """
 
 import json
 from collections import defaultdict
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -21,6 +23,7 @@ from fp4engine.modules.adoption import adopted_names
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.quantized_weight import STORED, stored_as
 from fp4engine.modules.shared_amax import without_sharing
+from fp4engine.modules.weight_places import weight_places
 from fp4engine.quantizers import Quantizer
 from fp4engine.recipe import recipe_from_json
 
@@ -86,11 +89,13 @@ class StoredWeightsQuantizer(HfQuantizer):
             ValueError: modules follow recipes of several kinds, or one that has no JSON.
         """
         model.config.quantization_config = self.quantization_config = description(model)
+        modules = {place.name: name for name, place in weight_places(model).items()}
         state: dict[str, Any] = {}
         for name, tensor in model.state_dict().items():
             if isinstance(tensor, QuantizedWeight):
+                # By the parameter's own name, transformers would take the parts for experts that it is to split.
                 parts = zip(STORED, tensor.tensors(), strict=False)
-                state |= {f"{name}_{part}": value.detach() for part, value in parts}
+                state |= {f"{modules[name]}.weight_{part}": value.detach() for part, value in parts}
             else:
                 state[name] = tensor
         return state, {}
@@ -101,32 +106,49 @@ class StoredWeightsQuantizer(HfQuantizer):
         """Convert the model, and put the parts of stored weights in the weights' places."""
         config = self.quantization_config
         recipe = None if config.recipe is None else recipe_from_json(json.dumps(config.recipe))
-        converted = set(config.converted)
-        quantizers = config.quantizers()
+        stored = config.quantizers()
+        names = _names_in(model, [*config.converted, *stored])
+        converted = {names[name] for name in config.converted if name in names}
+        self._quantizers = quantizers = {names[name]: made for name, made in stored.items() if name in names}
         convert(model, recipe, lambda _, name: name in converted)
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-        if unknown := sorted({*quantizers} - {*layers}):
+        self._places = weight_places(model)
+        if unknown := sorted({*quantizers} - {*self._places}):
             raise ValueError(f"config.json says that {unknown[0]!r} is stored as codes, and it is no linear module")
-        expected: list[str] = []
+        self._shapes: dict[str, tuple[int, ...]] = {}
         for name, quantizer in quantizers.items():
-            layer = layers[name]
-            for part, tensor in zip(STORED, stored_as(layer.weight, quantizer), strict=False):
-                layer.register_parameter(f"weight_{part}", nn.Parameter(tensor, requires_grad=False))
-                expected.append(f"{name}.weight_{part}")
-            layer.register_parameter("weight", None)
-        _require(expected, checkpoint_files)
+            place = self._places[name]
+            weight = place.weight
+            assert weight is not None
+            self._shapes[name] = tuple(weight.shape)
+            parts = stored_as(weight.shape, weight.dtype, quantizer, place.transposed)
+            for part, tensor in zip(STORED, parts, strict=False):
+                place.module.register_parameter(f"weight_{part}", nn.Parameter(tensor, requires_grad=False))
+            # No parameter, since no file has it; something, since the model's own initialisation asks for it.
+            absent = torch.empty_like(weight, requires_grad=False)
+            absent._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
+            place.owner.register_parameter(place.parameter, None)
+            vars(place.owner)[place.parameter] = absent
+        _require_safetensors(checkpoint_files)
         self._dtype = dtype
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        """Make the weights of their parts."""
-        for name, quantizer in self.quantization_config.quantizers().items():
-            layer = model.get_submodule(name)
-            assert isinstance(layer, Linear)
-            parts = [layer._parameters.pop(f"weight_{part}", None) for part in STORED]
+        """Make the weights of their parts.
+
+        Raises:
+            ValueError: the checkpoint lacks a part, which transformers has filled with whatever the memory held.
+        """
+        for name, quantizer in self._quantizers.items():
+            place = self._places[name]
+            parts = [place.module._parameters.pop(f"weight_{part}", None) for part in STORED]
+            for part, tensor in zip(STORED, parts, strict=True):
+                if tensor is not None and not getattr(tensor, "_is_hf_initialized", False):
+                    lacking = f"{name}.weight_{part}"
+                    raise ValueError(f"the checkpoint lacks {lacking!r}, a part of a weight that is stored as codes")
             tensors = [part.detach() for part in parts if part is not None]
-            weight = QuantizedWeight(quantizer, (layer.out_features, layer.in_features), self._dtype, tensors)
+            weight = QuantizedWeight(quantizer, self._shapes[name], self._dtype, tensors, place.transposed)
             weight.is_frozen = True
-            layer.weight = nn.Parameter(weight, requires_grad=False)
+            del vars(place.owner)[place.parameter]
+            place.owner._parameters[place.parameter] = nn.Parameter(weight, requires_grad=False)
         return model
 
 
@@ -149,8 +171,8 @@ def description(model: nn.Module) -> StoredWeightsConfig:
     Raises:
         ValueError: modules follow recipes of several kinds, or one that has no JSON.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    converted = [*layers, *adopted_names(model)]
+    linears = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+    converted = [*linears, *adopted_names(model)]
     recipes = {module.recipe for module in model.modules() if isinstance(module, Gemms)}
     if len(recipes) > 1:
         raise ValueError(
@@ -159,8 +181,8 @@ def description(model: nn.Module) -> StoredWeightsConfig:
         )
     recipe = recipes.pop() if recipes else None
     groups: defaultdict[tuple[Any, ...], list[str]] = defaultdict(list)
-    for name, layer in layers.items():
-        weight = layer._parameters.get("weight")
+    for name, place in weight_places(model).items():
+        weight = place.weight
         if isinstance(weight, QuantizedWeight):
             groups[weight.description()].append(name)
     weights = [dict(zip(_CASTS, casts, strict=True)) | {"modules": names} for casts, names in groups.items()]
@@ -168,21 +190,29 @@ def description(model: nn.Module) -> StoredWeightsConfig:
     return StoredWeightsConfig(data, converted, weights)
 
 
-def _require(names: list[str], files: Any) -> None:
-    """Raise unless the checkpoint's ``files`` are safetensors files that have the tensors ``names``.
+def _names_in(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """``module in the checkpoint -> module in model``; one of the two may be a model with its head, the other without.
 
-    What is missing would otherwise be filled with random numbers, and a warning.
+    A head in the checkpoint that ``model`` does not have is left out.
     """
+    prefix = f"{model.base_model_prefix}."
+    below = [name for name in names if name.startswith(prefix)]
+    if not model.base_model_prefix or bool(below) == hasattr(model, model.base_model_prefix):
+        return {name: name for name in names}
+    if below:
+        return {name: name.removeprefix(prefix) for name in below}
+    return {name: f"{prefix}{name}" for name in names}
+
+
+def _require_safetensors(files: Any) -> None:
+    """Raise unless ``files`` are safetensors files that can be read."""
     from safetensors import SafetensorError, safe_open
 
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         raise ValueError(f"weights that are stored as codes are read from safetensors files only, got {files!r:.80}")
-    there: set[str] = set()
     for file in files:
         try:
-            with safe_open(file, framework="pt") as opened:
-                there.update(opened.keys())
+            with safe_open(file, framework="pt"):
+                pass
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is truncated or no safetensors file: {error}") from error
-    if missing := [name for name in names if name not in there]:
-        raise ValueError(f"{Path(files[0]).parent} lacks {missing[0]!r}, a part of a weight that is stored as codes")

@@ -4,12 +4,11 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
 from torch import nn
 
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.linear import Linear
-from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.modules.quantized_weight import decode_parameters
 from fp4engine.modules.torch_attention import TorchMultiheadAttention
 
 
@@ -114,8 +113,5 @@ def to_linear(module: Linear) -> nn.Linear:
     new = nn.Linear.__new__(nn.Linear)
     new.__dict__.update({name: value for name, value in module.__dict__.items() if name not in own})
     new._parameters = dict(module._parameters)
-    weight = module._parameters["weight"]
-    if isinstance(weight, QuantizedWeight):
-        with torch.no_grad():
-            new._parameters["weight"] = nn.Parameter(weight.dequantize(), weight.requires_grad)
+    decode_parameters(new)
     return new

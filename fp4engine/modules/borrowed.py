@@ -1,11 +1,16 @@
 """Products by a parameter that another module owns, which stays in its place and keeps its name."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fp4engine.functional.grouped import grouped
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.grouped_linear import GroupedLinear
+from fp4engine.modules.parameter_adapters import adapters, original
+from fp4engine.modules.quantized_weight import QuantizedWeight
 
 
 class BorrowedLinear(Gemms):
@@ -62,10 +67,21 @@ class BorrowedGroupedLinear(GroupedLinear):
 
     @property
     def weights(self) -> list[Tensor]:
-        stacked = self.borrowed()[0]
+        stacked = original(self.owner, self.parameter)
+        if isinstance(stacked, QuantizedWeight):
+            return [*stacked.matrices()]
         return list((stacked.transpose(1, 2) if self.transposed else stacked).unbind())
 
     @property
     def biases(self) -> list[Tensor | None]:
-        biases = self.borrowed()[1:]
-        return list(biases[0].unbind()) if biases else [None] * self.num_gemms
+        return [None] * self.num_gemms if self.bias is None else list(getattr(self.owner, self.bias).unbind())
+
+    def forward(
+        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None
+    ) -> Tensor | tuple[Tensor, list[Tensor | None]]:
+        """As :class:`~fp4engine.GroupedLinear`, and adapters of PEFT on the parameter, in high precision."""
+        output = super().forward(inp, m_splits, is_first_microbatch)
+        assert isinstance(output, Tensor)
+        for adapter in adapters(self.owner, self.parameter, self.transposed):
+            output = output + grouped(inp, m_splits, adapter)
+        return output

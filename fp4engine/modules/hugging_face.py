@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fp4engine.modules.borrowed import BorrowedGroupedLinear
 from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.quantized_weight import QuantizedWeight, decode_parameters
 
 IMPLEMENTATION = "fp4engine"
 """Name in transformers' registry of experts implementations."""
@@ -36,10 +37,13 @@ class FP4Conv1D(Gemms, Conv1D):
         for attribute in vars(Gemms()).keys() - vars(torch.nn.Module()).keys():
             vars(self).pop(attribute, None)
         self.__class__ = Conv1D  # pyright: ignore[reportAttributeAccessIssue]
+        decode_parameters(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
-        return self.multiply(x, self.weight.T, self.bias)
+        weight = self.weight
+        matrix = weight.matrices()[0] if isinstance(weight, QuantizedWeight) else weight.T
+        return self.multiply(x, matrix, self.bias)
 
 
 def can_adopt_experts(module: torch.nn.Module) -> bool:
@@ -76,6 +80,7 @@ def release_experts(module: torch.nn.Module) -> None:
     """Undo :func:`adopt_experts`."""
     experts: Any = module
     del experts.up_gemms, experts.down_gemms
+    decode_parameters(module)
     experts.config = vars(module).pop("_config_before")
 
 
@@ -116,14 +121,15 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 def compute_buffers(model: torch.nn.Module) -> None:
     """Replace buffers on ``meta`` that no checkpoint has by what the model's own initialisation computes.
 
-    Left alone are those of modules that have parameters too, and those that the initialisation does not write.
+    Left alone are those of modules with parameters that have values, which the initialisation would replace, and those
+    that it does not write.
     """
     if not isinstance(model, PreTrainedModel):
         return
     for module in model.modules():
         empty = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
         buffers = {name: buffer for name, buffer in empty.items() if buffer is not None and buffer.is_meta}
-        if not buffers or module._parameters:
+        if not buffers or not all(weight is None or weight.is_meta for weight in module._parameters.values()):
             continue
         for name, buffer in buffers.items():
             module._buffers[name] = torch.full(buffer.shape, float("nan"), dtype=buffer.dtype)

@@ -21,6 +21,9 @@ STORED = ("codes", "scale_inv", "amax", "columnwise_codes", "columnwise_scale_in
 class QuantizedWeight(torch.Tensor):
     """A matrix [N, K] that exists as codes and scales only; what ``nn.Parameter`` holds of such a weight.
 
+    It may also be a stack of such matrices, [G, N, K], whose tensors are theirs, stacked; and it may be shaped as the
+    transpose of what is multiplied: [K, N] and [G, K, N].
+
         values = element * block scale * (amax / numerator)
 
     Operations read the values, and what they return is plain. Operations in place decode, compute and quantize what
@@ -32,11 +35,13 @@ class QuantizedWeight(torch.Tensor):
         codes, scale_inv, amax: of the rowwise operand.
         columnwise_codes, columnwise_scale_inv, columnwise_amax: of the columnwise operand where it is neither the
             transposed rowwise one (16x16 blocks) nor made of it later.
+        transposed: True if the shape is [K, N] or [G, K, N].
         dtype: what gradients and values have; nothing is stored in it.
         is_frozen: True refuses writes that would have to be rounded to the casts, which is most of them.
     """
 
     quantizer: Quantizer
+    transposed: bool
     is_frozen: bool = False
     _high_precision_init_val: Tensor | None = None
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
@@ -48,26 +53,37 @@ class QuantizedWeight(torch.Tensor):
         shape: Iterable[int],
         dtype: torch.dtype,
         tensors: Iterable[Tensor],
+        transposed: bool = False,
     ) -> "QuantizedWeight":
         """Wrap ``tensors``, three or six in the order of the class's attributes."""
         named: dict[str, Tensor] = dict(zip(STORED, tensors, strict=False))
         weight = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=named["codes"].device)
-        weight.quantizer = quantizer
+        weight.quantizer, weight.transposed = quantizer, transposed
         vars(weight).update(named)
         return weight
 
     @classmethod
-    def from_values(cls, values: Tensor, quantizer: Quantizer, preserve: bool = False) -> "QuantizedWeight":
-        """Quantize ``values`` [N, K]; ``preserve`` keeps a copy of them on the CPU.
+    def from_values(
+        cls, values: Tensor, quantizer: Quantizer, preserve: bool = False, transposed: bool = False
+    ) -> "QuantizedWeight":
+        """Quantize ``values`` [N, K], or [K, N] if ``transposed``; ``preserve`` keeps a copy of them on the CPU.
 
         Raises:
             ValueError: they are to be kept, and are on the meta device.
         """
         if preserve and values.is_meta:
             raise ValueError("preserve_high_precision_init_val=True has no values to keep under device='meta'")
-        weight = cls(quantizer, values.shape, values.dtype, _encode(values, quantizer))
+        weight = cls(quantizer, values.shape, values.dtype, _encode(values, quantizer, transposed), transposed)
         weight._high_precision_init_val = values.detach().to("cpu", copy=True) if preserve else None
         return weight
+
+    @classmethod
+    def stacked(cls, matrices: Iterable["QuantizedWeight"]) -> "QuantizedWeight":
+        """A stack [G, N, K] or [G, K, N] of equals; at least one."""
+        made = list(matrices)
+        tensors = [torch.stack(parts) for parts in zip(*(matrix.tensors() for matrix in made), strict=True)]
+        first = made[0]
+        return cls(first.quantizer, (len(made), *first.shape), first.dtype, tensors, first.transposed)
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """The values before they were quantized, on the CPU; None unless they were preserved, and once cleared."""
@@ -86,14 +102,41 @@ class QuantizedWeight(torch.Tensor):
         """Bytes of what is stored."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
+    def matrices(self) -> list["QuantizedWeight"]:
+        """What is multiplied, each [N, K] and of the tensors that are stored here: itself, or one for each expert.
+
+        Raises:
+            RuntimeError: this is a stack or transposed, and a gradient is asked for.
+        """
+        if len(self.shape) == 2 and not self.transposed:
+            return [self]
+        if self.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "weights of experts and Conv1D that are stored as codes are frozen and have no gradient; call "
+                "weight.requires_grad_(False), or fp4engine.dequantize_weights(model) to train them"
+            )
+        shape = _matrix_shape(self.shape, self.transposed)
+        experts = zip(*self.tensors(), strict=True) if len(self.shape) == 3 else [self.tensors()]
+        made = [QuantizedWeight(self.quantizer, shape, self.dtype, tensors) for tensors in experts]
+        for matrix in made:
+            matrix.is_frozen = self.is_frozen
+        return made
+
+    def rows(self, rows: slice) -> "QuantizedWeight":
+        """Some rows of a matrix [N, K] in whole blocks, to be read rowwise only."""
+        codes, scale_inv, amax = self.tensors()[:3]
+        shape = (len(range(*rows.indices(self.shape[0]))), self.shape[1])
+        quantizer = Quantizer(self.quantizer.rowwise_spec, None, backend=self.quantizer.backend)
+        return QuantizedWeight(quantizer, shape, self.dtype, (codes[rows], scale_inv[rows], amax))
+
     @property
     def rowwise(self) -> Operand:
-        """The operand [N, K]."""
+        """The operand [N, K] of a matrix [N, K]."""
         return Operand(self.quantizer.rowwise_spec, self.shape[0], self.shape[1], *self.tensors()[:3])
 
     @property
     def columnwise(self) -> Operand:
-        """The operand [K, N]: as stored, or the rowwise one transposed, or its values if dgrad takes those."""
+        """The operand [K, N] of a matrix [N, K]: stored, or the rowwise one transposed, or its values for dgrad."""
         spec = self.quantizer.columnwise_spec
         if spec is None:
             return Operand.dense(self._values().T)
@@ -101,7 +144,7 @@ class QuantizedWeight(torch.Tensor):
         return Operand(spec, self.shape[1], self.shape[0], *stored) if stored else self.rowwise.transposed()
 
     def dequantize(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The values as a plain tensor [N, K], whose gradient is this weight's."""
+        """The values as a plain tensor of this shape, whose gradient is this weight's."""
         return _Dequantize.apply(self)
 
     def require(self, plan: LinearPlan, group: Any) -> None:
@@ -141,7 +184,8 @@ class QuantizedWeight(torch.Tensor):
 
     def _like(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "QuantizedWeight":
         """The same weight with its tensors changed; attributes that someone set come along."""
-        weight = type(self)(self.quantizer, self.shape, dtype or self.dtype, map(change, self.tensors()))
+        tensors = map(change, self.tensors())
+        weight = type(self)(self.quantizer, self.shape, dtype or self.dtype, tensors, self.transposed)
         attributes = {name: value for name, value in vars(self).items() if name != "_is_param"}
         vars(weight).update(attributes | vars(weight))
         return weight
@@ -152,23 +196,27 @@ class QuantizedWeight(torch.Tensor):
         Raises:
             RuntimeError: the weight is frozen, and ``values`` are not codes of the same casts.
         """
-        same = isinstance(values, QuantizedWeight) and casts_of(values.quantizer) == casts_of(self.quantizer)
-        same = same and values.shape == self.shape
+        same = isinstance(values, QuantizedWeight) and _layout(values) == _layout(self)
         if self.is_frozen and not same:
             raise RuntimeError(
                 "a frozen weight that is stored as codes would round what is written into it, an adapter that is "
                 "merged above all; call fp4engine.dequantize_weights(model) first"
             )
         if isinstance(values, QuantizedWeight):
-            fresh = values.tensors() if same else _encode(values._values().expand(self.shape), self.quantizer)
+            fresh = values.tensors() if same else self._encoded(values._values())
         else:
-            fresh = _encode(values.to(self.device).expand(self.shape), self.quantizer)
+            fresh = self._encoded(values.to(self.device))
         for mine, new in zip(self.tensors(), fresh, strict=True):
             mine.copy_(new)
             torch.autograd.graph.increment_version(mine)  # below autograd nobody does, and backward must notice
 
+    def _encoded(self, values: Tensor) -> tuple[Tensor, ...]:
+        return _encode(values.expand(self.shape), self.quantizer, self.transposed)
+
     def _values(self) -> Tensor:
-        return self.rowwise.dequantize(self.dtype, self.quantizer.backend)
+        values = [matrix.rowwise.dequantize(self.dtype, self.quantizer.backend) for matrix in self.matrices()]
+        whole = torch.stack(values) if len(self.shape) == 3 else values[0]
+        return whole.transpose(-1, -2).contiguous() if self.transposed else whole
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,12 +241,12 @@ class QuantizedWeight(torch.Tensor):
         return _compute_on_values(func, args, kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return [name for name in STORED if name in vars(self)], (self.quantizer, self.dtype)
+        return [name for name in STORED if name in vars(self)], (self.quantizer, self.dtype, self.transposed)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
-        quantizer, dtype = context
-        return QuantizedWeight(quantizer, size, dtype, inner.values())
+        quantizer, dtype, transposed = context
+        return QuantizedWeight(quantizer, size, dtype, inner.values(), transposed)
 
     def description(self) -> tuple[Any, ...]:
         """The quantizer as plain values: keys of both casts, source of the columnwise one, stream and backend."""
@@ -207,17 +255,28 @@ class QuantizedWeight(torch.Tensor):
         return (*keys, quantizer.columnwise_source, quantizer.stream, quantizer.backend)
 
     def _stable_hash_for_caching(self) -> str:
-        return str((*self.description(), tuple(self.shape), self.dtype))
+        return str((*self.description(), tuple(self.shape), self.dtype, self.transposed))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         is_parameter = isinstance(self, torch.nn.Parameter)
         described = (*self.description(), tuple(self.shape), self.dtype)
-        return _rebuild, (*described, is_parameter, self.requires_grad, self.tensors())
+        return _rebuild, (*described, is_parameter, self.requires_grad, self.tensors(), self.transposed)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         spec = self.quantizer.rowwise_spec
         assert spec is not None
         return f"QuantizedWeight({list(self.shape)}, {spec.label!r}, {self.dtype}, device={str(self.device)!r})"
+
+
+def decode_parameters(module: torch.nn.Module) -> list[str]:
+    """Replace the parameters of ``module`` itself that are stored as codes by their values; the names of these."""
+    stored = [name for name, weight in module._parameters.items() if isinstance(weight, QuantizedWeight)]
+    for name in stored:
+        weight = module._parameters[name]
+        assert isinstance(weight, QuantizedWeight)
+        with torch.no_grad():
+            module._parameters[name] = torch.nn.Parameter(weight.dequantize(), weight.requires_grad)
+    return stored
 
 
 class _Dequantize(torch.autograd.Function):
@@ -255,6 +314,11 @@ def stored_operands(weight: QuantizedWeight, plan: LinearPlan, group: Any) -> We
     return _STORED_OPERANDS
 
 
+def _layout(weight: QuantizedWeight) -> tuple[Any, ...]:
+    """Equal for weights whose tensors mean the same."""
+    return casts_of(weight.quantizer), weight.shape, weight.transposed
+
+
 def casts_of(quantizer: Quantizer) -> tuple[CastSpec | None, CastSpec | None, str]:
     """What decides about the bytes of both operands."""
     return quantizer.rowwise_spec, quantizer.columnwise_spec, quantizer.columnwise_source
@@ -266,19 +330,33 @@ def in_words(quantizer: Quantizer) -> str:
     return " and ".join(labels)
 
 
-def _encode(values: Tensor, quantizer: Quantizer) -> tuple[Tensor, ...]:
-    """Codes, scales and amax of the sides that are stored."""
+def _encode(values: Tensor, quantizer: Quantizer, transposed: bool = False) -> tuple[Tensor, ...]:
+    """Codes, scales and amax of the sides that are stored; of a stack, those of its matrices, stacked."""
+    if values.ndim == 3:
+        matrices = (QuantizedWeight.from_values(matrix, quantizer, transposed=transposed) for matrix in values)
+        return QuantizedWeight.stacked(matrices).tensors()
     row, col, source = casts_of(quantizer)
     assert row is not None
     derived = col is None or source == "rowwise_dequantized" or (col == row and is_transposable(row))
-    quantized = quantizer.quantize(values.detach(), columnwise=not derived)
+    matrix = values.detach().T if transposed else values.detach()
+    quantized = quantizer.quantize(matrix, columnwise=not derived)
     sides = (quantized.rowwise, quantized.columnwise)
     return tuple(tensor for side in sides if side is not None for tensor in side.tensors if tensor is not None)
 
 
-def stored_as(weight: Tensor, quantizer: Quantizer) -> tuple[Tensor, ...]:
-    """Empty tensors on ``meta`` of the types and sizes that ``weight`` [N, K] would be stored as."""
-    return _encode(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), quantizer)
+def stored_as(
+    shape: Iterable[int], dtype: torch.dtype, quantizer: Quantizer, transposed: bool = False
+) -> tuple[Tensor, ...]:
+    """Empty tensors on ``meta`` of the types and sizes that a weight of that shape would be stored as."""
+    *groups, rows, cols = shape
+    parts = _encode(torch.empty(rows, cols, dtype=dtype, device="meta"), quantizer, transposed)
+    return tuple(torch.empty((*groups, *part.shape), dtype=part.dtype, device="meta") for part in parts)
+
+
+def _matrix_shape(shape: Iterable[int], transposed: bool) -> tuple[int, int]:
+    """(N, K)."""
+    first, last = tuple(shape)[-2:]
+    return (last, first) if transposed else (first, last)
 
 
 def _compute_on_values(func: Any, args: Any, kwargs: Any) -> Any:
@@ -312,11 +390,15 @@ def _replaced(replacements: Mapping[int, Tensor], tree: Any) -> Any:
     return tree_map(replace, tree)
 
 
-def _require_stored(tensors: Any, shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer) -> None:
+def _require_stored(
+    tensors: Any, shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer, transposed: bool
+) -> None:
     """Raise a ValueError unless ``tensors`` are those of a weight of this shape and dtype by these casts."""
-    if len(shape) != 2 or not dtype.is_floating_point:
-        raise ValueError(f"a stored weight must be a floating-point matrix, got {dtype} of shape {tuple(shape)}")
-    expected = stored_as(torch.empty(tuple(shape), dtype=dtype, device="meta"), quantizer)
+    if len(shape) not in (2, 3) or 0 in shape[:-2] or not dtype.is_floating_point:
+        raise ValueError(
+            f"a stored weight must be a floating-point matrix or a stack of them, got {dtype} of shape {tuple(shape)}"
+        )
+    expected = stored_as(shape, dtype, quantizer, transposed)
     if len(tensors) != len(expected):
         raise ValueError(
             f"a weight {list(shape)} stored as {in_words(quantizer)} has {len(expected)} tensors, got {len(tensors)}"
@@ -342,6 +424,7 @@ def _rebuild(
     is_parameter: bool,
     requires_grad: bool,
     tensors: tuple[Tensor, ...],
+    transposed: bool = False,
 ) -> Tensor:
     """Inverse of :meth:`QuantizedWeight.__reduce_ex__`; the one function that files of such weights name.
 
@@ -350,8 +433,8 @@ def _rebuild(
     """
     columnwise_spec = None if columnwise is None else CastSpec.from_key(columnwise)
     quantizer = Quantizer(CastSpec.from_key(rowwise), columnwise_spec, columnwise_source, stream, backend)
-    _require_stored(tensors, shape, dtype, quantizer)
-    weight = QuantizedWeight(quantizer, shape, dtype, tensors)
+    _require_stored(tensors, shape, dtype, quantizer, transposed)
+    weight = QuantizedWeight(quantizer, shape, dtype, tensors, transposed)
     return torch.nn.Parameter(weight, requires_grad) if is_parameter else weight.requires_grad_(requires_grad)
 
 

@@ -326,7 +326,7 @@ def recipe_from_json(text: str) -> Recipe:
         raise ValueError(f"text must be the JSON that recipe.to_json() wrote, got {text!r}")
     try:
         data = json.loads(text, object_pairs_hook=_without_repetition)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"text must be the JSON that recipe.to_json() wrote, got {text[:80]!r} ({error})") from error
     return recipe_from_data(data)
 

@@ -33,7 +33,9 @@ class Cast(NamedTuple):
 def prepare(x: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> Tensor:
     """``x`` [rows, cols], any float dtype and stride, as the FP32 [rows, padded cols] that is quantized."""
     cols = x.shape[1]
-    values = torch.nn.functional.pad(x.float(), (0, spec.padded_cols(cols) - cols))
+    values = x.float()
+    if missing := spec.padded_cols(cols) - cols:
+        values = torch.nn.functional.pad(values, (0, missing))
     if spec.rotation is None:
         return values.contiguous()
     signs = philox.rotation_signs(spec.rotation, rng, stream, x.device)
@@ -290,9 +292,8 @@ def decode(codes: Tensor, scale_inv: Tensor, spec: CastSpec) -> Tensor:
 
     For E2M1 with E4M3 scales at most 6 significant bits are set, so the values are exact in BF16.
     """
-    if spec.element.storage_bits == 4:
-        codes = rounding.unpack(codes)
-    return _multiply(rounding.decode(codes, spec.element), _decode_scale(scale_inv, codes.shape[0]), spec)
+    decoder = rounding.decode_packed if spec.element.storage_bits == 4 else rounding.decode
+    return _multiply(decoder(codes, spec.element), _decode_scale(scale_inv, codes.shape[0]), spec)
 
 
 def outer_factor(amax: Tensor, spec: CastSpec) -> Tensor:

@@ -29,30 +29,31 @@ def encode(values: Tensor, element: ElementFormat, rounding: RoundingMode, rando
         uint8 codes of the same shape, sign in bit ``element.bits - 1``.
     """
     values = torch.nan_to_num(values, nan=0.0, posinf=element.max_value, neginf=-element.max_value)
-    magnitude = values.abs().clamp(max=element.max_value)
+    magnitude = values.abs().clamp_(max=element.max_value)
     if rounding is RoundingMode.STOCHASTIC:
         assert random is not None, "stochastic rounding needs random bits"
         code = _stochastic(magnitude, element, random, bits)
     else:
         code = _deterministic(magnitude, element, rounding)
-    sign = (values < 0).to(torch.int32) << (element.bits - 1)
-    return (code | sign).to(torch.uint8)
+    sign = (values < 0).to(torch.int32).bitwise_left_shift_(element.bits - 1)
+    return sign.bitwise_or_(code).to(torch.uint8)
 
 
 def _deterministic(magnitude: Tensor, element: ElementFormat, rounding: RoundingMode) -> Tensor:
     # The FP32 pattern holds the exponent, and a pattern with no mantissa is the power of two to multiply by.
-    exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=1 - element.bias)
-    z = magnitude * ((element.mantissa_bits - exponent + 127) << 23).view(torch.float32)
+    # In place, since fresh memory costs more than these operations do.
+    exponent = (magnitude.view(torch.int32) >> 23).sub_(127).clamp_(min=1 - element.bias)
+    z = (element.mantissa_bits + 127 - exponent).bitwise_left_shift_(23).view(torch.float32).mul_(magnitude)
     if rounding is RoundingMode.EVEN:
-        steps = z.round()
+        steps = z.round_()
     elif rounding is RoundingMode.TRUNCATE:
         steps = z.floor()
     else:
         lower = z.floor()
         above = z - lower
         steps = lower + (above >= 0.5 if rounding is RoundingMode.AWAY else above > 0.5)
-    code = ((exponent + element.bias - 1) << element.mantissa_bits) + steps.to(torch.int32)
-    return code.clamp(max=max_code(element))
+    code = exponent.add_(element.bias - 1).bitwise_left_shift_(element.mantissa_bits).add_(steps.to(torch.int32))
+    return code.clamp_(max=max_code(element))
 
 
 def _stochastic(magnitude: Tensor, element: ElementFormat, random: Tensor, bits: int) -> Tensor:
@@ -95,9 +96,22 @@ def _table(element: ElementFormat, device: torch.device) -> Tensor:
     return torch.cat([positive, -positive])
 
 
+@cache
+def _pairs(element: ElementFormat, device: torch.device) -> Tensor:
+    """For each byte of two codes, their two FP32 values, as the int64 that holds both: a look-up copies one number."""
+    packed = torch.arange(256, dtype=torch.uint8, device=device)[:, None]
+    return decode(unpack(packed), element).view(torch.int64).flatten()
+
+
 def decode(codes: Tensor, element: ElementFormat) -> Tensor:
     """FP32 values of uint8 ``codes``, exact."""
-    return _table(element, codes.device)[codes.int()]
+    return _table(element, codes.device).index_select(0, codes.int().flatten()).view(codes.shape)
+
+
+def decode_packed(packed: Tensor, element: ElementFormat) -> Tensor:
+    """``decode(unpack(packed))``, in one look-up for two codes: uint8 [..., cols / 2] -> FP32 [..., cols]."""
+    pairs = _pairs(element, packed.device).index_select(0, packed.int().flatten())
+    return pairs.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import fp4engine
 from fp4engine.export import TensorFolder
 from fp4engine.recipe import NVFP4BlockScaling
-from tests.tiny import llama, tokens
+from tests.tiny import architecture, llama, tokens
 
 accelerate = pytest.importorskip("accelerate", reason="needs the extra `integrations`")
 peft = pytest.importorskip("peft", reason="needs the extra `integrations`")
@@ -210,3 +210,106 @@ def test_codes_travel_in_state_dicts(tmp_path) -> None:
     assert torch.equal(left.codes, right.codes) and right.is_frozen
     fp4engine.revert(model)
     assert type(model.model.layers[0].mlp.up_proj.weight) is torch.nn.Parameter
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def adapted(model):
+    """Adapters on attention and on every expert, or on ``Conv1D``."""
+    torch.manual_seed(1)
+    if type(model).__name__.startswith("GPT2"):
+        targets = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+    else:
+        targets = {"target_modules": ["q_proj"], "target_parameters": EXPERTS}
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **targets))
+
+
+def order(name, steps):
+    torch.manual_seed(0)
+    fp4engine.manual_seed(3)
+    model = architecture(name)
+    for step in steps:
+        model = step(model) or model
+    return model
+
+
+def keep_head(model) -> None:
+    fp4engine.convert(model, RECIPE, keep_high_precision=["**.lm_head"])
+
+
+def store(model) -> None:
+    fp4engine.quantize_weights(model)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "gpt_oss"])
+def test_adapters_on_experts_and_conv1d_are_the_same_in_any_order_and_on_codes(name) -> None:
+    orders = [
+        (keep_head, adapted),
+        (adapted, keep_head),
+        (keep_head, store, adapted),
+        (adapted, keep_head, store),
+    ]
+    losses = []
+    for steps in orders:
+        model = order(name, steps)
+        losses.append(train(model.train(), 4))
+        assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    assert losses[0] == losses[1] == losses[2] == losses[3] and losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "gpt_oss"])
+def test_merging_into_stored_experts_is_refused_and_right_after_decoding(name) -> None:
+    model = adapted(order(name, [keep_head, store]))
+    for safe in (False, True):
+        with pytest.raises(RuntimeError, match=r"fp4engine\.dequantize_weights\(model\) first"):
+            copy.deepcopy(model).merge_and_unload(safe_merge=safe)
+    fp4engine.dequantize_weights(model)
+    with torch.no_grad(), fp4engine.autocast(enabled=False):
+        expected = model(tokens()).logits
+        merged = model.merge_and_unload()
+        fp4engine.revert(merged)
+        torch.testing.assert_close(merged(tokens()).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_an_adapter_on_experts_is_multiplied_in_high_precision_beside_the_weight(name) -> None:
+    """A product by ``W + s A B`` would round the adapter to FP4: so small a one would change nothing but the codes."""
+    model = adapted(order(name, [keep_head]))
+    experts = model.base_model.model.model.layers[0].mlp.experts.get_base_layer()
+    seen = {}
+
+    def outputs(module, args, output) -> None:
+        seen.setdefault(module, []).append((args[0].detach(), args[1].tolist(), output.detach()))
+
+    for gemms in (experts.up_gemms, experts.down_gemms):
+        gemms.register_forward_hook(outputs)
+    with torch.no_grad():
+        model(tokens())
+        with model.disable_adapter():
+            wrapper = model.base_model.model.model.layers[0].mlp.experts
+            up = next(w for w in (wrapper, wrapper.base_layer) if w.parameter_name == "gate_up_proj")
+            inp, counts, output = seen[experts.up_gemms][0]
+            base = experts.up_gemms(inp, torch.tensor(counts))
+            delta = up.get_delta_weight("default")
+            delta = delta.mT if experts.is_transposed else delta
+            rows = zip(inp.split(counts), delta, strict=True)
+            torch.testing.assert_close(output - base, torch.cat([x @ d.T for x, d in rows]), rtol=1e-4, atol=1e-5)
+
+
+def test_two_adapters_on_experts_add_up() -> None:
+    model = adapted(order("mixtral", [keep_head, store]))
+    torch.manual_seed(2)
+    settings = model.peft_config["default"]
+    model.add_adapter("second", settings)
+    logits = []
+    with torch.no_grad():
+        for active in (["default"], ["second"], ["default", "second"]):
+            model.base_model.set_adapter(active)
+            logits.append(model(tokens()).logits)
+        fp4engine.dequantize_weights(model)
+        with fp4engine.autocast(enabled=False):
+            expected = model(tokens()).logits
+            merged = model.merge_and_unload(adapter_names=["default", "second"])
+            torch.testing.assert_close(merged(tokens()).logits, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(logits[0], logits[2]) and not torch.equal(logits[1], logits[2])

@@ -1,24 +1,26 @@
 """Weights that are stored as codes, through save_pretrained / from_pretrained, adapters on top, and DCP."""
 
+import copy
 import json
+import weakref
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import fp4engine
 from fp4engine import qat
-from fp4engine.export import ServedCheckpoint, export_checkpoint
+from fp4engine.export import SHARED_SCALES, ServedCheckpoint, TensorFolder, export_checkpoint
 from fp4engine.recipe import NVFP4BlockScaling, Rule, RuledRecipe, zoo
-from tests.tiny import architecture, head, llama, tokens, transformers
+from tests.tiny import CONFIGURATIONS, architecture, head, llama, tokens, transformers
 
 import fp4engine.integrations.transformers  # isort: skip (after the skip)
 
 RECIPE = NVFP4BlockScaling()
+ONE_DIMENSIONAL = NVFP4BlockScaling(disable_2d_quantization=True)
 LAYER = "model.layers.1.mlp.up_proj"
 
 
@@ -27,6 +29,13 @@ def stored(recipe=RECIPE, seed=0, **changes):
     model = llama(**changes).eval()
     fp4engine.convert(model, recipe, keep_high_precision=["lm_head"])
     fp4engine.quantize_weights(model)
+    return model
+
+
+def converted(name, recipe):
+    torch.manual_seed(0)
+    model = architecture(name)
+    fp4engine.convert(model, recipe, keep_high_precision=head(model))
     return model
 
 
@@ -72,15 +81,165 @@ def test_saved_and_loaded_by_transformers(tmp_path, recipe, dtype) -> None:
     assert_same(model, type(model).from_pretrained(tmp_path / "again"))
 
 
-def test_experts_and_conv1d_go_along_converted(tmp_path) -> None:
-    model = architecture("mixtral")
-    fp4engine.convert(model, RECIPE, keep_high_precision=head(model))
+@pytest.mark.parametrize("recipe", [RECIPE, ONE_DIMENSIONAL], ids=["16x16", "1x16"])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_architecture_is_stored_saved_and_filled_from_files_with_the_same_logits(tmp_path, name, recipe) -> None:
+    model = converted(name, recipe)
+    expected, keys = logits(model), list(model.state_dict())
+    model.save_pretrained(tmp_path / "plain")
+    report = fp4engine.quantize_weights(model)
+    assert report.left_alone == {} and list(model.state_dict()) == keys
+    assert torch.equal(logits(model), expected)
+
+    model.save_pretrained(tmp_path / "stored")
+    loaded = type(model).from_pretrained(tmp_path / "stored", attn_implementation="eager")
+    assert_same(model, loaded)
+
+    with torch.device("meta"):
+        empty = type(model)(type(model.config).from_pretrained(tmp_path / "plain"))
+    empty.set_attn_implementation("eager")
+    fp4engine.convert(empty, recipe, keep_high_precision=head(empty))
+    fp4engine.quantize_weights(empty, weights=TensorFolder(tmp_path / "plain"))
+    assert_same(model, empty)
+
+    fp4engine.revert(model)
+    assert not any(isinstance(parameter, fp4engine.QuantizedWeight) for parameter in model.parameters())
+    assert {type(module).__module__.partition(".")[0] for module in model.modules()} <= {"torch", "transformers"}
+    with torch.no_grad(), fp4engine.autocast(enabled=False):
+        torch.testing.assert_close(loaded(tokens()).logits, model(tokens()).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, ONE_DIMENSIONAL], ids=["16x16", "1x16"])
+@pytest.mark.parametrize(
+    ("name", "module", "parameter"),
+    [
+        ("mixtral", "model.layers.1.mlp.experts", "gate_up_proj"),
+        ("gpt_oss", "model.layers.1.mlp.experts", "down_proj"),
+        ("gpt2", "transformer.h.1.attn.c_attn", "weight"),
+    ],
+)
+def test_stacks_hold_each_matrix_as_the_recipe_multiplies_it(name, module, parameter, recipe) -> None:
+    model = converted(name, recipe)
+    values = model.get_submodule(module).get_parameter(parameter).detach().clone()
     fp4engine.quantize_weights(model)
-    model.save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in file.keys()  # noqa: SIM118 (no mapping)
-    loaded = type(model).from_pretrained(tmp_path, attn_implementation="eager")
-    assert torch.equal(logits(model), logits(loaded))
+    weight = model.get_submodule(module).get_parameter(parameter)
+    assert weight.is_frozen and weight.shape == values.shape and weight.transposed == (name != "mixtral")
+    sides = 1 if recipe is RECIPE else 2
+    matrices = len(weight.matrices())
+    assert weight.nbytes == sides * (values.numel() * 9 // 16 + 4 * matrices)  # 4.5 bits, and an amax each
+    kind = "linear" if name == "gpt2" else "grouped_linear"
+    experts = values if values.ndim == 3 else values[None]
+    assert matrices == len(experts)
+    for matrix, value in zip(weight.matrices(), experts, strict=True):
+        value = value.T if weight.transposed else value
+        quantizer = fp4engine.make_quantizer(recipe, fp4engine.QuantizerRole(kind, "weight", module, value.shape))
+        for got, wanted in zip(
+            (matrix.rowwise, matrix.columnwise),
+            (quantizer.quantize(value).rowwise, quantizer.quantize(value).columnwise),
+            strict=True,
+        ):
+            for mine, its in zip(got.tensors, wanted.tensors, strict=True):
+                assert torch.equal(mine.view(torch.uint8), its.view(torch.uint8))
+
+
+def test_experts_are_filled_one_matrix_at_a_time(tmp_path) -> None:
+    plain = architecture("mixtral")
+    plain.save_pretrained(tmp_path)
+    empty = copy.deepcopy(plain).to("meta")
+    fp4engine.convert(empty, RECIPE, keep_high_precision=head(empty))
+    alive = weakref.WeakSet()
+
+    class Watched(TensorFolder):
+        most = 0
+
+        def __getitem__(self, name):
+            value = super().__getitem__(name)
+            if ".experts." in name:
+                alive.add(value)
+                self.most = max(self.most, len(alive))
+            return value
+
+    folder = Watched(tmp_path)
+    fp4engine.quantize_weights(empty, weights=folder)
+    assert 1 <= folder.most <= 3  # gate and up, and one that is not collected yet; there are 24
+    with pytest.raises(ValueError, match=r"weights lacks '.*experts\.1\.w3\.weight'"):
+        again = copy.deepcopy(plain).to("meta")
+        fp4engine.convert(again, RECIPE, keep_high_precision=head(again))
+        lacking = {
+            n: value for n, value in folder.items() if not n.endswith("layers.0.block_sparse_moe.experts.1.w3.weight")
+        }
+        fp4engine.quantize_weights(again, weights=lacking)
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+def test_stored_experts_are_exported_with_the_bytes_of_plain_ones(tmp_path, form) -> None:
+    for shared in ((), SHARED_SCALES):
+        folders = []
+        for stored in (False, True):
+            model = converted("qwen3_moe", RECIPE)
+            if stored:
+                fp4engine.quantize_weights(model)
+            folders.append(tmp_path / f"{stored}{len(shared)}")
+            arguments = {"inputs": "high_precision", "shared_scales": shared, "verify": True, "progress": False}
+            report = export_checkpoint(model, folders[-1], form, **arguments)
+            assert bool(report.rescaled) == bool(shared)
+        if not shared:  # with shared scales, decoded codes are cast again, and not the weights that they came from
+            left, right = (ServedCheckpoint(folder).tensors for folder in folders)
+            assert set(left) == set(right)
+            assert all(torch.equal(left[key].view(torch.uint8), right[key].view(torch.uint8)) for key in left)
+
+
+def test_what_is_not_stored_is_said_with_its_reason() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.MultiheadAttention(32, 2),
+        fp4engine.GroupedLinear(2, 32, 32, device="cpu"),
+        fp4engine.LayerNormMLP(32, 64, device="cpu"),
+    )
+    fp4engine.convert(model, RECIPE)
+    report = fp4engine.quantize_weights(model)
+    assert report.quantized == ("0.out_proj.weight",)
+    assert {*report.left_alone} == {"0.in_proj_gemms", "1", "2.fc1", "2.fc2"}
+    assert {*report.left_alone.values()} == {"only weights of nn.Linear, Conv1D and experts are stored as codes"}
+
+
+def test_a_gradient_of_a_stack_is_refused() -> None:
+    for name in ("mixtral", "gpt2"):
+        model = converted(name, RECIPE)
+        fp4engine.quantize_weights(model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"frozen and have no gradient; call weight\.requires_grad_\(False\)"):
+            model(tokens())
+        with torch.no_grad():
+            model(tokens())
+
+
+def test_crafted_stacks_are_refused() -> None:
+    model = converted("mixtral", RECIPE)
+    fp4engine.quantize_weights(model)
+    weight = model.model.layers[0].mlp.experts.down_proj
+    rebuild, (*described, shape, dtype, is_parameter, requires_grad, tensors, transposed) = weight.__reduce_ex__(2)
+    assert torch.equal(
+        rebuild(*described, shape, dtype, is_parameter, requires_grad, tensors, transposed).codes, weight.codes
+    )
+    for wrong in ((10**12, *shape[1:]), (3, *shape[1:]), (0, *shape[1:]), (1, *shape), shape[1:]):
+        with pytest.raises(ValueError, match=r"stored"):
+            rebuild(*described, wrong, dtype, is_parameter, requires_grad, tensors, transposed)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt2"])
+def test_a_model_is_loaded_without_its_head_and_with_one(tmp_path, name) -> None:
+    model = converted(name, RECIPE)
+    fp4engine.quantize_weights(model)
+    model.save_pretrained(tmp_path / "whole")
+    body = transformers.AutoModel.from_pretrained(tmp_path / "whole", attn_implementation="eager").eval()
+    body.save_pretrained(tmp_path / "body")
+    again = type(model).from_pretrained(tmp_path / "body", attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = model.base_model(tokens()).last_hidden_state
+        for loaded in (body, again.base_model):
+            assert any(isinstance(parameter, fp4engine.QuantizedWeight) for parameter in loaded.parameters())
+            assert torch.equal(loaded(tokens()).last_hidden_state, expected)
 
 
 def test_siblings_keep_the_amax_that_they_share(tmp_path) -> None:
@@ -212,3 +371,20 @@ def test_distributed_checkpoints_hold_the_codes(tmp_path, recipe) -> None:
     with pytest.raises(CheckpointException, match="would round what is written into it"):
         other = stored(zoo.make("nvfp4_1d_weight" if recipe == "nvfp4" else "nvfp4"), **sizes)
         dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "gpt2"])
+def test_distributed_checkpoints_hold_stacks(tmp_path, name) -> None:
+    saved, loaded = converted(name, RECIPE), architecture(name)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.add_(0.01)
+    fp4engine.convert(loaded, RECIPE, keep_high_precision=head(loaded))
+    for model in (saved, loaded):
+        fp4engine.quantize_weights(model)
+    dcp.save({"model": get_model_state_dict(saved)}, checkpoint_id=tmp_path)
+    state = {"model": get_model_state_dict(loaded)}
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_model_state_dict(loaded, state["model"])
+    assert_same(saved, loaded)

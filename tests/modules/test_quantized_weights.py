@@ -430,10 +430,10 @@ def test_under_delayed_scaling_a_weight_has_its_own_amax():
 
 def as_file(weight, **changes):
     """What ``torch.load`` makes of a file of ``weight``, some of whose tensors were replaced."""
-    rebuild, (*description, tensors) = weight.__reduce_ex__(2)
+    rebuild, (*description, tensors, transposed) = weight.__reduce_ex__(2)
     names = ["codes", "scale_inv", "amax", "columnwise_codes", "columnwise_scale_inv", "columnwise_amax"]
     tensors = tuple(changes.get(name, tensor) for name, tensor in zip(names, tensors, strict=False))
-    return rebuild(*description, tensors)
+    return rebuild(*description, tensors, transposed)
 
 
 CRAFTED = {
@@ -463,7 +463,8 @@ def test_crafted_descriptions_are_refused():
     rebuild, arguments = build(partial(Linear, 48, 32)).weight.__reduce_ex__(2)
     for place, value, message in (
         (5, (32, 64), r"codes of a weight \[32, 64\]"),
-        (5, (32, 48, 1), "floating-point matrix"),
+        (5, (32, 48, 1), r"codes of a weight \[32, 48, 1\]"),
+        (5, (1, 32, 48, 1), "floating-point matrix"),
         (6, torch.int32, "floating-point matrix"),
         (9, arguments[9][:2], "has 3 tensors, got 2"),
     ):

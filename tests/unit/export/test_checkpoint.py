@@ -1,6 +1,7 @@
 """Checkpoints for servers: what is in the files, read back by two readers; what is refused."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -434,7 +435,17 @@ class TestHostile:
             ServedCheckpoint(folder)
 
     @pytest.mark.parametrize(
-        "text", ["", "[1]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "[" * 100_000, "\x00"]
+        "text",
+        [
+            "",
+            "[1]",
+            '{"weight_map": 3}',
+            '{"weight_map": {}}',
+            '{"weight_map": {"a": 1}}',
+            '{"weight_map": ' + "9" * 10_000 + "}",
+            "[" * 100_000,
+            "\x00",
+        ],
     )
     def test_an_index_that_is_none(self, folder, text) -> None:
         (folder / "model.safetensors.index.json").write_text(text)
@@ -469,6 +480,65 @@ class TestHostile:
         self.change(folder, f"model.layers.0.mlp.up_proj.{getattr(form, part)}", change)
         with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj"):
             ServedCheckpoint(folder)
+
+
+def test_others_may_read_what_the_umask_lets_them(tmp_path) -> None:
+    before = os.umask(0o022)
+    try:
+        export_checkpoint(converted(), tmp_path / "out", progress=False)
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes == {0o644} and (tmp_path / "out").stat().st_mode & 0o777 == 0o755
+
+
+LAYER = "model.layers.0.mlp.up_proj"
+GROUP = ("quantization_config", "config_groups", "group_0")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("quantization_config", "ignore"), ["lm_head", LAYER], f"'{LAYER}' is FP4, and .* lists it as left alone"),
+        (("quantization_config", "ignore"), ["re:("], "is no regular expression"),
+        (("quantization_config", "ignore"), [], "'lm_head' stayed as it was, and the configuration does not say so"),
+        (("quantization_config", "config_groups"), [], "none of its config_groups has"),
+        ((*GROUP, "targets"), ["Conv2d"], "none of its config_groups has"),
+        ((*GROUP, "targets"), "Linear", "none of its config_groups has"),
+        ((*GROUP, "weights"), {"num_bits": 8}, "describes the weight of .* which is not NVFP4"),
+        ((*GROUP, "weights"), None, "describes the weight of .* which is not NVFP4"),
+        ((*GROUP, "input_activations"), {"num_bits": 8}, "describes the input of .* which is not NVFP4"),
+        ((*GROUP, "input_activations"), None, "are described as weight-only, and .*global_scale' is there"),
+        (("quantization", "exclude_modules"), ["lm_head", LAYER], f"'{LAYER}' is FP4, and .* lists it as left alone"),
+        (("quantization", "exclude_modules"), [], "'lm_head' stayed as it was, and the configuration does not say so"),
+        (("quantization", "group_size"), 32, "group_size must be 16, got 32"),
+        (("quantization", "quant_algo"), "W4A16_NVFP4", r"are described as weight-only, and .*input_scale' is there"),
+    ],
+)
+def test_a_configuration_that_servers_would_read_otherwise_is_found(tmp_path, place, value, words) -> None:
+    model, form = converted(NVFP4BlockScaling()), FORMATS[place[0] == "quantization"]
+    inputs = calibrate(model, [tokens()], progress=False)
+    export_checkpoint(model, tmp_path / "out", form, inputs=inputs, verify=True)
+    path = tmp_path / "out" / ("config.json" if place[0] == "quantization_config" else "hf_quant_config.json")
+    data = json.loads(path.read_text())
+    section = data
+    for key in place[:-1]:
+        section = section[key]
+    section[place[-1]] = value
+    path.write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match=words):
+        verify_checkpoint(model, tmp_path / "out", progress=False)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_input_scale_that_is_missing_is_found(tmp_path, form) -> None:
+    model = converted(NVFP4BlockScaling())
+    export_checkpoint(model, tmp_path / "out", form, inputs=calibrate(model, [tokens()], progress=False))
+    path = tmp_path / "out" / "model.safetensors"
+    scale = f"{LAYER}.{ServedCheckpoint(tmp_path / 'out').form.input_scale}"
+    save_file({name: tensor for name, tensor in load_file(path).items() if name != scale}, path)
+    with pytest.raises(CheckpointError, match=f"described as static, and '{scale}' is not there"):
+        ServedCheckpoint(tmp_path / "out")
 
 
 def test_no_bar_where_there_is_no_terminal(tmp_path, capfd) -> None:

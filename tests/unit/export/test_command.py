@@ -5,9 +5,10 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import fp4engine
-from fp4engine.export import ServedCheckpoint, calibrate
+from fp4engine.export import ServedCheckpoint, TensorFolder, calibrate, export_checkpoint
 from fp4engine.export.command import add_arguments, main
 from fp4engine.recipe import NVFP4BlockScaling
 from tests.tiny import llama
@@ -57,6 +58,17 @@ def test_from_directory_to_directory(tmp_path, source, capsys) -> None:
         ({"architectures": None}, ["--inputs", "dynamic"], "names no architecture"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, ["--inputs", "dynamic"], "which is never run"),
         ({"hidden_size": 64}, ["--inputs", "dynamic"], "has shape"),
+        ({"architectures": [5]}, ["--inputs", "dynamic"], "names no architecture"),
+        ({"architectures": ["GPT2LMHeadModel"]}, ["--inputs", "dynamic"], "describes no GPT2LMHeadModel that"),
+        ({"model_type": "evil"}, ["--inputs", "dynamic"], "describes no LlamaForCausalLM that"),
+        ({"hidden_size": "32"}, ["--inputs", "dynamic"], "'hidden_size' expected int"),
+        ({"hidden_size": -32}, ["--inputs", "dynamic"], "negative dimension"),
+        ({"num_attention_heads": 0}, ["--inputs", "dynamic"], "ZeroDivisionError"),
+        ({"num_hidden_layers": None}, ["--inputs", "dynamic"], "'num_hidden_layers' expected int"),
+        ({"num_hidden_layers": 10**9}, ["--inputs", "dynamic"], "1000000000 layers, and the files hold 11 tensors"),
+        ({"vocab_size": 1 << 62}, ["--inputs", "dynamic"], "describes no LlamaForCausalLM that"),
+        ({"hidden_act": "evil"}, ["--inputs", "dynamic"], "KeyError: 'evil'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["--inputs", "dynamic"], "are quantized already"),
     ],
 )
 def test_refusals(tmp_path, source, capsys, change, words, complaint) -> None:
@@ -65,4 +77,65 @@ def test_refusals(tmp_path, source, capsys, change, words, complaint) -> None:
     assert run(tmp_path / "trained", tmp_path / "served", *words) == 2
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1
-    assert not (tmp_path / "served").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"trained"}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_tensors_that_are_not_in_high_precision_are_refused_by_name(tmp_path, source, capsys, name, dtype) -> None:
+    path = tmp_path / "trained" / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {name: tensors[name].to(dtype)}, path, {"format": "pt"})
+    assert run(tmp_path / "trained", tmp_path / "served", "--inputs", "high_precision") == 2
+    error = capsys.readouterr().err
+    assert f"{name!r} is {dtype} in weights and torch.float32 in the model" in error and error.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"trained"}
+    model = llama(num_hidden_layers=1).to("meta")
+    model.tie_weights()
+    fp4engine.convert(model, NVFP4BlockScaling(), keep_high_precision=["lm_head"])
+    with pytest.raises(ValueError, match=f"is {dtype} in weights"):
+        fp4engine.quantize_weights(model, weights=TensorFolder(tmp_path / "trained"))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "amaxes.json is no JSON"),
+        ("[" * 100_000, "amaxes.json is no JSON"),
+        ("\xff", "neither a known name nor a readable file"),
+        ("[]", "one JSON object of numbers"),
+        ('{"LAYER": true}', "one JSON object of numbers"),
+        ('{"LAYER": NaN}', "finite FP32 amax"),
+        ('{"LAYER": 1e39}', "finite FP32 amax"),
+        ('{"LAYER": 1' + "0" * 400 + "}", "finite FP32 amax"),
+    ],
+)
+def test_amaxes_that_are_none_are_refused(tmp_path, source, capsys, text, complaint) -> None:
+    path = tmp_path / "amaxes.json"
+    path.write_bytes(text.replace("LAYER", "model.layers.0.self_attn.q_proj").encode("latin-1"))
+    assert run(tmp_path / "trained", tmp_path / "served", "--inputs", path) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and error.count("\n") == 1 and not (tmp_path / "served").exists()
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf", "1e300", "much"])
+def test_sizes_that_are_none_are_refused(tmp_path, source, capsys, size) -> None:
+    with pytest.raises(SystemExit):
+        run(tmp_path / "trained", tmp_path / "served", "--inputs", "high_precision", "--max-shard-gb", size)
+    assert "must be a size in GiB" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="at least one byte, got 0"):
+        export_checkpoint(source, tmp_path / "served", max_shard_size=0)
+
+
+def test_a_recipe_nested_without_end_is_refused(tmp_path, source, capsys) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text("[" * 100_000)
+    assert run(tmp_path / "trained", tmp_path / "served", "--inputs", "high_precision", "--recipe", path) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_generation_settings_that_are_none_are_refused(tmp_path, source, capsys, text) -> None:
+    (tmp_path / "trained" / "generation_config.json").write_text(text)
+    assert run(tmp_path / "trained", tmp_path / "served", "--inputs", "high_precision") == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "served").exists()

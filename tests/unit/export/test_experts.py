@@ -153,7 +153,7 @@ def test_calibration_takes_experts_together() -> None:
 
 
 def test_a_layout_that_is_no_rows_is_refused_by_name(monkeypatch) -> None:
-    import fp4engine.export.state as state
+    import fp4engine.checkpoint_names as checkpoint_names
 
     model = architecture("llama")
     layouts = [
@@ -161,9 +161,13 @@ def test_a_layout_that_is_no_rows_is_refused_by_name(monkeypatch) -> None:
         lambda tensors: {f"renamed.{name}": tensor[..., :16] for name, tensor in tensors.items()},
     ]
     for layout in layouts:
-        monkeypatch.setattr(state, "_as_written", lambda _, tensors, layout=layout: layout(tensors))
+        monkeypatch.setattr(checkpoint_names, "_as_written", lambda _, tensors, layout=layout: layout(tensors))
         with pytest.raises(NotImplementedError, match=r"'renamed\.model\.embed_tokens\.weight' in checkpoints"):
             ModelState(model, None)
-    monkeypatch.setattr(state, "_as_written", lambda _, tensors: {f"renamed.{n}": t for n, t in tensors.items()})
+
+    def renamed(_, tensors):
+        return {f"renamed.{name}": tensor for name, tensor in tensors.items()}
+
+    monkeypatch.setattr(checkpoint_names, "_as_written", renamed)
     pieces = ModelState(model, None).pieces
     assert pieces["renamed.lm_head.weight"].source == "lm_head.weight"
