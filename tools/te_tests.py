@@ -14,9 +14,10 @@ import os
 import pathlib
 import runpy
 import sys
+import time
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from fp4engine.te import install
 
 CHECKOUT = pathlib.Path(os.environ.get("TE_CHECKOUT", "."))
-REFERENCES = ("reference_utils", "reference_nvfp4", "reference_current_scaling", "gemm")
+REFERENCES = ("reference_utils", "reference_nvfp4", "reference_current_scaling")
 
 
 class Absent:
@@ -79,7 +80,7 @@ def _late(ours: ModuleType, stands_for: str, name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     with contextlib.suppress(ModuleNotFoundError):
-        if install._Alias().find_spec(f"{stands_for}.{name}") is not None:
+        if name in REFERENCES or install._Alias().find_spec(f"{stands_for}.{name}") is not None:
             return importlib.import_module(f"{stands_for}.{name}")
     return Absent(f"{stands_for}.{name}")
 
@@ -117,6 +118,14 @@ def _first_argument(function: Any) -> Any:
 class _Nothing:
     """A stream or an event: time passes, and nothing else."""
 
+    at = 0.0
+
+    def record(self, *_: Any) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: "_Nothing") -> float:
+        return (end.at - self.at) * 1e3
+
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
@@ -147,9 +156,10 @@ def pretend() -> None:
     sys.meta_path.append(_Stubs())
     import transformer_engine_torch as extension  # pyright: ignore[reportMissingImports]
 
-    from fp4engine.te.pytorch import constants
+    from fp4engine.te.pytorch import constants, utils
 
-    extension.DType = constants.DType
+    utils.is_non_tn_fp8_gemm_supported = lambda: True  # else tests that fail on Hopper are expected to fail here
+    extension.DType, extension.FP8TensorMeta = constants.DType, SimpleNamespace
     for name, kept in (("FP8FwdTensors", "FP8FwdTensorIdx"), ("FP8BwdTensors", "FP8BwdTensorIdx")):
         setattr(extension, name, getattr(constants, kept))
     torch.Generator = type("Generator", (torch.Generator,), {"__new__": _generator})
@@ -173,8 +183,8 @@ def pretend() -> None:
         lambda *_: torch.get_rng_state(),
         lambda state, *_: torch.set_rng_state(state),
     )
-    cuda.get_device_capability = lambda *_: (9, 0)
-    cuda.get_device_properties = lambda *_: type("CPU", (), {"major": 9, "minor": 0, "multi_processor_count": 1})
+    cuda.get_device_capability = lambda *_: (10, 0)
+    cuda.get_device_properties = lambda *_: type("CPU", (), {"major": 10, "minor": 0, "multi_processor_count": 1})
     cuda.get_device_name = lambda *_: "CPU"
     cuda.Stream = cuda.Event = _Nothing
     cuda.current_stream = cuda.default_stream = cuda.stream = cuda.device = lambda *_: _Nothing()

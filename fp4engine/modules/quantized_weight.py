@@ -100,9 +100,10 @@ class QuantizedWeight(torch.Tensor):
         stored = self.tensors()[3:]
         return Operand(spec, self.shape[1], self.shape[0], *stored) if stored else self.rowwise.transposed()
 
-    def dequantize(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The values as a plain tensor [N, K], whose gradient is this weight's."""
-        return _Dequantize.apply(self)
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The values as a plain tensor [N, K], whose gradient is this weight's; in ``dtype``, by default its own."""
+        values = _Dequantize.apply(self)
+        return values if dtype is None else values.to(dtype)
 
     def _set_data(self, values: Tensor) -> None:
         with torch.no_grad():
@@ -244,6 +245,11 @@ def stored_operands(weight: QuantizedWeight, plan: LinearPlan, group: Any) -> We
     if group is not None:
         raise NotImplementedError("amax_reduction_group is not implemented for weights of quantized_model_init")
     return _STORED_OPERANDS
+
+
+def same_casts(one: Quantizer, other: Quantizer) -> bool:
+    """Whether both make the same operands of a weight."""
+    return _casts(one) == _casts(other)
 
 
 def _casts(quantizer: Quantizer) -> tuple[CastSpec | None, CastSpec | None, str]:

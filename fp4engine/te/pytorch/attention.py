@@ -137,7 +137,7 @@ class MultiheadAttention(modules.MultiheadAttention):
         for part, called in _CALLED.items():
             if name and hasattr(self, part):
                 getattr(self, part).name = f"{name}.{called}"
-        self.layout = qkv_format
+        self.layout, self.proj.return_bias = qkv_format, return_bias
         self.core_attention = DotProductAttention(
             num_attention_heads,
             self.head_size,
@@ -220,8 +220,7 @@ class MultiheadAttention(modules.MultiheadAttention):
             alibi_slopes=alibi_slopes,
             inference_params=inference_params,
         )
-        bias = None if self.return_bias else self.proj.bias
-        output = self.proj.multiply(context, self.proj.weight, bias, is_first_microbatch)
-        extra = [self.proj.bias] if self.return_bias else []
-        extra += [normalized] if normalized is not None else []
-        return (output, *extra) if extra else output
+        projected = self.proj(context, is_first_microbatch)
+        extra = [] if normalized is None else [normalized]
+        parts = (*(projected if isinstance(projected, tuple) else (projected,)), *extra)
+        return parts if len(parts) > 1 else parts[0]

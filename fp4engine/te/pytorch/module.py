@@ -9,7 +9,7 @@ from torch import Tensor
 from fp4engine import modules
 from fp4engine.checkpoint import checkpoint as recompute
 from fp4engine.modules.split_linear import ParametersSplit, SplitLinear
-from fp4engine.te.pytorch.base import Init, TransformerEngineBaseModule, refuse_fp8_tensors
+from fp4engine.te.pytorch.base import Init, TransformerEngineBaseModule, quantizers_of, refuse_fp8_tensors
 from fp4engine.te.pytorch.norm import LayerNorm, RMSNorm
 from fp4engine.te.pytorch.padding import Fp8Padding, Fp8Unpadding
 from fp4engine.te.pytorch.quantized_tensor import QuantizerRole
@@ -31,7 +31,8 @@ class Linear(TransformerEngineBaseModule, SplitLinear):
     """``y = x W^T + b``; arguments of ``transformer_engine.pytorch.Linear``, in its order.
 
     Args:
-        save_original_input: without effect: what backward reads is the same bytes either way.
+        save_original_input: what backward reads is the same bytes either way; recipes that could not make these again
+            warn or raise, as there.
         recipe: fp4engine's own: what to follow outside regions.
         sequence_parallel, tp_group, tp_size, parallel_mode, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad,
         ub_bulk_dgrad, ub_bulk_wgrad, ub_name: without effect on one rank; more raise.
@@ -88,7 +89,8 @@ class Linear(TransformerEngineBaseModule, SplitLinear):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             recipe=recipe,
         )
-        self.use_bias, self._is_built = bias, True
+        self.save_original_input = save_original_input
+        self._built(bias)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -169,7 +171,7 @@ class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             recipe=recipe,
         )
-        self.use_bias, self._is_built = bias, True
+        self._built(bias)
 
     def forward(
         self,
@@ -260,14 +262,21 @@ class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             recipe=recipe,
         )
-        self.checkpoint, self.use_bias, self._is_built = checkpoint, bias, True
+        self.checkpoint = checkpoint
+        self._built(bias)
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
         """As in :class:`Linear`, for fc1 and fc2; the output of fc1 is the input of fc2."""
         first, second = (("input", "weight"), ("input", "weight")) if fwd else (("grad_output",), ("grad_output",))
         fc1 = [QuantizerRole("linear", word, self.fc1.name) for word in first]
         fc2 = [QuantizerRole("linear", word, self.fc2.name) for word in second]
-        return [*fc1, fc2[0], *fc2, None] if fwd else [*fc1, None, *fc2, *fc1]
+        if fwd:
+            return [*fc1, fc2[0], *fc2, self.output_quantizer_role]
+        return [*fc1, self.grad_input_quantizer_role, *fc2, *fc1]
+
+    def _computed_by(self) -> dict[str, list[Any]]:
+        fc1, fc2 = quantizers_of(self.fc1), quantizers_of(self.fc2)
+        return {key: [*fc1[key], *fc2[key]] for key in fc1}
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """[..., hidden_size] -> the same shape, or a tuple ``(y[, bias][, normalised input])``."""
@@ -346,7 +355,11 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
             name=name,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
         )
-        self.use_bias, self._is_built = bias, True
+        self.name, self.save_original_input = name or "", save_original_input
+        self._built(bias)
+
+    def _computed_by(self) -> dict[str, list[Any]]:
+        return quantizers_of(self.gemms[0])
 
     def forward(
         self,

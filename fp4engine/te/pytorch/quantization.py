@@ -151,8 +151,10 @@ class autocast(state.autocast):
     ) -> None:
         FP8GlobalStateManager.given = self._outer.pop()
         super().__exit__(kind, error, trace)
-        if self._steps and state.current_state() is None and not state.in_backward():
-            end_step()
+        if state.current_state() is None and not state.in_backward():
+            if self._steps:
+                end_step()
+            FP8GlobalStateManager.show()
 
 
 def fp8_autocast(
@@ -176,17 +178,19 @@ def quantized_model_init(
 
 class _ModelInit(AbstractContextManager[None]):
     def __init__(self, enabled: bool, recipe: FrozenRecipe, preserve: bool) -> None:
-        self._enabled, self._preserve = enabled, preserve
+        self._enabled, self._recipe, self._preserve = enabled, recipe, preserve
         self._region = model_init.quantized_model_init(enabled, recipe, preserve)
-        self._outer = (False, False)
+        self._outer: tuple[FrozenRecipe | None, bool] = (None, False)
 
     def __enter__(self) -> None:
-        self._outer = FP8GlobalStateManager.model_init
-        FP8GlobalStateManager.model_init = (self._enabled, self._enabled and self._preserve)
+        manager = FP8GlobalStateManager
+        self._outer = manager.stores_by, manager.keeps_init_val
+        manager.stores_by = self._recipe if self._enabled else None
+        manager.keeps_init_val = self._enabled and self._preserve
         return self._region.__enter__()
 
     def __exit__(self, *details: Any) -> None:
-        FP8GlobalStateManager.model_init = self._outer
+        FP8GlobalStateManager.stores_by, FP8GlobalStateManager.keeps_init_val = self._outer
         self._region.__exit__(*details)
 
 
@@ -226,15 +230,32 @@ class FP8GlobalStateManager:
 
     given: ClassVar[AnyRecipe | None] = None
     """The recipe of the innermost region as it was given."""
-    model_init: ClassVar[tuple[bool, bool]] = (False, False)
-    """Whether weights are being stored as codes, and their initial values kept."""
+    stores_by: ClassVar[FrozenRecipe | None] = None
+    """The recipe by which weights are being stored as codes."""
+    keeps_init_val: ClassVar[bool] = False
+    """Whether their initial values are being kept."""
+    _to_show: ClassVar[list[Callable[[], None]]] = []
 
     @classmethod
     def reset(cls) -> None:
         """Forget the region in force, as a test does between two others."""
         while state.region_depth():
             state.autocast.__exit__(state.autocast(enabled=False), None, None, None)
-        cls.given, cls.model_init = None, (False, False)
+        cls.given, cls.stores_by, cls.keeps_init_val = None, None, False
+        cls._to_show.clear()
+
+    @classmethod
+    def show_when_left(cls, show: Callable[[], None]) -> None:
+        """Call ``show`` when the outermost region is left."""
+        if show not in cls._to_show:
+            cls._to_show.append(show)
+
+    @classmethod
+    def show(cls) -> None:
+        """The outermost region has been left: modules show what they remember."""
+        waiting, cls._to_show[:] = list(cls._to_show), []
+        for show in waiting:
+            show()
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -248,11 +269,11 @@ class FP8GlobalStateManager:
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
-        return cls.model_init[0]
+        return cls.stores_by is not None
 
     @classmethod
     def with_high_precision_init_val(cls) -> bool:
-        return cls.model_init[1]
+        return cls.keeps_init_val
 
     @classmethod
     def fp8_graph_capturing(cls) -> bool:

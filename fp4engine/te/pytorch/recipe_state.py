@@ -1,10 +1,12 @@
 """What a recipe comes to for the tensors of one module: TransformerEngine's recipe states."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp4engine.quantizers.delayed import DelayedQuantizer
 from fp4engine.recipe import Recipe as FrozenRecipe
 from fp4engine.te.common import recipe as recipes
 from fp4engine.te.common.recipe import Format, Recipe, as_frozen
@@ -109,6 +111,10 @@ class RecipeState:
                 return cls(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
         raise ValueError(f"recipe must be one of {', '.join(_STATES)}, got {recipe!r}; see fp4engine.make_quantizer")
 
+    def inherit_state_from(self, other: "RecipeState") -> bool:
+        """Go on with the tensors of a state that this one replaces; False where there are none that fit."""
+        return False
+
     def make_quantizers(self) -> list[Any]:
         """The quantizer of each tensor."""
         return [self._make(self._slot_tensor_type(index)) for index in range(self.num_quantizers)]
@@ -173,11 +179,15 @@ class Float8BlockScalingRecipeState(RecipeState):
 
 
 class DelayedScalingRecipeState(RecipeState):
-    """As the others, with a scale of one per tensor and an empty history.
+    """As the others; a scale per tensor, and the amaxes that scales are chosen by.
+
+    Both tensors show what a module remembers, and what is written into them before a forward is what it remembers from
+    then on. (A scale for gradients is chosen anew from their history, as that is.)
 
     Attributes:
         scale: FP32 [num_quantizers].
-        amax_history: FP32 [amax_history_len, num_quantizers].
+        amax_history: FP32 [amax_history_len, num_quantizers]; row 0 is the step that is running, the last row the one
+            before it.
     """
 
     def __init__(self, recipe: AnyRecipe, **arguments: Any) -> None:
@@ -185,63 +195,135 @@ class DelayedScalingRecipeState(RecipeState):
         self.scale = torch.ones(self.num_quantizers, dtype=torch.float32, device=self.device)
         shape = (self.frozen.amax_history_len, self.num_quantizers)
         self.amax_history = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        self._shown = self._versions()
+
+    def inherit_state_from(self, other: RecipeState) -> bool:
+        """Take the tensors of another state of as many tensors and steps."""
+        fits = isinstance(other, DelayedScalingRecipeState) and other.amax_history.shape == self.amax_history.shape
+        if fits:
+            self.scale, self.amax_history, self._shown = other.scale, other.amax_history, other._shown
+        return fits
 
     def make_quantizers(self) -> list[Any]:
         """Quantizers that read their scale, and collect amaxes, in this state's own tensors."""
         each = range(self.num_quantizers)
         return [Float8Quantizer(self.scale[i : i + 1], self.amax_history[0][i : i + 1], self.dtype) for i in each]
 
+    def _versions(self) -> tuple[int, int]:
+        return self.scale._version, self.amax_history._version
+
+    def exchange(self, quantizers: Sequence[DelayedQuantizer | None]) -> None:
+        """Give the histories of ``quantizers``, one per column, what was written here, or else show them here."""
+        is_written = self._versions() != self._shown
+        for index, quantizer in enumerate(quantizers):
+            if quantizer is not None and is_written:
+                self._write(index, quantizer)
+            elif quantizer is not None:
+                self._show(index, quantizer)
+        self._shown = self._versions()
+
+    def _write(self, index: int, quantizer: DelayedQuantizer) -> None:
+        history, spec = quantizer.history, quantizer.rowwise_spec
+        assert history is not None and spec is not None
+        column = self.amax_history[:, index].detach()
+        values = torch.cat((column[:1], column[1:].flip(0)))
+        if self.mode == "backward":  # a step of gradients ends when the next one begins
+            values = values.roll(-1)
+        with torch.inference_mode(False):
+            history.values = values.to(history.values.device)
+            history.amax = (spec.numerator / self.scale[index : index + 1]).to(history.amax.device)
+        history.ended = self.mode == "backward"
+
+    def _show(self, index: int, quantizer: DelayedQuantizer) -> None:
+        history, spec = quantizer.history, quantizer.rowwise_spec
+        assert history is not None and spec is not None
+        values, amax = history.values, history.amax
+        if (history.ended or self.mode == "backward") and bool(values[0] != 0):
+            amax = history.next_amax(quantizer.recipe, spec)
+            values = values.roll(1)
+            values[0] = 0
+        self.scale[index] = (spec.numerator / amax)[0]
+        self.amax_history[:, index] = torch.cat((values[:1], values[1:].flip(0)))
+
 
 class CustomRecipeState(RecipeState):
-    """Asks the recipe's factory; requests for delayed scaling become quantizers of one state."""
+    """Asks the recipe's factory; requests for delayed scaling become quantizers of one state.
 
-    _ds_state: DelayedScalingRecipeState | None = None
+    Attributes:
+        answers: what the factory has returned, one per tensor.
+        delayed: the state of the requests, which are about the tensors ``delayed_slots``.
+    """
+
+    delayed: DelayedScalingRecipeState | None = None
+    delayed_slots: list[int]
+    answers: list[Any]
+    _earlier: DelayedScalingRecipeState | None = None
+
+    def inherit_state_from(self, other: RecipeState) -> bool:
+        """Go on with the requests' state, if the factory asks for the same again."""
+        self._earlier = other.delayed if isinstance(other, CustomRecipeState) else None
+        return self._earlier is not None
 
     def make_quantizers(self) -> list[Any]:
+        """What the factory answers.
+
+        Raises:
+            ValueError: it returns None, or requests that differ.
+        """
         roles: list[Any] = [self._slot_role(index) for index in range(self.num_quantizers)]
         factory = self.frozen.qfactory
         factory = factory.factory if isinstance(factory, recipes.Answering) else factory
         roles = roles if self.roles is None else self.roles
-        answers = [factory(role) for role in roles]
-        for index, answer in enumerate(answers):
+        self.answers = [factory(role) for role in roles]
+        for index, answer in enumerate(self.answers):
             if answer is None:
                 raise ValueError(
                     f"CustomRecipe qfactory returned None for slot {index} (role={roles[index]}): it must return a "
                     "Quantizer or a QuantizerRequest, and an IdentityQuantizer where nothing is to be quantized"
                 )
-        asked = {index: answer for index, answer in enumerate(answers) if isinstance(answer, DelayedScalingRequest)}
+        asked = {slot: answer for slot, answer in enumerate(self.answers) if isinstance(answer, DelayedScalingRequest)}
+        self.delayed_slots = list(asked)
+        quantizers = list(self.answers)
         if asked:
-            first = next(iter(asked.values()))
-            for index, request in asked.items():
-                for field, value in vars(first).items():
-                    if getattr(request, field) != value:
-                        raise ValueError(
-                            f"All DelayedScalingRequests in one CustomRecipeState must match: {field} is {value!r} at "
-                            f"first and {getattr(request, field)!r} in slot {index}"
-                        )
-            recipe = recipes.DelayedScaling(**vars(first))
-            self._ds_state = DelayedScalingRecipeState(
-                recipe, mode=self.mode, num_quantizers=len(asked), device=self.device
-            )
-            for index, quantizer in zip(asked, self._ds_state.make_quantizers(), strict=True):
-                answers[index] = quantizer
-        return answers
+            self.delayed = self._delayed_state(asked)
+            for slot, quantizer in zip(asked, self.delayed.make_quantizers(), strict=True):
+                quantizers[slot] = quantizer
+        return quantizers
+
+    def _delayed_state(self, asked: dict[int, DelayedScalingRequest]) -> DelayedScalingRecipeState:
+        first = next(iter(asked.values()))
+        for index, request in asked.items():
+            for field, value in vars(first).items():
+                if getattr(request, field) != value:
+                    raise ValueError(
+                        f"All DelayedScalingRequests in one CustomRecipeState must match: {field} is {value!r} at "
+                        f"first and {getattr(request, field)!r} in slot {index}"
+                    )
+        recipe = recipes.DelayedScaling(**vars(first))
+        earlier = self._earlier
+        if earlier is not None and earlier.recipe == recipe and earlier.num_quantizers == len(asked):
+            return earlier
+        return DelayedScalingRecipeState(recipe, mode=self.mode, num_quantizers=len(asked), device=self.device)
+
+    @property
+    def _ds_state(self) -> DelayedScalingRecipeState | None:
+        return self.delayed
 
     @property
     def _has_delayed_scaling(self) -> bool:
-        return self._ds_state is not None
+        return self.delayed is not None
 
     @property
     def _inner_delayed_scaling_recipe(self) -> AnyRecipe | None:
-        return None if self._ds_state is None else self._ds_state.recipe
+        return None if self.delayed is None else self.delayed.recipe
 
     @property
     def scale(self) -> Tensor | None:
-        return None if self._ds_state is None else self._ds_state.scale
+        return None if self.delayed is None else self.delayed.scale
 
     @property
     def amax_history(self) -> Tensor | None:
-        return None if self._ds_state is None else self._ds_state.amax_history
+        return None if self.delayed is None else self.delayed.amax_history
 
 
 _STATES: dict[str, type[RecipeState]] = {

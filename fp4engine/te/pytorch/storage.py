@@ -188,7 +188,24 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, QuantizedTensor):
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
-    """High precision in the dress of a quantized tensor."""
+    """High precision in the dress of a quantized tensor: one set of values, which serves both sides."""
+
+    @property
+    def _hp_data(self) -> Tensor:
+        side = self.operands.rowwise
+        assert side is not None
+        return side.data.view(self.operands.shape)
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Change nothing."""
+
+    def get_usages(self) -> dict[str, bool]:
+        """Both."""
+        return {"rowwise": True, "columnwise": True}
+
+    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        """The values, and None beside them where both sides are asked for."""
+        return (self._hp_data, None) if rowwise_data and columnwise_data else self._hp_data
 
 
 class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
@@ -197,6 +214,9 @@ class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
     @classmethod
     def _holds(cls, weight: QuantizedWeight) -> bool:
         return False
+
+
+NO_SIDES: dict[str, Any] = {"rowwise": None, "columnwise": None}
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
@@ -208,9 +228,34 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         side: Operand | None = getattr(self.operands, name)
         if side is None:
             return None
-        quantizer: Quantizer = getattr(self._quantizer, f"{name}_quantizer")
-        alone = {"rowwise": None, "columnwise": None, name: side}
-        return quantizer.tensor_class.of(Operands(self.operands.shape, self.operands.dtype, **alone), quantizer)
+        known: dict[str, tuple[Operand, Any]] = vars(self).setdefault("_made_of_sides", {})
+        if name not in known or known[name][0] is not side:
+            quantizer: Quantizer = getattr(self._quantizer, f"{name}_quantizer")
+            known[name] = (
+                side,
+                quantizer.alone(Operands(self.operands.shape, self.operands.dtype, **{**NO_SIDES, name: side})),
+            )
+        return known[name][1]
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Forget a side with False; True asks that it be there.
+
+        Raises:
+            RuntimeError: it is not; then nothing has changed.
+        """
+        sides: dict[str, Operand | None] = {"rowwise": self.operands.rowwise, "columnwise": self.operands.columnwise}
+        wanted = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
+        for name, is_wanted in wanted.items():
+            if is_wanted and sides[name] is None:
+                raise RuntimeError(f"update_usage({name}_usage=True): this tensor has no {name} sub-storage any more")
+        kept = {name: None if wanted[name] is False else side for name, side in sides.items()}
+        self.operands = Operands(self.operands.shape, self.operands.dtype, **kept)
+
+    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        """What both sides return, one after the other."""
+        asked = {"rowwise": rowwise_data, "columnwise": columnwise_data}
+        parts = [self._side(name).get_data_tensors() for name in asked if asked[name] and self._side(name) is not None]
+        return tuple(tensor for part in parts for tensor in (part if isinstance(part, tuple) else (part,)))
 
     @property
     def rowwise_sub_storage(self) -> Any:
@@ -236,7 +281,34 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
 
     @classmethod
     def _holds(cls, weight: QuantizedWeight) -> bool:
-        return weight.quantizer.rowwise_spec != weight.quantizer.columnwise_spec
+        return isinstance(weight, HybridQuantizedWeight)
+
+
+class HybridQuantizedWeight(QuantizedWeight):
+    """A weight that fp4engine stores by the casts of a ``HybridQuantizer``.
+
+    Attributes:
+        made_by: that quantizer.
+    """
+
+    made_by: Any
+
+    @property
+    def _quantizer(self) -> Any:
+        return self.made_by
+
+    @property
+    def rowwise_sub_storage(self) -> Any:
+        """The rowwise side as a tensor of its own quantizer."""
+        return self.made_by.rowwise_quantizer.alone(Operands(self.shape, self.dtype, self.rowwise, None))
+
+    @property
+    def columnwise_sub_storage(self) -> Any:
+        """The columnwise side as a tensor of its own quantizer."""
+        return self.made_by.columnwise_quantizer.alone(Operands(self.shape, self.dtype, None, self.columnwise))
+
+    def float(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.dequantize(dtype=torch.float32)
 
 
 def _is_cast(weight: QuantizedWeight, element: str, block: int) -> bool:

@@ -10,7 +10,7 @@ from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.quantizers.nvfp4 import NVFP4Quantizer as FrozenNVFP4Quantizer
 from fp4engine.recipe.casts import ColumnwiseSource
 from fp4engine.te.pytorch.constants import ELEMENTS, DType
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer, rebuild
 from fp4engine.te.pytorch.storage import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
@@ -25,6 +25,7 @@ from fp4engine.te.pytorch.storage import (
     NVFP4Tensor,
     NVFP4TensorStorage,
 )
+from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
 __all__ = [
@@ -395,6 +396,17 @@ class IdentityQuantizer(Quantizer):
     def quantize_impl(self, tensor: Tensor) -> QuantizedTensor:
         return super().quantize_impl(tensor if self.dtype is None else tensor.to(self.dtype))
 
+    def alone(self, operands: Operands) -> QuantizedTensor:
+        columnwise = operands.columnwise
+        if columnwise is None:
+            return super().alone(operands)
+        values = columnwise.data.T.reshape(operands.shape)
+        return super().alone(Operands(operands.shape, operands.dtype, Operand.dense(values.flatten(0, -2)), None))
+
+    def _operands(self, tensor: Tensor) -> Operands:
+        values = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+        return self.frozen().quantize(values, rowwise=True, columnwise=False)
+
     def is_requantization_safe(self) -> bool:
         return True
 
@@ -418,7 +430,7 @@ class HybridQuantizer(Quantizer):
         super().__init__()
         if rowwise_quantizer is columnwise_quantizer:
             raise ValueError(
-                "HybridQuantizer takes two quantizers, got one as both; give columnwise_quantizer a copy()"
+                "HybridQuantizer requires distinct rowwise and columnwise quantizers, got one as both; give it a copy()"
             )
         for name, quantizer in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
             if not isinstance(quantizer, Quantizer):
@@ -469,8 +481,17 @@ class HybridQuantizer(Quantizer):
         return self.rowwise_quantizer.is_requantization_safe() and self.columnwise_quantizer.is_requantization_safe()
 
     def supports_only_rowwise_all_gather(self) -> bool:
-        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
-        return any(part.supports_only_rowwise_all_gather() for part in parts)
+        """As the rowwise quantizer; True also where the columnwise side, of NVFP4, does not decode by itself."""
+        columnwise_decodes = not isinstance(self.columnwise_quantizer, NVFP4Quantizer)
+        return self.rowwise_quantizer.supports_only_rowwise_all_gather() or not columnwise_decodes
+
+    def quantize_impl(self, tensor: Tensor) -> QuantizedTensor:
+        return self.tensor_class.of(self._operands(tensor), self, tensor.device)
+
+    def _get_compatible_recipe(self) -> Any:
+        from fp4engine.te.common.recipe import CustomRecipe
+
+        return CustomRecipe
 
     def is_quantizable(self, inp: Tensor) -> bool:
         return self.rowwise_quantizer.is_quantizable(inp) and self.columnwise_quantizer.is_quantizable(inp)
@@ -480,3 +501,8 @@ class HybridQuantizer(Quantizer):
             f"HybridQuantizer(rowwise_quantizer={self.rowwise_quantizer!r}, "
             f"columnwise_quantizer={self.columnwise_quantizer!r}, columnwise_source={self.columnwise_source!r})"
         )
+
+
+torch.serialization.add_safe_globals(
+    [rebuild, DType, *(thing for name in __all__ if isinstance(thing := globals()[name], type))]
+)
