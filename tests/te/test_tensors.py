@@ -63,6 +63,14 @@ def test_what_is_written_into_high_precision_is_a_copy() -> None:
     assert tensor.get_usages() == {"rowwise": True, "columnwise": True}
 
 
+def test_high_precision_passes_for_the_dtype_that_it_is_kept_in() -> None:
+    tensor = IdentityQuantizer().make_empty((16, 16), dtype=torch.bfloat16)
+    assert tensor.dtype is torch.bfloat16
+    source = torch.randn(16, 16)
+    IdentityQuantizer(dtype=torch.float32).update_quantized(source, tensor)
+    assert tensor.dtype is torch.float32 and torch.equal(tensor.dequantize(), source)
+
+
 @pytest.mark.parametrize("quantizer", [IdentityQuantizer(), hybrid(), hybrid(IdentityQuantizer()), NVFP4Quantizer()])
 def test_files_load_with_weights_only(quantizer) -> None:
     tensor, file = quantizer(torch.randn(32, 64)), io.BytesIO()

@@ -6,7 +6,7 @@ A recipe of this module keeps what was written to it, and makes fp4engine's froz
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -175,7 +175,7 @@ _given = _Given()
 
 
 @contextmanager
-def answered(answers: Mapping[QuantizerRole, Any]) -> Iterator[None]:
+def answered(answers: Mapping[QuantizerRole, Any]) -> Generator[None]:
     """Within, factories are not asked again for the roles of ``answers``."""
     _given.answers, outer = answers, _given.answers
     try:

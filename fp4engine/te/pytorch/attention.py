@@ -221,6 +221,6 @@ class MultiheadAttention(modules.MultiheadAttention):
             inference_params=inference_params,
         )
         projected = self.proj(context, is_first_microbatch)
-        extra = [] if normalized is None else [normalized]
-        parts = (*(projected if isinstance(projected, tuple) else (projected,)), *extra)
-        return parts if len(parts) > 1 else parts[0]
+        if normalized is None:
+            return projected
+        return (*projected, normalized) if isinstance(projected, tuple) else (projected, normalized)

@@ -79,7 +79,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def _dress_weights(self, recipe: CustomRecipe) -> None:
         """Let weights be of the classes that TransformerEngine gives what the recipe's factory answers for them."""
-        factory = recipe.qfactory.factory if isinstance(recipe.qfactory, Answering) else recipe.qfactory
+        factory: Any = recipe.qfactory.factory if isinstance(recipe.qfactory, Answering) else recipe.qfactory
         slots = self.get_quantizer_roles(fwd=True, num_quantizers=0)
         roles = [role for role in slots if role is not None and role.tensor_type == "weight"]
         weights = [(name, weight) for name, weight in self.named_parameters(recurse=False) if weight.ndim == 2]
@@ -88,8 +88,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
             if isinstance(quantizer, IdentityQuantizer) and not isinstance(weight, QuantizedWeight):
                 setattr(self, name, torch.nn.Parameter(quantizer(weight.detach()), weight.requires_grad))
             elif isinstance(quantizer, HybridQuantizer) and isinstance(weight, QuantizedWeight):
-                weight.__class__ = HybridQuantizedWeight
-                vars(weight)["made_by"] = quantizer
+                dressed: Any = weight
+                dressed.__class__, dressed.made_by = HybridQuantizedWeight, quantizer
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise; a module on ``meta`` gets memory first, where TransformerEngine would place it.
@@ -289,7 +289,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
         first = output[0] if isinstance(output, tuple) else output
         if first.requires_grad:
             engine: Any = torch.autograd.Variable._execution_engine
-            first.register_hook(lambda _: engine.queue_callback(self._exchange))
+
+            def show(grad: Tensor) -> None:
+                engine.queue_callback(self._exchange)
+
+            first.register_hook(show)
         return output
 
     def _made(self) -> ModuleStates:

@@ -100,7 +100,8 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
             adam(
                 wide,
                 [getattr(param, name).float() for param in params],
-                *([state[moment] for state in states] for moment in MOMENTS),
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
                 [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
                 [state["step"] for state in states],
                 amsgrad=group["amsgrad"],

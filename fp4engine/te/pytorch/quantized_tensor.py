@@ -307,6 +307,11 @@ class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
         return True
 
     @property
+    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What the tensor passes for; an update may change it."""
+        return self.operands.dtype
+
+    @property
     def _dtype(self) -> torch.dtype:
         return self.dtype
 

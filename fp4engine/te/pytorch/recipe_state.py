@@ -199,10 +199,10 @@ class DelayedScalingRecipeState(RecipeState):
 
     def inherit_state_from(self, other: RecipeState) -> bool:
         """Take the tensors of another state of as many tensors and steps."""
-        fits = isinstance(other, DelayedScalingRecipeState) and other.amax_history.shape == self.amax_history.shape
-        if fits:
-            self.scale, self.amax_history, self._shown = other.scale, other.amax_history, other._shown
-        return fits
+        if not isinstance(other, DelayedScalingRecipeState) or other.amax_history.shape != self.amax_history.shape:
+            return False
+        self.scale, self.amax_history, self._shown = other.scale, other.amax_history, other._shown
+        return True
 
     def make_quantizers(self) -> list[Any]:
         """Quantizers that read their scale, and collect amaxes, in this state's own tensors."""

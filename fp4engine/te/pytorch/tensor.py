@@ -393,9 +393,6 @@ class IdentityQuantizer(Quantizer):
     def frozen(self, stream: int = 0) -> FrozenQuantizer:
         return FrozenQuantizer(stream=stream)
 
-    def quantize_impl(self, tensor: Tensor) -> QuantizedTensor:
-        return super().quantize_impl(tensor if self.dtype is None else tensor.to(self.dtype))
-
     def alone(self, operands: Operands) -> QuantizedTensor:
         columnwise = operands.columnwise
         if columnwise is None:
@@ -405,7 +402,15 @@ class IdentityQuantizer(Quantizer):
 
     def _operands(self, tensor: Tensor) -> Operands:
         values = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-        return self.frozen().quantize(values, rowwise=True, columnwise=False)
+        return self.frozen().quantize(values.to(self.dtype or values.dtype), rowwise=True, columnwise=False)
+
+    def update_quantized(
+        self, src: Tensor, dst: QuantizedTensor, *, noop_flag: Tensor | None = None
+    ) -> QuantizedTensor:
+        super().update_quantized(src, dst, noop_flag=noop_flag)
+        made = dst.operands
+        dst.operands = Operands(made.shape, self.dtype or made.dtype, made.rowwise, made.columnwise)
+        return dst
 
     def is_requantization_safe(self) -> bool:
         return True
