@@ -9,6 +9,7 @@ TransformerEngine's own reference of NVFP4 (``custom_recipes.reference_nvfp4``) 
 """
 
 import contextlib
+import gc
 import importlib.util
 import os
 import pathlib
@@ -94,15 +95,10 @@ def on_cpu(value: Any) -> Any:
     return value
 
 
-IS_CUDA = torch.Tensor.is_cuda.__get__  # pyright: ignore[reportFunctionMemberAccess]
-
-
 class CpuForCuda(TorchFunctionMode):
     """Every function of PyTorch's that is told a CUDA device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == IS_CUDA and sys._getframe(1).f_code.co_filename.startswith(str(CHECKOUT)):
-            return not args[0].is_meta
         name = getattr(func, "__name__", "")
         if name == "cuda" and args and isinstance(args[0], torch.Tensor):
             return args[0]
@@ -154,6 +150,10 @@ def _is_asked_by_the_peer() -> bool:
     return sys._getframe(1).f_code.co_filename.startswith(str(CHECKOUT))
 
 
+def _parameters() -> list[torch.nn.Parameter]:
+    return [thing for thing in gc.get_objects() if type(thing) is torch.nn.Parameter]
+
+
 def pretend() -> None:
     """Let this process find fp4engine as TransformerEngine, and a CPU where CUDA is asked for."""
     install.install_as_transformer_engine()
@@ -179,8 +179,9 @@ def pretend() -> None:
     cuda: Any = torch.cuda
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_device", "manual_seed_all"):
         setattr(cuda, name, lambda *_, **__: None)
-    for name in ("memory_allocated", "max_memory_allocated", "current_device", "memory_reserved"):
+    for name in ("max_memory_allocated", "current_device", "memory_reserved"):
         setattr(cuda, name, lambda *_, **__: 0)
+    cuda.memory_allocated = lambda *_, **__: sum(param.nbytes for param in _parameters() if not param.is_meta)
     cuda.is_available = _is_asked_by_the_peer
     cuda.device_count = lambda: 1
     cuda.manual_seed = torch.manual_seed
