@@ -20,6 +20,20 @@ class _NormHabits(torch.nn.Module):
 
     _is_built = False
 
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = _norm_arguments(normalized_shape, hidden_size, params_dtype, kwargs)
+        super().__init__(eps=eps, zero_centered_gamma=zero_centered_gamma, **given)
+        self._is_built = True
+
     def reset_parameters(self, defer_init: bool | None = None) -> None:
         """As :meth:`TransformerEngineBaseModule.reset_parameters`."""
         if defer_init:
@@ -43,20 +57,6 @@ class _NormHabits(torch.nn.Module):
 class LayerNorm(_NormHabits, modules.LayerNorm):
     """Arguments of ``transformer_engine.pytorch.LayerNorm``, in its order; ``sequence_parallel`` has no effect."""
 
-    def __init__(
-        self,
-        normalized_shape: int | Iterable[int] | None = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        given = _norm_arguments(normalized_shape, hidden_size, params_dtype, kwargs)
-        super().__init__(eps=eps, zero_centered_gamma=zero_centered_gamma, **given)
-        self._is_built = True
-
     def reset_layer_norm_parameters(self) -> None:
         """As :meth:`reset_parameters`."""
         self.reset_parameters()
@@ -64,20 +64,6 @@ class LayerNorm(_NormHabits, modules.LayerNorm):
 
 class RMSNorm(_NormHabits, modules.RMSNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Arguments of ``transformer_engine.pytorch.RMSNorm``, in its order; ``sequence_parallel`` has no effect."""
-
-    def __init__(
-        self,
-        normalized_shape: int | Iterable[int] | None = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        given = _norm_arguments(normalized_shape, hidden_size, params_dtype, kwargs)
-        super().__init__(eps=eps, zero_centered_gamma=zero_centered_gamma, **given)
-        self._is_built = True
 
     def reset_rms_norm_parameters(self) -> None:
         """As :meth:`reset_parameters`."""

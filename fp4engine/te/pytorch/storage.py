@@ -68,11 +68,10 @@ class NVFP4Tensor(NVFP4TensorStorage, QuantizedTensor):
         return _is_cast(weight, E2M1.name, 16)
 
 
-class MXFP8TensorStorage(QuantizedTensorStorage):
-    """MXFP8 by TransformerEngine's attributes; its columnwise side lies as the tensor does."""
+class _Float8Storage(QuantizedTensorStorage):
+    """Codes of one byte, whose rowwise side lies as the tensor does."""
 
     _quantizer: Quantizer
-    _with_gemm_swizzled_scales = False
 
     @property
     def _fp8_dtype(self) -> DType:
@@ -82,6 +81,12 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
     def _rowwise_data(self) -> Tensor | None:
         side = self.operands.rowwise
         return None if side is None else side.data[:, : side.cols].reshape(self.operands.shape)
+
+
+class MXFP8TensorStorage(_Float8Storage):
+    """MXFP8 by TransformerEngine's attributes; its columnwise side lies as the tensor does."""
+
+    _with_gemm_swizzled_scales = False
 
     @property
     def _columnwise_data(self) -> Tensor | None:
@@ -109,19 +114,12 @@ class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):
         return _is_cast(weight, "", 32)
 
 
-class Float8TensorStorage(QuantizedTensorStorage):
+class Float8TensorStorage(_Float8Storage):
     """FP8 with one scale, by TransformerEngine's attributes."""
-
-    _quantizer: Quantizer
-
-    @property
-    def _fp8_dtype(self) -> DType:
-        return getattr(self._quantizer, "dtype", DType.kFloat8E4M3)
 
     @property
     def _data(self) -> Tensor | None:
-        side = self.operands.rowwise
-        return None if side is None else side.data[:, : side.cols].reshape(self.operands.shape)
+        return self._rowwise_data
 
     @property
     def _transpose(self) -> Tensor | None:
@@ -147,23 +145,12 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
         return _is_cast(weight, "", 0)
 
 
-class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
+class Float8BlockwiseQTensorStorage(_Float8Storage):
     """FP8 in blocks, by TransformerEngine's attributes; scales are [rows, blocks], without its padding."""
-
-    _quantizer: Quantizer
-
-    @property
-    def _fp8_dtype(self) -> DType:
-        return getattr(self._quantizer, "dtype", DType.kFloat8E4M3)
 
     @property
     def _is_2D_scaled(self) -> bool:
         return getattr(self._quantizer, "block_scaling_dim", 2) == 2
-
-    @property
-    def _rowwise_data(self) -> Tensor | None:
-        side = self.operands.rowwise
-        return None if side is None else side.data[:, : side.cols].reshape(self.operands.shape)
 
     @property
     def _columnwise_data(self) -> Tensor | None:
