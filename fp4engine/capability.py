@@ -13,6 +13,13 @@ from fp4engine.environment import read_flag
 _FP4_TARGETS = {10: "tcgen05 block-scaled MMA", 12: "mma.sync block-scaled MMA"}
 
 
+def _by_amd(device: torch.device) -> str:
+    """Why nothing but plain PyTorch runs on a GPU of AMD's, which PyTorch calls "cuda" as well; empty elsewhere."""
+    if device.type != "cuda" or torch.version.hip is None:
+        return ""
+    return "nobody has run the kernels on a GPU of AMD's, for which they compile"
+
+
 @cache
 def triton_available() -> tuple[bool, str]:
     """Whether Triton can be imported, and why not. Does not import it."""
@@ -31,6 +38,8 @@ def triton_runs_on(device: torch.device) -> tuple[bool, str]:
         return True, "Triton's interpreter, asked for by TRITON_INTERPRET=1"
     if device.type != "cuda":
         return False, f"Triton kernels need a CUDA device, the tensor is on {device.type}"
+    if reason := _by_amd(device):
+        return False, reason
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return False, f"sm_{major}{minor} has no BF16 arithmetic; the kernels need Ampere (sm_80) or newer"
@@ -42,6 +51,8 @@ def fp8_units(device: torch.device) -> tuple[bool, str]:
     """Whether ``device`` has FP8 tensor cores."""
     if device.type != "cuda":
         return False, f"{device.type} has no FP8 tensor cores"
+    if reason := _by_amd(device):
+        return False, reason
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         return False, f"sm_{major}{minor} has no FP8 tensor cores; they came with sm_89"
@@ -53,6 +64,8 @@ def fp4_units(device: torch.device) -> tuple[bool, str]:
     """Whether ``device`` has FP4 tensor cores, and which."""
     if device.type != "cuda":
         return False, f"{device.type} has no FP4 tensor cores"
+    if reason := _by_amd(device):
+        return False, reason
     major, minor = torch.cuda.get_device_capability(device)
     if major in _FP4_TARGETS:
         return True, f"sm_{major}{minor}: {_FP4_TARGETS[major]}"

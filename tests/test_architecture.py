@@ -23,7 +23,7 @@ LAYERS = (
     "functional state",
     "modules",
     "accounting",
-    "convert checkpoint frozen_weights inspect doctor export integrations qat",
+    "convert checkpoint distributed frozen_weights inspect doctor export integrations qat",
     "testing estimate",
     "te",
     "quantization",

@@ -26,7 +26,7 @@ ONE_NAMESPACE = ("coming-from-te.md", "kernels.md", "recipes.md")
 """Pages whose blocks still need those above them without saying so."""
 PUBLIC = (
     "fp4engine", "fp4engine.recipe", "fp4engine.inspect", "fp4engine.estimate", "fp4engine.export", "fp4engine.formats",
-    "fp4engine.integrations", "fp4engine.testing", "fp4engine.accounting",
+    "fp4engine.integrations", "fp4engine.testing", "fp4engine.accounting", "fp4engine.distributed",
 )  # fmt: skip
 """Modules all of whose names are public."""
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>[^`\n]*)$")

@@ -1,12 +1,13 @@
 """Compile the cast kernels for GPUs that are not here, a line per kernel and target.
 
-    python tools/aot.py [part of a name] [--targets 80 90 100]        (make aot)
+    python tools/aot.py [part of a name] [--targets 80 90 gfx942]        (make aot)
 
 The GEMM kernels are compiled by tests/unit/kernels/test_gemm_aot.py. CI compiles for sm_80, sm_90 and sm_100, between
-which every variant of the source is in use.
+which every variant of the source is in use; AMD's gfx942 and gfx950 have the variant without PTX. No kernel has been
+run on a GPU of AMD's.
 
-Fails if a kernel does not compile, if the sm_100 PTX of a nearest-even cast lacks the native E2M1 conversion, or if a
-kernel that overlaps its predecessor does not wait for it.
+Fails if a kernel does not compile, if the sm_100 PTX of a nearest-even cast lacks the native E2M1 conversion, if a
+kernel that overlaps its predecessor does not wait for it, or if one needs more shared memory than AMD's GPUs have.
 """
 
 import argparse
@@ -55,7 +56,10 @@ from fp4engine.kernels.swizzle import COL_TILES, swizzle_kernel
 from fp4engine.kernels.target import hardware_of
 from fp4engine.recipe import zoo
 
-TARGETS = (80, 89, 90, 100, 120)
+TARGETS = {str(capability): GPUTarget("cuda", capability, 32) for capability in (80, 89, 90, 100, 120)}
+TARGETS |= {name: GPUTarget("hip", name, 64) for name in ("gfx942", "gfx950")}
+SHARED = {"gfx942": 64 << 10, "gfx950": 160 << 10}
+"""Bytes of shared memory that one program may have."""
 PLAIN = CastSpec()
 ROTATED = CastSpec(rotation=Rotation())
 SR = CastSpec(rounding=RoundingMode.STOCHASTIC)
@@ -122,7 +126,7 @@ ALIGNED = ("stride_m", "stride_dy", "stride_x", "H", "stride_r", "stride_c", "R"
 """Numbers that are multiples of 16."""
 
 
-def compile_for(kernel: Any, capability: int, constants: dict[str, Any], dtype: str = "bf16") -> Any:
+def compile_for(kernel: Any, target: GPUTarget, constants: dict[str, Any], dtype: str = "bf16") -> Any:
     """``kernel`` for an aligned, contiguous input; what is not a pointer or constant is an int32."""
     types = POINTERS | {"x_ptr": f"*{dtype}", "numerator": "fp32"}
     types["out_ptr"] = OUTPUTS.get(kernel.__name__, types["out_ptr"])
@@ -132,7 +136,7 @@ def compile_for(kernel: Any, capability: int, constants: dict[str, Any], dtype: 
         types["scale_ptr"] = "*fp32" if cast.scale == "fp32" or unaligned else "*u8"
         types["data_ptr"] = "*bf16" if cast.values else "*u8"
     if "HARDWARE" in kernel.arg_names:
-        constants = constants | {"HARDWARE": hardware_of(capability)}
+        constants = constants | {"HARDWARE": hardware_of(target.arch) if target.backend == "cuda" else 0}
     if "stride_k" in kernel.arg_names:
         constants = constants | {"stride_k": 1}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -145,7 +149,7 @@ def compile_for(kernel: Any, capability: int, constants: dict[str, Any], dtype: 
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     warps = 8 if kernel in (block_amax_kernel, block_cast_kernel) else 4
     options = {"num_warps": warps, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=target, options=options)
 
 
 def tile_of(shape: tuple[int, int], even: bool = True) -> dict[str, Any]:
@@ -262,33 +266,37 @@ def waits_first(kernel: Any, ptx: str) -> bool:
     return first is not None and first[0] == "griddepcontrol.wait"
 
 
-def compile_case(index: int, capability: int) -> tuple[str, str]:
+def compile_case(index: int, target: str) -> tuple[str, str]:
     """A line to print, and what is wrong, if anything, with case ``index`` of :func:`cases`."""
     name, kernel, constants, dtype = cases()[index]
+    where = f"sm_{target}" if target.isdigit() else target
     begin = time.perf_counter()
     try:
-        compiled = compile_for(kernel, capability, constants, dtype)
+        compiled = compile_for(kernel, TARGETS[target], constants, dtype)
     except Exception as error:
-        return f"{name:32} sm_{capability:<4} FAILED", f"{name}, sm_{capability}: {error}"
-    native = "cvt.rn.satfinite.e2m1x2.f32" in compiled.asm["ptx"]
+        return f"{name:32} {where:7} FAILED", f"{name}, {where}: {error}"
+    ptx, shared = compiled.asm.get("ptx", ""), compiled.metadata.shared
+    native = "cvt.rn.satfinite.e2m1x2.f32" in ptx
     note = ", native E2M1" if native else ""
-    seconds = time.perf_counter() - begin
-    line = f"{name:32} sm_{capability:<4} {compiled.metadata.shared:6} B shared{note}  {seconds:.1f} s"
-    if capability >= 90 and not waits_first(kernel, compiled.asm["ptx"]):
-        return line, f"{name}, sm_{capability}: does not wait for its predecessor before it uses memory"
+    line = f"{name:32} {where:7} {shared:6} B shared{note}  {time.perf_counter() - begin:.1f} s"
+    if shared > SHARED.get(target, shared):
+        return line, f"{name}, {where}: {shared} bytes of shared memory, and there are {SHARED[target]}"
+    capability = int(target) if target.isdigit() else 0
+    if capability >= 90 and not waits_first(kernel, ptx):
+        return line, f"{name}, {where}: does not wait for its predecessor before it uses memory"
     sides = [side for side in (constants.get("ROW"), constants.get("COL")) if side is not None]
     wants = kernel in (quantize_kernel, grouped_quantize_kernel) and all(
         s.words == 2 and not s.random_bits for s in sides
     )
     if wants and native != (capability >= 100):
-        return line, f"{name}, sm_{capability}: native E2M1 conversion {'in' if native else 'missing from'} PTX"
+        return line, f"{name}, {where}: native E2M1 conversion {'in' if native else 'missing from'} PTX"
     return line, ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", default="", help="part of the names to compile; all by default")
-    parser.add_argument("--targets", nargs="+", type=int, choices=TARGETS, default=TARGETS, help="all by default")
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), help="all by default")
     arguments = parser.parse_args()
     chosen = [index for index, case in enumerate(cases()) if arguments.name in case[0]]
     if not chosen:

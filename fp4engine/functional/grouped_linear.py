@@ -119,10 +119,10 @@ def grouped_linear(inp: Tensor, counts: Tensor, experts: Sequence[Expert]) -> Te
         needs = (inp.requires_grad, any(expert.weight.requires_grad for expert in experts))
     calls: list[Call] = []
     weights: list[Tensor] = []
-    for weight, _, plan, executed, group, cache, buffer in experts:
+    for weight, _, plan, executed, _, cache, buffer in experts:
         main_grad = None if buffer is None else MainGrad(buffer)
         stored = None if cache is None else partial(cache.get, weight)
-        call = Call(plan, executed, group, stored, main_grad, *needs, None, inp.dtype)
+        call = Call(plan, executed, None, stored, main_grad, *needs, None, inp.dtype)
         calls.append(call)
         weights.append(weight if main_grad is None else Accumulate.apply(weight, main_grad))
     biases = [expert.bias for expert in experts if expert.bias is not None]

@@ -7,20 +7,20 @@
 Legend: M tokens, K in_features, N out_features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp4engine import ops
-from fp4engine.formats import Outer
 from fp4engine.functional.activation import Activation
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.norm import Norm
 from fp4engine.functional.plan import ExecutedGemms, GemmName, LinearPlan
 from fp4engine.functional.saved import flatten, unflatten
+from fp4engine.functional.shards import Part, Shards, quantize_parts
 from fp4engine.functional.weight_cache import Make, Operands, WeightCache
 from fp4engine.ops import Operand
 from fp4engine.quantizers import Quantizer
@@ -34,7 +34,7 @@ class Call(NamedTuple):
     Attributes:
         plan: how to compute.
         executed: where to count GEMMs.
-        amax_reduction_group: process group whose ranks share outer amaxes, or None.
+        shards: what this rank has of the matrices, where several ranks share them; else None.
         stored: finds the weight's operands, or makes and keeps them, by :data:`Make`; None quantizes anew.
         main_grad: where the weight's gradient goes instead of ``weight.grad``, or None.
         needs_dgrad, needs_wgrad: which gradients a backward pass will be asked for.
@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
     plan: LinearPlan
     executed: ExecutedGemms
-    amax_reduction_group: Any
+    shards: Shards | None
     stored: Callable[[LinearPlan, bool, Make], Operands] | None
     main_grad: "MainGrad | None"
     needs_dgrad: bool
@@ -111,7 +111,7 @@ def linear(
     plan: LinearPlan,
     *,
     executed: ExecutedGemms | None = None,
-    amax_reduction_group: Any = None,
+    shards: Shards | None = None,
     weight_cache: WeightCache | None = None,
     main_grad: Tensor | None = None,
 ) -> Tensor:
@@ -120,7 +120,7 @@ def linear(
     Args:
         inp: [..., K], any rank >= 1, stride and number of rows; or a function that :meth:`FusedInput.fuses`.
         weight: [N, K]; bias: [N] or None.
-        executed, amax_reduction_group: see :class:`Call`.
+        executed, shards: see :class:`Call`.
         weight_cache: where to look for the weight's operands, and to leave them; None quantizes anew.
         main_grad: FP32, BF16 or FP16 [N, K] to which wgrad adds; the weight then gets no gradient of its own.
 
@@ -140,7 +140,7 @@ def linear(
     box = None if main_grad is None else MainGrad(main_grad)
     executed = ExecutedGemms() if executed is None else executed
     stored = None if weight_cache is None else partial(weight_cache.get, weight)
-    call = Call(plan, executed, amax_reduction_group, stored, box, needs_dgrad, needs_wgrad, function, dtype)
+    call = Call(plan, executed, shards, stored, box, needs_dgrad, needs_wgrad, function, dtype)
     if box is not None:
         weight = Accumulate.apply(weight, box)
     return LinearFunction.apply(x, weight, bias, call, *parameters)
@@ -213,12 +213,13 @@ class LinearFunction(torch.autograd.Function):
             call.record("fprop", 2 * x.numel() * weight.shape[0])
         else:
             if function is None:
-                inp, inp_kept = quantize_forward(x, plan.input, call, call.needs_wgrad)
+                (inp, inp_kept), (rowwise, weight_kept) = forward_operands(x, weight, call)
             else:
                 source, statistics = function.source(as_matrix(x), call.dtype, *parameters)
                 inp, inp_kept = quantize_source(source, plan.input, call, call.needs_wgrad)
-            rowwise, weight_kept = weight_operands(weight, call)
-            output = linear_fprop(inp, rowwise, bias, call, call.dtype)
+                rowwise, weight_kept = weight_operands(weight, call)
+            added = bias if call.shards is None or call.shards.adds_bias else None
+            output = linear_fprop(inp, rowwise, added, call, call.dtype)
         if x.ndim != 2:  # as nn.Linear reshapes: autograd forbids to change a view that a Function returns in place
             output = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[0]))
         saved = Saved(inp_kept, weight_kept)
@@ -271,7 +272,7 @@ def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | None:
         return None
     alone = call.function is None and call.stored is None and call.main_grad is None
     casts = call.plan.casts
-    if casts is None or not alone or call.amax_reduction_group is not None:
+    if casts is None or not alone or call.shards is not None:
         return None
     return ops.linear_at_once(casts, as_matrix(x), weight)
 
@@ -317,27 +318,48 @@ def no_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
+def forward_operands(x: Tensor, weight: Tensor, call: Call) -> tuple[Operands, Operands]:
+    """What the three products need of ``x`` and of ``weight``."""
+    inp = ("input", x, call.needs_wgrad)
+    if call.stored is not None:
+        return quantize_forward(call, inp)[0], weight_operands(weight, call)
+    of_input, of_weight = quantize_forward(call, inp, ("weight", weight, call.needs_dgrad))
+    return of_input, of_weight
+
+
 def weight_operands(weight: Tensor, call: Call) -> Operands:
     """What fprop and dgrad need of ``weight``: quantized now, or found where it is stored."""
-    if call.stored is None:
-        return quantize_forward(weight, call.plan.weight, call, call.needs_dgrad)
-    make = partial(quantize_forward, weight, call.plan.weight, call, call.needs_dgrad)
-    return call.stored(call.plan, call.needs_dgrad, make)
+
+    def make() -> Operands:
+        return quantize_forward(call, ("weight", weight, call.needs_dgrad))[0]
+
+    return make() if call.stored is None else call.stored(call.plan, call.needs_dgrad, make)
 
 
-def quantize_forward(tensor: Tensor, quantizer: Quantizer, call: Call, needs_backward: bool) -> Operands:
-    """The operand of fprop, and what to keep for backward: never a byte that nobody reads."""
-    override = call.plan.backward_override
-    matrix = as_matrix(tensor)
-    keeps_rowwise, columnwise, form = _sides(quantizer, call, needs_backward, matrix.device)
-    quantized = _quantize(quantizer, call)(matrix, columnwise=columnwise, rowwise_form=form)
-    rowwise = quantized.rowwise
-    assert rowwise is not None
-    if keeps_rowwise:
-        return rowwise, rowwise
-    if needs_backward and override == "high_precision":
-        return rowwise, Operand.dense(matrix)
-    return rowwise, quantized.columnwise
+def quantize_forward(call: Call, *tensors: tuple[Literal["input", "weight"], Tensor, bool]) -> list[Operands]:
+    """Of each tensor the operand of fprop, and what to keep for backward: never a byte that nobody reads.
+
+    Args:
+        tensors: role, tensor, and whether the backward pass needs something of it.
+    """
+    parts: list[Part] = []
+    keep_rowwise: list[bool] = []
+    for role, tensor, needs_backward in tensors:
+        quantizer: Quantizer = getattr(call.plan, role)
+        matrix = as_matrix(tensor)
+        keeps_rowwise, columnwise, form = _sides(quantizer, call, needs_backward, matrix.device)
+        parts.append(Part(role, quantizer, matrix, {"columnwise": columnwise, "rowwise_form": form}))
+        keep_rowwise.append(keeps_rowwise)
+    operands: list[Operands] = []
+    for i, quantized in enumerate(_quantize(parts, call)):
+        rowwise, kept = quantized.rowwise, quantized.columnwise
+        assert rowwise is not None
+        if keep_rowwise[i]:
+            kept = rowwise
+        elif tensors[i][2] and call.plan.backward_override == "high_precision":
+            kept = Operand.dense(parts[i].matrix)
+        operands.append((rowwise, kept))
+    return operands
 
 
 def quantize_source(source: ops.Source, quantizer: Quantizer, call: Call, needs_backward: bool) -> Operands:
@@ -363,21 +385,11 @@ def _sides(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch
     return False, keeps_columnwise, ops.transient_form(quantizer.rowwise_spec.key, device, call.plan.backend)
 
 
-def _quantize(quantizer: Quantizer, call: Call) -> Callable[..., QuantizedTensor]:
-    """How to quantize: with the tensor's own outer amaxes, or with those shared over the call's process group."""
-    if call.amax_reduction_group is None or quantizer.is_identity:
-        return quantizer.quantize
-    return partial(_reduced, quantizer, call.amax_reduction_group)
-
-
-def _reduced(quantizer: Quantizer, group: Any, matrix: Tensor, **arguments: Any) -> QuantizedTensor:
-    """Quantize with outer amaxes reduced over the ranks of ``group``."""
-    asked = {name: arguments[name] for name in ("rowwise", "columnwise", "rng") if name in arguments}
-    rowwise, columnwise = quantizer.amax(matrix, **asked)
-    for amax, spec in ((rowwise, quantizer.rowwise_spec), (columnwise, quantizer.columnwise_spec)):
-        if amax is not None and spec is not None and spec.outer is Outer.TENSOR:  # a row is one rank's own
-            ops.all_reduce_amax(amax, group)
-    return quantizer.quantize(matrix, rowwise_amax=rowwise, columnwise_amax=columnwise, **arguments)
+def _quantize(parts: Sequence[Part], call: Call) -> list[QuantizedTensor]:
+    """Quantize each part by itself, or as what it is of a tensor that other ranks share."""
+    if call.shards is not None:
+        return quantize_parts(parts, call.shards)
+    return [part.quantizer.quantize(part.matrix, **part.arguments) for part in parts]
 
 
 def quantize_grad(matrix: Tensor, call: Call, rng: Tensor | None) -> tuple[Operand | None, Operand | None]:
@@ -389,14 +401,14 @@ def quantize_grad(matrix: Tensor, call: Call, rng: Tensor | None) -> tuple[Opera
     row_spec, col_spec = quantizer.rowwise_spec, quantizer.columnwise_spec
     row_form: ops.Form = "codes" if row_spec is None else ops.transient_form(row_spec.key, device, plan.backend)
     col_form: ops.Form = "codes" if col_spec is None else ops.transient_form(col_spec.key, device, plan.backend)
-    quantized = _quantize(quantizer, call)(
-        matrix,
-        rowwise=call.needs_dgrad,
-        columnwise=call.needs_wgrad,
-        rng=rng,
-        rowwise_form=row_form,
-        columnwise_form=col_form,
-    )
+    asked = {
+        "rowwise": call.needs_dgrad,
+        "columnwise": call.needs_wgrad,
+        "rng": rng,
+        "rowwise_form": row_form,
+        "columnwise_form": col_form,
+    }
+    (quantized,) = _quantize([Part("grad_output", quantizer, matrix, asked)], call)
     return quantized.rowwise, quantized.columnwise
 
 
@@ -404,21 +416,26 @@ def saved_operands(
     weight: Operand | None, inp: Operand | None, call: Call, rng: Tensor | None
 ) -> tuple[Operand | None, Operand | None]:
     """The operands of dgrad and wgrad, from whatever of weight and input was kept."""
-    plan = call.plan
     if weight is not None:
-        weight = _columnwise(weight, plan.weight, call, rng)
+        weight = _columnwise("weight", weight, call, rng)
     if inp is not None:
-        inp = _columnwise(inp, plan.input, call, rng)
+        inp = _columnwise("input", inp, call, rng)
     return weight, inp
 
 
-def _columnwise(kept: Operand, quantizer: Quantizer, call: Call, rng: Tensor | None) -> Operand:
+def _columnwise(role: Literal["input", "weight"], kept: Operand, call: Call, rng: Tensor | None) -> Operand:
     """The backward GEMM's operand, from what of the tensor was kept."""
-    plan = call.plan
+    plan, quantizer = call.plan, getattr(call.plan, role)
     if plan.backward_override is not None:
         return Operand.dense(kept.dequantize(call.dtype, plan.backend).T)
-    if quantizer.columnwise_source == "rowwise_dequantized":
-        spec = quantizer.columnwise_spec
-        form = "codes" if spec is None else ops.transient_form(spec.key, kept.data.device, plan.backend)
+    if quantizer.columnwise_source != "rowwise_dequantized":
+        return kept
+    spec = quantizer.columnwise_spec
+    form = "codes" if spec is None else ops.transient_form(spec.key, kept.data.device, plan.backend)
+    if call.shards is None:
         return quantizer.requantize(kept, rng, form)
-    return kept
+    values = kept.dequantize(torch.float32, quantizer.backend)
+    asked = {"rowwise": False, "rng": rng, "columnwise_form": form}
+    (quantized,) = quantize_parts([Part(role, quantizer, values, asked)], call.shards)
+    assert quantized.columnwise is not None
+    return quantized.columnwise

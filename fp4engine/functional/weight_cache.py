@@ -1,10 +1,11 @@
 """A weight's operands, kept across microbatches inside an explicit scope."""
 
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
@@ -45,7 +46,8 @@ class WeightCache:
     def get(self, weight: Tensor, plan: LinearPlan, needs_dgrad: bool, make: Make) -> Operands:
         """The operands of ``weight`` under ``plan``, made by ``make`` when they are not there.
 
-        Operands made for a backward pass also serve a forward without one.
+        Operands made for a backward pass also serve a forward without one, which gets no operand of dgrad: what a
+        forward saves must not depend on what a cache holds, or a recomputed forward would save something else.
         """
         changes = plan.weight.draws_in_forward or plan.weight.is_stateful
         if changes or weight.is_inference():  # made in inference mode: it has no version counter
@@ -58,7 +60,7 @@ class WeightCache:
             self._operands.clear()
         if needs_dgrad not in self._operands:
             if not needs_dgrad and True in self._operands:
-                return self._operands[True]
+                return self._operands[True][0], None
             self._operands[needs_dgrad] = make()
         return self._operands[needs_dgrad]
 
@@ -70,26 +72,41 @@ def _memory(weight: Tensor) -> tuple[UntypedStorage | None, tuple[Any, ...]]:
     return weight.untyped_storage(), (weight.storage_offset(), weight.dtype, weight.shape, weight.stride())
 
 
-_microbatch_caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
+class Clearable(Protocol):
+    """What remembers something of weights, and can forget it."""
+
+    def clear(self) -> None:
+        """Forget: the weights may have changed unseen."""
+
+
+_told: weakref.WeakSet[Clearable] = weakref.WeakSet()
+_lock = threading.Lock()
+"""Held while somebody joins those, and while a thread that has stepped an optimizer clears them."""
+
+
+def tell_of_steps(cache: Clearable) -> None:
+    """Clear ``cache`` after every step of a ``torch.optim`` optimizer, as long as it lives."""
+    with _lock:
+        _told_for_good()
+        _told.add(cache)
 
 
 def microbatch_cache() -> WeightCache:
     """A cache without a scope, for ``is_first_microbatch``: told of every optimizer step as long as it lives."""
     cache = WeightCache()
-    if not _microbatch_caches:
-        _told_for_good()
-    _microbatch_caches.add(cache)
+    tell_of_steps(cache)
     return cache
 
 
 @lru_cache(maxsize=1)
 def _told_for_good() -> None:
-    register_optimizer_step_post_hook(_clear_microbatch_caches)
+    register_optimizer_step_post_hook(_clear_told)
 
 
-def _clear_microbatch_caches(*_: object) -> None:
-    for cache in _microbatch_caches:
-        cache.clear()
+def _clear_told(*_: object) -> None:
+    with _lock:
+        for cache in _told:
+            cache.clear()
 
 
 @contextmanager

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fp4engine import ops
-from fp4engine.formats import CastSpec, Outer
+from fp4engine.formats import CastSpec
+from fp4engine.functional.shards import Part, Role, Shards, quantize_parts
 from fp4engine.modules import Gemms
 from fp4engine.ops import rng
 from fp4engine.quantizers import Quantizer
@@ -50,7 +51,7 @@ class Seen:
         rng: int64 [2] ``(seed, draw)`` of a stochastic cast.
     """
 
-    role: str
+    role: Role
     side: str
     source: Tensor
     quantizer: Quantizer
@@ -169,7 +170,8 @@ def _see_forward(module: Gemms, watched: _Watched, inp: Any, weight: Tensor, bef
     quantizers = {"input": plan.input, "weight": plan.weight}
     draws = 0
     rowwise: list[Seen] = []
-    for role, needed in (("input", weight.requires_grad), ("weight", needs_dgrad)):
+    roles: tuple[tuple[Role, bool], ...] = (("input", weight.requires_grad), ("weight", needs_dgrad))
+    for role, needed in roles:
         quantizer = quantizers[role]
         columnwise = needed and quantizer.columnwise_source == "original" and plan.backward_override is None
         made = [quantizer.rowwise_spec, quantizer.columnwise_spec if columnwise else None]
@@ -225,7 +227,7 @@ def _see_backward(watched: _Watched, grads: Sequence[Tensor]) -> None:
     watched.forward = {}
 
 
-def _columnwise(role: str, quantizer: Quantizer, watched: _Watched, rng: Tensor | None) -> Seen:
+def _columnwise(role: Role, quantizer: Quantizer, watched: _Watched, rng: Tensor | None) -> Seen:
     matrix = watched.forward["matrices"][role]
     if quantizer.columnwise_source == "original":
         # what a forward pass made takes the draw of that pass, see _refusal: at most one role took one
@@ -241,21 +243,18 @@ def _columnwise(role: str, quantizer: Quantizer, watched: _Watched, rng: Tensor 
     rowwise = next(seen for seen in watched.forward["rowwise"] if seen.role == role)
     operand = rowwise.operand if rowwise.spec is not None else Operand.dense(matrix)
     values = operand.dequantize(torch.float32)
-    columnwise = quantizer.requantize(operand, rng)
-    return Seen(role, "columnwise", values.T, quantizer, columnwise, rng)
+    if watched.forward["group"] is not None:
+        return _see(role, "columnwise", values, quantizer, rng, watched.forward["group"])
+    return Seen(role, "columnwise", values.T, quantizer, quantizer.requantize(operand, rng), rng)
 
 
-def _see(role: str, side: str, matrix: Tensor, quantizer: Quantizer, rng: Tensor | None, group: Any) -> Seen:
+def _see(role: Role, side: str, matrix: Tensor, quantizer: Quantizer, rng: Tensor | None, group: Any) -> Seen:
     rowwise = side == "rowwise"
-    sides: dict[str, Any] = {"rowwise": rowwise, "columnwise": not rowwise, "rng": rng}
-    amaxes: dict[str, Any] = {}
-    spec = quantizer.rowwise_spec if rowwise else quantizer.columnwise_spec
-    if group is not None and spec is not None:
-        amax = quantizer.amax(matrix, **sides)[0 if rowwise else 1]
-        if amax is not None and spec.outer is Outer.TENSOR:
-            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)
-        amaxes[f"{side}_amax"] = amax
-    made = quantizer.quantize(matrix, **sides, **amaxes)
+    asked: dict[str, Any] = {"rowwise": rowwise, "columnwise": not rowwise, "rng": rng}
+    if group is None:
+        made = quantizer.quantize(matrix, **asked)
+    else:
+        (made,) = quantize_parts([Part(role, quantizer, matrix, asked)], Shards.over(group))
     operand = made.rowwise if rowwise else made.columnwise
     assert operand is not None
     return Seen(role, side, matrix if rowwise else matrix.T, quantizer, operand, rng)

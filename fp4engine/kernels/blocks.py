@@ -42,6 +42,7 @@ from fp4engine.kernels.encode import (
     element_encode_scale,
     from_bits,
     from_e4m3,
+    in_the_whole,
     outer_encode_scale,
     philox,
     random_words,
@@ -78,6 +79,7 @@ class BlockCast:
         signs: ``"none"``, ``"fixed"``, ``"dgrad"`` or ``"wgrad"``; sixteen: those fixed for 16, set bits for minus.
         group: elements that share a correction, or one pair of partial sums of the scalar one.
         side: bit 0 of the stream.
+        sharded: whether the random stream is told of the shard's place in a whole tensor.
     """
 
     grid: Grid
@@ -104,10 +106,11 @@ class BlockCast:
     correction: str
     group: int
     side: int
+    sharded: bool
 
     @staticmethod
     @cache
-    def of(spec: CastSpec, form: str, side: int) -> "BlockCast":
+    def of(spec: CastSpec, form: str, side: int, sharded: bool = False) -> "BlockCast":
         """The cast by ``spec`` that writes ``form``, ``"codes"`` or ``"values"``."""
         rotation = spec.rotation
         scalar = spec.correction is Correction.SCALAR
@@ -137,6 +140,7 @@ class BlockCast:
             correction=corrected,
             group=spec.col_multiple if scalar else spec.correction.group,
             side=side,
+            sharded=sharded,
         )
 
 
@@ -287,17 +291,19 @@ def two_to(biased):
 @triton.jit
 def random_of_elements(rng_ptr, stream, row0, col0, CAST: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
     """Random bits of every element of a tile, int32 [TILE_R, TILE_C]."""
-    bits = random_bytes(rng_ptr, stream | CAST.side, row0, col0, TILE_R, TILE_C)
+    bits = random_bytes(rng_ptr, stream | CAST.side, row0, col0, CAST, TILE_R, TILE_C)
     if CAST.random_bits == 16:
-        bits = (bits << 8) | random_bytes(rng_ptr, (stream | CAST.side) | 16, row0, col0, TILE_R, TILE_C)
+        bits = (bits << 8) | random_bytes(rng_ptr, (stream | CAST.side) | 16, row0, col0, CAST, TILE_R, TILE_C)
     return bits.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def random_bytes(rng_ptr, stream, row0, col0, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
+def random_bytes(rng_ptr, stream, row0, col0, CAST: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
     GROUPS: tl.constexpr = TILE_C // 16
     row = row0 + tl.arange(0, TILE_R)[:, None]
     group = col0 // 16 + tl.arange(0, GROUPS)[None, :]
+    if CAST.sharded:
+        group, row = in_the_whole(rng_ptr, group, row, stream)
     w0, w1, w2, w3 = random_words(rng_ptr, group, row, stream, tl.zeros([TILE_R, GROUPS], tl.float32))
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE_R, GROUPS, 4, 1])
     shift = (8 * tl.arange(0, 4)).to(tl.uint32)[None, None, None, :]
@@ -388,6 +394,8 @@ def e4m3_scale(scale, outer_scale, HARDWARE: tl.constexpr):
 @triton.jit
 def stochastic_e4m3(scale, is_number, rng_ptr, block, row, stream, CAST: tl.constexpr):
     """E4M3 bits of ``scale >= 0``, rounded with 16 random bits of the block's; NaN unless ``is_number``."""
+    if CAST.sharded:
+        block, row = in_the_whole(rng_ptr, block, row, stream | CAST.side)
     word, _, _, _ = random_words(rng_ptr, block, row, stream | CAST.side | 32, tl.abs(scale))
     random = (word & 0xFFFF).to(tl.int32, bitcast=True)
     GRID: tl.constexpr = CAST.scale_grid
@@ -666,6 +674,7 @@ class Target(NamedTuple):
         spec: what :func:`supports`.
         form: ``"codes"`` or ``"values"``.
         side: bit 0 of the stream.
+        sharded: whether ``rng`` tells of the operand's place in a whole tensor.
         given: the outer amax to cast by; None takes the operand's own.
         amax: where the outer amax is written that the cast has; None for one that is given and stays as it is.
         data: codes or values; scale_inv: block scales, None under ``"values"``.
@@ -674,6 +683,7 @@ class Target(NamedTuple):
     spec: CastSpec
     form: str
     side: int
+    sharded: bool
     given: Place | None
     amax: Place | None
     data: Place
@@ -699,7 +709,7 @@ def add_cast(draft: Draft, x: Facts, place: Place, target: Target, rng: Place | 
     hardware, multiprocessors = device_facts(draft.device)
     aligned, scalar = spec.scale_rule is ScaleRule.ALIGNED, spec.correction is Correction.SCALAR
     scaled_by_all = spec.outer in (Outer.TENSOR, Outer.ROW) and not aligned
-    cast = BlockCast.of(spec, "codes" if aligned else target.form, target.side)
+    cast = BlockCast.of(spec, "codes" if aligned else target.form, target.side, target.sharded)
     tile = (tile_rows(spec), TILE_C)
     tiles = -(-rows // tile[0]) * -(-width // TILE_C)
     amax, whole, parts, room = target.given, None, 0, 0

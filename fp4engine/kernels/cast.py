@@ -19,6 +19,7 @@ from fp4engine.kernels.encode import (
     even_code,
     from_bits,
     from_e4m3,
+    in_the_whole,
     outer_encode_scale,
     pack_even,
     pack_native,
@@ -44,6 +45,7 @@ class Side:
         error: "mae" or "mse" under 4over6, else None.
         per_row: one outer amax per row.
         bit: bit 0 of the stream: 0 rowwise, 1 columnwise.
+        sharded: whether the random stream is told of the shard's place in a whole tensor.
     """
 
     words: int
@@ -55,13 +57,14 @@ class Side:
     numerator: float
     target: float
     bit: int
+    sharded: bool
 
     @staticmethod
-    def of(spec: CastSpec, output: str, bit: int) -> "Side":
+    def of(spec: CastSpec, output: str, bit: int, sharded: bool = False) -> "Side":
         """The side that casts by ``spec`` and writes ``output``, "codes" or "values"; one object per answer."""
-        key = (spec.key, output, bit)
+        key = (spec.key, output, bit, sharded)
         if key not in _sides:
-            _sides[key] = Side._make(spec, output, bit)
+            _sides[key] = Side._make(spec, output, bit, sharded)
         return _sides[key]
 
     @staticmethod
@@ -70,7 +73,7 @@ class Side:
         return Side.of(CastSpec.from_key(key), output, bit) if key else None
 
     @staticmethod
-    def _make(spec: CastSpec, output: str, bit: int) -> "Side":
+    def _make(spec: CastSpec, output: str, bit: int, sharded: bool) -> "Side":
         signs = None
         if spec.rotation is not None:
             signs = HADAMARD_SIGNS if spec.rotation.signs is Signs.FIXED else (1,) * 16
@@ -84,10 +87,11 @@ class Side:
             numerator=spec.numerator,
             target=spec.target,
             bit=bit,
+            sharded=sharded,
         )
 
 
-_sides: dict[tuple[str, str, int], Side] = {}
+_sides: dict[tuple[str, str, int, bool], Side] = {}
 
 
 @triton.jit
@@ -233,6 +237,8 @@ def cast_block(
     random = ()
     low_random = ()
     if SIDE.random_bits:
+        if SIDE.sharded:
+            block, row = in_the_whole(rng_ptr, block, row, stream | SIDE.bit)
         random = random_words(rng_ptr, block, row, stream | SIDE.bit, amax)
         if SIDE.random_bits == 16:
             low_random = random_words(rng_ptr, block, row, (stream | SIDE.bit) ^ 16, amax)

@@ -66,14 +66,15 @@ def resolve_cast(
     fp4: list[Target | None] = [None, None]
     fp8: list[cast_fp8.Target | None] = [None, None]
     others: list[blocks.Target] = []
+    sharded = tensors[6] is not None and tensors[6].shape == (4,)
     for bit, (key, form, shape) in enumerate(zip(keys, forms, ((rows, cols), (cols, rows)), strict=True)):
         if not key:
             continue
         spec, given = CastSpec.from_key(key), tensors[4 + bit] is not None
         if spec.block[1] and not fuses(spec, reading.dtype)[0]:
-            others.append(_block_target(draft, spec, form, bit, Place(4 + bit) if given else None, shape))
+            others.append(_block_target(draft, spec, form, bit, sharded, Place(4 + bit) if given else None, shape))
         elif spec.block[1]:
-            side = Side.of(spec, form, bit)
+            side = Side.of(spec, form, bit, sharded)
             data = draft.output(*quantize.data_of(side, *shape))
             scale_inv = (draft.output if form == "codes" else draft.scratch)(*quantize.scales_of(*shape))
             amax = Place(4 + bit) if given else draft.output((amax_size(side, shape[0]),), torch.float32)
@@ -98,7 +99,7 @@ def resolve_cast(
 
 
 def _block_target(
-    draft: Draft, spec: CastSpec, form: str, side: int, given: Place | None, shape: tuple[int, int]
+    draft: Draft, spec: CastSpec, form: str, side: int, sharded: bool, given: Place | None, shape: tuple[int, int]
 ) -> blocks.Target:
     """Outputs of the operand [rows, cols] of one side."""
     rows, cols = shape
@@ -112,7 +113,7 @@ def _block_target(
     if given is None or spec.correction is Correction.SCALAR:
         outer = {Outer.ROW: (rows,), Outer.BLOCK128: (rows, width // 128)}
         amax = draft.output(outer.get(spec.outer, (1,)), torch.float32)
-    return blocks.Target(spec, form, side, given, amax, data, scale_inv)
+    return blocks.Target(spec, form, side, sharded, given, amax, data, scale_inv)
 
 
 def amaxes(x: Tensor, keys: Keys, rng: Tensor | None, stream: int) -> list[Tensor]:

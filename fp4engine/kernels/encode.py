@@ -297,6 +297,14 @@ def random_words(rng_ptr, block, row, stream, like):
 
 
 @triton.jit
+def in_the_whole(rng_ptr, block, row, stream):
+    """Where ``block`` and ``row`` of a shard's operand lie in the whole tensor's, by an ``rng`` of four numbers."""
+    side = stream & 1
+    first_row, first_col = tl.load(rng_ptr + 2 + side), tl.load(rng_ptr + 3 - side)
+    return block + (first_col // 16).to(tl.int32), row + first_row.to(tl.int32)
+
+
+@triton.jit
 def random_bits(words, low_words, position: tl.constexpr, bits: tl.constexpr):
     """``r << (28 - bits)``, ``r`` the random bits of one position."""
     shift: tl.constexpr = 20 - 8 * (position % 4)

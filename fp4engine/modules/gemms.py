@@ -10,9 +10,11 @@ from fp4engine import ops
 from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear, make_linear_plan
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.grouped_linear import Expert
+from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
 from fp4engine.modules.recompute import handed_over, remember
+from fp4engine.modules.sharded import is_distributed, localize
 from fp4engine.recipe import LinearRecipe, Recipe, numbered
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed, is_traced_in_backward
 from fp4engine.tracing import constant_when_traced
@@ -129,23 +131,32 @@ class Gemms(torch.nn.Module):
                 return F.linear(inp, weight, bias)
         if inp.device != weight.device or weight.is_meta:
             raise unusable_devices(inp, weight)
-        refuse_shards(inp, weight)
         inp = cast_by_autocast(inp)
         group = None if state is None else state.amax_reduction_group
-        if isinstance(inp, FusedInput) and (plan is None or group is not None or not inp.fuses(plan)):
+        distributed = is_distributed(inp, weight, bias)
+        if isinstance(inp, FusedInput) and (plan is None or group is not None or distributed or not inp.fuses(plan)):
             inp = inp.tensor()
         computed_by = plan or make_linear_plan(_UNQUANTIZED, self.module_type)
-        cache = self._cache(weight, computed_by, group, is_first_microbatch)
+        if distributed:
+            assert isinstance(inp, Tensor)
+            return self._multiply_share(inp, weight, bias, computed_by, group)
         return linear(
             inp,
             weight,
             bias,
             computed_by,
             executed=self.executed,
-            amax_reduction_group=group,
-            weight_cache=cache,
+            shards=None if group is None else Shards.over(group),
+            weight_cache=self._cache(weight, computed_by, group, is_first_microbatch),
             main_grad=main_grad,
         )
+
+    def _multiply_share(self, inp: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, group: Any) -> Tensor:
+        """This rank's share of a linear transformation of DTensors, as the DTensor of all shares."""
+        local = localize(plan, inp, weight, bias, self.name or type(self).__name__)
+        shards = local.shards if group is None else local.shards.and_over(group)
+        output = linear(local.inp, local.weight, local.bias, plan, executed=self.executed, shards=shards)
+        return local.whole(output)
 
     def expert(self, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None) -> Expert | None:
         """What :meth:`multiply` would compute by, as one of many for :func:`grouped_linear`; None in high precision."""
@@ -153,6 +164,11 @@ class Gemms(torch.nn.Module):
         plan = self._plan_under(state)
         if plan is None:
             return None
+        if is_distributed(weight, bias):
+            raise NotImplementedError(
+                f"{self.name or type(self).__name__}: experts that are DTensors are not implemented; give each rank "
+                "whole experts of its own"
+            )
         group = None if state is None else state.amax_reduction_group
         cache = self._cache(weight, plan, group, is_first_microbatch)
         main_grad = self._main_grad(weight) if self.fuse_wgrad_accumulation else None
@@ -230,6 +246,11 @@ class Gemms(torch.nn.Module):
     def _main_grad(self, weight: Tensor) -> Tensor | None:
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return None
+        if is_distributed(weight):
+            name = self.name or type(self).__name__
+            raise NotImplementedError(
+                f"{name}: fuse_wgrad_accumulation is not implemented for a weight that is a DTensor"
+            )
         main_grad = getattr(weight, "main_grad", None)
         if (
             not isinstance(main_grad, Tensor)
@@ -276,27 +297,6 @@ def unusable_devices(inp: Tensor | FusedInput, weight: Tensor) -> ValueError:
     return ValueError(f"input and weight must be on one device that has values, {devices}; {remedy}")
 
 
-def refuse_shards(inp: Tensor | FusedInput, weight: Tensor) -> None:
-    """Raise where ``torch.distributed.tensor`` hands over shards, whose casts would not be those of the whole tensor.
-
-    Raises:
-        NotImplementedError: so it is.
-    """
-    if type(weight) in _WHOLE and (type(inp) in _WHOLE or isinstance(inp, FusedInput)):
-        return
-    if not torch.distributed.is_available():
-        return
-    from torch.distributed.tensor import DTensor
-
-    for name, tensor in (("input", inp), ("weight", weight)):
-        if isinstance(tensor, DTensor):
-            raise NotImplementedError(
-                f"tensor parallelism is not implemented: the {name} is a DTensor placed {tensor.placements}; leave the "
-                "module out of parallelize_module, or keep it in high precision "
-                "(convert(keep_high_precision=...) or autocast(enabled=False)); FSDP2 hands over whole weights"
-            )
-
-
 def require_own_recipe(recipe: Recipe | None) -> None:
     """Accept what a module may follow outside autocast regions.
 
@@ -312,9 +312,6 @@ def require_own_recipe(recipe: Recipe | None) -> None:
             "delayed scaling chooses scales when an autocast region closes, so a module cannot follow it outside; "
             f"use autocast(recipe=...) instead of recipe={recipe!r}"
         )
-
-
-_WHOLE = (Tensor, torch.nn.Parameter)
 
 
 class _Plans:

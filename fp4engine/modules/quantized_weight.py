@@ -105,6 +105,22 @@ class QuantizedWeight(torch.Tensor):
         values = _Dequantize.apply(self)
         return values if dtype is None else values.to(dtype)
 
+    def require(self, plan: LinearPlan, group: Any) -> None:
+        """Refuse a plan that asks for other operands than those that are stored.
+
+        Raises:
+            ValueError: the recipe in force casts weights in another way than the one that this is stored by.
+            NotImplementedError: amaxes are to be shared over a process group; the amax that is stored is the weight's
+                own.
+        """
+        if casts_of(self.quantizer) != casts_of(plan.weight):
+            raise ValueError(
+                f"a weight is stored as {in_words(self.quantizer)}, and the recipe in force multiplies "
+                f"{in_words(plan.weight)}; give quantized_model_init(recipe=...) the recipe in force: {plan.recipe!r}"
+            )
+        if group is not None:
+            raise NotImplementedError("amax_reduction_group is not implemented for weights of quantized_model_init")
+
     def _set_data(self, values: Tensor) -> None:
         with torch.no_grad():
             self.copy_(values)
@@ -137,7 +153,7 @@ class QuantizedWeight(torch.Tensor):
         Raises:
             RuntimeError: the weight is frozen, and ``values`` are not codes of the same casts.
         """
-        same = isinstance(values, QuantizedWeight) and _casts(values.quantizer) == _casts(self.quantizer)
+        same = isinstance(values, QuantizedWeight) and casts_of(values.quantizer) == casts_of(self.quantizer)
         same = same and values.shape == self.shape
         if self.is_frozen and not same:
             raise RuntimeError(
@@ -234,36 +250,26 @@ def stored_operands(weight: QuantizedWeight, plan: LinearPlan, group: Any) -> We
     """Where :func:`~fp4engine.functional.linear` finds the operands of ``weight``, for a plan that asks for no others.
 
     Raises:
-        ValueError: the recipe in force casts weights in another way than the one that this is stored by.
-        NotImplementedError: amaxes are to be shared over a process group; the amax that is stored is the weight's own.
+        ValueError, NotImplementedError: as :meth:`QuantizedWeight.require`.
     """
-    if _casts(weight.quantizer) != _casts(plan.weight):
-        raise ValueError(
-            f"a weight is stored as {_in_words(weight.quantizer)}, and the recipe in force multiplies "
-            f"{_in_words(plan.weight)}; give quantized_model_init(recipe=...) the recipe in force: {plan.recipe!r}"
-        )
-    if group is not None:
-        raise NotImplementedError("amax_reduction_group is not implemented for weights of quantized_model_init")
+    type(weight).require(weight, plan, group)  # a method of a tensor is traced with tensors as arguments
     return _STORED_OPERANDS
 
 
-def same_casts(one: Quantizer, other: Quantizer) -> bool:
-    """Whether both make the same operands of a weight."""
-    return _casts(one) == _casts(other)
-
-
-def _casts(quantizer: Quantizer) -> tuple[CastSpec | None, CastSpec | None, str]:
+def casts_of(quantizer: Quantizer) -> tuple[CastSpec | None, CastSpec | None, str]:
+    """What decides about the bytes of both operands."""
     return quantizer.rowwise_spec, quantizer.columnwise_spec, quantizer.columnwise_source
 
 
-def _in_words(quantizer: Quantizer) -> str:
-    labels = ("high precision" if spec is None else spec.label for spec in _casts(quantizer)[:2])
+def in_words(quantizer: Quantizer) -> str:
+    """Both casts, for people."""
+    labels = ("high precision" if spec is None else spec.label for spec in casts_of(quantizer)[:2])
     return " and ".join(labels)
 
 
 def _encode(values: Tensor, quantizer: Quantizer) -> tuple[Tensor, ...]:
     """Codes, scales and amax of the sides that are stored."""
-    row, col, source = _casts(quantizer)
+    row, col, source = casts_of(quantizer)
     assert row is not None
     derived = col is None or source == "rowwise_dequantized" or (col == row and is_transposable(row))
     quantized = quantizer.quantize(values.detach(), columnwise=not derived)
@@ -314,13 +320,13 @@ def _require_stored(tensors: Any, shape: tuple[int, ...], dtype: torch.dtype, qu
     expected = stored_as(torch.empty(tuple(shape), dtype=dtype, device="meta"), quantizer)
     if len(tensors) != len(expected):
         raise ValueError(
-            f"a weight {list(shape)} stored as {_in_words(quantizer)} has {len(expected)} tensors, got {len(tensors)}"
+            f"a weight {list(shape)} stored as {in_words(quantizer)} has {len(expected)} tensors, got {len(tensors)}"
         )
     for name, got, want in zip(STORED, tensors, expected, strict=False):
         fits = (got.shape, got.dtype, got.device) == (want.shape, want.dtype, tensors[0].device)
         if not fits or not got.is_contiguous():
             raise ValueError(
-                f"{name} of a weight {list(shape)} stored as {_in_words(quantizer)} must be {want.dtype} "
+                f"{name} of a weight {list(shape)} stored as {in_words(quantizer)} must be {want.dtype} "
                 f"{list(want.shape)}, contiguous, on {tensors[0].device}; got {got.dtype} {list(got.shape)}, strides "
                 f"{got.stride()}, on {got.device}"
             )

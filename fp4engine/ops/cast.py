@@ -46,7 +46,8 @@ def quantize(
         rowwise, columnwise: spec of each side, None to leave it out.
         rowwise_form, columnwise_form: see :data:`Form`; ``values`` needs E2M1 elements with E4M3 scales.
         rowwise_amax, columnwise_amax: outer amax from :func:`amax` (perhaps reduced over ranks); None computes it.
-        rng: int64 [2] ``(seed, draw)``; needed if a spec is stochastic.
+        rng: int64 [2] ``(seed, draw)``, or [4] for a shard, see :mod:`fp4engine.reference.philox`; needed if a spec is
+            stochastic.
         stream: stream id of the role, side bit 0.
         backend: see :func:`fp4engine.ops.backend.choose`.
 

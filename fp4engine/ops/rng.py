@@ -119,8 +119,10 @@ def _take_turns(device: torch.device) -> None:
     _drew[device] = current
 
 
-def rank_bits() -> int:
-    """The data-parallel rank, in its place within a stream id; 0 outside ``torch.distributed``."""
+def rank_bits(rank: int | None = None) -> int:
+    """``rank`` in its place within a stream id; by default this process's, which is 0 outside ``torch.distributed``."""
+    if rank is not None:
+        return rank << _RANK_SHIFT
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0
     return torch.distributed.get_rank() << _RANK_SHIFT

@@ -86,6 +86,7 @@ class Quantizer:
         rowwise: bool = True,
         columnwise: bool = True,
         rng: Tensor | None = None,
+        rank: int | None = None,
         rowwise_form: Form = "codes",
         columnwise_form: Form = "codes",
         rowwise_amax: Tensor | None = None,
@@ -96,7 +97,9 @@ class Quantizer:
         Args:
             x: or a source for kernels, whose sides must both be cast.
             rowwise, columnwise: which sides to make; at least one.
-            rng: int64 [2] ``(seed, draw)``; by default a new draw is taken if one is needed.
+            rng: int64 [2] ``(seed, draw)``, or [4] for a shard, see :mod:`fp4engine.reference.philox`; by default a new
+                draw is taken if one is needed.
+            rank: whose random bits to take; by default this process's.
             rowwise_form, columnwise_form: packed codes, or BF16 values for immediate use by a GEMM.
             rowwise_amax, columnwise_amax: outer amax to use, FP32 as :meth:`amax` returns it.
 
@@ -123,7 +126,7 @@ class Quantizer:
                 rowwise_amax=rowwise_amax,
                 columnwise_amax=columnwise_amax,
                 rng=rng,
-                stream=self.stream if rng is None else self.stream | ops.rank_bits(),
+                stream=self.stream if rng is None else self.stream | ops.rank_bits(rank),
                 backend=self.backend,
             )
         if rowwise and row_spec is None:
@@ -137,10 +140,16 @@ class Quantizer:
     __call__ = quantize
 
     def amax(
-        self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True, rng: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        rng: Tensor | None = None,
+        rank: int | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Phase one of two: outer amax of the sides asked for, to be reduced over ranks before :meth:`quantize`."""
-        stream = self.stream if rng is None else self.stream | ops.rank_bits()
+        stream = self.stream if rng is None else self.stream | ops.rank_bits(rank)
         specs = (self.rowwise_spec if rowwise else None, self.columnwise_spec if columnwise else None)
         return ops.amax(as_matrix(x), *specs, rng=rng, stream=stream, backend=self.backend)
 

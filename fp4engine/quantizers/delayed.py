@@ -215,8 +215,9 @@ class DelayedQuantizer(Quantizer):
         assert isinstance(x, Tensor)  # what remembers takes no source, see FusedInput.fuses
         if rowwise_amax is None:
             rowwise_amax = self._own_amax(x)
-        rows, cols = as_matrix(x).shape
-        ops.require_amax("rowwise_amax", rowwise_amax, self.rowwise_spec, rows, cols, x.device)
+        else:
+            rows, cols = as_matrix(x).shape
+            ops.require_amax("rowwise_amax", rowwise_amax, self.rowwise_spec, rows, cols, x.device)
         if self.records:
             self.history.join(self.memory)
             assert self.rowwise_spec is not None

@@ -31,20 +31,8 @@ class SharedAmaxQuantizer(Quantizer):
         """The same casts and siblings, by another backend."""
         return replace(self, backend=backend)
 
-    def amax(
-        self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True, rng: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Outer amax of the sides asked for, over ``x`` and its siblings; those that FSDP2 has sharded are reduced.
-
-        Raises:
-            NotImplementedError: ``x`` itself is spread over processes while it is multiplied, as by tensor parallelism.
-        """
-        if _is_spread(x):
-            raise NotImplementedError(
-                "a weight that shares its amax with siblings is a DTensor in the forward pass: sharing is implemented "
-                "for weights that FSDP2 gathers, not for tensor parallelism"
-            )
-        sides: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "rng": rng}
+    def amax(self, x: Tensor, **sides: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Outer amax of the sides asked for, over ``x`` and its siblings; those that are DTensors are reduced."""
         found = [self._amax(tensor, sides) for tensor in (x, *self.siblings())]
         row, col = ([amax for amax in side if amax is not None] for side in zip(*found, strict=True))
         return tuple(torch.stack(side).amax(0) if side else None for side in (row, col))  # pyright: ignore[reportReturnType]

@@ -57,7 +57,7 @@ def quantize(
     Args:
         x: floating point, any stride; arithmetic is FP32 from its own values.
         amax: outer amax to use instead of the operand's own, in the shape that :func:`amax` gives.
-        rng: int64 [2] ``(seed, draw)``; needed if ``spec.is_stochastic``.
+        rng: int64 [2] ``(seed, draw)``, or [4] for a shard, see :mod:`philox`; needed if ``spec.is_stochastic``.
         stream: stream id of role and side.
     """
     if spec.is_stochastic and rng is None:

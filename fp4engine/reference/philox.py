@@ -4,7 +4,11 @@
     counter = (column // 16, row, draw, stream)          position in the OPERAND
     byte of the element at column j of its block of 16 = (word[j // 4] >> 8 * (j % 4)) & 255
 
-The position is the element's own, so padding, tile sizes and launch shapes cannot move the stream.
+The position is the element's own, so padding, tile sizes and launch shapes cannot move the stream. The operand of a
+shard, a part that one rank holds of a tensor, has its positions in the whole tensor's operand: its ``rng`` is int64
+[4], ``(seed, draw, row, column)``, where the shard's first element is the tensor's ``[row, column]``. An operand's
+contracted axis begins at a multiple of 16; the columnwise operand, whose streams have bit 0 set, has the two numbers
+the other way around.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -70,6 +74,9 @@ def _words(rows: int, blocks: int, rng: Tensor, stream: int) -> Tensor:
     device = rng.device
     column = torch.arange(blocks, device=device)
     row = torch.arange(rows, device=device)[:, None]
+    if rng.shape[0] == 4:
+        side = stream & 1
+        row, column = row + rng[2 + side], column + rng[3 - side] // BLOCK_SIZE
     draw = rng[1] & _MASK
     tag = torch.full((), stream, device=device)  # a copy from the host would wait for the device
     return torch.stack(philox4x32((column, row, draw, tag), rng[0]), dim=-1)
@@ -112,7 +119,7 @@ def _fixed_signs(size: int, device: torch.device) -> Tensor:
 
 
 def _drawn_signs(size: int, rng: Tensor, stream: int) -> Tensor:
-    words = _words(1, 1, rng, stream_for(stream, Purpose.SIGNS)).view(4, 1)
+    words = _words(1, 1, rng[:2], stream_for(stream, Purpose.SIGNS)).view(4, 1)
     bits = (words >> torch.arange(32, device=rng.device) & 1).view(-1)[:size]
     return (1 - 2 * bits).float()
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fp4engine
@@ -156,20 +155,6 @@ def siblings_under_fsdp2(rank: int, device: str):
     return found
 
 
-def siblings_under_tensor_parallelism(rank: int, device: str):
-    """What is said to a weight that is spread while it is multiplied."""
-    model = Siblings().to(device)
-    recipe = share_amax(model, NEAREST)
-    fp4engine.convert(model, recipe)
-    mesh = init_device_mesh(device.partition(":")[0], (WORLD,))
-    parallelize_module(model, mesh, {name: ColwiseParallel() for name, _ in model.named_children()})
-    try:
-        make_quantizer(recipe, QuantizerRole("linear", "weight", "q_proj", (48, 32))).quantize(model.q_proj.weight)
-    except NotImplementedError as error:
-        return str(error)
-    return "no error"
-
-
 AMAXES = [(1, NAN), (NAN, 1), (-NAN, 1), (1, INF), (INF, NAN), (0, 0), (0, 1e-45), (3, 2), (NAN, -NAN), (448, 3e38)]
 
 
@@ -209,7 +194,6 @@ CHECKS = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     "siblings": siblings_under_fsdp2,
-    "tensor_parallel": siblings_under_tensor_parallelism,
     "all_reduced": all_reduced,
     "nan": nan_on_one_rank,
     "streams": streams,
@@ -266,11 +250,6 @@ def test_fsdp2_trains_like_one_process(ranks):
 def test_siblings_share_their_amax_under_fsdp2_as_in_one_process(ranks):
     for each, all_of_them, alone in (rank["siblings"] for rank in ranks):
         assert each == all_of_them == alone and alone[-1] < alone[0]
-
-
-def test_siblings_under_tensor_parallelism_are_refused(ranks):
-    for rank in ranks:
-        assert "not for tensor parallelism" in rank["tensor_parallel"]
 
 
 def test_nan_stays_above_infinity_and_infinity_above_numbers(ranks):

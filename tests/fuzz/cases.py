@@ -427,8 +427,8 @@ def by_hand(
     results: Results = {}
     total: dict[str, Tensor | None] = {}
     for batch, (x, dy) in enumerate(batches):
-        if batch and case.writes != "none":
-            halve_weights(module, "memory")
+        if batch and case.writes != "none":  # where it lies in memory decides how MKL sums a product of one row
+            halve_weights(module, "in place" if case.writes in ("in place", "optimizer") else "memory")
         results[f"y of batch {batch}"], backward = straight.forward(x)
         own: dict[str, Tensor | None] = {}
         for _ in range({"none": 0, "retain": 2}.get(case.how, 1)):

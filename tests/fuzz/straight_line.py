@@ -81,7 +81,8 @@ def side(
     amax = None
     if share is not None:
         amax = reference.amax(values, spec, rng, stream)
-        amax = share(amax) if spec.outer is Outer.TENSOR else amax
+        if spec.outer is Outer.TENSOR or (spec.outer is Outer.ROW and columnwise):  # whose rows all ranks have part of
+            amax = share(amax)
     return Side(spec, values, reference.quantize(values, spec, amax=amax, rng=rng, stream=stream))
 
 
@@ -194,7 +195,7 @@ class Linear:
         if col is not None:
             return col
         spec, values = self.settings.casts(role).columnwise, row.dequantized(torch.float32)
-        return side(values.T, spec, role, True, rng if spec and spec.is_stochastic else None, self.settings.stream.rank)
+        return self.settings.side(values.T, spec, role, True, rng if spec and spec.is_stochastic else None)
 
     def _bias_gradient(self, dy: Tensor, casts: Casts) -> Tensor:
         if dy.dtype == torch.float64:

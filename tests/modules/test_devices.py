@@ -69,15 +69,15 @@ def test_cpu_and_cuda_are_named() -> None:
         layer(torch.randn(4, 32))
 
 
-def test_shards_of_tensor_parallelism_are_refused_by_name():
+def test_a_mesh_of_one_computes_what_plain_tensors_do():
+    model = nn.Sequential(fp4engine.Linear(32, 40), fp4engine.Linear(40, 32))  # 40 is no multiple of any block
+    x = torch.randn(16, 32)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model = nn.Sequential(fp4engine.Linear(32, 32), fp4engine.Linear(32, 32))
-        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-        parallelize_module(model, init_device_mesh("cpu", (1,)), plan)
-        x = torch.randn(16, 32)
-        assert model(x).shape == (16, 32)
-        with fp4engine.autocast(), pytest.raises(NotImplementedError, match="input is a DTensor placed"):
-            model(x)
+        with fp4engine.autocast():
+            plain = model(x)
+            plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+            parallelize_module(model, init_device_mesh("cpu", (1,)), plan)
+            assert torch.equal(model(x), plain)
     finally:
         dist.destroy_process_group()

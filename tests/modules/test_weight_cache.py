@@ -2,12 +2,15 @@
 
 import contextlib
 import copy
+import sys
+import threading
 
 import pytest
 import torch
 
 import fp4engine
 from fp4engine.formats import CastSpec, RoundingMode
+from fp4engine.functional import weight_cache
 from fp4engine.recipe import Casts, DelayedScaling, LinearRecipe, NVFP4BlockScaling
 
 RECIPE = NVFP4BlockScaling()
@@ -174,3 +177,52 @@ def test_fused_accumulation_without_buffer_says_so(batches):
         layer.weight.main_grad = buffer
         with fp4engine.autocast(recipe=RECIPE), pytest.raises(ValueError, match="main_grad, an FP32, BF16 or FP16"):
             layer(batches[0])
+
+
+def test_what_a_forward_saves_does_not_depend_on_what_the_cache_holds():
+    """A frozen input asks for no operand of dgrad, be one cached or not."""
+    layer, saved = fp4engine.Linear(32, 32, bias=False), []
+
+    def forward(needs_dgrad):
+        saved.clear()
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t)
+        with hooks, fp4engine.autocast(recipe=RECIPE):
+            layer(torch.randn(16, 32, requires_grad=needs_dgrad))
+        return len(saved)
+
+    alone = forward(False)
+    with fp4engine.weight_cache(layer):
+        assert forward(True) > alone
+        assert forward(False) == alone
+
+
+def test_threads_that_step_and_threads_that_begin_to_cache():
+    """An optimizer's step clears all caches of microbatches while another thread makes more of them."""
+    interval = sys.getswitchinterval()
+    errors, stop = [], threading.Event()
+
+    def begin():
+        caches = [weight_cache.microbatch_cache() for _ in range(3000)]
+        while not stop.is_set():
+            caches = [*caches[1:], weight_cache.microbatch_cache()]
+
+    def step():
+        weight = torch.nn.Parameter(torch.ones(1))
+        weight.grad = torch.ones(1)
+        try:
+            for _ in range(100):
+                torch.optim.SGD([weight], lr=0.1).step()
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=begin), threading.Thread(target=step)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        threads[1].join()
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        threads[0].join()
+    assert not errors

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.modules.gemms import cast_by_autocast
-from fp4engine.modules.quantized_weight import QuantizedWeight, same_casts
+from fp4engine.modules.quantized_weight import QuantizedWeight, casts_of
 from fp4engine.modules.te_arguments import te_device
 from fp4engine.quantizers.factory import make_quantizer
 from fp4engine.recipe import CustomRecipe, DelayedScaling, Recipe
@@ -202,7 +202,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
             if isinstance(weight, QuantizedWeight) and not frozen.custom():
                 role = FrozenRole(getattr(self, "module_type", "linear"), "weight", getattr(self, "name", ""))
                 is_hybrid = isinstance(weight, HybridQuantizedWeight)
-                if is_hybrid or not same_casts(weight.quantizer, make_quantizer(frozen, role)):
+                if is_hybrid or casts_of(weight.quantizer) != casts_of(make_quantizer(frozen, role)):
                     raise RuntimeError(
                         f"Recipe mismatch for {name!r}: it is stored by {stored!r}, and the recipe in force is "
                         f"{frozen!r}; give quantized_model_init() and autocast() one recipe"

@@ -118,6 +118,22 @@ def test_plain_kernel(capability, tiles):
     assert "mma" in build(source, capability, tiles.num_warps, tiles.num_stages)
 
 
+@pytest.mark.parametrize(("architecture", "shared"), [("gfx942", 64 << 10), ("gfx950", 160 << 10)])
+def test_plain_kernel_for_amd(architecture, shared):
+    """What multiplies where there is no copy engine; nobody has run it on a GPU of AMD's."""
+    tiles, pointers = gemm.SMALL_TILES, {name: "*bf16" for name in ("left_ptr", "right_ptr", "out_ptr", "bias_ptr")}
+    strides = {name: "i32" for name in ("stride_left", "stride_right", "stride_out")}
+    constants = dict(
+        LEFT_ROWS=False, RIGHT_ROWS=False, HAS_BIAS=True, ACCUMULATE=False, BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP_M=gemm.GROUP_M, INTERPRETED=False,
+    )  # fmt: skip
+    aligned = ("left_ptr", "right_ptr", "out_ptr", "K", *strides)
+    source = source_of(gemm._gemm_plain_kernel, COMMON | pointers | strides, constants, aligned)
+    options = dict(num_warps=tiles.num_warps, num_stages=2, enable_fp_fusion=False)
+    kernel = triton.compile(source, target=GPUTarget("hip", architecture, 64), options=options)
+    assert "v_mfma_f32" in kernel.asm["amdgcn"] and kernel.metadata.shared <= shared
+
+
 GROUPED = COMMON | {"left_ptr": "*bf16", "right_ptr": "*bf16", "offsets_ptr": "*i64"}
 
 

@@ -1,0 +1,164 @@
+"""The weight that a module multiplies by after an all-gather of codes, and which plans it can serve."""
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp4engine.formats import Correction, Outer, ScaleRule
+from fp4engine.functional import LinearPlan
+from fp4engine.modules.quantized_weight import STORED, QuantizedWeight, casts_of, in_words
+from fp4engine.quantizers import Quantizer
+from fp4engine.tensor import Operand, is_transposable
+
+aten = torch.ops.aten
+
+
+def why_not_codes(plan: LinearPlan) -> str:
+    """Why ``plan`` cannot do with the codes that ranks make of their shards; empty if it can."""
+    quantizer, spec = plan.weight, plan.weight.rowwise_spec
+    if spec is None:
+        return "the recipe keeps the weight in high precision"
+    if spec.element.storage_bits != 4:
+        return f"the recipe casts the weight to {spec.label}, which is not FP4"
+    if quantizer.is_stateful or not quantizer.only_casts:
+        return f"{type(quantizer).__name__} needs more than the weight"
+    if spec.outer not in (Outer.TENSOR, Outer.NONE):
+        return f"{spec.label} has many outer scales, and one is brought"
+    plain = spec.rotation is None and spec.correction is Correction.NONE and spec.scale_rule is not ScaleRule.ALIGNED
+    if spec.is_stochastic or not plain:
+        return f"the codes of {spec.label} need more than a shard and the largest magnitude of the weight"
+    if plan.backward_override == "high_precision":
+        return NO_VALUES
+    return "" if plan.backward_override is not None else why_not_dgrad(quantizer)
+
+
+NO_VALUES = "backward_override='high_precision' multiplies the weight itself"
+
+
+def why_not_dgrad(quantizer: Quantizer) -> str:
+    """Why the codes of the weight do not make dgrad's operand; empty if they do."""
+    row, column = quantizer.rowwise_spec, quantizer.columnwise_spec
+    if quantizer.columnwise_source == "rowwise_dequantized":
+        return ""
+    if column is None:
+        return "dgrad multiplies the weight in high precision"
+    if column != row or not is_transposable(column):
+        return f"dgrad's operand, {column.label}, is cast from the weight in high precision"
+    return ""
+
+
+def is_transposed(plan: LinearPlan) -> bool:
+    """Whether dgrad reads the transposed codes, where :func:`why_not_codes` has nothing to say."""
+    return plan.backward_override is None and plan.weight.columnwise_source == "original"
+
+
+class GatheredWeight(QuantizedWeight):
+    """A weight [N, K] between FSDP2's unshard and reshard: the operands that were gathered, and no values.
+
+    Attributes:
+        name: of the parameter in its model.
+        ranks: of the mesh over which ``fully_shard`` spreads the weight; all of them have these codes.
+        why_not_dgrad: why its codes serve only recipes with a ``backward_override``; empty if they serve others.
+    """
+
+    name: str = ""
+    ranks: frozenset[int] = frozenset()
+    why_not_dgrad: str = ""
+
+    def made(self) -> dict[str, Tensor]:
+        """What was made here of what was gathered, by name: memory that FSDP2 frees and allocates with the codes."""
+        names = ("scale_inv", "columnwise_codes", "columnwise_scale_inv")
+        return {name: vars(self)[name] for name in names if name in vars(self)}
+
+    def require(self, plan: LinearPlan, group: Any) -> None:
+        """As :meth:`QuantizedWeight.require`; amaxes may be shared by ranks that have the same weight.
+
+        Raises:
+            ValueError: ``plan`` asks for other operands than those that were gathered.
+            NotImplementedError: the group has ranks with other weights.
+        """
+        reason = ""
+        if casts_of(plan.weight) != casts_of(self.quantizer) or not plan.weight.only_casts:
+            reason = f"the recipe in force multiplies {in_words(plan.weight)} of {type(plan.weight).__name__}"
+        elif plan.backward_override is None:
+            reason = self.why_not_dgrad
+        elif plan.backward_override == "high_precision":
+            reason = NO_VALUES
+        if reason:
+            raise ValueError(
+                f"{self.name} was gathered as codes, {in_words(self.quantizer)}, and {reason}; give "
+                f"fp4_all_gather(recipe=...) the recipe in force: {plan.recipe!r}"
+            )
+        if group is not None and not self.ranks.issuperset(dist.get_process_group_ranks(group)):
+            raise NotImplementedError(
+                f"amax_reduction_group has ranks beyond the mesh of {self.name}, which was gathered as codes; its "
+                "weights there are others, and their amaxes are not shared"
+            )
+
+    def dequantize(self) -> Tensor:
+        """Refuse: the values that were quantized stayed in the shards.
+
+        Raises:
+            ValueError: always.
+        """
+        self._values()
+        raise AssertionError
+
+    def _values(self) -> NoReturn:
+        raise ValueError(
+            f"{self.name or 'a weight'} was gathered as codes, and its values in high precision are asked for; run the "
+            "model under autocast with the recipe that fp4_all_gather was given, load its state_dict into a model "
+            "without fp4_all_gather for high precision, or leave the module out of fp4_all_gather"
+        )
+
+    def _write(self, values: Tensor) -> NoReturn:
+        raise ValueError(f"{self.name} was gathered as codes; write to the shard, after model.reshard()")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, GatheredWeight):
+            if func is aten.as_strided.default and tuple(args[1]) == tuple(first.shape):  # FSDP2 does so to each
+                return first._like(lambda tensor: tensor)
+            if func is aten.zeros_like.default:  # what FSDP2 reduces where there is no gradient
+                return torch.zeros(first.shape, dtype=first.dtype, device=first.device)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "GatheredWeight":
+        quantizer, dtype = context
+        return GatheredWeight.of(quantizer, size, dtype, inner.values())
+
+    @classmethod
+    def of(cls, quantizer: Quantizer, shape: Any, dtype: torch.dtype, tensors: Any) -> "GatheredWeight":
+        """Wrap ``tensors``, three or six in the order of :data:`~fp4engine.modules.quantized_weight.STORED`."""
+        weight: Any = cls(quantizer, shape, dtype, tensors)
+        weight.why_not_dgrad = why_not_dgrad(quantizer)
+        return weight
+
+    def refill(self, tensors: Iterable[Tensor]) -> None:
+        """Become what was gathered anew. Memory that graphs refer to is written, and its version stays.
+
+        FSDP2 has written the codes, which are its own memory.
+        """
+        named: dict[str, Tensor] = dict(zip(STORED, tensors, strict=False))
+        for name, memory in self.made().items():
+            memory.data.copy_(named.pop(name))  # .data has a version of its own
+        named.pop("codes")
+        vars(self).update(named)  # the amaxes
+
+
+def scales_on_the_wire(operand: Operand) -> Tensor:
+    """Bytes of the block scales of ``operand``, one of each block: uint8 [rows / block rows, blocks]."""
+    assert operand.spec is not None and operand.scale_inv is not None
+    return operand.scale_inv[:: operand.spec.block[0]].contiguous().view(torch.uint8)
+
+
+def operand_from_wire(like: Operand, codes: Tensor, scales: Tensor, amax: Tensor) -> Operand:
+    """The operand of all ranks' codes and scales; ``like`` tells cast and shape."""
+    assert like.spec is not None
+    scales = scales.repeat_interleave(like.spec.block[0], 0)[: like.rows]  # memory of its own, of 1x16 blocks too
+    return like._replace(data=codes, scale_inv=scales.view(like.spec.scale.torch_dtype), amax=amax)

@@ -1,0 +1,224 @@
+"""Tensor parallelism: what the placements of DTensors say about the three products of a linear transformation.
+
+``parallelize_module`` makes a weight a DTensor and hands over the input as one. Along each dimension of the mesh,
+
+    weight        input              output               it is
+    Shard(0)      Replicate()        Shard(-1)            ColwiseParallel
+    Shard(1)      Shard(-1)          Partial()            RowwiseParallel
+    Replicate()   Shard(0)           Shard(0)             rows of the input on each rank
+    Replicate()   Replicate()        Replicate()          the same on each rank
+
+Every rank then casts its part as one process would cast the whole, see :mod:`fp4engine.functional.shards`.
+"""
+
+from collections.abc import Callable
+from math import lcm, prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4engine.formats import Correction
+from fp4engine.functional import LinearPlan
+from fp4engine.functional.fused_input import FusedInput
+from fp4engine.functional.shards import Shard, Shards
+from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.quantizers import Quantizer
+from fp4engine.tracing import constant_when_traced
+
+_PLAIN = (type(None), Tensor, torch.nn.Parameter, QuantizedWeight, FusedInput)
+
+
+class Local(NamedTuple):
+    """One rank's share of ``inp @ weight.T + bias``.
+
+    Attributes:
+        inp, weight, bias: plain tensors, whose gradients reach the DTensors that they were taken of.
+        shards: what they are of the whole.
+        whole: makes the DTensor of the output of the local one.
+    """
+
+    inp: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    shards: Shards
+    whole: Callable[[Tensor], Tensor]
+
+
+def is_distributed(*tensors: Tensor | FusedInput | None) -> bool:
+    """Whether any of ``tensors`` is a DTensor."""
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            break
+    else:
+        return False
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+class _Split(NamedTuple):
+    """How an axis is spread over ranks.
+
+    Attributes:
+        group: the ranks.
+        size, chunk: of the whole axis, and of a rank's part (the last ranks may have less).
+        first: where this rank's part begins.
+    """
+
+    group: Any
+    size: int
+    chunk: int
+    first: int
+
+
+_AXES = {"input": ("M", "K"), "weight": ("N", "K"), "grad_output": ("M", "N")}
+"""The axes of each role's matrix, in the letters of :mod:`fp4engine.functional.linear`."""
+
+
+def localize(plan: LinearPlan, inp: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> Local:
+    """This rank's share of a linear transformation of DTensors by ``plan``.
+
+    Args:
+        name: of the module, for errors.
+
+    Raises:
+        ValueError: only some of the tensors are DTensors, or they lie on two meshes; or a shard's edge would cut a
+            block of the recipe's casts.
+        NotImplementedError: placements that the table above does not have, or casts that need the whole tensor.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor import Shard as Sharded
+
+    x, w, mesh = _on_one_mesh(inp, weight, bias, name)
+    last = x.ndim - 1
+    splits: dict[str, _Split] = {}
+    outputs: list[Any] = []
+    grads: list[tuple[Any, ...]] = []  # of input, weight and bias, along each dimension of the mesh
+    adds_bias = True
+    for dim, (placed, held) in enumerate(zip(x.placements, w.placements, strict=True)):
+        axis = placed.dim % x.ndim if type(placed) is Sharded else None
+        if type(held) is Sharded and held.dim == 0 and isinstance(placed, Replicate):
+            split, inner = ("N", weight.shape[0]), 1
+            output, gradients = Sharded(last), (Partial(), Sharded(0), Sharded(0))
+        elif type(held) is Sharded and held.dim == 1 and axis == last:
+            split, inner = ("K", weight.shape[1]), 1
+            output, gradients = Partial(), (Sharded(last), Sharded(1), Replicate())
+            adds_bias = adds_bias and mesh.get_local_rank(dim) == 0
+        elif isinstance(held, Replicate) and axis is not None and axis != last and prod(x.shape[:axis]) == 1:
+            split, inner = ("M", x.shape[axis]), prod(x.shape[axis + 1 : last])
+            output, gradients = Sharded(axis), (Sharded(axis), Partial(), Partial())
+        elif isinstance(held, Replicate) and isinstance(placed, Replicate):
+            split, inner = None, 1
+            output, gradients = Replicate(), (Replicate(), Replicate(), Replicate())
+        else:
+            raise NotImplementedError(
+                f"{name}: an input of shape {tuple(x.shape)} placed {x.placements} does not go with a weight placed "
+                f"{w.placements}; a weight takes Shard(0) with a replicated input (ColwiseParallel), Shard(1) with an "
+                "input that is sharded along its last dimension (RowwiseParallel), or Replicate() with an input that "
+                "is sharded along its first; or leave the module out of parallelize_module"
+            )
+        if split is not None:
+            letter, size = split
+            if letter in splits:
+                raise NotImplementedError(
+                    f"{name}: {letter} is sharded along two dimensions of {mesh}, and may be of one"
+                )
+            splits[letter] = _split(mesh, dim, size, inner)
+        outputs.append(output)
+        grads.append(gradients)
+    _require_whole_blocks(plan, splits, name)
+    tensors: tuple[Any, ...] = (inp, weight, bias)
+    local = [
+        None if tensor is None else tensor.to_local(grad_placements=[gradients[i] for gradients in grads])
+        for i, tensor in enumerate(tensors)
+    ]
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+    def whole(output: Tensor) -> Tensor:
+        return DTensor.from_local(output, mesh, outputs, run_check=False, shape=shape, stride=stride)
+
+    of_input, of_weight, of_grad = (_shard(splits, *_AXES[role]) for role in _AXES)
+    shards = Shards(of_input, of_weight, of_grad, _first_rank(mesh), adds_bias)
+    assert local[0] is not None and local[1] is not None
+    return Local(local[0], local[1], local[2], shards, whole)
+
+
+def _on_one_mesh(inp: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> tuple[Any, Any, Any]:
+    """Input and weight as the DTensors that they are, and their mesh."""
+    from torch.distributed.tensor import DTensor
+
+    tensors = {"input": inp, "weight": weight, "bias": bias}
+    plain = [role for role, tensor in tensors.items() if tensor is not None and not isinstance(tensor, DTensor)]
+    if plain:
+        others = [role for role, tensor in tensors.items() if isinstance(tensor, DTensor)]
+        raise ValueError(
+            f"{name}: {' and '.join(plain)} must be a DTensor as {' and '.join(others)} is; parallelize_module with "
+            "ColwiseParallel or RowwiseParallel makes all of them DTensors"
+        )
+    x: Any = inp
+    w: Any = weight
+    if x.device_mesh != w.device_mesh:
+        raise ValueError(f"{name}: input and weight must lie on one mesh, got {x.device_mesh} and {w.device_mesh}")
+    return x, w, w.device_mesh
+
+
+def _split(mesh: Any, dim: int, size: int, inner: int) -> _Split:
+    """Of an axis of ``size`` groups of ``inner`` neighbours, cut between groups as ``torch.chunk`` cuts."""
+    chunk = -(-size // mesh.size(dim))
+    first = min(chunk * mesh.get_local_rank(dim), size)
+    return _Split(mesh.get_group(dim), size * inner, chunk * inner, first * inner)
+
+
+def _shard(splits: dict[str, _Split], rows: str, cols: str) -> Shard:
+    """This rank's part of the matrix [rows, cols]."""
+    pair = splits.get(rows), splits.get(cols)
+    groups = tuple((split.group, axis) for axis, split in enumerate(pair) if split is not None)
+    place = tuple(0 if split is None else split.first for split in pair)
+    return Shard(groups, (place[0], place[1]) if groups else None)
+
+
+def _require_whole_blocks(plan: LinearPlan, splits: dict[str, _Split], name: str) -> None:
+    """Raise where a cast of ``plan`` needs more of a tensor than a rank has."""
+    for role, axes in _AXES.items():
+        quantizer: Quantizer = getattr(plan, role)
+        for axis, letter in enumerate(axes):
+            split = splits.get(letter)
+            if split is None or split.chunk == split.size:
+                continue
+            for spec in (quantizer.rowwise_spec, quantizer.columnwise_spec):
+                if spec is not None and spec.correction is Correction.SCALAR:
+                    raise NotImplementedError(
+                        f"{name}: {role} is sharded, and one correction is to be made of all elements ({spec.label}); "
+                        "keep the module in high precision or leave it out of parallelize_module"
+                    )
+            multiple = _multiple(quantizer, axis)
+            if split.chunk % multiple:
+                ranks = -(-split.size // split.chunk)
+                raise ValueError(
+                    f"{name}: {letter}={split.size} is sharded into parts of {split.chunk}, which would cut the blocks "
+                    f"of {multiple} that {role} is cast in; make it a multiple of {multiple * ranks}, or keep the "
+                    "module in high precision (convert(keep_high_precision=...)), or leave it out of "
+                    "parallelize_module"
+                )
+
+
+def _multiple(quantizer: Quantizer, axis: int) -> int:
+    """What a shard's rows (``axis`` 0) or columns (1) must be a multiple of, for no block, tile or word to be cut."""
+    sides = (quantizer.columnwise_spec, quantizer.rowwise_spec)
+    along, across = sides[axis], sides[1 - axis]  # whose contracted axis this is, and whose is not
+    multiple = 1
+    if along is not None and (along.block[1] or along.rotation is not None or along.is_stochastic):
+        multiple = lcm(multiple, along.col_multiple)
+    if across is not None:
+        multiple = lcm(multiple, max(across.block[0], 1))
+    return multiple
+
+
+@constant_when_traced
+def _first_rank(mesh: Any) -> int:
+    """The rank in whose name all ranks of ``mesh`` draw."""
+    return int(mesh.mesh.min())

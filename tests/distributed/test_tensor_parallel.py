@@ -1,0 +1,355 @@
+"""Tensor parallelism by DTensor on two and four processes (gloo, CPU): every operand is that of one process."""
+
+import importlib
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+import fp4engine
+from fp4engine import ops
+from fp4engine.modules.shared_amax import share_amax
+from fp4engine.recipe import NVFP4BlockScaling, zoo
+
+WORLD = 2
+ROWS = (
+    "nvfp4", "nvfp4_row_scaled", "nvfp4_1d_weight", "nvfp4_rht128", "quartet2", "quartet2_cuda", "tetrajet2",
+    "mxfp4_hadamard_stochastic", "fp8_current", "fp8_delayed", "fp8_block", "nvfp4_forward_mxfp8_backward",
+)  # fmt: skip
+NEAREST = NVFP4BlockScaling(disable_stochastic_rounding=True)
+
+
+class Block(nn.Module):
+    """Its second half of hidden features is the larger by far, so that the ranks' own amaxes differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+        with torch.no_grad():
+            self.up.weight[150:] *= 3
+            self.down.weight[:, 150:] *= 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def make_block() -> nn.Module:
+    torch.manual_seed(0)
+    block = Block()
+    fp4engine.convert(block)
+    return block
+
+
+STYLES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+SEQUENCE = {
+    "norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+}
+
+
+def train(block: nn.Module, recipe, run=None, inputs=lambda x: x):
+    """Output, gradient of the input and of every parameter. One step: a second begins from other last bits."""
+    fp4engine.manual_seed(3)
+    torch.manual_seed(1)
+    whole, direction = torch.randn(2, 2, 64, 64).unbind()
+    x = inputs(whole).clone().requires_grad_()
+    with fp4engine.autocast(recipe=recipe):
+        y = (block if run is None else run)(x)
+    y.backward(inputs(direction))
+    return [whole_of(tensor) for tensor in (y.detach(), x.grad, *(p.grad for p in block.parameters()))]
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def multiplied(step):
+    """What ``step()`` returns, and the operands of its products."""
+    functional = importlib.import_module("fp4engine.functional.linear")
+    product, operands = functional._gemm, []
+
+    def watched(name, left, right, *arguments, **options):
+        operands.extend(((f"{name} left", left), (f"{name} right", right)))
+        return product(name, left, right, *arguments, **options)
+
+    functional._gemm = watched
+    try:
+        return step(), operands
+    finally:
+        functional._gemm = product
+
+
+def differing(part, whole, rank: int) -> bool:
+    """Whether an operand is not, code by code, this rank's part of the one that one process made."""
+    rows = slice(None) if part.rows == whole.rows else slice(rank * part.rows, (rank + 1) * part.rows)
+    expected = [tensor if len(tensor) == 1 else tensor[rows] for tensor in (whole.data, whole.scale_inv, whole.amax)]
+    if part.cols != whole.cols:
+        expected = [tensor.chunk(WORLD, 1)[rank] if tensor.ndim == 2 else tensor for tensor in expected]
+    pairs = zip((part.data, part.scale_inv, part.amax), expected, strict=True)
+    return not all(torch.equal(bits(mine), bits(theirs)) for mine, theirs in pairs)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def operands(rank: int, mesh, alone):
+    """Of every recipe, the operands that differ from one process's, and how far the results are."""
+    found = {}
+    for name in ROWS:
+        block = make_block()
+        parallelize_module(block, mesh, STYLES)
+        results, parts = multiplied(lambda block=block, name=name: train(block, zoo.make(name)))
+        expected, wholes = alone[name]
+        wrong = [label for (label, part), (_, whole) in zip(parts, wholes, strict=True) if differing(part, whole, rank)]
+        found[name] = wrong, len(parts), distance(results, expected)
+    return found
+
+
+def distance(results, expected) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(results, expected, strict=True))
+
+
+def tensor(rank: int, mesh, alone):
+    block = make_block()
+    parallelize_module(block, mesh, STYLES)
+    return distance(train(block, zoo.make("nvfp4")), alone["step"])
+
+
+def sequence(rank: int, mesh, alone):
+    """Norms on shards of the sequence, which the column-parallel layer gathers and the row-parallel one scatters."""
+    block = make_block()
+    parallelize_module(block, mesh, SEQUENCE)
+    y, dx, *gradients = alone["step"]
+    expected = [y.chunk(WORLD, 1)[rank], dx.chunk(WORLD, 1)[rank], *gradients]
+    return distance(train(block, zoo.make("nvfp4"), inputs=lambda x: x.chunk(WORLD, 1)[rank]), expected)
+
+
+def compiled(rank: int, mesh, alone):
+    block = make_block()
+    parallelize_module(block, mesh, STYLES)
+    run = torch.compile(block, fullgraph=True, backend="aot_eager")
+    return distance(train(block, zoo.make("nvfp4"), run=run), alone["step"])
+
+
+def rows(rank: int, mesh, alone):
+    """Whole weights, and each rank's rows of a batch that is one tensor."""
+    block = distribute_module(make_block(), mesh)
+    inputs = lambda x: distribute_tensor(x, mesh, [Shard(0)])
+    return distance(train(block, zoo.make("nvfp4"), inputs=inputs), alone["step"])
+
+
+def not_a_number(rank: int, mesh, alone):
+    """How much of the output and of the gradients is finite if one rank's weights have a NaN."""
+    block = make_block()
+    with torch.no_grad():
+        block.up.weight[200, 3] = float("nan")
+    parallelize_module(block, mesh, STYLES)
+    return [int(tensor.isfinite().sum()) for tensor in train(block, NEAREST)[:2]]
+
+
+def collectives(rank: int, mesh, alone):
+    """How many reductions of amaxes a forward of each layer takes, and its backward."""
+    counts, reduce = [], ops.all_reduce_amax
+    functional = importlib.import_module("fp4engine.functional.shards")
+    functional.ops.all_reduce_amax = lambda *a: counts.append(len(a[0])) or reduce(*a)
+    try:
+        taken = []
+        for style, fan_in, fan_out in ((ColwiseParallel(), 64, 256), (RowwiseParallel(), 256, 64)):
+            layer = nn.Sequential(nn.Linear(fan_in, fan_out))
+            fp4engine.convert(layer)
+            parallelize_module(layer, mesh, {"0": style})
+            width = fan_in if fan_in == 64 else fan_in // WORLD
+            with fp4engine.autocast(recipe=NEAREST):
+                y = layer(torch.randn(32, width, requires_grad=True))
+            taken.append(len(counts))
+            y.sum().backward()
+            taken.append(len(counts))
+    finally:
+        functional.ops.all_reduce_amax = reduce
+    return taken
+
+
+class Siblings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, 64) for _ in range(3))
+        with torch.no_grad():
+            self.k_proj.weight[40:].mul_(5)  # of the second rank's rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q_proj(x) + self.k_proj(x) + self.v_proj(x)
+
+
+def siblings(rank: int, mesh, alone):
+    """The outputs of weights that share an amax."""
+    torch.manual_seed(0)
+    model = Siblings()
+    fp4engine.convert(model, share_amax(model, NEAREST))
+    parallelize_module(model, mesh, {n: ColwiseParallel(output_layouts=Replicate()) for n, _ in model.named_children()})
+    with torch.no_grad():
+        return distance([model(torch.linspace(-1, 1, 32 * 64).view(32, 64))], [alone["siblings"]])
+
+
+def refusals(rank: int, mesh, alone):
+    """What is said to layers that cannot be computed as one process would."""
+
+    def layer(fan_out=64, style=None, **options):
+        model = nn.Sequential(fp4engine.Linear(64, fan_out, **options))
+        parallelize_module(model, mesh, {"0": style or ColwiseParallel()})
+        return model
+
+    def rows_among_batches(x):
+        model = distribute_module(nn.Sequential(fp4engine.Linear(64, 64)), mesh)
+        return model(distribute_tensor(x.view(4, 8, 64), mesh, [Shard(1)]))
+
+    def plain_input(x):
+        return layer()[0].forward(x)
+
+    def main_grad(x):
+        return layer(fuse_wgrad_accumulation=True)(x)
+
+    tries = {
+        "cut": (NEAREST, lambda x: layer(80)(x)),
+        "plain": (NEAREST, plain_input),
+        "placements": (NEAREST, rows_among_batches),
+        "main_grad": (NEAREST, main_grad),
+        "correction": (zoo.make("rht128_4over6_scalar"), lambda x: layer(256)(x)),
+    }
+    said = {}
+    for name, (recipe, attempt) in tries.items():
+        try:
+            with fp4engine.autocast(recipe=recipe):
+                attempt(torch.randn(32, 64))
+        except (ValueError, NotImplementedError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+CHECKS = {
+    "operands": operands,
+    "tensor": tensor,
+    "sequence": sequence,
+    "compiled": compiled,
+    "rows": rows,
+    "nan": not_a_number,
+    "collectives": collectives,
+    "siblings": siblings,
+    "refusals": refusals,
+}
+
+
+def one_process():
+    """What the checks compare with."""
+    torch.manual_seed(0)
+    model = Siblings()
+    fp4engine.convert(model, share_amax(model, NEAREST))
+    with torch.no_grad():
+        together = model(torch.linspace(-1, 1, 32 * 64).view(32, 64))
+    by_row = {name: multiplied(lambda name=name: train(make_block(), zoo.make(name))) for name in ROWS}
+    return {**by_row, "step": by_row["nvfp4"][0], "siblings": together}
+
+
+def run(rank: int, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    alone = one_process()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    try:
+        mesh = init_device_mesh("cpu", (WORLD,))
+        results = {name: check(rank, mesh, alone) for name, check in CHECKS.items()}
+    finally:
+        time.sleep(0.3)  # as tests/conftest.py does, whose pause this process does not have
+        dist.destroy_process_group()
+    torch.save(results, f"{folder}/{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each rank found."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    mp.spawn(run, (str(folder),), WORLD)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_operands_are_parts_of_those_of_one_process(ranks, name):
+    for rank in ranks:
+        wrong, products, distance = rank["operands"][name]
+        assert wrong == [] and products == 12
+        assert distance < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["tensor", "sequence", "compiled", "rows", "siblings"])
+def test_training_is_that_of_one_process(ranks, kind):
+    for rank in ranks:
+        assert rank[kind] < 1e-6
+
+
+def test_nan_on_one_rank_is_finite_on_none(ranks):
+    for rank in ranks:
+        assert rank["nan"] == [0, 0]
+
+
+def test_amaxes_of_a_pass_travel_together(ranks):
+    """A column-parallel layer shares its weight's amax, then its gradient's; a row-parallel one both of its forward."""
+    for rank in ranks:
+        assert rank["collectives"] == [1, 2, 3, 3]
+
+
+SAID = {
+    "cut": "ValueError: Linear: N=80 is sharded into parts of 40, .* blocks of 16 that weight .* a multiple of 32",
+    "plain": "ValueError: Linear: input must be a DTensor as weight and bias is",
+    "placements": r"NotImplementedError: Linear: an input of shape \(4, 8, 64\) placed \(Shard\(dim=1\),\)",
+    "main_grad": "NotImplementedError: Linear: fuse_wgrad_accumulation",
+    "correction": "NotImplementedError: Linear: weight is sharded, and one correction is to be made of all elements",
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_cannot_be_as_in_one_process_is_refused(ranks, name):
+    for rank in ranks:
+        assert re.match(SAID[name], rank["refusals"][name]), rank["refusals"][name]
+
+
+# FSDP2 x tensor parallelism
+
+
+def run_four(rank: int, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    alone = train(make_block(), NEAREST)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        found = {}
+        for name, recipe in (("nearest", NEAREST), ("stochastic", zoo.make("nvfp4"))):
+            block = make_block()
+            parallelize_module(block, mesh["tp"], STYLES)
+            fully_shard(block, mesh=mesh["dp"])
+            found[name] = train(block, recipe)  # every replica has the same data
+        distances = distance(found["nearest"], alone)
+    finally:
+        time.sleep(0.3)
+        dist.destroy_process_group()
+    torch.save((distances, found["stochastic"][1]), f"{folder}/{rank}.pt")
+
+
+def test_fsdp2_with_tensor_parallelism_trains_like_one_process(tmp_path):
+    mp.spawn(run_four, (str(tmp_path),), 4)
+    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(4)]
+    assert all(distance < 1e-6 for distance, _ in results)
+    first, same_replica, other, _ = (gradient for _, gradient in results)
+    assert torch.equal(first, same_replica)
+    assert not torch.equal(first, other)  # replicas draw their own bits
