@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.utils._pytree import tree_map
 
 from fp4engine.ops import Draws
 from fp4engine.state import Region, current_state
@@ -54,6 +55,12 @@ def checkpoint(
 
     def run(*args: Any) -> Any:
         with Region(state), repeats():
-            return function(*args, **kwargs)
+            return tree_map(_no_leaf, function(*args, **kwargs))
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **options)
+
+
+def _no_leaf(output: Any) -> Any:
+    """``output``; for a parameter that is returned as it is, a view: PyTorch makes outputs part of the graph."""
+    is_leaf = isinstance(output, torch.Tensor) and output.is_leaf and output.requires_grad
+    return output.view_as(output) if is_leaf else output

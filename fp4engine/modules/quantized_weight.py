@@ -143,9 +143,10 @@ class QuantizedWeight(torch.Tensor):
         stored = self.tensors()[3:]
         return Operand(spec, self.shape[1], self.shape[0], *stored) if stored else self.rowwise.transposed()
 
-    def dequantize(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The values as a plain tensor of this shape, whose gradient is this weight's."""
-        return _Dequantize.apply(self)
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The values as a plain tensor of this shape, whose gradient is this weight's; ``dtype``: its own if None."""
+        values = _Dequantize.apply(self)
+        return values if dtype is None else values.to(dtype)
 
     def require(self, plan: LinearPlan, group: Any) -> None:
         """Refuse a plan that asks for other operands than those that are stored.

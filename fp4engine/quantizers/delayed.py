@@ -133,6 +133,13 @@ class AmaxHistory:
             chosen = spec.numerator / scaling(chosen, spec.numerator / self.amax, largest, recipe)
         return chosen
 
+    def next_amax(self, recipe: DelayedScaling, spec: CastSpec) -> Tensor:
+        """The amax [1] that the next step would be scaled by if the running one ended now."""
+        chosen = self._given(recipe, spec)
+        if chosen is None:
+            chosen = self.values.amax().view(1) if recipe.amax_compute_algo == "max" else self.values[:1]
+        return torch.where(chosen.isfinite() & (chosen > 0), chosen, self.amax)
+
     def state(self) -> dict[str, Any]:
         """Plain values, for JSON or ``torch.save``."""
         return {"values": self.values.tolist(), "amax": float(self.amax), "open": not self.ended}

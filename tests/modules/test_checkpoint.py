@@ -388,3 +388,18 @@ def test_checkpointing_keeps_no_operands(blocks):
         return sum(saved)
 
     assert forward_bytes(partial(fp4engine.checkpoint, use_reentrant=True)) < forward_bytes(plain) / 5
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_parameter_that_is_returned_stays_a_leaf(use_reentrant) -> None:
+    torch.manual_seed(0)
+    layer, x = Linear(32, 32), torch.randn(16, 32, requires_grad=True)
+
+    def beside(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.nn.functional.linear(x, layer.weight), layer.bias
+
+    for _ in range(2):
+        y, bias = fp4engine.checkpoint(beside, x, use_reentrant=use_reentrant)
+        (y + bias).sum().backward()
+    assert layer.bias.is_leaf and torch.equal(layer.bias.grad, torch.full((32,), 32.0))
+    torch.testing.assert_close(x.grad, 2 * layer.weight.sum(0).expand(16, 32))

@@ -180,7 +180,7 @@ def test_positions_are_transformer_engines() -> None:
         (lambda: GroupedLinear(2, 16, 16, single_grouped_weight=True), "single_grouped_weight"),
         (lambda: Linear(16, 16)(torch.ones(4, 16), fp8_output=True), "fp8_output"),
         (lambda: TransformerLayer(16, 16, 2, softmax_type="off-by-one"), "softmax_type"),
-        (lambda: optimizers.FusedAdam([torch.ones(1)], master_weights=True), "master_weights"),
+        (lambda: optimizers.FusedAdam([torch.ones(1)], store_param_remainders=True), "store_param_remainders"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(make, said) -> None:

@@ -137,11 +137,12 @@ def test_a_quantized_tensor_is_its_values(name) -> None:
     (restored,) = restore_from_saved(objects, plain)
     assert torch.equal(restored.dequantize(), values)
     quantized.update_usage(columnwise_usage=False)
-    assert quantized.get_usages() == {"rowwise": True, "columnwise": False}
-    with pytest.raises(ValueError, match="neither"):
-        quantized.update_usage(rowwise_usage=False)
+    assert quantized.get_usages() == {"rowwise": True, "columnwise": name == "identity"}  # which has one side for both
+    if name not in ("identity", "hybrid"):
+        with pytest.raises(ValueError, match="neither"):
+            quantized.update_usage(rowwise_usage=False)
     quantizer.set_usage(columnwise=False)
-    assert quantizer(x.detach()).operands.columnwise is None
+    assert quantizer(x.detach()).get_usages()["columnwise"] is (name == "identity")
     assert not copy.copy(quantizer).columnwise_usage
 
 
@@ -182,7 +183,8 @@ def test_a_factory_may_return_any_of_them(name) -> None:
     with autocast(recipe=recipes.CustomRecipe(qfactory=factory)):
         y = layer(x)
     y.sum().backward()
-    assert {role.tensor_type for role in asked} == {"input", "weight", "grad_output"}
+    types = [None if role is None else role.tensor_type for role in asked]
+    assert types == ["input", "weight", None, "grad_output", None]  # outputs are of the next module
     assert torch.allclose(y, torch.nn.functional.linear(x, layer.weight, layer.bias), atol=0.25)
 
 

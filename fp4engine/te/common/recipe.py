@@ -5,8 +5,11 @@ A recipe of this module keeps what was written to it, and makes fp4engine's froz
 """
 
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -162,6 +165,25 @@ class CustomRecipe(Recipe):
         return frozen.CustomRecipe(Answering(factory) if callable(factory) else factory, *args, **fields)
 
 
+class _Given(threading.local):
+    """What a thread's factory has said already, by role: it is asked once for each tensor of a module."""
+
+    answers: Mapping[QuantizerRole, Any] = MappingProxyType({})
+
+
+_given = _Given()
+
+
+@contextmanager
+def answered(answers: Mapping[QuantizerRole, Any]) -> Generator[None]:
+    """Within, factories are not asked again for the roles of ``answers``."""
+    _given.answers, outer = answers, _given.answers
+    try:
+        yield
+    finally:
+        _given.answers = outer
+
+
 @dataclass(frozen=True)
 class Answering:
     """A factory of fp4engine's, made of one of TransformerEngine's.
@@ -178,7 +200,8 @@ class Answering:
         Raises:
             ValueError: it returns None, or nothing that quantizes.
         """
-        answer = self.factory(QuantizerRole(role.module_type, role.tensor_type, role.name))
+        asked = QuantizerRole(role.module_type, role.tensor_type, role.name)
+        answer = _given.answers[asked] if asked in _given.answers else self.factory(asked)
         if isinstance(answer, DelayedScalingRequest):
             return _delayed(answer, role)
         if isinstance(answer, Quantizer):
@@ -192,14 +215,7 @@ class Answering:
 
 
 def _delayed(request: DelayedScalingRequest, role: FrozenRole) -> FrozenQuantizer:
-    recipe = frozen.DelayedScaling(
-        margin=request.margin,
-        fp8_format=request.fp8_format,
-        amax_history_len=request.amax_history_len,
-        amax_compute_algo=request.amax_compute_algo,
-        scaling_factor_compute_algo=request.scaling_factor_compute_algo,
-        reduce_amax=request.reduce_amax,
-    )
+    recipe = frozen.DelayedScaling(**vars(request))
     casts = recipe.casts(role.tensor_type)
     return DelayedQuantizer(casts.rowwise, casts.columnwise, stream=role_stream(role), recipe=recipe)
 

@@ -7,7 +7,6 @@ from fp4engine.te.pytorch.attention import (
     InferenceParams,
     MultiheadAttention,
     RotaryPositionEmbedding,
-    TransformerLayer,
 )
 from fp4engine.te.pytorch.constants import DType
 from fp4engine.te.pytorch.cpu_offload import get_cpu_offload_context, mark_not_offload
@@ -77,6 +76,7 @@ from fp4engine.te.pytorch.tensor import (
     NVFP4Tensor,
     NVFP4TensorStorage,
 )
+from fp4engine.te.pytorch.transformer import TransformerLayer
 from fp4engine.te.pytorch.utils import (
     deinterleave_glu_tensor,
     get_cudnn_version,

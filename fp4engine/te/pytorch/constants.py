@@ -52,6 +52,8 @@ FP8BwdTensorIdx = SimpleNamespace(
 )
 
 AttnMaskTypes = MASK_TYPES
+QKV_FORMATS = ("sbhd", "bshd", "thd")
+"""Axes of queries, keys and values: sequence, batch, heads, head size; ``t`` is the tokens of all sequences."""
 AttnTypes = ("self", "cross")
 AttnBiasTypes = ("post_scale_bias", "no_bias", "alibi")
 LayerTypes = ("encoder", "decoder")

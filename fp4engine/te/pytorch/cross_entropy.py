@@ -5,7 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4engine.te.pytorch.module import require_one_rank
+from fp4engine.te.pytorch.base import require_one_rank
 
 
 def parallel_cross_entropy(

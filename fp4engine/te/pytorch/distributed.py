@@ -1,13 +1,14 @@
 """Random states by name, and recomputation."""
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ContextDecorator, contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fp4engine.checkpoint import checkpoint as _checkpoint
+from fp4engine.te.pytorch.quantization import FP8GlobalStateManager
 
 
 class CudaRNGStatesTracker:
@@ -103,6 +104,39 @@ class _Repeated:
             return self.function(*args, **kwargs)
         finally:
             tracker.set_states(after)
+
+
+class activation_recompute_forward(ContextDecorator):
+    """Around a forward that is to be recomputed, and around the recomputation; nests.
+
+    A recomputation needs a region of its own around it, as every forward does; that is all that fp4engine needs. These
+    flags are for scripts that ask.
+
+    Args:
+        activation_recompute: whether FP8 or FP4 is recomputed.
+        recompute_phase: whether this is the recomputation.
+    """
+
+    _open: ClassVar[list[tuple[bool, bool]]] = []
+
+    def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None:
+        self._flags = (activation_recompute, recompute_phase)
+
+    def __enter__(self) -> None:
+        self._open.append((self._flags[0] and FP8GlobalStateManager.is_fp8_enabled(), self._flags[1]))
+
+    def __exit__(self, *_: object) -> None:
+        self._open.pop()
+
+
+def is_fp8_activation_recompute_enabled() -> bool:
+    """Whether the innermost :class:`activation_recompute_forward` is about FP8 or FP4."""
+    return bool(activation_recompute_forward._open) and activation_recompute_forward._open[-1][0]
+
+
+def in_fp8_activation_recompute_phase() -> bool:
+    """Whether the innermost :class:`activation_recompute_forward` is a recomputation."""
+    return bool(activation_recompute_forward._open) and activation_recompute_forward._open[-1][1]
 
 
 def get_distributed_world_size(group: Any = None) -> int:

@@ -1,17 +1,38 @@
 """Optimizers by TransformerEngine's names, which are PyTorch's."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class FusedAdam(torch.optim.Adam):
-    """PyTorch's AdamW, or Adam with ``adam_w_mode=False``.
+class _ZeroGrad(torch.optim.Optimizer):
+    """``zero_grad`` drops gradients, or fills them with zeros if the constructor is told so."""
+
+    _to_none = True
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop gradients, or fill them with zeros if ``set_grad_none`` or ``set_to_none`` is False."""
+        super().zero_grad(self._to_none if set_to_none is None else set_to_none)
+
+
+class FusedAdam(_ZeroGrad, torch.optim.Adam):
+    """PyTorch's AdamW, or Adam with ``adam_w_mode=False``, in FP32 whatever the dtype of the parameters.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, capturable: as there.
         bias_correction: only True.
-        master_weights, use_decoupled_grad, store_param_remainders: only False; moments have the parameters' dtype.
+        master_weights: keep FP32 copies of the parameters, which are what is trained; parameters that are stored as
+            codes need them.
+        use_decoupled_grad: read gradients from ``decoupled_grad`` instead of ``grad``.
+        store_param_remainders: only False.
         master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype: only FP32.
         set_grad_none: what ``zero_grad`` does by default.
 
@@ -42,11 +63,9 @@ class FusedAdam(torch.optim.Adam):
         _refuse(
             "FusedAdam",
             bias_correction=(bias_correction, True),
-            master_weights=(master_weights, False),
             master_weight_dtype=(master_weight_dtype, torch.float32),
             exp_avg_dtype=(exp_avg_dtype, torch.float32),
             exp_avg_sq_dtype=(exp_avg_sq_dtype, torch.float32),
-            use_decoupled_grad=(use_decoupled_grad, False),
             store_param_remainders=(store_param_remainders, False),
         )
         super().__init__(
@@ -59,14 +78,81 @@ class FusedAdam(torch.optim.Adam):
             capturable=capturable,
             decoupled_weight_decay=adam_w_mode,
         )
+        self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
         self._to_none = True if set_grad_none is None else set_grad_none
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop gradients, or fill them with zeros if ``set_grad_none`` or ``set_to_none`` is False."""
-        super().zero_grad(self._to_none if set_to_none is None else set_to_none)
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step; what ``closure`` returns, if it is given.
+
+        Raises:
+            RuntimeError: a parameter is stored as codes, and there are no ``master_weights``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            name = "decoupled_grad" if self.use_decoupled_grad else "grad"
+            params: list[Tensor] = [param for param in group["params"] if getattr(param, name, None) is not None]
+            states = [self._state_of(param, group["amsgrad"]) for param in params]
+            wide = [self.state[param].get("master_param", param.detach()).float() for param in params]
+            adam(
+                wide,
+                [getattr(param, name).float() for param in params],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+                [state["step"] for state in states],
+                amsgrad=group["amsgrad"],
+                capturable=group["capturable"],
+                decoupled_weight_decay=group["decoupled_weight_decay"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=group["maximize"],
+                has_complex=False,
+            )
+            for param, values in zip(params, wide, strict=True):
+                if self.master_weights or param.dtype != torch.float32:  # else it is the parameter that was written
+                    param.copy_(values)
+        return loss
+
+    def _state_of(self, param: Tensor, amsgrad: bool) -> dict[str, Tensor]:
+        """What is remembered of ``param``: steps, moments and master, all FP32."""
+        state: dict[str, Tensor] = self.state[param]
+        if not state:
+            is_stored = isinstance(param, (QuantizedWeight, QuantizedTensor))
+            if is_stored and not self.master_weights:
+                raise RuntimeError(
+                    f"FusedAdam(master_weights=False) does not train a {type(param).__name__}, whose codes would round "
+                    "small updates away; give it master_weights=True"
+                )
+            values = (param.dequantize() if is_stored else param).detach().float()
+            state["step"] = torch.zeros((), dtype=torch.float32, device=values.device)
+            for moment in (*MOMENTS, "max_exp_avg_sq") if amsgrad else MOMENTS:
+                state[moment] = torch.zeros_like(values, memory_format=torch.preserve_format)
+            if self.master_weights:
+                state["master_param"] = values.clone()
+        return state
+
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """What is remembered of ``param``: ``"exp_avg"``, ``"exp_avg_sq"`` or ``"master_param"``, FP32."""
+        return self.state[param][state_name]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As PyTorch's, which would cast what is remembered to the parameters' dtype; here it stays FP32."""
+        super().load_state_dict(state_dict)
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for name, param in zip(names, params, strict=True):
+            for key, value in state_dict["state"].get(name, {}).items():
+                self.state[param][key] = value.detach().to(param.device, torch.float32, copy=True)
 
 
-class FusedSGD(torch.optim.SGD):
+class FusedSGD(_ZeroGrad, torch.optim.SGD):
     """PyTorch's SGD.
 
     Args:
@@ -95,10 +181,6 @@ class FusedSGD(torch.optim.SGD):
         _refuse("FusedSGD", wd_after_momentum=(wd_after_momentum, False))
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
         self._to_none = True if set_grad_none is None else set_grad_none
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop gradients, or fill them with zeros if ``set_grad_none`` or ``set_to_none`` is False."""
-        super().zero_grad(self._to_none if set_to_none is None else set_to_none)
 
 
 def _refuse(kind: str, **arguments: tuple[Any, Any]) -> None:

@@ -116,6 +116,10 @@ class Quantizer:
         """``tensor`` quantized, without autograd."""
         return self.tensor_class.of(self._operands(tensor), self)
 
+    def alone(self, operands: Operands) -> "QuantizedTensor":
+        """A tensor of this quantizer's kind with operands that are there already."""
+        return self.tensor_class.of(operands, self)
+
     def _operands(self, tensor: Tensor) -> Operands:
         values = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
         return self.frozen().quantize(values, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
@@ -127,11 +131,20 @@ class Quantizer:
     def update_quantized(
         self, src: Tensor, dst: "QuantizedTensor", *, noop_flag: Tensor | None = None
     ) -> "QuantizedTensor":
-        """Let ``dst`` become ``src`` quantized, unless ``noop_flag`` holds something other than zero."""
-        if noop_flag is None or not bool(noop_flag.any()):
-            values = src.detach().to(dst.device)
-            made = self._operands(values.dequantize() if isinstance(values, QuantizedTensor) else values)
-            dst.operands = Operands(dst.shape, dst.dtype, made.rowwise, made.columnwise)
+        """Let ``dst`` become ``src`` quantized, unless ``noop_flag`` holds something other than zero.
+
+        A side that is not in use stays as it is.
+        """
+        is_used = self.rowwise_usage or self.columnwise_usage
+        if is_used and (noop_flag is None or not bool(noop_flag.any())):
+            values = src.detach().to(dst.device, copy=True)  # high precision is kept as it is given
+            made, old = (
+                self._operands(values.dequantize() if isinstance(values, QuantizedTensor) else values),
+                dst.operands,
+            )
+            dst.operands = Operands(
+                dst.shape, dst.dtype, made.rowwise or old.rowwise, made.columnwise or old.columnwise
+            )
         return dst
 
     def make_empty(
@@ -242,6 +255,13 @@ class QuantizedTensorStorage:
         self.operands = Operands(self.operands.shape, self.operands.dtype, *sides)
         return list(tensors)
 
+    def get_metadata(self) -> dict[str, Any]:
+        """What is stored, side by side, with the quantizer and the dtype that the tensor passes for."""
+        metadata: dict[str, Any] = {"quantizer": vars(self)["_quantizer"], "fake_dtype": self.operands.dtype}
+        for name, side in zip(("rowwise", "columnwise"), self._sides(), strict=True):
+            metadata |= zip((f"{name}_data", f"{name}_scale_inv", f"{name}_amax"), _tensors(side), strict=True)
+        return metadata
+
     def _sides(self) -> tuple[Operand | None, Operand | None]:
         return self.operands.rowwise, self.operands.columnwise
 
@@ -273,10 +293,10 @@ class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
-    def of(cls, operands: Operands, quantizer: Quantizer) -> "QuantizedTensor":
-        """The tensor with those operands; keeps a copy of ``quantizer``."""
+    def of(cls, operands: Operands, quantizer: Quantizer, device: torch.device | None = None) -> "QuantizedTensor":
+        """The tensor with those operands, on their device; keeps a copy of ``quantizer``."""
         made: Any = torch.Tensor._make_wrapper_subclass(
-            cls, operands.shape, dtype=operands.dtype, device=operands.device
+            cls, operands.shape, dtype=operands.dtype, device=device or operands.device
         )
         made.operands, made._quantizer = operands, quantizer.copy()
         return made
@@ -285,6 +305,11 @@ class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
     def _holds(cls, weight: QuantizedWeight) -> bool:
         """Whether a weight that fp4engine stores is one of this class."""
         return True
+
+    @property
+    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What the tensor passes for; an update may change it."""
+        return self.operands.dtype
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -316,7 +341,11 @@ class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
         return self.dequantize(dtype=torch.float16)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"{type(self).__name__}({self.operands!r})"
+        sides = {"rowwise": self.operands.rowwise, "columnwise": self.operands.columnwise}
+        labels = [
+            f"{name}={side and (side.spec.label if side.spec else 'high precision')}" for name, side in sides.items()
+        ]
+        return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {', '.join(labels)})"
 
     def _like(self, change: Callable[[Tensor], Tensor]) -> "QuantizedTensor":
         sides = [
@@ -353,7 +382,7 @@ class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (
+        return rebuild, (
             type(self),
             self.operands.shape,
             self.operands.dtype,
@@ -375,9 +404,10 @@ def _plain(side: Operand | None) -> Any:
     return None if side is None else (side.key, side.rows, side.cols, *side.tensors)
 
 
-def _rebuild(
+def rebuild(
     cls: type[QuantizedTensor], shape: torch.Size, dtype: torch.dtype, row: Any, col: Any, quantizer: Quantizer
 ) -> QuantizedTensor:
+    """The tensor that was pickled."""
     sides = [
         None if side is None else Operand(CastSpec.from_key(side[0]) if side[0] else None, *side[1:])
         for side in (row, col)

@@ -4,262 +4,58 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from fp4engine.formats import E2M1, CastSpec, ScaleRule, fp8, fp8_block, mx
-from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.formats import CastSpec
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.quantizers.nvfp4 import NVFP4Quantizer as FrozenNVFP4Quantizer
 from fp4engine.recipe.casts import ColumnwiseSource
-from fp4engine.te.pytorch.constants import ELEMENTS, DType
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
+from fp4engine.te.pytorch.constants import DType
+from fp4engine.te.pytorch.float8 import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    with_shared_amax,
+)
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer, rebuild
+from fp4engine.te.pytorch.storage import (
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+    Float8Tensor,
+    Float8TensorStorage,
+    HybridQuantizedTensor,
+    HybridQuantizedTensorStorage,
+    IdentityTensor,
+    IdentityTensorStorage,
+    MXFP8Tensor,
+    MXFP8TensorStorage,
+    NVFP4Tensor,
+    NVFP4TensorStorage,
+)
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
-
-class NVFP4TensorStorage(QuantizedTensorStorage):
-    """NVFP4 by TransformerEngine's attributes: what it stores, as views or copies of what is stored here."""
-
-    _quantizer: Quantizer
-    _with_gemm_swizzled_scales = False
-    _fp4_dtype = DType.kFloat4E2M1
-
-    @property
-    def _rowwise_data(self) -> Tensor | None:
-        side = self.operands.rowwise
-        return None if side is None else side.data.view(*self.operands.shape[:-1], -1)
-
-    @property
-    def _columnwise_data(self) -> Tensor | None:
-        side = self.operands.columnwise
-        return None if side is None else side.data
-
-    @property
-    def _rowwise_scale_inv(self) -> Tensor | None:
-        return _padded_scales(self.operands.rowwise)
-
-    @property
-    def _columnwise_scale_inv(self) -> Tensor | None:
-        return _padded_scales(self.operands.columnwise)
-
-    @property
-    def _amax_rowwise(self) -> Tensor | None:
-        return None if self.operands.rowwise is None else self.operands.rowwise.amax
-
-    @property
-    def _amax_columnwise(self) -> Tensor | None:
-        return None if self.operands.columnwise is None else self.operands.columnwise.amax
-
-    @property
-    def _row_scaled_nvfp4(self) -> bool:
-        return getattr(self._quantizer, "row_scaled_nvfp4", False)
-
-    @property
-    def _nvfp4_use_4over6(self) -> bool:
-        return getattr(self._quantizer, "nvfp4_use_4over6", False)
-
-    @property
-    def _nvfp4_e4m3_max(self) -> int:
-        return getattr(self._quantizer, "nvfp4_e4m3_max", 448)
-
-
-def _padded_scales(side: Operand | None) -> Tensor | None:
-    """Block scales as bytes [rows, blocks], padded with zeros to multiples of 128 and 4."""
-    if side is None or side.scale_inv is None:
-        return None
-    rows, blocks = side.scale_inv.shape
-    return pad(side.scale_inv.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
-
-
-class NVFP4Tensor(NVFP4TensorStorage, QuantizedTensor):
-    """What :class:`NVFP4Quantizer` makes."""
-
-    @classmethod
-    def _holds(cls, weight: QuantizedWeight) -> bool:
-        return _is_cast(weight, E2M1.name, 16)
-
-
-class MXFP8TensorStorage(QuantizedTensorStorage):
-    """MXFP8 by TransformerEngine's attributes; its columnwise side lies as the tensor does."""
-
-    _quantizer: Quantizer
-    _with_gemm_swizzled_scales = False
-
-    @property
-    def _fp8_dtype(self) -> DType:
-        return getattr(self._quantizer, "dtype", DType.kFloat8E4M3)
-
-    @property
-    def _rowwise_data(self) -> Tensor | None:
-        side = self.operands.rowwise
-        return None if side is None else side.data[:, : side.cols].reshape(self.operands.shape)
-
-    @property
-    def _columnwise_data(self) -> Tensor | None:
-        side = self.operands.columnwise
-        return None if side is None else side.data[:, : side.cols].T.reshape(self.operands.shape)
-
-    @property
-    def _rowwise_scale_inv(self) -> Tensor | None:
-        return _padded_scales(self.operands.rowwise)
-
-    @property
-    def _columnwise_scale_inv(self) -> Tensor | None:
-        side = self.operands.columnwise
-        if side is None or side.scale_inv is None:
-            return None
-        scales = side.scale_inv.view(torch.uint8).T
-        return pad(scales, (0, -scales.shape[1] % 128, 0, -scales.shape[0] % 4))
-
-
-class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):
-    """What :class:`MXFP8Quantizer` makes."""
-
-    @classmethod
-    def _holds(cls, weight: QuantizedWeight) -> bool:
-        return _is_cast(weight, "", 32)
-
-
-class Float8TensorStorage(QuantizedTensorStorage):
-    """FP8 with one scale, by TransformerEngine's attributes."""
-
-    _quantizer: Quantizer
-
-    @property
-    def _fp8_dtype(self) -> DType:
-        return getattr(self._quantizer, "dtype", DType.kFloat8E4M3)
-
-    @property
-    def _data(self) -> Tensor | None:
-        side = self.operands.rowwise
-        return None if side is None else side.data[:, : side.cols].reshape(self.operands.shape)
-
-    @property
-    def _transpose(self) -> Tensor | None:
-        side = self.operands.columnwise
-        return None if side is None else side.data[:, : side.cols]
-
-    @property
-    def _transpose_invalid(self) -> bool:
-        return self.operands.columnwise is None
-
-    @property
-    def _scale_inv(self) -> Tensor:
-        side = self.operands.rowwise or self.operands.columnwise
-        assert side is not None and side.spec is not None and side.amax is not None
-        return side.amax / side.spec.numerator
-
-
-class Float8Tensor(Float8TensorStorage, QuantizedTensor):
-    """What :class:`Float8Quantizer` and :class:`Float8CurrentScalingQuantizer` make."""
-
-    @classmethod
-    def _holds(cls, weight: QuantizedWeight) -> bool:
-        return _is_cast(weight, "", 0)
-
-
-class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
-    """FP8 in blocks, by TransformerEngine's attributes; scales are [rows, blocks], without its padding."""
-
-    _quantizer: Quantizer
-
-    @property
-    def _fp8_dtype(self) -> DType:
-        return getattr(self._quantizer, "dtype", DType.kFloat8E4M3)
-
-    @property
-    def _is_2D_scaled(self) -> bool:
-        return getattr(self._quantizer, "block_scaling_dim", 2) == 2
-
-    @property
-    def _rowwise_data(self) -> Tensor | None:
-        side = self.operands.rowwise
-        return None if side is None else side.data[:, : side.cols].reshape(self.operands.shape)
-
-    @property
-    def _columnwise_data(self) -> Tensor | None:
-        side = self.operands.columnwise
-        return None if side is None else side.data[:, : side.cols]
-
-    @property
-    def _rowwise_scale_inv(self) -> Tensor | None:
-        return None if self.operands.rowwise is None else self.operands.rowwise.scale_inv
-
-    @property
-    def _columnwise_scale_inv(self) -> Tensor | None:
-        return None if self.operands.columnwise is None else self.operands.columnwise.scale_inv
-
-
-class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, QuantizedTensor):
-    """What :class:`Float8BlockQuantizer` makes."""
-
-    @classmethod
-    def _holds(cls, weight: QuantizedWeight) -> bool:
-        return _is_cast(weight, "", 128)
-
-
-class IdentityTensorStorage(QuantizedTensorStorage):
-    """High precision in the dress of a quantized tensor."""
-
-
-class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
-    """What :class:`IdentityQuantizer` makes."""
-
-    @classmethod
-    def _holds(cls, weight: QuantizedWeight) -> bool:
-        return False
-
-
-class HybridQuantizedTensorStorage(QuantizedTensorStorage):
-    """Two sides by two quantizers."""
-
-    _quantizer: Quantizer
-
-    def _side(self, name: str) -> Any:
-        side: Operand | None = getattr(self.operands, name)
-        if side is None:
-            return None
-        quantizer: Quantizer = getattr(self._quantizer, f"{name}_quantizer")
-        alone = {"rowwise": None, "columnwise": None, name: side}
-        return quantizer.tensor_class.of(Operands(self.operands.shape, self.operands.dtype, **alone), quantizer)
-
-    @property
-    def rowwise_sub_storage(self) -> Any:
-        """The rowwise side as a tensor of its own quantizer."""
-        return self._side("rowwise")
-
-    @property
-    def columnwise_sub_storage(self) -> Any:
-        """The columnwise side as a tensor of its own quantizer."""
-        return self._side("columnwise")
-
-    @property
-    def _rowwise_storage(self) -> Any:
-        return self._side("rowwise")
-
-    @property
-    def _columnwise_storage(self) -> Any:
-        return self._side("columnwise")
-
-
-class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
-    """What :class:`HybridQuantizer` makes."""
-
-    @classmethod
-    def _holds(cls, weight: QuantizedWeight) -> bool:
-        return weight.quantizer.rowwise_spec != weight.quantizer.columnwise_spec
-
-
-def _is_cast(weight: QuantizedWeight, element: str, block: int) -> bool:
-    spec = weight.quantizer.rowwise_spec
-    return spec is not None and spec.block[1] == block and spec.element.name.startswith(element)
-
-
-def _fp8_element(name: str, dtype: DType | int) -> Any:
-    dtype = DType.cast(dtype)
-    if dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
-        raise ValueError(f"{name}(fp8_dtype=) must be DType.kFloat8E4M3 or DType.kFloat8E5M2, got {dtype!r}")
-    return ELEMENTS[dtype]
+__all__ = [
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "Float8TensorStorage",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
+]
 
 
 class NVFP4Quantizer(Quantizer):
@@ -319,7 +115,7 @@ class NVFP4Quantizer(Quantizer):
     def _operands(self, tensor: Tensor) -> Operands:
         if not self.with_amax_reduction:
             return super()._operands(tensor)
-        return _with_shared_amax(self, tensor, self.amax_reduction_group)
+        return with_shared_amax(self, tensor, self.amax_reduction_group)
 
     def is_quantizable(self, inp: Tensor) -> bool:
         rows = inp.numel() // max(inp.shape[-1], 1) if inp.ndim > 1 else 0
@@ -351,234 +147,11 @@ class NVFP4Quantizer(Quantizer):
         return NVFP4BlockScaling
 
 
-def _with_shared_amax(quantizer: Quantizer, tensor: Tensor, group: Any) -> Operands:
-    """Operands whose outer amaxes are the largest over the ranks of ``group``."""
-    frozen = quantizer.frozen()
-    sides: dict[str, Any] = {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
-    row, col = frozen.amax(tensor, **sides)
-    for amax in (row, col):
-        if amax is not None:
-            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)
-    return frozen.quantize(tensor, **sides, rowwise_amax=row, columnwise_amax=col)
-
-
 def _matrix_shape(shape: Any) -> tuple[int, int]:
     rows = 1
     for size in shape[:-1]:
         rows *= size
     return rows, shape[-1]
-
-
-class Float8Quantizer(Quantizer):
-    """FP8 by a scale that is given: ``code = fp8(x * scale)``. ``amax`` collects the largest magnitude seen.
-
-    Args:
-        scale, amax: FP32 [1].
-        fp8_dtype: ``DType.kFloat8E4M3`` or ``kFloat8E5M2``.
-    """
-
-    tensor_class = Float8Tensor
-
-    def __init__(
-        self, scale: Tensor, amax: Tensor, fp8_dtype: DType | int, *, rowwise: bool = True, columnwise: bool = True
-    ) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
-        _fp8_element("Float8Quantizer", fp8_dtype)
-        self.scale, self.amax, self.dtype = scale, amax, DType.cast(fp8_dtype)
-
-    def frozen(self, stream: int = 0) -> FrozenQuantizer:
-        spec = fp8(_fp8_element("Float8Quantizer", self.dtype))
-        return _GivenScale(spec, spec, stream=stream).by(self.scale, self.amax)
-
-    def calibrate(self, tensor: Tensor) -> None:
-        if tensor.numel():
-            self.amax.copy_(torch.maximum(self.amax, tensor.detach().abs().amax().float()))
-
-    def supports_only_rowwise_all_gather(self) -> bool:
-        return True
-
-    def _get_compatible_recipe(self) -> Any:
-        from fp4engine.te.common.recipe import DelayedScaling
-
-        return DelayedScaling
-
-
-class _GivenScale(FrozenQuantizer):
-    """One scale for every tensor, in place of each tensor's own."""
-
-    scale: Tensor
-    collected: Tensor
-
-    def by(self, scale: Tensor, amax: Tensor) -> "_GivenScale":
-        object.__setattr__(self, "scale", scale)
-        object.__setattr__(self, "collected", amax)
-        return self
-
-    def with_backend(self, backend: str) -> "_GivenScale":
-        spec = self.rowwise_spec
-        return _GivenScale(spec, spec, stream=self.stream, backend=backend).by(self.scale, self.collected)
-
-    def quantize(self, x: Any, **arguments: Any) -> Operands:
-        assert self.rowwise_spec is not None
-        if x.numel():
-            self.collected.copy_(torch.maximum(self.collected, x.detach().abs().amax().float()))
-        amax = (self.rowwise_spec.numerator / self.scale).view(1).to(x.device)
-        given: dict[str, Any] = arguments | {"rowwise_amax": amax, "columnwise_amax": amax}
-        return super().quantize(x, **given)
-
-    __call__ = quantize
-
-
-class Float8CurrentScalingQuantizer(Quantizer):
-    """FP8 by the scale of the tensor at hand.
-
-    Args:
-        fp8_dtype: ``DType.kFloat8E4M3`` or ``kFloat8E5M2``.
-        device: where scales are kept in TransformerEngine; here they lie beside their tensor.
-        use_existing_amax: scale by ``amax`` instead of the tensor's own.
-        with_amax_reduction, amax_reduction_group: share amaxes over the group.
-        force_pow_2_scales: round scales down to powers of two.
-        amax_epsilon: only 0.
-        scale, amax: FP32 [1]; ``amax`` is read with ``use_existing_amax``.
-    """
-
-    tensor_class = Float8Tensor
-
-    def __init__(
-        self,
-        fp8_dtype: DType | int,
-        device: torch.device | str | None = None,
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        use_existing_amax: bool = False,
-        with_amax_reduction: bool = False,
-        amax_reduction_group: Any = None,
-        force_pow_2_scales: bool = False,
-        amax_epsilon: float = 0.0,
-        scale: Tensor | None = None,
-        amax: Tensor | None = None,
-    ) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
-        _fp8_element("Float8CurrentScalingQuantizer", fp8_dtype)
-        _refuse_epsilon("Float8CurrentScalingQuantizer", amax_epsilon)
-        self.dtype = DType.cast(fp8_dtype)
-        self.use_existing_amax, self.amax, self.scale = use_existing_amax, amax, scale
-        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
-        self.force_pow_2_scales, self.amax_epsilon = force_pow_2_scales, amax_epsilon
-
-    def frozen(self, stream: int = 0) -> FrozenQuantizer:
-        element = _fp8_element("Float8CurrentScalingQuantizer", self.dtype)
-        spec = fp8(element, power_of_two=self.force_pow_2_scales)
-        return FrozenQuantizer(spec, spec, stream=stream)
-
-    def _operands(self, tensor: Tensor) -> Operands:
-        if self.with_amax_reduction:
-            return _with_shared_amax(self, tensor, self.amax_reduction_group)
-        if not self.use_existing_amax:
-            return super()._operands(tensor)
-        if self.amax is None:
-            raise ValueError("Float8CurrentScalingQuantizer(use_existing_amax=True) needs amax=, got None")
-        sides: dict[str, Any] = {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
-        given = self.amax.float().view(1)
-        return self.frozen().quantize(tensor, **sides, rowwise_amax=given, columnwise_amax=given)
-
-    def is_requantization_safe(self) -> bool:
-        return True
-
-    def supports_only_rowwise_all_gather(self) -> bool:
-        return True
-
-    def _get_compatible_recipe(self) -> Any:
-        from fp4engine.te.common.recipe import Float8CurrentScaling
-
-        return Float8CurrentScaling
-
-
-def _refuse_epsilon(name: str, amax_epsilon: float) -> None:
-    if amax_epsilon != 0.0:
-        raise NotImplementedError(f"{name}(amax_epsilon={amax_epsilon}) is not implemented; leave it at 0.0")
-
-
-class MXFP8Quantizer(Quantizer):
-    """FP8 in blocks of 32 with power-of-two scales.
-
-    Args:
-        with_2d_quantization: one scale per 32x32.
-    """
-
-    tensor_class = MXFP8Tensor
-
-    def __init__(
-        self,
-        fp8_dtype: DType | int,
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        with_2d_quantization: bool = False,
-    ) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
-        _fp8_element("MXFP8Quantizer", fp8_dtype)
-        self.dtype, self.with_2d_quantization = DType.cast(fp8_dtype), with_2d_quantization
-
-    def frozen(self, stream: int = 0) -> FrozenQuantizer:
-        rows = 32 if self.with_2d_quantization else 1
-        spec = mx(_fp8_element("MXFP8Quantizer", self.dtype), ScaleRule.TOPBINADE, rows=rows)
-        return FrozenQuantizer(spec, spec, stream=stream)
-
-    def is_quantizable(self, inp: Tensor) -> bool:
-        return inp.ndim > 1 and (inp.numel() // max(inp.shape[-1], 1)) % 32 == 0 and inp.shape[-1] % 32 == 0
-
-    def is_requantization_safe(self) -> bool:
-        return True
-
-    def _get_compatible_recipe(self) -> Any:
-        from fp4engine.te.common.recipe import MXFP8BlockScaling
-
-        return MXFP8BlockScaling
-
-
-class Float8BlockQuantizer(Quantizer):
-    """FP8 in blocks of 1x128 or 128x128.
-
-    Args:
-        amax_epsilon: only 0.
-        force_pow_2_scales: False keeps FP32 scales.
-        block_scaling_dim: 1 for 1x128, 2 for 128x128.
-    """
-
-    tensor_class = Float8BlockwiseQTensor
-
-    def __init__(
-        self,
-        fp8_dtype: DType | int,
-        *,
-        rowwise: bool,
-        columnwise: bool,
-        amax_epsilon: float = 0.0,
-        force_pow_2_scales: bool = True,
-        block_scaling_dim: int = 2,
-    ) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
-        _fp8_element("Float8BlockQuantizer", fp8_dtype)
-        _refuse_epsilon("Float8BlockQuantizer", amax_epsilon)
-        if block_scaling_dim not in (1, 2):
-            raise ValueError(f"Float8BlockQuantizer(block_scaling_dim=) must be 1 or 2, got {block_scaling_dim!r}")
-        self.dtype, self.amax_epsilon = DType.cast(fp8_dtype), amax_epsilon
-        self.force_pow_2_scales, self.block_scaling_dim, self.block_len = force_pow_2_scales, block_scaling_dim, 128
-
-    def frozen(self, stream: int = 0) -> FrozenQuantizer:
-        element = _fp8_element("Float8BlockQuantizer", self.dtype)
-        spec = fp8_block(element, 128 if self.block_scaling_dim == 2 else 1, power_of_two=self.force_pow_2_scales)
-        return FrozenQuantizer(spec, spec, stream=stream)
-
-    def is_requantization_safe(self) -> bool:
-        return True
-
-    def _get_compatible_recipe(self) -> Any:
-        from fp4engine.te.common.recipe import Float8BlockScaling
-
-        return Float8BlockScaling
 
 
 class IdentityQuantizer(Quantizer):
@@ -597,8 +170,24 @@ class IdentityQuantizer(Quantizer):
     def frozen(self, stream: int = 0) -> FrozenQuantizer:
         return FrozenQuantizer(stream=stream)
 
-    def quantize_impl(self, tensor: Tensor) -> QuantizedTensor:
-        return super().quantize_impl(tensor if self.dtype is None else tensor.to(self.dtype))
+    def alone(self, operands: Operands) -> QuantizedTensor:
+        columnwise = operands.columnwise
+        if columnwise is None:
+            return super().alone(operands)
+        values = columnwise.data.T.reshape(operands.shape)
+        return super().alone(Operands(operands.shape, operands.dtype, Operand.dense(values.flatten(0, -2)), None))
+
+    def _operands(self, tensor: Tensor) -> Operands:
+        values = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+        return self.frozen().quantize(values.to(self.dtype or values.dtype), rowwise=True, columnwise=False)
+
+    def update_quantized(
+        self, src: Tensor, dst: QuantizedTensor, *, noop_flag: Tensor | None = None
+    ) -> QuantizedTensor:
+        super().update_quantized(src, dst, noop_flag=noop_flag)
+        made = dst.operands
+        dst.operands = Operands(made.shape, self.dtype or made.dtype, made.rowwise, made.columnwise)
+        return dst
 
     def is_requantization_safe(self) -> bool:
         return True
@@ -623,7 +212,7 @@ class HybridQuantizer(Quantizer):
         super().__init__()
         if rowwise_quantizer is columnwise_quantizer:
             raise ValueError(
-                "HybridQuantizer takes two quantizers, got one as both; give columnwise_quantizer a copy()"
+                "HybridQuantizer requires distinct rowwise and columnwise quantizers, got one as both; give it a copy()"
             )
         for name, quantizer in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
             if not isinstance(quantizer, Quantizer):
@@ -674,8 +263,17 @@ class HybridQuantizer(Quantizer):
         return self.rowwise_quantizer.is_requantization_safe() and self.columnwise_quantizer.is_requantization_safe()
 
     def supports_only_rowwise_all_gather(self) -> bool:
-        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
-        return any(part.supports_only_rowwise_all_gather() for part in parts)
+        """As the rowwise quantizer; True also where the columnwise side, of NVFP4, does not decode by itself."""
+        columnwise_decodes = not isinstance(self.columnwise_quantizer, NVFP4Quantizer)
+        return self.rowwise_quantizer.supports_only_rowwise_all_gather() or not columnwise_decodes
+
+    def quantize_impl(self, tensor: Tensor) -> QuantizedTensor:
+        return self.tensor_class.of(self._operands(tensor), self, tensor.device)
+
+    def _get_compatible_recipe(self) -> Any:
+        from fp4engine.te.common.recipe import CustomRecipe
+
+        return CustomRecipe
 
     def is_quantizable(self, inp: Tensor) -> bool:
         return self.rowwise_quantizer.is_quantizable(inp) and self.columnwise_quantizer.is_quantizable(inp)
@@ -685,3 +283,8 @@ class HybridQuantizer(Quantizer):
             f"HybridQuantizer(rowwise_quantizer={self.rowwise_quantizer!r}, "
             f"columnwise_quantizer={self.columnwise_quantizer!r}, columnwise_source={self.columnwise_source!r})"
         )
+
+
+torch.serialization.add_safe_globals(
+    [rebuild, DType, *(thing for name in __all__ if isinstance(thing := globals()[name], type))]
+)

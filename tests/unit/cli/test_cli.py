@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,17 @@ def test_recipes_lists_the_book_and_prints_one_as_json(capsys) -> None:
     assert recipe_from_json(capsys.readouterr().out) == zoo.make("quartet2")
     assert main(["recipes", "quartet2"]) == 0
     assert ", made of the rowwise operand" in capsys.readouterr().out
+
+
+def test_commands_run_without_what_only_export_needs(monkeypatch, capsys) -> None:
+    for name in [name for name in sys.modules if name.startswith("fp4engine.export")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert main(["recipes", "quartet2"]) == 0
+    with pytest.raises(SystemExit) as left:
+        main(["export", "model", "--output", "there"])
+    assert left.value.code == 2
+    assert "pip install 'fp4engine[export]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)

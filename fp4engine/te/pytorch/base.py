@@ -1,0 +1,363 @@
+"""What TransformerEngine's modules with weights have in common."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4engine.functional.fused_input import FusedInput
+from fp4engine.modules.gemms import cast_by_autocast
+from fp4engine.modules.quantized_weight import QuantizedWeight, casts_of
+from fp4engine.modules.te_arguments import te_device
+from fp4engine.quantizers.factory import make_quantizer
+from fp4engine.recipe import CustomRecipe, DelayedScaling, Recipe
+from fp4engine.roles import QuantizerRole as FrozenRole
+from fp4engine.te.common.recipe import Answering, answered, as_frozen
+from fp4engine.te.pytorch.custom_recipes.gemm import custom_linear
+from fp4engine.te.pytorch.delayed_wgrad import DelayWgrad, Run
+from fp4engine.te.pytorch.module_states import MODES, ModuleStates, recipe_in_force
+from fp4engine.te.pytorch.quantization import FP8GlobalStateManager
+from fp4engine.te.pytorch.quantized_tensor import QuantizerRole
+from fp4engine.te.pytorch.recipe_state import AnyRecipe
+from fp4engine.te.pytorch.storage import HybridQuantizedWeight
+from fp4engine.te.pytorch.tensor import Float8Quantizer, HybridQuantizer, IdentityQuantizer
+
+Init = Callable[[Tensor], Any]
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    """What TransformerEngine's modules with weights have in common.
+
+    Attributes:
+        tp_size: 1, since parts of a layer are not spread over ranks.
+        sequence_parallel: False, for the same reason.
+    """
+
+    tp_size = 1
+    sequence_parallel = False
+    delay_wgrad_compute = False
+    save_original_input = False
+    _is_built = False
+    _init_context: Callable[[], Any] = nullcontext
+    _ran_by: Recipe | None = None
+    _stored_by: Recipe | None = None
+    _states: ModuleStates | None = None
+    _is_current = False
+    _is_watched = False
+    _output_role: QuantizerRole | None = None
+    _grad_input_role: QuantizerRole | None = None
+
+    def _begin(
+        self,
+        alone: Mapping[str, Any],
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+    ) -> None:
+        """What has to be known before the constructor of fp4engine's module runs.
+
+        Args:
+            alone: arguments that ask for nothing on one rank.
+        """
+        torch.nn.Module.__init__(self)
+        require_one_rank(type(self).__name__, **alone)
+        if get_rng_state_tracker is not None and rng_tracker_name is not None:
+            name = rng_tracker_name
+            self._init_context = lambda: get_rng_state_tracker().fork(name)
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self._stored_by = FP8GlobalStateManager.stores_by
+        self._delayed: list[Callable[[], None]] = []
+
+    def _built(self, bias: bool) -> None:
+        """What has to be done after the constructor of fp4engine's module has run."""
+        self.use_bias, self._is_built = bias, True
+        if isinstance(self._stored_by, CustomRecipe):
+            self._dress_weights(self._stored_by)
+
+    def _dress_weights(self, recipe: CustomRecipe) -> None:
+        """Let weights be of the classes that TransformerEngine gives what the recipe's factory answers for them."""
+        factory: Any = recipe.qfactory.factory if isinstance(recipe.qfactory, Answering) else recipe.qfactory
+        slots = self.get_quantizer_roles(fwd=True, num_quantizers=0)
+        roles = [role for role in slots if role is not None and role.tensor_type == "weight"]
+        weights = [(name, weight) for name, weight in self.named_parameters(recurse=False) if weight.ndim == 2]
+        for index, (name, weight) in enumerate(weights):
+            quantizer = factory(roles[min(index, len(roles) - 1)])
+            if isinstance(quantizer, IdentityQuantizer) and not isinstance(weight, QuantizedWeight):
+                setattr(self, name, torch.nn.Parameter(quantizer(weight.detach()), weight.requires_grad))
+            elif isinstance(quantizer, HybridQuantizer) and isinstance(weight, QuantizedWeight):
+                dressed: Any = weight
+                dressed.__class__, dressed.made_by = HybridQuantizedWeight, quantizer
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise; a module on ``meta`` gets memory first, where TransformerEngine would place it.
+
+        Args:
+            defer_init: True leaves everything as it is.
+        """
+        if defer_init:
+            return
+        if self._is_built:
+            materialize(self)
+        with self._init_context():
+            super().reset_parameters()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def fast_setattr(self, name: str, value: Any) -> None:
+        """Set an attribute."""
+        setattr(self, name, value)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Accept a group of one rank.
+
+        Raises:
+            NotImplementedError: a larger one.
+        """
+        require_one_rank(type(self).__name__, tp_group=tp_group)
+
+    def need_backward_dw(self) -> bool:
+        """Whether :meth:`backward_dw` has anything to do with this module."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients of the oldest backward pass for which this has not been done."""
+        if self.delay_wgrad_compute and self._delayed:
+            self._delayed.pop(0)()
+
+    def _run(self, forward: Callable[..., Any], inp: Tensor, *arguments: Any) -> Any:
+        """``forward(inp, *arguments)`` in the dtype of ``torch.autocast``, by the states of the recipe in force."""
+        inp = cast_by_autocast(inp)
+        frozen = None if torch.compiler.is_compiling() else recipe_in_force()
+        if frozen is None:
+            return self._forward(forward, inp, *arguments)
+        self._follow(frozen)
+        if self._states is None:
+            return self._forward(forward, inp, *arguments)
+        with answered(self._states.answers()):
+            if not (self._is_watched and self._states.remembers):
+                return self._forward(forward, inp, *arguments)
+            self._exchange()
+            FP8GlobalStateManager.show_when_left(self._exchange)
+            return self._shown_after_backward(self._forward(forward, inp, *arguments))
+
+    def _forward(self, forward: Callable[..., Any], inp: Tensor, *arguments: Any) -> Any:
+        """``forward(inp, *arguments)``; weight gradients wait if they are to."""
+        if not (self.delay_wgrad_compute and torch.is_grad_enabled()):
+            return forward(inp, *arguments)
+        weights = {name: weight for name, weight in self.named_parameters() if weight.requires_grad}
+        later = {name: weight for name, weight in weights.items() if not name.startswith("layer_norm")}
+        run = Run(forward, arguments, self._delayed, list(later.values()))
+        now = [weight for name, weight in weights.items() if name not in later]
+        outputs = DelayWgrad.apply(run, inp, *now)
+        return run.assemble(outputs)
+
+    def multiply(
+        self, inp: Tensor | FusedInput, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
+    ) -> Tensor:
+        """As in fp4engine's modules; quantizers that multiply what they make are used as they are.
+
+        Raises:
+            NotImplementedError: these are to add to ``weight.main_grad``.
+        """
+        states = None if torch.compiler.is_compiling() or recipe_in_force() is None else self._states
+        own = None if states is None else states.own_product()
+        if own is None:
+            base: Any = super()
+            return base.multiply(inp, weight, bias, is_first_microbatch)
+        if getattr(self, "fuse_wgrad_accumulation", False):
+            raise NotImplementedError(
+                "fuse_wgrad_accumulation=True is not implemented for quantizers with a qgemm() of their own; "
+                "leave it at False"
+            )
+        output = custom_linear(cast_by_autocast(inp if isinstance(inp, Tensor) else inp.tensor()), weight, *own)
+        return output if bias is None else output + bias.to(output.dtype)
+
+    def _follow(self, frozen: Recipe) -> None:
+        """Let states be those of the recipe in force, ``frozen``, and stored weights be ones that it multiplies.
+
+        Raises:
+            RuntimeError: weights are stored by another one.
+        """
+        if self._ran_by is frozen and self._is_current:
+            return
+        if self._ran_by is not None and type(self._ran_by) is not type(frozen):
+            old, new = type(self._ran_by).__name__, type(frozen).__name__
+            warnings.warn(f"Recipe type changed from {old} to {new}; scales start anew", stacklevel=5)
+        if self._ran_by != frozen:
+            self._check_stored(frozen)
+            self._is_current = False
+        self._ran_by = frozen
+        if not self._is_current and (frozen.custom() or self._is_watched):
+            self.init_fp8_meta_tensors(FP8GlobalStateManager.get_fp8_recipe())
+        self._is_current = True
+        if self.save_original_input and torch.is_grad_enabled():
+            self._check_saved_input()
+
+    def _check_stored(self, frozen: Recipe) -> None:
+        stored = self._stored_by
+        if stored is None or stored == frozen:
+            return
+        for name, weight in self.named_parameters():
+            if isinstance(weight, QuantizedWeight) and not frozen.custom():
+                role = FrozenRole(getattr(self, "module_type", "linear"), "weight", getattr(self, "name", ""))
+                is_hybrid = isinstance(weight, HybridQuantizedWeight)
+                if is_hybrid or casts_of(weight.quantizer) != casts_of(make_quantizer(frozen, role)):
+                    raise RuntimeError(
+                        f"Recipe mismatch for {name!r}: it is stored by {stored!r}, and the recipe in force is "
+                        f"{frozen!r}; give quantized_model_init() and autocast() one recipe"
+                    )
+        if type(stored) is type(frozen):
+            warnings.warn("Quantizer is being updated, this may affect model behavior", stacklevel=7)
+        self._stored_by = frozen
+
+    def _check_saved_input(self) -> None:
+        """Tell what TransformerEngine tells of recipes under which an input cannot be quantized again.
+
+        Raises:
+            ValueError: delayed scaling, by which the second scale would be another one.
+        """
+        assert self._ran_by is not None
+        if isinstance(self._ran_by, DelayedScaling):
+            raise ValueError("DelayedScaling recipe is not supported with save_original_input=True; leave it at False")
+        if self._states is None or not self._ran_by.custom():
+            return
+        of_input = self._states.quantizers["scaling_fwd"][0]
+        if isinstance(of_input, Float8Quantizer):
+            warnings.warn(
+                "save_original_input is incompatible with delayed-scaling quantizers (Float8Quantizer); it is ignored",
+                stacklevel=6,
+            )
+        elif not of_input.is_requantization_safe():
+            warnings.warn(
+                "Ignoring save_original_input=True because the input quantizer may not make the same operand twice",
+                stacklevel=6,
+            )
+
+    @property
+    def fp8_meta_tensors_initialized(self) -> bool:
+        """Whether :attr:`fp8_meta` is that of the recipe and the roles as they are now."""
+        return self._is_current
+
+    @fp8_meta_tensors_initialized.setter
+    def fp8_meta_tensors_initialized(self, value: bool) -> None:
+        self._is_current = value
+
+    def init_fp8_meta_tensors(self, recipe: AnyRecipe) -> None:
+        """Make :attr:`fp8_meta` and :attr:`quantizers` of ``recipe``; tensors of the same shape stay what they are."""
+        roles = {key: self.get_quantizer_roles(fwd=mode == "forward", num_quantizers=0) for key, mode in MODES.items()}
+        self._states = ModuleStates(recipe, roles, self._states)
+        self._is_current = True
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
+        """What the tensors of one pass are; those that the next module takes are as it has been told."""
+        kind, name = getattr(self, "module_type", "linear"), getattr(self, "name", "") or ""
+        if fwd:
+            return [QuantizerRole(kind, "input", name), QuantizerRole(kind, "weight", name), self.output_quantizer_role]
+        return [QuantizerRole(kind, "grad_output", name), self.grad_input_quantizer_role]
+
+    @property
+    def output_quantizer_role(self) -> QuantizerRole | None:
+        """What a custom recipe's factory is told of the output: None, or what is written here."""
+        return self._output_role
+
+    @output_quantizer_role.setter
+    def output_quantizer_role(self, role: QuantizerRole | None) -> None:
+        if role != self._output_role:
+            self._output_role, self._is_current = role, False
+
+    @property
+    def grad_input_quantizer_role(self) -> QuantizerRole | None:
+        """As :attr:`output_quantizer_role`, of the input's gradient."""
+        return self._grad_input_role
+
+    @grad_input_quantizer_role.setter
+    def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
+        if role != self._grad_input_role:
+            self._grad_input_role, self._is_current = role, False
+
+    def _computed_by(self) -> dict[str, list[Any]]:
+        """The quantizers that forwards compute by, in the places of :meth:`get_quantizer_roles`."""
+        return quantizers_of(self)
+
+    def _exchange(self) -> None:
+        if self._states is not None:
+            self._states.exchange(self._computed_by())
+
+    def _shown_after_backward(self, output: Any) -> Any:
+        """``output``; when it is differentiated, what histories have learnt is shown in :attr:`fp8_meta`."""
+        first = output[0] if isinstance(output, tuple) else output
+        if first.requires_grad:
+            engine: Any = torch.autograd.Variable._execution_engine
+
+            def show(grad: Tensor) -> None:
+                engine.queue_callback(self._exchange)
+
+            first.register_hook(show)
+        return output
+
+    def _made(self) -> ModuleStates:
+        self._is_watched = True
+        by = FP8GlobalStateManager.get_fp8_recipe() if self._ran_by is None else self._ran_by
+        if self._states is None or not self._is_current or self._states.frozen != as_frozen(by):
+            self.init_fp8_meta_tensors(by)
+        assert self._states is not None
+        self._exchange()
+        return self._states
+
+    @property
+    def fp8_meta(self) -> dict[str, Any]:
+        """The recipe of the last forward, and its states ``scaling_fwd`` and ``scaling_bwd``.
+
+        Under delayed scaling these show what the module remembers, and may be written before the next forward.
+        """
+        return self._made().meta
+
+    @property
+    def quantizers(self) -> dict[str, list[Any]]:
+        """Quantizers of :attr:`fp8_meta`: input, weight, output in ``scaling_fwd``, gradients in ``scaling_bwd``."""
+        return self._made().quantizers
+
+
+def quantizers_of(gemms: Any) -> dict[str, list[Any]]:
+    """The quantizers that one linear transformation computes by, one per slot; None where none has run."""
+    plan = None if gemms._plan is None else gemms._plan[1]
+    if plan is None:
+        return {"scaling_fwd": [None] * 3, "scaling_bwd": [None] * 2}
+    return {"scaling_fwd": [plan.input, plan.weight, None], "scaling_bwd": [plan.grad_output, None]}
+
+
+def materialize(module: torch.nn.Module) -> None:
+    """Give memory to the parameters of ``module`` that are on ``meta``."""
+    place = te_device(None) or torch.get_default_device()
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if parameter.is_meta:
+            empty = torch.empty_like(parameter, device=place)
+            setattr(module, name, torch.nn.Parameter(empty, parameter.requires_grad))
+
+
+def require_one_rank(kind: str, **arguments: Any) -> None:
+    """Accept arguments that would spread a layer over ranks, as long as there is one.
+
+    Raises:
+        NotImplementedError: there are more.
+    """
+    size, group = arguments.pop("tp_size", 1), arguments.pop("tp_group", None)
+    if isinstance(group, torch.distributed.ProcessGroup):
+        size = max(size, group.size())
+    if size != 1:
+        raise NotImplementedError(f"{kind}(tp_size={size}) is not implemented: a layer lies on one rank; leave it at 1")
+    for name, value in arguments.items():
+        if name == "symmetric_ar_type" and value is not None:
+            raise NotImplementedError(f"{kind}({name}={value!r}) is not implemented; leave it at None")
+
+
+def refuse_fp8_tensors(kind: str, fp8_output: bool | None, fp8_grad: bool | None) -> None:
+    """Refuse to pass quantized tensors from module to module.
+
+    Raises:
+        NotImplementedError: it is asked for.
+    """
+    for name, value in (("fp8_output", fp8_output), ("fp8_grad", fp8_grad)):
+        if value:
+            raise NotImplementedError(f"{kind}.forward({name}=True) is not implemented; outputs are plain tensors")

@@ -1,0 +1,65 @@
+"""Weight gradients that wait until ``backward_dw()`` is called."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Run:
+    """One forward whose weight gradients wait."""
+
+    def __init__(
+        self, forward: Callable[..., Any], arguments: tuple[Any, ...], queue: list[Any], weights: list[Tensor]
+    ) -> None:
+        self.forward, self.arguments, self.queue, self.weights = forward, arguments, queue, weights
+        self.result: Any = None
+        self.inputs: list[Tensor] = []
+
+    def start(self, inp: Tensor, now: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run, on a graph of its own, and return the tensors of the result."""
+        self.now = list(now)
+        with torch.enable_grad():
+            own = inp.detach().requires_grad_(inp.requires_grad)
+            self.inputs = [own]
+            self.result = self.forward(own, *self.arguments)
+        return tuple(tensor.detach() for tensor in self._outputs())
+
+    def _outputs(self) -> list[Tensor]:
+        result = self.result if isinstance(self.result, tuple) else (self.result,)
+        return [item for item in result if isinstance(item, Tensor) and item.grad_fn is not None]
+
+    def assemble(self, outputs: tuple[Tensor, ...]) -> Any:
+        """The forward's result with ``outputs`` in place of its own tensors."""
+        if not isinstance(self.result, tuple):
+            return outputs[0]
+        rest = iter(outputs)
+        own = {id(tensor) for tensor in self._outputs()}
+        return tuple(next(rest) if id(item) in own else item for item in self.result)
+
+    def finish(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients of the input and of what does not wait; those of the weights are queued."""
+        outputs = self._outputs()
+        asked = [tensor for tensor in (*self.inputs, *self.now) if tensor.requires_grad]
+        found = iter(torch.autograd.grad(outputs, asked, grads, retain_graph=True, allow_unused=True) if asked else ())
+
+        def weight_gradients() -> None:
+            made = torch.autograd.grad(outputs, self.weights, grads, allow_unused=True)
+            for weight, grad in zip(self.weights, made, strict=True):
+                if grad is not None:
+                    weight.grad = grad if weight.grad is None else weight.grad + grad
+
+        self.queue.append(weight_gradients)
+        return [next(found) if tensor.requires_grad else None for tensor in (*self.inputs, *self.now)]
+
+
+class DelayWgrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Run, inp: Tensor, *now: Tensor) -> tuple[Tensor, ...]:
+        ctx.run = run
+        return run.start(inp, now)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return (None, *ctx.run.finish(grads))

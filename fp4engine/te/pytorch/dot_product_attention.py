@@ -1,0 +1,297 @@
+"""Attention by TransformerEngine's names, over PyTorch's ``scaled_dot_product_attention``.
+
+Legend: B batch, S query length, T key length, H query heads, G key-value groups, D head size, N tokens in all.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor
+
+from fp4engine.functional.attention import AttentionMask
+from fp4engine.recipe.base import require
+from fp4engine.te.pytorch.base import require_one_rank
+from fp4engine.te.pytorch.constants import QKV_FORMATS
+from fp4engine.te.pytorch.inference import InferenceParams
+
+Window = tuple[int, int] | None
+Masked = Tensor | tuple[Tensor, Tensor] | None
+
+
+class DotProductAttention(torch.nn.Module):
+    """``softmax(q k^T * softmax_scale + bias) v``; no parameters.
+
+    Args:
+        num_attention_heads, num_gqa_groups: H and G.
+        kv_channels: D, or a pair for keys and values.
+        attention_dropout: of the probabilities, while training.
+        qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"`` (sequences one after the other, told apart by ``cu_seqlens``).
+        attn_mask_type, window_size, bottom_right_diagonal: see
+            :class:`~fp4engine.functional.attention.AttentionMask`; each also an argument of the forward.
+        softmax_scale: None is 1 / sqrt(D).
+        layer_number, attention_type, name, get_rng_state_tracker: without effect.
+        sequence_parallel, tp_size, tp_group, cp_stream, cp_comm_type: without effect on one rank; more raise.
+
+    Raises:
+        NotImplementedError: context parallelism, another softmax, or the maximum of the scores.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Window = None,
+        bottom_right_diagonal: bool | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool | None = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        require_one_rank("DotProductAttention", tp_size=tp_size, tp_group=tp_group)
+        refuse(cp_group=(cp_group, None), softmax_type=(softmax_type, "vanilla"), max_logit=(return_max_logit, False))
+        require("qkv_format", qkv_format, QKV_FORMATS)
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        if groups < 1 or num_attention_heads % groups:
+            raise ValueError(f"num_attention_heads={num_attention_heads} must be a multiple of num_gqa_groups={groups}")
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = (
+            kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        )
+        self.qkv_format, self.attention_dropout = qkv_format, attention_dropout
+        self.attn_mask_type, self.window_size = plain_kind(attn_mask_type), window_size
+        self.bottom_right_diagonal, self.softmax_scale = bottom_right_diagonal, softmax_scale
+        self.attention_type, self.layer_number = attention_type, 1 if layer_number is None else layer_number
+
+    def set_context_parallel_group(self, cp_group: Any, *_: Any, **__: Any) -> None:
+        """Accept no group.
+
+        Raises:
+            NotImplementedError: a group.
+        """
+        refuse(cp_group=(cp_group, None))
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: Masked = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: InferenceParams | None = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool | None = False,
+        bf16_backward: bool | None = False,
+        num_splits: int | None = 1,
+        score_mod: Callable[..., Any] | None = None,
+        score_mod_bprop: Callable[..., Any] | None = None,
+        score_mod_tensors: dict[str, Tensor] | None = None,
+        score_mod_bprop_tensors: dict[str, Tensor] | None = None,
+        qkv_layer: Tensor | None = None,
+        kv_layer: Tensor | None = None,
+        qkv_interleave_dim: int = -3,
+    ) -> Tensor:
+        """Attend: [S, B, H, D] -> [S, B, H D], [B, S, H, D] -> [B, S, H D], or [N, H, D] -> [N, H D].
+
+        Args:
+            attention_mask: bool, True where NOT to attend; [B, 1, 1, T], or a pair for queries and keys, under padding
+                kinds; broadcastable to [B, H, S, T] under ``"arbitrary"``.
+            cu_seqlens_q, cu_seqlens_kv: int [B + 1], where sequences begin and end; in formats with a batch, their
+                lengths, in place of a padding mask.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: where they begin if there is padding between them.
+            core_attention_bias_type: ``"no_bias"``, ``"post_scale_bias"`` of ``core_attention_bias``, or ``"alibi"``
+                with ``alibi_slopes`` [H] or [B, H] or the published ones.
+            max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs, num_splits: without effect.
+
+        Raises:
+            NotImplementedError: a quantized output, packed inputs, or a function of the scores.
+        """
+        refuse(fp8_output=(fp8_output, False), score_mod=(score_mod, None), qkv_layer=(qkv_layer, None))
+        refuse(kv_layer=(kv_layer, None))
+        layout = qkv_format or self.qkv_format
+        require("qkv_format", layout, QKV_FORMATS)
+        kind = self.attn_mask_type if attn_mask_type is None else plain_kind(attn_mask_type)
+        window = window_size or self.window_size
+        if window is not None and "causal" in kind:
+            window = window[0], 0
+        diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        slopes = None
+        if core_attention_bias_type == "alibi":
+            slopes = alibi_slopes if alibi_slopes is not None else _slopes(self.num_attention_heads, query_layer.device)
+        else:
+            require("core_attention_bias_type", core_attention_bias_type, ("no_bias", "post_scale_bias"))
+        call = _Call(self, kind, window, diagonal, core_attention_bias, slopes)
+        if inference_params is not None:
+            lengths = [query_layer.shape[0 if layout == "sbhd" else 1]] * query_layer.shape[layout.index("b")]
+            starts = None
+            if cu_seqlens_q is not None:
+                lengths = cu_seqlens_q.diff().tolist()[: len(inference_params.sequences)]
+            tensors = [_sequences(t, layout, lengths, starts) for t in (query_layer, key_layer, value_layer)]
+            whole = inference_params.step(self.layer_number, tensors[1], tensors[2])
+            if "bottom_right" not in call.kind:  # new tokens come after those that are there
+                call.kind = call.kind.replace("causal", "causal_bottom_right")
+            parts = [call.one(q, k, v) for q, (k, v) in zip(tensors[0], whole, strict=True)]
+            return _put_back(parts, query_layer, layout, starts)
+        if layout == "thd":
+            if cu_seqlens_q is None or cu_seqlens_kv is None:
+                raise ValueError("qkv_format='thd' needs cu_seqlens_q and cu_seqlens_kv")
+            starts_q = (cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded).tolist()
+            starts_kv = (cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded).tolist()
+            queries = _sequences(query_layer, layout, cu_seqlens_q.diff().tolist(), starts_q)
+            keys, values = (
+                _sequences(t, layout, cu_seqlens_kv.diff().tolist(), starts_kv) for t in (key_layer, value_layer)
+            )
+            parts = [call.one(*qkv) for qkv in zip(queries, keys, values, strict=True)]
+            return _put_back(parts, query_layer, layout, starts_q)
+        order = (0, 2, 1, 3) if layout == "bshd" else (1, 2, 0, 3)
+        query, key, value = (t.permute(order) for t in (query_layer, key_layer, value_layer))
+        if "padding" in kind and attention_mask is None and cu_seqlens_q is not None:
+            counts = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+            masks = [
+                _past(lengths.diff(), size)
+                for lengths, size in ((cu_seqlens_q, query.shape[2]), (counts, key.shape[2]))
+            ]
+            attention_mask = masks[0], masks[1]
+        if checkpoint_core_attention:
+            context = torch.utils.checkpoint.checkpoint(call, query, key, value, attention_mask, use_reentrant=False)
+        else:
+            context = call(query, key, value, attention_mask)
+        return context.permute(0, 2, 1, 3).flatten(2) if layout == "bshd" else context.permute(2, 0, 1, 3).flatten(2)
+
+
+class _Call:
+    """One attention, with everything settled but the tensors."""
+
+    def __init__(
+        self, module: DotProductAttention, kind: str, window: Window, diagonal: bool | None, bias: Any, slopes: Any
+    ) -> None:
+        self.kind, self.window, self.diagonal, self.bias, self.slopes = kind, window, diagonal, bias, slopes
+        self.dropout = module.attention_dropout if module.training else 0.0
+        self.scale = module.softmax_scale
+
+    def one(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention [S, H, D] of one sequence, of which everything counts."""
+        kind = self.kind.replace("padding_", "").replace("padding", "no_mask")
+        alone = _Call.__new__(_Call)
+        vars(alone).update(vars(self), kind=kind)
+        query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
+        context = alone(query, key, value, None)
+        return context[0].transpose(0, 1)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Masked) -> Tensor:
+        """[B, H, S, D] by keys and values [B, G, T, D]; a query that may read nothing gives zeros."""
+        mask = AttentionMask(self.kind, self.window, self.diagonal)
+        pair = attention_mask if isinstance(attention_mask, tuple) else (None, attention_mask)
+        arguments: dict[str, Any] = {"dropout_p": self.dropout, "scale": self.scale}
+        arguments["enable_gqa"] = query.shape[1] != key.shape[1]
+        if mask == AttentionMask("causal") and self.bias is None and self.slopes is None:
+            return F.scaled_dot_product_attention(query, key, value, None, is_causal=True, **arguments)
+        if mask.reads_mask and pair[1] is None:
+            mask = AttentionMask(
+                self.kind.replace("padding_", "").replace("padding", "no_mask"), self.window, self.diagonal
+            )
+        allowed = mask.allowed(pair[1], query.shape[2], key.shape[2], query.device)
+        bias = self._scores(query, key)
+        if bias is not None:
+            allowed = bias if allowed is None else bias.masked_fill(~allowed, float("-inf"))
+        context = F.scaled_dot_product_attention(query, key, value, allowed, **arguments)
+        if pair[0] is not None and "padding" in self.kind:
+            context = context.masked_fill(pair[0].transpose(2, 3), 0.0)
+        return context
+
+    def _scores(self, query: Tensor, key: Tensor) -> Tensor | None:
+        """What is added to the scaled scores, broadcastable to [B, H, S, T]."""
+        bias = None if self.bias is None else self.bias.to(query.dtype)
+        if self.slopes is not None:
+            rows, cols = query.shape[2], key.shape[2]
+            device = query.device
+            distance = torch.arange(cols, device=device) - torch.arange(rows, device=device)[:, None] - (cols - rows)
+            slopes = self.slopes if self.slopes.ndim == 2 else self.slopes[None]
+            alibi = -(slopes.float()[:, :, None, None] * distance.abs()).to(query.dtype)
+            bias = alibi if bias is None else bias + alibi
+        return bias
+
+
+def refuse(**arguments: tuple[Any, Any]) -> None:
+    for name, (value, neutral) in arguments.items():
+        if value is not None and value is not neutral and value != neutral:
+            raise NotImplementedError(f"attention with {name}={value!r} is not implemented; leave it at {neutral!r}")
+
+
+def plain_kind(kind: str) -> str:
+    """TransformerEngine accepts the words of a mask in any order, joined by commas too."""
+    words = set(kind.replace(",", "_").split("_"))
+    if words in ({"padding", "causal"}, {"padding", "causal", "bottom", "right"}):
+        return "padding_causal_bottom_right" if "bottom" in words else "padding_causal"
+    return kind
+
+
+def _slopes(heads: int, device: torch.device) -> Tensor:
+    """The slopes of the ALiBi paper: a geometric sequence, and every second of the next one for the rest."""
+    power = 2 ** math.floor(math.log2(heads))
+    first = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    rest = [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
+    return torch.tensor(first + rest, dtype=torch.float32, device=device)
+
+
+def _past(lengths: Tensor, size: int) -> Tensor:
+    """[B, 1, 1, size], True past each length."""
+    return (torch.arange(size, device=lengths.device) >= lengths[:, None])[:, None, None, :]
+
+
+def _sequences(t: Tensor, layout: str, lengths: list[int], starts: list[int] | None) -> list[Tensor]:
+    """The sequences [length, H, D] of ``t``."""
+    if layout == "thd":
+        assert starts is not None
+        return [t[start : start + length] for start, length in zip(starts, lengths, strict=False)]
+    batch = t.unbind(0 if layout == "bshd" else 1)
+    return [sequence[:length] for sequence, length in zip(batch, lengths, strict=False)]
+
+
+def _put_back(parts: list[Tensor], like: Tensor, layout: str, starts: list[int] | None) -> Tensor:
+    """``parts`` [length, H, D] where :func:`_sequences` took them from ``like``, zeros elsewhere, heads joined."""
+    if layout == "thd":
+        assert starts is not None
+        pieces: list[Tensor] = []
+        end = 0
+        for part, start in zip(parts, starts, strict=False):
+            pieces += [part.new_zeros(start - end, *part.shape[1:]), part]
+            end = start + part.shape[0]
+        pieces.append(parts[0].new_zeros(like.shape[0] - end, *parts[0].shape[1:]))
+        return torch.cat(pieces).flatten(1)
+    axis = 0 if layout == "bshd" else 1
+    size = like.shape[1 - axis]
+    padded = [F.pad(part, (0, 0, 0, 0, 0, size - part.shape[0])) for part in parts]
+    return torch.stack(padded, dim=axis).flatten(2)

@@ -1,0 +1,243 @@
+"""TransformerEngine's quantizers to FP8: by a given scale, by the tensor's own, in blocks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4engine.formats import ScaleRule, fp8, fp8_block, mx
+from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
+from fp4engine.te.pytorch.constants import ELEMENTS, DType
+from fp4engine.te.pytorch.quantized_tensor import Quantizer
+from fp4engine.te.pytorch.storage import Float8BlockwiseQTensor, Float8Tensor, MXFP8Tensor
+from fp4engine.tensor import QuantizedTensor as Operands
+
+
+def _fp8_element(name: str, dtype: DType | int) -> Any:
+    dtype = DType.cast(dtype)
+    if dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
+        raise ValueError(f"{name}(fp8_dtype=) must be DType.kFloat8E4M3 or DType.kFloat8E5M2, got {dtype!r}")
+    return ELEMENTS[dtype]
+
+
+def with_shared_amax(quantizer: Quantizer, tensor: Tensor, group: Any) -> Operands:
+    """Operands whose outer amaxes are the largest over the ranks of ``group``."""
+    frozen = quantizer.frozen()
+    sides: dict[str, Any] = {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
+    row, col = frozen.amax(tensor, **sides)
+    for amax in (row, col):
+        if amax is not None:
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)
+    return frozen.quantize(tensor, **sides, rowwise_amax=row, columnwise_amax=col)
+
+
+class Float8Quantizer(Quantizer):
+    """FP8 by a scale that is given: ``code = fp8(x * scale)``. ``amax`` collects the largest magnitude seen.
+
+    Args:
+        scale, amax: FP32 [1].
+        fp8_dtype: ``DType.kFloat8E4M3`` or ``kFloat8E5M2``.
+    """
+
+    tensor_class = Float8Tensor
+
+    def __init__(
+        self, scale: Tensor, amax: Tensor, fp8_dtype: DType | int, *, rowwise: bool = True, columnwise: bool = True
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        _fp8_element("Float8Quantizer", fp8_dtype)
+        self.scale, self.amax, self.dtype = scale, amax, DType.cast(fp8_dtype)
+
+    def frozen(self, stream: int = 0) -> FrozenQuantizer:
+        spec = fp8(_fp8_element("Float8Quantizer", self.dtype))
+        return _GivenScale(spec, spec, stream=stream).by(self.scale, self.amax)
+
+    def calibrate(self, tensor: Tensor) -> None:
+        if tensor.numel():
+            self.amax.copy_(torch.maximum(self.amax, tensor.detach().abs().amax().float()))
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return True
+
+    def _get_compatible_recipe(self) -> Any:
+        from fp4engine.te.common.recipe import DelayedScaling
+
+        return DelayedScaling
+
+
+class _GivenScale(FrozenQuantizer):
+    """One scale for every tensor, in place of each tensor's own."""
+
+    scale: Tensor
+    collected: Tensor
+
+    def by(self, scale: Tensor, amax: Tensor) -> "_GivenScale":
+        object.__setattr__(self, "scale", scale)
+        object.__setattr__(self, "collected", amax)
+        return self
+
+    def with_backend(self, backend: str) -> "_GivenScale":
+        spec = self.rowwise_spec
+        return _GivenScale(spec, spec, stream=self.stream, backend=backend).by(self.scale, self.collected)
+
+    def quantize(self, x: Any, **arguments: Any) -> Operands:
+        assert self.rowwise_spec is not None
+        if x.numel():
+            self.collected.copy_(torch.maximum(self.collected, x.detach().abs().amax().float()))
+        amax = (self.rowwise_spec.numerator / self.scale).view(1).to(x.device)
+        given: dict[str, Any] = arguments | {"rowwise_amax": amax, "columnwise_amax": amax}
+        return super().quantize(x, **given)
+
+    __call__ = quantize
+
+
+class Float8CurrentScalingQuantizer(Quantizer):
+    """FP8 by the scale of the tensor at hand.
+
+    Args:
+        fp8_dtype: ``DType.kFloat8E4M3`` or ``kFloat8E5M2``.
+        device: where scales are kept in TransformerEngine; here they lie beside their tensor.
+        use_existing_amax: scale by ``amax`` instead of the tensor's own.
+        with_amax_reduction, amax_reduction_group: share amaxes over the group.
+        force_pow_2_scales: round scales down to powers of two.
+        amax_epsilon: only 0.
+        scale, amax: FP32 [1]; ``amax`` is read with ``use_existing_amax``.
+    """
+
+    tensor_class = Float8Tensor
+
+    def __init__(
+        self,
+        fp8_dtype: DType | int,
+        device: torch.device | str | None = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        use_existing_amax: bool = False,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        _fp8_element("Float8CurrentScalingQuantizer", fp8_dtype)
+        _refuse_epsilon("Float8CurrentScalingQuantizer", amax_epsilon)
+        self.dtype = DType.cast(fp8_dtype)
+        self.use_existing_amax, self.amax, self.scale = use_existing_amax, amax, scale
+        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+        self.force_pow_2_scales, self.amax_epsilon = force_pow_2_scales, amax_epsilon
+
+    def frozen(self, stream: int = 0) -> FrozenQuantizer:
+        element = _fp8_element("Float8CurrentScalingQuantizer", self.dtype)
+        spec = fp8(element, power_of_two=self.force_pow_2_scales)
+        return FrozenQuantizer(spec, spec, stream=stream)
+
+    def _operands(self, tensor: Tensor) -> Operands:
+        if self.with_amax_reduction:
+            return with_shared_amax(self, tensor, self.amax_reduction_group)
+        if not self.use_existing_amax:
+            return super()._operands(tensor)
+        if self.amax is None:
+            raise ValueError("Float8CurrentScalingQuantizer(use_existing_amax=True) needs amax=, got None")
+        sides: dict[str, Any] = {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+        given = self.amax.float().view(1)
+        return self.frozen().quantize(tensor, **sides, rowwise_amax=given, columnwise_amax=given)
+
+    def is_requantization_safe(self) -> bool:
+        return True
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return True
+
+    def _get_compatible_recipe(self) -> Any:
+        from fp4engine.te.common.recipe import Float8CurrentScaling
+
+        return Float8CurrentScaling
+
+
+def _refuse_epsilon(name: str, amax_epsilon: float) -> None:
+    if amax_epsilon != 0.0:
+        raise NotImplementedError(f"{name}(amax_epsilon={amax_epsilon}) is not implemented; leave it at 0.0")
+
+
+class MXFP8Quantizer(Quantizer):
+    """FP8 in blocks of 32 with power-of-two scales.
+
+    Args:
+        with_2d_quantization: one scale per 32x32.
+    """
+
+    tensor_class = MXFP8Tensor
+
+    def __init__(
+        self,
+        fp8_dtype: DType | int,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_2d_quantization: bool = False,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        _fp8_element("MXFP8Quantizer", fp8_dtype)
+        self.dtype, self.with_2d_quantization = DType.cast(fp8_dtype), with_2d_quantization
+
+    def frozen(self, stream: int = 0) -> FrozenQuantizer:
+        rows = 32 if self.with_2d_quantization else 1
+        spec = mx(_fp8_element("MXFP8Quantizer", self.dtype), ScaleRule.TOPBINADE, rows=rows)
+        return FrozenQuantizer(spec, spec, stream=stream)
+
+    def is_quantizable(self, inp: Tensor) -> bool:
+        return inp.ndim > 1 and (inp.numel() // max(inp.shape[-1], 1)) % 32 == 0 and inp.shape[-1] % 32 == 0
+
+    def is_requantization_safe(self) -> bool:
+        return True
+
+    def _get_compatible_recipe(self) -> Any:
+        from fp4engine.te.common.recipe import MXFP8BlockScaling
+
+        return MXFP8BlockScaling
+
+
+class Float8BlockQuantizer(Quantizer):
+    """FP8 in blocks of 1x128 or 128x128.
+
+    Args:
+        amax_epsilon: only 0.
+        force_pow_2_scales: False keeps FP32 scales.
+        block_scaling_dim: 1 for 1x128, 2 for 128x128.
+    """
+
+    tensor_class = Float8BlockwiseQTensor
+
+    def __init__(
+        self,
+        fp8_dtype: DType | int,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True,
+        block_scaling_dim: int = 2,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        _fp8_element("Float8BlockQuantizer", fp8_dtype)
+        _refuse_epsilon("Float8BlockQuantizer", amax_epsilon)
+        if block_scaling_dim not in (1, 2):
+            raise ValueError(f"Float8BlockQuantizer(block_scaling_dim=) must be 1 or 2, got {block_scaling_dim!r}")
+        self.dtype, self.amax_epsilon = DType.cast(fp8_dtype), amax_epsilon
+        self.force_pow_2_scales, self.block_scaling_dim, self.block_len = force_pow_2_scales, block_scaling_dim, 128
+
+    def frozen(self, stream: int = 0) -> FrozenQuantizer:
+        element = _fp8_element("Float8BlockQuantizer", self.dtype)
+        spec = fp8_block(element, 128 if self.block_scaling_dim == 2 else 1, power_of_two=self.force_pow_2_scales)
+        return FrozenQuantizer(spec, spec, stream=stream)
+
+    def is_requantization_safe(self) -> bool:
+        return True
+
+    def _get_compatible_recipe(self) -> Any:
+        from fp4engine.te.common.recipe import Float8BlockScaling
+
+        return Float8BlockScaling

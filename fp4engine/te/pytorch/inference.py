@@ -1,0 +1,90 @@
+"""Keys and values of what is being generated."""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4engine.modules.te_arguments import te_device
+
+
+class InferenceParams:
+    """Keys and values of the sequences that are being generated.
+
+    Args:
+        max_batch_size, max_sequence_length: what may not be exceeded.
+        num_heads_kv, head_dim_k, head_dim_v, dtype, max_ctx_len: told by the first keys and values that come.
+        is_paged, total_num_pages, page_size: how memory is handed out; here, as much as a sequence needs.
+        qkv_format: layout of what comes.
+
+    Raises:
+        NotImplementedError: a cache manager of one's own.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_sequence_length: int,
+        num_heads_kv: int | None = None,
+        head_dim_k: int | None = None,
+        dtype: torch.dtype | None = None,
+        head_dim_v: int | None = None,
+        is_paged: bool = False,
+        total_num_pages: int | None = None,
+        page_size: int | None = None,
+        max_ctx_len: int | None = None,
+        qkv_format: str = "bshd",
+        custom_cache_manager: Any = None,
+    ) -> None:
+        if custom_cache_manager is not None:
+            raise NotImplementedError("InferenceParams(custom_cache_manager=) is not implemented; leave it out")
+        self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
+        self.num_heads_kv, self.head_dim_k, self.head_dim_v = num_heads_kv, head_dim_k, head_dim_v or head_dim_k
+        self.dtype, self.is_paged, self.page_size = dtype, is_paged, page_size
+        self.total_num_pages, self.max_ctx_len = total_num_pages, max_ctx_len
+        self.input_qkv_format = qkv_format
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every sequence."""
+        self.sequences: OrderedDict[int, int] = OrderedDict()
+        self.sequences_pre_step: OrderedDict[int, int] = OrderedDict()
+        self.cache: dict[Any, dict[int, tuple[Tensor, Tensor]]] = {}
+
+    def allocate_memory(self, layer_number: Any) -> None:
+        """Make room for a layer; :meth:`step` does it too."""
+        self.cache.setdefault(layer_number, {})
+
+    def pre_step(self, step_dict: "OrderedDict[int, int]") -> None:
+        """Say which sequences go on, with how many tokens each; others are forgotten.
+
+        Raises:
+            ValueError: more sequences, or longer ones, than there may be.
+        """
+        if len(step_dict) > self.max_batch_size:
+            raise ValueError(f"max_batch_size={self.max_batch_size} sequences may go on, got {len(step_dict)}")
+        before = {name: self.sequences.get(name, 0) for name in step_dict}
+        after = {name: before[name] + count for name, count in step_dict.items()}
+        if max(after.values(), default=0) > self.max_sequence_length:
+            raise ValueError(f"max_sequence_length={self.max_sequence_length}, got {dict(after)}")
+        self.sequences_pre_step, self.sequences = OrderedDict(before), OrderedDict(after)
+        for layer in self.cache.values():
+            for name in set(layer) - set(step_dict):
+                del layer[name]
+
+    def get_seqlens_pre_step(self) -> Tensor:
+        """[B] lengths before this step."""
+        return torch.tensor(list(self.sequences_pre_step.values()), dtype=torch.int32, device=te_device(None))
+
+    def step(self, layer_number: Any, new_k: list[Tensor], new_v: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """All keys and values [T, G, D] of each sequence, with the new ones at their end."""
+        layer = self.cache.setdefault(layer_number, {})
+        whole: list[tuple[Tensor, Tensor]] = []
+        for name, key, value in zip(self.sequences, new_k, new_v, strict=True):
+            old = layer.get(name)
+            if old is not None:
+                key, value = torch.cat((old[0], key)), torch.cat((old[1], value))
+            layer[name] = key, value
+            whole.append((key, value))
+        return whole

@@ -1,0 +1,102 @@
+"""Recipe states and quantizers of one module: what ``fp8_meta`` and ``quantizers`` show, and let a script write."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fp4engine import state
+from fp4engine.quantizers.delayed import DelayedQuantizer
+from fp4engine.recipe import CustomRecipe
+from fp4engine.te.common.recipe import as_frozen
+from fp4engine.te.pytorch.quantized_tensor import Quantizer, QuantizerRole
+from fp4engine.te.pytorch.recipe_state import AnyRecipe, CustomRecipeState, DelayedScalingRecipeState, RecipeState
+
+MODES = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
+"""TransformerEngine's key of a state -> the pass that it is about."""
+
+Roles = Mapping[str, list[QuantizerRole | None]]
+
+
+class ModuleStates:
+    """The states of one module by one recipe.
+
+    Args:
+        recipe: as it was given to the region.
+        roles: of the tensors of both passes, by the keys of :data:`MODES`.
+        earlier: the states that these replace; tensors that a script may hold stay what they are.
+
+    Attributes:
+        frozen: the recipe's values.
+        meta: ``{"recipe": ..., "scaling_fwd": ..., "scaling_bwd": ...}``.
+        quantizers: the quantizers of both states.
+    """
+
+    def __init__(self, recipe: AnyRecipe, roles: Roles, earlier: "ModuleStates | None" = None) -> None:
+        self.frozen = as_frozen(recipe)
+        self.meta: dict[str, Any] = {"recipe": recipe}
+        self.quantizers: dict[str, list[Any]] = {}
+        for key, mode in MODES.items():
+            made = RecipeState.create(recipe, mode=mode, num_quantizers=len(roles[key]), roles=roles[key])
+            if earlier is not None:
+                made.inherit_state_from(earlier.meta[key])
+            self.meta[key], self.quantizers[key] = made, made.make_quantizers()
+
+    def answers(self) -> dict[QuantizerRole, Any]:
+        """What a custom recipe's factory has answered, by role; empty for other recipes."""
+        given: dict[QuantizerRole, Any] = {}
+        for key in MODES:
+            made: RecipeState = self.meta[key]
+            if isinstance(made, CustomRecipeState) and made.roles is not None:
+                for role, answer in zip(made.roles, made.answers, strict=True):
+                    if role is not None:
+                        given.setdefault(role, answer)
+        return given
+
+    def own_product(self) -> tuple[Quantizer, Quantizer, Quantizer] | None:
+        """Quantizers of input, weight and grad_output, if they multiply what they make themselves.
+
+        Raises:
+            ValueError: some of them do, and some do not.
+        """
+        if not isinstance(self.frozen, CustomRecipe):
+            return None
+        inp, weight, *_ = self.quantizers["scaling_fwd"]
+        three = (inp, weight, self.quantizers["scaling_bwd"][0])
+        custom = [bool(getattr(quantizer, "custom", False)) for quantizer in three]
+        if any(custom) and not all(custom):
+            raise ValueError(
+                "quantizers of input, weight and grad_output must all have a qgemm() of their own, or none; "
+                f"got {three}"
+            )
+        return three if all(custom) else None
+
+    def _remembering(self) -> list[tuple[str, list[int], DelayedScalingRecipeState]]:
+        """Key, slots and state of what delayed scaling remembers."""
+        found: list[tuple[str, list[int], DelayedScalingRecipeState]] = []
+        for key in MODES:
+            made: RecipeState = self.meta[key]
+            if isinstance(made, DelayedScalingRecipeState):
+                found.append((key, list(range(made.num_quantizers)), made))
+            elif isinstance(made, CustomRecipeState) and made.delayed is not None:
+                found.append((key, made.delayed_slots, made.delayed))
+        return found
+
+    @property
+    def remembers(self) -> bool:
+        """Whether scales depend on earlier steps."""
+        return bool(self._remembering())
+
+    def exchange(self, computed_by: Mapping[str, Sequence[Any]]) -> None:
+        """Let histories be what a script has written into ``scale`` and ``amax_history``, or else show them there.
+
+        Args:
+            computed_by: the quantizers that the module computes by, one per slot, None where there is none.
+        """
+        for key, slots, made in self._remembering():
+            columns = [computed_by[key][slot] for slot in slots]
+            made.exchange([column if isinstance(column, DelayedQuantizer) else None for column in columns])
+
+
+def recipe_in_force() -> state.Recipe | None:
+    """The frozen recipe of the region in force; None where nothing is quantized."""
+    current = state.current_state()
+    return current.recipe if current is not None and current.enabled else None

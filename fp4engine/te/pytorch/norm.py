@@ -1,0 +1,78 @@
+"""TransformerEngine's norms."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4engine import modules
+from fp4engine.functional.norm import Norm
+from fp4engine.te.pytorch.base import materialize
+
+
+class _NormHabits(torch.nn.Module):
+    """Computes in FP32, and gives the dtype of ``torch.autocast``, else of the weight.
+
+    Gradients of the parameters are summed in FP32 too. ``reset_parameters`` gives memory to what is on ``meta``.
+    """
+
+    _is_built = False
+
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = _norm_arguments(normalized_shape, hidden_size, params_dtype, kwargs)
+        super().__init__(eps=eps, zero_centered_gamma=zero_centered_gamma, **given)
+        self._is_built = True
+
+    def reset_parameters(self, defer_init: bool | None = None) -> None:
+        """As :meth:`TransformerEngineBaseModule.reset_parameters`."""
+        if defer_init:
+            return
+        if self._is_built:
+            materialize(self)
+        super().reset_parameters()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise the last axes."""
+        weight: Tensor = self.weight  # pyright: ignore[reportAssignmentType]
+        device = input.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        bias: Tensor | None = getattr(self, "bias", None)
+        norm: Norm = self.norm  # pyright: ignore[reportAssignmentType]
+        eps: float = self.eps  # pyright: ignore[reportAssignmentType]
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        return replace(norm, eps=eps)(input.to(dtype), weight.to(wide), None if bias is None else bias.to(wide))
+
+
+class LayerNorm(_NormHabits, modules.LayerNorm):
+    """Arguments of ``transformer_engine.pytorch.LayerNorm``, in its order; ``sequence_parallel`` has no effect."""
+
+    def reset_layer_norm_parameters(self) -> None:
+        """As :meth:`reset_parameters`."""
+        self.reset_parameters()
+
+
+class RMSNorm(_NormHabits, modules.RMSNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Arguments of ``transformer_engine.pytorch.RMSNorm``, in its order; ``sequence_parallel`` has no effect."""
+
+    def reset_rms_norm_parameters(self) -> None:
+        """As :meth:`reset_parameters`."""
+        self.reset_parameters()
+
+
+def _norm_arguments(shape: Any, hidden_size: int | None, dtype: torch.dtype | None, others: dict[str, Any]) -> Any:
+    for name in ("fwd_ln_sm_margin", "bwd_ln_sm_margin", "inf_ln_sm_margin"):
+        others.pop(name, None)  # streaming multiprocessors to leave to others: nothing to do with numbers
+    given = {**others, "dtype": others.get("dtype", dtype)}
+    given["normalized_shape" if hidden_size is None else "hidden_size"] = shape if hidden_size is None else hidden_size
+    return given

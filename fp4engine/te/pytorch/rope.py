@@ -1,0 +1,104 @@
+"""Rotary position embedding by TransformerEngine's names.
+
+Legend: B batch, S sequence length, H heads, D head size, R components that are rotated, N tokens in all.
+"""
+
+import torch
+from torch import Tensor
+
+from fp4engine.functional.attention import rotate
+from fp4engine.modules.te_arguments import te_device
+from fp4engine.recipe.base import require
+from fp4engine.te.pytorch.constants import QKV_FORMATS
+
+
+class RotaryPositionEmbedding(torch.nn.Module):
+    """Angles of the rotary position embedding: ``(position + offset) / rotary_base^(2 i / dim)``, each twice.
+
+    Args:
+        dim: R, which ``rotary_percent`` makes smaller.
+        seq_len_interpolation_factor, pretrained_max_position_embeddings: with both, positions are divided by the
+            factor, or, for sequences longer than that makes room for, by as much as fits them in.
+        interleaved: pairs are neighbours instead of the two halves of R.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.rotary_base, self.interleaved = rotary_base, interleaved
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=te_device(None)) / dim
+        self.register_buffer("inv_freq", 1.0 / rotary_base**exponents)
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Angles [max_seq_len, 1, 1, R], FP32 whatever ``torch.autocast`` says."""
+        positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype) + offset
+        factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
+        if factor is not None and trained is not None:
+            positions = positions / (max_seq_len / trained if max_seq_len > trained * factor else factor)
+        angles = positions[:, None] * self.inv_freq
+        twice = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), dim=-1)
+        return twice[:, None, None, :]
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Tensor:
+    """Rotate the first R of D components of ``t`` [S, B, H, D], [B, S, H, D] or [N, H, D].
+
+    Args:
+        freqs: angles [S or more, 1, 1, R].
+        start_positions: [B], the position of each sequence's first token; None is zero.
+        fused: without effect on the numbers.
+        cu_seqlens: [B + 1], where sequences begin and end in ``"thd"``.
+        cp_size, cp_rank: rank ``cp_rank`` of ``cp_size`` has the sequences' parts ``cp_rank`` and, from behind, again.
+
+    Raises:
+        ValueError: another format, ``"thd"`` without ``cu_seqlens``, or too few angles.
+    """
+    require("tensor_format", tensor_format, QKV_FORMATS)
+
+    def turned(x: Tensor, start: int) -> Tensor:  # x [S, H, D]
+        length, here = x.shape[0], freqs[start:]
+        if length * cp_size > here.shape[0]:
+            raise ValueError(f"freqs must have {start + length * cp_size} positions, got {freqs.shape[0]}")
+        if cp_size > 1:
+            half, end = length // 2, length * cp_size
+            front = here[cp_rank * half : (cp_rank + 1) * half]
+            here = torch.cat((front, here[end - (cp_rank + 1) * half : end - cp_rank * half]))
+        return rotate(x.transpose(0, 1)[None], here, interleaved)[0].transpose(0, 1)
+
+    if tensor_format == "thd":
+        if cu_seqlens is None:
+            raise ValueError("cu_seqlens must not be None when tensor_format is 'thd'")
+        lengths = (cu_seqlens // cp_size).diff().tolist()
+        starts = [0] * len(lengths) if start_positions is None else start_positions.tolist()
+        parts = t.split(lengths)
+        return torch.cat([turned(part, start) for part, start in zip(parts, starts, strict=True)])
+    if start_positions is None and cp_size == 1:
+        order = (0, 2, 1, 3) if tensor_format == "bshd" else (1, 2, 0, 3)
+        back = (0, 2, 1, 3) if tensor_format == "bshd" else (2, 0, 1, 3)
+        return rotate(t.permute(order), freqs, interleaved).permute(back)
+    axis = 0 if tensor_format == "bshd" else 1
+    starts = [0] * t.shape[axis] if start_positions is None else start_positions.tolist()
+    parts = t.unbind(axis)
+    return torch.stack([turned(part, start) for part, start in zip(parts, starts, strict=True)], dim=axis)

@@ -1,0 +1,89 @@
+"""Routing functions against their formulas, token by token; and the flags of recomputation."""
+
+import pytest
+import torch
+
+from fp4engine.te.common.recipe import NVFP4BlockScaling
+from fp4engine.te.pytorch import autocast
+from fp4engine.te.pytorch.distributed import (
+    activation_recompute_forward,
+    in_fp8_activation_recompute_phase,
+    is_fp8_activation_recompute_enabled,
+)
+from fp4engine.te.pytorch.router import (
+    fused_compute_score_for_moe_aux_loss,
+    fused_moe_aux_loss,
+    fused_topk_with_score_function,
+)
+
+
+def probability(row: torch.Tensor, chosen: list[int], kind: str, pre: bool) -> torch.Tensor:
+    if kind == "softmax":
+        return row.softmax(0)[chosen] if pre else row[chosen].softmax(0)
+    scores = torch.sigmoid(row) if kind == "sigmoid" else torch.log1p(row.exp()).sqrt()
+    return scores[chosen] / scores[chosen].sum()
+
+
+@pytest.mark.parametrize("pre", [False, True])
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_the_best_experts_and_their_probabilities(kind, pre) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(7, 8, requires_grad=True)
+    bias = None if kind == "softmax" else torch.randn(8)
+    gates, routes = fused_topk_with_score_function(logits, 3, pre, None, None, 2.0, kind, bias)
+    for token, row in enumerate(logits):
+        scores = (
+            row if kind == "softmax" else torch.sigmoid(row) if kind == "sigmoid" else torch.log1p(row.exp()).sqrt()
+        )
+        order = scores if bias is None else scores + bias
+        chosen = sorted(order.topk(3).indices.tolist())
+        assert routes[token].nonzero().flatten().tolist() == chosen
+        torch.testing.assert_close(gates[token][chosen], 2 * probability(row, chosen, kind, pre))
+    assert torch.equal(gates != 0, routes)
+    gates.square().sum().backward()
+    assert logits.grad.isfinite().all()
+    indices = torch.empty(7, 3, dtype=torch.int16)
+    _, written = fused_topk_with_score_function(logits, 3, pre, None, None, 2.0, kind, bias, topk_indices=indices)
+    assert written is indices and routes.gather(1, indices.long()).all()
+
+
+def test_groups_are_chosen_by_the_sum_of_their_best() -> None:
+    logits = torch.tensor([[5.0, -9.0, 3.0, 3.0, 1.0, 1.0]])
+    _, routes = fused_topk_with_score_function(logits, 2, True, 3, 1, None, "softmax", None)
+    assert routes.tolist() == [[True, True, False, False, False, False]]  # 5 alone outweighs 3 and 3 in a softmax
+    _, routes = fused_topk_with_score_function(logits, 2, False, 3, 1, None, "softmax", None)
+    assert routes.tolist() == [[False, False, True, True, False, False]]
+
+
+def test_the_auxiliary_loss() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 4, requires_grad=True)
+    routes, scores = fused_compute_score_for_moe_aux_loss(logits, 2, "sigmoid")
+    torch.testing.assert_close(scores, torch.sigmoid(logits) / torch.sigmoid(logits).sum(1, keepdim=True))
+    loss = fused_moe_aux_loss(scores, routes.sum(0), 6, 4, 2, 0.1)
+    by_hand = sum(float(routes[:, e].sum() * scores[:, e].sum()) for e in range(4)) * 0.1 * 4 / (2 * 36)
+    assert float(loss) == pytest.approx(by_hand, rel=1e-5)
+    loss.backward()
+    assert logits.grad.abs().sum() > 0
+
+
+def test_what_is_not_there_is_refused() -> None:
+    logits = torch.randn(2, 4)
+    with pytest.raises(NotImplementedError, match="bitmap_u8"):
+        fused_compute_score_for_moe_aux_loss(logits, 1, "softmax", "bitmap_u8")
+    with pytest.raises(ValueError, match="score_function"):
+        fused_compute_score_for_moe_aux_loss(logits, 1, "tanh")
+    with pytest.raises(NotImplementedError, match="qb_histogram"):
+        fused_topk_with_score_function(
+            logits, 1, False, None, None, None, "sigmoid", None, qb_histogram=torch.zeros(4, 2)
+        )
+
+
+def test_recomputation_is_told_within_its_regions() -> None:
+    assert not is_fp8_activation_recompute_enabled() and not in_fp8_activation_recompute_phase()
+    with autocast(recipe=NVFP4BlockScaling()), activation_recompute_forward(True, recompute_phase=True):
+        assert is_fp8_activation_recompute_enabled() and in_fp8_activation_recompute_phase()
+        with activation_recompute_forward():
+            assert not in_fp8_activation_recompute_phase()
+    with activation_recompute_forward(True):
+        assert not is_fp8_activation_recompute_enabled()

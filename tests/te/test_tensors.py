@@ -1,0 +1,110 @@
+"""Hybrid and identity tensors, and what is stored of either in a module and in a file."""
+
+import io
+
+import pytest
+import torch
+
+from fp4engine.te.common.recipe import CustomRecipe, Float8CurrentScaling
+from fp4engine.te.pytorch import (
+    DType,
+    Float8CurrentScalingQuantizer,
+    HybridQuantizedTensor,
+    HybridQuantizer,
+    IdentityQuantizer,
+    IdentityTensor,
+    Linear,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    autocast,
+    quantized_model_init,
+)
+
+
+def hybrid(columnwise=None, **arguments) -> HybridQuantizer:
+    return HybridQuantizer(
+        rowwise_quantizer=MXFP8Quantizer(DType.kFloat8E4M3),
+        columnwise_quantizer=columnwise or NVFP4Quantizer(),
+        **arguments,
+    )
+
+
+def test_a_side_that_is_gone_cannot_be_asked_for() -> None:
+    tensor = hybrid()(torch.randn(32, 64))
+    row = tensor.rowwise_sub_storage
+    tensor.update_usage(rowwise_usage=True, columnwise_usage=True)
+    assert tensor.rowwise_sub_storage is row
+    tensor.update_usage(columnwise_usage=False)
+    with pytest.raises(RuntimeError, match="no columnwise sub-storage"):
+        tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
+    assert tensor.rowwise_sub_storage is row and tensor.columnwise_sub_storage is None
+    tensor.update_usage(rowwise_usage=False)
+    assert tensor.get_usages() == {"rowwise": False, "columnwise": False} and "columnwise=None" in repr(tensor)
+
+
+@pytest.mark.parametrize("used", [(True, False), (False, True), (False, False)])
+def test_an_update_leaves_the_sides_that_are_not_in_use(used) -> None:
+    quantizer, x = hybrid(), torch.randn(32, 64)
+    tensor, other = quantizer(x), quantizer(2 * x)
+    quantizer.set_usage(rowwise=used[0], columnwise=used[1])
+    quantizer.update_quantized(2 * x, tensor)
+    assert torch.equal(tensor.operands.rowwise.scale_inv, other.operands.rowwise.scale_inv) is used[0]
+    assert torch.equal(tensor.operands.columnwise.amax, other.operands.columnwise.amax) is used[1]
+    assert quantizer(x).get_usages() == {"rowwise": used[0], "columnwise": used[1]}
+
+
+def test_what_is_written_into_high_precision_is_a_copy() -> None:
+    source = torch.ones(16, 16)
+    tensor = IdentityQuantizer()(torch.zeros(16, 16))
+    tensor.copy_(source)
+    tensor.add_(1)
+    assert torch.equal(source, torch.ones(16, 16)) and torch.equal(tensor.dequantize(), source + 1)
+    tensor.update_usage(rowwise_usage=False)
+    assert tensor.get_usages() == {"rowwise": True, "columnwise": True}
+
+
+def test_high_precision_passes_for_the_dtype_that_it_is_kept_in() -> None:
+    tensor = IdentityQuantizer().make_empty((16, 16), dtype=torch.bfloat16)
+    assert tensor.dtype is torch.bfloat16
+    source = torch.randn(16, 16)
+    IdentityQuantizer(dtype=torch.float32).update_quantized(source, tensor)
+    assert tensor.dtype is torch.float32 and torch.equal(tensor.dequantize(), source)
+
+
+@pytest.mark.parametrize("quantizer", [IdentityQuantizer(), hybrid(), hybrid(IdentityQuantizer()), NVFP4Quantizer()])
+def test_files_load_with_weights_only(quantizer) -> None:
+    tensor, file = quantizer(torch.randn(32, 64)), io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded) is type(tensor) and type(loaded._quantizer) is type(quantizer)
+    assert torch.equal(loaded.dequantize(), tensor.dequantize())
+
+
+def both_ways(role) -> HybridQuantizer:
+    return HybridQuantizer(
+        rowwise_quantizer=Float8CurrentScalingQuantizer(DType.kFloat8E4M3),
+        columnwise_quantizer=Float8CurrentScalingQuantizer(DType.kFloat8E4M3),
+    )
+
+
+def test_weights_of_a_factory_are_of_its_classes() -> None:
+    recipe = CustomRecipe(qfactory=both_ways)
+    with quantized_model_init(recipe=recipe):
+        layer = Linear(32, 32)
+    values = layer.weight.dequantize()
+    assert isinstance(layer.weight, HybridQuantizedTensor)
+    assert torch.equal(layer.weight.rowwise_sub_storage.dequantize(), values)
+    assert torch.equal(layer.weight.columnwise_sub_storage.dequantize(), values)
+    assert layer.weight.dequantize(dtype=torch.bfloat16).dtype is torch.bfloat16
+    with autocast(recipe=recipe):
+        layer(torch.randn(32, 32)).sum().backward()
+    assert layer.weight.grad is not None
+    with pytest.raises(RuntimeError, match="Recipe mismatch"), autocast(recipe=Float8CurrentScaling()):
+        layer(torch.randn(32, 32))
+    with quantized_model_init(recipe=CustomRecipe(qfactory=lambda role: IdentityQuantizer())):
+        plain = Linear(32, 32)
+    assert isinstance(plain.weight, IdentityTensor) and isinstance(plain.weight, torch.nn.Parameter)
+    x = torch.randn(32, 32)
+    expected = torch.nn.functional.linear(x, plain.weight.dequantize(), plain.bias)
+    assert torch.equal(plain(x), expected)
