@@ -98,7 +98,7 @@ class GatheredWeight(QuantizedWeight):
                 "weights there are others, and their amaxes are not shared"
             )
 
-    def dequantize(self) -> Tensor:
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """Refuse: the values that were quantized stayed in the shards.
 
         Raises:
@@ -129,7 +129,7 @@ class GatheredWeight(QuantizedWeight):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "GatheredWeight":
-        quantizer, dtype = context
+        quantizer, dtype, _ = context  # linear modules hold [N, K], which is never transposed
         return GatheredWeight.of(quantizer, size, dtype, inner.values())
 
     @classmethod
