@@ -543,7 +543,10 @@ def bits(tensor: Tensor) -> Tensor:
 
 def refusal(case: Case) -> str:
     """What the engine says where it refuses a case by name; empty where it has to compute it."""
-    if case.checkpoint in ("torch", "torch told") and draws_in_forward(case):
+    saves = (
+        case.module not in ("Linear", "Linear twice") or not {"x", "weight"} <= case.frozen
+    )  # or nothing is repeated
+    if case.checkpoint in ("torch", "torch told") and draws_in_forward(case) and saves:
         return "which torch.utils.checkpoint does not repeat" if case.how != "none" else ""
     return ""
 
