@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", default="adamw", choices=tuple(STATES))
     parser.add_argument("--checkpointing", action="store_true", help="blocks keep their inputs only")
     parser.add_argument("--fsdp", type=int, default=1, help="GPUs that share parameters and optimizer")
+    parser.add_argument("--fp4-all-gather", action="store_true", help="FSDP gathers weights as FP4 codes")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share every layer")
     parser.add_argument("--lora-rank", type=int, default=0, help="freeze the model in BF16 and train adapters")
 
@@ -54,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         fsdp=arguments.fsdp,
         tp=arguments.tp,
         lora_rank=arguments.lora_rank,
+        fp4_all_gather=arguments.fp4_all_gather,
         name=f"{_name(arguments)} in {arguments.recipe}",
     )
     print(result)

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from fp4engine.accounting.table import table
 from fp4engine.distributed.gathered_weight import is_transposed, why_not_codes
 from fp4engine.distributed.sharded_weight import GatherableWeight, OuterAmaxes, ShardedWeight, why_not_rows
-from fp4engine.formats import CastSpec
-from fp4engine.functional import make_linear_plan
+from fp4engine.functional import LinearPlan, make_linear_plan
 from fp4engine.modules import Gemms, GroupedLinear, LayerNormMLP, Linear, QuantizedWeight
 from fp4engine.modules.split_linear import SplitLinear
 from fp4engine.recipe import Recipe
@@ -107,15 +106,13 @@ def fp4_all_gather(model: nn.Module, recipe: Recipe | None = None, mesh: DeviceM
             assert gemms is not None
             own = recipe or gemms.recipe or get_default_recipe()
             plan = make_linear_plan(own, gemms.module_type, gemms.name, shape)
-            spec = plan.weight.rowwise_spec
-            reason = why_not_codes(plan) or ("" if spec is None else why_not_rows(shape[0], ranks, spec))
-            if not reason:
-                assert spec is not None
+            sent, reason = bytes_as_codes(plan, shape, ranks)
+            if sent is not None:
                 gatherable = GatherableWeight(name, module, attribute, plan.weight, is_transposed(plan), amaxes)
                 _adopt(gatherable)
                 module.register_state_dict_post_hook(_leave_plain)
                 module.register_load_state_dict_post_hook(partial(_adopt_loaded, gatherable))
-                bytes_per_element = _bytes_on_the_wire(spec, shape) / math.prod(shape)
+                bytes_per_element = sent / math.prod(shape)
         found.append(GatheredAs(name, shape, bytes_per_element, reason))
     return AllGatherPlan(tuple(found))
 
@@ -161,11 +158,15 @@ def _why_not(weight: Any, uses: int) -> str:
     return ""
 
 
-def _bytes_on_the_wire(spec: CastSpec, shape: tuple[int, ...]) -> int:
-    """Of codes and block scales."""
+def bytes_as_codes(plan: LinearPlan, shape: tuple[int, ...], ranks: int) -> tuple[int | None, str]:
+    """Bytes of the codes and block scales of a weight (N, K) that ``ranks`` share; None, and why it has to go whole."""
     rows, cols = shape
+    spec = plan.weight.rowwise_spec
+    reason = why_not_codes(plan) or ("" if spec is None else why_not_rows(rows, ranks, spec))
+    if reason or spec is None:
+        return None, reason
     codes = rows * spec.padded_cols(cols) * spec.element.storage_bits // 8
-    return codes + math.ceil(rows / spec.block[0]) * spec.num_blocks(cols) * spec.scale.torch_dtype.itemsize
+    return codes + math.ceil(rows / spec.block[0]) * spec.num_blocks(cols) * spec.scale.torch_dtype.itemsize, ""
 
 
 def _adopt(weight: GatherableWeight) -> None:

@@ -22,6 +22,8 @@ from fp4engine.convert import convert
 from fp4engine.estimate.decoder import MODELS, Architecture, Decoder, add_lora, from_config
 from fp4engine.estimate.gpus import CUDA_RESERVE, GPU, GPUS, SHARES
 from fp4engine.estimate.trace import AsOnCuda, Step, Watch, trace
+from fp4engine.functional import make_linear_plan
+from fp4engine.modules import Linear
 from fp4engine.names import covers
 from fp4engine.recipe import Recipe
 from fp4engine.state import autocast
@@ -51,7 +53,7 @@ class Estimate:
         seconds: of one step, without communication.
         share_of_peak: FLOPs of the model, 6 per parameter of a linear layer and token and the causal attention, over
             what the BF16 tensor cores could do in ``seconds``.
-        wire_bytes: what one GPU sends in a step.
+        wire: bytes that one GPU sends in a step, by what they are.
         gpu: see :class:`GPU`.
         notes: what is not measured in this estimate, in whole sentences.
     """
@@ -69,7 +71,7 @@ class Estimate:
     tokens: int
     seconds: float
     share_of_peak: float
-    wire_bytes: int
+    wire: dict[str, int]
     gpu: GPU
     notes: tuple[str, ...] = field(default=())
 
@@ -77,6 +79,11 @@ class Estimate:
     def tokens_per_second(self) -> float:
         """Of one GPU."""
         return self.tokens / self.seconds
+
+    @property
+    def wire_bytes(self) -> int:
+        """What one GPU sends in a step."""
+        return sum(self.wire.values())
 
     @property
     def fits(self) -> bool:
@@ -101,8 +108,9 @@ class Estimate:
             ("step", f"{self.seconds * 1e3:,.1f} ms, {self.tokens:,} tokens"),
             ("speed", f"{self.tokens_per_second:,.0f} tokens/s, {self.share_of_peak:.0%} of the BF16 peak"),
             ("on the wire", f"{_gib(self.wire_bytes)} sent per step"),
+            *((f"  {name}", _gib(size)) for name, size in self.wire.items() if size),
         ]
-        table = "\n".join(f"  {name.ljust(16)}  {value}" for name, value in rows)
+        table = "\n".join(f"  {name.ljust(20)}  {value}" for name, value in rows)
         return "\n".join([self.answer, table, *(f"  note: {note}" for note in self.notes)])
 
 
@@ -137,6 +145,7 @@ class _Request:
     fsdp: int
     tp: int
     lora_rank: int
+    fp4_all_gather: bool
     keep: tuple[str, ...]
 
     @property
@@ -157,6 +166,7 @@ def estimate(
     fsdp: int = 1,
     tp: int = 1,
     lora_rank: int = 0,
+    fp4_all_gather: bool = False,
     loss: Callable[[nn.Module], Tensor] | None = None,
     keep_high_precision: tuple[str, ...] = ("lm_head",),
     name: str = "model",
@@ -174,6 +184,7 @@ def estimate(
         fsdp: over how many GPUs parameters, gradients and optimizer state are sharded.
         tp: over how many GPUs heads, the MLP's inner width and the vocabulary are split.
         lora_rank: above 0, freeze the model and train adapters of this rank beside each linear layer of its blocks.
+        fp4_all_gather: FSDP gathers weights as :func:`fp4engine.distributed.fp4_all_gather` has it.
         loss: of a module of your own, ``loss(model) -> scalar``; it makes its inputs itself, of ``batch * sequence``
             tokens.
         keep_high_precision: patterns for :func:`fp4engine.convert`.
@@ -187,7 +198,12 @@ def estimate(
     step: dict[str, Any] = {
         "recipe": recipe, "gpu": GPUS[gpu], "batch": batch, "sequence": sequence, "parameters": parameters,
         "optimizer": optimizer, "checkpointing": checkpointing, "fsdp": fsdp, "tp": tp, "lora_rank": lora_rank,
+        "fp4_all_gather": fp4_all_gather,
     }  # fmt: skip
+    if fp4_all_gather and (fsdp == 1 or recipe is None):
+        raise ValueError(
+            f"fp4_all_gather=True needs fsdp of at least 2 and a recipe, got fsdp={fsdp} and recipe={recipe!r}"
+        )
     if isinstance(model, nn.Module):
         if loss is None or checkpointing or tp != 1 or lora_rank or fsdp != 1:
             raise ValueError(
@@ -357,7 +373,7 @@ def _label(request: _Request, name: str, whole: int) -> str:
         f"LoRA of rank {request.lora_rank}" if request.lora_rank else "",
         request.optimizer,
         "checkpointing" if request.checkpointing else "",
-        f"FSDP {request.fsdp}" if request.fsdp > 1 else "",
+        f"FSDP {request.fsdp}{' of FP4 codes' * request.fp4_all_gather}" if request.fsdp > 1 else "",
         f"TP {request.tp}" if request.tp > 1 else "",
     ]
     return ", ".join(filter(None, words))
@@ -386,7 +402,7 @@ def _assemble(
     seconds, useful = _time(model, step, linears["flops"], gpu, optimizer_bytes)
     return Estimate(
         _label(request, name, whole), whole, numel, held, gradients, states, linears["bytes"], rest, temporary, peak,
-        request.tokens, seconds, useful / (seconds * gpu.bf16), _wire(request, total, numel), gpu,
+        request.tokens, seconds, useful / (seconds * gpu.bf16), _wire(request, model, numel), gpu,
         tuple(_notes(request)),
     )  # fmt: skip
 
@@ -430,13 +446,28 @@ def _peak(gpu: GPU, formats: str) -> float:
     return (gpu.fp8 if eight_bits else None) or gpu.bf16
 
 
-def _wire(request: _Request, total: int, trained: int) -> int:
-    """Bytes that one GPU sends: FSDP gathers BF16 weights twice and scatters FP32 gradients; TP reduces BF16."""
+def _wire(request: _Request, model: nn.Module, trained: int) -> dict[str, int]:
+    """Bytes that one GPU sends: FSDP gathers weights twice and scatters FP32 gradients; TP reduces BF16."""
     fsdp, tp = request.fsdp, request.tp
-    sent = (fsdp - 1) / fsdp * (2 * 2 * total + 4 * trained)
+    gathered = 2 * sum(parameter.numel() for parameter in model.parameters())
+    if request.fp4_all_gather:
+        from fp4engine.distributed.all_gather import bytes_as_codes
+
+        assert request.recipe is not None
+        for module in model.modules():
+            if isinstance(module, Linear):
+                shape = tuple(module.weight.shape)
+                plan = make_linear_plan(request.recipe, module.module_type, module.name, shape)
+                sent, _ = bytes_as_codes(plan, shape, fsdp)
+                gathered += 0 if sent is None else sent - 2 * module.weight.numel()
+    activations = 0.0
     if request.sizes is not None:  # four all-reduces of [tokens, width] per block
-        sent += 4 * request.sizes.layers * 2 * (tp - 1) / tp * request.tokens * request.sizes.width * 2
-    return round(sent)
+        activations = 4 * request.sizes.layers * 2 * (tp - 1) / tp * request.tokens * request.sizes.width * 2
+    return {
+        "weights": round((fsdp - 1) / fsdp * 2 * gathered),
+        "gradients": round((fsdp - 1) / fsdp * 4 * trained),
+        "activations": round(activations),
+    }
 
 
 def _notes(request: _Request) -> list[str]:
@@ -458,5 +489,7 @@ def _notes(request: _Request) -> list[str]:
         names = " and ".join(name for name, used in unmeasured.items() if used)
         notes.append(f"memory with {names} is computed and not compared with a run")
     if unmeasured["sharding"]:
-        notes.append("the time has no communication")
+        notes.append("the time has no communication, and the wire no outer amaxes, which are a few bytes a layer")
+    if request.fp4_all_gather:
+        notes.append("the peak is that of weights gathered in BF16; weights gathered as codes take less")
     return notes

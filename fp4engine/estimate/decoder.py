@@ -78,6 +78,7 @@ MODELS = {
     "Llama-3.2-1B": Architecture(16, 2048, 32, 8192, 128256, kv_heads=8, tied=True),
     "Llama-3-8B": Architecture(32, 4096, 32, 14336, 128256, kv_heads=8),
     "Llama-3-70B": Architecture(80, 8192, 64, 28672, 128256, kv_heads=8),
+    "Llama-3.1-405B": Architecture(126, 16384, 128, 53248, 128256, kv_heads=8),
 }
 """Models that need no config file, by name."""
 

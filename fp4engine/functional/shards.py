@@ -4,7 +4,7 @@ Two things of a cast depend on more than the rank's own part: the outer amax, wh
 random bits, which belong to an element's place in the whole tensor.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -69,30 +69,34 @@ class Part(NamedTuple):
 
 def quantize_parts(parts: Sequence[Part], shards: Shards) -> list[QuantizedTensor]:
     """Quantize each part as a part of its whole matrix; outer amaxes of all of them travel together."""
-    names: dict[str, Any] = {} if shards.rank is None else {"rank": shards.rank}
     asked: list[dict[str, Any]] = []
-    amaxes: list[tuple[Tensor | None, Tensor | None]] = []
+    amaxes: list[Tensor | None] = []
+    groups: list[tuple[Any, ...]] = []
     for part in parts:
-        arguments = part.arguments | names
-        rng = arguments.pop("rng", None)
-        if rng is None and any(spec is not None and spec.is_stochastic for spec in _specs(part)):
-            rng = ops.next_draw(part.matrix.device)
-        place = getattr(shards, part.role).place
-        if rng is not None:
-            arguments["rng"] = rng if place is None else placed(rng, place)
-        asked.append(arguments)
+        shard: Shard = getattr(shards, part.role)
+        arguments = _with_draw(part, shard, shards.rank)
         sides = {name: arguments[name] for name in ("rowwise", "columnwise", "rng", "rank") if name in arguments}
-        amaxes.append((None, None) if part.quantizer.is_identity else part.quantizer.amax(part.matrix, **sides))
-    found = [
-        (groups, amax)
-        for part, sides in zip(parts, amaxes, strict=True)
-        for groups, amax in zip(_groups(part, getattr(shards, part.role)), sides, strict=True)
-    ]
-    shared = iter(_reduced((groups, amax) for groups, amax in found))
+        asked.append(arguments)
+        amaxes += (None, None) if part.quantizer.is_identity else part.quantizer.amax(part.matrix, **sides)
+        groups += _groups(part.quantizer.rowwise_spec, shard, 1), _groups(part.quantizer.columnwise_spec, shard, 0)
+    _reduce(amaxes, groups)
     return [
-        part.quantizer.quantize(part.matrix, rowwise_amax=next(shared), columnwise_amax=next(shared), **arguments)
-        for part, arguments in zip(parts, asked, strict=True)
+        part.quantizer.quantize(part.matrix, rowwise_amax=row, columnwise_amax=col, **arguments)
+        for part, arguments, row, col in zip(parts, asked, amaxes[::2], amaxes[1::2], strict=True)
     ]
+
+
+def _with_draw(part: Part, shard: Shard, rank: int | None) -> dict[str, Any]:
+    """The arguments of ``part``, with the draw that amax and cast will both read, if one is needed."""
+    arguments = dict(part.arguments)
+    rng = arguments.pop("rng", None)
+    asked = arguments.get("rowwise", True), arguments.get("columnwise", True)
+    specs = part.quantizer.rowwise_spec, part.quantizer.columnwise_spec
+    if any(wanted and spec is not None and spec.is_stochastic for wanted, spec in zip(asked, specs, strict=True)):
+        rng = ops.next_draw(part.matrix.device) if rng is None else rng
+        arguments["rng"] = rng if shard.place is None else placed(rng, shard.place)
+        arguments |= {} if rank is None else {"rank": rank}
+    return arguments
 
 
 def placed(rng: Tensor, place: tuple[int, int]) -> Tensor:
@@ -100,35 +104,22 @@ def placed(rng: Tensor, place: tuple[int, int]) -> Tensor:
     return torch.cat([rng, *(rng.new_full((1,), index) for index in place)])
 
 
-def _specs(part: Part) -> tuple[CastSpec | None, CastSpec | None]:
-    """Specs of the sides that are asked for."""
-    rowwise, columnwise = (part.arguments.get(side, True) for side in ("rowwise", "columnwise"))
-    quantizer = part.quantizer
-    return quantizer.rowwise_spec if rowwise else None, quantizer.columnwise_spec if columnwise else None
+def _groups(spec: CastSpec | None, shard: Shard, contracted: int) -> tuple[Any, ...]:
+    """The groups over which an operand's outer amax is the largest of all ranks'.
 
-
-def _groups(part: Part, shard: Shard) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The groups over which each side's outer amax is the largest of all ranks'."""
-    row, col = part.quantizer.rowwise_spec, part.quantizer.columnwise_spec
-    return _reducing(row, shard.groups, 1), _reducing(col, shard.groups, 0)
-
-
-def _reducing(spec: CastSpec | None, groups: Iterable[tuple[Any, int]], contracted: int) -> tuple[Any, ...]:
-    """An amax of the tensor is every rank's; that of a row is, where the row is split along the contracted axis."""
+    An amax of the tensor is every rank's. That of a row is, where the row is split: along the ``contracted`` axis.
+    """
     if spec is None or spec.outer not in (Outer.TENSOR, Outer.ROW):
         return ()
-    return tuple(group for group, axis in groups if spec.outer is Outer.TENSOR or axis == contracted)
+    return tuple(group for group, axis in shard.groups if spec.outer is Outer.TENSOR or axis == contracted)
 
 
-def _reduced(found: Iterable[tuple[tuple[Any, ...], Tensor | None]]) -> list[Tensor | None]:
-    """The amaxes, each the largest over its groups: one collective for each group."""
-    pairs = list(found)
-    amaxes = [amax for _, amax in pairs]
-    for group in dict.fromkeys(group for groups, amax in pairs if amax is not None for group in groups):
-        chosen = [i for i, (groups, amax) in enumerate(pairs) if amax is not None and group in groups]
-        packed = torch.cat([amaxes[i].view(-1) for i in chosen])  # pyright: ignore[reportOptionalMemberAccess]
-        ops.all_reduce_amax(packed, group)
-        sizes = [amaxes[i].numel() for i in chosen]  # pyright: ignore[reportOptionalMemberAccess]
-        for i, amax in zip(chosen, packed.split(sizes), strict=True):
-            amaxes[i] = amax
-    return amaxes
+def _reduce(amaxes: list[Tensor | None], groups: list[tuple[Any, ...]]) -> None:
+    """Make each amax the largest over its groups, by one collective for each group."""
+    for group in dict.fromkeys(group for several in groups for group in several):
+        chosen = [(i, amax) for i, amax in enumerate(amaxes) if amax is not None and group in groups[i]]
+        if chosen:
+            packed = torch.cat([amax.view(-1) for _, amax in chosen])
+            ops.all_reduce_amax(packed, group)
+            for (i, _), amax in zip(chosen, packed.split([amax.numel() for _, amax in chosen]), strict=True):
+                amaxes[i] = amax

@@ -98,6 +98,11 @@ def test_checkpointing_lora_and_sharding_change_what_they_should() -> None:
     sharded = estimate(SMALL, recipe=zoo.make("nvfp4"), sequence=64, fsdp=8)
     assert sharded.optimizer_bytes == plain.optimizer_bytes // 8
     assert sharded.wire_bytes == 7 / 8 * 8 * sharded.parameters
+    codes = estimate(SMALL, recipe=zoo.make("nvfp4"), sequence=64, fsdp=8, fp4_all_gather=True)
+    shapes = [(384, 128), (128, 128), *3 * [(384, 128)]]  # 384 rows are 8 x 48, which are whole tiles
+    as_codes = 2 * sum(rows * cols for rows, cols in shapes)
+    assert sharded.wire["weights"] - codes.wire["weights"] == 7 / 8 * 2 * as_codes * (2 - 0.5 - 1 / 256)
+    assert codes.wire["gradients"] == sharded.wire["gradients"]
     split = estimate(SMALL, recipe=zoo.make("nvfp4"), sequence=64, tp=2)
     assert split.parameters == plain.parameters and split.parameter_bytes < plain.parameter_bytes
     assert any("computed and not compared" in note for note in split.notes)
@@ -119,6 +124,7 @@ def test_predictions_are_marked() -> None:
         ({"batch": 0}, "batch must be"),
         ({"tp": 3}, "tp=3 does not divide heads=2"),
         ({"loss": lambda model: model}, "loss goes with"),
+        ({"fp4_all_gather": True, "fsdp": 2}, "fp4_all_gather=True needs .* recipe=None"),
     ],
 )
 def test_arguments_outside_their_words_are_named(arguments: dict, said: str) -> None:
@@ -127,7 +133,10 @@ def test_arguments_outside_their_words_are_named(arguments: dict, said: str) -> 
 
 
 def test_models_known_by_name_have_the_parameters_that_their_makers_count() -> None:
-    counts = {"Llama-3.2-1B": 1_235_814_400, "Llama-3-8B": 8_030_261_248, "Llama-3-70B": 70_553_706_496}
+    counts = {
+        "Llama-3.2-1B": 1_235_814_400, "Llama-3-8B": 8_030_261_248, "Llama-3-70B": 70_553_706_496,
+        "Llama-3.1-405B": 405_853_388_800,
+    }  # fmt: skip
     assert set(KNOWN) == set(counts)
     for name, sizes in KNOWN.items():
         with torch.device("meta"):
