@@ -99,11 +99,11 @@ def localize(plan: LinearPlan, inp: Tensor, weight: Tensor, bias: Tensor | None,
     grads: list[tuple[Any, ...]] = []  # of input, weight and bias, along each dimension of the mesh
     adds_bias = True
     for dim, (placed, held) in enumerate(zip(x.placements, w.placements, strict=True)):
-        axis = placed.dim % x.ndim if type(placed) is Sharded else None
-        if type(held) is Sharded and held.dim == 0 and isinstance(placed, Replicate):
+        axis = placed.dim % x.ndim if isinstance(placed, Sharded) else None
+        if isinstance(held, Sharded) and held.dim == 0 and isinstance(placed, Replicate):
             split, inner = ("N", weight.shape[0]), 1
             output, gradients = Sharded(last), (Partial(), Sharded(0), Sharded(0))
-        elif type(held) is Sharded and held.dim == 1 and axis == last:
+        elif isinstance(held, Sharded) and held.dim == 1 and axis == last:
             split, inner = ("K", weight.shape[1]), 1
             output, gradients = Partial(), (Sharded(last), Sharded(1), Replicate())
             adds_bias = adds_bias and mesh.get_local_rank(dim) == 0
