@@ -200,9 +200,10 @@ def estimate(
         "optimizer": optimizer, "checkpointing": checkpointing, "fsdp": fsdp, "tp": tp, "lora_rank": lora_rank,
         "fp4_all_gather": fp4_all_gather,
     }  # fmt: skip
-    if fp4_all_gather and (fsdp == 1 or recipe is None):
+    if fp4_all_gather and (fsdp == 1 or tp > 1 or recipe is None):
         raise ValueError(
-            f"fp4_all_gather=True needs fsdp of at least 2 and a recipe, got fsdp={fsdp} and recipe={recipe!r}"
+            "fp4_all_gather=True needs fsdp of at least 2, tp=1 (weights that tensor parallelism splits are gathered "
+            f"in high precision) and a recipe, got fsdp={fsdp}, tp={tp} and recipe={recipe!r}"
         )
     if isinstance(model, nn.Module):
         if loss is None or checkpointing or tp != 1 or lora_rank or fsdp != 1:
