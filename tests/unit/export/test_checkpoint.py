@@ -182,7 +182,7 @@ def test_what_cannot_be_known_is_refused(tmp_path) -> None:
     model = converted(NVFP4BlockScaling())
     cases = [
         (model, {}, "inputs=calibrate"),
-        (model, {"inputs": {}}, "finite amax"),
+        (model, {"inputs": {}}, "finite FP32 amax"),
         (model, {"inputs": "static"}, "inputs must be"),
         (model, {"format": "gguf"}, "format must be one of"),
         (model, {"inputs": "dynamic", "format": "modelopt"}, "no place in a ModelOpt checkpoint"),
