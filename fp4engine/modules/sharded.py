@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fp4engine import ops
 from fp4engine.formats import Correction
 from fp4engine.functional import LinearPlan
 from fp4engine.functional.fused_input import FusedInput
@@ -86,7 +87,7 @@ def localize(plan: LinearPlan, inp: Tensor, weight: Tensor, bias: Tensor | None,
 
     Raises:
         ValueError: only some of the tensors are DTensors, or they lie on two meshes; or a shard's edge would cut a
-            block of the recipe's casts.
+            block of the recipe's casts; or the ranks draw from different seeds.
         NotImplementedError: placements that the table above does not have, or casts that need the whole tensor.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -142,7 +143,8 @@ def localize(plan: LinearPlan, inp: Tensor, weight: Tensor, bias: Tensor | None,
         return DTensor.from_local(output, mesh, outputs, run_check=False, shape=shape, stride=stride)
 
     of_input, of_weight, of_grad = (_shard(splits, *_AXES[role]) for role in _AXES)
-    shards = Shards(of_input, of_weight, of_grad, _first_rank(mesh), adds_bias)
+    draws = plan.draws_in_forward or plan.draws_in_backward
+    shards = Shards(of_input, of_weight, of_grad, _drawn_by(mesh, draws), adds_bias)
     assert local[0] is not None and local[1] is not None
     return Local(local[0], local[1], local[2], shards, whole)
 
@@ -218,7 +220,27 @@ def _multiple(quantizer: Quantizer, axis: int) -> int:
     return multiple
 
 
+_agreed: set[tuple[Any, int]] = set()
+"""Meshes, and seeds that all of their ranks have."""
+
+
 @constant_when_traced
-def _first_rank(mesh: Any) -> int:
-    """The rank in whose name all ranks of ``mesh`` draw."""
+def _drawn_by(mesh: Any, draws: bool) -> int:
+    """The rank in whose name all ranks of ``mesh`` draw.
+
+    Raises:
+        ValueError: something is to be drawn, and the ranks, whose seeds are compared when ``mesh`` first uses one, have
+            different ones; they would cast one tensor with different random bits.
+    """
+    seed = ops.current_seed()
+    if draws and (mesh, seed) not in _agreed:
+        for dim in range(mesh.ndim):
+            largest = torch.tensor([seed, ~seed], device=mesh.device_type)
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, mesh.get_group(dim))
+            if int(largest[0]) != ~int(largest[1]):
+                raise ValueError(
+                    f"the ranks of {mesh} share tensors, and their random streams have different seeds, this one "
+                    f"{seed}; give all of them one, by torch.manual_seed or fp4engine.manual_seed"
+                )
+        _agreed.add((mesh, seed))
     return int(mesh.mesh.min())

@@ -48,6 +48,12 @@ def manual_seed(seed: int) -> None:
             _write(state, 0)
 
 
+def current_seed() -> int:
+    """The seed of every device's stream, an int64; reads no device."""
+    with _lock:
+        return _current_seed()
+
+
 def get_rng_state() -> dict[str, Any]:
     """``{"seed": int, "draws": {device: int}}``: plain values, all that a bit-exact resume of one process needs.
 

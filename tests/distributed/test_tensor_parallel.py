@@ -220,7 +220,15 @@ def refusals(rank: int, mesh, alone):
     def main_grad(x):
         return layer(fuse_wgrad_accumulation=True)(x)
 
+    def other_seeds(x):
+        fp4engine.manual_seed(100 + rank)
+        try:
+            return layer()(x)
+        finally:
+            fp4engine.manual_seed(3)
+
     tries = {
+        "seed": (zoo.make("nvfp4"), other_seeds),
         "cut": (NEAREST, lambda x: layer(80)(x)),
         "plain": (NEAREST, plain_input),
         "placements": (NEAREST, rows_among_batches),
@@ -310,6 +318,7 @@ def test_amaxes_of_a_pass_travel_together(ranks):
 
 SAID = {
     "cut": "ValueError: Linear: N=80 is sharded into parts of 40, .* blocks of 16 that weight .* a multiple of 32",
+    "seed": "ValueError: the ranks of DeviceMesh.* have different seeds, this one 10[01]; give all of them one",
     "plain": "ValueError: Linear: input must be a DTensor as weight and bias is",
     "placements": r"NotImplementedError: Linear: an input of shape \(4, 8, 64\) placed \(Shard\(dim=1\),\)",
     "main_grad": "NotImplementedError: Linear: fuse_wgrad_accumulation",
