@@ -97,6 +97,7 @@ def localize(plan: LinearPlan, inp: Tensor, weight: Tensor, bias: Tensor | None,
     last = x.ndim - 1
     splits: dict[str, _Split] = {}
     outputs: list[Any] = []
+    biases: list[Any] = []
     grads: list[tuple[Any, ...]] = []  # of input, weight and bias, along each dimension of the mesh
     adds_bias = True
     for dim, (placed, held) in enumerate(zip(x.placements, w.placements, strict=True)):
@@ -129,9 +130,15 @@ def localize(plan: LinearPlan, inp: Tensor, weight: Tensor, bias: Tensor | None,
                 )
             splits[letter] = _split(mesh, dim, size, inner)
         outputs.append(output)
+        biases.append(Sharded(0) if split is not None and split[0] == "N" else Replicate())
         grads.append(gradients)
     _require_whole_blocks(plan, splits, name)
     tensors: tuple[Any, ...] = (inp, weight, bias)
+    if bias is not None and list(tensors[2].placements) != biases:
+        raise NotImplementedError(
+            f"{name}: a bias placed {tensors[2].placements} does not go with a weight placed {w.placements}; it has to "
+            f"be placed {tuple(biases)}"
+        )
     local = [
         None if tensor is None else tensor.to_local(grad_placements=[gradients[i] for gradients in grads])
         for i, tensor in enumerate(tensors)
@@ -220,8 +227,8 @@ def _multiple(quantizer: Quantizer, axis: int) -> int:
     return multiple
 
 
-_agreed: set[tuple[Any, int]] = set()
-"""Meshes, and seeds that all of their ranks have."""
+_agreed: set[Any] = set()
+"""Meshes whose ranks had one seed when they first drew together."""
 
 
 @constant_when_traced
@@ -229,11 +236,12 @@ def _drawn_by(mesh: Any, draws: bool) -> int:
     """The rank in whose name all ranks of ``mesh`` draw.
 
     Raises:
-        ValueError: something is to be drawn, and the ranks, whose seeds are compared when ``mesh`` first uses one, have
-            different ones; they would cast one tensor with different random bits.
+        ValueError: something is to be drawn, and the ranks have different seeds; they would cast one tensor with
+            different random bits. Seeds are compared once for each mesh, since a rank that compared them later, because
+            its own has changed, would wait for ranks whose seed has not.
     """
-    seed = ops.current_seed()
-    if draws and (mesh, seed) not in _agreed:
+    if draws and mesh not in _agreed:
+        seed = ops.current_seed()
         for dim in range(mesh.ndim):
             largest = torch.tensor([seed, ~seed], device=mesh.device_type)
             torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, mesh.get_group(dim))
@@ -242,5 +250,5 @@ def _drawn_by(mesh: Any, draws: bool) -> int:
                     f"the ranks of {mesh} share tensors, and their random streams have different seeds, this one "
                     f"{seed}; give all of them one, by torch.manual_seed or fp4engine.manual_seed"
                 )
-        _agreed.add((mesh, seed))
+        _agreed.add(mesh)
     return int(mesh.mesh.min())

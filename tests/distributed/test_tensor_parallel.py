@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fp4engine
 from fp4engine import ops
+from fp4engine.modules import sharded
 from fp4engine.modules.shared_amax import share_amax
 from fp4engine.recipe import NVFP4BlockScaling, zoo
 
@@ -221,13 +222,20 @@ def refusals(rank: int, mesh, alone):
         return layer(fuse_wgrad_accumulation=True)(x)
 
     def other_seeds(x):
+        sharded._agreed.clear()  # as if the mesh were new
         fp4engine.manual_seed(100 + rank)
         try:
             return layer()(x)
         finally:
             fp4engine.manual_seed(3)
 
+    def whole_bias(x):
+        model = layer()
+        model[0].bias = nn.Parameter(distribute_tensor(torch.zeros(64), mesh, [Replicate()]))
+        return model(x)
+
     tries = {
+        "bias": (NEAREST, whole_bias),
         "seed": (zoo.make("nvfp4"), other_seeds),
         "cut": (NEAREST, lambda x: layer(80)(x)),
         "plain": (NEAREST, plain_input),
@@ -319,6 +327,7 @@ def test_amaxes_of_a_pass_travel_together(ranks):
 SAID = {
     "cut": "ValueError: Linear: N=80 is sharded into parts of 40, .* blocks of 16 that weight .* a multiple of 32",
     "seed": "ValueError: the ranks of DeviceMesh.* have different seeds, this one 10[01]; give all of them one",
+    "bias": r"NotImplementedError: Linear: a bias placed \(Replicate\(\),\) .* has to be placed \(Shard\(dim=0\),\)",
     "plain": "ValueError: Linear: input must be a DTensor as weight and bias is",
     "placements": r"NotImplementedError: Linear: an input of shape \(4, 8, 64\) placed \(Shard\(dim=1\),\)",
     "main_grad": "NotImplementedError: Linear: fuse_wgrad_accumulation",
