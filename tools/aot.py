@@ -40,6 +40,7 @@ from fp4engine.kernels.blocks import (
     block_cast_kernel,
     fold_sums_kernel,
     tile_rows,
+    warps_for,
 )
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.cast_fp8 import TILE_K, TILE_M, Grid, cast_fp8_kernel
@@ -147,7 +148,9 @@ def compile_for(kernel: Any, target: GPUTarget, constants: dict[str, Any], dtype
         if signature[n].startswith("*") or (n in ALIGNED and signature[n] != "constexpr")
     ]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    warps = 8 if kernel in (block_amax_kernel, block_cast_kernel) else 4
+    warps = 8 if kernel is block_amax_kernel else 4
+    if kernel is block_cast_kernel:
+        warps = warps_for(constants["TILE_R"])
     options = {"num_warps": warps, "enable_fp_fusion": False}
     return triton.compile(source, target=target, options=options)
 
@@ -168,7 +171,8 @@ def block_cases(name: str, spec: CastSpec, side: int, form: str) -> list[tuple[s
     nothing = {argument: None for argument, is_absent in absent.items() if is_absent}
     table = [(f"{name} {form}", block_cast_kernel, cast | stride | parts | nothing, "bf16")]
     if per_tensor and not aligned:
-        table.append((f"{name} amax", block_amax_kernel, cast | stride, "bf16"))
+        amax_tile = {"TILE_R": tile_rows(spec, of_amax=True)}
+        table.append((f"{name} amax", block_amax_kernel, cast | stride | amax_tile, "bf16"))
     if aligned:
         table.append((f"{name} scales", align_kernel, cast | {"BLOCK": SCALES_PER_PROGRAM}, "bf16"))
     if form == "codes":
