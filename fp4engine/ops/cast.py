@@ -238,6 +238,10 @@ def _transient_form(key: str, device: torch.device, backend: str) -> Form:
         return "codes"
     spec = CastSpec.from_key(key)
     native = backend in ("auto", "native") and capability.fp4_units(device)[0]
+    # The kernel that multiplies FP8 codes with a scale for 128 of them is one for sm_90.
+    native = native or (
+        spec.block[1] == 128 and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    )
     return "values" if not native and spec.block[1] and spec.is_exact_in_bf16 else "codes"
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import capability, reference
-from fp4engine.formats import E2M1, E4M3, CastSpec, Outer
+from fp4engine.formats import E2M1, E4M3, E5M2, E8M0, FP32, CastSpec, Outer
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.cast import decode_supported
@@ -220,8 +220,11 @@ def _product(
         return gemm_native.gemm(left_codes, right_codes, numerator, bias=bias, out_dtype=out_dtype, out=out)
     if path == "triton" and bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
-    if factored:
-        return _factored(left, left_key, right, right_key, numerator, bias, out_dtype, out)
+    multiplies_codes = (
+        path == "triton" and are_codes and _multiplies_fp8_blocks(left, left_key, right, right_key, out, out_dtype)
+    )
+    if factored or multiplies_codes:
+        return _factored(left, left_key, right, right_key, numerator, bias, out_dtype, out, multiplies_codes)
     left, right = _ready(left, left_key, path), _ready(right, right_key, path)
     if path == "triton":
         products = _gemm_kernels()
@@ -238,6 +241,32 @@ def _product(
     return out.copy_(out.float() + reference.gemm(*values, alpha, bias, torch.float32))
 
 
+@cache
+def _are_fp8_blocks(left: str, right: str) -> bool:
+    """Whether FP8 tensor cores multiply codes of these specs: a block scale is of all terms of one of their sums."""
+    specs = [CastSpec.from_key(key) for key in (left, right) if key]
+    if len(specs) < 2 or any(spec.element not in (E4M3, E5M2) or spec.outer is not Outer.NONE for spec in specs):
+        return False
+    if any(spec.block[1] != _FP8_TERMS or spec.scale not in (E8M0, FP32) for spec in specs):
+        return False
+    return any(spec.element == E4M3 for spec in specs)
+
+
+_FP8_TERMS = 128
+"""Terms that FP8 tensor cores add up in their own accumulator before the sum goes on in FP32."""
+
+
+def _multiplies_fp8_blocks(
+    left: Operand, left_key: str, right: Operand, right_key: str, out: Tensor | None, out_dtype: torch.dtype
+) -> bool:
+    """Whether FP8 tensor cores multiply the codes; of products that their kernel is not for, values are multiplied."""
+    if not _are_fp8_blocks(left_key, right_key):
+        return False
+    from fp4engine.kernels.gemm_factors import multiplies_codes
+
+    return multiplies_codes(left.data, right.data, out, out_dtype)
+
+
 def _factored(
     left: Operand,
     left_key: str,
@@ -247,14 +276,20 @@ def _factored(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     out: Tensor | None,
+    multiplies_codes: bool,
 ) -> Tensor:
-    """A product of operands one of which, or both, have an FP32 factor for every few terms."""
+    """A product of operands one of which, or both, have a factor for every few terms: of FP8 codes, or of values."""
     from fp4engine.kernels import gemm_factors
 
     inputs: list[Tensor | None] = []
     factors_of: list[gemm_factors.Factors] = []
     for operand, key in ((left, left_key), (right, right_key)):
         spec, factors, numerator_of_factors = operand.spec, None, 1.0
+        if multiplies_codes:
+            assert spec is not None
+            inputs += [operand.data.view(spec.element.torch_dtype), operand.scale_inv, operand.amax]
+            factors_of.append(gemm_factors.Factors(spec.block[1], 1.0))
+            continue
         if spec is not None and spec.factor_group:
             factors = operand.scale_inv
             if spec.outer is Outer.BLOCK128:
