@@ -209,6 +209,11 @@ def _product(
     backend: str,
 ) -> Tensor:
     are_codes = left.scale_inv is not None and right.scale_inv is not None
+    if backend in ("auto", "native") and are_codes and _are_fp8_blocks(left_key, right_key):
+        from fp4engine.kernels.gemm_factors import multiplies_codes
+
+        if multiplies_codes(left.data, right.data, out, out_dtype):
+            return _fp8_blocks(left, right, bias, out_dtype, out)
     path, reason, numerator, factored = product_path(
         left_key, right_key, are_codes, out_dtype, left.data.device, backend
     )
@@ -220,11 +225,8 @@ def _product(
         return gemm_native.gemm(left_codes, right_codes, numerator, bias=bias, out_dtype=out_dtype, out=out)
     if path == "triton" and bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
-    multiplies_codes = (
-        path == "triton" and are_codes and _multiplies_fp8_blocks(left, left_key, right, right_key, out, out_dtype)
-    )
-    if factored or multiplies_codes:
-        return _factored(left, left_key, right, right_key, numerator, bias, out_dtype, out, multiplies_codes)
+    if factored:
+        return _factored(left, left_key, right, right_key, numerator, bias, out_dtype, out)
     left, right = _ready(left, left_key, path), _ready(right, right_key, path)
     if path == "triton":
         products = _gemm_kernels()
@@ -256,15 +258,17 @@ _FP8_TERMS = 128
 """Terms that FP8 tensor cores add up in their own accumulator before the sum goes on in FP32."""
 
 
-def _multiplies_fp8_blocks(
-    left: Operand, left_key: str, right: Operand, right_key: str, out: Tensor | None, out_dtype: torch.dtype
-) -> bool:
-    """Whether FP8 tensor cores multiply the codes; of products that their kernel is not for, values are multiplied."""
-    if not _are_fp8_blocks(left_key, right_key):
-        return False
-    from fp4engine.kernels.gemm_factors import multiplies_codes
-
-    return multiplies_codes(left.data, right.data, out, out_dtype)
+def _fp8_blocks(
+    left: Operand, right: Operand, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None
+) -> Tensor:
+    """A product of FP8 codes with one block scale for each sum of the tensor cores."""
+    inputs: list[Tensor | None] = []
+    for operand in (left, right):
+        assert operand.spec is not None
+        inputs += [operand.data.view(operand.spec.element.torch_dtype), operand.scale_inv, operand.amax]
+    backends.record("gemm", "fp8")
+    bias = bias if bias is None else bias.contiguous()
+    return _multiply_factored([*inputs, bias, out], [(_FP8_TERMS, 1.0)] * 2, 1.0, out_dtype)
 
 
 def _factored(
@@ -276,20 +280,12 @@ def _factored(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     out: Tensor | None,
-    multiplies_codes: bool,
 ) -> Tensor:
-    """A product of operands one of which, or both, have a factor for every few terms: of FP8 codes, or of values."""
-    from fp4engine.kernels import gemm_factors
-
+    """A product of operands one of which, or both, have an FP32 factor for every few terms."""
     inputs: list[Tensor | None] = []
-    factors_of: list[gemm_factors.Factors] = []
+    factors_of: list[tuple[int, float]] = []
     for operand, key in ((left, left_key), (right, right_key)):
         spec, factors, numerator_of_factors = operand.spec, None, 1.0
-        if multiplies_codes:
-            assert spec is not None
-            inputs += [operand.data.view(spec.element.torch_dtype), operand.scale_inv, operand.amax]
-            factors_of.append(gemm_factors.Factors(spec.block[1], 1.0))
-            continue
         if spec is not None and spec.factor_group:
             factors = operand.scale_inv
             if spec.outer is Outer.BLOCK128:
@@ -300,14 +296,26 @@ def _factored(
             operand = operand._replace(data=_decoded(operand.data, operand.scale_inv, key), scale_inv=None)
         operand = _ready(operand, key, "triton")
         inputs += [operand.data, factors, operand.amax]
-        factors_of.append(gemm_factors.Factors(spec.factor_group if spec else 0, numerator_of_factors))
-    inputs += [bias, out]
+        factors_of.append((spec.factor_group if spec else 0, numerator_of_factors))
+    return _multiply_factored([*inputs, bias, out], factors_of, numerator, out_dtype)
+
+
+def _multiply_factored(
+    inputs: list[Tensor | None], factors_of: list[tuple[int, float]], numerator: float, out_dtype: torch.dtype
+) -> Tensor:
+    """Launch :func:`~fp4engine.kernels.gemm_factors.resolve_factored`.
+
+    Args:
+        factors_of: of left and right, how many terms share a factor, and what factors are divided by.
+    """
+    from fp4engine.kernels import gemm_factors
+
     products = _gemm_kernels()
     asked = tuple([None if tensor is None else products.facts(tensor) for tensor in inputs])
-    left_factors, right_factors = factors_of
-    launch = gemm_factors.resolve_factored(asked, left.data.device, left_factors, right_factors, numerator, out_dtype)
-    made = launch(*inputs)
-    return made[0] if out is None else out
+    left, right = (gemm_factors.Factors(*factors) for factors in factors_of)
+    assert inputs[0] is not None
+    made = gemm_factors.resolve_factored(asked, inputs[0].device, left, right, numerator, out_dtype)(*inputs)
+    return made[0] if inputs[-1] is None else inputs[-1]
 
 
 @cache
