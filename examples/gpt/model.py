@@ -63,17 +63,16 @@ class Block(nn.Module):
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_dim = width // heads
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.projection = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_dim))  # under tensor parallelism, the heads of one rank
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
+        return self.projection(mixed.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
