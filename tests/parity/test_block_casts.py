@@ -227,7 +227,7 @@ def test_a_linear_layer_of_every_row(kernel_device, row):
     recipe = zoo.make(row, backend="triton")
     layer = fp4engine.Linear(33, 24, device=kernel_device, dtype=BF16)
     inp = torch.randn(19, 33, device=kernel_device, dtype=BF16)
-    oracle = CustomRecipe(qfactory=partial(reference_quantizer, recipe))
+    oracle = CustomRecipe(qfactory=partial(reference_quantizer, recipe), backend=recipe.backend)
     ops.reset_executed_paths()
     ours = results(layer, inp, recipe)
     assert {path.split("/")[1] for path in ops.executed_paths()} <= {"triton"}
