@@ -44,17 +44,19 @@ STAGES = 4
 
 
 @gluon.jit
-def _add_group(acc, partial, left_ptr, right_ptr, rows, cols, term, stride_left, stride_right,
-               LEFT_GROUP: gl.constexpr, RIGHT_GROUP: gl.constexpr):  # fmt: skip
-    """``acc + partial * F_left * F_right``, of the group that begins at ``term``; loads run beside the product."""
-    left = 1.0
-    right = gl.full_like(acc, 1.0)
-    if LEFT_GROUP:
-        left = gl.load(left_ptr + (term // LEFT_GROUP) * stride_left + rows).expand_dims(1)
-    if RIGHT_GROUP:
-        right = gl.load(right_ptr + (term // RIGHT_GROUP) * stride_right + cols).expand_dims(0) + gl.zeros_like(acc)
+def _factors(factor_ptr, index, term, stride, GROUP: gl.constexpr):
+    """Of the group that begins at ``term``, those of rows ``index``; ones for an operand without."""
+    if GROUP:
+        return gl.load(factor_ptr + (term // GROUP) * stride + index)
+    else:
+        return (index * 0 + 1).to(gl.float32)
+
+
+@gluon.jit
+def _add(acc, partial, left, right):
+    """``acc + partial * left * right``, with the factors of rows and of columns, once the product is there."""
     partial = warpgroup_mma_wait(0, deps=(partial,))
-    return gl.fma(partial * left, right, acc)
+    return gl.fma(partial * left.expand_dims(1), right.expand_dims(0) + gl.zeros_like(acc), acc)
 
 
 @gluon.jit
@@ -85,6 +87,9 @@ def _consume(
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         cols = col + gl.arange(0, TILE_N, gl.SliceLayout(0, layout))
         acc = gl.zeros((ROWS, TILE_N), gl.float32, layout)
+        # Factors are read one group ahead, while a product runs.
+        left_factors = _factors(left_factor_ptr, rows, 0, stride_left, LEFT_GROUP)
+        right_factors = _factors(right_factor_ptr, cols, 0, stride_right, RIGHT_GROUP)
         for term in range(0, K, STEPS * TILE_K):
             partial = gl.zeros((ROWS, TILE_N), gl.float32, layout)
             for step in gl.static_range(STEPS):
@@ -100,11 +105,17 @@ def _consume(
                             left.slice(first, SLICE, 1), right.slice(first, SLICE, 1).permute((1, 0)), partial,
                             use_acc=False, is_async=True,
                         )  # fmt: skip
-                        acc = _add_group(acc, product, left_factor_ptr, right_factor_ptr, rows, cols, term + first,
-                                         stride_left, stride_right, LEFT_GROUP, RIGHT_GROUP)  # fmt: skip
+                        following = term + first + SLICE
+                        next_left = _factors(left_factor_ptr, rows, following, stride_left, LEFT_GROUP)
+                        next_right = _factors(right_factor_ptr, cols, following, stride_right, RIGHT_GROUP)
+                        acc = _add(acc, product, left_factors, right_factors)
+                        left_factors, right_factors = next_left, next_right
             if SLICE == TILE_K:
-                acc = _add_group(acc, partial, left_factor_ptr, right_factor_ptr, rows, cols, term,
-                                 stride_left, stride_right, LEFT_GROUP, RIGHT_GROUP)  # fmt: skip
+                following = term + STEPS * TILE_K
+                next_left = _factors(left_factor_ptr, rows, following, stride_left, LEFT_GROUP)
+                next_right = _factors(right_factor_ptr, cols, following, stride_right, RIGHT_GROUP)
+                acc = _add(acc, partial, left_factors, right_factors)
+                left_factors, right_factors = next_left, next_right
             for step in gl.static_range(STEPS):
                 mbarrier.arrive(empty.index((count + step) % STAGES), count=1)
             count += STEPS
@@ -126,7 +137,7 @@ def factored_hopper_kernel(
 ):  # fmt: skip
     """``TERMS``: of a group whose factors are the same in both operands. K: a multiple of it and of a step's.
 
-    Factors are [groups, stride], their strides multiples of a tile's rows and columns.
+    Factors are [groups + 1, stride], their strides multiples of a tile's rows and columns; the last is read, not used.
     """
     ROWS: gl.constexpr = left_desc.block_shape[0]
     TILE_N: gl.constexpr = right_desc.block_shape[0]
@@ -177,7 +188,7 @@ def add_factored(
     """Multiply matrices of BF16 values, or of FP8 codes, that are aligned for the copy engine, none of them empty.
 
     Args:
-        factors: FP32 [groups, stride] of left and of right, divided by their numerators; None for an operand without.
+        factors: FP32 [groups + 1, stride] of left and right, divided by their numerators; None for an operand without.
         groups: terms that share a factor, 0 for an operand without; one is a multiple of the other.
         strides: elements from one group's factors to the next group's, multiples of a tile's rows or columns.
     """
