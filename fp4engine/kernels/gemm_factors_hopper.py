@@ -3,8 +3,8 @@
     y[m, n] = round(alpha[m, n] * sum over groups g of (F_left[g, m] * F_right[g, n]) * partial_g[m, n] + bias[n])
 
 The roles are those of :mod:`fp4engine.kernels.gemm_hopper`, the tiles 128x128, since a consumer holds two accumulators:
-the tensor cores' of one group, and the sum. While one consumer puts factors on the one and adds it to the other, the
-other consumer's product keeps the tensor cores busy.
+the tensor cores' of one group, and the sum. Consumers take turns: while one puts factors on the one and adds it to the
+other, the other consumer's product has the tensor cores. In a group of less than a step both do as they come.
 
 Where operands are FP8 codes, whose factors are block scales, ``partial_g`` is what the FP8 tensor cores give: a sum in
 their own accumulator, which keeps some 14 bits. Between groups it is added up in FP32.
@@ -12,6 +12,7 @@ their own accumulator, which keeps some 14 bits. Between groups it is added up i
 Dims: M rows of left, N rows of right, K the contracted (last) axis of both.
 """
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -39,8 +40,11 @@ from fp4engine.kernels.launch import Draft, Place
 TILE_M, TILE_N = 2 * HALF_M, OUT_BLOCK[1]
 STEP_BYTES = 128
 """Of a row of an operand, in one step of the ring: 64 BF16 values, or 128 FP8 codes."""
-STAGES = 4
-"""Steps in the ring: 32 KiB each beside two staging tiles of at most 32 KiB, within 227 KiB."""
+
+
+def stages_for(out_dtype: torch.dtype) -> int:
+    """Steps in the ring: 32 KiB each beside two staging tiles of 8192 elements, within 227 KiB."""
+    return 4 if out_dtype == torch.float32 else 5
 
 
 @gluon.jit
@@ -54,15 +58,14 @@ def _factors(factor_ptr, index, term, stride, GROUP: gl.constexpr):
 
 @gluon.jit
 def _add(acc, partial, left, right):
-    """``acc + partial * left * right``, with the factors of rows and of columns, once the product is there."""
-    partial = warpgroup_mma_wait(0, deps=(partial,))
+    """``acc + partial * left * right``, with the factors of rows and of columns."""
     return gl.fma(partial * left.expand_dims(1), right.expand_dims(0) + gl.zeros_like(acc), acc)
 
 
 @gluon.jit
 def _consume(
     PART: gl.constexpr, out_desc, left_factor_ptr, right_factor_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
-    left_ring, right_ring, stagings, full, empty, arrivals, M, N, K, stride_left, stride_right,
+    left_ring, right_ring, stagings, full, empty, arrivals, turns, M, N, K, stride_left, stride_right,
     LEFT_GROUP: gl.constexpr, RIGHT_GROUP: gl.constexpr, TERMS: gl.constexpr,
     LEFT_ROWS: gl.constexpr, RIGHT_ROWS: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, PROGRAMS: gl.constexpr,
@@ -92,6 +95,9 @@ def _consume(
         right_factors = _factors(right_factor_ptr, cols, 0, stride_right, RIGHT_GROUP)
         for term in range(0, K, STEPS * TILE_K):
             partial = gl.zeros((ROWS, TILE_N), gl.float32, layout)
+            if SLICE == TILE_K:
+                # The first consumer has the first turn; both have as many.
+                mbarrier.wait(turns.index(PART), ((count // STEPS) & 1) ^ (1 - PART))
             for step in gl.static_range(STEPS):
                 slot = (count + step) % STAGES
                 mbarrier.wait(full.index(slot), ((count + step) // STAGES) & 1)
@@ -108,16 +114,21 @@ def _consume(
                         following = term + first + SLICE
                         next_left = _factors(left_factor_ptr, rows, following, stride_left, LEFT_GROUP)
                         next_right = _factors(right_factor_ptr, cols, following, stride_right, RIGHT_GROUP)
+                        product = warpgroup_mma_wait(0, deps=(product,))
                         acc = _add(acc, product, left_factors, right_factors)
                         left_factors, right_factors = next_left, next_right
             if SLICE == TILE_K:
                 following = term + STEPS * TILE_K
                 next_left = _factors(left_factor_ptr, rows, following, stride_left, LEFT_GROUP)
                 next_right = _factors(right_factor_ptr, cols, following, stride_right, RIGHT_GROUP)
+                partial = warpgroup_mma_wait(0, deps=(partial,))
+                mbarrier.arrive(turns.index(1 - PART), count=1)
+                for step in gl.static_range(STEPS):
+                    mbarrier.arrive(empty.index((count + step) % STAGES), count=1)
                 acc = _add(acc, partial, left_factors, right_factors)
                 left_factors, right_factors = next_left, next_right
-            for step in gl.static_range(STEPS):
-                mbarrier.arrive(empty.index((count + step) % STAGES), count=1)
+            else:
+                mbarrier.arrive(empty.index(count % STAGES), count=1)
             count += STEPS
         store_part(
             acc, row, col, out_desc, staging, arrived, (tile // PROGRAMS) & 1, left_amax_ptr, right_amax_ptr,
@@ -148,21 +159,23 @@ def factored_hopper_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     arrivals = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
     for part in gl.static_range(2):
         mbarrier.init(arrivals.index(part), count=1)
+        mbarrier.init(turns.index(part), count=1)
     fence_async_shared()
     gl.warp_specialize([
         (_consume, (
             0, out_desc, left_factor_ptr, right_factor_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
-            left_ring, right_ring, stagings, full, empty, arrivals, M, N, K, stride_left, stride_right,
+            left_ring, right_ring, stagings, full, empty, arrivals, turns, M, N, K, stride_left, stride_right,
             LEFT_GROUP, RIGHT_GROUP, TERMS, LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES, PROGRAMS,
         )),
         (_consume, (
             1, out_desc, left_factor_ptr, right_factor_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
-            left_ring, right_ring, stagings, full, empty, arrivals, M, N, K, stride_left, stride_right,
+            left_ring, right_ring, stagings, full, empty, arrivals, turns, M, N, K, stride_left, stride_right,
             LEFT_GROUP, RIGHT_GROUP, TERMS, LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES, PROGRAMS,
         )),
         (produce, (
@@ -199,5 +212,5 @@ def add_factored(
     draft.step(
         factored_hopper_kernel, programs, block(product.left, (HALF_M, step)), block(product.right, (TILE_N, step)),
         block(product.out, OUT_BLOCK), *factors, *product.scales, m, n, padded_terms(k, groups, itemsize), *strides,
-        *groups, terms, *product.flags, GROUP_M, STAGES, programs, PRODUCER_REGISTERS, CONSUMER_REGISTERS, num_warps=4,
+        *groups, terms, *product.flags, GROUP_M, stages_for(product.out.facts.dtype), programs, PRODUCER_REGISTERS, CONSUMER_REGISTERS, num_warps=4,
     )  # fmt: skip

@@ -263,12 +263,14 @@ def _fp8_blocks(
 ) -> Tensor:
     """A product of FP8 codes with one block scale for each sum of the tensor cores."""
     inputs: list[Tensor | None] = []
+    numerator = 1.0
     for operand in (left, right):
         assert operand.spec is not None
         inputs += [operand.data.view(operand.spec.element.torch_dtype), operand.scale_inv, operand.amax]
+        numerator *= operand.spec.numerator
     backends.record("gemm", "fp8")
     bias = bias if bias is None else bias.contiguous()
-    return _multiply_factored([*inputs, bias, out], [(_FP8_TERMS, 1.0)] * 2, 1.0, out_dtype)
+    return _multiply_factored([*inputs, bias, out], [(_FP8_TERMS, 1.0)] * 2, numerator, out_dtype)
 
 
 def _factored(
