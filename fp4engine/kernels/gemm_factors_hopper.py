@@ -31,6 +31,7 @@ from fp4engine.kernels.gemm_hopper import (
     PRODUCER_REGISTERS,
     block,
     produce,
+    programs_for,
     store_part,
     walk,
 )
@@ -68,7 +69,7 @@ def _consume(
     left_ring, right_ring, stagings, full, empty, arrivals, turns, M, N, K, stride_left, stride_right,
     LEFT_GROUP: gl.constexpr, RIGHT_GROUP: gl.constexpr, TERMS: gl.constexpr,
     LEFT_ROWS: gl.constexpr, RIGHT_ROWS: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, PROGRAMS: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = left_ring.shape[1]
     TILE_N: gl.constexpr = right_ring.shape[1]
@@ -83,7 +84,7 @@ def _consume(
     staging = stagings.index(PART)
     arrived = arrivals.index(PART)
     count = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, PROGRAMS):
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = walk(tile, tiles_m, tiles_n, GROUP)
         row = tile_m * (2 * ROWS) + PART * ROWS
         col = tile_n * TILE_N
@@ -131,7 +132,7 @@ def _consume(
                 mbarrier.arrive(empty.index(count % STAGES), count=1)
             count += STEPS
         store_part(
-            acc, row, col, out_desc, staging, arrived, (tile // PROGRAMS) & 1, left_amax_ptr, right_amax_ptr,
+            acc, row, col, out_desc, staging, arrived, (tile // gl.num_programs(0)) & 1, left_amax_ptr, right_amax_ptr,
             bias_ptr, numerator, M, N, LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE,
         )  # fmt: skip
     tma.store_wait(0)
@@ -143,7 +144,7 @@ def factored_hopper_kernel(
     numerator, M, N, K, stride_left, stride_right,
     LEFT_GROUP: gl.constexpr, RIGHT_GROUP: gl.constexpr, TERMS: gl.constexpr,
     LEFT_ROWS: gl.constexpr, RIGHT_ROWS: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, PROGRAMS: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``TERMS``: of a group whose factors are the same in both operands. K: a multiple of it and of a step's.
@@ -171,15 +172,15 @@ def factored_hopper_kernel(
         (_consume, (
             0, out_desc, left_factor_ptr, right_factor_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
             left_ring, right_ring, stagings, full, empty, arrivals, turns, M, N, K, stride_left, stride_right,
-            LEFT_GROUP, RIGHT_GROUP, TERMS, LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES, PROGRAMS,
+            LEFT_GROUP, RIGHT_GROUP, TERMS, LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES,
         )),
         (_consume, (
             1, out_desc, left_factor_ptr, right_factor_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
             left_ring, right_ring, stagings, full, empty, arrivals, turns, M, N, K, stride_left, stride_right,
-            LEFT_GROUP, RIGHT_GROUP, TERMS, LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES, PROGRAMS,
+            LEFT_GROUP, RIGHT_GROUP, TERMS, LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES,
         )),
         (produce, (
-            left_desc, right_desc, left_ring, right_ring, full, empty, M, N, K, GROUP, STAGES, PROGRAMS,
+            left_desc, right_desc, left_ring, right_ring, full, empty, M, N, K, GROUP, STAGES,
         )),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
@@ -206,12 +207,12 @@ def add_factored(
         strides: elements from one group's factors to the next group's, multiples of a tile's rows or columns.
     """
     m, n, k = product.shape
-    programs = min(multiprocessors, -(-m // TILE_M) * -(-n // TILE_N))
+    programs = programs_for(-(-m // TILE_M) * -(-n // TILE_N), k, multiprocessors)
     itemsize = product.left.facts.dtype.itemsize
     terms, step = min(group for group in groups if group), STEP_BYTES // itemsize
     draft.step(
         factored_hopper_kernel, programs, block(product.left, (HALF_M, step)), block(product.right, (TILE_N, step)),
         block(product.out, OUT_BLOCK), *factors, *product.scales, m, n, padded_terms(k, groups, itemsize), *strides,
-        *groups, terms, *product.flags, GROUP_M, stages_for(product.out.facts.dtype), programs, PRODUCER_REGISTERS,
+        *groups, terms, *product.flags, GROUP_M, stages_for(product.out.facts.dtype), PRODUCER_REGISTERS,
         CONSUMER_REGISTERS, num_warps=4,
     )  # fmt: skip

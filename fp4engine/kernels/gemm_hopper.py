@@ -2,10 +2,10 @@
 
     y[m, n] = round_out(fl(fl(alpha * sum_k left[m, k] * right[n, k]) + bias[n]) (+ out[m, n]))
 
-One program per multiprocessor walks over output tiles of 128x256. A producer warp keeps a ring of K steps full through
-the copy engine; two consumer warpgroups own 64 rows of the tile each. They share the ring and nothing else, so one may
-finish and store its half while the other already multiplies the next tile: the epilogue hides behind the tensor cores.
-That is worth 2-7% over the same tile written as one pipelined loop, and the kernel runs at 0.97-1.05x the rate of
+A program walks over output tiles of 128x256, see :func:`programs_for`. A producer warp keeps a ring of K steps full
+through the copy engine; two consumer warpgroups own 64 rows of the tile each. They share the ring and nothing else, so
+one may finish and store its half while the other already multiplies the next tile: the epilogue hides behind the tensor
+cores. That is worth 2-7% over the same tile written as one pipelined loop, and the kernel runs at 0.97-1.05x the rate of
 cuBLAS in BF16 (H200, 8,192 tokens, Llama-3 shapes; ``benchmarks/results/gemm.json``).
 
 Dims: M rows of left, N rows of right, K the contracted (last) axis of both.
@@ -36,6 +36,9 @@ HALF_M, HALF_N = TILE_M // 2, TILE_N // 2
 GROUP_M = 16
 """Tile rows walked together; 4, 8 and 16 are within 1% of each other at Llama shapes."""
 
+TERMS = 8192
+"""Terms of one output's sum that a program adds up, or more: some 80 us on an H200."""
+
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 """Per thread: 128 for the accumulator and room for the epilogue; the producer only counts."""
 
@@ -51,7 +54,7 @@ def walk(index, tiles_m, tiles_n, GROUP: gl.constexpr):
 @gluon.jit
 def produce(
     left_desc, right_desc, left_ring, right_ring, full, empty, M, N, K,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, PROGRAMS: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     TILE_M: gl.constexpr = 2 * left_desc.block_shape[0]
     TILE_N: gl.constexpr = right_desc.block_shape[0]
@@ -60,7 +63,7 @@ def produce(
     tiles_n = gl.cdiv(N, TILE_N)
     steps = gl.cdiv(K, TILE_K)
     count = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, PROGRAMS):
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = walk(tile, tiles_m, tiles_n, GROUP)
         for step in range(steps):
             slot = count % STAGES
@@ -123,7 +126,7 @@ def _consume(
     PART: gl.constexpr, out_desc, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
     left_ring, right_ring, stagings, full, empty, arrivals, M, N, K,
     LEFT_ROWS: gl.constexpr, RIGHT_ROWS: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, PROGRAMS: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     TILE_M: gl.constexpr = 2 * left_ring.shape[1]
     TILE_N: gl.constexpr = right_ring.shape[1]
@@ -137,7 +140,7 @@ def _consume(
     staging = stagings.index(PART)
     arrived = arrivals.index(PART)
     count = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, PROGRAMS):
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = walk(tile, tiles_m, tiles_n, GROUP)
         acc = gl.zeros((TILE_M // 2, TILE_N), gl.float32, layout)
         slot = count % STAGES
@@ -177,7 +180,7 @@ def _consume(
 def gemm_hopper_kernel(
     left_desc, right_desc, out_desc, left_amax_ptr, right_amax_ptr, bias_ptr, numerator, M, N, K,
     LEFT_ROWS: gl.constexpr, RIGHT_ROWS: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, PROGRAMS: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = left_desc.block_shape[0]
@@ -199,15 +202,15 @@ def gemm_hopper_kernel(
         (_consume, (
             0, out_desc, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
             left_ring, right_ring, stagings, full, empty, arrivals, M, N, K,
-            LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES, PROGRAMS,
+            LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES,
         )),
         (_consume, (
             1, out_desc, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
             left_ring, right_ring, stagings, full, empty, arrivals, M, N, K,
-            LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES, PROGRAMS,
+            LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES,
         )),
         (produce, (
-            left_desc, right_desc, left_ring, right_ring, full, empty, M, N, K, GROUP, STAGES, PROGRAMS,
+            left_desc, right_desc, left_ring, right_ring, full, empty, M, N, K, GROUP, STAGES,
         )),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
@@ -239,14 +242,23 @@ class Descriptor(TensorDescriptor):
         pass
 
 
+def programs_for(tiles: int, k: int, multiprocessors: int) -> int:
+    """Programs whose tiles have :data:`TERMS` terms together, or one tile each; at least one per multiprocessor.
+
+    While another kernel, such as a collective, has some multiprocessors, programs wait for them, and few tiles with
+    each. A program costs the time to fill its ring.
+    """
+    return max(min(tiles, multiprocessors), -(-tiles // -(-TERMS // max(k, 1))))
+
+
 def add_hopper(draft: Draft, product: Product, multiprocessors: int) -> None:
     """Multiply matrices that are aligned for the copy engine, none of them empty."""
     m, n, k = product.shape
-    programs = min(multiprocessors, -(-m // TILE_M) * -(-n // TILE_N))
+    programs = programs_for(-(-m // TILE_M) * -(-n // TILE_N), k, multiprocessors)
     draft.step(
         gemm_hopper_kernel, programs, block(product.left, LEFT_BLOCK), block(product.right, RIGHT_BLOCK),
         block(product.out, OUT_BLOCK), *product.scales, m, n, k, *product.flags, GROUP_M,
-        stages_for(product.out.facts.dtype), programs, PRODUCER_REGISTERS, CONSUMER_REGISTERS, num_warps=4,
+        stages_for(product.out.facts.dtype), PRODUCER_REGISTERS, CONSUMER_REGISTERS, num_warps=4,
     )  # fmt: skip
 
 

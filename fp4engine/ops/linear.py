@@ -22,7 +22,7 @@ from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import is_plain
 from fp4engine.ops.rng import rank_bits
 
-MOST_HELD = 16 << 20
+MOST_HELD = 64 << 20
 """Bytes of values that one launch may hold longer than single operations would."""
 
 Gradients = tuple[Tensor | None, Tensor | None]
