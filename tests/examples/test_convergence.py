@@ -4,14 +4,17 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from convergence import report, results, run, sources, tensors, training
+from convergence import report, results, run, sources, tensors, together, training
 from convergence.studies import BASELINE, HIGH_PRECISION, PRESETS, STUDIES, SWITCH_AT, VARIANTS, variants_of
-from convergence.training import thinned, train
+from convergence.together import Limits, Outcome, Run, Together
+from convergence.training import Feed, Training, thinned
 from fp4engine.formats import CastSpec, Rotation, RoundingMode, Signs
 from fp4engine.recipe import Recipe, zoo
 from fp4engine.roles import QuantizerRole
@@ -40,13 +43,26 @@ def corpus(texts: Path) -> Corpus:
     return load_corpus(str(texts), SMALL.sequence + 1, torch.device("cpu"))
 
 
-NOWHERE = Path("nowhere")
+def train(runs: list[Run], corpus: Corpus, folder: Path, at_once: int = 1, deadline: float = math.inf) -> list[Outcome]:
+    """What is told of the runs, as they are trained in this process."""
+    told: list[Outcome] = []
+    waiting = list(reversed(runs))
+    limits = Limits(runs[0].settings.steps, at_once, deadline)
+    Together(corpus, folder, folder / "scratch", limits, told.append).train(lambda _: waiting.pop() if waiting else None)
+    return told
+
+
+def rows(run: Run, folder: Path) -> list[dict[str, Any]]:
+    """Of a finished run, without its header."""
+    return [json.loads(line) for line in run.path(folder).read_text().splitlines()[1:]]
 
 
 def losses(settings: Settings, variant: str, corpus: Corpus) -> list[float]:
-    rows = train(settings, variant, corpus, lambda steps: None, NOWHERE)
-    assert rows is not None
-    return [row["loss"] for row in rows if "loss" in row]
+    training = Training(settings, variant, Feed(corpus))
+    while not training.has_ended:
+        training.train_step()
+        training.settle()
+    return training.losses.values.tolist()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -89,9 +105,9 @@ def test_kept_blocks_are_as_many_first_as_last() -> None:
 def test_runs_are_planned_once_and_in_order() -> None:
     runs = run.planned(["noise", "switch"], SMALL, seeds=2)
     assert len(set(runs)) == len(runs)
-    assert [r.variant for r in runs[:3]] == list(STUDIES["noise"].variants)
+    assert [r.variant for r in runs[:6:2]] == list(STUDIES["noise"].variants)
     variants = {*variants_of(STUDIES["noise"]), *variants_of(STUDIES["switch"])}
-    assert [r.settings.seed for r in runs] == [0] * len(variants) + [1] * len(variants)
+    assert [r.settings.seed for r in runs] == [0, 1] * len(variants)
     few = run.planned(["noise", "switch"], SMALL, seeds=2, variants=[BASELINE])
     assert [(r.variant, r.settings.seed) for r in few] == [(BASELINE, 0), (BASELINE, 1)]
 
@@ -118,29 +134,57 @@ def test_delayed_scaling_trains(corpus: Corpus) -> None:
     assert all(map(math.isfinite, losses(SMALL, "FP8 delayed", corpus)))
 
 
+def test_runs_beside_each_other_leave_the_bytes_of_each_alone(corpus: Corpus, tmp_path: Path) -> None:
+    """Three recipes that draw, one of them begun when another has ended; two of one recipe under other seeds."""
+    settings = dataclasses.replace(SMALL, evaluate_every=3)
+    variants = ("nvfp4", "TetraJet-v2", "nvfp4, other draws", BASELINE)
+    runs = [Run(settings, variant) for variant in variants]
+    runs.append(Run(dataclasses.replace(settings, seed=1), "nvfp4"))
+    train(runs, corpus, tmp_path / "together", at_once=2)
+    for one in runs:
+        train([one], corpus, tmp_path / "alone")
+        assert rows(one, tmp_path / "together") == rows(one, tmp_path / "alone")
+
+
 def assert_continues(
-    settings: Settings, variant: str, corpus: Corpus, folder: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, variants: list[str], corpus: Corpus, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that is stopped three times, once before it begins, leaves the rows of one that is not."""
-    steps: list[int] = []
-    whole = train(settings, variant, corpus, steps.append, NOWHERE)
-    assert whole is not None and sum(steps) == settings.steps
-    rows = None
-    for stop in (0, 4, 3, 1000):
-        clock = iter(range(-1, 1000))  # a second per step
+    """Runs that are stopped three times, once before they begin, leave the rows of ones that are not."""
+    runs = [Run(settings, variant) for variant in variants]
+    told = train(runs, corpus, folder / "whole", at_once=2)
+    assert sum(outcome.steps for outcome in told) == len(runs) * settings.steps
+    steps = 0
+    for stop in (0, 6, 4, 1000):
+        clock = iter(range(-1, 10000))
         with monkeypatch.context() as patch:
-            patch.setattr(training.time, "time", lambda clock=clock: next(clock))
-            rows = train(settings, variant, corpus, lambda steps: None, folder, stop)
-        assert (rows is None) == (stop < 1000)
-    assert rows is not None and rows[1:] == whole[1:]
-    assert not NOWHERE.exists()
+            patch.setattr(together.time, "time", lambda clock=clock: next(clock))
+            told = train(runs, corpus, folder / "parts", at_once=2, deadline=stop)
+        steps += sum(outcome.steps for outcome in told)
+        assert [one.path(folder / "parts").exists() for one in runs] == [stop == 1000] * len(runs)
+    assert steps == len(runs) * settings.steps
+    for one in runs:
+        assert rows(one, folder / "parts") == rows(one, folder / "whole")
+    assert not list((folder / "parts" / "scratch").glob("unfinished/*"))
 
 
-@pytest.mark.parametrize("variant", ["nvfp4", "forward to bf16 at 82%", "FP8 delayed"])
-def test_a_stopped_run_continues_bit_for_bit(
-    variant: str, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_continues(dataclasses.replace(SMALL, evaluate_every=3), variant, corpus, tmp_path / "run", monkeypatch)
+def test_stopped_runs_continue_bit_for_bit(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = dataclasses.replace(SMALL, evaluate_every=3)
+    variants = ["nvfp4", "forward to bf16 at 82%", "FP8 delayed"]
+    assert_continues(settings, variants[:2], corpus, tmp_path / "a", monkeypatch)
+    assert_continues(settings, variants[1:], corpus, tmp_path / "b", monkeypatch)
+
+
+def test_nothing_is_begun_that_would_not_end_in_time(corpus: Corpus, tmp_path: Path) -> None:
+    limits = Limits(steps=100, at_once=4, deadline=1000.0, only_whole=True)
+    crew = Together(corpus, tmp_path, tmp_path, limits, lambda outcome: None)
+    crew.limits = dataclasses.replace(limits, deadline=together.time.time() + 1000)
+    assert crew._would_end()
+    crew.live[Run(SMALL, BASELINE)] = Training(SMALL, BASELINE, crew.feed)
+    assert not crew._would_end()  # nobody knows yet how long a step takes
+    crew.pace = 1.0
+    assert crew._would_end()
+    crew.pace = 1000 / (100 + SMALL.steps)  # what is under way takes its share of the time
+    assert not crew._would_end()
 
 
 def test_where_a_stopped_run_waits_depends_on_all_that_it_is(tmp_path: Path) -> None:
@@ -150,9 +194,11 @@ def test_where_a_stopped_run_waits_depends_on_all_that_it_is(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_compiled_model_trains(corpus: Corpus) -> None:
-    compiled = losses(dataclasses.replace(SMALL, compile=True), "nvfp4", corpus)
-    assert compiled == pytest.approx(losses(SMALL, "nvfp4", corpus), rel=0.01)
+def test_fused_pieces_train_every_recipe_and_are_compiled_once(corpus: Corpus) -> None:
+    compiled = dataclasses.replace(SMALL, compile=True)
+    assert losses(compiled, "nvfp4", corpus) == pytest.approx(losses(SMALL, "nvfp4", corpus), rel=0.01)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert losses(compiled, "MXFP8", corpus) == pytest.approx(losses(SMALL, "MXFP8", corpus), rel=0.01)
 
 
 @pytest.fixture
@@ -178,12 +224,14 @@ def test_a_replayed_step_is_the_eager_step(variant: str, corpus: Corpus, monkeyp
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("variant", ["nvfp4", "FP8 delayed"])
-def test_a_stopped_run_continues_on_a_gpu(
-    variant: str, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_runs_beside_each_other_stop_and_continue_on_a_gpu(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_gpu = Corpus(corpus.training.cuda(), corpus.validation.cuda(), corpus.digest)
-    assert_continues(ON_GPU, variant, on_gpu, tmp_path / "run", monkeypatch)
+    monkeypatch.setattr(together, "STEPS_PER_LOOK", 2)
+    assert_continues(ON_GPU, ["nvfp4", "TetraJet-v2"], on_gpu, tmp_path / "run", monkeypatch)
+    train([Run(ON_GPU, "nvfp4")], on_gpu, tmp_path / "alone")
+    assert rows(Run(ON_GPU, "nvfp4"), tmp_path / "alone") == rows(Run(ON_GPU, "nvfp4"), tmp_path / "run" / "whole")
 
 
 def test_thinned_losses_are_means_at_the_end_of_their_share() -> None:
@@ -193,7 +241,7 @@ def test_thinned_losses_are_means_at_the_end_of_their_share() -> None:
 
 
 def options(texts: Path, folder: Path, *more: str) -> list[str]:
-    common = ["--preset=tiny", "--device=cpu", "--tokens=2048", "--seeds=1", "--workers=1"]
+    common = ["--preset=tiny", "--device=cpu", "--tokens=2048", "--seeds=1"]
     return [*common, f"--data={texts}", f"--results={folder}", f"--scratch={folder / 'scratch'}", *more]
 
 
@@ -216,26 +264,40 @@ def test_the_command_trains_once_and_then_only_reports(
     assert "move it away" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["noise", "--seeds=0"], ["noise", "--tokens=0"]])
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["noise", "--seeds=0"], ["noise", "--tokens=0"], ["noise", "--at-once=0"]])
 def test_the_command_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main([*arguments, "--device=cpu"]) == 2
     assert capsys.readouterr().err.startswith("run: ")
 
 
 def test_stopping_early_begins_nothing(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["noise", *options(texts, tmp_path / "results", "--stop-after=0")]) == 0
+    assert run.main(["noise", *options(texts, tmp_path / "results", "--seconds=0")]) == 0
     out = capsys.readouterr().out
     assert "3 runs are left, 0 of them begun" in out
     assert "Not run: bf16; nvfp4; nvfp4, other draws." in out
 
 
-def test_workers_are_dealt_out_to_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_waits_until_its_variant_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5")
     assert run.gpus() == ["2", "GPU-5"]
-    seen: list[str] = []
-    monkeypatch.setattr(run.Lanes, "_lane", lambda lanes, index: seen.append(lanes.gpus[index % len(lanes.gpus)]))
-    run.Lanes(3, "cuda", tmp_path)
-    assert seen == ["2", "GPU-5", "2"]
+    submitted: list[tuple[str, Future[None]]] = []
+
+    class Pool:
+        def __init__(self, jobs: int, context: object, initializer: object, arguments: tuple[str]) -> None:
+            self.gpu = arguments[0]
+
+        def submit(self, work: object, settings: Settings, variant: str) -> Future[None]:
+            submitted.append((f"{variant} on {self.gpu}", Future()))
+            return submitted[-1][1]
+
+    monkeypatch.setattr(run, "ProcessPoolExecutor", Pool)
+    dealer = run.GpuDealer(run.planned(["board"], SMALL, 2, [BASELINE, "nvfp4", "MXFP8"]), compilers=1)
+    assert [name for name, _ in submitted] == ["nvfp4 on 2", "MXFP8 on GPU-5"]
+    assert [str(dealer.take()) for _ in range(3)] == ["bf16, seed 0", "bf16, seed 1", "None"]
+    submitted[1][1].set_result(None)
+    assert str(dealer.take()) == "MXFP8, seed 0"
+    submitted[0][1].set_exception(RuntimeError())  # the run itself will tell
+    assert [str(dealer.take()) for _ in range(4)] == ["nvfp4, seed 0", "nvfp4, seed 1", "MXFP8, seed 1", "None"]
 
 
 @pytest.mark.slow
