@@ -3,6 +3,7 @@
 Two rows differ if the mean over seeds of their paired difference is at least twice its standard error.
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 
 from convergence.gaps import Results, differences, gaps
-from convergence.studies import BASELINE, BOARD, STUDIES, VARIANTS, variants_of
+from convergence.studies import BOARD, STUDIES, VARIANTS, variants_of
 from fp4engine.recipe import zoo
 from gpt.settings import Settings
 
@@ -33,6 +34,8 @@ class Estimate(NamedTuple):
     error: float | None
 
     def __str__(self) -> str:
+        if not math.isfinite(self.mean):
+            return "diverged"
         return f"{self.mean:+.2f}" + ("" if self.error is None else f" ± {self.error:.2f}")
 
     @property
@@ -67,7 +70,7 @@ def places(found: Results) -> list[Place]:
     means = {variant: estimate(list(gaps(found, variant).values())) for variant in found if gaps(found, variant)}
     order = sorted(means, key=lambda variant: (not math.isfinite(means[variant].mean), means[variant].mean))
     rows: list[Place] = []
-    for variant, after in zip(order, [*order[1:], None], strict=True):
+    for variant, after in itertools.zip_longest(order, order[1:]):
         shared = differences(found, after, variant) if after is not None else {}
         runs = found[variant].values()
         commits = tuple(sorted({run.header.get("commit", "unknown") for run in runs}))
@@ -94,14 +97,9 @@ def source(variant: str) -> str:
 
 
 def table(found: Results) -> str:
-    """The leaderboard as Markdown, below the baseline."""
+    """The leaderboard as Markdown, with the baseline at its place."""
     lines = ["| | recipe | seeds | loss | gap to bf16 (%) | to the next | step | saved | from | commit |"]
     lines.append("| ---: | --- | ---: | ---: | ---: | --- | ---: | ---: | --- | --- |")
-    if BASELINE in found:
-        runs = found[BASELINE].values()
-        commits = ", ".join(sorted({run.header.get("commit", "unknown") for run in runs}))
-        loss = statistics.fmean(run.loss for run in runs)
-        lines.append(f"| | {BASELINE} | {len(runs)} | {loss:.4f} | 0 | | 1 | 1 | `nn.Linear` | {commits} |")
     for number, place in enumerate(places(found), start=1):
         step, saved = costs(VARIANTS[place.variant].row)
         cells = (str(number), place.variant, str(place.seeds), f"{place.loss:.4f}", str(place.gap))
@@ -117,6 +115,8 @@ def table(found: Results) -> str:
 def verdict(to_next: Estimate | None) -> str:
     if to_next is None:
         return ""
+    if not math.isfinite(to_next.mean):
+        return str(to_next)
     if to_next.error is None:
         return "one seed: not told apart"
     return f"tie ({to_next})" if to_next.is_tie else str(to_next)

@@ -27,23 +27,25 @@ def write(studies: Sequence[str], settings: Settings, seeds: int, folder: Path, 
         InputError: runs of one preset were trained on different data, or `target` has no place for them.
     """
     beside = folder if target is None else Path(os.path.relpath(folder, target.parent))
-    sections = [command(studies, settings, seeds)]
+    sections: list[str] = []
+    compiled = False
     for name in studies:
         found = load(STUDIES[name], settings, seeds, folder)
         picture = Path(settings.preset) / f"{name}.png"
         if found:
             draw(name, found, settings, folder / picture)
+        compiled |= any(run.header.get("compile") for of_variant in found.values() for run in of_variant.values())
         sections.append(section(settings, name, found, beside / picture))
-    text = "\n".join(sections)
+    text = "\n".join([command(studies, settings, seeds, compiled), *sections])
     if target is not None:
         insert(text, settings.preset, target)
     return text
 
 
-def command(studies: Sequence[str], settings: Settings, seeds: int) -> str:
+def command(studies: Sequence[str], settings: Settings, seeds: int, compiled: bool) -> str:
     tokens = "" if settings.tokens == PRESETS[settings.preset].tokens else f" --tokens {settings.tokens}"
-    compiled = " --compile" if settings.compile else ""
-    arguments = f"{' '.join(studies)} --preset {settings.preset} --seeds {seeds}{tokens}{compiled}"
+    fused = " --compile" if compiled else ""
+    arguments = f"{' '.join(studies)} --preset {settings.preset} --seeds {seeds}{tokens}{fused}"
     return f"```bash\npython examples/convergence/run.py {arguments}\n```\n"
 
 

@@ -16,6 +16,7 @@ import shlex
 import sys
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -52,6 +53,7 @@ class Dealer:
         self.waiting = list(runs)
         self.stopped = 0
         self.failed: dict[Run, str] = {}
+        self.broken: list[str] = []
         self.bar = tqdm(total=sum(run.settings.steps for run in runs), unit="step", disable=None)
 
     def is_ready(self, run: Run) -> bool:
@@ -77,7 +79,7 @@ class Dealer:
         """Say what is left.
 
         Raises:
-            InputError: some runs failed; the others are finished and saved.
+            InputError: some runs failed, or whole processes; the others are finished and saved.
         """
         self.bar.close()
         if self.waiting or self.stopped:
@@ -87,16 +89,29 @@ class Dealer:
             print(f"\n{run} failed:", *text.splitlines()[-TRACEBACK_LINES:], sep="\n    ", file=sys.stderr)
         if self.failed:
             raise InputError(f"{len(self.failed)} runs failed: {'; '.join(map(str, self.failed))}")
+        if self.broken:
+            raise InputError(f"processes failed, as said above: {', '.join(self.broken)}")
 
 
 class GpuDealer(Dealer):
-    """Deals to one process per GPU. A variant is ready as soon as other processes have compiled its kernels."""
+    """Deals to one process per GPU. A variant is ready as soon as other processes have compiled its kernels.
 
-    def __init__(self, runs: list[Run], compilers: int) -> None:
+    The processes compile what all runs share while the data is read.
+    """
+
+    def __init__(self, runs: list[Run], compilers: int, folder: Path, scratch: Path, limits: Limits) -> None:
         super().__init__(runs)
-        self.context = torch.multiprocessing.get_context("spawn")
-        self.gpus = gpus()
-        self.pools = [ProcessPoolExecutor(compilers, self.context, begin_process, (gpu,)) for gpu in self.gpus]
+        self.deadline = limits.deadline
+        context = torch.multiprocessing.get_context("spawn")
+        self.processes: dict[Connection, BaseProcess] = {}
+        for gpu in gpus():
+            here, there = context.Pipe()
+            arguments = (gpu, there, runs[0].settings, folder, scratch, limits)
+            process = context.Process(target=train_on, args=arguments, name=f"GPU {gpu}")
+            process.start()
+            there.close()  # so that the end of the process is the end of the connection
+            self.processes[here] = process
+        self.pools = [ProcessPoolExecutor(compilers, context, begin_process, (gpu,)) for gpu in gpus()]
         self.compiled: dict[str, Future[None]] = {}
         for run in runs:
             if run.variant not in self.compiled and run.variant != BASELINE:  # which has no kernels of ours
@@ -107,15 +122,11 @@ class GpuDealer(Dealer):
     def is_ready(self, run: Run) -> bool:
         return run.variant not in self.compiled or self.compiled[run.variant].done()
 
-    def deal(self, corpus: Path, folder: Path, scratch: Path, limits: Limits) -> None:
+    def deal(self, corpus: Path) -> None:
         """Until every process has ended."""
-        processes: dict[Connection, BaseProcess] = {}
-        for gpu in self.gpus:
-            here, there = self.context.Pipe()
-            process = self.context.Process(target=train_on, args=(gpu, there, corpus, folder, scratch, limits))
-            process.start()
-            there.close()  # so that the end of the process is the end of the connection
-            processes[here] = process
+        processes = self.processes
+        for connection in processes:
+            self._send(connection, corpus)
         held: dict[Connection, set[Run]] = {connection: set() for connection in processes}
         asking: dict[Connection, bool] = {}
         while processes:
@@ -124,7 +135,10 @@ class GpuDealer(Dealer):
                 try:
                     message: Any = connection.recv()
                 except EOFError:
-                    processes.pop(connection).join()
+                    process = processes.pop(connection)
+                    process.join()
+                    if process.exitcode:
+                        self.broken.append(process.name)
                     asking.pop(connection, None)
                     for run in held.pop(connection):
                         self.tell(Outcome("failed", run, traceback="the process of its GPU has ended"))
@@ -136,14 +150,19 @@ class GpuDealer(Dealer):
                     asking[connection] = message
             for connection, waits in list(asking.items()):
                 run = self.take()
-                if run is None and waits and self.waiting and time.time() < limits.deadline:
+                if run is None and waits and self.waiting and time.time() < self.deadline:
                     continue  # until something is compiled
                 del asking[connection]
                 if run is not None:
                     held[connection].add(run)
-                connection.send(run)
-        for pool in self.pools:
-            pool.shutdown(wait=False, cancel_futures=True)
+                self._send(connection, run)
+            if not processes or all(done.done() for done in self.compiled.values()):
+                for pool in self.pools:
+                    pool.shutdown(wait=False, cancel_futures=True)  # which frees its memory on the GPU
+
+    def _send(self, connection: Connection, what: Path | Run | None) -> None:
+        with suppress(BrokenPipeError):  # the end of a process is seen where it is received from
+            connection.send(what)
 
 
 def begin_process(gpu: str | None = None) -> None:
@@ -155,15 +174,16 @@ def begin_process(gpu: str | None = None) -> None:
     compute_repeatably()
 
 
-def train_on(gpu: str, dealer: Connection, corpus: Path, folder: Path, scratch: Path, limits: Limits) -> None:
-    """What the process of a GPU does: ask for runs, and send what becomes of them."""
+def train_on(gpu: str, dealer: Connection, like: Settings, folder: Path, scratch: Path, limits: Limits) -> None:
+    """What the process of a GPU does: compile what all runs share, ask for runs, and send what becomes of them."""
 
     def take(waits: bool) -> Run | None:
         dealer.send(waits)
         return dealer.recv()
 
     begin_process(gpu)
-    Together(sources.load(corpus, "cuda"), folder, scratch, limits, dealer.send).train(take)
+    warm_up(like, BASELINE)
+    Together(sources.load(dealer.recv(), like.device), folder, scratch, limits, dealer.send).train(take)
 
 
 def gpus() -> list[str]:
@@ -225,10 +245,11 @@ def train_missing(arguments: argparse.Namespace, settings: Settings) -> None:
         return
     on_gpu = settings.device == "cuda"
     limits = Limits(settings.steps, arguments.at_once or (AT_ONCE if on_gpu else 1), deadline, arguments.only_whole)
-    dealer = GpuDealer(missing, arguments.compilers or compilers_per_gpu()) if on_gpu else Dealer(missing)
+    compilers = arguments.compilers or compilers_per_gpu()
+    dealer = GpuDealer(missing, compilers, folder, scratch, limits) if on_gpu else Dealer(missing)
     corpus = sources.prepare(arguments.data, settings.sequence + 1, scratch)
     if isinstance(dealer, GpuDealer):
-        dealer.deal(corpus, folder, scratch, limits)
+        dealer.deal(corpus)
     else:
         begin_process()
         Together(sources.load(corpus, "cpu"), folder, scratch, limits, dealer.tell).train(dealer.take)
@@ -236,7 +257,7 @@ def train_missing(arguments: argparse.Namespace, settings: Settings) -> None:
 
 
 def compilers_per_gpu() -> int:
-    return max(1, min(MOST_COMPILERS, len(os.sched_getaffinity(0)) // len(gpus()) - 2))
+    return max(1, min(MOST_COMPILERS, len(os.sched_getaffinity(0)) // max(1, len(gpus())) - 2))
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -143,7 +143,7 @@ ABLATION = "arXiv 2509.25149, an ablation of the default"
 FOUR_OVER_SIX = {"nvfp4_4over6": "all", "nvfp4_4over6_err_mode": "MSE"}
 
 VARIANTS = {
-    BASELINE: always(HIGH_PRECISION),
+    BASELINE: book("high_precision"),
     "nvfp4": book("nvfp4"),
     "nvfp4, other draws": Variant(lambda settings: DEFAULT, draws=1_000_003),
     "forward to bf16 at 82%": late_switch(zoo.make("high_precision_forward_nvfp4_backward")),

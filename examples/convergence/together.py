@@ -22,7 +22,7 @@ STEPS_PER_LOOK = 20
 PACE_MEMORY = 0.8
 """Weight of what is known when the seconds of a step are measured once more."""
 
-MARGIN = 1.05
+MARGIN = 1.1
 """A run is begun if it would end in time even so much slower than expected."""
 
 
@@ -147,7 +147,8 @@ class Together:
 
 
 def warm_up(settings: Settings, variant: str) -> None:
-    """Compile the kernels of a variant, on bytes that mean nothing, into the cache on disk."""
+    """Compile the kernels of a variant, on bytes that mean nothing: for this process, and into the cache on disk."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(256, (2**16,), generator=generator, dtype=torch.uint8).to(settings.device)
     Training(settings, variant, Feed(Corpus(noise, noise, ""))).warm_up()
+    torch.cuda.empty_cache()

@@ -76,7 +76,7 @@ class Record:
         self._places = torch.arange(room, device=device)
 
     def append(self, value: Tensor) -> None:
-        self.values.masked_fill_(self._places == self.at, value)
+        self.values.copy_(torch.where(self._places == self.at, value, self.values))
         self.at.add_(1)
 
     def set(self, values: list[float]) -> None:

@@ -32,7 +32,7 @@ def split_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tens
     """[batch, length, 3 * width] to query, key (both rotated by their position) and value, [batch, heads, length, -1]."""
     batch, length, width = qkv.shape
     query, key, value = qkv.view(batch, length, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4)
-    return rotate(query, cos, sin), rotate(key, cos, sin), value
+    return rotate(query, cos, sin), rotate(key, cos, sin), value.contiguous()  # a view would be added up by itself
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:

@@ -3,15 +3,17 @@
 import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from convergence import report, results, run, sources, tensors, together, training
+from convergence import gaps, leaderboard, report, results, run, sources, tensors, together, training
 from convergence.studies import BASELINE, HIGH_PRECISION, PRESETS, STUDIES, SWITCH_AT, VARIANTS, variants_of
 from convergence.together import Limits, Outcome, Run, Together
 from convergence.training import Feed, Training, thinned
@@ -41,6 +43,13 @@ def texts(tmp_path: Path) -> Path:
 @pytest.fixture
 def corpus(texts: Path) -> Corpus:
     return load_corpus(str(texts), SMALL.sequence + 1, torch.device("cpu"))
+
+
+NOWHERE = Path("nowhere")
+
+
+def pipe() -> tuple[MagicMock, MagicMock]:
+    return MagicMock(), MagicMock()
 
 
 def train(runs: list[Run], corpus: Corpus, folder: Path, at_once: int = 1, deadline: float = math.inf) -> list[Outcome]:
@@ -291,13 +300,85 @@ def test_a_run_waits_until_its_variant_is_compiled(monkeypatch: pytest.MonkeyPat
             return submitted[-1][1]
 
     monkeypatch.setattr(run, "ProcessPoolExecutor", Pool)
-    dealer = run.GpuDealer(run.planned(["board"], SMALL, 2, [BASELINE, "nvfp4", "MXFP8"]), compilers=1)
+    monkeypatch.setattr(run.torch.multiprocessing, "get_context", lambda method: MagicMock(Pipe=pipe))
+    runs = run.planned(["board"], SMALL, 2, [BASELINE, "nvfp4", "MXFP8"])
+    dealer = run.GpuDealer(runs, 1, NOWHERE, NOWHERE, Limits(SMALL.steps))
     assert [name for name, _ in submitted] == ["nvfp4 on 2", "MXFP8 on GPU-5"]
     assert [str(dealer.take()) for _ in range(3)] == ["bf16, seed 0", "bf16, seed 1", "None"]
     submitted[1][1].set_result(None)
     assert str(dealer.take()) == "MXFP8, seed 0"
     submitted[0][1].set_exception(RuntimeError())  # the run itself will tell
     assert [str(dealer.take()) for _ in range(4)] == ["nvfp4, seed 0", "nvfp4, seed 1", "MXFP8, seed 1", "None"]
+
+
+@pytest.mark.slow
+def test_processes_share_the_runs_and_one_that_ends_is_told(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on two GPUs, but that these processes compute on the CPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    settings = dataclasses.replace(SMALL, sequence=64, batch=128, tokens=16_384)
+    runs = run.planned(["noise"], settings, 2, [BASELINE, "nvfp4"])
+    data = sources.prepare(str(texts), settings.sequence + 1, tmp_path / "scratch")
+    dealer = run.GpuDealer(runs, 1, tmp_path, tmp_path / "scratch", Limits(settings.steps, at_once=2))
+    dealer.deal(data)
+    dealer.close()
+    assert all(one.path(tmp_path).exists() for one in runs)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    dealer = run.GpuDealer(runs[:1], 1, tmp_path, tmp_path / "scratch", Limits(settings.steps))
+    dealer.deal(tmp_path / "no data")
+    with pytest.raises(InputError, match="processes failed, as said above: GPU 1"):
+        dealer.close()
+
+
+def test_the_board_names_ties_and_puts_what_diverged_last(tmp_path: Path) -> None:
+    losses = {
+        BASELINE: (1.0, 1.0, 1.0),
+        "MXFP8": (1.001, 0.999, 1.002),
+        "nvfp4": (1.0400, 1.0410, 1.0420),
+        "no RHT": (1.0401, 1.0409, 1.0424),
+        "no SR": (1.05, 1.051, 1.052),
+        "MXFP4": (math.nan,),
+        "Quartet II": (1.02,),
+    }
+    for variant, of_seeds in losses.items():
+        for seed, loss in enumerate(of_seeds):
+            saved(tmp_path, variant, seed, loss)
+    found = gaps.load(STUDIES["board"], SMALL, 3, tmp_path)
+    rows = leaderboard.places(found)
+    assert [row.variant for row in rows] == [BASELINE, "MXFP8", "Quartet II", "nvfp4", "no RHT", "no SR", "MXFP4"]
+    assert [leaderboard.verdict(row.to_next) for row in rows] == [
+        "tie (+0.07 ± 0.09)", "one seed: not told apart", "one seed: not told apart", "tie (+0.01 ± 0.01)",
+        "+0.99 ± 0.01", "diverged", "",
+    ]  # fmt: skip
+    assert rows[3].gap.mean == pytest.approx(4.1) and rows[3].gap.error == pytest.approx(0.1 / math.sqrt(3))
+    text = report.write(["board"], SMALL, 3, tmp_path)
+    step, bytes_saved = leaderboard.costs("nvfp4")
+    assert f"| 4 | nvfp4 | 3 | 1.0410 | +4.10 ± 0.06 | tie (+0.01 ± 0.01) | {step} | {bytes_saved} | `nvfp4`: " in text
+    assert "| 7 | MXFP4 | 1 | nan | diverged | " in text
+    assert (tmp_path / "tiny" / "board.png").exists() and "Not run: nvfp4 + 4/6; " in text
+
+
+def test_every_row_of_the_board_says_where_it_is_from() -> None:
+    assert all(leaderboard.source(variant) for variant in variants_of(STUDIES["board"]))
+
+
+def test_the_page_holds_expectations_and_the_tables_of_the_rows_under_version_control(tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "leaderboard.md"
+    page.parent.mkdir()
+    shutil.copy(run.ROOT / "docs" / "leaderboard.md", page)
+    expected = page.read_text().index("## Expected, written down before the runs")
+    assert expected < page.read_text().index("## Results")
+    shutil.copytree(run.RESULTS, tmp_path / "benchmarks" / "results" / "convergence")
+    for preset in ("3m", "10m"):
+        report.write(["board"], PRESETS[preset], 3, tmp_path / "benchmarks" / "results" / "convergence", page)
+    assert page.read_text() == (run.ROOT / "docs" / "leaderboard.md").read_text()
+
+
+def test_the_board_is_one_command(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--variants", BASELINE, "nvfp4", "nvfp4 + 4/6", "--seeds=2", "--at-once=3"]
+    assert run.main(["board", *options(texts, tmp_path), *few]) == 0
+    assert capsys.readouterr().out.count("| 2 |") == 3 + 1  # a place, and seeds of three rows
 
 
 @pytest.mark.slow
