@@ -16,6 +16,7 @@ from convergence.gaps import Results, differences, gaps, load
 from convergence.studies import BASELINE, BOARD, PRESETS, STUDIES, Study, variants_of
 from gpt.settings import InputError, Settings
 
+
 def write(studies: Sequence[str], settings: Settings, seeds: int, folder: Path, target: Path | None = None) -> str:
     """The command that trains the studies at one preset, and their tables, as Markdown; pictures go below `folder`.
 

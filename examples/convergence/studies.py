@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from fp4engine.formats import RoundingMode
 from fp4engine.recipe import (
     Casts,
-    DelayedScaling,
-    Float8CurrentScaling,
     LinearRecipe,
     NVFP4BlockScaling,
     Recipe,

@@ -1,5 +1,6 @@
-"""Several runs in one process on one device, a step of each in turn, so that kernels of one fill the gaps of another."""
+"""Several runs in one process on one device, a step of each in turn: kernels of one fill the gaps of another."""
 
+import gc
 import math
 import shutil
 import time
@@ -135,6 +136,7 @@ class Together:
 
     def _finish(self, run: Run) -> None:
         results.save(run.path(self.folder), self.live.pop(run).rows())
+        gc.collect()  # frees the memory of its graphs now, and not while another is captured
         shutil.rmtree(self._waiting_place(run), ignore_errors=True)
         self.tell(Outcome("finished", run))
 

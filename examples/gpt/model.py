@@ -29,7 +29,7 @@ def add_norm(x: Tensor, change: Tensor | None, weight: Tensor, dtype: torch.dtyp
 
 
 def split_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[batch, length, 3 * width] to query, key (both rotated by their position) and value, [batch, heads, length, -1]."""
+    """[batch, length, 3 * width] to query and key, rotated by position, and value: [batch, heads, length, -1]."""
     batch, length, width = qkv.shape
     query, key, value = qkv.view(batch, length, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4)
     return rotate(query, cos, sin), rotate(key, cos, sin), value.contiguous()  # a view would be added up by itself
@@ -56,9 +56,11 @@ class Pieces:
 
 @cache
 def fused() -> Pieces:
-    """Every piece compiled, by configurations that do not depend on how fast they are, so that bytes can be repeated."""
+    """Every piece compiled, into kernels that no measurement of speed chose, so that bytes can be repeated."""
     torch._inductor.config.deterministic = True
-    return Pieces(*map(partial(torch.compile, fullgraph=True, dynamic=False), (add_norm, split_heads, gated, cross_entropy)))
+    return Pieces(
+        *map(partial(torch.compile, fullgraph=True, dynamic=False), (add_norm, split_heads, gated, cross_entropy))
+    )
 
 
 class GPT(nn.Module):

@@ -99,8 +99,8 @@ class RandomStream:
             loss.backward()
 
     While it is in force, every thread draws from it, that of a backward pass too, and :func:`manual_seed`,
-    :func:`get_rng_state` and :func:`set_rng_state` speak of it. A CUDA graph that is captured meanwhile draws from it in
-    every replay, whatever is in force by then. So models that one process trains in turn draw what each would alone.
+    :func:`get_rng_state` and :func:`set_rng_state` speak of it. A CUDA graph that is captured meanwhile draws from it
+    in every replay, whatever is in force by then. So models that one process trains in turn draw what each would alone.
 
     Args:
         seed: any integer; its low 64 bits are the Philox key.

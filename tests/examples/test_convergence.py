@@ -57,7 +57,8 @@ def train(runs: list[Run], corpus: Corpus, folder: Path, at_once: int = 1, deadl
     told: list[Outcome] = []
     waiting = list(reversed(runs))
     limits = Limits(runs[0].settings.steps, at_once, deadline)
-    Together(corpus, folder, folder / "scratch", limits, told.append).train(lambda _: waiting.pop() if waiting else None)
+    crew = Together(corpus, folder, folder / "scratch", limits, told.append)
+    crew.train(lambda _: waiting.pop() if waiting else None)
     return told
 
 
@@ -273,7 +274,9 @@ def test_the_command_trains_once_and_then_only_reports(
     assert "move it away" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["noise", "--seeds=0"], ["noise", "--tokens=0"], ["noise", "--at-once=0"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["nonsense"], ["noise", "--seeds=0"], ["noise", "--tokens=0"], ["noise", "--at-once=0"]]
+)
 def test_the_command_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main([*arguments, "--device=cpu"]) == 2
     assert capsys.readouterr().err.startswith("run: ")
