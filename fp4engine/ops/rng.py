@@ -92,7 +92,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 class RandomStream:
-    """A random stream beside the process's own: a seed, and draws of every device that nothing else advances.
+    """A random stream beside the process's own: a seed, and draws of every device that nothing else advances::
 
         stream = fp4engine.RandomStream(seed)
         with stream.in_force():
@@ -136,9 +136,10 @@ class RandomStream:
         with _lock:
             self._is_in_force = not self._is_in_force
             outside = dict(_states), dict(_pending), list(_seed)
-            for ours, theirs in ((_states, self._states), (_pending, self._pending)):
-                ours.clear()
-                ours.update(theirs)
+            _states.clear()
+            _states.update(self._states)
+            _pending.clear()
+            _pending.update(self._pending)
             _seed[:] = self._seed
             self._states, self._pending, self._seed = outside
 
