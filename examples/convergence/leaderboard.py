@@ -112,6 +112,14 @@ def table(found: Results) -> str:
     return "\n".join(shown)
 
 
+def ship(found: Results, preset: str, path: Path) -> None:
+    """Tell `fp4engine recipes` the gaps of the recipe book's rows at a preset; nothing where there are none."""
+    rows = {VARIANTS[place.variant].row: str(place.gap) for place in places(found) if VARIANTS[place.variant].row}
+    if rows:
+        known = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**known, preset: rows}, indent=1, ensure_ascii=False) + "\n")
+
+
 def verdict(to_next: Estimate | None) -> str:
     if to_next is None:
         return ""

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from convergence import results, sources
-from convergence.studies import BASELINE, PRESETS, STUDIES, VARIANTS, variants_of
+from convergence.studies import BASELINE, BOARD, PRESETS, STUDIES, VARIANTS, variants_of
 from convergence.together import Limits, Outcome, Run, Together, warm_up
 from gpt.settings import InputError, Settings
 from gpt.training import compute_repeatably
@@ -42,6 +42,9 @@ MOST_COMPILERS = 12
 """Processes per GPU that compile kernels beforehand, each of which holds a model on the GPU."""
 
 POLL_SECONDS = 0.2
+LINE_SECONDS = 20.0
+"""At least so long between two lines about the pace where the output is no terminal, which gets a bar."""
+
 TRACEBACK_LINES = 15
 
 
@@ -54,6 +57,7 @@ class Dealer:
         self.stopped = 0
         self.failed: dict[Run, str] = {}
         self.broken: list[str] = []
+        self.told, self.steps = self.begin, 0
         self.bar = tqdm(total=sum(run.settings.steps for run in runs), unit="step", disable=None)
 
     def is_ready(self, run: Run) -> bool:
@@ -68,6 +72,12 @@ class Dealer:
 
     def tell(self, outcome: Outcome) -> None:
         self.bar.update(outcome.steps)
+        self.steps += outcome.steps
+        if self.bar.disable and (seconds := time.time() - self.told) >= LINE_SECONDS:
+            print(
+                f"{time.time() - self.begin:6.0f} s  {1000 * seconds / max(1, self.steps):.2f} ms per step", flush=True
+            )
+            self.told, self.steps = time.time(), 0
         if outcome.run is None:
             return
         self.stopped += outcome.kind == "stopped"
@@ -277,10 +287,15 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def publish(arguments: argparse.Namespace, settings: Settings) -> None:
-    from convergence import report  # here, because every worker imports this file, and matplotlib takes its time
+    # Here, because every process imports this file, and matplotlib takes its time.
+    from convergence import gaps, leaderboard, report
+    from fp4engine.cli.recipes import LEADERBOARD
 
     target = Path(arguments.report) if arguments.report else None
     text = report.write(arguments.studies, settings, arguments.seeds, arguments.results, target)
+    if target is not None and BOARD in arguments.studies:
+        found = gaps.load(STUDIES[BOARD], settings, arguments.seeds, arguments.results)
+        leaderboard.ship(found, settings.preset, LEADERBOARD)
     if target is None:
         print(f"\n{text}")
 

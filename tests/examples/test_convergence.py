@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -17,6 +18,8 @@ from convergence import gaps, leaderboard, report, results, run, sources, tensor
 from convergence.studies import BASELINE, HIGH_PRECISION, PRESETS, STUDIES, SWITCH_AT, VARIANTS, variants_of
 from convergence.together import Limits, Outcome, Run, Together
 from convergence.training import Feed, Training, thinned
+from fp4engine import cli
+from fp4engine.cli import recipes
 from fp4engine.formats import CastSpec, Rotation, RoundingMode, Signs
 from fp4engine.recipe import Recipe, zoo
 from fp4engine.roles import QuantizerRole
@@ -373,9 +376,32 @@ def test_the_page_holds_expectations_and_the_tables_of_the_rows_under_version_co
     expected = page.read_text().index("## Expected, written down before the runs")
     assert expected < page.read_text().index("## Results")
     shutil.copytree(run.RESULTS, tmp_path / "benchmarks" / "results" / "convergence")
+    shipped = tmp_path / "leaderboard.json"
     for preset in ("3m", "10m"):
-        report.write(["board"], PRESETS[preset], 3, tmp_path / "benchmarks" / "results" / "convergence", page)
+        folder = tmp_path / "benchmarks" / "results" / "convergence"
+        report.write(["board"], PRESETS[preset], 3, folder, page)
+        leaderboard.ship(gaps.load(STUDIES["board"], PRESETS[preset], 3, folder), preset, shipped)
     assert page.read_text() == (run.ROOT / "docs" / "leaderboard.md").read_text()
+    assert shipped.exists() == recipes.LEADERBOARD.exists()
+    assert not shipped.exists() or json.loads(shipped.read_text()) == json.loads(recipes.LEADERBOARD.read_text())
+
+
+def test_the_command_line_prints_the_gaps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recipes, "LEADERBOARD", tmp_path / "leaderboard.json")
+    assert cli.main(["recipes"]) == 0
+    assert capsys.readouterr().out.startswith("high_precision")
+    for seed in range(2):
+        saved(tmp_path, BASELINE, seed, 1.0)
+        saved(tmp_path, "nvfp4", seed, 1.04 + 0.01 * seed)
+        saved(tmp_path, "no SR", seed, 1.05)
+    leaderboard.ship(gaps.load(STUDIES["board"], SMALL, 3, tmp_path), "3m", recipes.LEADERBOARD)
+    assert cli.main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["3m"]
+    assert any(re.match(r"nvfp4 +\+4\.50 ± 0\.50  arXiv 2509", line) for line in lines)
+    assert any(re.match(r"quartet2  +arXiv", line) for line in lines)
 
 
 def test_the_board_is_one_command(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
