@@ -35,8 +35,8 @@ from gpt.training import compute_repeatably
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "convergence"
 SCRATCH = ROOT / "runs" / "convergence"
-AT_ONCE = 6
-"""Models trained at the same time on each GPU."""
+AT_ONCE = 3
+"""Models trained at the same time on each GPU: enough to fill gaps, few enough to leave something in its cache."""
 
 MOST_COMPILERS = 12
 """Processes per GPU that compile kernels beforehand, each of which holds a model on the GPU."""
@@ -74,9 +74,8 @@ class Dealer:
         self.bar.update(outcome.steps)
         self.steps += outcome.steps
         if self.bar.disable and (seconds := time.time() - self.told) >= LINE_SECONDS:
-            print(
-                f"{time.time() - self.begin:6.0f} s  {1000 * seconds / max(1, self.steps):.2f} ms per step", flush=True
-            )
+            pace = 1000 * seconds / max(1, self.steps)
+            print(f"{time.time() - self.begin:6.0f} s  {pace:.2f} ms per step", flush=True)
             self.told, self.steps = time.time(), 0
         if outcome.run is None:
             return
