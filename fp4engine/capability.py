@@ -60,6 +60,12 @@ def fp8_units(device: torch.device) -> tuple[bool, str]:
 
 
 @cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether ``device`` is an H100, an H200 or another GPU of compute capability 9."""
+    return device.type == "cuda" and not _by_amd(device) and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
 def fp4_units(device: torch.device) -> tuple[bool, str]:
     """Whether ``device`` has FP4 tensor cores, and which."""
     if device.type != "cuda":

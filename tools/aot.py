@@ -40,6 +40,7 @@ from fp4engine.kernels.blocks import (
     block_cast_kernel,
     fold_sums_kernel,
     tile_rows,
+    warps_for,
 )
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.cast_fp8 import TILE_K, TILE_M, Grid, cast_fp8_kernel
@@ -104,11 +105,16 @@ NO_PROLOGUE = dict.fromkeys(("statistics_ptr", "gamma_ptr", "beta_ptr", "y_ptr",
 FP8 = CastSpec(E4M3, (0, 0), FP32, scale_bound=1.0, target=E4M3.max_value)
 BF8 = CastSpec(E5M2, (0, 0), FP32, scale_bound=1.0, target=E5M2.max_value)
 FP8_CASTS = (("E4M3 row+col", FP8, FP8), ("E5M2 rowwise", BF8, None), ("E4M3 row, E5M2 col", FP8, BF8))
+NO_FACTORS = {
+    f"{side}_{name}": None for side in ("row", "col") for name in ("other_ptr", "numerator", "alpha_ptr", "one_ptr")
+}
 GIVEN = {"row_whole_ptr": None, "col_whole_ptr": None, "PARTS": FEW_PARTS}
 """Constants of a cast whose amaxes are there, and not in parts."""
 POINTERS = {
     "row_amax_ptr": "*fp32", "col_amax_ptr": "*fp32", "amax_ptr": "*fp32", "rng_ptr": "*i64", "codes_ptr": "*u8",
     "row_whole_ptr": "*fp32", "col_whole_ptr": "*fp32", "row_parts_ptr": "*fp32", "col_parts_ptr": "*fp32",
+    "row_other_ptr": "*fp32", "col_other_ptr": "*fp32", "row_alpha_ptr": "*fp32", "col_alpha_ptr": "*fp32",
+    "row_one_ptr": "*fp32", "col_one_ptr": "*fp32", "row_numerator": "fp32", "col_numerator": "fp32",
     "left_amax_ptr": "*fp32", "right_amax_ptr": "*fp32", "alpha_ptr": "*fp32", "one_ptr": "*fp32", "state_ptr": "*i64",
     "other_codes_ptr": "*u8", "other_scale_ptr": "*u8", "other_out_ptr": "*bf16",
     "row_out_ptr": "*u8", "col_out_ptr": "*u8", "row_scale_ptr": "*u8", "col_scale_ptr": "*u8", "scale_ptr": "*u8",
@@ -147,7 +153,9 @@ def compile_for(kernel: Any, target: GPUTarget, constants: dict[str, Any], dtype
         if signature[n].startswith("*") or (n in ALIGNED and signature[n] != "constexpr")
     ]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    warps = 8 if kernel in (block_amax_kernel, block_cast_kernel) else 4
+    warps = 8 if kernel is block_amax_kernel else 4
+    if kernel is block_cast_kernel:
+        warps = warps_for(constants["TILE_R"])
     options = {"num_warps": warps, "enable_fp_fusion": False}
     return triton.compile(source, target=target, options=options)
 
@@ -168,7 +176,8 @@ def block_cases(name: str, spec: CastSpec, side: int, form: str) -> list[tuple[s
     nothing = {argument: None for argument, is_absent in absent.items() if is_absent}
     table = [(f"{name} {form}", block_cast_kernel, cast | stride | parts | nothing, "bf16")]
     if per_tensor and not aligned:
-        table.append((f"{name} amax", block_amax_kernel, cast | stride, "bf16"))
+        amax_tile = {"TILE_R": tile_rows(spec, of_amax=True)}
+        table.append((f"{name} amax", block_amax_kernel, cast | stride | amax_tile, "bf16"))
     if aligned:
         table.append((f"{name} scales", align_kernel, cast | {"BLOCK": SCALES_PER_PROGRAM}, "bf16"))
     if form == "codes":
@@ -214,8 +223,10 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     for name, row, col in FP8_CASTS:
         sides = {"ROW": row and Grid.of(row), "COL": col and Grid.of(col), "TILE_M": TILE_M, "TILE_K": TILE_K}
         shared = {"SHARED": True, "col_whole_ptr": None, "PARTS": MOST_PARTS}
-        table.append((f"cast {name}, one amax", cast_fp8_kernel, sides | shared, "bf16"))
-        table.append((f"cast {name}, amaxes given", cast_fp8_kernel, sides | GIVEN | {"SHARED": False}, "bf16"))
+        table.append((f"cast {name}, one amax", cast_fp8_kernel, NO_FACTORS | sides | shared, "bf16"))
+        table.append((f"cast {name}, factors", cast_fp8_kernel, sides | shared, "bf16"))
+        given = NO_FACTORS | sides | GIVEN | {"SHARED": False}
+        table.append((f"cast {name}, amaxes given", cast_fp8_kernel, given, "bf16"))
     for name, row, col, output, dtype in GROUPED_CASTS:
         tile_m, tile_k = tile_shape(row and Side.of(row, output, 0), col and Side.of(col, output, 1))
         tile = {"TILE_M": tile_m, "TILE_K": tile_k, "GROUPS": 16}
@@ -239,8 +250,10 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     for name, absent in (("decode", alone), ("decode both operands", {})):
         table.append((name, decode_kernel, absent | {"PER_PROGRAM": BLOCKS}, "bf16"))
     table.append(("draw", draw_kernel, {}, "bf16"))
-    for choice in ("", "max", "most_recent", "given"):
-        table.append((f"record amax {choice}", record_kernel, {"CHOICE": choice, "ROOM": 1024}, "bf16"))
+    for choice, parts in (("", 0), ("max", FEW_PARTS), ("max", MOST_PARTS), ("most_recent", MOST_PARTS), ("given", 0)):
+        record = {"CHOICE": choice, "ROOM": 1024, "PARTS": parts}
+        table.append((f"record amax {choice}, {parts} parts", record_kernel, record, "bf16"))
+    table.append(("recall amax", record_kernel, record | {"values_ptr": None, "CHOICE": ""}, "bf16"))
     table.append(("factor", factor_kernel, {}, "bf16"))
     table.append(("clear", clear_kernel, {"BLOCK": CLEARED}, "bf16"))
     table.append(("swizzle", swizzle_kernel, {"TILES": COL_TILES}, "bf16"))

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, nn
 
 import fp4engine
+from convergence.fused import FusedGPT
 from convergence.results import of_settings
 from convergence.studies import HIGH_PRECISION, VARIANTS
 from fp4engine.recipe import Recipe
 from gpt import checkpoint
 from gpt.data import Corpus, windows
 from gpt.files import write_atomically
-from gpt.model import GPT, Pieces, fused
+from gpt.model import GPT
 from gpt.settings import Settings
 from gpt.training import LARGEST_GRADIENT_NORM, VALIDATION_BATCHES, learning_rate, make_optimizer
 
@@ -111,8 +112,8 @@ class Training:
         self.graphs: dict[tuple[str, Recipe], torch.cuda.CUDAGraph] = {}
         with self.alone():
             torch.manual_seed(settings.seed)
-            pieces = fused() if settings.compile else Pieces()
-            self.model = GPT(settings.layers, settings.width, settings.sequence, pieces).to(self.device)
+            kind = FusedGPT if settings.compile else GPT
+            self.model = kind(settings.layers, settings.width, settings.sequence).to(self.device)
             fp4engine.convert(self.model, keep_high_precision=settings.keep_high_precision)
             self.optimizer = make_optimizer(self.model)
             rates = [learning_rate(step, settings) for step in range(settings.steps)]

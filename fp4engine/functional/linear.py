@@ -208,7 +208,10 @@ class LinearFunction(torch.autograd.Function):
         statistics = None
         ctx.at_once = _at_once(x, weight, call)
         if ctx.at_once is not None:
-            output, kept = ctx.at_once.forward(as_matrix(x), weight, bias, call.needs_dgrad, call.needs_wgrad)
+            memories = None
+            if plan.is_stateful:
+                memories = plan.input.recall(x.device), plan.weight.recall(x.device)
+            output, kept = ctx.at_once.forward(as_matrix(x), weight, bias, call.needs_dgrad, call.needs_wgrad, memories)
             inp_kept, weight_kept = kept
             call.record("fprop", 2 * x.numel() * weight.shape[0])
         else:
@@ -245,7 +248,8 @@ class LinearFunction(torch.autograd.Function):
             rng = ops.next_draw(grad_output.device) if plan.draws_in_backward else None
             if ctx.at_once is not None:
                 kept, dtypes = (saved.inp, saved.weight), (call.dtype, ctx.weight_dtype)
-                grad_input, grad_weight = ctx.at_once.backward(grad_output, kept, rng, dtypes)
+                memory = plan.grad_output.recall(grad_output.device) if plan.is_stateful else None
+                grad_input, grad_weight = ctx.at_once.backward(grad_output, kept, rng, dtypes, memory)
                 flops = 2 * grad_output.numel() * ctx.inp_shape[-1]
                 if needs_dgrad:
                     call.record("dgrad", flops)

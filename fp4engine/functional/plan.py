@@ -130,9 +130,9 @@ def _gemm_formats(plan: LinearPlan) -> dict[GemmName, str]:
 
 def _casts(plan: LinearPlan) -> Casts | None:
     roles = (plan.input, plan.weight, plan.grad_output)
-    if plan.backward_override is not None or plan.draws_in_forward or plan.is_stateful:
+    if plan.backward_override is not None or plan.draws_in_forward:
         return None
-    if any(quantizer.columnwise_source != "original" or not quantizer.only_casts for quantizer in roles):
+    if any(quantizer.columnwise_source != "original" or not quantizer.is_composable for quantizer in roles):
         return None
     if any(quantizer.backend != plan.backend for quantizer in roles):
         return None
@@ -141,7 +141,7 @@ def _casts(plan: LinearPlan) -> Casts | None:
         return None
     streams = plan.input.stream, plan.weight.stream, plan.grad_output.stream
     fprop, dgrad, wgrad = (gemm in plan.fast_accumulation for gemm in GEMMS)
-    return Casts(inp, weight, grad_output, streams, plan.backend, (fprop, dgrad, wgrad))
+    return Casts(inp, weight, grad_output, streams, plan.backend, (fprop, dgrad, wgrad), plan.is_stateful)
 
 
 def _keys(quantizer: Quantizer) -> tuple[str, str] | None:

@@ -45,6 +45,7 @@ from fp4engine.kernels.encode import (
     in_the_whole,
     outer_encode_scale,
     philox,
+    quotient,
     random_words,
     reciprocal,
     round_bf16,
@@ -418,12 +419,22 @@ def decode_tile(codes, CAST: tl.constexpr):
 
 
 @triton.jit
+def x_hat(codes, decode_scale, outer_amax, CAST: tl.constexpr, HARDWARE: tl.constexpr):
+    """What a tile of codes stands for; ``value * A`` is divided as :func:`quotient` says."""
+    value = decode_tile(codes, CAST) * decode_scale[:, :, None] * outer_amax[:, :, None]
+    amaxes = tl.reshape(outer_amax, [outer_amax.numel])
+    if (tl.min(amaxes) > 2.0**-80) & (tl.max(amaxes) < 2.0**116):
+        return quotient(value, CAST.numerator, True, HARDWARE)
+    else:
+        return quotient(value, CAST.numerator, False, HARDWARE)
+
+
+@triton.jit
 def candidate(x, scale, outer_amax, outer_scale, random, CAST: tl.constexpr, HARDWARE: tl.constexpr):
     """Stored scale, its value, codes and the block's error, of one unrounded block scale under 4over6."""
     stored, decode_scale, encode_scale = e4m3_scale(scale, outer_scale, HARDWARE)
     codes = encode_tile(x * encode_scale[:, :, None], random, CAST)
-    value = decode_tile(codes, CAST) * decode_scale[:, :, None] * outer_amax[:, :, None]
-    difference = tl.div_rn(value, tl.zeros_like(value) + CAST.numerator) - x
+    difference = x_hat(codes, decode_scale, outer_amax, CAST, HARDWARE) - x
     error = left_to_right(difference * difference if CAST.rule == "4over6_mse" else tl.abs(difference))
     if CAST.height > 1:
         error = sum_tile_rows(error, CAST.height)
@@ -690,10 +701,14 @@ class Target(NamedTuple):
     scale_inv: Place | None
 
 
-def tile_rows(spec: CastSpec) -> int:
-    """Rows of a tile: fewer where sums in FP64 or two candidates take registers."""
-    heavy = spec.correction is not Correction.NONE or spec.scale_rule.is_four_over_six
-    return max(spec.block[0], 32 if heavy else 64)
+def tile_rows(spec: CastSpec, of_amax: bool = False) -> int:
+    """Rows of a cast's tile, or of that of its amax: a program keeps what it casts in registers, with 16 rows best."""
+    return max(spec.block[0], 64 if of_amax else 16)
+
+
+def warps_for(rows: int) -> int:
+    """Warps of a program whose tile has so many rows."""
+    return 4 if rows <= 32 else 8
 
 
 def as_bytes(scale_inv: torch.Tensor) -> torch.Tensor:
@@ -727,8 +742,8 @@ def add_cast(draft: Draft, x: Facts, place: Place, target: Target, rng: Place | 
             room = FEW_PARTS if parts <= FEW_PARTS else MOST_PARTS
             amax = draft.scratch((max(parts, 1),), torch.float32)
         draft.step(
-            block_amax_kernel, programs, place, amax, rng, rows, cols, *x.strides, stream, cast, *tile, hardware,
-            num_warps=8,
+            block_amax_kernel, programs, place, amax, rng, rows, cols, *x.strides, stream, cast,
+            tile_rows(spec, of_amax=True), TILE_C, hardware, num_warps=8,
         )  # fmt: skip
     sums = largest = None
     unaligned: Place | None = None
@@ -744,7 +759,7 @@ def add_cast(draft: Draft, x: Facts, place: Place, target: Target, rng: Place | 
     codes = draft.scratch((rows, width // 2), torch.uint8) if aligned and target.form == "values" else target.data
     draft.step(
         block_cast_kernel, max(tiles, 1), place, None if aligned else amax, whole, codes, scales, sums, largest, rng,
-        rows, cols, *x.strides, width, stream, parts, room, cast, *tile, hardware, num_warps=8,
+        rows, cols, *x.strides, width, stream, parts, room, cast, *tile, hardware, num_warps=warps_for(tile[0]),
     )  # fmt: skip
     if unaligned:
         _add_alignment(draft, target, cast, rows, width, unaligned, largest, codes, rng, stream)

@@ -14,17 +14,17 @@ from fp4engine.kernels.encode import (
     E2M1,
     E4M3_NAN,
     block_amax,
-    decoded,
     element_encode_scale,
     even_code,
-    from_bits,
     from_e4m3,
     in_the_whole,
+    magnitude,
     outer_encode_scale,
     pack_even,
     pack_native,
     pack_stochastic,
     pack_values,
+    quotient,
     random_bits,
     random_words,
     reciprocal,
@@ -117,12 +117,15 @@ def tile_sum(e, OUTER: tl.constexpr, INNER: tl.constexpr):
 
 @triton.jit
 def products_stay_normal(outer_amax, SIDE: tl.constexpr, dtype: tl.constexpr):
-    """True if no ``x * enc`` but 0 itself rounds to 0, so that :func:`scale_elements` may fuse.
+    """True if no product of a cast but 0 itself rounds to 0, so that they may be computed in fewer steps.
 
-    ``enc >= numerator / (448 A)``, and ``enc >= 2^-16`` keeps products of BF16 values (2^-133 or more) above 2^-149.
+    ``enc >= numerator / (448 A)``, and ``enc >= 2^-16`` keeps products of BF16 values (2^-133 or more) above 2^-149:
+    :func:`scale_elements` may fuse. Under 4over6 what is divided is 0 or at least ``2^-10 A``, see :func:`quotient`.
     """
-    if dtype == tl.float32 or SIDE.per_row or SIDE.error is not None:
+    if dtype == tl.float32 or SIDE.per_row:
         return False
+    elif SIDE.error is not None:
+        return (outer_amax < 64.0 * SIDE.numerator) & (outer_amax > 2.0**-80)
     else:
         return outer_amax < 64.0 * SIDE.numerator
 
@@ -166,12 +169,12 @@ def pack_elements(v, codes, scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def candidate_error(x, v, codes, scale, outer_amax, SIDE: tl.constexpr):
-    """Sum over the block, left to right, of ``|x_hat - x|`` or its square."""
+def candidate_error(x, codes, scale, outer_amax, SIDE: tl.constexpr, FUSED: tl.constexpr, HARDWARE: tl.constexpr):
+    """Sum over the block, left to right, of ``|x_hat - x|`` or its square; both have one sign, which is left out."""
     total = tl.zeros_like(scale)
     for i in tl.static_range(16):
-        value = from_bits(decoded(codes[i], v[i], scale, SIDE.random_bits > 0)) * outer_amax
-        difference = tl.div_rn(value, tl.zeros_like(value) + SIDE.numerator) - x[i]
+        value = magnitude(codes[i], SIDE.random_bits > 0) * scale * outer_amax
+        difference = quotient(value, SIDE.numerator, FUSED, HARDWARE) - tl.abs(x[i])
         if SIDE.error == "mse":
             total = total + difference * difference
         else:
@@ -200,8 +203,8 @@ def four_over_six(
     base = tl.div_rn(amax, tl.zeros_like(amax) + SIDE.target) * outer_scale
     scale6, value6, v6, codes6 = candidate(x, base, outer_scale, random, low_random, SIDE, FUSED, HARDWARE)
     scale4, value4, v4, codes4 = candidate(x, base * 1.5, outer_scale, random, low_random, SIDE, FUSED, HARDWARE)
-    error6 = candidate_error(x, v6, codes6, value6, outer_amax, SIDE)
-    error4 = candidate_error(x, v4, codes4, value4, outer_amax, SIDE)
+    error6 = candidate_error(x, codes6, value6, outer_amax, SIDE, FUSED, HARDWARE)
+    error4 = candidate_error(x, codes4, value4, outer_amax, SIDE, FUSED, HARDWARE)
     if SIDE.tiled:
         error6 = tl.reshape(tile_sum(error6, OUTER, INNER), amax.shape)
         error4 = tl.reshape(tile_sum(error4, OUTER, INNER), amax.shape)

@@ -6,7 +6,7 @@ Legend: x is [M, K]; rowwise codes [M, padded K], columnwise codes [K, padded M]
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,6 +16,7 @@ from fp4engine.formats import E4M3, E5M2, CastSpec, Outer, RoundingMode
 from fp4engine.kernels.amax import Maxima, add_amax, add_zeros, largest_part
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.encode import outer_encode_scale, to_bits
+from fp4engine.kernels.factor import Factor, store_factor
 from fp4engine.kernels.launch import Draft, Place
 from fp4engine.kernels.load import Reading
 
@@ -84,8 +85,17 @@ def load_amax(amax_ptr, whole_ptr, parts, PARTS: tl.constexpr):
 
 
 @triton.jit
+def note_factor(amax, other_amax_ptr, numerator, alpha_ptr, one_ptr):
+    """The first program writes the factor of a side's product, where somebody asks for it."""
+    if alpha_ptr is not None:
+        if tl.program_id(0) == 0:
+            store_factor(amax, other_amax_ptr, numerator, alpha_ptr, one_ptr)
+
+
+@triton.jit
 def cast_fp8_kernel(
-    x_ptr, row_amax_ptr, row_whole_ptr, row_ptr, col_amax_ptr, col_whole_ptr, col_ptr,
+    x_ptr, row_amax_ptr, row_whole_ptr, row_ptr, row_other_ptr, row_numerator, row_alpha_ptr, row_one_ptr,
+    col_amax_ptr, col_whole_ptr, col_ptr, col_other_ptr, col_numerator, col_alpha_ptr, col_one_ptr,
     M, K, stride_m, stride_k, row_width, col_width, tiles_k, parts,
     PARTS: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, SHARED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
@@ -93,6 +103,7 @@ def cast_fp8_kernel(
     """Tile ``pid`` of the padded matrix, tiles counted along K first.
 
     ``*_amax_ptr``: a side's outer amax; or, where ``*_whole_ptr`` is given, its parts, and the amax is written there.
+    ``*_alpha_ptr``: where the factor of a side's product with the operand of amax ``*_other_ptr`` goes, or None.
     ``SHARED``: the amax is the same for both sides; ``col_amax_ptr`` is not read.
     """
     row = (tl.program_id(0) // tiles_k) * TILE_M + tl.arange(0, TILE_M)[:, None]
@@ -101,14 +112,18 @@ def cast_fp8_kernel(
     x = tl.load(x_ptr + offsets, mask=(row < M) & (col < K), other=0.0).to(tl.float32)
     if ROW is not None:
         amax = load_amax(row_amax_ptr, row_whole_ptr, parts, PARTS)
+        note_factor(amax, row_other_ptr, row_numerator, row_alpha_ptr, row_one_ptr)
         code = encode_fp8(x, outer_encode_scale(amax, ROW.numerator), ROW)
-        tl.store(row_ptr + (row.to(tl.int64) * row_width + col), code, mask=(row < M) & (col < row_width))
+        codes = row_ptr.to(tl.pointer_type(tl.uint8))
+        tl.store(codes + (row.to(tl.int64) * row_width + col), code, mask=(row < M) & (col < row_width))
     if COL is not None:
         if ROW is None or not SHARED:
             amax = load_amax(col_amax_ptr, col_whole_ptr, parts, PARTS)
+        note_factor(amax, col_other_ptr, col_numerator, col_alpha_ptr, col_one_ptr)
         if ROW is None or COL != ROW or not SHARED:
             code = encode_fp8(x, outer_encode_scale(amax, COL.numerator), COL)
-        target = col_ptr + (tl.trans(col).to(tl.int64) * col_width + tl.trans(row))
+        codes = col_ptr.to(tl.pointer_type(tl.uint8))
+        target = codes + (tl.trans(col).to(tl.int64) * col_width + tl.trans(row))
         tl.store(target, tl.trans(code), mask=tl.trans((row < col_width) & (col < K)))
 
 
@@ -120,7 +135,7 @@ def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
         (spec.block == (0, 0), f"block={spec.block}"),
         (spec.outer is Outer.TENSOR, f"outer={spec.outer.value}"),
         (spec.rounding is RoundingMode.EVEN, f"rounding={spec.rounding.value}"),
-        (spec.target == spec.element.max_value, f"target={spec.target}"),
+        (spec.target == spec.element.max_value or not spec.scale_rule.is_power_of_two, f"target={spec.target}"),
         (spec.rotation is None, f"rotation={spec.rotation}"),
     )
     for covered, what in checks:
@@ -136,38 +151,45 @@ class Target(NamedTuple):
         spec: what :func:`supports`.
         amax: of the tensor: given, or to be written.
         is_given: whether ``amax`` is there already.
-        data: codes.
+        data: codes, as bytes or as PyTorch's FP8.
+        factor: of the product of this operand and one that is there already; None writes none.
     """
 
     spec: CastSpec
     amax: Place
     is_given: bool
     data: Place
+    factor: Factor | None = None
+
+
+def add_largest(draft: Draft, reading: Reading) -> Maxima:
+    """Take the largest magnitude of a matrix; of an empty one that is zero."""
+    if 0 in reading.shape:
+        zero = draft.scratch((1,), torch.float32)
+        add_zeros(draft, [zero, None], [1, 0])
+        return Maxima(zero, None, 1)
+    source = reading if not reading.x.is_column_major else reading._replace(x=reading.x.transposed)
+    return add_amax(draft, source, Side.of(CastSpec(), "codes", 0), None, (None, None))
 
 
 def add_cast(draft: Draft, reading: Reading, row: Target | None, col: Target | None) -> None:
     """Cast the sides that have a target; the largest magnitude of x, the same for both, is taken if one lacks it."""
     rows, cols = reading.shape
-    missing = [target for target in (row, col) if target is not None and not target.is_given]
+    is_missing = any(target is not None and not target.is_given for target in (row, col))
+    maxima = add_largest(draft, reading) if is_missing else Maxima(None, None, 0)
     shared = row is not None and col is not None and row.amax == col.amax
-    parts: Place | None = None
-    maxima = Maxima(None, None, 0)
-    if missing and 0 in reading.shape:
-        add_zeros(draft, [missing[0].amax, missing[-1].amax], [1, 1])
-    elif missing:
-        source = reading if not reading.x.is_column_major else reading._replace(x=reading.x.transposed)
-        maxima = add_amax(draft, source, Side.of(CastSpec(), "codes", 0), None, (None, None))
-        parts = maxima.row
     row_width = row.spec.padded_cols(cols) if row else 0
     col_width = col.spec.padded_cols(rows) if col else 0
-    tiles_k = triton.cdiv(max(cols, row_width), TILE_K)
-    tiles = tiles_k * triton.cdiv(max(rows, col_width), TILE_M) if rows and cols else 0
-    targets: list[Place | None] = []
+    tiles_k = max(triton.cdiv(max(cols, row_width), TILE_K), 1)
+    tiles = tiles_k * max(triton.cdiv(max(rows, col_width), TILE_M), 1)  # one writes amax and factor of an empty matrix
+    targets: list[Any] = []
     for target in (row, col):
-        given = target is not None and target.is_given
-        targets += [target.amax if target and given else parts if target else None]
-        whole = None if target is None or given or (shared and target is col) else target.amax
-        targets += [whole, target.data if target else None]
+        if target is None:
+            targets += [None] * 7
+            continue
+        whole = None if target.is_given or (shared and target is col) else target.amax
+        targets += [target.amax if target.is_given else maxima.row, whole, target.data]
+        targets += target.factor or [None] * 4
     draft.step(
         cast_fp8_kernel, tiles, reading.place, *targets, rows, cols, *reading.x.strides, row_width, col_width, tiles_k,
         maxima.parts, maxima.room, Grid.of(row.spec) if row else None, Grid.of(col.spec) if col else None,

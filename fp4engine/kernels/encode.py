@@ -233,6 +233,20 @@ def reciprocal(x, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def quotient(x, DIVISOR: tl.constexpr, FAST: tl.constexpr, HARDWARE: tl.constexpr):
+    """``fl(x / DIVISOR)``; ``FAST`` promises that every x is 0 or at least 2^-100, and finite.
+
+    Then a product by the rounded reciprocal and one step of correction (Markstein, IBM J. Res. Dev. 34, 1990) give
+    what a division gives, in three instructions instead of ten and a branch. The interpreter fuses nothing.
+    """
+    if FAST and PAIRS & HARDWARE:
+        q = x * (1.0 / DIVISOR)
+        return tl.fma(tl.fma(q, -DIVISOR, x), 1.0 / DIVISOR, q)
+    else:
+        return tl.div_rn(x, tl.zeros_like(x) + DIVISOR)
+
+
+@triton.jit
 def element_encode_scale(scale, outer_decode_scale, HARDWARE: tl.constexpr):
     """``enc = min(1 / (s * S_dec), FLT_MAX)``."""
     return tl.minimum(reciprocal(scale * outer_decode_scale, HARDWARE), FLT_MAX, propagate_nan=NAN)
@@ -362,13 +376,18 @@ def pack_native(v, first: tl.constexpr):
 
 
 @triton.jit
-def decoded(code, v, scale, STOCHASTIC: tl.constexpr):
-    """Bits of the FP32 value ``e2m1(code) * scale`` with the sign of ``v``."""
+def magnitude(code, STOCHASTIC: tl.constexpr):
+    """FP32 value of a magnitude code as :func:`stochastic_code` or :func:`even_code` gives it."""
     exponent_and_mantissa = (code >> 6) & 0x01C00000 if STOCHASTIC else code << 22
     y = from_bits(exponent_and_mantissa + 0x3F000000)
     # y is right from 1 up; below, 2 y - 1 turns 1/2, 3/4 into 0, 1/2.
-    magnitude = tl.minimum(y, 2.0 * y - 1.0) * scale
-    return to_bits(magnitude) | (to_bits(v) & 0x80000000)
+    return tl.minimum(y, 2.0 * y - 1.0)
+
+
+@triton.jit
+def decoded(code, v, scale, STOCHASTIC: tl.constexpr):
+    """Bits of the FP32 value ``e2m1(code) * scale`` with the sign of ``v``."""
+    return to_bits(magnitude(code, STOCHASTIC) * scale) | (to_bits(v) & 0x80000000)
 
 
 @triton.jit

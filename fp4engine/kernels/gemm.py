@@ -18,9 +18,9 @@ Kernels with one epilogue, fastest first; :func:`gemm` takes the first that fits
 """
 
 import logging
-from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -318,14 +318,15 @@ def choose_tiles(m: int, n: int, multiprocessors: int, hopper: bool) -> Tiles:
 
 
 @cache
-def _hopper() -> Callable[..., None] | None:
-    """What adds the sm_90 kernel to a draft; None, said once, under a Triton whose experimental Gluon has moved on."""
-    try:
-        from fp4engine.kernels.gemm_hopper import add_hopper
-    except ImportError as error:
-        logging.getLogger("fp4engine").warning("the sm_90 GEMM needs another Gluon (%s); a slower one runs", error)
+def gluon_kernel(module: str, device: torch.device) -> Any:
+    """The module of a kernel for sm_90; None elsewhere, and, said once, if Triton's experimental Gluon has moved on."""
+    if capability_of(device)[0] != 9:
         return None
-    return add_hopper
+    try:
+        return import_module(f"fp4engine.kernels.{module}")
+    except ImportError as error:
+        logging.getLogger("fp4engine").warning("%s needs another Gluon (%s); a slower kernel runs", module, error)
+        return None
 
 
 def stages_for(tiles: Tiles, capability: int) -> int:
@@ -352,10 +353,10 @@ def _add_copied(draft: Draft, product: Product) -> None:
     if parts > 1:
         stages = stages_for(_TMA_TILES[0], 10 * major + minor)
         return gemm_split.add_split(draft, product, parts, num_warps=4, num_stages=stages)
-    hopper = _hopper() if aligned and major == 9 else None
+    hopper = gluon_kernel("gemm_hopper", draft.device) if aligned else None
     tiles = choose_tiles(m, n, multiprocessors, hopper is not None)
     if hopper is not None and tiles is HOPPER_TILES:
-        return hopper(draft, product, multiprocessors)
+        return hopper.add_hopper(draft, product, multiprocessors)
     tma_store = aligned and not product.flags.accumulate
     programs = min(multiprocessors, _count(m, n, tiles))
     draft.step(

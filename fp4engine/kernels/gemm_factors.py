@@ -12,10 +12,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from fp4engine.kernels.gemm import GROUP_M, INTERPRETED, Tiles
+from fp4engine.kernels.blocks import as_bytes, two_to
+from fp4engine.kernels.gemm import GROUP_M, INTERPRETED, Tiles, gluon_kernel
 from fp4engine.kernels.gemm_epilogue import finish, tile_of
-from fp4engine.kernels.launch import Draft, Facts, Launch, Place, capability_of, resolver
+from fp4engine.kernels.gemm_launch import Flags, Matrix, Product
+from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, capability_of, device_facts, facts, resolver
 
 LARGE_TILES = Tiles(128, 128, 64, 8, 3, 1.0)
 SMALL_TILES = Tiles(64, 64, 64, 4, 2, 0.5)
@@ -25,6 +28,22 @@ SMALL_TILES = Tiles(64, 64, 64, 4, 2, 0.5)
 def tiles_for(capability: tuple[int, int], m: int, n: int) -> Tiles:
     """Large ones where shared memory has room for them, and the output enough rows and columns."""
     return LARGE_TILES if capability[0] in (9, 10) and min(m, n) >= 128 else SMALL_TILES
+
+
+def fits_hopper(left: Facts, right: Facts, out: Facts, device: torch.device) -> bool:
+    """Whether the kernel for large outputs on sm_90 multiplies these matrices, of BF16 values or of FP8 codes."""
+    if min(*out.shape) < LARGE_TILES.block_m or 0 in (left.shape[1], right.shape[1]):
+        return False
+    aligned = all(Matrix(Place(0), matrix).is_aligned for matrix in (left, right, out))
+    return aligned and gluon_kernel("gemm_factors_hopper", device) is not None
+
+
+def multiplies_codes(left: Tensor, right: Tensor, out: Tensor | None, out_dtype: torch.dtype) -> bool:
+    """Whether :func:`resolve_factored` takes FP8 codes [M, K] and [N, K]; otherwise it wants their values."""
+    shape = left.shape[0], right.shape[0]
+    made = facts(out) or Facts(shape, (shape[1], 1), out_dtype, True)
+    codes = facts(left), facts(right)
+    return codes[0] is not None and codes[1] is not None and fits_hopper(*codes, made, left.device)
 
 
 class Factors(NamedTuple):
@@ -89,6 +108,43 @@ def factored_gemm_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def spread_kernel(
+    factor_ptr, out_ptr, rows, groups, wanted, stride, numerator, ROWS: tl.constexpr, GROUPS: tl.constexpr
+):
+    """Factors [rows, groups] to ``F`` [wanted, stride], transposed, divided by ``numerator``, and 0 beyond."""
+    tiles = tl.cdiv(stride, ROWS)
+    row = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)
+    group = (tl.program_id(0) // tiles) * GROUPS + tl.arange(0, GROUPS)
+    there = (row < rows)[:, None] & (group < groups)[None, :]
+    factor = tl.load(factor_ptr + row.to(tl.int64)[:, None] * groups + group[None, :], mask=there, other=0)
+    if factor.dtype == tl.uint8:  # E8M0
+        factor = tl.where(factor == 255, float("nan"), two_to(factor.to(tl.int32)))
+        factor = tl.where(there, factor, 0.0)
+    factor = tl.div_rn(factor, tl.zeros_like(factor) + numerator)
+    place = out_ptr + group.to(tl.int64)[:, None] * stride + row[None, :]
+    tl.store(place, tl.trans(factor), mask=(group < wanted)[:, None] & (row < stride)[None, :])
+
+
+SPREAD_ROWS, SPREAD_GROUPS = 128, 16
+
+
+def _add_spread(
+    draft: Draft, factor: Place | None, facts: Facts | None, factors: Factors, terms: int
+) -> tuple[Place | None, int]:
+    """``F`` of one operand whose sum has ``terms`` terms, and of a group more, and its stride; (None, 0) for none."""
+    if factor is None or facts is None:
+        return None, 0
+    rows, groups = facts.shape
+    wanted, stride = -(-terms // factors.group) + 1, -(-rows // SPREAD_ROWS) * SPREAD_ROWS
+    spread = draft.scratch((wanted, stride), torch.float32)
+    draft.step(
+        spread_kernel, stride // SPREAD_ROWS * -(-wanted // SPREAD_GROUPS), Block(factor, as_bytes), spread, rows,
+        groups, wanted, stride, factors.numerator, SPREAD_ROWS, SPREAD_GROUPS, num_warps=4,
+    )  # fmt: skip
+    return spread, stride
+
+
 @resolver
 def resolve_factored(
     tensors: tuple[Facts | None, ...],
@@ -102,7 +158,8 @@ def resolve_factored(
 
     Args:
         tensors: values are BF16 and contiguous along K; what one has more there is padding. Factors are FP32
-            [rows, groups], contiguous; None for an operand without.
+            [rows, groups], contiguous; None for an operand without. Where :func:`fits_hopper`, values may be FP8 codes
+            and factors E8M0.
     """
     left, left_f, left_amax, right, right_f, right_amax, bias, out = tensors
     assert left is not None and right is not None and left_amax is not None and right_amax is not None
@@ -110,15 +167,28 @@ def resolve_factored(
     place = draft.inputs
     m, n, k = left.shape[0], right.shape[0], min(left.shape[1], right.shape[1])
     target: Place = place[7] if out else draft.output((m, n), out_dtype)
-    group = min(factors.group for factors in (left_factors, right_factors) if factors.group)
+    flags = Flags(left_amax.shape[0] > 1, right_amax.shape[0] > 1, bias is not None, out is not None)
+    made = out or Facts((m, n), (n, 1), out_dtype, True)
+    groups = left_factors.group, right_factors.group
+    if fits_hopper(left, right, made, device):
+        hopper = gluon_kernel("gemm_factors_hopper", device)
+        terms = hopper.padded_terms(k, groups, left.dtype.itemsize)
+        left_spread, left_stride = _add_spread(draft, place[1], left_f, left_factors, terms)
+        right_spread, right_stride = _add_spread(draft, place[4], right_f, right_factors, terms)
+        matrices = Matrix(place[0], left), Matrix(place[3], right), Matrix(target, made)
+        product = Product(*matrices, place[2], place[5], place[6] if bias else None, numerator, flags)
+        hopper.add_factored(
+            draft, product, (left_spread, right_spread), groups, (left_stride, right_stride), device_facts(device)[1]
+        )
+        return draft.launch()
+    group = min(group for group in groups if group)
     tiles = tiles_for(capability_of(device), m, n)
     programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
     draft.step(
         factored_gemm_kernel, programs, place[0], place[1] if left_f else None, place[3], place[4] if right_f else None,
         target, place[2], place[5], place[6] if bias else None, numerator, left_factors.numerator,
         right_factors.numerator, m, n, k, left.row_stride, right.row_stride, left_f.shape[1] if left_f else 0,
-        right_f.shape[1] if right_f else 0, out.row_stride if out else n, left_factors.group, right_factors.group,
-        left_amax.shape[0] > 1, right_amax.shape[0] > 1, bias is not None, out is not None, tiles.block_m,
+        right_f.shape[1] if right_f else 0, out.row_stride if out else n, *groups, *flags, tiles.block_m,
         tiles.block_n, group, min(group, tiles.block_k), GROUP_M, INTERPRETED, num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -11,6 +11,7 @@ cuBLAS in BF16 (H200, 8,192 tokens, Llama-3 shapes; ``benchmarks/results/gemm.js
 Dims: M rows of left, N rows of right, K the contracted (last) axis of both.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 
 
 @gluon.jit
-def _tile_of(index, tiles_m, tiles_n, GROUP: gl.constexpr):
+def walk(index, tiles_m, tiles_n, GROUP: gl.constexpr):
     band = GROUP * tiles_n
     first = (index // band) * GROUP
     height = min(tiles_m - first, GROUP)
@@ -48,7 +49,7 @@ def _tile_of(index, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _produce(
+def produce(
     left_desc, right_desc, left_ring, right_ring, full, empty, M, N, K,
     GROUP: gl.constexpr, STAGES: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
@@ -60,13 +61,13 @@ def _produce(
     steps = gl.cdiv(K, TILE_K)
     count = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, PROGRAMS):
-        tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = walk(tile, tiles_m, tiles_n, GROUP)
         for step in range(steps):
             slot = count % STAGES
             # An empty ring counts as drained once already: the first lap must not wait.
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
             ready = full.index(slot)
-            mbarrier.expect(ready, (TILE_M + TILE_N) * TILE_K * 2)
+            mbarrier.expect(ready, 2 * left_desc.block_type.nbytes + right_desc.block_type.nbytes)
             row = tile_m * TILE_M
             k = step * TILE_K
             tma.async_copy_global_to_shared(left_desc, [row, k], ready, left_ring.index(2 * slot))
@@ -98,7 +99,7 @@ def _epilogue(
 
 
 @gluon.jit
-def _store_half(
+def store_part(
     acc, row, col, out_desc, staging, arrived, phase, left_amax_ptr, right_amax_ptr, bias_ptr, numerator, M, N,
     LEFT_ROWS: gl.constexpr, RIGHT_ROWS: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
@@ -137,7 +138,7 @@ def _consume(
     arrived = arrivals.index(PART)
     count = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, PROGRAMS):
-        tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = walk(tile, tiles_m, tiles_n, GROUP)
         acc = gl.zeros((TILE_M // 2, TILE_N), gl.float32, layout)
         slot = count % STAGES
         mbarrier.wait(full.index(slot), (count // STAGES) & 1)
@@ -160,11 +161,11 @@ def _consume(
         low, high = acc.reshape((TILE_M // 2, 2, TILE_N // 2)).permute((0, 2, 1)).split()
         row = tile_m * TILE_M + PART * (TILE_M // 2)
         col = tile_n * TILE_N
-        _store_half(
+        store_part(
             gl.convert_layout(low, half_layout, assert_trivial=True), row, col, out_desc, staging, arrived, 0,
             left_amax_ptr, right_amax_ptr, bias_ptr, numerator, M, N, LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE,
         )  # fmt: skip
-        _store_half(
+        store_part(
             gl.convert_layout(high, half_layout, assert_trivial=True), row, col + TILE_N // 2,
             out_desc, staging, arrived, 1,
             left_amax_ptr, right_amax_ptr, bias_ptr, numerator, M, N, LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE,
@@ -205,25 +206,25 @@ def gemm_hopper_kernel(
             left_ring, right_ring, stagings, full, empty, arrivals, M, N, K,
             LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES, PROGRAMS,
         )),
-        (_produce, (
+        (produce, (
             left_desc, right_desc, left_ring, right_ring, full, empty, M, N, K, GROUP, STAGES, PROGRAMS,
         )),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-_GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_GLUON_DTYPES = {
+    torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5,
+}  # fmt: skip
 
 
-def _layout(block: list[int], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPES[dtype])
+LEFT_BLOCK, RIGHT_BLOCK, OUT_BLOCK = (HALF_M, TILE_K), (TILE_N, TILE_K), (HALF_M, HALF_N)
 
 
-LEFT_BLOCK, RIGHT_BLOCK, OUT_BLOCK = [HALF_M, TILE_K], [TILE_N, TILE_K], [HALF_M, HALF_N]
-LAYOUTS = {
-    (name, dtype): _layout(block, dtype)
-    for name, block in (("left", LEFT_BLOCK), ("right", RIGHT_BLOCK), ("out", OUT_BLOCK))
-    for dtype in _GLUON_DTYPES
-}
+@cache
+def layout_of(shape: tuple[int, int], dtype: torch.dtype) -> Any:
+    """How a block of ``shape`` lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(list(shape), _GLUON_DTYPES[dtype])
 
 
 def stages_for(out_dtype: torch.dtype) -> int:
@@ -243,12 +244,12 @@ def add_hopper(draft: Draft, product: Product, multiprocessors: int) -> None:
     m, n, k = product.shape
     programs = min(multiprocessors, -(-m // TILE_M) * -(-n // TILE_N))
     draft.step(
-        gemm_hopper_kernel, programs, _block("left", product.left, LEFT_BLOCK),
-        _block("right", product.right, RIGHT_BLOCK), _block("out", product.out, OUT_BLOCK), *product.scales, m, n, k,
-        *product.flags, GROUP_M, stages_for(product.out.facts.dtype), programs,
-        PRODUCER_REGISTERS, CONSUMER_REGISTERS, num_warps=4,
+        gemm_hopper_kernel, programs, block(product.left, LEFT_BLOCK), block(product.right, RIGHT_BLOCK),
+        block(product.out, OUT_BLOCK), *product.scales, m, n, k, *product.flags, GROUP_M,
+        stages_for(product.out.facts.dtype), programs, PRODUCER_REGISTERS, CONSUMER_REGISTERS, num_warps=4,
     )  # fmt: skip
 
 
-def _block(name: str, matrix: Matrix, block: list[int]) -> Block:
-    return block_of(matrix, *block, Descriptor, LAYOUTS[name, matrix.facts.dtype])
+def block(matrix: Matrix, shape: tuple[int, int]) -> Block:
+    """``matrix`` in blocks of ``shape``, as Gluon describes them to the copy engine."""
+    return block_of(matrix, *shape, Descriptor, layout_of(shape, matrix.facts.dtype))

@@ -224,15 +224,19 @@ class Launch:
         outputs: list[Any] = []
         for index in self._returned:
             outputs.append(values[index])
-        for block in self._blocks:
-            values.append(block.describe(values[block.place.position]))
-        values += self._constants
+        descriptors = [block.describe(values[block.place.position]) for block in self._blocks]
         if started is None:
+            values += descriptors
+            values += self._constants
             self._start_by_triton(values)
             return outputs
+        # Addresses: a tensor is asked for its own once, not by every kernel.
+        passed = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+        passed += descriptors
+        passed += self._constants
         stream = driver.active.get_current_stream(device.index)
         for (run, programs, function, metadata), arguments in zip(started, self._arguments, strict=True):
-            run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments(values))
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments(passed))
         return outputs
 
     def _start_by_triton(self, values: list[Any]) -> None:

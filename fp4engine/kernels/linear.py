@@ -3,7 +3,7 @@
     forward     x, w cast both ways; y = x . w^T + b              x^T, w^T kept as codes
     backward    dy cast both ways; x^T, w^T decoded; dx = dy . w;  dw = dy^T . x
 
-PyTorch multiplies FP8 codes; there, a launch ends with the factors of the products that follow it.
+PyTorch multiplies FP8 codes; there, the casts write the factors of the products that follow them.
 
 The kernels are those of the single operations, so the bytes are theirs. What is gained is the host's time between them:
 one question instead of one for each operation, and one allocation for all that nobody else sees.
@@ -19,16 +19,17 @@ from fp4engine.constants import BLOCK_SIZE
 from fp4engine.formats import CastSpec
 from fp4engine.kernels import cast_fp8
 from fp4engine.kernels.amax import amax_size
+from fp4engine.kernels.amax_history import Past, add_record
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.dequantize import Codes, add_decode
-from fp4engine.kernels.factor import add_factor
+from fp4engine.kernels.factor import Factor
 from fp4engine.kernels.gemm import add_gemm
 from fp4engine.kernels.gemm_launch import Matrix
 from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolver
 from fp4engine.kernels.load import Reading
 from fp4engine.kernels.quantize import Target, add_cast, data_of, scales_of
 
-__all__ = ["facts", "resolve_backward", "resolve_forward", "resolve_fp8_backward", "resolve_fp8_forward"]
+__all__ = ["Past", "facts", "resolve_backward", "resolve_forward", "resolve_fp8_backward", "resolve_fp8_forward"]
 
 Shape = tuple[int, int]
 
@@ -156,56 +157,79 @@ def _multiply(draft: Draft, left: Values, right: Values, dtype: torch.dtype, bia
     )  # fmt: skip
 
 
-@resolver
-def resolve_fp8_forward(x: Facts, weight: Facts, device: torch.device, keys: tuple[str, str, str, str]) -> Launch:
-    """``(x, w) -> x's codes[, x^T's codes, nothing, amax], w's codes[, w^T's codes, nothing, amax], alpha, one``.
+Pasts = tuple[Past | None, ...]
+"""Of each tensor delayed scaling's memory; None of one that is scaled by its own amax."""
 
-    The product of the codes is multiplied by the last two.
+
+@resolver
+def resolve_fp8_forward(
+    x: Facts, weight: Facts, pasts: Pasts, device: torch.device, keys: tuple[str, str, str, str]
+) -> Launch:
+    """``(x, w, x's values and amax, w's) -> x's codes[, x^T's, amax], w's codes[, w^T's, amax], alpha, one``.
+
+    Codes are PyTorch's FP8; their product is multiplied by the last two. Values and amax are delayed scaling's memory.
 
     Args:
         keys: as in :func:`resolve_forward`; FP8 with one scale per tensor.
     """
-    draft = Draft(device, inputs=2)
-    rows: list[cast_fp8.Target] = []
-    for tensor, place, key, col_key in ((x, draft.inputs[0], *keys[:2]), (weight, draft.inputs[1], *keys[2:])):
-        spec, shape, col = CastSpec.from_key(key), tensor.shape[::-1], None
-        data = draft.output((shape[1], spec.padded_cols(shape[0])), torch.uint8)
+    draft = Draft(device, inputs=6)
+    left: cast_fp8.Target | None = None
+    for i, tensor in enumerate((x, weight)):
+        (key, col_key), (rows, cols) = keys[2 * i : 2 * i + 2], tensor.shape
+        spec, col = CastSpec.from_key(key), None
+        data = draft.output((rows, spec.padded_cols(cols)), spec.element.torch_dtype)
         if col_key:
             col_spec = CastSpec.from_key(col_key)
-            codes = draft.output((shape[0], col_spec.padded_cols(shape[1])), torch.uint8)
-            draft.output((shape[0], 0), col_spec.scale.torch_dtype)
+            codes = draft.output((cols, col_spec.padded_cols(rows)), col_spec.element.torch_dtype)
             amax = draft.output((1,), torch.float32)
             col = cast_fp8.Target(col_spec, amax, False, codes)
         else:
             amax = draft.scratch((1,), torch.float32)
-        row = cast_fp8.Target(spec, amax, False, data)
-        cast_fp8.add_cast(draft, Reading(tensor, None, place), row, col)
-        rows.append(row)
-    left, right = rows
-    add_factor(draft, left.amax, right.amax, left.spec.numerator * right.spec.numerator)
+        factor = None
+        if left is not None:
+            alpha, one = (draft.output((1, 1), torch.float32) for _ in range(2))
+            factor = Factor(left.amax, left.spec.numerator * spec.numerator, alpha, one)
+        left = cast_fp8.Target(spec, amax, False, data, factor)
+        memory = draft.inputs[2 + 2 * i], draft.inputs[3 + 2 * i]
+        _cast_fp8(draft, Reading(tensor, None, draft.inputs[i]), left, col, pasts[i], memory)
     return draft.launch()
 
 
 @resolver
-def resolve_fp8_backward(grad: Facts, device: torch.device, keys: tuple[str, str, str, str]) -> Launch:
-    """``(dy, x's amax, w's) -> [dy's codes, alpha, one][, dy^T's codes, alpha, one]``, for dgrad and wgrad.
+def resolve_fp8_backward(
+    grad: Facts, past: Past | None, device: torch.device, keys: tuple[str, str, str, str]
+) -> Launch:
+    """``(dy, x's amax, w's, dy's values and amax) -> one[, dy's codes, alpha][, dy^T's codes, alpha]``.
 
     Args:
         keys: as in :func:`resolve_backward`; empty for a tensor whose product is not wanted.
     """
-    draft = Draft(device, inputs=3)
+    draft = Draft(device, inputs=5)
+    one = draft.output((1, 1), torch.float32)
     amax = draft.scratch((1,), torch.float32)
     targets: list[cast_fp8.Target | None] = [None, None]
-    factors: list[tuple[Place, float, Place, Place]] = []
-    for side, (key, other, shape) in enumerate(((keys[0], keys[3], grad.shape), (keys[1], keys[2], grad.shape[::-1]))):
+    for side, (other, shape) in enumerate(((keys[3], grad.shape), (keys[2], grad.shape[::-1]))):
         if other:
-            spec = CastSpec.from_key(key)
-            codes = draft.output((shape[0], spec.padded_cols(shape[1])), torch.uint8)
-            targets[side] = cast_fp8.Target(spec, amax, False, codes)
+            spec = CastSpec.from_key(keys[side])
+            codes = draft.output((shape[0], spec.padded_cols(shape[1])), spec.element.torch_dtype)
             numerator = spec.numerator * CastSpec.from_key(other).numerator
-            alpha, one = (draft.output((1, 1), torch.float32) for _ in range(2))
-            factors.append((draft.inputs[2 - side], numerator, alpha, one))
-    cast_fp8.add_cast(draft, Reading(grad), *targets)
-    for other_amax, numerator, alpha, one in factors:
-        add_factor(draft, amax, other_amax, numerator, (alpha, one))
+            factor = Factor(draft.inputs[2 - side], numerator, draft.output((1, 1), torch.float32), one)
+            targets[side] = cast_fp8.Target(spec, amax, False, codes, factor)
+    _cast_fp8(draft, Reading(grad), *targets, past, draft.inputs[3:])
     return draft.launch()
+
+
+def _cast_fp8(
+    draft: Draft,
+    reading: Reading,
+    row: cast_fp8.Target | None,
+    col: cast_fp8.Target | None,
+    past: Past | None,
+    memory: tuple[Place, Place],
+) -> None:
+    """Cast both sides by their one amax: that of the tensor, or the one that ``past`` says."""
+    if past is not None:
+        amax = (row or col).amax
+        add_record(draft, past, memory, cast_fp8.add_largest(draft, reading), amax)
+        row, col = (target and target._replace(is_given=True) for target in (row, col))
+    cast_fp8.add_cast(draft, reading, row, col)

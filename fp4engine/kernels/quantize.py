@@ -159,8 +159,13 @@ def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
 
 
 def _options(reading: Reading, *sides: Side | None) -> dict[str, int]:
-    """80 registers per thread, so that 24 warps fit an SM and not 20, where it costs no spill: 3% on an H200."""
-    light = all(s is None or not (s.random_bits or s.error or s.per_row or s.words != 2) for s in sides)
+    """Registers per thread: 80, so that 24 warps fit an SM and not 20, where it costs no spill: 3% on an H200.
+
+    128 under 4over6, where a thread has one block, so that both candidates fit and 16 warps do.
+    """
+    if any(s is not None and s.error for s in sides):
+        return {"maxnreg": 128}
+    light = all(s is None or not (s.random_bits or s.per_row or s.words != 2) for s in sides)
     return {"maxnreg": 80} if light and reading.x.dtype.itemsize == 2 else {}
 
 
@@ -180,8 +185,10 @@ def scales_of(rows: int, cols: int) -> tuple[tuple[int, int], torch.dtype]:
 def tile_shape(row: Side | None, col: Side | None, small: bool = False) -> tuple[int, int]:
     """Rows and columns of a program's tile, whole 16x16 tiles where a side has them.
 
-    512 blocks of 16 either way; 128, one per thread, in a ``small`` problem, where latency is all.
+    512 blocks of 16 either way; 128, one per thread, in a ``small`` problem, where latency is all, and under 4over6,
+    whose two candidates need the registers.
     """
+    small = small or any(side is not None and side.error is not None for side in (row, col))
     if col:
         return (32, 64) if small else (128, 64)
     rows = 16 if row and row.tiled else 8

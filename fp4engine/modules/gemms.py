@@ -153,7 +153,9 @@ class Gemms(torch.nn.Module):
 
     def _multiply_share(self, inp: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, group: Any) -> Tensor:
         """This rank's share of a linear transformation of DTensors, as the DTensor of all shares."""
-        local = localize(plan, inp, weight, bias, self.name or type(self).__name__)
+        kind = type(self).__name__
+        name = kind if torch.compiler.is_dynamo_compiling() else self.name or kind  # equal modules share one graph
+        local = localize(plan, inp, weight, bias, name)
         shards = local.shards if group is None else local.shards.and_over(group)
         output = linear(local.inp, local.weight, local.bias, plan, executed=self.executed, shards=shards)
         return local.whole(output)

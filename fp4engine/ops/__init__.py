@@ -1,7 +1,7 @@
 """The seam: operations on plain tensors that validate, choose a backend and call it."""
 
 from fp4engine.kernels.source import Source
-from fp4engine.ops.amax_history import record_amax
+from fp4engine.ops.amax_history import Memory, record_amax
 from fp4engine.ops.backend import executed_paths, refusals, refuse, reset_executed_paths
 from fp4engine.ops.cast import (
     Form,
@@ -37,6 +37,7 @@ __all__ = [
     "Draws",
     "Form",
     "LinearAtOnce",
+    "Memory",
     "Operand",
     "RandomStream",
     "Source",

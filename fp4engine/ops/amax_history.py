@@ -1,9 +1,25 @@
 """Delayed scaling's memory of one tensor, on whatever device it lies."""
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from fp4engine import reference
 from fp4engine.ops import backend as backends
+
+
+class Memory(NamedTuple):
+    """What one cast reads and writes of delayed scaling's memory of its tensor.
+
+    Attributes:
+        values: FP32 [length], where the tensor's amax is noted; None leaves the memory as it is.
+        amax: FP32 [1], what the tensor is scaled by, once the choice has been made.
+        choice: of :data:`fp4engine.reference.amax_history.CHOICES`, but for ``"given"``.
+    """
+
+    values: Tensor | None
+    amax: Tensor
+    choice: str
 
 
 def record_amax(

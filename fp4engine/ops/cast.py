@@ -237,8 +237,11 @@ def _transient_form(key: str, device: torch.device, backend: str) -> Form:
     if not key or backend == "reference" or not capability.triton_runs_on(device)[0]:
         return "codes"
     spec = CastSpec.from_key(key)
-    native = backend in ("auto", "native") and capability.fp4_units(device)[0]
-    return "values" if not native and spec.block[1] and spec.is_exact_in_bf16 else "codes"
+    multiplied = False
+    if backend in ("auto", "native"):
+        # The kernel that multiplies FP8 codes with a scale for 128 of them is one for sm_90.
+        multiplied = capability.fp4_units(device)[0] or (spec.block[1] == 128 and capability.is_hopper(device))
+    return "values" if not multiplied and spec.block[1] and spec.is_exact_in_bf16 else "codes"
 
 
 @cache

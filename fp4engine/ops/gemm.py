@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import capability, reference
-from fp4engine.formats import E2M1, E4M3, CastSpec, Outer
+from fp4engine.formats import E2M1, E4M3, E5M2, E8M0, FP32, CastSpec, Outer
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.cast import decode_supported
@@ -209,6 +209,11 @@ def _product(
     backend: str,
 ) -> Tensor:
     are_codes = left.scale_inv is not None and right.scale_inv is not None
+    if backend in ("auto", "native") and are_codes and _are_fp8_blocks(left_key, right_key):
+        from fp4engine.kernels.gemm_factors import multiplies_codes
+
+        if multiplies_codes(left.data, right.data, out, out_dtype):
+            return _fp8_blocks(left, right, bias, out_dtype, out)
     path, reason, numerator, factored = product_path(
         left_key, right_key, are_codes, out_dtype, left.data.device, backend
     )
@@ -238,6 +243,36 @@ def _product(
     return out.copy_(out.float() + reference.gemm(*values, alpha, bias, torch.float32))
 
 
+@cache
+def _are_fp8_blocks(left: str, right: str) -> bool:
+    """Whether FP8 tensor cores multiply codes of these specs: a block scale is of all terms of one of their sums."""
+    specs = [CastSpec.from_key(key) for key in (left, right) if key]
+    if len(specs) < 2 or any(spec.element not in (E4M3, E5M2) or spec.outer is not Outer.NONE for spec in specs):
+        return False
+    if any(spec.block[1] != _FP8_TERMS or spec.scale not in (E8M0, FP32) for spec in specs):
+        return False
+    return any(spec.element == E4M3 for spec in specs)
+
+
+_FP8_TERMS = 128
+"""Terms that FP8 tensor cores add up in their own accumulator before the sum goes on in FP32."""
+
+
+def _fp8_blocks(
+    left: Operand, right: Operand, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None
+) -> Tensor:
+    """A product of FP8 codes with one block scale for each sum of the tensor cores."""
+    inputs: list[Tensor | None] = []
+    numerator = 1.0
+    for operand in (left, right):
+        assert operand.spec is not None
+        inputs += [operand.data.view(operand.spec.element.torch_dtype), operand.scale_inv, operand.amax]
+        numerator *= operand.spec.numerator
+    backends.record("gemm", "fp8")
+    bias = bias if bias is None else bias.contiguous()
+    return _multiply_factored([*inputs, bias, out], [(_FP8_TERMS, 1.0)] * 2, numerator, out_dtype)
+
+
 def _factored(
     left: Operand,
     left_key: str,
@@ -249,10 +284,8 @@ def _factored(
     out: Tensor | None,
 ) -> Tensor:
     """A product of operands one of which, or both, have an FP32 factor for every few terms."""
-    from fp4engine.kernels import gemm_factors
-
     inputs: list[Tensor | None] = []
-    factors_of: list[gemm_factors.Factors] = []
+    factors_of: list[tuple[int, float]] = []
     for operand, key in ((left, left_key), (right, right_key)):
         spec, factors, numerator_of_factors = operand.spec, None, 1.0
         if spec is not None and spec.factor_group:
@@ -265,14 +298,26 @@ def _factored(
             operand = operand._replace(data=_decoded(operand.data, operand.scale_inv, key), scale_inv=None)
         operand = _ready(operand, key, "triton")
         inputs += [operand.data, factors, operand.amax]
-        factors_of.append(gemm_factors.Factors(spec.factor_group if spec else 0, numerator_of_factors))
-    inputs += [bias, out]
+        factors_of.append((spec.factor_group if spec else 0, numerator_of_factors))
+    return _multiply_factored([*inputs, bias, out], factors_of, numerator, out_dtype)
+
+
+def _multiply_factored(
+    inputs: list[Tensor | None], factors_of: list[tuple[int, float]], numerator: float, out_dtype: torch.dtype
+) -> Tensor:
+    """Launch :func:`~fp4engine.kernels.gemm_factors.resolve_factored`.
+
+    Args:
+        factors_of: of left and right, how many terms share a factor, and what factors are divided by.
+    """
+    from fp4engine.kernels import gemm_factors
+
     products = _gemm_kernels()
     asked = tuple([None if tensor is None else products.facts(tensor) for tensor in inputs])
-    left_factors, right_factors = factors_of
-    launch = gemm_factors.resolve_factored(asked, left.data.device, left_factors, right_factors, numerator, out_dtype)
-    made = launch(*inputs)
-    return made[0] if out is None else out
+    left, right = (gemm_factors.Factors(*factors) for factors in factors_of)
+    assert inputs[0] is not None
+    made = gemm_factors.resolve_factored(asked, inputs[0].device, left, right, numerator, out_dtype)(*inputs)
+    return made[0] if inputs[-1] is None else inputs[-1]
 
 
 @cache

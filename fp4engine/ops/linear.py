@@ -6,7 +6,7 @@ weight [N, K].
 
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from fp4engine import capability
 from fp4engine.formats import CastSpec
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
+from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import as_it_is, decode_supported, transient_form
 from fp4engine.ops.gemm import product_path
 from fp4engine.ops.operand import Operand
@@ -26,6 +27,7 @@ MOST_HELD = 16 << 20
 
 Gradients = tuple[Tensor | None, Tensor | None]
 Kept = tuple[Operand | None, Operand | None]
+Memories = tuple[Memory | None, Memory | None]
 
 
 class Casts(NamedTuple):
@@ -36,6 +38,7 @@ class Casts(NamedTuple):
         streams: stream ids of the roles.
         backend: see :func:`fp4engine.ops.backend.choose`.
         fast_accumulation: of fprop, dgrad and wgrad, see :func:`fp4engine.ops.gemm`.
+        is_stateful: whether scales of some are made of amaxes of earlier steps.
     """
 
     inp: tuple[str, str]
@@ -44,6 +47,7 @@ class Casts(NamedTuple):
     streams: tuple[int, int, int]
     backend: str
     fast_accumulation: tuple[bool, bool, bool]
+    is_stateful: bool = False
 
     def products(self, dtype: torch.dtype, weight_dtype: torch.dtype) -> list[tuple[str, str, torch.dtype]]:
         """Keys of left and right, and the result's dtype, of fprop, dgrad and wgrad."""
@@ -69,7 +73,7 @@ class LinearByValues:
     def covers(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> bool:
         """Whether :mod:`fp4engine.kernels.quantize` casts every operand, and every product is one of values."""
         transient = (casts.inp[0], casts.weight[0], *casts.grad_output)
-        if any(transient_form(key, device, casts.backend) != "values" for key in transient):
+        if casts.is_stateful or any(transient_form(key, device, casts.backend) != "values" for key in transient):
             return False
         from fp4engine.kernels.quantize import supports
 
@@ -84,9 +88,19 @@ class LinearByValues:
         )
 
     def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, needs_dgrad: bool, needs_wgrad: bool
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs_dgrad: bool,
+        needs_wgrad: bool,
+        memories: Memories | None = None,
     ) -> tuple[Tensor, Kept]:
-        """``y = x @ weight.T + bias``, and the operands that backward needs: of x for wgrad, of weight for dgrad."""
+        """``y = x @ weight.T + bias``, and the operands that backward needs: of x for wgrad, of weight for dgrad.
+
+        Args:
+            memories: of x and weight, where delayed scaling scales them.
+        """
         casts, kernels = self.casts, _kernels()
         x, weight = as_it_is(x), as_it_is(weight)
         bias = bias if bias is None else bias.contiguous()
@@ -100,7 +114,12 @@ class LinearByValues:
         return outputs[-1], (inp, _kept(keys[3], weight, outputs[-4:-1]) if needs_dgrad else None)
 
     def backward(
-        self, grad_output: Tensor, kept: Kept, rng: Tensor | None, dtypes: tuple[torch.dtype, torch.dtype]
+        self,
+        grad_output: Tensor,
+        kept: Kept,
+        rng: Tensor | None,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        memory: Memory | None = None,
     ) -> Gradients:
         """``dx = dy @ weight`` and ``dw = dy.T @ x``, each in its dtype, if what it needs was kept.
 
@@ -108,6 +127,7 @@ class LinearByValues:
             grad_output: [M, N].
             kept: from :meth:`forward`; one operand at least.
             rng: int64 [2], the draw of a stochastic cast.
+            memory: of ``grad_output``, where delayed scaling scales it.
         """
         casts, kernels, (inp, weight) = self.casts, _kernels(), kept
         grad_output = as_it_is(grad_output)
@@ -150,47 +170,54 @@ class LinearByFP8:
         return all(gemm_fp8.supports(left, right, device)[0] for left, right, _ in casts.products(dtype, weight_dtype))
 
     def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, needs_dgrad: bool, needs_wgrad: bool
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs_dgrad: bool,
+        needs_wgrad: bool,
+        memories: Memories | None = None,
     ) -> tuple[Tensor, Kept]:
         """As :meth:`LinearByValues.forward`."""
         casts, kernels = self.casts, _kernels()
         x, weight = as_it_is(x), as_it_is(weight)
         keys = (casts.inp[0], casts.inp[1] * needs_wgrad, casts.weight[0], casts.weight[1] * needs_dgrad)
-        asked = (kernels.facts(x), kernels.facts(weight), x.device, keys)
-        outputs = kernels.resolve_fp8_forward(*asked)(x, weight)
+        past_x, values_x, amax_x = _recalled(memories[0]) if memories else _ABSENT
+        past_w, values_w, amax_w = _recalled(memories[1]) if memories else _ABSENT
+        asked = (kernels.facts(x), kernels.facts(weight), (past_x, past_w), x.device, keys)
+        outputs = kernels.resolve_fp8_forward(*asked)(x, weight, values_x, amax_x, values_w, amax_w)
         backends.record("quantize", "triton", 2)
-        right = 4 if needs_wgrad else 1  # behind x's outputs
-        y = self._multiply(0, outputs[0], outputs[right], outputs[-2:], bias, x.dtype)
-        inp = _kept(keys[1], x, outputs[1:4]) if needs_wgrad else None
-        return y, (inp, _kept(keys[3], weight, outputs[-5:-2]) if needs_dgrad else None)
+        backends.record("gemm", "fp8")
+        right = outputs[3 if needs_wgrad else 1]  # behind x's outputs
+        y = gemm_fp8.multiply(outputs[0], right, outputs[-2], outputs[-1], bias, x.dtype, casts.fast_accumulation[0])
+        inp = _codes(keys[1], x, outputs[1:3]) if needs_wgrad else None
+        return y, (inp, _codes(keys[3], weight, outputs[-4:-2]) if needs_dgrad else None)
 
     def backward(
-        self, grad_output: Tensor, kept: Kept, rng: Tensor | None, dtypes: tuple[torch.dtype, torch.dtype]
+        self,
+        grad_output: Tensor,
+        kept: Kept,
+        rng: Tensor | None,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        memory: Memory | None = None,
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
         casts, kernels, (inp, weight) = self.casts, _kernels(), kept
         grad_output = as_it_is(grad_output)
         keys = (*casts.grad_output, casts.inp[1] if inp else "", casts.weight[1] if weight else "")
-        asked = (kernels.facts(grad_output), grad_output.device, keys)
+        past, values, amax = _recalled(memory)
+        asked = (kernels.facts(grad_output), past, grad_output.device, keys)
         amaxes = (inp and inp.amax, weight and weight.amax)
-        outputs = kernels.resolve_fp8_backward(*asked)(grad_output, *amaxes)
+        one, *outputs = kernels.resolve_fp8_backward(*asked)(grad_output, *amaxes, values, amax)
         backends.record("quantize", "triton")
+        backends.record("gemm", "fp8", len(outputs) // 2)
+        _, *fast = casts.fast_accumulation
         dx = dw = None
         if weight is not None:
-            dx = self._multiply(1, outputs[0], weight.data, outputs[1:3], None, dtypes[0])
+            dx = gemm_fp8.multiply(outputs[0], weight.data, outputs[1], one, None, dtypes[0], fast[0])
         if inp is not None:
-            dw = self._multiply(2, outputs[-3], inp.data, outputs[-2:], None, dtypes[1])
+            dw = gemm_fp8.multiply(outputs[-2], inp.data, outputs[-1], one, None, dtypes[1], fast[1])
         return dx, dw
-
-    def _multiply(
-        self, which: int, left: Tensor, right: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        """fprop, dgrad or wgrad, of codes; ``factors``: alpha and one."""
-        backends.record("gemm", "fp8")
-        left_type, right_type = _element_types(self.casts)[which]
-        alpha, one = factors
-        fast = self.casts.fast_accumulation[which]
-        return gemm_fp8.multiply(left.view(left_type), right.view(right_type), alpha, one, bias, dtype, fast)
 
 
 LinearAtOnce = LinearByValues | LinearByFP8
@@ -219,18 +246,26 @@ def _find(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device: t
     return None
 
 
-@cache
-def _element_types(casts: Casts) -> list[tuple[torch.dtype, torch.dtype]]:
-    """PyTorch's dtypes of the codes of each product."""
-    return [
-        (CastSpec.from_key(left).element.torch_dtype, CastSpec.from_key(right).element.torch_dtype)
-        for left, right, _ in casts.products(torch.float32, torch.float32)
-    ]
-
-
 def _kept(key: str, tensor: Tensor, outputs: list[Tensor]) -> Operand:
     """The columnwise operand of ``tensor`` [rows, cols]."""
     return Operand(CastSpec.from_key(key), tensor.shape[1], tensor.shape[0], *outputs)
+
+
+def _codes(key: str, tensor: Tensor, outputs: list[Tensor]) -> Operand:
+    """The columnwise operand of ``tensor`` [rows, cols], for a product that takes FP8 as it is: no block scales."""
+    data, amax = outputs
+    return Operand(CastSpec.from_key(key), tensor.shape[1], tensor.shape[0], data, None, amax)
+
+
+def _recalled(memory: Memory | None) -> tuple[Any, Tensor | None, Tensor | None]:
+    """What a launch is asked about a memory that it will recall, and its two tensors."""
+    if memory is None:
+        return _ABSENT
+    kernels, (values, amax, choice) = _kernels(), memory
+    backends.record("amax", "triton")
+    if values is not None:
+        backends.record("record_amax", "triton")
+    return kernels.Past(kernels.facts(values), kernels.facts(amax), choice), values, amax
 
 
 @cache

@@ -75,6 +75,18 @@ class Quantizer:
         steps = ((own.quantize, base.quantize), (own.requantize, base.requantize), (own.amax, base.amax))
         return all(mine is general for mine, general in steps)
 
+    @property
+    def is_composable(self) -> bool:
+        """True if one launch may hold what it does beside other casts: nothing runs between amax and cast."""
+        return self.only_casts
+
+    def recall(self, device: torch.device) -> ops.Memory | None:
+        """For a launch that casts a tensor on ``device``: what scales it instead of its own amax, or None.
+
+        Whoever asks casts next; asking is a part of the cast.
+        """
+        return None
+
     def remembering_in(self, memory: dict[str, Any], tensor_type: str) -> "Quantizer":
         """The same quantizer, keeping what it remembers between steps in ``memory``; most remember nothing."""
         return self

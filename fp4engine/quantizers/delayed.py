@@ -103,6 +103,15 @@ class AmaxHistory:
             choice = "given" if chosen is not None else str(recipe.amax_compute_algo)
         return ops.record_amax(self.values, self.amax, current, choice, chosen, backend)
 
+    def recall(self, device: torch.device, recipe: DelayedScaling, records: bool) -> ops.Memory:
+        """What a launch needs in order to do as :meth:`record`, or :meth:`scaled_by` unless it ``records``."""
+        self._follow(device)
+        if not records:
+            return ops.Memory(None, self.amax, "")
+        choice = str(recipe.amax_compute_algo) if self.ended else ""
+        self.ended = False
+        return ops.Memory(self.values, self.amax, choice)
+
     def scaled_by(self, current: Tensor) -> Tensor:
         """The amax [1] that the running step scales a tensor with amax ``current`` [1] by."""
         self._follow(current.device)
@@ -192,6 +201,20 @@ class DelayedQuantizer(Quantizer):
     def is_stateful(self) -> bool:
         """True: scales come from the history."""
         return True
+
+    @property
+    def is_composable(self) -> bool:
+        """True unless functions of the recipe's choose the amax."""
+        recipe = self.recipe
+        by_name = not callable(recipe.amax_compute_algo) and recipe.scaling_factor_compute_algo is None
+        return type(self) is DelayedQuantizer and by_name
+
+    def recall(self, device: torch.device) -> ops.Memory:
+        """The module's memory of this tensor."""
+        assert self.history is not None
+        if self.records:
+            self.history.join(self.memory)
+        return self.history.recall(device, self.recipe, self.records)
 
     def with_backend(self, backend: str) -> "DelayedQuantizer":
         """The same casts and the same memory, by another backend."""

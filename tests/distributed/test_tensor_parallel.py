@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
@@ -144,6 +145,23 @@ def compiled(rank: int, mesh, alone):
     return distance(train(block, zoo.make("nvfp4"), run=run), alone["step"])
 
 
+def graphs(rank: int, mesh, alone):
+    """How many graphs three equal blocks make, as they are and converted, when each is compiled on its own."""
+    found = []
+    for is_converted in (False, True):
+        torch._dynamo.reset()
+        model = nn.Sequential(Block(), Block(), Block())
+        if is_converted:
+            fp4engine.convert(model)
+        for block in model:
+            parallelize_module(block, mesh, STYLES)
+            block.compile(fullgraph=True, backend="aot_eager")
+        counters.clear()
+        train(model, NEAREST)
+        found.append(counters["stats"]["unique_graphs"])
+    return found
+
+
 def rows(rank: int, mesh, alone):
     """Whole weights, and each rank's rows of a batch that is one tensor."""
     block = distribute_module(make_block(), mesh)
@@ -258,6 +276,7 @@ CHECKS = {
     "tensor": tensor,
     "sequence": sequence,
     "compiled": compiled,
+    "graphs": graphs,
     "rows": rows,
     "nan": not_a_number,
     "collectives": collectives,
@@ -311,6 +330,11 @@ def test_operands_are_parts_of_those_of_one_process(ranks, name):
 def test_training_is_that_of_one_process(ranks, kind):
     for rank in ranks:
         assert rank[kind] < 1e-6
+
+
+def test_equal_blocks_share_their_graphs(ranks):
+    for plain, converted in (rank["graphs"] for rank in ranks):
+        assert plain == converted < 3
 
 
 def test_nan_on_one_rank_is_finite_on_none(ranks):

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 import fp4engine
 from fp4engine import ops, reference
+from fp4engine.capability import is_hopper
 from fp4engine.formats import (
     E1M2,
     E2M1,
@@ -226,7 +227,7 @@ def test_a_linear_layer_of_every_row(kernel_device, row):
     recipe = zoo.make(row, backend="triton")
     layer = fp4engine.Linear(33, 24, device=kernel_device, dtype=BF16)
     inp = torch.randn(19, 33, device=kernel_device, dtype=BF16)
-    oracle = CustomRecipe(qfactory=partial(reference_quantizer, recipe))
+    oracle = CustomRecipe(qfactory=partial(reference_quantizer, recipe), backend=recipe.backend)
     ops.reset_executed_paths()
     ours = results(layer, inp, recipe)
     assert {path.split("/")[1] for path in ops.executed_paths()} <= {"triton"}
@@ -240,13 +241,20 @@ FACTORED = {
     "FP32 scales and 1x128 outer": (UNIFORM, CastSpec(outer=Outer.BLOCK128)),
     "NVFP4 and 1x128 outer": (CastSpec(), CastSpec(outer=Outer.BLOCK128)),
     "FP8 blocks and unquantized": (fp8_block(E4M3, 1, power_of_two=False), None),
+    "FP8 blocks, FP32 scales": (fp8_block(E4M3, 1, power_of_two=False), fp8_block(E4M3, 128, power_of_two=False)),
+    "FP8 blocks, powers of two": (fp8_block(E4M3, 1, power_of_two=True), fp8_block(E5M2, 1, power_of_two=True)),
 }
 
 
+SHAPES = ((300, 520, 1100), (2100, 2560, 520), (70, 33, 300)) if torch.cuda.is_available() else ((70, 33, 300),)
+"""Of products; the large ones are for kernels that only a GPU runs."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", FACTORED)
-def test_products_of_operands_with_fp32_factors(kernel_device, name):
-    """As exact as a sum in FP32, with a bias, and added to a buffer."""
-    m, n, k = (70, 33, 300) if kernel_device == "cpu" else (300, 520, 1100)
+def test_products_of_operands_with_fp32_factors(kernel_device, name, shape):
+    """As exact as a sum in FP32, with a bias, and added to a buffer; on a GPU by each of its kernels."""
+    m, n, k = shape
     dense = [make("outliers", rows, k, BF16).to(kernel_device) for rows in (m, n)]
     operands = []
     for x, spec in zip(dense, FACTORED[name], strict=True):
@@ -265,3 +273,25 @@ def test_products_of_operands_with_fp32_factors(kernel_device, name):
         ops.gemm(*operands, out_dtype=dtype, out=buffer, backend="triton")
         assert ((buffer.double() - want).abs() <= bound).all()
         assert ops.executed_paths() == {"gemm/triton": 2}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["FP8 blocks, FP32 scales", "FP8 blocks, powers of two"])
+def test_fp8_tensor_cores_multiply_blocks(name, shape):
+    """Those of Hopper do, in large products, and keep some 14 bits of a sum of 128 terms."""
+    m, n, k = shape
+    dense = [make("outliers", rows, k, BF16).cuda() for rows in (m, n)]
+    dense[0][5, 7] = torch.nan
+    left, right = (ops.quantize(x, spec, None)[0] for x, spec in zip(dense, FACTORED[name], strict=True))
+    first, second = (operand.dequantize(torch.float32)[:, :k].double() for operand in (left, right))
+    bias = torch.randn(n, device="cuda")
+    ops.reset_executed_paths()
+    out = ops.gemm(left, right, out_dtype=torch.float32, bias=bias)
+    path = "fp8" if min(m, n) >= 128 and is_hopper(out.device) else "triton"
+    assert ops.executed_paths() == {f"gemm/{path}": 1}
+    want = first @ second.T + bias.double()
+    bound = (first.abs() @ second.abs().T) * 2.0**-12 + 1e-5
+    assert out[5].isnan().all() and want[5].isnan().all()
+    there = torch.arange(m, device="cuda") != 5
+    assert ((out.double() - want).abs() <= bound)[there].all()

@@ -12,6 +12,7 @@ from fp4engine.formats import E4M3, E5M2, FP32, CastSpec
 SPECS = {
     "e4m3": CastSpec(E4M3, (0, 0), FP32, scale_bound=1.0, target=448.0),
     "e5m2": CastSpec(E5M2, (0, 0), FP32, scale_bound=1.0, target=57344.0),
+    "margin": CastSpec(E4M3, (0, 0), FP32, scale_bound=1.0, target=112.0),
 }
 
 
@@ -30,7 +31,9 @@ def make(kind: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["normal", "wide", "zeros", "nan", "inf"])
 @pytest.mark.parametrize("shape", [(1, 1), (16, 16), (17, 63), (64, 128), (130, 200)])
-@pytest.mark.parametrize(("row", "col"), [("e4m3", "e4m3"), ("e5m2", None), (None, "e5m2"), ("e4m3", "e5m2")])
+@pytest.mark.parametrize(
+    ("row", "col"), [("e4m3", "e4m3"), ("e5m2", None), (None, "e5m2"), ("e4m3", "e5m2"), ("margin", "margin")]
+)
 def test_bytes(kernel_device, row, col, shape, kind):
     dtype = torch.float32 if shape == (17, 63) else torch.bfloat16
     x = make(kind, *shape, dtype).to(kernel_device)

@@ -1,12 +1,14 @@
 """A small layer's two launches are, byte for byte, its single operations."""
 
+import json
+
 import pytest
 import torch
 
 import fp4engine
 from fp4engine import capability, ops
 from fp4engine.ops import linear
-from fp4engine.recipe import Float8CurrentScaling, Format, MMParams, NVFP4BlockScaling
+from fp4engine.recipe import DelayedScaling, Float8CurrentScaling, Format, MMParams, NVFP4BlockScaling
 
 RECIPES = {
     "default": {},
@@ -27,28 +29,32 @@ SHAPES = {
 
 def run(
     recipe, shape, dtype=torch.bfloat16, device="cpu", bias=True, view=None, x_grad=True, w_grad=True,
-    weight_dtype=None, spoil=None,
+    weight_dtype=None, spoil=None, sizes=(1.0, 1.0), microbatches=1,
 ):  # fmt: skip
-    """Output and gradients of the second of two equal steps, what ran in it, and the next draw."""
+    """Of the last step, output and gradients, and what ran in it; the next draw; and what delayed scaling remembers.
+
+    A step for each of ``sizes``, by which the input is multiplied.
+    """
     torch.manual_seed(2)
     fp4engine.manual_seed(11)
     *rows, fan_in, fan_out = shape
     layer = fp4engine.Linear(fan_in, fan_out, bias=bias, dtype=weight_dtype or dtype, device=device)
     layer.weight.requires_grad_(w_grad)
-    x = torch.randn(*rows, fan_in).to(device, dtype)
+    inp = torch.randn(*rows, fan_in).to(device, dtype)
     if spoil is not None:
-        x.view(-1)[3] = spoil
-    x = view(x) if view else x
-    for _ in range(2):
+        inp.view(-1)[3] = spoil
+    for size in sizes:
+        x = view(inp * size) if view else inp * size
         x = x.detach().requires_grad_(x_grad)
         layer.zero_grad()
         ops.reset_executed_paths()
         with fp4engine.autocast(recipe=recipe):
-            y = layer(x)
-        y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
+            for _ in range(microbatches):
+                y = layer(x)
+                y.backward(size * torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
     grads = [p.grad for p in (x, layer.weight, layer.bias) if p is not None]
-    ran = ops.executed_paths()
-    return [y.detach(), *grads], ran, layer.executed.counts, ops.get_rng_state()
+    ran, history = ops.executed_paths(), json.dumps(fp4engine.get_amax_history(layer))  # NaN equals itself as text
+    return [y.detach(), *grads], ran, layer.executed.counts, ops.get_rng_state(), history
 
 
 def assert_one_launch_is_many(monkeypatch, *arguments, kind=linear.LinearByValues, **options):
@@ -56,10 +62,11 @@ def assert_one_launch_is_many(monkeypatch, *arguments, kind=linear.LinearByValue
     forward = kind.forward
     monkeypatch.setattr(kind, "forward", lambda *a: taken.append(a) or forward(*a))
     whole = run(*arguments, **options)
-    assert len(taken) == 2
+    launches = len(options.get("sizes", (1, 1))) * options.get("microbatches", 1)
+    assert len(taken) == launches
     monkeypatch.setattr(ops, "linear_at_once", lambda *a: None)
     single = run(*arguments, **options)
-    assert len(taken) == 2
+    assert len(taken) == launches
     for actual, expected in zip(whole[0], single[0], strict=True):
         assert (actual is None) == (expected is None)
         if expected is not None:
@@ -178,6 +185,87 @@ def test_fp8_gradients_that_nobody_wants(fp8_units, kernel_device, monkeypatch, 
 def test_fp8_not_finite(fp8_units, kernel_device, monkeypatch, spoil):
     options = {"device": kernel_device, "spoil": spoil, "kind": linear.LinearByFP8}
     assert_one_launch_is_many(monkeypatch, Float8CurrentScaling(), SHAPES["ragged"], **options)
+
+
+DELAYED = DelayedScaling(amax_history_len=3)
+SIZES = (1.0, 100.0, 0.01, 0.0, 5.0)
+
+
+def assert_delayed_is_many(monkeypatch, device, recipe=DELAYED, shape=SHAPES["ragged"], **options):
+    options = {"device": device, "kind": linear.LinearByFP8, "sizes": SIZES} | options
+    assert_one_launch_is_many(monkeypatch, recipe, shape, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_delayed_shapes(fp8_units, kernel_device, monkeypatch, shape):
+    assert_delayed_is_many(monkeypatch, kernel_device, shape=shape)
+
+
+DELAYED_RECIPES = {
+    "most recent": {"amax_compute_algo": "most_recent"},
+    "one step": {"amax_history_len": 1},
+    "margin": {"margin": 2, "fp8_format": Format.E4M3},
+    "default": {},
+}
+
+
+@pytest.mark.parametrize("options", DELAYED_RECIPES.values(), ids=DELAYED_RECIPES)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_delayed_recipes(fp8_units, kernel_device, monkeypatch, options, microbatches):
+    assert_delayed_is_many(monkeypatch, kernel_device, DelayedScaling(**options), microbatches=microbatches)
+
+
+@pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
+def test_delayed_gradients_that_nobody_wants(fp8_units, kernel_device, monkeypatch, x_grad, w_grad):
+    assert_delayed_is_many(monkeypatch, kernel_device, x_grad=x_grad, w_grad=w_grad, weight_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_delayed_layouts(fp8_units, kernel_device, monkeypatch, view):
+    assert_delayed_is_many(monkeypatch, kernel_device, shape=SHAPES["even"], view=view)
+
+
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
+def test_delayed_not_finite(fp8_units, kernel_device, monkeypatch, spoil):
+    assert_delayed_is_many(monkeypatch, kernel_device, spoil=spoil)
+
+
+@pytest.mark.parametrize("what", ["recomputed", "evaluated"])
+def test_delayed_forwards_that_are_not_remembered(fp8_units, kernel_device, monkeypatch, what):
+    """By the scales of the step that is running, and nothing is noted."""
+
+    def steps():
+        torch.manual_seed(2)
+        layer, results = fp4engine.Linear(37, 23, device=kernel_device), []
+        x = torch.randn(19, 37, device=kernel_device, requires_grad=True)
+        for size in SIZES:
+            with fp4engine.autocast(recipe=DELAYED):
+                if what == "evaluated":
+                    with torch.no_grad():
+                        results.append(layer.eval()(x * 1000))
+                    layer.train()
+                y = fp4engine.checkpoint(layer, x * size) if what == "recomputed" else layer(x * size)
+                y.sum().backward()
+            results += [y.detach(), x.grad.clone(), layer.weight.grad.clone()]
+        return results, fp4engine.get_amax_history(layer)
+
+    whole, history = steps()
+    monkeypatch.setattr(ops, "linear_at_once", lambda *a: None)
+    single, expected = steps()
+    assert history == expected
+    for actual, wanted in zip(whole, single, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"amax_compute_algo": torch.Tensor.sum}, {"scaling_factor_compute_algo": lambda amax, scale, largest, _: scale}],
+    ids=["amax", "scale"],
+)
+def test_functions_that_choose_an_amax_take_single_operations(fp8_units, kernel_device, monkeypatch, options):
+    monkeypatch.setattr(ops, "linear_at_once", None)
+    _, ran, *_ = run(DelayedScaling(**options), SHAPES["even"], device=kernel_device)
+    assert ran["record_amax/triton"] == ran["quantize/triton"] == ran["gemm/fp8"] == 3
 
 
 def test_what_is_shared_stored_or_added_to_takes_single_operations(kernel_device, monkeypatch):

@@ -12,14 +12,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from fp4engine.kernels import gemm, gemm_factors, gemm_hopper, gemm_split, grouped_gemm
+from fp4engine.kernels import gemm, gemm_factors, gemm_factors_hopper, gemm_hopper, gemm_split, grouped_gemm
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter does not compile")
 
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes of shared memory that one program may have, by compute capability."""
 
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NAMES = dict(zip(OUT_DTYPES, ("bf16", "fp16", "fp32"), strict=True)) | {torch.float8_e4m3fn: "fp8e4nv"}
 
 
 def build(source, capability: int, num_warps: int, num_stages: int = 3):
@@ -38,14 +39,15 @@ def source_of(kernel, signature: dict[str, str], constants: dict, aligned: tuple
 COMMON = {"left_amax_ptr": "*fp32", "right_amax_ptr": "*fp32", "numerator": "fp32", "M": "i32", "N": "i32", "K": "i32"}
 
 
-def hopper(out_dtype: torch.dtype, bias: bool, accumulate: bool, rows: bool) -> str:
-    def descriptor(name: str, block: list[int], dtype: torch.dtype) -> str:
-        return f"tensordesc<{NAMES[dtype]}{block},{gemm_hopper.LAYOUTS[name, dtype]!r}>"
+def block_type(block: tuple[int, int], dtype: torch.dtype) -> str:
+    return f"tensordesc<{NAMES[dtype]}{list(block)},{gemm_hopper.layout_of(block, dtype)!r}>"
 
+
+def hopper(out_dtype: torch.dtype, bias: bool, accumulate: bool, rows: bool) -> str:
     signature = COMMON | {
-        "left_desc": descriptor("left", gemm_hopper.LEFT_BLOCK, torch.bfloat16),
-        "right_desc": descriptor("right", gemm_hopper.RIGHT_BLOCK, torch.bfloat16),
-        "out_desc": descriptor("out", gemm_hopper.OUT_BLOCK, out_dtype),
+        "left_desc": block_type(gemm_hopper.LEFT_BLOCK, torch.bfloat16),
+        "right_desc": block_type(gemm_hopper.RIGHT_BLOCK, torch.bfloat16),
+        "out_desc": block_type(gemm_hopper.OUT_BLOCK, out_dtype),
     }
     constants = dict(
         LEFT_ROWS=rows, RIGHT_ROWS=False, HAS_BIAS=bias, ACCUMULATE=accumulate, GROUP=gemm_hopper.GROUP_M,
@@ -59,12 +61,42 @@ def hopper(out_dtype: torch.dtype, bias: bool, accumulate: bool, rows: bool) -> 
     return build(source_of(gemm_hopper.gemm_hopper_kernel, signature, constants, (), GluonASTSource), 90, 4)
 
 
-@pytest.mark.parametrize("out_dtype", list(NAMES), ids=str)
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
 @pytest.mark.parametrize(("bias", "accumulate"), list(itertools.product([False, True], repeat=2)))
 def test_hopper_kernel_uses_wgmma_and_the_copy_engine(out_dtype, bias, accumulate):
     ptx = hopper(out_dtype, bias, accumulate, rows=bias)
     assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in ptx
     assert "cp.async.bulk.tensor" in ptx
+    assert "setmaxnreg" in ptx
+
+
+FACTORED = [
+    (torch.bfloat16, 128, 128),
+    (torch.bfloat16, 128, 0),
+    (torch.bfloat16, 32, 16),
+    (torch.float8_e4m3fn, 128, 128),
+]
+
+
+@pytest.mark.parametrize(("dtype", "left", "right"), FACTORED, ids=str)
+def test_hopper_kernel_with_factors(dtype, left, right):
+    step = gemm_factors_hopper.STEP_BYTES // dtype.itemsize
+    signature = COMMON | {
+        "left_desc": block_type((gemm_hopper.HALF_M, step), dtype),
+        "right_desc": block_type((gemm_factors_hopper.TILE_N, step), dtype),
+        "out_desc": block_type(gemm_hopper.OUT_BLOCK, torch.float32),
+        "left_factor_ptr": "*fp32", "right_factor_ptr": "*fp32", "stride_left": "i32", "stride_right": "i32",
+    }  # fmt: skip
+    constants = dict(
+        LEFT_GROUP=left, RIGHT_GROUP=right, TERMS=min(group for group in (left, right) if group), LEFT_ROWS=True,
+        RIGHT_ROWS=False, HAS_BIAS=False, bias_ptr=None, ACCUMULATE=True, GROUP=gemm_hopper.GROUP_M,
+        STAGES=gemm_factors_hopper.stages_for(torch.float32), PROGRAMS=132, PRODUCER_REGISTERS=gemm_hopper.PRODUCER_REGISTERS,
+        CONSUMER_REGISTERS=gemm_hopper.CONSUMER_REGISTERS,
+    )  # fmt: skip
+    aligned = ("stride_left", "stride_right", "left_factor_ptr", "right_factor_ptr")
+    kernel = gemm_factors_hopper.factored_hopper_kernel
+    ptx = build(source_of(kernel, signature, constants, aligned, GluonASTSource), 90, 4)
+    assert f"wgmma.mma_async.sync.aligned.m64n128k{32 // dtype.itemsize}.f32" in ptx
     assert "setmaxnreg" in ptx
 
 

@@ -1,0 +1,216 @@
+"""The GEMM of :mod:`fp4engine.kernels.gemm_factors` for large outputs on sm_90, warp-specialized by hand.
+
+    y[m, n] = round(alpha[m, n] * sum over groups g of (F_left[g, m] * F_right[g, n]) * partial_g[m, n] + bias[n])
+
+The roles are those of :mod:`fp4engine.kernels.gemm_hopper`, the tiles 128x128, since a consumer holds two accumulators:
+the tensor cores' of one group, and the sum. Consumers take turns: while one puts factors on the one and adds it to the
+other, the other consumer's product has the tensor cores. In a group of less than a step both do as they come.
+
+Where operands are FP8 codes, whose factors are block scales, ``partial_g`` is what the FP8 tensor cores give: a sum in
+their own accumulator, which keeps some 14 bits. Between groups it is added up in FP32.
+
+Dims: M rows of left, N rows of right, K the contracted (last) axis of both.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fp4engine.kernels.gemm_hopper import (
+    CONSUMER_REGISTERS,
+    GROUP_M,
+    HALF_M,
+    OUT_BLOCK,
+    PRODUCER_REGISTERS,
+    block,
+    produce,
+    store_part,
+    walk,
+)
+from fp4engine.kernels.gemm_launch import Product
+from fp4engine.kernels.launch import Draft, Place
+
+TILE_M, TILE_N = 2 * HALF_M, OUT_BLOCK[1]
+STEP_BYTES = 128
+"""Of a row of an operand, in one step of the ring: 64 BF16 values, or 128 FP8 codes."""
+
+
+def stages_for(out_dtype: torch.dtype) -> int:
+    """Steps in the ring: 32 KiB each beside two staging tiles of 8192 elements, within 227 KiB."""
+    return 4 if out_dtype == torch.float32 else 5
+
+
+@gluon.jit
+def _factors(factor_ptr, index, term, stride, GROUP: gl.constexpr):
+    """Of the group that begins at ``term``, those of rows ``index``; ones for an operand without."""
+    if GROUP:
+        return gl.load(factor_ptr + (term // GROUP) * stride + index)
+    else:
+        return (index * 0 + 1).to(gl.float32)
+
+
+@gluon.jit
+def _add(acc, partial, left, right):
+    """``acc + partial * left * right``, with the factors of rows and of columns."""
+    return gl.fma(partial * left.expand_dims(1), right.expand_dims(0) + gl.zeros_like(acc), acc)
+
+
+@gluon.jit
+def _consume(
+    PART: gl.constexpr, out_desc, left_factor_ptr, right_factor_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
+    left_ring, right_ring, stagings, full, empty, arrivals, turns, M, N, K, stride_left, stride_right,
+    LEFT_GROUP: gl.constexpr, RIGHT_GROUP: gl.constexpr, TERMS: gl.constexpr,
+    LEFT_ROWS: gl.constexpr, RIGHT_ROWS: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = left_ring.shape[1]
+    TILE_N: gl.constexpr = right_ring.shape[1]
+    TILE_K: gl.constexpr = right_ring.shape[2]
+    # A group is several steps of the ring, or a step is several groups.
+    STEPS: gl.constexpr = (TERMS + TILE_K - 1) // TILE_K
+    SLICE: gl.constexpr = TERMS if TERMS < TILE_K else TILE_K
+    DEPTH: gl.constexpr = 256 // left_ring.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, DEPTH]))
+    tiles_m = gl.cdiv(M, 2 * ROWS)
+    tiles_n = gl.cdiv(N, TILE_N)
+    staging = stagings.index(PART)
+    arrived = arrivals.index(PART)
+    count = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, PROGRAMS):
+        tile_m, tile_n = walk(tile, tiles_m, tiles_n, GROUP)
+        row = tile_m * (2 * ROWS) + PART * ROWS
+        col = tile_n * TILE_N
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        cols = col + gl.arange(0, TILE_N, gl.SliceLayout(0, layout))
+        acc = gl.zeros((ROWS, TILE_N), gl.float32, layout)
+        # Factors are read one group ahead, while a product runs.
+        left_factors = _factors(left_factor_ptr, rows, 0, stride_left, LEFT_GROUP)
+        right_factors = _factors(right_factor_ptr, cols, 0, stride_right, RIGHT_GROUP)
+        for term in range(0, K, STEPS * TILE_K):
+            partial = gl.zeros((ROWS, TILE_N), gl.float32, layout)
+            if SLICE == TILE_K:
+                # The first consumer has the first turn; both have as many.
+                mbarrier.wait(turns.index(PART), ((count // STEPS) & 1) ^ (1 - PART))
+            for step in gl.static_range(STEPS):
+                slot = (count + step) % STAGES
+                mbarrier.wait(full.index(slot), ((count + step) // STAGES) & 1)
+                left = left_ring.index(2 * slot + PART)
+                right = right_ring.index(slot)
+                if SLICE == TILE_K:
+                    partial = warpgroup_mma(left, right.permute((1, 0)), partial, use_acc=step > 0, is_async=True)
+                else:
+                    for first in gl.static_range(0, TILE_K, SLICE):
+                        product = warpgroup_mma(
+                            left.slice(first, SLICE, 1), right.slice(first, SLICE, 1).permute((1, 0)), partial,
+                            use_acc=False, is_async=True,
+                        )  # fmt: skip
+                        following = term + first + SLICE
+                        next_left = _factors(left_factor_ptr, rows, following, stride_left, LEFT_GROUP)
+                        next_right = _factors(right_factor_ptr, cols, following, stride_right, RIGHT_GROUP)
+                        product = warpgroup_mma_wait(0, deps=(product,))
+                        acc = _add(acc, product, left_factors, right_factors)
+                        left_factors, right_factors = next_left, next_right
+            if SLICE == TILE_K:
+                following = term + STEPS * TILE_K
+                next_left = _factors(left_factor_ptr, rows, following, stride_left, LEFT_GROUP)
+                next_right = _factors(right_factor_ptr, cols, following, stride_right, RIGHT_GROUP)
+                partial = warpgroup_mma_wait(0, deps=(partial,))
+                mbarrier.arrive(turns.index(1 - PART), count=1)
+                for step in gl.static_range(STEPS):
+                    mbarrier.arrive(empty.index((count + step) % STAGES), count=1)
+                acc = _add(acc, partial, left_factors, right_factors)
+                left_factors, right_factors = next_left, next_right
+            else:
+                mbarrier.arrive(empty.index(count % STAGES), count=1)
+            count += STEPS
+        store_part(
+            acc, row, col, out_desc, staging, arrived, (tile // PROGRAMS) & 1, left_amax_ptr, right_amax_ptr,
+            bias_ptr, numerator, M, N, LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE,
+        )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit
+def factored_hopper_kernel(
+    left_desc, right_desc, out_desc, left_factor_ptr, right_factor_ptr, left_amax_ptr, right_amax_ptr, bias_ptr,
+    numerator, M, N, K, stride_left, stride_right,
+    LEFT_GROUP: gl.constexpr, RIGHT_GROUP: gl.constexpr, TERMS: gl.constexpr,
+    LEFT_ROWS: gl.constexpr, RIGHT_ROWS: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, PROGRAMS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """``TERMS``: of a group whose factors are the same in both operands. K: a multiple of it and of a step's.
+
+    Factors are [groups + 1, stride], their strides multiples of a tile's rows and columns; the last is read, not used.
+    """
+    ROWS: gl.constexpr = left_desc.block_shape[0]
+    TILE_N: gl.constexpr = right_desc.block_shape[0]
+    TILE_K: gl.constexpr = right_desc.block_shape[1]
+    left_ring = gl.allocate_shared_memory(left_desc.dtype, [2 * STAGES, ROWS, TILE_K], left_desc.layout)
+    right_ring = gl.allocate_shared_memory(right_desc.dtype, [STAGES, TILE_N, TILE_K], right_desc.layout)
+    stagings = gl.allocate_shared_memory(out_desc.dtype, [2, ROWS, TILE_N], out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    arrivals = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    for part in gl.static_range(2):
+        mbarrier.init(arrivals.index(part), count=1)
+        mbarrier.init(turns.index(part), count=1)
+    fence_async_shared()
+    gl.warp_specialize([
+        (_consume, (
+            0, out_desc, left_factor_ptr, right_factor_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
+            left_ring, right_ring, stagings, full, empty, arrivals, turns, M, N, K, stride_left, stride_right,
+            LEFT_GROUP, RIGHT_GROUP, TERMS, LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES, PROGRAMS,
+        )),
+        (_consume, (
+            1, out_desc, left_factor_ptr, right_factor_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
+            left_ring, right_ring, stagings, full, empty, arrivals, turns, M, N, K, stride_left, stride_right,
+            LEFT_GROUP, RIGHT_GROUP, TERMS, LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES, PROGRAMS,
+        )),
+        (produce, (
+            left_desc, right_desc, left_ring, right_ring, full, empty, M, N, K, GROUP, STAGES, PROGRAMS,
+        )),
+    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+def padded_terms(k: int, groups: tuple[int, int], itemsize: int) -> int:
+    """``k`` rounded up to whole groups of both operands and whole steps of the ring."""
+    multiple = max(STEP_BYTES // itemsize, *groups)
+    return -(-k // multiple) * multiple
+
+
+def add_factored(
+    draft: Draft,
+    product: Product,
+    factors: tuple[Place | None, Place | None],
+    groups: tuple[int, int],
+    strides: tuple[int, int],
+    multiprocessors: int,
+) -> None:
+    """Multiply matrices of BF16 values, or of FP8 codes, that are aligned for the copy engine, none of them empty.
+
+    Args:
+        factors: FP32 [groups + 1, stride] of left and right, divided by their numerators; None for an operand without.
+        groups: terms that share a factor, 0 for an operand without; one is a multiple of the other.
+        strides: elements from one group's factors to the next group's, multiples of a tile's rows or columns.
+    """
+    m, n, k = product.shape
+    programs = min(multiprocessors, -(-m // TILE_M) * -(-n // TILE_N))
+    itemsize = product.left.facts.dtype.itemsize
+    terms, step = min(group for group in groups if group), STEP_BYTES // itemsize
+    draft.step(
+        factored_hopper_kernel, programs, block(product.left, (HALF_M, step)), block(product.right, (TILE_N, step)),
+        block(product.out, OUT_BLOCK), *factors, *product.scales, m, n, padded_terms(k, groups, itemsize), *strides,
+        *groups, terms, *product.flags, GROUP_M, stages_for(product.out.facts.dtype), programs, PRODUCER_REGISTERS, CONSUMER_REGISTERS, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,69 @@
+"""benchmarks/distributed.py on two processes and a tiny model: what its figures on GPUs would be read from."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "benchmarks/distributed.py"
+
+
+def started(*arguments: str) -> str:
+    """What a command prints, which must exit with 0."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    own = {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=500
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_the_run_on_several_gpus_is_right_on_two_processes(tmp_path):
+    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, "--device", "cpu")
+    modes = ("bytes", "fsdp", "fsdp-compiled", "one", "tp", "8b", "fsdp_tp")
+    started(*run, "--model", "tiny", "--steps", "1", "--out", str(tmp_path), "--modes", *modes)
+    printed = started(SCRIPT, "--report", str(tmp_path / "distributed.json"))
+    record = json.loads((tmp_path / "distributed.json").read_text())
+
+    compared = {row["layout"]: row for row in record["bytes"]}
+    assert list(compared) == ["TP=2", "TP=2 with SP", "FSDP2=2, BF16 gather", "FSDP2=2, FP4 gather"]
+    assert all(row["equal"] and row["operands"] == 12 for row in compared.values())
+
+    rows = {(row["model"], row["layout"], row["compiled"], row["precision"]): row for row in record["rows"]}
+    assert len(rows) == 3 + 3 + 2 + 2 + 2 and all(row["tokens_per_second"] > 0 for row in rows.values())
+    high, low = (rows["tiny", layout, False, "nvfp4"]["losses"] for layout in ("fsdp", "fsdp_fp4"))
+    assert high == low
+    large = rows["tiny_llama", "fsdp_fp4", False, "nvfp4"]["losses"]
+    assert large[1] < large[0]
+
+    for layout, precision in (("fsdp", "bf16"), ("fsdp", "nvfp4"), ("fsdp_fp4", "nvfp4")):
+        row = rows["tiny", layout, False, precision]
+        sent = {kind: 0 for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+        for entry in row["wire"]:
+            sent[entry["collective"]] += entry["sent"]
+        assert sent["all_gather"] == row["wire_predicted"]["weights"]
+        assert sent["reduce_scatter"] == row["wire_predicted"]["gradients"]
+        assert sent["all_reduce"] == (4 * 10 if layout == "fsdp_fp4" else 0)  # ten weights' amaxes
+    row = rows["tiny", "tp", False, "nvfp4"]
+    activations = sum(entry["sent"] for entry in row["wire"] if entry["dtype"] == "bfloat16")
+    ends, norms = 5 * 128 * 256 * 2 // 2, 5 * 256 * 2  # embedding, head and logits; gradients of five norms
+    assert activations == row["wire_predicted"]["activations"] + ends + norms
+    assert "| tiny | fsdp_fp4 | eager | nvfp4 |" in printed
+
+
+def test_only_torchrun_starts_it():
+    result = subprocess.run(
+        [sys.executable, SCRIPT, "--device", "cpu"],
+        cwd=ROOT,
+        env={key: value for key, value in os.environ.items() if key != "LOCAL_RANK"} | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 2 and "start it by torchrun --nproc-per-node N" in result.stderr
