@@ -84,13 +84,16 @@ class Dealer:
             self.failed[outcome.run] = outcome.traceback
         tqdm.write(f"{time.time() - self.begin:6.0f} s  {outcome.kind}: {outcome.run}")
 
-    def close(self) -> None:
-        """Say what is left.
+    def end(self) -> None:
+        """Whatever has happened."""
+        self.bar.close()
+
+    def say_what_is_left(self) -> None:
+        """After the last run.
 
         Raises:
             InputError: some runs failed, or whole processes; the others are finished and saved.
         """
-        self.bar.close()
         if self.waiting or self.stopped:
             left = len(self.waiting) + self.stopped
             print(f"{left} runs are left, {self.stopped} of them begun: the same command continues")
@@ -165,9 +168,19 @@ class GpuDealer(Dealer):
                 if run is not None:
                     held[connection].add(run)
                 self._send(connection, run)
-            if not processes or all(done.done() for done in self.compiled.values()):
-                for pool in self.pools:
-                    pool.shutdown(wait=False, cancel_futures=True)  # which frees its memory on the GPU
+            if all(done.done() for done in self.compiled.values()):
+                self._end_compilers()  # which frees their memory on the GPU
+
+    def end(self) -> None:
+        """Let no process wait for what will not come."""
+        super().end()
+        for connection in self.processes:
+            connection.close()
+        self._end_compilers()
+
+    def _end_compilers(self) -> None:
+        for pool in self.pools:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _send(self, connection: Connection, what: Path | Run | None) -> None:
         with suppress(BrokenPipeError):  # the end of a process is seen where it is received from
@@ -192,7 +205,11 @@ def train_on(gpu: str, dealer: Connection, like: Settings, folder: Path, scratch
 
     begin_process(gpu)
     warm_up(like, BASELINE)
-    Together(sources.load(dealer.recv(), like.device), folder, scratch, limits, dealer.send).train(take)
+    try:
+        corpus = sources.load(dealer.recv(), like.device)
+    except EOFError:  # there is no data
+        return
+    Together(corpus, folder, scratch, limits, dealer.send).train(take)
 
 
 def gpus() -> list[str]:
@@ -248,21 +265,41 @@ def train_missing(arguments: argparse.Namespace, settings: Settings) -> None:
     deadline = time.time() + arguments.seconds
     folder, scratch = arguments.results, arguments.scratch
     runs = planned(arguments.studies, settings, arguments.seeds, arguments.variants)
-    missing = [run for run in runs if results.load(run.path(folder), run.settings) is None]
-    print(f"{len(runs)} runs of {settings.steps} steps, {len(runs) - len(missing)} of them finished before")
+    finished = {run: result for run in runs if (result := results.load(run.path(folder), run.settings)) is not None}
+    missing = [run for run in runs if run not in finished]
+    print(f"{len(runs)} runs of {settings.steps} steps, {len(finished)} of them finished before")
     if not missing:
         return
     on_gpu = settings.device == "cuda"
     limits = Limits(settings.steps, arguments.at_once or (AT_ONCE if on_gpu else 1), deadline, arguments.only_whole)
     compilers = arguments.compilers or compilers_per_gpu()
     dealer = GpuDealer(missing, compilers, folder, scratch, limits) if on_gpu else Dealer(missing)
-    corpus = sources.prepare(arguments.data, settings.sequence + 1, scratch)
-    if isinstance(dealer, GpuDealer):
-        dealer.deal(corpus)
-    else:
-        begin_process()
-        Together(sources.load(corpus, "cpu"), folder, scratch, limits, dealer.tell).train(dealer.take)
-    dealer.close()
+    try:
+        corpus = sources.prepare(arguments.data, settings.sequence + 1, scratch)
+        require_same_text(corpus, finished)
+        if isinstance(dealer, GpuDealer):
+            dealer.deal(corpus)
+        else:
+            begin_process()
+            Together(sources.load(corpus, "cpu"), folder, scratch, limits, dealer.tell).train(dealer.take)
+    finally:
+        dealer.end()
+    dealer.say_what_is_left()
+
+
+def require_same_text(corpus: Path, finished: dict[Run, results.Result]) -> None:
+    """Before any time is spent on runs that could not be compared.
+
+    Raises:
+        InputError: some finished runs were trained on other text.
+    """
+    digest = sources.load(corpus, "cpu").digest[:16] if finished else ""
+    for run, result in finished.items():
+        if result.header["data"] != digest:
+            raise InputError(
+                f"the text here is {digest}, and {run} was trained on {result.header['data']}; "
+                "move finished runs away, or give --results another folder"
+            )
 
 
 def compilers_per_gpu() -> int:

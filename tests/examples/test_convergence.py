@@ -168,7 +168,7 @@ def assert_continues(
     assert sum(outcome.steps for outcome in told) == len(runs) * settings.steps
     steps = 0
     for stop in (0, 6, 4, 1000):
-        clock = iter(range(-1, 10000))
+        clock = iter(range(10000))
         with monkeypatch.context() as patch:
             patch.setattr(together.time, "time", lambda clock=clock: next(clock))
             told = train(runs, corpus, folder / "parts", at_once=2, deadline=stop)
@@ -275,6 +275,9 @@ def test_the_command_trains_once_and_then_only_reports(
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.jsonl")} == times
     assert run.main(["noise", *options(texts, folder, "--tokens=4096")]) == 2
     assert "move it away" in capsys.readouterr().err
+    (texts / "another.txt").write_text("more text")
+    assert run.main(["noise", *options(texts, folder, "--seeds=2")]) == 2
+    assert "was trained on" in capsys.readouterr().err and len(list(folder.rglob("*.jsonl"))) == 3
 
 
 @pytest.mark.parametrize(
@@ -328,13 +331,21 @@ def test_processes_share_the_runs_and_one_that_ends_is_told(
     data = sources.prepare(str(texts), settings.sequence + 1, tmp_path / "scratch")
     dealer = run.GpuDealer(runs, 1, tmp_path, tmp_path / "scratch", Limits(settings.steps, at_once=2))
     dealer.deal(data)
-    dealer.close()
+    dealer.end()
+    dealer.say_what_is_left()
     assert all(one.path(tmp_path).exists() for one in runs)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     dealer = run.GpuDealer(runs[:1], 1, tmp_path, tmp_path / "scratch", Limits(settings.steps))
     dealer.deal(tmp_path / "no data")
+    dealer.end()
     with pytest.raises(InputError, match="processes failed, as said above: GPU 1"):
-        dealer.close()
+        dealer.say_what_is_left()
+    dealer = run.GpuDealer(runs[:1], 1, tmp_path, tmp_path / "scratch", Limits(settings.steps))
+    processes = list(dealer.processes.values())
+    dealer.end()  # before there is data
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
 
 
 def test_the_board_names_ties_and_puts_what_diverged_last(tmp_path: Path) -> None:
