@@ -104,12 +104,18 @@ class Together:
         return time.time() + MARGIN * self.pace * steps <= self.limits.deadline
 
     def _attempt(self, run: Run, work: Callable[[Run], None]) -> None:
-        """What goes wrong ends this run alone; after an error that CUDA keeps, the others fail of themselves."""
+        """What goes wrong ends this run alone.
+
+        Raises:
+            RuntimeError: CUDA keeps the error, so that no run could go on in this process.
+        """
         try:
             work(run)
         except Exception:
             self.live.pop(run, None)
             self.tell(Outcome("failed", run, traceback=traceback.format_exc()))
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
 
     def _begin(self, run: Run) -> None:
         self.live[run] = Training(run.settings, run.variant, self.feed)

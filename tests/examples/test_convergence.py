@@ -187,6 +187,22 @@ def test_stopped_runs_continue_bit_for_bit(corpus: Corpus, tmp_path: Path, monke
     assert_continues(settings, variants[1:], corpus, tmp_path / "b", monkeypatch)
 
 
+def test_a_run_that_fails_takes_no_other_with_it_unless_cuda_keeps_the_error(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [Run(SMALL, variant) for variant in ("nvfp4", BASELINE, "MXFP8")]
+    runs[0].path(tmp_path).with_name(f"{runs[0].path(tmp_path).name}.partial").mkdir(parents=True)
+    told = [outcome for outcome in train(runs, corpus, tmp_path, at_once=2) if outcome.run is not None]
+    assert [(str(outcome.run), outcome.kind) for outcome in told] == [
+        ("nvfp4, seed 0", "failed"), ("bf16, seed 0", "finished"), ("MXFP8, seed 0", "finished"),
+    ]  # fmt: skip
+    assert "IsADirectoryError" in told[0].traceback
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", MagicMock(side_effect=RuntimeError("CUDA error")))
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        train(runs, corpus, tmp_path, at_once=2)
+
+
 def test_nothing_is_begun_that_would_not_end_in_time(corpus: Corpus, tmp_path: Path) -> None:
     limits = Limits(steps=100, at_once=4, deadline=1000.0, only_whole=True)
     crew = Together(corpus, tmp_path, tmp_path, limits, lambda outcome: None)
