@@ -83,6 +83,7 @@ class GatherableWeight:
         self.quantizer, self.is_transposed, self.amaxes = quantizer, is_transposed, amaxes
         self._amax: Tensor | None = None
         self._version = 0
+        self._is_there: Any = None  # an event, on a GPU
         assert quantizer.rowwise_spec is not None
         self.has_amax = quantizer.rowwise_spec.outer is Outer.TENSOR
         if self.has_amax:
@@ -108,8 +109,9 @@ class GatherableWeight:
         self._amax = None
 
     def know(self, amax: Tensor, version: int) -> None:
-        """``amax`` is that of the weight whose shard has this version."""
+        """``amax``, made on this stream, is that of the weight whose shard has this version."""
         self._amax, self._version = amax, version
+        self._is_there = torch.cuda.current_stream(amax.device).record_event() if amax.is_cuda else None
 
     def is_known(self) -> bool:
         """Whether the amax is that of the weight as it is; asked while the parameter is sharded."""
@@ -125,6 +127,10 @@ class GatherableWeight:
         if not self.is_known():
             self.amaxes.renew()
         assert self._amax is not None
+        if self._is_there is not None:  # FSDP2 gathers on a stream of its own, or on that of the caller
+            stream = torch.cuda.current_stream(self._amax.device)
+            stream.wait_event(self._is_there)
+            self._amax.record_stream(stream)
         return self._amax
 
 
@@ -194,8 +200,9 @@ class ShardedWeight(torch.Tensor):
         like, kept = metadata
         codes, scales = (*all_gather_outputs, *kept)
         assert like.amax is not None
+        for tensor in (like.amax, *kept):  # made on FSDP2's stream, which runs ahead, and read on this one
+            _keep_for_this_stream(tensor)
         with torch.no_grad():
-            # The amax was made on FSDP2's stream, and is read on this one.
             rowwise: Operand = operand_from_wire(like, codes, scales, like.amax.clone())
             sides = (rowwise, rowwise.transposed()) if self.weight.is_transposed else (rowwise,)
         tensors = [tensor for side in sides for tensor in side.tensors if tensor is not None]
@@ -248,6 +255,12 @@ class ShardedWeight(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ShardedWeight({self.weight.name!r}, {self.values!r})"
+
+
+def _keep_for_this_stream(tensor: Tensor) -> None:
+    """Have the allocator of another stream wait with the memory of ``tensor`` for what this stream still does."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 _COPIES = (aten._to_copy.default, aten._pin_memory.default, aten.new_zeros.default)

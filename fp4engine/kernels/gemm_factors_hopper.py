@@ -212,5 +212,6 @@ def add_factored(
     draft.step(
         factored_hopper_kernel, programs, block(product.left, (HALF_M, step)), block(product.right, (TILE_N, step)),
         block(product.out, OUT_BLOCK), *factors, *product.scales, m, n, padded_terms(k, groups, itemsize), *strides,
-        *groups, terms, *product.flags, GROUP_M, stages_for(product.out.facts.dtype), programs, PRODUCER_REGISTERS, CONSUMER_REGISTERS, num_warps=4,
+        *groups, terms, *product.flags, GROUP_M, stages_for(product.out.facts.dtype), programs, PRODUCER_REGISTERS,
+        CONSUMER_REGISTERS, num_warps=4,
     )  # fmt: skip

@@ -596,3 +596,32 @@ def test_what_cannot_go_as_codes_says_why_and_trains_as_ever(ranks):
 
 def test_hybrid_sharding_has_those_bytes(tmp_path):
     assert all(rank["hsdp"] for rank in ranks_of(tmp_path, 4))
+
+
+@pytest.mark.gpu
+def test_streams_of_a_gpu_do_not_take_each_others_memory(tmp_path: Path) -> None:
+    """FSDP2 gathers ahead on streams of its own; a model of many weights has the losses of one gathered whole."""
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        losses = []
+        for fp4 in (False, True):
+            torch.manual_seed(0)
+            layers = [torch.nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16) for _ in range(24)]
+            model = torch.nn.Sequential(*layers).cuda()
+            fp4engine.convert(model)
+            model = shard(model, fp4, mesh=mesh)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            fp4engine.manual_seed(3)
+            inp = torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16)
+            for _ in range(8):
+                with fp4engine.autocast(recipe=DEFAULT):
+                    loss = (model(inp).float() - inp.float()).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        assert all(loss.isfinite() for loss in losses)
+        assert torch.equal(torch.stack(losses[:8]), torch.stack(losses[8:]))
+    finally:
+        dist.destroy_process_group()
