@@ -27,6 +27,7 @@ from fp4engine.qat import fake_quantize, linear_ste, ste_weight
 from fp4engine.quantizers import HybridQuantizer, IdentityQuantizer, NVFP4Quantizer, Quantizer, make_quantizer
 from fp4engine.roles import QuantizerRole
 from fp4engine.state import (
+    RandomStream,
     autocast,
     fp8_autocast,
     get_default_recipe,
@@ -56,6 +57,7 @@ __all__ = [
     "Quantizer",
     "QuantizerRole",
     "RMSNorm",
+    "RandomStream",
     "TransformerLayer",
     "__version__",
     "assert_quantized",

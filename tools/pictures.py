@@ -62,7 +62,7 @@ def _rows(folder: Path) -> list[dict]:
 def _study(preset: str, study: str, path: Path) -> None:
     settings = PRESETS[preset]
     found = study_report.load(STUDIES[study], settings, SEEDS, RESULTS / "convergence")
-    study_report.plot(STUDIES[study], found, settings, path)
+    study_report.draw(study, found, settings, path)
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """A study as a Markdown table and a picture: paired relative gaps, mean and standard deviation over seeds."""
 
-import dataclasses
 import os
 import statistics
 from collections.abc import Sequence
@@ -12,13 +11,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from convergence import results
-from convergence.results import Result
-from convergence.studies import BASELINE, PRESETS, STUDIES, Study, variants_of
+from convergence import leaderboard
+from convergence.gaps import Results, differences, gaps, load
+from convergence.studies import BASELINE, BOARD, PRESETS, STUDIES, Study, variants_of
 from gpt.settings import InputError, Settings
-
-Results = dict[str, dict[int, Result]]
-"""variant -> seed -> its finished run."""
 
 
 def write(studies: Sequence[str], settings: Settings, seeds: int, folder: Path, target: Path | None = None) -> str:
@@ -32,23 +28,25 @@ def write(studies: Sequence[str], settings: Settings, seeds: int, folder: Path, 
         InputError: runs of one preset were trained on different data, or `target` has no place for them.
     """
     beside = folder if target is None else Path(os.path.relpath(folder, target.parent))
-    sections = [command(studies, settings, seeds)]
+    sections: list[str] = []
+    compiled = False
     for name in studies:
         found = load(STUDIES[name], settings, seeds, folder)
         picture = Path(settings.preset) / f"{name}.png"
         if found:
-            plot(STUDIES[name], found, settings, folder / picture)
+            draw(name, found, settings, folder / picture)
+        compiled |= any(run.header.get("compile") for of_variant in found.values() for run in of_variant.values())
         sections.append(section(settings, name, found, beside / picture))
-    text = "\n".join(sections)
+    text = "\n".join([command(studies, settings, seeds, compiled), *sections])
     if target is not None:
         insert(text, settings.preset, target)
     return text
 
 
-def command(studies: Sequence[str], settings: Settings, seeds: int) -> str:
+def command(studies: Sequence[str], settings: Settings, seeds: int, compiled: bool) -> str:
     tokens = "" if settings.tokens == PRESETS[settings.preset].tokens else f" --tokens {settings.tokens}"
-    compiled = " --compile" if settings.compile else ""
-    arguments = f"{' '.join(studies)} --preset {settings.preset} --seeds {seeds}{tokens}{compiled}"
+    fused = " --compile" if compiled else ""
+    arguments = f"{' '.join(studies)} --preset {settings.preset} --seeds {seeds}{tokens}{fused}"
     return f"```bash\npython examples/convergence/run.py {arguments}\n```\n"
 
 
@@ -59,7 +57,8 @@ def section(settings: Settings, name: str, found: Results, picture: Path) -> str
     where = f"{len(runs)} runs of {settings.tokens:,} bytes each. {'; '.join(sorted(made))}." if runs else "No runs."
     title = f"{settings.preset}, {name}"
     image = f"\n![{title}]({picture})\n" if runs else ""
-    return f"### {title}: {STUDIES[name].question}\n\n{where}\n\n{table(STUDIES[name], found)}\n{image}"
+    rows = leaderboard.table(found) if name == BOARD else table(STUDIES[name], found)
+    return f"### {title}: {STUDIES[name].question}\n\n{where}\n\n{rows}\n{image}"
 
 
 def insert(text: str, preset: str, target: Path) -> None:
@@ -69,36 +68,6 @@ def insert(text: str, preset: str, target: Path) -> None:
     if not (found_begin and found_end):
         raise InputError(f"{target} needs the lines {begin.strip()} and {end}, between which the tables go")
     target.write_text(f"{before}{begin}\n{text}\n{end}{after}")
-
-
-def load(study: Study, settings: Settings, seeds: int, folder: Path) -> Results:
-    found: Results = {}
-    for variant in variants_of(study):
-        for seed in range(seeds):
-            own = dataclasses.replace(settings, seed=seed)
-            result = results.load(results.path_of(folder, own, variant), own)
-            if result is not None:
-                found.setdefault(variant, {})[seed] = result
-    data = {run.header["data"] for of_variant in found.values() for run in of_variant.values()}
-    if len(data) > 1:
-        raise InputError(f"runs below {folder / settings.preset} were trained on different data: {', '.join(data)}")
-    return found
-
-
-def gaps(found: Results, variant: str) -> dict[int, float]:
-    """Relative gap to the baseline of the same seed, in percent, by seed."""
-    baseline = found.get(BASELINE, {})
-    return {
-        seed: 100 * (result.loss / baseline[seed].loss - 1)
-        for seed, result in found.get(variant, {}).items()
-        if seed in baseline
-    }
-
-
-def differences(found: Results, variant: str, reference: str) -> dict[int, float]:
-    """Gap of `variant` minus gap of `reference` at the same seed, in percentage points, by seed."""
-    own, others = gaps(found, variant), gaps(found, reference)
-    return {seed: own[seed] - others[seed] for seed in own if seed in others}
 
 
 def spread(values: Sequence[float], unit: str) -> str:
@@ -132,6 +101,14 @@ def table(study: Study, found: Results) -> str:
     if missing:
         lines += [*([""] if found else []), f"Not run: {'; '.join(missing)}."]
     return "\n".join(lines)
+
+
+def draw(name: str, found: Results, settings: Settings, path: Path) -> None:
+    """The picture of a study."""
+    if name == BOARD:
+        leaderboard.plot(found, settings, path)
+    else:
+        plot(STUDIES[name], found, settings, path)
 
 
 def plot(study: Study, found: Results, settings: Settings, path: Path) -> None:

@@ -1,24 +1,24 @@
 """Train small models that differ in their recipe only, several at once, and tabulate the gap to BF16.
 
     python examples/convergence/run.py noise switch                 # studies, on all GPUs there are; see --list
-    python examples/convergence/run.py ends --preset micro --seeds 3 --stop-after 500
+    python examples/convergence/run.py board --preset 3m --compile --seconds 500 --only-whole
     python examples/convergence/run.py noise --preset tiny          # seconds, on a CPU
     python examples/convergence/run.py noise switch --report        # tables and pictures of what is there
 
 A finished run is one JSONL file below --results and is never repeated, and a run that was stopped continues bit for
-bit, so the same command continues what was interrupted. Seeds are finished one after the other, each for all variants.
+bit, so the same command continues what was interrupted. All seeds of a variant come before the next variant.
 """
 
 import argparse
 import dataclasses
 import os
 import shlex
-import shutil
 import sys
 import time
-import traceback
-from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,94 +27,189 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from convergence import results, sources
-from convergence.studies import PRESETS, STUDIES, VARIANTS, variants_of
-from convergence.training import train
-from gpt.data import Corpus
+from convergence.studies import BASELINE, BOARD, PRESETS, STUDIES, VARIANTS, variants_of
+from convergence.together import Limits, Outcome, Run, Together, warm_up
 from gpt.settings import InputError, Settings
 from gpt.training import compute_repeatably
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "convergence"
 SCRATCH = ROOT / "runs" / "convergence"
-WORKERS_PER_GPU = 4
-POLL_SECONDS = 0.5
+AT_ONCE = 3
+"""Models trained at the same time on each GPU: enough to fill gaps, few enough to leave something in its cache."""
+
+MOST_COMPILERS = 12
+"""Processes per GPU that compile kernels beforehand, each of which holds a model on the GPU."""
+
+POLL_SECONDS = 0.2
+LINE_SECONDS = 20.0
+"""At least so long between two lines about the pace where the output is no terminal, which gets a bar."""
+
 TRACEBACK_LINES = 15
 
 
-@dataclass(frozen=True)
-class Run:
-    """One model to train."""
+class Dealer:
+    """Hands runs out in their order, and keeps account of what becomes of them."""
 
-    settings: Settings
-    variant: str
+    def __init__(self, runs: list[Run]) -> None:
+        self.begin = time.time()
+        self.waiting = list(runs)
+        self.stopped = 0
+        self.failed: dict[Run, str] = {}
+        self.broken: list[str] = []
+        self.told, self.steps = self.begin, 0
+        self.bar = tqdm(total=sum(run.settings.steps for run in runs), unit="step", disable=None)
 
-    def path(self, folder: Path) -> Path:
-        return results.path_of(folder, self.settings, self.variant)
-
-    def __str__(self) -> str:
-        return f"{self.variant}, seed {self.settings.seed}"
-
-
-class Worker:
-    """What a worker process holds: its GPU, the data, and a counter of steps that the parent's progress bar reads."""
-
-    corpus: Corpus
-    scratch: Path
-    steps_done: Any
-
-    @classmethod
-    def begin(cls, gpu: str, scratch: Path, steps_done: Any) -> None:
-        if gpu:
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before anything asks for CUDA
-        torch.set_num_threads(1)
-        compute_repeatably()
-        cls.scratch, cls.steps_done = scratch, steps_done
-
-    @classmethod
-    def run(cls, run: Run, corpus: Path, folder: Path, deadline: float) -> bool:
-        """Whether the run is finished; if not, it was stopped."""
-        if not hasattr(cls, "corpus"):
-            cls.corpus = sources.load(corpus, run.settings.device)
-        unfinished = results.unfinished(cls.scratch, run.settings, run.variant, cls.corpus.digest)
-        rows = train(run.settings, run.variant, cls.corpus, cls.advance, unfinished, deadline)
-        if rows is None:
-            return False
-        results.save(run.path(folder), rows)
-        shutil.rmtree(unfinished, ignore_errors=True)
+    def is_ready(self, run: Run) -> bool:
         return True
 
-    @classmethod
-    def advance(cls, steps: int) -> None:
-        with cls.steps_done.get_lock():
-            cls.steps_done.value += steps
+    def take(self, waits: bool = False) -> Run | None:
+        """The first run that is ready, if any."""
+        run = next(filter(self.is_ready, self.waiting), None)
+        if run is not None:
+            self.waiting.remove(run)
+        return run
+
+    def tell(self, outcome: Outcome) -> None:
+        self.bar.update(outcome.steps)
+        self.steps += outcome.steps
+        if self.bar.disable and (seconds := time.time() - self.told) >= LINE_SECONDS:
+            pace = 1000 * seconds / max(1, self.steps)
+            print(f"{time.time() - self.begin:6.0f} s  {pace:.2f} ms per step", flush=True)
+            self.told, self.steps = time.time(), 0
+        if outcome.run is None:
+            return
+        self.stopped += outcome.kind == "stopped"
+        if outcome.kind == "failed":
+            self.failed[outcome.run] = outcome.traceback
+        tqdm.write(f"{time.time() - self.begin:6.0f} s  {outcome.kind}: {outcome.run}")
+
+    def end(self) -> None:
+        """Whatever has happened."""
+        self.bar.close()
+
+    def say_what_is_left(self) -> None:
+        """After the last run.
+
+        Raises:
+            InputError: some runs failed, or whole processes; the others are finished and saved.
+        """
+        if self.waiting or self.stopped:
+            left = len(self.waiting) + self.stopped
+            print(f"{left} runs are left, {self.stopped} of them begun: the same command continues")
+        for run, text in self.failed.items():
+            print(f"\n{run} failed:", *text.splitlines()[-TRACEBACK_LINES:], sep="\n    ", file=sys.stderr)
+        if self.failed:
+            raise InputError(f"{len(self.failed)} runs failed: {'; '.join(map(str, self.failed))}")
+        if self.broken:
+            raise InputError(f"processes failed, as said above: {', '.join(self.broken)}")
 
 
-class Lanes:
-    """Worker processes, dealt out to the GPUs. One in which a run failed is replaced: a CUDA error stays for good."""
+class GpuDealer(Dealer):
+    """Deals to one process per GPU. A variant is ready as soon as other processes have compiled its kernels.
 
-    def __init__(self, number: int, device: str, scratch: Path) -> None:
-        self.context = torch.multiprocessing.get_context("spawn")
-        self.steps_done = self.context.Value("q", 0)
-        self.gpus = gpus() if device == "cuda" else [""]
-        self.scratch = scratch
-        self.lanes = [self._lane(index) for index in range(number)]
+    The processes compile what all runs share while the data is read.
+    """
 
-    def _lane(self, index: int) -> ProcessPoolExecutor:
-        arguments = (self.gpus[index % len(self.gpus)], self.scratch, self.steps_done)
-        lane = ProcessPoolExecutor(1, self.context, Worker.begin, arguments)
-        lane.submit(int)  # starts the process, which imports while the parent reads the data
-        return lane
+    def __init__(self, runs: list[Run], compilers: int, folder: Path, scratch: Path, limits: Limits) -> None:
+        super().__init__(runs)
+        self.deadline = limits.deadline
+        context = torch.multiprocessing.get_context("spawn")
+        self.processes: dict[Connection, BaseProcess] = {}
+        for gpu in gpus():
+            here, there = context.Pipe()
+            arguments = (gpu, there, runs[0].settings, folder, scratch, limits)
+            process = context.Process(target=train_on, args=arguments, name=f"GPU {gpu}")
+            process.start()
+            there.close()  # so that the end of the process is the end of the connection
+            self.processes[here] = process
+        self.pools = [ProcessPoolExecutor(compilers, context, begin_process, (gpu,)) for gpu in gpus()]
+        self.compiled: dict[str, Future[None]] = {}
+        for run in runs:
+            if run.variant not in self.compiled and run.variant != BASELINE:  # which has no kernels of ours
+                pool = self.pools[len(self.compiled) % len(self.pools)]
+                settings = dataclasses.replace(run.settings, compile=False)
+                self.compiled[run.variant] = pool.submit(warm_up, settings, run.variant)
 
-    def submit(self, index: int, *arguments: Any) -> Future[bool]:
-        return self.lanes[index].submit(Worker.run, *arguments)
+    def is_ready(self, run: Run) -> bool:
+        return run.variant not in self.compiled or self.compiled[run.variant].done()
 
-    def replace(self, index: int) -> None:
-        self.lanes[index].shutdown(wait=False)
-        self.lanes[index] = self._lane(index)
+    def deal(self, corpus: Path) -> None:
+        """Until every process has ended."""
+        processes = self.processes
+        for connection in processes:
+            self._send(connection, corpus)
+        held: dict[Connection, set[Run]] = {connection: set() for connection in processes}
+        asking: dict[Connection, bool] = {}
+        while processes:
+            for connection in wait(list(processes), POLL_SECONDS):
+                assert isinstance(connection, Connection)
+                try:
+                    message: Any = connection.recv()
+                except EOFError:
+                    process = processes.pop(connection)
+                    process.join()
+                    if process.exitcode:
+                        self.broken.append(process.name)
+                    asking.pop(connection, None)
+                    for run in held.pop(connection):
+                        self.tell(Outcome("failed", run, traceback="the process of its GPU has ended"))
+                    continue
+                if isinstance(message, Outcome):
+                    held[connection].discard(message.run)  # pyright: ignore[reportArgumentType]
+                    self.tell(message)
+                else:
+                    asking[connection] = message
+            for connection, waits in list(asking.items()):
+                run = self.take()
+                if run is None and waits and self.waiting and time.time() < self.deadline:
+                    continue  # until something is compiled
+                del asking[connection]
+                if run is not None:
+                    held[connection].add(run)
+                self._send(connection, run)
+            if all(done.done() for done in self.compiled.values()):
+                self._end_compilers()  # which frees their memory on the GPU
 
-    def shutdown(self) -> None:
-        for lane in self.lanes:
-            lane.shutdown()
+    def end(self) -> None:
+        """Let no process wait for what will not come."""
+        super().end()
+        for connection in self.processes:
+            connection.close()
+        self._end_compilers()
+
+    def _end_compilers(self) -> None:
+        for pool in self.pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _send(self, connection: Connection, what: Path | Run | None) -> None:
+        with suppress(BrokenPipeError):  # the end of a process is seen where it is received from
+            connection.send(what)
+
+
+def begin_process(gpu: str | None = None) -> None:
+    """Before anything asks for CUDA."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # with fewer, streams wait for each other's kernels
+    torch.set_num_threads(1)
+    compute_repeatably()
+
+
+def train_on(gpu: str, dealer: Connection, like: Settings, folder: Path, scratch: Path, limits: Limits) -> None:
+    """What the process of a GPU does: compile what all runs share, ask for runs, and send what becomes of them."""
+
+    def take(waits: bool) -> Run | None:
+        dealer.send(waits)
+        return dealer.recv()
+
+    begin_process(gpu)
+    warm_up(like, BASELINE)
+    try:
+        corpus = sources.load(dealer.recv(), like.device)
+    except EOFError:  # there is no data
+        return
+    Together(corpus, folder, scratch, limits, dealer.send).train(take)
 
 
 def gpus() -> list[str]:
@@ -124,53 +219,15 @@ def gpus() -> list[str]:
 
 
 def planned(studies: list[str], settings: Settings, seeds: int, variants: list[str] | None = None) -> list[Run]:
-    """Every run of the studies once: seed by seed, and for each seed study by study. `variants` leaves out others."""
+    """Every run of the studies once: study by study, variant by variant, seed by seed. `variants` leaves out others."""
     runs = (
         Run(dataclasses.replace(settings, seed=seed), variant)
-        for seed in range(seeds)
         for study in studies
         for variant in variants_of(STUDIES[study])
         if variants is None or variant in variants
+        for seed in range(seeds)
     )
     return list(dict.fromkeys(runs))
-
-
-def train_all(runs: list[Run], lanes: Lanes, corpus: Path, folder: Path, deadline: float) -> None:
-    """Train what is not finished, one run per lane; at `deadline` save what is under way and begin nothing.
-
-    Raises:
-        InputError: some runs failed; the others are finished and saved.
-    """
-    begin = time.time()
-    waiting = list(reversed(runs))
-    idle = list(reversed(range(len(lanes.lanes))))
-    running: dict[Future[bool], tuple[Run, int]] = {}
-    failed: dict[Run, str] = {}
-    stopped = 0
-    with tqdm(total=sum(run.settings.steps for run in runs), unit="step", disable=None) as bar:
-        while running or (waiting and time.time() < deadline):
-            while waiting and idle and time.time() < deadline:
-                run, lane = waiting.pop(), idle.pop()
-                running[lanes.submit(lane, run, corpus, folder, deadline)] = run, lane
-            done, _ = wait(running, timeout=POLL_SECONDS, return_when="FIRST_COMPLETED")
-            bar.update(lanes.steps_done.value - bar.n)
-            for future in done:
-                run, lane = running.pop(future)
-                error = future.exception()
-                if error is not None:
-                    failed[run] = "".join(traceback.format_exception(error))
-                    lanes.replace(lane)
-                finished = error is None and future.result()
-                stopped += error is None and not finished
-                idle.append(lane)
-                outcome = "failed" if error is not None else "finished" if finished else "stopped"
-                tqdm.write(f"{time.time() - begin:6.0f} s  {outcome}: {run}")
-    if waiting or stopped:
-        print(f"{len(waiting) + stopped} runs are left, {stopped} of them begun: the same command continues")
-    for run, text in failed.items():
-        print(f"\n{run} failed:", *text.splitlines()[-TRACEBACK_LINES:], sep="\n    ", file=sys.stderr)
-    if failed:
-        raise InputError(f"{len(failed)} runs failed: {'; '.join(map(str, failed))}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -181,11 +238,13 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--tokens", type=float, help="bytes to train on, instead of the preset's")
     new.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default: 3)")
     new.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help="train these only")
-    new.add_argument("--workers", type=int, help=f"models trained at once (default: {WORKERS_PER_GPU} per GPU, else 1)")
-    new.add_argument("--compile", action="store_true", help="torch.compile the model: pays for runs of minutes")
+    new.add_argument("--at-once", type=int, help=f"models trained at once (default: {AT_ONCE} on each GPU, else 1)")
+    new.add_argument("--compile", action="store_true", help="torch.compile what is between linear layers, once for all")
+    new.add_argument("--compilers", type=int, help="processes per GPU that compile kernels beforehand")
     new.add_argument("--data", help="a folder of text files (default: the Python sources found here)")
     new.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    new.add_argument("--stop-after", type=float, default=float("inf"), help="save and stop after so many seconds")
+    new.add_argument("--seconds", type=float, default=float("inf"), help="save and stop after so many")
+    new.add_argument("--only-whole", action="store_true", help="begin nothing that would not end within --seconds")
     new.add_argument("--results", type=Path, default=RESULTS, help="finished runs (default: %(default)s)")
     new.add_argument("--scratch", type=Path, default=SCRATCH, help="text and unfinished runs (default: %(default)s)")
     new.add_argument(
@@ -203,28 +262,58 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 
 def train_missing(arguments: argparse.Namespace, settings: Settings) -> None:
-    deadline = time.time() + arguments.stop_after
-    folder = arguments.results
+    deadline = time.time() + arguments.seconds
+    folder, scratch = arguments.results, arguments.scratch
     runs = planned(arguments.studies, settings, arguments.seeds, arguments.variants)
-    missing = [run for run in runs if results.load(run.path(folder), run.settings) is None]
-    print(f"{len(runs)} runs of {settings.steps} steps, {len(runs) - len(missing)} of them finished before")
+    finished = {run: result for run in runs if (result := results.load(run.path(folder), run.settings)) is not None}
+    missing = [run for run in runs if run not in finished]
+    print(f"{len(runs)} runs of {settings.steps} steps, {len(finished)} of them finished before")
     if not missing:
         return
-    default = WORKERS_PER_GPU * len(gpus()) if settings.device == "cuda" else 1
-    lanes = Lanes(min(arguments.workers or default, len(missing)), settings.device, arguments.scratch)
+    on_gpu = settings.device == "cuda"
+    limits = Limits(settings.steps, arguments.at_once or (AT_ONCE if on_gpu else 1), deadline, arguments.only_whole)
+    compilers = arguments.compilers or compilers_per_gpu()
+    dealer = GpuDealer(missing, compilers, folder, scratch, limits) if on_gpu else Dealer(missing)
     try:
-        corpus = sources.prepare(arguments.data, settings.sequence + 1, arguments.scratch)
-        train_all(missing, lanes, corpus, folder, deadline)
+        corpus = sources.prepare(arguments.data, settings.sequence + 1, scratch)
+        require_same_text(corpus, finished)
+        if isinstance(dealer, GpuDealer):
+            dealer.deal(corpus)
+        else:
+            begin_process()
+            Together(sources.load(corpus, "cpu"), folder, scratch, limits, dealer.tell).train(dealer.take)
     finally:
-        lanes.shutdown()
+        dealer.end()
+    dealer.say_what_is_left()
+
+
+def require_same_text(corpus: Path, finished: dict[Run, results.Result]) -> None:
+    """Before any time is spent on runs that could not be compared.
+
+    Raises:
+        InputError: some finished runs were trained on other text.
+    """
+    digest = sources.load(corpus, "cpu").digest[:16] if finished else ""
+    for run, result in finished.items():
+        if result.header["data"] != digest:
+            raise InputError(
+                f"the text here is {digest}, and {run} was trained on {result.header['data']}; "
+                "move finished runs away, or give --results another folder"
+            )
+
+
+def compilers_per_gpu() -> int:
+    return max(1, min(MOST_COMPILERS, len(os.sched_getaffinity(0)) // max(1, len(gpus())) - 2))
 
 
 def run(arguments: argparse.Namespace) -> None:
     unknown = [name for name in arguments.studies if name not in STUDIES]
     if unknown or not arguments.studies:
         raise InputError(f"studies are {', '.join(STUDIES)}; got {', '.join(unknown) or 'none'}")
-    if arguments.seeds < 1:
-        raise InputError(f"--seeds must be at least 1, got {arguments.seeds}")
+    for name, least in (("seeds", 1), ("at_once", 1), ("compilers", 1)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     settings = settings_of(arguments)
     try:
         if arguments.report is None:
@@ -234,10 +323,15 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def publish(arguments: argparse.Namespace, settings: Settings) -> None:
-    from convergence import report  # here, because every worker imports this file, and matplotlib takes its time
+    # Here, because every process imports this file, and matplotlib takes its time.
+    from convergence import gaps, leaderboard, report
+    from fp4engine.cli.recipes import LEADERBOARD
 
     target = Path(arguments.report) if arguments.report else None
     text = report.write(arguments.studies, settings, arguments.seeds, arguments.results, target)
+    if target is not None and BOARD in arguments.studies:
+        found = gaps.load(STUDIES[BOARD], settings, arguments.seeds, arguments.results)
+        leaderboard.ship(found, settings.preset, LEADERBOARD)
     if target is None:
         print(f"\n{text}")
 

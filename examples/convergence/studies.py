@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from fp4engine.formats import RoundingMode
 from fp4engine.recipe import (
     Casts,
-    DelayedScaling,
-    Float8CurrentScaling,
     LinearRecipe,
     NVFP4BlockScaling,
     Recipe,
@@ -27,6 +25,9 @@ HIGH_PRECISION = LinearRecipe()
 
 BASELINE = "bf16"
 """The variant that every gap is measured from."""
+
+BOARD = "board"
+"""The study of all recipes, whose report is the leaderboard; its variants stand in the order in which they are run."""
 
 SWITCH_AT = 0.82
 """Share of the tokens before a late switch (arXiv 2509.25149, appendix D: 8.2 of 10 trillion)."""
@@ -54,10 +55,14 @@ class Variant:
     Attributes:
         recipe: what the linear layers follow; it may depend on the number of steps and of blocks.
         draws: added to the seed of the random stream, and to nothing else.
+        row: its name in the recipe book, if it is there: what a step costs is known by that name.
+        source: where it is from, if it is not in the recipe book.
     """
 
     recipe: Callable[[Settings], Recipe]
     draws: int = 0
+    row: str = ""
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,13 +80,22 @@ class Study:
     variants: tuple[str, ...]
 
 
-def always(recipe: Recipe) -> Variant:
-    return Variant(lambda settings: recipe)
+def always(recipe: Recipe, source: str = "") -> Variant:
+    return Variant(lambda settings: recipe, source=source)
+
+
+def book(row: str) -> Variant:
+    """A row of the recipe book."""
+    recipe = zoo.make(row)
+    return Variant(lambda settings: recipe, row=row)
 
 
 def late_switch(then: Recipe) -> Variant:
     """NVFP4 until `SWITCH_AT` of the steps, `then` for the rest."""
-    return Variant(lambda settings: ScheduledRecipe(((0, DEFAULT), (round(SWITCH_AT * settings.steps), then))))
+    return Variant(
+        lambda settings: ScheduledRecipe(((0, DEFAULT), (round(SWITCH_AT * settings.steps), then))),
+        source="arXiv 2509.25149, appendix D",
+    )
 
 
 def high_precision_blocks(last: bool) -> Variant:
@@ -97,7 +111,17 @@ def high_precision_blocks(last: bool) -> Variant:
 
 def forward_only(recipe: Recipe) -> Variant:
     """`recipe` in fprop, high precision in dgrad and wgrad."""
-    return always(combine(recipe, HIGH_PRECISION))
+    return always(combine(recipe, HIGH_PRECISION), "the default's forward pass alone")
+
+
+def nemotron_map() -> Variant:
+    """NVFP4 but for what Nemotron 3 Super's map keeps, in the names of this model: attention, and the last 15%."""
+
+    def recipe(settings: Settings) -> Recipe:
+        last = Rule(HIGH_PRECISION, blocks=final_blocks(settings.layers, 0.15))
+        return RuledRecipe(DEFAULT, (last, Rule(HIGH_PRECISION, "**.attention")))
+
+    return Variant(recipe, source="arXiv 2604.12374: the last 15% of the blocks and attention in BF16")
 
 
 def stochastic_forward() -> Recipe:
@@ -113,30 +137,45 @@ def stochastic_forward() -> Recipe:
 
 DEFAULT = NVFP4BlockScaling()
 ONE_D = DEFAULT.replace(disable_2d_quantization=True)
+ABLATION = "arXiv 2509.25149, an ablation of the default"
 FOUR_OVER_SIX = {"nvfp4_4over6": "all", "nvfp4_4over6_err_mode": "MSE"}
 
 VARIANTS = {
-    BASELINE: always(HIGH_PRECISION),
-    "nvfp4": always(DEFAULT),
+    BASELINE: book("high_precision"),
+    "nvfp4": book("nvfp4"),
     "nvfp4, other draws": Variant(lambda settings: DEFAULT, draws=1_000_003),
     "forward to bf16 at 82%": late_switch(zoo.make("high_precision_forward_nvfp4_backward")),
     "backward to bf16 at 82%": late_switch(combine(zoo.make("nvfp4"), HIGH_PRECISION)),
     "both to bf16 at 82%": late_switch(HIGH_PRECISION),
-    "no RHT": always(DEFAULT.replace(disable_rht=True)),
-    "no SR": always(DEFAULT.replace(disable_stochastic_rounding=True)),
-    "no 2D": always(ONE_D),
-    "no RHT, SR, 2D": always(ONE_D.replace(disable_rht=True, disable_stochastic_rounding=True)),
-    "RHT only": always(ONE_D.replace(disable_stochastic_rounding=True)),
-    "SR on the forward": always(stochastic_forward()),
-    "nvfp4 + 4/6": always(zoo.make("nvfp4_4over6")),
-    "Quartet II, no 4/6": always(zoo.make("quartet2_no_4over6")),
-    "Quartet II": always(zoo.make("quartet2")),
-    "RHT-128 4/6 scalar": always(zoo.make("rht128_4over6_scalar")),
-    "MXFP4": always(zoo.make("mxfp4")),
-    "FP8 delayed": always(DelayedScaling()),
-    "FP8 current": always(Float8CurrentScaling()),
+    "no RHT": always(DEFAULT.replace(disable_rht=True), ABLATION),
+    "no SR": always(DEFAULT.replace(disable_stochastic_rounding=True), ABLATION),
+    "no 2D": always(ONE_D, ABLATION),
+    "no RHT, SR, 2D": always(ONE_D.replace(disable_rht=True, disable_stochastic_rounding=True), ABLATION),
+    "RHT only": always(ONE_D.replace(disable_stochastic_rounding=True), ABLATION),
+    "SR on the forward": always(stochastic_forward(), ABLATION),
+    "nvfp4 + 4/6": book("nvfp4_4over6"),
+    "nvfp4 + 4/6, no RHT, no SR": book("nvfp4_4over6_nearest"),
+    "nvfp4, row-scaled": book("nvfp4_row_scaled"),
+    "nvfp4, 1x16 weights": book("nvfp4_1d_weight"),
+    "nvfp4, guarded SR": book("nvfp4_guarded"),
+    "Quartet II, no 4/6": book("quartet2_no_4over6"),
+    "Quartet II": book("quartet2"),
+    "Quartet II, CUDA": book("quartet2_cuda"),
+    "TetraJet-v2": book("tetrajet2"),
+    "FP4 all the way": book("fp4_all_the_way"),
+    "UFP4": book("ufp4"),
+    "RHT-128 4/6 scalar": book("rht128_4over6_scalar"),
+    "MXFP4": book("mxfp4"),
+    "MXFP4, AMD": book("mxfp4_hadamard"),
+    "MXFP4, AMD, SR": book("mxfp4_hadamard_stochastic"),
+    "MXFP4, Tseng": book("mxfp4_tseng"),
+    "MXFP8": book("mxfp8"),
+    "FP8 delayed": book("fp8_delayed"),
+    "FP8 current": book("fp8_current"),
+    "Nemotron's map": nemotron_map(),
     "first blocks in bf16": high_precision_blocks(last=False),
     "last blocks in bf16": high_precision_blocks(last=True),
+    "backward only": book("high_precision_forward_nvfp4_backward"),
     "forward 1x16": forward_only(ONE_D),
     "forward 1x16 + 4/6": forward_only(ONE_D.replace(**FOUR_OVER_SIX)),
     "forward 16x16": forward_only(DEFAULT),
@@ -183,6 +222,39 @@ STUDIES = {
         "How much of the gap is the forward pass alone?",
         "forward 16x16",
         ("nvfp4", "forward 16x16", "forward 16x16 + 4/6", "forward 1x16", "forward 1x16 + 4/6"),
+    ),
+    BOARD: Study(
+        "Which recipe trains best?",
+        "nvfp4",
+        (
+            "nvfp4",
+            "nvfp4 + 4/6",
+            "nvfp4, row-scaled",
+            "Quartet II",
+            "TetraJet-v2",
+            "FP8 current",
+            "MXFP8",
+            "no RHT",
+            "no SR",
+            "no 2D",
+            "no RHT, SR, 2D",
+            "nvfp4, 1x16 weights",
+            "forward 16x16",
+            "backward only",
+            "MXFP4",
+            "MXFP4, AMD",
+            "MXFP4, Tseng",
+            "FP4 all the way",
+            "forward to bf16 at 82%",
+            "Nemotron's map",
+            "RHT-128 4/6 scalar",
+            "Quartet II, CUDA",
+            "Quartet II, no 4/6",
+            "nvfp4, guarded SR",
+            "nvfp4 + 4/6, no RHT, no SR",
+            "MXFP4, AMD, SR",
+            "UFP4",
+        ),
     ),
 }
 """Every study also has the baseline's runs."""

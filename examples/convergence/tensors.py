@@ -36,7 +36,7 @@ import fp4engine
 from convergence import sources
 from convergence.run import RESULTS, SCRATCH
 from convergence.studies import BASELINE, PRESETS
-from convergence.training import Training, environment
+from convergence.training import Feed, Training, environment
 from fp4engine import reference
 from fp4engine.formats import CastSpec
 from fp4engine.recipe import Recipe, zoo
@@ -71,7 +71,7 @@ class Layer:
 
 
 def capture(training: Training) -> Iterator[Layer]:
-    """Tensors of every converted linear layer in one forward and backward pass on the batch at hand."""
+    """Tensors of every converted linear layer in one forward and backward pass on the last step's batch."""
     linears = {name: m for name, m in training.model.named_modules() if isinstance(m, fp4engine.Linear)}
     seen: dict[str, dict[str, Tensor]] = {name: {} for name in linears}
     handles: list[Any] = []
@@ -87,8 +87,10 @@ def capture(training: Training) -> Iterator[Layer]:
             output.register_hook(backward)
 
         handles.append(module.register_forward_hook(forward))
-    training.loss(training.tokens, training.recipe).backward()
-    training.optimizer.zero_grad()
+    with training.alone():
+        training.loss(training.tokens(training.losses.at - 1), training.recipe).backward()
+        training.optimizer.zero_grad()
+    training.settle()
     for handle in handles:
         handle.remove()
     for name, module in linears.items():
@@ -156,6 +158,7 @@ def rows_of_run(
     wanted = {max(1, round(share * steps)) for share in shares}
     for _ in tqdm(range(steps), unit="step", disable=None):
         training.train_step()
+        training.settle()
         if training.step in wanted:
             for layer in capture(training):
                 for row in measure_layer(layer, recipes, draws):
@@ -222,10 +225,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "tensors", help="default: %(default)s")
     arguments = parser.parse_args(argv)
     preset = PRESETS[arguments.preset]
-    settings = dataclasses.replace(preset, device=device, tokens=int(arguments.tokens or preset.tokens))
+    tokens = int(arguments.tokens or preset.tokens)
+    settings = dataclasses.replace(preset, device=device, tokens=tokens, evaluate_every=tokens)
     length = settings.sequence + 1
     corpus = sources.load(sources.prepare(arguments.data, length, arguments.scratch), device)
-    training = Training(settings, BASELINE, corpus)
+    training = Training(settings, BASELINE, Feed(corpus))
     recipes = {name: zoo.make(name) for name in arguments.recipes}
     rows = list(rows_of_run(training, arguments.at, recipes, arguments.draws))
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -1,15 +1,20 @@
 """One run: a small GPT trained under one recipe, on a GPU by replaying a CUDA graph of the whole step.
 
-Runs of one study differ in their recipe and in nothing else: weights, data order and seeds are the same.
+Runs of one study differ in their recipe and in nothing else: weights, data order and seeds are the same. A run shares
+its process with others (`together.py`), so it has a CUDA stream and a random stream of its own, and what a step reads
+and writes besides the model is on the device: its number, its data, its learning rate, its loss. The host says only
+"again".
 """
 
 import datetime
 import json
 import math
-import time
+import os
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 import fp4engine
+from convergence.fused import FusedGPT
 from convergence.results import of_settings
 from convergence.studies import HIGH_PRECISION, VARIANTS
 from fp4engine.recipe import Recipe
 from gpt import checkpoint
-from gpt.data import Corpus
+from gpt.data import Corpus, windows
 from gpt.files import write_atomically
 from gpt.model import GPT
 from gpt.settings import Settings
@@ -30,8 +36,7 @@ from gpt.training import LARGEST_GRADIENT_NORM, VALIDATION_BATCHES, learning_rat
 EAGER_STEPS = 3
 """Steps that a recipe runs before it is captured; they train like all others, and warm everything up."""
 
-ADVANCE_EVERY = 20
-"""Steps between two reports of progress; the device may not be further behind, or the deadline would mean little."""
+EAGER_VALIDATIONS = 1
 
 VALIDATION_BYTES = 2**16
 """Least number of bytes that a validation loss is a mean over; the same bytes in every run."""
@@ -40,39 +45,91 @@ LOSSES_KEPT = 100
 """Rows of training loss per run; each is a mean over its share of the steps."""
 
 
+class Feed:
+    """The data of all runs of a process, on its device; what runs read alike is made once."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus = corpus
+        self.starts, self.validation = cache(self._starts), cache(self._validation)
+
+    def _starts(self, settings: Settings) -> Tensor:
+        """Where the windows of every step begin, int64 [steps, batch]."""
+        length = settings.sequence + 1
+        starts = [self.corpus.starts(step, settings.batch, length, settings.seed) for step in range(settings.steps)]
+        return torch.stack(starts).to(self.corpus.training.device)
+
+    def _validation(self, batch: int, length: int) -> Tensor:
+        """Windows of the validation bytes, int64 [batches, batch, length]."""
+        of = max(VALIDATION_BATCHES, VALIDATION_BYTES // (batch * (length - 1)))
+        return torch.stack([self.corpus.validation_batch(index, of, batch, length) for index in range(of)])
+
+
+class Record:
+    """Numbers appended on the device, where a captured graph can do it.
+
+    Attributes:
+        at: how many there are, int64 [1].
+    """
+
+    def __init__(self, room: int, device: torch.device) -> None:
+        self.values = torch.zeros(room, device=device)
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        self._places = torch.arange(room, device=device)
+
+    def append(self, value: Tensor) -> None:
+        self.values.copy_(torch.where(self._places == self.at, value, self.values))
+        self.at.add_(1)
+
+    def set(self, values: list[float]) -> None:
+        self.values[: len(values)] = torch.tensor(values)
+        self.at.fill_(len(values))
+
+
 class Training:
     """A model, its optimizer and the steps taken.
 
     Attributes:
-        losses: training loss of every step, FP32 [steps], on the device.
+        step: how many steps the device has been asked for.
+        losses: training loss of every step.
         validation: `(step, loss in nats per byte)` so far.
-        seconds: that earlier sessions of this run took.
+        seconds: this run's share of the time that its process has trained.
     """
 
-    def __init__(self, settings: Settings, variant: str, corpus: Corpus) -> None:
-        self.settings, self.corpus = settings, corpus
+    def __init__(self, settings: Settings, variant: str, feed: Feed) -> None:
+        self.settings, self.variant, self.feed = settings, variant, feed
         self.device = torch.device(settings.device)
-        if self.on_gpu:
-            use_own_stream()
         self.schedule = VARIANTS[variant].recipe(settings)
-        torch.manual_seed(settings.seed)
-        fp4engine.manual_seed(settings.seed + VARIANTS[variant].draws)
-        self.model = GPT(settings.layers, settings.width, settings.sequence).to(self.device)
-        fp4engine.convert(self.model, keep_high_precision=settings.keep_high_precision)
-        self.compute_loss = self.model.loss
-        if settings.compile:
-            torch.compiler.reset()  # a process that compiles for one model after the other runs into a limit
-            self.compute_loss = torch.compile(self.model.loss)
-        self.optimizer = make_optimizer(self.model)
-        self.rate = torch.zeros((), device=self.device)
-        self._bind_rate()
-        self.tokens = corpus.batch(0, settings.batch, settings.sequence + 1, settings.seed)
-        self.losses = torch.zeros(settings.steps, device=self.device)
+        self.random = fp4engine.RandomStream(settings.seed + VARIANTS[variant].draws)
+        self.stream = torch.cuda.Stream() if self.on_gpu else None
+        self.starts, self.texts = feed.starts(settings), feed.validation(settings.batch, settings.sequence + 1)
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
         self.validation: list[tuple[int, float]] = []
         self.seconds = 0.0
         self.step = 0
-        self.seen: Counter[Recipe] = Counter()
-        self.graphs: dict[Recipe, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.awaits_validation = False
+        self.seen: Counter[tuple[str, Recipe]] = Counter()
+        self.graphs: dict[tuple[str, Recipe], torch.cuda.CUDAGraph] = {}
+        with self.alone():
+            torch.manual_seed(settings.seed)
+            kind = FusedGPT if settings.compile else GPT
+            self.model = kind(settings.layers, settings.width, settings.sequence).to(self.device)
+            fp4engine.convert(self.model, keep_high_precision=settings.keep_high_precision)
+            self.optimizer = make_optimizer(self.model)
+            rates = [learning_rate(step, settings) for step in range(settings.steps)]
+            self.rates, self.rate = torch.tensor(rates, device=self.device), torch.zeros((), device=self.device)
+            self._bind_rate()
+            self.losses = Record(settings.steps, self.device)
+            self.validated = Record(settings.steps // settings.evaluate_every + 1, self.device)
+
+    @contextmanager
+    def alone(self) -> Generator[None]:
+        """On this run's CUDA stream, drawing from its random stream: what it computes does not depend on other runs."""
+        with ExitStack() as stack:
+            if self.stream is not None:
+                stack.enter_context(torch.cuda.stream(self.stream))
+            stack.enter_context(self.random.in_force())
+            yield
 
     @property
     def on_gpu(self) -> bool:
@@ -83,6 +140,17 @@ class Training:
         """The recipe in force at this step, or at the last one when all are done."""
         return self.schedule.at(min(self.step, self.settings.steps - 1))
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether a step takes no longer than the ones after it."""
+        return not self.on_gpu or self.recipe.is_delayed or ("update", self.recipe) in self.graphs
+
+    @property
+    def has_ended(self) -> bool:
+        """All steps are done, or the loss is not finite."""
+        diverged = bool(self.validation) and not math.isfinite(self.validation[-1][1])
+        return diverged or (self.step == self.settings.steps and not self.awaits_validation)
+
     def _bind_rate(self) -> None:
         for group in self.optimizer.param_groups:
             group.update(lr=self.rate, capturable=self.on_gpu)
@@ -90,83 +158,103 @@ class Training:
     def save(self, folder: Path) -> None:
         """Keep below `folder` what continuing bit for bit needs; a checkpoint without its metrics cannot come about."""
         folder.mkdir(parents=True, exist_ok=True)
-        losses = self.losses[: self.step].tolist()
-        state = {"losses": losses, "validation": self.validation, "seconds": self.seconds}
-        write_atomically(folder / f"{self.step}.json", json.dumps(state))
-        checkpoint.save(folder, self.step, self.model, self.optimizer)
+        with self.alone():
+            losses = self.losses.values[: self.step].tolist()
+            state = {"losses": losses, "validation": self.validation, "seconds": self.seconds}
+            write_atomically(folder / f"{self.step}.json", json.dumps(state))
+            checkpoint.save(folder, self.step, self.model, self.optimizer)
 
     def restore(self, folder: Path) -> None:
         """Continue from what :meth:`save` left, if anything."""
-        self.step = checkpoint.restore(folder, self.model, self.optimizer)
-        self._bind_rate()  # the optimizer now has a rate of its own
-        if self.step:
+        with self.alone():
+            self.step = checkpoint.restore(folder, self.model, self.optimizer)
+            self._bind_rate()  # the optimizer now has a rate of its own
+            if not self.step:
+                return
             state = json.loads((folder / f"{self.step}.json").read_text())
-            self.losses[: self.step] = torch.tensor(state["losses"])
             self.validation = [(step, loss) for step, loss in state["validation"]]
             self.seconds = state["seconds"]
-
-    @property
-    def has_ended(self) -> bool:
-        """All steps are done, or the loss is not finite."""
-        diverged = bool(self.validation) and not math.isfinite(self.validation[-1][1])
-        return diverged or self.step == self.settings.steps
+            self.losses.set(state["losses"])
+            self.validated.set([loss for _, loss in self.validation])
 
     def train_step(self) -> None:
+        """Ask the device for a step, and for a validation where one is due. After that, only :meth:`settle` goes on."""
+        if self.awaits_validation or self.has_ended:
+            return
         settings = self.settings
-        self.tokens.copy_(self.corpus.batch(self.step, settings.batch, settings.sequence + 1, settings.seed))
-        self.rate.fill_(learning_rate(self.step, settings))
-        self.losses[self.step] = self._replay(self.recipe) if self.on_gpu else self._update(self.recipe)
-        self.step += 1
+        with self.alone():
+            self._do("update", self._update, EAGER_STEPS)
+            self.step += 1
+            if self.step % settings.evaluate_every == 0 or self.step == settings.steps:
+                self._do("validate", self._validate, EAGER_VALIDATIONS)
+                self.awaits_validation = True
 
-    def _replay(self, recipe: Recipe) -> Tensor:
-        """`_update` as one launch; the same kernels on the same values. Delayed scaling, which remembers, stays eager.
+    def settle(self) -> None:
+        """Wait until the device has done what was asked of it, and look at the validation, if any."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        if self.awaits_validation:
+            self.validation.append((self.step, float(self.validated.values[len(self.validation)])))
+            self.awaits_validation = False
 
-        The stream of random draws lives on the device, so a replay advances it.
+    def _do(self, name: str, work: Callable[[Recipe], None], eager: int) -> None:
+        """`work` by the recipe in force, on a GPU as one launch: the same kernels on the same values.
+
+        Delayed scaling, which remembers, stays eager.
         """
-        self.seen[recipe] += 1
-        if recipe.is_delayed or self.seen[recipe] <= EAGER_STEPS:
-            return self._update(recipe)
-        if recipe not in self.graphs:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-                loss = self._update(recipe)
-            self.graphs[recipe] = graph, loss
-        graph, loss = self.graphs[recipe]
-        graph.replay()
-        return loss
+        recipe = self.recipe
+        key = name, recipe
+        self.seen[key] += 1
+        if not self.on_gpu or recipe.is_delayed or self.seen[key] <= eager:
+            work(recipe)
+            return
+        if key not in self.graphs:
+            self.graphs[key] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graphs[key], stream=self.stream):
+                work(recipe)
+        self.graphs[key].replay()
 
-    def _update(self, recipe: Recipe) -> Tensor:
+    def tokens(self, step: Tensor) -> Tensor:
+        """The batch of a step, int64 [1] on the device: int64 [batch, sequence + 1]."""
+        start = self.starts.index_select(0, step)[0]
+        return windows(self.feed.corpus.training, start, self.settings.sequence + 1)
+
+    def _update(self, recipe: Recipe) -> None:
+        self.rate.copy_(self.rates.index_select(0, self.losses.at)[0])
         self.optimizer.zero_grad()
-        loss = self.loss(self.tokens, recipe)
+        loss = self.loss(self.tokens(self.losses.at), recipe)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT_NORM)
         self.optimizer.step()
-        return loss.detach()
+        self.losses.append(loss.detach())
+
+    @torch.no_grad()
+    def _validate(self, recipe: Recipe) -> None:
+        """Validation loss in nats per byte, computed as the recipe in force computes."""
+        self.validated.append(torch.stack([self.loss(tokens, recipe) for tokens in self.texts]).mean())
 
     def loss(self, tokens: Tensor, recipe: Recipe) -> Tensor:
         with precision(recipe, self.device):
-            return self.compute_loss(tokens)
+            return self.model.loss(tokens)
 
-    def wait(self) -> None:
-        """Until the device has done what was asked of it."""
-        if self.on_gpu:
-            torch.cuda.current_stream().synchronize()
+    def warm_up(self) -> None:
+        """A step and a validation by every recipe of the schedule, eagerly, so that their kernels are compiled."""
+        with self.alone():
+            for recipe in {self.schedule.at(step) for step in (0, self.settings.steps - 1)}:
+                self._update(recipe)
+                self._validate(recipe)
+        self.settle()
 
-    @torch.no_grad()
-    def validate(self) -> float:
-        """Validation loss in nats per byte, computed as the recipe in force computes."""
-        batch, length = self.settings.batch, self.settings.sequence + 1
-        of = max(VALIDATION_BATCHES, VALIDATION_BYTES // (batch * self.settings.sequence))
-        batches = (self.corpus.validation_batch(index, of, batch, length) for index in range(of))
-        with precision(self.recipe, self.device):
-            return float(torch.stack([self.model.loss(tokens) for tokens in batches]).mean())
-
-
-def use_own_stream() -> None:
-    """From here on this process works on a new CUDA stream: the default one cannot be captured."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    torch.cuda.set_stream(stream)
+    def rows(self) -> list[dict[str, Any]]:
+        """The finished run: what it was, its losses, its result."""
+        header = {
+            "variant": self.variant,
+            "recipe": json.loads(self.schedule.to_json()),
+            **environment(self.settings, self.feed.corpus),
+            "seconds": round(self.seconds, 2),
+        }
+        validation = [{"step": step, "validation_loss": loss} for step, loss in self.validation]
+        return [header, *thinned(self.losses.values[: self.step].tolist()), *validation]
 
 
 @contextmanager
@@ -176,49 +264,6 @@ def precision(recipe: Recipe, device: torch.device) -> Generator[None]:
     high_precision = torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if on_gpu else nullcontext()
     with high_precision, fp4engine.autocast(enabled=recipe != HIGH_PRECISION, recipe=recipe):
         yield
-
-
-def train(
-    settings: Settings,
-    variant: str,
-    corpus: Corpus,
-    advance: Callable[[int], None],
-    unfinished: Path,
-    deadline: float = math.inf,
-) -> list[dict[str, Any]] | None:
-    """All steps of one run, as rows: what it was, its losses, its result. A loss that is not finite ends it.
-
-    Args:
-        advance: told the number of steps done since it was last called.
-        unfinished: folder in which a stopped run waits, and from which it continues.
-        deadline: :func:`time.time` at which it is saved there, and None returned.
-    """
-    training = Training(settings, variant, corpus)
-    training.restore(unfinished)
-    begin = time.time()
-    told = 0
-    while not training.has_ended and time.time() < deadline:
-        training.train_step()
-        if training.step % settings.evaluate_every == 0 or training.step == settings.steps:
-            training.validation.append((training.step, training.validate()))
-        if training.step % ADVANCE_EVERY == 0:
-            training.wait()
-            advance(training.step - told)
-            told = training.step
-    advance(training.step - told)
-    losses = training.losses[: training.step].tolist()
-    training.seconds += time.time() - begin
-    if not training.has_ended:
-        training.save(unfinished)
-        return None
-    header = {
-        "variant": variant,
-        "recipe": json.loads(training.schedule.to_json()),
-        **environment(settings, corpus),
-        "seconds": round(training.seconds, 2),
-    }
-    validation = [{"step": step, "validation_loss": loss} for step, loss in training.validation]
-    return [header, *thinned(losses), *validation]
 
 
 def thinned(losses: list[float]) -> Iterator[dict[str, Any]]:
@@ -237,6 +282,18 @@ def environment(settings: Settings, corpus: Corpus) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "torch": torch.__version__,
         "fp4engine": fp4engine.__version__,
+        "commit": commit(),
         "data": corpus.digest[:16],
         "date": datetime.date.today().isoformat(),
     }
+
+
+@cache
+def commit() -> str:
+    """Of the sources that run here; what `COMMIT` says where git knows nothing of them."""
+    root = Path(__file__).resolve().parents[2]
+    asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("COMMIT", "unknown")

@@ -30,9 +30,12 @@ class Corpus:
 
     def batch(self, step: int, batch: int, length: int, seed: int) -> Tensor:
         """Training tokens int64 [batch, length] of `step`: a pure function of its arguments, so resuming is exact."""
+        return windows(self.training, self.starts(step, batch, length, seed), length)
+
+    def starts(self, step: int, batch: int, length: int, seed: int) -> Tensor:
+        """Where the windows of :meth:`batch` begin, int64 [batch], on the CPU."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)  # it reads the low 32 bits
-        start = torch.randint(len(self.training) - length + 1, (batch,), generator=generator)
-        return windows(self.training, start, length)
+        return torch.randint(len(self.training) - length + 1, (batch,), generator=generator)
 
     def validation_batch(self, index: int, of: int, batch: int, length: int) -> Tensor:
         """Part `index` of `of * batch` windows that lie evenly over the validation bytes; the same for every run."""

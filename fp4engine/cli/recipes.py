@@ -1,13 +1,19 @@
 """List the recipe book, or show one recipe.
 
-Without a name: every recipe's name, what its six casts are, and where it was published. With a name: the casts of the
-three matrix products, the source, the limits, and the recipe as JSON.
+Without a name: every recipe's name, where it was published, and by how many percent the loss of a small GPT trained by
+it ended above BF16's (docs/leaderboard.md), where that has been measured. With a name: the casts of the three matrix
+products, the source, the limits, and the recipe as JSON.
 """
 
 import argparse
+import json
+from pathlib import Path
 
 from fp4engine.recipe import Recipe, zoo
 from fp4engine.recipe.linear import GEMM_OPERANDS
+
+LEADERBOARD = Path(__file__).with_name("leaderboard.json")
+"""Preset -> recipe -> its gap, as it is printed. `examples/convergence/run.py board --report` writes it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +35,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _listing() -> str:
-    width = max(map(len, zoo.ZOO))
-    lines = [f"{name.ljust(width)}  {row.source.replace('`', '')}" for name, row in zoo.ZOO.items()]
-    return "\n".join([*lines, "", "fp4engine recipes NAME shows the casts of one of them."])
+    measured: dict[str, dict[str, str]] = json.loads(LEADERBOARD.read_text()) if LEADERBOARD.exists() else {}
+    columns = [["", *zoo.ZOO]]
+    columns += [[preset, *(gaps.get(name, "") for name in zoo.ZOO)] for preset, gaps in measured.items()]
+    widths = [max(map(len, column)) for column in columns]
+    rows = zip(*columns, ["", *(row.source.replace("`", "") for row in zoo.ZOO.values())], strict=True)
+    lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows]
+    about = ["Gaps to BF16 in percent, with standard errors: docs/leaderboard.md."] if measured else []
+    return "\n".join([*lines[not measured :], "", *about, "fp4engine recipes NAME shows the casts of one of them."])
 
 
 def _one(name: str, recipe: Recipe) -> str:

@@ -30,7 +30,7 @@ from fp4engine.ops.grouped import (
 from fp4engine.ops.linear import Casts, LinearAtOnce, linear_at_once
 from fp4engine.ops.operand import Operand, is_transposable
 from fp4engine.ops.reduce import all_reduce_amax
-from fp4engine.ops.rng import current_seed, get_rng_state, manual_seed, rank_bits, set_rng_state
+from fp4engine.ops.rng import RandomStream, current_seed, get_rng_state, manual_seed, rank_bits, set_rng_state
 
 __all__ = [
     "Casts",
@@ -39,6 +39,7 @@ __all__ = [
     "LinearAtOnce",
     "Memory",
     "Operand",
+    "RandomStream",
     "Source",
     "activation_backward",
     "all_reduce_amax",

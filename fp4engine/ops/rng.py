@@ -7,6 +7,8 @@ in their stream ids.
 """
 
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,6 +89,59 @@ def set_rng_state(state: dict[str, Any]) -> None:
                 _write(_states[device], draw)
             else:
                 _pending[device] = draw
+
+
+class RandomStream:
+    """A random stream beside the process's own: a seed, and draws of every device that nothing else advances::
+
+        stream = fp4engine.RandomStream(seed)
+        with stream.in_force():
+            loss.backward()
+
+    While it is in force, every thread draws from it, that of a backward pass too, and :func:`manual_seed`,
+    :func:`get_rng_state` and :func:`set_rng_state` speak of it. A CUDA graph that is captured meanwhile draws from it
+    in every replay, whatever is in force by then. So models that one process trains in turn draw what each would alone.
+
+    Args:
+        seed: any integer; its low 64 bits are the Philox key.
+
+    Raises:
+        ValueError: ``seed`` is not an integer.
+    """
+
+    def __init__(self, seed: int) -> None:
+        _require_seed(seed)
+        self._states: dict[str, Tensor] = {}
+        self._seed = [_to_int64(seed)]
+        self._pending: dict[str, int] = {}
+        self._is_in_force = False
+
+    @contextmanager
+    def in_force(self) -> Generator[None]:
+        """A region that draws from this stream; regions of different streams nest, those of one thread at a time.
+
+        Raises:
+            RuntimeError: this stream is in force already.
+        """
+        if self._is_in_force:
+            raise RuntimeError("this random stream is in force already; leave its region before entering it again")
+        self._change_places()
+        try:
+            yield
+        finally:
+            self._change_places()
+
+    def _change_places(self) -> None:
+        """Swap contents with what is in force: the module's own containers stay, in which compiled code looks."""
+        with _lock:
+            self._is_in_force = not self._is_in_force
+            outside = dict(_states), dict(_pending), list(_seed)
+            _states.clear()
+            _states.update(self._states)
+            _pending.clear()
+            _pending.update(self._pending)
+            _seed[:] = self._seed
+            self._states, self._pending, self._seed = outside
 
 
 def state_of(device: torch.device) -> Tensor:

@@ -3,15 +3,23 @@
 import dataclasses
 import json
 import math
+import re
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from convergence import report, results, run, sources, tensors, training
+from convergence import gaps, leaderboard, report, results, run, sources, tensors, together, training
 from convergence.studies import BASELINE, HIGH_PRECISION, PRESETS, STUDIES, SWITCH_AT, VARIANTS, variants_of
-from convergence.training import thinned, train
+from convergence.together import Limits, Outcome, Run, Together
+from convergence.training import Feed, Training, thinned
+from fp4engine import cli
+from fp4engine.cli import recipes
 from fp4engine.formats import CastSpec, Rotation, RoundingMode, Signs
 from fp4engine.recipe import Recipe, zoo
 from fp4engine.roles import QuantizerRole
@@ -43,10 +51,31 @@ def corpus(texts: Path) -> Corpus:
 NOWHERE = Path("nowhere")
 
 
+def pipe() -> tuple[MagicMock, MagicMock]:
+    return MagicMock(), MagicMock()
+
+
+def train(runs: list[Run], corpus: Corpus, folder: Path, at_once: int = 1, deadline: float = math.inf) -> list[Outcome]:
+    """What is told of the runs, as they are trained in this process."""
+    told: list[Outcome] = []
+    waiting = list(reversed(runs))
+    limits = Limits(runs[0].settings.steps, at_once, deadline)
+    crew = Together(corpus, folder, folder / "scratch", limits, told.append)
+    crew.train(lambda _: waiting.pop() if waiting else None)
+    return told
+
+
+def rows(run: Run, folder: Path) -> list[dict[str, Any]]:
+    """Of a finished run, without its header."""
+    return [json.loads(line) for line in run.path(folder).read_text().splitlines()[1:]]
+
+
 def losses(settings: Settings, variant: str, corpus: Corpus) -> list[float]:
-    rows = train(settings, variant, corpus, lambda steps: None, NOWHERE)
-    assert rows is not None
-    return [row["loss"] for row in rows if "loss" in row]
+    training = Training(settings, variant, Feed(corpus))
+    while not training.has_ended:
+        training.train_step()
+        training.settle()
+    return training.losses.values.tolist()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -89,9 +118,9 @@ def test_kept_blocks_are_as_many_first_as_last() -> None:
 def test_runs_are_planned_once_and_in_order() -> None:
     runs = run.planned(["noise", "switch"], SMALL, seeds=2)
     assert len(set(runs)) == len(runs)
-    assert [r.variant for r in runs[:3]] == list(STUDIES["noise"].variants)
+    assert [r.variant for r in runs[:6:2]] == list(STUDIES["noise"].variants)
     variants = {*variants_of(STUDIES["noise"]), *variants_of(STUDIES["switch"])}
-    assert [r.settings.seed for r in runs] == [0] * len(variants) + [1] * len(variants)
+    assert [r.settings.seed for r in runs] == [0, 1] * len(variants)
     few = run.planned(["noise", "switch"], SMALL, seeds=2, variants=[BASELINE])
     assert [(r.variant, r.settings.seed) for r in few] == [(BASELINE, 0), (BASELINE, 1)]
 
@@ -118,29 +147,73 @@ def test_delayed_scaling_trains(corpus: Corpus) -> None:
     assert all(map(math.isfinite, losses(SMALL, "FP8 delayed", corpus)))
 
 
+def test_runs_beside_each_other_leave_the_bytes_of_each_alone(corpus: Corpus, tmp_path: Path) -> None:
+    """Three recipes that draw, one of them begun when another has ended; two of one recipe under other seeds."""
+    settings = dataclasses.replace(SMALL, evaluate_every=3)
+    variants = ("nvfp4", "TetraJet-v2", "nvfp4, other draws", BASELINE)
+    runs = [Run(settings, variant) for variant in variants]
+    runs.append(Run(dataclasses.replace(settings, seed=1), "nvfp4"))
+    train(runs, corpus, tmp_path / "together", at_once=2)
+    for one in runs:
+        train([one], corpus, tmp_path / "alone")
+        assert rows(one, tmp_path / "together") == rows(one, tmp_path / "alone")
+
+
 def assert_continues(
-    settings: Settings, variant: str, corpus: Corpus, folder: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, variants: list[str], corpus: Corpus, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that is stopped three times, once before it begins, leaves the rows of one that is not."""
-    steps: list[int] = []
-    whole = train(settings, variant, corpus, steps.append, NOWHERE)
-    assert whole is not None and sum(steps) == settings.steps
-    rows = None
-    for stop in (0, 4, 3, 1000):
-        clock = iter(range(-1, 1000))  # a second per step
+    """Runs that are stopped three times, once before they begin, leave the rows of ones that are not."""
+    runs = [Run(settings, variant) for variant in variants]
+    told = train(runs, corpus, folder / "whole", at_once=2)
+    assert sum(outcome.steps for outcome in told) == len(runs) * settings.steps
+    steps = 0
+    for stop in (0, 6, 4, 1000):
+        clock = iter(range(10000))
         with monkeypatch.context() as patch:
-            patch.setattr(training.time, "time", lambda clock=clock: next(clock))
-            rows = train(settings, variant, corpus, lambda steps: None, folder, stop)
-        assert (rows is None) == (stop < 1000)
-    assert rows is not None and rows[1:] == whole[1:]
-    assert not NOWHERE.exists()
+            patch.setattr(together.time, "time", lambda clock=clock: next(clock))
+            told = train(runs, corpus, folder / "parts", at_once=2, deadline=stop)
+        steps += sum(outcome.steps for outcome in told)
+        assert [one.path(folder / "parts").exists() for one in runs] == [stop == 1000] * len(runs)
+    assert steps == len(runs) * settings.steps
+    for one in runs:
+        assert rows(one, folder / "parts") == rows(one, folder / "whole")
+    assert not list((folder / "parts" / "scratch").glob("unfinished/*"))
 
 
-@pytest.mark.parametrize("variant", ["nvfp4", "forward to bf16 at 82%", "FP8 delayed"])
-def test_a_stopped_run_continues_bit_for_bit(
-    variant: str, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_stopped_runs_continue_bit_for_bit(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = dataclasses.replace(SMALL, evaluate_every=3)
+    variants = ["nvfp4", "forward to bf16 at 82%", "FP8 delayed"]
+    assert_continues(settings, variants[:2], corpus, tmp_path / "a", monkeypatch)
+    assert_continues(settings, variants[1:], corpus, tmp_path / "b", monkeypatch)
+
+
+def test_a_run_that_fails_takes_no_other_with_it_unless_cuda_keeps_the_error(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_continues(dataclasses.replace(SMALL, evaluate_every=3), variant, corpus, tmp_path / "run", monkeypatch)
+    runs = [Run(SMALL, variant) for variant in ("nvfp4", BASELINE, "MXFP8")]
+    runs[0].path(tmp_path).with_name(f"{runs[0].path(tmp_path).name}.partial").mkdir(parents=True)
+    told = [outcome for outcome in train(runs, corpus, tmp_path, at_once=2) if outcome.run is not None]
+    assert [(str(outcome.run), outcome.kind) for outcome in told] == [
+        ("nvfp4, seed 0", "failed"), ("bf16, seed 0", "finished"), ("MXFP8, seed 0", "finished"),
+    ]  # fmt: skip
+    assert "IsADirectoryError" in told[0].traceback
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", MagicMock(side_effect=RuntimeError("CUDA error")))
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        train(runs, corpus, tmp_path, at_once=2)
+
+
+def test_nothing_is_begun_that_would_not_end_in_time(corpus: Corpus, tmp_path: Path) -> None:
+    limits = Limits(steps=100, at_once=4, deadline=1000.0, only_whole=True)
+    crew = Together(corpus, tmp_path, tmp_path, limits, lambda outcome: None)
+    crew.limits = dataclasses.replace(limits, deadline=together.time.time() + 1000)
+    assert crew._would_end()
+    crew.live[Run(SMALL, BASELINE)] = Training(SMALL, BASELINE, crew.feed)
+    assert not crew._would_end()  # nobody knows yet how long a step takes
+    crew.pace = 1.0
+    assert crew._would_end()
+    crew.pace = 1000 / (100 + SMALL.steps)  # what is under way takes its share of the time
+    assert not crew._would_end()
 
 
 def test_where_a_stopped_run_waits_depends_on_all_that_it_is(tmp_path: Path) -> None:
@@ -150,9 +223,11 @@ def test_where_a_stopped_run_waits_depends_on_all_that_it_is(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_compiled_model_trains(corpus: Corpus) -> None:
-    compiled = losses(dataclasses.replace(SMALL, compile=True), "nvfp4", corpus)
-    assert compiled == pytest.approx(losses(SMALL, "nvfp4", corpus), rel=0.01)
+def test_fused_pieces_train_every_recipe_and_are_compiled_once(corpus: Corpus) -> None:
+    compiled = dataclasses.replace(SMALL, compile=True)
+    assert losses(compiled, "nvfp4", corpus) == pytest.approx(losses(SMALL, "nvfp4", corpus), rel=0.01)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert losses(compiled, "MXFP8", corpus) == pytest.approx(losses(SMALL, "MXFP8", corpus), rel=0.01)
 
 
 @pytest.fixture
@@ -178,12 +253,14 @@ def test_a_replayed_step_is_the_eager_step(variant: str, corpus: Corpus, monkeyp
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("variant", ["nvfp4", "FP8 delayed"])
-def test_a_stopped_run_continues_on_a_gpu(
-    variant: str, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_runs_beside_each_other_stop_and_continue_on_a_gpu(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_gpu = Corpus(corpus.training.cuda(), corpus.validation.cuda(), corpus.digest)
-    assert_continues(ON_GPU, variant, on_gpu, tmp_path / "run", monkeypatch)
+    monkeypatch.setattr(together, "STEPS_PER_LOOK", 2)
+    assert_continues(ON_GPU, ["nvfp4", "TetraJet-v2"], on_gpu, tmp_path / "run", monkeypatch)
+    train([Run(ON_GPU, "nvfp4")], on_gpu, tmp_path / "alone")
+    assert rows(Run(ON_GPU, "nvfp4"), tmp_path / "alone") == rows(Run(ON_GPU, "nvfp4"), tmp_path / "run" / "whole")
 
 
 def test_thinned_losses_are_means_at_the_end_of_their_share() -> None:
@@ -193,7 +270,7 @@ def test_thinned_losses_are_means_at_the_end_of_their_share() -> None:
 
 
 def options(texts: Path, folder: Path, *more: str) -> list[str]:
-    common = ["--preset=tiny", "--device=cpu", "--tokens=2048", "--seeds=1", "--workers=1"]
+    common = ["--preset=tiny", "--device=cpu", "--tokens=2048", "--seeds=1"]
     return [*common, f"--data={texts}", f"--results={folder}", f"--scratch={folder / 'scratch'}", *more]
 
 
@@ -214,28 +291,150 @@ def test_the_command_trains_once_and_then_only_reports(
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.jsonl")} == times
     assert run.main(["noise", *options(texts, folder, "--tokens=4096")]) == 2
     assert "move it away" in capsys.readouterr().err
+    (texts / "another.txt").write_text("more text")
+    assert run.main(["noise", *options(texts, folder, "--seeds=2")]) == 2
+    assert "was trained on" in capsys.readouterr().err and len(list(folder.rglob("*.jsonl"))) == 3
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["noise", "--seeds=0"], ["noise", "--tokens=0"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["nonsense"], ["noise", "--seeds=0"], ["noise", "--tokens=0"], ["noise", "--at-once=0"]]
+)
 def test_the_command_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main([*arguments, "--device=cpu"]) == 2
     assert capsys.readouterr().err.startswith("run: ")
 
 
 def test_stopping_early_begins_nothing(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["noise", *options(texts, tmp_path / "results", "--stop-after=0")]) == 0
+    assert run.main(["noise", *options(texts, tmp_path / "results", "--seconds=0")]) == 0
     out = capsys.readouterr().out
     assert "3 runs are left, 0 of them begun" in out
     assert "Not run: bf16; nvfp4; nvfp4, other draws." in out
 
 
-def test_workers_are_dealt_out_to_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_waits_until_its_variant_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5")
     assert run.gpus() == ["2", "GPU-5"]
-    seen: list[str] = []
-    monkeypatch.setattr(run.Lanes, "_lane", lambda lanes, index: seen.append(lanes.gpus[index % len(lanes.gpus)]))
-    run.Lanes(3, "cuda", tmp_path)
-    assert seen == ["2", "GPU-5", "2"]
+    submitted: list[tuple[str, Future[None]]] = []
+
+    class Pool:
+        def __init__(self, jobs: int, context: object, initializer: object, arguments: tuple[str]) -> None:
+            self.gpu = arguments[0]
+
+        def submit(self, work: object, settings: Settings, variant: str) -> Future[None]:
+            submitted.append((f"{variant} on {self.gpu}", Future()))
+            return submitted[-1][1]
+
+    monkeypatch.setattr(run, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(run.torch.multiprocessing, "get_context", lambda method: MagicMock(Pipe=pipe))
+    runs = run.planned(["board"], SMALL, 2, [BASELINE, "nvfp4", "MXFP8"])
+    dealer = run.GpuDealer(runs, 1, NOWHERE, NOWHERE, Limits(SMALL.steps))
+    assert [name for name, _ in submitted] == ["nvfp4 on 2", "MXFP8 on GPU-5"]
+    assert [str(dealer.take()) for _ in range(3)] == ["bf16, seed 0", "bf16, seed 1", "None"]
+    submitted[1][1].set_result(None)
+    assert str(dealer.take()) == "MXFP8, seed 0"
+    submitted[0][1].set_exception(RuntimeError())  # the run itself will tell
+    assert [str(dealer.take()) for _ in range(4)] == ["nvfp4, seed 0", "nvfp4, seed 1", "MXFP8, seed 1", "None"]
+
+
+@pytest.mark.slow
+def test_processes_share_the_runs_and_one_that_ends_is_told(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on two GPUs, but that these processes compute on the CPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    settings = dataclasses.replace(SMALL, sequence=64, batch=128, tokens=16_384)
+    runs = run.planned(["noise"], settings, 2, [BASELINE, "nvfp4"])
+    data = sources.prepare(str(texts), settings.sequence + 1, tmp_path / "scratch")
+    dealer = run.GpuDealer(runs, 1, tmp_path, tmp_path / "scratch", Limits(settings.steps, at_once=2))
+    dealer.deal(data)
+    dealer.end()
+    dealer.say_what_is_left()
+    assert all(one.path(tmp_path).exists() for one in runs)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    dealer = run.GpuDealer(runs[:1], 1, tmp_path, tmp_path / "scratch", Limits(settings.steps))
+    dealer.deal(tmp_path / "no data")
+    dealer.end()
+    with pytest.raises(InputError, match="processes failed, as said above: GPU 1"):
+        dealer.say_what_is_left()
+    dealer = run.GpuDealer(runs[:1], 1, tmp_path, tmp_path / "scratch", Limits(settings.steps))
+    processes = list(dealer.processes.values())
+    dealer.end()  # before there is data
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+
+
+def test_the_board_names_ties_and_puts_what_diverged_last(tmp_path: Path) -> None:
+    losses = {
+        BASELINE: (1.0, 1.0, 1.0),
+        "MXFP8": (1.001, 0.999, 1.002),
+        "nvfp4": (1.0400, 1.0410, 1.0420),
+        "no RHT": (1.0401, 1.0409, 1.0424),
+        "no SR": (1.05, 1.051, 1.052),
+        "MXFP4": (math.nan,),
+        "Quartet II": (1.02,),
+    }
+    for variant, of_seeds in losses.items():
+        for seed, loss in enumerate(of_seeds):
+            saved(tmp_path, variant, seed, loss)
+    found = gaps.load(STUDIES["board"], SMALL, 3, tmp_path)
+    rows = leaderboard.places(found)
+    assert [row.variant for row in rows] == [BASELINE, "MXFP8", "Quartet II", "nvfp4", "no RHT", "no SR", "MXFP4"]
+    assert [leaderboard.verdict(row.to_next) for row in rows] == [
+        "tie (+0.07 ± 0.09)", "one seed: not told apart", "one seed: not told apart", "tie (+0.01 ± 0.01)",
+        "+0.99 ± 0.01", "diverged", "",
+    ]  # fmt: skip
+    assert rows[3].gap.mean == pytest.approx(4.1) and rows[3].gap.error == pytest.approx(0.1 / math.sqrt(3))
+    text = report.write(["board"], SMALL, 3, tmp_path)
+    step, bytes_saved = leaderboard.costs("nvfp4")
+    assert f"| 4 | nvfp4 | 3 | 1.0410 | +4.10 ± 0.06 | tie (+0.01 ± 0.01) | {step} | {bytes_saved} | `nvfp4`: " in text
+    assert "| 7 | MXFP4 | 1 | nan | diverged | " in text
+    assert (tmp_path / "tiny" / "board.png").exists() and "Not run: nvfp4 + 4/6; " in text
+
+
+def test_every_row_of_the_board_says_where_it_is_from() -> None:
+    assert all(leaderboard.source(variant) for variant in variants_of(STUDIES["board"]))
+
+
+def test_the_page_holds_expectations_and_the_tables_of_the_rows_under_version_control(tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "leaderboard.md"
+    page.parent.mkdir()
+    shutil.copy(run.ROOT / "docs" / "leaderboard.md", page)
+    expected = page.read_text().index("## Expected, written down before the runs")
+    assert expected < page.read_text().index("## Results")
+    shutil.copytree(run.RESULTS, tmp_path / "benchmarks" / "results" / "convergence")
+    shipped = tmp_path / "leaderboard.json"
+    for preset in ("3m", "10m"):
+        folder = tmp_path / "benchmarks" / "results" / "convergence"
+        report.write(["board"], PRESETS[preset], 3, folder, page)
+        leaderboard.ship(gaps.load(STUDIES["board"], PRESETS[preset], 3, folder), preset, shipped)
+    assert page.read_text() == (run.ROOT / "docs" / "leaderboard.md").read_text()
+    assert shipped.exists() == recipes.LEADERBOARD.exists()
+    assert not shipped.exists() or json.loads(shipped.read_text()) == json.loads(recipes.LEADERBOARD.read_text())
+
+
+def test_the_command_line_prints_the_gaps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recipes, "LEADERBOARD", tmp_path / "leaderboard.json")
+    assert cli.main(["recipes"]) == 0
+    assert capsys.readouterr().out.startswith("high_precision")
+    for seed in range(2):
+        saved(tmp_path, BASELINE, seed, 1.0)
+        saved(tmp_path, "nvfp4", seed, 1.04 + 0.01 * seed)
+        saved(tmp_path, "no SR", seed, 1.05)
+    leaderboard.ship(gaps.load(STUDIES["board"], SMALL, 3, tmp_path), "3m", recipes.LEADERBOARD)
+    assert cli.main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["3m"]
+    assert any(re.match(r"nvfp4 +\+4\.50 ± 0\.50  arXiv 2509", line) for line in lines)
+    assert any(re.match(r"quartet2  +arXiv", line) for line in lines)
+
+
+def test_the_board_is_one_command(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--variants", BASELINE, "nvfp4", "nvfp4 + 4/6", "--seeds=2", "--at-once=3"]
+    assert run.main(["board", *options(texts, tmp_path), *few]) == 0
+    assert capsys.readouterr().out.count("| 2 |") == 3 + 1  # a place, and seeds of three rows
 
 
 @pytest.mark.slow

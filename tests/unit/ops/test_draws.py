@@ -276,3 +276,54 @@ def test_a_compiled_forward_that_draws_is_recomputed_with_its_draws(use_reentran
         out.square().sum().backward()
         results.append((out.detach(), inp.grad, layer.weight.grad))
     assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
+
+
+def test_a_stream_of_ones_own_is_drawn_from_while_in_force():
+    """Whatever is drawn beside it; a state keeps its address, to which a captured graph goes on adding."""
+    streams = [fp4engine.RandomStream(seed) for seed in (7, 8)]
+    places, drawn = set(), {7: [], 8: []}
+    for _ in range(3):
+        for seed, stream in zip((7, 8), streams, strict=True):
+            ops.next_draw(CPU)
+            with stream.in_force():
+                drawn[seed].append(ops.next_draw(CPU, seed).tolist())
+                places.add((seed, rng.state_of(CPU).data_ptr()))
+    assert drawn == {7: [[7, 7], [7, 14], [7, 21]], 8: [[8, 8], [8, 16], [8, 24]]}
+    assert len(places) == 2
+    assert fp4engine.get_rng_state() == {"seed": 5, "draws": {"cpu": 6}}
+
+
+def test_a_stream_of_ones_own_is_what_seeds_and_states_speak_of():
+    stream = fp4engine.RandomStream(7)
+    with stream.in_force():
+        fp4engine.set_rng_state({"seed": 9, "draws": {"cpu": 4}})
+        inner = fp4engine.RandomStream(1)
+        with inner.in_force():
+            assert ops.next_draw(CPU).tolist() == [1, 1]
+        assert fp4engine.get_rng_state() == {"seed": 9, "draws": {"cpu": 4}}
+    assert fp4engine.get_rng_state() == {"seed": 5, "draws": {}}
+    with stream.in_force():
+        assert ops.next_draw(CPU).tolist() == [9, 5]
+
+
+def test_a_stream_is_entered_once_and_left_after_an_error():
+    stream = fp4engine.RandomStream(7)
+    with pytest.raises(RuntimeError, match="in force already"), stream.in_force(), stream.in_force():
+        pass
+    with stream.in_force():
+        assert fp4engine.get_rng_state()["seed"] == 7
+    assert fp4engine.get_rng_state()["seed"] == 5
+    with pytest.raises(ValueError, match="seed must be an int"):
+        fp4engine.RandomStream("7")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.slow
+@pytest.mark.no_poison
+def test_compiled_code_draws_from_the_stream_in_force():
+    torch._dynamo.reset()
+    draw = torch.compile(lambda: ops.next_draw(CPU), fullgraph=True, backend="aot_eager")
+    assert draw().tolist() == [5, 1]
+    for seed in (7, 8):
+        with fp4engine.RandomStream(seed).in_force():
+            assert [draw().tolist() for _ in range(2)] == [[seed, 1], [seed, 2]]
+    assert draw().tolist() == [5, 2]

@@ -1,0 +1,42 @@
+"""Finished runs of a study, and their paired relative gaps to BF16."""
+
+import dataclasses
+from pathlib import Path
+
+from convergence import results
+from convergence.results import Result
+from convergence.studies import BASELINE, Study, variants_of
+from gpt.settings import InputError, Settings
+
+Results = dict[str, dict[int, Result]]
+"""variant -> seed -> its finished run."""
+
+
+def load(study: Study, settings: Settings, seeds: int, folder: Path) -> Results:
+    found: Results = {}
+    for variant in variants_of(study):
+        for seed in range(seeds):
+            own = dataclasses.replace(settings, seed=seed)
+            result = results.load(results.path_of(folder, own, variant), own)
+            if result is not None:
+                found.setdefault(variant, {})[seed] = result
+    data = {run.header["data"] for of_variant in found.values() for run in of_variant.values()}
+    if len(data) > 1:
+        raise InputError(f"runs below {folder / settings.preset} were trained on different data: {', '.join(data)}")
+    return found
+
+
+def gaps(found: Results, variant: str) -> dict[int, float]:
+    """Relative gap to the baseline of the same seed, in percent, by seed."""
+    baseline = found.get(BASELINE, {})
+    return {
+        seed: 100 * (result.loss / baseline[seed].loss - 1)
+        for seed, result in found.get(variant, {}).items()
+        if seed in baseline
+    }
+
+
+def differences(found: Results, variant: str, reference: str) -> dict[int, float]:
+    """Gap of `variant` minus gap of `reference` at the same seed, in percentage points, by seed."""
+    own, others = gaps(found, variant), gaps(found, reference)
+    return {seed: own[seed] - others[seed] for seed in own if seed in others}
