@@ -4,9 +4,9 @@
 
 A program walks over output tiles of 128x256, see :func:`programs_for`. A producer warp keeps a ring of K steps full
 through the copy engine; two consumer warpgroups own 64 rows of the tile each. They share the ring and nothing else, so
-one may finish and store its half while the other already multiplies the next tile: the epilogue hides behind the tensor
-cores. That is worth 2-7% over the same tile written as one pipelined loop, and the kernel runs at 0.97-1.05x the rate of
-cuBLAS in BF16 (H200, 8,192 tokens, Llama-3 shapes; ``benchmarks/results/gemm.json``).
+one may finish and store its half while the other already multiplies the next tile: the epilogue hides behind the
+tensor cores. That is worth 2-7% over the same tile written as one pipelined loop, and the kernel runs at 0.97-1.05x the
+rate of cuBLAS in BF16 (H200, 8,192 tokens, Llama-3 shapes; ``benchmarks/results/gemm.json``).
 
 Dims: M rows of left, N rows of right, K the contracted (last) axis of both.
 """
