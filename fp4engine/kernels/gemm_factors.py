@@ -12,13 +12,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from fp4engine.kernels.blocks import as_bytes, two_to
 from fp4engine.kernels.gemm import GROUP_M, INTERPRETED, Tiles, gluon_kernel
 from fp4engine.kernels.gemm_epilogue import finish, tile_of
 from fp4engine.kernels.gemm_launch import Flags, Matrix, Product
-from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, capability_of, device_facts, facts, resolver
+from fp4engine.kernels.launch import Draft, Facts, Launch, Place, capability_of, device_facts, resolver
 
 LARGE_TILES = Tiles(128, 128, 64, 8, 3, 1.0)
 SMALL_TILES = Tiles(64, 64, 64, 4, 2, 0.5)
@@ -31,19 +29,11 @@ def tiles_for(capability: tuple[int, int], m: int, n: int) -> Tiles:
 
 
 def fits_hopper(left: Facts, right: Facts, out: Facts, device: torch.device) -> bool:
-    """Whether the kernel for large outputs on sm_90 multiplies these matrices, of BF16 values or of FP8 codes."""
+    """Whether the kernel for large outputs on sm_90 multiplies these matrices."""
     if min(*out.shape) < LARGE_TILES.block_m or 0 in (left.shape[1], right.shape[1]):
         return False
     aligned = all(Matrix(Place(0), matrix).is_aligned for matrix in (left, right, out))
     return aligned and gluon_kernel("gemm_factors_hopper", device) is not None
-
-
-def multiplies_codes(left: Tensor, right: Tensor, out: Tensor | None, out_dtype: torch.dtype) -> bool:
-    """Whether :func:`resolve_factored` takes FP8 codes [M, K] and [N, K]; otherwise it wants their values."""
-    shape = left.shape[0], right.shape[0]
-    made = facts(out) or Facts(shape, (shape[1], 1), out_dtype, True)
-    codes = facts(left), facts(right)
-    return codes[0] is not None and codes[1] is not None and fits_hopper(*codes, made, left.device)
 
 
 class Factors(NamedTuple):
@@ -117,10 +107,7 @@ def spread_kernel(
     row = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)
     group = (tl.program_id(0) // tiles) * GROUPS + tl.arange(0, GROUPS)
     there = (row < rows)[:, None] & (group < groups)[None, :]
-    factor = tl.load(factor_ptr + row.to(tl.int64)[:, None] * groups + group[None, :], mask=there, other=0)
-    if factor.dtype == tl.uint8:  # E8M0
-        factor = tl.where(factor == 255, float("nan"), two_to(factor.to(tl.int32)))
-        factor = tl.where(there, factor, 0.0)
+    factor = tl.load(factor_ptr + row.to(tl.int64)[:, None] * groups + group[None, :], mask=there, other=0.0)
     factor = tl.div_rn(factor, tl.zeros_like(factor) + numerator)
     place = out_ptr + group.to(tl.int64)[:, None] * stride + row[None, :]
     tl.store(place, tl.trans(factor), mask=(group < wanted)[:, None] & (row < stride)[None, :])
@@ -139,7 +126,7 @@ def _add_spread(
     wanted, stride = -(-terms // factors.group) + 1, -(-rows // SPREAD_ROWS) * SPREAD_ROWS
     spread = draft.scratch((wanted, stride), torch.float32)
     draft.step(
-        spread_kernel, stride // SPREAD_ROWS * -(-wanted // SPREAD_GROUPS), Block(factor, as_bytes), spread, rows,
+        spread_kernel, stride // SPREAD_ROWS * -(-wanted // SPREAD_GROUPS), factor, spread, rows,
         groups, wanted, stride, factors.numerator, SPREAD_ROWS, SPREAD_GROUPS, num_warps=4,
     )  # fmt: skip
     return spread, stride
@@ -158,8 +145,7 @@ def resolve_factored(
 
     Args:
         tensors: values are BF16 and contiguous along K; what one has more there is padding. Factors are FP32
-            [rows, groups], contiguous; None for an operand without. Where :func:`fits_hopper`, values may be FP8 codes
-            and factors E8M0.
+            [rows, groups], contiguous; None for an operand without.
     """
     left, left_f, left_amax, right, right_f, right_amax, bias, out = tensors
     assert left is not None and right is not None and left_amax is not None and right_amax is not None
@@ -172,7 +158,7 @@ def resolve_factored(
     groups = left_factors.group, right_factors.group
     if fits_hopper(left, right, made, device):
         hopper = gluon_kernel("gemm_factors_hopper", device)
-        terms = hopper.padded_terms(k, groups, left.dtype.itemsize)
+        terms = hopper.padded_terms(k, groups)
         left_spread, left_stride = _add_spread(draft, place[1], left_f, left_factors, terms)
         right_spread, right_stride = _add_spread(draft, place[4], right_f, right_factors, terms)
         matrices = Matrix(place[0], left), Matrix(place[3], right), Matrix(target, made)

@@ -3,11 +3,8 @@
     y[m, n] = round(alpha[m, n] * sum over groups g of (F_left[g, m] * F_right[g, n]) * partial_g[m, n] + bias[n])
 
 The roles are those of :mod:`fp4engine.kernels.gemm_hopper`, the tiles 128x128, since a consumer holds two accumulators:
-the tensor cores' of one group, and the sum. Consumers take turns: while one puts factors on the one and adds it to the
-other, the other consumer's product has the tensor cores. In a group of less than a step both do as they come.
-
-Where operands are FP8 codes, whose factors are block scales, ``partial_g`` is what the FP8 tensor cores give: a sum in
-their own accumulator, which keeps some 14 bits. Between groups it is added up in FP32.
+the tensor cores' of one group, and the sum. While one consumer puts factors on the one and adds it to the other, the
+other consumer's product keeps the tensor cores busy.
 
 Dims: M rows of left, N rows of right, K the contracted (last) axis of both.
 """
@@ -27,8 +24,10 @@ from fp4engine.kernels.gemm_hopper import (
     CONSUMER_REGISTERS,
     GROUP_M,
     HALF_M,
+    LEFT_BLOCK,
     OUT_BLOCK,
     PRODUCER_REGISTERS,
+    TILE_K,
     block,
     produce,
     programs_for,
@@ -39,8 +38,7 @@ from fp4engine.kernels.gemm_launch import Product
 from fp4engine.kernels.launch import Draft, Place
 
 TILE_M, TILE_N = 2 * HALF_M, OUT_BLOCK[1]
-STEP_BYTES = 128
-"""Of a row of an operand, in one step of the ring: 64 BF16 values, or 128 FP8 codes."""
+RIGHT_BLOCK = (TILE_N, TILE_K)
 
 
 def stages_for(out_dtype: torch.dtype) -> int:
@@ -66,7 +64,7 @@ def _add(acc, partial, left, right):
 @gluon.jit
 def _consume(
     PART: gl.constexpr, out_desc, left_factor_ptr, right_factor_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
-    left_ring, right_ring, stagings, full, empty, arrivals, turns, M, N, K, stride_left, stride_right,
+    left_ring, right_ring, stagings, full, empty, arrivals, M, N, K, stride_left, stride_right,
     LEFT_GROUP: gl.constexpr, RIGHT_GROUP: gl.constexpr, TERMS: gl.constexpr,
     LEFT_ROWS: gl.constexpr, RIGHT_ROWS: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr,
@@ -77,8 +75,7 @@ def _consume(
     # A group is several steps of the ring, or a step is several groups.
     STEPS: gl.constexpr = (TERMS + TILE_K - 1) // TILE_K
     SLICE: gl.constexpr = TERMS if TERMS < TILE_K else TILE_K
-    DEPTH: gl.constexpr = 256 // left_ring.dtype.primitive_bitwidth
-    layout: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, DEPTH]))
+    layout: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16]))
     tiles_m = gl.cdiv(M, 2 * ROWS)
     tiles_n = gl.cdiv(N, TILE_N)
     staging = stagings.index(PART)
@@ -96,9 +93,6 @@ def _consume(
         right_factors = _factors(right_factor_ptr, cols, 0, stride_right, RIGHT_GROUP)
         for term in range(0, K, STEPS * TILE_K):
             partial = gl.zeros((ROWS, TILE_N), gl.float32, layout)
-            if SLICE == TILE_K:
-                # The first consumer has the first turn; both have as many.
-                mbarrier.wait(turns.index(PART), ((count // STEPS) & 1) ^ (1 - PART))
             for step in gl.static_range(STEPS):
                 slot = (count + step) % STAGES
                 mbarrier.wait(full.index(slot), ((count + step) // STAGES) & 1)
@@ -123,7 +117,6 @@ def _consume(
                 next_left = _factors(left_factor_ptr, rows, following, stride_left, LEFT_GROUP)
                 next_right = _factors(right_factor_ptr, cols, following, stride_right, RIGHT_GROUP)
                 partial = warpgroup_mma_wait(0, deps=(partial,))
-                mbarrier.arrive(turns.index(1 - PART), count=1)
                 for step in gl.static_range(STEPS):
                     mbarrier.arrive(empty.index((count + step) % STAGES), count=1)
                 acc = _add(acc, partial, left_factors, right_factors)
@@ -160,23 +153,21 @@ def factored_hopper_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     arrivals = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
     for part in gl.static_range(2):
         mbarrier.init(arrivals.index(part), count=1)
-        mbarrier.init(turns.index(part), count=1)
     fence_async_shared()
     gl.warp_specialize([
         (_consume, (
             0, out_desc, left_factor_ptr, right_factor_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
-            left_ring, right_ring, stagings, full, empty, arrivals, turns, M, N, K, stride_left, stride_right,
+            left_ring, right_ring, stagings, full, empty, arrivals, M, N, K, stride_left, stride_right,
             LEFT_GROUP, RIGHT_GROUP, TERMS, LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES,
         )),
         (_consume, (
             1, out_desc, left_factor_ptr, right_factor_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
-            left_ring, right_ring, stagings, full, empty, arrivals, turns, M, N, K, stride_left, stride_right,
+            left_ring, right_ring, stagings, full, empty, arrivals, M, N, K, stride_left, stride_right,
             LEFT_GROUP, RIGHT_GROUP, TERMS, LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES,
         )),
         (produce, (
@@ -185,9 +176,9 @@ def factored_hopper_kernel(
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-def padded_terms(k: int, groups: tuple[int, int], itemsize: int) -> int:
+def padded_terms(k: int, groups: tuple[int, int]) -> int:
     """``k`` rounded up to whole groups of both operands and whole steps of the ring."""
-    multiple = max(STEP_BYTES // itemsize, *groups)
+    multiple = max(TILE_K, *groups)
     return -(-k // multiple) * multiple
 
 
@@ -199,7 +190,7 @@ def add_factored(
     strides: tuple[int, int],
     multiprocessors: int,
 ) -> None:
-    """Multiply matrices of BF16 values, or of FP8 codes, that are aligned for the copy engine, none of them empty.
+    """Multiply matrices that are aligned for the copy engine, none of them empty.
 
     Args:
         factors: FP32 [groups + 1, stride] of left and right, divided by their numerators; None for an operand without.
@@ -208,11 +199,10 @@ def add_factored(
     """
     m, n, k = product.shape
     programs = programs_for(-(-m // TILE_M) * -(-n // TILE_N), k, multiprocessors)
-    itemsize = product.left.facts.dtype.itemsize
-    terms, step = min(group for group in groups if group), STEP_BYTES // itemsize
+    terms = min(group for group in groups if group)
     draft.step(
-        factored_hopper_kernel, programs, block(product.left, (HALF_M, step)), block(product.right, (TILE_N, step)),
-        block(product.out, OUT_BLOCK), *factors, *product.scales, m, n, padded_terms(k, groups, itemsize), *strides,
+        factored_hopper_kernel, programs, block(product.left, LEFT_BLOCK), block(product.right, RIGHT_BLOCK),
+        block(product.out, OUT_BLOCK), *factors, *product.scales, m, n, padded_terms(k, groups), *strides,
         *groups, terms, *product.flags, GROUP_M, stages_for(product.out.facts.dtype), PRODUCER_REGISTERS,
         CONSUMER_REGISTERS, num_warps=4,
     )  # fmt: skip

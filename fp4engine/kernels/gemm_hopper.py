@@ -215,10 +215,7 @@ def gemm_hopper_kernel(
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-_GLUON_DTYPES = {
-    torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32,
-    torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5,
-}  # fmt: skip
+_GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 LEFT_BLOCK, RIGHT_BLOCK, OUT_BLOCK = (HALF_M, TILE_K), (TILE_N, TILE_K), (HALF_M, HALF_N)

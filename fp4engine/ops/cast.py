@@ -15,6 +15,7 @@ from fp4engine import capability, reference
 from fp4engine.formats import CastSpec, Correction, Outer
 from fp4engine.kernels.source import Source
 from fp4engine.ops import backend as backends
+from fp4engine.ops import gemm_fp8
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define, is_plain
 from fp4engine.tracing import constant_when_traced
@@ -239,8 +240,7 @@ def _transient_form(key: str, device: torch.device, backend: str) -> Form:
     spec = CastSpec.from_key(key)
     multiplied = False
     if backend in ("auto", "native"):
-        # The kernel that multiplies FP8 codes with a scale for 128 of them is one for sm_90.
-        multiplied = capability.fp4_units(device)[0] or (spec.block[1] == 128 and capability.is_hopper(device))
+        multiplied = capability.fp4_units(device)[0] or gemm_fp8.has_blocks(key, device)
     return "values" if not multiplied and spec.block[1] and spec.is_exact_in_bf16 else "codes"
 
 

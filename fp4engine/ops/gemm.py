@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import capability, reference
-from fp4engine.formats import E2M1, E4M3, E5M2, E8M0, FP32, CastSpec, Outer
+from fp4engine.formats import E2M1, E4M3, CastSpec, Outer
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.cast import decode_supported
@@ -208,15 +208,12 @@ def _product(
     out: Tensor | None,
     backend: str,
 ) -> Tensor:
+    device = left.data.device
     are_codes = left.scale_inv is not None and right.scale_inv is not None
-    if backend in ("auto", "native") and are_codes and _are_fp8_blocks(left_key, right_key):
-        from fp4engine.kernels.gemm_factors import multiplies_codes
-
-        if multiplies_codes(left.data, right.data, out, out_dtype):
-            return _fp8_blocks(left, right, bias, out_dtype, out)
-    path, reason, numerator, factored = product_path(
-        left_key, right_key, are_codes, out_dtype, left.data.device, backend
-    )
+    by_blocks = backend in ("auto", "native") and are_codes and gemm_fp8.multiplies_blocks(left_key, right_key, device)
+    if by_blocks and gemm_fp8.fits_blocks(left.data, right.data):
+        return _fp8_blocks(left, right, bias, out_dtype, out)
+    path, reason, numerator, factored = product_path(left_key, right_key, are_codes, out_dtype, device, backend)
     backends.enter("gemm", path, reason, backend)
     if path == "native":
         from fp4engine.kernels import gemm_native
@@ -232,7 +229,7 @@ def _product(
         products = _gemm_kernels()
         inputs = (left.data, left.scale_inv, left.amax, right.data, right.scale_inv, right.amax, bias, out)
         asked = tuple([None if tensor is None else products.facts(tensor) for tensor in inputs])
-        made = products.resolve_product(asked, left.data.device, numerator, out_dtype)(*inputs)
+        made = products.resolve_product(asked, device, numerator, out_dtype)(*inputs)
         return made[0] if out is None else out
     assert left.amax is not None and right.amax is not None
     width = min(left.data.shape[1], right.data.shape[1])  # what one has more is padding
@@ -243,34 +240,19 @@ def _product(
     return out.copy_(out.float() + reference.gemm(*values, alpha, bias, torch.float32))
 
 
-@cache
-def _are_fp8_blocks(left: str, right: str) -> bool:
-    """Whether FP8 tensor cores multiply codes of these specs: a block scale is of all terms of one of their sums."""
-    specs = [CastSpec.from_key(key) for key in (left, right) if key]
-    if len(specs) < 2 or any(spec.element not in (E4M3, E5M2) or spec.outer is not Outer.NONE for spec in specs):
-        return False
-    if any(spec.block[1] != _FP8_TERMS or spec.scale not in (E8M0, FP32) for spec in specs):
-        return False
-    return any(spec.element == E4M3 for spec in specs)
-
-
-_FP8_TERMS = 128
-"""Terms that FP8 tensor cores add up in their own accumulator before the sum goes on in FP32."""
-
-
 def _fp8_blocks(
     left: Operand, right: Operand, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None
 ) -> Tensor:
-    """A product of FP8 codes with one block scale for each sum of the tensor cores."""
-    inputs: list[Tensor | None] = []
-    numerator = 1.0
-    for operand in (left, right):
-        assert operand.spec is not None
-        inputs += [operand.data.view(operand.spec.element.torch_dtype), operand.scale_inv, operand.amax]
-        numerator *= operand.spec.numerator
+    """A product of FP8 codes with a block scale for each sum of the tensor cores; the outer factor is 1."""
     backends.record("gemm", "fp8")
-    bias = bias if bias is None else bias.contiguous()
-    return _multiply_factored([*inputs, bias, out], [(_FP8_TERMS, 1.0)] * 2, numerator, out_dtype)
+    codes = [operand.data.view(torch.float8_e4m3fn) for operand in (left, right)]
+    assert left.scale_inv is not None and right.scale_inv is not None and right.spec is not None
+    dtype = out_dtype if out is None and bias is None else torch.float32
+    height = right.spec.block[0]
+    product = gemm_fp8.multiply_blocks(codes[0], left.scale_inv, codes[1], right.scale_inv, height, dtype)
+    if bias is not None:
+        product = product + bias.float()
+    return product.to(out_dtype) if out is None else out.copy_(out.float() + product)
 
 
 def _factored(
@@ -284,8 +266,10 @@ def _factored(
     out: Tensor | None,
 ) -> Tensor:
     """A product of operands one of which, or both, have an FP32 factor for every few terms."""
+    from fp4engine.kernels import gemm_factors
+
     inputs: list[Tensor | None] = []
-    factors_of: list[tuple[int, float]] = []
+    factors_of: list[gemm_factors.Factors] = []
     for operand, key in ((left, left_key), (right, right_key)):
         spec, factors, numerator_of_factors = operand.spec, None, 1.0
         if spec is not None and spec.factor_group:
@@ -298,26 +282,14 @@ def _factored(
             operand = operand._replace(data=_decoded(operand.data, operand.scale_inv, key), scale_inv=None)
         operand = _ready(operand, key, "triton")
         inputs += [operand.data, factors, operand.amax]
-        factors_of.append((spec.factor_group if spec else 0, numerator_of_factors))
-    return _multiply_factored([*inputs, bias, out], factors_of, numerator, out_dtype)
-
-
-def _multiply_factored(
-    inputs: list[Tensor | None], factors_of: list[tuple[int, float]], numerator: float, out_dtype: torch.dtype
-) -> Tensor:
-    """Launch :func:`~fp4engine.kernels.gemm_factors.resolve_factored`.
-
-    Args:
-        factors_of: of left and right, how many terms share a factor, and what factors are divided by.
-    """
-    from fp4engine.kernels import gemm_factors
-
+        factors_of.append(gemm_factors.Factors(spec.factor_group if spec else 0, numerator_of_factors))
+    inputs += [bias, out]
     products = _gemm_kernels()
     asked = tuple([None if tensor is None else products.facts(tensor) for tensor in inputs])
-    left, right = (gemm_factors.Factors(*factors) for factors in factors_of)
-    assert inputs[0] is not None
-    made = gemm_factors.resolve_factored(asked, inputs[0].device, left, right, numerator, out_dtype)(*inputs)
-    return made[0] if inputs[-1] is None else inputs[-1]
+    left_factors, right_factors = factors_of
+    launch = gemm_factors.resolve_factored(asked, left.data.device, left_factors, right_factors, numerator, out_dtype)
+    made = launch(*inputs)
+    return made[0] if out is None else out
 
 
 @cache

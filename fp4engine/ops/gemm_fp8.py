@@ -1,18 +1,19 @@
-"""FP8 products on the tensor cores of Ada, Hopper and Blackwell, through PyTorch's ``_scaled_mm``.
+"""FP8 products on the tensor cores of Ada, Hopper and Blackwell, through PyTorch's scaled products.
 
     y = round(alpha * (left @ right.T) + bias),   alpha = (A_left * A_right) / (numerator_left * numerator_right)
 
-Only operands with one scale per tensor: their codes are FP8 values as they are.
+Operands with one scale per tensor: their codes are FP8 values as they are. On Hopper also E4M3 with one scale for 128
+terms of a row, or of 128 rows; the tensor cores then add up 128 terms, and FP32 those sums times their scales.
 """
 
 from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from fp4engine import capability, reference
-from fp4engine.formats import E4M3, E5M2, CastSpec, Outer
+from fp4engine.formats import E4M3, E5M2, E8M0, FP32, CastSpec, Outer
 
 _MULTIPLE = 16
 """``_scaled_mm`` takes multiples of 16 as K and N; codes are padded along K already."""
@@ -30,6 +31,61 @@ def supports(left: str, right: str, device: torch.device) -> tuple[bool, str]:
     if all(spec is not None and spec.element == E5M2 for spec in specs):
         return False, "the tensor cores do not multiply e5m2 with e5m2"
     return capability.fp8_units(device)
+
+
+TERMS = 128
+"""Terms that share a block scale."""
+
+
+@cache
+def multiplies_blocks(left: str, right: str, device: torch.device) -> bool:
+    """Whether FP8 tensor cores multiply operands of these specs' keys by block scales, where :func:`fits_blocks`."""
+    if not all(key and has_blocks(key, device) for key in (left, right)):
+        return False
+    heights = CastSpec.from_key(left).block[0], CastSpec.from_key(right).block[0]
+    return heights in ((1, 1), (1, TERMS))
+
+
+@cache
+def has_blocks(key: str, device: torch.device) -> bool:
+    """Whether codes of this spec are what a product by block scales on ``device`` reads."""
+    spec = CastSpec.from_key(key)
+    blocks = spec.block in ((1, TERMS), (TERMS, TERMS)) and spec.scale in (E8M0, FP32) and spec.outer is Outer.NONE
+    if not blocks or spec.element != E4M3 or spec.rotation is not None:
+        return False
+    return capability.is_hopper(device) and _cuda_version() >= (12, 9)
+
+
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(map(int, (torch.version.cuda or "0").split(".")))
+
+
+def fits_blocks(left: Tensor, right: Tensor) -> bool:
+    """Whether :func:`multiply_blocks` takes codes [M, K] and [N, K]: M a multiple of 4, N one of 16, none of them 0."""
+    return 0 not in (*left.shape, right.shape[0]) and left.shape[0] % 4 == 0 and right.shape[0] % _MULTIPLE == 0
+
+
+def multiply_blocks(
+    left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, height: int, out_dtype: torch.dtype
+) -> Tensor:
+    """``sum over groups of (left @ right.T) * scales``, in FP32 and rounded once to ``out_dtype``: [M, N].
+
+    Args:
+        left: [M, K] and right: [N, K], ``float8_e4m3fn``, K a multiple of 128; see :func:`fits_blocks`.
+        left_scale: [M, K / 128]; right_scale: [N, K / 128], the same in each ``height`` rows. E8M0 or FP32.
+        height: 1 or 128.
+    """
+    by_row, by_tile = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    rows = left_scale.float().t().contiguous().t()  # cuBLAS reads the scales of neighbouring rows side by side
+    if height == 1:
+        columns = right_scale.float().t().contiguous().t()
+    else:  # and of tiles those of neighbouring groups, padded to four
+        tiles = right_scale[::height].float()
+        columns = pad(tiles, (0, -tiles.shape[1] % 4)).t()
+    dtype = out_dtype if out_dtype == torch.bfloat16 else torch.float32
+    recipe = by_row if height == 1 else by_tile
+    product = scaled_mm(left, right.t(), rows, by_row, columns, recipe, output_dtype=dtype)
+    return product.to(out_dtype)
 
 
 def multiply(
