@@ -9,7 +9,6 @@ other consumer's product keeps the tensor cores busy.
 Dims: M rows of left, N rows of right, K the contracted (last) axis of both.
 """
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -39,11 +38,8 @@ from fp4engine.kernels.launch import Draft, Place
 
 TILE_M, TILE_N = 2 * HALF_M, OUT_BLOCK[1]
 RIGHT_BLOCK = (TILE_N, TILE_K)
-
-
-def stages_for(out_dtype: torch.dtype) -> int:
-    """Steps in the ring: 32 KiB each beside two staging tiles of 8192 elements, within 227 KiB."""
-    return 4 if out_dtype == torch.float32 else 5
+STAGES = 4
+"""Steps in the ring: 32 KiB each beside two staging tiles of at most 32 KiB. What is left is L1's, for the factors."""
 
 
 @gluon.jit
@@ -203,6 +199,6 @@ def add_factored(
     draft.step(
         factored_hopper_kernel, programs, block(product.left, LEFT_BLOCK), block(product.right, RIGHT_BLOCK),
         block(product.out, OUT_BLOCK), *factors, *product.scales, m, n, padded_terms(k, groups), *strides,
-        *groups, terms, *product.flags, GROUP_M, stages_for(product.out.facts.dtype), PRODUCER_REGISTERS,
+        *groups, terms, *product.flags, GROUP_M, STAGES, PRODUCER_REGISTERS,
         CONSUMER_REGISTERS, num_warps=4,
     )  # fmt: skip

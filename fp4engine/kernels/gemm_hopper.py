@@ -37,7 +37,7 @@ GROUP_M = 16
 """Tile rows walked together; 4, 8 and 16 are within 1% of each other at Llama shapes."""
 
 TERMS = 8192
-"""Terms of one output's sum that a program adds up, or more: some 80 us on an H200."""
+"""Terms of one output's sum that a program adds up, in as many tiles as that takes: some 80 us on an H200."""
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 """Per thread: 128 for the accumulator and room for the epilogue; the producer only counts."""
@@ -240,12 +240,14 @@ class Descriptor(TensorDescriptor):
 
 
 def programs_for(tiles: int, k: int, multiprocessors: int) -> int:
-    """Programs whose tiles have :data:`TERMS` terms together, or one tile each; at least one per multiprocessor.
+    """Whole waves of programs, one per multiprocessor, each of about :data:`TERMS` terms in all its tiles, or of one tile.
 
     While another kernel, such as a collective, has some multiprocessors, programs wait for them, and few tiles with
     each. A program costs the time to fill its ring.
     """
-    return max(min(tiles, multiprocessors), -(-tiles // -(-TERMS // max(k, 1))))
+    together = -(-TERMS // max(k, 1))
+    waves = -(-tiles // (multiprocessors * together))
+    return min(tiles, waves * multiprocessors)
 
 
 def add_hopper(draft: Draft, product: Product, multiprocessors: int) -> None:

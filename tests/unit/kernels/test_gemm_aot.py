@@ -81,7 +81,7 @@ def test_hopper_kernel_with_factors(left, right):
     constants = dict(
         LEFT_GROUP=left, RIGHT_GROUP=right, TERMS=min(group for group in (left, right) if group), LEFT_ROWS=True,
         RIGHT_ROWS=False, HAS_BIAS=False, bias_ptr=None, ACCUMULATE=True, GROUP=gemm_hopper.GROUP_M,
-        STAGES=gemm_factors_hopper.stages_for(torch.float32), PRODUCER_REGISTERS=gemm_hopper.PRODUCER_REGISTERS,
+        STAGES=gemm_factors_hopper.STAGES, PRODUCER_REGISTERS=gemm_hopper.PRODUCER_REGISTERS,
         CONSUMER_REGISTERS=gemm_hopper.CONSUMER_REGISTERS,
     )  # fmt: skip
     aligned = ("stride_left", "stride_right", "left_factor_ptr", "right_factor_ptr")
