@@ -240,7 +240,7 @@ class Descriptor(TensorDescriptor):
 
 
 def programs_for(tiles: int, k: int, multiprocessors: int) -> int:
-    """Whole waves of programs, one per multiprocessor, with about :data:`TERMS` terms in the tiles of each, or one tile.
+    """Whole waves of a program per multiprocessor, each with about :data:`TERMS` terms in its tiles, or with one tile.
 
     While another kernel, such as a collective, has some multiprocessors, programs wait for them, and few tiles with
     each. A program costs the time to fill its ring.
