@@ -169,7 +169,7 @@ def main() -> int:
     files = sorted(file for file in files if file.name != "__init__.py")
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "tree"
-        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "_build", "results", "runs")
+        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "_build", "runs")
         shutil.copytree(ROOT, copy, ignore=ignored)
         unlike = ("fp4engine/functional", "fp4engine/ops", "fp4engine/kernels", "fp4engine/functional/grouped.py")
         tried = [stage for path in unlike for stage in stages(path) if stage not in REST]
