@@ -44,8 +44,8 @@ OPERATIONS = [
 ]
 KERNELS = ["tests/unit/kernels/test_launch.py", "tests/parity/test_draw_kernel.py"]
 REST: list[tuple[str, list[str]]] = [
-    ("pytest", ["-m", "not slow", "tests/distributed/test_two_processes.py", "tests/modules", "tests/unit"]),
     ("interpret", ["tests/parity/test_linear_kernel.py", "tests/parity/test_fused_modules_on_kernels.py"]),
+    ("pytest", ["-m", "not slow", "tests/distributed/test_two_processes.py", "tests/modules", "tests/unit"]),
 ]
 """Minutes, for what survives the tests of its own place."""
 SWAPS: dict[type, type] = {
@@ -159,6 +159,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutants", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=1, help="number of the first that is tried (default: 1)")
     parser.add_argument("--seconds", type=float, default=900, help="after which a stage counts as hanging")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -176,16 +177,18 @@ def main() -> int:
         if fallen := falls(copy, [*tried, *REST], arguments.seconds):
             print(f"{fallen} falls without a change")
             return 1
-        for number in range(arguments.mutants):
+        for number in range(1, arguments.first + arguments.mutants):
             file = rng.choices(files, [len(file.read_text()) for file in files])[0]
             path, source = str(file.relative_to(ROOT)), file.read_text()
             text, words = mutated(source, rng)
+            if number < arguments.first:
+                continue
             (copy / path).write_text(text)
             began = time.monotonic()
             verdict = falls(copy, stages(path), arguments.seconds)
             survivors += not verdict
             took = time.monotonic() - began
-            print(f"{number + 1:3} {path}:{words}\n    {verdict or 'SURVIVES'} ({took:.0f} s)", flush=True)
+            print(f"{number:3} {path}:{words}\n    {verdict or 'SURVIVES'} ({took:.0f} s)", flush=True)
             (copy / path).write_text(source)
     print(f"{arguments.mutants} mutants of seed {arguments.seed}, {survivors} survive")
     return 0
