@@ -44,7 +44,10 @@ OPERATIONS = [
 ]
 KERNELS = ["tests/unit/kernels/test_launch.py", "tests/parity/test_draw_kernel.py"]
 REST: list[tuple[str, list[str]]] = [
-    ("interpret", ["tests/parity/test_linear_kernel.py", "tests/parity/test_fused_modules_on_kernels.py"]),
+    (
+        "interpret",
+        [f"tests/parity/test_{name}.py" for name in ("linear_kernel", "grouped_kernels", "fused_modules_on_kernels")],
+    ),
     ("pytest", ["-m", "not slow", "tests/distributed/test_two_processes.py", "tests/modules", "tests/unit"]),
 ]
 """Minutes, for what survives the tests of its own place."""
