@@ -245,7 +245,7 @@ def _quantizer(recipe: str, tensor_type: str) -> Quantizer:
 
 def _operands(quantizer: Quantizer, x: Tensor) -> list[Operand]:
     """Every operand that a step makes of x, with a fixed draw."""
-    rng = torch.tensor(RNG, device=x.device)
+    rng = torch.tensor(RNG, dtype=torch.int64, device=x.device)
     from_rowwise = quantizer.columnwise_source == "rowwise_dequantized"
     quantized = quantizer.quantize(x, columnwise=not from_rowwise, rng=rng)
     assert quantized.rowwise is not None

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -62,18 +63,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+_defaults: list[torch.dtype] = []
+"""What is to be PyTorch's default dtype again, once for each function that runs under another."""
+_defaults_lock = Lock()
+
+
 def under_default_dtype(function: Any, dtype: torch.dtype) -> Any:
-    """``function``, which finds ``dtype`` as PyTorch's default and leaves the one that was."""
+    """``function``, which finds ``dtype`` as PyTorch's default and leaves the one that was.
+
+    The default is the process's: of the functions that run, on any thread, the first sets it and the last sets it back.
+    """
 
     def run(*arguments: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*arguments, **options)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
+        with _defaults_lock:
+            _defaults.append(_defaults[0] if _defaults else torch.get_default_dtype())
+            torch.set_default_dtype(dtype)
         try:
             return function(*arguments, **options)
         finally:
-            torch.set_default_dtype(before)
+            with _defaults_lock:
+                before = _defaults.pop()
+                if not _defaults:
+                    torch.set_default_dtype(before)
 
     return run
 

@@ -1,6 +1,7 @@
 """Layers: every import in the package points down the table below, function-level imports included.
 
-Why each rule exists is told in docs/design.md. To add a top-level module, give it a rank here.
+Why each rule exists is told in docs/design.md. To add a top-level module, give it a rank here. Beside layers: who reads
+the environment, who imports Triton, and that no tensor takes PyTorch's default dtype unawares.
 """
 
 import ast
@@ -45,6 +46,8 @@ SIDEWAYS = {
 
 ENVIRONMENT_READER = "environment"
 TRITON_IMPORTER = "kernels"
+FACTORIES = ("empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros")
+"""Functions of PyTorch's whose result has the default dtype unless another is named."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,19 @@ def triton_faults(root: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("rule", [layer_faults, environment_faults, triton_faults])
+def default_dtype_faults(root: Path) -> list[str]:
+    """Tensors made with the dtype that ``torch.set_default_dtype`` last set; kernels are given theirs."""
+    return [
+        f"{source.where(node)}: {ast.unparse(node.func)} has the default dtype; name one"
+        for source in sources(root)
+        if source.top != TRITON_IMPORTER
+        for node in ast.walk(source.tree())
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}
+        if not any(keyword.arg in ("dtype", None) for keyword in node.keywords)
+    ]
+
+
+@pytest.mark.parametrize("rule", [layer_faults, environment_faults, triton_faults, default_dtype_faults])
 def test_the_package_keeps_its_layers(rule) -> None:
     assert sources(ROOT)
     assert not (faults := rule(ROOT)), "\n".join(["", *faults])
@@ -180,6 +195,10 @@ def test_the_package_keeps_its_layers(rule) -> None:
         (environment_faults, "recipe/flags.py", "from os import getenv", "reads the process environment"),
         (triton_faults, "kernels/cast.py", "import triton.language as tl", None),
         (triton_faults, "ops/gemm.py", "def f():\n    from triton import jit", "only kernels/ may"),
+        (default_dtype_faults, "ops/gemm.py", "torch.ones(1, dtype=torch.float32)", None),
+        (default_dtype_faults, "ops/gemm.py", "torch.empty(rows, cols, **place)", None),
+        (default_dtype_faults, "ops/gemm.py", "torch.arange(8)", None),
+        (default_dtype_faults, "ops/gemm.py", "scale = torch.tensor([amax], device=x.device)", "has the default dtype"),
     ],
 )
 def test_the_rules_see_what_they_should(rule, file: str, code: str, expected: str | None, tmp_path: Path) -> None:

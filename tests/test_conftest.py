@@ -1,8 +1,13 @@
 """The safety net itself: poisoned allocations are seen, and leave tracing alone."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.conftest import under_default_dtype
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -43,6 +48,25 @@ def test_compiled_functions_still_trace() -> None:
 @pytest.mark.no_poison
 def test_opting_out() -> None:
     assert torch.empty.__module__ != "conftest" and torch.empty is torch._C._VariableFunctions.empty
+
+
+def test_functions_under_another_default_dtype_leave_the_one_that_was() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def first() -> bool:
+        entered.set()
+        return leave.wait(10)
+
+    def second() -> torch.dtype:
+        leave.set()
+        assert future.result()
+        return torch.get_default_dtype()
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(under_default_dtype(first, torch.float16))
+        assert entered.wait(10)
+        assert under_default_dtype(second, torch.float16)() is torch.float16
+    assert torch.get_default_dtype() is torch.float32
 
 
 def test_each_test_is_seeded() -> None:

@@ -1,19 +1,20 @@
 """python tools/mutate.py --mutants 30 --seed 1      does a test fall when a line of the middle is wrong?
 
 Changes one place at a time, drawn at random, in a copy of the tree: an operator, a constant, a condition, the order of
-two arguments, or a statement that goes. Then the tests that should fall are run until one does. A mutant that survives
-is printed: either it means the same, or a test is missing.
+two arguments, or a statement that goes. Then tests are run until one falls, those that should fall first. A mutant that
+survives is printed: either it means the same, or a test is missing.
 """
 
 import argparse
 import ast
+import difflib
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
 
@@ -42,6 +43,14 @@ OPERATIONS = [
     "tests/modules/test_linear_backward.py",
 ]
 KERNELS = ["tests/unit/kernels/test_launch.py", "tests/parity/test_draw_kernel.py"]
+REST: list[tuple[str, list[str]]] = [
+    (
+        "interpret",
+        [f"tests/parity/test_{name}.py" for name in ("linear_kernel", "grouped_kernels", "fused_modules_on_kernels")],
+    ),
+    ("pytest", ["-m", "not slow", "tests/distributed/test_two_processes.py", "tests/modules", "tests/unit"]),
+]
+"""Minutes, for what survives the tests of its own place."""
 SWAPS: dict[type, type] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
@@ -85,22 +94,24 @@ def is_annotation(node: ast.BinOp | ast.BoolOp) -> bool:
 def mutated(source: str, rng: Random) -> tuple[str, str]:
     """The source with one change, and the change in words."""
     tree = ast.parse(source)
+    before = ast.unparse(tree)
     node, change = rng.choice(mutations(tree))
-    line, before = getattr(node, "lineno", 0), ast.unparse(node).splitlines()[0]
     change()
-    after = next((ast.unparse(other).splitlines()[0] for other in ast.walk(tree) if other is node), "nothing")
-    return ast.unparse(ast.fix_missing_locations(tree)), f"{line}: {before}  ->  {after}"
+    after = ast.unparse(ast.fix_missing_locations(tree))
+    changed = [line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line[0] in "+-"]
+    return after, "\n      ".join([f"{getattr(node, 'lineno', 0)}:", *changed])
 
 
 def stages(path: str) -> list[tuple[str, list[str]]]:
-    """What should fail if ``path`` is wrong, the quickest first: ``("fuzz" | "pytest" | "interpret", arguments)``."""
+    """What may fail if ``path`` is wrong, the quickest first: ``("fuzz" | "pytest" | "interpret", arguments)``."""
     interpreted = ("interpret", KERNELS)
     if path.startswith("fp4engine/kernels"):
-        return [interpreted]
+        return [interpreted, *REST]
+    fuzz = ("fuzz", ["--cases", "80"])
     if "grouped" in path:
-        return [("interpret", ["tests/parity/test_grouped_kernels.py"])]
+        return [fuzz, ("interpret", ["tests/parity/test_grouped_kernels.py"]), *REST]
     plain = ("pytest", ["-m", "not slow", *(OPERATIONS if path.startswith("fp4engine/ops") else MODULES)])
-    return [("fuzz", ["--cases", "80"]), plain, *([interpreted] if "ops" in path else [])]
+    return [fuzz, plain, *([interpreted] if "ops" in path else []), *REST]
 
 
 def run_stage(copy: Path, stage: str, arguments: list[str], output: Path) -> int:
@@ -119,14 +130,15 @@ def run_stage(copy: Path, stage: str, arguments: list[str], output: Path) -> int
     return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *arguments]))
 
 
-def falls(copy: Path, path: str, seconds: float) -> str:
-    """What fails, or hangs; empty if nothing does."""
+def falls(copy: Path, tried: Iterable[tuple[str, list[str]]], seconds: float) -> str:
+    """Which of the stages fails, or hangs; empty if none does."""
     output = copy / "output.txt"
-    for stage, arguments in stages(path):
+    for stage, arguments in tried:
         child = os.fork()
         if child == 0:
             code = 1
             try:
+                os.setsid()
                 code = run_stage(copy, stage, arguments, output)
             finally:
                 sys.stdout.flush()
@@ -136,7 +148,7 @@ def falls(copy: Path, path: str, seconds: float) -> str:
             done, code = os.waitpid(child, os.WNOHANG)
             status = code if done else None
             if status is None and time.monotonic() > end:
-                os.kill(child, signal.SIGKILL)
+                os.killpg(child, signal.SIGKILL)  # with the processes that a test started
                 os.waitpid(child, 0)
                 return f"{stage} hangs"
             time.sleep(0.02)
@@ -150,6 +162,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutants", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=1, help="number of the first that is tried (default: 1)")
     parser.add_argument("--seconds", type=float, default=900, help="after which a stage counts as hanging")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -160,22 +173,25 @@ def main() -> int:
     files = sorted(file for file in files if file.name != "__init__.py")
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "tree"
-        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "_build", "results", "runs")
+        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "_build", "runs")
         shutil.copytree(ROOT, copy, ignore=ignored)
-        for path in ("fp4engine/functional", "fp4engine/ops", "fp4engine/kernels"):
-            if fallen := falls(copy, path, arguments.seconds):
-                print(f"{fallen} falls without a change")
-                return 1
-        for number in range(arguments.mutants):
+        unlike = ("fp4engine/functional", "fp4engine/ops", "fp4engine/kernels", "fp4engine/functional/grouped.py")
+        tried = [stage for path in unlike for stage in stages(path) if stage not in REST]
+        if fallen := falls(copy, [*tried, *REST], arguments.seconds):
+            print(f"{fallen} falls without a change")
+            return 1
+        for number in range(1, arguments.first + arguments.mutants):
             file = rng.choices(files, [len(file.read_text()) for file in files])[0]
             path, source = str(file.relative_to(ROOT)), file.read_text()
             text, words = mutated(source, rng)
+            if number < arguments.first:
+                continue
             (copy / path).write_text(text)
             began = time.monotonic()
-            verdict = falls(copy, path, arguments.seconds)
+            verdict = falls(copy, stages(path), arguments.seconds)
             survivors += not verdict
             took = time.monotonic() - began
-            print(f"{number + 1:3} {path}:{words}\n      {verdict or 'SURVIVES'} ({took:.0f} s)", flush=True)
+            print(f"{number:3} {path}:{words}\n    {verdict or 'SURVIVES'} ({took:.0f} s)", flush=True)
             (copy / path).write_text(source)
     print(f"{arguments.mutants} mutants of seed {arguments.seed}, {survivors} survive")
     return 0

@@ -243,7 +243,7 @@ def _write(
         if schemes[name] == STATIC:
             assert isinstance(inputs, Mapping)
             input_amax = max(inputs[layers[sibling].module] for sibling in layer.group)
-            stored = form.outer(torch.tensor([input_amax]), CastSpec().numerator)
+            stored = form.outer(torch.tensor([input_amax], dtype=torch.float32), CastSpec().numerator)
             writer.add(f"{name}.{form.input_scale}", stored)
         added = 0.0
         if not torch.equal(amax, own_amax):

@@ -127,7 +127,8 @@ def independent_values(form: ServingFormat, codes: Tensor, scales: Tensor) -> Te
         raise ImportError(
             "verification reads the files with the package compressed-tensors too: pip install fp4engine[export]"
         ) from error
-    parts = dict(zip((f"layer.{part}" for part in form.weight_parts), (codes, scales, torch.ones(1)), strict=True))
+    one = torch.ones(1, dtype=torch.float32)
+    parts = dict(zip((f"layer.{part}" for part in form.weight_parts), (codes, scales, one), strict=True))
     if form is not COMPRESSED_TENSORS:
         parts = ModelOptNvfp4Converter(targets=["layer"]).process(parts)
     state = {name.removeprefix("layer."): tensor for name, tensor in parts.items()}

@@ -243,7 +243,7 @@ def _drawn_by(mesh: Any, draws: bool) -> int:
     if draws and mesh not in _agreed:
         seed = ops.current_seed()
         for dim in range(mesh.ndim):
-            largest = torch.tensor([seed, ~seed], device=mesh.device_type)
+            largest = torch.tensor([seed, ~seed], dtype=torch.int64, device=mesh.device_type)
             torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, mesh.get_group(dim))
             if int(largest[0]) != ~int(largest[1]):
                 raise ValueError(

@@ -222,7 +222,7 @@ def _start(key: str, device: torch.device) -> None:
 
 def _write(state: Tensor, draw: int) -> None:
     _wait_for(state)
-    state.copy_(torch.tensor([_current_seed(), draw]))
+    state.copy_(torch.tensor([_current_seed(), draw], dtype=torch.int64))
     _wait_for(state)
 
 

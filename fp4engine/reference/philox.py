@@ -78,7 +78,7 @@ def _words(rows: int, blocks: int, rng: Tensor, stream: int) -> Tensor:
         side = stream & 1
         row, column = row + rng[2 + side], column + rng[3 - side] // BLOCK_SIZE
     draw = rng[1] & _MASK
-    tag = torch.full((), stream, device=device)  # a copy from the host would wait for the device
+    tag = torch.full((), stream, dtype=torch.int64, device=device)  # a copy from the host would wait for the device
     return torch.stack(philox4x32((column, row, draw, tag), rng[0]), dim=-1)
 
 

@@ -543,12 +543,24 @@ def bits(tensor: Tensor) -> Tensor:
 
 def refusal(case: Case) -> str:
     """What the engine says where it refuses a case by name; empty where it has to compute it."""
-    saves = (
-        case.module not in ("Linear", "Linear twice") or not {"x", "weight"} <= case.frozen
-    )  # or nothing is repeated
-    if case.checkpoint in ("torch", "torch told") and draws_in_forward(case) and saves:
-        return "which torch.utils.checkpoint does not repeat" if case.how != "none" else ""
+    if case.checkpoint in ("torch", "torch told") and draws_in_forward(case) and repeats(case):
+        return "which torch.utils.checkpoint does not repeat"
     return ""
+
+
+def repeats(case: Case) -> bool:
+    """Whether backward asks for anything that forward kept: where only biases want gradients, nothing is."""
+    if case.how == "none":
+        return False
+    experts = [f"{index}" for index in range(len(case.options))] if case.module == "GroupedLinear" else [""]
+    if case.module not in ("Linear", "Linear twice", "GroupedLinear"):
+        return True
+    for expert in experts:
+        own = {"x", f"weight{expert}", f"bias{expert}"}
+        runs = case.how not in ("grad", "inputs") or own & case.wanted
+        if runs and not own - {f"bias{expert}"} <= case.frozen:
+            return True
+    return False
 
 
 def draws_in_forward(case: Case) -> bool:

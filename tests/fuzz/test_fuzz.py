@@ -10,6 +10,7 @@ from fp4engine import ops
 from fp4engine.functional import weight_cache
 from fp4engine.ops import cast
 from fp4engine.recipe import NVFP4BlockScaling
+from fp4engine.recipe.zoo import ZOO
 from tests.fuzz import __main__ as command
 from tests.fuzz import cases, ranks
 
@@ -40,6 +41,25 @@ PLAIN = replace(
     values="normal", frozen=frozenset(), wanted=frozenset(), how="backward", main_grad=None, microbatches=1,
     caching="none", writes="none", checkpoint="none", amp=None, elsewhere=False, threads=1, options=(),
 )  # fmt: skip
+
+
+EXPERTS = replace(PLAIN, module="GroupedLinear", recipe=ZOO["fp4_all_the_way"].build(), options=(9, 7))
+
+
+@pytest.mark.parametrize(
+    ("frozen", "wanted", "refused"),
+    [
+        ({"x", "weight0"}, {"bias0"}, False),
+        ({"x", "weight0", "weight1"}, {"bias0", "bias1"}, False),
+        ({"x", "weight0"}, {"bias0", "bias1"}, True),
+        ({"weight0"}, {"bias0"}, True),
+        ({"x", "bias1"}, {"bias0"}, True),
+    ],
+)
+def test_a_bias_alone_repeats_no_forward(frozen: set[str], wanted: set[str], refused: bool) -> None:
+    """A checkpoint whose kept tensors nobody asks for is not recomputed, and so nothing has to be refused."""
+    case = replace(EXPERTS, frozen=frozenset(frozen), wanted=frozenset(wanted), how="grad", checkpoint="torch")
+    assert bool(cases.refusal(case)) == refused and cases.run(case) == []
 
 
 def other_stream(plant):

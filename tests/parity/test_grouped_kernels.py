@@ -3,6 +3,7 @@
 Runs on a GPU, and on the CPU in Triton's interpreter: ``TRITON_INTERPRET=1 pytest tests/parity``.
 """
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -192,6 +193,17 @@ def test_gradients_that_are_not_all_wanted(kernel_device):
     ops.reset_executed_paths()
     assert_same(step(counts), want)
     assert is_grouped()
+
+
+@pytest.mark.parametrize(("caching", "casts"), [("none", 4), ("scope", 2), ("flag", 2)])
+def test_cached_weights_are_cast_once(kernel_device, caching, casts):
+    layer = make(2, 16, 24, kernel_device)
+    inp, counts = torch.randn(21, 16, device=kernel_device, dtype=BF16), torch.tensor([4, 17], device=kernel_device)
+    ops.reset_executed_paths()
+    with fp4engine.autocast(recipe=RECIPE), fp4engine.weight_cache(layer) if caching == "scope" else nullcontext():
+        first, second = (layer(inp, counts, flag if caching == "flag" else None) for flag in (True, False))
+    assert torch.equal(first, second)
+    assert is_grouped() and ops.executed_paths()["quantize/triton"] == casts
 
 
 def test_inference_saves_nothing_and_frozen_weights_save_no_tokens(kernel_device):

@@ -130,6 +130,23 @@ def test_inputs_are_scaled_by_the_amaxes_that_were_seen(tmp_path) -> None:
         assert stored == pytest.approx(largest, rel=1e-6)
 
 
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_changes_no_byte_of_a_file(tmp_path, default) -> None:
+    model = converted(NVFP4BlockScaling())
+    inputs = calibrate(model, [tokens()], progress=False)
+    export_checkpoint(model, tmp_path / "usual", inputs=inputs, verify=True)
+    torch.set_default_dtype(default)
+    try:
+        export_checkpoint(model, tmp_path / "other", inputs=calibrate(model, [tokens()], progress=False), verify=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    usual, other = (load_file(tmp_path / name / "model.safetensors") for name in ("usual", "other"))
+    assert usual.keys() == other.keys()
+    for name, tensor in usual.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
+
+
 def test_calibration_refuses_to_guess() -> None:
     model = converted(NVFP4BlockScaling())
     with pytest.raises(ValueError, match="at least one batch"):

@@ -81,6 +81,11 @@ def test_frozen_and_compared_by_value() -> None:
         quantizer.backend = "triton"
 
 
+def test_a_quantizer_prints_its_arguments() -> None:
+    sides = "rowwise_spec=None, columnwise_spec=None, columnwise_source='original'"
+    assert repr(Quantizer(stream=4, backend="reference")) == f"Quantizer({sides}, stream=4, backend='reference')"
+
+
 @pytest.mark.parametrize(("rowwise", "columnwise"), [(True, True), (True, False), (False, True)])
 def test_sides_are_an_argument(rowwise: bool, columnwise: bool) -> None:
     x, quantizer = torch.randn(33, 40), NVFP4Quantizer()

@@ -1,0 +1,35 @@
+"""A plan says what each GEMM multiplies, left operand first, and equal plans are one frozen object."""
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+import fp4engine
+from fp4engine.functional import make_linear_plan
+from fp4engine.recipe import NVFP4BlockScaling
+from fp4engine.recipe.zoo import ZOO
+
+FORMATS = {
+    "mxfp4_weight_fp8": ("e4m3 x e2m1", "e4m3 x e4m3", "e4m3 x e4m3"),
+    "mxfp6": ("e2m3 x e2m3", "e3m2 x e2m3", "e3m2 x e2m3"),
+    "fp8_current": ("e4m3 x e4m3", "e5m2 x e4m3", "e5m2 x e4m3"),
+    "nvfp4_weight_only": ("high x e2m1", "high_precision", "high_precision"),
+    "mxfp4_tseng": ("high_precision", "e2m1 x e2m1", "e2m1 x e2m1"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_of_each_gemm(name: str) -> None:
+    plan = make_linear_plan(ZOO[name].build(), "linear")
+    assert plan.formats == dict(zip(("fprop", "dgrad", "wgrad"), FORMATS[name], strict=True))
+
+
+def test_modules_with_equal_answers_share_one_plan() -> None:
+    first, second = (fp4engine.Linear(16, 16, device="cpu") for _ in range(2))
+    state = fp4engine.state.AutocastState(True, NVFP4BlockScaling())
+    plan = first.plan(state)
+    assert second.plan(state) is plan
+    assert make_linear_plan(NVFP4BlockScaling(), "linear") is plan
+    assert make_linear_plan(NVFP4BlockScaling(disable_rht=True), "linear") is not plan
+    with pytest.raises(FrozenInstanceError):
+        plan.backend = "reference"
