@@ -160,7 +160,6 @@ def default_dtype_faults(root: Path) -> list[str]:
     return [
         f"{source.where(node)}: {ast.unparse(node.func)} has the default dtype; name one"
         for source in sources(root)
-        if source.top != TRITON_IMPORTER
         for node in ast.walk(source.tree())
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}
         if not any(keyword.arg in ("dtype", None) for keyword in node.keywords)

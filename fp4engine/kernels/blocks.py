@@ -147,7 +147,8 @@ class BlockCast:
 
 def _inverse(target: float) -> float:
     """``fl(1 / fl(target))``."""
-    return float(torch.tensor(1.0) / torch.tensor(target, dtype=torch.float32))
+    one = torch.ones((), dtype=torch.float32)
+    return float(one / torch.tensor(target, dtype=torch.float32))
 
 
 def _turn(spec: CastSpec) -> float:
