@@ -156,7 +156,7 @@ def triton_faults(root: Path) -> list[str]:
 
 
 def default_dtype_faults(root: Path) -> list[str]:
-    """Tensors made with the dtype that ``torch.set_default_dtype`` last set; kernels are given theirs."""
+    """Tensors made with the dtype that ``torch.set_default_dtype`` last set."""
     return [
         f"{source.where(node)}: {ast.unparse(node.func)} has the default dtype; name one"
         for source in sources(root)
