@@ -169,9 +169,7 @@ class GatheredWeight(QuantizedWeight):
         assert spec is not None
         turned = (made["columnwise_codes"], made["columnwise_scale_inv"]) if "columnwise_codes" in made else None
         ops.spread_tiles(codes, scales, spec, self.shape[1], made["scale_inv"], turned, self.quantizer.backend)
-        made["amax"] = amax
-        if turned is not None:
-            made["columnwise_amax"] = amax
+        vars(self).update({name: amax for name in ("amax", "columnwise_amax") if name in made})
 
 
 MADE = ("scale_inv", "columnwise_codes", "columnwise_scale_inv")

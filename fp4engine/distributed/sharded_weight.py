@@ -1,5 +1,6 @@
 """Shards in high precision that FSDP2 gathers as codes, and the outer amaxes that their ranks share."""
 
+import weakref
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -101,7 +102,7 @@ class GatherableWeight:
         is_transposed: bool,
         amaxes: OuterAmaxes,
     ) -> None:
-        self.name, self.module, self.parameter = name, module, parameter
+        self.name, self._module, self.parameter = name, weakref.ref(module), parameter
         self.quantizer, self.is_transposed, self.amaxes = quantizer, is_transposed, amaxes
         assert quantizer.rowwise_spec is not None
         self.has_amax = quantizer.rowwise_spec.outer is Outer.TENSOR
@@ -111,13 +112,29 @@ class GatherableWeight:
         self._sent_as: tuple[torch.dtype, int] | None = None
         amaxes.weights.append(self)
 
+    @property
+    def module(self) -> torch.nn.Module:
+        """Where the parameter is.
+
+        It is not held: a shard knows its weight, and shards that FSDP2 has made views of are held where Python's
+        garbage collector does not look, which would keep the model for good.
+        """
+        module = self._module()
+        assert module is not None, "whoever asks has the model"
+        return module
+
+    def is_of(self, module: torch.nn.Module) -> bool:
+        """Whether the weight is one of ``module``, and not of what ``module`` is a copy of."""
+        return self._module() is module
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "GatherableWeight":
         """Itself: a copy of the model is not gathered as codes."""
         return self
 
     def sharded(self) -> DTensor | None:
         """The parameter while it is sharded; None before ``fully_shard``, and while it is gathered."""
-        parameter = getattr(self.module, self.parameter)
+        module = self._module()
+        parameter = None if module is None else module._parameters.get(self.parameter)
         return parameter if isinstance(parameter, DTensor) else None
 
     def amax_of(self, values: Tensor) -> Tensor:
