@@ -156,8 +156,7 @@ class GatherableWeight:
         parameter = self.sharded()
         assert parameter is not None
         shard = parameter._local_tensor  # .to_local() makes a view of it, and a view of ours is not versioned
-        is_ours = self._reduced is not None and isinstance(shard, ShardedWeight)
-        return is_ours and shard.values._version == self._version
+        return self._reduced is not None and isinstance(shard, ShardedWeight) and shard.values._version == self._version
 
     def amax(self, dtype: torch.dtype) -> Tensor | None:
         """FP32 [1]: the outer amax of the weight in ``dtype``; None if it has none. May start the reduction."""
