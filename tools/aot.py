@@ -55,6 +55,8 @@ from fp4engine.kernels.norm import COLS, ROWS, row_statistics_kernel
 from fp4engine.kernels.quantize import quantize_kernel, tile_shape
 from fp4engine.kernels.swizzle import COL_TILES, swizzle_kernel
 from fp4engine.kernels.target import hardware_of
+from fp4engine.kernels.transpose import TILE as TRANSPOSED_TILE
+from fp4engine.kernels.transpose import transpose_kernel
 from fp4engine.recipe import zoo
 
 TARGETS = {str(capability): GPUTarget("cuda", capability, 32) for capability in (80, 89, 90, 100, 120)}
@@ -121,6 +123,7 @@ POINTERS = {
     "out_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8", "statistics_ptr": "*fp32", "gamma_ptr": "*bf16",
     "beta_ptr": "*bf16", "y_ptr": "*bf16", "dy_ptr": "*bf16", "dx_ptr": "*bf16", "counts_ptr": "*i32",
     "offsets_ptr": "*i64", "chunks_ptr": "*fp32", "values_ptr": "*fp32", "current_ptr": "*fp32", "chosen_ptr": "*fp32",
+    "tile_scale_ptr": "*u8",
     "whole_ptr": "*fp32", "largest_ptr": "*fp32", "sums_ptr": "*fp64",
 }  # fmt: skip
 OUTPUTS = {
@@ -257,6 +260,10 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     table.append(("factor", factor_kernel, {}, "bf16"))
     table.append(("clear", clear_kernel, {"BLOCK": CLEARED}, "bf16"))
     table.append(("swizzle", swizzle_kernel, {"TILES": COL_TILES}, "bf16"))
+    for height, width in ((16, 16), (32, 32), (1, 16)):
+        tile = {"HEIGHT": height, "WIDTH": width, "TILE": TRANSPOSED_TILE}
+        alone = {"col_out_ptr": None, "col_scale_ptr": None} if height == 1 else {}
+        table.append((f"transpose {height}x{width}", transpose_kernel, tile | alone, "bf16"))
     for per_row in (False, True):
         name = "dequantize row-scaled" if per_row else "dequantize"
         table.append(

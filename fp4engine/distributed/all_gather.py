@@ -179,7 +179,7 @@ def _adopt(weight: GatherableWeight) -> None:
 
 def _adopt_loaded(weight: GatherableWeight, module: nn.Module, incompatible_keys: Any) -> None:
     """After ``load_state_dict(assign=True)``, which replaces the parameter by what was loaded, do as before."""
-    if module is not weight.module:  # but a copy of it
+    if not weight.is_of(module):  # but of a copy of it
         return
     parameter = getattr(module, weight.parameter)
     weight.forget()

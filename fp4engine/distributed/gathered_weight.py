@@ -1,15 +1,15 @@
 """The weight that a module multiplies by after an all-gather of codes, and which plans it can serve."""
 
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4engine.formats import Correction, Outer, ScaleRule
+from fp4engine import ops
+from fp4engine.formats import CastSpec, Correction, Outer, ScaleRule
 from fp4engine.functional import LinearPlan
-from fp4engine.modules.quantized_weight import STORED, QuantizedWeight, casts_of, in_words
+from fp4engine.modules.quantized_weight import QuantizedWeight, casts_of, in_words
 from fp4engine.quantizers import Quantizer
 from fp4engine.tensor import Operand, is_transposable
 
@@ -70,8 +70,7 @@ class GatheredWeight(QuantizedWeight):
 
     def made(self) -> dict[str, Tensor]:
         """What was made here of what was gathered, by name: memory that FSDP2 frees and allocates with the codes."""
-        names = ("scale_inv", "columnwise_codes", "columnwise_scale_inv")
-        return {name: vars(self)[name] for name in names if name in vars(self)}
+        return {name: vars(self)[name] for name in MADE if name in vars(self)}
 
     def require(self, plan: LinearPlan, group: Any) -> None:
         """As :meth:`QuantizedWeight.require`; amaxes may be shared by ranks that have the same weight.
@@ -139,26 +138,50 @@ class GatheredWeight(QuantizedWeight):
         weight.why_not_dgrad = why_not_dgrad(quantizer)
         return weight
 
-    def refill(self, tensors: Iterable[Tensor]) -> None:
+    @classmethod
+    def gathered(
+        cls,
+        quantizer: Quantizer,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        is_transposed: bool,
+        codes: Tensor,
+        scales: Tensor,
+        amax: Tensor,
+    ) -> "GatheredWeight":
+        """What all ranks' codes, scales and amax are; ``is_transposed`` makes the columnwise operand too."""
+        spec, (rows, cols) = quantizer.rowwise_spec, shape
+        assert spec is not None
+        tensors = [codes, _scales(spec, rows, cols, codes), amax]
+        if is_transposed:
+            turned = codes.new_empty(cols, spec.padded_cols(rows) // 2)
+            tensors += [turned, _scales(spec, cols, rows, codes), amax]
+        weight = cls.of(quantizer, shape, dtype, tensors)
+        weight.refill(codes, scales, amax)
+        return weight
+
+    def refill(self, codes: Tensor, scales: Tensor, amax: Tensor) -> None:
         """Become what was gathered anew. Memory that graphs refer to is written, and its version stays.
 
-        FSDP2 has written the codes, which are its own memory.
+        FSDP2 has written the codes, which are its own memory. All of this is the stream's that computes.
         """
-        named: dict[str, Tensor] = dict(zip(STORED, tensors, strict=False))
-        for name, memory in self.made().items():
-            memory.data.copy_(named.pop(name))  # .data has a version of its own
-        named.pop("codes")
-        vars(self).update(named)  # the amaxes
+        made, spec = vars(self), self.quantizer.rowwise_spec
+        assert spec is not None
+        turned = (made["columnwise_codes"], made["columnwise_scale_inv"]) if "columnwise_codes" in made else None
+        ops.spread_tiles(codes, scales, spec, self.shape[1], made["scale_inv"], turned, self.quantizer.backend)
+        vars(self).update({name: amax for name in ("amax", "columnwise_amax") if name in made})
+
+
+MADE = ("scale_inv", "columnwise_codes", "columnwise_scale_inv")
+"""Tensors of a gathered weight that are made of what was gathered."""
+
+
+def _scales(spec: CastSpec, rows: int, cols: int, like: Tensor) -> Tensor:
+    """Memory for the block scales of an operand [rows, cols]."""
+    return like.new_empty((rows, spec.num_blocks(cols)), dtype=spec.scale.torch_dtype)
 
 
 def scales_on_the_wire(operand: Operand) -> Tensor:
     """Bytes of the block scales of ``operand``, one of each block: uint8 [rows / block rows, blocks]."""
     assert operand.spec is not None and operand.scale_inv is not None
     return operand.scale_inv[:: operand.spec.block[0]].contiguous().view(torch.uint8)
-
-
-def operand_from_wire(like: Operand, codes: Tensor, scales: Tensor, amax: Tensor) -> Operand:
-    """The operand of all ranks' codes and scales; ``like`` tells cast and shape."""
-    assert like.spec is not None
-    scales = scales.repeat_interleave(like.spec.block[0], 0)[: like.rows]  # memory of its own, of 1x16 blocks too
-    return like._replace(data=codes, scale_inv=scales.view(like.spec.scale.torch_dtype), amax=amax)

@@ -1,5 +1,8 @@
 """Shards in high precision that FSDP2 gathers as codes, and the outer amaxes that their ranks share."""
 
+import weakref
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -8,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp4engine import ops
-from fp4engine.distributed.gathered_weight import GatheredWeight, operand_from_wire, scales_on_the_wire
+from fp4engine.distributed.gathered_weight import GatheredWeight, scales_on_the_wire
+from fp4engine.distributed.streams import Shared
 from fp4engine.formats import CastSpec, Outer
 from fp4engine.functional.weight_cache import tell_of_steps
 from fp4engine.quantizers import Quantizer
-from fp4engine.tensor import Operand
 
 aten = torch.ops.aten
 
@@ -22,7 +25,7 @@ class OuterAmaxes:
 
     An amax is forgotten when its weight is written to, through PyTorch's dispatcher or in memory that ``state_dict``
     handed out, and all are when an optimizer of ``torch.optim`` steps. All ranks write alike, so all forget alike, and
-    the reduction that follows is the same on every rank.
+    the reduction that follows is the same on every rank. What a weight was cast to is forgotten with its amax.
     """
 
     def __init__(self) -> None:
@@ -38,17 +41,37 @@ class OuterAmaxes:
         """Reduce those that are not known, with one collective per process group: one, unless there are more meshes."""
         stale: dict[Any, list[tuple[GatherableWeight, Tensor]]] = {}
         for weight in self.weights:
-            parameter = weight.sharded()
+            parameter = weight.sharded() if weight.has_amax else None
             if parameter is not None and not weight.is_known():
                 shard = parameter._local_tensor
                 assert isinstance(shard, ShardedWeight)
                 stale.setdefault(_shard_group(parameter), []).append((weight, shard.values))
         for (group, device), shards in stale.items():
-            amaxes = [weight.amax_of(values) for weight, values in shards]
-            packed = torch.cat(amaxes).to(device)
+            packed = torch.cat([weight.amax_of(values) for weight, values in shards]).to(device)
             ops.all_reduce_amax(packed, group)
-            for (weight, values), amax in zip(shards, packed.split(1), strict=True):
-                weight.know(amax, values._version)
+            reduced = ReducedAmaxes(packed)
+            for index, (weight, values) in enumerate(shards):
+                weight.know(reduced, index, values._version)
+
+
+class ReducedAmaxes:
+    """FP32 outer amaxes that one collective brought, rounded to the dtypes that their weights are gathered for."""
+
+    def __init__(self, packed: Tensor) -> None:
+        self._packed = Shared(packed)
+        self._rounded: dict[torch.dtype, Shared] = {}
+
+    def get(self, index: int, dtype: torch.dtype) -> Tensor:
+        """FP32 [1]: the amax of the weight rounded to ``dtype``, for this stream.
+
+        To round is monotonic, so the amax of what is rounded is the rounded amax. All are rounded when the first is
+        asked for.
+        """
+        if dtype not in self._rounded:
+            (packed,) = self._packed.read()
+            # Each in memory of its own, which is aligned as kernels like it, by one launch; none is negative.
+            self._rounded[dtype] = Shared(*torch._foreach_abs(packed.to(dtype).float().split(1)))
+        return self._rounded[dtype].read()[index]
 
 
 def _shard_group(parameter: DTensor) -> tuple[Any, str]:
@@ -79,15 +102,30 @@ class GatherableWeight:
         is_transposed: bool,
         amaxes: OuterAmaxes,
     ) -> None:
-        self.name, self.module, self.parameter = name, module, parameter
+        self.name, self._module, self.parameter = name, weakref.ref(module), parameter
         self.quantizer, self.is_transposed, self.amaxes = quantizer, is_transposed, amaxes
-        self._amax: Tensor | None = None
-        self._version = 0
-        self._is_there: Any = None  # an event, on a GPU
         assert quantizer.rowwise_spec is not None
         self.has_amax = quantizer.rowwise_spec.outer is Outer.TENSOR
-        if self.has_amax:
-            amaxes.weights.append(self)
+        self._reduced: tuple[ReducedAmaxes, int] | None = None
+        self._version = 0
+        self._sent: Shared | None = None
+        self._sent_as: tuple[torch.dtype, int] | None = None
+        amaxes.weights.append(self)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """Where the parameter is.
+
+        It is not held: a shard knows its weight, and shards that FSDP2 has made views of are held where Python's
+        garbage collector does not look, which would keep the model for good.
+        """
+        module = self._module()
+        assert module is not None, "whoever asks has the model"
+        return module
+
+    def is_of(self, module: torch.nn.Module) -> bool:
+        """Whether the weight is one of ``module``, and not of what ``module`` is a copy of."""
+        return self._module() is module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GatherableWeight":
         """Itself: a copy of the model is not gathered as codes."""
@@ -95,7 +133,8 @@ class GatherableWeight:
 
     def sharded(self) -> DTensor | None:
         """The parameter while it is sharded; None before ``fully_shard``, and while it is gathered."""
-        parameter = getattr(self.module, self.parameter)
+        module = self._module()
+        parameter = None if module is None else module._parameters.get(self.parameter)
         return parameter if isinstance(parameter, DTensor) else None
 
     def amax_of(self, values: Tensor) -> Tensor:
@@ -106,32 +145,48 @@ class GatherableWeight:
 
     def forget(self) -> None:
         """The weight may have changed."""
-        self._amax = None
+        self._reduced = self._sent = None
 
-    def know(self, amax: Tensor, version: int) -> None:
-        """``amax``, made on this stream, is that of the weight whose shard has this version."""
-        self._amax, self._version = amax, version
-        self._is_there = torch.cuda.current_stream(amax.device).record_event() if amax.is_cuda else None
+    def know(self, reduced: ReducedAmaxes, index: int, version: int) -> None:
+        """An amax of ``reduced`` is that of the weight whose shard has this version."""
+        self._reduced, self._version = (reduced, index), version
 
     def is_known(self) -> bool:
         """Whether the amax is that of the weight as it is; asked while the parameter is sharded."""
         parameter = self.sharded()
         assert parameter is not None
         shard = parameter._local_tensor  # .to_local() makes a view of it, and a view of ours is not versioned
-        return self._amax is not None and isinstance(shard, ShardedWeight) and shard.values._version == self._version
+        return self._reduced is not None and isinstance(shard, ShardedWeight) and shard.values._version == self._version
 
-    def amax(self) -> Tensor | None:
-        """FP32 [1]: the outer amax of the weight in its own dtype; None if it has none. May start the reduction."""
+    def amax(self, dtype: torch.dtype) -> Tensor | None:
+        """FP32 [1]: the outer amax of the weight in ``dtype``; None if it has none. May start the reduction."""
         if not self.has_amax:
             return None
         if not self.is_known():
             self.amaxes.renew()
-        assert self._amax is not None
-        if self._is_there is not None:  # FSDP2 gathers on a stream of its own, or on that of the caller
-            stream = torch.cuda.current_stream(self._amax.device)
-            stream.wait_event(self._is_there)
-            self._amax.record_stream(stream)
-        return self._amax
+        assert self._reduced is not None
+        reduced, index = self._reduced
+        return reduced.get(index, dtype)
+
+    def sent(self, shard: "ShardedWeight", dtype: torch.dtype) -> Shared:
+        """Codes, one scale of each block, and outer amax of the weight's shard in ``dtype``.
+
+        They are kept until the weight changes, so backward and further microbatches send what forward did. Those of a
+        copy that FSDP2 has just brought from the CPU are not: that memory is asked to be elsewhere.
+        """
+        made_as = dtype, shard.values._version
+        if self._sent is not None and self._sent_as == made_as:
+            return self._sent
+        with torch.no_grad():
+            mine = self.quantizer.quantize(
+                shard.values.to(dtype), columnwise=False, rowwise_amax=self.amax(dtype)
+            ).rowwise
+            assert mine is not None and mine.amax is not None
+            made = Shared(mine.data, scales_on_the_wire(mine), mine.amax)
+        parameter = self.sharded()
+        if parameter is not None and parameter._local_tensor is shard:
+            self._sent, self._sent_as = made, made_as
+        return made
 
 
 class ShardedWeight(torch.Tensor):
@@ -180,36 +235,28 @@ class ShardedWeight(torch.Tensor):
                 f"{weight.name} {list(outer_size)} was to be gathered as codes, and one of {ranks} ranks has "
                 f"{list(self.shape)} of it; give fp4_all_gather the mesh of fully_shard, and fully_shard no placements"
             )
-        dtype = mp_policy.param_dtype or self.dtype
-        with torch.no_grad():
-            amax = weight.amax()
-            if amax is not None:  # to round is monotonic, so the amax of what is rounded is the rounded amax
-                amax = amax.to(self.device).to(dtype).float()
-            mine = weight.quantizer.quantize(self.values.to(dtype), columnwise=False, rowwise_amax=amax).rowwise
-            assert mine is not None
-            sent = mine.data, scales_on_the_wire(mine)
-        like = mine._replace(rows=outer_size[0])
-        if ranks == 1:  # FSDP2 copies what is given first, and nothing else
-            return sent[:1], (like, sent[1:])
-        return sent, (like, ())
+        sent = weight.sent(self, mp_policy.param_dtype or self.dtype)
+        codes, scales, _ = sent.read()
+        # On one rank FSDP2 copies what is given first, and nothing else.
+        return ((codes, scales) if ranks > 1 else (codes,)), (outer_size, sent)
+
+    # FSDP2 asks for its signature at every gather, and to make that anew takes longer than to send kept codes.
+    fsdp_pre_all_gather.__signature__ = signature(fsdp_pre_all_gather)  # pyright: ignore[reportFunctionMemberAccess]
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """The weight that the module multiplies by, of all ranks' codes and scales; ``out`` is filled anew."""
-        like, kept = metadata
-        codes, scales = (*all_gather_outputs, *kept)
-        assert like.amax is not None
-        for tensor in (like.amax, *kept):  # made on FSDP2's stream, which runs ahead, and read on this one
-            _keep_for_this_stream(tensor)
-        with torch.no_grad():
-            rowwise: Operand = operand_from_wire(like, codes, scales, like.amax.clone())
-            sides = (rowwise, rowwise.transposed()) if self.weight.is_transposed else (rowwise,)
-        tensors = [tensor for side in sides for tensor in side.tensors if tensor is not None]
+        (rows, cols), sent = metadata
+        _, own_scales, amax = sent.read()
+        codes = all_gather_outputs[0]
+        scales = all_gather_outputs[1] if len(all_gather_outputs) > 1 else own_scales
         if out is not None:
-            out.refill(tensors)
+            out.refill(codes, scales, amax)
             return None
-        weight = GatheredWeight.of(self.weight.quantizer, (like.rows, like.cols), param_dtype, tensors)
+        weight = GatheredWeight.gathered(
+            self.weight.quantizer, (rows, cols), param_dtype, self.weight.is_transposed, codes, scales, amax
+        )
         weight.name = self.weight.name
         parameter = self.weight.sharded()
         if parameter is not None:
@@ -219,19 +266,22 @@ class ShardedWeight(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        shards = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedWeight)]
-        plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda shard: shard.values, (args, kwargs))
+        shards: list[ShardedWeight] = []
+        plain_args = [_plain(argument, shards) for argument in args]
+        plain_kwargs = {name: _plain(argument, shards) for name, argument in kwargs.items()}
         result = func(*plain_args, **plain_kwargs)
-        for index, argument in enumerate(func._schema.arguments):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if is_written or func.namespace == "c10d":  # collectives do not say what they write
-                given = args[index] if index < len(args) else kwargs.get(argument.name)
-                for leaf in tree_leaves(given):
-                    if isinstance(leaf, ShardedWeight):
-                        leaf.weight.forget()
+        for index, name in _written(func):
+            given = args[index] if index < len(args) else kwargs.get(name)
+            for leaf in (given,) if isinstance(given, Tensor) else tree_leaves(given):
+                if isinstance(leaf, ShardedWeight):
+                    leaf.weight.forget()
+        if result is None:
+            return None
         if func.is_view or func in _COPIES or (func is aten.empty_like.default and kwargs.get("device") is not None):
             return tree_map_only(Tensor, lambda tensor: ShardedWeight(tensor, shards[0].weight), result)
         written = {id(shard.values): shard for shard in shards}
+        if isinstance(result, Tensor):
+            return written.get(id(result), result)
         return tree_map_only(Tensor, lambda tensor: written.get(id(tensor), tensor), result)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -257,10 +307,28 @@ class ShardedWeight(torch.Tensor):
         return f"ShardedWeight({self.weight.name!r}, {self.values!r})"
 
 
-def _keep_for_this_stream(tensor: Tensor) -> None:
-    """Have the allocator of another stream wait with the memory of ``tensor`` for what this stream still does."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+def _plain(argument: Any, shards: list[ShardedWeight]) -> Any:
+    """``argument`` of an operation with values in place of shards, which are added to ``shards``.
+
+    Operations have tensors, lists of them, and lists of lists for collectives. An optimizer gives lists of all weights.
+    """
+    if isinstance(argument, ShardedWeight):
+        shards.append(argument)
+        return argument.values
+    if isinstance(argument, (list, tuple)):
+        return [_plain(element, shards) for element in argument]
+    return argument
+
+
+@cache
+def _written(operation: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of what ``operation`` may write to; collectives do not say, so that is all they have."""
+    arguments = enumerate(operation._schema.arguments)
+    return tuple(
+        (index, argument.name)
+        for index, argument in arguments
+        if operation.namespace == "c10d" or (argument.alias_info is not None and argument.alias_info.is_write)
+    )
 
 
 _COPIES = (aten._to_copy.default, aten._pin_memory.default, aten.new_zeros.default)

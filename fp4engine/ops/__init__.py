@@ -31,6 +31,7 @@ from fp4engine.ops.linear import Casts, LinearAtOnce, linear_at_once
 from fp4engine.ops.operand import Operand, is_transposable
 from fp4engine.ops.reduce import all_reduce_amax
 from fp4engine.ops.rng import RandomStream, current_seed, get_rng_state, manual_seed, rank_bits, set_rng_state
+from fp4engine.ops.tiles import spread_tiles
 
 __all__ = [
     "Casts",
@@ -73,5 +74,6 @@ __all__ = [
     "reset_executed_paths",
     "row_statistics",
     "set_rng_state",
+    "spread_tiles",
     "transient_form",
 ]

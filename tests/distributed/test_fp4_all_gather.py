@@ -1,12 +1,15 @@
 """FSDP2 that gathers weights as codes trains with the bytes of FSDP2 that gathers them in high precision."""
 
+import gc
 import os
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fp4engine
-from fp4engine.distributed import fp4_all_gather
+from fp4engine.distributed import fp4_all_gather, sharded_weight
 from fp4engine.functional import make_linear_plan
 from fp4engine.recipe import NVFP4BlockScaling, zoo
 
@@ -274,6 +277,59 @@ def operands(rank: int):
     return found
 
 
+def casts(rank: int):
+    """How often weights are cast: in two steps of three microbatches each, and after one shard was written to."""
+    model, found = shard(make_model(), True), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        with patch.object(sharded_weight, "scales_on_the_wire", wraps=sharded_weight.scales_on_the_wire) as cast:
+            for _ in range(3):
+                with fp4engine.autocast(recipe=DEFAULT):
+                    model(torch.randn(32, 64)).square().mean().backward()
+        found.append(cast.call_count)
+        optimizer.step()
+    with patch.object(sharded_weight, "scales_on_the_wire", wraps=sharded_weight.scales_on_the_wire) as cast:
+        for _ in range(2):
+            with torch.no_grad(), fp4engine.autocast(recipe=DEFAULT):
+                model(torch.ones(8, 64))
+                model.reshard()
+                model[0][0].weight.mul_(2)
+    return [*found, cast.call_count]
+
+
+def dropped(rank: int):
+    """Bytes of codes and scales that are alive, where FSDP2 has freed its own: after each backward, and each step."""
+    before, found = bytes_alive(), []
+    model = shard(make_model(), True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        with fp4engine.autocast(recipe=DEFAULT):
+            model(torch.randn(32, 64)).square().mean().backward()
+        found.append(bytes_alive())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(bytes_alive())
+    return [sum(nbytes for key, (_, nbytes) in alive.items() if key not in before) for alive in found]
+
+
+def released(rank: int):
+    """Whether a model that has trained is gone once nobody holds it."""
+    model = shard(make_model(), True)
+    train(model, rank, steps=2)
+    known = weakref.ref(model)
+    del model
+    gc.collect()
+    return known() is None
+
+
+def bytes_alive() -> dict[int, tuple[torch.UntypedStorage, int]]:
+    """Storages of all tensors of bytes, and their sizes now."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and thing.dtype == torch.uint8]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage._cdata: (storage, storage.nbytes()) for storage in storages}
+
+
 def broadcast(rank: int):
     """Every rank has rank 0's weights and then three times its own, which their shards are told."""
     torch.manual_seed(rank)
@@ -429,7 +485,11 @@ def copied(rank: int):
     copy.load_state_dict(model.state_dict(), assign=True)
     with pytest.raises(ValueError, match="already; call it once"):
         fp4_all_gather(model)
-    return [type(weight).__name__ for weight in copy.parameters()], type(model[0][0].weight).__name__
+    kind = type(model[0][0].weight).__name__
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    del model
+    copy.load_state_dict(state, assign=True)  # and it does not need what it is a copy of
+    return [type(weight).__name__ for weight in copy.parameters()], kind
 
 
 def reasons(rank: int):
@@ -464,7 +524,8 @@ CHECKS = {
     check.__name__: check
     for check in (
         three_steps, recipes, modules, frozen, offloaded, fused, checkpointed, compiled, kept, evaluated, wire,
-        operands, broadcast, nan, plain, assigned, from_meta, refused, misplaced, copied, reasons,
+        operands, casts, dropped, released, broadcast, nan, plain, assigned, from_meta, refused, misplaced, copied,
+        reasons,
     )
 }  # fmt: skip
 
@@ -528,6 +589,19 @@ def test_half_a_byte_an_element_goes_over_the_wire_and_amaxes_once_a_step(ranks)
         assert {nbytes for nbytes, _ in gathers} == {ELEMENTS // 2 * (0.5 + 1 / 256)}
         amaxes = [(4 * 4, torch.int32)]
         assert reductions == [amaxes, [], []] * 2
+
+
+def test_a_weight_is_cast_once_until_it_changes(ranks):
+    assert all(rank["casts"] == [4, 4, 4 + 1] for rank in ranks)
+
+
+def test_kept_codes_are_dropped_when_the_optimizer_steps(ranks):
+    kept = 2 * ELEMENTS // 2 * (0.5 + 1 / 256)
+    assert all(rank["dropped"] == [kept, 0, kept, 0] for rank in ranks)
+
+
+def test_models_are_released(ranks):
+    assert all(rank["released"] for rank in ranks)
 
 
 def test_graphs_keep_no_operand_of_a_weight_that_is_gathered_again(ranks):
@@ -598,30 +672,56 @@ def test_hybrid_sharding_has_those_bytes(tmp_path):
     assert all(rank["hsdp"] for rank in ranks_of(tmp_path, 4))
 
 
-@pytest.mark.gpu
-def test_streams_of_a_gpu_do_not_take_each_others_memory(tmp_path: Path) -> None:
-    """FSDP2 gathers ahead on streams of its own; a model of many weights has the losses of one gathered whole."""
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+def losses(folder: str, rank: int, world: int, device: str, width: int, layers: int) -> list[torch.Tensor]:
+    """Of eight steps, without and with gathers of codes, where every layer is gathered by itself, ahead of its use."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    backend = "nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
     try:
-        mesh = init_device_mesh("cuda", (1,))
-        losses = []
+        mesh, found = init_device_mesh(device, (world,)), []
         for fp4 in (False, True):
             torch.manual_seed(0)
-            layers = [torch.nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16) for _ in range(24)]
-            model = torch.nn.Sequential(*layers).cuda()
+            made = [torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(layers)]
+            model = torch.nn.Sequential(*made).to(device)
             fp4engine.convert(model)
             model = shard(model, fp4, mesh=mesh)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             fp4engine.manual_seed(3)
-            inp = torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16)
+            torch.manual_seed(10 + rank)
+            inp = torch.randn(2 * width, width, dtype=torch.bfloat16).to(device)
+            found.append([])
             for _ in range(8):
                 with fp4engine.autocast(recipe=DEFAULT):
                     loss = (model(inp).float() - inp.float()).square().mean()
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                losses.append(loss.detach())
-        assert all(loss.isfinite() for loss in losses)
-        assert torch.equal(torch.stack(losses[:8]), torch.stack(losses[8:]))
+                found[-1].append(loss.detach())
+        return [torch.stack(of_one).cpu() for of_one in found]
     finally:
+        time.sleep(0.3)
         dist.destroy_process_group()
+
+
+def save_losses(rank: int, folder: str, *arguments: Any) -> None:
+    torch.save(losses(folder, rank, *arguments), f"{folder}/{rank}.pt")
+
+
+@pytest.mark.parametrize(
+    ("world", "device", "width", "layers"),
+    [
+        pytest.param(2, "cpu", 64, 3),
+        pytest.param(1, "cuda", 2048, 24, marks=pytest.mark.gpu),
+        pytest.param(2, "cuda", 2048, 24, marks=pytest.mark.gpu),
+    ],
+)
+def test_streams_do_not_take_each_others_memory(tmp_path: Path, world: int, device: str, width: int, layers: int):
+    """FSDP2 gathers ahead on streams of its own; a model of many weights has the losses of one gathered whole."""
+    if device == "cuda" and torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    mp.spawn(save_losses, (str(tmp_path), world, device, width, layers), world)
+    for rank in range(world):
+        whole, codes = torch.load(tmp_path / f"{rank}.pt")
+        assert codes.isfinite().all() and torch.equal(whole, codes)
