@@ -5,9 +5,9 @@
 The model and the step are those of training.py, in NVFP4 and eager. A recorded step is timed by itself, between
 synchronisations, and so are the others; `overhead` is what a recorded step takes longer, divided by the steps from one
 to the next. The first recorded step of a process compiles kernels and is left out. Losses are compared between runs
-with PyTorch's deterministic algorithms, since a gradient of attention otherwise differs from run to run; times are of a
-run without them. `reproducible` says whether two runs without recording have the same losses: if not, `losses_equal` says
-nothing about recording. Exit code 1 if a loss differs.
+with PyTorch's deterministic algorithms, since a gradient of attention otherwise differs from run to run; times are of
+a run without them. `reproducible` says whether two runs without recording have the same losses: if not, `losses_equal`
+says nothing about recording. Exit code 1 if a loss differs.
 """
 
 import argparse

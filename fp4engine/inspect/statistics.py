@@ -61,9 +61,8 @@ def tensor_figures(matrix: Tensor) -> Figures:
     finite = matrix.nan_to_num(0.0, 0.0, 0.0)
     squares = torch.linalg.vector_norm(finite, dim=1, dtype=_accumulated(matrix)).double().square()
     sums = [_count(matrix), (finite != matrix).sum(), squares.sum()]
-    channels = (
-        torch.linalg.vector_norm(finite, float("inf"), 0) if matrix.shape[0] else matrix.new_zeros(finite.shape[1])
-    )
+    none = matrix.new_zeros(matrix.shape[1])
+    channels = torch.linalg.vector_norm(finite, float("inf"), 0) if matrix.shape[0] else none
     return Figures(_vector(sums), channels.double(), _nothing_ranked(matrix))
 
 
@@ -85,9 +84,10 @@ def operand_figures(values: Tensor, decoded: Tensor, operand: Operand) -> Figure
         decoded = torch.nn.functional.pad(decoded, (0, missing))
     signal, error = _squares(values, spec), _squares(decoded - values, spec)
     nonzero, decoded_nonzero = _nonzero(values), _nonzero(decoded)
-    limit = _limit(operand, spec)  # per element, or per block of one row
+    limit = _limit(operand, spec)
+    none = torch.zeros((), dtype=torch.float64, device=values.device)
     sums = [
-        torch.full((), rows * width, dtype=torch.float64, device=values.device),
+        none + rows * width,
         _nonzero(values - values),
         rows * width - nonzero,
         nonzero - decoded_nonzero,  # a zero stays one
@@ -97,7 +97,7 @@ def operand_figures(values: Tensor, decoded: Tensor, operand: Operand) -> Figure
     ]
     scales, block_amax = operand.scale_inv[:: max(spec.block[0], 1)], _block_amax(values, spec)
     histograms = [_code_histogram(operand, spec, width)]
-    spread, none = sums[0].new_full((2,), float("-inf")), sums[0].new_zeros(())
+    spread = none.new_full((2,), float("-inf"))
     if not scales.numel():
         sums += [none] * (len(OPERAND_SUMS) - len(sums))
     else:
@@ -244,7 +244,7 @@ def _code_histogram(operand: Operand, spec: CastSpec, width: int) -> Tensor:
 
 def _histogram(codes: Tensor) -> Tensor:
     """How often each of 256 bytes occurs."""
-    if codes.is_cuda:  # bincount would ask the device for the largest
+    if codes.is_cuda and not torch.are_deterministic_algorithms_enabled():  # bincount waits for the largest
         return torch.histc(codes.reshape(-1).int(), 256, 0, 256)
     return torch.bincount(codes.reshape(-1), minlength=256)
 
