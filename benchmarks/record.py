@@ -4,11 +4,15 @@
 
 The model and the step are those of training.py, in NVFP4 and eager. A recorded step is timed by itself, between
 synchronisations, and so are the others; `overhead` is what a recorded step takes longer, divided by the steps from one
-to the next. The first recorded step of a process compiles kernels and is left out. Exit code 1 if a loss differs.
+to the next. The first recorded step of a process compiles kernels and is left out. Losses are compared between runs
+with PyTorch's deterministic algorithms, since a gradient of attention otherwise differs from run to run; times are of
+a run without them. `reproducible` says whether two runs without recording have the same losses: if not, `losses_equal`
+says nothing about recording. Exit code 1 if a loss differs.
 """
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -34,8 +38,11 @@ BETWEEN = 8
 """Steps from one recorded step to the next: the overhead of others follows from the times."""
 
 
-def train(config: dict[str, int], folder: str | None, device: str) -> tuple[list[float], list[float]]:
+def train(
+    config: dict[str, int], folder: str | None, device: str, deterministic: bool
+) -> tuple[list[float], list[float]]:
     """Loss and seconds of every step."""
+    torch.use_deterministic_algorithms(deterministic)
     torch.manual_seed(0)
     fp4engine.manual_seed(0)
     with torch.device(device):
@@ -66,8 +73,9 @@ def synchronize(device: str) -> None:
 
 def measure(config: dict[str, int], every: int, device: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        plain, _ = train(config, None, device)
-        recorded, seconds = train(config, folder, device)
+        plain, again = (train(config, None, device, True)[0] for _ in range(2))
+        recorded, _ = train(config, f"{folder}/compared", device, True)
+        _, seconds = train(config, f"{folder}/timed", device, False)
     steps = range(len(seconds))
     usual = statistics.median(seconds[step] for step in steps if step > 2 and step % BETWEEN)
     looked = statistics.median(seconds[step] for step in steps if step and step % BETWEEN == 0)
@@ -77,6 +85,7 @@ def measure(config: dict[str, int], every: int, device: str) -> dict[str, Any]:
         "every": every,
         "overhead": (looked - usual) / (every * usual),
         "losses_equal": plain == recorded,
+        "reproducible": plain == again,
     }
 
 
@@ -86,6 +95,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=100, help="steps from one recorded step to the next")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS then adds in the same order every time
     result = measure(MODELS[arguments.model], arguments.every, "cuda")
     arguments.out.mkdir(parents=True, exist_ok=True)
     record = {"environment": environment(), "model": arguments.model, **result}

@@ -123,6 +123,10 @@ class Recorder:
 
     def _hear(self, layer: str, gemm: str, tensors: dict[str, Tensor], operands: list[Seen]) -> None:
         """Count one product of a layer: its operands, its tensors, its error."""
+        with torch.autocast(operands[0].source.device.type, enabled=False):
+            self._count(layer, gemm, tensors, operands)
+
+    def _count(self, layer: str, gemm: str, tensors: dict[str, Tensor], operands: list[Seen]) -> None:
         for seen in operands:
             first = gemm == "fprop" or (seen.role == "grad_output" and not self._has(layer, "grad_output"))
             if first:
@@ -131,12 +135,12 @@ class Recorder:
                 self._rows.append(_Row(fields, statistics.tensor_figures(matrix)))
         values = [seen.prepared() for seen in operands]
         decoded = [
-            value if seen.spec is None else seen.operand.dequantize(torch.float32)
+            value.float() if seen.spec is None else seen.operand.dequantize(torch.float32)
             for seen, value in zip(operands, values, strict=True)
         ]
-        for seen, value in zip(operands, values, strict=True):
+        for seen, value, approximation in zip(operands, values, decoded, strict=True):
             if seen.spec is not None:
-                self._rows.append(_operand_row(layer, gemm, seen, value))
+                self._rows.append(_operand_row(layer, gemm, seen, value, approximation))
                 if self._draws and seen.spec.is_stochastic and seen.quantizer.columnwise_source == "original":
                     self._rows.append(self._rounding_row(layer, gemm, seen, value))
         if any(seen.spec is not None for seen in operands):
@@ -329,10 +333,11 @@ def _rank() -> int:
     return dist.get_rank() if _distributed() else 0
 
 
-def _operand_row(layer: str, gemm: str, seen: Seen, values: Tensor) -> _Row:
+def _operand_row(layer: str, gemm: str, seen: Seen, values: Tensor, decoded: Tensor) -> _Row:
     assert seen.spec is not None
     fields = {"kind": "operand", "layer": layer, "gemm": gemm, "role": seen.role, "side": seen.side}
-    return _Row({**fields, "cast": seen.spec.label}, statistics.operand_figures(values, seen.operand), seen.spec)
+    figures = statistics.operand_figures(values, decoded, seen.operand)
+    return _Row({**fields, "cast": seen.spec.label}, figures, seen.spec)
 
 
 def _read(rows: list[_Row]) -> Iterator[dict[str, Any]]:
@@ -416,6 +421,11 @@ def _operand_fields(spec: CastSpec, sums: list[float], maxima: list[float], rank
     codes = sums[len(names) : len(names) + (1 << spec.element.bits)]
     scale_codes = sums[len(names) + len(codes) :]
     amax, largest, minus_smallest = maxima
+    if scale_codes:
+        stored = torch.arange(256, dtype=torch.uint8).view(spec.scale.torch_dtype).float()
+        found_sums, found_maxima = statistics.scale_spread(stored, torch.tensor(scale_codes, dtype=torch.float64))
+        total |= zip(names[-3:], (float(entry) for entry in found_sums), strict=True)
+        largest, minus_smallest = found_maxima.tolist()
     count = total["scales"]
     mean = total["log2_scale"] / count if count else 0.0
     variance = max(total["log2_scale_squared"] / count - mean * mean, 0.0) if count else None

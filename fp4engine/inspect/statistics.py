@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp4engine.formats import E4M3, CastSpec
+from fp4engine.formats import E4M3, CastSpec, Correction
 from fp4engine.reference import outer_factor, unpack
 from fp4engine.tensor import Operand
 
@@ -58,75 +58,72 @@ class Figures(NamedTuple):
 
 def tensor_figures(matrix: Tensor) -> Figures:
     """``TENSOR_SUMS`` of a matrix [M, K], and its maxima: the largest magnitude of each of the K channels."""
-    values = matrix.float()
-    finite = values.isfinite()
-    sums = [_count(values), (~finite).sum(), values.square().sum(dtype=torch.float64)]
-    channels = torch.where(finite, values.abs(), 0.0).amax(0) if values.shape[0] else values.new_zeros(values.shape[1])
-    return Figures(_vector(sums), channels.double(), _nothing_ranked(values))
+    finite = matrix.nan_to_num(0.0, 0.0, 0.0)
+    squares = torch.linalg.vector_norm(finite, dim=1, dtype=_accumulated(matrix)).double().square()
+    sums = [_count(matrix), (finite != matrix).sum(), squares.sum()]
+    none = matrix.new_zeros(matrix.shape[1])
+    channels = torch.linalg.vector_norm(finite, float("inf"), 0) if matrix.shape[0] else none
+    return Figures(_vector(sums), channels.double(), _nothing_ranked(matrix))
 
 
-def operand_figures(values: Tensor, operand: Operand) -> Figures:
+def operand_figures(values: Tensor, decoded: Tensor, operand: Operand) -> Figures:
     """``OPERAND_SUMS`` and histograms, ``OPERAND_MAXIMA``, and the worst blocks.
 
+    What follows from a histogram of one-byte scales is left to :func:`scale_spread` on the host. A block with numbers
+    that are not finite adds nothing to signal and error.
+
     Args:
-        values: FP32 [rows, padded cols], what was quantized: rotated where the cast rotates.
+        values: [rows, padded cols], what was quantized: rotated where the cast rotates.
+        decoded: FP32 [rows, cols], or [rows, padded cols] if rotated: what ``operand`` stands for.
         operand: packed codes, made of ``values``.
     """
     spec = operand.spec
     assert spec is not None and operand.amax is not None and operand.scale_inv is not None
-    decoded = operand.dequantize(torch.float32)
-    width = decoded.shape[1]
-    values = values[:, :width]
-    codes = (unpack(operand.codes) if spec.element.storage_bits == 4 else operand.codes)[:, :width]
-    magnitude = codes & ((1 << (spec.element.bits - 1)) - 1)
-    finite = values.isfinite()
-    values = torch.where(finite, values, 0.0)
-    decoded = torch.where(decoded.isfinite(), decoded, 0.0)
-    largest = int((1 << (spec.element.bits - 1)) - 1) if spec.element.bits == 4 else None
-    beyond = values.abs() > decoded.abs() * _NOT_SATURATED
-    at_most = decoded.abs() >= _largest(operand, spec, width) if largest is None else magnitude == largest
-    error, signal = _per_block((values - decoded).square(), spec), _per_block(values.square(), spec)
-    scales, block_amax, factor = _blocks(values, operand, spec)
-    nonzero = scales > 0
-    log2 = torch.where(nonzero & scales.isfinite(), scales, 1.0).log2().double()
-    bound = spec.scale_bound if spec.scale == E4M3 else spec.scale.max_value
+    rows, width = decoded.shape
+    if missing := values.shape[1] - width:
+        decoded = torch.nn.functional.pad(decoded, (0, missing))
+    signal, error = _squares(values, spec), _squares(decoded - values, spec)
+    nonzero, decoded_nonzero = _nonzero(values), _nonzero(decoded)
+    limit = _limit(operand, spec)
+    none = torch.zeros((), dtype=torch.float64, device=values.device)
     sums = [
-        _count(values),
-        (~finite).sum(),
-        (values == 0).sum(),
-        ((decoded == 0) & (values != 0)).sum(),  # its code is not zero where the block's scale is
-        (at_most & beyond & (decoded != 0)).sum(),
+        none + rows * width,
+        _nonzero(values - values),
+        rows * width - nonzero,
+        nonzero - decoded_nonzero,  # a zero stays one
+        _saturated(values, decoded, limit, spec),
         signal.sum(dtype=torch.float64),
         error.sum(dtype=torch.float64),
-        _count(scales),
-        ((scales == 0) & (block_amax > 0)).sum(),
-        ((scales >= bound) & (block_amax > spec.element.max_value * 17 / 16 * scales * factor)).sum(),
-        nonzero.sum(),
-        log2.sum(),
-        log2.square().sum(),
     ]
-    none = log2.new_full((1,), float("-inf"))
-    maxima = [
-        torch.where(operand.amax.isfinite(), operand.amax, 0.0).double().amax(),
-        torch.cat([none, torch.where(nonzero, log2, float("-inf")).flatten()]).amax(),
-        torch.cat([none, torch.where(nonzero, -log2, float("-inf")).flatten()]).amax(),
-    ]
-    histograms = [torch.bincount(codes.flatten().int(), minlength=1 << spec.element.bits)]
-    if scales.numel() and spec.scale.storage_bits == 8 and spec.scale.bits == 8:
-        stored = operand.scale_inv[:: max(spec.block[0], 1)].contiguous().view(torch.uint8)
-        histograms.append(torch.bincount(stored.flatten().int(), minlength=256))
+    scales, block_amax = operand.scale_inv[:: max(spec.block[0], 1)], _block_amax(values, spec)
+    histograms = [_code_histogram(operand, spec, width)]
+    spread = none.new_full((2,), float("-inf"))
+    if not scales.numel():
+        sums += [none] * (len(OPERAND_SUMS) - len(sums))
+    else:
+        bound = spec.scale_bound if spec.scale == E4M3 else spec.scale.max_value
+        stored = scales.float()
+        underflow = ((stored == 0) & (block_amax > 0)).sum()
+        overflow = (stored >= bound) & (block_amax > limit[:: max(spec.block[0], 1)] * (17 / 16))
+        sums += [_count(scales), underflow, overflow.sum()]
+        if scales.element_size() == 1:  # the host makes the rest of the histogram
+            histograms.append(_histogram(scales.contiguous().view(torch.uint8)))
+            sums += [none] * 3
+        else:
+            scale_sums, spread = scale_spread(stored, None)
+            sums += scale_sums
+    amax = torch.where(operand.amax.isfinite(), operand.amax, 0.0).double().amax()
     return Figures(
         torch.cat([_vector(sums), *(histogram.double() for histogram in histograms)]),
-        _vector(maxima),
+        torch.cat([amax[None], spread]),
         _worst(error, signal, spec),
     )
 
 
 def product_figures(left: Tensor, right: Tensor, left_decoded: Tensor, right_decoded: Tensor) -> Figures:
-    """``PRODUCT_SUMS`` of ``left_decoded @ right_decoded.T`` against ``left @ right.T``, all FP32, in FP32."""
-    with torch.autocast(left.device.type, enabled=False):
-        exact = left @ right.T
-        error = left_decoded @ right_decoded.T - exact
+    """``PRODUCT_SUMS`` of ``left_decoded @ right_decoded.T`` against ``left @ right.T``, in FP32."""
+    exact = left.float() @ right.float().T
+    error = left_decoded @ right_decoded.T - exact
     sums = [_count(exact), exact.square().sum(dtype=torch.float64), error.square().sum(dtype=torch.float64)]
     return Figures(_vector(sums), exact.new_zeros(0, dtype=torch.float64), _nothing_ranked(exact))
 
@@ -136,12 +133,29 @@ def rounding_figures(values: Tensor, decoded: list[Tensor]) -> Figures:
 
     The first expects ``|bias|^2`` plus the second, so their difference estimates the squared bias without one.
     """
-    count = len(decoded)
+    count, values = len(decoded), values.float()
     mean = sum(decoded[1:], decoded[0]) / count
     spread = sum(((draw - mean).square().sum(dtype=torch.float64) for draw in decoded), mean.new_zeros(()).double())
     error = (mean - values).square().sum(dtype=torch.float64)
     sums = [_count(values), values.square().sum(dtype=torch.float64), error, spread / (count * (count - 1))]
     return Figures(_vector(sums), mean.new_zeros(0, dtype=torch.float64), _nothing_ranked(mean))
+
+
+def scale_spread(scales: Tensor, times: Tensor | None) -> tuple[list[Tensor], Tensor]:
+    """``scales``, ``log2_scale`` and ``log2_scale_squared`` over nonzero scales, and the two maxima.
+
+    Args:
+        scales: FP32.
+        times: how often each occurs; None for once.
+    """
+    there = scales > 0 if times is None else (scales > 0) & (times > 0)
+    log2 = torch.where(scales.isfinite() & (scales > 0), scales, 1.0).log2().double()
+    weight = there.double() if times is None else there * times.double()
+    weight = torch.where(there, weight, 0.0)
+    sums = [weight.sum(), (log2 * weight).sum(), (log2.square() * weight).sum()]
+    nothing = float("-inf")
+    maxima = torch.stack([torch.where(there, log2, nothing).amax(), torch.where(there, -log2, nothing).amax()])
+    return sums, maxima
 
 
 def _count(tensor: Tensor) -> Tensor:
@@ -156,13 +170,9 @@ def _nothing_ranked(like: Tensor) -> Tensor:
     return torch.zeros((0, 4), dtype=torch.float64, device=like.device)
 
 
-def _largest(operand: Operand, spec: CastSpec, width: int) -> Tensor:
-    """What the largest element decodes to, per element: FP32, broadcastable against [rows, width]."""
-    assert operand.amax is not None and operand.scale_inv is not None
-    factor = outer_factor(operand.amax, spec) * spec.element.max_value * (1 - 2.0**-10)
-    if not spec.block[1]:
-        return factor
-    return operand.scale_inv.float().repeat_interleave(spec.block[1], 1)[:, :width] * factor
+def _accumulated(tensor: Tensor) -> torch.dtype:
+    """The dtype that sums over ``tensor`` are taken in."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _extent(spec: CastSpec) -> tuple[int, int]:
@@ -171,37 +181,83 @@ def _extent(spec: CastSpec) -> tuple[int, int]:
     return max(rows, 1), cols or 16
 
 
-def _per_block(squares: Tensor, spec: CastSpec) -> Tensor:
-    """Sums of ``squares`` [rows, cols] over blocks."""
+def _in_blocks(matrix: Tensor, spec: CastSpec) -> Tensor:
+    """``matrix`` [rows, padded cols] as [tiles, height, blocks, width]; a copy only if rows are missing."""
     height, width = _extent(spec)
-    rows, cols = squares.shape
-    padded = torch.nn.functional.pad(squares, (0, -cols % width, 0, -rows % height))
-    return padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width).sum((1, 3))
+    rows, cols = matrix.shape
+    if missing := -rows % height:
+        matrix = torch.nn.functional.pad(matrix, (0, 0, 0, missing))
+    return matrix.view(-(-rows // height), height, cols // width, width)
 
 
-def _blocks(values: Tensor, operand: Operand, spec: CastSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """``(block scale, block amax, outer factor)``, FP32, one entry per block; empty without block scales."""
-    assert operand.scale_inv is not None and operand.amax is not None
-    height, width = spec.block
-    if not width:
-        nothing = values.new_zeros((0, 0))
-        return nothing, nothing, nothing
-    scales = operand.scale_inv[::height].float()
-    rows, cols = values.shape
-    padded = torch.nn.functional.pad(values.abs(), (0, scales.shape[1] * width - cols, 0, -rows % height))
-    amax = padded.view(padded.shape[0] // height, height, scales.shape[1], width).amax((1, 3))
+def _squares(matrix: Tensor, spec: CastSpec) -> Tensor:
+    """Sums of squares over blocks: FP32 [tiles, blocks]; 0 where that is not finite."""
+    norms = torch.linalg.vector_norm(_in_blocks(matrix, spec), dim=(1, 3), dtype=torch.float32)
+    return norms.square_().nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _block_amax(matrix: Tensor, spec: CastSpec) -> Tensor:
+    return torch.linalg.vector_norm(_in_blocks(matrix, spec), float("inf"), dim=(1, 3))
+
+
+def _nonzero(matrix: Tensor) -> Tensor:
+    """How many elements are not zero, FP64; exact, since a row has less than 2^24."""
+    return torch.linalg.vector_norm(matrix, 0, dim=1, dtype=torch.float32).sum(dtype=torch.float64)
+
+
+def _limit(operand: Operand, spec: CastSpec) -> Tensor:
+    """What the largest element decodes to: FP32 [rows, blocks], or [rows | 1, 1] without block scales."""
+    assert operand.amax is not None and operand.scale_inv is not None
     factor = outer_factor(operand.amax, spec)
-    if factor.ndim == 2 and factor.shape[1] > 1:
-        factor = factor[:, ::width]
-    if factor.ndim == 2 and factor.shape[0] > 1:
-        factor = factor[::height]
-    return scales, amax, factor.broadcast_to(scales.shape)
+    if not spec.block[1]:
+        return factor * spec.element.max_value
+    if factor.shape[1] > 1:
+        factor = factor[:, :: spec.block[1]]
+    return operand.scale_inv.float() * spec.element.max_value * factor
+
+
+def _saturated(values: Tensor, decoded: Tensor, limit: Tensor, spec: CastSpec) -> Tensor:
+    """How many elements became the largest and were larger than it; blocks without a scale have none."""
+    rows, cols = values.shape
+    blocks = limit.shape[1]
+    if blocks == 1 and not spec.block[1]:
+        shape, limit = (rows, cols), limit
+    else:
+        shape, limit = (rows, blocks, cols // blocks), limit[..., None]
+    nowhere = float("inf")
+    beyond = values.abs().view(shape) > torch.where(limit > 0, limit * _NOT_SATURATED, nowhere)
+    if spec.correction is not Correction.NONE:  # the scale that elements met is not the one that was stored
+        beyond &= decoded.abs().view(shape) >= limit * (1 - 2.0**-10)
+    return beyond.sum()
+
+
+def _code_histogram(operand: Operand, spec: CastSpec, width: int) -> Tensor:
+    """How often each code of the first ``width`` columns occurs."""
+    codes = operand.codes
+    if spec.element.storage_bits != 4:
+        return _histogram(codes[:, :width])[: 1 << spec.element.bits]
+    if width != 2 * codes.shape[1]:
+        return _histogram(unpack(codes)[:, :width])[:16]
+    pairs = _histogram(codes).view(16, 16)
+    return pairs.sum(0) + pairs.sum(1)
+
+
+def _histogram(codes: Tensor) -> Tensor:
+    """How often each of 256 bytes occurs."""
+    if codes.is_cuda and not torch.are_deterministic_algorithms_enabled():  # bincount waits for the largest
+        return torch.histc(codes.reshape(-1).int(), 256, 0, 256)
+    return torch.bincount(codes.reshape(-1), minlength=256)
 
 
 def _worst(error: Tensor, signal: Tensor, spec: CastSpec) -> Tensor:
+    """The blocks with the largest errors lie in the tiles of rows with the largest ones."""
     height, width = _extent(spec)
-    count = min(RANKED, error.numel())
-    values, places = error.flatten().topk(count)
-    row, col = places // max(error.shape[1], 1) * height, places % max(error.shape[1], 1) * width
-    found = torch.stack([row.double(), col.double(), values.double(), signal.flatten()[places].double()], 1)
-    return torch.nn.functional.pad(found, (0, 0, 0, RANKED - count))
+    if not error.numel():
+        return error.new_zeros((RANKED, 4), dtype=torch.float64)
+    tiles = error.amax(1).topk(min(RANKED, error.shape[0])).indices
+    few = error[tiles]
+    values, places = few.flatten().topk(min(RANKED, few.numel()))
+    row, col = tiles[places // error.shape[1]], places % error.shape[1]
+    parts = [row * height, col * width, values, signal[row, col]]
+    found = torch.stack([part.double() for part in parts], 1)
+    return torch.nn.functional.pad(found, (0, 0, 0, RANKED - found.shape[0]))

@@ -21,6 +21,8 @@ from fp4engine.ops import rng
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
 from fp4engine.reference.cast import prepare
+from fp4engine.reference.hadamard import rotate
+from fp4engine.reference.philox import rotation_signs
 from fp4engine.state import current_state
 from fp4engine.tensor import Operand
 
@@ -63,15 +65,34 @@ class Seen:
         return self.operand.spec
 
     def prepared(self) -> Tensor:
-        """FP32 [rows, padded cols]: the values that were rounded, rotated where the cast rotates."""
-        if self.spec is None:
-            return self.source.float()
-        return prepare(self.source, self.spec, self.rng, self.stream)
+        """[rows, padded cols] in the source's dtype, contiguous: what was rounded, rotated where the cast rotates."""
+        spec = self.spec
+        if spec is None:
+            return self.source
+        if self.source.dtype not in (torch.bfloat16, torch.float16):
+            return prepare(self.source, spec, self.rng, self.stream)
+        missing = spec.padded_cols(self.source.shape[1]) - self.source.shape[1]
+        padded = torch.nn.functional.pad(self.source, (0, missing)) if missing else self.source
+        if spec.rotation is None:
+            return padded.contiguous()
+        return _rotated(padded, rotation_signs(spec.rotation, self.rng, self.stream, padded.device))
 
     @property
     def stream(self) -> int:
         """Stream id of the cast."""
         return self.quantizer.stream | ops.rank_bits() | (self.side == "columnwise")
+
+
+def _rotated(matrix: Tensor, signs: Tensor) -> Tensor:
+    """The rotation of a 16-bit ``matrix`` [rows, cols] as a product, whose terms are added in FP32 and rounded once.
+
+    The order of additions is the library's, not the contract's: an element differs where FP32 sums do, by one unit.
+    """
+    size = signs.numel()
+    if (size.bit_length() - 1) % 2:  # by a power of two and a square root, which 16 bits do not hold
+        return rotate(matrix.float(), signs, matrix.dtype).to(matrix.dtype)
+    transform = rotate(torch.diag(torch.ones_like(signs)), signs, torch.float32).to(matrix.dtype)
+    return (matrix.reshape(-1, size) @ transform).view(matrix.shape)
 
 
 Listener = Callable[[str, str, dict[str, Tensor], list[Seen]], None]
@@ -138,9 +159,14 @@ def _watched_multiply(module: Gemms, watched: _Watched) -> Callable[..., Tensor]
 
 def _draw(device: torch.device, ahead: int) -> Tensor:
     """The state of the stream ``ahead`` draws from now, which it does not advance."""
-    state = rng.state_of(device).clone()
-    state[1] += ahead
-    return state
+    return _later(rng.state_of(device), ahead)
+
+
+def _later(state: Tensor, ahead: int) -> Tensor:
+    """``state`` after ``ahead`` more draws, made on the device: a tensor made of a list would wait for it."""
+    later = state.clone()
+    later[1] += ahead
+    return later
 
 
 def _requires_grad(inp: Any) -> bool:
@@ -177,7 +203,7 @@ def _see_forward(module: Gemms, watched: _Watched, inp: Any, weight: Tensor, bef
         made = [quantizer.rowwise_spec, quantizer.columnwise_spec if columnwise else None]
         takes = any(spec is not None and spec.is_stochastic for spec in made)
         draws += takes
-        drawn = before + before.new_tensor([0, draws]) if takes else None
+        drawn = _later(before, draws) if takes else None
         rowwise.append(_see(role, "rowwise", matrices[role], quantizer, drawn, group))
     watched.forward = {
         "plan": plan,
@@ -231,7 +257,7 @@ def _columnwise(role: Role, quantizer: Quantizer, watched: _Watched, rng: Tensor
     matrix = watched.forward["matrices"][role]
     if quantizer.columnwise_source == "original":
         # what a forward pass made takes the draw of that pass, see _refusal: at most one role took one
-        own = watched.forward["before"] + watched.forward["before"].new_tensor([0, 1])
+        own = _later(watched.forward["before"], 1)
         return _see(
             role,
             "columnwise",
@@ -265,5 +291,5 @@ def drawn(seen: Seen, count: int) -> Iterator[Tensor]:
     assert seen.rng is not None
     for ahead in range(1, count + 1):
         matrix = seen.source if seen.side == "rowwise" else seen.source.T
-        later = _see(seen.role, seen.side, matrix, seen.quantizer, seen.rng + seen.rng.new_tensor([0, ahead]), None)
+        later = _see(seen.role, seen.side, matrix, seen.quantizer, _later(seen.rng, ahead), None)
         yield later.operand.dequantize(torch.float32)

@@ -15,10 +15,14 @@ from torch import nn
 
 import fp4engine
 from fp4engine import LayerNormMLP, inspect
+from fp4engine.formats import Rotation, Signs
 from fp4engine.inspect.recorder import scalars
+from fp4engine.inspect.watch import Seen
 from fp4engine.quantizers import Quantizer
 from fp4engine.recipe import Rule, RuledRecipe, zoo
 from fp4engine.reference import unpack
+from fp4engine.reference.cast import prepare
+from fp4engine.tensor import Operand
 
 
 class Model(nn.Module):
@@ -218,6 +222,42 @@ def test_the_shadow_is_of_the_rows_that_were_chosen(tmp_path: Path) -> None:
     spec = {role: recipe.casts(role).rowwise for role in ("input", "weight")}
     error = (fp4engine.cast(x, spec["input"]) @ fp4engine.cast(layer.weight.detach(), spec["weight"]).T)[::4] - exact
     assert product["relative_error"] == pytest.approx(float(error.norm() / exact.norm()), rel=1e-4)
+
+
+def test_nothing_waits_for_the_device_while_a_step_is_recorded(tmp_path: Path, monkeypatch) -> None:
+    asked: list[str] = []
+    for name in ("item", "tolist", "cpu", "numpy", "nonzero", "new_tensor", "__bool__", "__int__", "__float__"):
+        called = getattr(torch.Tensor, name)
+
+        def spy(self, *arguments, _called=called, _name=name, **options):
+            asked.append(_name)
+            return _called(self, *arguments, **options)
+
+        monkeypatch.setattr(torch.Tensor, name, spy)
+    seen = {name: getattr(inspect.watch, name) for name in ("_see_forward", "_see_backward")}
+    for name, function in seen.items():
+
+        def alone(*arguments, _function=function, **options):
+            before = len(asked)
+            _function(*arguments, **options)
+            assert asked[before:] == []
+
+        monkeypatch.setattr(inspect.watch, name, alone)
+    train(zoo.make("nvfp4"), 1, tmp_path)
+    assert rows_of(tmp_path, "operand") and asked
+
+
+@pytest.mark.parametrize("signs", list(Signs))
+def test_a_rotation_by_a_product_is_the_rotation(signs: Signs) -> None:
+    source = torch.randn(24, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rng = torch.tensor([3, 4])
+    for size in (16, 32, 64, 128):
+        spec = zoo.make("nvfp4").casts("input").rowwise.replace(rotation=Rotation(size, signs))
+        seen = Seen("input", "rowwise", source, Quantizer(spec), Operand(spec, 24, 128, source), rng)
+        expected = prepare(source, spec, rng, seen.stream)
+        assert seen.prepared().dtype == torch.bfloat16
+        torch.testing.assert_close(seen.prepared().float(), expected, rtol=2.0**-7, atol=0.0)
+        assert (seen.prepared() != expected).sum() <= 3  # where FP32 sums lie beside a tie
 
 
 def test_a_nan_is_counted_and_rows_stay_json(tmp_path: Path) -> None:
