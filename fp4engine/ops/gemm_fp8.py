@@ -61,8 +61,12 @@ def _cuda_version() -> tuple[int, ...]:
 
 
 def fits_blocks(left: Tensor, right: Tensor) -> bool:
-    """Whether :func:`multiply_blocks` takes codes [M, K] and [N, K]: M a multiple of 4, N one of 16, none of them 0."""
-    return 0 not in (*left.shape, right.shape[0]) and left.shape[0] % 4 == 0 and right.shape[0] % _MULTIPLE == 0
+    """Whether :func:`multiply_blocks` takes codes [M, K] and [N, K]: M a multiple of 4, N one of 16, K over 128.
+
+    The scales of a single group are a vector, of which PyTorch cannot see on which side neighbours lie.
+    """
+    rows, columns = left.shape[0], right.shape[0]
+    return min(rows, columns) > 0 and rows % 4 == 0 and columns % _MULTIPLE == 0 and left.shape[1] > TERMS
 
 
 def multiply_blocks(
