@@ -198,6 +198,6 @@ def add_factored(
     terms = min(group for group in groups if group)
     draft.step(
         factored_hopper_kernel, programs, block(product.left, LEFT_BLOCK), block(product.right, RIGHT_BLOCK),
-        block(product.out, OUT_BLOCK), *factors, *product.scales, m, n, padded_terms(k, groups), *strides, *groups, terms,
-        *product.flags, GROUP_M, STAGES, PRODUCER_REGISTERS, CONSUMER_REGISTERS, num_warps=4,
+        block(product.out, OUT_BLOCK), *factors, *product.scales, m, n, padded_terms(k, groups), *strides, *groups,
+        terms, *product.flags, GROUP_M, STAGES, PRODUCER_REGISTERS, CONSUMER_REGISTERS, num_warps=4,
     )  # fmt: skip
