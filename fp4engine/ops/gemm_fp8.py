@@ -63,10 +63,12 @@ def _cuda_version() -> tuple[int, ...]:
 def fits_blocks(left: Tensor, right: Tensor) -> bool:
     """Whether :func:`multiply_blocks` takes codes [M, K] and [N, K]: M a multiple of 4, N one of 16, K over 128.
 
-    The scales of a single group are a vector, of which PyTorch cannot see on which side neighbours lie.
+    Both are contiguous. The scales of a single group are a vector, and PyTorch cannot see on which side its neighbours
+    lie.
     """
     rows, columns = left.shape[0], right.shape[0]
-    return min(rows, columns) > 0 and rows % 4 == 0 and columns % _MULTIPLE == 0 and left.shape[1] > TERMS
+    fits = min(rows, columns) > 0 and rows % 4 == 0 and columns % _MULTIPLE == 0 and left.shape[1] > TERMS
+    return fits and left.is_contiguous() and right.is_contiguous()
 
 
 def multiply_blocks(
