@@ -133,32 +133,23 @@ class Recorder:
                 matrix = tensors[seen.role]
                 fields = {"kind": "tensor", "layer": layer, "role": seen.role, "shape": list(matrix.shape)}
                 self._rows.append(_Row(fields, statistics.tensor_figures(matrix)))
-        values = [seen.prepared() for seen in operands]
-        decoded = [
-            value.float() if seen.spec is None else seen.operand.dequantize(torch.float32)
-            for seen, value in zip(operands, values, strict=True)
-        ]
-        for seen, value, approximation in zip(operands, values, decoded, strict=True):
+        values = [seen.prepared().contiguous() for seen in operands]
+        for seen, value in zip(operands, values, strict=True):
             if seen.spec is not None:
-                self._rows.append(_operand_row(layer, gemm, seen, value, approximation))
+                self._rows.append(_operand_row(layer, gemm, seen, value))
                 if self._draws and seen.spec.is_stochastic and seen.quantizer.columnwise_source == "original":
                     self._rows.append(self._rounding_row(layer, gemm, seen, value))
         if any(seen.spec is not None for seen in operands):
-            self._rows.append(self._product_row(layer, gemm, values, decoded))
+            self._rows.append(self._product_row(layer, gemm, values, operands))
 
     def _has(self, layer: str, role: str) -> bool:
         return any(row.fields["layer"] == layer and row.fields.get("role") == role for row in self._rows)
 
-    def _product_row(self, layer: str, gemm: str, values: list[Tensor], decoded: list[Tensor]) -> _Row:
-        width = min(tensor.shape[1] for tensor in (*values, *decoded))  # a rotated operand keeps its padding
-        left, right = (tensor[:, :width] for tensor in values)
-        left_decoded, right_decoded = (tensor[:, :width] for tensor in decoded)
-        rows = left.shape[0]
-        if self._shadow_rows < rows:
-            chosen = torch.arange(self._shadow_rows, device=left.device) * rows // self._shadow_rows
-            left, left_decoded = left[chosen], left_decoded[chosen]
-        fields = {"kind": "gemm", "layer": layer, "gemm": gemm, "rows": left.shape[0], "of_rows": rows}
-        return _Row(fields, statistics.product_figures(left, right, left_decoded, right_decoded))
+    def _product_row(self, layer: str, gemm: str, values: list[Tensor], operands: list[Seen]) -> _Row:
+        of_rows = values[0].shape[0]
+        rows = min(self._shadow_rows, of_rows)
+        figures = statistics.product_figures(values, [seen.operand for seen in operands], rows)
+        return _Row({"kind": "gemm", "layer": layer, "gemm": gemm, "rows": rows, "of_rows": of_rows}, figures)
 
     def _rounding_row(self, layer: str, gemm: str, seen: Seen, values: Tensor) -> _Row:
         decoded = list(drawn(seen, self._draws))
@@ -333,10 +324,10 @@ def _rank() -> int:
     return dist.get_rank() if _distributed() else 0
 
 
-def _operand_row(layer: str, gemm: str, seen: Seen, values: Tensor, decoded: Tensor) -> _Row:
+def _operand_row(layer: str, gemm: str, seen: Seen, values: Tensor) -> _Row:
     assert seen.spec is not None
     fields = {"kind": "operand", "layer": layer, "gemm": gemm, "role": seen.role, "side": seen.side}
-    figures = statistics.operand_figures(values, decoded, seen.operand)
+    figures = statistics.operand_figures(values, seen.operand)
     return _Row({**fields, "cast": seen.spec.label}, figures, seen.spec)
 
 
@@ -422,10 +413,8 @@ def _operand_fields(spec: CastSpec, sums: list[float], maxima: list[float], rank
     scale_codes = sums[len(names) + len(codes) :]
     amax, largest, minus_smallest = maxima
     if scale_codes:
-        stored = torch.arange(256, dtype=torch.uint8).view(spec.scale.torch_dtype).float()
-        found_sums, found_maxima = statistics.scale_spread(stored, torch.tensor(scale_codes, dtype=torch.float64))
-        total |= zip(names[-3:], (float(entry) for entry in found_sums), strict=True)
-        largest, minus_smallest = found_maxima.tolist()
+        found, (largest, minus_smallest) = statistics.byte_scale_spread(scale_codes, spec.scale)
+        total |= zip(names[-3:], found, strict=True)
     count = total["scales"]
     mean = total["log2_scale"] / count if count else 0.0
     variance = max(total["log2_scale_squared"] / count - mean * mean, 0.0) if count else None

@@ -1,15 +1,21 @@
-"""What is counted of a tensor, of an operand and of a product, in plain PyTorch on the tensor's device.
+"""What is counted of a tensor, of an operand and of a product, on the tensor's device.
 
 Everything is a sum, a maximum or a ranking, so that figures of several ranks merge into those of all of them. Nothing
-here synchronises with the host. Legend: an operand is ``[rows, cols]``, its last axis is contracted.
+here synchronises with the host. Of operands, whose figures are many, :mod:`fp4engine.kernels.figures` counts the same
+in one read. Legend: an operand is ``[rows, cols]``, its last axis is contracted.
 """
 
+import math
+from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4engine.formats import E4M3, CastSpec, Correction
+from fp4engine import ops
+from fp4engine.formats import E4M3, CastSpec, Correction, ElementFormat, Outer
+from fp4engine.ops import backend
 from fp4engine.reference import outer_factor, unpack
 from fp4engine.tensor import Operand
 
@@ -66,19 +72,41 @@ def tensor_figures(matrix: Tensor) -> Figures:
     return Figures(_vector(sums), channels.double(), _nothing_ranked(matrix))
 
 
-def operand_figures(values: Tensor, decoded: Tensor, operand: Operand) -> Figures:
+def operand_figures(values: Tensor, operand: Operand, path: str = "auto") -> Figures:
     """``OPERAND_SUMS`` and histograms, ``OPERAND_MAXIMA``, and the worst blocks.
 
-    What follows from a histogram of one-byte scales is left to :func:`scale_spread` on the host. A block with numbers
-    that are not finite adds nothing to signal and error.
+    What follows from a histogram of one-byte scales is left to :func:`byte_scale_spread` on the host. A block with
+    numbers that are not finite adds nothing to signal and error.
 
     Args:
-        values: [rows, padded cols], what was quantized: rotated where the cast rotates.
-        decoded: FP32 [rows, cols], or [rows, padded cols] if rotated: what ``operand`` stands for.
+        values: [rows, padded cols], contiguous: what was quantized, rotated where the cast rotates.
         operand: packed codes, made of ``values``.
+        path: a backend, see :func:`fp4engine.ops.backend.choose`.
     """
     spec = operand.spec
     assert spec is not None and operand.amax is not None and operand.scale_inv is not None
+    question = (spec.key, values.dtype, operand.rows)
+    if backend.choose("figures", values.device, path, question, _kernel_supports) == "triton":
+        from fp4engine.kernels.figures import figures
+
+        width = operand.cols if spec.rotation is None else values.shape[1]
+        return Figures(*figures(values, operand.codes, operand.scale_inv, operand.amax, spec.key, width))
+    return _operand_figures(values, operand.dequantize(torch.float32), operand, spec)
+
+
+def _kernel_supports(key: str, dtype: torch.dtype, rows: int) -> tuple[bool, str]:
+    from fp4engine.kernels.figures import supports
+
+    return supports(CastSpec.from_key(key), dtype, rows)
+
+
+def _operand_figures(values: Tensor, decoded: Tensor, operand: Operand, spec: CastSpec) -> Figures:
+    """In plain PyTorch.
+
+    Args:
+        decoded: FP32 [rows, cols], or [rows, padded cols] if rotated: what ``operand`` stands for.
+    """
+    assert operand.amax is not None and operand.scale_inv is not None
     rows, width = decoded.shape
     if missing := values.shape[1] - width:
         decoded = torch.nn.functional.pad(decoded, (0, missing))
@@ -110,7 +138,7 @@ def operand_figures(values: Tensor, decoded: Tensor, operand: Operand) -> Figure
             histograms.append(_histogram(scales.contiguous().view(torch.uint8)))
             sums += [none] * 3
         else:
-            scale_sums, spread = scale_spread(stored, None)
+            scale_sums, spread = scale_spread(stored)
             sums += scale_sums
     amax = torch.where(operand.amax.isfinite(), operand.amax, 0.0).double().amax()
     return Figures(
@@ -120,12 +148,59 @@ def operand_figures(values: Tensor, decoded: Tensor, operand: Operand) -> Figure
     )
 
 
-def product_figures(left: Tensor, right: Tensor, left_decoded: Tensor, right_decoded: Tensor) -> Figures:
-    """``PRODUCT_SUMS`` of ``left_decoded @ right_decoded.T`` against ``left @ right.T``, in FP32."""
-    exact = left.float() @ right.float().T
-    error = left_decoded @ right_decoded.T - exact
+def product_figures(values: Sequence[Tensor], operands: Sequence[Operand], most_rows: int) -> Figures:
+    """``PRODUCT_SUMS`` of the product of two operands against that of their values, summed in FP32.
+
+    Args:
+        values: what was quantized, left and right: [rows, padded cols], contiguous.
+        operands: what it became, or a matrix without a cast.
+        most_rows: how many rows of the left one are multiplied, evenly chosen.
+    """
+    left, right = values
+    left_operand, right_operand = operands
+    rows = left.shape[0]
+    if most_rows < rows:
+        chosen = torch.arange(most_rows, device=left.device) * rows // most_rows
+        left, left_operand = left[chosen], _chosen(left_operand, chosen)
+    width = min(left.shape[1], right.shape[1])  # one side may be padded further
+    exact = _product(left[:, :width], right[:, :width])
+    error = _quantized_product(left_operand, right_operand) - exact
     sums = [_count(exact), exact.square().sum(dtype=torch.float64), error.square().sum(dtype=torch.float64)]
     return Figures(_vector(sums), exact.new_zeros(0, dtype=torch.float64), _nothing_ranked(exact))
+
+
+def _chosen(operand: Operand, rows: Tensor) -> Operand:
+    """Some rows of an operand."""
+    scale_inv, amax = operand.scale_inv, operand.amax
+    if scale_inv is not None:
+        scale_inv = (
+            scale_inv.view(torch.uint8)[rows].view(scale_inv.dtype)
+            if scale_inv.element_size() == 1
+            else scale_inv[rows]
+        )
+    if operand.spec is not None and operand.spec.outer in (Outer.ROW, Outer.BLOCK128):
+        assert amax is not None
+        amax = amax[rows]
+    return operand._replace(rows=rows.numel(), data=operand.data[rows], scale_inv=scale_inv, amax=amax)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """FP32 ``left @ right.T``; on a GPU 16-bit values go to tensor cores, which multiply them exactly."""
+    if left.is_cuda and left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right.T, out_dtype=torch.float32)
+    return left.float() @ right.float().T
+
+
+def _quantized_product(left: Operand, right: Operand) -> Tensor:
+    """FP32 product of what operands stand for: by the step's own kernels, unless those round sums."""
+    if all(
+        side.spec is not None and side.spec.element.storage_bits == 4 and side.spec.is_exact_in_bf16
+        for side in (left, right)
+    ):
+        return ops.gemm(left, right, out_dtype=torch.float32)
+    first, second = (side.dequantize(torch.float32) for side in (left, right))
+    width = min(first.shape[1], second.shape[1])
+    return first[:, :width] @ second[:, :width].T
 
 
 def rounding_figures(values: Tensor, decoded: list[Tensor]) -> Figures:
@@ -141,21 +216,32 @@ def rounding_figures(values: Tensor, decoded: list[Tensor]) -> Figures:
     return Figures(_vector(sums), mean.new_zeros(0, dtype=torch.float64), _nothing_ranked(mean))
 
 
-def scale_spread(scales: Tensor, times: Tensor | None) -> tuple[list[Tensor], Tensor]:
-    """``scales``, ``log2_scale`` and ``log2_scale_squared`` over nonzero scales, and the two maxima.
-
-    Args:
-        scales: FP32.
-        times: how often each occurs; None for once.
-    """
-    there = scales > 0 if times is None else (scales > 0) & (times > 0)
-    log2 = torch.where(scales.isfinite() & (scales > 0), scales, 1.0).log2().double()
-    weight = there.double() if times is None else there * times.double()
-    weight = torch.where(there, weight, 0.0)
+def scale_spread(scales: Tensor) -> tuple[list[Tensor], Tensor]:
+    """``scales``, ``log2_scale`` and ``log2_scale_squared`` over nonzero FP32 scales, and the two maxima."""
+    there = scales > 0
+    log2 = torch.where(scales.isfinite() & there, scales, 1.0).log2().double()
+    weight = there.double()
     sums = [weight.sum(), (log2 * weight).sum(), (log2.square() * weight).sum()]
     nothing = float("-inf")
     maxima = torch.stack([torch.where(there, log2, nothing).amax(), torch.where(there, -log2, nothing).amax()])
     return sums, maxima
+
+
+def byte_scale_spread(times: Sequence[float], scale: ElementFormat) -> tuple[list[float], list[float]]:
+    """:func:`scale_spread` of scales that a byte holds, from how often each byte occurs."""
+    found = [
+        (count, log2) for count, log2 in zip(times, _log2_of_bytes(scale), strict=True) if count and log2 is not None
+    ]
+    sums = [sum(count * log2**power for count, log2 in found) for power in range(3)]
+    exponents = [log2 for _, log2 in found] or [-math.inf]
+    return sums, [max(exponents), max(-log2 for log2 in exponents) if found else -math.inf]
+
+
+@cache
+def _log2_of_bytes(scale: ElementFormat) -> list[float | None]:
+    """Of the value of each byte, None for what is no positive number; what is not finite counts as 1."""
+    values = torch.arange(256, dtype=torch.uint8).view(scale.torch_dtype).double().tolist()
+    return [None if not value > 0 else math.log2(value) if math.isfinite(value) else 0.0 for value in values]
 
 
 def _count(tensor: Tensor) -> Tensor:

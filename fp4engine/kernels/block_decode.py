@@ -30,6 +30,33 @@ def load_scales(scale_ptr, row, block, inside, blocks, CAST: tl.constexpr, HARDW
 
 
 @triton.jit
+def load_codes(codes_ptr, row0, col0, R, width, CAST: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
+    """A tile of codes [R, width]: uint32 [TILE_R, TILE_C]; 0 outside."""
+    SHARE: tl.constexpr = 2 if CAST.packed else 1
+    local = tl.arange(0, TILE_R)[:, None]
+    byte = tl.arange(0, TILE_C // SHARE)[None, :]
+    stride = width // SHARE
+    codes_ptr += row0.to(tl.int64) * stride + col0 // SHARE
+    inside = (row0 + local < R) & (byte < stride - col0 // SHARE)
+    codes = tl.load(codes_ptr + (local * stride + byte), mask=inside, other=0).to(tl.uint32)
+    if CAST.packed:
+        codes = tl.reshape(tl.join(codes & 15, codes >> 4), [TILE_R, TILE_C])
+    return codes
+
+
+@triton.jit
+def load_factor(amax_ptr, row, col0, R, width, CAST: tl.constexpr):
+    """``A / numerator`` of a tile of 128 columns: FP32 [rows of the tile, 1], or [1, 1] where there is one amax."""
+    if CAST.outer == "row":
+        amax = tl.load(amax_ptr + row, mask=row < R, other=0.0)
+    elif CAST.outer == "1x128":
+        amax = tl.load(amax_ptr + (row.to(tl.int64) * (width // 128) + col0 // 128), mask=row < R, other=0.0)
+    else:
+        amax = tl.load(amax_ptr + tl.zeros([1, 1], tl.int32))
+    return tl.div_rn(amax, tl.zeros_like(amax) + CAST.numerator)
+
+
+@triton.jit
 def block_decode_kernel(
     codes_ptr, scale_ptr, amax_ptr, out_ptr, R, width, cols, CAST: tl.constexpr, TILE_R: tl.constexpr,
     TILE_C: tl.constexpr, HARDWARE: tl.constexpr,
@@ -40,15 +67,7 @@ def block_decode_kernel(
     col0 = (tl.program_id(0) % tiles) * TILE_C
     local = tl.arange(0, TILE_R)[:, None]
     row = row0 + local
-    SHARE: tl.constexpr = 2 if CAST.packed else 1
-    byte = tl.arange(0, TILE_C // SHARE)[None, :]
-    stride = width // SHARE
-    codes_ptr += row0.to(tl.int64) * stride + col0 // SHARE
-    inside = (row < R) & (byte < stride - col0 // SHARE)
-    codes = tl.load(codes_ptr + (local * stride + byte), mask=inside, other=0).to(tl.uint32)
-    if CAST.packed:
-        codes = tl.reshape(tl.join(codes & 15, codes >> 4), [TILE_R, TILE_C])
-    values = decode_tile(codes, CAST)
+    values = decode_tile(load_codes(codes_ptr, row0, col0, R, width, CAST, TILE_R, TILE_C), CAST)
     if scale_ptr is not None:
         BLOCKS: tl.constexpr = TILE_C // CAST.width
         block = col0 // CAST.width + tl.arange(0, BLOCKS)[None, :]
@@ -56,16 +75,7 @@ def block_decode_kernel(
         scale = load_scales(scale_ptr, row, block, (row < R) & (block < blocks), blocks, CAST, HARDWARE)
         values = values * repeated(scale, CAST.width)
     if amax_ptr is not None:
-        if CAST.outer == "row":
-            amax = tl.load(amax_ptr + row, mask=row < R, other=0.0)
-        elif CAST.outer == "1x128":
-            group = col0 // 128 + tl.arange(0, TILE_C // 128)[None, :]
-            groups = width // 128
-            there = (row < R) & (group < groups)
-            amax = repeated(tl.load(amax_ptr + (row.to(tl.int64) * groups + group), mask=there, other=0.0), 128)
-        else:
-            amax = tl.load(amax_ptr + tl.zeros([1, 1], tl.int32))
-        values = values * tl.div_rn(amax, tl.zeros_like(amax) + CAST.numerator)
+        values = values * load_factor(amax_ptr, row, col0, R, width, CAST)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     col = tl.arange(0, TILE_C)[None, :]
     out_ptr += row0.to(tl.int64) * cols + col0

@@ -1,0 +1,344 @@
+"""What is counted of an operand, in one read of its values and codes; see :mod:`fp4engine.inspect.statistics`.
+
+    values, codes, scales -> sums over tiles, histograms, the blocks with the largest errors
+
+A program walks over tiles of [32, 128] and keeps what it has counted in registers: sums as FP64, histograms of 256
+bytes, and for each block of its tile the largest errors that it has met there. A second kernel adds the programs up, in
+their order, so that equal runs have equal figures.
+
+Legend: values are [R, width], codes what they were rounded to, of which the first ``cols`` columns are counted.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp4engine.formats import E4M3, CastSpec
+from fp4engine.kernels.block_decode import load_codes, load_factor, load_scales
+from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes, decode_tile, largest_of, magnitudes, repeated
+from fp4engine.kernels.encode import to_bits, wide
+from fp4engine.kernels.launch import Block, Draft, Facts, Launch, device_facts, facts, resolver
+
+TILE_R = 32
+RANKED = 4
+"""Blocks with the largest errors that are kept; four ranks are spelt out below."""
+SUMS = 8
+"""What a program adds up: numbers that are not finite, values and decoded values that are not zero, saturated ones,
+signal, error, scales that underflow and that overflow."""
+NUMBERS = tl.constexpr(13)
+"""Entries before the histograms, as :mod:`fp4engine.inspect.statistics` names them."""
+BINS = tl.constexpr(256)
+BINS_FOLDED = tl.constexpr(64)
+"""Histogram entries per program of the second kernel."""
+PARTS = tl.constexpr(64)
+"""Programs of the first kernel that one of the second reads at once."""
+PROGRAMS_PER_SM = 2
+NARROW = 16
+"""Columns of what is called a block where a cast has no block scales."""
+
+
+@triton.jit
+def rank(e, s, p, e0, s0, p0, e1, s1, p1, e2, s2, p2, e3, s3, p3):
+    """Put ``(error, signal, place)`` where it belongs among four, sorted by falling errors; element by element."""
+    over0, over1, over2, over3 = e > e0, e > e1, e > e2, e > e3
+    e3, s3, p3 = (
+        tl.where(over2, e2, tl.where(over3, e, e3)),
+        tl.where(over2, s2, tl.where(over3, s, s3)),
+        tl.where(over2, p2, tl.where(over3, p, p3)),
+    )
+    e2, s2, p2 = (
+        tl.where(over1, e1, tl.where(over2, e, e2)),
+        tl.where(over1, s1, tl.where(over2, s, s2)),
+        tl.where(over1, p1, tl.where(over2, p, p2)),
+    )
+    e1, s1, p1 = (
+        tl.where(over0, e0, tl.where(over1, e, e1)),
+        tl.where(over0, s0, tl.where(over1, s, s1)),
+        tl.where(over0, p0, tl.where(over1, p, p1)),
+    )
+    e0, s0, p0 = tl.where(over0, e, e0), tl.where(over0, s, s0), tl.where(over0, p, p0)
+    return e0, s0, p0, e1, s1, p1, e2, s2, p2, e3, s3, p3
+
+
+@triton.jit
+def sums_of(t, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums of FP32 [R, C] over blocks, [R / HEIGHT, C / WIDTH]; 0 where that is not finite."""
+    R: tl.constexpr = t.shape[0]
+    C: tl.constexpr = t.shape[1]
+    sums = tl.sum(tl.sum(tl.reshape(t, [R // HEIGHT, HEIGHT, C // WIDTH, WIDTH]), axis=3), axis=1)
+    return tl.where((to_bits(sums) & 0x7F800000) == 0x7F800000, 0.0, sums)
+
+
+@triton.jit
+def both(first, second):
+    """How often each of two masks of less than 2^16 elements holds, in one reduction."""
+    pair = first.to(tl.int32) + (second.to(tl.int32) << 16)
+    counts = tl.sum(tl.reshape(pair, [pair.numel]))
+    return counts & 0xFFFF, counts >> 16
+
+
+@triton.jit
+def total(t):
+    """FP64 sum of a matrix."""
+    return tl.sum(tl.reshape(t, [t.numel]).to(tl.float64))
+
+
+@triton.jit
+def figures_kernel(
+    x_ptr, codes_ptr, scale_ptr, amax_ptr, sums_ptr, histogram_ptr, ranked_ptr, place_ptr, R, width, cols,
+    programs, BOUND: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CAST: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Sums FP64 [programs, 8], histograms of codes and of scales int32 [programs, 512], and per program the four
+    largest errors with their signals, FP32 [programs, 4, 2], and places: rows of blocks times blocks, plus block.
+    """
+    GRID: tl.constexpr = CAST.grid
+    BLOCKS: tl.constexpr = TILE_C // WIDTH
+    TALL: tl.constexpr = TILE_R // HEIGHT
+    across = tl.cdiv(width, TILE_C)
+    blocks = width // WIDTH
+    tiles = tl.cdiv(R, TILE_R) * across
+    local = tl.arange(0, TILE_R)[:, None]
+    column = tl.arange(0, TILE_C)[None, :]
+    high = tl.arange(0, TALL)[:, None]
+    wide_block = tl.arange(0, BLOCKS)[None, :]
+    zero = tl.zeros([1], tl.float64)
+    nonfinite, nonzero, kept, saturated = zero, zero, zero, zero
+    signals, errors, underflow, overflow = zero, zero, zero, zero
+    of_codes = tl.zeros([BINS], tl.int32)
+    of_scales = tl.zeros([BINS], tl.int32)
+    e0 = tl.full([TALL, BLOCKS], -1.0, tl.float32)
+    s0 = tl.zeros([TALL, BLOCKS], tl.float32)
+    p0 = tl.zeros([TALL, BLOCKS], tl.int32)
+    e1, s1, p1, e2, s2, p2, e3, s3, p3 = e0, s0, p0, e0, s0, p0, e0, s0, p0
+    for tile in range(tl.program_id(0), tiles, programs):
+        row0 = (tile // across) * TILE_R
+        col0 = (tile % across) * TILE_C
+        row = row0 + local
+        block = col0 // WIDTH + wide_block
+        inside = (row < R) & (col0 + column < cols)
+        source = x_ptr + row0.to(tl.int64) * width + col0
+        x = wide(tl.load(source + (local * width + column), mask=inside, other=0.0))
+        codes = load_codes(codes_ptr, row0, col0, R, width, CAST, TILE_R, TILE_C)
+        factor = load_factor(amax_ptr, row, col0, R, width, CAST)
+        x_hat = decode_tile(codes, CAST)
+        limit = factor * GRID.largest
+        bits = magnitudes(x)
+        if scale_ptr is not None:
+            here = (row < R) & (block < blocks)
+            scale = load_scales(scale_ptr, row, block, here, blocks, CAST, HARDWARE)
+            x_hat = x_hat * repeated(scale, WIDTH)
+            limits = scale * GRID.largest * factor
+            limit = repeated(limits, WIDTH)
+            largest = largest_of(bits, WIDTH)
+            largest = tl.max(tl.reshape(largest, [TALL, HEIGHT, BLOCKS]), axis=1)
+            limits = tl.where(local % HEIGHT == 0, limits, 0.0)  # of the first row, where outer amaxes are of rows
+            limits = tl.max(tl.reshape(limits, [TALL, HEIGHT, BLOCKS]), axis=1)
+            stored = tl.max(tl.reshape(scale, [TALL, HEIGHT, BLOCKS]), axis=1)
+            under, over = both((stored == 0) & (largest > 0), (stored >= BOUND) & (largest > limits * 1.0625))
+            underflow += under
+            overflow += over
+            raw = tl.load(scale_ptr + (row.to(tl.int64) * blocks + block), mask=here, other=0)
+            raw = raw.to(tl.uint8, bitcast=True).to(tl.int32)
+            once = here & (row % HEIGHT == 0)
+            flat: tl.constexpr = TILE_R * BLOCKS
+            of_scales += tl.histogram(tl.reshape(raw, [flat]), BINS, mask=tl.reshape(once, [flat]))
+        x_hat = tl.where(inside, x_hat * factor, 0.0)
+        limit = tl.where(limit > 0, limit, float("inf"))
+        beyond = tl.abs(x) > limit * 1.0009765625
+        if CAST.correction != "none":  # the scale that elements met is not the one that was stored
+            beyond = beyond & (tl.abs(x_hat) >= limit * 0.9990234375)
+        without_end, too_large = both(bits >= 0x7F800000, beyond)
+        some, some_kept = both(bits != 0, magnitudes(x_hat) != 0)
+        nonfinite += without_end
+        saturated += too_large
+        nonzero += some
+        kept += some_kept
+        flat_tile: tl.constexpr = TILE_R * TILE_C
+        counted = codes.to(tl.int32, bitcast=True)
+        of_codes += tl.histogram(tl.reshape(counted, [flat_tile]), BINS, mask=tl.reshape(inside, [flat_tile]))
+        signal = sums_of(x * x, HEIGHT, WIDTH)
+        error = sums_of((x_hat - x) * (x_hat - x), HEIGHT, WIDTH)
+        signals += total(signal)
+        errors += total(error)
+        there = (row0 // HEIGHT + high < tl.cdiv(R, HEIGHT)) & (block < blocks)
+        place = (row0 // HEIGHT + high) * blocks + block
+        error = tl.where(there, error, -1.0)
+        e0, s0, p0, e1, s1, p1, e2, s2, p2, e3, s3, p3 = rank(
+            error, signal, place, e0, s0, p0, e1, s1, p1, e2, s2, p2, e3, s3, p3
+        )
+    program = tl.program_id(0)
+    one = tl.arange(0, 1)
+    sums_ptr += program * 8
+    tl.store(sums_ptr + one, nonfinite)
+    tl.store(sums_ptr + 1 + one, nonzero)
+    tl.store(sums_ptr + 2 + one, kept)
+    tl.store(sums_ptr + 3 + one, saturated)
+    tl.store(sums_ptr + 4 + one, signals)
+    tl.store(sums_ptr + 5 + one, errors)
+    tl.store(sums_ptr + 6 + one, underflow)
+    tl.store(sums_ptr + 7 + one, overflow)
+    bins = tl.arange(0, BINS)
+    tl.store(histogram_ptr + program * (2 * BINS) + bins, of_codes)
+    tl.store(histogram_ptr + program * (2 * BINS) + BINS + bins, of_scales)
+    lane = high * BLOCKS + wide_block
+    for position in tl.static_range(4):
+        most = tl.max(tl.max(e0, axis=1), axis=0)
+        chosen = tl.min(tl.min(tl.where(e0 == most, lane, TALL * BLOCKS), axis=1), axis=0)
+        hit = lane == chosen
+        tl.store(ranked_ptr + program * 8 + 2 * position, most)
+        tl.store(ranked_ptr + program * 8 + 2 * position + 1, tl.sum(tl.sum(tl.where(hit, s0, 0.0), axis=1), axis=0))
+        tl.store(place_ptr + program * 4 + position, tl.sum(tl.sum(tl.where(hit, p0, 0), axis=1), axis=0))
+        e0, s0, p0 = tl.where(hit, e1, e0), tl.where(hit, s1, s0), tl.where(hit, p1, p0)
+        e1, s1, p1 = tl.where(hit, e2, e1), tl.where(hit, s2, s1), tl.where(hit, p2, p1)
+        e2, s2, p2 = tl.where(hit, e3, e2), tl.where(hit, s3, s2), tl.where(hit, p3, p2)
+        e3 = tl.where(hit, -1.0, e3)
+
+
+@triton.jit
+def column(sums_ptr, index: tl.constexpr, programs, COUNT: tl.constexpr):
+    """What all programs have added up of one sum, FP64 [1]."""
+    program = tl.arange(0, COUNT)
+    return tl.sum(tl.load(sums_ptr + (program * 8 + index), mask=program < programs, other=0.0), keep_dims=True)
+
+
+@triton.jit
+def fold_histograms(histogram_ptr, out_ptr, part, programs, CODES: tl.constexpr, SCALES: tl.constexpr):
+    """Write part ``part`` of the two histograms, of codes and of scales, one behind the other."""
+    index = part * BINS_FOLDED + tl.arange(0, BINS_FOLDED)
+    found = tl.zeros([BINS_FOLDED], tl.int64)
+    for first in range(0, programs, PARTS):
+        program = first + tl.arange(0, PARTS)[:, None]
+        counts = tl.load(histogram_ptr + (program * (2 * BINS) + index[None, :]), mask=program < programs, other=0)
+        found += tl.sum(counts.to(tl.int64), axis=0)
+    of_scales = index >= BINS
+    target = tl.where(of_scales, index - BINS + CODES, index)
+    wanted = tl.where(of_scales, index < BINS + SCALES, index < CODES)
+    tl.store(out_ptr + target, found.to(tl.float64), mask=wanted)
+
+
+@triton.jit
+def fold_worst(
+    ranked_ptr, place_ptr, worst_ptr, programs, blocks, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr
+):
+    """Write ``(row, col, error, signal)`` of the four blocks with the largest errors; zeros where there are fewer."""
+    candidate = tl.arange(0, 4 * COUNT)
+    error = tl.load(ranked_ptr + 2 * candidate, mask=candidate < 4 * programs, other=-1.0)
+    for position in tl.static_range(4):
+        largest = tl.max(error, axis=0)
+        chosen = tl.min(tl.where(error == largest, candidate, 4 * COUNT), axis=0)
+        there = largest >= 0
+        place = tl.load(place_ptr + chosen)
+        signal = tl.load(ranked_ptr + 2 * chosen + 1)
+        target = worst_ptr + 4 * position
+        tl.store(target, tl.where(there, (place // blocks) * HEIGHT, 0).to(tl.float64))
+        tl.store(target + 1, tl.where(there, (place % blocks) * WIDTH, 0).to(tl.float64))
+        tl.store(target + 2, tl.where(there, largest, 0.0).to(tl.float64))
+        tl.store(target + 3, tl.where(there, signal, 0.0).to(tl.float64))
+        error = tl.where(candidate == chosen, -1.0, error)
+
+
+@triton.jit
+def largest_finite(amax_ptr, amaxes):
+    """FP64 [1]: the largest outer amax that is finite, 0 if none is."""
+    most = tl.zeros([1024], tl.float32)
+    for first in range(0, amaxes, 1024):
+        index = first + tl.arange(0, 1024)
+        amax = tl.load(amax_ptr + index, mask=index < amaxes, other=0.0)
+        most = tl.maximum(most, tl.where(magnitudes(amax) < 0x7F800000, amax, 0.0))
+    return tl.max(most, keep_dims=True).to(tl.float64)
+
+
+@triton.jit
+def fold_figures_kernel(
+    sums_ptr, histogram_ptr, ranked_ptr, place_ptr, amax_ptr, out_ptr, maxima_ptr, worst_ptr, programs, elements,
+    scales, amaxes, blocks, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """The figures of an operand. Program 0 writes all but the histograms, of which the others write parts.
+
+    Args:
+        COUNT: a power of two, at least ``programs``.
+        CODES, SCALES: how long the two histograms are.
+    """
+    if tl.program_id(0) > 0:
+        fold_histograms(histogram_ptr, out_ptr + NUMBERS, tl.program_id(0) - 1, programs, CODES, SCALES)
+    else:
+        one = tl.arange(0, 1)
+        none = tl.zeros([1], tl.float64)
+        count = none + elements
+        nonzero = column(sums_ptr, 1, programs, COUNT)
+        tl.store(out_ptr + one, count)
+        tl.store(out_ptr + 1 + one, column(sums_ptr, 0, programs, COUNT))
+        tl.store(out_ptr + 2 + one, count - nonzero)
+        tl.store(out_ptr + 3 + one, nonzero - column(sums_ptr, 2, programs, COUNT))
+        for entry in tl.static_range(3):  # saturated, signal, error
+            tl.store(out_ptr + 4 + entry + one, column(sums_ptr, 3 + entry, programs, COUNT))
+        tl.store(out_ptr + 7 + one, none + scales)
+        for entry in tl.static_range(2):  # underflow, overflow
+            tl.store(out_ptr + 8 + entry + one, column(sums_ptr, 6 + entry, programs, COUNT))
+        for entry in tl.static_range(3):  # follow from the histogram of scales
+            tl.store(out_ptr + 10 + entry + one, none)
+        tl.store(maxima_ptr + one, largest_finite(amax_ptr, amaxes))
+        tl.store(maxima_ptr + 1 + tl.arange(0, 2), tl.full([2], float("-inf"), tl.float64))
+        fold_worst(ranked_ptr, place_ptr, worst_ptr, programs, blocks, HEIGHT, WIDTH, COUNT)
+
+
+def supports(spec: CastSpec, dtype: torch.dtype, rows: int) -> tuple[bool, str]:
+    """Whether the kernels count operands of ``spec`` made of values of ``dtype``, and if not, why."""
+    height, width = spec.block
+    if width and spec.scale.torch_dtype.itemsize != 1:
+        return False, f"figures of {spec.label}, whose scales are no bytes, have no kernel"
+    if height > TILE_R or dtype == torch.float64 or not rows:
+        return False, f"figures of {spec.label} of {rows} rows in {dtype} have no kernel"
+    return True, ""
+
+
+@resolver
+def resolve_figures(tensors: tuple[Facts, Facts, Facts, Facts], device: torch.device, key: str, cols: int) -> Launch:
+    """``(values, codes, scale_inv, amax) -> sums, maxima, ranked``."""
+    values, _, _, amax = tensors
+    spec = CastSpec.from_key(key)
+    (rows, width), has_scales = values.shape, bool(spec.block[1])
+    height, block = max(spec.block[0], 1), spec.block[1] or NARROW
+    hardware, multiprocessors = device_facts(device)
+    tiles = -(-rows // TILE_R) * -(-width // TILE_C)
+    programs = min(tiles, PROGRAMS_PER_SM * multiprocessors)
+    codes, scales = 1 << spec.element.bits, int(BINS) if has_scales else 0
+    draft = Draft(device, inputs=4)
+    sums = draft.scratch((programs, SUMS), torch.float64)
+    histogram = draft.scratch((programs, 2 * int(BINS)), torch.int32)
+    ranked = draft.scratch((programs, RANKED, 2), torch.float32)
+    places = draft.scratch((programs, RANKED), torch.int32)
+    out = draft.output((int(NUMBERS) + codes + scales,), torch.float64)
+    maxima = draft.output((3,), torch.float64)
+    worst = draft.output((RANKED, 4), torch.float64)
+    parts = (sums, histogram, ranked, places)
+    bound = spec.scale_bound if spec.scale == E4M3 else spec.scale.max_value
+    scale_inv = Block(draft.inputs[2], as_bytes) if has_scales else None
+    draft.step(
+        figures_kernel, programs, *draft.inputs[:2], scale_inv, draft.inputs[3], *parts, rows, width, cols, programs,
+        bound, height, block, BlockCast.of(spec, "codes", 0), TILE_R, TILE_C, hardware, num_warps=8,
+        maxnreg=128,
+    )  # fmt: skip
+    draft.step(
+        fold_figures_kernel, 1 + 2 * int(BINS) // int(BINS_FOLDED), *parts, draft.inputs[3], out, maxima, worst,
+        programs, rows * cols, -(-rows // height) * (width // block) if has_scales else 0, amax.shape[0],
+        width // block, height, block, codes, scales, triton.next_power_of_2(programs), num_warps=4,
+    )  # fmt: skip
+    return draft.launch()
+
+
+def figures(values: Tensor, codes: Tensor, scale_inv: Tensor, amax: Tensor, key: str, cols: int) -> list[Tensor]:
+    """The three tensors of :class:`fp4engine.inspect.statistics.Figures`.
+
+    Args:
+        values: [rows, padded cols], BF16, FP16 or FP32, contiguous: what was cast.
+        codes, scale_inv, amax: of the operand.
+        key: of its spec.
+        cols: how many columns are counted.
+    """
+    tensors = (values, codes, scale_inv, amax.reshape(-1))
+    launch = resolve_figures(tuple(map(facts, tensors)), values.device, key, cols)
+    return launch(*tensors)
