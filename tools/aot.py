@@ -50,7 +50,7 @@ from fp4engine.kernels.dequantize import BLOCKS, decode_kernel, dequantize_kerne
 from fp4engine.kernels.draw import draw_kernel
 from fp4engine.kernels.factor import factor_kernel
 from fp4engine.kernels.figures import TILE_R as COUNTED_ROWS
-from fp4engine.kernels.figures import figures_kernel, fold_figures_kernel
+from fp4engine.kernels.figures import channels_kernel, figures_kernel, fold_channels_kernel, fold_figures_kernel
 from fp4engine.kernels.grouped import grouped_amax_kernel, grouped_quantize_kernel, offsets_kernel
 from fp4engine.kernels.load import Prologue
 from fp4engine.kernels.norm import COLS, ROWS, row_statistics_kernel
@@ -132,6 +132,7 @@ POINTERS = {
 OUTPUTS = {
     "draw_kernel": "*i64", "swizzle_kernel": "*u8", "fold_chunks_kernel": "*fp32", "align_kernel": "*u8",
     "fold_sums_kernel": "*fp64", "record_kernel": "*fp32", "fold_figures_kernel": "*fp64",
+    "fold_channels_kernel": "*fp64",
 }  # fmt: skip
 """``out_ptr`` of the kernels that do not write BF16."""
 ALIGNED = ("stride_m", "stride_dy", "stride_x", "H", "stride_r", "stride_c", "R", "C", "width", "cols")
@@ -159,7 +160,7 @@ def compile_for(kernel: Any, target: GPUTarget, constants: dict[str, Any], dtype
         if signature[n].startswith("*") or (n in ALIGNED and signature[n] != "constexpr")
     ]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    warps = 8 if kernel in (block_amax_kernel, figures_kernel) else 4
+    warps = 8 if kernel in (block_amax_kernel, figures_kernel, channels_kernel) else 4
     if kernel is block_cast_kernel:
         warps = warps_for(constants["TILE_R"])
     options = {"num_warps": warps, "enable_fp_fusion": False}
@@ -267,13 +268,16 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         tile = {"HEIGHT": height, "WIDTH": width, "TILE": TRANSPOSED_TILE}
         alone = {"col_out_ptr": None, "col_scale_ptr": None} if height == 1 else {}
         table.append((f"transpose {height}x{width}", transpose_kernel, tile | alone, "bf16"))
-    for name, spec in (("1x16", PLAIN), ("16x16", TILE), ("row-scaled", ROW), ("E4M3", FP8)):
+    for name, spec in (("1x16", PLAIN), ("RHT", ROTATED), ("16x16", TILE), ("row-scaled", ROW), ("E4M3", FP8)):
         height, width = max(spec.block[0], 1), spec.block[1] or 16
         block = {"CAST": BlockCast.of(spec, "codes", 0), "HEIGHT": height, "WIDTH": width, "BOUND": spec.scale_bound}
         tile = block | {"TILE_R": COUNTED_ROWS, "TILE_C": TILE_C} | ({} if spec.block[1] else {"scale_ptr": None})
-        table.append((f"figures {name}", figures_kernel, tile, "bf16"))
+        table.append((f"figures {name}", figures_kernel, tile | {"stride_c": 1, "rng_ptr": None}, "bf16"))
     folded = {"HEIGHT": 1, "WIDTH": 16, "CODES": 16, "SCALES": 256, "COUNT": 1024}
     table.append(("fold figures", fold_figures_kernel, folded, "bf16"))
+    tile = {"TILE_R": COUNTED_ROWS, "TILE_C": TILE_C}
+    table.append(("channels", channels_kernel, tile | {"stride_c": 1}, "bf16"))
+    table.append(("fold channels", fold_channels_kernel, tile | {"PARTS": 64}, "bf16"))
     for per_row in (False, True):
         name = "dequantize row-scaled" if per_row else "dequantize"
         table.append(

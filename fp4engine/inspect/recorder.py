@@ -65,6 +65,7 @@ class Recorder:
         self._layers = _chosen(model, patterns)
         self._every, self._draws, self._shadow_rows, self._writer = every, draws, shadow_rows, writer
         self._rows: list[_Row] = []
+        self._seen: set[tuple[str, str]] = set()  # layers and roles whose tensors this step has counted
         self._refusals: dict[str, str] = {}
         self._active = ExitStack()
         self._recording = False
@@ -85,7 +86,7 @@ class Recorder:
         if self.step_number % self._every:
             return
         self._recording = True
-        self._rows, self._refusals = [], {}
+        self._rows, self._refusals, self._seen = [], {}, set()
         if "torch._dynamo" in sys.modules:  # something may be compiled: this step runs it eagerly
             self._active.enter_context(torch.compiler.set_stance("force_eager"))
         self._active.enter_context(watching(self._layers, self._hear, self._refusals.__setitem__))
@@ -128,33 +129,29 @@ class Recorder:
 
     def _count(self, layer: str, gemm: str, tensors: dict[str, Tensor], operands: list[Seen]) -> None:
         for seen in operands:
-            first = gemm == "fprop" or (seen.role == "grad_output" and not self._has(layer, "grad_output"))
-            if first:
+            if (layer, seen.role) not in self._seen:
+                self._seen.add((layer, seen.role))
                 matrix = tensors[seen.role]
                 fields = {"kind": "tensor", "layer": layer, "role": seen.role, "shape": list(matrix.shape)}
                 self._rows.append(_Row(fields, statistics.tensor_figures(matrix)))
-        values = [seen.prepared().contiguous() for seen in operands]
-        for seen, value in zip(operands, values, strict=True):
+        for seen in operands:
             if seen.spec is not None:
-                self._rows.append(_operand_row(layer, gemm, seen, value))
+                self._rows.append(_operand_row(layer, gemm, seen))
                 if self._draws and seen.spec.is_stochastic and seen.quantizer.columnwise_source == "original":
-                    self._rows.append(self._rounding_row(layer, gemm, seen, value))
+                    self._rows.append(self._rounding_row(layer, gemm, seen))
         if any(seen.spec is not None for seen in operands):
-            self._rows.append(self._product_row(layer, gemm, values, operands))
+            self._rows.append(self._product_row(layer, gemm, operands))
 
-    def _has(self, layer: str, role: str) -> bool:
-        return any(row.fields["layer"] == layer and row.fields.get("role") == role for row in self._rows)
-
-    def _product_row(self, layer: str, gemm: str, values: list[Tensor], operands: list[Seen]) -> _Row:
-        of_rows = values[0].shape[0]
+    def _product_row(self, layer: str, gemm: str, operands: list[Seen]) -> _Row:
+        of_rows = operands[0].source.shape[0]
         rows = min(self._shadow_rows, of_rows)
-        figures = statistics.product_figures(values, [seen.operand for seen in operands], rows)
+        figures = statistics.product_figures([seen.source for seen in operands], [s.operand for s in operands], rows)
         return _Row({"kind": "gemm", "layer": layer, "gemm": gemm, "rows": rows, "of_rows": of_rows}, figures)
 
-    def _rounding_row(self, layer: str, gemm: str, seen: Seen, values: Tensor) -> _Row:
+    def _rounding_row(self, layer: str, gemm: str, seen: Seen) -> _Row:
         decoded = list(drawn(seen, self._draws))
         fields = {"kind": "rounding", "layer": layer, "gemm": gemm, "role": seen.role, "side": seen.side}
-        figures = statistics.rounding_figures(values[:, : decoded[0].shape[1]], decoded)
+        figures = statistics.rounding_figures(seen.prepared()[:, : decoded[0].shape[1]], decoded)
         return _Row({**fields, "draws": self._draws}, figures)
 
 
@@ -324,10 +321,10 @@ def _rank() -> int:
     return dist.get_rank() if _distributed() else 0
 
 
-def _operand_row(layer: str, gemm: str, seen: Seen, values: Tensor) -> _Row:
+def _operand_row(layer: str, gemm: str, seen: Seen) -> _Row:
     assert seen.spec is not None
     fields = {"kind": "operand", "layer": layer, "gemm": gemm, "role": seen.role, "side": seen.side}
-    figures = statistics.operand_figures(values, seen.operand)
+    figures = statistics.operand_figures(seen.source, seen.operand, seen.rng, seen.stream)
     return _Row({**fields, "cast": seen.spec.label}, figures, seen.spec)
 
 
@@ -351,7 +348,7 @@ def _read(rows: list[_Row]) -> Iterator[dict[str, Any]]:
         parts, blocks = host[0][:, a:b], host[2][:, e:f]
         if row.fields.get("role") == "weight" and bool((parts == parts[:1]).all() & (blocks == blocks[:1]).all()):
             parts, blocks = parts[:1], blocks[:1]
-        yield {**row.fields, **_describe(row, parts.sum(0).tolist(), host[1][c:d], blocks)}
+        yield {**row.fields, **_describe(row, parts.sum(0).tolist(), host[1][c:d], blocks, parts.shape[0])}
 
 
 def _of_all_ranks(mine: Tensor) -> Tensor:
@@ -373,11 +370,12 @@ def _require_equal(mine: Any) -> None:
         )
 
 
-def _describe(row: _Row, sums: list[float], maxima: Tensor, ranked: Tensor) -> dict[str, Any]:
-    """The fields of a row that are numbers."""
+def _describe(row: _Row, sums: list[float], maxima: Tensor, ranked: Tensor, ranks: int) -> dict[str, Any]:
+    """The fields of a row that are numbers; ``ranks`` is how many have added to the sums."""
     kind = row.fields["kind"]
     if kind == "tensor":
-        return _tensor_fields(dict(zip(statistics.TENSOR_SUMS, sums, strict=True)), maxima)
+        elements = ranks * math.prod(row.fields["shape"])
+        return _tensor_fields(dict(zip(statistics.TENSOR_SUMS, sums, strict=True)), elements, maxima)
     if kind == "gemm":
         product = dict(zip(statistics.PRODUCT_SUMS, sums, strict=True))
         error = _ratio(product["error"], product["signal"])
@@ -393,11 +391,11 @@ def _describe(row: _Row, sums: list[float], maxima: Tensor, ranked: Tensor) -> d
     return _operand_fields(row.spec, sums, maxima.tolist(), ranked)
 
 
-def _tensor_fields(sums: dict[str, float], channels: Tensor) -> dict[str, Any]:
+def _tensor_fields(sums: dict[str, float], elements: int, channels: Tensor) -> dict[str, Any]:
     median = float(channels.median()) if channels.numel() else 0.0
     values, places = channels.topk(min(CHANNELS, channels.numel()))
     largest = [[place, _ratio(value, median)] for place, value in zip(places.tolist(), values.tolist(), strict=True)]
-    squares = _ratio(sums["squares"], sums["elements"])
+    squares = _ratio(sums["squares"], elements)
     return {
         "amax": _finite(float(channels.max())) if channels.numel() else 0.0,
         "rms": None if squares is None else math.sqrt(squares),

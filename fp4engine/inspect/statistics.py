@@ -17,6 +17,7 @@ from fp4engine import ops
 from fp4engine.formats import E4M3, CastSpec, Correction, ElementFormat, Outer
 from fp4engine.ops import backend
 from fp4engine.reference import outer_factor, unpack
+from fp4engine.reference.cast import prepare
 from fp4engine.tensor import Operand
 
 RANKED = 4
@@ -43,9 +44,9 @@ OPERAND_SUMS = (
 """Entries of :func:`operand_figures`' sums, before the histograms of codes and of scale codes."""
 
 OPERAND_MAXIMA = ("amax", "log2_scale_max", "minus_log2_scale_min")
-TENSOR_SUMS = ("elements", "nonfinite", "squares")
-PRODUCT_SUMS = ("elements", "signal", "error")
-ROUNDING_SUMS = ("elements", "signal", "mean_error", "spread")
+TENSOR_SUMS = ("nonfinite", "squares")
+PRODUCT_SUMS = ("signal", "error")
+ROUNDING_SUMS = ("signal", "mean_error", "spread")
 
 
 class Figures(NamedTuple):
@@ -62,35 +63,44 @@ class Figures(NamedTuple):
     ranked: Tensor
 
 
-def tensor_figures(matrix: Tensor) -> Figures:
-    """``TENSOR_SUMS`` of a matrix [M, K], and its maxima: the largest magnitude of each of the K channels."""
+def tensor_figures(matrix: Tensor, path: str = "auto") -> Figures:
+    """``TENSOR_SUMS`` of a matrix [M, K], and its maxima: the largest finite magnitude of each of the K channels."""
+    if backend.choose("figures", matrix.device, path, (matrix.dtype, matrix.numel()), _kernel_reads) == "triton":
+        from fp4engine.kernels.figures import channels
+
+        return Figures(*channels(matrix), _nothing_ranked(matrix))
     finite = matrix.nan_to_num(0.0, 0.0, 0.0)
     squares = torch.linalg.vector_norm(finite, dim=1, dtype=_accumulated(matrix)).double().square()
-    sums = [_count(matrix), (finite != matrix).sum(), squares.sum()]
     none = matrix.new_zeros(matrix.shape[1])
-    channels = torch.linalg.vector_norm(finite, float("inf"), 0) if matrix.shape[0] else none
-    return Figures(_vector(sums), channels.double(), _nothing_ranked(matrix))
+    largest = torch.linalg.vector_norm(finite, float("inf"), 0) if matrix.shape[0] else none
+    return Figures(_vector([(finite != matrix).sum(), squares.sum()]), largest.double(), _nothing_ranked(matrix))
 
 
-def operand_figures(values: Tensor, operand: Operand, path: str = "auto") -> Figures:
+def _kernel_reads(dtype: torch.dtype, elements: int) -> tuple[bool, str]:
+    return dtype != torch.float64 and elements > 0, f"figures of {elements} elements in {dtype} have no kernel"
+
+
+def operand_figures(source: Tensor, operand: Operand, rng: Tensor | None, stream: int, path: str = "auto") -> Figures:
     """``OPERAND_SUMS`` and histograms, ``OPERAND_MAXIMA``, and the worst blocks.
 
     What follows from a histogram of one-byte scales is left to :func:`byte_scale_spread` on the host. A block with
     numbers that are not finite adds nothing to signal and error.
 
     Args:
-        values: [rows, padded cols], contiguous: what was quantized, rotated where the cast rotates.
-        operand: packed codes, made of ``values``.
+        source: [rows, cols], any strides: what was cast.
+        operand: its packed codes.
+        rng, stream: as the cast had them.
         path: a backend, see :func:`fp4engine.ops.backend.choose`.
     """
     spec = operand.spec
     assert spec is not None and operand.amax is not None and operand.scale_inv is not None
-    question = (spec.key, values.dtype, operand.rows)
-    if backend.choose("figures", values.device, path, question, _kernel_supports) == "triton":
+    question = (spec.key, source.dtype, operand.rows)
+    if backend.choose("figures", source.device, path, question, _kernel_supports) == "triton":
         from fp4engine.kernels.figures import figures
 
-        width = operand.cols if spec.rotation is None else values.shape[1]
-        return Figures(*figures(values, operand.codes, operand.scale_inv, operand.amax, spec.key, width))
+        drawn = rng if spec.rotation is not None and spec.rotation.signs.is_fresh else None
+        return Figures(*figures(source, drawn, operand.codes, operand.scale_inv, operand.amax, spec.key, stream))
+    values = prepare(source, spec, rng, stream)
     return _operand_figures(values, operand.dequantize(torch.float32), operand, spec)
 
 
@@ -148,25 +158,24 @@ def _operand_figures(values: Tensor, decoded: Tensor, operand: Operand, spec: Ca
     )
 
 
-def product_figures(values: Sequence[Tensor], operands: Sequence[Operand], most_rows: int) -> Figures:
-    """``PRODUCT_SUMS`` of the product of two operands against that of their values, summed in FP32.
+def product_figures(sources: Sequence[Tensor], operands: Sequence[Operand], most_rows: int) -> Figures:
+    """``PRODUCT_SUMS`` of the product of two operands against that of what was cast, summed in FP32.
 
     Args:
-        values: what was quantized, left and right: [rows, padded cols], contiguous.
+        sources: what was cast, left and right: [rows, cols], any strides.
         operands: what it became, or a matrix without a cast.
         most_rows: how many rows of the left one are multiplied, evenly chosen.
     """
-    left, right = values
+    left, right = sources
     left_operand, right_operand = operands
     rows = left.shape[0]
     if most_rows < rows:
         chosen = torch.arange(most_rows, device=left.device) * rows // most_rows
         left, left_operand = left[chosen], _chosen(left_operand, chosen)
-    width = min(left.shape[1], right.shape[1])  # one side may be padded further
-    exact = _product(left[:, :width], right[:, :width])
-    error = _quantized_product(left_operand, right_operand) - exact
-    sums = [_count(exact), exact.square().sum(dtype=torch.float64), error.square().sum(dtype=torch.float64)]
-    return Figures(_vector(sums), exact.new_zeros(0, dtype=torch.float64), _nothing_ranked(exact))
+    exact = _product(left, right)
+    both = torch.stack([exact, _quantized_product(left_operand, right_operand) - exact])
+    sums = torch.linalg.vector_norm(both, dim=(1, 2), dtype=torch.float64).square()
+    return Figures(sums, sums.new_zeros(0), _nothing_ranked(exact))
 
 
 def _chosen(operand: Operand, rows: Tensor) -> Operand:
@@ -212,7 +221,7 @@ def rounding_figures(values: Tensor, decoded: list[Tensor]) -> Figures:
     mean = sum(decoded[1:], decoded[0]) / count
     spread = sum(((draw - mean).square().sum(dtype=torch.float64) for draw in decoded), mean.new_zeros(()).double())
     error = (mean - values).square().sum(dtype=torch.float64)
-    sums = [_count(values), values.square().sum(dtype=torch.float64), error, spread / (count * (count - 1))]
+    sums = [values.square().sum(dtype=torch.float64), error, spread / (count * (count - 1))]
     return Figures(_vector(sums), mean.new_zeros(0, dtype=torch.float64), _nothing_ranked(mean))
 
 

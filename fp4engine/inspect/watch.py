@@ -21,8 +21,6 @@ from fp4engine.ops import rng
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
 from fp4engine.reference.cast import prepare
-from fp4engine.reference.hadamard import rotate
-from fp4engine.reference.philox import rotation_signs
 from fp4engine.state import current_state
 from fp4engine.tensor import Operand
 
@@ -65,34 +63,14 @@ class Seen:
         return self.operand.spec
 
     def prepared(self) -> Tensor:
-        """[rows, padded cols] in the source's dtype, contiguous: what was rounded, rotated where the cast rotates."""
-        spec = self.spec
-        if spec is None:
-            return self.source
-        if self.source.dtype not in (torch.bfloat16, torch.float16):
-            return prepare(self.source, spec, self.rng, self.stream)
-        missing = spec.padded_cols(self.source.shape[1]) - self.source.shape[1]
-        padded = torch.nn.functional.pad(self.source, (0, missing)) if missing else self.source
-        if spec.rotation is None:
-            return padded.contiguous()
-        return _rotated(padded, rotation_signs(spec.rotation, self.rng, self.stream, padded.device))
+        """[rows, padded cols] in FP32: what was rounded, rotated where the cast rotates."""
+        assert self.spec is not None
+        return prepare(self.source, self.spec, self.rng, self.stream)
 
     @property
     def stream(self) -> int:
         """Stream id of the cast."""
         return self.quantizer.stream | ops.rank_bits() | (self.side == "columnwise")
-
-
-def _rotated(matrix: Tensor, signs: Tensor) -> Tensor:
-    """The rotation of a 16-bit ``matrix`` [rows, cols] as a product, whose terms are added in FP32 and rounded once.
-
-    The order of additions is the library's, not the contract's: an element differs where FP32 sums do, by one unit.
-    """
-    size = signs.numel()
-    if (size.bit_length() - 1) % 2:  # by a power of two and a square root, which 16 bits do not hold
-        return rotate(matrix.float(), signs, matrix.dtype).to(matrix.dtype)
-    transform = rotate(torch.diag(torch.ones_like(signs)), signs, torch.float32).to(matrix.dtype)
-    return (matrix.reshape(-1, size) @ transform).view(matrix.shape)
 
 
 Listener = Callable[[str, str, dict[str, Tensor], list[Seen]], None]

@@ -1,12 +1,12 @@
-"""What is counted of an operand, in one read of its values and codes; see :mod:`fp4engine.inspect.statistics`.
+"""What is counted of a tensor, and of an operand made of it, each in one read; see :mod:`fp4engine.inspect.statistics`.
 
-    values, codes, scales -> sums over tiles, histograms, the blocks with the largest errors
+    x -> rotate -> compare with what codes and scales stand for -> sums, histograms, the blocks with the largest errors
 
-A program walks over tiles of [32, 128] and keeps what it has counted in registers: sums as FP64, histograms of 256
-bytes, and for each block of its tile the largest errors that it has met there. A second kernel adds the programs up, in
-their order, so that equal runs have equal figures.
+A program walks over tiles and keeps what it has counted in registers: sums as FP64, histograms of 256 bytes, and for
+each block of its tile the largest errors that it has met there. A second kernel adds the programs up, in their order,
+so that equal runs have equal figures.
 
-Legend: values are [R, width], codes what they were rounded to, of which the first ``cols`` columns are counted.
+Legend: x is [R, C], at any strides; its codes are [R, width], padded, of which the first ``cols`` columns are counted.
 """
 
 import torch
@@ -16,8 +16,18 @@ from torch import Tensor
 
 from fp4engine.formats import E4M3, CastSpec
 from fp4engine.kernels.block_decode import load_codes, load_factor, load_scales
-from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes, decode_tile, largest_of, magnitudes, repeated
-from fp4engine.kernels.encode import to_bits, wide
+from fp4engine.kernels.blocks import (
+    TILE_C,
+    BlockCast,
+    as_bytes,
+    decode_tile,
+    largest_of,
+    load_tile,
+    magnitudes,
+    prepared,
+    repeated,
+)
+from fp4engine.kernels.encode import to_bits
 from fp4engine.kernels.launch import Block, Draft, Facts, Launch, device_facts, facts, resolver
 
 TILE_R = 32
@@ -34,6 +44,7 @@ BINS_FOLDED = tl.constexpr(64)
 PARTS = tl.constexpr(64)
 """Programs of the first kernel that one of the second reads at once."""
 PROGRAMS_PER_SM = 2
+CHANNEL_PROGRAMS_PER_SM = 4
 NARROW = 16
 """Columns of what is called a block where a cast has no block scales."""
 
@@ -86,9 +97,9 @@ def total(t):
 
 @triton.jit
 def figures_kernel(
-    x_ptr, codes_ptr, scale_ptr, amax_ptr, sums_ptr, histogram_ptr, ranked_ptr, place_ptr, R, width, cols,
-    programs, BOUND: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CAST: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_C: tl.constexpr, HARDWARE: tl.constexpr,
+    x_ptr, rng_ptr, codes_ptr, scale_ptr, amax_ptr, sums_ptr, histogram_ptr, ranked_ptr, place_ptr, R, C, stride_r,
+    stride_c, width, cols, stream, programs, BOUND: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    CAST: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Sums FP64 [programs, 8], histograms of codes and of scales int32 [programs, 512], and per program the four
     largest errors with their signals, FP32 [programs, 4, 2], and places: rows of blocks times blocks, plus block.
@@ -118,8 +129,7 @@ def figures_kernel(
         row = row0 + local
         block = col0 // WIDTH + wide_block
         inside = (row < R) & (col0 + column < cols)
-        source = x_ptr + row0.to(tl.int64) * width + col0
-        x = wide(tl.load(source + (local * width + column), mask=inside, other=0.0))
+        x = prepared(x_ptr, rng_ptr, R, C, stride_r, stride_c, row0, col0, stream, CAST, TILE_R, TILE_C, HARDWARE)
         codes = load_codes(codes_ptr, row0, col0, R, width, CAST, TILE_R, TILE_C)
         factor = load_factor(amax_ptr, row, col0, R, width, CAST)
         x_hat = decode_tile(codes, CAST)
@@ -296,17 +306,21 @@ def supports(spec: CastSpec, dtype: torch.dtype, rows: int) -> tuple[bool, str]:
 
 
 @resolver
-def resolve_figures(tensors: tuple[Facts, Facts, Facts, Facts], device: torch.device, key: str, cols: int) -> Launch:
-    """``(values, codes, scale_inv, amax) -> sums, maxima, ranked``."""
-    values, _, _, amax = tensors
+def resolve_figures(
+    tensors: tuple[Facts, Facts | None, Facts, Facts, Facts], device: torch.device, key: str, stream: int
+) -> Launch:
+    """``(x, rng, codes, scale_inv, amax) -> sums, maxima, ranked``."""
+    x, rng, _, _, amax = tensors
     spec = CastSpec.from_key(key)
-    (rows, width), has_scales = values.shape, bool(spec.block[1])
+    (rows, cols), has_scales = x.shape, bool(spec.block[1])
+    width = spec.padded_cols(cols)
+    counted = cols if spec.rotation is None else width
     height, block = max(spec.block[0], 1), spec.block[1] or NARROW
     hardware, multiprocessors = device_facts(device)
     tiles = -(-rows // TILE_R) * -(-width // TILE_C)
     programs = min(tiles, PROGRAMS_PER_SM * multiprocessors)
     codes, scales = 1 << spec.element.bits, int(BINS) if has_scales else 0
-    draft = Draft(device, inputs=4)
+    draft = Draft(device, inputs=5)
     sums = draft.scratch((programs, SUMS), torch.float64)
     histogram = draft.scratch((programs, 2 * int(BINS)), torch.int32)
     ranked = draft.scratch((programs, RANKED, 2), torch.float32)
@@ -316,29 +330,114 @@ def resolve_figures(tensors: tuple[Facts, Facts, Facts, Facts], device: torch.de
     worst = draft.output((RANKED, 4), torch.float64)
     parts = (sums, histogram, ranked, places)
     bound = spec.scale_bound if spec.scale == E4M3 else spec.scale.max_value
-    scale_inv = Block(draft.inputs[2], as_bytes) if has_scales else None
+    source = (draft.inputs[0], None if rng is None else draft.inputs[1], draft.inputs[2])
+    scale_inv = Block(draft.inputs[3], as_bytes) if has_scales else None
+    cast = BlockCast.of(spec, "codes", 0)
     draft.step(
-        figures_kernel, programs, *draft.inputs[:2], scale_inv, draft.inputs[3], *parts, rows, width, cols, programs,
-        bound, height, block, BlockCast.of(spec, "codes", 0), TILE_R, TILE_C, hardware, num_warps=8,
-        maxnreg=128,
+        figures_kernel, programs, *source, scale_inv, draft.inputs[4], *parts, rows, cols, *x.strides, width, counted,
+        stream, programs, bound, height, block, cast, TILE_R, TILE_C, hardware, num_warps=8, maxnreg=128,
     )  # fmt: skip
     draft.step(
-        fold_figures_kernel, 1 + 2 * int(BINS) // int(BINS_FOLDED), *parts, draft.inputs[3], out, maxima, worst,
-        programs, rows * cols, -(-rows // height) * (width // block) if has_scales else 0, amax.shape[0],
+        fold_figures_kernel, 1 + 2 * int(BINS) // int(BINS_FOLDED), *parts, draft.inputs[4], out, maxima, worst,
+        programs, rows * counted, -(-rows // height) * (width // block) if has_scales else 0, amax.shape[0],
         width // block, height, block, codes, scales, triton.next_power_of_2(programs), num_warps=4,
     )  # fmt: skip
     return draft.launch()
 
 
-def figures(values: Tensor, codes: Tensor, scale_inv: Tensor, amax: Tensor, key: str, cols: int) -> list[Tensor]:
-    """The three tensors of :class:`fp4engine.inspect.statistics.Figures`.
+def figures(
+    x: Tensor, rng: Tensor | None, codes: Tensor, scale_inv: Tensor, amax: Tensor, key: str, stream: int
+) -> list[Tensor]:
+    """The three tensors of :class:`fp4engine.inspect.statistics.Figures`, of an operand.
 
     Args:
-        values: [rows, padded cols], BF16, FP16 or FP32, contiguous: what was cast.
+        x: [rows, cols], BF16, FP16 or FP32, any strides: what was cast.
+        rng: as the cast had it.
         codes, scale_inv, amax: of the operand.
         key: of its spec.
-        cols: how many columns are counted.
+        stream: of the cast.
     """
-    tensors = (values, codes, scale_inv, amax.reshape(-1))
-    launch = resolve_figures(tuple(map(facts, tensors)), values.device, key, cols)
-    return launch(*tensors)
+    tensors = (x, rng, codes, scale_inv, amax.reshape(-1))
+    return resolve_figures(tuple(map(facts, tensors)), x.device, key, stream)(*tensors)
+
+
+@triton.jit
+def channels_kernel(
+    x_ptr, amax_ptr, sums_ptr, R, C, stride_r, stride_c, chunk, TILE_R: tl.constexpr, TILE_C: tl.constexpr
+):
+    """Of ``chunk`` rows of 128 columns: largest finite magnitudes FP32 [chunks, C], and sums FP64 [programs, 2]."""
+    across = tl.cdiv(C, TILE_C)
+    col0 = (tl.program_id(0) % across) * TILE_C
+    first = (tl.program_id(0) // across) * chunk
+    most = tl.zeros([TILE_R, TILE_C], tl.float32)
+    squares = tl.zeros([TILE_R, TILE_C], tl.float32)
+    nonfinite = tl.zeros([TILE_R, TILE_C], tl.int32)
+    for step in range(0, tl.cdiv(tl.minimum(chunk, R - first), TILE_R)):
+        x = load_tile(x_ptr, R, C, stride_r, stride_c, first + step * TILE_R, col0, TILE_R, TILE_C)
+        is_finite = magnitudes(x) < 0x7F800000
+        x = tl.where(is_finite, tl.abs(x), 0.0)
+        most = tl.maximum(most, x)
+        squares += x * x
+        nonfinite += (~is_finite).to(tl.int32)
+    col = col0 + tl.arange(0, TILE_C)
+    tl.store(amax_ptr + (first // chunk).to(tl.int64) * C + col, tl.max(most, axis=0), mask=col < C)
+    flat: tl.constexpr = TILE_R * TILE_C
+    tl.store(sums_ptr + 2 * tl.program_id(0), tl.sum(tl.reshape(nonfinite, [flat])).to(tl.float64))
+    tl.store(sums_ptr + 2 * tl.program_id(0) + 1, total(squares))
+
+
+@triton.jit
+def fold_channels_kernel(
+    amax_ptr, sums_ptr, maxima_ptr, out_ptr, C, chunks, programs, TILE_C: tl.constexpr, PARTS: tl.constexpr
+):
+    """Maxima of all chunks, FP64 [C]; the last program writes the two sums."""
+    if tl.program_id(0) < tl.cdiv(C, TILE_C):
+        col = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
+        most = tl.zeros([TILE_C], tl.float32)
+        amax_ptrs = amax_ptr + col
+        for _ in range(0, chunks):
+            most = tl.maximum(most, tl.load(amax_ptrs, mask=col < C, other=0.0))
+            amax_ptrs += C
+        tl.store(maxima_ptr + col, most.to(tl.float64), mask=col < C)
+    else:
+        entry = tl.arange(0, 2)[None, :]
+        sums = tl.zeros([PARTS, 2], tl.float64)
+        for first in range(0, programs, PARTS):
+            program = first + tl.arange(0, PARTS)[:, None]
+            sums += tl.load(sums_ptr + (2 * program + entry), mask=program < programs, other=0.0)
+        tl.store(out_ptr + tl.arange(0, 2), tl.sum(sums, axis=0))
+
+
+@resolver
+def resolve_channels(x: Facts, device: torch.device) -> Launch:
+    """``(x) -> sums, maxima``."""
+    rows, cols = x.shape
+    _, multiprocessors = device_facts(device)
+    across = -(-cols // TILE_C)
+    steps = -(-rows // TILE_R)
+    chunks = min(steps, max(1, -(-CHANNEL_PROGRAMS_PER_SM * multiprocessors // across)))
+    chunk = -(-steps // chunks) * TILE_R
+    chunks = -(-rows // chunk)
+    draft = Draft(device, inputs=1)
+    amax = draft.scratch((chunks, cols), torch.float32)
+    sums = draft.scratch((chunks * across, 2), torch.float64)
+    out = draft.output((2,), torch.float64)
+    maxima = draft.output((cols,), torch.float64)
+    draft.step(
+        channels_kernel, chunks * across, draft.inputs[0], amax, sums, rows, cols, *x.strides, chunk, TILE_R, TILE_C,
+        num_warps=8,
+    )  # fmt: skip
+    draft.step(
+        fold_channels_kernel, across + 1, amax, sums, maxima, out, cols, chunks, chunks * across, TILE_C, int(PARTS),
+        num_warps=4,
+    )  # fmt: skip
+    return draft.launch()
+
+
+def channels(x: Tensor) -> list[Tensor]:
+    """FP64 [2], numbers that are not finite and the sum of the others' squares, and the largest of each column [C].
+
+    Args:
+        x: [R, C], neither 0; BF16, FP16 or FP32, any strides.
+    """
+    return resolve_channels(facts(x), x.device)(x)
