@@ -150,10 +150,8 @@ def figures_kernel(
             underflow += under
             overflow += over
             raw = tl.load(scale_ptr + (row.to(tl.int64) * blocks + block), mask=here, other=0)
-            raw = raw.to(tl.uint8, bitcast=True).to(tl.int32)
-            once = here & (row % HEIGHT == 0)
-            flat: tl.constexpr = TILE_R * BLOCKS
-            of_scales += tl.histogram(tl.reshape(raw, [flat]), BINS, mask=tl.reshape(once, [flat]))
+            raw = tl.where(here & (row % HEIGHT == 0), raw.to(tl.uint8, bitcast=True).to(tl.int32), 0)
+            of_scales += tl.histogram(tl.reshape(raw, [TILE_R * BLOCKS]), BINS)
         x_hat = tl.where(inside, x_hat * factor, 0.0)
         limit = tl.where(limit > 0, limit, float("inf"))
         beyond = tl.abs(x) > limit * 1.0009765625
@@ -165,9 +163,8 @@ def figures_kernel(
         saturated += too_large
         nonzero += some
         kept += some_kept
-        flat_tile: tl.constexpr = TILE_R * TILE_C
-        counted = codes.to(tl.int32, bitcast=True)
-        of_codes += tl.histogram(tl.reshape(counted, [flat_tile]), BINS, mask=tl.reshape(inside, [flat_tile]))
+        counted = tl.where(inside, codes.to(tl.int32, bitcast=True), 0)
+        of_codes += tl.histogram(tl.reshape(counted, [TILE_R * TILE_C]), BINS)
         signal = sums_of(x * x, HEIGHT, WIDTH)
         error = sums_of((x_hat - x) * (x_hat - x), HEIGHT, WIDTH)
         signals += total(signal)
@@ -214,14 +211,20 @@ def column(sums_ptr, index: tl.constexpr, programs, COUNT: tl.constexpr):
 
 
 @triton.jit
-def fold_histograms(histogram_ptr, out_ptr, part, programs, CODES: tl.constexpr, SCALES: tl.constexpr):
-    """Write part ``part`` of the two histograms, of codes and of scales, one behind the other."""
+def fold_histograms(
+    histogram_ptr, out_ptr, part, programs, codes_outside, scales_outside, CODES: tl.constexpr, SCALES: tl.constexpr
+):
+    """Write part ``part`` of the two histograms, of codes and of scales, one behind the other.
+
+    What tiles have ``outside`` of the operand was counted as byte 0.
+    """
     index = part * BINS_FOLDED + tl.arange(0, BINS_FOLDED)
     found = tl.zeros([BINS_FOLDED], tl.int64)
     for first in range(0, programs, PARTS):
         program = first + tl.arange(0, PARTS)[:, None]
         counts = tl.load(histogram_ptr + (program * (2 * BINS) + index[None, :]), mask=program < programs, other=0)
         found += tl.sum(counts.to(tl.int64), axis=0)
+    found -= tl.where(index == 0, codes_outside, tl.where(index == BINS, scales_outside, 0))
     of_scales = index >= BINS
     target = tl.where(of_scales, index - BINS + CODES, index)
     wanted = tl.where(of_scales, index < BINS + SCALES, index < CODES)
@@ -263,8 +266,8 @@ def largest_finite(amax_ptr, amaxes):
 @triton.jit
 def fold_figures_kernel(
     sums_ptr, histogram_ptr, ranked_ptr, place_ptr, amax_ptr, out_ptr, maxima_ptr, worst_ptr, programs, elements,
-    scales, amaxes, blocks, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr,
-    COUNT: tl.constexpr,
+    scales, codes_outside, scales_outside, amaxes, blocks, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The figures of an operand. Program 0 writes all but the histograms, of which the others write parts.
 
@@ -273,7 +276,10 @@ def fold_figures_kernel(
         CODES, SCALES: how long the two histograms are.
     """
     if tl.program_id(0) > 0:
-        fold_histograms(histogram_ptr, out_ptr + NUMBERS, tl.program_id(0) - 1, programs, CODES, SCALES)
+        fold_histograms(
+            histogram_ptr, out_ptr + NUMBERS, tl.program_id(0) - 1, programs, codes_outside, scales_outside,
+            CODES, SCALES,
+        )  # fmt: skip
     else:
         one = tl.arange(0, 1)
         none = tl.zeros([1], tl.float64)
@@ -320,6 +326,7 @@ def resolve_figures(
     tiles = -(-rows // TILE_R) * -(-width // TILE_C)
     programs = min(tiles, PROGRAMS_PER_SM * multiprocessors)
     codes, scales = 1 << spec.element.bits, int(BINS) if has_scales else 0
+    blocks = -(-rows // height) * (width // block) if has_scales else 0
     draft = Draft(device, inputs=5)
     sums = draft.scratch((programs, SUMS), torch.float64)
     histogram = draft.scratch((programs, 2 * int(BINS)), torch.int32)
@@ -339,8 +346,9 @@ def resolve_figures(
     )  # fmt: skip
     draft.step(
         fold_figures_kernel, 1 + 2 * int(BINS) // int(BINS_FOLDED), *parts, draft.inputs[4], out, maxima, worst,
-        programs, rows * counted, -(-rows // height) * (width // block) if has_scales else 0, amax.shape[0],
-        width // block, height, block, codes, scales, triton.next_power_of_2(programs), num_warps=4,
+        programs, rows * counted, blocks, tiles * TILE_R * TILE_C - rows * counted,
+        tiles * TILE_R * (TILE_C // block) - blocks, amax.shape[0], width // block, height, block, codes, scales,
+        triton.next_power_of_2(programs), num_warps=4,
     )  # fmt: skip
     return draft.launch()
 
