@@ -24,7 +24,7 @@ PACE_MEMORY = 0.8
 """Weight of what is known when the seconds of a step are measured once more."""
 
 MARGIN = 1.1
-"""A run is begun if it would end in time even so much slower than expected."""
+"""A run is begun if it would end in time even so much slower than expected, and given up if only so much faster."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class Limits:
     Attributes:
         steps: of a run.
         deadline: :func:`time.time` at which what is under way is saved.
-        only_whole: begin nothing that, by the pace so far, would not end before the deadline.
+        only_whole: begin nothing that, by the pace so far, would not end before the deadline, and stop what turns out
+            too slow for it.
     """
 
     steps: int
@@ -78,7 +79,7 @@ class Together:
     def __init__(self, corpus: Corpus, folder: Path, scratch: Path, limits: Limits, tell: Tell) -> None:
         self.feed, self.folder, self.scratch, self.limits, self.tell = Feed(corpus), folder, scratch, limits, tell
         self.live: dict[Run, Training] = {}
-        self.pace: float | None = None  # seconds that the device needs for a step, of any run
+        self.pace: dict[str, float] = {}  # seconds that the device needs for a step of a variant
 
     def train(self, take: Take) -> None:
         """Until there are no more runs, or the deadline has come."""
@@ -98,10 +99,25 @@ class Together:
         """Whether one more run would end before the deadline, if all share the device evenly."""
         if not self.limits.only_whole:
             return True
-        if self.pace is None:
+        if not self.pace:
             return not self.live
-        steps = self.limits.steps + sum(training.settings.steps - training.step for training in self.live.values())
-        return time.time() + MARGIN * self.pace * steps <= self.limits.deadline
+        seconds = self._seconds_left() + min(self.pace.values()) * self.limits.steps
+        return time.time() + MARGIN * seconds <= self.limits.deadline
+
+    def _seconds_left(self) -> float:
+        """What the device needs for the rest of the runs that are under way; an unknown variant may be the fastest."""
+        fastest = min(self.pace.values(), default=0.0)
+        return sum(
+            self.pace.get(run.variant, fastest) * (training.settings.steps - training.step)
+            for run, training in self.live.items()
+        )
+
+    def _stop_what_would_not_end(self) -> None:
+        """The run with the fewest steps, if by their pace not all would end before the deadline."""
+        left = self.limits.deadline - time.time()
+        if self.limits.only_whole and self.live and self._seconds_left() > MARGIN * max(left, 0.0):
+            last = min(self.live, key=lambda run: self.live[run].step)
+            self._attempt(last, self._stop)
 
     def _attempt(self, run: Run, work: Callable[[Run], None]) -> None:
         """What goes wrong ends this run alone.
@@ -131,14 +147,17 @@ class Together:
                 self._attempt(run, lambda run, work=work: work(self.live[run]))
         seconds = time.time() - begin
         steps = sum(training.step - before[run] for run, training in self.live.items())
+        variants = {run.variant for run in self.live}
         if is_warm and steps:
-            known = seconds / steps if self.pace is None else self.pace
-            self.pace = PACE_MEMORY * known + (1 - PACE_MEMORY) * seconds / steps
+            for variant in variants if len(variants) == 1 else variants - self.pace.keys():
+                known = self.pace.get(variant, seconds / steps)
+                self.pace[variant] = PACE_MEMORY * known + (1 - PACE_MEMORY) * seconds / steps
         self.tell(Outcome("steps", steps=steps))
         for run, training in list(self.live.items()):
             training.seconds += seconds / len(before)
             if training.has_ended:
                 self._attempt(run, self._finish)
+        self._stop_what_would_not_end()
 
     def _finish(self, run: Run) -> None:
         results.save(run.path(self.folder), self.live.pop(run).rows())

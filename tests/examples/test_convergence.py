@@ -210,10 +210,27 @@ def test_nothing_is_begun_that_would_not_end_in_time(corpus: Corpus, tmp_path: P
     assert crew._would_end()
     crew.live[Run(SMALL, BASELINE)] = Training(SMALL, BASELINE, crew.feed)
     assert not crew._would_end()  # nobody knows yet how long a step takes
-    crew.pace = 1.0
+    crew.pace = {BASELINE: 1.0}
     assert crew._would_end()
-    crew.pace = 1000 / (100 + SMALL.steps)  # what is under way takes its share of the time
+    crew.pace = {BASELINE: 1000 / (100 + SMALL.steps)}  # what is under way takes its share of the time
     assert not crew._would_end()
+
+
+def test_a_run_that_turns_out_too_slow_is_stopped_and_faster_ones_go_on(corpus, tmp_path: Path) -> None:
+    told: list[together.Outcome] = []
+    limits = Limits(steps=SMALL.steps, at_once=4, deadline=together.time.time() + 1000, only_whole=True)
+    crew = Together(corpus, tmp_path, tmp_path, limits, told.append)
+    fast, slow = Run(SMALL, BASELINE), Run(SMALL, "nvfp4")
+    crew.live = {run: Training(SMALL, run.variant, crew.feed) for run in (fast, slow)}
+    crew.live[fast].step = 1
+    crew.pace = {BASELINE: 100 / SMALL.steps}
+    crew._stop_what_would_not_end()
+    assert not told  # a variant that nobody has timed may be as fast as the others
+    crew.pace["nvfp4"] = 2000 / SMALL.steps
+    crew._stop_what_would_not_end()
+    assert [(outcome.kind, outcome.run) for outcome in told] == [("stopped", slow)] and list(crew.live) == [fast]
+    crew._stop_what_would_not_end()
+    assert len(told) == 1
 
 
 def test_where_a_stopped_run_waits_depends_on_all_that_it_is(tmp_path: Path) -> None:
