@@ -190,8 +190,8 @@ def record(
       scale underflows to zero or overflows its bound; ``scale_spread_octaves``, the standard deviation of log2 of the
       nonzero block scales, and their ``scale_range_octaves``; ``codes`` and ``scale_codes``, histograms; ``worst``,
       blocks as ``[row, col, share of the operand's error, sqnr_db, rank]``;
-    - ``gemm``, per layer: ``snr_db`` and ``relative_error`` of the product of the decoded operands against the product
-      of the values that they stand for, both in FP32, over ``rows`` evenly chosen rows of ``of_rows``;
+    - ``gemm``, per layer: ``snr_db`` and ``relative_error`` of the product of the operands against the product of the
+      tensors that were cast, both summed in FP32, over ``rows`` evenly chosen rows of ``of_rows``;
     - ``rounding``, per stochastic operand and only with ``draws``: ``bias``, an estimate of
       ``|E[x_hat] - x|^2 / |x|^2``, and ``noise``, the mean over draws of ``|x_hat - x|^2 / |x|^2``;
     - ``refusal``: a layer that was asked for and not seen in this step, and why.
