@@ -1,0 +1,186 @@
+"""Pipeline, context and expert parallelism on two processes (gloo, CPU): every operand is that of one process."""
+
+import hashlib
+import importlib
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+import fp4engine
+from fp4engine.distributed import draw_by_layer
+from fp4engine.modules import Gemms
+from fp4engine.recipe import NVFP4BlockScaling, zoo
+
+WORLD = 2
+NEAREST = NVFP4BlockScaling(disable_stochastic_rounding=True)
+
+
+class Operands:
+    """A region that notes what each product multiplies: layer, product, and which call of these -> a digest."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        self.found: dict[str, str] = {}
+        self._names = {
+            id(module.executed): module.draws_as[0] if module.draws_as else module.name
+            for model in models
+            for module in model.modules()
+            if isinstance(module, Gemms)
+        }
+        self._calls: Counter[str] = Counter()
+        self._functional = importlib.import_module("fp4engine.functional.linear")
+
+    def __enter__(self) -> dict[str, str]:
+        self._product = self._functional._gemm
+        self._functional._gemm = self._watched
+        return self.found
+
+    def __exit__(self, *_) -> None:
+        self._functional._gemm = self._product
+
+    def _watched(self, name, left, right, call, *arguments, **options):
+        layer = f"{self._names[id(call.executed)]} {name}"
+        self._calls[layer] += 1
+        tensors = (*left.tensors, *right.tensors)
+        self.found[f"{layer} {self._calls[layer]}"] = digest(*(tensor for tensor in tensors if tensor is not None))
+        return self._product(name, left, right, call, *arguments, **options)
+
+
+def digest(*tensors: torch.Tensor) -> str:
+    hashed = hashlib.sha256()
+    for tensor in tensors:
+        hashed.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
+
+
+# Pipelines: one process runs the micro-batches one after the other
+
+MICROBATCHES, ROWS, WIDTH = 4, 16, 32
+PIPELINES = {
+    "1f1b": (Schedule1F1B, "nvfp4"),
+    "gpipe": (ScheduleGPipe, "nvfp4"),
+    "interleaved": (ScheduleInterleaved1F1B, "nvfp4"),
+    "draws forward": (Schedule1F1B, "fp4_all_the_way"),
+    "delayed": (Schedule1F1B, "fp8_delayed"),
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def make_blocks(by_layer: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    fp4engine.convert(model)
+    if by_layer:
+        draw_by_layer(model, 0)
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(2, MICROBATCHES * ROWS, WIDTH).unbind()
+    return inputs, targets
+
+
+def train_in_turn(recipe, by_layer=True):
+    """Operands of two steps in one process, and the gradients after them."""
+    model = make_blocks(by_layer)
+    fp4engine.manual_seed(3)
+    inputs, targets = batch()
+    with Operands(model) as operands:
+        for _ in range(2):
+            with fp4engine.autocast(recipe=recipe):
+                for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
+                    nn.functional.mse_loss(model(x), y).backward()
+    return operands, gradients(model)
+
+
+def make_stage(part: nn.Module, index: int, parts: int) -> PipelineStage:
+    """Told of what size its tensors are, it runs nothing to find out."""
+    first, later = (torch.empty(ROWS, WIDTH, requires_grad=needs) for needs in (False, True))
+    inputs = (first if index == 0 else later,)
+    return PipelineStage(part, index, parts, torch.device("cpu"), input_args=inputs, output_args=(later,))
+
+
+def train_by_stages(rank: int, kind, recipe, by_layer=True):
+    """The same of this rank's stages."""
+    model = make_blocks(by_layer)
+    fp4engine.manual_seed(3)
+    parts = 4 if kind is ScheduleInterleaved1F1B else WORLD
+    cut = len(model) // parts
+    stages = [make_stage(model[cut * i : cut * (i + 1)], i, parts) for i in range(rank, parts, WORLD)]
+    of_one = stages if kind is ScheduleInterleaved1F1B else stages[0]
+    schedule = kind(of_one, MICROBATCHES, loss_fn=nn.functional.mse_loss, scale_grads=False)
+    inputs, targets = batch()
+    with Operands(model) as operands:
+        for _ in range(2):
+            with fp4engine.autocast(recipe=recipe):
+                schedule.step(*((inputs,) if rank == 0 else ()), **({"target": targets} if rank == WORLD - 1 else {}))
+    return operands, gradients(model)
+
+
+def gradients(model: nn.Module) -> dict[str, str]:
+    return {name: digest(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def pipelines(rank: int):
+    found = {name: train_by_stages(rank, kind, zoo.make(recipe)) for name, (kind, recipe) in PIPELINES.items()}
+    found["nearest"] = train_by_stages(rank, Schedule1F1B, NEAREST, by_layer=False)
+    return found
+
+
+CHECKS = {"pipelines": pipelines}
+
+
+def run(rank: int, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    try:
+        results = {name: check(rank) for name, check in CHECKS.items()}
+    finally:
+        time.sleep(0.3)  # as tests/conftest.py does, whose pause this process does not have
+        dist.destroy_process_group()
+    torch.save(results, f"{folder}/{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each rank found."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    mp.spawn(run, (str(folder),), WORLD)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """PyTorch's own sums, in norms for one, depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", [*PIPELINES, "nearest"])
+def test_a_pipeline_casts_as_one_process_does(ranks, name):
+    if name == "nearest":
+        expected = train_in_turn(NEAREST, by_layer=False)
+    else:
+        expected = train_in_turn(zoo.make(PIPELINES[name][1]))
+    for want, parts in zip(expected, zip(*(rank["pipelines"][name] for rank in ranks), strict=True), strict=True):
+        assert all(parts)
+        assert {**parts[0], **parts[1]} == want
