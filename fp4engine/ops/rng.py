@@ -1,4 +1,4 @@
-"""The random stream's whole state: ``(seed, draw)``, one int64 [2] tensor per device, and per layer that draws by itself.
+"""The random stream's whole state: ``(seed, draw)``, an int64 [2] tensor per device, and per layer with its own draws.
 
 A draw is taken by adding to the draw number on the device, so that a CUDA-graph replay advances it and nothing
 synchronises. What a draw returns is a tensor of its own, which no later draw changes. PyTorch's generators are neither

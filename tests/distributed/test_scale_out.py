@@ -3,9 +3,11 @@
 import hashlib
 import importlib
 import os
+import re
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,6 @@ from fp4engine.modules import Gemms
 from fp4engine.recipe import NVFP4BlockScaling, zoo
 
 WORLD = 2
-NEAREST = NVFP4BlockScaling(disable_stochastic_rounding=True)
 
 
 class Operands:
@@ -63,12 +64,14 @@ def digest(*tensors: torch.Tensor) -> str:
 # Pipelines: one process runs the micro-batches one after the other
 
 MICROBATCHES, ROWS, WIDTH = 4, 16, 32
-PIPELINES = {
-    "1f1b": (Schedule1F1B, "nvfp4"),
-    "gpipe": (ScheduleGPipe, "nvfp4"),
-    "interleaved": (ScheduleInterleaved1F1B, "nvfp4"),
-    "draws forward": (Schedule1F1B, "fp4_all_the_way"),
-    "delayed": (Schedule1F1B, "fp8_delayed"),
+NVFP4, FORWARD_TOO = zoo.make("nvfp4"), zoo.make("fp4_all_the_way")
+PIPELINES = {  # schedule, recipe, whether layers draw by name, whether weights are cached
+    "1f1b": (Schedule1F1B, NVFP4, True, False),
+    "gpipe": (ScheduleGPipe, NVFP4, True, False),
+    "interleaved": (ScheduleInterleaved1F1B, FORWARD_TOO, True, False),
+    "cached": (Schedule1F1B, FORWARD_TOO, True, True),
+    "nearest": (Schedule1F1B, NVFP4BlockScaling(disable_stochastic_rounding=True), False, False),
+    "delayed": (Schedule1F1B, zoo.make("fp8_delayed"), False, False),
 }
 
 
@@ -96,14 +99,14 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, targets
 
 
-def train_in_turn(recipe, by_layer=True):
+def train_in_turn(recipe, by_layer=True, cached=False):
     """Operands of two steps in one process, and the gradients after them."""
     model = make_blocks(by_layer)
     fp4engine.manual_seed(3)
     inputs, targets = batch()
     with Operands(model) as operands:
         for _ in range(2):
-            with fp4engine.autocast(recipe=recipe):
+            with fp4engine.autocast(recipe=recipe), fp4engine.weight_cache(model if cached else nn.Module()):
                 for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
                     nn.functional.mse_loss(model(x), y).backward()
     return operands, gradients(model)
@@ -116,7 +119,7 @@ def make_stage(part: nn.Module, index: int, parts: int) -> PipelineStage:
     return PipelineStage(part, index, parts, torch.device("cpu"), input_args=inputs, output_args=(later,))
 
 
-def train_by_stages(rank: int, kind, recipe, by_layer=True):
+def train_by_stages(rank: int, kind, recipe, by_layer=True, cached=False):
     """The same of this rank's stages."""
     model = make_blocks(by_layer)
     fp4engine.manual_seed(3)
@@ -128,7 +131,7 @@ def train_by_stages(rank: int, kind, recipe, by_layer=True):
     inputs, targets = batch()
     with Operands(model) as operands:
         for _ in range(2):
-            with fp4engine.autocast(recipe=recipe):
+            with fp4engine.autocast(recipe=recipe), fp4engine.weight_cache(model if cached else nn.Module()):
                 schedule.step(*((inputs,) if rank == 0 else ()), **({"target": targets} if rank == WORLD - 1 else {}))
     return operands, gradients(model)
 
@@ -138,12 +141,63 @@ def gradients(model: nn.Module) -> dict[str, str]:
 
 
 def pipelines(rank: int):
-    found = {name: train_by_stages(rank, kind, zoo.make(recipe)) for name, (kind, recipe) in PIPELINES.items()}
-    found["nearest"] = train_by_stages(rank, Schedule1F1B, NEAREST, by_layer=False)
+    return {name: train_by_stages(rank, kind, *how) for name, (kind, *how) in PIPELINES.items()}
+
+
+# Experts: one process has all of them, and the tokens of all ranks below each other
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "distributed.md"
+EXPERTS, TOKENS = 4, 48
+
+
+def of_page() -> dict[str, Any]:
+    """The classes of the example in the documentation."""
+    (block,) = (
+        block for block in re.findall("```python\n(.*?)```", PAGE.read_text(), re.S) if "class Experts" in block
+    )
+    names: dict[str, Any] = {}
+    exec(block.partition("# One process here")[0], names)
+    return names
+
+
+def train_experts(group, part=slice(None), recipe=None):
+    """Operands, gradients of experts by their number in the whole, and what belongs to the tokens in ``part``."""
+    torch.manual_seed(2)
+    tokens, direction = torch.randn(2, WORLD * TOKENS, 32).unbind()
+    expert = torch.randint(0, EXPERTS, (WORLD * TOKENS,))
+    expert[expert == 2] = 1  # nobody chooses the third
+    weights = {"up": torch.randn(EXPERTS, 48, 32), "down": torch.randn(EXPERTS, 32, 48)}
+    layer = of_page()["Experts"](EXPERTS, 32, 48, group)
+    first = dist.get_rank(group) * layer.own
+    for name, values in weights.items():
+        for i, weight in enumerate(getattr(layer, name).weights):
+            weight.data.copy_(values[first + i])
+    draw_by_layer(layer, 0, first_expert=first)
+    fp4engine.manual_seed(3)
+    x = tokens[part].clone().requires_grad_()
+    with Operands(layer) as operands, fp4engine.autocast(recipe=recipe):
+        y = layer(x, expert[part])
+        y.backward(direction[part])
+    grads = {
+        re.sub(r"\d+", lambda match: f" {first + int(match[0])}", name): digest(parameter.grad)
+        for name, parameter in layer.named_parameters()
+    }
+    return operands, grads, (y.detach(), x.grad)
+
+
+def experts(rank: int):
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    part = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    found = {}
+    for name in ("nvfp4", "fp4_all_the_way"):
+        spread = train_experts(dist.group.WORLD, part, zoo.make(name))
+        whole = train_experts(alone, recipe=zoo.make(name))
+        same = all(torch.equal(mine, theirs[part]) for mine, theirs in zip(spread[2], whole[2], strict=True))
+        found[name] = spread[:2], whole[:2], same
     return found
 
 
-CHECKS = {"pipelines": pipelines}
+CHECKS = {"pipelines": pipelines, "experts": experts}
 
 
 def run(rank: int, folder: str) -> None:
@@ -175,12 +229,18 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", [*PIPELINES, "nearest"])
+@pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline_casts_as_one_process_does(ranks, name):
-    if name == "nearest":
-        expected = train_in_turn(NEAREST, by_layer=False)
-    else:
-        expected = train_in_turn(zoo.make(PIPELINES[name][1]))
-    for want, parts in zip(expected, zip(*(rank["pipelines"][name] for rank in ranks), strict=True), strict=True):
+    expected = train_in_turn(*PIPELINES[name][1:])
+    for want, *parts in zip(expected, *(rank["pipelines"][name] for rank in ranks), strict=True):
         assert all(parts)
         assert {**parts[0], **parts[1]} == want
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp4_all_the_way"])
+def test_experts_are_those_of_one_process_wherever_they_are(ranks, name):
+    (first, whole, same), (second, _, same_too) = (rank["experts"][name] for rank in ranks)
+    for want, *parts in zip(whole, first, second, strict=True):
+        assert all(parts)
+        assert {**parts[0], **parts[1]} == want
+    assert same and same_too

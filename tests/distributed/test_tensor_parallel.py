@@ -190,9 +190,10 @@ def of_rows(rank: int, results):
 def context(rank: int, mesh, alone):
     """As :func:`operands`, with plain tensors: whole weights, and on each rank a part of the sequence."""
     found = {}
+    how = {"inputs": rows_of(rank), "cp_group": mesh.get_group()}
     for name in ROWS:
-        block, group = make_block(), mesh.get_group()
-        results, parts = multiplied(lambda b=block, n=name: train(b, zoo.make(n), inputs=rows_of(rank), cp_group=group))
+        block = make_block()
+        results, parts = multiplied(lambda block=block, name=name: train(block, zoo.make(name), **how))
         expected, wholes = alone[name]
         wrong = [label for (label, part), (_, whole) in zip(parts, wholes, strict=True) if differing(part, whole, rank)]
         found[name] = wrong, len(parts), distance(summed(results), of_rows(rank, expected))
@@ -425,7 +426,9 @@ def test_operands_are_parts_of_those_of_one_process(ranks, name, spread):
         assert distance < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["tensor", "sequence", "compiled", "rows", "siblings", "context compiled", "attention"])
+@pytest.mark.parametrize(
+    "kind", ["tensor", "sequence", "compiled", "rows", "siblings", "context compiled", "attention"]
+)
 def test_training_is_that_of_one_process(ranks, kind):
     for rank in ranks:
         assert rank[kind] < 1e-6
