@@ -181,8 +181,8 @@ class Gemms(torch.nn.Module):
             return self._told(Shards(), state) if shared or self.draws_as is not None else None
         if self.module_type == "grouped_linear":
             raise NotImplementedError(
-                f"{self.name or 'GroupedLinear'}: cp_group says that every rank has as many rows, and of an expert it has "
-                "those of the tokens that chose it; enter autocast without cp_group around experts"
+                f"{self.name or 'GroupedLinear'}: cp_group says that every rank has as many rows, and of an expert it "
+                "has those of the tokens that chose it; enter autocast without cp_group around experts"
             )
         rows = prod(inp.shape[:-1])
         return self._told(rows_in_order(plan, cp_group, rows, inp.device, self._label()), state)
