@@ -5,6 +5,7 @@ import importlib
 import os
 import re
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import fp4engine
 from fp4engine.distributed import draw_by_layer
+from fp4engine.integrations import TrainingState
 from fp4engine.modules import Gemms
 from fp4engine.recipe import NVFP4BlockScaling, zoo
 
@@ -99,13 +102,14 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, targets
 
 
-def train_in_turn(recipe, by_layer=True, cached=False):
-    """Operands of two steps in one process, and the gradients after them."""
-    model = make_blocks(by_layer)
-    fp4engine.manual_seed(3)
+def train_in_turn(recipe, by_layer=True, cached=False, model=None, steps=2):
+    """Operands of some steps in one process, and the gradients after them."""
+    if model is None:
+        model = make_blocks(by_layer)
+        fp4engine.manual_seed(3)
     inputs, targets = batch()
     with Operands(model) as operands:
-        for _ in range(2):
+        for _ in range(steps):
             with fp4engine.autocast(recipe=recipe), fp4engine.weight_cache(model if cached else nn.Module()):
                 for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
                     nn.functional.mse_loss(model(x), y).backward()
@@ -119,8 +123,8 @@ def make_stage(part: nn.Module, index: int, parts: int) -> PipelineStage:
     return PipelineStage(part, index, parts, torch.device("cpu"), input_args=inputs, output_args=(later,))
 
 
-def train_by_stages(rank: int, kind, recipe, by_layer=True, cached=False):
-    """The same of this rank's stages."""
+def train_by_stages(rank: int, kind, recipe, by_layer=True, cached=False, folder=None):
+    """The same of this rank's stages, which may be saved between the steps."""
     model = make_blocks(by_layer)
     fp4engine.manual_seed(3)
     parts = 4 if kind is ScheduleInterleaved1F1B else WORLD
@@ -130,7 +134,10 @@ def train_by_stages(rank: int, kind, recipe, by_layer=True, cached=False):
     schedule = kind(of_one, MICROBATCHES, loss_fn=nn.functional.mse_loss, scale_grads=False)
     inputs, targets = batch()
     with Operands(model) as operands:
-        for _ in range(2):
+        for step in range(2):
+            if step == 1 and folder is not None:
+                state = {"model": stages[0].submod.state_dict(), "fp4": TrainingState(model)}
+                dcp.save(state, checkpoint_id=folder)
             with fp4engine.autocast(recipe=recipe), fp4engine.weight_cache(model if cached else nn.Module()):
                 schedule.step(*((inputs,) if rank == 0 else ()), **({"target": targets} if rank == WORLD - 1 else {}))
     return operands, gradients(model)
@@ -140,8 +147,10 @@ def gradients(model: nn.Module) -> dict[str, str]:
     return {name: digest(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def pipelines(rank: int):
-    return {name: train_by_stages(rank, kind, *how) for name, (kind, *how) in PIPELINES.items()}
+def pipelines(rank: int, folder: str):
+    found = {name: train_by_stages(rank, kind, *how) for name, (kind, *how) in PIPELINES.items()}
+    train_by_stages(rank, Schedule1F1B, FORWARD_TOO, folder=f"{folder}/saved")
+    return found
 
 
 # Experts: one process has all of them, and the tokens of all ranks below each other
@@ -185,7 +194,7 @@ def train_experts(group, part=slice(None), recipe=None):
     return operands, grads, (y.detach(), x.grad)
 
 
-def experts(rank: int):
+def experts(rank: int, folder: str):
     alone = dist.new_group([rank], use_local_synchronization=True)
     part = slice(rank * TOKENS, (rank + 1) * TOKENS)
     found = {}
@@ -205,7 +214,7 @@ def run(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     try:
-        results = {name: check(rank) for name, check in CHECKS.items()}
+        results = {name: check(rank, folder) for name, check in CHECKS.items()}
     finally:
         time.sleep(0.3)  # as tests/conftest.py does, whose pause this process does not have
         dist.destroy_process_group()
@@ -213,9 +222,13 @@ def run(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path):
     """What each rank found."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
     mp.spawn(run, (str(folder),), WORLD)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
@@ -235,6 +248,19 @@ def test_a_pipeline_casts_as_one_process_does(ranks, name):
     for want, *parts in zip(expected, *(rank["pipelines"][name] for rank in ranks), strict=True):
         assert all(parts)
         assert {**parts[0], **parts[1]} == want
+
+
+def test_one_process_goes_on_where_two_stages_stopped(ranks, folder):
+    model = make_blocks()
+    state = {"model": model.state_dict(), "fp4": TrainingState(model)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the number of ranks is another one, and DCP runs in one process
+        dcp.load(state, checkpoint_id=folder / "saved")
+    last, _ = train_in_turn(FORWARD_TOO, model=model, steps=1)
+    whole, _ = train_in_turn(FORWARD_TOO)
+    calls = {key: (key.rpartition(" ")[0], int(key.rpartition(" ")[2])) for key in last}
+    assert last == {key: whole[f"{layer} {call + MICROBATCHES}"] for key, (layer, call) in calls.items()}
+    assert len(last) == len(whole) // 2
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp4_all_the_way"])
