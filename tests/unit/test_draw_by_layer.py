@@ -159,3 +159,38 @@ def test_inspection_says_that_it_does_not_see_them(tmp_path):
         gradients(model)
         recorder.step()
     assert any("its random bits are those of its own name" in path.read_text() for path in tmp_path.glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("kind", [fp4engine.LayerNormMLP, fp4engine.LayerNormLinear])
+def test_fused_modules_round_to_the_same_bytes(kind):
+    """Only who draws differs, so nothing does where nothing is drawn."""
+    found = []
+    for by_layer in (False, True):
+        torch.manual_seed(0)
+        module = kind(32, 64, name="block")
+        if by_layer:
+            draw_by_layer(module, 0)
+        found.append(gradients(module, NVFP4.replace(disable_stochastic_rounding=True)))
+    assert equal(*found)
+
+
+def test_stored_weights_and_main_grad_go_along():
+    def made(by_layer):
+        torch.manual_seed(0)
+        with fp4engine.quantized_model_init(recipe=NVFP4):
+            stored = fp4engine.Linear(32, 32, name="stored")
+        fused = fp4engine.Linear(32, 32, name="fused", fuse_wgrad_accumulation=True)
+        fused.weight.main_grad = torch.zeros(32, 32)
+        model = torch.nn.Sequential(stored, fused)
+        if by_layer:
+            draw_by_layer(model, 0)
+        return model
+
+    recipe, found = NVFP4.replace(disable_stochastic_rounding=True), []
+    for model in (made(False), made(True)):
+        torch.manual_seed(1)
+        x = torch.randn(16, 32, requires_grad=True)
+        with fp4engine.autocast(recipe=recipe):
+            model(x).square().sum().backward()
+        found.append((x.grad, model[1].weight.main_grad))
+    assert equal(*found) and found[0][1].any()
