@@ -42,12 +42,14 @@ class AutocastState:
         calibrating: TransformerEngine's flag. Recipes that take their scales from the tensor at hand have nothing to
             calibrate, so it changes nothing; delayed scaling does not implement it.
         amax_reduction_group: process group over which outer amaxes are reduced, or None.
+        cp_group: process group whose ranks have equally many rows of every input, one after the other, or None.
     """
 
     enabled: bool
     recipe: Recipe
     calibrating: bool = False
     amax_reduction_group: Any = None
+    cp_group: Any = None
 
 
 class _Watch:
@@ -186,6 +188,8 @@ class autocast(Region):
         calibrating: accepted for TransformerEngine's callers; see :class:`AutocastState`.
         recipe: None means :func:`get_default_recipe`, read when the region object is made.
         amax_reduction_group: process group whose ranks share outer amaxes.
+        cp_group: process group of context parallelism: each rank has equally many rows of every input, and all cast
+            as one process would that has them below each other, in the order of the group.
 
     Raises:
         ValueError: ``recipe`` is not a :class:`~fp4engine.recipe.Recipe`, or ``enabled`` not a bool.
@@ -200,6 +204,8 @@ class autocast(Region):
         calibrating: bool = False,
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
+        *,
+        cp_group: Any = None,
     ) -> None:
         if not isinstance(enabled, bool):  # a recipe in its place would enable the default one
             raise ValueError(f"enabled must be True or False, got {enabled!r}; a recipe goes in recipe=")
@@ -211,7 +217,7 @@ class autocast(Region):
             raise NotImplementedError("autocast(calibrating=True) is not implemented for delayed scaling; leave it out")
         if not torch.compiler.is_dynamo_compiling():
             recipe = numbered(recipe.number)  # of equal recipes the first: torch.compile guards on which object it is
-        super().__init__(AutocastState(enabled, recipe, bool(calibrating), amax_reduction_group))
+        super().__init__(AutocastState(enabled, recipe, bool(calibrating), amax_reduction_group, cp_group))
 
 
 def fp8_autocast(

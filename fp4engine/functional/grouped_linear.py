@@ -27,6 +27,7 @@ from fp4engine.functional.linear import (
 )
 from fp4engine.functional.plan import ExecutedGemms, GemmName, LinearPlan
 from fp4engine.functional.saved import flatten, unflatten
+from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import WeightCache
 from fp4engine.ops import Operand
 from fp4engine.quantizers.base import as_matrix
@@ -38,14 +39,14 @@ class Expert(NamedTuple):
     Attributes:
         weight: [N, K].
         bias: [N] or None.
-        plan, executed, amax_reduction_group, weight_cache, main_grad: see :func:`fp4engine.functional.linear`.
+        plan, executed, shards, weight_cache, main_grad: see :func:`fp4engine.functional.linear`.
     """
 
     weight: Tensor
     bias: Tensor | None
     plan: LinearPlan
     executed: ExecutedGemms
-    amax_reduction_group: Any
+    shards: Shards | None
     weight_cache: WeightCache | None
     main_grad: Tensor | None
 
@@ -68,8 +69,8 @@ def grouped_refusal(inp: Tensor, experts: Sequence[Expert]) -> str:
         return "experts whose weight is frozen take no draw, since inp needs no gradient"
     if len({expert.main_grad is None for expert in trained}) > 1:
         return "only some weights have a main_grad"
-    if experts[0].amax_reduction_group is not None:
-        return "amax_reduction_group has no grouped kernels"
+    if experts[0].shards is not None:
+        return "amaxes that ranks share, and experts that draw by their own names, have no grouped kernels"
     return _plan_refusal(plan) or _kernel_refusal(plan, (inp.dtype, weight.dtype), inp.device)
 
 

@@ -245,7 +245,10 @@ class LinearFunction(torch.autograd.Function):
         grad_parameters: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs_input_grad) - 4)
         if needs_dgrad or needs_wgrad:
             saved = unflatten(Saved, ctx.structure, ctx.saved_tensors)
-            rng = ops.next_draw(grad_output.device) if plan.draws_in_backward else None
+            rng = None
+            if plan.draws_in_backward:
+                device = grad_output.device
+                rng = ops.next_draw(device) if call.shards is None else call.shards.draw(device, "backward")
             if ctx.at_once is not None:
                 kept, dtypes = (saved.inp, saved.weight), (call.dtype, ctx.weight_dtype)
                 memory = plan.grad_output.recall(grad_output.device) if plan.is_stateful else None

@@ -16,6 +16,7 @@ from fp4engine.quantizers import Quantizer
 from fp4engine.tensor import QuantizedTensor
 
 Role = Literal["input", "weight", "grad_output"]
+Direction = Literal["forward", "backward"]
 
 
 class Shard(NamedTuple):
@@ -32,19 +33,21 @@ class Shard(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """What a rank has of the three matrices of a linear transformation.
+    """What a rank has of the three matrices of a linear transformation, and by whose draws it casts them.
 
     Attributes:
         input, weight, grad_output: of the matrices [M, K], [N, K] and [M, N].
         rank: the rank in whose name all ranks that share the matrices draw; None: each in its own.
         adds_bias: False where another rank adds the bias to its part of a sum.
+        layer: the layer that draws by its own name; empty: the process draws.
     """
 
-    input: Shard
-    weight: Shard
-    grad_output: Shard
+    input: Shard = Shard()
+    weight: Shard = Shard()
+    grad_output: Shard = Shard()
     rank: int | None = None
     adds_bias: bool = True
+    layer: str = ""
 
     @staticmethod
     def over(group: Any) -> "Shards":
@@ -56,6 +59,10 @@ class Shards(NamedTuple):
         """The same, and amaxes are shared with the ranks of ``group`` beside."""
         inp, weight, grad = (shard._replace(groups=(*shard.groups, (group, 0))) for shard in self[:3])
         return self._replace(input=inp, weight=weight, grad_output=grad)
+
+    def draw(self, device: torch.device, direction: Direction) -> Tensor:
+        """The next draw of a forward, or of a backward pass."""
+        return ops.next_draw(device, name=self.layer and f"{direction}/{self.layer}")
 
 
 class Part(NamedTuple):
@@ -74,11 +81,12 @@ def quantize_parts(parts: Sequence[Part], shards: Shards) -> list[QuantizedTenso
     groups: list[tuple[Any, ...]] = []
     for part in parts:
         shard: Shard = getattr(shards, part.role)
-        arguments = _with_draw(part, shard, shards.rank)
+        arguments = _with_draw(part, shard, shards)
         sides = {name: arguments[name] for name in ("rowwise", "columnwise", "rng", "rank") if name in arguments}
         asked.append(arguments)
-        amaxes += (None, None) if part.quantizer.is_identity else part.quantizer.amax(part.matrix, **sides)
-        groups += _groups(part.quantizer.rowwise_spec, shard, 1), _groups(part.quantizer.columnwise_spec, shard, 0)
+        reduced = _groups(part.quantizer.rowwise_spec, shard, 1), _groups(part.quantizer.columnwise_spec, shard, 0)
+        amaxes += part.quantizer.amax(part.matrix, **sides) if any(reduced) else (None, None)
+        groups += reduced
     _reduce(amaxes, groups)
     return [
         part.quantizer.quantize(part.matrix, rowwise_amax=row, columnwise_amax=col, **arguments)
@@ -86,16 +94,19 @@ def quantize_parts(parts: Sequence[Part], shards: Shards) -> list[QuantizedTenso
     ]
 
 
-def _with_draw(part: Part, shard: Shard, rank: int | None) -> dict[str, Any]:
-    """The arguments of ``part``, with the draw that amax and cast will both read, if one is needed."""
+def _with_draw(part: Part, shard: Shard, shards: Shards) -> dict[str, Any]:
+    """The arguments of ``part``, with the draw that amax and cast will both read, if one is needed.
+
+    A backward pass has taken its draw; who asks for one here runs forward.
+    """
     arguments = dict(part.arguments)
     rng = arguments.pop("rng", None)
     asked = arguments.get("rowwise", True), arguments.get("columnwise", True)
     specs = part.quantizer.rowwise_spec, part.quantizer.columnwise_spec
     if any(wanted and spec is not None and spec.is_stochastic for wanted, spec in zip(asked, specs, strict=True)):
-        rng = ops.next_draw(part.matrix.device) if rng is None else rng
+        rng = shards.draw(part.matrix.device, "forward") if rng is None else rng
         arguments["rng"] = rng if shard.place is None else placed(rng, shard.place)
-        arguments |= {} if rank is None else {"rank": rank}
+        arguments |= {} if shards.rank is None else {"rank": shards.rank}
     return arguments
 
 

@@ -163,6 +163,8 @@ def _see_forward(module: Gemms, watched: _Watched, inp: Any, weight: Tensor, bef
     plan: Plan | None = module.plan(state)
     group = None if state is None else state.amax_reduction_group
     refusal = _refusal(plan, inp, weight)
+    if module.draws_as is not None or (state is not None and state.cp_group is not None):
+        refusal = refusal or "its random bits are those of its own name, or of a place among the rows of other ranks"
     if refusal:
         watched.refuse(watched.name, refusal)
         return

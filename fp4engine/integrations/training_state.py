@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fp4engine.modules import get_amax_history, set_amax_history
+from fp4engine.ops.rng import device_and_name
 from fp4engine.state import get_rng_state, set_rng_state
 
 
@@ -92,10 +93,11 @@ def _is_of_a_rank(state: Any) -> bool:
 
 def _by_kind(state: dict[str, Any]) -> dict[str, Any]:
     """``state`` with the one device of a kind named by its kind: a rank may find itself on another one."""
-    kinds = [torch.device(name).type for name in state["draws"]]
+    keys = [device_and_name(key) for key in state["draws"]]
+    kinds = [torch.device(device).type + name for device, name in keys]
     draws = {
-        kind if kinds.count(kind) == 1 else name: draw
-        for kind, (name, draw) in zip(kinds, state["draws"].items(), strict=True)
+        kind if kinds.count(kind) == 1 else key: draw
+        for kind, (key, draw) in zip(kinds, state["draws"].items(), strict=True)
     }
     return {**state, "draws": draws}
 

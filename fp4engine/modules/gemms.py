@@ -1,5 +1,6 @@
 """What every module with a weight does: run its three GEMMs by the recipe in force."""
 
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
 from fp4engine.modules.recompute import handed_over, remember
-from fp4engine.modules.sharded import is_distributed, localize
+from fp4engine.modules.sharded import is_distributed, localize, rows_in_order
 from fp4engine.recipe import LinearRecipe, Recipe, numbered
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed, is_traced_in_backward
 from fp4engine.tracing import constant_when_traced
@@ -39,6 +40,7 @@ class Gemms(torch.nn.Module):
 
     Attributes:
         executed: what really ran, see :class:`~fp4engine.functional.ExecutedGemms`.
+        draws_as: by which name, and as which replica, it draws; None: as the process does.
         amax_histories: what delayed scaling remembers of each role.
     """
 
@@ -69,6 +71,7 @@ class Gemms(torch.nn.Module):
         self.shape = shape
         self.executed = ExecutedGemms()
         self.amax_histories: dict[str, Any] = {}
+        self.draws_as: tuple[str, int] | None = None
         self._plan: tuple[Recipe, LinearPlan] | None = None
         self._answers: dict[int, LinearPlan] = {}
         self._ran_by_recipe = False
@@ -133,34 +136,69 @@ class Gemms(torch.nn.Module):
             raise unusable_devices(inp, weight)
         inp = cast_by_autocast(inp)
         group = None if state is None else state.amax_reduction_group
-        distributed = is_distributed(inp, weight, bias)
-        if isinstance(inp, FusedInput) and (plan is None or group is not None or distributed or not inp.fuses(plan)):
-            inp = inp.tensor()
         computed_by = plan or make_linear_plan(_UNQUANTIZED, self.module_type)
-        if distributed:
-            assert isinstance(inp, Tensor)
-            return self._multiply_share(inp, weight, bias, computed_by, group)
+        if is_distributed(inp, weight, bias):
+            inp = inp if isinstance(inp, Tensor) else inp.tensor()
+            return self._multiply_share(inp, weight, bias, computed_by, state)
+        shards = self._shards(inp, computed_by, state)
+        if isinstance(inp, FusedInput) and (plan is None or shards is not None or not inp.fuses(plan)):
+            inp = inp.tensor()
         return linear(
             inp,
             weight,
             bias,
             computed_by,
             executed=self.executed,
-            shards=None if group is None else Shards.over(group),
+            shards=shards,
             weight_cache=self._cache(weight, computed_by, group, is_first_microbatch),
             main_grad=main_grad,
         )
 
-    def _multiply_share(self, inp: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, group: Any) -> Tensor:
+    def _multiply_share(
+        self, inp: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, state: AutocastState | None
+    ) -> Tensor:
         """This rank's share of a linear transformation of DTensors, as the DTensor of all shares."""
-        kind = type(self).__name__
-        name = kind if torch.compiler.is_dynamo_compiling() else self.name or kind  # equal modules share one graph
-        local = localize(plan, inp, weight, bias, name)
-        shards = local.shards if group is None else local.shards.and_over(group)
+        cp_group = None if state is None else state.cp_group
+        local = localize(plan, inp, weight, bias, self._label(), cp_group)
+        shards = self._told(local.shards, state)
         output = linear(local.inp, local.weight, local.bias, plan, executed=self.executed, shards=shards)
         return local.whole(output)
 
-    def expert(self, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None) -> Expert | None:
+    def _label(self) -> str:
+        """What errors call it; equal modules share one graph."""
+        kind = type(self).__name__
+        return kind if torch.compiler.is_dynamo_compiling() else self.name or kind
+
+    def _shards(self, inp: Tensor | FusedInput, plan: LinearPlan, state: AutocastState | None) -> Shards | None:
+        """What other ranks have of the matrices, and whose draws cast them; None where nobody else has anything.
+
+        Raises:
+            NotImplementedError: experts under ``cp_group``, whose rows are as many as tokens have chosen them.
+        """
+        cp_group = None if state is None else state.cp_group
+        if cp_group is None:
+            shared = state is not None and state.amax_reduction_group is not None
+            return self._told(Shards(), state) if shared or self.draws_as is not None else None
+        if self.module_type == "grouped_linear":
+            raise NotImplementedError(
+                f"{self.name or 'GroupedLinear'}: cp_group says that every rank has as many rows, and of an expert it "
+                "has those of the tokens that chose it; enter autocast without cp_group around experts"
+            )
+        rows = prod(inp.shape[:-1])
+        return self._told(rows_in_order(plan, cp_group, rows, inp.device, self._label()), state)
+
+    def _told(self, shards: Shards, state: AutocastState | None) -> Shards:
+        """``shards``, with what the region and the module say beside."""
+        if state is not None and state.amax_reduction_group is not None:
+            shards = shards.and_over(state.amax_reduction_group)
+        if self.draws_as is not None:
+            layer, replica = self.draws_as
+            shards = shards._replace(layer=layer, rank=replica)
+        return shards
+
+    def expert(
+        self, inp: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
+    ) -> Expert | None:
         """What :meth:`multiply` would compute by, as one of many for :func:`grouped_linear`; None in high precision."""
         state = self._state_in_force()
         plan = self._plan_under(state)
@@ -172,9 +210,10 @@ class Gemms(torch.nn.Module):
                 "whole experts of its own"
             )
         group = None if state is None else state.amax_reduction_group
+        shards = self._shards(inp, plan, state)
         cache = self._cache(weight, plan, group, is_first_microbatch)
         main_grad = self._main_grad(weight) if self.fuse_wgrad_accumulation else None
-        return Expert(weight, bias, plan, self.executed, group, cache, main_grad)
+        return Expert(weight, bias, plan, self.executed, shards, cache, main_grad)
 
     def _state_in_force(self) -> AutocastState | None:
         """The region's state; in a forward that is recomputed, what the forward that it repeats has handed over.

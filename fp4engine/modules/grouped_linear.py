@@ -126,7 +126,7 @@ class GroupedLinear(torch.nn.Module):
         for _, weight, _ in parts:
             if inp.device != weight.device or weight.is_meta:
                 raise unusable_devices(inp, weight)
-        experts = [gemms.expert(weight, bias, is_first_microbatch) for gemms, weight, bias in parts]
+        experts = [gemms.expert(inp, weight, bias, is_first_microbatch) for gemms, weight, bias in parts]
         quantized = [expert for expert in experts if expert is not None]
         inp = cast_by_autocast(inp)
         reason = "products in high precision"

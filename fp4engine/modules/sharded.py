@@ -16,6 +16,7 @@ from math import lcm, prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp4engine import ops
@@ -79,11 +80,34 @@ _AXES = {"input": ("M", "K"), "weight": ("N", "K"), "grad_output": ("M", "N")}
 """The axes of each role's matrix, in the letters of :mod:`fp4engine.functional.linear`."""
 
 
-def localize(plan: LinearPlan, inp: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> Local:
+def rows_in_order(plan: LinearPlan, group: Any, rows: int, device: torch.device, name: str) -> Shards:
+    """A whole weight, and ``rows`` rows of input and gradient, which follow those of the ranks before in ``group``.
+
+    Args:
+        name: of the module, for errors.
+
+    Raises:
+        As :func:`localize`.
+    """
+    split = _rows_split(group, rows)
+    _require_whole_blocks(plan, {"M": split}, name)
+    of_input, of_weight, of_grad = (_shard({"M": split}, *_AXES[role]) for role in _AXES)
+    draws = plan.draws_in_forward or plan.draws_in_backward
+    return Shards(of_input, of_weight, of_grad, _drawn_by(None, group, device.type, draws))
+
+
+def _rows_split(group: Any, rows: int) -> _Split:
+    return _Split(group, rows * dist.get_world_size(group), rows, rows * dist.get_rank(group))
+
+
+def localize(
+    plan: LinearPlan, inp: Tensor, weight: Tensor, bias: Tensor | None, name: str, cp_group: Any = None
+) -> Local:
     """This rank's share of a linear transformation of DTensors by ``plan``.
 
     Args:
         name: of the module, for errors.
+        cp_group: whose ranks have, each on a mesh of its own, equally many rows of every input.
 
     Raises:
         ValueError: only some of the tensors are DTensors, or they lie on two meshes; or a shard's edge would cut a
@@ -132,6 +156,10 @@ def localize(plan: LinearPlan, inp: Tensor, weight: Tensor, bias: Tensor | None,
         outputs.append(output)
         biases.append(Sharded(0) if split is not None and split[0] == "N" else Replicate())
         grads.append(gradients)
+    if cp_group is not None:
+        if "M" in splits:
+            raise NotImplementedError(f"{name}: rows are sharded on {mesh}, and cp_group spreads them too; use one")
+        splits["M"] = _rows_split(cp_group, prod(x.shape[:-1]))
     _require_whole_blocks(plan, splits, name)
     tensors: tuple[Any, ...] = (inp, weight, bias)
     if bias is not None and list(tensors[2].placements) != biases:
@@ -151,7 +179,7 @@ def localize(plan: LinearPlan, inp: Tensor, weight: Tensor, bias: Tensor | None,
 
     of_input, of_weight, of_grad = (_shard(splits, *_AXES[role]) for role in _AXES)
     draws = plan.draws_in_forward or plan.draws_in_backward
-    shards = Shards(of_input, of_weight, of_grad, _drawn_by(mesh, draws), adds_bias)
+    shards = Shards(of_input, of_weight, of_grad, _drawn_by(mesh, cp_group, mesh.device_type, draws), adds_bias)
     assert local[0] is not None and local[1] is not None
     return Local(local[0], local[1], local[2], shards, whole)
 
@@ -202,7 +230,7 @@ def _require_whole_blocks(plan: LinearPlan, splits: dict[str, _Split], name: str
                 if spec is not None and spec.correction is Correction.SCALAR:
                     raise NotImplementedError(
                         f"{name}: {role} is sharded, and one correction is to be made of all elements ({spec.label}); "
-                        "keep the module in high precision or leave it out of parallelize_module"
+                        "keep the module in high precision or leave it out of parallelize_module or cp_group"
                     )
             multiple = _multiple(quantizer, axis)
             if split.chunk % multiple:
@@ -211,7 +239,7 @@ def _require_whole_blocks(plan: LinearPlan, splits: dict[str, _Split], name: str
                     f"{name}: {letter}={split.size} is sharded into parts of {split.chunk}, which would cut the blocks "
                     f"of {multiple} that {role} is cast in; make it a multiple of {multiple * ranks}, or keep the "
                     "module in high precision (convert(keep_high_precision=...)), or leave it out of "
-                    "parallelize_module"
+                    "parallelize_module or cp_group"
                 )
 
 
@@ -227,28 +255,35 @@ def _multiple(quantizer: Quantizer, axis: int) -> int:
     return multiple
 
 
-_agreed: set[Any] = set()
-"""Meshes whose ranks had one seed when they first drew together."""
+_agreed: dict[Any, int] = {}
+"""Meshes and groups whose ranks had one seed when they first drew together, and the least of their ranks."""
 
 
 @constant_when_traced
-def _drawn_by(mesh: Any, draws: bool) -> int:
-    """The rank in whose name all ranks of ``mesh`` draw.
+def _drawn_by(mesh: Any, group: Any, device: str, draws: bool) -> int:
+    """The rank in whose name all ranks draw that share a tensor: those of ``mesh``, of ``group``, or of both.
 
     Raises:
         ValueError: something is to be drawn, and the ranks have different seeds; they would cast one tensor with
             different random bits. Seeds are compared once for each mesh, since a rank that compared them later, because
             its own has changed, would wait for ranks whose seed has not.
     """
-    if draws and mesh not in _agreed:
-        seed = ops.current_seed()
-        for dim in range(mesh.ndim):
-            largest = torch.tensor([seed, ~seed], dtype=torch.int64, device=mesh.device_type)
-            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, mesh.get_group(dim))
-            if int(largest[0]) != ~int(largest[1]):
+    if not draws:
+        return 0
+    shared = mesh, group
+    if shared not in _agreed:
+        seed, least = ops.current_seed(), dist.get_rank()
+        groups = [] if mesh is None else list(mesh.get_all_groups())
+        for several in groups + ([] if group is None else [group]):
+            found = torch.tensor([seed, ~seed, -least], dtype=torch.int64, device=device)
+            dist.all_reduce(found, dist.ReduceOp.MAX, several)
+            largest, complement, negated = found.tolist()
+            if largest != ~complement:
                 raise ValueError(
-                    f"the ranks of {mesh} share tensors, and their random streams have different seeds, this one "
-                    f"{seed}; give all of them one, by torch.manual_seed or fp4engine.manual_seed"
+                    f"the ranks {dist.get_process_group_ranks(several)} share tensors, and their random streams have "
+                    f"different seeds, this one {seed}; give all of them one, by torch.manual_seed or "
+                    "fp4engine.manual_seed"
                 )
-        _agreed.add(mesh)
-    return int(mesh.mesh.min())
+            least = -negated
+        _agreed[shared] = least
+    return _agreed[shared]

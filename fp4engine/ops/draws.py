@@ -21,8 +21,10 @@ class _Source(threading.local):
 _source = _Source()
 
 
-def next_draw(device: torch.device, count: int = 1) -> Tensor:
+def next_draw(device: torch.device, count: int = 1, name: str = "") -> Tensor:
     """Advance the stream of ``device`` by ``count`` draws: int64 [2] ``(seed, draw)``, the last of them.
+
+    What draws by a ``name`` has draws of its own, which nothing else advances.
 
     The tensor is the caller's own. Threads and CUDA streams that draw at the same time get different draws. Where
     tensors have no memory (the meta device, ``FakeTensorMode``), neither has the draw, and the stream stays as it is.
@@ -32,11 +34,11 @@ def next_draw(device: torch.device, count: int = 1) -> Tensor:
             forward draws otherwise than the forward that it repeats.
     """
     if torch.compiler.is_dynamo_compiling():
-        return torch.ops.fp4engine.next_draw(rng.state_of(device), count)
+        return torch.ops.fp4engine.next_draw(rng.state_of(device, name), count)
     like = torch.empty(0, dtype=torch.int64, device=device)
     if like.is_meta or type(like) is not Tensor:
         return _without_memory(like)
-    return _source.take(rng.state_of(device), count)
+    return _source.take(rng.state_of(device, name), count)
 
 
 def is_replaying() -> bool:

@@ -1,4 +1,4 @@
-"""The random stream's whole state: ``(seed, draw)``, one int64 [2] tensor per device.
+"""The random stream's whole state: ``(seed, draw)``, an int64 [2] tensor per device, and per layer with its own draws.
 
 A draw is taken by adding to the draw number on the device, so that a CUDA-graph replay advances it and nothing
 synchronises. What a draw returns is a tensor of its own, which no later draw changes. PyTorch's generators are neither
@@ -6,6 +6,7 @@ read nor advanced; the seed defaults to ``torch.initial_seed()``. Data-parallel 
 in their stream ids.
 """
 
+import hashlib
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -28,9 +29,10 @@ _drew: dict[torch.device, torch.cuda.Stream] = {}
 _lock = threading.RLock()
 """Held while anything below is read or changed, so that threads take draws one after the other."""
 _states: dict[str, Tensor] = {}
+"""By device, ``"cpu"``; what has draws of its own has its name behind, ``"cpu/backward/layers.0.up"``."""
 _seed: list[int] = []
 _pending: dict[str, int] = {}
-"""Draws to continue from, by device or by kind of device, where nothing has been drawn yet."""
+"""Draws to continue from, by device or by kind of device, and name, where nothing has been drawn yet."""
 
 
 def manual_seed(seed: int) -> None:
@@ -46,8 +48,8 @@ def manual_seed(seed: int) -> None:
     with _lock:
         _seed[:] = [_to_int64(seed)]
         _pending.clear()
-        for state in _states.values():
-            _write(state, 0)
+        for key, state in _states.items():
+            _write(key, state, 0)
 
 
 def current_seed() -> int:
@@ -86,7 +88,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         manual_seed(state["seed"])
         for device, draw in draws.items():
             if device in _states:
-                _write(_states[device], draw)
+                _write(device, _states[device], draw)
             else:
                 _pending[device] = draw
 
@@ -144,9 +146,15 @@ class RandomStream:
             self._states, self._pending, self._seed = outside
 
 
-def state_of(device: torch.device) -> Tensor:
-    """The live state of ``device``, int64 [2], which exists from here on."""
-    return _states[_started(device)]
+def state_of(device: torch.device, name: str = "") -> Tensor:
+    """The live state of ``device``, int64 [2], which exists from here on; or of what draws there by ``name``."""
+    return _states[_started(device, name)]
+
+
+def device_and_name(key: str) -> tuple[str, str]:
+    """Of a key of ``get_rng_state()["draws"]`` the device, and what stands behind it."""
+    device, slash, name = key.partition("/")
+    return device, slash + name
 
 
 def advance(state: Tensor, count: int) -> Tensor:
@@ -190,15 +198,15 @@ def rank_bits(rank: int | None = None) -> int:
 
 
 @constant_when_traced
-def _started(device: torch.device) -> str:
-    """The key of the device's stream, which exists from here on; ``torch.compile`` then finds it as a global.
+def _started(device: torch.device, name: str) -> str:
+    """The key of a stream of the device, which exists from here on; ``torch.compile`` then finds it as a global.
 
     Raises:
         RuntimeError: it does not exist yet and cannot be made, since tensors made now have no memory.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    key = str(device)
+    key = f"{device}/{name}" if name else str(device)
     if key not in _states:
         with _lock:
             if key not in _states:
@@ -207,7 +215,7 @@ def _started(device: torch.device) -> str:
 
 
 def _start(key: str, device: torch.device) -> None:
-    waiting = key if key in _pending else device.type
+    waiting = key if key in _pending else device.type + device_and_name(key)[1]
     with torch.inference_mode(False):  # a state made under inference_mode could not advance outside it
         state = torch.empty(2, dtype=torch.int64, device=device)
     if type(state) is not Tensor:
@@ -215,15 +223,21 @@ def _start(key: str, device: torch.device) -> None:
             f"the random stream of {key} cannot begin while tensors are {type(state).__name__}s; "
             "run one step on real tensors first"
         )
-    _write(state, _pending.get(waiting, 0))
+    _write(key, state, _pending.get(waiting, 0))
     _states[key] = state
     _pending.pop(waiting, None)
 
 
-def _write(state: Tensor, draw: int) -> None:
+def _write(key: str, state: Tensor, draw: int) -> None:
     _wait_for(state)
-    state.copy_(torch.tensor([_current_seed(), draw], dtype=torch.int64))
+    seed = _to_int64(_current_seed() + _number_of(device_and_name(key)[1]))
+    state.copy_(torch.tensor([seed, draw], dtype=torch.int64))
     _wait_for(state)
+
+
+def _number_of(name: str) -> int:
+    """What is added to the seed for ``name``: 64 bits of its BLAKE2 hash, 0 for none."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") if name else 0
 
 
 def _wait_for(state: Tensor) -> None:
@@ -232,21 +246,23 @@ def _wait_for(state: Tensor) -> None:
         torch.cuda.synchronize(state.device)
 
 
-def _device_named(name: Any, draw: Any) -> str:
-    """The key in ``_states`` or ``_pending`` of a device that a saved state names."""
+def _device_named(key: Any, draw: Any) -> str:
+    """The key in ``_states`` or ``_pending`` of a device, and maybe a name, that a saved state has."""
     if isinstance(draw, bool) or not isinstance(draw, int) or not 0 <= draw < _DRAWS:
-        raise ValueError(f"state['draws'] must hold integers in [0, 2^63), got {name!r}: {draw!r}")
+        raise ValueError(f"state['draws'] must hold integers in [0, 2^63), got {key!r}: {draw!r}")
+    text, name = device_and_name(key) if isinstance(key, str) else ("", "")
     try:
-        device = torch.device(name) if isinstance(name, str) else None
+        device = torch.device(text)
     except RuntimeError:
         device = None
-    if device is None or str(device) != name:
-        raise ValueError(f"state['draws'] must name devices as 'cpu', 'cuda' or 'cuda:0', got {name!r}")
-    known = [key for key in _states if torch.device(key).type == device.type]
-    if device.index is not None or name in _states or not known:
-        return name
+    if device is None or str(device) != text:
+        raise ValueError(f"state['draws'] must name devices as 'cpu', 'cuda' or 'cuda:0', got {key!r}")
+    known = [other for other in _states if device_and_name(other)[1] == name]
+    known = [other for other in known if torch.device(device_and_name(other)[0]).type == device.type]
+    if device.index is not None or key in _states or not known:
+        return key
     if len(known) > 1:
-        raise ValueError(f"state['draws'] names {name!r}, and this process draws on {', '.join(known)}; name one")
+        raise ValueError(f"state['draws'] names {key!r}, and this process draws on {', '.join(known)}; name one")
     return known[0]
 
 

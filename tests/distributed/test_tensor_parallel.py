@@ -60,13 +60,13 @@ SEQUENCE = {
 }
 
 
-def train(block: nn.Module, recipe, run=None, inputs=lambda x: x):
+def train(block: nn.Module, recipe, run=None, inputs=lambda x: x, **region):
     """Output, gradient of the input and of every parameter. One step: a second begins from other last bits."""
     fp4engine.manual_seed(3)
     torch.manual_seed(1)
-    whole, direction = torch.randn(2, 2, 64, 64).unbind()
+    whole, direction = torch.randn(2, 2, 128, 64).unbind()
     x = inputs(whole).clone().requires_grad_()
-    with fp4engine.autocast(recipe=recipe):
+    with fp4engine.autocast(recipe=recipe, **region):
         y = (block if run is None else run)(x)
     y.backward(inputs(direction))
     return [whole_of(tensor) for tensor in (y.detach(), x.grad, *(p.grad for p in block.parameters()))]
@@ -169,6 +169,95 @@ def rows(rank: int, mesh, alone):
     return distance(train(block, zoo.make("nvfp4"), inputs=inputs), alone["step"])
 
 
+def rows_of(rank: int):
+    """One sequence of all rows, of which each rank has a half."""
+    return lambda x: x.flatten(0, 1)[None].chunk(WORLD, 1)[rank]
+
+
+def summed(results, group=None):
+    """Gradients of parameters, added over the ranks."""
+    for tensor in results[2:]:
+        dist.all_reduce(tensor, group=group)
+    return results
+
+
+def of_rows(rank: int, results):
+    """What a rank whose rows they are should have."""
+    y, dx, *gradients = results
+    return [rows_of(rank)(y), rows_of(rank)(dx), *gradients]
+
+
+def context(rank: int, mesh, alone):
+    """As :func:`operands`, with plain tensors: whole weights, and on each rank a part of the sequence."""
+    found = {}
+    how = {"inputs": rows_of(rank), "cp_group": mesh.get_group()}
+    for name in ROWS:
+        block = make_block()
+        results, parts = multiplied(lambda block=block, name=name: train(block, zoo.make(name), **how))
+        expected, wholes = alone[name]
+        wrong = [label for (label, part), (_, whole) in zip(parts, wholes, strict=True) if differing(part, whole, rank)]
+        found[name] = wrong, len(parts), distance(summed(results), of_rows(rank, expected))
+    return found
+
+
+def context_compiled(rank: int, mesh, alone):
+    block, group = make_block(), mesh.get_group()
+    run = torch.compile(block, fullgraph=True, backend="aot_eager")
+    results = train(block, zoo.make("nvfp4"), run, rows_of(rank), cp_group=group)
+    return distance(summed(results), of_rows(rank, alone["step"]))
+
+
+class Gather(torch.autograd.Function):
+    """Along the third dimension."""
+
+    @staticmethod
+    def forward(ctx, part, group):
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(WORLD)]
+        dist.all_gather(parts, part.contiguous(), group)
+        ctx.group = group
+        return torch.cat(parts, 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.chunk(WORLD, 2)[dist.get_rank(ctx.group)], None
+
+
+class Attention(nn.Module):
+    """Causal self-attention whose keys and values are gathered from the ranks that have the rows before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, group=None) -> torch.Tensor:
+        q, k, v = (part.unflatten(2, (4, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        first = 0
+        if group is not None:
+            first = dist.get_rank(group) * x.shape[1]
+            k, v = Gather.apply(k, group), Gather.apply(v, group)
+        mask = torch.arange(k.shape[2]) <= torch.arange(first, first + q.shape[2])[:, None]
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        return x + self.proj(attended.transpose(1, 2).flatten(2))
+
+
+def attention(rank: int, mesh, alone):
+    """A block of attention and MLP: how far it is from one process with the whole sequence."""
+    model = make_attention()
+    group = mesh.get_group()
+    run = lambda x: model[1](model[0](x, group))
+    results = train(model, zoo.make("nvfp4"), run, rows_of(rank), cp_group=group)
+    return distance(summed(results), of_rows(rank, alone["attention"]))
+
+
+def make_attention() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(), Block())
+    fp4engine.convert(model)
+    return model
+
+
 def not_a_number(rank: int, mesh, alone):
     """How much of the output and of the gradients is finite if one rank's weights have a NaN."""
     block = make_block()
@@ -252,6 +341,10 @@ def refusals(rank: int, mesh, alone):
         model[0].bias = nn.Parameter(distribute_tensor(torch.zeros(64), mesh, [Replicate()]))
         return model(x)
 
+    def cp(module, *arguments):
+        with fp4engine.autocast(recipe=NEAREST, cp_group=mesh.get_group()):
+            return module(*arguments)
+
     tries = {
         "bias": (NEAREST, whole_bias),
         "seed": (zoo.make("nvfp4"), other_seeds),
@@ -259,6 +352,8 @@ def refusals(rank: int, mesh, alone):
         "plain": (NEAREST, plain_input),
         "placements": (NEAREST, rows_among_batches),
         "main_grad": (NEAREST, main_grad),
+        "rows": (NEAREST, lambda x: cp(fp4engine.Linear(64, 64), x[:24])),
+        "experts": (NEAREST, lambda x: cp(fp4engine.GroupedLinear(2, 64, 64), x, [16, 16])),
         "correction": (zoo.make("rht128_4over6_scalar"), lambda x: layer(256)(x)),
     }
     said = {}
@@ -278,6 +373,9 @@ CHECKS = {
     "compiled": compiled,
     "graphs": graphs,
     "rows": rows,
+    "context": context,
+    "context compiled": context_compiled,
+    "attention": attention,
     "nan": not_a_number,
     "collectives": collectives,
     "siblings": siblings,
@@ -293,7 +391,8 @@ def one_process():
     with torch.no_grad():
         together = model(torch.linspace(-1, 1, 32 * 64).view(32, 64))
     by_row = {name: multiplied(lambda name=name: train(make_block(), zoo.make(name))) for name in ROWS}
-    return {**by_row, "step": by_row["nvfp4"][0], "siblings": together}
+    attended = train(make_attention(), zoo.make("nvfp4"), inputs=lambda x: x.flatten(0, 1)[None])
+    return {**by_row, "step": by_row["nvfp4"][0], "siblings": together, "attention": attended}
 
 
 def run(rank: int, folder: str) -> None:
@@ -318,15 +417,18 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 
+@pytest.mark.parametrize("spread", ["operands", "context"])
 @pytest.mark.parametrize("name", ROWS)
-def test_operands_are_parts_of_those_of_one_process(ranks, name):
+def test_operands_are_parts_of_those_of_one_process(ranks, name, spread):
     for rank in ranks:
-        wrong, products, distance = rank["operands"][name]
+        wrong, products, distance = rank[spread][name]
         assert wrong == [] and products == 12
         assert distance < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["tensor", "sequence", "compiled", "rows", "siblings"])
+@pytest.mark.parametrize(
+    "kind", ["tensor", "sequence", "compiled", "rows", "siblings", "context compiled", "attention"]
+)
 def test_training_is_that_of_one_process(ranks, kind):
     for rank in ranks:
         assert rank[kind] < 1e-6
@@ -350,11 +452,13 @@ def test_amaxes_of_a_pass_travel_together(ranks):
 
 SAID = {
     "cut": "ValueError: Linear: N=80 is sharded into parts of 40, .* blocks of 16 that weight .* a multiple of 32",
-    "seed": "ValueError: the ranks of DeviceMesh.* have different seeds, this one 10[01]; give all of them one",
+    "seed": r"ValueError: the ranks \[0, 1\] share .* have different seeds, this one 10[01]; give all of them one",
     "bias": r"NotImplementedError: Linear: a bias placed \(Replicate\(\),\) .* has to be placed \(Shard\(dim=0\),\)",
     "plain": "ValueError: Linear: input must be a DTensor as weight and bias is",
     "placements": r"NotImplementedError: Linear: an input of shape \(4, 8, 64\) placed \(Shard\(dim=1\),\)",
     "main_grad": "NotImplementedError: Linear: fuse_wgrad_accumulation",
+    "rows": "ValueError: Linear: M=48 is sharded into parts of 24, which would cut the blocks of 16 .* multiple of 32",
+    "experts": "NotImplementedError: GroupedLinear: cp_group says that every rank has as many rows",
     "correction": "NotImplementedError: Linear: weight is sharded, and one correction is to be made of all elements",
 }
 
@@ -371,7 +475,7 @@ def test_what_cannot_be_as_in_one_process_is_refused(ranks, name):
 def run_four(rank: int, folder: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    alone = train(make_block(), NEAREST)
+    alone, drawn = (train(make_block(), recipe) for recipe in (NEAREST, zoo.make("nvfp4")))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -382,13 +486,18 @@ def run_four(rank: int, folder: str) -> None:
             fully_shard(block, mesh=mesh["dp"])
             found[name] = train(block, recipe)  # every replica has the same data
         distances = distance(found["nearest"], alone)
+        block, cp_group = make_block(), mesh["dp"].get_group()
+        parallelize_module(block, mesh["tp"], STYLES)
+        part = dist.get_rank(cp_group)
+        with_context = train(block, zoo.make("nvfp4"), inputs=rows_of(part), cp_group=cp_group)
+        distances = max(distances, distance(summed(with_context, cp_group), of_rows(part, drawn)))
     finally:
         time.sleep(0.3)
         dist.destroy_process_group()
     torch.save((distances, found["stochastic"][1]), f"{folder}/{rank}.pt")
 
 
-def test_fsdp2_with_tensor_parallelism_trains_like_one_process(tmp_path):
+def test_fsdp2_or_context_with_tensor_parallelism_trains_like_one_process(tmp_path):
     mp.spawn(run_four, (str(tmp_path),), 4)
     results = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(4)]
     assert all(distance < 1e-6 for distance, _ in results)

@@ -1,0 +1,51 @@
+"""Random bits that do not depend on which process holds a layer."""
+
+from collections import Counter
+
+from torch import nn
+
+from fp4engine.modules import Gemms, GroupedLinear
+
+
+def draw_by_layer(model: nn.Module, replica: int, *, prefix: str = "", first_expert: int = 0) -> tuple[str, ...]:
+    """Give every layer of ``model`` draws of its own, told apart by its name instead of by process and order.
+
+    The k-th forward of a layer, and its k-th backward, then draw the same bits whatever else a process runs between
+    them: as a stage of any pipeline and under any of its schedules, as experts on any rank, and in one process that
+    holds the whole model. The seed is the process's own; :func:`fp4engine.get_rng_state` counts the draws by name.
+
+    Args:
+        model: converted, or of fp4engine's layers; a part of a model too. The names are those that
+            :func:`fp4engine.convert` gave, or the layers' ``name=``.
+        replica: which of the copies of these weights this one is, 0 in one process: the rank along the data-parallel
+            dimension of the mesh. Copies draw different bits; ranks that share tensors have to tell the same one.
+        prefix: goes before the names, for parts that were converted one by one.
+        first_expert: the index, in the whole model, of the first expert of each ``GroupedLinear`` here.
+
+    Returns:
+        The names by which layers draw.
+
+    Raises:
+        ValueError: ``replica`` or ``first_expert`` is not an integer of at least 0; a layer has no name; or two have
+            one.
+    """
+    for what, value in (("replica", replica), ("first_expert", first_expert)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{what} must be an integer of at least 0, got {value!r}")
+    index = {
+        id(gemms): f".{first_expert + i}"
+        for module in model.modules()
+        if isinstance(module, GroupedLinear)
+        for i, gemms in enumerate(module.gemms)
+    }
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, Gemms)}
+    nameless = [path or type(module).__name__ for path, module in layers.items() if not module.name]
+    if nameless:
+        raise ValueError(f"{', '.join(nameless)} has no name; fp4engine.convert gives names, and so does name=")
+    names = [prefix + module.name + index.get(id(module), "") for module in layers.values()]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"several layers have the name {', '.join(twice)}, and would draw the same bits")
+    for module, name in zip(layers.values(), names, strict=True):
+        module.draws_as = name, replica
+    return tuple(names)
