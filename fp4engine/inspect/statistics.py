@@ -68,7 +68,8 @@ def tensor_figures(matrix: Tensor, path: str = "auto") -> Figures:
     if backend.choose("figures", matrix.device, path, (matrix.dtype, matrix.numel()), _kernel_reads) == "triton":
         from fp4engine.kernels.figures import channels
 
-        return Figures(*channels(matrix), _nothing_ranked(matrix))
+        sums, maxima = channels(matrix)
+        return Figures(sums, maxima, _nothing_ranked(matrix))
     finite = matrix.nan_to_num(0.0, 0.0, 0.0)
     squares = torch.linalg.vector_norm(finite, dim=1, dtype=_accumulated(matrix)).double().square()
     none = matrix.new_zeros(matrix.shape[1])
