@@ -32,7 +32,7 @@ def load_scales(scale_ptr, row, block, inside, blocks, CAST: tl.constexpr, HARDW
 @triton.jit
 def load_codes(codes_ptr, row0, col0, R, width, CAST: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
     """A tile of codes [R, width]: uint32 [TILE_R, TILE_C]; 0 outside."""
-    SHARE = tl.constexpr(2 if CAST.packed else 1)
+    SHARE: tl.constexpr = 1 + CAST.packed  # codes in a byte
     local = tl.arange(0, TILE_R)[:, None]
     byte = tl.arange(0, TILE_C // SHARE)[None, :]
     stride = width // SHARE
