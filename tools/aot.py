@@ -99,6 +99,8 @@ BLOCK_CASTS = (
     ("rht128_4over6_scalar", "grad_output", 0, "values"),
     ("tetrajet2", "grad_output", 1, "codes"),
     ("ufp4", "grad_output", 0, "codes"),
+    ("amdfp4", "weight", 0, "codes"),
+    ("amdfp4", "grad_output", 1, "values"),
     ("mxfp4", "grad_output", 1, "values"),
     ("mxfp4_hadamard", "weight", 1, "codes"),
     ("mxfp8", "input", 1, "codes"),

@@ -22,6 +22,7 @@ from fp4engine.formats import (
     E3M2,
     E4M3,
     FP32,
+    UE5M3,
     CastSpec,
     Correction,
     Outer,
@@ -74,6 +75,9 @@ MXFP4_TSENG = mx(E2M1, ScaleRule.FLOOR, RoundingMode.STOCHASTIC).replace(target=
 """Elements times 3/4, so that [4, 8) lands in [3, 6); the decode's 4/3 is the paper's 16/9 on the product."""
 MXFP4_EVEN = mx(E2M1, ScaleRule.OPTION3)
 """AMD's rule "even" for scales: the amax rounded to the element's mantissa, ties up."""
+
+WIDE = NEAREST.replace(scale=UE5M3, scale_bound=UE5M3.max_value, outer=Outer.NONE)
+"""Block scales of so wide a range that no outer scale is needed, and no pass over the tensor to find one."""
 
 UNIFORM = CastSpec(element=E1M2, scale=FP32, scale_bound=1.0, target=E1M2.max_value, outer=Outer.NONE, rotation=RHT16)
 """The uniform grid in 1x16 blocks with FP32 scales, rotated."""
@@ -136,6 +140,15 @@ def _mxfp4(forward: CastSpec, gradient: CastSpec, rotation: Rotation, weight: Ca
 
 def _amd(gradient: CastSpec) -> LinearRecipe:
     return _mxfp4(MXFP4_EVEN, gradient, H16, MXFP4_EVEN.replace(block=(32, 32)))
+
+
+def _amd_wide() -> LinearRecipe:
+    rotation = Rotation(32)
+    return LinearRecipe(
+        input=rotated_wgrad(WIDE, rotation),
+        weight=same(WIDE.replace(block=(BLOCK_SIZE, BLOCK_SIZE))),
+        grad_output=rotated_wgrad(WIDE.replace(rounding=RoundingMode.STOCHASTIC), rotation),
+    )
 
 
 def _uniform(forward: CastSpec, gradient: CastSpec) -> LinearRecipe:
@@ -235,6 +248,12 @@ ZOO: dict[str, Row] = {
         lambda: _uniform(UNIFORM, UNIFORM.replace(rounding=RoundingMode.STOCHASTIC)),
         "arXiv 2606.20381 (UFP4: rotations in all three products, stochastic rounding of the gradient alone)",
         "fixed signs: our reading",
+    ),
+    "amdfp4": Row(
+        _amd_wide,
+        'AMD ALTO 74e251d, `precision="amdfp4"` with 16x16 weights, Hadamard 32 and stochastic gradients',
+        "signs drawn once, where the source draws and permutes anew; a block of values up to 6 * 2^-18 becomes 0, "
+        "where the source's least scale is 2^-17",
     ),
     "mxfp4": Row(
         lambda: _mxfp4(MXFP4, MXFP4_SR, Rotation(32), MXFP4),

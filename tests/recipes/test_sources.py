@@ -26,6 +26,7 @@ from fp4engine.tensor import Operand
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M3 = torch.cat([torch.arange(8) / 8, *((1 + torch.arange(8) / 8) * 2.0**e for e in range(3))])
 E3M2 = torch.cat([torch.arange(4) / 16, *((1 + torch.arange(4) / 4) * 2.0**e for e in range(-2, 5))])
+UE5M3 = torch.cat([torch.arange(8) / 8 * 2.0**-14, *((1 + torch.arange(8) / 8) * 2.0**e for e in range(-14, 17))])[:-1]
 SHAPES = {"input": (128, 256), "weight": (128, 256), "grad_output": (128, 128)}
 RNG = torch.tensor([2024, 5])
 
@@ -267,6 +268,14 @@ def ufp4(x: Tensor, draws: Draws, *, sr: bool = False) -> Cast:
     return Cast(elements, scales, fp32(1.0), exact=False)
 
 
+def amdfp4(x: Tensor, draws: Draws, *, tile: int = 1, sr: bool = False) -> Cast:
+    """ALTO 74e251d, ``convert_to_nvfp4_pytorch`` with ``scale_format="ue5m3"`` and no outer scale."""
+    scales = nearest(block_amax(x, 16, tile) / 6, UE5M3, "even")
+    v = x / spread(scales, x)
+    elements = stochastic(v, E2M1, draws.elements(x)) if sr else nearest(v, E2M1, "even")
+    return Cast(elements, scales, fp32(1.0), exact=False)
+
+
 # Microscaling: powers of two, so that every step is exact
 
 
@@ -391,6 +400,7 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
     "tetrajet2": fresh(partial(tetrajet, sr=False), tetrajet, 16),
     "fp4_all_the_way": ((nvfp4, STOCHASTIC, OWN), PLAIN, both(STOCHASTIC)),
     "ufp4": (both(UNIFORM), both(UNIFORM), both(rotated(16, FIXED, partial(ufp4, sr=True)))),
+    "amdfp4": (wgrad(amdfp4, 32), both(partial(amdfp4, tile=16)), wgrad(partial(amdfp4, sr=True), 32)),
     "mxfp4": (wgrad(MX_UP, 32), both(MX_UP), wgrad(partial(MX_UP, sr=True), 32)),
     "mxfp4_hadamard": amd(MX_EVEN),
     "mxfp4_hadamard_stochastic": amd(partial(MX_EVEN, sr=True)),
