@@ -66,6 +66,9 @@ ALIGNED_EDEN16 = EDEN16.replace(scale_rule=ScaleRule.ALIGNED)
 """MS-EDEN of Quartet II's CUDA kernels: block scales aligned with each other after the elements have been rounded."""
 SCALAR = FOUR_OVER_SIX.replace(correction=Correction.SCALAR)
 
+TETRAJET_STOCHASTIC = STOCHASTIC.replace(outer=Outer.BLOCK128)
+"""TetraJet-v2's cast of gradients."""
+
 MXFP8 = mx(E4M3, ScaleRule.TOPBINADE)
 """TransformerEngine's MXFP8: the power of two that is not below ``amax / 448``."""
 MXFP4 = mx(E2M1, ScaleRule.TOPBINADE)
@@ -235,9 +238,9 @@ ZOO: dict[str, Row] = {
         "not proven unbiased; outliers leave a floor",
     ),
     "tetrajet2": Row(
-        lambda: _fresh(NEAREST.replace(outer=Outer.BLOCK128), STOCHASTIC.replace(outer=Outer.BLOCK128), 16),
+        lambda: _fresh(NEAREST.replace(outer=Outer.BLOCK128), TETRAJET_STOCHASTIC, 16),
         "arXiv 2510.27527; TetraJet-v2 ca5953f",
-        "linear layers only: no OsciReset, no OutControl",
+        "the products alone; OsciReset and OutControl are `fp4engine.optimizer_hooks`",
     ),
     "fp4_all_the_way": Row(
         lambda: LinearRecipe(input=Casts(NEAREST, STOCHASTIC), weight=same(NEAREST), grad_output=same(STOCHASTIC)),
