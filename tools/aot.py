@@ -93,6 +93,7 @@ GROUPED_CASTS = (
 )
 BLOCK_CASTS = (
     ("nvfp4_rht128", "grad_output", 1, "values"),
+    ("quartet", "input", 0, "codes"),
     ("quartet2", "input", 0, "codes"),
     ("quartet2", "input", 1, "values"),
     ("quartet2_cuda", "weight", 1, "codes"),

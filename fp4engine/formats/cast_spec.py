@@ -43,6 +43,9 @@ class ScaleRule(Enum):
     OPTION3 = "option3"
     TOPBINADE = "topbinade"
     """Powers of two for E8M0 scales, in TensorCast's words."""
+    STD = "std"
+    """The power of two for E8M0 scales that is not above ``2.92 / 6`` of the block's standard deviation: E2M1 clips a
+    Gaussian where its squared error is least, and whatever the block's largest magnitude is."""
     ALIGNED = "aligned"
     """Largest magnitude onto ``target``, scale truncated to four mantissa bits and corrected first; the outer scale is
     found afterwards, and maps the largest block scale onto ``scale_bound``."""
@@ -57,7 +60,14 @@ class ScaleRule(Enum):
 
 
 _FOUR_OVER_SIX = (ScaleRule.FOUR_OVER_SIX_MAE, ScaleRule.FOUR_OVER_SIX_MSE)
-_POWER_OF_TWO = (ScaleRule.FLOOR, ScaleRule.CEIL, ScaleRule.MIDMAX, ScaleRule.OPTION3, ScaleRule.TOPBINADE)
+_POWER_OF_TWO = (
+    ScaleRule.FLOOR,
+    ScaleRule.CEIL,
+    ScaleRule.MIDMAX,
+    ScaleRule.OPTION3,
+    ScaleRule.TOPBINADE,
+    ScaleRule.STD,
+)
 
 
 class Outer(Enum):
@@ -284,8 +294,10 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
     if (spec.scale == E8M0) != spec.scale_rule.is_power_of_two:
         yield (
             f"scale_rule={spec.scale_rule.value} does not go with scale={spec.scale}: "
-            "e8m0 takes floor, ceil, midmax, option3 or topbinade; other formats take amax, 4over6 or aligned"
+            "e8m0 takes floor, ceil, midmax, option3, topbinade or std; other formats take amax, 4over6 or aligned"
         )
+    if spec.scale_rule is ScaleRule.STD and (spec.element != E2M1 or rows != 1):
+        yield f"scale_rule=std is for element=e2m1 in blocks of one row, got {spec.element} and block={spec.block}"
     if spec.scale_rule is ScaleRule.ALIGNED and (spec.scale != E4M3 or spec.outer is Outer.NONE):
         yield f"scale_rule=aligned needs scale=e4m3 and an outer scale, got {spec.scale} and outer={spec.outer.value}"
     if spec.scale_rule is ScaleRule.ALIGNED and spec.rounding is RoundingMode.STOCHASTIC:

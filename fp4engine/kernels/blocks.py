@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from fp4engine.constants import BLOCK_SIZE, HADAMARD_SIGNS
+from fp4engine.constants import GAUSSIAN_VARIANCE as _GAUSSIAN_VARIANCE
 from fp4engine.formats import E2M1, E4M3, UE5M3, CastSpec, Correction, Outer, RoundingMode, ScaleRule
 from fp4engine.kernels.amax import (
     FEW_PARTS,
@@ -60,6 +61,7 @@ TILE_C = 128
 SUMS = 2048
 """Neighbours that a program of :func:`fold_kernel` adds up."""
 SCALES_PER_PROGRAM = 1024
+GAUSSIAN_VARIANCE = tl.constexpr(_GAUSSIAN_VARIANCE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,17 +273,37 @@ def repeated(t, TIMES: tl.constexpr):
 
 
 @triton.jit
-def power_of_two(block, CAST: tl.constexpr):
-    """E8M0 bits (uint8), their FP32 value, and what elements are multiplied by."""
-    small = block < 1.1754943508222875e-38
-    normal = to_bits(tl.where(small, block * 8388608.0, block)).to(tl.int32, bitcast=True)
-    mantissa = ((normal & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    exponent = (normal >> 23) - tl.where(small, 23, 0) - CAST.max_exponent + (mantissa > CAST.turn).to(tl.int32)
-    exponent = tl.where(block == 0, 0, tl.minimum(tl.maximum(exponent, 0), 254))
+def power_of_two(x, block, CAST: tl.constexpr):
+    """E8M0 bits (uint8), their FP32 value, and what elements are multiplied by, of blocks and their maxima."""
+    if CAST.rule == "std":
+        exponent = exponent_of_deviation(x, block, CAST)
+    else:
+        exponent = exponent_of_largest(block, CAST)
     finite = block <= FLT_MAX
     encode_scale = tl.where(finite, two_to(254 - exponent) * CAST.element_factor, float("nan"))
     decode_scale = tl.where(finite, two_to(exponent), float("nan"))
     return tl.where(finite, exponent, 255).to(tl.uint8), decode_scale, encode_scale
+
+
+@triton.jit
+def exponent_of_deviation(x, block, CAST: tl.constexpr):
+    """Biased, of the power of two under the rule "std": half the exponent of a variance."""
+    squares, sums = dots(x, tl.zeros_like(x) + 1.0, CAST.width)
+    mean = sums / CAST.width
+    scaled = (squares / CAST.width - mean * mean) * GAUSSIAN_VARIANCE
+    exponent = ((scaled.to(tl.int64, bitcast=True) >> 52) & 0x7FF).to(tl.int32) - 1023
+    exponent = tl.minimum(tl.maximum((exponent >> 1) + 127, 0), 254)
+    return tl.reshape(tl.where(scaled > 0, exponent, 0), block.shape)
+
+
+@triton.jit
+def exponent_of_largest(block, CAST: tl.constexpr):
+    """Biased, of the power of two under the rules that ask for the largest magnitude."""
+    small = block < 1.1754943508222875e-38
+    normal = to_bits(tl.where(small, block * 8388608.0, block)).to(tl.int32, bitcast=True)
+    mantissa = ((normal & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    exponent = (normal >> 23) - tl.where(small, 23, 0) - CAST.max_exponent + (mantissa > CAST.turn).to(tl.int32)
+    return tl.where(block == 0, 0, tl.minimum(tl.maximum(exponent, 0), 254))
 
 
 @triton.jit
@@ -575,7 +597,7 @@ def block_cast_kernel(
             encode_scale = tl.minimum(reciprocal(decode_scale, HARDWARE), FLT_MAX, propagate_nan=NAN)
             stored = decode_scale
         else:
-            stored, decode_scale, encode_scale = power_of_two(block, CAST)
+            stored, decode_scale, encode_scale = power_of_two(x, block, CAST)
         v = x * encode_scale[:, :, None]
         codes = encode_tile(v, random, CAST)
     if CAST.correction == "eden":

@@ -76,6 +76,8 @@ MXFP4_SR = MXFP4.replace(rounding=RoundingMode.STOCHASTIC)
 """``2^ceil(log2(amax / 6))``: nothing clips, so stochastic rounding is unbiased."""
 MXFP4_TSENG = mx(E2M1, ScaleRule.FLOOR, RoundingMode.STOCHASTIC).replace(target=E2M1_MAX * 3 / 4)
 """Elements times 3/4, so that [4, 8) lands in [3, 6); the decode's 4/3 is the paper's 16/9 on the product."""
+QUEST = mx(E2M1, ScaleRule.STD, RoundingMode.ZERO).replace(rotation=Rotation(32, Signs.NONE))
+"""QuEST's cast: rotated, scaled by the deviation of each block, and what is beyond 6 is clipped."""
 MXFP4_EVEN = mx(E2M1, ScaleRule.OPTION3)
 """AMD's rule "even" for scales: the amax rounded to the element's mantissa, ties up."""
 
@@ -154,6 +156,17 @@ def _amd_wide() -> LinearRecipe:
     )
 
 
+def _quartet() -> LinearRecipe:
+    """Gradients stop where QuEST clipped; backward operands are made of the forward ones, which are rotated."""
+
+    def role(signs: Signs) -> Casts:
+        backward = MXFP4_TSENG.replace(rotation=Rotation(32, signs))
+        return Casts(QUEST, backward, "rowwise_dequantized", clipped_gradient=True)
+
+    gradient = fresh_gradient(MXFP4_TSENG, 32)
+    return LinearRecipe(input=role(Signs.WGRAD), weight=role(Signs.DGRAD), grad_output=gradient)
+
+
 def _uniform(forward: CastSpec, gradient: CastSpec) -> LinearRecipe:
     return LinearRecipe(input=same(forward), weight=same(forward), grad_output=same(gradient))
 
@@ -212,6 +225,13 @@ ZOO: dict[str, Row] = {
         lambda: _nvidia(rotation=H16),
         "arXiv 2509.25149, appendix E (no signs)",
         "worse than random signs at 12B",
+    ),
+    "quartet": Row(
+        _quartet,
+        "arXiv 2505.14669, algorithm 1; constants and ties of IST-DASLab Quartet 00ccd38, `QuestMXFP4Quantizer` and "
+        "`AlbertTsengQuantizer`",
+        "gradients are clipped and rotated back in plain PyTorch. Fresh signs come before the Hadamard matrix, as in "
+        "the paper: the code has them behind it, where they change nothing. No 1e-8 is added to deviations",
     ),
     "quartet2": Row(
         lambda: _fresh(FOUR_OVER_SIX.replace(rounding=RoundingMode.AWAY), EDEN, 128),

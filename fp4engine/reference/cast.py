@@ -13,7 +13,7 @@ from torch import Tensor
 from fp4engine.constants import E4M3_MAX, FLT_MAX
 from fp4engine.formats import E4M3, FP32, CastSpec, Correction, Outer, RoundingMode, ScaleRule
 from fp4engine.reference import hadamard, philox, rounding, scaling
-from fp4engine.reference.power_of_two import power_of_two_scale
+from fp4engine.reference.power_of_two import power_of_two_scale, std_scale
 
 
 class Cast(NamedTuple):
@@ -190,7 +190,10 @@ def _sum_tile_rows(error: Tensor, height: int) -> Tensor:
 
 def _power_of_two(values: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> tuple[Tensor, Tensor]:
     block = scaling.block_amax(values, spec.block)
-    exponent = power_of_two_scale(block, spec.element, spec.scale_rule)
+    if spec.scale_rule is ScaleRule.STD:
+        exponent = std_scale(values.view(*block.shape, spec.block[1]))
+    else:
+        exponent = power_of_two_scale(block, spec.element, spec.scale_rule)
     encode_scale = torch.ldexp(torch.ones_like(block), 127 - exponent)
     encode_scale = torch.where(block.isfinite(), encode_scale * (spec.target / spec.element.max_value), torch.nan)
     scale_inv = torch.where(block.isfinite(), exponent, 0xFF).to(torch.uint8).view(torch.float8_e8m0fnu)
@@ -200,16 +203,8 @@ def _power_of_two(values: Tensor, spec: CastSpec, rng: Tensor | None, stream: in
 def _ratio(y: Tensor, q: Tensor, group: int) -> Tensor:
     """``<y,y> / <y,q>`` per ``group`` neighbours, FP32 from FP64 sums; 1 where the quotient is not finite."""
     y, q = y.double().reshape(-1, group), q.double().reshape(-1, group)
-    ratio = (_neighbour_sum(y * y) / _neighbour_sum(y * q)).float()
+    ratio = (scaling.neighbour_sum(y * y) / scaling.neighbour_sum(y * q)).float()
     return torch.where(ratio.isfinite(), ratio, torch.ones_like(ratio))
-
-
-def _neighbour_sum(t: Tensor) -> Tensor:
-    """Sum over the last axis as a binary tree over neighbours: the order is part of the contract."""
-    while t.shape[-1] > 1:
-        t = torch.nn.functional.pad(t, (0, t.shape[-1] % 2))
-        t = t[..., 0::2] + t[..., 1::2]
-    return t[..., 0]
 
 
 def _shrinkage(values: Tensor, codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec) -> Tensor:
@@ -310,6 +305,16 @@ def outer_factor(amax: Tensor, spec: CastSpec) -> Tensor:
     """``A / numerator``: FP32 [1, 1], [rows, 1] or, with 1x128 outer blocks, [rows, padded cols]."""
     factor = scaling.divide(amax, spec.numerator)
     return factor.repeat_interleave(128, dim=1) if spec.outer is Outer.BLOCK128 else factor.view(-1, 1)
+
+
+def within_range(x: Tensor, cast: Cast, spec: CastSpec) -> Tensor:
+    """Where operand ``x`` [rows, cols] did not saturate: its magnitude is below what the largest element stands for.
+
+    Bool [rows, padded cols], of what was quantized: rotated where the cast rotates, by signs that are not fresh.
+    """
+    values = prepare(x, spec, None, 0)
+    limit = _decode_scale(cast.scale_inv, spec, values.shape[0]) * spec.element.max_value
+    return values.abs() < _multiply(torch.ones_like(values), limit, spec) * outer_factor(cast.amax, spec)
 
 
 def dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, cols: int, dtype: torch.dtype) -> Tensor:

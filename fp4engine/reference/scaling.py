@@ -63,6 +63,14 @@ def _amax(x: Tensor) -> Tensor:
     return x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
 
 
+def neighbour_sum(t: Tensor) -> Tensor:
+    """Sum over the last axis as a binary tree over neighbours: the order is part of the contract."""
+    while t.shape[-1] > 1:
+        t = torch.nn.functional.pad(t, (0, t.shape[-1] % 2))
+        t = t[..., 0::2] + t[..., 1::2]
+    return t[..., 0]
+
+
 def per_block(amax: Tensor, spec: CastSpec, blocks: int) -> Tensor:
     """``amax`` laid out so that it broadcasts against block scales [rows, blocks]."""
     if spec.outer is Outer.BLOCK128:

@@ -93,6 +93,7 @@ MAIN = tuple(
         ("tetrajet2", "grad_output", "rowwise"),
         ("ufp4", "input", "rowwise"),
         ("amdfp4", "input", "rowwise"),
+        ("quartet", "input", "rowwise"),
         ("mxfp4_tseng", "grad_output", "columnwise"),
         ("mxfp8", "input", "rowwise"),
         ("fp8_block", "weight", "rowwise"),

@@ -161,6 +161,21 @@ def four_over_six(x: Tensor, draws: Draws, *, tile: int = 1, mse: bool = False) 
     )
 
 
+# Quartet 00ccd38, mxfp4_forward_kernel
+
+
+def quest(x: Tensor, draws: Draws) -> Cast:
+    """With ``quest=True`` and ``gaussian_scale=2.92247856 / 6``; ties go to the smaller magnitude."""
+    groups = blocks_of(x, 32).double()
+    deviation = (groups.square().sum(2) / 32 - (groups.sum(2) / 32).square()).sqrt()
+    scales = torch.exp2(torch.floor(torch.log2(2.92247856 / 6.0 * deviation + 1e-8))).float()
+    a = (x / spread(scales, x)).abs()
+    elements = torch.zeros_like(x)
+    for threshold, value in ((0.25, 0.5), (0.75, 1), (1.25, 1.5), (1.75, 2), (2.5, 3), (3.5, 4), (5.0, 6)):
+        elements[a > threshold] = value
+    return Cast(elements.copysign(x), scales, fp32(1.0))
+
+
 # Quartet II 8776a90
 
 
@@ -392,6 +407,7 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
     "nvfp4_rht64": nvidia(64),
     "nvfp4_rht128": nvidia(128),
     "nvfp4_hadamard": nvidia(16, NONE),
+    "quartet": fresh(rotated(32, NONE, quest), tseng, 32),
     "quartet2": fresh(quartet_forward, quartet_eden, 128),
     "quartet2_no_4over6": fresh(partial(quartet_forward, four_six=False), quartet_eden, 128),
     "quartet2_cuda": fresh(SIX_MSE, quartet_cuda, 128),
