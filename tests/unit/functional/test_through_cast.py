@@ -1,6 +1,7 @@
 """Gradients of tensors whose casts rotate and clip, against the matrices written out."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -164,9 +165,12 @@ def test_a_rotated_operand_decodes_to_what_was_cast(name: str) -> None:
 
 
 def test_weights_stored_as_codes_have_nothing_that_could_be_clipped() -> None:
-    with fp4engine.quantized_model_init(recipe=zoo.make("quartet")):
+    recipe = zoo.make("quartet")
+    with fp4engine.quantized_model_init(recipe=recipe), pytest.raises(NotImplementedError, match="which codes do not"):
+        fp4engine.Linear(64, 32, bias=False)
+    with fp4engine.quantized_model_init(recipe=recipe.replace(weight=replace(recipe.weight, clipped_gradient=False))):
         layer = fp4engine.Linear(64, 32, bias=False)
-    with fp4engine.autocast(recipe=zoo.make("quartet")), pytest.raises(NotImplementedError, match="QuantizedWeight"):
+    with fp4engine.autocast(recipe=recipe), pytest.raises(NotImplementedError, match="got a QuantizedWeight"):
         layer(torch.randn(32, 64))
 
 
