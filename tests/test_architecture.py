@@ -24,7 +24,7 @@ LAYERS = (
     "functional state",
     "modules",
     "accounting checkpoint_names",
-    "convert checkpoint distributed frozen_weights inspect doctor export integrations qat",
+    "convert checkpoint distributed frozen_weights inspect doctor export integrations optimizer_hooks qat",
     "testing estimate",
     "te",
     "quantization",

@@ -93,12 +93,15 @@ GROUPED_CASTS = (
 )
 BLOCK_CASTS = (
     ("nvfp4_rht128", "grad_output", 1, "values"),
+    ("quartet", "input", 0, "codes"),
     ("quartet2", "input", 0, "codes"),
     ("quartet2", "input", 1, "values"),
     ("quartet2_cuda", "weight", 1, "codes"),
     ("rht128_4over6_scalar", "grad_output", 0, "values"),
     ("tetrajet2", "grad_output", 1, "codes"),
     ("ufp4", "grad_output", 0, "codes"),
+    ("amdfp4", "weight", 0, "codes"),
+    ("amdfp4", "grad_output", 1, "values"),
     ("mxfp4", "grad_output", 1, "values"),
     ("mxfp4_hadamard", "weight", 1, "codes"),
     ("mxfp8", "input", 1, "codes"),

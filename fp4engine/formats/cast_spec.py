@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
-from fp4engine.formats.elements import E1M2, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, FP32, ElementFormat
+from fp4engine.formats.elements import E1M2, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, FP32, UE5M3, ElementFormat
 
 
 class RoundingMode(Enum):
@@ -43,6 +43,9 @@ class ScaleRule(Enum):
     OPTION3 = "option3"
     TOPBINADE = "topbinade"
     """Powers of two for E8M0 scales, in TensorCast's words."""
+    STD = "std"
+    """The power of two for E8M0 scales that is not above ``2.92 / 6`` of the block's standard deviation: E2M1 clips a
+    Gaussian where its squared error is least, and whatever the block's largest magnitude is."""
     ALIGNED = "aligned"
     """Largest magnitude onto ``target``, scale truncated to four mantissa bits and corrected first; the outer scale is
     found afterwards, and maps the largest block scale onto ``scale_bound``."""
@@ -57,7 +60,14 @@ class ScaleRule(Enum):
 
 
 _FOUR_OVER_SIX = (ScaleRule.FOUR_OVER_SIX_MAE, ScaleRule.FOUR_OVER_SIX_MSE)
-_POWER_OF_TWO = (ScaleRule.FLOOR, ScaleRule.CEIL, ScaleRule.MIDMAX, ScaleRule.OPTION3, ScaleRule.TOPBINADE)
+_POWER_OF_TWO = (
+    ScaleRule.FLOOR,
+    ScaleRule.CEIL,
+    ScaleRule.MIDMAX,
+    ScaleRule.OPTION3,
+    ScaleRule.TOPBINADE,
+    ScaleRule.STD,
+)
 
 
 class Outer(Enum):
@@ -132,8 +142,8 @@ class CastSpec:
             contracted axis. ``(0, 0)``: no block scales, only the outer one (FP8 per tensor).
         scale: format of the stored block scales; without block scales E8M0 makes the outer scale a power of two.
         scale_rule: how a block's amax becomes its scale.
-        scale_bound: largest block scale aimed at; 256 leaves room for 4over6 and EDEN. Only E4M3 scales have one;
-            otherwise it is 1.
+        scale_bound: largest block scale aimed at; 256 leaves room for 4over6 and EDEN. Only E4M3 and UE5M3 scales
+            have one; otherwise it is 1.
         target: element value that a block's amax aims at; ``6 * 16/17`` guards stochastic rounding. Under a
             power-of-two rule, elements are multiplied by ``target / element max`` and the decode divides by it.
         outer: what shares one FP32 outer scale.
@@ -225,6 +235,7 @@ class CastSpec:
         words = (
             self.element.name,
             "x".join(map(str, self.block)) if self.block[1] else "tensor",
+            self.scale.name if self.scale == UE5M3 else "",
             "" if self.scale_rule is ScaleRule.AMAX else self.scale_rule.value.replace("_", " "),
             "" if self.rounding is RoundingMode.EVEN else self.rounding.value,
             "" if self.target == self.element.max_value else f"to {self.target:.3g}",
@@ -258,6 +269,10 @@ class CastSpec:
         return f"CastSpec.from_key({self.key!r})"
 
 
+BOUNDED = (E4M3, UE5M3)
+"""Scale formats that are rounded to below a bound, and that an outer scale may bring into their range."""
+
+
 def _complaints(spec: CastSpec) -> Iterator[str]:
     """What contradicts itself in ``spec``: argument, value, what is allowed."""
     rows, cols = spec.block
@@ -267,31 +282,36 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
         yield f"random_bits must be 8 or 16, got {spec.random_bits}"
     if spec.element not in (E1M2, E2M1, E2M3, E3M2, E4M3, E5M2):
         yield f"element must be e1m2, e2m1, e2m3, e3m2, e4m3 or e5m2, got {spec.element}"
-    if spec.scale not in (E4M3, E8M0, FP32):
-        yield f"scale must be e4m3, e8m0 or fp32, got {spec.scale}"
+    if spec.scale not in (E4M3, UE5M3, E8M0, FP32):
+        yield f"scale must be e4m3, ue5m3, e8m0 or fp32, got {spec.scale}"
     if not 0 < spec.target < float("inf"):
         yield f"target must be a positive element value, got {spec.target}"
-    if not 0 < spec.scale_bound <= (E4M3_MAX if spec.scale == E4M3 else 1.0):
-        yield f"scale_bound must be in (0, 448] for e4m3 scales and 1 for others, got {spec.scale_bound}"
+    if not 0 < spec.scale_bound <= (spec.scale.max_value if spec.scale in BOUNDED else 1.0):
+        yield (
+            "scale_bound must be in (0, 448] for e4m3 scales, in (0, 114688] for ue5m3 and 1 for others, "
+            f"got {spec.scale_bound}"
+        )
     if (spec.scale == E8M0) != spec.scale_rule.is_power_of_two:
         yield (
             f"scale_rule={spec.scale_rule.value} does not go with scale={spec.scale}: "
-            "e8m0 takes floor, ceil, midmax, option3 or topbinade; other formats take amax, 4over6 or aligned"
+            "e8m0 takes floor, ceil, midmax, option3, topbinade or std; other formats take amax, 4over6 or aligned"
         )
+    if spec.scale_rule is ScaleRule.STD and (spec.element != E2M1 or rows != 1):
+        yield f"scale_rule=std is for element=e2m1 in blocks of one row, got {spec.element} and block={spec.block}"
     if spec.scale_rule is ScaleRule.ALIGNED and (spec.scale != E4M3 or spec.outer is Outer.NONE):
         yield f"scale_rule=aligned needs scale=e4m3 and an outer scale, got {spec.scale} and outer={spec.outer.value}"
     if spec.scale_rule is ScaleRule.ALIGNED and spec.rounding is RoundingMode.STOCHASTIC:
         yield "scale_rule=aligned finds the outer scale from nearest elements, it does not go with rounding=stochastic"
     if spec.scale_rule.is_four_over_six and (spec.element, spec.scale) != (E2M1, E4M3):
         yield f"4over6 needs element=e2m1 and scale=e4m3, got element={spec.element} and scale={spec.scale}"
-    if spec.block == (0, 0) and (spec.outer not in (Outer.TENSOR, Outer.ROW) or spec.scale == E4M3):
+    if spec.block == (0, 0) and (spec.outer not in (Outer.TENSOR, Outer.ROW) or spec.scale in BOUNDED):
         yield (
             "block=(0, 0) leaves only the outer scale: outer must be tensor or row and scale fp32 or e8m0, "
             f"got outer={spec.outer.value} and scale={spec.scale}"
         )
     if spec.block == (0, 0) and spec.scale_rule.is_power_of_two and spec.scale_rule is not ScaleRule.TOPBINADE:
         yield f"block=(0, 0) with a power-of-two outer scale takes scale_rule=topbinade, got {spec.scale_rule.value}"
-    if spec.block != (0, 0) and spec.outer is not Outer.NONE and spec.scale != E4M3:
+    if spec.block != (0, 0) and spec.outer is not Outer.NONE and spec.scale not in BOUNDED:
         yield f"scale={spec.scale} has range enough for itself: outer must be none, got {spec.outer.value}"
     if spec.correction is not Correction.NONE and spec.rounding is RoundingMode.STOCHASTIC:
         yield f"correction={spec.correction.value} corrects nearest rounding, it does not go with rounding=stochastic"

@@ -16,7 +16,7 @@ class ElementFormat:
         name: lower-case standard name, unique; what a :class:`CastSpec` key prints.
         exponent_bits, mantissa_bits, bias: the bit layout, most significant first after the sign.
         max_value: largest finite magnitude.
-        signed: False for pure scales (E8M0).
+        signed: False for pure scales (E8M0, UE5M3).
     """
 
     name: str
@@ -38,7 +38,7 @@ class ElementFormat:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """PyTorch's dtype of values stored in this format, where it has one."""
+        """PyTorch's dtype of stored values; uint8 codes for UE5M3, which PyTorch lacks."""
         return _TORCH_DTYPES[self.name]
 
     @cached_property
@@ -61,14 +61,20 @@ E3M2 = ElementFormat("e3m2", 3, 2, 3, 28.0)
 E4M3 = ElementFormat("e4m3", 4, 3, 7, 448.0)
 E5M2 = ElementFormat("e5m2", 5, 2, 15, 57344.0)
 E8M0 = ElementFormat("e8m0", 8, 0, 127, 2.0**127, signed=False)
+UE5M3 = ElementFormat("ue5m3", 5, 3, 15, 114688.0, signed=False)
+"""E4M3's sign bit spent on its exponent: block scales from 2^-17 to 114,688, code 0xFF is NaN.
+
+Source: OCP E5M3; PTX ISA 9.4, ``ue5m3``.
+"""
 FP32 = ElementFormat("fp32", 8, 23, 127, 3.4028234663852886e38)
 
-FORMATS = {f.name: f for f in (E1M2, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32)}
+FORMATS = {f.name: f for f in (E1M2, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, UE5M3, FP32)}
 """All formats by name."""
 
 _TORCH_DTYPES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
     "e8m0": torch.float8_e8m0fnu,
+    "ue5m3": torch.uint8,
     "fp32": torch.float32,
 }

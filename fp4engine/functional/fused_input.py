@@ -45,7 +45,7 @@ class FusedInput(NamedTuple):
     def fuses(self, plan: LinearPlan) -> bool:
         """Whether kernels make ``plan.input``'s operands of the value without it; not if backward reads the value."""
         quantizer, rowwise, columnwise = plan.input, plan.input.rowwise_spec, plan.input.columnwise_spec
-        if rowwise is None or columnwise is None or not quantizer.only_casts:
+        if rowwise is None or columnwise is None or not quantizer.only_casts or quantizer.clipped_gradient:
             return False
         if plan.backward_override == "high_precision" or not (rowwise.block[1] and columnwise.block[1]):
             return False

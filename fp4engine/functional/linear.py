@@ -21,6 +21,7 @@ from fp4engine.functional.norm import Norm
 from fp4engine.functional.plan import ExecutedGemms, GemmName, LinearPlan
 from fp4engine.functional.saved import flatten, unflatten
 from fp4engine.functional.shards import Part, Shards, quantize_parts
+from fp4engine.functional.through_cast import gradient, rotation_of, within
 from fp4engine.functional.weight_cache import Make, Operands, WeightCache
 from fp4engine.ops import Operand
 from fp4engine.quantizers import Quantizer
@@ -64,6 +65,7 @@ class Saved(NamedTuple):
         inp: for wgrad: the columnwise operand, or what it is made of.
         weight: for dgrad: likewise.
         x, parameters, statistics: of the input's function.
+        inp_within, weight_within: where the cast did not saturate, see :mod:`fp4engine.functional.through_cast`.
     """
 
     inp: Operand | None
@@ -71,6 +73,8 @@ class Saved(NamedTuple):
     x: Tensor | None = None
     parameters: tuple[Tensor | None, ...] = ()
     statistics: Tensor | None = None
+    inp_within: Tensor | None = None
+    weight_within: Tensor | None = None
 
 
 class MainGrad:
@@ -205,7 +209,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *parameters: Any) -> Tensor:
         plan, function = call.plan, call.function
-        statistics = None
+        statistics = inp_within = weight_within = None
         ctx.at_once = _at_once(x, weight, call)
         if ctx.at_once is not None:
             memories = None
@@ -221,13 +225,17 @@ class LinearFunction(torch.autograd.Function):
                 source, statistics = function.source(as_matrix(x), call.dtype, *parameters)
                 inp, inp_kept = quantize_source(source, plan.input, call, call.needs_wgrad)
                 rowwise, weight_kept = weight_operands(weight, call)
+            if call.needs_dgrad:
+                inp_within = within(x, inp, plan.input, plan)
+            if call.needs_wgrad:
+                weight_within = within(weight, rowwise, plan.weight, plan)
             added = bias if call.shards is None or call.shards.adds_bias else None
             output = linear_fprop(inp, rowwise, added, call, call.dtype)
         if x.ndim != 2:  # as nn.Linear reshapes: autograd forbids to change a view that a Function returns in place
             output = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[0]))
-        saved = Saved(inp_kept, weight_kept)
+        saved = Saved(inp_kept, weight_kept, inp_within=inp_within, weight_within=weight_within)
         if function is not None and call.needs_dgrad:
-            saved = Saved(inp_kept, weight_kept, x, parameters, statistics)
+            saved = saved._replace(x=x, parameters=parameters, statistics=statistics)
         tensors, ctx.structure = flatten(saved)
         ctx.save_for_backward(*tensors)
         ctx.call, ctx.inp_shape, ctx.weight_dtype = call, x.shape, weight.dtype
@@ -259,7 +267,7 @@ class LinearFunction(torch.autograd.Function):
                 if needs_wgrad:
                     call.record("wgrad", flops)
             else:
-                grad_input, grad_weight = _gradients(grad_output, saved, call, rng, ctx.weight_dtype)
+                grad_input, grad_weight = _gradients(grad_output, saved, call, rng, ctx.inp_shape[-1], ctx.weight_dtype)
             if grad_input is not None:
                 if function is not None:
                     assert saved.x is not None
@@ -285,7 +293,7 @@ def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | None:
 
 
 def _gradients(
-    grad_output: Tensor, saved: Saved, call: Call, rng: Tensor | None, weight_dtype: torch.dtype
+    grad_output: Tensor, saved: Saved, call: Call, rng: Tensor | None, in_features: int, weight_dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the input and of the weight, one operation after the other."""
     grad_input = grad_weight = None
@@ -293,16 +301,29 @@ def _gradients(
     weight, inp = saved_operands(saved.weight, saved.inp, call, rng)
     if call.needs_dgrad:
         assert left is not None and weight is not None
-        grad_input = linear_dgrad(left, weight, call, call.dtype)
+        rotation = rotation_of(call.plan.weight, call.plan)
+        dgrad = partial(linear_dgrad, left, weight, call)
+        grad_input = gradient(dgrad, rotation, saved.inp_within, in_features, call.dtype)
     if call.needs_wgrad:
         assert left_t is not None and inp is not None
+        rotation = rotation_of(call.plan.input, call.plan)
+        wgrad = partial(linear_wgrad, left_t, inp, call)
+        undo = rotation, saved.weight_within, in_features
         if call.main_grad is None:
-            grad_weight = linear_wgrad(left_t, inp, call, weight_dtype)
+            grad_weight = gradient(wgrad, *undo, weight_dtype)
         else:
             buffer = call.main_grad.buffer
-            call.main_grad.product = partial(linear_wgrad, left_t, inp, call, buffer.dtype, buffer)
+            if rotation is None and saved.weight_within is None:
+                call.main_grad.product = partial(wgrad, buffer.dtype, buffer)
+            else:
+                call.main_grad.product = partial(_add, buffer, partial(gradient, wgrad, *undo, torch.float32))
             grad_weight = no_gradient(buffer.shape, weight_dtype, grad_output.device)
     return grad_input, grad_weight
+
+
+def _add(buffer: Tensor, product: Callable[[], Tensor]) -> None:
+    """Add to ``buffer`` in FP32, rounded once."""
+    buffer.copy_(buffer.float() + product())
 
 
 def refuse_second_derivative() -> None:
@@ -387,7 +408,8 @@ def _sides(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch
         keeps_columnwise = not keeps_rowwise
     else:
         keeps_rowwise, keeps_columnwise = override == "dequantized", False
-    if keeps_rowwise or quantizer.rowwise_spec is None:
+    clips = quantizer.clipped_gradient and (call.needs_dgrad or call.needs_wgrad)
+    if keeps_rowwise or quantizer.rowwise_spec is None or clips:
         return keeps_rowwise, keeps_columnwise, "codes"
     return False, keeps_columnwise, ops.transient_form(quantizer.rowwise_spec.key, device, call.plan.backend)
 

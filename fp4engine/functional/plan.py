@@ -11,6 +11,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.ops import Casts
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.recipe import Recipe
+from fp4engine.recipe.casts import unclippable
 from fp4engine.roles import TENSOR_TYPES, QuantizerRole
 
 GemmName = Literal["fprop", "dgrad", "wgrad"]
@@ -93,6 +94,9 @@ class LinearPlan:
 
     def __post_init__(self) -> None:
         # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
+        for own, other in ((self.input, self.weight), (self.weight, self.input)):
+            if own.clipped_gradient and (wrong := unclippable(own.rowwise_spec, other.columnwise_source)):
+                raise ValueError(wrong)
         sources = [q for q in (self.input, self.weight) if q.columnwise_source == "rowwise_dequantized"]
         stochastic = any(quantizer.is_stochastic for quantizer in (self.grad_output, *sources))
         object.__setattr__(self, "draws_in_forward", self.input.draws_in_forward or self.weight.draws_in_forward)
@@ -130,7 +134,7 @@ def _gemm_formats(plan: LinearPlan) -> dict[GemmName, str]:
 
 def _casts(plan: LinearPlan) -> Casts | None:
     roles = (plan.input, plan.weight, plan.grad_output)
-    if plan.backward_override is not None or plan.draws_in_forward:
+    if plan.backward_override is not None or plan.draws_in_forward or any(q.clipped_gradient for q in roles):
         return None
     if any(quantizer.columnwise_source != "original" or not quantizer.is_composable for quantizer in roles):
         return None

@@ -379,7 +379,12 @@ def keeping(recipe: Recipe, operands: Iterable[tuple[str, str]]) -> LinearRecipe
         return spec.replace(rotation=None) if alone else spec
 
     casts: dict[str, Any] = {
-        role: Casts(cast(role, "rowwise"), cast(role, "columnwise"), recipe.casts(role).columnwise_source)
+        role: Casts(
+            cast(role, "rowwise"),
+            cast(role, "columnwise"),
+            recipe.casts(role).columnwise_source,
+            recipe.casts(role).clipped_gradient and cast(role, "rowwise") is not None,
+        )
         for role in TENSOR_TYPES
     }
     return LinearRecipe(**casts, allow_biased=True, backward_override=recipe.backward_override, backend=recipe.backend)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from fp4engine import ops
-from fp4engine.formats import E4M3, CastSpec, Correction, ElementFormat, Outer
+from fp4engine.formats import E4M3, UE5M3, CastSpec, Correction, ElementFormat, Outer
 from fp4engine.ops import backend
 from fp4engine.reference import outer_factor, unpack
 from fp4engine.reference.cast import prepare
+from fp4engine.reference.scaling import from_stored
 from fp4engine.tensor import Operand
 
 RANKED = 4
@@ -140,8 +141,8 @@ def _operand_figures(values: Tensor, decoded: Tensor, operand: Operand, spec: Ca
     if not scales.numel():
         sums += [none] * (len(OPERAND_SUMS) - len(sums))
     else:
-        bound = spec.scale_bound if spec.scale == E4M3 else spec.scale.max_value
-        stored = scales.float()
+        bound = spec.scale_bound if spec.scale in (E4M3, UE5M3) else spec.scale.max_value
+        stored = from_stored(scales, spec.scale)
         underflow = ((stored == 0) & (block_amax > 0)).sum()
         overflow = (stored >= bound) & (block_amax > limit[:: max(spec.block[0], 1)] * (17 / 16))
         sums += [_count(scales), underflow, overflow.sum()]
@@ -250,7 +251,7 @@ def byte_scale_spread(times: Sequence[float], scale: ElementFormat) -> tuple[lis
 @cache
 def _log2_of_bytes(scale: ElementFormat) -> list[float | None]:
     """Of the value of each byte, None for what is no positive number; what is not finite counts as 1."""
-    values = torch.arange(256, dtype=torch.uint8).view(scale.torch_dtype).double().tolist()
+    values = from_stored(torch.arange(256, dtype=torch.uint8).view(scale.torch_dtype), scale).double().tolist()
     return [None if not value > 0 else math.log2(value) if math.isfinite(value) else 0.0 for value in values]
 
 
@@ -309,7 +310,7 @@ def _limit(operand: Operand, spec: CastSpec) -> Tensor:
         return factor * spec.element.max_value
     if factor.shape[1] > 1:
         factor = factor[:, :: spec.block[1]]
-    return operand.scale_inv.float() * spec.element.max_value * factor
+    return from_stored(operand.scale_inv, spec.scale) * spec.element.max_value * factor
 
 
 def _saturated(values: Tensor, decoded: Tensor, limit: Tensor, spec: CastSpec) -> Tensor:

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.formats import FP32, CastSpec
-from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes, decode_tile, repeated, round_to, two_to
-from fp4engine.kernels.encode import from_e4m3, narrow
+from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes, decode_tile, from_stored, repeated, round_to, two_to
+from fp4engine.kernels.encode import narrow
 from fp4engine.kernels.launch import Block, Draft, Facts, Launch, device_facts, facts, resolver
 
 TILE_R = 32
@@ -23,8 +23,8 @@ def load_scales(scale_ptr, row, block, inside, blocks, CAST: tl.constexpr, HARDW
     stored = tl.load(scale_ptr + (row.to(tl.int64) * blocks + block), mask=inside, other=0)
     if CAST.scale == "fp32":
         return stored
-    elif CAST.scale == "e4m3":
-        return from_e4m3(stored, HARDWARE)
+    elif CAST.scale == "e4m3" or CAST.scale == "ue5m3":
+        return from_stored(stored, CAST, HARDWARE)
     else:
         return tl.where(stored == 255, float("nan"), two_to(stored.to(tl.int32)))
 

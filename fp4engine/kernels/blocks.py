@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 
 from fp4engine.constants import BLOCK_SIZE, HADAMARD_SIGNS
-from fp4engine.formats import E2M1, E4M3, CastSpec, Correction, Outer, RoundingMode, ScaleRule
+from fp4engine.constants import GAUSSIAN_VARIANCE as _GAUSSIAN_VARIANCE
+from fp4engine.formats import E2M1, E4M3, UE5M3, CastSpec, Correction, Outer, RoundingMode, ScaleRule
 from fp4engine.kernels.amax import (
     FEW_PARTS,
     MOST_PARTS,
@@ -60,6 +61,7 @@ TILE_C = 128
 SUMS = 2048
 """Neighbours that a program of :func:`fold_kernel` adds up."""
 SCALES_PER_PROGRAM = 1024
+GAUSSIAN_VARIANCE = tl.constexpr(_GAUSSIAN_VARIANCE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,10 +69,10 @@ class BlockCast:
     """A CastSpec at compile time. Compared by identity, as from :meth:`of`.
 
     Attributes:
-        grid: of the elements; scale_grid: of E4M3 block scales.
+        grid: of the elements; scale_grid: of block scales in UE5M3, and in E4M3 that are rounded stochastically.
         packed: whether two codes share a byte; values: whether BF16 values are written, not codes.
         height, width: of a block.
-        scale: format of the block scales: ``"e4m3"``, ``"e8m0"`` or ``"fp32"``.
+        scale: format of the block scales: ``"e4m3"``, ``"ue5m3"``, ``"e8m0"`` or ``"fp32"``.
         rule: value of the scale rule.
         inverse_target: ``fl(1 / fl(target))``.
         turn, max_exponent, element_factor: of a power-of-two rule: a mantissa beyond this rounds up; exponent of the
@@ -118,7 +120,7 @@ class BlockCast:
         corrected = "scalar" if scalar else "eden" if spec.correction.group > 1 else "none"
         return BlockCast(
             grid=Grid.of(spec.element),
-            scale_grid=Grid.of(E4M3),
+            scale_grid=Grid.of(UE5M3 if spec.scale == UE5M3 else E4M3),
             packed=spec.element.storage_bits == 4,
             values=form == "values",
             height=spec.block[0],
@@ -271,17 +273,37 @@ def repeated(t, TIMES: tl.constexpr):
 
 
 @triton.jit
-def power_of_two(block, CAST: tl.constexpr):
-    """E8M0 bits (uint8), their FP32 value, and what elements are multiplied by."""
-    small = block < 1.1754943508222875e-38
-    normal = to_bits(tl.where(small, block * 8388608.0, block)).to(tl.int32, bitcast=True)
-    mantissa = ((normal & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    exponent = (normal >> 23) - tl.where(small, 23, 0) - CAST.max_exponent + (mantissa > CAST.turn).to(tl.int32)
-    exponent = tl.where(block == 0, 0, tl.minimum(tl.maximum(exponent, 0), 254))
+def power_of_two(x, block, CAST: tl.constexpr):
+    """E8M0 bits (uint8), their FP32 value, and what elements are multiplied by, of blocks and their maxima."""
+    if CAST.rule == "std":
+        exponent = exponent_of_deviation(x, block, CAST)
+    else:
+        exponent = exponent_of_largest(block, CAST)
     finite = block <= FLT_MAX
     encode_scale = tl.where(finite, two_to(254 - exponent) * CAST.element_factor, float("nan"))
     decode_scale = tl.where(finite, two_to(exponent), float("nan"))
     return tl.where(finite, exponent, 255).to(tl.uint8), decode_scale, encode_scale
+
+
+@triton.jit
+def exponent_of_deviation(x, block, CAST: tl.constexpr):
+    """Biased, of the power of two under the rule "std": half the exponent of a variance."""
+    squares, sums = dots(x, tl.zeros_like(x) + 1.0, CAST.width)
+    mean = sums / CAST.width
+    scaled = (squares / CAST.width - mean * mean) * GAUSSIAN_VARIANCE
+    exponent = ((scaled.to(tl.int64, bitcast=True) >> 52) & 0x7FF).to(tl.int32) - 1023
+    exponent = tl.minimum(tl.maximum((exponent >> 1) + 127, 0), 254)
+    return tl.reshape(tl.where(scaled > 0, exponent, 0), block.shape)
+
+
+@triton.jit
+def exponent_of_largest(block, CAST: tl.constexpr):
+    """Biased, of the power of two under the rules that ask for the largest magnitude."""
+    small = block < 1.1754943508222875e-38
+    normal = to_bits(tl.where(small, block * 8388608.0, block)).to(tl.int32, bitcast=True)
+    mantissa = ((normal & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    exponent = (normal >> 23) - tl.where(small, 23, 0) - CAST.max_exponent + (mantissa > CAST.turn).to(tl.int32)
+    return tl.where(block == 0, 0, tl.minimum(tl.maximum(exponent, 0), 254))
 
 
 @triton.jit
@@ -386,10 +408,30 @@ def shrinkage(yy, yq):
 
 
 @triton.jit
-def e4m3_scale(scale, outer_scale, HARDWARE: tl.constexpr):
+def to_stored(scale, CAST: tl.constexpr, HARDWARE: tl.constexpr):
+    """Bits (uint8) of the nearest E4M3 or UE5M3 of ``scale >= 0``, saturating; NaN is the last code."""
+    if CAST.scale == "ue5m3":
+        GRID: tl.constexpr = CAST.scale_grid
+        return tl.where(scale == scale, encode_element(scale, 0, GRID, "even", 0), 0xFF).to(tl.uint8)
+    else:
+        return to_e4m3(scale, HARDWARE)
+
+
+@triton.jit
+def from_stored(stored, CAST: tl.constexpr, HARDWARE: tl.constexpr):
+    """FP32 values of stored block scales that are E4M3 or UE5M3."""
+    if CAST.scale == "ue5m3":
+        GRID: tl.constexpr = CAST.scale_grid
+        return tl.where(stored == 0xFF, float("nan"), decode_element(stored.to(tl.uint32), GRID))
+    else:
+        return from_e4m3(stored, HARDWARE)
+
+
+@triton.jit
+def rounded_scale(scale, outer_scale, CAST: tl.constexpr, HARDWARE: tl.constexpr):
     """Stored bits, their value and what elements are multiplied by, for unrounded block scales."""
-    stored = to_e4m3(scale, HARDWARE)
-    decode_scale = from_e4m3(stored, HARDWARE)
+    stored = to_stored(scale, CAST, HARDWARE)
+    decode_scale = from_stored(stored, CAST, HARDWARE)
     return stored, decode_scale, element_encode_scale(decode_scale, reciprocal(outer_scale, HARDWARE), HARDWARE)
 
 
@@ -433,7 +475,7 @@ def x_hat(codes, decode_scale, outer_amax, CAST: tl.constexpr, HARDWARE: tl.cons
 @triton.jit
 def candidate(x, scale, outer_amax, outer_scale, random, CAST: tl.constexpr, HARDWARE: tl.constexpr):
     """Stored scale, its value, codes and the block's error, of one unrounded block scale under 4over6."""
-    stored, decode_scale, encode_scale = e4m3_scale(scale, outer_scale, HARDWARE)
+    stored, decode_scale, encode_scale = rounded_scale(scale, outer_scale, CAST, HARDWARE)
     codes = encode_tile(x * encode_scale[:, :, None], random, CAST)
     difference = x_hat(codes, decode_scale, outer_amax, CAST, HARDWARE) - x
     error = left_to_right(difference * difference if CAST.rule == "4over6_mse" else tl.abs(difference))
@@ -521,6 +563,8 @@ def block_cast_kernel(
     block = largest_of(magnitudes(x), CAST.width)
     if CAST.height > 1:
         block = over_rows(block, CAST.height)
+    if CAST.outer == "none" and (CAST.scale == "e4m3" or CAST.scale == "ue5m3"):  # which saturate
+        block = tl.where(block <= FLT_MAX, block, float("nan"))
     random = tl.zeros([1, 1, 1], tl.int32)
     if CAST.random_bits:
         random = random_of_elements(rng_ptr, stream, row0, col0, CAST, TILE_R, TILE_C)
@@ -545,15 +589,15 @@ def block_cast_kernel(
             encode_scale = tl.minimum(reciprocal(decode_scale, HARDWARE), FLT_MAX, propagate_nan=NAN)
             encode_scale = tl.where(decode_scale == 0, 0.0, encode_scale)
             stored = decode_scale
-        elif CAST.scale == "e4m3":
+        elif CAST.scale == "e4m3" or CAST.scale == "ue5m3":
             scale = block * (outer_scale * (1.0 / CAST.target))
-            stored, decode_scale, encode_scale = e4m3_scale(scale, outer_scale, HARDWARE)
+            stored, decode_scale, encode_scale = rounded_scale(scale, outer_scale, CAST, HARDWARE)
         elif CAST.scale == "fp32":
             decode_scale = tl.div_rn(block, tl.zeros_like(block) + CAST.target)
             encode_scale = tl.minimum(reciprocal(decode_scale, HARDWARE), FLT_MAX, propagate_nan=NAN)
             stored = decode_scale
         else:
-            stored, decode_scale, encode_scale = power_of_two(block, CAST)
+            stored, decode_scale, encode_scale = power_of_two(x, block, CAST)
         v = x * encode_scale[:, :, None]
         codes = encode_tile(v, random, CAST)
     if CAST.correction == "eden":

@@ -23,7 +23,7 @@ class Grid:
     """An element format at compile time. Compared by identity, as from :meth:`of`.
 
     Attributes:
-        bits: of a code, the sign in the highest.
+        bits: of a code, the sign in the highest; formats without one have a bit more, which is never set.
         mantissa: mantissa bits.
         bias: of the exponent.
         largest, largest_code: largest magnitude and its code.
@@ -41,7 +41,7 @@ class Grid:
         exponent, mantissa = element.max_exponent, element.mantissa_bits
         fraction = element.max_value / 2.0**exponent - 1
         code = ((exponent + element.bias) << mantissa) + int(fraction * (1 << mantissa))
-        return Grid(element.bits, mantissa, element.bias, element.max_value, code)
+        return Grid(element.exponent_bits + mantissa + 1, mantissa, element.bias, element.max_value, code)
 
 
 @triton.jit

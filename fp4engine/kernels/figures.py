@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4engine.formats import E4M3, CastSpec
+from fp4engine.formats import E4M3, UE5M3, CastSpec
 from fp4engine.kernels.block_decode import load_codes, load_factor, load_scales
 from fp4engine.kernels.blocks import (
     TILE_C,
@@ -336,7 +336,7 @@ def resolve_figures(
     maxima = draft.output((3,), torch.float64)
     worst = draft.output((RANKED, 4), torch.float64)
     parts = (sums, histogram, ranked, places)
-    bound = spec.scale_bound if spec.scale == E4M3 else spec.scale.max_value
+    bound = spec.scale_bound if spec.scale in (E4M3, UE5M3) else spec.scale.max_value
     source = (draft.inputs[0], None if rng is None else draft.inputs[1], draft.inputs[2])
     scale_inv = Block(draft.inputs[3], as_bytes) if has_scales else None
     cast = BlockCast.of(spec, "codes", 0)

@@ -43,6 +43,7 @@ def quantized_model_init(
 
     Raises:
         ValueError: ``recipe`` is not a recipe; ``enabled`` is not a bool.
+        NotImplementedError: of a module that is built: ``recipe`` clips the gradient of its weight (``quartet``).
 
     Source: TransformerEngine ``pytorch/quantization.py``, ``quantized_model_init``.
     """
@@ -68,6 +69,11 @@ def store_weight(module: torch.nn.Module, name: str, gemms: Gemms) -> None:
     quantizer = make_linear_plan(init.recipe, gemms.module_type, gemms.name, tuple(weight.shape)).weight
     if quantizer.is_stateful:
         quantizer = Quantizer(quantizer.rowwise_spec, quantizer.columnwise_spec, stream=quantizer.stream)
+    if quantizer.clipped_gradient:
+        raise NotImplementedError(
+            f"{init.recipe!r} gives a weight no gradient where its cast clipped it, which codes do not tell: such "
+            "weights are trained in high precision, without quantized_model_init"
+        )
     if quantizer.rowwise_spec is not None:
         stored = QuantizedWeight.from_values(weight, quantizer, init.preserve_high_precision_init_val)
         setattr(module, name, torch.nn.Parameter(stored, weight.requires_grad))

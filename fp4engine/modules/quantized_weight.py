@@ -215,7 +215,7 @@ class QuantizedWeight(torch.Tensor):
         return _encode(values.expand(self.shape), self.quantizer, self.transposed)
 
     def _values(self) -> Tensor:
-        values = [matrix.rowwise.dequantize(self.dtype, self.quantizer.backend) for matrix in self.matrices()]
+        values = [matrix.rowwise.tensor(self.dtype, self.quantizer.backend) for matrix in self.matrices()]
         whole = torch.stack(values) if len(self.shape) == 3 else values[0]
         return whole.transpose(-1, -2).contiguous() if self.transposed else whole
 

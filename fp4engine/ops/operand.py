@@ -8,6 +8,8 @@ from torch import Tensor
 from fp4engine import reference
 from fp4engine.formats import CastSpec, Correction, Outer
 from fp4engine.reference import pack, unpack
+from fp4engine.reference.hadamard import rotate_back
+from fp4engine.reference.philox import rotation_signs
 
 
 class Operand(NamedTuple):
@@ -72,6 +74,21 @@ class Operand(NamedTuple):
         from fp4engine.ops.cast import dequantize
 
         return dequantize(self.data, self.scale_inv, self.amax, self.spec, self.cols, dtype, backend)
+
+    def tensor(self, dtype: torch.dtype = torch.float32, backend: str = "auto") -> Tensor:
+        """What was cast, as it decodes, in ``dtype``: :meth:`dequantize`, rotated back and without padding.
+
+        Raises:
+            ValueError: it was rotated by signs that were drawn for it.
+        """
+        rotation = None if self.spec is None else self.spec.rotation
+        if rotation is None:
+            return self.dequantize(dtype, backend)
+        if rotation.signs.is_fresh:
+            raise ValueError(f"an operand rotated by freshly drawn signs ({rotation}) does not decode to its tensor")
+        values = self.dequantize(torch.float32, backend)
+        values = rotate_back(values, rotation_signs(rotation, None, 0, values.device))
+        return values[:, : self.cols].to(dtype).contiguous()
 
     def transposed(self) -> "Operand":
         """The operand of the transposed matrix under the same cast, which :func:`is_transposable` has been asked of."""

@@ -27,6 +27,7 @@ class Quantizer:
             (then it is made when the backward pass needs it).
         stream: stream id of the role, see :mod:`fp4engine.reference.philox`.
         backend: ``auto``, ``reference``, ``triton`` or ``native``.
+        clipped_gradient: whether the tensor gets no gradient where its rowwise cast saturated.
         is_stochastic: True if quantizing takes a draw of the random stream.
         draws_in_forward: True if what a forward pass makes of an input or a weight takes one.
         is_identity: True if both sides stay unquantized.
@@ -40,6 +41,7 @@ class Quantizer:
     columnwise_source: ColumnwiseSource = "original"
     stream: int = 0
     backend: str = "auto"
+    clipped_gradient: bool = field(default=False, kw_only=True)
 
     is_stochastic: bool = field(init=False, repr=False, compare=False)
     draws_in_forward: bool = field(init=False, repr=False, compare=False)
@@ -47,7 +49,7 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         require("backend", self.backend, BACKENDS)
-        Casts(self.rowwise_spec, self.columnwise_spec, self.columnwise_source)  # raises
+        Casts(self.rowwise_spec, self.columnwise_spec, self.columnwise_source, self.clipped_gradient)  # raises
         # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
         specs = [spec for spec in (self.rowwise_spec, self.columnwise_spec) if spec is not None]
         object.__setattr__(self, "is_stochastic", any(spec.is_stochastic for spec in specs))
@@ -61,7 +63,14 @@ class Quantizer:
 
     def with_backend(self, backend: str) -> "Quantizer":
         """The same casts by another backend."""
-        return Quantizer(self.rowwise_spec, self.columnwise_spec, self.columnwise_source, self.stream, backend)
+        return Quantizer(
+            self.rowwise_spec,
+            self.columnwise_spec,
+            self.columnwise_source,
+            self.stream,
+            backend,
+            clipped_gradient=self.clipped_gradient,
+        )
 
     @property
     def is_stateful(self) -> bool:

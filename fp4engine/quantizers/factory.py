@@ -26,7 +26,8 @@ def make_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer:
     casts = recipe.casts(role.tensor_type)
     if isinstance(recipe, DelayedScaling):
         return DelayedQuantizer(casts.rowwise, casts.columnwise, stream=stream, backend=recipe.backend, recipe=recipe)
-    return Quantizer(casts.rowwise, casts.columnwise, casts.columnwise_source, stream, recipe.backend)
+    specs = casts.rowwise, casts.columnwise, casts.columnwise_source
+    return Quantizer(*specs, stream, recipe.backend, clipped_gradient=casts.clipped_gradient)
 
 
 def role_stream(role: QuantizerRole) -> int:

@@ -17,28 +17,48 @@ class Casts:
         rowwise: cast of the operand [M, K]; None leaves it in high precision.
         columnwise: cast of the transposed operand [K, M]; None leaves it in high precision.
         columnwise_source: what the columnwise operand is made of: the tensor itself, or the dequantized rowwise
-            operand that the forward pass saved (then it is made anew in the backward pass).
+            operand that the forward pass saved (then it is made anew in the backward pass). What is made of a rotated
+            one gives the other tensor's gradient rotated too, and that is rotated back.
+        clipped_gradient: whether this tensor gets no gradient where its rowwise cast saturated; otherwise gradients
+            pass the cast straight through.
 
     Raises:
-        ValueError: an unknown source, or a columnwise operand to be made of a rotated one.
+        ValueError: an unknown source, or a clipped gradient without a rowwise cast in blocks.
     """
 
     rowwise: CastSpec | None = None
     columnwise: CastSpec | None = None
     columnwise_source: ColumnwiseSource = "original"
+    clipped_gradient: bool = False
 
     def __repr__(self) -> str:
         """``Casts('e2m1 1x16', 'e2m1 1x16 rht16')``, in the words of :attr:`CastSpec.label`."""
         labels = [None if spec is None else spec.label for spec in (self.rowwise, self.columnwise)]
-        source = "" if self.columnwise_source == "original" else f", {self.columnwise_source!r}"
-        return f"Casts({labels[0]!r}, {labels[1]!r}{source})"
+        rest = [self.columnwise_source, self.clipped_gradient]
+        while rest and rest[-1] in ("original", False):
+            rest.pop()
+        return f"Casts({', '.join(map(repr, labels + rest))})"
 
     def __post_init__(self) -> None:
         if self.columnwise_source not in COLUMNWISE_SOURCES:
             allowed = ", ".join(map(repr, COLUMNWISE_SOURCES))
             raise ValueError(f"columnwise_source must be one of {allowed}, got {self.columnwise_source!r}")
-        if self.columnwise_source == "rowwise_dequantized" and self.rowwise is not None and self.rowwise.rotation:
+        if self.clipped_gradient and (self.rowwise is None or not self.rowwise.block[1]):
             raise ValueError(
-                "columnwise_source='rowwise_dequantized' needs a rowwise operand that decodes to the tensor, "
-                f"got one rotated by {self.rowwise.rotation}"
+                "clipped_gradient=True needs a rowwise cast in blocks, whose scales tell what saturated, "
+                f"got {None if self.rowwise is None else self.rowwise.label!r}"
             )
+
+
+def unclippable(rowwise: CastSpec | None, other_source: ColumnwiseSource) -> str:
+    """Why no gradient can be clipped where ``rowwise`` saturated; empty if one can.
+
+    Args:
+        other_source: what the columnwise operand of the other tensor is made of, which gives this one its gradient.
+    """
+    if rowwise is None or rowwise.rotation is None or other_source == "rowwise_dequantized":
+        return ""
+    return (
+        "clipped_gradient tells which rotated elements saturated, so the gradient has to come rotated: the other "
+        f"tensor's columnwise_source must be 'rowwise_dequantized', got {other_source!r}"
+    )

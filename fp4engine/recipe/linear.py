@@ -13,7 +13,7 @@ from typing import Any
 
 from fp4engine.formats import CastSpec, Correction, RoundingMode, Signs
 from fp4engine.recipe.base import Recipe, require_object
-from fp4engine.recipe.casts import Casts
+from fp4engine.recipe.casts import Casts, unclippable
 from fp4engine.roles import TENSOR_TYPES
 
 GEMM_OPERANDS = {
@@ -76,6 +76,9 @@ class LinearRecipe(Recipe):
                 yield f"{gemm} takes signs {_FRESH.get(gemm, Signs.FIXED)}, got {left.signs} on {names}"
         for role in ("input", "weight"):
             casts = self.casts(role)
+            other = self.weight if role == "input" else self.input
+            if casts.clipped_gradient and (wrong := unclippable(casts.rowwise, other.columnwise_source)):
+                yield f"{role}.{wrong}"
             fresh = casts.columnwise is not None and casts.columnwise.rotation and casts.columnwise.rotation.signs
             if fresh and fresh.is_fresh and casts.columnwise_source != "rowwise_dequantized":
                 yield (
@@ -102,12 +105,16 @@ class LinearRecipe(Recipe):
     def _from_plain(cls, name: str, value: Any) -> Any:
         if name not in TENSOR_TYPES:
             return super()._from_plain(name, value)
-        given = require_object(name, value, (*SIDES, "columnwise_source"))
+        given = require_object(name, value, (*SIDES, "columnwise_source", "clipped_gradient"))
         for side in SIDES:
             if side not in given:
                 raise ValueError(f"{name} has no {side}; null leaves the operand in high precision")
         sides = {side: given[side] if given[side] is None else CastSpec.from_key(given[side]) for side in SIDES}
-        return Casts(**sides, columnwise_source=given.get("columnwise_source", "original"))
+        clipped = given.get("clipped_gradient", False)
+        if not isinstance(clipped, bool):
+            raise ValueError(f"{name}.clipped_gradient must be true or false, got {clipped!r}")
+        source = given.get("columnwise_source", "original")
+        return Casts(**sides, columnwise_source=source, clipped_gradient=clipped)
 
 
 def combine(forward: Recipe, backward: Recipe) -> LinearRecipe:
@@ -125,8 +132,8 @@ def combine(forward: Recipe, backward: Recipe) -> LinearRecipe:
         raise ValueError(f"combine takes recipes of one backend, got {forward.backend!r} and {backward.backend!r}")
 
     def role(name: str) -> Casts:
-        back = backward.casts(name)
-        return Casts(forward.casts(name).rowwise, back.columnwise, back.columnwise_source)
+        front, back = forward.casts(name), backward.casts(name)
+        return Casts(front.rowwise, back.columnwise, back.columnwise_source, front.clipped_gradient)
 
     return LinearRecipe(
         input=role("input"),

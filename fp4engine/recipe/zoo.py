@@ -22,6 +22,7 @@ from fp4engine.formats import (
     E3M2,
     E4M3,
     FP32,
+    UE5M3,
     CastSpec,
     Correction,
     Outer,
@@ -65,6 +66,9 @@ ALIGNED_EDEN16 = EDEN16.replace(scale_rule=ScaleRule.ALIGNED)
 """MS-EDEN of Quartet II's CUDA kernels: block scales aligned with each other after the elements have been rounded."""
 SCALAR = FOUR_OVER_SIX.replace(correction=Correction.SCALAR)
 
+TETRAJET_STOCHASTIC = STOCHASTIC.replace(outer=Outer.BLOCK128)
+"""TetraJet-v2's cast of gradients."""
+
 MXFP8 = mx(E4M3, ScaleRule.TOPBINADE)
 """TransformerEngine's MXFP8: the power of two that is not below ``amax / 448``."""
 MXFP4 = mx(E2M1, ScaleRule.TOPBINADE)
@@ -72,8 +76,13 @@ MXFP4_SR = MXFP4.replace(rounding=RoundingMode.STOCHASTIC)
 """``2^ceil(log2(amax / 6))``: nothing clips, so stochastic rounding is unbiased."""
 MXFP4_TSENG = mx(E2M1, ScaleRule.FLOOR, RoundingMode.STOCHASTIC).replace(target=E2M1_MAX * 3 / 4)
 """Elements times 3/4, so that [4, 8) lands in [3, 6); the decode's 4/3 is the paper's 16/9 on the product."""
+QUEST = mx(E2M1, ScaleRule.STD, RoundingMode.ZERO).replace(rotation=Rotation(32, Signs.NONE))
+"""QuEST's cast: rotated, scaled by the deviation of each block, and what is beyond 6 is clipped."""
 MXFP4_EVEN = mx(E2M1, ScaleRule.OPTION3)
 """AMD's rule "even" for scales: the amax rounded to the element's mantissa, ties up."""
+
+WIDE = NEAREST.replace(scale=UE5M3, scale_bound=UE5M3.max_value, outer=Outer.NONE)
+"""Block scales of so wide a range that no outer scale is needed, and no pass over the tensor to find one."""
 
 UNIFORM = CastSpec(element=E1M2, scale=FP32, scale_bound=1.0, target=E1M2.max_value, outer=Outer.NONE, rotation=RHT16)
 """The uniform grid in 1x16 blocks with FP32 scales, rotated."""
@@ -138,6 +147,26 @@ def _amd(gradient: CastSpec) -> LinearRecipe:
     return _mxfp4(MXFP4_EVEN, gradient, H16, MXFP4_EVEN.replace(block=(32, 32)))
 
 
+def _amd_wide() -> LinearRecipe:
+    rotation = Rotation(32)
+    return LinearRecipe(
+        input=rotated_wgrad(WIDE, rotation),
+        weight=same(WIDE.replace(block=(BLOCK_SIZE, BLOCK_SIZE))),
+        grad_output=rotated_wgrad(WIDE.replace(rounding=RoundingMode.STOCHASTIC), rotation),
+    )
+
+
+def _quartet() -> LinearRecipe:
+    """Gradients stop where QuEST clipped; backward operands are made of the forward ones, which are rotated."""
+
+    def role(signs: Signs) -> Casts:
+        backward = MXFP4_TSENG.replace(rotation=Rotation(32, signs))
+        return Casts(QUEST, backward, "rowwise_dequantized", clipped_gradient=True)
+
+    gradient = fresh_gradient(MXFP4_TSENG, 32)
+    return LinearRecipe(input=role(Signs.WGRAD), weight=role(Signs.DGRAD), grad_output=gradient)
+
+
 def _uniform(forward: CastSpec, gradient: CastSpec) -> LinearRecipe:
     return LinearRecipe(input=same(forward), weight=same(forward), grad_output=same(gradient))
 
@@ -197,6 +226,13 @@ ZOO: dict[str, Row] = {
         "arXiv 2509.25149, appendix E (no signs)",
         "worse than random signs at 12B",
     ),
+    "quartet": Row(
+        _quartet,
+        "arXiv 2505.14669, algorithm 1; constants and ties of IST-DASLab Quartet 00ccd38, `QuestMXFP4Quantizer` and "
+        "`AlbertTsengQuantizer`",
+        "gradients are clipped and rotated back in plain PyTorch. Fresh signs come before the Hadamard matrix, as in "
+        "the paper: the code has them behind it, where they change nothing. No 1e-8 is added to deviations",
+    ),
     "quartet2": Row(
         lambda: _fresh(FOUR_OVER_SIX.replace(rounding=RoundingMode.AWAY), EDEN, 128),
         "arXiv 2601.22813; IST-DASLab Quartet-II 8776a90, the training code (`schemes/quartet_2.py`)",
@@ -222,9 +258,9 @@ ZOO: dict[str, Row] = {
         "not proven unbiased; outliers leave a floor",
     ),
     "tetrajet2": Row(
-        lambda: _fresh(NEAREST.replace(outer=Outer.BLOCK128), STOCHASTIC.replace(outer=Outer.BLOCK128), 16),
+        lambda: _fresh(NEAREST.replace(outer=Outer.BLOCK128), TETRAJET_STOCHASTIC, 16),
         "arXiv 2510.27527; TetraJet-v2 ca5953f",
-        "linear layers only: no OsciReset, no OutControl",
+        "the products alone; OsciReset and OutControl are `fp4engine.optimizer_hooks`",
     ),
     "fp4_all_the_way": Row(
         lambda: LinearRecipe(input=Casts(NEAREST, STOCHASTIC), weight=same(NEAREST), grad_output=same(STOCHASTIC)),
@@ -235,6 +271,12 @@ ZOO: dict[str, Row] = {
         lambda: _uniform(UNIFORM, UNIFORM.replace(rounding=RoundingMode.STOCHASTIC)),
         "arXiv 2606.20381 (UFP4: rotations in all three products, stochastic rounding of the gradient alone)",
         "fixed signs: our reading",
+    ),
+    "amdfp4": Row(
+        _amd_wide,
+        'AMD ALTO 74e251d, `precision="amdfp4"` with 16x16 weights, Hadamard 32 and stochastic gradients',
+        "signs drawn once, where the source draws and permutes anew; a block of values up to 6 * 2^-18 becomes 0, "
+        "where the source's least scale is 2^-17",
     ),
     "mxfp4": Row(
         lambda: _mxfp4(MXFP4, MXFP4_SR, Rotation(32), MXFP4),

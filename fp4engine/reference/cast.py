@@ -13,7 +13,7 @@ from torch import Tensor
 from fp4engine.constants import E4M3_MAX, FLT_MAX
 from fp4engine.formats import E4M3, FP32, CastSpec, Correction, Outer, RoundingMode, ScaleRule
 from fp4engine.reference import hadamard, philox, rounding, scaling
-from fp4engine.reference.power_of_two import power_of_two_scale
+from fp4engine.reference.power_of_two import power_of_two_scale, std_scale
 
 
 class Cast(NamedTuple):
@@ -21,7 +21,7 @@ class Cast(NamedTuple):
 
     Attributes:
         codes: uint8 [rows, padded cols / 2] for 4-bit elements, [rows, padded cols] for wider ones.
-        scale_inv: [rows, blocks] in the spec's scale format; multiplies back.
+        scale_inv: [rows, blocks] in the spec's scale format; multiplies back. UE5M3 as uint8 codes.
         amax: FP32 outer amax, see :func:`scaling.outer_amax`; a scalar correction is folded in.
     """
 
@@ -107,9 +107,11 @@ def _multiply(values: Tensor, block_scale: Tensor, spec: CastSpec) -> Tensor:
     return (blocks * block_scale[..., None]).view(rows, cols)
 
 
-def _decode_scale(scale_inv: Tensor, rows: int) -> Tensor:
+def _decode_scale(scale_inv: Tensor, spec: CastSpec, rows: int) -> Tensor:
     """Block scales as :func:`_multiply` takes them."""
-    return scale_inv.float() if scale_inv.shape[1] else scale_inv.new_ones((rows, 1), dtype=torch.float32)
+    if scale_inv.shape[1]:
+        return scaling.from_stored(scale_inv, spec.scale)
+    return scale_inv.new_ones((rows, 1), dtype=torch.float32)
 
 
 def _outer_only(values: Tensor, amax: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> tuple[Tensor, Tensor]:
@@ -119,15 +121,23 @@ def _outer_only(values: Tensor, amax: Tensor, spec: CastSpec, rng: Tensor | None
     return scale_inv, _elements(values, encode_scale, spec, rng, stream)
 
 
-def _two_level(values: Tensor, amax: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> tuple[Tensor, Tensor]:
+def _block_amax(values: Tensor, spec: CastSpec) -> Tensor:
+    """Block maxima; NaN for infinity where a scale saturates and no outer scale would tell of it."""
     block = scaling.block_amax(values, spec.block)
+    if spec.outer is not Outer.NONE or spec.scale == FP32:
+        return block
+    return torch.where(block.isfinite(), block, torch.nan)
+
+
+def _two_level(values: Tensor, amax: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> tuple[Tensor, Tensor]:
+    block = _block_amax(values, spec)
     if spec.scale == FP32:
         scale_inv = scaling.divide(block, spec.target)
         encode_scale = scaling.divide(1.0, scale_inv).clamp(max=FLT_MAX)
         return scale_inv, _elements(values, encode_scale, spec, rng, stream)
     outer = scaling.per_block(scaling.encode_scale(amax, spec.numerator), spec, block.shape[1])
-    scale_inv = scaling.to_e4m3(block * (outer * (1.0 / spec.target)))
-    encode_scale = scaling.element_encode_scale(scale_inv, outer)
+    scale_inv = scaling.to_stored(block * (outer * (1.0 / spec.target)), spec.scale)
+    encode_scale = scaling.element_encode_scale(scaling.from_stored(scale_inv, spec.scale), outer)
     return scale_inv, _elements(values, encode_scale, spec, rng, stream)
 
 
@@ -139,7 +149,7 @@ def _four_over_six(
     Source: arXiv 2512.02010; order of operations of TransformerEngine's
     ``_quantize_blockwise_4over6_reference``, which divides by 6 before it multiplies by the outer scale.
     """
-    base = scaling.block_amax(values, spec.block)
+    base = _block_amax(values, spec)
     outer = scaling.per_block(scaling.encode_scale(amax, spec.numerator), spec, base.shape[1])
     base = scaling.divide(base, spec.target) * outer
     six, four = (_candidate(values, amax, scale, outer, spec, rng, stream) for scale in (base, base * 1.5))
@@ -154,8 +164,8 @@ def _candidate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Block scales, codes and per-block error of one candidate; sums run left to right, then over row halves."""
     rows, blocks = scale.shape
-    scale_inv = scaling.to_e4m3(scale)
-    codes = _elements(values, scaling.element_encode_scale(scale_inv, outer), spec, rng, stream)
+    scale_inv = scaling.to_stored(scale, spec.scale)
+    codes = _elements(values, scaling.element_encode_scale(scale_inv.float(), outer), spec, rng, stream)
     decoded = rounding.decode(codes, spec.element).view(rows, blocks, spec.block[1]) * scale_inv.float()[..., None]
     outer_amax = scaling.per_block(amax, spec, blocks)[..., None]
     difference = scaling.divide(decoded * outer_amax, spec.numerator) - values.view(rows, blocks, spec.block[1])
@@ -180,7 +190,10 @@ def _sum_tile_rows(error: Tensor, height: int) -> Tensor:
 
 def _power_of_two(values: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> tuple[Tensor, Tensor]:
     block = scaling.block_amax(values, spec.block)
-    exponent = power_of_two_scale(block, spec.element, spec.scale_rule)
+    if spec.scale_rule is ScaleRule.STD:
+        exponent = std_scale(values.view(*block.shape, spec.block[1]))
+    else:
+        exponent = power_of_two_scale(block, spec.element, spec.scale_rule)
     encode_scale = torch.ldexp(torch.ones_like(block), 127 - exponent)
     encode_scale = torch.where(block.isfinite(), encode_scale * (spec.target / spec.element.max_value), torch.nan)
     scale_inv = torch.where(block.isfinite(), exponent, 0xFF).to(torch.uint8).view(torch.float8_e8m0fnu)
@@ -190,21 +203,13 @@ def _power_of_two(values: Tensor, spec: CastSpec, rng: Tensor | None, stream: in
 def _ratio(y: Tensor, q: Tensor, group: int) -> Tensor:
     """``<y,y> / <y,q>`` per ``group`` neighbours, FP32 from FP64 sums; 1 where the quotient is not finite."""
     y, q = y.double().reshape(-1, group), q.double().reshape(-1, group)
-    ratio = (_neighbour_sum(y * y) / _neighbour_sum(y * q)).float()
+    ratio = (scaling.neighbour_sum(y * y) / scaling.neighbour_sum(y * q)).float()
     return torch.where(ratio.isfinite(), ratio, torch.ones_like(ratio))
-
-
-def _neighbour_sum(t: Tensor) -> Tensor:
-    """Sum over the last axis as a binary tree over neighbours: the order is part of the contract."""
-    while t.shape[-1] > 1:
-        t = torch.nn.functional.pad(t, (0, t.shape[-1] % 2))
-        t = t[..., 0::2] + t[..., 1::2]
-    return t[..., 0]
 
 
 def _shrinkage(values: Tensor, codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec) -> Tensor:
     """``<y,y> / <y,q>`` of the whole operand: FP32 [1]."""
-    block_scale = _decode_scale(scale_inv, values.shape[0])
+    block_scale = _decode_scale(scale_inv, spec, values.shape[0])
     factor = scaling.divide(scaling.per_block(amax, spec, block_scale.shape[1]), spec.numerator)
     quantized = _multiply(_multiply(rounding.decode(codes, spec.element), block_scale, spec), factor, spec)
     return _ratio(values, quantized, values.numel())
@@ -281,7 +286,7 @@ def _aligned(values: Tensor, amax: Tensor | None, spec: CastSpec, rng: Tensor | 
     if spec.correction.group > 1:
         scale_inv = _stochastic_e4m3(scaled, scaled.isfinite(), rng, stream)
     else:
-        scale_inv = scaling.to_e4m3(scaled)
+        scale_inv = scaling.to_stored(scaled, spec.scale)
     if values.numel() and spec.correction is Correction.SCALAR:
         amax = amax * _shrinkage(values, codes, scale_inv, amax, spec)
     return Cast(_packed(codes, spec), scale_inv, amax)
@@ -293,13 +298,23 @@ def decode(codes: Tensor, scale_inv: Tensor, spec: CastSpec) -> Tensor:
     For E2M1 with E4M3 scales at most 6 significant bits are set, so the values are exact in BF16.
     """
     decoder = rounding.decode_packed if spec.element.storage_bits == 4 else rounding.decode
-    return _multiply(decoder(codes, spec.element), _decode_scale(scale_inv, codes.shape[0]), spec)
+    return _multiply(decoder(codes, spec.element), _decode_scale(scale_inv, spec, codes.shape[0]), spec)
 
 
 def outer_factor(amax: Tensor, spec: CastSpec) -> Tensor:
     """``A / numerator``: FP32 [1, 1], [rows, 1] or, with 1x128 outer blocks, [rows, padded cols]."""
     factor = scaling.divide(amax, spec.numerator)
     return factor.repeat_interleave(128, dim=1) if spec.outer is Outer.BLOCK128 else factor.view(-1, 1)
+
+
+def within_range(x: Tensor, cast: Cast, spec: CastSpec) -> Tensor:
+    """Where operand ``x`` [rows, cols] did not saturate: its magnitude is below what the largest element stands for.
+
+    Bool [rows, padded cols], of what was quantized: rotated where the cast rotates, by signs that are not fresh.
+    """
+    values = prepare(x, spec, None, 0)
+    limit = _decode_scale(cast.scale_inv, spec, values.shape[0]) * spec.element.max_value
+    return values.abs() < _multiply(torch.ones_like(values), limit, spec) * outer_factor(cast.amax, spec)
 
 
 def dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, cols: int, dtype: torch.dtype) -> Tensor:

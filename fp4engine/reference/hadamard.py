@@ -35,3 +35,11 @@ def rotate(x: Tensor, signs: Tensor, dtype: torch.dtype) -> Tensor:
     if log2_size % 2:
         y = y * math.sqrt(0.5)
     return y.to(dtype).float().view_as(x)
+
+
+def rotate_back(y: Tensor, signs: Tensor) -> Tensor:
+    """The x of which ``y`` is the rotation, ``x = y.view(-1, n) @ H_n @ diag(signs) / sqrt(n)``: FP32 [rows, cols].
+
+    In the order of :func:`rotate`, with the signs last.
+    """
+    return rotate(y, torch.ones_like(signs), torch.float32) * signs.repeat(y.shape[1] // signs.numel())

@@ -9,16 +9,22 @@ exponent is ``f - emax + 127`` plus
     topbinade  1 if m > max / 2^emax
     ceil       1 if amax is no power of two  (ceil(log2 amax))
 
+``std`` asks the block's variance instead, ``t = GAUSSIAN_VARIANCE * (<x, x> / n - (<x, 1> / n)^2)``, and
+takes ``floor(log2 sqrt(t)) + 127``: half of the exponent of ``t``, rounded down. Sums are FP64, in the order of
+:func:`scaling.neighbour_sum`, and so is every step.
+
 ``midmax`` turns halfway to the value that would follow the largest element: at 7 for E2M1, at 464 for E4M3.
 
 Source: ROCm/tensorcast, branch ``triton``, ``tcast/torchcast.py`` and ``tcast/number.py``; OCP Microscaling Formats
-v1.0, section 6.3 (floor).
+v1.0, section 6.3 (floor); IST-DASLab Quartet 00ccd38, ``mxfp4_triton.py`` (std).
 """
 
 import torch
 from torch import Tensor
 
+from fp4engine.constants import GAUSSIAN_VARIANCE
 from fp4engine.formats import ElementFormat, ScaleRule
+from fp4engine.reference.scaling import neighbour_sum
 
 
 def power_of_two_scale(amax: Tensor, element: ElementFormat, rule: ScaleRule) -> Tensor:
@@ -42,3 +48,15 @@ def power_of_two_scale(amax: Tensor, element: ElementFormat, rule: ScaleRule) ->
         up = mantissa > 1
     biased = exponent - 1 - element.max_exponent + 127 + up
     return torch.where(amax == 0, 0, biased.clamp(0, 254)).to(torch.int32)
+
+
+def std_scale(blocks: Tensor) -> Tensor:
+    """Biased E8M0 exponents, int32 [...], of FP32 ``blocks`` [..., n]; 0 for a block of one value.
+
+    Entries that are not finite give an unspecified exponent, as above.
+    """
+    x, count = blocks.double(), blocks.shape[-1]
+    mean = neighbour_sum(x) / count
+    scaled = (neighbour_sum(x * x) / count - mean * mean) * GAUSSIAN_VARIANCE
+    exponent = (scaled.view(torch.int64) >> 52 & 0x7FF) - 1023
+    return torch.where(scaled > 0, ((exponent >> 1) + 127).clamp(0, 254), 0).to(torch.int32)

@@ -124,6 +124,18 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
 
 
+def pack_bits(bits: Tensor) -> Tensor:
+    """Eight booleans per byte, lowest bit first: bool [..., cols] -> uint8 [..., cols / 8]."""
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits.unflatten(-1, (-1, 8)).to(torch.uint8) << places).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor) -> Tensor:
+    """Inverse of :func:`pack_bits`."""
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed[..., None] >> places & 1).flatten(-2).bool()
+
+
 def pack6(codes: Tensor) -> Tensor:
     """Four 6-bit codes per three bytes, lowest bits first: uint8 [..., cols] -> uint8 [..., cols * 3 / 4]."""
     words = (codes.unflatten(-1, (-1, 4)).int() << torch.arange(0, 24, 6, device=codes.device)).sum(-1)

@@ -1,7 +1,7 @@
 """Two-level scaling: outer amax ``A``, encode scales and stored block scales.
 
     S_enc = min(numerator / A, FLT_MAX), 1 where A == 0 or S_enc == 0
-    s     = E4M3(min(b * (S_enc * (1 / target)), 448))
+    s     = E4M3(min(b * (S_enc * (1 / target)), 448))                            or UE5M3, and 114,688
     enc   = min(1 / (s * (1 / S_enc)), FLT_MAX)
 
 Every operation is one FP32 rounding, and their order is the contract.
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fp4engine.constants import E4M3_MAX, FLT_MAX
-from fp4engine.formats import CastSpec, Outer
+from fp4engine.formats import UE5M3, CastSpec, ElementFormat, Outer, RoundingMode
+from fp4engine.reference import rounding
 
 
 def divide(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
@@ -62,6 +63,14 @@ def _amax(x: Tensor) -> Tensor:
     return x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
 
 
+def neighbour_sum(t: Tensor) -> Tensor:
+    """Sum over the last axis as a binary tree over neighbours: the order is part of the contract."""
+    while t.shape[-1] > 1:
+        t = torch.nn.functional.pad(t, (0, t.shape[-1] % 2))
+        t = t[..., 0::2] + t[..., 1::2]
+    return t[..., 0]
+
+
 def per_block(amax: Tensor, spec: CastSpec, blocks: int) -> Tensor:
     """``amax`` laid out so that it broadcasts against block scales [rows, blocks]."""
     if spec.outer is Outer.BLOCK128:
@@ -92,13 +101,22 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     return tiles.repeat_interleave(height, dim=0)[:rows]
 
 
-def to_e4m3(scale: Tensor) -> Tensor:
-    """Nearest E4M3 (ties to even) of a non-negative FP32 ``scale``, saturating at 448; one NaN pattern."""
+def to_stored(scale: Tensor, stored: ElementFormat) -> Tensor:
+    """Nearest E4M3 or UE5M3 (ties to even) of a non-negative FP32 ``scale``, saturating; one NaN pattern."""
+    if stored == UE5M3:
+        return torch.where(scale.isnan(), 0xFF, rounding.encode(scale, UE5M3, RoundingMode.EVEN, None, 0))
     codes = scale.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     return torch.where(scale.isnan(), 0x7F, codes.view(torch.uint8)).view(torch.float8_e4m3fn)
 
 
-def element_encode_scale(scale_inv: Tensor, outer_encode_scale: Tensor) -> Tensor:
-    """``enc``: what the elements of a block are multiplied by, from its STORED scale."""
-    decode = scale_inv.float() * divide(1.0, outer_encode_scale)
+def from_stored(scale_inv: Tensor, stored: ElementFormat) -> Tensor:
+    """FP32 values of stored block scales."""
+    if stored == UE5M3:
+        return torch.where(scale_inv == 0xFF, torch.nan, rounding.decode(scale_inv, UE5M3))
+    return scale_inv.float()
+
+
+def element_encode_scale(stored: Tensor, outer_encode_scale: Tensor) -> Tensor:
+    """``enc``: what the elements of a block are multiplied by, from the FP32 value of its STORED scale."""
+    decode = stored * divide(1.0, outer_encode_scale)
     return divide(1.0, decode).clamp(max=FLT_MAX)

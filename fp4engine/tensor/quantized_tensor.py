@@ -39,7 +39,7 @@ class QuantizedTensor:
             ValueError: only a rotated columnwise operand is there; it does not decode to the tensor.
         """
         if self.rowwise is not None:
-            return self.rowwise.dequantize(self.dtype).view(self.shape)
+            return self.rowwise.tensor(self.dtype).view(self.shape)
         assert self.columnwise is not None
         spec = self.columnwise.spec
         if spec is not None and spec.rotation is not None:

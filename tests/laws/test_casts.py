@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp4engine import Quantizer, reference
-from fp4engine.formats import CastSpec, Correction, Outer, Rotation, RoundingMode, ScaleRule, Signs
+from fp4engine.formats import UE5M3, CastSpec, Correction, Outer, Rotation, RoundingMode, ScaleRule, Signs
 from fp4engine.reference.hadamard import rotate
 from fp4engine.reference.philox import rotation_signs
+from fp4engine.reference.scaling import from_stored, to_stored
 from fp4engine.tensor import Operand
 from fp4engine.testing import assert_codes_adjacent, assert_codes_bitwise
 from fp4engine.testing.strategies import matrices, nvfp4_specs
@@ -115,6 +116,52 @@ def test_each_row_has_its_own_outer_scale_under_row_scaling(x: Tensor, spec: Cas
         alone = cast(x[row : row + 1], spec.replace(outer=Outer.TENSOR))
         assert torch.equal(whole.amax[row : row + 1], alone.amax)
         assert torch.equal(whole.codes[row : row + 1], alone.codes)
+
+
+# Block scales in UE5M3
+
+
+WIDE = CastSpec(scale=UE5M3, scale_bound=UE5M3.max_value, outer=Outer.NONE)
+
+
+def test_every_code_of_ue5m3_reads_back_and_their_order_is_that_of_the_values() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = from_stored(codes, UE5M3)
+    assert values[[0, 1, 8, 120, 254]].tolist() == [0, 2.0**-17, 2.0**-14, 1, 114688]
+    assert (values[:255].diff() > 0).all() and values[255].isnan()
+    assert torch.equal(to_stored(values, UE5M3), codes)
+    beyond = torch.tensor([2.0**-18, 2.0**-18 * 1.01, 1e30, float("inf")])
+    assert to_stored(beyond, UE5M3).tolist() == [0, 1, 254, 254]
+
+
+@given(exponents=st.lists(st.integers(-17, 15), min_size=1, max_size=20), seed=st.integers(0, 99))
+def test_ue5m3_takes_the_nearest_value(exponents: list[int], seed: int) -> None:
+    scales = torch.rand(len(exponents), generator=torch.Generator().manual_seed(seed)) + 1
+    scales = torch.ldexp(scales, torch.tensor(exponents))
+    grid = from_stored(torch.arange(255, dtype=torch.uint8), UE5M3).double()
+    error = (from_stored(to_stored(scales, UE5M3), UE5M3).double() - scales).abs()
+    assert torch.equal(error, (scales.double()[:, None] - grid).abs().amin(1))
+
+
+@given(x=matrices(amplitudes=(1.0,), dtypes=(torch.float32,)), exponent=st.integers(-4, 12))
+def test_a_power_of_two_moves_ue5m3_scales_and_nothing_else(x: Tensor, exponent: int) -> None:
+    """Without an outer scale, as long as block scales are normal: from 2^-14 to 114,688."""
+    x = torch.where(x.abs() < 1e-2, 0, x)
+    one, other = cast(x, WIDE), cast(x * 2.0**exponent, WIDE)
+    assert torch.equal(one.codes, other.codes)
+    assert torch.equal(from_stored(one.scale_inv, UE5M3) * 2.0**exponent, from_stored(other.scale_inv, UE5M3))
+    assert torch.equal(one.amax, other.amax), "a constant"
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize(
+    "spec", [WIDE, CastSpec(outer=Outer.NONE), CastSpec(outer=Outer.NONE, scale_rule=ScaleRule.FOUR_OVER_SIX_MAE)]
+)
+def test_what_is_not_finite_stays_so_without_an_outer_scale(spec: CastSpec, value: float) -> None:
+    x = torch.randn(2, 64)
+    x[1, 20] = value
+    decoded = cast(x, spec).dequantize()
+    assert decoded[0].isfinite().all() and decoded[1, 16:32].isnan().all() and decoded[1, 32:].isfinite().all()
 
 
 # Sides

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fp4engine import reference
 from fp4engine.constants import SR_GUARD
-from fp4engine.formats import E4M3, E8M0, FP32, CastSpec, Outer, RoundingMode, ScaleRule
+from fp4engine.formats import E4M3, E8M0, FP32, UE5M3, CastSpec, Outer, RoundingMode, ScaleRule
 from fp4engine.tensor import Operand
 from fp4engine.testing import assert_scales_adjacent
 
@@ -15,6 +15,7 @@ TILES = NVFP4.replace(block=(16, 16))
 FOUR_OVER_SIX = NVFP4.replace(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, scale_bound=256.0)
 STOCHASTIC = NVFP4.replace(rounding=RoundingMode.STOCHASTIC)
 GUARDED = STOCHASTIC.replace(target=6 * SR_GUARD)
+WIDE = NVFP4.replace(scale=UE5M3, scale_bound=UE5M3.max_value, outer=Outer.NONE)
 FP8 = CastSpec(element=E4M3, block=(0, 0), scale=FP32, scale_bound=1.0, target=448.0)
 
 
@@ -44,6 +45,7 @@ def relative_mse(got: Tensor, want: Tensor) -> float:
         pytest.param(TILES, 12.40, 0.05, id="nearest 16x16"),
         pytest.param(STOCHASTIC, 18.87, 0.15, id="stochastic"),
         pytest.param(GUARDED, 23.53, 0.15, id="stochastic, guarded"),
+        pytest.param(WIDE, 9.05, 0.05, id="ue5m3 scales, no outer scale"),
         pytest.param(mxfp4(ScaleRule.FLOOR), 13.23, 0.05, id="mxfp4 floor"),
         pytest.param(mxfp4(ScaleRule.MIDMAX), 12.52, 0.05, id="mxfp4 midmax"),
         pytest.param(mxfp4(ScaleRule.OPTION3), 12.52, 0.05, id="mxfp4 option3"),
@@ -55,6 +57,12 @@ def relative_mse(got: Tensor, want: Tensor) -> float:
 def test_relative_mse_in_thousandths(spec: CastSpec, expected: float, tolerance: float) -> None:
     x = gaussian(1024, 1024)
     assert relative_mse(decoded(x, spec), x) * 1e3 == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.parametrize(("amplitude", "expected"), [(1e4, 9.05), (1e-2, 9.05), (1e-4, 9.9), (1e-6, 1000.0)])
+def test_the_range_of_ue5m3_scales_without_an_outer_one(amplitude: float, expected: float) -> None:
+    x = gaussian(1024, 1024) * amplitude
+    assert relative_mse(decoded(x, WIDE), x) * 1e3 == pytest.approx(expected, abs=0.1)
 
 
 @pytest.mark.parametrize(

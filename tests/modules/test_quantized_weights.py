@@ -93,7 +93,11 @@ def test_the_bytes_are_those_of_plain_weights(make, recipe):
     assert_same(run(stored, recipe), run(plain(make, stored), recipe))
 
 
-@pytest.mark.parametrize("name", [name for name in ZOO if not ZOO[name].build().is_delayed])
+STORABLE = [name for name, row in ZOO.items() if not row.build().is_delayed and name != "quartet"]
+"""Rows whose weights can be trained as codes; one that clips their gradients is refused when they are built."""
+
+
+@pytest.mark.parametrize("name", STORABLE)
 def test_every_recipe_of_the_zoo(name):
     recipe, make = ZOO[name].build(), MODULES["Linear"]
     stored = build(make, recipe)

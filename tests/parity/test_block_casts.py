@@ -22,6 +22,7 @@ from fp4engine.formats import (
     E4M3,
     E5M2,
     FP32,
+    UE5M3,
     CastSpec,
     Correction,
     Outer,
@@ -74,6 +75,11 @@ OTHERS = (
     CastSpec(scale_rule=ScaleRule.ALIGNED, rounding=RoundingMode.AWAY),
     CastSpec(block=(16, 16), correction=Correction.SCALAR, rounding=RoundingMode.AWAY),
     CastSpec(E4M3, (1, 32), target=448.0, correction=Correction.SCALAR),
+    CastSpec(E3M2, (32, 32), UE5M3, scale_bound=64.0, target=28.0, rounding=RoundingMode.AWAY),
+    CastSpec(scale=UE5M3, outer=Outer.BLOCK128, rotation=Rotation(64, Signs.DGRAD), rounding=RoundingMode.STOCHASTIC),
+    CastSpec(scale=UE5M3, correction=Correction.SCALAR),
+    CastSpec(outer=Outer.NONE),
+    CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, outer=Outer.NONE),
 )
 """Of what the book leaves out, each part of a cast at least once."""
 UNIFORM = CastSpec(E1M2, scale=FP32, scale_bound=1.0, target=1.75, outer=Outer.NONE)
@@ -86,6 +92,8 @@ MAIN = tuple(
         ("rht128_4over6_scalar", "grad_output", "rowwise"),
         ("tetrajet2", "grad_output", "rowwise"),
         ("ufp4", "input", "rowwise"),
+        ("amdfp4", "input", "rowwise"),
+        ("quartet", "input", "rowwise"),
         ("mxfp4_tseng", "grad_output", "columnwise"),
         ("mxfp8", "input", "rowwise"),
         ("fp8_block", "weight", "rowwise"),
@@ -150,7 +158,7 @@ def test_distributions(kernel_device, spec, distribution):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("spec", MAIN, ids=str)
+@pytest.mark.parametrize("spec", [*MAIN, *OTHERS[-2:]], ids=str)
 def test_not_finite(kernel_device, spec, value):
     x = make("normal", 17, 140, BF16)
     x[3, 5] = value

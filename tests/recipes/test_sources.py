@@ -26,6 +26,7 @@ from fp4engine.tensor import Operand
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M3 = torch.cat([torch.arange(8) / 8, *((1 + torch.arange(8) / 8) * 2.0**e for e in range(3))])
 E3M2 = torch.cat([torch.arange(4) / 16, *((1 + torch.arange(4) / 4) * 2.0**e for e in range(-2, 5))])
+UE5M3 = torch.cat([torch.arange(8) / 8 * 2.0**-14, *((1 + torch.arange(8) / 8) * 2.0**e for e in range(-14, 17))])[:-1]
 SHAPES = {"input": (128, 256), "weight": (128, 256), "grad_output": (128, 128)}
 RNG = torch.tensor([2024, 5])
 
@@ -160,6 +161,21 @@ def four_over_six(x: Tensor, draws: Draws, *, tile: int = 1, mse: bool = False) 
     )
 
 
+# Quartet 00ccd38, mxfp4_forward_kernel
+
+
+def quest(x: Tensor, draws: Draws) -> Cast:
+    """With ``quest=True`` and ``gaussian_scale=2.92247856 / 6``; ties go to the smaller magnitude."""
+    groups = blocks_of(x, 32).double()
+    deviation = (groups.square().sum(2) / 32 - (groups.sum(2) / 32).square()).sqrt()
+    scales = torch.exp2(torch.floor(torch.log2(2.92247856 / 6.0 * deviation + 1e-8))).float()
+    a = (x / spread(scales, x)).abs()
+    elements = torch.zeros_like(x)
+    for threshold, value in ((0.25, 0.5), (0.75, 1), (1.25, 1.5), (1.75, 2), (2.5, 3), (3.5, 4), (5.0, 6)):
+        elements[a > threshold] = value
+    return Cast(elements.copysign(x), scales, fp32(1.0))
+
+
 # Quartet II 8776a90
 
 
@@ -264,6 +280,14 @@ def ufp4(x: Tensor, draws: Draws, *, sr: bool = False) -> Cast:
     integers = torch.arange(8.0)
     v = x / spread(scales, x)
     elements = stochastic(v, integers, draws.elements(x)) if sr else nearest(v, integers, "even")
+    return Cast(elements, scales, fp32(1.0), exact=False)
+
+
+def amdfp4(x: Tensor, draws: Draws, *, tile: int = 1, sr: bool = False) -> Cast:
+    """ALTO 74e251d, ``convert_to_nvfp4_pytorch`` with ``scale_format="ue5m3"`` and no outer scale."""
+    scales = nearest(block_amax(x, 16, tile) / 6, UE5M3, "even")
+    v = x / spread(scales, x)
+    elements = stochastic(v, E2M1, draws.elements(x)) if sr else nearest(v, E2M1, "even")
     return Cast(elements, scales, fp32(1.0), exact=False)
 
 
@@ -383,6 +407,7 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
     "nvfp4_rht64": nvidia(64),
     "nvfp4_rht128": nvidia(128),
     "nvfp4_hadamard": nvidia(16, NONE),
+    "quartet": fresh(rotated(32, NONE, quest), tseng, 32),
     "quartet2": fresh(quartet_forward, quartet_eden, 128),
     "quartet2_no_4over6": fresh(partial(quartet_forward, four_six=False), quartet_eden, 128),
     "quartet2_cuda": fresh(SIX_MSE, quartet_cuda, 128),
@@ -391,6 +416,7 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
     "tetrajet2": fresh(partial(tetrajet, sr=False), tetrajet, 16),
     "fp4_all_the_way": ((nvfp4, STOCHASTIC, OWN), PLAIN, both(STOCHASTIC)),
     "ufp4": (both(UNIFORM), both(UNIFORM), both(rotated(16, FIXED, partial(ufp4, sr=True)))),
+    "amdfp4": (wgrad(amdfp4, 32), both(partial(amdfp4, tile=16)), wgrad(partial(amdfp4, sr=True), 32)),
     "mxfp4": (wgrad(MX_UP, 32), both(MX_UP), wgrad(partial(MX_UP, sr=True), 32)),
     "mxfp4_hadamard": amd(MX_EVEN),
     "mxfp4_hadamard_stochastic": amd(partial(MX_EVEN, sr=True)),

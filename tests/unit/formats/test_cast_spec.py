@@ -4,7 +4,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp4engine.formats import E4M3, E8M0, FORMATS, CastSpec, Correction, Rotation, RoundingMode, ScaleRule, Signs
+from fp4engine.formats import (
+    E4M3,
+    E8M0,
+    FORMATS,
+    UE5M3,
+    CastSpec,
+    Correction,
+    Outer,
+    Rotation,
+    RoundingMode,
+    ScaleRule,
+    Signs,
+)
 from fp4engine.testing.strategies import nvfp4_specs
 
 
@@ -31,6 +43,8 @@ def test_different_casts_have_different_keys() -> None:
         {"random_bits": 16},
         {"rotation": Rotation()},
         {"correction": Correction.SCALAR},
+        {"scale": UE5M3},
+        {"outer": Outer.NONE},
     ]
     assert len({base.key, *(base.replace(**change).key for change in changes)}) == 1 + len(changes)
 
@@ -47,6 +61,13 @@ def test_other_strings_are_no_keys(key: str) -> None:
         ({"random_bits": 4}, "random_bits must be 8 or 16"),
         ({"scale": E8M0, "scale_bound": 1.0}, "does not go with scale"),
         ({"scale_rule": ScaleRule.FLOOR}, "does not go with scale"),
+        ({"scale_bound": 449.0}, "scale_bound must be in"),
+        ({"scale": UE5M3, "scale_bound": 114689.0}, r"\(0, 114688\] for ue5m3"),
+        ({"scale": UE5M3, "scale_rule": ScaleRule.TOPBINADE}, "does not go with scale=ue5m3"),
+        ({"scale": UE5M3, "scale_rule": ScaleRule.FOUR_OVER_SIX_MSE}, "4over6 needs element=e2m1 and scale=e4m3"),
+        ({"scale": UE5M3, "correction": Correction.EDEN16}, "rounded into e4m3 scales"),
+        ({"scale": UE5M3, "block": (0, 0)}, "leaves only the outer scale"),
+        ({"element": UE5M3}, "element must be"),
         ({"element": E4M3, "scale_rule": ScaleRule.FOUR_OVER_SIX_MAE}, "4over6 needs"),
         ({"correction": Correction.EDEN16, "rounding": RoundingMode.STOCHASTIC}, "does not go with rounding"),
     ],

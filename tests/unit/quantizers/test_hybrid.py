@@ -79,13 +79,13 @@ def test_what_does_not_go_together(arguments, message: str) -> None:
     [
         ({"backend": "cuda"}, "backend must be one of 'auto', .*, got 'cuda'"),
         ({"columnwise_source": "rowwise"}, "columnwise_source must be one of .*, got 'rowwise'"),
-        ({"columnwise_source": "rowwise_dequantized"}, "got one rotated by rht16-fixed"),
+        ({"rowwise_spec": None, "clipped_gradient": True}, "clipped_gradient=True needs a rowwise cast in blocks"),
     ],
 )
 def test_every_quantizer_refuses_what_casts_refuse(arguments, message: str) -> None:
     rotated = NVFP4.columnwise_spec
     with pytest.raises(ValueError, match=message):
-        Quantizer(rotated, rotated, **arguments)
+        Quantizer(**{"rowwise_spec": rotated, "columnwise_spec": rotated, **arguments})
 
 
 def test_combine_takes_one_backend() -> None:

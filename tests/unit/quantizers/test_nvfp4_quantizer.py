@@ -83,7 +83,8 @@ def test_frozen_and_compared_by_value() -> None:
 
 def test_a_quantizer_prints_its_arguments() -> None:
     sides = "rowwise_spec=None, columnwise_spec=None, columnwise_source='original'"
-    assert repr(Quantizer(stream=4, backend="reference")) == f"Quantizer({sides}, stream=4, backend='reference')"
+    rest = "stream=4, backend='reference', clipped_gradient=False"
+    assert repr(Quantizer(stream=4, backend="reference")) == f"Quantizer({sides}, {rest})"
 
 
 @pytest.mark.parametrize(("rowwise", "columnwise"), [(True, True), (True, False), (False, True)])

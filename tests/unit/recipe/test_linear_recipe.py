@@ -58,8 +58,8 @@ def test_biased_combinations_by_name() -> None:
     [
         ({"columnwise_source": "copy"}, "must be one of 'original', 'rowwise_dequantized', got 'copy'"),
         (
-            {"rowwise": RN.replace(rotation=Rotation()), "columnwise_source": "rowwise_dequantized"},
-            "needs a rowwise operand that decodes to the tensor, got one rotated by rht16-fixed",
+            {"columnwise": RN, "clipped_gradient": True},
+            "clipped_gradient=True needs a rowwise cast in blocks, whose scales tell what saturated, got None",
         ),
     ],
 )

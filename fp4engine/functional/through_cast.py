@@ -1,0 +1,73 @@
+"""From the gradient of what a cast decodes to, to the gradient of the tensor that was cast.
+
+    x_hat = Q(x H)      straight through:  dx = d_x_hat H^T      clipped:  dx = (d_x_hat * within) H^T
+
+A cast that does not rotate has H = 1. A product gives ``d_x_hat`` if its other operand was made of what the forward
+pass multiplied, rotated as that is; an operand that is made of the tensor itself gives ``dx``. In plain PyTorch.
+
+Source: arXiv 2505.14669; IST-DASLab Quartet 00ccd38, ``quantizers/mxfp4.py``, ``QuestMXFP4QuantizerFn``.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fp4engine import reference
+from fp4engine.formats import Rotation
+from fp4engine.functional.plan import LinearPlan
+from fp4engine.ops import Operand
+from fp4engine.quantizers import Quantizer
+from fp4engine.quantizers.base import as_matrix
+from fp4engine.reference.hadamard import rotate_back
+from fp4engine.reference.philox import rotation_signs
+
+
+def within(x: Tensor, operand: Operand, quantizer: Quantizer, plan: LinearPlan) -> Tensor | None:
+    """Bits of the elements that the rowwise cast of ``x`` did not saturate; None if all of them get their gradient.
+
+    Args:
+        operand: codes and scales of ``x``.
+
+    Raises:
+        NotImplementedError: ``x`` is stored as codes, of which nobody knows what saturated.
+    """
+    if not quantizer.clipped_gradient or plan.backward_override is not None:
+        return None
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        raise NotImplementedError(f"clipped_gradient=True needs plain tensors that were cast, got a {type(x).__name__}")
+    assert operand.spec is not None and operand.scale_inv is not None and operand.amax is not None
+    cast = reference.Cast(operand.data, operand.scale_inv, operand.amax)
+    return reference.pack_bits(reference.within_range(as_matrix(x), cast, operand.spec))
+
+
+def rotation_of(quantizer: Quantizer, plan: LinearPlan) -> Rotation | None:
+    """How a backward product comes out rotated that multiplies the tensor of ``quantizer``."""
+    made_of_rowwise = quantizer.columnwise_source == "rowwise_dequantized"
+    if plan.backward_override is not None:
+        made_of_rowwise = plan.backward_override == "dequantized"
+    spec = quantizer.rowwise_spec
+    return spec.rotation if made_of_rowwise and spec is not None else None
+
+
+def gradient(
+    multiply: Callable[[torch.dtype], Tensor],
+    rotation: Rotation | None,
+    within: Tensor | None,
+    cols: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient [rows, cols] in ``dtype``, of a product in the dtype that ``multiply`` is asked for.
+
+    Args:
+        rotation, within: from :func:`rotation_of`, of the product's other tensor, and :func:`within`, of its own. With
+            either the product is in FP32, and rounded once in the end.
+    """
+    if rotation is None and within is None:
+        return multiply(dtype)
+    values = multiply(torch.float32)
+    if within is not None:
+        values = values * reference.unpack_bits(within)[:, : values.shape[1]]
+    if rotation is not None:
+        values = rotate_back(values, rotation_signs(rotation, None, 0, values.device))
+    return values[:, :cols].to(dtype).contiguous()

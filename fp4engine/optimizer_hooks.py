@@ -1,0 +1,372 @@
+"""What TetraJet-v2 does beside its casts, as hooks of an optimizer: OsciReset and OutControl.
+
+Late in training a weight may cross the middle between two FP4 values at every step: its cast jumps while the weight
+hardly moves. :class:`OsciReset` puts such weights onto their FP4 values. A few channels of the input are far larger
+than the others: :class:`OutControl` finds them early in training and multiplies them in MXFP8 from then on.
+
+Both count the steps of one ``torch.optim`` optimizer by its own post hooks, change nothing of what is multiplied until
+their step has come, and have a ``state_dict`` to save beside the optimizer's.
+
+Source: arXiv 2510.27527; TetraJet-v2 ca5953f, ``olmo/quantization_real``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fp4engine.formats import Rotation, Signs
+from fp4engine.functional import LinearPlan, linear, make_linear_plan
+from fp4engine.functional.shards import Shards
+from fp4engine.modules import Linear
+from fp4engine.modules.gemms import cast_by_autocast
+from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.modules.sharded import is_distributed
+from fp4engine.quantizers import Quantizer
+from fp4engine.recipe import Casts, LinearRecipe, Recipe, zoo
+
+
+class _StepHook:
+    """Counts the steps of ``optimizer`` from 0, and is asked after each of them.
+
+    Attributes:
+        step: steps so far.
+        layers: the modules that the hook is about, by name.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        kind = type(self).__name__
+        if getattr(optimizer, "master_weights", False):
+            raise ValueError(f"{kind} works on what the optimizer steps, and {type(optimizer).__name__} steps copies")
+        self.step = 0
+        self.layers: dict[str, Linear] = {}
+        for name, module in model.named_modules():
+            if not isinstance(module, Linear) or id(module.weight) not in trained:
+                continue
+            if isinstance(module.weight, QuantizedWeight) or is_distributed(module.weight):
+                raise NotImplementedError(
+                    f"{kind} works on whole weights in high precision, and that of {name} is a "
+                    f"{type(module.weight).__name__}"
+                )
+            self.layers[name] = module
+        if not self.layers:
+            raise ValueError(f"{kind} found no fp4engine.Linear below the model whose weight the optimizer trains")
+        self._handle = optimizer.register_step_post_hook(self._after_step)
+
+    def remove(self) -> None:
+        """Take the hook off its optimizer."""
+        self._handle.remove()
+
+    def _after_step(self, *_: object) -> None:
+        with torch.no_grad():
+            self._stepped(self.step)
+        self.step += 1
+
+    def _stepped(self, index: int) -> None:
+        raise NotImplementedError
+
+    def _require_own(self, state_dict: Any, **fits: Callable[[Linear, Sequence[Tensor]], bool]) -> None:
+        """Refuse what ``state_dict`` did not return for these layers.
+
+        Args:
+            fits: by key, whether the tensors that are kept of a layer can be that layer's.
+
+        Raises:
+            ValueError: another form, or other layers.
+        """
+        kind = type(self).__name__
+        if not isinstance(state_dict, dict) or set(state_dict) != {"step", *fits}:
+            raise ValueError(f"state_dict must be what {kind}.state_dict returned, got {state_dict!r}")
+        for key, fit in fits.items():
+            for name, tensors in state_dict[key].items():
+                if name not in self.layers or not fit(self.layers[name], tensors):
+                    shapes = [tuple(tensor.shape) for tensor in tensors]
+                    raise ValueError(f"{kind}'s {key} of {name} have shapes {shapes}, which fit no layer of this model")
+
+
+class Oscillation(NamedTuple):
+    """What is known of a weight within a window, each FP32 [N, K].
+
+    Attributes:
+        previous: the weight after the last step.
+        moved: sum of ``|w_t - w_(t-1)|``; moved_quantized: of ``|Q(w_t) - Q(w_(t-1))|``.
+    """
+
+    previous: Tensor
+    moved: Tensor
+    moved_quantized: Tensor
+
+
+class OsciReset(_StepHook):
+    """Sets weights that oscillate to what their cast decodes to.
+
+    Every ``period`` steps a window opens. It adds up how far each element moves in ``window`` steps, and how far its
+    quantized value does. After one more step ``w = Q(w)`` where the second is ``threshold`` times the first or more.
+
+    It covers every ``fp4engine.Linear`` whose weight ``optimizer`` trains and whose recipe casts it in fprop.
+
+    Args:
+        recipe: by which the model is trained; None means what each module follows outside autocast regions.
+        start: no window opens before this step; TetraJet-v2 starts at 64% to 69% of its runs.
+        period, window, threshold: the published runs take 200 or 400, 50 and 8; the code's own default is 16.
+
+    Attributes:
+        reset_share: share of the elements that the latest reset changed; None before the first.
+
+    Raises:
+        ValueError: settings that leave no window; no such layer; a cast of weights that draws random bits, rotates or
+            remembers, for then there is no ``Q(w)`` to return to.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        recipe: Recipe | None = None,
+        *,
+        start: int = 0,
+        period: int = 200,
+        window: int = 50,
+        threshold: float = 8.0,
+    ) -> None:
+        if start < 0 or not 1 <= window <= period - 2:
+            raise ValueError(f"start must be >= 0 and 1 <= window <= period - 2, got {start}, {window} and {period}")
+        if not threshold > 0:
+            raise ValueError(f"threshold must be positive, got {threshold}")
+        super().__init__(model, optimizer)
+        self.start, self.period, self.window, self.threshold = start, period, window, threshold
+        self.reset_share: float | None = None
+        try:
+            found = {name: _weight_cast(name, layer, recipe) for name, layer in self.layers.items()}
+            self._casts = {name: quantizer for name, quantizer in found.items() if quantizer is not None}
+            if not self._casts:
+                raise ValueError("OsciReset found no layer whose weight is cast in fprop; give it the recipe")
+        except ValueError:
+            self.remove()
+            raise
+        self._oscillations: dict[str, Oscillation] = {}
+
+    def _stepped(self, index: int) -> None:
+        place = index % self.period
+        if index >= self.start and place == 0:
+            self._oscillations = {name: self._at_rest(name) for name in self._casts}
+        elif self._oscillations and place <= self.window:
+            self._oscillations = {name: self._moved(name, known) for name, known in self._oscillations.items()}
+        elif self._oscillations:
+            self._reset()
+
+    def _quantized(self, name: str, weight: Tensor) -> Tensor:
+        """``Q(w)``, FP32."""
+        rowwise = self._casts[name].quantize(weight, columnwise=False).rowwise
+        assert rowwise is not None
+        return rowwise.dequantize(torch.float32)
+
+    def _at_rest(self, name: str) -> Oscillation:
+        weight = self.layers[name].weight.detach()
+        return Oscillation(weight.clone(), *(torch.zeros_like(weight, dtype=torch.float32) for _ in range(2)))
+
+    def _moved(self, name: str, known: Oscillation) -> Oscillation:
+        weight = self.layers[name].weight.detach()
+        step = (weight.float() - known.previous.float()).abs()
+        jump = (self._quantized(name, weight) - self._quantized(name, known.previous)).abs()
+        return Oscillation(weight.clone(), known.moved + step, known.moved_quantized + jump)
+
+    def _reset(self) -> None:
+        changed = elements = 0
+        for name, known in self._oscillations.items():
+            weight = self.layers[name].weight
+            ratio = torch.where(known.moved == 0, 0.0, known.moved_quantized / known.moved)
+            oscillates = ratio >= self.threshold
+            weight.copy_(torch.where(oscillates, self._quantized(name, weight.detach()).to(weight.dtype), weight))
+            changed += int(oscillates.sum())
+            elements += weight.numel()
+        self.reset_share = changed / max(elements, 1)
+        self._oscillations = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"step": ..., "oscillations": {layer: (previous, moved, moved_quantized)}}``, empty between windows."""
+        return {"step": self.step, "oscillations": {name: tuple(known) for name, known in self._oscillations.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: another form, or other layers.
+        """
+        self._require_own(state_dict, oscillations=lambda layer, kept: all(t.shape == layer.weight.shape for t in kept))
+        self.step = state_dict["step"]
+        self._oscillations = {
+            name: Oscillation(*(tensor.to(self.layers[name].weight.device, copy=True) for tensor in tensors))
+            for name, tensors in state_dict["oscillations"].items()
+        }
+
+
+def _weight_cast(name: str, layer: Linear, recipe: Recipe | None) -> Quantizer | None:
+    """What casts the weight in fprop; None for high precision."""
+    recipe = layer.recipe if recipe is None else recipe
+    if recipe is None:
+        return None
+    quantizer = make_linear_plan(recipe, layer.module_type, layer.name, tuple(layer.weight.shape)).weight
+    spec = quantizer.rowwise_spec
+    if spec is None:
+        return None
+    if quantizer.is_stateful or not quantizer.only_casts or spec.is_stochastic or spec.rotation is not None:
+        raise ValueError(
+            f"OsciReset returns weights to what their cast decodes to, and the one of {name} ({spec.label}) draws "
+            "random bits, rotates, remembers or is not a cast alone"
+        )
+    return quantizer
+
+
+class _Controlled(Linear):
+    """A Linear that OutControl has taken over.
+
+    Attributes:
+        norms: FP32 [K] that the norms of the input's channels are added to, or None.
+        channels: indices of the outlying channels and of the others, both by falling norm, or None.
+        outliers: how the outlying channels are multiplied.
+    """
+
+    norms: Tensor | None
+    channels: tuple[Tensor, Tensor] | None
+    outliers: LinearPlan
+
+    def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        if self.norms is not None and self.training:
+            self.norms += input.detach().reshape(-1, self.in_features).float().norm(dim=0)
+        state = self._state_in_force()
+        if self.channels is None or self._plan_under(state) is None:
+            return super().forward(input, is_first_microbatch)
+        if is_distributed(input, self.weight, self.bias):
+            raise NotImplementedError(f"{self.name}: OutControl splits whole matrices, not DTensors")
+        outlying, others = self.channels
+        group = None if state is None else state.amax_reduction_group
+        output = self.multiply(input.index_select(-1, others), self.weight.index_select(1, others), self.bias)
+        return output + linear(
+            cast_by_autocast(input).index_select(-1, outlying),
+            self.weight.index_select(1, outlying),
+            None,
+            self.outliers,
+            executed=self.executed,
+            shards=None if group is None else Shards.over(group),
+        )
+
+
+def outlier_recipe() -> LinearRecipe:
+    """Casts of the outlying channels in TetraJet-v2: fprop and wgrad in MXFP8, dgrad in the NVFP4 of all channels."""
+    stochastic = zoo.TETRAJET_STOCHASTIC.replace(rotation=Rotation(16, Signs.DGRAD))
+    return LinearRecipe(
+        input=zoo.from_forward(zoo.MXFP8, zoo.MXFP8),
+        weight=zoo.from_forward(zoo.MXFP8, stochastic),
+        grad_output=Casts(stochastic, zoo.MXFP8),
+    )
+
+
+class OutControl(_StepHook):
+    """Multiplies the channels of the input with the largest norms by a recipe of their own.
+
+    From step ``start`` on, each layer adds up the norms of its input's channels over every forward in train mode;
+    ``steps`` steps later it chooses. From then on ``y = x[others] W[:, others]^T + b + x[outlying] W[:, outlying]^T``,
+    each term rounded to the output's dtype, the first by the recipe in force and the second by ``recipe``. Where no
+    recipe is in force nothing is split.
+
+    It covers every ``fp4engine.Linear`` whose weight ``optimizer`` trains. The modules stay the same objects, and their
+    ``state_dict`` is what it was: the chosen channels are in the hook's.
+
+    Args:
+        recipe: of the outlying channels; None means :func:`outlier_recipe`.
+        start, steps: when norms are recorded.
+        share: of the channels, rounded up to a ``multiple`` (tensor cores like 128).
+
+    Raises:
+        ValueError: settings that choose no channel or all of them; no such layer, or one that adds to ``main_grad``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        recipe: Recipe | None = None,
+        *,
+        start: int = 501,
+        steps: int = 50,
+        share: float = 0.1,
+        multiple: int = 128,
+    ) -> None:
+        if start < 0 or steps < 1 or not 0 < share < 1 or multiple < 1:
+            raise ValueError(
+                "start must be >= 0, steps and multiple >= 1 and share in (0, 1), "
+                f"got {start}, {steps}, {multiple} and {share}"
+            )
+        super().__init__(model, optimizer)
+        self.start, self.steps, self.share, self.multiple = start, steps, share, multiple
+        for name, layer in self.layers.items():
+            wrong = ""
+            if not 0 < self._count(layer) < layer.in_features:
+                wrong = f"has {layer.in_features} channels, of which {self._count(layer)} would be chosen"
+            elif layer.fuse_wgrad_accumulation:
+                wrong = "adds its weight's gradient to main_grad"
+            elif type(layer) is not Linear:
+                wrong = f"is a {type(layer).__name__}"
+            if wrong:
+                self.remove()
+                raise ValueError(f"OutControl splits the channels of every fp4engine.Linear, and {name} {wrong}")
+        recipe = outlier_recipe() if recipe is None else recipe
+        self._controlled: dict[str, _Controlled] = {}
+        for name, layer in self.layers.items():
+            layer.__class__ = _Controlled
+            assert isinstance(layer, _Controlled)
+            layer.norms = layer.channels = None
+            layer.outliers = make_linear_plan(recipe, layer.module_type, layer.name, tuple(layer.weight.shape))
+            self._controlled[name] = layer
+
+    def _count(self, layer: Linear) -> int:
+        """How many channels of a layer are outlying."""
+        wanted = -(-int(layer.in_features * self.share) // self.multiple) * self.multiple
+        return min(layer.in_features // self.multiple * self.multiple, wanted)
+
+    def remove(self) -> None:
+        """Take the hook off its optimizer, and give the layers back as they were."""
+        super().remove()
+        for layer in getattr(self, "_controlled", {}).values():
+            del layer.norms, layer.channels, layer.outliers
+            layer.__class__ = Linear
+
+    def _stepped(self, index: int) -> None:
+        for layer in self._controlled.values():
+            if index == self.start:
+                layer.norms = torch.zeros(layer.in_features, dtype=torch.float32, device=layer.weight.device)
+            elif index == self.start + self.steps and layer.norms is not None:
+                order = layer.norms.argsort(descending=True, stable=True)
+                layer.channels = order[: self._count(layer)], order[self._count(layer) :]
+                layer.norms = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"step": ..., "norms": {layer: (norms,)}, "channels": {layer: (outlying, others)}}``."""
+        layers = self._controlled.items()
+        return {
+            "step": self.step,
+            "norms": {name: (layer.norms.clone(),) for name, layer in layers if layer.norms is not None},
+            "channels": {name: layer.channels for name, layer in layers if layer.channels is not None},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: another form, or other layers.
+        """
+
+        def fits(layer: Linear, kept: Sequence[Tensor]) -> bool:
+            return sum(tensor.numel() for tensor in kept) == layer.in_features
+
+        self._require_own(state_dict, norms=fits, channels=fits)
+        self.step = state_dict["step"]
+        for name, layer in self._controlled.items():
+            norms, channels = state_dict["norms"].get(name), state_dict["channels"].get(name)
+            device = layer.weight.device
+            layer.norms = None if norms is None else norms[0].to(device, copy=True)
+            layer.channels = None if channels is None else (channels[0].to(device), channels[1].to(device))
