@@ -17,6 +17,7 @@ from fp4engine.accounting.planned import (
     other_matrices,
     plan_module,
 )
+from fp4engine.arguments import require_model, require_patterns
 from fp4engine.modules import Gemms, Linear
 from fp4engine.modules.adoption import adapter_names, adoptable, forget_storage, release, to_linear
 from fp4engine.modules.gemms import require_own_recipe
@@ -58,13 +59,14 @@ def convert(
             fp4engine's already, modules cannot follow ``recipe`` outside regions (it is a schedule, or has delayed
             scaling), or a rule of it matches no module. The model is then as it was.
     """
+    require_model(model)
     if isinstance(model, nn.Linear):
         raise ValueError(
             "convert swaps the linear modules inside a model, and this model is itself one; "
             "use fp4engine.Linear.from_linear(model)"
         )
     require_own_recipe(recipe)
-    patterns = _as_patterns(keep_high_precision)
+    patterns = require_patterns("keep_high_precision", keep_high_precision)
     adopted: list[nn.Module] = []
     try:
         for name, module, adopt in list(adoptable(model)):
@@ -89,6 +91,7 @@ def revert(model: nn.Module) -> None:
     Raises:
         ValueError: ``model`` is a :class:`fp4engine.Linear` itself, or nothing below it was converted.
     """
+    require_model(model)
     if isinstance(model, Linear):
         raise ValueError("revert swaps the modules inside a model, and this model is itself an fp4engine.Linear")
     swaps: dict[nn.Module, nn.Module] = {m: to_linear(m) for m in model.modules() if isinstance(m, Linear)}
@@ -162,12 +165,6 @@ def last_blocks(model: nn.Module, count: int) -> tuple[str, ...]:
     if not 0 <= count <= length:
         raise ValueError(f"count must be between 0 and the {length} blocks of {name!r}, got {count}")
     return tuple(f"{name}.{index}" for index in range(length - count, length))
-
-
-def _as_patterns(patterns: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(patterns, str):
-        raise ValueError(f"keep_high_precision must be a sequence of patterns, got the string; write [{patterns!r}]")
-    return tuple(patterns)
 
 
 def _reasons(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4engine.accounting.planned import linear_modules, linear_shape
+from fp4engine.arguments import require_model
 from fp4engine.checkpoint_names import Piece, checkpoint_pieces, require_like
 from fp4engine.modules import QuantizedWeight
 from fp4engine.modules.adoption import compute_buffers, forget_storage
@@ -17,7 +18,7 @@ from fp4engine.modules.quantized_weight import decode_parameters
 from fp4engine.modules.weight_places import WeightPlace, weight_places
 from fp4engine.quantizers import make_quantizer
 from fp4engine.quantizers.shared import SharedAmaxQuantizer
-from fp4engine.recipe import Recipe
+from fp4engine.recipe import Recipe, require_recipe
 from fp4engine.roles import QuantizerRole
 
 
@@ -63,11 +64,14 @@ def quantize_weights(
 
     Raises:
         ValueError: nothing is to be stored; a module follows no recipe, or one with delayed scaling; ``weights`` is
-            given beside a recipe of :func:`fp4engine.export.share_amax`, lacks a name or has another shape; a
-            parameter or buffer is on ``meta`` and has no value, and is none that a model of transformers computes.
+            given beside a recipe of :func:`fp4engine.export.share_amax`, lacks a name or has another shape; a weight
+            holds a NaN or an Inf; a parameter or buffer is on ``meta`` and has no value, and is none that a model of
+            transformers computes.
         NotImplementedError: ``weights`` lacks a parameter by its name in the model, and transformers writes it in
             another way than in parts of its rows.
     """
+    require_model(model)
+    require_recipe(recipe)
     places = weight_places(model)
     quantizers, left_alone = _quantizers(model, places, recipe)
     if not quantizers:
@@ -117,6 +121,7 @@ def dequantize_weights(model: nn.Module) -> tuple[str, ...]:
     Raises:
         ValueError: there is none.
     """
+    require_model(model)
     decoded = tuple(
         f"{name}.{own}" if name else own for name, module in model.named_modules() for own in decode_parameters(module)
     )
@@ -232,19 +237,30 @@ def _require_value(name: str, tensor: Any) -> Any:
 
 
 def _stored(values: _Values, place: WeightPlace, quantizer: Any) -> nn.Parameter:
+    """Codes of a weight.
+
+    Raises:
+        ValueError: it holds a NaN or an Inf, which no code stands for.
+    """
     parameter = place.weight
     assert parameter is not None
     if parameter.ndim == 3:
         matrices = (
-            QuantizedWeight.from_values(matrix.detach(), quantizer, transposed=place.transposed)
+            QuantizedWeight.from_values(_finite(place.name, matrix), quantizer, transposed=place.transposed)
             for matrix in values.matrices(place.name, parameter)
         )
         weight = QuantizedWeight.stacked(matrices)
     else:
-        value = values.of(place.name, parameter).detach()
+        value = _finite(place.name, values.of(place.name, parameter))
         weight = QuantizedWeight.from_values(value, quantizer, transposed=place.transposed)
     weight.is_frozen = True
     return nn.Parameter(weight, requires_grad=False)
+
+
+def _finite(name: str, value: Tensor) -> Tensor:
+    if not value.isfinite().all():
+        raise ValueError(f"{name!r} holds a NaN or an Inf, which no code stands for; mend the weight first")
+    return value.detach()
 
 
 def _nbytes(model: nn.Module) -> int:

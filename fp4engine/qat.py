@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fp4engine.accounting import ConversionPlan
+from fp4engine.arguments import require_model
 from fp4engine.convert import convert
 from fp4engine.formats import CastSpec
 from fp4engine.frozen_weights import StoredWeights, quantize_weights
 from fp4engine.functional.cast import cast
 from fp4engine.modules.shared_amax import SHARED_SCALES, share_amax, sibling_groups
-from fp4engine.recipe import Casts, LinearRecipe, Recipe
+from fp4engine.recipe import Casts, LinearRecipe, Recipe, require_recipe
 
 NVFP4 = CastSpec()
 
@@ -49,8 +50,12 @@ def prepare(
     Raises:
         ValueError: ``clip`` is not in (0, 1], or given beside ``recipe``; what ``convert`` refuses.
     """
-    if not 0 < clip <= 1 or (recipe is not None and (clip != 1 or not inputs)):
-        raise ValueError(f"clip must be in (0, 1], and goes with recipe=None as inputs does, got {clip} and {recipe!r}")
+    require_model(model)
+    require_recipe(recipe)
+    if not isinstance(clip, int | float) or not 0 < clip <= 1 or (recipe is not None and (clip != 1 or not inputs)):
+        raise ValueError(
+            f"clip must be in (0, 1], and goes with recipe=None as inputs does, got {clip!r} and {recipe!r}"
+        )
     if recipe is None:
         weight = NVFP4 if clip == 1 else NVFP4.replace(target=NVFP4.target / clip)
         recipe = LinearRecipe(input=Casts(NVFP4 if inputs else None), weight=Casts(weight), backend="auto")

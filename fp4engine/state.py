@@ -16,7 +16,7 @@ import torch
 
 from fp4engine.ops import RandomStream, get_rng_state, manual_seed, set_rng_state
 from fp4engine.quantizers.delayed import begin_step, end_step
-from fp4engine.recipe import NVFP4BlockScaling, Recipe, numbered
+from fp4engine.recipe import NVFP4BlockScaling, Recipe, numbered, require_recipe
 from fp4engine.tracing import constant_when_traced
 
 __all__ = [
@@ -211,8 +211,7 @@ class autocast(Region):
             raise ValueError(f"enabled must be True or False, got {enabled!r}; a recipe goes in recipe=")
         if recipe is None:
             recipe = get_default_recipe()
-        if not isinstance(recipe, Recipe):
-            raise ValueError(f"recipe must be an fp4engine.recipe.Recipe (zoo.make makes one) or None, got {recipe!r}")
+        require_recipe(recipe)
         if calibrating and recipe.is_delayed:
             raise NotImplementedError("autocast(calibrating=True) is not implemented for delayed scaling; leave it out")
         if not torch.compiler.is_dynamo_compiling():

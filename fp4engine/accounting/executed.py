@@ -11,6 +11,7 @@ from torch import nn
 from fp4engine.accounting.flops import watch
 from fp4engine.accounting.planned import FP4_FORMATS, is_never_called, linear_modules, other_matrices, plan_module
 from fp4engine.accounting.table import table
+from fp4engine.arguments import require_callable, require_model, require_patterns
 from fp4engine.functional import ExecutedGemms
 from fp4engine.functional.plan import GEMMS, HIGH_PRECISION
 from fp4engine.modules import GroupedLinear, Linear
@@ -103,7 +104,13 @@ def executed_gemms(model: nn.Module, step: Callable[[], Any] | None = None) -> E
         step: called once, without arguments, e.g. a whole training step; the report is about this call alone, and
             PyTorch's ``FlopCounterMode`` counts every product in it, inside linear modules or not. Compiled functions
             run eagerly in it. None: what the linear modules have counted since they were converted.
+
+    Raises:
+        ValueError: ``model`` is no module, or ``step`` no function.
     """
+    require_model(model)
+    if step is not None:
+        require_callable("step", step)
     counters = [(name, executed) for name, module in model.named_modules() if (executed := counter_of(module))]
     if step is None:
         return ExecutedReport(tuple(ExecutedModule(n, dict(e.counts), dict(e.flops)) for n, e in counters))
@@ -177,8 +184,7 @@ def _unseen(
     model: nn.Module, report: ExecutedReport, patterns: Sequence[str], without_parameters: bool
 ) -> dict[str, str]:
     """``name -> why`` of what multiplies uncounted, less what ``patterns`` cover."""
-    if isinstance(patterns, str):
-        raise ValueError(f"keep_high_precision must be a sequence of patterns, got the string; write [{patterns!r}]")
+    patterns = require_patterns("keep_high_precision", patterns)
     never_called = is_never_called(model)
     linears = dict(linear_modules(model))
     found = {name: "an operator that PyTorch has no formula for" for name in report.opaque}

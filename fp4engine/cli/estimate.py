@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fp4-all-gather", action="store_true", help="FSDP gathers weights as FP4 codes")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share every layer")
     parser.add_argument("--lora-rank", type=int, default=0, help="freeze the model in BF16 and train adapters")
+    parser.add_argument(
+        "--host-microseconds",
+        type=float,
+        help="what the host takes for one quantized layer, forward and backward (default: measured beside an H200)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         tp=arguments.tp,
         lora_rank=arguments.lora_rank,
         fp4_all_gather=arguments.fp4_all_gather,
+        host_microseconds=arguments.host_microseconds,
         name=f"{_name(arguments)} in {arguments.recipe}",
     )
     print(result)

@@ -19,7 +19,7 @@ from fp4engine.distributed.sharded_weight import GatherableWeight, OuterAmaxes, 
 from fp4engine.functional import LinearPlan, make_linear_plan
 from fp4engine.modules import Gemms, GroupedLinear, LayerNormMLP, Linear, QuantizedWeight
 from fp4engine.modules.split_linear import SplitLinear
-from fp4engine.recipe import Recipe
+from fp4engine.recipe import Recipe, require_recipe
 from fp4engine.state import get_default_recipe
 
 
@@ -85,8 +85,7 @@ def fp4_all_gather(model: nn.Module, recipe: Recipe | None = None, mesh: DeviceM
         ValueError: the model is sharded already, or this has been called for it; ``recipe`` is not a recipe; no
             ``mesh`` is given, and ``torch.distributed`` is not initialised.
     """
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe (zoo.make makes one) or None, got {recipe!r}")
+    require_recipe(recipe)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("model is sharded already; call fp4_all_gather before fully_shard")
     if any(isinstance(parameter, ShardedWeight) for parameter in model.parameters()):

@@ -20,21 +20,21 @@ from fp4engine.accounting import executed_gemms
 from fp4engine.checkpoint import checkpoint
 from fp4engine.convert import convert
 from fp4engine.estimate.decoder import MODELS, Architecture, Decoder, add_lora, from_config
-from fp4engine.estimate.gpus import CUDA_RESERVE, GPU, GPUS, SHARES
+from fp4engine.estimate.gpus import CUDA_RESERVE, GPU, GPUS, HOST, SHARES
 from fp4engine.estimate.trace import AsOnCuda, Step, Watch, trace
 from fp4engine.functional import make_linear_plan
 from fp4engine.modules import Linear
 from fp4engine.names import covers
-from fp4engine.recipe import Recipe
+from fp4engine.recipe import Recipe, require_recipe
 from fp4engine.state import autocast
 
 __all__ = ["GPU", "GPUS", "MODELS", "Architecture", "Estimate", "estimate", "from_config"]
 
-STATES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256), "sgd": 0.0, "momentum": 4.0}
-"""Optimizer -> bytes of state per trained parameter: FP32 moments; 8-bit moments with one FP32 number per 256."""
+STATES = {"adamw": 2, "adamw8bit": 2, "sgd": 0, "momentum": 1}
+"""Optimizer -> moments that it keeps of each trained parameter, in the parameter's dtype."""
 
-STEP_BYTES = {"adamw": 28.0, "adamw8bit": 16.0, "sgd": 12.0, "momentum": 20.0}
-"""Optimizer -> bytes that a fused step reads and writes per trained parameter, FP32 parameters and gradients."""
+EIGHT_BITS = 1 + 4 / 256
+"""Bytes of a moment of ``adamw8bit``, whatever the parameter's dtype: 8 bits, and one FP32 number per 256."""
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,17 @@ class _Request:
     tp: int
     lora_rank: int
     fp4_all_gather: bool
+    host_microseconds: float | None
     keep: tuple[str, ...]
 
     @property
     def tokens(self) -> int:
         return self.batch * self.sequence
+
+    @property
+    def stored(self) -> int:
+        """Bytes of a parameter of which FSDP keeps a shard."""
+        return 4 if self.parameters == "fp32" else 2
 
 
 def estimate(
@@ -167,6 +173,7 @@ def estimate(
     tp: int = 1,
     lora_rank: int = 0,
     fp4_all_gather: bool = False,
+    host_microseconds: float | None = None,
     loss: Callable[[nn.Module], Tensor] | None = None,
     keep_high_precision: tuple[str, ...] = ("lm_head",),
     name: str = "model",
@@ -185,6 +192,8 @@ def estimate(
         tp: over how many GPUs heads, the MLP's inner width and the vocabulary are split.
         lora_rank: above 0, freeze the model and train adapters of this rank beside each linear layer of its blocks.
         fp4_all_gather: FSDP gathers weights as :func:`fp4engine.distributed.fp4_all_gather` has it.
+        host_microseconds: what the host takes for one quantized linear layer, forward and backward; a step is no faster
+            than all of them. None is :data:`~fp4engine.estimate.gpus.HOST`; 0 is for CUDA graphs, which need no host.
         loss: of a module of your own, ``loss(model) -> scalar``; it makes its inputs itself, of ``batch * sequence``
             tokens.
         keep_high_precision: patterns for :func:`fp4engine.convert`.
@@ -195,16 +204,23 @@ def estimate(
             cannot be built anew for.
     """
     _require(batch, sequence, fsdp, tp, lora_rank, parameters, optimizer, gpu)
+    given = host_microseconds
+    if given is not None and not (isinstance(given, int | float) and 0 <= given < float("inf")):
+        raise ValueError(f"host_microseconds must be a finite number of at least 0, got {host_microseconds!r}")
     step: dict[str, Any] = {
         "recipe": recipe, "gpu": GPUS[gpu], "batch": batch, "sequence": sequence, "parameters": parameters,
         "optimizer": optimizer, "checkpointing": checkpointing, "fsdp": fsdp, "tp": tp, "lora_rank": lora_rank,
-        "fp4_all_gather": fp4_all_gather,
+        "fp4_all_gather": fp4_all_gather, "host_microseconds": host_microseconds,
     }  # fmt: skip
     if fp4_all_gather and (fsdp == 1 or tp > 1 or recipe is None):
         raise ValueError(
             "fp4_all_gather=True needs fsdp of at least 2, tp=1 (weights that tensor parallelism splits are gathered "
             f"in high precision) and a recipe, got fsdp={fsdp}, tp={tp} and recipe={recipe!r}"
         )
+    if not isinstance(model, Architecture | nn.Module):
+        known = f", such as MODELS[{model!r}]" if isinstance(model, str) and model in MODELS else ""
+        raise ValueError(f"model must be an Architecture{known}, or a torch.nn.Module, got {model!r:.80}")
+    require_recipe(recipe)
     if isinstance(model, nn.Module):
         if loss is None or checkpointing or tp != 1 or lora_rank or fsdp != 1:
             raise ValueError(
@@ -308,10 +324,11 @@ def _trace(request: _Request) -> tuple[nn.Module, Step, dict[str, Any]]:
                 return request.loss(model)
 
         linears = _saved_by_linears(model, lambda: loss(model), watch)
+        shards: list[Tensor] = []
         for parameter in model.parameters():
             parameter.grad = None
-            if request.fsdp > 1 and parameter.requires_grad:  # a sharded gradient leaves as soon as it is there
-                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+            if request.fsdp > 1 and parameter.requires_grad:  # only this rank's shard of a gradient stays
+                parameter.register_post_accumulate_grad_hook(partial(_shard_gradient, request, shards))
         step = trace(model, loss, watch)
     return model, step, linears
 
@@ -320,8 +337,10 @@ def _covers_some(model: nn.Module, pattern: str) -> bool:
     return any(covers(pattern, name) for name, module in model.named_modules() if isinstance(module, nn.Linear))
 
 
-def _drop_gradient(parameter: Tensor) -> None:
+def _shard_gradient(request: _Request, shards: list[Tensor], parameter: Tensor) -> None:
     parameter.grad = None
+    size = -(-parameter.numel() // request.fsdp)
+    shards.append(torch.empty(size, dtype=torch.float32 if request.stored == 4 else torch.bfloat16))
 
 
 def _saved_by_linears(model: nn.Module, forward: Callable[[], Tensor], watch: Watch) -> dict[str, Any]:
@@ -387,20 +406,22 @@ def _assemble(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     numel = sum(parameter.numel() for parameter in trained)
     total = sum(parameter.numel() for parameter in model.parameters())
-    states = round(numel * STATES[request.optimizer] / fsdp)
     if fsdp == 1:
         held = sum(parameter.nbytes for parameter in model.parameters())
         gradients = sum(parameter.nbytes for parameter in trained)
+        states = round(sum(parameter.numel() * _state_bytes(request, parameter.itemsize) for parameter in trained))
         peak = max(step.peak, held + gradients) + states
     else:
-        stored = 4 if request.parameters == "fp32" else 2
-        held, gradients = round(total * stored / fsdp), round(numel * stored / fsdp)
-        # two blocks of gathered BF16 weights, and one of gradients
-        peak = held + gradients + states + step.peak - step.held + 3 * _largest_block(model)
+        held, gradients = round(total * request.stored / fsdp), round(numel * request.stored / fsdp)
+        states = round(numel * _state_bytes(request, request.stored) / fsdp)
+        # gathered BF16 weights of two units, and gradients of one
+        peak = max(held + step.peak - step.held + 3 * _largest_unit(model), held + gradients) + states
     rest = max(step.saved - linears["bytes"], 0)
     temporary = max(peak - held - states - linears["bytes"] - rest, 0)
-    optimizer_bytes = numel * STEP_BYTES[request.optimizer] / fsdp
+    # a fused step reads parameters, gradients and moments, and writes parameters and moments
+    optimizer_bytes = 2 * held * numel / total + gradients + 2 * states
     seconds, useful = _time(model, step, linears["flops"], gpu, optimizer_bytes)
+    seconds = max(seconds, _host_seconds(request, linears["flops"]))
     return Estimate(
         _label(request, name, whole), whole, numel, held, gradients, states, linears["bytes"], rest, temporary, peak,
         request.tokens, seconds, useful / (seconds * gpu.bf16), _wire(request, model, numel), gpu,
@@ -408,10 +429,24 @@ def _assemble(
     )  # fmt: skip
 
 
-def _largest_block(model: nn.Module) -> int:
-    """Bytes of the largest block's parameters in BF16."""
+def _state_bytes(request: _Request, itemsize: int) -> float:
+    """Bytes of the optimizer's state for one trained parameter that is stored in ``itemsize`` bytes."""
+    return STATES[request.optimizer] * (EIGHT_BITS if request.optimizer == "adamw8bit" else itemsize)
+
+
+def _host_seconds(request: _Request, flops: dict[tuple[str, str, str], int]) -> float:
+    """What the host takes to start the quantized linear layers of a step, which a GPU that is faster waits for."""
+    layers = {name: formats for (name, _, formats) in flops if formats != "high_precision"}
+    given = request.host_microseconds
+    each = (HOST.nvfp4 if "e2m1" in formats else HOST.fp8 for formats in layers.values())
+    return (sum(each) if given is None else len(layers) * given) * 1e-6
+
+
+def _largest_unit(model: nn.Module) -> int:
+    """Bytes in BF16 of the most parameters that FSDP gathers at once: a block's, the embedding's or the head's."""
     blocks = [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
-    return max(2 * sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
+    units = [*blocks, *(module for module in model.children() if not isinstance(module, nn.ModuleList))]
+    return max(2 * sum(parameter.numel() for parameter in unit.parameters()) for unit in units)
 
 
 def _time(
@@ -481,15 +516,11 @@ def _notes(request: _Request) -> list[str]:
         )
     if gpu.fp4 and request.recipe is not None:
         notes.append("products on FP4 tensor cores have not been run by this project")
-    unmeasured = {
-        "LoRA": request.lora_rank > 0,
-        "checkpointing": request.checkpointing,
-        "sharding": request.fsdp > 1 or request.tp > 1,
-    }
+    unmeasured = {"LoRA": request.lora_rank > 0, "tensor parallelism": request.tp > 1}
     if any(unmeasured.values()):
         names = " and ".join(name for name, used in unmeasured.items() if used)
         notes.append(f"memory with {names} is computed and not compared with a run")
-    if unmeasured["sharding"]:
+    if request.fsdp > 1 or request.tp > 1:
         notes.append("the time has no communication, and the wire no outer amaxes, which are a few bytes a layer")
     if request.fp4_all_gather:
         notes.append("the peak is that of weights gathered in BF16; weights gathered as codes take less")

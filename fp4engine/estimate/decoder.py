@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp4engine.arguments import require_path
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -114,7 +116,8 @@ def from_config(config: str | Path | dict[str, Any]) -> Architecture:
         name, data = "config", config
     else:
         name = str(config)
-        path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
+        path = require_path("config", config)
+        path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise ValueError(f"there is no config file {path}")
         try:

@@ -13,7 +13,7 @@ class GPU:
         bf16, fp8, fp4: dense peaks in FLOP/s; None without such tensor cores.
         bandwidth: of its memory, bytes/s.
         source: where the numbers are from.
-        measured: whether :data:`SHARES` were fitted to runs on this GPU; a time for another is a prediction.
+        measured: whether estimates were compared with runs on this GPU; a time for another is a prediction.
     """
 
     name: str
@@ -43,7 +43,7 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         _gpu("A100", 80, (312, None, None), 2.039, "NVIDIA A100 80GB SXM data sheet"),
-        _gpu("H100", 80, (989.5, 1979, None), 3.35, "NVIDIA H100 SXM data sheet"),
+        _gpu("H100", 80, (989.5, 1979, None), 3.35, "NVIDIA H100 SXM data sheet", measured=True),
         _gpu("H200", 141, (989.5, 1979, None), 4.8, "NVIDIA H200 SXM data sheet", measured=True),
         _gpu("B200", 180, (2250, 4500, 9000), 8.0, "NVIDIA Blackwell architecture brief"),
         _gpu("GB200", 186, (2500, 5000, 10000), 8.0, "NVIDIA GB200 NVL72 data sheet"),
@@ -78,6 +78,23 @@ class Shares:
 SHARES = Shares(products=0.707, attention=0.283, bandwidth=0.52, nvfp4_cast=17.3, fp8_cast=16.8)
 """Fitted by hand to the eager rows of benchmarks/results/training.json and to benchmarks/results/step.json and
 fp8.json: one H200, torch 2.11.0, Triton 3.6.0, 2026-11-21."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the host takes for one eager linear layer, forward and backward, in microseconds: an H200's machine.
+
+    Attributes:
+        nvfp4, fp8: of recipes with and without four-bit operands.
+    """
+
+    nvfp4: float
+    fp8: float
+
+
+HOST = Host(nvfp4=327, fp8=510)
+"""Of benchmarks/results/host.json: one H200, torch 2.11.0, Triton 3.6.0, 2026-11-22. `nn.Linear` took 109 there, and
+189 on another machine with an H200: a host is as fast as it is."""
 
 CUDA_RESERVE = 2**30
 """Bytes that an answer of "fits" leaves free for CUDA's own context and for fragmentation: an assumption."""

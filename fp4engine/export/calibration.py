@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp4engine.arguments import require_model
 from fp4engine.export.progress import progress_bar
 from fp4engine.modules import GroupedLinear
 from fp4engine.modules.gemms import Gemms
-from fp4engine.recipe import Recipe
+from fp4engine.recipe import Recipe, require_recipe
 from fp4engine.state import autocast
 
 
@@ -32,6 +33,10 @@ def calibrate(
         ValueError: there is no batch or no converted module, an input holds a NaN or an Inf, or a layer saw no input:
             its scale would be a guess.
     """
+    require_model(model)
+    require_recipe(recipe)
+    if not isinstance(batches, Iterable):
+        raise ValueError(f"batches must be a sequence of batches, got {batches!r:.80}")
     stacked = {expert for module in model.modules() if isinstance(module, GroupedLinear) for expert in module.gemms}
     kinds = (Gemms, GroupedLinear)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, kinds) and m not in stacked}

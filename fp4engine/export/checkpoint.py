@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fp4engine.arguments import require_model, require_path
 from fp4engine.constants import FLT_MAX
 from fp4engine.export.layers import Amaxes, ExportLayer, encode, export_layers
 from fp4engine.export.progress import progress_bar
@@ -32,7 +33,7 @@ from fp4engine.export.verification import compare
 from fp4engine.export.writer import ShardWriter, whole_directory, write_json
 from fp4engine.formats import CastSpec
 from fp4engine.modules.shared_amax import SHARED_SCALES
-from fp4engine.recipe import Recipe
+from fp4engine.recipe import Recipe, require_recipe
 from fp4engine.version import __version__
 
 Inputs = Mapping[str, float] | Literal["dynamic", "high_precision"] | None
@@ -183,9 +184,13 @@ def export_checkpoint(
     Source: vllm-project/compressed-tensors ``compressors/nvfp4``; NVIDIA/Model-Optimizer ``unified_export_hf.py``.
     """
     form = serving_format(format)
-    if max_shard_size < 1:
-        raise ValueError(f"max_shard_size must be at least one byte, got {max_shard_size}")
-    target = Path(directory)
+    require_model(model)
+    require_recipe(recipe)
+    if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int) or max_shard_size < 1:
+        raise ValueError(f"max_shard_size must be an integer of at least one byte, got {max_shard_size!r}")
+    if weights is not None and not isinstance(weights, Mapping):
+        raise ValueError(f"weights must map names to tensors, as TensorFolder does, got {weights!r:.80}")
+    target = require_path("directory", directory)
     tensors = ModelState(model, weights)
     layers, left_alone = export_layers(model, tensors, recipe, keep_high_precision, shared_scales, requantize)
     _require_form(form, layers)

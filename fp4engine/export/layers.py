@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4engine.accounting.planned import linear_modules, linear_shape, other_matrices
+from fp4engine.arguments import require_patterns
 from fp4engine.checkpoint_names import Piece
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.export.slabs import Slabs
@@ -242,9 +243,7 @@ def _words(spec: CastSpec | None) -> str:
 
 
 def _require_patterns(linears: Iterable[str], patterns: Sequence[str]) -> None:
-    if isinstance(patterns, str):
-        raise ValueError(f"keep_high_precision must be a sequence of patterns, got the string; write [{patterns!r}]")
-    for pattern in patterns:
+    for pattern in require_patterns("keep_high_precision", patterns):
         if not any(covers(pattern, name) for name in linears):
             raise ValueError(f"pattern {pattern!r} covers no linear module of the model")
 

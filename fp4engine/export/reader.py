@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fp4engine import reference
+from fp4engine.arguments import require_path
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.export.serving_format import (
     COMPRESSED_TENSORS,
@@ -49,10 +50,11 @@ class TensorFolder(Mapping[str, Tensor]):
     Raises:
         CheckpointError: a file is missing, truncated or no safetensors file; the index names files outside the
             directory, or tensors that are not where it says.
+        ValueError: ``directory`` is no path.
     """
 
     def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+        self.directory = require_path("directory", directory)
         if not self.directory.is_dir():
             raise CheckpointError(f"{str(directory)!r} is not a directory")
         self._files: dict[str, Any] = {}

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from fp4engine.arguments import require_model, require_path, require_patterns
 from fp4engine.formats import CastSpec
 from fp4engine.inspect import statistics
 from fp4engine.inspect.statistics import Figures
@@ -224,8 +225,11 @@ def record(
         raise ValueError(f"draws must be 0 or an integer of at least 2, got {draws!r}")
     if optimizer is not None and optimizer != "by hand" and not isinstance(optimizer, Optimizer):
         raise ValueError(f"optimizer must be an optimizer, 'by hand' or None, got {optimizer!r}")
-    folder = Path(out)
-    patterns = [layers] if isinstance(layers, str) else list(layers)
+    require_model(model)
+    folder = require_path("out", out)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"out must be a folder, and {str(folder)!r} is a file")
+    patterns = [layers] if isinstance(layers, str) else require_patterns("layers", layers)
     writer = _tensorboard(folder) if tensorboard and _rank() == 0 else None
     recorder = Recorder(model, folder, every, patterns, first_step, draws, shadow_rows, writer)
     folder.mkdir(parents=True, exist_ok=True)
@@ -473,8 +477,12 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise ValueError(f"there is no {file}; inspect.record(model, out) writes {FILE} into the folder out")
+    try:
+        lines = file.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text: {error}") from error
     rows: list[dict[str, Any]] = []
-    for line, text in enumerate(file.read_text().splitlines(), start=1):
+    for line, text in enumerate(lines, start=1):
         try:
             row = json.loads(text)
         except ValueError as error:

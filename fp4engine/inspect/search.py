@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fp4engine.arguments import require_callable, require_model
 from fp4engine.formats import CastSpec
 from fp4engine.inspect.watch import layers_of
 from fp4engine.names import covers
-from fp4engine.recipe import Casts, LinearRecipe, Recipe, Rule, RuledRecipe
+from fp4engine.recipe import Casts, LinearRecipe, Recipe, Rule, RuledRecipe, require_recipe
 from fp4engine.recipe.linear import GEMM_OPERANDS
 from fp4engine.roles import TENSOR_TYPES
 from fp4engine.state import get_default_recipe
@@ -176,6 +178,8 @@ def last_quarter(losses: Sequence[float]) -> float:
     Raises:
         ValueError: no losses.
     """
+    if not isinstance(losses, Sequence | Tensor):
+        raise ValueError(f"make_run must return the losses of its steps, got {losses!r:.80}")
     values = [float(loss) for loss in losses]
     if not values:
         raise ValueError("make_run must return the losses of its steps, got none")
@@ -213,6 +217,7 @@ def bisect(
             diverges itself.
     """
     recipe = _plain(recipe)
+    require_callable("make_run", make_run)
     if budget < 2:
         raise ValueError(f"budget must be at least 2 runs, the two that are compared, got {budget}")
     names = list(_flops(model))
@@ -327,6 +332,7 @@ def sensitivity(
             not suffice.
     """
     recipe = _plain(recipe)
+    require_callable("make_run", make_run)
     if not 0.0 <= share <= 1.0:
         raise ValueError(f"share must be between 0 and 1, got {share}")
     flops = _flops(model)
@@ -396,6 +402,7 @@ def _spec(recipe: Recipe, role: str, side: str) -> CastSpec | None:
 
 
 def _plain(recipe: Recipe | None) -> Recipe:
+    require_recipe(recipe)
     recipe = recipe or get_default_recipe()
     if recipe.is_delayed:
         raise ValueError("delayed scaling depends on the steps before, so its parts cannot be switched one by one")
@@ -405,6 +412,7 @@ def _plain(recipe: Recipe | None) -> Recipe:
 
 def _flops(model: torch.nn.Module) -> dict[str, int]:
     """``name -> N K`` of every layer, by the name that recipes see."""
+    require_model(model)
     layers = layers_of(model)
     if not layers:
         raise ValueError("the model has no layer of fp4engine's; call fp4engine.convert(model) first")

@@ -16,7 +16,7 @@ from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
 from fp4engine.modules.recompute import handed_over, remember
 from fp4engine.modules.sharded import is_distributed, localize, rows_in_order
-from fp4engine.recipe import LinearRecipe, Recipe, numbered
+from fp4engine.recipe import LinearRecipe, Recipe, numbered, require_recipe
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed, is_traced_in_backward
 from fp4engine.tracing import constant_when_traced
 
@@ -129,9 +129,10 @@ class Gemms(torch.nn.Module):
             if isinstance(weight, QuantizedWeight):
                 weight = weight.dequantize()
             if main_grad is None:
-                inp = inp if isinstance(inp, Tensor) else inp.tensor()
+                inp = inp.tensor() if isinstance(inp, FusedInput) else inp
+                output = F.linear(inp, weight, bias)
                 self.executed.record_high_precision(inp, weight)
-                return F.linear(inp, weight, bias)
+                return output
         if inp.device != weight.device or weight.is_meta:
             raise unusable_devices(inp, weight)
         inp = cast_by_autocast(inp)
@@ -328,6 +329,8 @@ def cast_by_autocast(inp: Input) -> Input:
 
 def unusable_devices(inp: Tensor | FusedInput, weight: Tensor) -> ValueError:
     """What to raise where ``inp`` and ``weight`` lie on two devices, or on ``meta``, where there are no values."""
+    if not isinstance(inp, Tensor | FusedInput):  # NumPy's arrays have a device, too
+        return ValueError(f"the input must be a tensor, got {type(inp).__name__}")
     devices = f"got the input on {str(inp.device)!r} and the weight on {str(weight.device)!r}"
     if weight.is_meta:
         remedy = "give the layer values with .to_empty(device=...) and load_state_dict"
@@ -344,11 +347,8 @@ def require_own_recipe(recipe: Recipe | None) -> None:
     Raises:
         ValueError: not a recipe, or one with delayed scaling.
     """
-    if recipe is None:
-        return
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe (zoo.make makes one) or None, got {recipe!r}")
-    if recipe.is_delayed:
+    require_recipe(recipe)
+    if recipe is not None and recipe.is_delayed:
         raise ValueError(
             "delayed scaling chooses scales when an autocast region closes, so a module cannot follow it outside; "
             f"use autocast(recipe=...) instead of recipe={recipe!r}"

@@ -11,7 +11,7 @@ from fp4engine.functional import make_linear_plan
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.quantizers import Quantizer
-from fp4engine.recipe import Recipe
+from fp4engine.recipe import Recipe, require_recipe
 from fp4engine.state import get_default_recipe
 
 
@@ -50,8 +50,7 @@ def quantized_model_init(
     if not isinstance(enabled, bool):  # a recipe in its place would be ignored
         raise ValueError(f"enabled must be True or False, got {enabled!r}; a recipe goes in recipe=")
     recipe = get_default_recipe() if recipe is None else recipe
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe (zoo.make makes one) or None, got {recipe!r}")
+    require_recipe(recipe)
     init = _ModelInit(recipe, preserve_high_precision_init_val) if enabled else None
     token = _in_force.set(init)
     try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fp4engine.arguments import require_model
 from fp4engine.formats import Outer
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.quantizers.shared import SharedAmaxQuantizer
@@ -89,6 +90,9 @@ def share_amax(
         ValueError: the model has no such siblings; ``recipe`` has delayed scaling or a schedule, or casts a sibling's
             weight without an outer scale of the whole tensor.
     """
+    require_model(model)
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe (zoo.make makes one), got {recipe!r}")
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     groups = sibling_groups(linears, shared_scales)
     if not groups:

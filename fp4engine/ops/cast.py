@@ -61,6 +61,8 @@ def quantize(
             raise ValueError(f"x must be a floating-point matrix [M, K], got {x.dtype} of shape {tuple(x.shape)}")
         x = as_it_is(x)
         read = (x, "", False, x.dtype, None, None, None)
+    elif not isinstance(x, Source):
+        raise ValueError(f"x must be a tensor, got {type(x).__name__}")
     else:
         read = (as_it_is(x.x), x.kind, x.gated, x.dtype, x.statistics, x.gamma, x.beta)
     if rowwise is None and columnwise is None:

@@ -8,6 +8,7 @@ from fp4engine.recipe.base import (
     Recipe,
     numbered,
     recipe_from_json,
+    require_recipe,
     say_how_to_change,
 )
 from fp4engine.recipe.casts import Casts
@@ -37,6 +38,7 @@ __all__ = [
     "final_blocks",
     "numbered",
     "recipe_from_json",
+    "require_recipe",
     "zoo",
 ]
 

@@ -267,6 +267,16 @@ _numbered: WeakValueDictionary[int, Recipe] = WeakValueDictionary()
 _next_number = count()
 
 
+def require_recipe(recipe: Any) -> None:
+    """Accept a recipe, and None for what stands in its place.
+
+    Raises:
+        ValueError: something else, such as the name of a recipe.
+    """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe (zoo.make makes one) or None, got {recipe!r}")
+
+
 def require_step(step: Any) -> int:
     """``step`` as a whole number >= 0.
 

@@ -1,0 +1,58 @@
+"""What public functions ask of their arguments, said in one way: the argument, what is allowed, and what was given."""
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+
+def require_model(model: object) -> None:
+    """Raise unless ``model`` is a module.
+
+    Raises:
+        ValueError: it is something else, its class for instance.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {_shown(model)}")
+
+
+def require_patterns(name: str, patterns: Iterable[str]) -> tuple[str, ...]:
+    """``patterns`` of the argument ``name``, each once they are known to be strings.
+
+    Raises:
+        ValueError: one string, or anything but strings.
+    """
+    if isinstance(patterns, str):
+        raise ValueError(f"{name} must be a sequence of patterns, got the string; write [{patterns!r}]")
+    given: tuple[Any, ...] | None = tuple(patterns) if isinstance(patterns, Iterable) else None
+    if given is None or not all(isinstance(pattern, str) for pattern in given):
+        raise ValueError(f"{name} must be a sequence of patterns, which are strings, got {_shown(patterns)}")
+    return given
+
+
+def require_path(name: str, path: str | os.PathLike[str]) -> Path:
+    """The argument ``name`` as a path.
+
+    Raises:
+        ValueError: neither a string nor a path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"{name} must be a path, got {_shown(path)}")
+    return Path(path)
+
+
+def require_callable(name: str, function: Callable[..., Any]) -> None:
+    """Raise unless the argument ``name`` can be called.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not callable(function):
+        raise ValueError(f"{name} must be a function, got {_shown(function)}")
+
+
+def _shown(value: object) -> str:
+    """``repr`` in one line of bounded length."""
+    return f"{' '.join(repr(value).split()):.80}"

@@ -1,0 +1,131 @@
+"""Arguments of a wrong kind: one clear error that names the argument, what is allowed, and what was given."""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fp4engine
+from fp4engine import inspect, qat
+from fp4engine.arguments import require_patterns
+from fp4engine.estimate import Architecture, estimate, from_config
+from fp4engine.export import TensorFolder, calibrate, export_checkpoint, share_amax
+from fp4engine.inspect import bisect, sensitivity
+from fp4engine.recipe import NVFP4BlockScaling
+
+RECIPE = NVFP4BlockScaling()
+SMALL = Architecture(2, 64, 2, 128, 64)
+
+
+def make_model(recipe=RECIPE) -> nn.Module:
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+    fp4engine.convert(model, recipe)
+    return model
+
+
+def record(model: object, out: object, **options: object) -> None:
+    with inspect.record(model, out, **options):
+        pass
+
+
+OF_A_MODEL: dict[str, Callable[[object], object]] = {
+    "convert": fp4engine.convert,
+    "revert": fp4engine.revert,
+    "executed_gemms": fp4engine.executed_gemms,
+    "assert_quantized": fp4engine.assert_quantized,
+    "quantize_weights": fp4engine.quantize_weights,
+    "dequantize_weights": fp4engine.dequantize_weights,
+    "export_checkpoint": lambda model: export_checkpoint(model, "never"),
+    "calibrate": lambda model: calibrate(model, [torch.randn(2, 32)]),
+    "share_amax": lambda model: share_amax(model, RECIPE),
+    "prepare": qat.prepare,
+    "finalize": qat.finalize,
+    "record": lambda model: record(model, "never"),
+    "bisect": lambda model: bisect(lambda recipe: [1.0], model, RECIPE),
+    "sensitivity": lambda model: sensitivity(lambda recipe: [1.0], model, RECIPE),
+}
+
+
+@pytest.mark.parametrize("model", [None, [1, 2], "llama", nn.Linear], ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize("name", OF_A_MODEL)
+def test_what_is_no_module_is_named(name: str, model: object) -> None:
+    with pytest.raises(ValueError, match=rf"^model must be a torch\.nn\.Module, got {re.escape(repr(model))}"):
+        OF_A_MODEL[name](model)
+
+
+OF_A_RECIPE: dict[str, Callable[[object], object]] = {
+    "convert": lambda recipe: fp4engine.convert(nn.Sequential(nn.Linear(32, 32)), recipe),
+    "autocast": lambda recipe: fp4engine.autocast(recipe=recipe),
+    "Linear": lambda recipe: fp4engine.Linear(32, 32, recipe=recipe),
+    "quantize_weights": lambda recipe: fp4engine.quantize_weights(make_model(), recipe),
+    "export_checkpoint": lambda recipe: export_checkpoint(make_model(), "never", recipe=recipe),
+    "calibrate": lambda recipe: calibrate(make_model(), [torch.randn(2, 32)], recipe),
+    "share_amax": lambda recipe: share_amax(make_model(), recipe),
+    "prepare": lambda recipe: qat.prepare(nn.Sequential(nn.Linear(32, 32)), recipe),
+    "bisect": lambda recipe: bisect(lambda tried: [1.0], make_model(), recipe),
+    "estimate": lambda recipe: estimate(SMALL, recipe=recipe),
+}
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", NVFP4BlockScaling], ids=["its name", "its class"])
+@pytest.mark.parametrize("name", OF_A_RECIPE)
+def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
+    with pytest.raises(ValueError, match=r"^recipe must be an fp4engine\.recipe\.Recipe .*got "):
+        OF_A_RECIPE[name](recipe)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: fp4engine.convert(make_model(None), keep_high_precision=None), "keep_high_precision .* got None"),
+        (lambda: fp4engine.convert(make_model(None), keep_high_precision=[3]), r"keep_high_precision .* got \[3\]"),
+        (lambda: export_checkpoint(make_model(), "never", keep_high_precision=[3]), r"keep_high_precision .* \[3\]"),
+        (lambda: export_checkpoint(make_model(), None), "directory must be a path, got None"),
+        (lambda: export_checkpoint(make_model(), "never", max_shard_size="2GB"), "max_shard_size .* got '2GB'"),
+        (lambda: export_checkpoint(make_model(), "never", weights=[1]), r"weights must map .* got \[1\]"),
+        (lambda: calibrate(make_model(), None), "batches must be a sequence of batches, got None"),
+        (lambda: TensorFolder(3), "directory must be a path, got 3"),
+        (lambda: qat.prepare(nn.Sequential(nn.Linear(32, 32)), clip="half"), "clip must be .* got 'half'"),
+        (lambda: record(make_model(), None), "out must be a path, got None"),
+        (lambda: record(make_model(), __file__), "out must be a folder, and .* is a file"),
+        (lambda: record(make_model(), "never", layers=3), "layers must be a sequence of patterns, .* got 3"),
+        (lambda: bisect(3, make_model(), RECIPE), "make_run must be a function, got 3"),
+        (lambda: bisect(lambda recipe: None, make_model(), RECIPE), "make_run must return the losses .* got None"),
+        (lambda: sensitivity(3, make_model(), RECIPE), "make_run must be a function, got 3"),
+        (lambda: fp4engine.executed_gemms(make_model(), 3), "step must be a function, got 3"),
+        (lambda: estimate("Llama-3-8B"), r"such as MODELS\['Llama-3-8B'\], or .* got 'Llama-3-8B'"),
+        (lambda: estimate(None), "model must be an Architecture, or .* got None"),
+        (lambda: from_config(None), "config must be a path, got None"),
+        (lambda: make_model()(np.ones((4, 32), np.float32)), "the input must be a tensor, got ndarray"),
+        (lambda: fp4engine.NVFP4Quantizer()("x"), "x must be a tensor, got str"),
+    ],
+)
+def test_an_argument_of_another_kind_is_named(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        call()
+
+
+def test_a_converted_layer_outside_regions_complains_as_a_plain_one_does() -> None:
+    said = r"linear\(\): argument 'input'.* must be Tensor, not numpy.ndarray"
+    for layer in (nn.Linear(32, 16), fp4engine.Linear(32, 16)):
+        with pytest.raises(TypeError, match=said):
+            layer(np.ones((4, 32), np.float32))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_no_code_stands_for_is_not_stored(value: float) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model[2].weight[3, 5] = value
+    with pytest.raises(ValueError, match=r"'2\.weight' holds a NaN or an Inf"):
+        fp4engine.quantize_weights(model)
+    assert not any(isinstance(layer.weight, fp4engine.QuantizedWeight) for layer in (model[0], model[2]))
+
+
+def test_a_long_value_is_shown_in_one_line() -> None:
+    with pytest.raises(ValueError) as caught:
+        require_patterns("names", [torch.zeros(30, 30)])
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
