@@ -18,7 +18,8 @@ from fp4engine.modules.quantized_weight import decode_parameters
 from fp4engine.modules.weight_places import WeightPlace, weight_places
 from fp4engine.quantizers import make_quantizer
 from fp4engine.quantizers.shared import SharedAmaxQuantizer
-from fp4engine.recipe import Recipe, require_recipe
+from fp4engine.recipe import Recipe
+from fp4engine.recipe.base import require_recipe
 from fp4engine.roles import QuantizerRole
 
 

@@ -18,7 +18,8 @@ from fp4engine.formats import CastSpec
 from fp4engine.frozen_weights import StoredWeights, quantize_weights
 from fp4engine.functional.cast import cast
 from fp4engine.modules.shared_amax import SHARED_SCALES, share_amax, sibling_groups
-from fp4engine.recipe import Casts, LinearRecipe, Recipe, require_recipe
+from fp4engine.recipe import Casts, LinearRecipe, Recipe
+from fp4engine.recipe.base import require_recipe
 
 NVFP4 = CastSpec()
 

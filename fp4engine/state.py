@@ -16,7 +16,8 @@ import torch
 
 from fp4engine.ops import RandomStream, get_rng_state, manual_seed, set_rng_state
 from fp4engine.quantizers.delayed import begin_step, end_step
-from fp4engine.recipe import NVFP4BlockScaling, Recipe, numbered, require_recipe
+from fp4engine.recipe import NVFP4BlockScaling, Recipe, numbered
+from fp4engine.recipe.base import require_recipe
 from fp4engine.tracing import constant_when_traced
 
 __all__ = [

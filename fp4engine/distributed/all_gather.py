@@ -19,7 +19,8 @@ from fp4engine.distributed.sharded_weight import GatherableWeight, OuterAmaxes, 
 from fp4engine.functional import LinearPlan, make_linear_plan
 from fp4engine.modules import Gemms, GroupedLinear, LayerNormMLP, Linear, QuantizedWeight
 from fp4engine.modules.split_linear import SplitLinear
-from fp4engine.recipe import Recipe, require_recipe
+from fp4engine.recipe import Recipe
+from fp4engine.recipe.base import require_recipe
 from fp4engine.state import get_default_recipe
 
 

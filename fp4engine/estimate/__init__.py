@@ -25,7 +25,8 @@ from fp4engine.estimate.trace import AsOnCuda, Step, Watch, trace
 from fp4engine.functional import make_linear_plan
 from fp4engine.modules import Linear
 from fp4engine.names import covers
-from fp4engine.recipe import Recipe, require_recipe
+from fp4engine.recipe import Recipe
+from fp4engine.recipe.base import require_recipe
 from fp4engine.state import autocast
 
 __all__ = ["GPU", "GPUS", "MODELS", "Architecture", "Estimate", "estimate", "from_config"]

@@ -12,7 +12,8 @@ from fp4engine.arguments import require_model
 from fp4engine.export.progress import progress_bar
 from fp4engine.modules import GroupedLinear
 from fp4engine.modules.gemms import Gemms
-from fp4engine.recipe import Recipe, require_recipe
+from fp4engine.recipe import Recipe
+from fp4engine.recipe.base import require_recipe
 from fp4engine.state import autocast
 
 

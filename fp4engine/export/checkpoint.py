@@ -33,7 +33,8 @@ from fp4engine.export.verification import compare
 from fp4engine.export.writer import ShardWriter, whole_directory, write_json
 from fp4engine.formats import CastSpec
 from fp4engine.modules.shared_amax import SHARED_SCALES
-from fp4engine.recipe import Recipe, require_recipe
+from fp4engine.recipe import Recipe
+from fp4engine.recipe.base import require_recipe
 from fp4engine.version import __version__
 
 Inputs = Mapping[str, float] | Literal["dynamic", "high_precision"] | None

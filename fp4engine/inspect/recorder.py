@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,10 @@ class _Row:
     fields: dict[str, Any]
     figures: Figures
     spec: CastSpec | None = None
+    place: tuple[int, int] = (0, 0)
+    """Row and column of the whole operand at which this rank's part begins."""
+    elements: int = 0
+    """How many of a tensor this rank has counted."""
 
 
 class Recorder:
@@ -132,9 +136,7 @@ class Recorder:
         for seen in operands:
             if (layer, seen.role) not in self._seen:
                 self._seen.add((layer, seen.role))
-                matrix = tensors[seen.role]
-                fields = {"kind": "tensor", "layer": layer, "role": seen.role, "shape": list(matrix.shape)}
-                self._rows.append(_Row(fields, statistics.tensor_figures(matrix)))
+                self._rows.append(_tensor_row(layer, seen, tensors[seen.role]))
         for seen in operands:
             if seen.spec is not None:
                 self._rows.append(_operand_row(layer, gemm, seen))
@@ -144,16 +146,32 @@ class Recorder:
             self._rows.append(self._product_row(layer, gemm, operands))
 
     def _product_row(self, layer: str, gemm: str, operands: list[Seen]) -> _Row:
-        of_rows = operands[0].source.shape[0]
-        rows = min(self._shadow_rows, of_rows)
-        figures = statistics.product_figures([seen.source for seen in operands], [s.operand for s in operands], rows)
-        return _Row({"kind": "gemm", "layer": layer, "gemm": gemm, "rows": rows, "of_rows": of_rows}, figures)
+        left, right = operands
+        spread, rows, first = left.spread, left.source.shape[0], 0
+        terms: tuple[Any, ...] = ()  # the groups whose ranks hold other terms of the sums,
+        parts: tuple[Any, ...] = ()  # and those whose ranks hold other rows or columns of the product
+        if spread is not None:
+            whole = spread.whole(left.role, left.side)
+            if whole is not None:
+                rows, (first, _) = whole[0], spread.place(left.role, left.side)
+            terms = spread.groups(left.role, left.side, 1)
+            parts = spread.groups(left.role, left.side, 0) + spread.groups(right.role, right.side, 0)
+        count, chosen = min(self._shadow_rows, rows), None
+        if count < rows:  # evenly over the whole operand; those of them that are here
+            begin, end = (-(-row * count // rows) for row in (first, first + left.source.shape[0]))
+            chosen = torch.arange(begin, end, device=left.source.device) * rows // count - first
+        figures = statistics.product_figures(
+            [seen.source for seen in operands], [seen.operand for seen in operands], chosen, terms
+        )
+        if spread is not None and not spread.is_first(*parts):
+            figures = figures.left_to_another()
+        return _Row({"kind": "gemm", "layer": layer, "gemm": gemm, "rows": count, "of_rows": rows}, figures)
 
     def _rounding_row(self, layer: str, gemm: str, seen: Seen) -> _Row:
         decoded = list(drawn(seen, self._draws))
         fields = {"kind": "rounding", "layer": layer, "gemm": gemm, "role": seen.role, "side": seen.side}
         figures = statistics.rounding_figures(seen.prepared()[:, : decoded[0].shape[1]], decoded)
-        return _Row({**fields, "draws": self._draws}, figures)
+        return _row_of(seen, {**fields, "draws": self._draws}, figures)
 
 
 @contextmanager
@@ -179,13 +197,14 @@ def record(
     draw. Of each layer the first forward pass of a step and its backward pass are recorded, not further microbatches.
     A step of a compiled model that is recorded runs eagerly. Ranks of ``torch.distributed`` all have to record; sums
     and maxima are taken over all of them, and rank 0 writes. A weight that has the same figures on every rank counts
-    once.
+    once. Under tensor parallelism the figures are those of one process: what several ranks hold counts once, rows and
+    columns are those of the whole tensor, and a product is the sum of its parts.
 
     Rows have ``step``, ``kind``, and by kind:
 
     - ``run`` (the first line of each region): versions, ``every``, ``layers``, ``world_size``;
-    - ``tensor``, per layer and role: ``shape`` on one rank, ``amax``, ``rms``, ``nonfinite`` elements, and
-      ``channels``, the largest of its last axis as ``[index, amax over the median channel's amax]``;
+    - ``tensor``, per layer and role: ``shape`` on one rank, or of a DTensor's whole, ``amax``, ``rms``, ``nonfinite``
+      elements, and ``channels``, the largest of its last axis as ``[index, amax over the median channel's amax]``;
     - ``operand``, per layer, GEMM, role and side: the ``cast``; ``amax`` of the outer scale; ``sqnr_db``, signal over
       error; shares of elements that are ``zeros``, ``rounded_to_zero`` and ``saturated``; of ``blocks``, shares whose
       scale underflows to zero or overflows its bound; ``scale_spread_octaves``, the standard deviation of log2 of the
@@ -329,13 +348,41 @@ def _operand_row(layer: str, gemm: str, seen: Seen) -> _Row:
     assert seen.spec is not None
     fields = {"kind": "operand", "layer": layer, "gemm": gemm, "role": seen.role, "side": seen.side}
     figures = statistics.operand_figures(seen.source, seen.operand, seen.rng, seen.stream)
-    return _Row({**fields, "cast": seen.spec.label}, figures, seen.spec)
+    return _row_of(seen, {**fields, "cast": seen.spec.label}, figures, seen.spec)
+
+
+def _tensor_row(layer: str, seen: Seen, matrix: Tensor) -> _Row:
+    figures, spread = statistics.tensor_figures(matrix), seen.spread
+    whole = None if spread is None else spread.whole(seen.role, "rowwise")
+    if spread is not None and whole is not None:
+        figures = figures.among_channels(spread.place(seen.role, "rowwise")[1], whole[1])
+    fields = {"kind": "tensor", "layer": layer, "role": seen.role, "shape": list(whole or matrix.shape)}
+    row = _row_of(seen, fields, figures)
+    return replace(row, elements=matrix.numel() if row.figures is figures else 0)
+
+
+def _row_of(seen: Seen, fields: dict[str, Any], figures: Figures, spec: CastSpec | None = None) -> _Row:
+    """A row about one operand or tensor. What several ranks of a mesh hold, the first of them counts.
+
+    A weight is left to :func:`_once`, since data-parallel ranks, which are on no mesh of the layer's, hold it as well.
+    """
+    spread = seen.spread
+    if spread is None:
+        return _Row(fields, figures, spec)
+    place = spread.place(seen.role, seen.side)
+    figures = figures.shifted(*place) if len(figures.ranked) else figures
+    parts = [group for axis in (0, 1) for group in spread.groups(seen.role, seen.side, axis)]
+    if seen.role != "weight" and not spread.is_first(*parts):
+        figures = figures.left_to_another()
+    return _Row(fields, figures, spec, place)
 
 
 def _read(rows: list[_Row]) -> Iterator[dict[str, Any]]:
     """Bring all numbers to the host at once, merged over ranks."""
+    parts_of = [[(row.place, row.elements) for row in rows]]
     if _distributed():
-        _require_equal([(row.fields, [part.numel() for part in row.figures]) for row in rows])
+        fields = [(row.fields, [part.numel() for part in row.figures]) for row in rows]
+        parts_of = _require_equal(fields, parts_of[0])
     if not rows:
         return
     sums = torch.cat([row.figures.sums for row in rows])
@@ -345,14 +392,26 @@ def _read(rows: list[_Row]) -> Iterator[dict[str, Any]]:
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
     host = (_of_all_ranks(sums).cpu(), maxima.cpu(), _of_all_ranks(ranked).cpu())
     ends = [0, 0, 0]
-    for row in rows:
+    for index, row in enumerate(rows):
         starts, sizes = ends, [part.shape[0] for part in row.figures]
         ends = [start + size for start, size in zip(starts, sizes, strict=True)]
         (a, b), (c, d), (e, f) = zip(starts, ends, strict=True)
         parts, blocks = host[0][:, a:b], host[2][:, e:f]
-        if row.fields.get("role") == "weight" and bool((parts == parts[:1]).all() & (blocks == blocks[:1]).all()):
-            parts, blocks = parts[:1], blocks[:1]
-        yield {**row.fields, **_describe(row, parts.sum(0).tolist(), host[1][c:d], blocks, parts.shape[0])}
+        ranks = list(range(len(parts)))
+        if row.fields.get("role") == "weight":
+            ranks = _once([mine[index][0] for mine in parts_of], torch.cat([parts, blocks.flatten(1)], 1))
+        elements = sum(parts_of[rank][index][1] for rank in ranks)
+        ranked = dict(zip(ranks, blocks[ranks].tolist(), strict=True))
+        yield {**row.fields, **_describe(row, parts[ranks].sum(0).tolist(), host[1][c:d], ranked, elements)}
+
+
+def _once(places: list[tuple[int, int]], figures: Tensor) -> list[int]:
+    """The ranks whose figures count: of those that hold the same part of a weight with the same figures, the first."""
+    holders: dict[tuple[int, int], list[int]] = {}
+    for rank, place in enumerate(places):
+        holders.setdefault(place, []).append(rank)
+    same = {place: bool((figures[ranks] == figures[ranks[:1]]).all()) for place, ranks in holders.items()}
+    return sorted(rank for place, ranks in holders.items() for rank in (ranks[:1] if same[place] else ranks))
 
 
 def _of_all_ranks(mine: Tensor) -> Tensor:
@@ -364,21 +423,22 @@ def _of_all_ranks(mine: Tensor) -> Tensor:
     return torch.stack(everyone)
 
 
-def _require_equal(mine: Any) -> None:
+def _require_equal(mine: Any, parts: list[Any]) -> list[list[Any]]:
+    """The parts of every rank, once it is known that all of them have recorded the same."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    if any(theirs != mine for theirs in everyone):
+    dist.all_gather_object(everyone, (mine, parts))
+    if any(theirs != mine for theirs, _ in everyone):
         raise RuntimeError(
             "the ranks recorded different layers or shapes in one step, which cannot be merged; record layers that "
             "every rank computes in the same order"
         )
+    return [theirs for _, theirs in everyone]
 
 
-def _describe(row: _Row, sums: list[float], maxima: Tensor, ranked: Tensor, ranks: int) -> dict[str, Any]:
-    """The fields of a row that are numbers; ``ranks`` is how many have added to the sums."""
+def _describe(row: _Row, sums: list[float], maxima: Tensor, ranked: dict[int, Any], elements: int) -> dict[str, Any]:
+    """The fields of a row that are numbers; ``elements`` is how many of a tensor were counted."""
     kind = row.fields["kind"]
     if kind == "tensor":
-        elements = ranks * math.prod(row.fields["shape"])
         return _tensor_fields(dict(zip(statistics.TENSOR_SUMS, sums, strict=True)), elements, maxima)
     if kind == "gemm":
         product = dict(zip(statistics.PRODUCT_SUMS, sums, strict=True))
@@ -408,7 +468,8 @@ def _tensor_fields(sums: dict[str, float], elements: int, channels: Tensor) -> d
     }
 
 
-def _operand_fields(spec: CastSpec, sums: list[float], maxima: list[float], ranked: Tensor) -> dict[str, Any]:
+def _operand_fields(spec: CastSpec, sums: list[float], maxima: list[float], ranked: dict[int, Any]) -> dict[str, Any]:
+    """Numbers of an operand; ``ranked`` has the worst blocks by rank."""
     names = statistics.OPERAND_SUMS
     total = dict(zip(names, sums, strict=False))
     codes = sums[len(names) : len(names) + (1 << spec.element.bits)]
@@ -420,7 +481,7 @@ def _operand_fields(spec: CastSpec, sums: list[float], maxima: list[float], rank
     count = total["scales"]
     mean = total["log2_scale"] / count if count else 0.0
     variance = max(total["log2_scale_squared"] / count - mean * mean, 0.0) if count else None
-    found = [(*block, rank) for rank, blocks in enumerate(ranked.tolist()) for block in blocks]
+    found = [(*block, rank) for rank, blocks in ranked.items() for block in blocks]
     worst = sorted(found, key=itemgetter(2), reverse=True)[: statistics.RANKED]
     return {
         "amax": _finite(amax),

@@ -29,6 +29,7 @@ OPERAND_CHARTS = (
     ("rounded_to_zero", "Share of elements rounded to zero"),
     ("saturated", "Share of elements saturated"),
     ("scale_underflow", "Share of blocks whose scale underflows to zero"),
+    ("scale_overflow", "Share of blocks whose scale overflows its bound"),
     ("scale_spread_octaves", "Spread of block scales, octaves"),
     ("amax", "Largest magnitude"),
 )
@@ -91,9 +92,10 @@ def html(rows: Sequence[Row], title: str) -> str:
 def _about(rows: Sequence[Row], found: Sequence[Row]) -> str:
     runs = [row for row in rows if row["kind"] == "run"]
     first, last = min(found, key=_step), max(found, key=_step)
+    ranks = "rank" if runs[0].get("world_size") == 1 else "ranks"
     sentences = [
         f"Recorded steps {_number(first, 'step')} to {_number(last, 'step')}, every {_number(runs[0], 'every')} steps, "
-        f"on {_number(runs[0], 'world_size')} rank(s), by fp4engine {escape(str(runs[0].get('fp4engine')))} with torch "
+        f"on {_number(runs[0], 'world_size')} {ranks}, by fp4engine {escape(str(runs[0].get('fp4engine')))} with torch "
         f"{escape(str(runs[0].get('torch')))}.",
         "Every number names the line of record.jsonl that it was read from: point at it.",
     ]

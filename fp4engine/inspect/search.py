@@ -16,7 +16,8 @@ from fp4engine.arguments import require_callable, require_model
 from fp4engine.formats import CastSpec
 from fp4engine.inspect.watch import layers_of
 from fp4engine.names import covers
-from fp4engine.recipe import Casts, LinearRecipe, Recipe, Rule, RuledRecipe, require_recipe
+from fp4engine.recipe import Casts, LinearRecipe, Recipe, Rule, RuledRecipe
+from fp4engine.recipe.base import require_recipe
 from fp4engine.recipe.linear import GEMM_OPERANDS
 from fp4engine.roles import TENSOR_TYPES
 from fp4engine.state import get_default_recipe

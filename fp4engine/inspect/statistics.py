@@ -8,9 +8,10 @@ in one read. Legend: an operand is ``[rows, cols]``, its last axis is contracted
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp4engine import ops
@@ -62,6 +63,20 @@ class Figures(NamedTuple):
     sums: Tensor
     maxima: Tensor
     ranked: Tensor
+
+    def left_to_another(self) -> "Figures":
+        """The same, and nothing to be added: another rank holds the same part and counts it."""
+        return Figures(torch.zeros_like(self.sums), self.maxima, torch.zeros_like(self.ranked))
+
+    def shifted(self, row: int, col: int) -> "Figures":
+        """The same of a part that begins at ``row`` and ``col``."""
+        place = torch.stack([self.ranked.new_full((len(self.ranked),), start) for start in (row, col, 0, 0)], 1)
+        return self._replace(ranked=self.ranked + place)
+
+    def among_channels(self, first: int, count: int) -> "Figures":
+        """The same where ``maxima`` are those of channels from ``first`` on, of ``count``."""
+        after = count - first - len(self.maxima)
+        return self._replace(maxima=torch.nn.functional.pad(self.maxima, (first, after)))
 
 
 def tensor_figures(matrix: Tensor, path: str = "auto") -> Figures:
@@ -160,22 +175,25 @@ def _operand_figures(values: Tensor, decoded: Tensor, operand: Operand, spec: Ca
     )
 
 
-def product_figures(sources: Sequence[Tensor], operands: Sequence[Operand], most_rows: int) -> Figures:
+def product_figures(
+    sources: Sequence[Tensor], operands: Sequence[Operand], chosen: Tensor | None = None, groups: Sequence[Any] = ()
+) -> Figures:
     """``PRODUCT_SUMS`` of the product of two operands against that of what was cast, summed in FP32.
 
     Args:
         sources: what was cast, left and right: [rows, cols], any strides.
         operands: what it became, or a matrix without a cast.
-        most_rows: how many rows of the left one are multiplied, evenly chosen.
+        chosen: int64, which rows of the left one are multiplied; None is all of them.
+        groups: process groups whose ranks hold parts of the contracted axis, so that the product is the sum of theirs.
     """
     left, right = sources
     left_operand, right_operand = operands
-    rows = left.shape[0]
-    if most_rows < rows:
-        chosen = torch.arange(most_rows, device=left.device) * rows // most_rows
+    if chosen is not None:
         left, left_operand = left[chosen], _chosen(left_operand, chosen)
     exact = _product(left, right)
     both = torch.stack([exact, _quantized_product(left_operand, right_operand) - exact])
+    for group in groups:
+        dist.all_reduce(both, group=group)
     sums = torch.linalg.vector_norm(both, dim=(1, 2), dtype=torch.float64).square()
     return Figures(sums, sums.new_zeros(0), _nothing_ranked(exact))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from fp4engine import ops
 from fp4engine.formats import CastSpec
 from fp4engine.functional.shards import Part, Role, Shards, quantize_parts
 from fp4engine.modules import Gemms
+from fp4engine.modules.sharded import is_distributed, localize
 from fp4engine.ops import rng
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
@@ -39,6 +41,44 @@ class Plan(Protocol):
 
 
 @dataclass(frozen=True)
+class Spread:
+    """How ranks share the three matrices of a layer.
+
+    Attributes:
+        shards: this rank's part of each.
+        wholes: rows and columns of the whole matrices; empty where nobody knows them, since ranks have rows of their
+            own.
+        dims: of the mesh on which the matrices lie, the process group along each dimension and this rank's place in it.
+    """
+
+    shards: Shards
+    wholes: dict[Role, tuple[int, int]] = field(default_factory=dict)
+    dims: tuple[tuple[Any, int], ...] = ()
+
+    def place(self, role: Role, side: str) -> tuple[int, int]:
+        """Row and column of the whole operand at which this rank's part begins."""
+        row, col = getattr(self.shards, role).place or (0, 0)
+        return (row, col) if side == "rowwise" else (col, row)
+
+    def whole(self, role: Role, side: str) -> tuple[int, int] | None:
+        """Rows and columns of the whole operand; None where they are not known."""
+        if role not in self.wholes:
+            return None
+        rows, cols = self.wholes[role]
+        return (rows, cols) if side == "rowwise" else (cols, rows)
+
+    def groups(self, role: Role, side: str, axis: int) -> tuple[Any, ...]:
+        """The groups of the mesh whose ranks hold different parts along an ``axis`` of an operand."""
+        mine = [group for group, _ in self.dims]
+        axis = axis if side == "rowwise" else 1 - axis
+        return tuple(group for group, along in getattr(self.shards, role).groups if along == axis and group in mine)
+
+    def is_first(self, *groups: Any) -> bool:
+        """Whether this is the first of the ranks that hold the same, where those of ``groups`` hold different parts."""
+        return all(place == 0 for group, place in self.dims if group not in groups)
+
+
+@dataclass(frozen=True)
 class Seen:
     """One operand of one product.
 
@@ -49,6 +89,7 @@ class Seen:
         quantizer: what made it.
         operand: the codes, or the matrix itself where the role has no cast.
         rng: int64 [2] ``(seed, draw)`` of a stochastic cast.
+        spread: how ranks share the matrix; None where each has its own.
     """
 
     role: Role
@@ -57,6 +98,7 @@ class Seen:
     quantizer: Quantizer
     operand: Operand
     rng: Tensor | None
+    spread: Spread | None = None
 
     @property
     def spec(self) -> CastSpec | None:
@@ -70,7 +112,8 @@ class Seen:
     @property
     def stream(self) -> int:
         """Stream id of the cast."""
-        return self.quantizer.stream | ops.rank_bits() | (self.side == "columnwise")
+        rank = None if self.spread is None else self.spread.shards.rank
+        return self.quantizer.stream | ops.rank_bits(rank) | (self.side == "columnwise")
 
 
 Listener = Callable[[str, str, dict[str, Tensor], list[Seen]], None]
@@ -128,8 +171,12 @@ def _watched_multiply(module: Gemms, watched: _Watched) -> Callable[..., Tensor]
             watched.backward_hooked = True
             watched.forward["needs"] = (_requires_grad(inp), weight.requires_grad)
             # a hook of the node runs after those of the tensor, by which FSDP2 gathers the weight again
-            assert output.grad_fn is not None
-            output.grad_fn.register_prehook(partial(_see_backward, watched))
+            node = output.grad_fn
+            assert node is not None
+            if is_distributed(output):  # this rank's part of the output is what the DTensor was made of
+                node = node.next_functions[0][0]
+                assert node is not None
+            node.register_prehook(partial(_see_backward, watched))
         return output
 
     return multiply
@@ -171,7 +218,8 @@ def _see_forward(module: Gemms, watched: _Watched, inp: Any, weight: Tensor, bef
     assert plan is not None
     x = (inp if isinstance(inp, Tensor) else inp.tensor()).detach()
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    matrices = {"input": as_matrix(x.to(dtype)), "weight": weight.detach()}
+    x, held, spread = _share(plan, x.to(dtype), weight.detach(), group, watched.name)
+    matrices = {"input": as_matrix(x), "weight": held}
     needs_dgrad = _requires_grad(inp) and torch.is_grad_enabled()
     quantizers = {"input": plan.input, "weight": plan.weight}
     draws = 0
@@ -184,16 +232,32 @@ def _see_forward(module: Gemms, watched: _Watched, inp: Any, weight: Tensor, bef
         takes = any(spec is not None and spec.is_stochastic for spec in made)
         draws += takes
         drawn = _later(before, draws) if takes else None
-        rowwise.append(_see(role, "rowwise", matrices[role], quantizer, drawn, group))
+        rowwise.append(_see(role, "rowwise", matrices[role], quantizer, drawn, spread))
     watched.forward = {
         "plan": plan,
-        "group": group,
+        "spread": spread,
         "matrices": matrices,
         "rowwise": rowwise,
-        "dtype": x.dtype,
         "before": before,
     }
     watched.tell(watched.name, "fprop", matrices, rowwise)
+
+
+def _share(plan: Plan, x: Tensor, weight: Tensor, group: Any, name: str) -> tuple[Tensor, Tensor, Spread | None]:
+    """This rank's part of input and weight, and how they are spread; None if they are not."""
+    if not is_distributed(x, weight):
+        return x, weight, None if group is None else Spread(Shards.over(group))
+    mesh: Any = getattr(weight, "device_mesh")  # noqa: B009 (a DTensor's)
+    rows, (features, inputs) = prod(x.shape[:-1]), weight.shape
+    wholes: dict[Role, tuple[int, int]] = {
+        "input": (rows, inputs),
+        "weight": (features, inputs),
+        "grad_output": (rows, features),
+    }
+    local = localize(plan, x, weight, None, name)  # pyright: ignore[reportArgumentType] (a LinearPlan)
+    shards = local.shards if group is None else local.shards.and_over(group)
+    dims = tuple((mesh.get_group(dim), mesh.get_local_rank(dim)) for dim in range(mesh.ndim))
+    return local.inp, local.weight, Spread(shards, wholes, dims)
 
 
 def _refusal(plan: Plan | None, inp: Any, weight: Tensor) -> str:
@@ -204,7 +268,8 @@ def _refusal(plan: Plan | None, inp: Any, weight: Tensor) -> str:
         return "its scales depend on the steps before (delayed scaling)"
     if plan.input.draws_in_forward and plan.weight.draws_in_forward:
         return "both its input and its weight draw random bits in the forward pass"
-    if type(weight) not in (Tensor, torch.nn.Parameter) or (isinstance(inp, Tensor) and type(inp) is not Tensor):
+    plain = type(weight) in (Tensor, torch.nn.Parameter) and not (isinstance(inp, Tensor) and type(inp) is not Tensor)
+    if not plain and not is_distributed(inp, weight):
         return f"its weight is a {type(weight).__name__} and its input a {type(inp).__name__}, not plain tensors"
     return ""
 
@@ -221,49 +286,44 @@ def _see_backward(watched: _Watched, grads: Sequence[Tensor]) -> None:
     requantized = [q for q in (plan.input, plan.weight) if q.columnwise_source == "rowwise_dequantized"]
     draws = any(quantizer.is_stochastic for quantizer in (plan.grad_output, *requantized))
     rng = _draw(grad.device, 1) if draws else None
-    group = watched.forward["group"]
+    spread = watched.forward["spread"]
     if needs_dgrad:
-        left = _see("grad_output", "rowwise", matrices["grad_output"], plan.grad_output, rng, group)
+        left = _see("grad_output", "rowwise", matrices["grad_output"], plan.grad_output, rng, spread)
         right = _columnwise("weight", plan.weight, watched, rng)
         watched.tell(watched.name, "dgrad", matrices, [left, right])
     if needs_wgrad:
-        left = _see("grad_output", "columnwise", matrices["grad_output"], plan.grad_output, rng, group)
+        left = _see("grad_output", "columnwise", matrices["grad_output"], plan.grad_output, rng, spread)
         right = _columnwise("input", plan.input, watched, rng)
         watched.tell(watched.name, "wgrad", matrices, [left, right])
     watched.forward = {}
 
 
 def _columnwise(role: Role, quantizer: Quantizer, watched: _Watched, rng: Tensor | None) -> Seen:
-    matrix = watched.forward["matrices"][role]
+    matrix, spread = watched.forward["matrices"][role], watched.forward["spread"]
     if quantizer.columnwise_source == "original":
         # what a forward pass made takes the draw of that pass, see _refusal: at most one role took one
         own = _later(watched.forward["before"], 1)
-        return _see(
-            role,
-            "columnwise",
-            matrix,
-            quantizer,
-            own if quantizer.draws_in_forward else None,
-            watched.forward["group"],
-        )
+        return _see(role, "columnwise", matrix, quantizer, own if quantizer.draws_in_forward else None, spread)
     rowwise = next(seen for seen in watched.forward["rowwise"] if seen.role == role)
     operand = rowwise.operand if rowwise.spec is not None else Operand.dense(matrix)
     values = operand.dequantize(torch.float32)
-    if watched.forward["group"] is not None:
-        return _see(role, "columnwise", values, quantizer, rng, watched.forward["group"])
+    if spread is not None:
+        return _see(role, "columnwise", values, quantizer, rng, spread)
     return Seen(role, "columnwise", values.T, quantizer, quantizer.requantize(operand, rng), rng)
 
 
-def _see(role: Role, side: str, matrix: Tensor, quantizer: Quantizer, rng: Tensor | None, group: Any) -> Seen:
+def _see(
+    role: Role, side: str, matrix: Tensor, quantizer: Quantizer, rng: Tensor | None, spread: Spread | None
+) -> Seen:
     rowwise = side == "rowwise"
     asked: dict[str, Any] = {"rowwise": rowwise, "columnwise": not rowwise, "rng": rng}
-    if group is None:
+    if spread is None:
         made = quantizer.quantize(matrix, **asked)
     else:
-        (made,) = quantize_parts([Part(role, quantizer, matrix, asked)], Shards.over(group))
+        (made,) = quantize_parts([Part(role, quantizer, matrix, asked)], spread.shards)
     operand = made.rowwise if rowwise else made.columnwise
     assert operand is not None
-    return Seen(role, side, matrix if rowwise else matrix.T, quantizer, operand, rng)
+    return Seen(role, side, matrix if rowwise else matrix.T, quantizer, operand, rng, spread)
 
 
 def drawn(seen: Seen, count: int) -> Iterator[Tensor]:
@@ -271,5 +331,5 @@ def drawn(seen: Seen, count: int) -> Iterator[Tensor]:
     assert seen.rng is not None
     for ahead in range(1, count + 1):
         matrix = seen.source if seen.side == "rowwise" else seen.source.T
-        later = _see(seen.role, seen.side, matrix, seen.quantizer, _later(seen.rng, ahead), None)
+        later = _see(seen.role, seen.side, matrix, seen.quantizer, _later(seen.rng, ahead), seen.spread)
         yield later.operand.dequantize(torch.float32)

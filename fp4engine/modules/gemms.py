@@ -16,7 +16,8 @@ from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
 from fp4engine.modules.recompute import handed_over, remember
 from fp4engine.modules.sharded import is_distributed, localize, rows_in_order
-from fp4engine.recipe import LinearRecipe, Recipe, numbered, require_recipe
+from fp4engine.recipe import LinearRecipe, Recipe, numbered
+from fp4engine.recipe.base import require_recipe
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed, is_traced_in_backward
 from fp4engine.tracing import constant_when_traced
 

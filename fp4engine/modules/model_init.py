@@ -11,7 +11,8 @@ from fp4engine.functional import make_linear_plan
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.quantizers import Quantizer
-from fp4engine.recipe import Recipe, require_recipe
+from fp4engine.recipe import Recipe
+from fp4engine.recipe.base import require_recipe
 from fp4engine.state import get_default_recipe
 
 

@@ -8,7 +8,6 @@ from fp4engine.recipe.base import (
     Recipe,
     numbered,
     recipe_from_json,
-    require_recipe,
     say_how_to_change,
 )
 from fp4engine.recipe.casts import Casts
@@ -38,7 +37,6 @@ __all__ = [
     "final_blocks",
     "numbered",
     "recipe_from_json",
-    "require_recipe",
     "zoo",
 ]
 

@@ -3,11 +3,14 @@
 import os
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import fp4engine
 from fp4engine import inspect
@@ -73,3 +76,105 @@ def test_two_ranks_of_fsdp2_record_what_one_would(tmp_path: Path) -> None:
             assert places[0] == places[1] and {entry[4] for entry in mine["worst"]} <= {0, 1}
         if mine["kind"] == "tensor":
             assert mine["amax"] == theirs["amax"] and mine["channels"] == theirs["channels"]
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.LayerNorm(64), torch.nn.Linear(64, 192), torch.nn.Linear(192, 64)
+        with torch.no_grad():
+            self.up.weight[150:] *= 3
+            self.down.weight[:, 150:] *= 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+LAYOUTS = {
+    "tp": {"up": ColwiseParallel(), "down": RowwiseParallel()},
+    "sequence": {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    },
+}
+LAYOUTS["fsdp_tp"] = LAYOUTS["tp"]
+
+
+def train_block(layout: str | None, folder: str, rank: int = 0) -> None:
+    torch.manual_seed(0)
+    fp4engine.manual_seed(3)
+    block = Block()
+    fp4engine.convert(block)
+    x = torch.randn(4, 16, 64, generator=torch.Generator().manual_seed(1))
+    if layout == "fsdp_tp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(block, mesh["tp"], LAYOUTS[layout])
+        fully_shard(block, mesh=mesh["dp"])
+        x = x.chunk(2)[mesh["dp"].get_local_rank()]
+    elif layout == "rows":
+        mesh = init_device_mesh("cpu", (2,))
+        distribute_module(block, mesh)
+        x = distribute_tensor(x, mesh, [Shard(0)])
+    elif layout is not None:
+        parallelize_module(block, init_device_mesh("cpu", (2,)), LAYOUTS[layout])
+        x = x.chunk(2, 1)[rank] if layout == "sequence" else x
+    optimizer = torch.optim.SGD(block.parameters(), 0.1)
+    recipe = RECIPE if layout == "fsdp_tp" or folder.endswith("batches") else NVFP4BlockScaling()
+    draws = 2 if recipe == NVFP4BlockScaling() else 0
+    with inspect.record(block, folder, every=1, draws=draws, shadow_rows=24):
+        with fp4engine.autocast(recipe=recipe):
+            loss = block(x).square().sum()
+        loss.backward()
+        optimizer.step()
+
+
+def run_block(rank: int, folder: str, layout: str, ranks: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    try:
+        train_block(layout, f"{folder}/several", rank)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def assert_close(mine: dict, theirs: dict, ignored: tuple[str, ...]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name in mine.keys() - set(ignored):
+        if isinstance(mine[name], float):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-9), (name, mine, theirs)
+        elif name == "worst":
+            places = [[tuple(block[:2]) for block in row[name]] for row in (mine, theirs)]
+            assert places[0] == places[1], (mine, theirs)
+        elif name == "channels":
+            assert [place for place, _ in mine[name]] == [place for place, _ in theirs[name]]
+        else:
+            assert mine[name] == theirs[name], (name, mine, theirs)
+
+
+@pytest.mark.parametrize("layout", ["tp", "sequence", "rows"])
+def test_tensor_parallel_ranks_record_what_one_process_would(tmp_path: Path, layout: str) -> None:
+    mp.spawn(run_block, (str(tmp_path), layout, 2), nprocs=2)
+    train_block(None, str(tmp_path / "one"))
+    several, one = (inspect.read(tmp_path / name)[1:] for name in ("several", "one"))
+    assert {row["kind"] for row in one} == {"tensor", "operand", "gemm", "rounding"}
+    assert len(several) == len(one)
+    for mine, theirs in zip(several, one, strict=True):
+        assert_close(mine, theirs, ())
+
+
+def test_ranks_of_fsdp2_and_tensor_parallelism_count_everything_once(tmp_path: Path) -> None:
+    mp.spawn(run_block, (str(tmp_path), "fsdp_tp", 4), nprocs=4)
+    train_block(None, str(tmp_path / "batches"))
+    several, one = (inspect.read(tmp_path / name)[1:] for name in ("several", "batches"))
+    assert len(several) == len(one)
+    for mine, theirs in zip(several, one, strict=True):
+        assert [mine.get(name) for name in ("kind", "layer", "role", "side", "gemm")] == [
+            theirs.get(name) for name in ("kind", "layer", "role", "side", "gemm")
+        ]
+        if mine["kind"] == "operand":
+            assert mine["elements"] == theirs["elements"] and mine["blocks"] == theirs["blocks"]
+        if mine.get("role") == "weight":
+            assert_close(mine, theirs, ())
