@@ -21,6 +21,9 @@ COMMANDS: tuple[ModuleType, ...] = (doctor, estimate, export, recipes, report, t
 BAD_INPUT = 2
 """Exit code for arguments or files that a command cannot use; 1 is a command's own "no"."""
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 and the signal's number."""
+
 
 class Parser(argparse.ArgumentParser):
     """Reports bad arguments in one line on stderr, without repeating the usage."""
@@ -31,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code; bad arguments leave by ``SystemExit(2)``.
+    """Run one subcommand and return its exit code; bad arguments leave by ``SystemExit(2)``, Ctrl-C by another.
 
     Args:
         argv: the words after the program's name; None reads those of this process.
@@ -40,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
+    except KeyboardInterrupt as stopped:
+        parser.exit(stopped.args[0] if stopped.args else INTERRUPTED, f"fp4engine {arguments.command}: stopped\n")
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         sys.stderr.close()
         return 0

@@ -4,6 +4,11 @@ The codes and scales are those that the recipe multiplied in training. Needs the
 """
 
 import argparse
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import NoReturn
 
 __all__ = ["add_arguments", "run"]
 
@@ -28,4 +33,22 @@ def run(arguments: argparse.Namespace) -> int:
         from fp4engine.export import command
     except ModuleNotFoundError as error:
         raise ValueError(f"export needs {error.name}: pip install 'fp4engine[export]'") from error
-    return command.main(arguments)
+    with _terminated_as_interrupted():
+        return command.main(arguments)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Generator[None]:
+    """Region in which SIGTERM raises as Ctrl-C does, so that what was half written is removed."""
+
+    def stop(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # only that one hears of signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -6,6 +6,7 @@ The weights go from file to file one at a time, so the model never exists in mem
 import argparse
 import json
 import sys
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def _empty_model(source: Path, tensors: int) -> Any:
         layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
         if layers > tensors:
             raise ValueError(f"it has {layers} layers, and the files hold {tensors} tensors")
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # an error says what is wrong, if anything
             model = kind(config)
         if (source / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(source)

@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -77,6 +80,30 @@ def test_refusals(tmp_path, source, capsys, change, words, complaint) -> None:
     assert run(tmp_path / "trained", tmp_path / "served", *words) == 2
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"trained"}
+
+
+def test_a_model_that_cannot_be_is_one_line_without_warnings(tmp_path, source, capsys, recwarn) -> None:
+    path = tmp_path / "trained" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 0}))
+    assert run(tmp_path / "trained", tmp_path / "served", "--inputs", "dynamic") == 2
+    assert "has shape" in capsys.readouterr().err
+    assert [str(warning.message) for warning in recwarn if "zero-element" in str(warning.message)] == []
+
+
+@pytest.mark.parametrize("moment", ["terminated", "interrupted"])
+def test_a_stopped_export_cleans_up_and_says_so_in_one_line(tmp_path, source, moment) -> None:
+    signum = {"terminated": signal.SIGTERM, "interrupted": signal.SIGINT}[moment]
+    script = (
+        "import os, sys; from fp4engine.export import writer; from fp4engine.cli import main\n"
+        f"writer.save_file = lambda *_, **__: os.kill(os.getpid(), {signum.value})\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["export", str(tmp_path / "trained"), str(tmp_path / "served"), "--inputs", "high_precision"]
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 128 + signum.value
+    assert done.stderr.splitlines()[-1] == "fp4engine export: stopped"
+    assert "Traceback" not in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"trained"}
 
 
