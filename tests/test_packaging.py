@@ -1,6 +1,7 @@
 """What is installed with the package is what its parts import, and what type checkers see is what they return."""
 
 import ast
+import re
 import tomllib
 import typing
 from pathlib import Path
@@ -27,6 +28,12 @@ def test_every_library_of_an_integration_is_in_its_extra() -> None:
 
 def test_a_bare_install_has_what_pytorch_asks_for_at_import() -> None:
     assert "numpy" in PROJECT["dependencies"]
+
+
+def test_the_changelog_begins_with_the_version_that_is_built() -> None:
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    version = re.escape(fp4engine.__version__)
+    assert re.fullmatch(rf"Unreleased \({version}\)|{version} \(\d{{4}}-\d\d-\d\d\)", headings[0])
 
 
 @pytest.mark.parametrize(
