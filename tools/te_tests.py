@@ -2,15 +2,16 @@
 
 ``python -m pytest -p tools.te_tests /path/to/TransformerEngine/tests/pytorch/test_recipe.py`` puts ``fp4engine.te`` in
 TransformerEngine's place, lets every device ``"cuda"`` mean the CPU, and stands in for whatever else a file imports
-with objects that refuse to be called. Run with a script and its arguments it does the same for that script.
+with objects that refuse to be called. Run with a script and its arguments it does the same for that script. Both are
+told of a GPU of capability ``TE_CAPABILITY``, by default 10.0.
 
 TransformerEngine's own reference of NVFP4 (``custom_recipes.reference_nvfp4``) is loaded from the checkout that
 ``TE_CHECKOUT`` names, since tests compare with it.
 
 Tests that ``tools/te_not_applicable.txt`` lists are expected to fail, strictly, for the reason that it names: the
-summary counts them as xfailed, and one that passes is a failure of the list. Those that TransformerEngine itself expects
-to fail may pass. ``--every 9`` runs every ninth test of a file, ``--tokens 32 --heads 2`` cut the sequences and the heads
-of its model configurations, and ``--limit 60`` ends a test after a minute.
+summary counts them by reason, and one that passes is a failure of the list. Those that TransformerEngine itself
+expects to fail may pass. ``--every 7`` runs every seventh test of a file, ``--tokens 32 --heads 2`` cut the sequences
+and the heads of its model configurations, and ``--limit 60`` ends a test after a minute.
 """
 
 import contextlib
@@ -183,7 +184,9 @@ def pretend() -> None:
     extension.DType, extension.FP8TensorMeta = constants.DType, SimpleNamespace
     extension.get_cublasLt_version = lambda: 0  # there is no cuBLAS, so nothing that needs one is supported
 
-    def generic_gemm(A: Any, transa: bool, B: Any, transb: bool, out: Any, quantizer: Any, dtype: Any, *rest: Any) -> Any:
+    def generic_gemm(
+        A: Any, transa: bool, B: Any, transb: bool, out: Any, quantizer: Any, dtype: Any, *rest: Any
+    ) -> Any:
         bias, _, gelu, gelu_in, grad, _, _, accumulate, use_split_accumulator = rest
         layout = "NT"[transa] + "NT"[transb]
         out_dtype = constants.TE_DType_To_Torch[dtype]
@@ -217,8 +220,9 @@ def pretend() -> None:
         lambda *_: torch.get_rng_state(),
         lambda state, *_: torch.set_rng_state(state),
     )
-    cuda.get_device_capability = lambda *_: (10, 0)
-    cuda.get_device_properties = lambda *_: type("CPU", (), {"major": 10, "minor": 0, "multi_processor_count": 1})
+    major, _, minor = os.environ.get("TE_CAPABILITY", "10.0").partition(".")
+    cuda.get_device_capability = lambda *_: (int(major), int(minor))
+    cuda.get_device_properties = lambda *_: SimpleNamespace(major=int(major), minor=int(minor), multi_processor_count=1)
     cuda.get_device_name = lambda *_: "CPU"
     cuda.Stream = cuda.Event = _Nothing
     cuda.current_stream = cuda.default_stream = cuda.stream = cuda.device = lambda *_: _Nothing()
