@@ -390,19 +390,19 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
     @property
     def weights(self) -> list[Tensor]:
         """The weight of each slice."""
-        return list(self.weight.unbind()) if self.single_grouped_weight else super().weights
+        return list(self.get_parameter("weight").unbind()) if self.single_grouped_weight else super().weights
 
     @property
     def biases(self) -> list[Tensor | None]:
         """The bias of each slice."""
-        return list(self.bias.unbind()) if self.single_grouped_bias else super().biases
+        return list(self.get_parameter("bias").unbind()) if self.single_grouped_bias else super().biases
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """As in :class:`Linear`."""
         with torch.no_grad():  # parts of a parameter are written in place
             super().reset_parameters(defer_init)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any, **others: Any) -> None:
         """Take one entry for all slices, or one for each, whichever this module has not."""
         for kind in ("weight", "bias") if self.use_bias else ("weight",):
             whole, parts = prefix + kind, [f"{prefix}{kind}{index}" for index in range(self.num_gemms)]
@@ -410,7 +410,7 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
                 state_dict[whole] = torch.stack([state_dict.pop(part) for part in parts])
             elif kind not in self._joined() and whole in state_dict:
                 state_dict.update(zip(parts, state_dict.pop(whole).unbind(), strict=True))
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        super()._load_from_state_dict(state_dict, prefix, *arguments, **others)
 
     def _computed_by(self) -> dict[str, list[Any]]:
         return quantizers_of(self.gemms[0])
