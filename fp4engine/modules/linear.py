@@ -11,7 +11,7 @@ from fp4engine.functional import WeightCache
 from fp4engine.functional.weight_cache import told_of_steps
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import store_weight
-from fp4engine.modules.te_arguments import refuse_unimplemented
+from fp4engine.modules.te_arguments import refuse_unimplemented, warn_of_third
 from fp4engine.recipe import Recipe
 
 
@@ -42,6 +42,7 @@ class Linear(Gemms, torch.nn.Linear):
     init_method: Callable[[Tensor], Any] | None = None
     __call__: Callable[..., Tensor]  # for type checkers: PyTorch's own says Any
 
+    @warn_of_third
     def __init__(
         self,
         in_features: int,

@@ -1,9 +1,14 @@
 """TransformerEngine's constructor arguments, and its defaults."""
 
-from typing import Any
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False, None),
@@ -63,6 +68,27 @@ def refuse_unimplemented(module: str, arguments: dict[str, Any], neutral: dict[s
         if not any(value is word or (type(value) is type(word) and value == word) for word in neutral[name]):
             allowed = " or ".join(map(repr, neutral[name]))
             raise NotImplementedError(f"{module}({name}={value!r}) is not implemented; leave it at {allowed}")
+
+
+def warn_of_third(init: Callable[P, None]) -> Callable[P, None]:
+    """``init`` of a module whose third positional argument is ``bias``, where TransformerEngine's is another.
+
+    It warns of a bool there, as long as arguments of TransformerEngine's stand beside it.
+    """
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        theirs = sorted(name for name in kwargs if name in NEUTRAL or name in ("params_dtype", "init_method"))
+        if len(args) > 3 and isinstance(args[3], bool) and theirs:
+            warnings.warn(
+                f"the third positional argument of {type(args[0]).__name__} is bias, got {args[3]} beside "
+                f"{', '.join(theirs)}; TransformerEngine's is sequence_parallel, so write bias={args[3]} if that is "
+                "meant, and leave it out if not",
+                stacklevel=2,
+            )
+        init(*args, **kwargs)
+
+    return checked
 
 
 def te_device(device: torch.device | str | None) -> torch.device | str | None:

@@ -27,6 +27,7 @@ PLACES = {
     "pytorch.attention.inference": "pytorch.inference",
     "pytorch.attention.multi_head_attention": "pytorch.attention",
     "pytorch.attention.dot_product_attention": "pytorch.dot_product_attention",
+    "pytorch.attention.dot_product_attention.utils": "pytorch.dot_product_attention",
     "pytorch.ops.basic.l2normalization": "pytorch.attention",
     "pytorch.fp8": "pytorch.quantization",
     "pytorch.float8_tensor": "pytorch.tensor",

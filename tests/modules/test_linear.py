@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -267,6 +268,16 @@ def test_constructor_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match="recipe must be"):
         te.Linear(4, 4, recipe="nvfp4")
     assert te.Linear(4, 4, params_dtype=torch.bfloat16).weight.dtype == torch.bfloat16
+
+
+def test_a_third_argument_beside_those_of_transformer_engine_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"is bias, got False beside params_dtype.*sequence_parallel"):
+        assert te.Linear(4, 4, False, params_dtype=torch.bfloat16).bias is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        te.Linear(4, 4, False)
+        te.Linear(4, 4, bias=False, params_dtype=torch.bfloat16)
+        te.Linear(4, 4, True, "cpu", torch.float32)
 
 
 @pytest.mark.parametrize("recipe", [NVFP4, IDENTITY], ids=["nvfp4", "identity"])

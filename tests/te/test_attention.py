@@ -13,6 +13,7 @@ from fp4engine.te.pytorch import (
     TransformerLayer,
 )
 from fp4engine.te.pytorch.attention import apply_rotary_pos_emb
+from fp4engine.te.pytorch.dot_product_attention import check_set_window_size
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 LENGTHS = (5, 3)
@@ -161,3 +162,42 @@ def test_what_is_not_there_is_refused_by_name() -> None:
             DotProductAttention(HEADS, SIZE, **arguments)
     with pytest.raises(NotImplementedError, match="score_mod"):
         make()(*qkv(), score_mod=lambda score: score)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "window"),
+    [
+        ("causal", None, (-1, 0)),
+        ("padding,causal", (-1, 0), (-1, 0)),
+        ("causal_bottom_right", (3, 0), (3, 0)),
+        ("no_mask", None, (-1, -1)),
+        ("arbitrary", (2, 3), (2, 3)),
+    ],
+)
+def test_windows_that_suit_their_masks(kind, given, window) -> None:
+    assert check_set_window_size(kind, given) == window
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "window"),
+    [("causal", (3, 2), (3, 0)), ("causal", (-1, -1), (-1, 0)), ("padding", (-1, 0), (-1, -1))],
+)
+def test_windows_are_fitted_to_their_masks(kind, given, window) -> None:
+    with pytest.warns(UserWarning, match="window_size"):
+        assert check_set_window_size(kind, given) == window
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"), [("causal", (-2, 0)), ("causal", (-1, 5)), ("no_mask", (3, -1)), ("all", None)]
+)
+def test_windows_that_suit_no_mask(kind, given) -> None:
+    with pytest.raises(ValueError, match="attn_mask_type"):
+        check_set_window_size(kind, given)
+
+
+def test_a_causal_window_under_no_mask_is_no_window() -> None:
+    query, key, value = qkv()
+    attend = DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="bshd", attn_mask_type="no_mask")
+    with pytest.warns(UserWarning, match="window_size"):
+        windowed = attend(query, key, value, window_size=(-1, 0))
+    assert torch.equal(windowed, attend(query, key, value))

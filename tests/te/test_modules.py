@@ -177,7 +177,6 @@ def test_positions_are_transformer_engines() -> None:
     [
         (lambda: Linear(16, 16, tp_size=2), "tp_size=2"),
         (lambda: Linear(16, 16, symmetric_ar_type="two_shot"), "symmetric_ar_type"),
-        (lambda: GroupedLinear(2, 16, 16, single_grouped_weight=True), "single_grouped_weight"),
         (lambda: Linear(16, 16)(torch.ones(4, 16), fp8_output=True), "fp8_output"),
         (lambda: TransformerLayer(16, 16, 2, softmax_type="off-by-one"), "softmax_type"),
         (lambda: optimizers.FusedAdam([torch.ones(1)], store_param_remainders=True), "store_param_remainders"),
@@ -265,3 +264,14 @@ def test_linear_is_fp4engines() -> None:
     x, recipe = torch.randn(16, 32), fp4engine.recipe.NVFP4BlockScaling()
     with fp4engine.autocast(recipe=recipe):
         assert torch.equal(mine(x), theirs(x))
+
+
+@pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
+def test_norms_do_not_depend_on_how_the_input_lies_in_memory(norm) -> None:
+    x = torch.randn(128, 256).T
+    grads = []
+    for values in (x, x.contiguous()):
+        module = norm(128)
+        module(values).square().sum().backward()
+        grads.append(module.weight.grad)
+    assert torch.equal(*grads)

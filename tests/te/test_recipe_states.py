@@ -1,6 +1,7 @@
 """Recipe states, quantizers and regions by TransformerEngine's names."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -219,3 +220,14 @@ def test_weights_are_stored_by_any_recipe(recipe_class) -> None:
     with autocast(recipe=recipe):
         layer(torch.randn(128, 128)).sum().backward()
     assert layer.weight.grad is not None
+
+
+def test_no_rows_have_no_codes() -> None:
+    tensor = NVFP4Quantizer()(torch.empty(0, 32))
+    assert tensor._rowwise_data.shape == (0, 16) and tensor._rowwise_scale_inv.shape == (0, 4)
+
+
+def test_recipes_are_dataclasses_to_their_readers() -> None:
+    recipe = recipes.NVFP4BlockScaling(disable_rht=True)
+    assert dataclasses.replace(recipe, disable_rht=False) == recipes.NVFP4BlockScaling()
+    assert dataclasses.asdict(recipe)["disable_rht"] is True

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fp4engine.te.common.recipe import NVFP4BlockScaling
-from fp4engine.te.pytorch import autocast
+from fp4engine.te.common.recipe import DelayedScaling, NVFP4BlockScaling
+from fp4engine.te.pytorch import Linear, autocast, checkpoint
 from fp4engine.te.pytorch.distributed import (
     activation_recompute_forward,
     in_fp8_activation_recompute_phase,
@@ -87,3 +87,19 @@ def test_recomputation_is_told_within_its_regions() -> None:
             assert not in_fp8_activation_recompute_phase()
     with activation_recompute_forward(True):
         assert not is_fp8_activation_recompute_enabled()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_tells_of_its_two_runs(use_reentrant) -> None:
+    told = []
+    layer = Linear(16, 16)
+
+    def body(x):
+        outside = is_fp8_activation_recompute_enabled()
+        with autocast(recipe=DelayedScaling()):
+            told.append((outside, is_fp8_activation_recompute_enabled(), in_fp8_activation_recompute_phase()))
+            return layer(x)
+
+    checkpoint(body, torch.randn(16, 16, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
+    assert told == [(False, True, False), (False, True, True)]
+    assert layer.weight.grad is not None

@@ -108,3 +108,35 @@ def test_weights_of_a_factory_are_of_its_classes() -> None:
     x = torch.randn(32, 32)
     expected = torch.nn.functional.linear(x, plain.weight.dequantize(), plain.bias)
     assert torch.equal(plain(x), expected)
+
+
+def test_views_of_one_scale_are_quantized_and_views_of_blocks_are_values() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 40)
+    current = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device="cpu")
+    both = HybridQuantizer(rowwise_quantizer=current, columnwise_quantizer=current.copy())
+    for quantizer in (current, both, IdentityQuantizer()):
+        whole = quantizer(x)
+        values = whole.dequantize()
+        views = (whole[3:9], whole.narrow(0, 16, 32), whole[:, 1::2], whole.view(32, 80), *whole.split(20))
+        plain = (values[3:9], values.narrow(0, 16, 32), values[:, 1::2], values.view(32, 80), *values.split(20))
+        for view, expected in zip(views, plain, strict=True):
+            assert type(view) is type(whole)
+            assert torch.equal(view.dequantize(), expected)
+        columnwise = views[0].operands.columnwise
+        assert columnwise is None or torch.equal(columnwise.dequantize().T, values[3:9])
+        assert type(whole.new_zeros(4, 8)) is type(whole) and not whole.new_zeros(4, 8).any()
+    assert type(MXFP8Quantizer(DType.kFloat8E4M3)(x)[3:9]) is torch.Tensor
+
+
+def test_high_precision_is_written_where_it_lies() -> None:
+    base = torch.zeros(6, 4)
+    IdentityQuantizer()(base)[2:4].copy_(torch.ones(2, 4))
+    assert base.sum(1).tolist() == [0, 0, 4, 4, 0, 0]
+
+
+def test_identity_sides_of_a_hybrid_have_dtypes_of_their_own() -> None:
+    sides = [IdentityQuantizer(dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    tensor = HybridQuantizer(rowwise_quantizer=sides[0], columnwise_quantizer=sides[1])(torch.ones(4, 8))
+    assert tensor.rowwise_sub_storage._hp_data.dtype == torch.bfloat16
+    assert tensor.columnwise_sub_storage._hp_data.dtype == torch.float32

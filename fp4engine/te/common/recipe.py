@@ -51,6 +51,8 @@ class Recipe:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.__signature__ = inspect.signature(cls.frozen_class)  # pyright: ignore[reportAttributeAccessIssue]
+        fields = cls.frozen_class.__dataclass_fields__.items()  # for dataclasses.replace, fields and asdict
+        cls.__dataclass_fields__ = {name: field for name, field in fields if not name.startswith(("_", "fp4_quant_"))}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         made = self._make(*args, **kwargs)

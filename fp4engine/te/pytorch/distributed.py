@@ -81,19 +81,26 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     tracker = kwargs.pop("get_rng_state_tracker", None)
     kwargs.pop("tp_group", None)
-    if tracker is None:
+    if torch.compiler.is_compiling() and tracker is None:
         return _checkpoint(function, *args, **kwargs)
-    return _checkpoint(_Repeated(function, tracker), *args, **kwargs)
+    return _checkpoint(_Repeated(function, tracker or CudaRNGStatesTracker), *args, **kwargs)
 
 
 class _Repeated:
-    """A function that, when it runs again, finds the tracker's states where it found them first."""
+    """A function that, when it runs again, finds the tracker's states where it found them first.
+
+    Both runs are told by :class:`activation_recompute_forward`.
+    """
 
     def __init__(self, function: Callable[..., Any], get_tracker: Callable[[], CudaRNGStatesTracker]) -> None:
         self.function, self.get_tracker = function, get_tracker
         self.states: dict[str, Tensor] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with activation_recompute_forward(activation_recompute=True, recompute_phase=self.states is not None):
+            return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         tracker = self.get_tracker()
         if self.states is None:
             self.states = tracker.get_states()
@@ -123,15 +130,16 @@ class activation_recompute_forward(ContextDecorator):
         self._flags = (activation_recompute, recompute_phase)
 
     def __enter__(self) -> None:
-        self._open.append((self._flags[0] and FP8GlobalStateManager.is_fp8_enabled(), self._flags[1]))
+        self._open.append(self._flags)
 
     def __exit__(self, *_: object) -> None:
         self._open.pop()
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Whether the innermost :class:`activation_recompute_forward` is about FP8 or FP4."""
-    return bool(activation_recompute_forward._open) and activation_recompute_forward._open[-1][0]
+    """Whether the innermost :class:`activation_recompute_forward` recomputes, and a region for FP8 or FP4 is open."""
+    is_recomputed = bool(activation_recompute_forward._open) and activation_recompute_forward._open[-1][0]
+    return is_recomputed and FP8GlobalStateManager.is_fp8_enabled()
 
 
 def in_fp8_activation_recompute_phase() -> bool:

@@ -4,6 +4,7 @@ Legend: B batch, S query length, T key length, H query heads, G key-value groups
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
-from fp4engine.functional.attention import AttentionMask
+from fp4engine.functional.attention import MASK_TYPES, AttentionMask
 from fp4engine.recipe.base import require
 from fp4engine.te.pytorch.base import require_one_rank
 from fp4engine.te.pytorch.constants import QKV_FORMATS
@@ -144,8 +145,8 @@ class DotProductAttention(torch.nn.Module):
         require("qkv_format", layout, QKV_FORMATS)
         kind = self.attn_mask_type if attn_mask_type is None else plain_kind(attn_mask_type)
         window = window_size or self.window_size
-        if window is not None and "causal" in kind:
-            window = window[0], 0
+        if window is not None:
+            window = check_set_window_size(kind, window)
         diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         slopes = None
         if core_attention_bias_type == "alibi":
@@ -256,6 +257,26 @@ def plain_kind(kind: str) -> str:
     if words in ({"padding", "causal"}, {"padding", "causal", "bottom", "right"}):
         return "padding_causal_bottom_right" if "bottom" in words else "padding_causal"
     return kind
+
+
+def check_set_window_size(attn_mask_type: str, window_size: Window = None) -> tuple[int, int]:
+    """The window of a mask: None becomes all that the mask lets through, and a causal window ends at 0.
+
+    Raises:
+        ValueError: a mask that is none, or a window of negative sizes other than -1.
+    """
+    kind = plain_kind(attn_mask_type)
+    require("attn_mask_type", kind, MASK_TYPES)
+    is_causal = "causal" in kind
+    if window_size is None:
+        return -1, 0 if is_causal else -1
+    left, right = window_size
+    if left < -1 or (left == -1 and right not in (-1, 0)) or (left >= 0 > right and not is_causal):
+        raise ValueError(f"window_size={window_size} does not suit attn_mask_type={attn_mask_type!r}")
+    fitting = (left, 0) if is_causal else (left, -1 if left == -1 else right)
+    if fitting != (left, right):
+        warnings.warn(f"window_size={window_size} is {fitting} under attn_mask_type={attn_mask_type!r}", stacklevel=2)
+    return fitting
 
 
 def _slopes(heads: int, device: torch.device) -> Tensor:

@@ -1,5 +1,6 @@
 """TransformerEngine's modules: fp4engine's, with its positional arguments, its habits of initialisation and dtypes."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from fp4engine import modules
 from fp4engine.checkpoint import checkpoint as recompute
+from fp4engine.environment import read_flag
+from fp4engine.modules.model_init import refuse_parts
 from fp4engine.modules.split_linear import ParametersSplit, SplitLinear
 from fp4engine.te.pytorch.base import Init, TransformerEngineBaseModule, quantizers_of, refuse_fp8_tensors
 from fp4engine.te.pytorch.norm import LayerNorm, RMSNorm
@@ -24,7 +27,11 @@ __all__ = [
     "Linear",
     "RMSNorm",
     "TransformerEngineBaseModule",
+    "is_module_grouped_tensor_path_supported",
 ]
+
+SINGLE_PARAMETER = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
+"""TransformerEngine's flag, without which ``single_grouped_weight`` and ``single_grouped_bias`` do nothing."""
 
 
 class Linear(TransformerEngineBaseModule, SplitLinear):
@@ -299,12 +306,18 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
 
     Args:
         save_original_input, use_grouped_tensor: without effect. Others as in :class:`Linear`.
+        single_grouped_weight, single_grouped_bias: one parameter ``weight`` [num_gemms, out_features, in_features], and
+            ``bias`` [num_gemms, out_features], in place of one for each slice; files of either form load. Warns and has
+            no effect unless the flag ``NVTE_GROUPED_LINEAR_SINGLE_PARAM`` is ``1``.
 
     Raises:
-        NotImplementedError: more than one rank, ``single_grouped_weight`` or ``single_grouped_bias``.
+        NotImplementedError: more than one rank; ``single_grouped_weight`` with ``fuse_wgrad_accumulation``, or inside
+            ``quantized_model_init``.
     """
 
     module_type = "grouped_linear"
+    single_grouped_weight = False
+    single_grouped_bias = False
 
     def __init__(
         self,
@@ -333,11 +346,19 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
         name: str | None = None,
         use_grouped_tensor: bool | None = None,
     ) -> None:
-        for argument, value in (("weight", single_grouped_weight), ("bias", single_grouped_bias)):
-            if value:
+        if (single_grouped_weight or single_grouped_bias) and not read_flag(SINGLE_PARAMETER, default=False):
+            warnings.warn(
+                f"GroupedLinear(single_grouped_weight={single_grouped_weight}, single_grouped_bias="
+                f"{single_grouped_bias}) keeps a parameter for each slice, since {SINGLE_PARAMETER} is not 1",
+                stacklevel=2,
+            )
+            single_grouped_weight = single_grouped_bias = False
+        if single_grouped_weight:
+            refuse_parts("single_grouped_weight=False")
+            if fuse_wgrad_accumulation:
                 raise NotImplementedError(
-                    f"GroupedLinear(single_grouped_{argument}=True) is not implemented: each expert has a parameter of "
-                    "its own"
+                    "GroupedLinear(single_grouped_weight=True) with fuse_wgrad_accumulation=True is not implemented; "
+                    "leave one of them out"
                 )
         self._begin(
             {"tp_group": tp_group, "tp_size": tp_size}, get_rng_state_tracker, rng_tracker_name, delay_wgrad_compute
@@ -357,6 +378,39 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
         )
         self.name, self.save_original_input = name or "", save_original_input
         self._built(bias)
+        self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias and bias
+        for kind in self._joined():
+            parts: list[Tensor] = [self._parameters.pop(f"{kind}{index}") for index in range(num_gemms)]  # pyright: ignore[reportAssignmentType]
+            self.register_parameter(kind, torch.nn.Parameter(torch.stack([part.detach() for part in parts])))
+
+    def _joined(self) -> list[str]:
+        """Which parameters are one for all slices."""
+        return ["weight"] * self.single_grouped_weight + ["bias"] * self.single_grouped_bias
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weight of each slice."""
+        return list(self.get_parameter("weight").unbind()) if self.single_grouped_weight else super().weights
+
+    @property
+    def biases(self) -> list[Tensor | None]:
+        """The bias of each slice."""
+        return list(self.get_parameter("bias").unbind()) if self.single_grouped_bias else super().biases
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """As in :class:`Linear`."""
+        with torch.no_grad():  # parts of a parameter are written in place
+            super().reset_parameters(defer_init)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any, **others: Any) -> None:
+        """Take one entry for all slices, or one for each, whichever this module has not."""
+        for kind in ("weight", "bias") if self.use_bias else ("weight",):
+            whole, parts = prefix + kind, [f"{prefix}{kind}{index}" for index in range(self.num_gemms)]
+            if kind in self._joined() and whole not in state_dict and all(part in state_dict for part in parts):
+                state_dict[whole] = torch.stack([state_dict.pop(part) for part in parts])
+            elif kind not in self._joined() and whole in state_dict:
+                state_dict.update(zip(parts, state_dict.pop(whole).unbind(), strict=True))
+        super()._load_from_state_dict(state_dict, prefix, *arguments, **others)
 
     def _computed_by(self) -> dict[str, list[Any]]:
         return quantizers_of(self.gemms[0])
@@ -373,23 +427,43 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
 
         Args:
             out: where the result is written as well; it is what is returned.
+            dgrad_out: where the gradient of ``inp`` is written as well; it is what the backward pass goes on with.
 
         Raises:
-            NotImplementedError: ``dgrad_out``.
+            ValueError: one of them has another shape or dtype than what is to be written.
         """
         if dgrad_out is not None:
-            raise NotImplementedError("GroupedLinear.forward(dgrad_out=) is not implemented; leave it out")
+            _require_place("dgrad_out", dgrad_out, inp)
+            inp = _GradientInto.apply(inp, dgrad_out)
         result = self._run(super().forward, inp, m_splits, is_first_microbatch)
-        if out is None:
-            return result
         output, *rest = result if isinstance(result, tuple) else (result,)
-        if out.shape != output.shape or out.dtype != output.dtype:
-            raise ValueError(
-                f"GroupedLinear.forward(out=) must be {output.dtype} {list(output.shape)}, "
-                f"got {out.dtype} {list(out.shape)}"
-            )
-        written = _WriteInto.apply(output, out)
-        return (written, *rest) if rest else written
+        if self.return_bias and self.single_grouped_bias:
+            rest = [self.bias]
+        if out is not None:
+            _require_place("out", out, output)
+            output = _WriteInto.apply(output, out)
+        return (output, *rest) if rest else output
+
+
+def _require_place(name: str, place: Tensor, written: Tensor) -> None:
+    """Accept a tensor that ``written`` fits into.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if place.shape != written.shape or place.dtype != written.dtype:
+        raise ValueError(
+            f"GroupedLinear.forward({name}=) must be {written.dtype} {list(written.shape)}, "
+            f"got {place.dtype} {list(place.shape)}"
+        )
+
+
+def is_module_grouped_tensor_path_supported(recipe: Any, dtype: torch.dtype) -> bool:
+    """Whether :class:`GroupedLinear` multiplies TransformerEngine's ``GroupedTensor``: never, there is no such class.
+
+    Counts on the device, single parameters and given outputs work without it.
+    """
+    return False
 
 
 class _WriteInto(torch.autograd.Function):
@@ -401,3 +475,14 @@ class _WriteInto(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+
+class _GradientInto(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inp: Tensor, place: Tensor) -> Tensor:
+        ctx.place = place
+        return inp.view_as(inp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.place.copy_(grads[0]), None

@@ -51,7 +51,8 @@ class _NormHabits(torch.nn.Module):
         norm: Norm = self.norm  # pyright: ignore[reportAssignmentType]
         eps: float = self.eps  # pyright: ignore[reportAssignmentType]
         wide = torch.promote_types(weight.dtype, torch.float32)
-        return replace(norm, eps=eps)(input.to(dtype), weight.to(wide), None if bias is None else bias.to(wide))
+        values = input.to(dtype).contiguous()  # sums of gradients do not depend on how the input lies in memory
+        return replace(norm, eps=eps)(values, weight.to(wide), None if bias is None else bias.to(wide))
 
 
 class LayerNorm(_NormHabits, modules.LayerNorm):

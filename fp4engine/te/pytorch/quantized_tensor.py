@@ -295,8 +295,13 @@ class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
     @classmethod
     def of(cls, operands: Operands, quantizer: Quantizer, device: torch.device | None = None) -> "QuantizedTensor":
         """The tensor with those operands, on their device; keeps a copy of ``quantizer``."""
+        side = operands.rowwise
+        lies: dict[str, Any] = {}
+        if side is not None and side.spec is None:  # high precision lies as it was given
+            values = side.data.view(operands.shape)
+            lies = {"strides": values.stride(), "storage_offset": values.storage_offset()}
         made: Any = torch.Tensor._make_wrapper_subclass(
-            cls, operands.shape, dtype=operands.dtype, device=device or operands.device
+            cls, operands.shape, dtype=operands.dtype, device=device or operands.device, **lies
         )
         made.operands, made._quantizer = operands, quantizer.copy()
         return made
@@ -354,6 +359,34 @@ class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
         ]
         return self.of(Operands(self.operands.shape, self.operands.dtype, *sides), self._quantizer)
 
+    def _views(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """What ``func`` makes of the codes, in the tensor's own dress; None where scales belong to blocks of codes."""
+        found: list[list[Operand] | None] = []
+        alone, shapes = True, []
+        for side, is_columnwise in ((self.operands.rowwise, False), (self.operands.columnwise, True)):
+            if side is None:
+                found.append(None)
+                continue
+            if side.spec is not None and (side.spec.block[1] or side.spec.rotation or side.scale_inv is None):
+                return None
+            if func is aten.as_strided.default and side.spec is not None:  # strides are those of values
+                return None
+            lie = side.data[:, : side.cols]
+            whole = (lie.T if is_columnwise else lie).view(self.shape)
+            made = func(whole if side.spec is None else whole.contiguous(), *args, **kwargs)
+            alone = isinstance(made, Tensor)
+            parts = [made] if isinstance(made, Tensor) else list(made)
+            if any(part.ndim < 2 for part in parts):
+                return None
+            shapes = [part.shape for part in parts]
+            found.append([_recut(side, part.flatten(0, -2), is_columnwise=is_columnwise) for part in parts])
+        row, col = (side or [None] * len(shapes) for side in found)
+        views = [
+            self.of(Operands(shape, self.dtype, *sides), self._quantizer)
+            for shape, *sides in zip(shapes, row, col, strict=True)
+        ]
+        return views[0] if alone else views
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -371,6 +404,16 @@ class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
                 return first._like(torch.empty_like)
             if func is aten._to_copy.default and set(kwargs) <= {"device", "non_blocking"}:
                 return first._like(lambda tensor: tensor.to(kwargs.get("device")))
+            if (
+                func is aten.new_zeros.default
+                and set(kwargs) <= {"device", "pin_memory"}
+                and not kwargs.get("pin_memory")
+            ):
+                return first._quantizer.make_empty(
+                    args[1], dtype=first.dtype, device=kwargs.get("device", first.device)
+                )
+            if func in VIEWS and (views := first._views(func, *args[1:], **kwargs)) is not None:
+                return views
         before = list(args)
         plain_args, plain_kwargs = tree_map(_values, (tuple(args), kwargs))
         result = func(*plain_args, **plain_kwargs)
@@ -392,6 +435,29 @@ class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
 
     def _pair(self) -> tuple[Operand | None, Operand | None]:
         return self.operands.rowwise, self.operands.columnwise
+
+
+def _recut(side: Operand, matrix: Tensor, *, is_columnwise: bool) -> Operand:
+    """The operand of a part ``matrix`` [rows, cols] of what ``side`` holds, under the same scale."""
+    rows, cols = matrix.shape
+    if side.spec is None:
+        return Operand.dense(matrix.T if is_columnwise else matrix)
+    if is_columnwise:
+        matrix, rows, cols = matrix.T, cols, rows
+    padding = side.spec.padded_cols(cols) - cols
+    codes = (torch.nn.functional.pad(matrix, (0, padding)) if padding else matrix).contiguous()
+    return Operand(side.spec, rows, cols, codes, side.data.new_empty((rows, 0)), side.amax)
+
+
+VIEWS = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.as_strided.default,
+)
+"""Operations that give a tensor's values other axes, or some of them."""
 
 
 def _values(leaf: Any) -> Any:

@@ -24,7 +24,7 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
     @property
     def _rowwise_data(self) -> Tensor | None:
         side = self.operands.rowwise
-        return None if side is None else side.data.view(*self.operands.shape[:-1], -1)
+        return None if side is None else side.data.view(*self.operands.shape[:-1], side.data.shape[-1])
 
     @property
     def _columnwise_data(self) -> Tensor | None:

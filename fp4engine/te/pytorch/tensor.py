@@ -178,12 +178,21 @@ class IdentityQuantizer(Quantizer):
         return super().alone(Operands(operands.shape, operands.dtype, Operand.dense(values.flatten(0, -2)), None))
 
     def _operands(self, tensor: Tensor) -> Operands:
+        return self.frozen().quantize(self.cast(tensor), rowwise=True, columnwise=False)
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        """The values of ``tensor`` in this quantizer's dtype."""
         values = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-        return self.frozen().quantize(values.to(self.dtype or values.dtype), rowwise=True, columnwise=False)
+        return values.to(self.dtype or values.dtype)
 
     def update_quantized(
         self, src: Tensor, dst: QuantizedTensor, *, noop_flag: Tensor | None = None
     ) -> QuantizedTensor:
+        """As :meth:`Quantizer.update_quantized`; values of the same dtype are written where ``dst`` has its own."""
+        side, values = dst.operands.rowwise, self.cast(src.detach())
+        if side is not None and side.data.dtype == values.dtype and dst.shape == src.shape and noop_flag is None:
+            side.data.view(dst.shape).copy_(values)
+            return dst
         super().update_quantized(src, dst, noop_flag=noop_flag)
         made = dst.operands
         dst.operands = Operands(made.shape, self.dtype or made.dtype, made.rowwise, made.columnwise)
@@ -250,12 +259,17 @@ class HybridQuantizer(Quantizer):
         dequantized = self.columnwise_source == "rowwise_dequantized" and self.columnwise_usage
         row = col = None
         if self.rowwise_usage or dequantized:
-            row = self.rowwise_quantizer.frozen().quantize(values, columnwise=False).rowwise
+            row = (
+                self.rowwise_quantizer.frozen()
+                .quantize(_cast(self.rowwise_quantizer, values), columnwise=False)
+                .rowwise
+            )
         if self.columnwise_usage:
             source = values
             if dequantized:
                 assert row is not None
                 source = row.dequantize(values.dtype).view(values.shape)
+            source = _cast(self.columnwise_quantizer, source)
             col = self.columnwise_quantizer.frozen().quantize(source, rowwise=False).columnwise
         return Operands(values.shape, values.dtype, row if self.rowwise_usage else None, col)
 
@@ -283,6 +297,10 @@ class HybridQuantizer(Quantizer):
             f"HybridQuantizer(rowwise_quantizer={self.rowwise_quantizer!r}, "
             f"columnwise_quantizer={self.columnwise_quantizer!r}, columnwise_source={self.columnwise_source!r})"
         )
+
+
+def _cast(quantizer: Quantizer, values: Tensor) -> Tensor:
+    return quantizer.cast(values) if isinstance(quantizer, IdentityQuantizer) else values
 
 
 torch.serialization.add_safe_globals(

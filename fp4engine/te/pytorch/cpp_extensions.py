@@ -1,0 +1,165 @@
+"""Products of two tensors, plain or quantized, by TransformerEngine's arguments.
+
+Legend: A and B as given, [rows, cols]; the result is ``op(B) @ op(A)``, where a layout ``"TN"`` transposes A alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4engine import ops
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
+from fp4engine.tensor import Operand
+
+__all__ = ["general_gemm", "general_grouped_gemm"]
+
+
+def general_gemm(
+    A: Any,
+    B: Any,
+    out_dtype: torch.dtype | None = None,
+    quantization_params: Quantizer | None = None,
+    gelu: bool = False,
+    gelu_in: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float | None = None,
+    accumulate: bool = False,
+    layout: str = "TN",
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_split_accumulator: bool = False,
+    grad: bool = False,
+    ub: Any = None,
+    ub_type: Any = None,
+    extra_output: Tensor | None = None,
+    bulk_overlap: bool = False,
+) -> tuple[Any, Tensor | None, None, None]:
+    """The product, the gradient of a bias with ``grad``, and None for GELU's input and an overlapped output.
+
+    Args:
+        A, B: the weight and the input of fprop (``"TN"``), the weight and the gradient of dgrad (``"NN"``), the input
+            and the gradient of wgrad (``"NT"``). Of a quantized tensor the side is read that lies along the product.
+        out_dtype: of the result; None is that of ``out``, else that of ``A``.
+        quantization_params: the quantizer of the result.
+        accumulate: add to ``out``, with one rounding.
+        bias: added to each row; with ``grad`` its gradient, the sum of the rows of B, is returned instead.
+        use_split_accumulator: False lets FP8 tensor cores keep sums in their shorter accumulator.
+
+    Raises:
+        NotImplementedError: GELU, factors, or communication that overlaps.
+        ValueError: a quantized tensor has not the side that the product reads.
+    """
+    _refuse(gelu=(gelu, False), gelu_in=(gelu_in, None), alpha=(alpha, 1.0), ub=(ub, None))
+    _refuse(ub_type=(ub_type, None), extra_output=(extra_output, None), bulk_overlap=(bulk_overlap, False))
+    if beta is not None:
+        _refuse(beta=(beta, 1.0 if accumulate else 0.0))
+    transposes = {"T": True, "N": False}
+    if len(layout) != 2 or not set(layout) <= set(transposes):
+        raise ValueError(f"general_gemm(layout=) must be 'TN', 'NN', 'NT' or 'TT', got {layout!r}")
+    if accumulate and out is None:
+        raise ValueError("general_gemm(accumulate=True) needs out, the tensor to add to")
+    transposes_a, transposes_b = (transposes[letter] for letter in layout)
+    left = _operand("B", B, is_transposed=transposes_b)
+    right = _operand("A", A, is_transposed=not transposes_a)
+    dtype = out_dtype or (A.dtype if out is None else out.dtype)
+    bias_grad = None
+    if grad and bias is not None:
+        bias_grad = _values(B).reshape(-1, B.shape[-1]).sum(0, dtype=torch.float32).to(bias.dtype)
+        bias = None
+    with torch.no_grad():
+        product = ops.gemm(
+            left,
+            right,
+            out_dtype=dtype if out is None else out.dtype,
+            bias=bias,
+            out=out.view(-1, out.shape[-1]) if accumulate and out is not None else None,
+            fast_accumulation=not use_split_accumulator,
+        )
+        if out is not None and not accumulate:
+            out.copy_(product.view(out.shape))
+        result = out if out is not None else product if transposes_b else product.view(*B.shape[:-1], -1)
+        return (
+            result if quantization_params is None else quantization_params.quantize(result),
+            bias_grad,
+            None,
+            None,
+        )
+
+
+def general_grouped_gemm(
+    A: Sequence[Any],
+    B: Sequence[Any],
+    out: list[Tensor],
+    quantization_params: Sequence[Quantizer | None],
+    out_dtype: torch.dtype,
+    layout: str = "TN",
+    m_splits: Sequence[int] | None = None,
+    gelu: bool = False,
+    grad: bool = False,
+    accumulate: bool = False,
+    bias: Sequence[Tensor | None] | None = None,
+    use_bias: bool = False,
+    use_split_accumulator: bool = False,
+    D_dtype: Any = None,
+    single_output: bool = False,
+) -> tuple[Any, list[Tensor | None], list[None]]:
+    """:func:`general_gemm` of each pair, into ``out``.
+
+    Args:
+        m_splits: rows of each result in ``out[0]``, if ``single_output``.
+
+    Raises:
+        ValueError: ``single_output`` without ``m_splits``.
+    """
+    if single_output and m_splits is None:
+        raise ValueError("general_grouped_gemm(single_output=True) needs m_splits, the rows of each result")
+    places = out[0].split(list(m_splits)) if single_output and m_splits is not None else out
+    biases = bias if use_bias and bias is not None else [None] * len(A)
+    grads: list[Tensor | None] = []
+    for index, place in enumerate(places):
+        made = general_gemm(
+            A[index],
+            B[index],
+            out_dtype,
+            quantization_params[index],
+            gelu,
+            accumulate=accumulate,
+            layout=layout,
+            out=place,
+            bias=biases[index],
+            use_split_accumulator=use_split_accumulator,
+            grad=grad,
+        )
+        grads.append(made[1])
+    return out[0] if single_output else out, grads, [None] * len(A)
+
+
+def _operand(name: str, tensor: Any, *, is_transposed: bool) -> Operand:
+    """``tensor``, or its transpose, as the operand of a product that contracts its last axis.
+
+    Raises:
+        ValueError: it is quantized, and that side of it is not there.
+    """
+    if not isinstance(tensor, QuantizedTensorStorage):
+        matrix = tensor.detach().reshape(-1, tensor.shape[-1])
+        return Operand.dense(matrix.T.contiguous() if is_transposed else matrix)
+    side = "columnwise" if is_transposed else "rowwise"
+    found: Operand | None = getattr(tensor.operands, side)
+    if found is not None:
+        return found
+    other = tensor.operands.columnwise or tensor.operands.rowwise
+    if other is not None and other.spec is None:
+        return Operand.dense(other.data.T.contiguous())
+    raise ValueError(f"general_gemm reads the {side} side of {name}, which {tensor!r} does not have")
+
+
+def _values(tensor: Any) -> Tensor:
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def _refuse(**arguments: tuple[Any, Any]) -> None:
+    for name, (value, neutral) in arguments.items():
+        if value is not neutral and value != neutral:
+            raise NotImplementedError(f"general_gemm({name}={value!r}) is not implemented; leave it at {neutral!r}")
