@@ -79,20 +79,28 @@ def _field(name: str, default: Any, read: Callable[[], Any]) -> Any:
     return dataclasses.field(default_factory=factory, metadata={"default": default})
 
 
-def _look_for_names_that_nobody_reads() -> None:
-    """Warn of each once per process.
+def refuse_what_is_not_implemented() -> None:
+    """Look for flags that would change numbers, and cannot.
 
     Raises:
         ValueError: one of :data:`NOT_IMPLEMENTED` asks for something.
     """
+    for name, reason in NOT_IMPLEMENTED.items():
+        if os.environ.get(name, "") not in ("", "0"):
+            raise ValueError(
+                f"environment flag {name}={os.environ[name]!r} is not implemented: {reason}; unset it, or set it to '0'"
+            )
+
+
+def _look_for_names_that_nobody_reads() -> None:
+    """Warn of each once per process.
+
+    Raises:
+        ValueError: see :func:`refuse_what_is_not_implemented`.
+    """
+    refuse_what_is_not_implemented()
     for name in sorted(name for name in os.environ if name.startswith(_PREFIXES)):
-        if name in NOT_IMPLEMENTED:
-            if os.environ[name] not in ("", "0"):
-                raise ValueError(
-                    f"environment flag {name}={os.environ[name]!r} is not implemented: {NOT_IMPLEMENTED[name]}; "
-                    "unset it, or set it to '0'"
-                )
-        elif name not in _fields and name not in _warned:
+        if name not in NOT_IMPLEMENTED and name not in _fields and name not in _warned:
             _warned.add(name)
             (nearest,) = get_close_matches(name, sorted(_fields), n=1, cutoff=0.0)
             warnings.warn(f"nobody reads the environment flag {name}; did you mean {nearest}?", stacklevel=5)

@@ -71,6 +71,13 @@ def test_high_precision_passes_for_the_dtype_that_it_is_kept_in() -> None:
     assert tensor.dtype is torch.float32 and torch.equal(tensor.dequantize(), source)
 
 
+def test_fast_math_of_4over6_is_refused_by_name(monkeypatch) -> None:
+    monkeypatch.setenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "1")
+    NVFP4Quantizer()
+    with pytest.raises(ValueError, match="FAST_MATH='1' is not implemented"):
+        NVFP4Quantizer(nvfp4_use_4over6=True)
+
+
 @pytest.mark.parametrize("quantizer", [IdentityQuantizer(), hybrid(), hybrid(IdentityQuantizer()), NVFP4Quantizer()])
 def test_files_load_with_weights_only(quantizer) -> None:
     tensor, file = quantizer(torch.randn(32, 64)), io.BytesIO()

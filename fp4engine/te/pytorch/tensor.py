@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4engine.environment import refuse_what_is_not_implemented
 from fp4engine.formats import CastSpec
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.quantizers.nvfp4 import NVFP4Quantizer as FrozenNVFP4Quantizer
@@ -91,6 +92,8 @@ class NVFP4Quantizer(Quantizer):
         self.dtype = DType.cast(fp4_dtype)
         if self.dtype is not DType.kFloat4E2M1:
             raise ValueError(f"NVFP4Quantizer(fp4_dtype=) must be DType.kFloat4E2M1, got {self.dtype!r}")
+        if nvfp4_use_4over6:
+            refuse_what_is_not_implemented()
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
         self.with_rht, self.with_post_rht_amax = with_rht, with_post_rht_amax
         self.with_2d_quantization, self.stochastic_rounding = with_2d_quantization, stochastic_rounding
