@@ -45,11 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-shared-scales", action="store_true", help="give q/k/v and gate/up a scale each")
     parser.add_argument("--requantize", action="store_true", help="cast what the format cannot hold to nearest NVFP4")
-    parser.add_argument("--verify", action="store_true", help="read the files back and compare every byte")
     parser.add_argument(
-        "--compare-logits",
-        action="store_true",
-        help="load both into memory, in FP32, and say how far the files' logits are from those of the recipe's weights",
+        "--verify",
+        dest="verified",
+        action="store_const",
+        const="logits",
+        help="read the files back, compare every byte, and compare their logits with those of the recipe's weights; "
+        "holds both models in memory, in FP32",
+    )
+    parser.add_argument(
+        "--verify-files",
+        dest="verified",
+        action="store_const",
+        const="files",
+        help="compare every byte and no logits, where memory is short",
     )
     parser.add_argument("--max-shard-gb", type=_size, default=2.0, help="size of a file (default: %(default)s)")
 
@@ -68,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
             inputs=_inputs(args.inputs),
             shared_scales=() if args.no_shared_scales else SHARED_SCALES,
             requantize=args.requantize,
-            verify=args.verify,
+            verify=args.verified is not None,
             weights=weights,
             tokenizer=args.source if any(args.source.glob("tokenizer*")) else None,
             max_shard_size=int(args.max_shard_gb * 2**30),
@@ -77,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"fp4engine export: {error}", file=sys.stderr)
         return 2
     print(report)
-    if args.compare_logits:
+    if args.verified == "logits":
         loaded = type(model).from_pretrained(args.source, dtype=torch.float32, use_safetensors=True).eval()
         convert(loaded, recipe, keep_high_precision=args.keep_high_precision)
         tokens = torch.arange(64).view(2, 32) % loaded.config.get_text_config().vocab_size

@@ -36,10 +36,11 @@ def test_from_directory_to_directory(tmp_path, source, capsys) -> None:
     amaxes = calibrate(source, [torch.arange(12)[None]], progress=False)
     (tmp_path / "amaxes.json").write_text(json.dumps(amaxes))
     (tmp_path / "recipe.json").write_text(NVFP4BlockScaling().to_json())
-    words = ("--verify", "--inputs", tmp_path / "amaxes.json", "--recipe", tmp_path / "recipe.json")
+    words = ("--verify-files", "--inputs", tmp_path / "amaxes.json", "--recipe", tmp_path / "recipe.json")
     assert run(tmp_path / "trained", tmp_path / "served", *words) == 0
-    assert "7 weights in FP4" in capsys.readouterr().out
-    words = ("--inputs", "high_precision", "--no-shared-scales", "--compare-logits")
+    said = capsys.readouterr().out
+    assert "7 weights in FP4" in said and "logits" not in said
+    words = ("--inputs", "high_precision", "--no-shared-scales", "--verify")
     assert run(tmp_path / "trained", tmp_path / "apart", *words) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("logits of the files")]
     assert float(line.split()[6]) < 2e-5
