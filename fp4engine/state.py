@@ -177,6 +177,16 @@ class Region(ContextDecorator):
                 )
 
 
+def _require_member(cp_group: Any) -> None:
+    """Raise unless ``cp_group`` is a process group of which this process is a rank.
+
+    Raises:
+        ValueError: it is something else, or the group of others.
+    """
+    if not isinstance(cp_group, torch.distributed.ProcessGroup) or torch.distributed.get_rank(cp_group) < 0:
+        raise ValueError(f"cp_group must be a process group that this rank belongs to, got {cp_group!r}")
+
+
 class autocast(Region):
     """Region in which fp4engine's modules compute by ``recipe``.
 
@@ -217,6 +227,8 @@ class autocast(Region):
             raise NotImplementedError("autocast(calibrating=True) is not implemented for delayed scaling; leave it out")
         if not torch.compiler.is_dynamo_compiling():
             recipe = numbered(recipe.number)  # of equal recipes the first: torch.compile guards on which object it is
+        if cp_group is not None:
+            _require_member(cp_group)
         super().__init__(AutocastState(enabled, recipe, bool(calibrating), amax_reduction_group, cp_group))
 
 

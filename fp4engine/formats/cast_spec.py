@@ -30,7 +30,7 @@ class RoundingMode(Enum):
 
 
 class ScaleRule(Enum):
-    """How a block's largest magnitude becomes its stored scale."""
+    """How a block becomes its stored scale: all but STD look at its largest magnitude."""
 
     AMAX = "amax"
     """Largest magnitude onto ``target``, scale rounded to nearest even."""
@@ -181,6 +181,11 @@ class CastSpec:
     def numerator(self) -> float:
         """``scale_bound * target``: what ``A`` maps to; the decode divides by it."""
         return self.scale_bound * self.target
+
+    @property
+    def largest_scale(self) -> float:
+        """The largest block scale that a cast stores."""
+        return self.scale_bound if self.scale in BOUNDED else self.scale.max_value
 
     @property
     def constant_amax(self) -> float:

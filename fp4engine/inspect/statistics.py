@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4engine import ops
-from fp4engine.formats import E4M3, UE5M3, CastSpec, Correction, ElementFormat, Outer
+from fp4engine.formats import CastSpec, Correction, ElementFormat, Outer
 from fp4engine.ops import backend
 from fp4engine.reference import outer_factor, unpack
 from fp4engine.reference.cast import prepare
@@ -100,8 +100,8 @@ def _kernel_reads(dtype: torch.dtype, elements: int) -> tuple[bool, str]:
 def operand_figures(source: Tensor, operand: Operand, rng: Tensor | None, stream: int, path: str = "auto") -> Figures:
     """``OPERAND_SUMS`` and histograms, ``OPERAND_MAXIMA``, and the worst blocks.
 
-    What follows from a histogram of one-byte scales is left to :func:`byte_scale_spread` on the host. A block with
-    numbers that are not finite adds nothing to signal and error.
+    What follows from a histogram of one-byte scales is left to :func:`byte_scale_spread` on the host. A block whose
+    values, or what they decode to, are not finite adds nothing to signal and error.
 
     Args:
         source: [rows, cols], any strides: what was cast.
@@ -138,6 +138,8 @@ def _operand_figures(values: Tensor, decoded: Tensor, operand: Operand, spec: Ca
     if missing := values.shape[1] - width:
         decoded = torch.nn.functional.pad(decoded, (0, missing))
     signal, error = _squares(values, spec), _squares(decoded - values, spec)
+    is_finite = signal.isfinite() & error.isfinite()
+    signal, error = torch.where(is_finite, signal, 0.0), torch.where(is_finite, error, 0.0)
     nonzero, decoded_nonzero = _nonzero(values), _nonzero(decoded)
     limit = _limit(operand, spec)
     none = torch.zeros((), dtype=torch.float64, device=values.device)
@@ -156,7 +158,7 @@ def _operand_figures(values: Tensor, decoded: Tensor, operand: Operand, spec: Ca
     if not scales.numel():
         sums += [none] * (len(OPERAND_SUMS) - len(sums))
     else:
-        bound = spec.scale_bound if spec.scale in (E4M3, UE5M3) else spec.scale.max_value
+        bound = spec.largest_scale
         stored = from_stored(scales, spec.scale)
         underflow = ((stored == 0) & (block_amax > 0)).sum()
         overflow = (stored >= bound) & (block_amax > limit[:: max(spec.block[0], 1)] * (17 / 16))
@@ -306,9 +308,8 @@ def _in_blocks(matrix: Tensor, spec: CastSpec) -> Tensor:
 
 
 def _squares(matrix: Tensor, spec: CastSpec) -> Tensor:
-    """Sums of squares over blocks: FP32 [tiles, blocks]; 0 where that is not finite."""
-    norms = torch.linalg.vector_norm(_in_blocks(matrix, spec), dim=(1, 3), dtype=torch.float32)
-    return norms.square_().nan_to_num_(0.0, 0.0, 0.0)
+    """Sums of squares over blocks: FP32 [tiles, blocks]."""
+    return torch.linalg.vector_norm(_in_blocks(matrix, spec), dim=(1, 3), dtype=torch.float32).square_()
 
 
 def _block_amax(matrix: Tensor, spec: CastSpec) -> Tensor:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4engine.formats import E4M3, UE5M3, CastSpec
+from fp4engine.formats import CastSpec
 from fp4engine.kernels.block_decode import load_codes, load_factor, load_scales
 from fp4engine.kernels.blocks import (
     TILE_C,
@@ -27,7 +27,6 @@ from fp4engine.kernels.blocks import (
     prepared,
     repeated,
 )
-from fp4engine.kernels.encode import to_bits
 from fp4engine.kernels.launch import Block, Draft, Facts, Launch, device_facts, facts, resolver
 
 TILE_R = 32
@@ -74,11 +73,10 @@ def rank(e, s, p, e0, s0, p0, e1, s1, p1, e2, s2, p2, e3, s3, p3):
 
 @triton.jit
 def sums_of(t, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums of FP32 [R, C] over blocks, [R / HEIGHT, C / WIDTH]; 0 where that is not finite."""
+    """Sums of FP32 [R, C] over blocks, [R / HEIGHT, C / WIDTH]."""
     R: tl.constexpr = t.shape[0]
     C: tl.constexpr = t.shape[1]
-    sums = tl.sum(tl.sum(tl.reshape(t, [R // HEIGHT, HEIGHT, C // WIDTH, WIDTH]), axis=3), axis=1)
-    return tl.where((to_bits(sums) & 0x7F800000) == 0x7F800000, 0.0, sums)
+    return tl.sum(tl.sum(tl.reshape(t, [R // HEIGHT, HEIGHT, C // WIDTH, WIDTH]), axis=3), axis=1)
 
 
 @triton.jit
@@ -167,6 +165,9 @@ def figures_kernel(
         of_codes += tl.histogram(tl.reshape(counted, [TILE_R * TILE_C]), BINS)
         signal = sums_of(x * x, HEIGHT, WIDTH)
         error = sums_of((x_hat - x) * (x_hat - x), HEIGHT, WIDTH)
+        is_finite = (magnitudes(signal) < 0x7F800000) & (magnitudes(error) < 0x7F800000)
+        signal = tl.where(is_finite, signal, 0.0)
+        error = tl.where(is_finite, error, 0.0)
         signals += total(signal)
         errors += total(error)
         there = (row0 // HEIGHT + high < tl.cdiv(R, HEIGHT)) & (block < blocks)
@@ -336,7 +337,7 @@ def resolve_figures(
     maxima = draft.output((3,), torch.float64)
     worst = draft.output((RANKED, 4), torch.float64)
     parts = (sums, histogram, ranked, places)
-    bound = spec.scale_bound if spec.scale in (E4M3, UE5M3) else spec.scale.max_value
+    bound = spec.largest_scale
     source = (draft.inputs[0], None if rng is None else draft.inputs[1], draft.inputs[2])
     scale_inv = Block(draft.inputs[3], as_bytes) if has_scales else None
     cast = BlockCast.of(spec, "codes", 0)

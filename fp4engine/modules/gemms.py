@@ -142,7 +142,8 @@ class Gemms(torch.nn.Module):
         if is_distributed(inp, weight, bias):
             inp = inp if isinstance(inp, Tensor) else inp.tensor()
             return self._multiply_share(inp, weight, bias, computed_by, state)
-        shards = self._shards(inp, computed_by, state)
+        alone = self.draws_as is None and (state is None or (group is None and state.cp_group is None))
+        shards = None if alone else self._shards(inp, computed_by, state)
         if isinstance(inp, FusedInput) and (plan is None or shards is not None or not inp.fuses(plan)):
             inp = inp.tensor()
         return linear(

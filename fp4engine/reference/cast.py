@@ -308,13 +308,14 @@ def outer_factor(amax: Tensor, spec: CastSpec) -> Tensor:
 
 
 def within_range(x: Tensor, cast: Cast, spec: CastSpec) -> Tensor:
-    """Where operand ``x`` [rows, cols] did not saturate: its magnitude is below what the largest element stands for.
+    """Where operand ``x`` [rows, cols] did not saturate: it is 0, or below what the largest element stands for.
 
     Bool [rows, padded cols], of what was quantized: rotated where the cast rotates, by signs that are not fresh.
     """
     values = prepare(x, spec, None, 0)
     limit = _decode_scale(cast.scale_inv, spec, values.shape[0]) * spec.element.max_value
-    return values.abs() < _multiply(torch.ones_like(values), limit, spec) * outer_factor(cast.amax, spec)
+    limit = _multiply(torch.ones_like(values), limit, spec) * outer_factor(cast.amax, spec)
+    return (values == 0) | (values.abs() < limit)  # the scale of a block of zeros may be 0
 
 
 def dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, cols: int, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,9 @@ from fp4engine import reference
 from fp4engine.formats import CastSpec, Outer
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.casts import Casts
+from fp4engine.reference.cast import prepare
+from fp4engine.reference.hadamard import rotate_back
+from fp4engine.reference.philox import rotation_signs
 from fp4engine.roles import QuantizerRole
 
 ROLES = ("input", "weight", "grad_output")
@@ -167,17 +170,42 @@ class Linear:
         if self.needs_dgrad:
             left = settings.side(dy, row_spec, "grad_output", False, rng)
             right = self._backward_side(self.weight, self.w_row, self.w_col, "weight", rng)
-            grads["x"] = product(left, right, None, dtype).view(self.shape).to(self.inp_dtype)
+            grad = self._gradient(left, right, self.x_row, "input", "weight", dtype)
+            grads["x"] = grad.view(self.shape).to(self.inp_dtype)
         if self.needs_wgrad:
             left = settings.side(dy.T, col_spec, "grad_output", True, rng)
             right = self._backward_side(self.x, self.x_row, self.x_col, "input", rng)
             if self.main_grad is None:
-                grads["w"] = product(left, right, None, self.weight.dtype)
+                grads["w"] = self._gradient(left, right, self.w_row, "weight", "input", self.weight.dtype)
             else:
-                self.main_grad.copy_(self.main_grad.float() + product(left, right, None, torch.float32))
+                added = self._gradient(left, right, self.w_row, "weight", "input", torch.float32)
+                self.main_grad.copy_(self.main_grad.float() + added)
         if self.bias is not None and self.bias.requires_grad:
             grads["b"] = self._bias_gradient(dy, casts).to(self.bias.dtype)
         return grads
+
+    def _gradient(self, left: Side, right: Side, own: Side, role: str, other: str, dtype: torch.dtype) -> Tensor:
+        """``left @ right.T`` as gradient of ``role``: clipped, and rotated back if ``right`` is so rotated."""
+        casts = self.settings.casts(other)
+        made_of_rowwise = self.override == "dequantized" or (
+            self.override is None and casts.columnwise_source == "rowwise_dequantized"
+        )
+        rotation = casts.rowwise.rotation if made_of_rowwise and casts.rowwise is not None else None
+        clips = self.settings.casts(role).clipped_gradient and self.override is None
+        if rotation is None and not clips:
+            return product(left, right, None, dtype)
+        grad = product(left, right, None, torch.float32)
+        if clips:
+            assert own.cast is not None and own.spec is not None
+            values = prepare(own.matrix, own.spec, None, 0)
+            scales, amax = own.cast.scale_inv.float(), own.cast.amax
+            assert own.spec.outer in (Outer.TENSOR, Outer.NONE) and own.spec.block[0] == 1
+            limit = scales.repeat_interleave(own.spec.block[1], 1) * own.spec.element.max_value
+            limit = limit * (amax / torch.tensor(own.spec.numerator, dtype=torch.float32))
+            grad = grad * ((values == 0) | (values.abs() < limit))[:, : grad.shape[1]]
+        if rotation is not None:
+            grad = rotate_back(grad, rotation_signs(rotation, None, 0, grad.device))
+        return grad[:, : own.matrix.shape[1]].to(dtype)
 
     def _backward_rng(self, casts: Casts) -> Tensor | None:
         """One draw for everything in a backward pass, where any of it may need one."""

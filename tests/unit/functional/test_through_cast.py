@@ -208,3 +208,13 @@ def test_the_gaussian_rule_follows_the_deviation_alone() -> None:
     for element, block in ((fp4engine.formats.E4M3, (1, 32)), (E2M1, (32, 32))):
         with pytest.raises(ValueError, match="scale_rule=std is for element=e2m1 in blocks of one row"):
             mx(element, ScaleRule.STD).replace(block=block)
+
+
+def test_zeros_that_were_cast_get_their_gradient() -> None:
+    """The scale of a block of zeros is 0 in E4M3, and nothing is below 6 times that."""
+    layer = fp4engine.Linear(32, 32, bias=False)
+    torch.nn.init.zeros_(layer.weight)
+    x, dy = torch.randn(8, 32), torch.randn(8, 32)
+    with fp4engine.autocast(recipe=recipe(CLIPPING)):
+        layer(x).backward(dy)
+    assert layer.weight.grad is not None and bool(layer.weight.grad.abs().sum() > 0)

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fp4engine
-from fp4engine import LayerNormMLP, inspect
+from fp4engine import LayerNormMLP, inspect, ops
+from fp4engine.inspect import statistics
 from fp4engine.inspect.recorder import scalars
 from fp4engine.quantizers import Quantizer
 from fp4engine.recipe import Rule, RuledRecipe, zoo
@@ -253,8 +254,24 @@ def test_a_nan_is_counted_and_rows_stay_json(tmp_path: Path) -> None:
             layer(x).sum().backward()
         recorder.step()
     assert rows_of(tmp_path, "tensor", role="input")[0]["nonfinite"] == 1
+    assert rows_of(tmp_path, "operand", role="input")[0]["sqnr_db"] is None  # it enters every decoded value
     for line in (tmp_path / "record.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
+
+
+def test_values_that_decode_to_nothing_finite_are_no_signal() -> None:
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+    x[3, 3] = float("inf")
+    operand, _ = ops.quantize(x, zoo.make("nvfp4").casts("input").rowwise, None)
+    sums = dict(
+        zip(statistics.OPERAND_SUMS, statistics.operand_figures(x, operand, None, 0).sums.tolist(), strict=False)
+    )
+    assert sums["nonfinite"] == 1 and sums["signal"] == sums["error"] == 0
+
+
+def test_kernels_and_statistics_have_the_same_numbers() -> None:
+    figures = pytest.importorskip("fp4engine.kernels.figures")
+    assert int(figures.NUMBERS) == len(statistics.OPERAND_SUMS) and figures.RANKED == statistics.RANKED
 
 
 def test_stochastic_rounding_without_saturation_shows_no_bias(tmp_path: Path) -> None:
