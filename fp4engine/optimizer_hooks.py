@@ -398,9 +398,9 @@ class OutControl(_StepHook):
     def remove(self) -> None:
         """Take the hook off its optimizer, and give the layers back as they were."""
         super().remove()
-        for layer in self._controlled.values():
+        for name, layer in self._controlled.items():
             del layer.norms, layer.channels, layer.outliers
-            layer.__class__ = Linear
+            self.layers[name].__class__ = Linear
         self._controlled = {}
 
     def _stepped(self, index: int) -> None:
