@@ -14,18 +14,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fp4engine.arguments import require_model
 from fp4engine.formats import Rotation, Signs
 from fp4engine.functional import LinearPlan, linear, make_linear_plan
-from fp4engine.functional.shards import Shards
 from fp4engine.modules import Linear
 from fp4engine.modules.gemms import cast_by_autocast
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.modules.sharded import is_distributed
 from fp4engine.quantizers import Quantizer
 from fp4engine.recipe import Casts, LinearRecipe, Recipe, zoo
+from fp4engine.recipe.base import require_recipe
 
 
 class _StepHook:
@@ -36,12 +38,17 @@ class _StepHook:
         layers: the modules that the hook is about, by name.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, recipe: Recipe | None) -> None:
+        require_model(model)
+        require_recipe(recipe)
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {_shown(optimizer)}")
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         kind = type(self).__name__
         if getattr(optimizer, "master_weights", False):
             raise ValueError(f"{kind} works on what the optimizer steps, and {type(optimizer).__name__} steps copies")
         self.step = 0
+        self._model = model
         self.layers: dict[str, Linear] = {}
         for name, module in model.named_modules():
             if not isinstance(module, Linear) or id(module.weight) not in trained:
@@ -54,6 +61,9 @@ class _StepHook:
             self.layers[name] = module
         if not self.layers:
             raise ValueError(f"{kind} found no fp4engine.Linear below the model whose weight the optimizer trains")
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        """Put the hook on its optimizer, once nothing is left to refuse."""
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
     def remove(self) -> None:
@@ -61,6 +71,13 @@ class _StepHook:
         self._handle.remove()
 
     def _after_step(self, *_: object) -> None:
+        present = {id(module) for module in self._model.modules()}
+        gone = [name for name, layer in self.layers.items() if id(layer) not in present]
+        if gone:
+            raise RuntimeError(
+                f"{type(self).__name__}'s layers {', '.join(gone)} are no longer in the model, as after "
+                "fp4engine.revert; call the hook's remove() before they are replaced, and make a new one after"
+            )
         with torch.no_grad():
             self._stepped(self.step)
         self.step += 1
@@ -78,13 +95,39 @@ class _StepHook:
             ValueError: another form, or other layers.
         """
         kind = type(self).__name__
-        if not isinstance(state_dict, dict) or set(state_dict) != {"step", *fits}:
-            raise ValueError(f"state_dict must be what {kind}.state_dict returned, got {state_dict!r}")
+        if (
+            not isinstance(state_dict, dict)
+            or set(state_dict) != {"step", *fits}
+            or not _is_whole(state_dict["step"])
+            or not all(isinstance(state_dict[key], dict) for key in fits)
+        ):
+            raise ValueError(f"state_dict must be what {kind}.state_dict returned, got {_shown(state_dict)}")
         for key, fit in fits.items():
-            for name, tensors in state_dict[key].items():
-                if name not in self.layers or not fit(self.layers[name], tensors):
-                    shapes = [tuple(tensor.shape) for tensor in tensors]
-                    raise ValueError(f"{kind}'s {key} of {name} have shapes {shapes}, which fit no layer of this model")
+            kept = state_dict[key]
+            for name, tensors in kept.items():
+                are_tensors = isinstance(tensors, tuple | list) and all(isinstance(t, Tensor) for t in tensors)
+                if name not in self.layers or not are_tensors or not fit(self.layers[name], tensors):
+                    got = f"shapes {[tuple(t.shape) for t in tensors]}" if are_tensors else _shown(tensors)
+                    raise ValueError(f"{kind}'s {key} of {name} fit no layer of this model, got {got}")
+            missing = [name for name in self.layers if name not in kept]
+            if kept and missing:
+                raise ValueError(
+                    f"{kind}'s {key} are of some layers only, and those of {', '.join(missing)} are missing"
+                )
+
+
+def _is_whole(value: object, least: int = 0) -> bool:
+    """Whether ``value`` is an integer of at least ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    """``repr`` in one line of bounded length."""
+    return f"{' '.join(repr(value).split()):.80}"
 
 
 class Oscillation(NamedTuple):
@@ -132,22 +175,23 @@ class OsciReset(_StepHook):
         window: int = 50,
         threshold: float = 8.0,
     ) -> None:
-        if start < 0 or not 1 <= window <= period - 2:
-            raise ValueError(f"start must be >= 0 and 1 <= window <= period - 2, got {start}, {window} and {period}")
-        if not threshold > 0:
-            raise ValueError(f"threshold must be positive, got {threshold}")
-        super().__init__(model, optimizer)
+        if not (_is_whole(start) and _is_whole(window, 1) and _is_whole(period) and window <= period - 2):
+            raise ValueError(
+                "start, window and period must be integers, start >= 0 and 1 <= window <= period - 2, "
+                f"got {start!r}, {window!r} and {period!r}"
+            )
+        if not (_is_number(threshold) and threshold > 0):
+            raise ValueError(f"threshold must be positive, got {threshold!r}")
+        super().__init__(model, optimizer, recipe)
         self.start, self.period, self.window, self.threshold = start, period, window, threshold
         self.reset_share: float | None = None
-        try:
-            found = {name: _weight_cast(name, layer, recipe) for name, layer in self.layers.items()}
-            self._casts = {name: quantizer for name, quantizer in found.items() if quantizer is not None}
-            if not self._casts:
-                raise ValueError("OsciReset found no layer whose weight is cast in fprop; give it the recipe")
-        except ValueError:
-            self.remove()
-            raise
+        found = {name: _weight_cast(name, layer, recipe) for name, layer in self.layers.items()}
+        self._casts = {name: quantizer for name, quantizer in found.items() if quantizer is not None}
+        if not self._casts:
+            raise ValueError("OsciReset found no layer whose weight is cast in fprop; give it the recipe")
+        self.layers = {name: self.layers[name] for name in self._casts}
         self._oscillations: dict[str, Oscillation] = {}
+        self._begin(optimizer)
 
     def _stepped(self, index: int) -> None:
         place = index % self.period
@@ -196,7 +240,11 @@ class OsciReset(_StepHook):
         Raises:
             ValueError: another form, or other layers.
         """
-        self._require_own(state_dict, oscillations=lambda layer, kept: all(t.shape == layer.weight.shape for t in kept))
+
+        def fits(layer: Linear, kept: Sequence[Tensor]) -> bool:
+            return len(kept) == 3 and all(t.is_floating_point() and t.shape == layer.weight.shape for t in kept)
+
+        self._require_own(state_dict, oscillations=fits)
         self.step = state_dict["step"]
         self._oscillations = {
             name: Oscillation(*(tensor.to(self.layers[name].weight.device, copy=True) for tensor in tensors))
@@ -234,6 +282,11 @@ class _Controlled(Linear):
     channels: tuple[Tensor, Tensor] | None
     outliers: LinearPlan
 
+    @property
+    def unseen(self) -> str:
+        """Why what it multiplies cannot be recorded; empty if it can."""
+        return "" if self.channels is None else "OutControl splits its channels, and multiplies each part by itself"
+
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         if self.norms is not None and self.training:
             self.norms += input.detach().reshape(-1, self.in_features).float().norm(dim=0)
@@ -243,15 +296,15 @@ class _Controlled(Linear):
         if is_distributed(input, self.weight, self.bias):
             raise NotImplementedError(f"{self.name}: OutControl splits whole matrices, not DTensors")
         outlying, others = self.channels
-        group = None if state is None else state.amax_reduction_group
         output = self.multiply(input.index_select(-1, others), self.weight.index_select(1, others), self.bias)
+        x_outlying = cast_by_autocast(input).index_select(-1, outlying)
         return output + linear(
-            cast_by_autocast(input).index_select(-1, outlying),
+            x_outlying,
             self.weight.index_select(1, outlying),
             None,
             self.outliers,
             executed=self.executed,
-            shards=None if group is None else Shards.over(group),
+            shards=self._shards(x_outlying, self.outliers, state),
         )
 
 
@@ -271,7 +324,7 @@ class OutControl(_StepHook):
     From step ``start`` on, each layer adds up the norms of its input's channels over every forward in train mode;
     ``steps`` steps later it chooses. From then on ``y = x[others] W[:, others]^T + b + x[outlying] W[:, outlying]^T``,
     each term rounded to the output's dtype, the first by the recipe in force and the second by ``recipe``. Where no
-    recipe is in force nothing is split.
+    recipe is in force nothing is split. ``inspect.record`` says of a layer that is split that it cannot see it.
 
     It covers every ``fp4engine.Linear`` whose weight ``optimizer`` trains. The modules stay the same objects, and their
     ``state_dict`` is what it was: the chosen channels are in the hook's.
@@ -280,9 +333,13 @@ class OutControl(_StepHook):
         recipe: of the outlying channels; None means :func:`outlier_recipe`.
         start, steps: when norms are recorded.
         share: of the channels, rounded up to a ``multiple`` (tensor cores like 128).
+        group: process group of the ranks that hold copies of these weights. Their norms are added up before they
+            choose, so that all choose the same channels; until then each rank's state has the norms of its own inputs.
+            None only where there is one rank.
 
     Raises:
-        ValueError: settings that choose no channel or all of them; no such layer, or one that adds to ``main_grad``.
+        ValueError: settings that choose no channel or all of them; no such layer, or one that adds to ``main_grad``; a
+            recipe with delayed scaling; several ranks and no ``group``.
     """
 
     def __init__(
@@ -295,13 +352,17 @@ class OutControl(_StepHook):
         steps: int = 50,
         share: float = 0.1,
         multiple: int = 128,
+        group: Any = None,
     ) -> None:
-        if start < 0 or steps < 1 or not 0 < share < 1 or multiple < 1:
+        counts = _is_whole(start) and _is_whole(steps, 1) and _is_whole(multiple, 1)
+        if not (counts and _is_number(share) and 0 < share < 1):
             raise ValueError(
-                "start must be >= 0, steps and multiple >= 1 and share in (0, 1), "
-                f"got {start}, {steps}, {multiple} and {share}"
+                "start must be an integer >= 0, steps and multiple integers >= 1 and share in (0, 1), "
+                f"got {start!r}, {steps!r}, {multiple!r} and {share!r}"
             )
-        super().__init__(model, optimizer)
+        _require_group(group)
+        super().__init__(model, optimizer, recipe)
+        self.group = group
         self.start, self.steps, self.share, self.multiple = start, steps, share, multiple
         for name, layer in self.layers.items():
             wrong = ""
@@ -312,16 +373,22 @@ class OutControl(_StepHook):
             elif type(layer) is not Linear:
                 wrong = f"is a {type(layer).__name__}"
             if wrong:
-                self.remove()
                 raise ValueError(f"OutControl splits the channels of every fp4engine.Linear, and {name} {wrong}")
         recipe = outlier_recipe() if recipe is None else recipe
+        plans = {
+            name: make_linear_plan(recipe, layer.module_type, layer.name, tuple(layer.weight.shape))
+            for name, layer in self.layers.items()
+        }
+        if any(plan.is_stateful for plan in plans.values()):
+            raise ValueError(f"recipe must not have delayed scaling, for outlying channels have no history: {recipe!r}")
         self._controlled: dict[str, _Controlled] = {}
         for name, layer in self.layers.items():
             layer.__class__ = _Controlled
             assert isinstance(layer, _Controlled)
             layer.norms = layer.channels = None
-            layer.outliers = make_linear_plan(recipe, layer.module_type, layer.name, tuple(layer.weight.shape))
+            layer.outliers = plans[name]
             self._controlled[name] = layer
+        self._begin(optimizer)
 
     def _count(self, layer: Linear) -> int:
         """How many channels of a layer are outlying."""
@@ -331,15 +398,18 @@ class OutControl(_StepHook):
     def remove(self) -> None:
         """Take the hook off its optimizer, and give the layers back as they were."""
         super().remove()
-        for layer in getattr(self, "_controlled", {}).values():
+        for name, layer in self._controlled.items():
             del layer.norms, layer.channels, layer.outliers
-            layer.__class__ = Linear
+            self.layers[name].__class__ = Linear
+        self._controlled = {}
 
     def _stepped(self, index: int) -> None:
         for layer in self._controlled.values():
             if index == self.start:
                 layer.norms = torch.zeros(layer.in_features, dtype=torch.float32, device=layer.weight.device)
             elif index == self.start + self.steps and layer.norms is not None:
+                if self.group is not None:
+                    dist.all_reduce(layer.norms, group=self.group)
                 order = layer.norms.argsort(descending=True, stable=True)
                 layer.channels = order[: self._count(layer)], order[self._count(layer) :]
                 layer.norms = None
@@ -360,13 +430,30 @@ class OutControl(_StepHook):
             ValueError: another form, or other layers.
         """
 
-        def fits(layer: Linear, kept: Sequence[Tensor]) -> bool:
-            return sum(tensor.numel() for tensor in kept) == layer.in_features
+        def fits_norms(layer: Linear, kept: Sequence[Tensor]) -> bool:
+            return len(kept) == 1 and kept[0].is_floating_point() and kept[0].shape == (layer.in_features,)
 
-        self._require_own(state_dict, norms=fits, channels=fits)
+        def fits_channels(layer: Linear, kept: Sequence[Tensor]) -> bool:
+            if len(kept) != 2 or not all(t.dtype == torch.int64 and t.ndim == 1 and t.numel() for t in kept):
+                return False
+            return torch.cat([t.cpu() for t in kept]).sort().values.tolist() == list(range(layer.in_features))
+
+        self._require_own(state_dict, norms=fits_norms, channels=fits_channels)
         self.step = state_dict["step"]
         for name, layer in self._controlled.items():
             norms, channels = state_dict["norms"].get(name), state_dict["channels"].get(name)
             device = layer.weight.device
             layer.norms = None if norms is None else norms[0].to(device, copy=True)
             layer.channels = None if channels is None else (channels[0].to(device), channels[1].to(device))
+
+
+def _require_group(group: Any) -> None:
+    """Accept a process group, and None where there is one rank."""
+    if group is None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                "group must be the process group of the ranks that hold copies of these weights (dist.group.WORLD "
+                "under data parallelism alone): without it each rank would choose channels of its own"
+            )
+    elif not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group must be a torch.distributed process group or None, got {_shown(group)}")

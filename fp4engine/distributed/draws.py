@@ -4,6 +4,7 @@ from collections import Counter
 
 from torch import nn
 
+from fp4engine.arguments import require_model
 from fp4engine.modules import Gemms, GroupedLinear
 
 
@@ -26,9 +27,12 @@ def draw_by_layer(model: nn.Module, replica: int, *, prefix: str = "", first_exp
         The names by which layers draw.
 
     Raises:
-        ValueError: ``replica`` or ``first_expert`` is not an integer of at least 0; a layer has no name; or two have
-            one.
+        ValueError: ``replica`` or ``first_expert`` is not an integer of at least 0; the model has no layer of
+            fp4engine's; a layer has no name; or two have one.
     """
+    require_model(model)
+    if not isinstance(prefix, str):
+        raise ValueError(f"prefix must be a string, got {prefix!r}")
     for what, value in (("replica", replica), ("first_expert", first_expert)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{what} must be an integer of at least 0, got {value!r}")
@@ -39,6 +43,8 @@ def draw_by_layer(model: nn.Module, replica: int, *, prefix: str = "", first_exp
         for i, gemms in enumerate(module.gemms)
     }
     layers = {path: module for path, module in model.named_modules() if isinstance(module, Gemms)}
+    if not layers:
+        raise ValueError(f"this {type(model).__name__} has no layer of fp4engine's; call fp4engine.convert first")
     nameless = [path or type(module).__name__ for path, module in layers.items() if not module.name]
     if nameless:
         raise ValueError(f"{', '.join(nameless)} has no name; fp4engine.convert gives names, and so does name=")

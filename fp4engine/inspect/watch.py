@@ -209,7 +209,7 @@ def _see_forward(module: Gemms, watched: _Watched, inp: Any, weight: Tensor, bef
     state = current_state()
     plan: Plan | None = module.plan(state)
     group = None if state is None else state.amax_reduction_group
-    refusal = _refusal(plan, inp, weight)
+    refusal = _refusal(module, plan, inp, weight)
     if module.draws_as is not None or (state is not None and state.cp_group is not None):
         refusal = refusal or "its random bits are those of its own name, or of a place among the rows of other ranks"
     if refusal:
@@ -260,7 +260,7 @@ def _share(plan: Plan, x: Tensor, weight: Tensor, group: Any, name: str) -> tupl
     return local.inp, local.weight, Spread(shards, wholes, dims)
 
 
-def _refusal(plan: Plan | None, inp: Any, weight: Tensor) -> str:
+def _refusal(module: Gemms, plan: Plan | None, inp: Any, weight: Tensor) -> str:
     """Why a layer's operands cannot be told; empty if they can."""
     if plan is None:
         return "it computed in high precision"
@@ -268,6 +268,9 @@ def _refusal(plan: Plan | None, inp: Any, weight: Tensor) -> str:
         return "its scales depend on the steps before (delayed scaling)"
     if plan.input.draws_in_forward and plan.weight.draws_in_forward:
         return "both its input and its weight draw random bits in the forward pass"
+    unseen: str = getattr(module, "unseen", "")
+    if unseen:
+        return unseen
     plain = type(weight) in (Tensor, torch.nn.Parameter) and not (isinstance(inp, Tensor) and type(inp) is not Tensor)
     if not plain and not is_distributed(inp, weight):
         return f"its weight is a {type(weight).__name__} and its input a {type(inp).__name__}, not plain tensors"

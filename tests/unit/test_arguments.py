@@ -11,9 +11,11 @@ from torch import nn
 import fp4engine
 from fp4engine import inspect, qat
 from fp4engine.arguments import require_patterns
+from fp4engine.distributed import draw_by_layer
 from fp4engine.estimate import Architecture, estimate, from_config
 from fp4engine.export import TensorFolder, calibrate, export_checkpoint, share_amax
 from fp4engine.inspect import bisect, sensitivity
+from fp4engine.optimizer_hooks import OsciReset, OutControl
 from fp4engine.recipe import NVFP4BlockScaling
 
 RECIPE = NVFP4BlockScaling()
@@ -24,6 +26,20 @@ def make_model(recipe=RECIPE) -> nn.Module:
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
     fp4engine.convert(model, recipe)
     return model
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def osci_reset(**options: object) -> object:
+    model = make_model()
+    return OsciReset(model, sgd(model), **options)
+
+
+def out_control(**options: object) -> object:
+    model = make_model()
+    return OutControl(model, sgd(model), **{"multiple": 16} | options)
 
 
 def record(model: object, out: object, **options: object) -> None:
@@ -46,6 +62,9 @@ OF_A_MODEL: dict[str, Callable[[object], object]] = {
     "record": lambda model: record(model, "never"),
     "bisect": lambda model: bisect(lambda recipe: [1.0], model, RECIPE),
     "sensitivity": lambda model: sensitivity(lambda recipe: [1.0], model, RECIPE),
+    "OsciReset": lambda model: OsciReset(model, sgd(make_model())),
+    "OutControl": lambda model: OutControl(model, sgd(make_model())),
+    "draw_by_layer": lambda model: draw_by_layer(model, 0),
 }
 
 
@@ -67,6 +86,8 @@ OF_A_RECIPE: dict[str, Callable[[object], object]] = {
     "prepare": lambda recipe: qat.prepare(nn.Sequential(nn.Linear(32, 32)), recipe),
     "bisect": lambda recipe: bisect(lambda tried: [1.0], make_model(), recipe),
     "estimate": lambda recipe: estimate(SMALL, recipe=recipe),
+    "OsciReset": lambda recipe: osci_reset(recipe=recipe),
+    "OutControl": lambda recipe: out_control(recipe=recipe),
 }
 
 
@@ -96,6 +117,17 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
         (lambda: bisect(lambda recipe: None, make_model(), RECIPE), "make_run must return the losses .* got None"),
         (lambda: sensitivity(3, make_model(), RECIPE), "make_run must be a function, got 3"),
         (lambda: fp4engine.executed_gemms(make_model(), 3), "step must be a function, got 3"),
+        (lambda: OsciReset(make_model(), "opt"), r"optimizer must be a torch\.optim\.Optimizer, got 'opt'"),
+        (lambda: OutControl(make_model(), None), r"optimizer must be a torch\.optim\.Optimizer, got None"),
+        (lambda: osci_reset(start="a"), "start, window and period must be integers, .* got 'a', 50 and 200"),
+        (lambda: osci_reset(period=None), "start, window and period must be integers, .* got 0, 50 and None"),
+        (lambda: osci_reset(window=2.0), "start, window and period must be integers, .* got 0, 2.0 and 200"),
+        (lambda: osci_reset(threshold="8"), "threshold must be positive, got '8'"),
+        (lambda: out_control(start="a"), "start must be an integer >= 0, .* got 'a', 50, 16 and 0.1"),
+        (lambda: out_control(share="a"), r"share in \(0, 1\), got 501, 50, 16 and 'a'"),
+        (lambda: out_control(group="world"), "group must be a torch.distributed process group or None, got 'world'"),
+        (lambda: draw_by_layer(nn.Linear(32, 32), 0), "this Linear has no layer .* call fp4engine.convert first"),
+        (lambda: draw_by_layer(make_model(), 0, prefix=3), "prefix must be a string, got 3"),
         (lambda: estimate("Llama-3-8B"), r"such as MODELS\['Llama-3-8B'\], or .* got 'Llama-3-8B'"),
         (lambda: estimate(None), "model must be an Architecture, or .* got None"),
         (lambda: from_config(None), "config must be a path, got None"),

@@ -1,13 +1,21 @@
 """OsciReset and OutControl against what TetraJet-v2's code does, written down here from that code."""
 
 import io
+import json
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import fp4engine
+from fp4engine import inspect
+from fp4engine.distributed import draw_by_layer
 from fp4engine.integrations import TrainingState
 from fp4engine.optimizer_hooks import OsciReset, OutControl, outlier_recipe
 from fp4engine.recipe import LinearRecipe, Recipe, recipe_from_json, zoo
@@ -177,6 +185,20 @@ def test_osci_reset_says_what_it_cannot_do() -> None:
         hook.load_state_dict({"step": 3})
     with pytest.raises(ValueError, match="fit no layer of this model"):
         hook.load_state_dict({"step": 3, "oscillations": {"0": (torch.zeros(2, 2),) * 3}})
+    one, other = (tuple(torch.zeros_like(layer.weight) for _ in range(3)) for layer in (net[0], net[2]))
+    for step in ("x", -1, True, None, 1.0):
+        with pytest.raises(ValueError, match=r"what OsciReset\.state_dict returned"):
+            hook.load_state_dict({"step": step, "oscillations": {}})
+    with pytest.raises(ValueError, match=r"what OsciReset\.state_dict returned"):
+        hook.load_state_dict({"step": 3, "oscillations": [one, other]})
+    for kept in (one[:2], (*one, one[0]), one[0], 3, ("a", "b", "c"), tuple(t.long() for t in one)):
+        with pytest.raises(ValueError, match="oscillations of 0 fit no layer of this model"):
+            hook.load_state_dict({"step": 3, "oscillations": {"0": kept, "2": other}})
+    with pytest.raises(ValueError, match="of some layers only, and those of 2 are missing"):
+        hook.load_state_dict({"step": 3, "oscillations": {"0": one}})
+    assert hook.step == 0, "what is refused changes nothing"
+    hook.load_state_dict({"step": 3, "oscillations": {"0": one, "2": list(other)}})
+    assert hook.step == 3
     assert not optimizer._optimizer_step_post_hooks.keys() - {hook._handle.id}, "hooks that were refused are off"
     hook.remove()
     assert not optimizer._optimizer_step_post_hooks
@@ -301,6 +323,158 @@ def test_out_control_says_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match="fit no layer of this model"):
         hook.load_state_dict({"step": 3, "norms": {}, "channels": {"0": (torch.arange(3), torch.arange(3))}})
     assert len(optimizer._optimizer_step_post_hooks) == 1
+
+
+def test_out_control_takes_only_its_own_state() -> None:
+    net = model()
+    hook = OutControl(net, torch.optim.SGD(net.parameters(), 0.1), multiple=16)
+    split, norms = torch.randperm(64).split([16, 48]), (torch.ones(64),)
+    good = {"step": 3, "norms": {"0": norms, "2": norms}, "channels": {"0": split, "2": split}}
+    for change in ({"step": "x"}, {"step": -1}, {"norms": [norms]}, {"channels": None}):
+        with pytest.raises(ValueError, match=r"what OutControl\.state_dict returned"):
+            hook.load_state_dict(good | change)
+    whole = torch.arange(64)
+    for kept in (norms * 2, (), (torch.ones(8, 8),), torch.ones(64), (whole,)):
+        with pytest.raises(ValueError, match="norms of 0 fit no layer of this model"):
+            hook.load_state_dict(good | {"norms": {"0": kept, "2": norms}})
+    repeated = (torch.zeros(16, dtype=torch.int64), torch.arange(48))
+    for kept in ((whole,), (whole[:0], whole), (*split, whole[:0]), repeated, [part.float() for part in split], "ab"):
+        with pytest.raises(ValueError, match="channels of 0 fit no layer of this model"):
+            hook.load_state_dict(good | {"channels": {"0": kept, "2": split}})
+    hook.load_state_dict(good)
+    assert hook.step == 3
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", zoo.make("fp8_delayed")], ids=["a name", "delayed scaling"])
+def test_a_recipe_that_out_control_refuses_leaves_all_as_it_was(recipe: Any) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with pytest.raises(ValueError, match="recipe must"):
+        OutControl(net, optimizer, recipe, multiple=16)
+    assert type(net[0]) is type(net[2]) is fp4engine.Linear
+    assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("kind", [OsciReset, OutControl])
+def test_a_hook_says_that_its_layers_were_reverted(kind: Any) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    settings = {"multiple": 16} if kind is OutControl else {"recipe": zoo.make("nvfp4")}
+    hook = kind(net, optimizer, **settings)
+    train(net, optimizer, zoo.make("nvfp4"), batches(1))
+    fp4engine.revert(net)
+    said = rf"{kind.__name__}'s layers 0, 2 are no longer in the model, as after fp4engine\.revert; call .*remove\(\)"
+    with pytest.raises(RuntimeError, match=said):
+        optimizer.step()
+    assert hook.step == 1
+    hook.remove()
+    optimizer.step()
+    assert type(net[0]) is nn.Linear
+
+
+def test_a_layer_that_is_split_is_not_recorded(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    OutControl(net, optimizer, start=0, steps=1, multiple=16)
+    with inspect.record(net, tmp_path, every=1, optimizer=optimizer):
+        train(net, optimizer, zoo.make("nvfp4"), batches(4))
+    rows = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows if row["kind"] == "operand"} == {0, 1}
+    refusals = [(row["step"], row["layer"]) for row in rows if "OutControl splits" in row.get("reason", "")]
+    assert sorted(refusals) == [(2, "0"), (2, "2"), (3, "0"), (3, "2")]
+
+
+def controlled(group: Any = None) -> tuple[nn.Module, OutControl]:
+    """One layer whose even channels outlie, each equal to the odd one beside it; all casts are those of NVFP4."""
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(64, 32))
+    with torch.no_grad():
+        net[0].weight[:, 1::2] = net[0].weight[:, ::2]
+    fp4engine.convert(net)
+    hook = OutControl(net, torch.optim.SGD(net.parameters(), 0.1), zoo.make("nvfp4"), multiple=16, group=group)
+    split = torch.arange(0, 64, 2), torch.arange(1, 64, 2)
+    hook.load_state_dict({"step": 900, "norms": {}, "channels": {"0": split}})
+    return net, hook
+
+
+def products(net: nn.Module, x: Tensor, dy: Tensor, cp_group: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, and gradients of input and weight."""
+    x = x.clone().requires_grad_()
+    fp4engine.manual_seed(4)
+    with fp4engine.autocast(recipe=zoo.make("nvfp4"), cp_group=cp_group):
+        y = net(x)
+    y.backward(dy)
+    assert x.grad is not None
+    return y.detach(), x.grad, net[0].weight.grad
+
+
+def test_both_products_draw_by_their_layer_s_name_one_after_the_other() -> None:
+    torch.manual_seed(6)
+    x, dy = torch.randn(64, 64), torch.randn(64, 32)
+    found = []
+    for others in (0, 3):
+        net, _ = controlled()
+        draw_by_layer(net, 0)
+        fp4engine.manual_seed(4)
+        first = fp4engine.Linear(64, 32, recipe=zoo.make("nvfp4"))
+        for _ in range(others):  # the process's own stream goes on, and the layer's does not
+            first(x).backward(dy)
+        x.grad = None
+        leaf = x.clone().requires_grad_()
+        with fp4engine.autocast(recipe=zoo.make("nvfp4")):
+            net(leaf).backward(dy)
+        found.append(leaf.grad)
+        draws = TrainingState(net).state_dict()["ranks"][0]["rng"]["draws"]
+        assert draws["cpu/backward/0"] == 2
+    one, other = found
+    assert torch.equal(one, other)
+    assert not torch.equal(one[:, ::2], one[:, 1::2]), "equal weights, so that equal bits would show"
+
+
+def on_a_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    rows = slice(32 * rank, 32 * rank + 32)
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    try:
+        OutControl(net, optimizer, multiple=16)
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    hook = OutControl(net, optimizer, start=0, steps=1, multiple=16, share=0.2, group=dist.group.WORLD)
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(rank))
+    x[:, rank] *= 5
+    x[:, 2:20] *= 1 + rank
+    with torch.no_grad():
+        norms = x.norm(dim=0)
+    for _ in range(2):
+        train(net, optimizer, zoo.make("nvfp4"), iter([x]))
+    inputs, gradients = torch.load(f"{folder}/inputs")
+    split, _ = controlled(dist.group.WORLD)
+    y, dx, dw = products(split, inputs[rows], gradients[rows], dist.group.WORLD)
+    dist.all_reduce(dw)
+    torch.save((said, hook.state_dict()["channels"]["0"], norms, (y, dx, dw)), f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+def test_ranks_choose_the_same_channels_and_cast_as_one_process(tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    x, dy = torch.randn(64, 64), torch.randn(64, 32)
+    torch.save((x, dy), tmp_path / "inputs")
+    mp.spawn(on_a_rank, (str(tmp_path),), 2)
+    ranks = [torch.load(tmp_path / str(rank)) for rank in range(2)]
+    assert all(re.match("group must be the process group", said) for said, *_ in ranks)
+    order = (ranks[0][2] + ranks[1][2]).argsort(descending=True, stable=True)
+    for _, (outlying, others), norms, _ in ranks:
+        assert torch.equal(torch.cat([outlying, others]), order)
+        assert not torch.equal(norms.argsort(descending=True, stable=True)[:16], order[:16]), "alone it would differ"
+    net, _ = controlled()
+    y, dx, dw = products(net, x, dy)
+    for index, whole in enumerate((y, dx)):
+        torch.testing.assert_close(torch.cat([found[index] for *_, found in ranks]), whole, rtol=1e-5, atol=1e-5)
+    for *_, (_, _, summed) in ranks:
+        torch.testing.assert_close(summed, dw, rtol=1e-5, atol=1e-5)
 
 
 def test_the_casts_of_outlying_channels_are_a_recipe() -> None:
