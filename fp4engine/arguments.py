@@ -15,7 +15,7 @@ def require_model(model: object) -> None:
         ValueError: it is something else, its class for instance.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {_shown(model)}")
+        raise ValueError(f"model must be a torch.nn.Module, got {shown(model)}")
 
 
 def require_patterns(name: str, patterns: Iterable[str]) -> tuple[str, ...]:
@@ -28,7 +28,7 @@ def require_patterns(name: str, patterns: Iterable[str]) -> tuple[str, ...]:
         raise ValueError(f"{name} must be a sequence of patterns, got the string; write [{patterns!r}]")
     given: tuple[Any, ...] | None = tuple(patterns) if isinstance(patterns, Iterable) else None
     if given is None or not all(isinstance(pattern, str) for pattern in given):
-        raise ValueError(f"{name} must be a sequence of patterns, which are strings, got {_shown(patterns)}")
+        raise ValueError(f"{name} must be a sequence of patterns, which are strings, got {shown(patterns)}")
     return given
 
 
@@ -39,7 +39,7 @@ def require_path(name: str, path: str | os.PathLike[str]) -> Path:
         ValueError: neither a string nor a path.
     """
     if not isinstance(path, str | os.PathLike):
-        raise ValueError(f"{name} must be a path, got {_shown(path)}")
+        raise ValueError(f"{name} must be a path, got {shown(path)}")
     return Path(path)
 
 
@@ -50,9 +50,9 @@ def require_callable(name: str, function: Callable[..., Any]) -> None:
         ValueError: it cannot.
     """
     if not callable(function):
-        raise ValueError(f"{name} must be a function, got {_shown(function)}")
+        raise ValueError(f"{name} must be a function, got {shown(function)}")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """``repr`` in one line of bounded length."""
     return f"{' '.join(repr(value).split()):.80}"

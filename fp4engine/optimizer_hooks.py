@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fp4engine.arguments import require_model
+from fp4engine.arguments import require_model, shown
 from fp4engine.formats import Rotation, Signs
 from fp4engine.functional import LinearPlan, linear, make_linear_plan
 from fp4engine.modules import Linear
@@ -42,7 +42,7 @@ class _StepHook:
         require_model(model)
         require_recipe(recipe)
         if not isinstance(optimizer, Optimizer):
-            raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {_shown(optimizer)}")
+            raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         kind = type(self).__name__
         if getattr(optimizer, "master_weights", False):
@@ -101,13 +101,13 @@ class _StepHook:
             or not _is_whole(state_dict["step"])
             or not all(isinstance(state_dict[key], dict) for key in fits)
         ):
-            raise ValueError(f"state_dict must be what {kind}.state_dict returned, got {_shown(state_dict)}")
+            raise ValueError(f"state_dict must be what {kind}.state_dict returned, got {shown(state_dict)}")
         for key, fit in fits.items():
             kept = state_dict[key]
             for name, tensors in kept.items():
                 are_tensors = isinstance(tensors, tuple | list) and all(isinstance(t, Tensor) for t in tensors)
                 if name not in self.layers or not are_tensors or not fit(self.layers[name], tensors):
-                    got = f"shapes {[tuple(t.shape) for t in tensors]}" if are_tensors else _shown(tensors)
+                    got = f"shapes {[tuple(t.shape) for t in tensors]}" if are_tensors else shown(tensors)
                     raise ValueError(f"{kind}'s {key} of {name} fit no layer of this model, got {got}")
             missing = [name for name in self.layers if name not in kept]
             if kept and missing:
@@ -123,11 +123,6 @@ def _is_whole(value: object, least: int = 0) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _shown(value: object) -> str:
-    """``repr`` in one line of bounded length."""
-    return f"{' '.join(repr(value).split()):.80}"
 
 
 class Oscillation(NamedTuple):
@@ -456,4 +451,4 @@ def _require_group(group: Any) -> None:
                 "under data parallelism alone): without it each rank would choose channels of its own"
             )
     elif not dist.is_available() or not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group must be a torch.distributed process group or None, got {_shown(group)}")
+        raise ValueError(f"group must be a torch.distributed process group or None, got {shown(group)}")
