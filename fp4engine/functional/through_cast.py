@@ -20,7 +20,6 @@ from fp4engine.ops import Operand
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
 from fp4engine.reference.hadamard import rotate_back
-from fp4engine.reference.philox import rotation_signs
 
 
 def within(x: Tensor, operand: Operand, quantizer: Quantizer, plan: LinearPlan) -> Tensor | None:
@@ -69,5 +68,5 @@ def gradient(
     if within is not None:
         values = values * reference.unpack_bits(within)[:, : values.shape[1]]
     if rotation is not None:
-        values = rotate_back(values, rotation_signs(rotation, None, 0, values.device))
+        values = rotate_back(values, rotation)
     return values[:, :cols].to(dtype).contiguous()

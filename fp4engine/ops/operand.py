@@ -9,7 +9,6 @@ from fp4engine import reference
 from fp4engine.formats import CastSpec, Correction, Outer
 from fp4engine.reference import pack, unpack
 from fp4engine.reference.hadamard import rotate_back
-from fp4engine.reference.philox import rotation_signs
 
 
 class Operand(NamedTuple):
@@ -87,7 +86,7 @@ class Operand(NamedTuple):
         if rotation.signs.is_fresh:
             raise ValueError(f"an operand rotated by freshly drawn signs ({rotation}) does not decode to its tensor")
         values = self.dequantize(torch.float32, backend)
-        values = rotate_back(values, rotation_signs(rotation, None, 0, values.device))
+        values = rotate_back(values, rotation)
         return values[:, : self.cols].to(dtype).contiguous()
 
     def transposed(self) -> "Operand":

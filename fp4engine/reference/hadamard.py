@@ -5,6 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from fp4engine.formats import Rotation
+from fp4engine.reference.philox import rotation_signs
+
 
 def rotate(x: Tensor, signs: Tensor, dtype: torch.dtype) -> Tensor:
     """``y = x.view(-1, n) @ diag(signs) @ H_n / sqrt(n)``, Sylvester order, rounded once to ``dtype``.
@@ -37,9 +40,10 @@ def rotate(x: Tensor, signs: Tensor, dtype: torch.dtype) -> Tensor:
     return y.to(dtype).float().view_as(x)
 
 
-def rotate_back(y: Tensor, signs: Tensor) -> Tensor:
+def rotate_back(y: Tensor, rotation: Rotation) -> Tensor:
     """The x of which ``y`` is the rotation, ``x = y.view(-1, n) @ H_n @ diag(signs) / sqrt(n)``: FP32 [rows, cols].
 
-    In the order of :func:`rotate`, with the signs last.
+    In the order of :func:`rotate`, with the signs last, which are not drawn.
     """
+    signs = rotation_signs(rotation, None, 0, y.device)
     return rotate(y, torch.ones_like(signs), torch.float32) * signs.repeat(y.shape[1] // signs.numel())

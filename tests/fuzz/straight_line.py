@@ -20,7 +20,6 @@ from fp4engine.recipe import Recipe
 from fp4engine.recipe.casts import Casts
 from fp4engine.reference.cast import prepare
 from fp4engine.reference.hadamard import rotate_back
-from fp4engine.reference.philox import rotation_signs
 from fp4engine.roles import QuantizerRole
 
 ROLES = ("input", "weight", "grad_output")
@@ -204,7 +203,7 @@ class Linear:
             limit = limit * (amax / torch.tensor(own.spec.numerator, dtype=torch.float32))
             grad = grad * ((values == 0) | (values.abs() < limit))[:, : grad.shape[1]]
         if rotation is not None:
-            grad = rotate_back(grad, rotation_signs(rotation, None, 0, grad.device))
+            grad = rotate_back(grad, rotation)
         return grad[:, : own.matrix.shape[1]].to(dtype)
 
     def _backward_rng(self, casts: Casts) -> Tensor | None:
