@@ -57,6 +57,8 @@ from fp4engine.kernels.norm import COLS, ROWS, row_statistics_kernel
 from fp4engine.kernels.quantize import quantize_kernel, tile_shape
 from fp4engine.kernels.swizzle import COL_TILES, swizzle_kernel
 from fp4engine.kernels.target import hardware_of
+from fp4engine.kernels.through_cast import TILE_R as CLIPPED_ROWS
+from fp4engine.kernels.through_cast import back_kernel, within_kernel
 from fp4engine.kernels.transpose import TILE as TRANSPOSED_TILE
 from fp4engine.kernels.transpose import transpose_kernel
 from fp4engine.recipe import zoo
@@ -129,7 +131,7 @@ POINTERS = {
     "beta_ptr": "*bf16", "y_ptr": "*bf16", "dy_ptr": "*bf16", "dx_ptr": "*bf16", "counts_ptr": "*i32",
     "offsets_ptr": "*i64", "chunks_ptr": "*fp32", "values_ptr": "*fp32", "current_ptr": "*fp32", "chosen_ptr": "*fp32",
     "tile_scale_ptr": "*u8", "histogram_ptr": "*i32", "ranked_ptr": "*fp32", "place_ptr": "*i32",
-    "maxima_ptr": "*fp64", "worst_ptr": "*fp64",
+    "maxima_ptr": "*fp64", "bits_ptr": "*u8", "worst_ptr": "*fp64",
     "whole_ptr": "*fp32", "largest_ptr": "*fp32", "sums_ptr": "*fp64",
 }  # fmt: skip
 OUTPUTS = {
@@ -281,6 +283,9 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     tile = {"TILE_R": COUNTED_ROWS, "TILE_C": TILE_C}
     table.append(("channels", channels_kernel, tile | {"stride_c": 1}, "bf16"))
     table.append(("fold channels", fold_channels_kernel, tile | {"PARTS": 64}, "bf16"))
+    tile = {"CAST": BlockCast.of(zoo.QUEST, "codes", 0), "TILE_R": CLIPPED_ROWS, "TILE_C": TILE_C}
+    table.append(("clip: where", within_kernel, tile | {"stride_c": 1, "LARGEST": 6.0}, "bf16"))
+    table.append(("clip: the gradient", back_kernel, tile, "bf16"))
     for per_row in (False, True):
         name = "dequantize row-scaled" if per_row else "dequantize"
         table.append(

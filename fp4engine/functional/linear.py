@@ -296,27 +296,27 @@ def _gradients(
     grad_output: Tensor, saved: Saved, call: Call, rng: Tensor | None, in_features: int, weight_dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the input and of the weight, one operation after the other."""
-    grad_input = grad_weight = None
+    grad_input, grad_weight, backend = None, None, call.plan.backend
     left, left_t = quantize_grad(grad_output, call, rng)
     weight, inp = saved_operands(saved.weight, saved.inp, call, rng)
     if call.needs_dgrad:
         assert left is not None and weight is not None
         rotation = rotation_of(call.plan.weight, call.plan)
         dgrad = partial(linear_dgrad, left, weight, call)
-        grad_input = gradient(dgrad, rotation, saved.inp_within, in_features, call.dtype)
+        grad_input = gradient(dgrad, rotation, saved.inp_within, in_features, call.dtype, backend)
     if call.needs_wgrad:
         assert left_t is not None and inp is not None
         rotation = rotation_of(call.plan.input, call.plan)
         wgrad = partial(linear_wgrad, left_t, inp, call)
-        undo = rotation, saved.weight_within, in_features
+        undone = partial(gradient, wgrad, rotation, saved.weight_within, in_features, backend=backend)
         if call.main_grad is None:
-            grad_weight = gradient(wgrad, *undo, weight_dtype)
+            grad_weight = undone(weight_dtype)
         else:
             buffer = call.main_grad.buffer
             if rotation is None and saved.weight_within is None:
                 call.main_grad.product = partial(wgrad, buffer.dtype, buffer)
             else:
-                call.main_grad.product = partial(_add, buffer, partial(gradient, wgrad, *undo, torch.float32))
+                call.main_grad.product = partial(_add, buffer, partial(undone, torch.float32))
             grad_weight = no_gradient(buffer.shape, weight_dtype, grad_output.device)
     return grad_input, grad_weight
 

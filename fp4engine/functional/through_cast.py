@@ -3,7 +3,7 @@
     x_hat = Q(x H)      straight through:  dx = d_x_hat H^T      clipped:  dx = (d_x_hat * within) H^T
 
 A cast that does not rotate has H = 1. A product gives ``d_x_hat`` if its other operand was made of what the forward
-pass multiplied, rotated as that is; an operand that is made of the tensor itself gives ``dx``. In plain PyTorch.
+pass multiplied, rotated as that is; an operand that is made of the tensor itself gives ``dx``.
 
 Source: arXiv 2505.14669; IST-DASLab Quartet 00ccd38, ``quantizers/mxfp4.py``, ``QuestMXFP4QuantizerFn``.
 """
@@ -13,13 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fp4engine import reference
+from fp4engine import ops
 from fp4engine.formats import Rotation
 from fp4engine.functional.plan import LinearPlan
 from fp4engine.ops import Operand
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
-from fp4engine.reference.hadamard import rotate_back
 
 
 def within(x: Tensor, operand: Operand, quantizer: Quantizer, plan: LinearPlan) -> Tensor | None:
@@ -35,9 +34,7 @@ def within(x: Tensor, operand: Operand, quantizer: Quantizer, plan: LinearPlan) 
         return None
     if type(x) not in (Tensor, torch.nn.Parameter):
         raise NotImplementedError(f"clipped_gradient=True needs plain tensors that were cast, got a {type(x).__name__}")
-    assert operand.spec is not None and operand.scale_inv is not None and operand.amax is not None
-    cast = reference.Cast(operand.data, operand.scale_inv, operand.amax)
-    return reference.pack_bits(reference.within_range(as_matrix(x), cast, operand.spec))
+    return ops.within_range(as_matrix(x), operand, plan.backend)
 
 
 def rotation_of(quantizer: Quantizer, plan: LinearPlan) -> Rotation | None:
@@ -55,6 +52,7 @@ def gradient(
     within: Tensor | None,
     cols: int,
     dtype: torch.dtype,
+    backend: str,
 ) -> Tensor:
     """The gradient [rows, cols] in ``dtype``, of a product in the dtype that ``multiply`` is asked for.
 
@@ -64,9 +62,4 @@ def gradient(
     """
     if rotation is None and within is None:
         return multiply(dtype)
-    values = multiply(torch.float32)
-    if within is not None:
-        values = values * reference.unpack_bits(within)[:, : values.shape[1]]
-    if rotation is not None:
-        values = rotate_back(values, rotation)
-    return values[:, :cols].to(dtype).contiguous()
+    return ops.clip_and_rotate_back(multiply(torch.float32), within, rotation, cols, dtype, backend)

@@ -10,9 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.formats import FP32, CastSpec
-from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes, decode_tile, from_stored, repeated, round_to, two_to
+from fp4engine.kernels.block_cast import decode_tile, from_stored, two_to
+from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes
 from fp4engine.kernels.encode import narrow
 from fp4engine.kernels.launch import Block, Draft, Facts, Launch, device_facts, facts, resolver
+from fp4engine.kernels.rotate import round_to
 
 TILE_R = 32
 
@@ -27,6 +29,14 @@ def load_scales(scale_ptr, row, block, inside, blocks, CAST: tl.constexpr, HARDW
         return from_stored(stored, CAST, HARDWARE)
     else:
         return tl.where(stored == 255, float("nan"), two_to(stored.to(tl.int32)))
+
+
+@triton.jit
+def repeated(t, TIMES: tl.constexpr):
+    """[R, N] with each column ``TIMES`` times."""
+    R: tl.constexpr = t.shape[0]
+    N: tl.constexpr = t.shape[1]
+    return tl.reshape(tl.broadcast_to(t[:, :, None], [R, N, TIMES]), [R, N * TIMES])
 
 
 @triton.jit

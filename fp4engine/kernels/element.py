@@ -10,8 +10,8 @@ from functools import cache
 import triton
 import triton.language as tl
 
-from fp4engine.formats import ElementFormat
-from fp4engine.kernels.encode import from_bits, to_bits
+from fp4engine.formats import E2M1, ElementFormat
+from fp4engine.kernels.encode import STEP_HALF_BITS, even_code, from_bits, to_bits
 
 INTEGERS = tl.constexpr(2.0**23)
 """Adding this rounds a smaller number to an integer, ties to even, which is then the low bits."""
@@ -34,6 +34,7 @@ class Grid:
     bias: int
     largest: float
     largest_code: int
+    is_e2m1: bool
 
     @staticmethod
     @cache
@@ -41,7 +42,8 @@ class Grid:
         exponent, mantissa = element.max_exponent, element.mantissa_bits
         fraction = element.max_value / 2.0**exponent - 1
         code = ((exponent + element.bias) << mantissa) + int(fraction * (1 << mantissa))
-        return Grid(element.exponent_bits + mantissa + 1, mantissa, element.bias, element.max_value, code)
+        bits = element.exponent_bits + mantissa + 1
+        return Grid(bits, mantissa, element.bias, element.max_value, code, element == E2M1)
 
 
 @triton.jit
@@ -56,7 +58,9 @@ def encode_element(v, random, GRID: tl.constexpr, ROUNDING: tl.constexpr, RANDOM
     """
     v = tl.where(v == v, v, 0.0)
     a = tl.minimum(tl.abs(v), GRID.largest)
-    if ROUNDING == "stochastic":
+    if GRID.is_e2m1 and (ROUNDING == "even" or ROUNDING == "away" or ROUNDING == "stochastic"):
+        code = e2m1_code(a, random, ROUNDING, RANDOM_BITS)
+    elif ROUNDING == "stochastic":
         shift: tl.constexpr = 23 - GRID.mantissa
         least: tl.constexpr = 2.0 ** (1 - GRID.bias)
         binade: tl.constexpr = (128 - GRID.bias) << GRID.mantissa
@@ -81,6 +85,22 @@ def encode_element(v, random, GRID: tl.constexpr, ROUNDING: tl.constexpr, RANDOM
         code = ((exponent - (128 - GRID.bias)) << GRID.mantissa) + steps
     sign = (v < 0).to(tl.uint32) << (GRID.bits - 1)
     return tl.minimum(code, GRID.largest_code).to(tl.uint32, bitcast=True) | sign
+
+
+@triton.jit
+def e2m1_code(a, random, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr):
+    """Magnitude code of ``a``, from 0 to 6: int32, in half the instructions that any format takes."""
+    if ROUNDING == "even":
+        code = even_code(a).to(tl.int32, bitcast=True) - STEP_HALF_BITS
+    elif ROUNDING == "stochastic":
+        # The subnormal range below 1 beside the first binade, as in stochastic_code.
+        pattern = tl.maximum(a, (a + 1.0) * 0.5).to(tl.int32, bitcast=True) - 0x3F000000
+        code = (pattern + (random << (22 - RANDOM_BITS)) + (1 << (21 - RANDOM_BITS))) >> 22
+    else:
+        # Half a step onto the bits carries ties away from zero; 1/2 and 1, the subnormal steps, are compared with.
+        normal = ((a.to(tl.int32, bitcast=True) + 0x00200000) >> 22) - 252
+        code = tl.maximum(normal, tl.where(a >= 0.75, 2, (a >= 0.25).to(tl.int32)))
+    return code
 
 
 @triton.jit

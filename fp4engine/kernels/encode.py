@@ -403,14 +403,20 @@ def pack_values(codes, v, scale, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def stack(words):
-    """Two or eight tensors [...] as one tensor [..., 2 or 8]."""
+    """Two, four, eight or sixteen tensors [...] as one tensor [..., 2, 4, 8 or 16]."""
     if len(words) == 2:
         return tl.join(words[0], words[1])
-    else:
+    elif len(words) == 4:
+        both = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
+        return tl.reshape(both, both.shape[:-2] + [4])
+    elif len(words) == 8:
         even = tl.join(tl.join(words[0], words[4]), tl.join(words[2], words[6]))
         odd = tl.join(tl.join(words[1], words[5]), tl.join(words[3], words[7]))
         both = tl.join(even, odd)
         return tl.reshape(both, both.shape[:-3] + [8])
+    else:
+        halves = tl.join(stack(words[:8]), stack(words[8:]))
+        return tl.reshape(tl.permute(halves, [0, 2, 1]), halves.shape[:-2] + [16])
 
 
 @triton.jit
@@ -428,3 +434,10 @@ def unstack4(x):
     """[n, 2, 2] as ``((x00, x10), (x01, x11))``."""
     low, high = tl.split(x)
     return tl.split(low), tl.split(high)
+
+
+@triton.jit
+def sixteenths(t):
+    """Sixteen tensors [n], the i-th with element i of every sixteen neighbours of ``t``."""
+    low, high = tl.split(tl.permute(tl.reshape(t, [t.numel // 16, 2, 8]), [0, 2, 1]))
+    return unstack8(low) + unstack8(high)

@@ -15,18 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.formats import CastSpec
-from fp4engine.kernels.block_decode import load_codes, load_factor, load_scales
-from fp4engine.kernels.blocks import (
-    TILE_C,
-    BlockCast,
-    as_bytes,
-    decode_tile,
-    largest_of,
-    load_tile,
-    magnitudes,
-    prepared,
-    repeated,
-)
+from fp4engine.kernels.block_cast import decode_tile, load_tile, magnitudes, prepared
+from fp4engine.kernels.block_decode import load_codes, load_factor, load_scales, repeated
+from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes
+from fp4engine.kernels.encode import from_bits, stack
 from fp4engine.kernels.launch import Block, Draft, Facts, Launch, device_facts, facts, resolver
 
 TILE_R = 32
@@ -46,6 +38,14 @@ PROGRAMS_PER_SM = 2
 CHANNEL_PROGRAMS_PER_SM = 4
 NARROW = 16
 """Columns of what is called a block where a cast has no block scales."""
+
+
+@triton.jit
+def largest_of(bits, GROUP: tl.constexpr):
+    """Maxima of ``GROUP`` neighbours of int32 [R, C], as FP32 [R, C / GROUP]."""
+    R: tl.constexpr = bits.shape[0]
+    most = tl.max(tl.reshape(bits, [R, bits.shape[1] // GROUP, GROUP]), axis=2)
+    return from_bits(most.to(tl.uint32, bitcast=True))
 
 
 @triton.jit
@@ -127,7 +127,8 @@ def figures_kernel(
         row = row0 + local
         block = col0 // WIDTH + wide_block
         inside = (row < R) & (col0 + column < cols)
-        x = prepared(x_ptr, rng_ptr, R, C, stride_r, stride_c, row0, col0, stream, CAST, TILE_R, TILE_C, HARDWARE)
+        y = prepared(x_ptr, rng_ptr, R, C, stride_r, stride_c, row0, col0, stream, CAST, TILE_R, TILE_C, HARDWARE)
+        x = tl.reshape(stack(y), [TILE_R, TILE_C])
         codes = load_codes(codes_ptr, row0, col0, R, width, CAST, TILE_R, TILE_C)
         factor = load_factor(amax_ptr, row, col0, R, width, CAST)
         x_hat = decode_tile(codes, CAST)

@@ -31,6 +31,7 @@ from fp4engine.ops.linear import Casts, LinearAtOnce, linear_at_once
 from fp4engine.ops.operand import Operand, is_transposable
 from fp4engine.ops.reduce import all_reduce_amax
 from fp4engine.ops.rng import RandomStream, current_seed, get_rng_state, manual_seed, rank_bits, set_rng_state
+from fp4engine.ops.through_cast import clip_and_rotate_back, within_range
 from fp4engine.ops.tiles import spread_tiles
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "amax",
     "amax_shape",
     "casts_supported",
+    "clip_and_rotate_back",
     "column_sums",
     "current_seed",
     "dequantize",
@@ -76,4 +78,5 @@ __all__ = [
     "set_rng_state",
     "spread_tiles",
     "transient_form",
+    "within_range",
 ]

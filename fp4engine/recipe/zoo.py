@@ -230,8 +230,8 @@ ZOO: dict[str, Row] = {
         _quartet,
         "arXiv 2505.14669, algorithm 1; constants and ties of IST-DASLab Quartet 00ccd38, `QuestMXFP4Quantizer` and "
         "`AlbertTsengQuantizer`",
-        "gradients are clipped and rotated back in plain PyTorch. Fresh signs come before the Hadamard matrix, as in "
-        "the paper: the code has them behind it, where they change nothing. No 1e-8 is added to deviations",
+        "fresh signs come before the Hadamard matrix, as in the paper: the code has them behind it, where they change "
+        "nothing. No 1e-8 is added to deviations",
     ),
     "quartet2": Row(
         lambda: _fresh(FOUR_OVER_SIX.replace(rounding=RoundingMode.AWAY), EDEN, 128),
