@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.formats import CastSpec
-from fp4engine.kernels.block_cast import decode_tile, load_tile, magnitudes, prepared
-from fp4engine.kernels.block_decode import load_codes, load_factor, load_scales, repeated
+from fp4engine.kernels.block_cast import decode_tile, largest_of_groups, load_tile, magnitudes, prepared, repeat
+from fp4engine.kernels.block_decode import load_factor, load_scales
 from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes
-from fp4engine.kernels.encode import from_bits, stack
+from fp4engine.kernels.encode import block_amax, from_bits
 from fp4engine.kernels.launch import Block, Draft, Facts, Launch, device_facts, facts, resolver
 
 TILE_R = 32
@@ -38,14 +38,6 @@ PROGRAMS_PER_SM = 2
 CHANNEL_PROGRAMS_PER_SM = 4
 NARROW = 16
 """Columns of what is called a block where a cast has no block scales."""
-
-
-@triton.jit
-def largest_of(bits, GROUP: tl.constexpr):
-    """Maxima of ``GROUP`` neighbours of int32 [R, C], as FP32 [R, C / GROUP]."""
-    R: tl.constexpr = bits.shape[0]
-    most = tl.max(tl.reshape(bits, [R, bits.shape[1] // GROUP, GROUP]), axis=2)
-    return from_bits(most.to(tl.uint32, bitcast=True))
 
 
 @triton.jit
@@ -72,25 +64,64 @@ def rank(e, s, p, e0, s0, p0, e1, s1, p1, e2, s2, p2, e3, s3, p3):
 
 
 @triton.jit
-def sums_of(t, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums of FP32 [R, C] over blocks, [R / HEIGHT, C / WIDTH]."""
-    R: tl.constexpr = t.shape[0]
-    C: tl.constexpr = t.shape[1]
-    return tl.sum(tl.sum(tl.reshape(t, [R // HEIGHT, HEIGHT, C // WIDTH, WIDTH]), axis=3), axis=1)
+def over_block(t, HEIGHT: tl.constexpr, SHARE: tl.constexpr, BLOCKS: tl.constexpr):
+    """Sums of FP32 [sixteenths], of ``BLOCKS * SHARE`` in a row of the tile, over blocks ``HEIGHT`` rows tall."""
+    if SHARE > 1:
+        t = tl.sum(tl.reshape(t, [t.numel // SHARE, SHARE]), axis=1)
+    if HEIGHT > 1:
+        t = tl.sum(tl.reshape(t, [t.numel // (HEIGHT * BLOCKS), HEIGHT, BLOCKS]), axis=1)
+        t = tl.reshape(t, [t.numel])
+    return t
 
 
 @triton.jit
-def both(first, second):
-    """How often each of two masks of less than 2^16 elements holds, in one reduction."""
-    pair = first.to(tl.int32) + (second.to(tl.int32) << 16)
-    counts = tl.sum(tl.reshape(pair, [pair.numel]))
-    return counts & 0xFFFF, counts >> 16
+def largest_of_rows(t, HEIGHT: tl.constexpr, BLOCKS: tl.constexpr):
+    """Of [rows * BLOCKS] the largest of each ``HEIGHT`` rows."""
+    if HEIGHT > 1:
+        t = tl.max(tl.reshape(t, [t.numel // (HEIGHT * BLOCKS), HEIGHT, BLOCKS]), axis=1)
+        t = tl.reshape(t, [t.numel])
+    return t
 
 
 @triton.jit
-def total(t):
-    """FP64 sum of a matrix."""
-    return tl.sum(tl.reshape(t, [t.numel]).to(tl.float64))
+def load_codes(codes_ptr, row, group, inside, width, CAST: tl.constexpr):
+    """Codes of sixteen neighbours: uint32 words, eight codes in a word or four; 0 where not ``inside``."""
+    WORDS: tl.constexpr = 2 if CAST.packed else 4
+    place = (row.to(tl.int64) * (width // 16) + group) * WORDS
+    pointer = codes_ptr.to(tl.pointer_type(tl.uint32)) + place
+    words = ()
+    for i in tl.static_range(WORDS):
+        words = words + (tl.load(pointer + i, mask=inside, other=0),)
+    return words
+
+
+@triton.jit
+def add_histogram(
+    of_codes,
+    codes_ptr,
+    row0,
+    col0,
+    R,
+    width,
+    cols,
+    CAST: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """``of_codes`` plus how often each code is in a tile; what is outside of the operand counts as 0."""
+    SHARE: tl.constexpr = 1 + CAST.packed  # codes in a byte
+    BYTES: tl.constexpr = TILE_C // SHARE
+    index = tl.arange(0, TILE_R * BYTES)
+    row, byte = row0 + index // BYTES, col0 // SHARE + index % BYTES
+    there = (row < R) & (byte < width // SHARE)
+    codes = tl.load(codes_ptr + (row.to(tl.int64) * (width // SHARE) + byte), mask=there, other=0).to(tl.int32)
+    if CAST.packed:
+        of_codes += tl.histogram(tl.where(2 * byte < cols, codes & 15, 0), BINS)
+        of_codes += tl.histogram(tl.where(2 * byte + 1 < cols, codes >> 4, 0), BINS)
+    else:
+        of_codes += tl.histogram(tl.where(byte < cols, codes, 0), BINS)
+    return of_codes
 
 
 @triton.jit
@@ -104,101 +135,109 @@ def figures_kernel(
     """
     GRID: tl.constexpr = CAST.grid
     BLOCKS: tl.constexpr = TILE_C // WIDTH
-    TALL: tl.constexpr = TILE_R // HEIGHT
+    SHARE: tl.constexpr = WIDTH // 16
+    GROUPS: tl.constexpr = TILE_C // 16
+    BITS: tl.constexpr = 4 if CAST.packed else 8
+    PER_WORD: tl.constexpr = 32 // BITS
+    CODES: tl.constexpr = 16 if CAST.packed else BINS
     across = tl.cdiv(width, TILE_C)
     blocks = width // WIDTH
     tiles = tl.cdiv(R, TILE_R) * across
-    local = tl.arange(0, TILE_R)[:, None]
-    column = tl.arange(0, TILE_C)[None, :]
-    high = tl.arange(0, TALL)[:, None]
-    wide_block = tl.arange(0, BLOCKS)[None, :]
-    zero = tl.zeros([1], tl.float64)
-    nonfinite, nonzero, kept, saturated = zero, zero, zero, zero
-    signals, errors, underflow, overflow = zero, zero, zero, zero
-    of_codes = tl.zeros([BINS], tl.int32)
+    sixteenth = tl.arange(0, TILE_R * GROUPS)
+    of_row = tl.arange(0, TILE_R * BLOCKS)
+    of_block = tl.arange(0, TILE_R // HEIGHT * BLOCKS)
+    without_end = tl.zeros([TILE_R * GROUPS], tl.int32)
+    some, some_kept, too_large = without_end, without_end, without_end
+    signals = tl.zeros([TILE_R // HEIGHT * BLOCKS], tl.float64)
+    errors = signals
+    under = tl.zeros([TILE_R // HEIGHT * BLOCKS], tl.int32)
+    over = under
+    of_codes = tl.zeros([CODES], tl.int32)
     of_scales = tl.zeros([BINS], tl.int32)
-    e0 = tl.full([TALL, BLOCKS], -1.0, tl.float32)
-    s0 = tl.zeros([TALL, BLOCKS], tl.float32)
-    p0 = tl.zeros([TALL, BLOCKS], tl.int32)
+    e0 = tl.full([TILE_R // HEIGHT * BLOCKS], -1.0, tl.float32)
+    s0 = tl.zeros_like(e0)
+    p0 = tl.zeros_like(under)
     e1, s1, p1, e2, s2, p2, e3, s3, p3 = e0, s0, p0, e0, s0, p0, e0, s0, p0
     for tile in range(tl.program_id(0), tiles, programs):
         row0 = (tile // across) * TILE_R
         col0 = (tile % across) * TILE_C
-        row = row0 + local
-        block = col0 // WIDTH + wide_block
-        inside = (row < R) & (col0 + column < cols)
-        y = prepared(x_ptr, rng_ptr, R, C, stride_r, stride_c, row0, col0, stream, CAST, TILE_R, TILE_C, HARDWARE)
-        x = tl.reshape(stack(y), [TILE_R, TILE_C])
-        codes = load_codes(codes_ptr, row0, col0, R, width, CAST, TILE_R, TILE_C)
-        factor = load_factor(amax_ptr, row, col0, R, width, CAST)
-        x_hat = decode_tile(codes, CAST)
-        limit = factor * GRID.largest
-        bits = magnitudes(x)
+        row = row0 + sixteenth // GROUPS
+        group = col0 // 16 + sixteenth % GROUPS
+        here = (row < R) & (group < width // 16)
+        x = prepared(x_ptr, rng_ptr, R, C, stride_r, stride_c, row0, col0, stream, CAST, TILE_R, TILE_C, HARDWARE)
+        words = load_codes(codes_ptr, row, group, here, width, CAST)
+        factor = load_factor(amax_ptr, (row0 + tl.arange(0, TILE_R))[:, None], col0, R, width, CAST)
+        factor = tl.reshape(factor, [factor.numel])
+        limit = repeat(factor, GROUPS) * GRID.largest
+        scale_of_sixteenth = limit * 0 + 1.0
         if scale_ptr is not None:
-            here = (row < R) & (block < blocks)
-            scale = load_scales(scale_ptr, row, block, here, blocks, CAST, HARDWARE)
-            x_hat = x_hat * repeated(scale, WIDTH)
-            limits = scale * GRID.largest * factor
-            limit = repeated(limits, WIDTH)
-            largest = largest_of(bits, WIDTH)
-            largest = tl.max(tl.reshape(largest, [TALL, HEIGHT, BLOCKS]), axis=1)
-            limits = tl.where(local % HEIGHT == 0, limits, 0.0)  # of the first row, where outer amaxes are of rows
-            limits = tl.max(tl.reshape(limits, [TALL, HEIGHT, BLOCKS]), axis=1)
-            stored = tl.max(tl.reshape(scale, [TALL, HEIGHT, BLOCKS]), axis=1)
-            under, over = both((stored == 0) & (largest > 0), (stored >= BOUND) & (largest > limits * 1.0625))
-            underflow += under
-            overflow += over
-            raw = tl.load(scale_ptr + (row.to(tl.int64) * blocks + block), mask=here, other=0)
-            raw = tl.where(here & (row % HEIGHT == 0), raw.to(tl.uint8, bitcast=True).to(tl.int32), 0)
-            of_scales += tl.histogram(tl.reshape(raw, [TILE_R * BLOCKS]), BINS)
-        x_hat = tl.where(inside, x_hat * factor, 0.0)
+            block_row = row0 + of_row // BLOCKS
+            block = col0 // WIDTH + of_row % BLOCKS
+            there = (block_row < R) & (block < blocks)
+            scale = load_scales(scale_ptr, block_row, block, there, blocks, CAST, HARDWARE)
+            limits = scale * GRID.largest * repeat(factor, BLOCKS)
+            limit = repeat(limits, SHARE)
+            scale_of_sixteenth = repeat(scale, SHARE)
+            largest = largest_of_rows(magnitudes(largest_of_groups(block_amax(x), SHARE)), HEIGHT, BLOCKS)
+            largest = from_bits(largest.to(tl.uint32, bitcast=True))
+            limits = tl.where(block_row % HEIGHT == 0, limits, 0.0)  # of the first row: outer amaxes may be of rows
+            limits = largest_of_rows(limits, HEIGHT, BLOCKS)
+            stored = largest_of_rows(scale, HEIGHT, BLOCKS)
+            under += ((stored == 0) & (largest > 0)).to(tl.int32)
+            over += ((stored >= BOUND) & (largest > limits * 1.0625)).to(tl.int32)
+            raw = tl.load(scale_ptr + (block_row.to(tl.int64) * blocks + block), mask=there, other=0)
+            raw = tl.where(there & (block_row % HEIGHT == 0), raw.to(tl.uint8, bitcast=True).to(tl.int32), 0)
+            of_scales += tl.histogram(raw, BINS)
         limit = tl.where(limit > 0, limit, float("inf"))
-        beyond = tl.abs(x) > limit * 1.0009765625
-        if CAST.correction != "none":  # the scale that elements met is not the one that was stored
-            beyond = beyond & (tl.abs(x_hat) >= limit * 0.9990234375)
-        without_end, too_large = both(bits >= 0x7F800000, beyond)
-        some, some_kept = both(bits != 0, magnitudes(x_hat) != 0)
-        nonfinite += without_end
-        saturated += too_large
-        nonzero += some
-        kept += some_kept
-        counted = tl.where(inside, codes.to(tl.int32, bitcast=True), 0)
-        of_codes += tl.histogram(tl.reshape(counted, [TILE_R * TILE_C]), BINS)
-        signal = sums_of(x * x, HEIGHT, WIDTH)
-        error = sums_of((x_hat - x) * (x_hat - x), HEIGHT, WIDTH)
+        signal = tl.zeros([TILE_R * GROUPS], tl.float32)
+        error = signal
+        for i in tl.static_range(16):
+            code = (words[i // PER_WORD] >> (BITS * (i % PER_WORD))) & ((1 << BITS) - 1)
+            x_hat = decode_tile(code, CAST) * scale_of_sixteenth * repeat(factor, GROUPS)
+            x_hat = tl.where((row < R) & (group * 16 + i < cols), x_hat, 0.0)
+            beyond = tl.abs(x[i]) > limit * 1.0009765625
+            if CAST.correction != "none":  # the scale that elements met is not the one that was stored
+                beyond = beyond & (tl.abs(x_hat) >= limit * 0.9990234375)
+            too_large += beyond.to(tl.int32)
+            without_end += (magnitudes(x[i]) >= 0x7F800000).to(tl.int32)
+            some += (x[i] != 0).to(tl.int32)
+            some_kept += (x_hat != 0).to(tl.int32)
+            signal += x[i] * x[i]
+            error += (x_hat - x[i]) * (x_hat - x[i])
+        of_codes = add_histogram(of_codes, codes_ptr, row0, col0, R, width, cols, CAST, TILE_R, TILE_C, CODES)
+        signal = over_block(signal, HEIGHT, SHARE, BLOCKS)
+        error = over_block(error, HEIGHT, SHARE, BLOCKS)
         is_finite = (magnitudes(signal) < 0x7F800000) & (magnitudes(error) < 0x7F800000)
         signal = tl.where(is_finite, signal, 0.0)
         error = tl.where(is_finite, error, 0.0)
-        signals += total(signal)
-        errors += total(error)
-        there = (row0 // HEIGHT + high < tl.cdiv(R, HEIGHT)) & (block < blocks)
-        place = (row0 // HEIGHT + high) * blocks + block
-        error = tl.where(there, error, -1.0)
+        signals += signal.to(tl.float64)
+        errors += error.to(tl.float64)
+        high = row0 // HEIGHT + of_block // BLOCKS
+        block = col0 // WIDTH + of_block % BLOCKS
+        error = tl.where((high < tl.cdiv(R, HEIGHT)) & (block < blocks), error, -1.0)
         e0, s0, p0, e1, s1, p1, e2, s2, p2, e3, s3, p3 = rank(
-            error, signal, place, e0, s0, p0, e1, s1, p1, e2, s2, p2, e3, s3, p3
+            error, signal, high * blocks + block, e0, s0, p0, e1, s1, p1, e2, s2, p2, e3, s3, p3
         )
     program = tl.program_id(0)
     one = tl.arange(0, 1)
     sums_ptr += program * 8
-    tl.store(sums_ptr + one, nonfinite)
-    tl.store(sums_ptr + 1 + one, nonzero)
-    tl.store(sums_ptr + 2 + one, kept)
-    tl.store(sums_ptr + 3 + one, saturated)
-    tl.store(sums_ptr + 4 + one, signals)
-    tl.store(sums_ptr + 5 + one, errors)
-    tl.store(sums_ptr + 6 + one, underflow)
-    tl.store(sums_ptr + 7 + one, overflow)
-    bins = tl.arange(0, BINS)
-    tl.store(histogram_ptr + program * (2 * BINS) + bins, of_codes)
-    tl.store(histogram_ptr + program * (2 * BINS) + BINS + bins, of_scales)
-    lane = high * BLOCKS + wide_block
+    tl.store(sums_ptr + one, tl.sum(without_end, keep_dims=True).to(tl.float64))
+    tl.store(sums_ptr + 1 + one, tl.sum(some, keep_dims=True).to(tl.float64))
+    tl.store(sums_ptr + 2 + one, tl.sum(some_kept, keep_dims=True).to(tl.float64))
+    tl.store(sums_ptr + 3 + one, tl.sum(too_large, keep_dims=True).to(tl.float64))
+    tl.store(sums_ptr + 4 + one, tl.sum(signals, keep_dims=True))
+    tl.store(sums_ptr + 5 + one, tl.sum(errors, keep_dims=True))
+    tl.store(sums_ptr + 6 + one, tl.sum(under, keep_dims=True).to(tl.float64))
+    tl.store(sums_ptr + 7 + one, tl.sum(over, keep_dims=True).to(tl.float64))
+    tl.store(histogram_ptr + program * (2 * BINS) + tl.arange(0, CODES), of_codes)
+    tl.store(histogram_ptr + program * (2 * BINS) + BINS + tl.arange(0, BINS), of_scales)
     for position in tl.static_range(4):
-        most = tl.max(tl.max(e0, axis=1), axis=0)
-        chosen = tl.min(tl.min(tl.where(e0 == most, lane, TALL * BLOCKS), axis=1), axis=0)
-        hit = lane == chosen
+        most = tl.max(e0, axis=0)
+        chosen = tl.min(tl.where(e0 == most, of_block, TILE_R * BLOCKS), axis=0)
+        hit = of_block == chosen
         tl.store(ranked_ptr + program * 8 + 2 * position, most)
-        tl.store(ranked_ptr + program * 8 + 2 * position + 1, tl.sum(tl.sum(tl.where(hit, s0, 0.0), axis=1), axis=0))
-        tl.store(place_ptr + program * 4 + position, tl.sum(tl.sum(tl.where(hit, p0, 0), axis=1), axis=0))
+        tl.store(ranked_ptr + program * 8 + 2 * position + 1, tl.sum(tl.where(hit, s0, 0.0), axis=0))
+        tl.store(place_ptr + program * 4 + position, tl.sum(tl.where(hit, p0, 0), axis=0))
         e0, s0, p0 = tl.where(hit, e1, e0), tl.where(hit, s1, s0), tl.where(hit, p1, p0)
         e1, s1, p1 = tl.where(hit, e2, e1), tl.where(hit, s2, s1), tl.where(hit, p2, p1)
         e2, s2, p2 = tl.where(hit, e3, e2), tl.where(hit, s3, s2), tl.where(hit, p3, p2)
@@ -393,7 +432,7 @@ def channels_kernel(
     tl.store(amax_ptr + (first // chunk).to(tl.int64) * C + col, tl.max(most, axis=0), mask=col < C)
     flat: tl.constexpr = TILE_R * TILE_C
     tl.store(sums_ptr + 2 * tl.program_id(0), tl.sum(tl.reshape(nonfinite, [flat])).to(tl.float64))
-    tl.store(sums_ptr + 2 * tl.program_id(0) + 1, total(squares))
+    tl.store(sums_ptr + 2 * tl.program_id(0) + 1, tl.sum(tl.reshape(squares, [flat]).to(tl.float64)))
 
 
 @triton.jit
