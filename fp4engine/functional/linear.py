@@ -281,15 +281,21 @@ class LinearFunction(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, *grad_parameters
 
 
-def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | None:
-    """What computes forward and backward with few launches; None if something is shared, stored or added to."""
-    if torch.compiler.is_dynamo_compiling():
-        return None
+def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.LinearByOperators | None:
+    """What computes forward and backward with few launches; None if something is shared, stored or added to.
+
+    In a compiled graph these are two operators, unless what delayed scaling remembers is to be written.
+    """
+    plan = call.plan
     alone = call.function is None and call.stored is None and call.main_grad is None
-    casts = call.plan.casts
-    if casts is None or not alone or call.shards is not None:
+    if plan.casts is None or not alone or call.shards is not None:
         return None
-    return ops.linear_at_once(casts, as_matrix(x), weight)
+    if not torch.compiler.is_dynamo_compiling():
+        return ops.linear_at_once(plan.casts, as_matrix(x), weight)
+    inp_spec, weight_spec = plan.input.columnwise_spec, plan.weight.columnwise_spec
+    if plan.is_stateful or inp_spec is None or weight_spec is None or type(weight) not in (Tensor, torch.nn.Parameter):
+        return None
+    return ops.LinearByOperators(ops.key_of(plan.casts), inp_spec, weight_spec)
 
 
 def _gradients(

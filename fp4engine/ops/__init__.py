@@ -27,7 +27,7 @@ from fp4engine.ops.grouped import (
     grouped_wgrad,
     grouped_wgrad_accumulate,
 )
-from fp4engine.ops.linear import Casts, LinearAtOnce, linear_at_once
+from fp4engine.ops.linear import Casts, LinearAtOnce, LinearByOperators, key_of, linear_at_once
 from fp4engine.ops.operand import Operand, is_transposable
 from fp4engine.ops.reduce import all_reduce_amax
 from fp4engine.ops.rng import RandomStream, current_seed, get_rng_state, manual_seed, rank_bits, set_rng_state
@@ -39,6 +39,7 @@ __all__ = [
     "Draws",
     "Form",
     "LinearAtOnce",
+    "LinearByOperators",
     "Memory",
     "Operand",
     "RandomStream",
@@ -64,6 +65,7 @@ __all__ = [
     "grouped_wgrad_accumulate",
     "is_replaying",
     "is_transposable",
+    "key_of",
     "linear_at_once",
     "manual_seed",
     "next_draw",

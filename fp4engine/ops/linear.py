@@ -1,7 +1,8 @@
-"""A linear layer's forward, and its backward, with one launch for all of its casts: where the host is the limit.
+"""A linear layer's forward, and its backward, each at once: where the host is the limit.
 
-The bytes are those of :mod:`fp4engine.ops.cast` and :mod:`fp4engine.ops.gemm`, whose kernels run. Legend: x is [M, K],
-weight [N, K].
+Where kernels cover all casts, those of one direction are one launch. In a compiled graph each direction is one
+operator, whatever it launches. The bytes are those of :mod:`fp4engine.ops.cast` and :mod:`fp4engine.ops.gemm`, whose
+kernels run. Legend: x is [M, K], weight [N, K].
 """
 
 from functools import cache
@@ -16,11 +17,12 @@ from fp4engine.formats import CastSpec
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.amax_history import Memory
-from fp4engine.ops.cast import as_it_is, decode_supported, transient_form
-from fp4engine.ops.gemm import product_path
+from fp4engine.ops.cast import amax_shape, as_it_is, decode_supported, quantize, transient_form
+from fp4engine.ops.gemm import gemm, product_path
 from fp4engine.ops.operand import Operand
-from fp4engine.ops.operation import is_plain
+from fp4engine.ops.operation import Output, define, is_plain
 from fp4engine.ops.rng import rank_bits
+from fp4engine.tracing import constant_when_traced
 
 MOST_HELD = 64 << 20
 """Bytes of values that one launch may hold longer than single operations would."""
@@ -57,6 +59,21 @@ class Casts(NamedTuple):
             (self.grad_output[1], self.inp[1], weight_dtype),
         ]
 
+    @property
+    def key(self) -> str:
+        """The casts as operators take them: a string that says everything, in this process and in every other."""
+        fields = [",".join(map(str, map(int, numbers))) for numbers in (self.streams, self.fast_accumulation)]
+        return " ".join([*self.inp, *self.weight, *self.grad_output, *fields, self.backend])
+
+    @staticmethod
+    @cache
+    def from_key(key: str) -> "Casts":
+        """The casts that printed ``key``."""
+        row_x, col_x, row_w, col_w, row_g, col_g, streams, fast, backend = key.split(" ")
+        of_x, of_w, of_g = map(int, streams.split(","))
+        fprop, dgrad, wgrad = (number == "1" for number in fast.split(","))
+        return Casts((row_x, col_x), (row_w, col_w), (row_g, col_g), (of_x, of_w, of_g), backend, (fprop, dgrad, wgrad))
+
 
 class LinearByValues:
     """By kernels that multiply BF16 values: casts, decodes and products are one launch each way."""
@@ -65,9 +82,9 @@ class LinearByValues:
         self.casts = casts
 
     @staticmethod
-    def takes(x: Tensor, weight: Tensor) -> bool:
+    def takes(rows: int, outs: int, ins: int) -> bool:
         """Whether the layer is small: a large one gains nothing, and one launch holds all its operands at once."""
-        return 2 * min(x.shape[0], weight.shape[0]) * weight.shape[1] <= MOST_HELD
+        return 2 * min(rows, outs) * ins <= MOST_HELD
 
     @staticmethod
     def covers(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> bool:
@@ -152,7 +169,7 @@ class LinearByFP8:
         self.casts = casts
 
     @staticmethod
-    def takes(x: Tensor, weight: Tensor) -> bool:
+    def takes(rows: int, outs: int, ins: int) -> bool:
         """True: whatever its size, the same operands live as long as without."""
         return True
 
@@ -220,6 +237,65 @@ class LinearByFP8:
         return dx, dw
 
 
+class LinearByOperations:
+    """By single operations, which cover everything: what an operator does that no launch covers."""
+
+    def __init__(self, casts: Casts) -> None:
+        self.casts = casts
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, needs_dgrad: bool, needs_wgrad: bool
+    ) -> tuple[Tensor, Kept]:
+        """As :meth:`LinearByValues.forward`."""
+        casts = self.casts
+        left, inp = self._cast(x, casts.inp, True, needs_wgrad, None, casts.streams[0])
+        right, kept = self._cast(weight, casts.weight, True, needs_dgrad, None, casts.streams[1])
+        return self._product(left, right, 0, x.dtype, bias), (inp, kept)
+
+    def backward(
+        self, grad_output: Tensor, kept: Kept, rng: Tensor | None, dtypes: tuple[torch.dtype, torch.dtype]
+    ) -> Gradients:
+        """As :meth:`LinearByValues.backward`."""
+        casts, (inp, weight) = self.casts, kept
+        needs_dgrad, needs_wgrad = weight is not None, inp is not None
+        stream = casts.streams[2] if rng is None else casts.streams[2] | rank_bits()
+        left, left_t = self._cast(grad_output, casts.grad_output, needs_dgrad, needs_wgrad, rng, stream, transient=True)
+        dx = self._product(left, weight, 1, dtypes[0]) if needs_dgrad else None
+        return dx, self._product(left_t, inp, 2, dtypes[1]) if needs_wgrad else None
+
+    def _cast(
+        self,
+        tensor: Tensor,
+        keys: tuple[str, str],
+        rowwise: bool,
+        columnwise: bool,
+        rng: Tensor | None,
+        stream: int,
+        transient: bool = False,
+    ) -> Kept:
+        """Both operands, as far as they are wanted; the columnwise one is kept, unless it is ``transient`` too."""
+        row_key, col_key = keys
+        backend, device = self.casts.backend, tensor.device
+        return quantize(
+            tensor,
+            CastSpec.from_key(row_key) if rowwise else None,
+            CastSpec.from_key(col_key) if columnwise else None,
+            rowwise_form=transient_form(row_key, device, backend),
+            columnwise_form=transient_form(col_key, device, backend) if transient else "codes",
+            rng=rng,
+            stream=stream,
+            backend=backend,
+        )
+
+    def _product(
+        self, left: Operand | None, right: Operand | None, which: int, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        """Fprop, dgrad or wgrad."""
+        assert left is not None and right is not None
+        fast = self.casts.fast_accumulation[which]
+        return gemm(left, right, out_dtype=dtype, bias=bias, backend=self.casts.backend, fast_accumulation=fast)
+
+
 LinearAtOnce = LinearByValues | LinearByFP8
 
 
@@ -232,7 +308,7 @@ def linear_at_once(casts: Casts, x: Tensor, weight: Tensor) -> LinearAtOnce | No
     if x.ndim != 2 or not is_plain(x) or not is_plain(weight):
         return None
     found = _find(casts, x.dtype, weight.dtype, x.device)
-    return found if found is not None and found.takes(x, weight) else None
+    return found if found is not None and found.takes(x.shape[0], *weight.shape) else None
 
 
 @cache
@@ -273,3 +349,147 @@ def _kernels() -> ModuleType:
     from fp4engine.kernels import linear
 
     return linear
+
+
+class LinearByOperators(NamedTuple):
+    """By two operators, one for each direction: for code that ``torch.compile`` traces.
+
+    How many launches a direction takes is decided when it runs, so that a graph knows nothing of the number of rows.
+
+    Attributes:
+        casts: their key.
+        inp, weight: specs of what backward needs of x and of weight.
+    """
+
+    casts: str
+    inp: CastSpec
+    weight: CastSpec
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs_dgrad: bool,
+        needs_wgrad: bool,
+        memories: Memories | None = None,
+    ) -> tuple[Tensor, Kept]:
+        """As :meth:`LinearByValues.forward`."""
+        (rows, cols), outs = x.shape, weight.shape[0]
+        x, weight, bias = x.detach(), weight.detach(), bias if bias is None else bias.detach()
+        y, *kept = torch.ops.fp4engine.linear_forward(x, weight, bias, self.casts, needs_dgrad, needs_wgrad)
+        inp = kept_weight = None
+        if needs_wgrad:
+            inp = Operand(self.inp, cols, rows, *_by_name(kept, needs_dgrad + needs_wgrad, 0))
+        if needs_dgrad:
+            kept_weight = Operand(self.weight, cols, outs, *_by_name(kept, needs_dgrad + needs_wgrad, -1))
+        return y, (inp, kept_weight)
+
+    def backward(
+        self,
+        grad_output: Tensor,
+        kept: Kept,
+        rng: Tensor | None,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        memory: Memory | None = None,
+    ) -> Gradients:
+        """As :meth:`LinearByValues.backward`."""
+        inp, weight = kept
+        tensors = (*(_ABSENT if inp is None else inp.tensors), *(_ABSENT if weight is None else weight.tensors))
+        outputs = torch.ops.fp4engine.linear_backward(grad_output.detach(), *tensors, rng, self.casts, *dtypes)
+        return None if weight is None else outputs[0], None if inp is None else outputs[-1]
+
+
+def _by_name(kept: list[Tensor], operands: int, which: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """``(data, scale_inv, amax)`` of one of the operands that an operator returns one behind the other."""
+    size = len(kept) // operands
+    own = kept[:size] if which == 0 else kept[-size:]
+    return own[0], own[1] if size == 3 else None, own[-1]
+
+
+@constant_when_traced
+def key_of(casts: Casts) -> str:
+    """The key of ``casts``, for code that may be traced."""
+    return casts.key
+
+
+def _linear_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, casts: str, needs_dgrad: bool, needs_wgrad: bool
+) -> list[Tensor]:
+    own = Casts.from_key(casts)
+    way = linear_at_once(own, x, weight) or LinearByOperations(own)
+    y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad)
+    tensors = [tensor for operand in kept if operand for tensor in operand.tensors if tensor is not None]
+    return [y.contiguous(), *tensors]
+
+
+def _linear_backward(
+    grad_output: Tensor,
+    inp: Tensor | None,
+    inp_scale_inv: Tensor | None,
+    inp_amax: Tensor | None,
+    weight: Tensor | None,
+    weight_scale_inv: Tensor | None,
+    weight_amax: Tensor | None,
+    rng: Tensor | None,
+    casts: str,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+) -> list[Tensor]:
+    own, (rows, outs) = Casts.from_key(casts), grad_output.shape
+    left = right = None
+    if inp is not None:
+        left = Operand(CastSpec.from_key(own.inp[1]), inp.shape[0], rows, inp, inp_scale_inv, inp_amax)
+    if weight is not None:
+        right = Operand(CastSpec.from_key(own.weight[1]), weight.shape[0], outs, weight, weight_scale_inv, weight_amax)
+    ins = (left or right).rows  # pyright: ignore[reportOptionalMemberAccess]: nobody asks for neither
+    found = _find(own, dtype, weight_dtype, grad_output.device)
+    way = found if found is not None and found.takes(rows, outs, ins) else LinearByOperations(own)
+    gradients = way.backward(grad_output, (left, right), rng, (dtype, weight_dtype))
+    return [gradient.contiguous() for gradient in gradients if gradient is not None]
+
+
+def _linear_forward_outputs(
+    x: Tensor, weight: Tensor, bias: Tensor | None, casts: str, needs_dgrad: bool, needs_wgrad: bool
+) -> list[Output]:
+    own, (rows, cols), outs = Casts.from_key(casts), x.shape, weight.shape[0]
+    by_fp8 = isinstance(_find(own, x.dtype, weight.dtype, x.device), LinearByFP8)
+    outputs = [Output((rows, outs), x.dtype)]
+    for key, length, needed in ((own.inp[1], rows, needs_wgrad), (own.weight[1], outs, needs_dgrad)):
+        if not needed:
+            continue
+        spec = CastSpec.from_key(key)
+        width = spec.padded_cols(length)
+        if by_fp8:
+            outputs.append(Output((cols, width), spec.element.torch_dtype))
+        else:
+            outputs.append(Output((cols, width * spec.element.storage_bits // 8), torch.uint8))
+            outputs.append(Output((cols, spec.num_blocks(width)), spec.scale.torch_dtype))
+        outputs.append(Output(amax_shape(spec, cols, length), torch.float32))
+    return outputs
+
+
+def _linear_backward_outputs(
+    grad_output: Tensor,
+    inp: Tensor | None,
+    inp_scale_inv: Tensor | None,
+    inp_amax: Tensor | None,
+    weight: Tensor | None,
+    weight_scale_inv: Tensor | None,
+    weight_amax: Tensor | None,
+    rng: Tensor | None,
+    casts: str,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+) -> list[Output]:
+    rows, outs = grad_output.shape
+    outputs: list[Output] = []
+    if weight is not None:
+        outputs.append(Output((rows, weight.shape[0]), dtype))
+    if inp is not None:
+        outputs.append(Output((outs, inp.shape[0]), weight_dtype))
+    return outputs
+
+
+define(_linear_forward, _linear_forward_outputs)
+define(_linear_backward, _linear_backward_outputs)

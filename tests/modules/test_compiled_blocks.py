@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import fp4engine
-from fp4engine.recipe import NVFP4BlockScaling, Rule, RuledRecipe, zoo
+from fp4engine.ops import linear as linear_ops
+from fp4engine.recipe import Float8CurrentScaling, NVFP4BlockScaling, Rule, RuledRecipe, zoo
 
 RECIPES = (NVFP4BlockScaling(), NVFP4BlockScaling(disable_rht=True), zoo.make("mxfp8"))
 
@@ -98,6 +101,113 @@ def test_rows_marked_dynamic_do_not_recompile():
         with fp4engine.autocast(recipe=RECIPES[0]):
             assert call(x).shape == (rows, 32)
     assert graphs() == 1
+
+
+class Graphs:
+    """A backend that runs the graphs of forward and backward as they are, and keeps the names of our operators."""
+
+    def __init__(self):
+        self.operators = []
+
+    def __call__(self, module, inputs):
+        split = min_cut_rematerialization_partition
+        return aot_module_simplified(module, inputs, fw_compiler=self.keep, bw_compiler=self.keep, partition_fn=split)
+
+    def keep(self, module, inputs):
+        text = module.print_readable(print_output=False)
+        names = ("linear_forward", "linear_backward", "next_draw", "quantize", "dequantize", "gemm", "scales", "amax")
+        counts = {name: text.count(f"fp4engine.{name}.default") for name in names}
+        self.operators.append({name: count for name, count in counts.items() if count})
+        return make_boxed_func(module.forward)
+
+
+def trained(run, layer, recipe, shape=(2, 17, 64), x_grad=True):
+    """Output and gradients of a step, as it is drawn after the same seed."""
+    fp4engine.manual_seed(4)
+    torch.manual_seed(4)
+    layer.zero_grad()
+    x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=x_grad)
+    with fp4engine.autocast(recipe=recipe):
+        y = run(x)
+    if y.requires_grad:
+        y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
+    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def assert_same(got, want):
+    for ours, theirs in zip(got, want, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+
+
+AT_ONCE = {
+    "default": (NVFP4BlockScaling(), 1),
+    "4over6": (NVFP4BlockScaling(nvfp4_4over6="all"), 1),
+    "row scaled": (NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True), 1),
+    "FP8 current": (Float8CurrentScaling(), 0),
+    "FP8 blocks": (zoo.make("fp8_block"), 0),
+}
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize(("recipe", "draws"), AT_ONCE.values(), ids=AT_ONCE)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_a_layer_is_an_operator_forward_and_one_backward(recipe, draws, bias):
+    torch._dynamo.reset()
+    layer, graphs = fp4engine.Linear(64, 48, bias=bias, dtype=torch.bfloat16), Graphs()
+    got = trained(torch.compile(layer, fullgraph=True, backend=graphs), layer, recipe)
+    assert_same(got, trained(layer, layer, recipe))
+    drawn = {"next_draw": draws} if draws else {}
+    assert graphs.operators == [{"linear_forward": 1}, {"linear_backward": 1, **drawn}]
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(("recipe", "draws"), AT_ONCE.values(), ids=AT_ONCE)
+def test_the_operators_make_and_keep_what_gradients_need(recipe, draws, x_grad, w_grad):
+    torch._dynamo.reset()
+    layer, graphs = fp4engine.Linear(64, 48, bias=False, dtype=torch.bfloat16), Graphs()
+    layer.weight.requires_grad_(w_grad)
+    got = trained(torch.compile(layer, fullgraph=True, backend=graphs), layer, recipe, x_grad=x_grad)
+    assert_same(got, trained(layer, layer, recipe, x_grad=x_grad))
+    assert graphs.operators[0] == {"linear_forward": 1} and len(graphs.operators) == 1 + (x_grad or w_grad)
+
+
+@pytest.mark.no_poison
+def test_what_a_compiled_layer_saves_is_what_an_eager_one_saves():
+    """Codes, scales and amaxes, and nothing in high precision."""
+    torch._dynamo.reset()
+    layer = fp4engine.Linear(256, 256, bias=False, dtype=torch.bfloat16)
+    x = torch.randn(128, 256, dtype=torch.bfloat16, requires_grad=True)
+    saved = []
+    for run in (layer, torch.compile(layer, fullgraph=True, backend=Graphs())):
+        kept = []
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t),
+            fp4engine.autocast(recipe=RECIPES[0]),
+        ):
+            run(x)
+        saved.append(sorted((str(t.dtype), tuple(t.shape)) for t in kept))
+    assert saved[0] == saved[1] and not any("bfloat16" in dtype for dtype, _ in saved[0])
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("recipe", [RECIPES[0], Float8CurrentScaling()], ids=["NVFP4", "FP8"])
+def test_rows_marked_dynamic_train_by_one_graph_small_and_large(recipe, monkeypatch):
+    """How many launches a layer takes depends on its size, which the graph does not know."""
+    monkeypatch.setattr(linear_ops, "MOST_HELD", 2 * 40 * 64)
+    torch._dynamo.reset()
+    counters.clear()
+    layer, by_rows = fp4engine.Linear(64, 48, bias=False, dtype=torch.bfloat16), Graphs()
+    call = torch.compile(layer, fullgraph=True, backend=by_rows)
+
+    def run(x):
+        torch._dynamo.mark_dynamic(x, 0)
+        return call(x)
+
+    for rows in (20, 36, 52, 1000):
+        assert_same(trained(run, layer, recipe, (rows, 64)), trained(layer, layer, recipe, (rows, 64)))
+    assert graphs() == 1 and len(by_rows.operators) == 2
 
 
 @pytest.mark.no_poison

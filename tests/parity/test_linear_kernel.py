@@ -1,6 +1,7 @@
 """A small layer's two launches are, byte for byte, its single operations."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -131,6 +132,47 @@ def test_large_layers_take_single_operations(kernel_device, monkeypatch, room, l
     assert len(taken) == launches
 
 
+def assert_compiled_is_eager(monkeypatch, recipe, shape, device, kind, x_grad=True, w_grad=True, dynamic=None):
+    """The bytes, by the same launches: one forward and one backward."""
+    taken, results = [], []
+    for name in ("forward", "backward"):
+        method = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *a, name=name, method=method: taken.append(name) or method(*a))
+    *rows, fan_in, fan_out = shape
+    torch.manual_seed(3)
+    torch._dynamo.reset()
+    layer = fp4engine.Linear(fan_in, fan_out, dtype=torch.bfloat16, device=device)
+    layer.weight.requires_grad_(w_grad)
+    for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)):
+        fp4engine.manual_seed(11)
+        layer.zero_grad()
+        x = torch.linspace(-3, 5, math.prod(rows) * fan_in, device=device).view(*rows, fan_in).bfloat16()
+        x.requires_grad_(x_grad)
+        taken.clear()
+        with fp4engine.autocast(recipe=recipe):
+            y = call(x)
+        y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
+        results.append(([y.detach(), x.grad, layer.weight.grad, layer.bias.grad], list(taken)))
+    assert results[0][1] == results[1][1] == ["forward", "backward"][: 1 + (x_grad or w_grad)]
+    for ours, theirs in zip(results[1][0], results[0][0], strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("options", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("shape", [SHAPES["even"], SHAPES["ragged"], SHAPES["3-D"]], ids=str)
+def test_compiled(kernel_device, monkeypatch, options, shape):
+    assert_compiled_is_eager(monkeypatch, NVFP4BlockScaling(**options), shape, kernel_device, linear.LinearByValues)
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
+def test_compiled_gradients_that_nobody_wants(kernel_device, monkeypatch, x_grad, w_grad):
+    arguments = NVFP4BlockScaling(), SHAPES["ragged"], kernel_device, linear.LinearByValues
+    assert_compiled_is_eager(monkeypatch, *arguments, x_grad, w_grad)
+
+
 FAST, SLOW = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 FP8_RECIPES = {
     "default": {},
@@ -185,6 +227,14 @@ def test_fp8_gradients_that_nobody_wants(fp8_units, kernel_device, monkeypatch, 
 def test_fp8_not_finite(fp8_units, kernel_device, monkeypatch, spoil):
     options = {"device": kernel_device, "spoil": spoil, "kind": linear.LinearByFP8}
     assert_one_launch_is_many(monkeypatch, Float8CurrentScaling(), SHAPES["ragged"], **options)
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("shape", [SHAPES["even"], SHAPES["ragged"], SHAPES["3-D"]], ids=str)
+@pytest.mark.parametrize(("x_grad", "w_grad"), [(True, True), (True, False), (False, True)])
+def test_fp8_compiled(fp8_units, kernel_device, monkeypatch, shape, x_grad, w_grad):
+    arguments = Float8CurrentScaling(), shape, kernel_device, linear.LinearByFP8
+    assert_compiled_is_eager(monkeypatch, *arguments, x_grad, w_grad)
 
 
 DELAYED = DelayedScaling(amax_history_len=3)

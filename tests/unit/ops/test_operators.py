@@ -6,6 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4engine import NVFP4Quantizer, Quantizer, ops
 from fp4engine.formats import E8M0, CastSpec, Correction, Outer, Rotation, ScaleRule
+from fp4engine.functional import make_linear_plan
+from fp4engine.recipe import Float8CurrentScaling, NVFP4BlockScaling, zoo
 from fp4engine.tensor import Operand
 
 SPECS = {
@@ -47,6 +49,36 @@ def test_fakes_have_the_shapes_dtypes_and_strides_of_the_real(shape: tuple[int, 
     for dtype in (torch.float32, torch.bfloat16):
         tensors = (operand.data, operand.scale_inv, operand.amax)
         assert_fake_tells_the_truth(fp4.dequantize, *tensors, spec.key, shape[1], dtype, "auto")
+
+
+LAYERS = {
+    "NVFP4": NVFP4BlockScaling(),
+    "row scaled": NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True),
+    "mxfp8": zoo.make("mxfp8"),
+    "FP8": Float8CurrentScaling(),
+    "FP8 blocks": zoo.make("fp8_block"),
+}
+
+
+@pytest.mark.parametrize("recipe", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize(("needs_dgrad", "needs_wgrad"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("shape", [(32, 64, 48), (19, 37, 23), (0, 32, 16)], ids=str)
+def test_fakes_of_a_layers_operators_tell_the_truth(recipe, needs_dgrad, needs_wgrad, shape) -> None:
+    rows, ins, outs = shape
+    casts = make_linear_plan(recipe, "linear").casts
+    assert casts is not None and ops.Casts.from_key(casts.key) == casts
+    x, weight, grad = torch.randn(rows, ins).bfloat16(), torch.randn(outs, ins), torch.randn(rows, outs).bfloat16()
+    needs = (needs_dgrad, needs_wgrad)
+    forward, backward = torch.ops.fp4engine.linear_forward, torch.ops.fp4engine.linear_backward
+    assert_fake_tells_the_truth(forward, x, weight, torch.randn(outs), casts.key, *needs)
+    kept = forward(x, weight, None, casts.key, *needs)[1:]
+    if sum(needs):
+        count = len(kept) // sum(needs)
+        inp = kept[:count] if needs_wgrad else [None] * count
+        of_weight = kept[-count:] if needs_dgrad else [None] * count
+        rng = torch.tensor([1, 2])
+        dtypes = (torch.bfloat16, torch.float32)
+        assert_fake_tells_the_truth(backward, grad, *inp, *of_weight, rng, casts.key, *dtypes)
 
 
 def test_operands_must_contract_the_same_axis_and_be_rotated_alike() -> None:
