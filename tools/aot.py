@@ -30,6 +30,7 @@ from fp4engine.kernels.amax import CLEARED, FEW_PARTS, MOST_PARTS, amax_kernel, 
 from fp4engine.kernels.amax_history import record_kernel
 from fp4engine.kernels.block_decode import TILE_R as DECODED_ROWS
 from fp4engine.kernels.block_decode import block_decode_kernel
+from fp4engine.kernels.block_scales import SCALES, block_scales_kernel
 from fp4engine.kernels.blocks import (
     SCALES_PER_PROGRAM,
     SUMS,
@@ -131,7 +132,8 @@ POINTERS = {
     "beta_ptr": "*bf16", "y_ptr": "*bf16", "dy_ptr": "*bf16", "dx_ptr": "*bf16", "counts_ptr": "*i32",
     "offsets_ptr": "*i64", "chunks_ptr": "*fp32", "values_ptr": "*fp32", "current_ptr": "*fp32", "chosen_ptr": "*fp32",
     "tile_scale_ptr": "*u8", "histogram_ptr": "*i32", "ranked_ptr": "*fp32", "place_ptr": "*i32",
-    "maxima_ptr": "*fp64", "bits_ptr": "*u8", "worst_ptr": "*fp64",
+    "maxima_ptr": "*fp64", "bits_ptr": "*u8", "worst_ptr": "*fp64", "left_ptr": "*u8", "left_out_ptr": "*fp32",
+    "right_ptr": "*u8", "right_out_ptr": "*fp32",
     "whole_ptr": "*fp32", "largest_ptr": "*fp32", "sums_ptr": "*fp64",
 }  # fmt: skip
 OUTPUTS = {
@@ -267,6 +269,10 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         table.append((f"record amax {choice}, {parts} parts", record_kernel, record, "bf16"))
     table.append(("recall amax", record_kernel, record | {"values_ptr": None, "CHOICE": ""}, "bf16"))
     table.append(("factor", factor_kernel, {}, "bf16"))
+    for height in (1, 128):
+        table.append(
+            (f"block scales, {height} rows", block_scales_kernel, {"HEIGHT": height, "SCALES": SCALES}, "bf16")
+        )
     table.append(("clear", clear_kernel, {"BLOCK": CLEARED}, "bf16"))
     table.append(("swizzle", swizzle_kernel, {"TILES": COL_TILES}, "bf16"))
     for height, width in ((16, 16), (32, 32), (1, 16)):

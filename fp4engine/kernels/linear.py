@@ -3,7 +3,8 @@
     forward     x, w cast both ways; y = x . w^T + b              x^T, w^T kept as codes
     backward    dy cast both ways; x^T, w^T decoded; dx = dy . w;  dw = dy^T . x
 
-PyTorch multiplies FP8 codes; there, the casts write the factors of the products that follow them.
+PyTorch multiplies FP8 codes; there, the casts write the factors of the products that follow them, or a kernel writes
+their block scales as those products read them.
 
 The kernels are those of the single operations, so the bytes are theirs. What is gained is the host's time between them:
 one question instead of one for each operation, and one allocation for all that nobody else sees.
@@ -17,9 +18,10 @@ import torch
 
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.formats import CastSpec
-from fp4engine.kernels import cast_fp8
+from fp4engine.kernels import blocks, cast_fp8
 from fp4engine.kernels.amax import amax_size
 from fp4engine.kernels.amax_history import Past, add_record
+from fp4engine.kernels.block_scales import Scales, add_block_scales
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.dequantize import Codes, add_decode
 from fp4engine.kernels.factor import Factor
@@ -29,7 +31,16 @@ from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolve
 from fp4engine.kernels.load import Reading
 from fp4engine.kernels.quantize import Target, add_cast, data_of, scales_of
 
-__all__ = ["Past", "facts", "resolve_backward", "resolve_forward", "resolve_fp8_backward", "resolve_fp8_forward"]
+__all__ = [
+    "Past",
+    "facts",
+    "resolve_backward",
+    "resolve_blocks_backward",
+    "resolve_blocks_forward",
+    "resolve_forward",
+    "resolve_fp8_backward",
+    "resolve_fp8_forward",
+]
 
 Shape = tuple[int, int]
 
@@ -233,3 +244,67 @@ def _cast_fp8(
         add_record(draft, past, memory, cast_fp8.add_largest(draft, reading), amax)
         row, col = (target and target._replace(is_given=True) for target in (row, col))
     cast_fp8.add_cast(draft, reading, row, col)
+
+
+@resolver
+def resolve_blocks_forward(x: Facts, weight: Facts, device: torch.device, keys: tuple[str, str, str, str]) -> Launch:
+    """``(x, w) -> x's codes[, x^T's, scale_inv, amax], w's codes[, w^T's, scale_inv, amax], x's scales, w's scales``.
+
+    Codes are uint8; the scales at the end are those of :mod:`fp4engine.kernels.block_scales`.
+
+    Args:
+        keys: as in :func:`resolve_forward`; FP8 in blocks of 128 columns.
+    """
+    draft = Draft(device, inputs=2)
+    scales: list[Scales] = []
+    for i, tensor in enumerate((x, weight)):
+        scales.append(_cast_blocks(draft, tensor, draft.inputs[i], keys[2 * i], 0, False))
+        if keys[2 * i + 1]:
+            _cast_blocks(draft, tensor, draft.inputs[i], keys[2 * i + 1], 1, True)
+    add_block_scales(draft, *scales, CastSpec.from_key(keys[2]).block[0])
+    return draft.launch()
+
+
+@resolver
+def resolve_blocks_backward(
+    grad: Facts, ins: int, device: torch.device, keys: tuple[str, str, str, str], has_rng: bool, stream: int
+) -> Launch:
+    """``(dy, x's scale_inv, w's, rng) -> [dy's codes, dy's scales, w's][, dy^T's codes, dy^T's scales, x's]``.
+
+    Args:
+        ins: K.
+        keys: as in :func:`resolve_backward`; empty for a tensor whose product is not wanted.
+        has_rng, stream: likewise.
+    """
+    draft = Draft(device, inputs=4)
+    for side, (other, place) in enumerate(((keys[3], draft.inputs[2]), (keys[2], draft.inputs[1]))):
+        if other:
+            rng = draft.inputs[3] if has_rng else None
+            left = _cast_blocks(draft, grad, draft.inputs[0], keys[side], side, False, rng, stream)
+            rows, spec = ins, CastSpec.from_key(other)
+            right = Scales(place, rows, spec.num_blocks(spec.padded_cols(grad.shape[1 - side])))
+            add_block_scales(draft, left, right, spec.block[0])
+    return draft.launch()
+
+
+def _cast_blocks(
+    draft: Draft,
+    tensor: Facts,
+    place: Place,
+    key: str,
+    side: int,
+    is_kept: bool,
+    rng: Place | None = None,
+    stream: int = 0,
+) -> Scales:
+    """Cast one side to codes in blocks; the codes are an output, and of what is kept also scales and amax."""
+    spec = CastSpec.from_key(key)
+    operand = tensor.transposed if side else tensor
+    rows, width = operand.shape[0], spec.padded_cols(operand.shape[1])
+    count = spec.num_blocks(width)
+    data = draft.output((rows, width), torch.uint8)
+    scale_inv = (draft.output if is_kept else draft.scratch)((rows, count), spec.scale.torch_dtype)
+    amax = draft.output((1,), torch.float32) if is_kept else None
+    target = blocks.Target(spec, "codes", side, False, None, amax, data, scale_inv)
+    blocks.add_cast(draft, operand, place, target, rng, stream)
+    return Scales(scale_inv, rows, count)

@@ -245,14 +245,12 @@ def _fp8_blocks(
 ) -> Tensor:
     """A product of FP8 codes with a block scale for each sum of the tensor cores; the outer factor is 1."""
     backends.record("gemm", "fp8")
-    codes = [operand.data.view(torch.float8_e4m3fn) for operand in (left, right)]
     assert left.scale_inv is not None and right.scale_inv is not None and right.spec is not None
-    dtype = out_dtype if out is None and bias is None else torch.float32
     height = right.spec.block[0]
-    product = gemm_fp8.multiply_blocks(codes[0], left.scale_inv, codes[1], right.scale_inv, height, dtype)
-    if bias is not None:
-        product = product + bias.float()
-    return product.to(out_dtype) if out is None else out.copy_(out.float() + product)
+    scales = gemm_fp8.block_scales(left.scale_inv, right.scale_inv, height)
+    dtype = out_dtype if out is None else torch.float32
+    product = gemm_fp8.multiply_blocks(left.data, scales[0], right.data, scales[1], height, bias, dtype)
+    return product if out is None else out.copy_(out.float() + product)
 
 
 def _factored(

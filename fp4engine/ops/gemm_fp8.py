@@ -71,27 +71,51 @@ def fits_blocks(left: Tensor, right: Tensor) -> bool:
     return fits and left.is_contiguous() and right.is_contiguous()
 
 
-def multiply_blocks(
-    left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, height: int, out_dtype: torch.dtype
-) -> Tensor:
-    """``sum over groups of (left @ right.T) * scales``, in FP32 and rounded once to ``out_dtype``: [M, N].
+def block_scales(left: Tensor, right: Tensor, height: int) -> list[Tensor]:
+    """The scales of both operands as :func:`multiply_blocks` takes them.
+
+    cuBLAS reads the scales of neighbouring rows side by side, and of tiles those of neighbouring groups, padded to
+    four.
 
     Args:
-        left: [M, K] and right: [N, K], ``float8_e4m3fn``, K a multiple of 128; see :func:`fits_blocks`.
-        left_scale: [M, K / 128]; right_scale: [N, K / 128], the same in each ``height`` rows. E8M0 or FP32.
+        left: [M, K / 128]; right: [N, K / 128], the same in each ``height`` rows. E8M0 or FP32.
         height: 1 or 128.
     """
-    by_row, by_tile = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-    rows = left_scale.float().t().contiguous().t()  # cuBLAS reads the scales of neighbouring rows side by side
+    if capability.triton_runs_on(left.device)[0]:
+        from fp4engine.kernels.block_scales import block_scales as by_kernel
+
+        return by_kernel(left, right, height)
+    rows = left.float().t().contiguous()
     if height == 1:
-        columns = right_scale.float().t().contiguous().t()
-    else:  # and of tiles those of neighbouring groups, padded to four
-        tiles = right_scale[::height].float()
-        columns = pad(tiles, (0, -tiles.shape[1] % 4)).t()
-    dtype = out_dtype if out_dtype == torch.bfloat16 else torch.float32
-    recipe = by_row if height == 1 else by_tile
-    product = scaled_mm(left, right.t(), rows, by_row, columns, recipe, output_dtype=dtype)
-    return product.to(out_dtype)
+        return [rows, right.float().t().contiguous()]
+    tiles = right[::height].float()
+    return [rows, pad(tiles, (0, -tiles.shape[1] % 4))]
+
+
+def multiply_blocks(
+    left: Tensor,
+    left_scales: Tensor,
+    right: Tensor,
+    right_scales: Tensor,
+    height: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``sum over groups of (left @ right.T) * scales + bias``, in FP32 and rounded once to ``out_dtype``: [M, N].
+
+    Args:
+        left: [M, K] and right: [N, K], codes of E4M3, uint8, K a multiple of 128; see :func:`fits_blocks`.
+        left_scales, right_scales: from :func:`block_scales`.
+        height: of the right operand's blocks, 1 or 128.
+    """
+    left, right = left.view(torch.float8_e4m3fn), right.view(torch.float8_e4m3fn).t()
+    by_row, by_column = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    by_column = by_row if height == 1 else by_column
+    dtype = torch.bfloat16 if out_dtype == torch.bfloat16 and bias is None else torch.float32
+    product = scaled_mm(left, right, left_scales.t(), by_row, right_scales.t(), by_column, output_dtype=dtype)
+    if bias is not None:
+        product = product + bias.float()
+    return product if product.dtype == out_dtype else product.to(out_dtype)
 
 
 def multiply(

@@ -17,7 +17,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.amax_history import Memory
-from fp4engine.ops.cast import amax_shape, as_it_is, decode_supported, quantize, transient_form
+from fp4engine.ops.cast import amax_shape, as_it_is, casts_supported, decode_supported, quantize, transient_form
 from fp4engine.ops.gemm import gemm, product_path
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define, is_plain
@@ -237,6 +237,83 @@ class LinearByFP8:
         return dx, dw
 
 
+class LinearByFP8Blocks:
+    """By PyTorch's FP8 products with block scales: casts, and the scales as the products read them, are one launch."""
+
+    def __init__(self, casts: Casts) -> None:
+        self.casts = casts
+
+    @staticmethod
+    def takes(rows: int, outs: int, ins: int) -> bool:
+        """Whether all three products fit, see :func:`fp4engine.ops.gemm_fp8.fits_blocks`."""
+        return rows % 4 == outs % 16 == ins % 16 == 0 and min(rows, outs, ins) > gemm_fp8.TERMS
+
+    @staticmethod
+    def covers(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the kernels of block casts cover every operand, and every product is one of FP8 by block scales."""
+        if casts.is_stateful or casts.backend not in ("auto", "native") or not capability.triton_runs_on(device)[0]:
+            return False
+        for keys, source in ((casts.inp, dtype), (casts.weight, weight_dtype), (casts.grad_output, dtype)):
+            if not casts_supported(*keys, source)[0]:
+                return False
+        products = casts.products(dtype, weight_dtype)
+        return all(gemm_fp8.multiplies_blocks(left, right, device) for left, right, _ in products)
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs_dgrad: bool,
+        needs_wgrad: bool,
+        memories: Memories | None = None,
+    ) -> tuple[Tensor, Kept]:
+        """As :meth:`LinearByValues.forward`."""
+        casts, kernels = self.casts, _kernels()
+        x, weight = as_it_is(x), as_it_is(weight)
+        keys = (casts.inp[0], casts.inp[1] * needs_wgrad, casts.weight[0], casts.weight[1] * needs_dgrad)
+        outputs = kernels.resolve_blocks_forward(kernels.facts(x), kernels.facts(weight), x.device, keys)(x, weight)
+        backends.record("quantize", "triton", 2)
+        backends.record("gemm", "fp8")
+        right = 4 if needs_wgrad else 1  # behind x's outputs
+        *_, x_scales, weight_scales = outputs
+        height = CastSpec.from_key(keys[2]).block[0]
+        y = gemm_fp8.multiply_blocks(outputs[0], x_scales, outputs[right], weight_scales, height, bias, x.dtype)
+        inp = _kept(keys[1], x, outputs[1:4]) if needs_wgrad else None
+        return y, (inp, _kept(keys[3], weight, outputs[right + 1 : right + 4]) if needs_dgrad else None)
+
+    def backward(
+        self,
+        grad_output: Tensor,
+        kept: Kept,
+        rng: Tensor | None,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        memory: Memory | None = None,
+    ) -> Gradients:
+        """As :meth:`LinearByValues.backward`."""
+        casts, kernels, (inp, weight) = self.casts, _kernels(), kept
+        grad_output = as_it_is(grad_output)
+        keys = (*casts.grad_output, casts.inp[1] if inp else "", casts.weight[1] if weight else "")
+        stream = casts.streams[2] if rng is None else casts.streams[2] | rank_bits()
+        ins = (inp or weight).rows  # pyright: ignore[reportOptionalMemberAccess]: one of them at least
+        asked = (kernels.facts(grad_output), ins, grad_output.device, keys, rng is not None, stream)
+        tensors = (inp and inp.scale_inv, weight and weight.scale_inv, rng)
+        outputs = kernels.resolve_blocks_backward(*asked)(grad_output, *tensors)
+        backends.record("quantize", "triton")
+        backends.record("gemm", "fp8", len(outputs) // 3)
+        gradients: list[Tensor | None] = []
+        for operand, (left, scales, others), key, dtype in (
+            (weight, outputs[:3], keys[3], dtypes[0]),
+            (inp, outputs[-3:], keys[2], dtypes[1]),
+        ):
+            if operand is None:
+                gradients.append(None)
+                continue
+            height = CastSpec.from_key(key).block[0]
+            gradients.append(gemm_fp8.multiply_blocks(left, scales, operand.data, others, height, None, dtype))
+        return gradients[0], gradients[1]
+
+
 class LinearByOperations:
     """By single operations, which cover everything: what an operator does that no launch covers."""
 
@@ -296,7 +373,7 @@ class LinearByOperations:
         return gemm(left, right, out_dtype=dtype, bias=bias, backend=self.casts.backend, fast_accumulation=fast)
 
 
-LinearAtOnce = LinearByValues | LinearByFP8
+LinearAtOnce = LinearByValues | LinearByFP8 | LinearByFP8Blocks
 
 
 def linear_at_once(casts: Casts, x: Tensor, weight: Tensor) -> LinearAtOnce | None:
@@ -316,7 +393,7 @@ def _find(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device: t
     for left, right, _ in casts.products(dtype, weight_dtype):
         if CastSpec.from_key(left).rotation != CastSpec.from_key(right).rotation:
             return None  # the product itself says what is wrong
-    for kind in (LinearByValues, LinearByFP8):
+    for kind in (LinearByValues, LinearByFP8, LinearByFP8Blocks):
         if kind.covers(casts, dtype, weight_dtype, device):
             return kind(casts)
     return None

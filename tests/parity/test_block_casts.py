@@ -35,6 +35,7 @@ from fp4engine.formats import (
 )
 from fp4engine.kernels import casts
 from fp4engine.kernels.block_decode import block_decode
+from fp4engine.ops import gemm_fp8
 from fp4engine.quantizers import reference_quantizer
 from fp4engine.recipe import CustomRecipe, Recipe, zoo
 from fp4engine.roles import TENSOR_TYPES
@@ -282,6 +283,25 @@ def test_products_of_operands_with_fp32_factors(kernel_device, name, shape):
         ops.gemm(*operands, out_dtype=dtype, out=buffer, backend="triton")
         assert ((buffer.double() - want).abs() <= bound).all()
         assert ops.executed_paths() == {"gemm/triton": 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float32], ids=str)
+@pytest.mark.parametrize("height", [1, 128])
+@pytest.mark.parametrize("blocks", [2, 7, 8])
+def test_block_scales_as_products_read_them(kernel_device, monkeypatch, dtype, height, blocks):
+    """Every E8M0 scale, those of zero and NaN too, padded, and more of them than a program writes."""
+    scales = []
+    for rows in (700, 260):
+        codes = (torch.arange(rows * blocks) % 256).to(torch.uint8).view(rows, blocks)
+        if rows == 260 and height > 1:
+            codes = codes[: -(-rows // height)].repeat_interleave(height, 0)[:rows].contiguous()
+        scales.append(codes.view(torch.float8_e8m0fnu).to(dtype).to(kernel_device))
+    actual = gemm_fp8.block_scales(*scales, height)
+    monkeypatch.setattr(gemm_fp8.capability, "triton_runs_on", lambda device: (False, "in plain PyTorch"))
+    expected = gemm_fp8.block_scales(*scales, height)
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+        assert ours.stride() == theirs.stride()
 
 
 @pytest.mark.gpu

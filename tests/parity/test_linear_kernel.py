@@ -5,11 +5,21 @@ import math
 
 import pytest
 import torch
+from torch.nn.functional import ScalingType
 
 import fp4engine
 from fp4engine import capability, ops
-from fp4engine.ops import linear
-from fp4engine.recipe import DelayedScaling, Float8CurrentScaling, Format, MMParams, NVFP4BlockScaling
+from fp4engine.formats import E4M3, fp8_block
+from fp4engine.ops import gemm_fp8, linear
+from fp4engine.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    NVFP4BlockScaling,
+    zoo,
+)
 
 RECIPES = {
     "default": {},
@@ -235,6 +245,79 @@ def test_fp8_not_finite(fp8_units, kernel_device, monkeypatch, spoil):
 def test_fp8_compiled(fp8_units, kernel_device, monkeypatch, shape, x_grad, w_grad):
     arguments = Float8CurrentScaling(), shape, kernel_device, linear.LinearByFP8
     assert_compiled_is_eager(monkeypatch, *arguments, x_grad, w_grad)
+
+
+@pytest.fixture
+def fp8_blocks(kernel_device, monkeypatch, forget_answers):
+    """FP8 tensor cores that multiply by block scales. On a CPU the product that stands for them checks its operands."""
+    if kernel_device == "cpu":
+        monkeypatch.setattr(capability, "is_hopper", lambda device: True)
+        monkeypatch.setattr(gemm_fp8, "_cuda_version", lambda: (12, 9))
+        monkeypatch.setattr(gemm_fp8, "scaled_mm", product_by_blocks)
+        forget_answers()
+    elif not gemm_fp8.has_blocks(fp8_block(E4M3, 1, power_of_two=True).key, torch.device(kernel_device)):
+        pytest.skip("needs FP8 tensor cores that multiply by block scales")
+
+
+def product_by_blocks(left, right, left_scales, left_kind, right_scales, right_kind, *, output_dtype):
+    """``_scaled_mm`` of PyTorch, for operands that it takes on Hopper, in FP32."""
+    (rows, width), columns = left.shape, right.shape[1]
+    groups, lines = width // 128, columns if right_kind is ScalingType.BlockWise1x128 else -(-columns // 128)
+    assert rows % 4 == columns % 16 == width % 128 == 0 and left.dtype == right.dtype == torch.float8_e4m3fn
+    assert left.stride() == (width, 1) and right.stride() == (1, width)
+    assert left_kind is ScalingType.BlockWise1x128
+    assert left_scales.shape == (rows, groups) and left_scales.stride() == (1, rows)
+    if right_kind is ScalingType.BlockWise1x128:
+        assert right_scales.shape == (lines, groups) and right_scales.stride() == (1, lines)
+        of_right = right_scales
+    else:
+        padded = -(-groups // 4) * 4
+        assert right_scales.shape == (padded, lines) and right_scales.stride() == (1, padded)
+        assert not right_scales[groups:].any()
+        of_right = right_scales[:groups].T.repeat_interleave(128, 0)[:columns]
+    first, second = (
+        operand.float() * scales.repeat_interleave(128, 1)
+        for operand, scales in ((left, left_scales), (right.T, of_right))
+    )
+    return (first @ second.T).to(output_dtype)
+
+
+BLOCKS = {"powers of two": zoo.make("fp8_block"), "FP32 scales": Float8BlockScaling(use_f32_scales=True)}
+BLOCK_SHAPES = {"even": (256, 256, 256), "ragged": (132, 272, 144), "3-D": (2, 66, 144, 160)}
+
+
+@pytest.mark.parametrize("shape", BLOCK_SHAPES.values(), ids=BLOCK_SHAPES)
+@pytest.mark.parametrize("recipe", BLOCKS.values(), ids=BLOCKS)
+def test_fp8_blocks(fp8_blocks, kernel_device, monkeypatch, recipe, shape):
+    options = {"device": kernel_device, "kind": linear.LinearByFP8Blocks, "sizes": (1.0,)}
+    assert_one_launch_is_many(monkeypatch, recipe, shape, **options)
+
+
+@pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
+def test_fp8_blocks_gradients_that_nobody_wants(fp8_blocks, kernel_device, monkeypatch, x_grad, w_grad):
+    options = {"device": kernel_device, "x_grad": x_grad, "w_grad": w_grad, "weight_dtype": torch.float32}
+    options |= {"kind": linear.LinearByFP8Blocks, "sizes": (1.0,)}
+    assert_one_launch_is_many(monkeypatch, BLOCKS["powers of two"], BLOCK_SHAPES["ragged"], **options)
+
+
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
+def test_fp8_blocks_not_finite(fp8_blocks, kernel_device, monkeypatch, spoil):
+    options = {"device": kernel_device, "spoil": spoil, "kind": linear.LinearByFP8Blocks, "sizes": (1.0,)}
+    assert_one_launch_is_many(monkeypatch, BLOCKS["powers of two"], BLOCK_SHAPES["ragged"], **options)
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize(("x_grad", "w_grad"), [(True, True), (False, True)])
+def test_fp8_blocks_compiled(fp8_blocks, kernel_device, monkeypatch, x_grad, w_grad):
+    arguments = BLOCKS["powers of two"], BLOCK_SHAPES["3-D"], kernel_device, linear.LinearByFP8Blocks
+    assert_compiled_is_eager(monkeypatch, *arguments, x_grad, w_grad)
+
+
+@pytest.mark.parametrize("shape", [(130, 144, 144), (132, 144, 136), (132, 136, 144), (128, 144, 144)], ids=str)
+def test_fp8_blocks_that_do_not_fit_take_single_operations(fp8_blocks, kernel_device, monkeypatch, shape):
+    monkeypatch.setattr(linear.LinearByFP8Blocks, "forward", None)
+    outputs, *_ = run(BLOCKS["powers of two"], shape, device=kernel_device, sizes=(1.0,))
+    assert all(output.isfinite().all() for output in outputs)
 
 
 DELAYED = DelayedScaling(amax_history_len=3)
