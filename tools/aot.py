@@ -270,9 +270,8 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     table.append(("recall amax", record_kernel, record | {"values_ptr": None, "CHOICE": ""}, "bf16"))
     table.append(("factor", factor_kernel, {}, "bf16"))
     for height in (1, 128):
-        table.append(
-            (f"block scales, {height} rows", block_scales_kernel, {"HEIGHT": height, "SCALES": SCALES}, "bf16")
-        )
+        constants = {"HEIGHT": height, "SCALES": SCALES}
+        table.append((f"block scales, {height} rows", block_scales_kernel, constants, "bf16"))
     table.append(("clear", clear_kernel, {"BLOCK": CLEARED}, "bf16"))
     table.append(("swizzle", swizzle_kernel, {"TILES": COL_TILES}, "bf16"))
     for height, width in ((16, 16), (32, 32), (1, 16)):

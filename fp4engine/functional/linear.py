@@ -284,7 +284,8 @@ class LinearFunction(torch.autograd.Function):
 def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.LinearByOperators | None:
     """What computes forward and backward with few launches; None if something is shared, stored or added to.
 
-    In a compiled graph these are two operators, unless what delayed scaling remembers is to be written.
+    In a compiled graph these are two operators, unless what delayed scaling remembers is to be written, or the weight
+    is large: single operators leave more to the compiler, which then casts the input of several layers once.
     """
     plan = call.plan
     alone = call.function is None and call.stored is None and call.main_grad is None
@@ -293,7 +294,9 @@ def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.Li
     if not torch.compiler.is_dynamo_compiling():
         return ops.linear_at_once(plan.casts, as_matrix(x), weight)
     inp_spec, weight_spec = plan.input.columnwise_spec, plan.weight.columnwise_spec
-    if plan.is_stateful or inp_spec is None or weight_spec is None or type(weight) not in (Tensor, torch.nn.Parameter):
+    if plan.is_stateful or inp_spec is None or weight_spec is None:
+        return None
+    if type(weight) not in (Tensor, torch.nn.Parameter) or not ops.is_bound_by_host(weight):
         return None
     return ops.LinearByOperators(ops.key_of(plan.casts), inp_spec, weight_spec)
 

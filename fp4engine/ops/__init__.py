@@ -27,7 +27,14 @@ from fp4engine.ops.grouped import (
     grouped_wgrad,
     grouped_wgrad_accumulate,
 )
-from fp4engine.ops.linear import Casts, LinearAtOnce, LinearByOperators, key_of, linear_at_once
+from fp4engine.ops.linear import (
+    Casts,
+    LinearAtOnce,
+    LinearByOperators,
+    is_bound_by_host,
+    key_of,
+    linear_at_once,
+)
 from fp4engine.ops.operand import Operand, is_transposable
 from fp4engine.ops.reduce import all_reduce_amax
 from fp4engine.ops.rng import RandomStream, current_seed, get_rng_state, manual_seed, rank_bits, set_rng_state
@@ -63,6 +70,7 @@ __all__ = [
     "grouped_supports",
     "grouped_wgrad",
     "grouped_wgrad_accumulate",
+    "is_bound_by_host",
     "is_replaying",
     "is_transposable",
     "key_of",

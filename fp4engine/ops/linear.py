@@ -484,6 +484,11 @@ def _by_name(kept: list[Tensor], operands: int, which: int) -> tuple[Tensor, Ten
     return own[0], own[1] if size == 3 else None, own[-1]
 
 
+def is_bound_by_host(weight: Tensor) -> bool:
+    """Whether a compiled layer is to be one operator each way: small with any number of rows, which may be dynamic."""
+    return LinearByValues.takes(weight.shape[0], *weight.shape)
+
+
 @constant_when_traced
 def key_of(casts: Casts) -> str:
     """The key of ``casts``, for code that may be traced."""

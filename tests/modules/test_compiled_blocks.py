@@ -193,9 +193,7 @@ def test_what_a_compiled_layer_saves_is_what_an_eager_one_saves():
 
 @pytest.mark.no_poison
 @pytest.mark.parametrize("recipe", [RECIPES[0], Float8CurrentScaling()], ids=["NVFP4", "FP8"])
-def test_rows_marked_dynamic_train_by_one_graph_small_and_large(recipe, monkeypatch):
-    """How many launches a layer takes depends on its size, which the graph does not know."""
-    monkeypatch.setattr(linear_ops, "MOST_HELD", 2 * 40 * 64)
+def test_rows_marked_dynamic_train_by_one_graph(recipe):
     torch._dynamo.reset()
     counters.clear()
     layer, by_rows = fp4engine.Linear(64, 48, bias=False, dtype=torch.bfloat16), Graphs()
@@ -208,6 +206,23 @@ def test_rows_marked_dynamic_train_by_one_graph_small_and_large(recipe, monkeypa
     for rows in (20, 36, 52, 1000):
         assert_same(trained(run, layer, recipe, (rows, 64)), trained(layer, layer, recipe, (rows, 64)))
     assert graphs() == 1 and len(by_rows.operators) == 2
+
+
+@pytest.mark.no_poison
+def test_large_layers_are_single_operators_and_share_casts_of_one_input(monkeypatch):
+    monkeypatch.setattr(linear_ops, "MOST_HELD", 2 * 48 * 64 - 1)
+    torch._dynamo.reset()
+    layers, graphs = (
+        nn.ModuleList(fp4engine.Linear(64, 48, dtype=torch.bfloat16, bias=False) for _ in range(3)),
+        Graphs(),
+    )
+
+    def run(x):
+        return layers[0](x) + layers[1](x) * layers[2](x)
+
+    got = trained(torch.compile(run, fullgraph=True, backend=graphs), layers, RECIPES[0])
+    assert_same(got, trained(run, layers, RECIPES[0]))
+    assert graphs.operators[0] == {"quantize": 4, "gemm": 3}
 
 
 @pytest.mark.no_poison

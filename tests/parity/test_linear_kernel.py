@@ -313,6 +313,23 @@ def test_fp8_blocks_compiled(fp8_blocks, kernel_device, monkeypatch, x_grad, w_g
     assert_compiled_is_eager(monkeypatch, *arguments, x_grad, w_grad)
 
 
+@pytest.mark.no_poison
+def test_fp8_blocks_compiled_for_rows_that_fit_and_that_do_not(fp8_blocks, kernel_device):
+    """One graph serves both: what a layer launches is decided when it runs."""
+    torch._dynamo.reset()
+    layer, graphs = fp4engine.Linear(144, 144, dtype=torch.bfloat16, device=kernel_device), []
+    call = torch.compile(layer, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    for rows, ran in ((132, {"quantize/triton": 2, "gemm/fp8": 1}), (130, {"quantize/triton": 2, "gemm/triton": 1})):
+        x = torch.randn(rows, 144, device=kernel_device).bfloat16()
+        torch._dynamo.mark_dynamic(x, 0)
+        with torch.no_grad(), fp4engine.autocast(recipe=BLOCKS["powers of two"]):
+            ops.reset_executed_paths()
+            compiled = call(x)
+            assert ops.executed_paths() == ran
+            assert torch.equal(compiled, layer(x))
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("shape", [(130, 144, 144), (132, 144, 136), (132, 136, 144), (128, 144, 144)], ids=str)
 def test_fp8_blocks_that_do_not_fit_take_single_operations(fp8_blocks, kernel_device, monkeypatch, shape):
     monkeypatch.setattr(linear.LinearByFP8Blocks, "forward", None)

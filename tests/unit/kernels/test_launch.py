@@ -16,7 +16,7 @@ import fp4engine
 from fp4engine import capability
 from fp4engine.kernels import launch
 from fp4engine.kernels.launch import Block, Draft, Launch, facts
-from fp4engine.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
+from fp4engine.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
 
 PACKAGE = Path(fp4engine.__file__).parent
 BF16 = torch.bfloat16
@@ -190,6 +190,28 @@ def test_a_step_starts_so_many_kernels_and_takes_its_draws(on_stubs, fp8_units, 
     assert kernels.pop("draw_kernel", 0) == draws
     assert kernels.total() <= most, kernels
     assert len(on_stubs) == 2 + draws
+
+
+@pytest.mark.no_poison
+def test_a_step_by_block_scales_is_two_launches_and_three_products(on_stubs, monkeypatch):
+    """Six casts, and a kernel for the scales of each product; PyTorch copies nothing."""
+    fp8, products = import_module("fp4engine.ops.gemm_fp8"), []
+    monkeypatch.setattr(fp8, "has_blocks", lambda key, device: True)
+
+    def product(left, right, *scales, output_dtype):
+        products.append([tensor.dtype for tensor in (left, right, *scales[::2])])
+        return left.new_empty((left.shape[0], right.shape[1]), dtype=output_dtype)
+
+    monkeypatch.setattr(fp8, "scaled_mm", product)
+    layer = fp4engine.Linear(256, 256, bias=False, dtype=BF16)
+    x = torch.randn(256, 256, dtype=BF16, requires_grad=True)
+    for _ in range(2):
+        on_stubs.clear()
+        products.clear()
+        step(layer, x, Float8BlockScaling())
+    kernels = Counter(s.kernel.__name__ for started, _ in on_stubs for s in started.steps)
+    assert kernels == {"block_cast_kernel": 6, "block_scales_kernel": 3} and len(on_stubs) == 2
+    assert products == [[torch.float8_e4m3fn] * 2 + [torch.float32] * 2] * 3
 
 
 @pytest.mark.no_poison
