@@ -75,11 +75,21 @@ class Casts(NamedTuple):
         return Casts((row_x, col_x), (row_w, col_w), (row_g, col_g), (of_x, of_w, of_g), backend, (fprop, dgrad, wgrad))
 
 
-class LinearByValues:
-    """By kernels that multiply BF16 values: casts, decodes and products are one launch each way."""
+class _Way:
+    """How a layer is computed.
+
+    Attributes:
+        casts: of its tensors.
+        inp_spec, weight_spec: of the operands that backward needs.
+    """
 
     def __init__(self, casts: Casts) -> None:
         self.casts = casts
+        self.inp_spec, self.weight_spec = CastSpec.from_key(casts.inp[1]), CastSpec.from_key(casts.weight[1])
+
+
+class LinearByValues(_Way):
+    """By kernels that multiply BF16 values: casts, decodes and products are one launch each way."""
 
     @staticmethod
     def takes(rows: int, outs: int, ins: int) -> bool:
@@ -127,8 +137,8 @@ class LinearByValues:
         outputs = kernels.resolve_forward(*asked)(x, weight, bias)
         backends.record("quantize", "triton", 2)
         backends.record("gemm", "triton")
-        inp = _kept(keys[1], x, outputs[:3]) if needs_wgrad else None
-        return outputs[-1], (inp, _kept(keys[3], weight, outputs[-4:-1]) if needs_dgrad else None)
+        inp = _kept(self.inp_spec, x, outputs[:3]) if needs_wgrad else None
+        return outputs[-1], (inp, _kept(self.weight_spec, weight, outputs[-4:-1]) if needs_dgrad else None)
 
     def backward(
         self,
@@ -162,11 +172,8 @@ class LinearByValues:
 _ABSENT = (None, None, None)
 
 
-class LinearByFP8:
+class LinearByFP8(_Way):
     """By PyTorch's FP8 products: casts, and the factors of the products that follow, are one launch each way."""
-
-    def __init__(self, casts: Casts) -> None:
-        self.casts = casts
 
     @staticmethod
     def takes(rows: int, outs: int, ins: int) -> bool:
@@ -207,8 +214,12 @@ class LinearByFP8:
         backends.record("gemm", "fp8")
         right = outputs[3 if needs_wgrad else 1]  # behind x's outputs
         y = gemm_fp8.multiply(outputs[0], right, outputs[-2], outputs[-1], bias, x.dtype, casts.fast_accumulation[0])
-        inp = _codes(keys[1], x, outputs[1:3]) if needs_wgrad else None
-        return y, (inp, _codes(keys[3], weight, outputs[-4:-2]) if needs_dgrad else None)
+        inp = kept_weight = None  # products take FP8 codes as they are: no block scales
+        if needs_wgrad:
+            inp = Operand(self.inp_spec, x.shape[1], x.shape[0], outputs[1], None, outputs[2])
+        if needs_dgrad:
+            kept_weight = Operand(self.weight_spec, weight.shape[1], weight.shape[0], outputs[-4], None, outputs[-3])
+        return y, (inp, kept_weight)
 
     def backward(
         self,
@@ -237,11 +248,8 @@ class LinearByFP8:
         return dx, dw
 
 
-class LinearByFP8Blocks:
+class LinearByFP8Blocks(_Way):
     """By PyTorch's FP8 products with block scales: casts, and the scales as the products read them, are one launch."""
-
-    def __init__(self, casts: Casts) -> None:
-        self.casts = casts
 
     @staticmethod
     def takes(rows: int, outs: int, ins: int) -> bool:
@@ -279,8 +287,8 @@ class LinearByFP8Blocks:
         *_, x_scales, weight_scales = outputs
         height = CastSpec.from_key(keys[2]).block[0]
         y = gemm_fp8.multiply_blocks(outputs[0], x_scales, outputs[right], weight_scales, height, bias, x.dtype)
-        inp = _kept(keys[1], x, outputs[1:4]) if needs_wgrad else None
-        return y, (inp, _kept(keys[3], weight, outputs[right + 1 : right + 4]) if needs_dgrad else None)
+        inp = _kept(self.inp_spec, x, outputs[1:4]) if needs_wgrad else None
+        return y, (inp, _kept(self.weight_spec, weight, outputs[right + 1 : right + 4]) if needs_dgrad else None)
 
     def backward(
         self,
@@ -302,23 +310,20 @@ class LinearByFP8Blocks:
         backends.record("quantize", "triton")
         backends.record("gemm", "fp8", len(outputs) // 3)
         gradients: list[Tensor | None] = []
-        for operand, (left, scales, others), key, dtype in (
-            (weight, outputs[:3], keys[3], dtypes[0]),
-            (inp, outputs[-3:], keys[2], dtypes[1]),
+        for operand, (left, scales, others), spec, dtype in (
+            (weight, outputs[:3], self.weight_spec, dtypes[0]),
+            (inp, outputs[-3:], self.inp_spec, dtypes[1]),
         ):
-            if operand is None:
-                gradients.append(None)
-                continue
-            height = CastSpec.from_key(key).block[0]
-            gradients.append(gemm_fp8.multiply_blocks(left, scales, operand.data, others, height, None, dtype))
+            gradient = None
+            if operand is not None:
+                height = spec.block[0]
+                gradient = gemm_fp8.multiply_blocks(left, scales, operand.data, others, height, None, dtype)
+            gradients.append(gradient)
         return gradients[0], gradients[1]
 
 
-class LinearByOperations:
+class LinearByOperations(_Way):
     """By single operations, which cover everything: what an operator does that no launch covers."""
-
-    def __init__(self, casts: Casts) -> None:
-        self.casts = casts
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, needs_dgrad: bool, needs_wgrad: bool
@@ -399,15 +404,9 @@ def _find(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device: t
     return None
 
 
-def _kept(key: str, tensor: Tensor, outputs: list[Tensor]) -> Operand:
+def _kept(spec: CastSpec, tensor: Tensor, outputs: list[Tensor]) -> Operand:
     """The columnwise operand of ``tensor`` [rows, cols]."""
-    return Operand(CastSpec.from_key(key), tensor.shape[1], tensor.shape[0], *outputs)
-
-
-def _codes(key: str, tensor: Tensor, outputs: list[Tensor]) -> Operand:
-    """The columnwise operand of ``tensor`` [rows, cols], for a product that takes FP8 as it is: no block scales."""
-    data, amax = outputs
-    return Operand(CastSpec.from_key(key), tensor.shape[1], tensor.shape[0], data, None, amax)
+    return Operand(spec, tensor.shape[1], tensor.shape[0], *outputs)
 
 
 def _recalled(memory: Memory | None) -> tuple[Any, Tensor | None, Tensor | None]:

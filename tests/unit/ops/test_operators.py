@@ -79,6 +79,8 @@ def test_fakes_of_a_layers_operators_tell_the_truth(recipe, needs_dgrad, needs_w
         rng = torch.tensor([1, 2])
         dtypes = (torch.bfloat16, torch.float32)
         assert_fake_tells_the_truth(backward, grad, *inp, *of_weight, rng, casts.key, *dtypes)
+    memory = [t.untyped_storage().data_ptr() for t in (x, weight, *kept) if t.numel()]
+    assert len(set(memory)) == len(memory)  # no output is another, or a part of an input
 
 
 def test_operands_must_contract_the_same_axis_and_be_rotated_alike() -> None:
