@@ -518,14 +518,14 @@ def _linear_backward(
     weight_dtype: torch.dtype,
 ) -> list[Tensor]:
     own, (rows, outs) = Casts.from_key(casts), grad_output.shape
-    left = right = None
-    if inp is not None:
-        left = Operand(CastSpec.from_key(own.inp[1]), inp.shape[0], rows, inp, inp_scale_inv, inp_amax)
-    if weight is not None:
-        right = Operand(CastSpec.from_key(own.weight[1]), weight.shape[0], outs, weight, weight_scale_inv, weight_amax)
-    ins = (left or right).rows  # pyright: ignore[reportOptionalMemberAccess]: nobody asks for neither
+    ins = next(codes.shape[0] for codes in (inp, weight) if codes is not None)
     found = _find(own, dtype, weight_dtype, grad_output.device)
     way = found if found is not None and found.takes(rows, outs, ins) else LinearByOperations(own)
+    left = right = None
+    if inp is not None:
+        left = Operand(way.inp_spec, ins, rows, inp, inp_scale_inv, inp_amax)
+    if weight is not None:
+        right = Operand(way.weight_spec, ins, outs, weight, weight_scale_inv, weight_amax)
     gradients = way.backward(grad_output, (left, right), rng, (dtype, weight_dtype))
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
 
