@@ -182,10 +182,10 @@ def linear_bgrad(grad_output: Tensor, plan: LinearPlan, dtype: torch.dtype) -> T
 
     Where the gradient is not quantized, it is summed as ``nn.Linear`` would.
     """
-    if plan.grad_output.is_identity or plan.backward_override is not None or grad_output.dtype == torch.float64:
+    if plan.grad_output.is_identity or plan.backward_override is not None:
         accumulation = torch.float64 if grad_output.dtype == torch.float64 else torch.float32
         return grad_output.sum(0, dtype=accumulation).to(dtype)
-    return ops.column_sums(grad_output, backend=plan.backend)[0].to(dtype)
+    return ops.bias_gradient(grad_output, dtype, plan.backend)
 
 
 def _gemm(
@@ -257,7 +257,11 @@ class LinearFunction(torch.autograd.Function):
             if plan.draws_in_backward:
                 device = grad_output.device
                 rng = ops.next_draw(device) if call.shards is None else call.shards.draw(device, "backward")
-            if ctx.at_once is not None:
+            if isinstance(ctx.at_once, ops.LinearByOperators):
+                kept, dtypes = (saved.inp, saved.weight), (call.dtype, ctx.weight_dtype)
+                bias_dtype = ctx.bias_dtype if needs_bias else None
+                grad_input, grad_weight, grad_bias = ctx.at_once.backward(grad_output, kept, rng, dtypes, bias_dtype)
+            elif ctx.at_once is not None:
                 kept, dtypes = (saved.inp, saved.weight), (call.dtype, ctx.weight_dtype)
                 memory = plan.grad_output.recall(grad_output.device) if plan.is_stateful else None
                 grad_input, grad_weight = ctx.at_once.backward(grad_output, kept, rng, dtypes, memory)
@@ -276,7 +280,7 @@ class LinearFunction(torch.autograd.Function):
                     assert grad_input is not None
                 if len(ctx.inp_shape) != 2:
                     grad_input = grad_input.view(ctx.inp_shape)
-        if needs_bias:
+        if needs_bias and grad_bias is None:
             grad_bias = linear_bgrad(grad_output, plan, ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, *grad_parameters
 

@@ -19,6 +19,7 @@ from fp4engine.ops import gemm_fp8
 from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import amax_shape, as_it_is, casts_supported, decode_supported, quantize, transient_form
 from fp4engine.ops.gemm import gemm, product_path
+from fp4engine.ops.grouped import column_sums
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define, is_plain
 from fp4engine.ops.rng import rank_bits
@@ -467,13 +468,16 @@ class LinearByOperators(NamedTuple):
         kept: Kept,
         rng: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
-        memory: Memory | None = None,
-    ) -> Gradients:
-        """As :meth:`LinearByValues.backward`."""
+        bias_dtype: torch.dtype | None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """As :meth:`LinearByValues.backward`; last the gradient of a bias of ``bias_dtype``, None without one."""
         inp, weight = kept
         tensors = (*(_ABSENT if inp is None else inp.tensors), *(_ABSENT if weight is None else weight.tensors))
-        outputs = torch.ops.fp4engine.linear_backward(grad_output.detach(), *tensors, rng, self.casts, *dtypes)
-        return None if weight is None else outputs[0], None if inp is None else outputs[-1]
+        asked = (grad_output.detach(), *tensors, rng, self.casts, *dtypes, bias_dtype)
+        gradients = iter(torch.ops.fp4engine.linear_backward(*asked))
+        dx = None if weight is None else next(gradients)
+        dw = None if inp is None else next(gradients)
+        return dx, dw, None if bias_dtype is None else next(gradients)
 
 
 def _by_name(kept: list[Tensor], operands: int, which: int) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -481,6 +485,13 @@ def _by_name(kept: list[Tensor], operands: int, which: int) -> tuple[Tensor, Ten
     size = len(kept) // operands
     own = kept[:size] if which == 0 else kept[-size:]
     return own[0], own[1] if size == 3 else None, own[-1]
+
+
+def bias_gradient(grad_output: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    """``db[N] = sum of dy[M, N] over M``, in FP32, or FP64 as it came, and in the order of the reference."""
+    if grad_output.dtype == torch.float64:
+        return grad_output.sum(0).to(dtype)
+    return column_sums(grad_output, backend=backend)[0].to(dtype)
 
 
 def is_bound_by_host(weight: Tensor) -> bool:
@@ -516,6 +527,7 @@ def _linear_backward(
     casts: str,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
 ) -> list[Tensor]:
     own, (rows, outs) = Casts.from_key(casts), grad_output.shape
     ins = next(codes.shape[0] for codes in (inp, weight) if codes is not None)
@@ -526,7 +538,9 @@ def _linear_backward(
         left = Operand(way.inp_spec, ins, rows, inp, inp_scale_inv, inp_amax)
     if weight is not None:
         right = Operand(way.weight_spec, ins, outs, weight, weight_scale_inv, weight_amax)
-    gradients = way.backward(grad_output, (left, right), rng, (dtype, weight_dtype))
+    gradients: list[Tensor | None] = [*way.backward(grad_output, (left, right), rng, (dtype, weight_dtype))]
+    if bias_dtype is not None:
+        gradients.append(bias_gradient(grad_output, bias_dtype, own.backend))
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
 
 
@@ -562,6 +576,7 @@ def _linear_backward_outputs(
     casts: str,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
 ) -> list[Output]:
     rows, outs = grad_output.shape
     outputs: list[Output] = []
@@ -569,6 +584,8 @@ def _linear_backward_outputs(
         outputs.append(Output((rows, weight.shape[0]), dtype))
     if inp is not None:
         outputs.append(Output((outs, inp.shape[0]), weight_dtype))
+    if bias_dtype is not None:
+        outputs.append(Output((outs,), bias_dtype))
     return outputs
 
 

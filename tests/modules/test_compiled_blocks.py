@@ -1,5 +1,8 @@
 """Blocks compiled on their own, as pre-trainers do: equal blocks share a graph, and recipes in turn settle."""
 
+import re
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -115,9 +118,7 @@ class Graphs:
 
     def keep(self, module, inputs):
         text = module.print_readable(print_output=False)
-        names = ("linear_forward", "linear_backward", "next_draw", "quantize", "dequantize", "gemm", "scales", "amax")
-        counts = {name: text.count(f"fp4engine.{name}.default") for name in names}
-        self.operators.append({name: count for name, count in counts.items() if count})
+        self.operators.append(dict(Counter(re.findall(r"fp4engine\.(\w+)\.default", text))))
         return make_boxed_func(module.forward)
 
 

@@ -77,8 +77,9 @@ def test_fakes_of_a_layers_operators_tell_the_truth(recipe, needs_dgrad, needs_w
         inp = kept[:count] if needs_wgrad else [None] * count
         of_weight = kept[-count:] if needs_dgrad else [None] * count
         rng = torch.tensor([1, 2])
-        dtypes = (torch.bfloat16, torch.float32)
-        assert_fake_tells_the_truth(backward, grad, *inp, *of_weight, rng, casts.key, *dtypes)
+        for bias_dtype in (None, torch.float16):
+            dtypes = (torch.bfloat16, torch.float32, bias_dtype)
+            assert_fake_tells_the_truth(backward, grad, *inp, *of_weight, rng, casts.key, *dtypes)
     memory = [t.untyped_storage().data_ptr() for t in (x, weight, *kept) if t.numel()]
     assert len(set(memory)) == len(memory)  # no output is another, or a part of an input
 
