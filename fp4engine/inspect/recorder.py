@@ -5,13 +5,11 @@ rows are described at :func:`record`.
 """
 
 import json
-import math
 import sys
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from operator import itemgetter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,27 +21,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from fp4engine.arguments import require_model, require_path, require_patterns
 from fp4engine.formats import CastSpec
 from fp4engine.inspect import statistics
+from fp4engine.inspect.rows import Row, described, is_distributed
 from fp4engine.inspect.statistics import Figures
 from fp4engine.inspect.watch import Seen, drawn, layers_of, watching
 from fp4engine.names import covers
 from fp4engine.version import __version__
 
 FILE = "record.jsonl"
-CHANNELS = 4
-"""How many of a tensor's largest channels a row names."""
-
-
-@dataclass(frozen=True)
-class _Row:
-    """What is known of a row on the host, and its numbers, which are still on the device."""
-
-    fields: dict[str, Any]
-    figures: Figures
-    spec: CastSpec | None = None
-    place: tuple[int, int] = (0, 0)
-    """Row and column of the whole operand at which this rank's part begins."""
-    elements: int = 0
-    """How many of a tensor this rank has counted."""
 
 
 class Recorder:
@@ -69,7 +53,7 @@ class Recorder:
         self.step_number = first_step
         self._layers = _chosen(model, patterns)
         self._every, self._draws, self._shadow_rows, self._writer = every, draws, shadow_rows, writer
-        self._rows: list[_Row] = []
+        self._rows: list[Row] = []
         self._seen: set[tuple[str, str]] = set()  # layers and roles whose tensors this step has counted
         self._refusals: dict[str, str] = {}
         self._active = ExitStack()
@@ -107,7 +91,7 @@ class Recorder:
         for name in self._layers:
             if name not in seen:
                 self._refusals.setdefault(name, "no forward pass in training mode went through it in this step")
-        self._write([*self._refused(), *_read(self._rows)])
+        self._write([*self._refused(), *described(self._rows)])
         self._recorded = True
         self._rows = []
 
@@ -145,7 +129,7 @@ class Recorder:
         if any(seen.spec is not None for seen in operands):
             self._rows.append(self._product_row(layer, gemm, operands))
 
-    def _product_row(self, layer: str, gemm: str, operands: list[Seen]) -> _Row:
+    def _product_row(self, layer: str, gemm: str, operands: list[Seen]) -> Row:
         left, right = operands
         spread, rows, first = left.spread, left.source.shape[0], 0
         terms: tuple[Any, ...] = ()  # the groups whose ranks hold other terms of the sums,
@@ -165,9 +149,9 @@ class Recorder:
         )
         if spread is not None and not spread.is_first(*parts):
             figures = figures.left_to_another()
-        return _Row({"kind": "gemm", "layer": layer, "gemm": gemm, "rows": count, "of_rows": rows}, figures)
+        return Row({"kind": "gemm", "layer": layer, "gemm": gemm, "rows": count, "of_rows": rows}, figures)
 
-    def _rounding_row(self, layer: str, gemm: str, seen: Seen) -> _Row:
+    def _rounding_row(self, layer: str, gemm: str, seen: Seen) -> Row:
         decoded = list(drawn(seen, self._draws))
         fields = {"kind": "rounding", "layer": layer, "gemm": gemm, "role": seen.role, "side": seen.side}
         figures = statistics.rounding_figures(seen.prepared()[:, : decoded[0].shape[1]], decoded)
@@ -323,7 +307,7 @@ def _header(recorder: Recorder, every: int) -> dict[str, Any]:
         "fp4engine": __version__,
         "torch": str(torch.__version__),
         "every": every,
-        "world_size": dist.get_world_size() if _distributed() else 1,
+        "world_size": dist.get_world_size() if is_distributed() else 1,
         "layers": list(recorder._layers),
     }
 
@@ -336,22 +320,18 @@ def _tensorboard(folder: Path) -> Any:
     return SummaryWriter(str(folder))
 
 
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _rank() -> int:
-    return dist.get_rank() if _distributed() else 0
+    return dist.get_rank() if is_distributed() else 0
 
 
-def _operand_row(layer: str, gemm: str, seen: Seen) -> _Row:
+def _operand_row(layer: str, gemm: str, seen: Seen) -> Row:
     assert seen.spec is not None
     fields = {"kind": "operand", "layer": layer, "gemm": gemm, "role": seen.role, "side": seen.side}
     figures = statistics.operand_figures(seen.source, seen.operand, seen.rng, seen.stream)
     return _row_of(seen, {**fields, "cast": seen.spec.label}, figures, seen.spec)
 
 
-def _tensor_row(layer: str, seen: Seen, matrix: Tensor) -> _Row:
+def _tensor_row(layer: str, seen: Seen, matrix: Tensor) -> Row:
     figures, spread = statistics.tensor_figures(matrix), seen.spread
     whole = None if spread is None else spread.whole(seen.role, "rowwise")
     if spread is not None and whole is not None:
@@ -361,160 +341,20 @@ def _tensor_row(layer: str, seen: Seen, matrix: Tensor) -> _Row:
     return replace(row, elements=matrix.numel() if row.figures is figures else 0)
 
 
-def _row_of(seen: Seen, fields: dict[str, Any], figures: Figures, spec: CastSpec | None = None) -> _Row:
+def _row_of(seen: Seen, fields: dict[str, Any], figures: Figures, spec: CastSpec | None = None) -> Row:
     """A row about one operand or tensor. What several ranks of a mesh hold, the first of them counts.
 
     A weight is left to :func:`_once`, since data-parallel ranks, which are on no mesh of the layer's, hold it as well.
     """
     spread = seen.spread
     if spread is None:
-        return _Row(fields, figures, spec)
+        return Row(fields, figures, spec)
     place = spread.place(seen.role, seen.side)
     figures = figures.shifted(*place) if len(figures.ranked) else figures
     parts = [group for axis in (0, 1) for group in spread.groups(seen.role, seen.side, axis)]
     if seen.role != "weight" and not spread.is_first(*parts):
         figures = figures.left_to_another()
-    return _Row(fields, figures, spec, place)
-
-
-def _read(rows: list[_Row]) -> Iterator[dict[str, Any]]:
-    """Bring all numbers to the host at once, merged over ranks."""
-    parts_of = [[(row.place, row.elements) for row in rows]]
-    if _distributed():
-        fields = [(row.fields, [part.numel() for part in row.figures]) for row in rows]
-        parts_of = _require_equal(fields, parts_of[0])
-    if not rows:
-        return
-    sums = torch.cat([row.figures.sums for row in rows])
-    maxima = torch.cat([row.figures.maxima for row in rows])
-    ranked = torch.cat([row.figures.ranked for row in rows])
-    if _distributed():
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)
-    host = (_of_all_ranks(sums).cpu(), maxima.cpu(), _of_all_ranks(ranked).cpu())
-    ends = [0, 0, 0]
-    for index, row in enumerate(rows):
-        starts, sizes = ends, [part.shape[0] for part in row.figures]
-        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-        (a, b), (c, d), (e, f) = zip(starts, ends, strict=True)
-        parts, blocks = host[0][:, a:b], host[2][:, e:f]
-        ranks = list(range(len(parts)))
-        if row.fields.get("role") == "weight":
-            ranks = _once([mine[index][0] for mine in parts_of], torch.cat([parts, blocks.flatten(1)], 1))
-        elements = sum(parts_of[rank][index][1] for rank in ranks)
-        ranked = dict(zip(ranks, blocks[ranks].tolist(), strict=True))
-        yield {**row.fields, **_describe(row, parts[ranks].sum(0).tolist(), host[1][c:d], ranked, elements)}
-
-
-def _once(places: list[tuple[int, int]], figures: Tensor) -> list[int]:
-    """The ranks whose figures count: of those that hold the same part of a weight with the same figures, the first."""
-    holders: dict[tuple[int, int], list[int]] = {}
-    for rank, place in enumerate(places):
-        holders.setdefault(place, []).append(rank)
-    same = {place: bool((figures[ranks] == figures[ranks[:1]]).all()) for place, ranks in holders.items()}
-    return sorted(rank for place, ranks in holders.items() for rank in (ranks[:1] if same[place] else ranks))
-
-
-def _of_all_ranks(mine: Tensor) -> Tensor:
-    """[ranks, ...]: what every rank has."""
-    if not _distributed():
-        return mine[None]
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return torch.stack(everyone)
-
-
-def _require_equal(mine: Any, parts: list[Any]) -> list[list[Any]]:
-    """The parts of every rank, once it is known that all of them have recorded the same."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mine, parts))
-    if any(theirs != mine for theirs, _ in everyone):
-        raise RuntimeError(
-            "the ranks recorded different layers or shapes in one step, which cannot be merged; record layers that "
-            "every rank computes in the same order"
-        )
-    return [theirs for _, theirs in everyone]
-
-
-def _describe(row: _Row, sums: list[float], maxima: Tensor, ranked: dict[int, Any], elements: int) -> dict[str, Any]:
-    """The fields of a row that are numbers; ``elements`` is how many of a tensor were counted."""
-    kind = row.fields["kind"]
-    if kind == "tensor":
-        return _tensor_fields(dict(zip(statistics.TENSOR_SUMS, sums, strict=True)), elements, maxima)
-    if kind == "gemm":
-        product = dict(zip(statistics.PRODUCT_SUMS, sums, strict=True))
-        error = _ratio(product["error"], product["signal"])
-        relative = None if error is None else math.sqrt(error)
-        return {"snr_db": _decibels(product["signal"], product["error"]), "relative_error": relative}
-    if kind == "rounding":
-        rounding = dict(zip(statistics.ROUNDING_SUMS, sums, strict=True))
-        draws = row.fields["draws"]
-        noise = rounding["spread"] * (draws - 1) + rounding["mean_error"]
-        bias = rounding["mean_error"] - rounding["spread"]
-        return {"bias": _ratio(bias, rounding["signal"]), "noise": _ratio(noise, rounding["signal"])}
-    assert row.spec is not None
-    return _operand_fields(row.spec, sums, maxima.tolist(), ranked)
-
-
-def _tensor_fields(sums: dict[str, float], elements: int, channels: Tensor) -> dict[str, Any]:
-    median = float(channels.median()) if channels.numel() else 0.0
-    values, places = channels.topk(min(CHANNELS, channels.numel()))
-    largest = [[place, _ratio(value, median)] for place, value in zip(places.tolist(), values.tolist(), strict=True)]
-    squares = _ratio(sums["squares"], elements)
-    return {
-        "amax": _finite(float(channels.max())) if channels.numel() else 0.0,
-        "rms": None if squares is None else math.sqrt(squares),
-        "nonfinite": int(sums["nonfinite"]),
-        "channels": largest,
-    }
-
-
-def _operand_fields(spec: CastSpec, sums: list[float], maxima: list[float], ranked: dict[int, Any]) -> dict[str, Any]:
-    """Numbers of an operand; ``ranked`` has the worst blocks by rank."""
-    names = statistics.OPERAND_SUMS
-    total = dict(zip(names, sums, strict=False))
-    codes = sums[len(names) : len(names) + (1 << spec.element.bits)]
-    scale_codes = sums[len(names) + len(codes) :]
-    amax, largest, minus_smallest = maxima
-    if scale_codes:
-        found, (largest, minus_smallest) = statistics.byte_scale_spread(scale_codes, spec.scale)
-        total |= zip(names[-3:], found, strict=True)
-    count = total["scales"]
-    mean = total["log2_scale"] / count if count else 0.0
-    variance = max(total["log2_scale_squared"] / count - mean * mean, 0.0) if count else None
-    found = [(*block, rank) for rank, blocks in ranked.items() for block in blocks]
-    worst = sorted(found, key=itemgetter(2), reverse=True)[: statistics.RANKED]
-    return {
-        "amax": _finite(amax),
-        "elements": int(total["elements"]),
-        "nonfinite": int(total["nonfinite"]),
-        "sqnr_db": _decibels(total["signal"], total["error"]),
-        **{name: _ratio(total[name], total["elements"]) for name in ("zeros", "rounded_to_zero", "saturated")},
-        "blocks": int(total["blocks"]),
-        **{name: _ratio(total[name], total["blocks"]) for name in ("scale_underflow", "scale_overflow")},
-        "scale_spread_octaves": None if variance is None else math.sqrt(variance),
-        "scale_range_octaves": _finite(largest + minus_smallest) if count else None,
-        "codes": [int(times) for times in codes],
-        "scale_codes": {str(code): int(times) for code, times in enumerate(scale_codes) if times},
-        "worst": [
-            [int(row), int(col), _ratio(error, total["error"]), _decibels(signal, error), rank]
-            for row, col, error, signal, rank in worst
-            if error > 0
-        ],
-    }
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole and math.isfinite(part) and math.isfinite(whole) else None
-
-
-def _decibels(signal: float, error: float) -> float | None:
-    """``10 log10(signal / error)``; None where there is no error, or no finite number."""
-    ratio = _ratio(signal, error)
-    return 10 * math.log10(ratio) if ratio else None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return Row(fields, figures, spec, place)
 
 
 def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -5,7 +5,6 @@ here synchronises with the host. Of operands, whose figures are many, :mod:`fp4e
 in one read. Legend: an operand is ``[rows, cols]``, its last axis is contracted.
 """
 
-import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -100,7 +99,7 @@ def _kernel_reads(dtype: torch.dtype, elements: int) -> tuple[bool, str]:
 def operand_figures(source: Tensor, operand: Operand, rng: Tensor | None, stream: int, path: str = "auto") -> Figures:
     """``OPERAND_SUMS`` and histograms, ``OPERAND_MAXIMA``, and the worst blocks.
 
-    What follows from a histogram of one-byte scales is left to :func:`byte_scale_spread` on the host. A block whose
+    What follows from a histogram of one-byte scales is left to :func:`byte_scale_spreads` on the host. A block whose
     values, or what they decode to, are not finite adds nothing to signal and error.
 
     Args:
@@ -258,21 +257,30 @@ def scale_spread(scales: Tensor) -> tuple[list[Tensor], Tensor]:
     return sums, maxima
 
 
-def byte_scale_spread(times: Sequence[float], scale: ElementFormat) -> tuple[list[float], list[float]]:
-    """:func:`scale_spread` of scales that a byte holds, from how often each byte occurs."""
-    found = [
-        (count, log2) for count, log2 in zip(times, _log2_of_bytes(scale), strict=True) if count and log2 is not None
-    ]
-    sums = [sum(count * log2**power for count, log2 in found) for power in range(3)]
-    exponents = [log2 for _, log2 in found] or [-math.inf]
-    return sums, [max(exponents), max(-log2 for log2 in exponents) if found else -math.inf]
+def byte_scale_spreads(times: Tensor, scale: ElementFormat) -> tuple[Tensor, Tensor]:
+    """:func:`scale_spread` of scales that a byte holds, from how often each byte occurs.
+
+    Args:
+        times: FP64 [operands, 256], on the host.
+
+    Returns:
+        FP64 [operands, 3] and [operands, 2].
+    """
+    codes, log2 = _log2_of_bytes(scale)
+    times = times[:, codes]
+    sums = times @ torch.stack([log2**power for power in range(3)], 1)
+    there, nothing = times > 0, float("-inf")
+    maxima = [torch.where(there, value, nothing).amax(1) for value in (log2, -log2)]
+    return sums, torch.stack(maxima, 1)
 
 
 @cache
-def _log2_of_bytes(scale: ElementFormat) -> list[float | None]:
-    """Of the value of each byte, None for what is no positive number; what is not finite counts as 1."""
-    values = from_stored(torch.arange(256, dtype=torch.uint8).view(scale.torch_dtype), scale).double().tolist()
-    return [None if not value > 0 else math.log2(value) if math.isfinite(value) else 0.0 for value in values]
+def _log2_of_bytes(scale: ElementFormat) -> tuple[Tensor, Tensor]:
+    """The bytes that are positive numbers, and their logarithms; what is not finite counts as 1."""
+    values = from_stored(torch.arange(256, dtype=torch.uint8).view(scale.torch_dtype), scale).double()
+    codes = (values > 0).nonzero().flatten()
+    values = values[codes]
+    return codes, torch.where(values.isfinite(), values, 1.0).log2()
 
 
 def _count(tensor: Tensor) -> Tensor:
