@@ -432,7 +432,7 @@ def pack(codes, decode_scale, CAST: tl.constexpr, HARDWARE: tl.constexpr):
             high = decode_tile(codes[i + 1], CAST) * decode_scale
             words = words + (pack_bf16(low, high, HARDWARE),)
     else:
-        BITS: tl.constexpr = 4 if CAST.packed else 8
+        BITS: tl.constexpr = 4 if CAST.packed else 8  # pyright: ignore[reportAssignmentType]
         for first in tl.static_range(0, 16, 32 // BITS):
             word = codes[first]
             for i in tl.static_range(1, 32 // BITS):
@@ -456,7 +456,7 @@ def pack_bf16(low, high, HARDWARE: tl.constexpr):
 def store_words(words, data_ptr, R, width, row0, col0, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
     """Write what :func:`pack` made of every 16 neighbours."""
     COLS: tl.constexpr = TILE_C // 16
-    COUNT: tl.constexpr = len(words)
+    COUNT: tl.constexpr = len(words)  # pyright: ignore[reportAssignmentType]
     index = tl.arange(0, TILE_R * COLS)
     cols = width // 16
     first = row0.to(tl.int64) * cols + col0 // 16

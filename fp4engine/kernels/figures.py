@@ -86,7 +86,7 @@ def largest_of_rows(t, HEIGHT: tl.constexpr, BLOCKS: tl.constexpr):
 @triton.jit
 def load_codes(codes_ptr, row, group, inside, width, CAST: tl.constexpr):
     """Codes of sixteen neighbours: uint32 words, eight codes in a word or four; 0 where not ``inside``."""
-    WORDS: tl.constexpr = 2 if CAST.packed else 4
+    WORDS: tl.constexpr = 2 if CAST.packed else 4  # pyright: ignore[reportAssignmentType]
     place = (row.to(tl.int64) * (width // 16) + group) * WORDS
     pointer = codes_ptr.to(tl.pointer_type(tl.uint32)) + place
     words = ()
@@ -137,9 +137,9 @@ def figures_kernel(
     BLOCKS: tl.constexpr = TILE_C // WIDTH
     SHARE: tl.constexpr = WIDTH // 16
     GROUPS: tl.constexpr = TILE_C // 16
-    BITS: tl.constexpr = 4 if CAST.packed else 8
+    BITS: tl.constexpr = 4 if CAST.packed else 8  # pyright: ignore[reportAssignmentType]
     PER_WORD: tl.constexpr = 32 // BITS
-    CODES: tl.constexpr = 16 if CAST.packed else BINS
+    CODES: tl.constexpr = 16 if CAST.packed else BINS  # pyright: ignore[reportAssignmentType]
     across = tl.cdiv(width, TILE_C)
     blocks = width // WIDTH
     tiles = tl.cdiv(R, TILE_R) * across
