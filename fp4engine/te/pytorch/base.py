@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp4engine.functional.fused_input import FusedInput
-from fp4engine.modules.gemms import cast_by_autocast
+from fp4engine.modules.gemms import Gemms, cast_by_autocast
 from fp4engine.modules.quantized_weight import QuantizedWeight, casts_of
 from fp4engine.modules.te_arguments import te_device
 from fp4engine.quantizers.factory import make_quantizer
@@ -18,7 +18,7 @@ from fp4engine.roles import QuantizerRole as FrozenRole
 from fp4engine.te.common.recipe import Answering, answered, as_frozen
 from fp4engine.te.pytorch.custom_recipes.gemm import custom_linear
 from fp4engine.te.pytorch.delayed_wgrad import DelayWgrad, Run
-from fp4engine.te.pytorch.module_states import MODES, ModuleStates, recipe_in_force
+from fp4engine.te.pytorch.module_states import MODES, ModuleStates, recipe_in_force, weights_as_recorded
 from fp4engine.te.pytorch.quantization import FP8GlobalStateManager
 from fp4engine.te.pytorch.quantized_tensor import QuantizerRole
 from fp4engine.te.pytorch.recipe_state import AnyRecipe
@@ -126,11 +126,22 @@ class TransformerEngineBaseModule(torch.nn.Module):
             self._delayed.pop(0)()
 
     def _run(self, forward: Callable[..., Any], inp: Tensor, *arguments: Any) -> Any:
-        """``forward(inp, *arguments)`` in the dtype of ``torch.autocast``, by the states of the recipe in force."""
+        """``forward(inp, *arguments)`` in the dtype of ``torch.autocast``, by the states of the recipe in force.
+
+        Args:
+            arguments: of which the last is ``is_first_microbatch``. If it is False, delayed scaling goes on with the
+                weight's scale of the first microbatch, and notes no amax of it.
+        """
         inp = cast_by_autocast(inp)
         frozen = None if torch.compiler.is_compiling() else recipe_in_force()
         if frozen is None:
             return self._forward(forward, inp, *arguments)
+        if arguments[-1] is not False:
+            return self._run_by(frozen, forward, inp, *arguments)
+        with weights_as_recorded([part for part in self.modules() if isinstance(part, Gemms)], frozen):
+            return self._run_by(frozen, forward, inp, *arguments)
+
+    def _run_by(self, frozen: Recipe, forward: Callable[..., Any], inp: Tensor, *arguments: Any) -> Any:
         self._follow(frozen)
         if self._states is None:
             return self._forward(forward, inp, *arguments)
