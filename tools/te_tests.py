@@ -68,7 +68,7 @@ class _Stubs(MetaPathFinder, Loader):
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         head = fullname.partition(".")[0]
-        if head not in ("transformer_engine", "transformer_engine_torch", "nvdlfw_inspect"):
+        if head not in (install.NAME, install.EXTENSION, "nvdlfw_inspect"):
             return None
         name = fullname.rpartition(".")[2]
         if name in REFERENCES and ".custom_recipes." in fullname:
@@ -183,7 +183,7 @@ def pretend() -> None:
     from fp4engine.te.pytorch import constants, cpp_extensions, utils
 
     utils.is_non_tn_fp8_gemm_supported = lambda: True  # else tests that fail on Hopper are expected to fail here
-    extension.DType, extension.FP8TensorMeta = constants.DType, SimpleNamespace
+    extension.FP8TensorMeta = SimpleNamespace
     extension.get_cublasLt_version = lambda: 0  # there is no cuBLAS, so nothing that needs one is supported
 
     def generic_gemm(
@@ -198,11 +198,6 @@ def pretend() -> None:
         )  # fmt: skip
 
     extension.generic_gemm = generic_gemm
-    extension.split_quantize = lambda tensor, sections, quantizers, **_: [
-        quantizer(part) for quantizer, part in zip(quantizers, tensor.split(list(sections)), strict=True)
-    ]
-    for name, kept in (("FP8FwdTensors", "FP8FwdTensorIdx"), ("FP8BwdTensors", "FP8BwdTensorIdx")):
-        setattr(extension, name, getattr(constants, kept))
     torch.Generator = type("Generator", (torch.Generator,), {"__new__": _generator})
     plain = torch.autocast.__init__
 

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 NAME = "transformer_engine"
+EXTENSION = "transformer_engine_torch"
 HERE = "fp4engine.te"
 
 PLACES = {
@@ -50,11 +51,13 @@ PLACES = {
 
 
 class _Alias(MetaPathFinder, Loader):
-    """Finds ``transformer_engine.x`` as a module with the names of ``fp4engine.te.x``."""
+    """Finds ``transformer_engine.x`` with the names of ``fp4engine.te.x``, and ``transformer_engine_torch``."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         head, _, rest = fullname.partition(".")
-        if head != NAME:
+        if fullname == EXTENSION:
+            rest = "extension"
+        elif head != NAME:
             return None
         ours = ".".join((HERE, PLACES.get(rest, rest))).rstrip(".")
         try:

@@ -19,6 +19,7 @@ from fp4engine.roles import QuantizerRole as FrozenRole
 from fp4engine.te.common.recipe import Answering, answered, as_frozen
 from fp4engine.te.pytorch.custom_recipes.gemm import custom_linear
 from fp4engine.te.pytorch.delayed_wgrad import DelayWgrad, Run
+from fp4engine.te.pytorch.extra_state import ExtraState
 from fp4engine.te.pytorch.module_states import MODES, ModuleStates, recipe_in_force, weights_as_recorded
 from fp4engine.te.pytorch.quantization import FP8GlobalStateManager
 from fp4engine.te.pytorch.quantized_tensor import QuantizerRole
@@ -29,7 +30,7 @@ from fp4engine.te.pytorch.tensor import Float8Quantizer, HybridQuantizer, Identi
 Init = Callable[[Tensor], Any]
 
 
-class TransformerEngineBaseModule(torch.nn.Module):
+class TransformerEngineBaseModule(ExtraState):
     """What TransformerEngine's modules with weights have in common.
 
     Attributes:

@@ -247,7 +247,7 @@ class FP8GlobalStateManager:
 
         So ``torch.manual_seed`` and ``torch.set_rng_state`` repeat what a module rounds stochastically.
         """
-        place = torch.empty(0, device=device)
+        place = torch.empty(0, dtype=torch.int64, device=device)
         if cls.is_seeded or state.in_backward() or place.is_meta or type(place) is not Tensor:
             return
         cls.is_seeded = True
