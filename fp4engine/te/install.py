@@ -29,6 +29,7 @@ PLACES = {
     "pytorch.attention.multi_head_attention": "pytorch.attention",
     "pytorch.attention.dot_product_attention": "pytorch.dot_product_attention",
     "pytorch.attention.dot_product_attention.utils": "pytorch.dot_product_attention",
+    "pytorch.optimizers.multi_tensor_apply": "pytorch.multi_tensor",
     "pytorch.ops.basic.l2normalization": "pytorch.attention",
     "pytorch.fp8": "pytorch.quantization",
     "pytorch.float8_tensor": "pytorch.tensor",
