@@ -11,8 +11,8 @@ TransformerEngine's own reference of NVFP4 (``custom_recipes.reference_nvfp4``) 
 Tests that ``tools/te_not_applicable.txt`` lists are expected to fail, strictly, for the reason that it names: the
 summary counts them by reason, and one that passes is a failure of the list. Those that TransformerEngine itself
 expects to fail may pass. ``--every 7`` runs every seventh test of a file, ``--tokens 32 --heads 2`` cut the sequences
-and the heads of its model configurations, ``--size 1024`` cuts the M and N that a test is given, and ``--limit 60`` ends
-a test after a minute.
+and the heads of its model configurations, ``--size 1024`` cuts the M and N that a test is given, and ``--limit 60``
+ends a test after a minute.
 """
 
 import contextlib

@@ -42,10 +42,13 @@ class ExtraState(torch.nn.Module):
         local_metadata: dict[str, Any],
         strict: bool,
         missing_keys: list[str],
-        *rest: Any,
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         """Take a file without the entry, such as one of ``torch.nn.Linear``, for one that remembers nothing."""
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         entry = f"{prefix}_extra_state"
         if entry in missing_keys:
             missing_keys.remove(entry)

@@ -1,4 +1,4 @@
-"""Norms and scales of many tensors at once, as clipping of gradients asks for them, by PyTorch's ``_foreach`` functions.
+"""Norms and scales of many tensors at once, as clipping of gradients asks for them.
 
 Every function takes a chunk size, which has no effect, and a flag, int32 [1], as TransformerEngine's kernels do.
 """

@@ -65,8 +65,8 @@ class Quantizer:
     Attributes:
         rowwise_usage, columnwise_usage: which sides to make.
         internal: TransformerEngine's switch between its kinds of tensor; there is one kind here.
-        optimize_for_gemm: let ``_rowwise_scale_inv`` and ``_columnwise_scale_inv`` of NVFP4 and MXFP8 lie as tensor cores
-            read them.
+        optimize_for_gemm: let ``_rowwise_scale_inv`` and ``_columnwise_scale_inv`` of NVFP4 and MXFP8 lie as tensor
+            cores read them.
     """
 
     tensor_class: type["QuantizedTensor"]
