@@ -11,7 +11,8 @@ TransformerEngine's own reference of NVFP4 (``custom_recipes.reference_nvfp4``) 
 Tests that ``tools/te_not_applicable.txt`` lists are expected to fail, strictly, for the reason that it names: the
 summary counts them by reason, and one that passes is a failure of the list. Those that TransformerEngine itself
 expects to fail may pass. ``--every 7`` runs every seventh test of a file, ``--tokens 32 --heads 2`` cut the sequences
-and the heads of its model configurations, and ``--limit 60`` ends a test after a minute.
+and the heads of its model configurations, ``--size 1024`` cuts the M and N that a test is given, and ``--limit 60``
+ends a test after a minute.
 """
 
 import contextlib
@@ -67,7 +68,7 @@ class _Stubs(MetaPathFinder, Loader):
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         head = fullname.partition(".")[0]
-        if head not in ("transformer_engine", "transformer_engine_torch", "nvdlfw_inspect"):
+        if head not in (install.NAME, install.EXTENSION, "nvdlfw_inspect"):
             return None
         name = fullname.rpartition(".")[2]
         if name in REFERENCES and ".custom_recipes." in fullname:
@@ -182,7 +183,7 @@ def pretend() -> None:
     from fp4engine.te.pytorch import constants, cpp_extensions, utils
 
     utils.is_non_tn_fp8_gemm_supported = lambda: True  # else tests that fail on Hopper are expected to fail here
-    extension.DType, extension.FP8TensorMeta = constants.DType, SimpleNamespace
+    extension.FP8TensorMeta = SimpleNamespace
     extension.get_cublasLt_version = lambda: 0  # there is no cuBLAS, so nothing that needs one is supported
 
     def generic_gemm(
@@ -197,11 +198,6 @@ def pretend() -> None:
         )  # fmt: skip
 
     extension.generic_gemm = generic_gemm
-    extension.split_quantize = lambda tensor, sections, quantizers, **_: [
-        quantizer(part) for quantizer, part in zip(quantizers, tensor.split(list(sections)), strict=True)
-    ]
-    for name, kept in (("FP8FwdTensors", "FP8FwdTensorIdx"), ("FP8BwdTensors", "FP8BwdTensorIdx")):
-        setattr(extension, name, getattr(constants, kept))
     torch.Generator = type("Generator", (torch.Generator,), {"__new__": _generator})
     plain = torch.autocast.__init__
 
@@ -239,6 +235,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every", type=int, default=1, help="run every n-th test of each file")
     parser.addoption("--tokens", type=int, help="cut sequences of model configurations to this length")
     parser.addoption("--heads", type=int, help="cut model configurations to this number of heads")
+    parser.addoption("--size", type=int, help="cut M and N of tests to this, and what was left of a multiple of 128")
     parser.addoption("--limit", type=int, default=0, help="seconds after which a test fails")
 
 
@@ -266,11 +263,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark in [mark for mark in item.own_markers if mark.name == "xfail"]:
             item.own_markers.remove(mark)
             item.add_marker(pytest.mark.xfail(*mark.args, **{**mark.kwargs, "strict": False}))
-        name = item.nodeid.rpartition("tests/pytorch/")[2]
+        cut_matrix(item, config.getoption("size"))
+        name = f"{str(item.path).rpartition('tests/pytorch/')[2]}::{item.nodeid.partition('::')[2]}"
         for beginning, reason in listed.items():
             if beginning.match(name):
                 item.add_marker(pytest.mark.xfail(reason=f"not applicable: {reason}", strict=True), append=False)
                 break
+
+
+def cut_matrix(item: Any, size: int | None) -> None:
+    """Let a test's parameters M and N be at most ``size``, a multiple of 128, and as odd as they were."""
+    given: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+    for name in ("M", "N"):
+        if size is not None and given.get(name, 0) > size:
+            given[name] = size + given[name] % 128
 
 
 def cut_models(module: Any, tokens: int | None, heads: int | None) -> None:

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 NAME = "transformer_engine"
+EXTENSION = "transformer_engine_torch"
 HERE = "fp4engine.te"
 
 PLACES = {
@@ -28,6 +29,7 @@ PLACES = {
     "pytorch.attention.multi_head_attention": "pytorch.attention",
     "pytorch.attention.dot_product_attention": "pytorch.dot_product_attention",
     "pytorch.attention.dot_product_attention.utils": "pytorch.dot_product_attention",
+    "pytorch.optimizers.multi_tensor_apply": "pytorch.multi_tensor",
     "pytorch.ops.basic.l2normalization": "pytorch.attention",
     "pytorch.fp8": "pytorch.quantization",
     "pytorch.float8_tensor": "pytorch.tensor",
@@ -50,11 +52,13 @@ PLACES = {
 
 
 class _Alias(MetaPathFinder, Loader):
-    """Finds ``transformer_engine.x`` as a module with the names of ``fp4engine.te.x``."""
+    """Finds ``transformer_engine.x`` with the names of ``fp4engine.te.x``, and ``transformer_engine_torch``."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         head, _, rest = fullname.partition(".")
-        if head != NAME:
+        if fullname == EXTENSION:
+            rest = "extension"
+        elif head != NAME:
             return None
         ours = ".".join((HERE, PLACES.get(rest, rest))).rstrip(".")
         try:

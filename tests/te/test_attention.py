@@ -13,7 +13,7 @@ from fp4engine.te.pytorch import (
     TransformerLayer,
 )
 from fp4engine.te.pytorch.attention import apply_rotary_pos_emb
-from fp4engine.te.pytorch.dot_product_attention import check_set_window_size
+from fp4engine.te.pytorch.dot_product_attention import check_set_window_size, get_cu_seqlens, get_full_cu_seqlens
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 LENGTHS = (5, 3)
@@ -201,3 +201,18 @@ def test_a_causal_window_under_no_mask_is_no_window() -> None:
     with pytest.warns(UserWarning, match="window_size"):
         windowed = attend(query, key, value, window_size=(-1, 0))
     assert torch.equal(windowed, attend(query, key, value))
+
+
+def test_where_padded_sequences_begin() -> None:
+    mask = torch.zeros(3, 1, 1, 8, dtype=torch.bool)
+    mask[1, ..., 5:] = True
+    assert get_cu_seqlens(mask).tolist() == [0, 8, 13, 21] and get_cu_seqlens(mask).dtype is torch.int32
+    assert get_full_cu_seqlens(3, 8).tolist() == [0, 8, 16, 24]
+
+
+def test_one_rank_is_told_of_itself() -> None:
+    for module in (make(), MultiheadAttention(32, 2), TransformerLayer(32, 64, 2)):
+        module.set_tensor_parallel_group(None)
+        module.set_context_parallel_group(None, None, None)
+        with pytest.raises(NotImplementedError, match="cp_group"):
+            module.set_context_parallel_group(object(), [0, 1], None)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import fp4engine
 from fp4engine.cli import main
@@ -37,7 +38,7 @@ def restored(monkeypatch):
     """The import system as it was, afterwards."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     yield
-    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+    for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
         del sys.modules[name]
 
 
@@ -49,6 +50,23 @@ def test_an_unedited_script_runs(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "arguments ['--steps', '3'] __main__\n"
     assert done.stderr == "fp4engine stands in for transformer_engine in this process\n"
+
+
+@pytest.mark.usefixtures("restored")
+def test_casts_of_the_extension() -> None:
+    fp4engine.install_as_transformer_engine()
+    import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports]
+    import transformer_engine_torch as tex  # pyright: ignore[reportMissingImports]
+
+    assert tex.DType is te.DType and tex.FP8FwdTensors.GEMM1_WEIGHT == 1
+    quantizer, x = te.MXFP8Quantizer(tex.DType.kFloat8E4M3), torch.randn(48, 32)
+    whole = tex.quantize(x, quantizer)
+    assert torch.equal(tex.dequantize(whole, tex.DType.kBFloat16), whole.dequantize(dtype=torch.bfloat16))
+    assert tex.quantize(2 * x, quantizer, whole, torch.ones(1)) is whole
+    parts = tex.split_quantize(x, [16, 0, 32], [quantizer] * 3)
+    assert torch.equal(torch.cat([part.dequantize() for part in parts]), quantizer(x).dequantize())
+    with pytest.raises(AttributeError, match="transformer_engine_torch has no 'rmsnorm_fwd' here"):
+        tex.rmsnorm_fwd  # noqa: B018 - the name is looked up
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,28 @@ def test_what_is_written_is_what_the_next_forward_scales_by() -> None:
     assert state.amax_history[-1, 0] == x.abs().max() and not state.amax_history[:-1].any()
 
 
+@pytest.mark.parametrize("make", [lambda: Linear(16, 16), lambda: LayerNormMLP(16, 32)], ids=["linear", "mlp"])
+def test_later_microbatches_go_on_with_the_scale_of_the_first(make) -> None:
+    torch.manual_seed(0)
+    cached, plain = make(), make()
+    plain.load_state_dict(cached.state_dict())
+    x = torch.randn(8, 16)
+    for scale in (1.0, 4.0, 0.25):
+        with torch.no_grad():
+            for weight in (*cached.parameters(), *plain.parameters()):
+                weight.mul_(scale)
+        step(plain, x)
+        for is_first in (True, False, False):
+            with autocast(recipe=DELAYED):
+                outputs = cached(x, is_first_microbatch=is_first)
+            outputs.sum().backward()
+        weights = slice(1, None, 3)
+        mine, theirs = (layer.fp8_meta["scaling_fwd"] for layer in (cached, plain))
+        assert torch.equal(mine.amax_history[:, weights], theirs.amax_history[:, weights])
+        assert torch.equal(mine.scale[weights], theirs.scale[weights])
+        assert mine.amax_history[1:, 0].count_nonzero() > theirs.amax_history[1:, 0].count_nonzero() or scale == 0.25
+
+
 def test_requests_of_a_factory_are_shown_too() -> None:
     layer, x = LayerNormMLP(16, 32), torch.randn(8, 16)
     recipe = recipes.CustomRecipe(qfactory=delayed_scaling_factory)

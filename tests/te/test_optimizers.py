@@ -1,4 +1,4 @@
-"""``FusedAdam``: PyTorch's AdamW in FP32, with and without masters."""
+"""``FusedAdam``: PyTorch's AdamW in FP32, with and without masters; norms and scales of many tensors."""
 
 import copy
 
@@ -7,7 +7,13 @@ import torch
 
 from fp4engine.te.common.recipe import NVFP4BlockScaling
 from fp4engine.te.pytorch import Linear, quantized_model_init
-from fp4engine.te.pytorch.optimizers import FusedAdam
+from fp4engine.te.pytorch.optimizers import (
+    FusedAdam,
+    multi_tensor_applier,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_unscale_l2norm,
+)
 
 
 def steps(optimizer, params, count=5, name="grad") -> None:
@@ -65,3 +71,22 @@ def test_what_is_loaded_stays_in_fp32() -> None:
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for name in ("master_param", "exp_avg", "exp_avg_sq"):
         assert torch.equal(again.state[params[0]][name], optimizer.state[params[0]][name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_and_scales_of_many_tensors(dtype) -> None:
+    parts = [torch.randn(8, dtype=dtype), torch.empty(0, dtype=dtype), torch.randn(3, 5, dtype=dtype)]
+    flag = torch.zeros(1, dtype=torch.int32)
+    norm, each = multi_tensor_applier(multi_tensor_l2norm, flag, [parts], True)
+    whole = torch.cat([part.flatten() for part in parts]).double()
+    torch.testing.assert_close(norm, whole.norm().float().view(1))
+    assert each.shape == (2,) and multi_tensor_applier(multi_tensor_l2norm, flag, [parts])[1].numel() == 0
+    assert multi_tensor_applier(multi_tensor_unscale_l2norm, flag, [parts], 0.5)[0] == norm / 2
+    halves = [torch.empty_like(part) for part in parts]
+    multi_tensor_applier(multi_tensor_scale, flag, [parts, halves], 0.5)
+    assert all(torch.equal(half, part / 2) for half, part in zip(halves, parts, strict=True)) and flag == 0
+    parts[0][3] = torch.inf
+    multi_tensor_applier(multi_tensor_scale, flag, [parts, parts], torch.tensor(0.5))
+    assert flag == 1
+    with pytest.raises(RuntimeError, match="one length"):
+        multi_tensor_applier(multi_tensor_scale, flag, [parts, parts[:1]], 1.0)

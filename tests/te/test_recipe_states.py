@@ -171,6 +171,25 @@ def test_stored_bytes_by_transformer_engines_attributes() -> None:
     assert torch.equal(codes * fp8._scale_inv, fp8.dequantize())
 
 
+@pytest.mark.parametrize("make", [NVFP4Quantizer, lambda: MXFP8Quantizer(DType.kFloat8E4M3)], ids=["nvfp4", "mxfp8"])
+def test_scales_may_lie_as_tensor_cores_read_them(make) -> None:
+    quantizer, x = make(), torch.randn(130, 96)
+    plain = quantizer(x)
+    quantizer.optimize_for_gemm = True
+    laid_out = quantizer(x)
+    assert laid_out._with_gemm_swizzled_scales and not plain._with_gemm_swizzled_scales
+    assert torch.equal(laid_out._rowwise_data, plain._rowwise_data)
+    is_transposed = isinstance(quantizer, MXFP8Quantizer)  # its columnwise side lies as the tensor does
+    for name in ("_rowwise_scale_inv", "_columnwise_scale_inv"):
+        before, after = getattr(plain, name), getattr(laid_out, name)
+        assert before.shape == after.shape
+        scales = before.T if is_transposed and name.startswith("_col") else before
+        tiles = scales.shape[1] // 4
+        for row, block in ((0, 0), (33, 1), (100, 3), (95, 2), (scales.shape[0] - 1, scales.shape[1] - 1)):
+            place = ((row // 128) * tiles + block // 4) * 512 + (row % 32) * 16 + (row // 32 % 4) * 4 + block % 4
+            assert after.flatten()[place] == scales[row, block]
+
+
 @pytest.mark.parametrize("name", [name for name in QUANTIZERS if name != "given"])
 def test_a_factory_may_return_any_of_them(name) -> None:
     asked = []

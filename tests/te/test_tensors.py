@@ -29,6 +29,10 @@ def hybrid(columnwise=None, **arguments) -> HybridQuantizer:
     )
 
 
+def per_tensor() -> Float8CurrentScalingQuantizer:
+    return Float8CurrentScalingQuantizer(DType.kFloat8E4M3)
+
+
 def test_a_side_that_is_gone_cannot_be_asked_for() -> None:
     tensor = hybrid()(torch.randn(32, 64))
     row = tensor.rowwise_sub_storage
@@ -147,3 +151,13 @@ def test_identity_sides_of_a_hybrid_have_dtypes_of_their_own() -> None:
     tensor = HybridQuantizer(rowwise_quantizer=sides[0], columnwise_quantizer=sides[1])(torch.ones(4, 8))
     assert tensor.rowwise_sub_storage._hp_data.dtype == torch.bfloat16
     assert tensor.columnwise_sub_storage._hp_data.dtype == torch.float32
+
+
+def test_strides_of_a_part_are_those_of_the_whole() -> None:
+    x = torch.randn(64, 32, dtype=torch.bfloat16)
+    for quantizer in (per_tensor(), HybridQuantizer(rowwise_quantizer=per_tensor(), columnwise_quantizer=per_tensor())):
+        whole = quantizer(x)
+        part = whole[:63]
+        moved = part.as_strided(part.shape, part.stride(), 32)
+        assert type(moved) is type(whole) and torch.equal(moved.dequantize(), whole.dequantize()[1:])
+        assert torch.equal(whole.as_strided((4,), (33,)), whole.dequantize().diagonal()[:4])

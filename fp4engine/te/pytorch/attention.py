@@ -12,7 +12,7 @@ from fp4engine.modules.gemms import cast_by_autocast
 from fp4engine.recipe.base import require
 from fp4engine.te.pytorch.base import require_one_rank
 from fp4engine.te.pytorch.constants import QKV_FORMATS
-from fp4engine.te.pytorch.dot_product_attention import DotProductAttention, Masked, Window, plain_kind
+from fp4engine.te.pytorch.dot_product_attention import DotProductAttention, Masked, OnOneRank, Window, plain_kind
 from fp4engine.te.pytorch.inference import InferenceParams
 from fp4engine.te.pytorch.module import LayerNormLinear, Linear
 from fp4engine.te.pytorch.norm import LayerNorm, RMSNorm
@@ -37,7 +37,7 @@ _CALLED = {
 """Part of attention -> what TransformerEngine tells recipes that it is called."""
 
 
-class MultiheadAttention(modules.MultiheadAttention):
+class MultiheadAttention(OnOneRank, modules.MultiheadAttention):
     """:class:`fp4engine.MultiheadAttention` with all positional arguments and formats of TransformerEngine's.
 
     Args:

@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from fp4engine.functional.fused_input import FusedInput
-from fp4engine.modules.gemms import cast_by_autocast
+from fp4engine.modules.gemms import Gemms, cast_by_autocast
 from fp4engine.modules.quantized_weight import QuantizedWeight, casts_of
 from fp4engine.modules.te_arguments import te_device
 from fp4engine.quantizers.factory import make_quantizer
 from fp4engine.recipe import CustomRecipe, DelayedScaling, Recipe
+from fp4engine.roles import TENSOR_TYPES
 from fp4engine.roles import QuantizerRole as FrozenRole
 from fp4engine.te.common.recipe import Answering, answered, as_frozen
 from fp4engine.te.pytorch.custom_recipes.gemm import custom_linear
 from fp4engine.te.pytorch.delayed_wgrad import DelayWgrad, Run
-from fp4engine.te.pytorch.module_states import MODES, ModuleStates, recipe_in_force
+from fp4engine.te.pytorch.extra_state import ExtraState
+from fp4engine.te.pytorch.module_states import MODES, ModuleStates, recipe_in_force, weights_as_recorded
 from fp4engine.te.pytorch.quantization import FP8GlobalStateManager
 from fp4engine.te.pytorch.quantized_tensor import QuantizerRole
 from fp4engine.te.pytorch.recipe_state import AnyRecipe
@@ -28,7 +30,7 @@ from fp4engine.te.pytorch.tensor import Float8Quantizer, HybridQuantizer, Identi
 Init = Callable[[Tensor], Any]
 
 
-class TransformerEngineBaseModule(torch.nn.Module):
+class TransformerEngineBaseModule(ExtraState):
     """What TransformerEngine's modules with weights have in common.
 
     Attributes:
@@ -47,6 +49,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     _states: ModuleStates | None = None
     _is_current = False
     _is_watched = False
+    _draws = False
     _output_role: QuantizerRole | None = None
     _grad_input_role: QuantizerRole | None = None
 
@@ -126,12 +129,25 @@ class TransformerEngineBaseModule(torch.nn.Module):
             self._delayed.pop(0)()
 
     def _run(self, forward: Callable[..., Any], inp: Tensor, *arguments: Any) -> Any:
-        """``forward(inp, *arguments)`` in the dtype of ``torch.autocast``, by the states of the recipe in force."""
+        """``forward(inp, *arguments)`` in the dtype of ``torch.autocast``, by the states of the recipe in force.
+
+        Args:
+            arguments: of which the last is ``is_first_microbatch``. If it is False, delayed scaling goes on with the
+                weight's scale of the first microbatch, and notes no amax of it.
+        """
         inp = cast_by_autocast(inp)
         frozen = None if torch.compiler.is_compiling() else recipe_in_force()
         if frozen is None:
             return self._forward(forward, inp, *arguments)
+        if arguments[-1] is not False:
+            return self._run_by(frozen, forward, inp, *arguments)
+        with weights_as_recorded([part for part in self.modules() if isinstance(part, Gemms)], frozen):
+            return self._run_by(frozen, forward, inp, *arguments)
+
+    def _run_by(self, frozen: Recipe, forward: Callable[..., Any], inp: Tensor, *arguments: Any) -> Any:
         self._follow(frozen)
+        if self._draws:
+            FP8GlobalStateManager.seed(inp.device)
         if self._states is None:
             return self._forward(forward, inp, *arguments)
         with answered(self._states.answers()):
@@ -191,8 +207,20 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if not self._is_current and (frozen.custom() or self._is_watched):
             self.init_fp8_meta_tensors(FP8GlobalStateManager.get_fp8_recipe())
         self._is_current = True
+        self._draws = any(map(_draws, self._quantizers_by(frozen)))
         if self.save_original_input and torch.is_grad_enabled():
             self._check_saved_input()
+
+    def _quantizers_by(self, frozen: Recipe) -> list[Any]:
+        """What quantizes the tensors of both passes by the recipe in force."""
+        if frozen.custom():
+            assert self._states is not None
+            return [quantizer for of_pass in self._states.quantizers.values() for quantizer in of_pass]
+        kind = getattr(self, "module_type", "linear")
+        slots = [role for fwd in (True, False) for role in self.get_quantizer_roles(fwd=fwd, num_quantizers=0)]
+        asked = {(role.tensor_type, role.name) for role in slots if role is not None}
+        known = [FrozenRole(kind, tensor_type, name) for tensor_type, name in asked if tensor_type in TENSOR_TYPES]
+        return [make_quantizer(frozen, role) for role in known]
 
     def _check_stored(self, frozen: Recipe) -> None:
         stored = self._stored_by
@@ -317,6 +345,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def quantizers(self) -> dict[str, list[Any]]:
         """Quantizers of :attr:`fp8_meta`: input, weight, output in ``scaling_fwd``, gradients in ``scaling_bwd``."""
         return self._made().quantizers
+
+
+def _draws(quantizer: Any) -> bool:
+    """Whether a quantizer of either kind rounds stochastically."""
+    sides = (quantizer, getattr(quantizer, "rowwise_quantizer", None), getattr(quantizer, "columnwise_quantizer", None))
+    return any(getattr(side, "stochastic_rounding", getattr(side, "is_stochastic", False)) for side in sides)
 
 
 def quantizers_of(gemms: Any) -> dict[str, list[Any]]:

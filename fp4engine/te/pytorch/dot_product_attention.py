@@ -17,13 +17,36 @@ from fp4engine.functional.attention import MASK_TYPES, AttentionMask
 from fp4engine.recipe.base import require
 from fp4engine.te.pytorch.base import require_one_rank
 from fp4engine.te.pytorch.constants import QKV_FORMATS
+from fp4engine.te.pytorch.extra_state import ExtraState
 from fp4engine.te.pytorch.inference import InferenceParams
 
 Window = tuple[int, int] | None
 Masked = Tensor | tuple[Tensor, Tensor] | None
 
 
-class DotProductAttention(torch.nn.Module):
+class OnOneRank(torch.nn.Module):
+    """What a script tells attention, and the layer around it, of the ranks that share it: one."""
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Accept a group of one rank.
+
+        Raises:
+            NotImplementedError: a larger one.
+        """
+        require_one_rank(type(self).__name__, tp_group=tp_group)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Accept no group.
+
+        Raises:
+            NotImplementedError: a group.
+        """
+        refuse(cp_group=(cp_group, None))
+
+
+class DotProductAttention(OnOneRank, ExtraState):
     """``softmax(q k^T * softmax_scale + bias) v``; no parameters.
 
     Args:
@@ -81,14 +104,6 @@ class DotProductAttention(torch.nn.Module):
         self.attn_mask_type, self.window_size = plain_kind(attn_mask_type), window_size
         self.bottom_right_diagonal, self.softmax_scale = bottom_right_diagonal, softmax_scale
         self.attention_type, self.layer_number = attention_type, 1 if layer_number is None else layer_number
-
-    def set_context_parallel_group(self, cp_group: Any, *_: Any, **__: Any) -> None:
-        """Accept no group.
-
-        Raises:
-            NotImplementedError: a group.
-        """
-        refuse(cp_group=(cp_group, None))
 
     def forward(
         self,
@@ -316,3 +331,18 @@ def _put_back(parts: list[Tensor], like: Tensor, layout: str, starts: list[int] 
     size = like.shape[1 - axis]
     padded = [F.pad(part, (0, 0, 0, 0, 0, size - part.shape[0])) for part in parts]
     return torch.stack(padded, dim=axis).flatten(2)
+
+
+def get_cu_seqlens(mask: Tensor) -> Tensor:
+    """Where each sequence begins among the tokens of all, and where the last one ends: int32 [B + 1].
+
+    Args:
+        mask: [B, 1, 1, T], True where a place is padding.
+    """
+    lengths = mask.logical_not().flatten(1).sum(1)
+    return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def get_full_cu_seqlens(batch_size: int, max_seqlen: int, device: torch.device | str | None = None) -> Tensor:
+    """As :func:`get_cu_seqlens`, of sequences without padding."""
+    return torch.arange(0, (batch_size + 1) * max_seqlen, max_seqlen, dtype=torch.int32, device=device)

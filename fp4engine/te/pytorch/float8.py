@@ -22,13 +22,12 @@ def _fp8_element(name: str, dtype: DType | int) -> Any:
 
 def with_shared_amax(quantizer: Quantizer, tensor: Tensor, group: Any) -> Operands:
     """Operands whose outer amaxes are the largest over the ranks of ``group``."""
-    frozen = quantizer.frozen()
     sides: dict[str, Any] = {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
-    row, col = frozen.amax(tensor, **sides)
+    row, col = quantizer.frozen().amax(tensor, **sides)
     for amax in (row, col):
         if amax is not None:
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)
-    return frozen.quantize(tensor, **sides, rowwise_amax=row, columnwise_amax=col)
+    return quantizer.cast_sides(tensor, **sides, rowwise_amax=row, columnwise_amax=col)
 
 
 class Float8Quantizer(Quantizer):

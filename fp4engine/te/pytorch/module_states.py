@@ -1,9 +1,12 @@
 """Recipe states and quantizers of one module: what ``fp8_meta`` and ``quantizers`` show, and let a script write."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from fp4engine import state
+from fp4engine.modules.gemms import Gemms
 from fp4engine.quantizers.delayed import DelayedQuantizer
 from fp4engine.recipe import CustomRecipe
 from fp4engine.te.common.recipe import as_frozen
@@ -100,3 +103,19 @@ def recipe_in_force() -> state.Recipe | None:
     """The frozen recipe of the region in force; None where nothing is quantized."""
     current = state.current_state()
     return current.recipe if current is not None and current.enabled else None
+
+
+@contextmanager
+def weights_as_recorded(parts: Iterable[Gemms], recipe: state.Recipe) -> Generator[None]:
+    """Region in which delayed scaling scales weights as when it last noted them, and notes nothing of them."""
+    changed: list[tuple[Gemms, Any]] = []
+    for part in parts:
+        made = part._plan
+        if made is not None and made[0] == recipe and made[1].weight.is_stateful:
+            changed.append((part, made))
+            part._plan = made[0], replace(made[1], weight=made[1].weight.repeating())
+    try:
+        yield
+    finally:
+        for part, made in changed:
+            part._plan = made

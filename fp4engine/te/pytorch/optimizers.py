@@ -8,7 +8,26 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.te.pytorch.multi_tensor import (
+    MultiTensorApply,
+    multi_tensor_applier,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_scale_tensor,
+    multi_tensor_unscale_l2norm,
+)
 from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor
+
+__all__ = [
+    "FusedAdam",
+    "FusedSGD",
+    "MultiTensorApply",
+    "multi_tensor_applier",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
+    "multi_tensor_unscale_l2norm",
+]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp4engine import state
 from fp4engine.modules import model_init
+from fp4engine.ops.rng import state_of
 from fp4engine.quantizers.delayed import begin_step, end_step
 from fp4engine.recipe import Recipe as FrozenRecipe
 from fp4engine.te.common.recipe import Recipe, as_frozen, default_recipe
@@ -139,6 +140,8 @@ class autocast(state.autocast):
         self._outer: list[AnyRecipe | None] = []
 
     def __enter__(self) -> "autocast":  # pyright: ignore[reportIncompatibleMethodOverride]
+        if state.current_state() is None and not state.in_backward():
+            FP8GlobalStateManager.is_seeded = False
         super().__enter__()
         self._outer.append(FP8GlobalStateManager.given)
         FP8GlobalStateManager.given = self._given
@@ -226,7 +229,7 @@ def _amax_and_scale_update(  # pyright: ignore[reportUnusedFunction]: scripts th
 
 
 class FP8GlobalStateManager:
-    """What a script may ask about the region in force. All but :meth:`reset` reads."""
+    """What a script may ask about the region in force. All but :meth:`reset` and :meth:`seed` reads."""
 
     given: ClassVar[AnyRecipe | None] = None
     """The recipe of the innermost region as it was given."""
@@ -234,7 +237,21 @@ class FP8GlobalStateManager:
     """The recipe by which weights are being stored as codes."""
     keeps_init_val: ClassVar[bool] = False
     """Whether their initial values are being kept."""
+    is_seeded: ClassVar[bool] = False
+    """Whether random bits of the outermost region in force are those of PyTorch's generator."""
     _to_show: ClassVar[list[Callable[[], None]]] = []
+
+    @classmethod
+    def seed(cls, device: torch.device) -> None:
+        """Let the random stream of ``device`` begin where PyTorch's generator for it says, once in an outermost region.
+
+        So ``torch.manual_seed`` and ``torch.set_rng_state`` repeat what a module rounds stochastically.
+        """
+        place = torch.empty(0, dtype=torch.int64, device=device)
+        if cls.is_seeded or state.in_backward() or place.is_meta or type(place) is not Tensor:
+            return
+        cls.is_seeded = True
+        state_of(device).random_()
 
     @classmethod
     def reset(cls) -> None:

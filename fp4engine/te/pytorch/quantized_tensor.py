@@ -64,7 +64,9 @@ class Quantizer:
 
     Attributes:
         rowwise_usage, columnwise_usage: which sides to make.
-        internal, optimize_for_gemm: TransformerEngine's switches between its kinds of tensor; there is one kind here.
+        internal: TransformerEngine's switch between its kinds of tensor; there is one kind here.
+        optimize_for_gemm: let ``_rowwise_scale_inv`` and ``_columnwise_scale_inv`` of NVFP4 and MXFP8 lie as tensor
+            cores read them.
     """
 
     tensor_class: type["QuantizedTensor"]
@@ -122,7 +124,13 @@ class Quantizer:
 
     def _operands(self, tensor: Tensor) -> Operands:
         values = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-        return self.frozen().quantize(values, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
+        return self.cast_sides(values, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
+
+    def cast_sides(self, values: Tensor, **arguments: Any) -> Operands:
+        """What :meth:`frozen` makes of ``values``, by random bits of PyTorch's generator for their device."""
+        frozen = self.frozen()
+        draw = torch.empty(2, dtype=torch.int64, device=values.device).random_() if frozen.is_stochastic else None
+        return frozen.quantize(values, rng=draw, **arguments)
 
     def multi_quantize(self, list_of_tensors: Iterable[Tensor]) -> "list[QuantizedTensor]":
         """Each of the tensors quantized."""
@@ -227,7 +235,7 @@ class QuantizedTensorStorage:
         for name, wanted in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage)):
             if wanted and sides[name] is None:
                 quantizer: Quantizer = self._quantizer  # pyright: ignore[reportAttributeAccessIssue]
-                both = quantizer.frozen().quantize(given.dequantize(), rowwise=True, columnwise=True)
+                both = quantizer.cast_sides(given.dequantize(), rowwise=True, columnwise=True)
                 sides[name] = getattr(both, name)
             elif wanted is False:
                 sides[name] = None
@@ -364,12 +372,13 @@ class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
         found: list[list[Operand] | None] = []
         alone, shapes = True, []
         for side, is_columnwise in ((self.operands.rowwise, False), (self.operands.columnwise, True)):
-            if side is None:
+            is_strided = func is aten.as_strided.default and side is not None and side.spec is not None
+            if side is None or (is_strided and is_columnwise):  # strides are those of the rowwise codes
                 found.append(None)
                 continue
             if side.spec is not None and (side.spec.block[1] or side.spec.rotation or side.scale_inv is None):
                 return None
-            if func is aten.as_strided.default and side.spec is not None:  # strides are those of values
+            if is_strided and side.data.shape[1] != side.cols:
                 return None
             lie = side.data[:, : side.cols]
             whole = (lie.T if is_columnwise else lie).view(self.shape)
@@ -380,6 +389,8 @@ class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
                 return None
             shapes = [part.shape for part in parts]
             found.append([_recut(side, part.flatten(0, -2), is_columnwise=is_columnwise) for part in parts])
+        if not any(found):
+            return None
         row, col = (side or [None] * len(shapes) for side in found)
         views = [
             self.of(Operands(shape, self.dtype, *sides), self._quantizer)

@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 
 from fp4engine.formats import E2M1
 from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.reference import swizzle_scales
 from fp4engine.te.pytorch.constants import DType
 from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
 from fp4engine.tensor import Operand
@@ -18,7 +19,6 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
     """NVFP4 by TransformerEngine's attributes: what it stores, as views or copies of what is stored here."""
 
     _quantizer: Quantizer
-    _with_gemm_swizzled_scales = False
     _fp4_dtype = DType.kFloat4E2M1
 
     @property
@@ -32,12 +32,16 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
         return None if side is None else side.data
 
     @property
+    def _with_gemm_swizzled_scales(self) -> bool:
+        return self._quantizer.optimize_for_gemm
+
+    @property
     def _rowwise_scale_inv(self) -> Tensor | None:
-        return _padded_scales(self.operands.rowwise)
+        return _padded_scales(self.operands.rowwise, swizzled=self._with_gemm_swizzled_scales)
 
     @property
     def _columnwise_scale_inv(self) -> Tensor | None:
-        return _padded_scales(self.operands.columnwise)
+        return _padded_scales(self.operands.columnwise, swizzled=self._with_gemm_swizzled_scales)
 
     @property
     def _amax_rowwise(self) -> Tensor | None:
@@ -86,7 +90,9 @@ class _Float8Storage(QuantizedTensorStorage):
 class MXFP8TensorStorage(_Float8Storage):
     """MXFP8 by TransformerEngine's attributes; its columnwise side lies as the tensor does."""
 
-    _with_gemm_swizzled_scales = False
+    @property
+    def _with_gemm_swizzled_scales(self) -> bool:
+        return self._quantizer.optimize_for_gemm
 
     @property
     def _columnwise_data(self) -> Tensor | None:
@@ -95,15 +101,14 @@ class MXFP8TensorStorage(_Float8Storage):
 
     @property
     def _rowwise_scale_inv(self) -> Tensor | None:
-        return _padded_scales(self.operands.rowwise)
+        return _padded_scales(self.operands.rowwise, swizzled=self._with_gemm_swizzled_scales)
 
     @property
     def _columnwise_scale_inv(self) -> Tensor | None:
-        side = self.operands.columnwise
-        if side is None or side.scale_inv is None:
+        scales = _padded_scales(self.operands.columnwise, swizzled=self._with_gemm_swizzled_scales)
+        if scales is None:
             return None
-        scales = side.scale_inv.view(torch.uint8).T
-        return pad(scales, (0, -scales.shape[1] % 128, 0, -scales.shape[0] % 4))
+        return scales.view(scales.T.shape) if self._with_gemm_swizzled_scales else scales.T.contiguous()
 
 
 class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):
@@ -303,9 +308,14 @@ def _is_cast(weight: QuantizedWeight, element: str, block: int) -> bool:
     return spec is not None and spec.block[1] == block and spec.element.name.startswith(element)
 
 
-def _padded_scales(side: Operand | None) -> Tensor | None:
-    """Block scales as bytes [rows, blocks], padded with zeros to multiples of 128 and 4."""
+def _padded_scales(side: Operand | None, *, swizzled: bool) -> Tensor | None:
+    """Block scales as bytes [rows, blocks], padded with zeros to multiples of 128 and 4.
+
+    Args:
+        swizzled: let the same bytes lie as tensor cores read them.
+    """
     if side is None or side.scale_inv is None:
         return None
     rows, blocks = side.scale_inv.shape
-    return pad(side.scale_inv.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
+    scales = pad(side.scale_inv.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
+    return swizzle_scales(scales).view(scales.shape) if swizzled else scales

@@ -262,18 +262,14 @@ class HybridQuantizer(Quantizer):
         dequantized = self.columnwise_source == "rowwise_dequantized" and self.columnwise_usage
         row = col = None
         if self.rowwise_usage or dequantized:
-            row = (
-                self.rowwise_quantizer.frozen()
-                .quantize(_cast(self.rowwise_quantizer, values), columnwise=False)
-                .rowwise
-            )
+            row = self.rowwise_quantizer.cast_sides(_cast(self.rowwise_quantizer, values), columnwise=False).rowwise
         if self.columnwise_usage:
             source = values
             if dequantized:
                 assert row is not None
                 source = row.dequantize(values.dtype).view(values.shape)
             source = _cast(self.columnwise_quantizer, source)
-            col = self.columnwise_quantizer.frozen().quantize(source, rowwise=False).columnwise
+            col = self.columnwise_quantizer.cast_sides(source, rowwise=False).columnwise
         return Operands(values.shape, values.dtype, row if self.rowwise_usage else None, col)
 
     def is_requantization_safe(self) -> bool:

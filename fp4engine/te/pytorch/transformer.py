@@ -10,13 +10,13 @@ from fp4engine import modules
 from fp4engine.modules.gemms import cast_by_autocast
 from fp4engine.te.pytorch.attention import MultiheadAttention
 from fp4engine.te.pytorch.base import require_one_rank
-from fp4engine.te.pytorch.dot_product_attention import Masked, Window, refuse
+from fp4engine.te.pytorch.dot_product_attention import Masked, OnOneRank, Window, refuse
 from fp4engine.te.pytorch.inference import InferenceParams
 from fp4engine.te.pytorch.module import LayerNormMLP
 from fp4engine.te.pytorch.norm import LayerNorm, RMSNorm
 
 
-class TransformerLayer(modules.TransformerLayer):
+class TransformerLayer(OnOneRank, modules.TransformerLayer):
     """:class:`fp4engine.TransformerLayer` with all positional arguments of TransformerEngine's.
 
     Args:

@@ -21,6 +21,11 @@ def get_device_compute_capability(return_reason: bool = False) -> Any:
     return (capability, torch.cuda.get_device_name()) if return_reason else capability
 
 
+def is_bf16_compatible() -> bool:
+    """Whether BF16 runs here: always."""
+    return True
+
+
 def get_cudnn_version() -> tuple[int, int, int]:
     """Version of cuDNN as PyTorch finds it, ``(0, 0, 0)`` without; attention here does not ask it directly."""
     version = torch.backends.cudnn.version() if torch.cuda.is_available() else None

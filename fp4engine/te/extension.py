@@ -1,0 +1,36 @@
+"""What scripts take from ``transformer_engine_torch`` beside TransformerEngine: element formats and casts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4engine.te.pytorch.constants import DType, FP8BwdTensorIdx, FP8FwdTensorIdx, TE_DType_To_Torch
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
+
+__all__ = ["DType", "FP8BwdTensors", "FP8FwdTensors", "dequantize", "quantize", "split_quantize"]
+
+FP8FwdTensors = FP8FwdTensorIdx
+FP8BwdTensors = FP8BwdTensorIdx
+
+
+def quantize(
+    tensor: Tensor, quantizer: Quantizer, output: QuantizedTensor | None = None, noop: Tensor | None = None
+) -> QuantizedTensor:
+    """``tensor`` quantized; into ``output`` if that is given, unless ``noop`` holds something other than zero."""
+    return quantizer(tensor) if output is None else quantizer.update_quantized(tensor, output, noop_flag=noop)
+
+
+def dequantize(input: QuantizedTensor, otype: DType | int) -> Tensor:
+    """The values, in the dtype that ``otype`` names."""
+    dtype: torch.dtype = TE_DType_To_Torch[DType.cast(otype)]
+    return input.dequantize(dtype=dtype)
+
+
+def split_quantize(
+    tensor: Tensor, split_sections: Sequence[int], quantizer_list: Sequence[Quantizer], **_: Any
+) -> list[QuantizedTensor]:
+    """Consecutive slices of so many rows, each by a quantizer of its own."""
+    parts = tensor.split(list(split_sections))
+    return [quantizer(part) for quantizer, part in zip(quantizer_list, parts, strict=True)]

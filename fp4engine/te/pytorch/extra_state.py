@@ -1,0 +1,54 @@
+"""What TransformerEngine's modules keep in a ``state_dict`` beside their parameters."""
+
+import json
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4engine.modules.amax_history import get_amax_history, set_amax_history
+
+
+class ExtraState(torch.nn.Module):
+    """A module with an entry ``_extra_state``: bytes of what delayed scaling remembers, none for other recipes."""
+
+    def get_extra_state(self) -> Tensor:
+        """The histories of this module as JSON, in a tensor of bytes."""
+        histories = get_amax_history(self)
+        if not histories:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(bytearray(json.dumps(histories).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Go on with what :meth:`get_extra_state` returned; what TransformerEngine has pickled is not read.
+
+        Warns if that was about delayed scaling, which then begins anew.
+        """
+        data = bytes(state.cpu().tolist()) if isinstance(state, Tensor) else b""
+        if data.startswith(b"{"):
+            set_amax_history(self, json.loads(data))
+        elif b"amax_history" in data or not (state is None or isinstance(state, Tensor)):
+            warnings.warn(
+                f"{type(self).__name__}: the checkpoint's _extra_state was pickled by TransformerEngine and is not "
+                "read; delayed scaling begins with a history of its own",
+                stacklevel=2,
+            )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Take a file without the entry, such as one of ``torch.nn.Linear``, for one that remembers nothing."""
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        entry = f"{prefix}_extra_state"
+        if entry in missing_keys:
+            missing_keys.remove(entry)

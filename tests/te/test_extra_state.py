@@ -1,0 +1,71 @@
+"""``_extra_state``: what a file of a module's ``state_dict`` holds beside its parameters."""
+
+import io
+
+import pytest
+import torch
+
+from fp4engine.te.common import recipe as recipes
+from fp4engine.te.pytorch import GroupedLinear, LayerNormMLP, Linear, TransformerLayer, autocast
+
+MAKES = {
+    "linear": (lambda: Linear(32, 32), ()),
+    "mlp": (lambda: LayerNormMLP(32, 64), ()),
+    "grouped": (lambda: GroupedLinear(2, 32, 32), ([8, 8],)),
+    "layer": (lambda: TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0), ()),
+}
+
+
+def step(module, x, others, recipe):
+    with autocast(recipe=recipe):
+        y = module(x, *others)
+    return [y, *torch.autograd.grad(y.square().mean(), list(module.parameters()))]
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_delayed_scaling_goes_on_from_a_file(name) -> None:
+    make, others = MAKES[name]
+    module, resumed, recipe = make(), make(), recipes.DelayedScaling(amax_history_len=4)
+    x = torch.randn(16, 1, 32) if name == "layer" else torch.randn(16, 32)
+    for scale in (1.0, 8.0, 3.0):
+        step(module, x * scale, others, recipe)
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file, weights_only=True), strict=True)
+    for scale in (2.0, 0.5):
+        outputs = [step(one, x * scale, others, recipe) for one in (module, resumed)]
+        assert all(map(torch.equal, *outputs))
+
+
+def test_entries_are_where_transformer_engine_has_them() -> None:
+    entries = {key for key in TransformerLayer(32, 64, 2).state_dict() if key.endswith("_extra_state")}
+    attention = ("layernorm_qkv", "core_attention", "proj")
+    assert entries == {*(f"self_attention.{part}._extra_state" for part in attention), "layernorm_mlp._extra_state"}
+
+
+def test_other_recipes_have_nothing_to_keep() -> None:
+    layer = Linear(32, 32)
+    step(layer, torch.randn(16, 32), (), recipes.NVFP4BlockScaling())
+    assert layer.state_dict()["_extra_state"].numel() == 0
+    Linear(32, 32).load_state_dict(torch.nn.Linear(32, 32).state_dict(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("state", "warns"),
+    [
+        (torch.tensor(list(b"\x80\x04 recipe MXFP8BlockScaling"), dtype=torch.uint8), False),
+        (torch.tensor(list(b"\x80\x04 amax_history_fwd"), dtype=torch.uint8), True),
+        (io.BytesIO(b"\x80\x04"), True),
+        (torch.empty(0, dtype=torch.uint8), False),
+        (None, False),
+    ],
+    ids=["stateless", "delayed", "older", "empty", "none"],
+)
+def test_pickles_of_transformer_engine_are_not_read(state, warns, recwarn) -> None:
+    layer = Linear(16, 16)
+    layer.load_state_dict({"weight": torch.ones(16, 16), "bias": torch.ones(16), "_extra_state": state}, strict=True)
+    assert layer.weight.sum() == 256 and not layer.amax_histories
+    assert [str(warning.message).startswith("Linear: the checkpoint's _extra_state") for warning in recwarn] == (
+        [True] if warns else []
+    )

@@ -1,0 +1,96 @@
+"""What rounds stochastically draws by PyTorch's generator, as in TransformerEngine."""
+
+import pytest
+import torch
+
+from fp4engine.te.common import recipe as recipes
+from fp4engine.te.pytorch import (
+    DType,
+    GroupedLinear,
+    HybridQuantizer,
+    LayerNormMLP,
+    Linear,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    autocast,
+)
+
+
+def stochastic() -> NVFP4Quantizer:
+    return NVFP4Quantizer(stochastic_rounding=True)
+
+
+def factory(role):
+    return stochastic() if role is not None and role.tensor_type == "grad_output" else NVFP4Quantizer()
+
+
+DRAWING = [recipes.NVFP4BlockScaling(), recipes.CustomRecipe(qfactory=factory)]
+QUIET = [
+    recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    recipes.Float8CurrentScaling(),
+    recipes.CustomRecipe(qfactory=lambda role: MXFP8Quantizer(DType.kFloat8E4M3)),
+]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [stochastic, lambda: HybridQuantizer(rowwise_quantizer=NVFP4Quantizer(), columnwise_quantizer=stochastic())],
+    ids=["nvfp4", "hybrid"],
+)
+def test_quantizers_repeat_by_the_generators_state(make) -> None:
+    quantizer, x = make(), torch.randn(32, 64)
+    state = torch.get_rng_state()
+    first, second = quantizer(x), quantizer(x)
+    torch.set_rng_state(state)
+    again = quantizer(x)
+    codes = [tensor.operands.columnwise.data for tensor in (first, second, again)]
+    assert torch.equal(codes[0], codes[2]) and not torch.equal(codes[0], codes[1])
+
+
+@pytest.mark.parametrize("recipe", DRAWING, ids=["nvfp4", "custom"])
+@pytest.mark.parametrize(
+    ("make", "others"),
+    [(lambda: Linear(32, 32), ()), (lambda: LayerNormMLP(32, 64), ()), (lambda: GroupedLinear(2, 32, 32), ([8, 24],))],
+    ids=["linear", "mlp", "grouped"],
+)
+def test_modules_repeat_by_the_generators_state(recipe, make, others) -> None:
+    layer = make()
+    x, grad = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32)
+
+    def gradient():
+        with autocast(recipe=recipe):
+            y = layer(x, *others)
+        return torch.autograd.grad(y, x, grad)[0]
+
+    torch.manual_seed(7)
+    first, second = gradient(), gradient()
+    state = torch.get_rng_state()
+    third = gradient()
+    torch.manual_seed(7)
+    assert torch.equal(gradient(), first) and not torch.equal(second, first)
+    torch.set_rng_state(state)
+    assert torch.equal(gradient(), third)
+
+
+@pytest.mark.parametrize("recipe", QUIET, ids=["nearest", "fp8", "custom"])
+def test_what_rounds_to_nearest_leaves_the_generator_alone(recipe) -> None:
+    layer, x = Linear(32, 32), torch.randn(32, 32)
+    before = torch.get_rng_state()
+    with autocast(recipe=recipe):
+        layer(x).sum().backward()
+    NVFP4Quantizer()(x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_regions_inside_one_take_one_number_of_the_generator() -> None:
+    torch.manual_seed(7)
+    layers, x = [Linear(32, 32) for _ in range(2)], torch.randn(32, 32)
+    state = torch.get_rng_state()
+    with autocast(recipe=DRAWING[0]):
+        for layer in layers:
+            with autocast(recipe=recipes.NVFP4BlockScaling(disable_rht=True)):
+                layer(x)
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    torch.empty(2, dtype=torch.int64).random_()
+    assert torch.equal(torch.get_rng_state(), after)
