@@ -169,14 +169,21 @@ def of_page() -> dict[str, Any]:
     return names
 
 
-def train_experts(group, part=slice(None), recipe=None):
+DISPATCHED = {  # recipe, and how tokens are sent
+    "nvfp4": (NVFP4, None),
+    "fp4_all_the_way": (FORWARD_TOO, None),
+    "sent as codes": (NVFP4, fp4engine.NVFP4Quantizer(row_scaled_nvfp4=True)),
+}
+
+
+def train_experts(group, part=slice(None), recipe=None, quantizer=None):
     """Operands, gradients of experts by their number in the whole, and what belongs to the tokens in ``part``."""
     torch.manual_seed(2)
     tokens, direction = torch.randn(2, WORLD * TOKENS, 32).unbind()
     expert = torch.randint(0, EXPERTS, (WORLD * TOKENS,))
     expert[expert == 2] = 1  # nobody chooses the third
     weights = {"up": torch.randn(EXPERTS, 48, 32), "down": torch.randn(EXPERTS, 32, 48)}
-    layer = of_page()["Experts"](EXPERTS, 32, 48, group)
+    layer = of_page()["Experts"](EXPERTS, 32, 48, group, quantizer)
     first = dist.get_rank(group) * layer.own
     for name, values in weights.items():
         for i, weight in enumerate(getattr(layer, name).weights):
@@ -198,9 +205,9 @@ def experts(rank: int, folder: str):
     alone = dist.new_group([rank], use_local_synchronization=True)
     part = slice(rank * TOKENS, (rank + 1) * TOKENS)
     found = {}
-    for name in ("nvfp4", "fp4_all_the_way"):
-        spread = train_experts(dist.group.WORLD, part, zoo.make(name))
-        whole = train_experts(alone, recipe=zoo.make(name))
+    for name, (recipe, quantizer) in DISPATCHED.items():
+        spread = train_experts(dist.group.WORLD, part, recipe, quantizer)
+        whole = train_experts(alone, recipe=recipe, quantizer=quantizer)
         same = all(torch.equal(mine, theirs[part]) for mine, theirs in zip(spread[2], whole[2], strict=True))
         found[name] = spread[:2], whole[:2], same
     return found
@@ -263,7 +270,7 @@ def test_one_process_goes_on_where_two_stages_stopped(ranks, folder):
     assert len(last) == len(whole) // 2
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "fp4_all_the_way"])
+@pytest.mark.parametrize("name", DISPATCHED)
 def test_experts_are_those_of_one_process_wherever_they_are(ranks, name):
     (first, whole, same), (second, _, same_too) = (rank["experts"][name] for rank in ranks)
     for want, *parts in zip(whole, first, second, strict=True):
