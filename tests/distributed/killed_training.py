@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from fp4engine.recipe import NVFP4BlockScaling
 
 WORLD, STEPS, EVERY = 2, 24, 4
 KEPT = 2
+TIMEOUT = timedelta(seconds=15)
+"""Of the collectives of a rank that will be left alone; others wait as long as PyTorch lets them."""
 
 
 class Damaged(Exception):
@@ -120,14 +123,15 @@ def load(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer)
     return int(newest.name[-4:])
 
 
-def run_rank(folder: Path, rank: int, attempt: int, most_bytes: int | None) -> int:
+def run_rank(folder: Path, rank: int, attempt: int, most_bytes: int | None, timeout: timedelta | None) -> int:
     """The exit code of one rank; 3 where it says why it stops."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     if most_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{attempt}", rank=rank, world_size=WORLD)
+    store = f"file://{folder}/store-{attempt}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timeout)
     try:
         train(folder, rank)
     except Exception as error:
@@ -141,7 +145,7 @@ class Ranks:
 
     attempts = 0
 
-    def __init__(self, folder: Path, most_bytes: int | None = None) -> None:
+    def __init__(self, folder: Path, most_bytes: int | None = None, timeout: timedelta | None = None) -> None:
         Ranks.attempts += 1
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob("*.partial"):
@@ -153,7 +157,7 @@ class Ranks:
             if process == 0:
                 code = 1
                 try:
-                    code = run_rank(folder, rank, Ranks.attempts, most_bytes if rank else None)
+                    code = run_rank(folder, rank, Ranks.attempts, most_bytes if rank else None, timeout)
                 finally:
                     os._exit(code)
             self.processes[process] = rank
@@ -169,11 +173,11 @@ class Ranks:
                 time.sleep(0.002)
         return not self.processes
 
-    def kill(self, rank: int | None = None) -> None:
-        """SIGKILL to one rank, or to all that are left."""
+    def kill(self, rank: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
+        """SIGKILL, or another signal, to one rank or to all that are left."""
         for process, own in self.processes.items():
             if rank is None or own == rank:
-                os.kill(process, signal.SIGKILL)
+                os.kill(process, by)
 
 
 def whole(folder: Path) -> float:
@@ -196,6 +200,22 @@ def broken(folder: Path, kills: int, seconds: float, rng: random.Random) -> int:
         ranks.wait(0.2)  # the other one finds out, or waits for its peer
         ranks.kill()
         assert ranks.wait(60)
+
+
+def bereaved(folder: Path, stop: signal.Signals, after: int) -> tuple[float, str]:
+    """How long a rank goes on after the other was killed, or stopped, behind step ``after``; and what it says."""
+    ranks = Ranks(folder, timeout=TIMEOUT)
+    metrics = folder / "metrics-1.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < after:
+        assert not ranks.wait(0), errors(folder)
+    ranks.kill(1, stop)
+    began = time.monotonic()
+    while 0 in ranks.processes.values() and time.monotonic() < began + 120:
+        ranks.wait(0.1)
+    took = time.monotonic() - began
+    ranks.kill()
+    assert ranks.wait(60) and ranks.codes[0] == 3, ranks.codes
+    return took, errors(folder)
 
 
 def refused(folder: Path, most_bytes: int | None = None) -> str:
@@ -251,6 +271,12 @@ def main(argv: list[str] | None = None) -> int:
         results["kills"] += met
         results["runs"] += 1
         results["killed is whole"] &= end_of(run) == want
+
+    for name, stop in (("killed one", signal.SIGKILL), ("stopped one", signal.SIGSTOP)):
+        run = folder / name.replace(" ", "-")
+        results[f"{name} after"], results[f"{name} says"] = bereaved(run, stop, after=10)
+        whole(run)
+        results[f"{name} is whole"] = end_of(run) == want
 
     def continued(name: str, spoil: Callable[[Path], str]) -> None:
         """A run that ends at step 24 begins again after step 20, or what ``spoil`` leaves."""

@@ -60,13 +60,14 @@ class Wire(TorchDispatchMode):
         return [(nbytes, dtype) for found, nbytes, dtype in self.sent if name in found]
 
 
-def make_model() -> torch.nn.Sequential:
+def make_model(hidden: int = 96) -> torch.nn.Sequential:
     """Two blocks of two layers; without biases, so that every gathered byte is a weight's."""
     torch.manual_seed(0)
-    blocks = [
-        torch.nn.Sequential(torch.nn.Linear(64, 96, bias=False), torch.nn.GELU(), torch.nn.Linear(96, 64, bias=False))
-        for _ in range(2)
-    ]
+    sizes = (64, hidden), (hidden, 64)
+    blocks = []
+    for _ in range(2):
+        up, down = (torch.nn.Linear(*size, bias=False) for size in sizes)
+        blocks.append(torch.nn.Sequential(up, torch.nn.GELU(), down))
     model = torch.nn.Sequential(*blocks)
     fp4engine.convert(model)
     return model
@@ -259,9 +260,9 @@ def wire(rank: int):
     return gathers, reductions
 
 
-def operands(rank: int):
+def operands(rank: int, hidden: int = 96):
     """Codes, scales and amaxes that were gathered, and those of the whole weight in one process."""
-    model, found = shard(make_model(), True), []
+    model, found = shard(make_model(hidden), True), []
     plan = make_linear_plan(DEFAULT, "linear")
     for block in model:
         whole = [layer.weight.full_tensor().detach() for layer in (block[0], block[2])]
@@ -544,7 +545,8 @@ def run(rank: int, folder: str, world: int) -> None:
             results = {name: check(rank) for name, check in CHECKS.items()}
             results["saved"] = saved(rank, folder)
         else:
-            results = {"hsdp": hsdp(rank)}
+            flat = with_and_without(rank, lambda fp4: shard(make_model(128), fp4))
+            results = {"hsdp": hsdp(rank), "flat": flat, "operands": operands(rank, 128)}
     finally:
         time.sleep(0.3)  # as tests/conftest.py does, whose pause this process does not have
         dist.destroy_process_group()
@@ -668,8 +670,10 @@ def test_what_cannot_go_as_codes_says_why_and_trains_as_ever(ranks):
         assert said["fp8"].endswith("which is not FP4")
 
 
-def test_hybrid_sharding_has_those_bytes(tmp_path):
-    assert all(rank["hsdp"] for rank in ranks_of(tmp_path, 4))
+def test_four_ranks_and_hybrid_sharding_have_those_bytes(tmp_path):
+    for rank in ranks_of(tmp_path, 4):
+        assert rank["flat"] and rank["hsdp"]
+        assert len(rank["operands"]) == 4 * 2 * 3 and all(rank["operands"])
 
 
 def losses(folder: str, rank: int, world: int, device: str, width: int, layers: int) -> list[torch.Tensor]:

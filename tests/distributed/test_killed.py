@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.killed_training import TIMEOUT
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -28,6 +30,14 @@ def results(tmp_path_factory, kills):
 
 def test_ranks_killed_at_random_moments_go_on_bit_for_bit(results, kills):
     assert results["kills"] == kills and results["killed is whole"]
+
+
+@pytest.mark.parametrize("name", ["killed one", "stopped one"])
+def test_a_rank_that_is_left_alone_ends_with_an_error_in_time_and_the_run_goes_on_bit_for_bit(results, name):
+    """A killed rank closes its connections; one that hangs is given up when a collective has waited long enough."""
+    assert results[f"{name} after"] < TIMEOUT.total_seconds() + 15  # to notice, to say it and to end
+    assert "Error: " in results[f"{name} says"]
+    assert results[f"{name} is whole"]
 
 
 def test_a_full_disk_is_said_and_the_run_goes_on_bit_for_bit(results):

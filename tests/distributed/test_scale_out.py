@@ -16,7 +16,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 import fp4engine
 from fp4engine.distributed import draw_by_layer
@@ -72,10 +79,15 @@ PIPELINES = {  # schedule, recipe, whether layers draw by name, whether weights 
     "1f1b": (Schedule1F1B, NVFP4, True, False),
     "gpipe": (ScheduleGPipe, NVFP4, True, False),
     "interleaved": (ScheduleInterleaved1F1B, FORWARD_TOO, True, False),
+    "zero bubble": (ScheduleInterleavedZeroBubble, NVFP4, True, False),
+    "zbv": (ScheduleZBVZeroBubble, FORWARD_TOO, True, True),
+    "zbv, delayed": (ScheduleZBVZeroBubble, zoo.make("fp8_delayed"), False, False),
     "cached": (Schedule1F1B, FORWARD_TOO, True, True),
     "nearest": (Schedule1F1B, NVFP4BlockScaling(disable_stochastic_rounding=True), False, False),
     "delayed": (Schedule1F1B, zoo.make("fp8_delayed"), False, False),
 }
+if torch.__version__ < "2.13":  # 2.11 cannot begin the second half at the node of an autograd function
+    PIPELINES = {name: how for name, how in PIPELINES.items() if not name.startswith(("zero", "zbv"))}
 
 
 class Block(nn.Module):
@@ -127,10 +139,11 @@ def train_by_stages(rank: int, kind, recipe, by_layer=True, cached=False, folder
     """The same of this rank's stages, which may be saved between the steps."""
     model = make_blocks(by_layer)
     fp4engine.manual_seed(3)
-    parts = 4 if kind is ScheduleInterleaved1F1B else WORLD
+    parts = WORLD if kind in (Schedule1F1B, ScheduleGPipe) else 4
     cut = len(model) // parts
-    stages = [make_stage(model[cut * i : cut * (i + 1)], i, parts) for i in range(rank, parts, WORLD)]
-    of_one = stages if kind is ScheduleInterleaved1F1B else stages[0]
+    own = (rank, parts - 1 - rank) if kind is ScheduleZBVZeroBubble else range(rank, parts, WORLD)
+    stages = [make_stage(model[cut * i : cut * (i + 1)], i, parts) for i in own]
+    of_one = stages[0] if parts == WORLD else stages
     schedule = kind(of_one, MICROBATCHES, loss_fn=nn.functional.mse_loss, scale_grads=False)
     inputs, targets = batch()
     with Operands(model) as operands:
@@ -139,7 +152,7 @@ def train_by_stages(rank: int, kind, recipe, by_layer=True, cached=False, folder
                 state = {"model": stages[0].submod.state_dict(), "fp4": TrainingState(model)}
                 dcp.save(state, checkpoint_id=folder)
             with fp4engine.autocast(recipe=recipe), fp4engine.weight_cache(model if cached else nn.Module()):
-                schedule.step(*((inputs,) if rank == 0 else ()), **({"target": targets} if rank == WORLD - 1 else {}))
+                schedule.step(*((inputs,) if 0 in own else ()), **({"target": targets} if parts - 1 in own else {}))
     return operands, gradients(model)
 
 
@@ -169,14 +182,21 @@ def of_page() -> dict[str, Any]:
     return names
 
 
-def train_experts(group, part=slice(None), recipe=None):
+DISPATCHED = {  # recipe, and how tokens are sent
+    "nvfp4": (NVFP4, None),
+    "fp4_all_the_way": (FORWARD_TOO, None),
+    "sent as codes": (NVFP4, fp4engine.NVFP4Quantizer(row_scaled_nvfp4=True)),
+}
+
+
+def train_experts(group, part=slice(None), recipe=None, quantizer=None):
     """Operands, gradients of experts by their number in the whole, and what belongs to the tokens in ``part``."""
     torch.manual_seed(2)
     tokens, direction = torch.randn(2, WORLD * TOKENS, 32).unbind()
     expert = torch.randint(0, EXPERTS, (WORLD * TOKENS,))
     expert[expert == 2] = 1  # nobody chooses the third
     weights = {"up": torch.randn(EXPERTS, 48, 32), "down": torch.randn(EXPERTS, 32, 48)}
-    layer = of_page()["Experts"](EXPERTS, 32, 48, group)
+    layer = of_page()["Experts"](EXPERTS, 32, 48, group, quantizer)
     first = dist.get_rank(group) * layer.own
     for name, values in weights.items():
         for i, weight in enumerate(getattr(layer, name).weights):
@@ -198,9 +218,9 @@ def experts(rank: int, folder: str):
     alone = dist.new_group([rank], use_local_synchronization=True)
     part = slice(rank * TOKENS, (rank + 1) * TOKENS)
     found = {}
-    for name in ("nvfp4", "fp4_all_the_way"):
-        spread = train_experts(dist.group.WORLD, part, zoo.make(name))
-        whole = train_experts(alone, recipe=zoo.make(name))
+    for name, (recipe, quantizer) in DISPATCHED.items():
+        spread = train_experts(dist.group.WORLD, part, recipe, quantizer)
+        whole = train_experts(alone, recipe=recipe, quantizer=quantizer)
         same = all(torch.equal(mine, theirs[part]) for mine, theirs in zip(spread[2], whole[2], strict=True))
         found[name] = spread[:2], whole[:2], same
     return found
@@ -263,7 +283,7 @@ def test_one_process_goes_on_where_two_stages_stopped(ranks, folder):
     assert len(last) == len(whole) // 2
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "fp4_all_the_way"])
+@pytest.mark.parametrize("name", DISPATCHED)
 def test_experts_are_those_of_one_process_wherever_they_are(ranks, name):
     (first, whole, same), (second, _, same_too) = (rank["experts"][name] for rank in ranks)
     for want, *parts in zip(whole, first, second, strict=True):

@@ -5,6 +5,7 @@ import os
 import re
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from fp4engine.modules.shared_amax import share_amax
 from fp4engine.recipe import NVFP4BlockScaling, zoo
 
 WORLD = 2
+NAN = float("nan")
 ROWS = (
     "nvfp4", "nvfp4_row_scaled", "nvfp4_1d_weight", "nvfp4_rht128", "quartet2", "quartet2_cuda", "tetrajet2",
     "mxfp4_hadamard_stochastic", "fp8_current", "fp8_delayed", "fp8_block", "nvfp4_forward_mxfp8_backward",
@@ -92,12 +94,12 @@ def multiplied(step):
         functional._gemm = product
 
 
-def differing(part, whole, rank: int) -> bool:
+def differing(part, whole, rank: int, world: int = WORLD) -> bool:
     """Whether an operand is not, code by code, this rank's part of the one that one process made."""
     rows = slice(None) if part.rows == whole.rows else slice(rank * part.rows, (rank + 1) * part.rows)
     expected = [tensor if len(tensor) == 1 else tensor[rows] for tensor in (whole.data, whole.scale_inv, whole.amax)]
     if part.cols != whole.cols:
-        expected = [tensor.chunk(WORLD, 1)[rank] if tensor.ndim == 2 else tensor for tensor in expected]
+        expected = [tensor.chunk(world, 1)[rank] if tensor.ndim == 2 else tensor for tensor in expected]
     pairs = zip((part.data, part.scale_inv, part.amax), expected, strict=True)
     return not all(torch.equal(bits(mine), bits(theirs)) for mine, theirs in pairs)
 
@@ -106,16 +108,28 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
+def compare(step, alone, rank: int, world: int = WORLD, of=lambda results: results, group=None):
+    """The operands of ``step()`` that differ from one process's, their number, and how far the results are.
+
+    Args:
+        of: what this rank should have of one process's results.
+        group: over which gradients of parameters are to be added.
+    """
+    results, parts = multiplied(step)
+    expected, wholes = alone
+    pairs = zip(parts, wholes, strict=True)
+    wrong = [label for (label, part), (_, whole) in pairs if differing(part, whole, rank, world)]
+    results = results if group is None else summed(results, group)
+    return wrong, len(parts), distance(results, of(expected))
+
+
 def operands(rank: int, mesh, alone):
     """Of every recipe, the operands that differ from one process's, and how far the results are."""
     found = {}
     for name in ROWS:
         block = make_block()
         parallelize_module(block, mesh, STYLES)
-        results, parts = multiplied(lambda block=block, name=name: train(block, zoo.make(name)))
-        expected, wholes = alone[name]
-        wrong = [label for (label, part), (_, whole) in zip(parts, wholes, strict=True) if differing(part, whole, rank)]
-        found[name] = wrong, len(parts), distance(results, expected)
+        found[name] = compare(lambda block=block, name=name: train(block, zoo.make(name)), alone[name], rank)
     return found
 
 
@@ -131,11 +145,22 @@ def tensor(rank: int, mesh, alone):
 
 def sequence(rank: int, mesh, alone):
     """Norms on shards of the sequence, which the column-parallel layer gathers and the row-parallel one scatters."""
-    block = make_block()
-    parallelize_module(block, mesh, SEQUENCE)
-    y, dx, *gradients = alone["step"]
-    expected = [y.chunk(WORLD, 1)[rank], dx.chunk(WORLD, 1)[rank], *gradients]
-    return distance(train(block, zoo.make("nvfp4"), inputs=lambda x: x.chunk(WORLD, 1)[rank]), expected)
+    found = {}
+    for name in ROWS:
+        block = make_block()
+        parallelize_module(block, mesh, SEQUENCE)
+        step = lambda block=block, name=name: train(block, zoo.make(name), inputs=part_of_sequence(rank))
+        found[name] = compare(step, alone[name], rank, of=of_sequence(rank))
+    return found
+
+
+def part_of_sequence(rank: int, world: int = WORLD):
+    return lambda x: x.chunk(world, 1)[rank]
+
+
+def of_sequence(rank: int, world: int = WORLD):
+    """What a rank that has a part of each sequence should have."""
+    return lambda results: [*map(part_of_sequence(rank, world), results[:2]), *results[2:]]
 
 
 def compiled(rank: int, mesh, alone):
@@ -181,22 +206,17 @@ def summed(results, group=None):
     return results
 
 
-def of_rows(rank: int, results):
+def of_rows(rank: int):
     """What a rank whose rows they are should have."""
-    y, dx, *gradients = results
-    return [rows_of(rank)(y), rows_of(rank)(dx), *gradients]
+    return lambda results: [*map(rows_of(rank), results[:2]), *results[2:]]
 
 
 def context(rank: int, mesh, alone):
     """As :func:`operands`, with plain tensors: whole weights, and on each rank a part of the sequence."""
-    found = {}
-    how = {"inputs": rows_of(rank), "cp_group": mesh.get_group()}
+    found, group = {}, mesh.get_group()
     for name in ROWS:
-        block = make_block()
-        results, parts = multiplied(lambda block=block, name=name: train(block, zoo.make(name), **how))
-        expected, wholes = alone[name]
-        wrong = [label for (label, part), (_, whole) in zip(parts, wholes, strict=True) if differing(part, whole, rank)]
-        found[name] = wrong, len(parts), distance(summed(results), of_rows(rank, expected))
+        how = {"block": make_block(), "recipe": zoo.make(name), "inputs": rows_of(rank), "cp_group": group}
+        found[name] = compare(lambda how=how: train(**how), alone[name], rank, of=of_rows(rank), group=group)
     return found
 
 
@@ -204,7 +224,7 @@ def context_compiled(rank: int, mesh, alone):
     block, group = make_block(), mesh.get_group()
     run = torch.compile(block, fullgraph=True, backend="aot_eager")
     results = train(block, zoo.make("nvfp4"), run, rows_of(rank), cp_group=group)
-    return distance(summed(results), of_rows(rank, alone["step"]))
+    return distance(summed(results), of_rows(rank)(alone["step"]))
 
 
 class Gather(torch.autograd.Function):
@@ -248,7 +268,7 @@ def attention(rank: int, mesh, alone):
     group = mesh.get_group()
     run = lambda x: model[1](model[0](x, group))
     results = train(model, zoo.make("nvfp4"), run, rows_of(rank), cp_group=group)
-    return distance(summed(results), of_rows(rank, alone["attention"]))
+    return distance(summed(results), of_rows(rank)(alone["attention"]))
 
 
 def make_attention() -> nn.Module:
@@ -259,12 +279,26 @@ def make_attention() -> nn.Module:
 
 
 def not_a_number(rank: int, mesh, alone):
-    """How much of the output and of the gradients is finite if one rank's weights have a NaN."""
-    block = make_block()
+    """How much of the output and of the input's gradient is finite if what the second rank has holds a NaN."""
+    weight, part = make_block(), make_block()
     with torch.no_grad():
-        block.up.weight[200, 3] = float("nan")
-    parallelize_module(block, mesh, STYLES)
-    return [int(tensor.isfinite().sum()) for tensor in train(block, NEAREST)[:2]]
+        weight.up.weight[200, 3] = NAN
+    parallelize_module(weight, mesh, STYLES)
+    parallelize_module(part, mesh, SEQUENCE)
+    results = {
+        "weight": train(weight, NEAREST),
+        "sequence": train(part, NEAREST, inputs=lambda x: spoilt(part_of_sequence(rank)(x), rank)),
+        "context": train(
+            make_block(), NEAREST, inputs=lambda x: spoilt(rows_of(rank)(x), rank), cp_group=mesh.get_group()
+        ),
+    }
+    return {kind: [int(tensor.isfinite().sum()) for tensor in found[:2]] for kind, found in results.items()}
+
+
+def spoilt(x: torch.Tensor, rank: int) -> torch.Tensor:
+    x = x.clone()
+    x[0, 9, 5] = NAN if rank == 1 else 1.0
+    return x
 
 
 def collectives(rank: int, mesh, alone):
@@ -417,7 +451,7 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 
-@pytest.mark.parametrize("spread", ["operands", "context"])
+@pytest.mark.parametrize("spread", ["operands", "sequence", "context"])
 @pytest.mark.parametrize("name", ROWS)
 def test_operands_are_parts_of_those_of_one_process(ranks, name, spread):
     for rank in ranks:
@@ -426,9 +460,7 @@ def test_operands_are_parts_of_those_of_one_process(ranks, name, spread):
         assert distance < 1e-6
 
 
-@pytest.mark.parametrize(
-    "kind", ["tensor", "sequence", "compiled", "rows", "siblings", "context compiled", "attention"]
-)
+@pytest.mark.parametrize("kind", ["tensor", "compiled", "rows", "siblings", "context compiled", "attention"])
 def test_training_is_that_of_one_process(ranks, kind):
     for rank in ranks:
         assert rank[kind] < 1e-6
@@ -441,7 +473,7 @@ def test_equal_blocks_share_their_graphs(ranks):
 
 def test_nan_on_one_rank_is_finite_on_none(ranks):
     for rank in ranks:
-        assert rank["nan"] == [0, 0]
+        assert rank["nan"] == {"weight": [0, 0], "sequence": [0, 0], "context": [0, 0]}
 
 
 def test_amaxes_of_a_pass_travel_together(ranks):
@@ -469,38 +501,81 @@ def test_what_cannot_be_as_in_one_process_is_refused(ranks, name):
         assert re.match(SAID[name], rank["refusals"][name]), rank["refusals"][name]
 
 
-# FSDP2 x tensor parallelism
+# Four ranks: tensor parallelism, with FSDP2 and with context parallelism
+
+
+def drawn_as(rank: int):
+    """A region in which who draws in no rank's name draws in that of ``rank``."""
+    bits = ops.rank_bits
+    return mock.patch.object(ops, "rank_bits", lambda asked=None: bits(rank if asked is None else asked))
+
+
+def four(rank: int, alone):
+    """By layout, the operands that differ from one process's, their number, and how far the results are.
+
+    Args:
+        alone: by the first rank of a replica, what one process has that draws in its name.
+    """
+    recipe, whole, found = zoo.make("nvfp4"), init_device_mesh("cpu", (4,)), {}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    replica, part = divmod(rank, 2)
+
+    block = make_block()
+    parallelize_module(block, whole, STYLES)
+    found["tensor"] = compare(lambda: train(block, recipe), alone[0], rank, 4)
+    block = make_block()
+    parallelize_module(block, whole, SEQUENCE)
+    step = lambda: train(block, recipe, inputs=part_of_sequence(rank, 4))
+    found["sequence"] = compare(step, alone[0], rank, 4, of_sequence(rank, 4))
+
+    # Replicas that have the same data draw bits of their own, and FSDP2 averages what comes of them.
+    averaged = [torch.stack(pair).mean(0) for pair in zip(alone[0][0], alone[2][0], strict=True)][2:]
+    for name, styles in (("fsdp2, tensor", STYLES), ("fsdp2, sequence", SEQUENCE)):
+        block = make_block()
+        parallelize_module(block, mesh["tp"], styles)
+        fully_shard(block, mesh=mesh["dp"])
+        inputs = part_of_sequence(part) if styles is SEQUENCE else lambda x: x
+        mine = of_sequence(part) if styles is SEQUENCE else lambda results: results
+        step = lambda block=block, inputs=inputs: train(block, recipe, inputs=inputs)
+        of = lambda results, mine=mine: mine([*results[:2], *averaged])
+        found[name] = compare(step, alone[2 * replica], part, of=of)
+
+    block, group = make_block(), mesh["dp"].get_group()
+    parallelize_module(block, mesh["tp"], STYLES)
+    with_context = train(block, recipe, inputs=rows_of(replica), cp_group=group)
+    found["context, tensor"] = [], 12, distance(summed(with_context, group), of_rows(replica)(alone[0][0]))
+    return found
 
 
 def run_four(rank: int, folder: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    alone, drawn = (train(make_block(), recipe) for recipe in (NEAREST, zoo.make("nvfp4")))
+    alone = {}
+    for first in (0, 2):
+        with drawn_as(first):
+            alone[first] = multiplied(lambda: train(make_block(), zoo.make("nvfp4")))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     try:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        found = {}
-        for name, recipe in (("nearest", NEAREST), ("stochastic", zoo.make("nvfp4"))):
-            block = make_block()
-            parallelize_module(block, mesh["tp"], STYLES)
-            fully_shard(block, mesh=mesh["dp"])
-            found[name] = train(block, recipe)  # every replica has the same data
-        distances = distance(found["nearest"], alone)
-        block, cp_group = make_block(), mesh["dp"].get_group()
-        parallelize_module(block, mesh["tp"], STYLES)
-        part = dist.get_rank(cp_group)
-        with_context = train(block, zoo.make("nvfp4"), inputs=rows_of(part), cp_group=cp_group)
-        distances = max(distances, distance(summed(with_context, cp_group), of_rows(part, drawn)))
+        found = four(rank, alone)
     finally:
         time.sleep(0.3)
         dist.destroy_process_group()
-    torch.save((distances, found["stochastic"][1]), f"{folder}/{rank}.pt")
+    pairs = zip(alone[0][1], alone[2][1], strict=True)
+    own_bits = any(differing(one, other, 0, 1) for (_, one), (_, other) in pairs)
+    torch.save((found, own_bits), f"{folder}/{rank}.pt")
 
 
-def test_fsdp2_or_context_with_tensor_parallelism_trains_like_one_process(tmp_path):
-    mp.spawn(run_four, (str(tmp_path),), 4)
-    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(4)]
-    assert all(distance < 1e-6 for distance, _ in results)
-    first, same_replica, other, _ = (gradient for _, gradient in results)
-    assert torch.equal(first, same_replica)
-    assert not torch.equal(first, other)  # replicas draw their own bits
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    folder: Path = tmp_path_factory.mktemp("four")
+    mp.spawn(run_four, (str(folder),), 4)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
+
+
+@pytest.mark.parametrize("layout", ["tensor", "sequence", "fsdp2, tensor", "fsdp2, sequence", "context, tensor"])
+def test_operands_of_four_ranks_are_parts_of_those_of_one_process(four_ranks, layout):
+    for found, replicas_draw_their_own_bits in four_ranks:
+        wrong, products, distance = found[layout]
+        assert replicas_draw_their_own_bits
+        assert wrong == [] and products == 12
+        assert distance < 1e-6
