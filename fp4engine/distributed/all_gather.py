@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fp4engine.accounting.table import table
-from fp4engine.distributed.gathered_weight import is_transposed, why_not_codes
+from fp4engine.distributed.gathered_weight import why_not_codes
 from fp4engine.distributed.sharded_weight import GatherableWeight, OuterAmaxes, ShardedWeight, why_not_rows
 from fp4engine.functional import LinearPlan, make_linear_plan
 from fp4engine.modules import Gemms, GroupedLinear, LayerNormMLP, Linear, QuantizedWeight
@@ -108,7 +108,7 @@ def fp4_all_gather(model: nn.Module, recipe: Recipe | None = None, mesh: DeviceM
             plan = make_linear_plan(own, gemms.module_type, gemms.name, shape)
             sent, reason = bytes_as_codes(plan, shape, ranks)
             if sent is not None:
-                gatherable = GatherableWeight(name, module, attribute, plan.weight, is_transposed(plan), amaxes)
+                gatherable = GatherableWeight(name, module, attribute, plan.weight, amaxes)
                 _adopt(gatherable)
                 module.register_state_dict_post_hook(_leave_plain)
                 module.register_load_state_dict_post_hook(partial(_adopt_loaded, gatherable))

@@ -88,7 +88,6 @@ class GatherableWeight:
         name: of the parameter in its model.
         module, parameter: where it is.
         quantizer: of the plan that the module runs by.
-        is_transposed: whether dgrad reads the transposed codes.
         amaxes: those of all weights of the model.
         has_amax: whether there is one; MXFP4 has no outer scale.
     """
@@ -99,11 +98,10 @@ class GatherableWeight:
         module: torch.nn.Module,
         parameter: str,
         quantizer: Quantizer,
-        is_transposed: bool,
         amaxes: OuterAmaxes,
     ) -> None:
         self.name, self._module, self.parameter = name, weakref.ref(module), parameter
-        self.quantizer, self.is_transposed, self.amaxes = quantizer, is_transposed, amaxes
+        self.quantizer, self.amaxes = quantizer, amaxes
         assert quantizer.rowwise_spec is not None
         self.has_amax = quantizer.rowwise_spec.outer is Outer.TENSOR
         self._reduced: tuple[ReducedAmaxes, int] | None = None
@@ -252,16 +250,14 @@ class ShardedWeight(torch.Tensor):
         codes = all_gather_outputs[0]
         scales = all_gather_outputs[1] if len(all_gather_outputs) > 1 else own_scales
         if out is not None:
-            out.refill(codes, scales, amax)
+            out.refill(scales, amax)
             return None
-        weight = GatheredWeight.gathered(
-            self.weight.quantizer, (rows, cols), param_dtype, self.weight.is_transposed, codes, scales, amax
-        )
+        weight = GatheredWeight.of(self.weight.quantizer, (rows, cols), param_dtype, (codes, scales, amax))
         weight.name = self.weight.name
         parameter = self.weight.sharded()
         if parameter is not None:
             weight.ranks = frozenset(parameter.device_mesh.mesh.flatten().tolist())
-        return weight, list(weight.made().values())
+        return weight, []
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
