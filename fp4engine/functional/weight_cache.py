@@ -65,7 +65,7 @@ class WeightCache:
         return self._operands[needs_dgrad]
 
     def tiles(self, weight: Tensor) -> TiledOperand | None:
-        """What ``weight`` is, if it is codes with one scale of each tile: its operands are made of it for every call."""
+        """What ``weight`` is, if it is codes with one scale of each tile, of which every call makes operands."""
         return None
 
 

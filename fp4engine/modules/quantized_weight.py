@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fp4engine.formats import CastSpec
 from fp4engine.functional import LinearPlan, WeightCache
 from fp4engine.functional.weight_cache import Make, Operands
-from fp4engine.quantizers import Quantizer
 from fp4engine.ops import TiledOperand
+from fp4engine.quantizers import Quantizer
 from fp4engine.tensor import Operand, is_transposable
 
 aten = torch.ops.aten

@@ -605,8 +605,9 @@ def test_models_are_released(ranks):
 
 
 def test_graphs_keep_no_operand_of_a_weight_that_is_gathered_again(ranks):
+    amaxes = 4 * (16 - 4)  # of four weights, which lie 16 bytes apart in memory that they share
     for high_precision, codes in (rank["kept"] for rank in ranks):
-        assert high_precision - codes >= 2 * ELEMENTS * 0.5625
+        assert high_precision - (codes - amaxes) >= 2 * ELEMENTS * 0.5625
 
 
 def test_shards_are_told_of_collectives_that_write_to_them(ranks):
