@@ -61,6 +61,7 @@ class GatheredWeight(QuantizedWeight):
         name: of the parameter in its model.
         ranks: of the mesh over which ``fully_shard`` spreads the weight; all of them have these codes.
         why_not_dgrad: why its codes serve only recipes with a ``backward_override``; empty if they serve others.
+        served: the last plan that they served.
     """
 
     codes: Tensor
@@ -69,6 +70,7 @@ class GatheredWeight(QuantizedWeight):
     name: str = ""
     ranks: frozenset[int] = frozenset()
     why_not_dgrad: str = ""
+    served: LinearPlan | None = None
 
     def tiles(self) -> TiledOperand:
         """What was gathered."""
@@ -99,6 +101,9 @@ class GatheredWeight(QuantizedWeight):
             ValueError: ``plan`` asks for other operands than those that were gathered.
             NotImplementedError: the group has ranks with other weights.
         """
+        is_traced = torch.compiler.is_dynamo_compiling()
+        if group is None and not is_traced and plan is self.served:
+            return
         reason = ""
         if casts_of(plan.weight) != casts_of(self.quantizer) or not plan.weight.only_casts:
             reason = f"the recipe in force multiplies {in_words(plan.weight)} of {type(plan.weight).__name__}"
@@ -116,6 +121,8 @@ class GatheredWeight(QuantizedWeight):
                 f"amax_reduction_group has ranks beyond the mesh of {self.name}, which was gathered as codes; its "
                 "weights there are others, and their amaxes are not shared"
             )
+        if not is_traced:
+            self.served = plan
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """Refuse: the values that were quantized stayed in the shards.

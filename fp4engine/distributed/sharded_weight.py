@@ -64,10 +64,10 @@ class GatherableWeights:
         stale: dict[Any, list[tuple[GatherableWeight, Tensor]]] = {}
         for weight in self.all:
             parameter = weight.sharded() if weight.has_amax else None
-            if parameter is not None and not weight.is_known():
+            if parameter is not None and not weight.is_known(parameter):
                 shard = parameter._local_tensor
                 assert isinstance(shard, ShardedWeight)
-                stale.setdefault(_shard_group(parameter), []).append((weight, shard.values))
+                stale.setdefault(weight.group_of(parameter), []).append((weight, shard.values))
         for (group, device), shards in stale.items():
             packed = largest_magnitudes([values for _, values in shards]).to(device)
             ops.all_reduce_amax(packed, group)
@@ -183,6 +183,7 @@ class GatherableWeight:
         self._sent: Sent | None = None
         self._sent_as: tuple[torch.dtype, int] | None = None
         self._placed: tuple[Any, ...] = ()
+        self._group: tuple[Any, tuple[Any, str]] | None = None
         others.all.append(self)
 
     @property
@@ -195,6 +196,12 @@ class GatherableWeight:
         module = self._module()
         assert module is not None, "whoever asks has the model"
         return module
+
+    def group_of(self, parameter: DTensor) -> tuple[Any, str]:
+        """As :func:`_shard_group`, of the sharded ``parameter``; DTensor takes longer to say so."""
+        if self._group is None or self._group[0] is not parameter.device_mesh:
+            self._group = parameter.device_mesh, _shard_group(parameter)
+        return self._group[1]
 
     def is_of(self, module: torch.nn.Module) -> bool:
         """Whether the weight is one of ``module``, and not of what ``module`` is a copy of."""
@@ -218,10 +225,8 @@ class GatherableWeight:
         """An amax of ``reduced`` is that of the weight whose shard has this version."""
         self._reduced, self._version = (reduced, index), version
 
-    def is_known(self) -> bool:
-        """Whether the amax is that of the weight as it is; asked while the parameter is sharded."""
-        parameter = self.sharded()
-        assert parameter is not None
+    def is_known(self, parameter: DTensor) -> bool:
+        """Whether the amax is that of the weight as it is, the sharded ``parameter``."""
         shard = parameter._local_tensor  # .to_local() makes a view of it, and a view of ours is not versioned
         return self._reduced is not None and isinstance(shard, ShardedWeight) and shard.values._version == self._version
 
@@ -232,7 +237,9 @@ class GatherableWeight:
         """
         if not self.has_amax:
             return None
-        if not self.is_known():
+        parameter = self.sharded()
+        assert parameter is not None
+        if not self.is_known(parameter):
             self.others.reduce()
         assert self._reduced is not None
         reduced, index = self._reduced
@@ -290,18 +297,14 @@ class GatherableWeight:
 
 
 class PreAllGather:
-    """The method of a shard that FSDP2 calls before a gather. It asks for the signature at every call.
+    """What FSDP2 calls of a shard before a gather. It asks for the signature at every call.
 
-    To make that of a bound method takes longer than to send kept codes; an object that is called has its own.
+    To make that of a method takes longer than to send kept codes; an object that is called has its own. It does not
+    hold the shard, which holds it.
     """
 
-    __slots__ = ("_shard",)
-
-    def __init__(self, shard: "ShardedWeight | None" = None) -> None:
-        self._shard = shard
-
-    def __get__(self, shard: "ShardedWeight | None", owner: type) -> "PreAllGather":
-        return self if shard is None else PreAllGather(shard)
+    def __init__(self, shard: "ShardedWeight") -> None:
+        self._shard = weakref.ref(shard)
 
     def __call__(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: torch.nn.Module, mp_policy: Any
@@ -311,7 +314,7 @@ class PreAllGather:
         Raises:
             ValueError: this shard is not made of whole blocks of the weight's rows.
         """
-        shard = self._shard
+        shard = self._shard()
         assert shard is not None
         ranks = shard.weight.ranks_of(mesh, shard.shape, outer_size)
         sent = shard.weight.sent(shard, mp_policy.param_dtype or shard.dtype)
@@ -331,10 +334,12 @@ class ShardedWeight(torch.Tensor):
     Attributes:
         values: the plain tensor.
         weight: which one it is.
+        fsdp_pre_all_gather: see :class:`PreAllGather`.
     """
 
     values: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     weight: GatherableWeight
+    fsdp_pre_all_gather: PreAllGather
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
@@ -348,10 +353,8 @@ class ShardedWeight(torch.Tensor):
             dtype=values.dtype,
             device=values.device,
         )
-        shard.values, shard.weight = values, weight
+        shard.values, shard.weight, shard.fsdp_pre_all_gather = values, weight, PreAllGather(shard)
         return shard
-
-    fsdp_pre_all_gather = PreAllGather()
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], sent: Sent, param_dtype: torch.dtype, *, out: Any = None
@@ -433,9 +436,16 @@ def _plain(argument: Any, shards: list[ShardedWeight]) -> Any:
     if isinstance(argument, ShardedWeight):
         shards.append(argument)
         return argument.values
-    if isinstance(argument, (list, tuple)):
-        return [_plain(element, shards) for element in argument]
-    return argument
+    if not isinstance(argument, (list, tuple)):
+        return argument
+    plain: list[Any] = []
+    for element in argument:
+        if isinstance(element, ShardedWeight):
+            shards.append(element)
+            plain.append(element.values)
+        else:
+            plain.append(_plain(element, shards) if isinstance(element, (list, tuple)) else element)
+    return plain
 
 
 @cache
