@@ -1,7 +1,6 @@
 """Shards in high precision that FSDP2 gathers as codes, and the outer amaxes that their ranks share."""
 
 import weakref
-from collections.abc import Iterator
 from functools import cache
 from inspect import Signature, signature
 from typing import Any, NamedTuple
@@ -21,8 +20,8 @@ from fp4engine.quantizers import Quantizer
 aten = torch.ops.aten
 
 
-MOST_ROUNDED = 256 << 20
-"""Bytes of shards that are rounded before one launch casts them."""
+MOST_CAST = 64 << 20
+"""Bytes of shards that one launch casts: the first gather of a step does not wait for the casts of all."""
 
 
 class Sent(NamedTuple):
@@ -44,7 +43,7 @@ class Sent(NamedTuple):
 class GatherableWeights:
     """All weights of a model that are gathered as codes: their outer amaxes, and their casts.
 
-    Both are made for all weights in few launches when the first is asked for. They are forgotten when the weight is
+    Both are made of many weights at once when the first is asked for. They are forgotten when the weight is
     written to, through PyTorch's dispatcher or in memory that ``state_dict`` handed out, and all are when an optimizer
     of ``torch.optim`` steps. All ranks write alike, so all forget alike, and the reduction that follows is the same on
     every rank.
@@ -75,51 +74,42 @@ class GatherableWeights:
             for index, (weight, values) in enumerate(shards):
                 weight.know(reduced, index, values._version)
 
-    def cast(self, dtype: torch.dtype) -> None:
-        """Cast the shards of all weights that were last sent in ``dtype`` and have changed since."""
-        due: dict[Any, list[tuple[GatherableWeight, ShardedWeight]]] = {}
-        for weight in self.all:
+    def cast(self, first: "GatherableWeight", dtype: torch.dtype) -> None:
+        """Cast the shard of ``first``, and some behind it that were last sent in ``dtype`` and have changed since."""
+        asked: list[tuple[GatherableWeight, ShardedWeight]] = []
+        device, backend, size = None, first.quantizer.backend, 0
+        for weight in self.all[first.place :]:
             shard = weight.due(dtype)
-            if shard is not None:
-                due.setdefault((shard.device, weight.quantizer.backend), []).append((weight, shard))
-        for asked in due.values():
-            for part in _parts(asked, dtype):
-                for (weight, shard), sent in zip(part, send(part, dtype), strict=True):
-                    weight.keep(sent, shard, dtype)
-
-
-def _parts(
-    asked: list[tuple["GatherableWeight", "ShardedWeight"]], dtype: torch.dtype
-) -> Iterator[list[tuple["GatherableWeight", "ShardedWeight"]]]:
-    """``asked`` in parts whose rounded copies are few bytes; one part if nothing is rounded."""
-    part: list[tuple[GatherableWeight, ShardedWeight]] = []
-    size = 0
-    for weight, shard in asked:
-        copied = 0 if shard.dtype == dtype else shard.numel() * dtype.itemsize
-        if part and size + copied > MOST_ROUNDED:
-            yield part
-            part, size = [], 0
-        part.append((weight, shard))
-        size += copied
-    yield part
+            if shard is None or weight.quantizer.backend != backend or device not in (None, shard.device):
+                continue
+            device, size = shard.device, size + shard.values.nbytes
+            if asked and size > MOST_CAST:
+                break
+            asked.append((weight, shard))
+        for (weight, shard), sent in zip(asked, send(asked, dtype), strict=True):
+            weight.keep(sent, shard, dtype)
 
 
 def send(asked: list[tuple["GatherableWeight", "ShardedWeight"]], dtype: torch.dtype) -> list[Sent]:
     """Cast the shards of some weights on one device, rounded to ``dtype``, by one backend."""
-    amaxes = [weight.amax(dtype) for weight, _ in asked]
+    amaxes: list[Tensor | None] = []
+    outer: list[Shared | None] = []
+    for weight, _ in asked:
+        known = weight.amax(dtype)
+        if known is not None and known[1] not in outer:
+            known[1].read()
+        amaxes.append(None if known is None else known[0])
+        outer.append(None if known is None else known[1])
     with torch.no_grad():
-        operands = ops.quantize_many(
-            [shard.values.to(dtype) for _, shard in asked],
-            [weight.spec for weight, _ in asked],
-            [None if amax is None else amax[0] for amax in amaxes],
-            asked[0][0].quantizer.backend,
-        )
+        matrices = [shard.values if shard.dtype == dtype else shard.values.to(dtype) for _, shard in asked]
+        specs = [weight.spec for weight, _ in asked]
+        operands = ops.quantize_many(matrices, specs, amaxes, asked[0][0].quantizer.backend)
         scales = list(map(scales_on_the_wire, operands))
     wire = Shared(*(operand.data for operand in operands), *scales)
     found: list[Sent] = []
-    for operand, own, amax in zip(operands, scales, amaxes, strict=True):
+    for operand, own, shared in zip(operands, scales, outer, strict=True):
         assert operand.amax is not None
-        found.append(Sent(operand.data, own, operand.amax, wire, Shared(operand.amax) if amax is None else amax[1]))
+        found.append(Sent(operand.data, own, operand.amax, wire, shared or Shared(operand.amax)))
     return found
 
 
@@ -137,7 +127,7 @@ class ReducedAmaxes:
         self._rounded: dict[torch.dtype, tuple[tuple[Tensor, ...], Shared]] = {}
 
     def get(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Shared]:
-        """FP32 [1]: the amax of the weight rounded to ``dtype``, for this stream; and what it is for others.
+        """FP32 [1]: the amax of the weight rounded to ``dtype``; and what makes it there for the current stream.
 
         To round is monotonic, so the amax of what is rounded is the rounded amax. All are rounded when the first is
         asked for.
@@ -148,7 +138,6 @@ class ReducedAmaxes:
             rows[:, 0] = packed.to(dtype)
             self._rounded[dtype] = rows[:, :1].unbind(), Shared(rows)
         rounded, shared = self._rounded[dtype]
-        shared.read()
         return rounded[index], shared
 
 
@@ -166,7 +155,7 @@ class GatherableWeight:
         name: of the parameter in its model.
         module, parameter: where it is.
         quantizer: of the plan that the module runs by; its rowwise cast has the name ``spec``.
-        others: all weights of the model, itself among them.
+        others, place: all weights of the model, and which one of them this is.
         has_amax: whether it has an outer amax of its own; MXFP4 has no outer scale.
     """
 
@@ -184,6 +173,7 @@ class GatherableWeight:
         self._sent_as: tuple[torch.dtype, int] | None = None
         self._placed: tuple[Any, ...] = ()
         self._group: tuple[Any, tuple[Any, str]] | None = None
+        self.place = len(others.all)
         others.all.append(self)
 
     @property
@@ -274,7 +264,7 @@ class GatherableWeight:
         if parameter is None or parameter._local_tensor is not shard:
             return send([(self, shard)], dtype)[0]
         self._sent, self._sent_as = None, (dtype, -1)
-        self.others.cast(dtype)
+        self.others.cast(self, dtype)
         assert self._sent is not None
         return self._sent
 
