@@ -167,7 +167,7 @@ class GatheredWeight(QuantizedWeight):
 
     def refill(self, scales: Tensor, amax: Tensor) -> None:
         """Become what was gathered anew, whose codes FSDP2 has written: to memory that graphs refer to."""
-        self.scale_inv, self.amax = scales, amax
+        vars(self).update(scale_inv=scales, amax=amax)
 
 
 def scales_on_the_wire(operand: Operand) -> Tensor:

@@ -239,6 +239,7 @@ class LinearFunction(torch.autograd.Function):
             output = linear_fprop(inp, rowwise, added, call, call.dtype)
         if x.ndim != 2:  # as nn.Linear reshapes: autograd forbids to change a view that a Function returns in place
             output = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[0]))
+        assert not isinstance(inp_kept, TiledOperand), "an input is cast here"
         saved = Saved(inp_kept, weight_kept, inp_within=inp_within, weight_within=weight_within)
         if function is not None and call.needs_dgrad:
             saved = saved._replace(x=x, parameters=parameters, statistics=statistics)

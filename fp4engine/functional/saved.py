@@ -18,8 +18,9 @@ def flatten(record: tuple[Any, ...]) -> tuple[list[Tensor | None], Structure]:
     structure: list[Any] = []
     for value in record:
         if isinstance(value, (Operand, TiledOperand)):
-            tensors += value.tensors
-            structure.append((type(value), value.spec, value.rows, value.cols))
+            spec, rows, cols, *own = value
+            tensors += own
+            structure.append((type(value), spec, rows, cols))
         elif isinstance(value, tuple):
             tensors += value
             structure.append(len(value))

@@ -124,7 +124,7 @@ def quantize_many(
     outputs = launch(*chain.from_iterable(zip(inputs, amaxes, strict=True)))
     backends.record("quantize", "triton", len(inputs))
     return [
-        Operand(spec, *matrix.shape, data, scale_inv, amax)
+        Operand(spec, matrix.shape[0], matrix.shape[1], data, scale_inv, amax)
         for matrix, spec, amax, data, scale_inv in zip(inputs, specs, amaxes, outputs[::2], outputs[1::2], strict=True)
     ]
 

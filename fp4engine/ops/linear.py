@@ -220,7 +220,7 @@ class LinearByFP8(_Way):
     def forward(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | TiledOperand,
         bias: Tensor | None,
         needs_dgrad: bool,
         needs_wgrad: bool,
@@ -228,6 +228,7 @@ class LinearByFP8(_Way):
     ) -> tuple[Tensor, Kept]:
         """As :meth:`LinearByValues.forward`."""
         casts, kernels = self.casts, _kernels()
+        assert isinstance(weight, Tensor), "what comes as tiles is FP4"
         x, weight = as_it_is(x), as_it_is(weight)
         keys = (casts.inp[0], casts.inp[1] * needs_wgrad, casts.weight[0], casts.weight[1] * needs_dgrad)
         past_x, values_x, amax_x = _recalled(memories[0]) if memories else _ABSENT
@@ -294,7 +295,7 @@ class LinearByFP8Blocks(_Way):
     def forward(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | TiledOperand,
         bias: Tensor | None,
         needs_dgrad: bool,
         needs_wgrad: bool,
@@ -302,6 +303,7 @@ class LinearByFP8Blocks(_Way):
     ) -> tuple[Tensor, Kept]:
         """As :meth:`LinearByValues.forward`."""
         casts, kernels = self.casts, _kernels()
+        assert isinstance(weight, Tensor), "what comes as tiles is FP4"
         x, weight = as_it_is(x), as_it_is(weight)
         keys = (casts.inp[0], casts.inp[1] * needs_wgrad, casts.weight[0], casts.weight[1] * needs_dgrad)
         outputs = kernels.resolve_blocks_forward(kernels.facts(x), kernels.facts(weight), x.device, keys)(x, weight)
@@ -324,6 +326,7 @@ class LinearByFP8Blocks(_Way):
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
         casts, kernels, (inp, weight) = self.casts, _kernels(), kept
+        assert not isinstance(weight, TiledOperand), "what comes as tiles is FP4"
         grad_output = as_it_is(grad_output)
         keys = (*casts.grad_output, casts.inp[1] if inp else "", casts.weight[1] if weight else "")
         stream = casts.streams[2] if rng is None else casts.streams[2] | rank_bits()
