@@ -102,7 +102,9 @@ def test_fakes_of_operators_on_tiles_tell_the_truth(recipe, shape) -> None:
         forward = (x, *weight, torch.randn(outs), casts.key, torch.float32, needs_wgrad)
         assert_fake_tells_the_truth(fp4.tiled_linear_forward, *forward)
         inp = fp4.tiled_linear_forward(*forward)[1:] or [None] * 3
-        assert_fake_tells_the_truth(fp4.tiled_linear_backward, grad, *inp, *weight, rng, casts.key, ins, *dtypes)
+        for bias_dtype in (None, torch.float32):
+            backward = (grad, *inp, *weight, rng, casts.key, ins, *dtypes, bias_dtype)
+            assert_fake_tells_the_truth(fp4.tiled_linear_backward, *backward)
 
 
 def test_operands_must_contract_the_same_axis_and_be_rotated_alike() -> None:
