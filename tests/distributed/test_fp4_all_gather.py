@@ -60,11 +60,11 @@ class Wire(TorchDispatchMode):
         return [(nbytes, dtype) for found, nbytes, dtype in self.sent if name in found]
 
 
-def make_model() -> torch.nn.Sequential:
-    """Two blocks of two layers; without biases, so that every gathered byte is a weight's."""
+def make_model(bias: bool = False) -> torch.nn.Sequential:
+    """Two blocks of two layers; without biases, every gathered byte is a weight's."""
     torch.manual_seed(0)
     blocks = [
-        torch.nn.Sequential(torch.nn.Linear(64, 96, bias=False), torch.nn.GELU(), torch.nn.Linear(96, 64, bias=False))
+        torch.nn.Sequential(torch.nn.Linear(64, 96, bias=bias), torch.nn.GELU(), torch.nn.Linear(96, 64, bias=bias))
         for _ in range(2)
     ]
     model = torch.nn.Sequential(*blocks)
@@ -202,10 +202,10 @@ def checkpointed(rank: int):
 
 
 def compiled(rank: int):
-    """Blocks that are compiled before they are sharded."""
+    """Blocks that are compiled before they are sharded, with biases."""
     found = []
     for fp4 in (False, True):
-        model = make_model()
+        model = make_model(bias=True)
         for block in model:
             block.compile(backend="aot_eager")
         found.append(train(shard(model, fp4), rank, steps=2))
