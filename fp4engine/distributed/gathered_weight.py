@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4engine import ops
-from fp4engine.formats import CastSpec, Correction, Outer, ScaleRule
+from fp4engine.formats import Correction, Outer, ScaleRule
 from fp4engine.functional import LinearPlan
 from fp4engine.modules.quantized_weight import QuantizedWeight, casts_of, in_words
+from fp4engine.ops import TiledOperand
 from fp4engine.quantizers import Quantizer
 from fp4engine.tensor import Operand, is_transposable
 
@@ -50,27 +50,49 @@ def why_not_dgrad(quantizer: Quantizer) -> str:
     return ""
 
 
-def is_transposed(plan: LinearPlan) -> bool:
-    """Whether dgrad reads the transposed codes, where :func:`why_not_codes` has nothing to say."""
-    return plan.backward_override is None and plan.weight.columnwise_source == "original"
-
-
 class GatheredWeight(QuantizedWeight):
-    """A weight [N, K] between FSDP2's unshard and reshard: the operands that were gathered, and no values.
+    """A weight [N, K] between FSDP2's unshard and reshard: what was gathered, and no values.
+
+    That is codes and one scale of each block, in memory that FSDP2 frees and allocates. The operands of the products
+    are made of it where they are read, and by nobody else.
 
     Attributes:
+        scale_inv: bytes of the scales, one of each block: uint8 [N / block rows, blocks].
         name: of the parameter in its model.
         ranks: of the mesh over which ``fully_shard`` spreads the weight; all of them have these codes.
         why_not_dgrad: why its codes serve only recipes with a ``backward_override``; empty if they serve others.
+        served: the last plan that they served.
     """
 
+    codes: Tensor
+    scale_inv: Tensor
+    amax: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     name: str = ""
     ranks: frozenset[int] = frozenset()
     why_not_dgrad: str = ""
+    served: LinearPlan | None = None
 
-    def made(self) -> dict[str, Tensor]:
-        """What was made here of what was gathered, by name: memory that FSDP2 frees and allocates with the codes."""
-        return {name: vars(self)[name] for name in MADE if name in vars(self)}
+    def tiles(self) -> TiledOperand:
+        """What was gathered."""
+        spec, (rows, cols) = self.quantizer.rowwise_spec, self.shape
+        assert spec is not None
+        return TiledOperand(spec, rows, cols, self.codes, self.scale_inv, self.amax)
+
+    @property
+    def rowwise(self) -> Operand:
+        """The operand [N, K], made anew."""
+        return self.tiles().rowwise(self.quantizer.backend)
+
+    @property
+    def columnwise(self) -> Operand:
+        """The operand [K, N], made anew of the codes.
+
+        Raises:
+            ValueError: the codes do not make it.
+        """
+        if self.why_not_dgrad or self.quantizer.columnwise_source != "original":
+            self._values()
+        return self.tiles().columnwise(self.quantizer.backend)
 
     def require(self, plan: LinearPlan, group: Any) -> None:
         """As :meth:`QuantizedWeight.require`; amaxes may be shared by ranks that have the same weight.
@@ -79,6 +101,9 @@ class GatheredWeight(QuantizedWeight):
             ValueError: ``plan`` asks for other operands than those that were gathered.
             NotImplementedError: the group has ranks with other weights.
         """
+        is_traced = torch.compiler.is_dynamo_compiling()
+        if group is None and not is_traced and plan is self.served:
+            return
         reason = ""
         if casts_of(plan.weight) != casts_of(self.quantizer) or not plan.weight.only_casts:
             reason = f"the recipe in force multiplies {in_words(plan.weight)} of {type(plan.weight).__name__}"
@@ -96,6 +121,8 @@ class GatheredWeight(QuantizedWeight):
                 f"amax_reduction_group has ranks beyond the mesh of {self.name}, which was gathered as codes; its "
                 "weights there are others, and their amaxes are not shared"
             )
+        if not is_traced:
+            self.served = plan
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """Refuse: the values that were quantized stayed in the shards.
@@ -133,52 +160,14 @@ class GatheredWeight(QuantizedWeight):
 
     @classmethod
     def of(cls, quantizer: Quantizer, shape: Any, dtype: torch.dtype, tensors: Any) -> "GatheredWeight":
-        """Wrap ``tensors``, three or six in the order of :data:`~fp4engine.modules.quantized_weight.STORED`."""
+        """Wrap ``tensors``: codes, scales and amax."""
         weight: Any = cls(quantizer, shape, dtype, tensors)
         weight.why_not_dgrad = why_not_dgrad(quantizer)
         return weight
 
-    @classmethod
-    def gathered(
-        cls,
-        quantizer: Quantizer,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        is_transposed: bool,
-        codes: Tensor,
-        scales: Tensor,
-        amax: Tensor,
-    ) -> "GatheredWeight":
-        """What all ranks' codes, scales and amax are; ``is_transposed`` makes the columnwise operand too."""
-        spec, (rows, cols) = quantizer.rowwise_spec, shape
-        assert spec is not None
-        tensors = [codes, _scales(spec, rows, cols, codes), amax]
-        if is_transposed:
-            turned = codes.new_empty(cols, spec.padded_cols(rows) // 2)
-            tensors += [turned, _scales(spec, cols, rows, codes), amax]
-        weight = cls.of(quantizer, shape, dtype, tensors)
-        weight.refill(codes, scales, amax)
-        return weight
-
-    def refill(self, codes: Tensor, scales: Tensor, amax: Tensor) -> None:
-        """Become what was gathered anew. Memory that graphs refer to is written, and its version stays.
-
-        FSDP2 has written the codes, which are its own memory. All of this is the stream's that computes.
-        """
-        made, spec = vars(self), self.quantizer.rowwise_spec
-        assert spec is not None
-        turned = (made["columnwise_codes"], made["columnwise_scale_inv"]) if "columnwise_codes" in made else None
-        ops.spread_tiles(codes, scales, spec, self.shape[1], made["scale_inv"], turned, self.quantizer.backend)
-        vars(self).update({name: amax for name in ("amax", "columnwise_amax") if name in made})
-
-
-MADE = ("scale_inv", "columnwise_codes", "columnwise_scale_inv")
-"""Tensors of a gathered weight that are made of what was gathered."""
-
-
-def _scales(spec: CastSpec, rows: int, cols: int, like: Tensor) -> Tensor:
-    """Memory for the block scales of an operand [rows, cols]."""
-    return like.new_empty((rows, spec.num_blocks(cols)), dtype=spec.scale.torch_dtype)
+    def refill(self, scales: Tensor, amax: Tensor) -> None:
+        """Become what was gathered anew, whose codes FSDP2 has written: to memory that graphs refer to."""
+        vars(self).update(scale_inv=scales, amax=amax)
 
 
 def scales_on_the_wire(operand: Operand) -> Tensor:

@@ -2,13 +2,13 @@
 
 import weakref
 from functools import cache
-from inspect import signature
-from typing import Any
+from inspect import Signature, signature
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from fp4engine import ops
 from fp4engine.distributed.gathered_weight import GatheredWeight, scales_on_the_wire
@@ -20,38 +20,103 @@ from fp4engine.quantizers import Quantizer
 aten = torch.ops.aten
 
 
-class OuterAmaxes:
-    """The outer amaxes of all weights of a model, each over all of its shards, as of the last time they were asked for.
+MOST_CAST = 64 << 20
+"""Bytes of shards that one launch casts: the first gather of a step does not wait for the casts of all."""
 
-    An amax is forgotten when its weight is written to, through PyTorch's dispatcher or in memory that ``state_dict``
-    handed out, and all are when an optimizer of ``torch.optim`` steps. All ranks write alike, so all forget alike, and
-    the reduction that follows is the same on every rank. What a weight was cast to is forgotten with its amax.
+
+class Sent(NamedTuple):
+    """What a rank sends of one weight.
+
+    Attributes:
+        codes, scales: of its shard; the scales are bytes, one of each block.
+        amax: of the whole weight.
+        wire, outer: what makes codes and scales, or the amax, there for the current stream.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    amax: Tensor
+    wire: Shared
+    outer: Shared
+
+
+class GatherableWeights:
+    """All weights of a model that are gathered as codes: their outer amaxes, and their casts.
+
+    Both are made of many weights at once when the first is asked for. They are forgotten when the weight is
+    written to, through PyTorch's dispatcher or in memory that ``state_dict`` handed out, and all are when an optimizer
+    of ``torch.optim`` steps. All ranks write alike, so all forget alike, and the reduction that follows is the same on
+    every rank.
     """
 
     def __init__(self) -> None:
-        self.weights: list[GatherableWeight] = []
+        self.all: list[GatherableWeight] = []
         tell_of_steps(self)
 
     def clear(self) -> None:
         """Forget all: the weights may have changed unseen."""
-        for weight in self.weights:
+        for weight in self.all:
             weight.forget()
 
-    def renew(self) -> None:
-        """Reduce those that are not known, with one collective per process group: one, unless there are more meshes."""
+    def reduce(self) -> None:
+        """Find amaxes that are not known, with one collective per process group: one, unless there are more meshes."""
         stale: dict[Any, list[tuple[GatherableWeight, Tensor]]] = {}
-        for weight in self.weights:
+        for weight in self.all:
             parameter = weight.sharded() if weight.has_amax else None
-            if parameter is not None and not weight.is_known():
+            if parameter is not None and not weight.is_known(parameter):
                 shard = parameter._local_tensor
                 assert isinstance(shard, ShardedWeight)
-                stale.setdefault(_shard_group(parameter), []).append((weight, shard.values))
+                stale.setdefault(weight.group_of(parameter), []).append((weight, shard.values))
         for (group, device), shards in stale.items():
-            packed = torch.cat([weight.amax_of(values) for weight, values in shards]).to(device)
+            packed = largest_magnitudes([values for _, values in shards]).to(device)
             ops.all_reduce_amax(packed, group)
             reduced = ReducedAmaxes(packed)
             for index, (weight, values) in enumerate(shards):
                 weight.know(reduced, index, values._version)
+
+    def cast(self, first: "GatherableWeight", dtype: torch.dtype) -> None:
+        """Cast the shard of ``first``, and some behind it that were last sent in ``dtype`` and have changed since."""
+        asked: list[tuple[GatherableWeight, ShardedWeight]] = []
+        device, backend, size = None, first.quantizer.backend, 0
+        for weight in self.all[first.place :]:
+            shard = weight.due(dtype)
+            if shard is None or weight.quantizer.backend != backend or device not in (None, shard.device):
+                continue
+            device, size = shard.device, size + shard.values.nbytes
+            if asked and size > MOST_CAST:
+                break
+            asked.append((weight, shard))
+        for (weight, shard), sent in zip(asked, send(asked, dtype), strict=True):
+            weight.keep(sent, shard, dtype)
+
+
+def send(asked: list[tuple["GatherableWeight", "ShardedWeight"]], dtype: torch.dtype) -> list[Sent]:
+    """Cast the shards of some weights on one device, rounded to ``dtype``, by one backend."""
+    amaxes: list[Tensor | None] = []
+    outer: list[Shared | None] = []
+    for weight, _ in asked:
+        known = weight.amax(dtype)
+        if known is not None and known[1] not in outer:
+            known[1].read()
+        amaxes.append(None if known is None else known[0])
+        outer.append(None if known is None else known[1])
+    with torch.no_grad():
+        matrices = [shard.values if shard.dtype == dtype else shard.values.to(dtype) for _, shard in asked]
+        specs = [weight.spec for weight, _ in asked]
+        operands = ops.quantize_many(matrices, specs, amaxes, asked[0][0].quantizer.backend)
+        scales = list(map(scales_on_the_wire, operands))
+    wire = Shared(*(operand.data for operand in operands), *scales)
+    found: list[Sent] = []
+    for operand, own, shared in zip(operands, scales, outer, strict=True):
+        assert operand.amax is not None
+        found.append(Sent(operand.data, own, operand.amax, wire, shared or Shared(operand.amax)))
+    return found
+
+
+def largest_magnitudes(matrices: list[Tensor]) -> Tensor:
+    """FP32 [n]: of each matrix, all in few launches; 0 of an empty one, NaN of one with a NaN."""
+    filled = [matrix if matrix.numel() else matrix.new_zeros(1) for matrix in matrices]
+    return torch.stack([largest.float() for largest in torch._foreach_norm(filled, float("inf"))])
 
 
 class ReducedAmaxes:
@@ -59,19 +124,21 @@ class ReducedAmaxes:
 
     def __init__(self, packed: Tensor) -> None:
         self._packed = Shared(packed)
-        self._rounded: dict[torch.dtype, Shared] = {}
+        self._rounded: dict[torch.dtype, tuple[tuple[Tensor, ...], Shared]] = {}
 
-    def get(self, index: int, dtype: torch.dtype) -> Tensor:
-        """FP32 [1]: the amax of the weight rounded to ``dtype``, for this stream.
+    def get(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Shared]:
+        """FP32 [1]: the amax of the weight rounded to ``dtype``; and what makes it there for the current stream.
 
         To round is monotonic, so the amax of what is rounded is the rounded amax. All are rounded when the first is
         asked for.
         """
         if dtype not in self._rounded:
             (packed,) = self._packed.read()
-            # Each in memory of its own, which is aligned as kernels like it, by one launch; none is negative.
-            self._rounded[dtype] = Shared(*torch._foreach_abs(packed.to(dtype).float().split(1)))
-        return self._rounded[dtype].read()[index]
+            rows = torch.zeros((packed.shape[0], 4), dtype=torch.float32, device=packed.device)  # aligned for kernels
+            rows[:, 0] = packed.to(dtype)
+            self._rounded[dtype] = rows[:, :1].unbind(), Shared(rows)
+        rounded, shared = self._rounded[dtype]
+        return rounded[index], shared
 
 
 def _shard_group(parameter: DTensor) -> tuple[Any, str]:
@@ -87,30 +154,27 @@ class GatherableWeight:
     Attributes:
         name: of the parameter in its model.
         module, parameter: where it is.
-        quantizer: of the plan that the module runs by.
-        is_transposed: whether dgrad reads the transposed codes.
-        amaxes: those of all weights of the model.
-        has_amax: whether there is one; MXFP4 has no outer scale.
+        quantizer: of the plan that the module runs by; its rowwise cast has the name ``spec``.
+        others, place: all weights of the model, and which one of them this is.
+        has_amax: whether it has an outer amax of its own; MXFP4 has no outer scale.
     """
 
     def __init__(
-        self,
-        name: str,
-        module: torch.nn.Module,
-        parameter: str,
-        quantizer: Quantizer,
-        is_transposed: bool,
-        amaxes: OuterAmaxes,
+        self, name: str, module: torch.nn.Module, parameter: str, quantizer: Quantizer, others: GatherableWeights
     ) -> None:
         self.name, self._module, self.parameter = name, weakref.ref(module), parameter
-        self.quantizer, self.is_transposed, self.amaxes = quantizer, is_transposed, amaxes
+        self.quantizer, self.others = quantizer, others
         assert quantizer.rowwise_spec is not None
-        self.has_amax = quantizer.rowwise_spec.outer is Outer.TENSOR
+        self.spec: CastSpec = quantizer.rowwise_spec
+        self.has_amax = self.spec.outer is Outer.TENSOR
         self._reduced: tuple[ReducedAmaxes, int] | None = None
         self._version = 0
-        self._sent: Shared | None = None
+        self._sent: Sent | None = None
         self._sent_as: tuple[torch.dtype, int] | None = None
-        amaxes.weights.append(self)
+        self._placed: tuple[Any, ...] = ()
+        self._group: tuple[Any, tuple[Any, str]] | None = None
+        self.place = len(others.all)
+        others.all.append(self)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -122,6 +186,12 @@ class GatherableWeight:
         module = self._module()
         assert module is not None, "whoever asks has the model"
         return module
+
+    def group_of(self, parameter: DTensor) -> tuple[Any, str]:
+        """As :func:`_shard_group`, of the sharded ``parameter``; DTensor takes longer to say so."""
+        if self._group is None or self._group[0] is not parameter.device_mesh:
+            self._group = parameter.device_mesh, _shard_group(parameter)
+        return self._group[1]
 
     def is_of(self, module: torch.nn.Module) -> bool:
         """Whether the weight is one of ``module``, and not of what ``module`` is a copy of."""
@@ -137,12 +207,6 @@ class GatherableWeight:
         parameter = None if module is None else module._parameters.get(self.parameter)
         return parameter if isinstance(parameter, DTensor) else None
 
-    def amax_of(self, values: Tensor) -> Tensor:
-        """FP32 [1]: the outer amax of one shard."""
-        amax, _ = self.quantizer.amax(values, columnwise=False)
-        assert amax is not None
-        return amax
-
     def forget(self) -> None:
         """The weight may have changed."""
         self._reduced = self._sent = None
@@ -151,24 +215,43 @@ class GatherableWeight:
         """An amax of ``reduced`` is that of the weight whose shard has this version."""
         self._reduced, self._version = (reduced, index), version
 
-    def is_known(self) -> bool:
-        """Whether the amax is that of the weight as it is; asked while the parameter is sharded."""
-        parameter = self.sharded()
-        assert parameter is not None
+    def is_known(self, parameter: DTensor) -> bool:
+        """Whether the amax is that of the weight as it is, the sharded ``parameter``."""
         shard = parameter._local_tensor  # .to_local() makes a view of it, and a view of ours is not versioned
         return self._reduced is not None and isinstance(shard, ShardedWeight) and shard.values._version == self._version
 
-    def amax(self, dtype: torch.dtype) -> Tensor | None:
-        """FP32 [1]: the outer amax of the weight in ``dtype``; None if it has none. May start the reduction."""
+    def amax(self, dtype: torch.dtype) -> tuple[Tensor, Shared] | None:
+        """The outer amax of the weight in ``dtype``, see :meth:`ReducedAmaxes.get`; None if it has none of its own.
+
+        May start the reduction.
+        """
         if not self.has_amax:
             return None
-        if not self.is_known():
-            self.amaxes.renew()
+        parameter = self.sharded()
+        assert parameter is not None
+        if not self.is_known(parameter):
+            self.others.reduce()
         assert self._reduced is not None
         reduced, index = self._reduced
         return reduced.get(index, dtype)
 
-    def sent(self, shard: "ShardedWeight", dtype: torch.dtype) -> Shared:
+    def due(self, dtype: torch.dtype) -> "ShardedWeight | None":
+        """The shard, if it was last sent in ``dtype`` and has changed since."""
+        if self._sent_as is None or self._sent_as[0] != dtype:
+            return None
+        parameter = self.sharded()
+        shard = None if parameter is None else parameter._local_tensor
+        if not isinstance(shard, ShardedWeight) or (
+            self._sent is not None and self._sent_as[1] == shard.values._version
+        ):
+            return None
+        return shard
+
+    def keep(self, sent: Sent, shard: "ShardedWeight", dtype: torch.dtype) -> None:
+        """Send ``sent`` until the weight changes."""
+        self._sent, self._sent_as = sent, (dtype, shard.values._version)
+
+    def sent(self, shard: "ShardedWeight", dtype: torch.dtype) -> Sent:
         """Codes, one scale of each block, and outer amax of the weight's shard in ``dtype``.
 
         They are kept until the weight changes, so backward and further microbatches send what forward did. Those of a
@@ -177,16 +260,59 @@ class GatherableWeight:
         made_as = dtype, shard.values._version
         if self._sent is not None and self._sent_as == made_as:
             return self._sent
-        with torch.no_grad():
-            mine = self.quantizer.quantize(
-                shard.values.to(dtype), columnwise=False, rowwise_amax=self.amax(dtype)
-            ).rowwise
-            assert mine is not None and mine.amax is not None
-            made = Shared(mine.data, scales_on_the_wire(mine), mine.amax)
         parameter = self.sharded()
-        if parameter is not None and parameter._local_tensor is shard:
-            self._sent, self._sent_as = made, made_as
-        return made
+        if parameter is None or parameter._local_tensor is not shard:
+            return send([(self, shard)], dtype)[0]
+        self._sent, self._sent_as = None, (dtype, -1)
+        self.others.cast(self, dtype)
+        assert self._sent is not None
+        return self._sent
+
+    def ranks_of(self, mesh: Any, shape: torch.Size, whole: torch.Size) -> int:
+        """Of ``mesh``, over which a shard of ``shape`` is spread.
+
+        Raises:
+            ValueError: the shard is not made of whole blocks of the rows of a weight of the shape ``whole``.
+        """
+        placed = mesh, shape, whole
+        if self._placed[:3] != placed:
+            ranks = mesh.size()
+            if (shape[0] * ranks, *shape[1:]) != tuple(whole) or why_not_rows(whole[0], ranks, self.spec):
+                raise ValueError(
+                    f"{self.name} {list(whole)} was to be gathered as codes, and one of {ranks} ranks has "
+                    f"{list(shape)} of it; give fp4_all_gather the mesh of fully_shard, and fully_shard no placements"
+                )
+            self._placed = (*placed, ranks)
+        return self._placed[3]
+
+
+class PreAllGather:
+    """What FSDP2 calls of a shard before a gather. It asks for the signature at every call.
+
+    To make that of a method takes longer than to send kept codes; an object that is called has its own. It does not
+    hold the shard, which holds it.
+    """
+
+    def __init__(self, shard: "ShardedWeight") -> None:
+        self._shard = weakref.ref(shard)
+
+    def __call__(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: torch.nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Sent]:
+        """Codes and scales of this shard, which FSDP2 sends; and what every rank knows.
+
+        Raises:
+            ValueError: this shard is not made of whole blocks of the weight's rows.
+        """
+        shard = self._shard()
+        assert shard is not None
+        ranks = shard.weight.ranks_of(mesh, shard.shape, outer_size)
+        sent = shard.weight.sent(shard, mp_policy.param_dtype or shard.dtype)
+        sent.wire.read()
+        # On one rank FSDP2 copies what is given first, and nothing else.
+        return ((sent.codes, sent.scales) if ranks > 1 else (sent.codes,)), sent
+
+    __signature__ = Signature(list(signature(__call__).parameters.values())[1:])
 
 
 class ShardedWeight(torch.Tensor):
@@ -198,10 +324,12 @@ class ShardedWeight(torch.Tensor):
     Attributes:
         values: the plain tensor.
         weight: which one it is.
+        fsdp_pre_all_gather: see :class:`PreAllGather`.
     """
 
     values: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     weight: GatherableWeight
+    fsdp_pre_all_gather: PreAllGather
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
@@ -215,74 +343,57 @@ class ShardedWeight(torch.Tensor):
             dtype=values.dtype,
             device=values.device,
         )
-        shard.values, shard.weight = values, weight
+        shard.values, shard.weight, shard.fsdp_pre_all_gather = values, weight, PreAllGather(shard)
         return shard
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: torch.nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """Codes and scales of this shard, which FSDP2 sends; and what every rank knows.
-
-        Raises:
-            ValueError: this shard is not made of whole blocks of the weight's rows.
-        """
-        weight, ranks = self.weight, mesh.size()
-        spec = weight.quantizer.rowwise_spec
-        assert spec is not None
-        whole = (self.shape[0] * ranks, *self.shape[1:]) == tuple(outer_size)
-        if not whole or why_not_rows(outer_size[0], ranks, spec):
-            raise ValueError(
-                f"{weight.name} {list(outer_size)} was to be gathered as codes, and one of {ranks} ranks has "
-                f"{list(self.shape)} of it; give fp4_all_gather the mesh of fully_shard, and fully_shard no placements"
-            )
-        sent = weight.sent(self, mp_policy.param_dtype or self.dtype)
-        codes, scales, _ = sent.read()
-        # On one rank FSDP2 copies what is given first, and nothing else.
-        return ((codes, scales) if ranks > 1 else (codes,)), (outer_size, sent)
-
-    # FSDP2 asks for its signature at every gather, and to make that anew takes longer than to send kept codes.
-    fsdp_pre_all_gather.__signature__ = signature(fsdp_pre_all_gather)  # pyright: ignore[reportFunctionMemberAccess]
-
     def fsdp_post_all_gather(
-        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+        self, all_gather_outputs: tuple[Tensor, ...], sent: Sent, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """The weight that the module multiplies by, of all ranks' codes and scales; ``out`` is filled anew."""
-        (rows, cols), sent = metadata
-        _, own_scales, amax = sent.read()
-        codes = all_gather_outputs[0]
-        scales = all_gather_outputs[1] if len(all_gather_outputs) > 1 else own_scales
+        sent.outer.read()
+        codes, *scales = all_gather_outputs
+        if not scales:
+            sent.wire.read()
+            scales = [sent.scales]
         if out is not None:
-            out.refill(codes, scales, amax)
+            out.refill(scales[0], sent.amax)
             return None
-        weight = GatheredWeight.gathered(
-            self.weight.quantizer, (rows, cols), param_dtype, self.weight.is_transposed, codes, scales, amax
-        )
+        shape = codes.shape[0], self.shape[1]
+        weight = GatheredWeight.of(self.weight.quantizer, shape, param_dtype, (codes, scales[0], sent.amax))
         weight.name = self.weight.name
         parameter = self.weight.sharded()
         if parameter is not None:
             weight.ranks = frozenset(parameter.device_mesh.mesh.flatten().tolist())
-        return weight, list(weight.made().values())
+        return weight, []
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, written = kwargs or {}, _written(func)
         shards: list[ShardedWeight] = []
-        plain_args = [_plain(argument, shards) for argument in args]
-        plain_kwargs = {name: _plain(argument, shards) for name, argument in kwargs.items()}
+        changed: list[ShardedWeight] = []
+        plain_args: list[Any] = []
+        for argument in args:
+            first = len(shards)
+            plain_args.append(_plain(argument, shards))
+            if len(plain_args) - 1 in written:
+                changed += shards[first:]
+        plain_kwargs: dict[str, Any] = {}
+        for name, argument in kwargs.items():
+            first = len(shards)
+            plain_kwargs[name] = _plain(argument, shards)
+            if name in written:
+                changed += shards[first:]
         result = func(*plain_args, **plain_kwargs)
-        for index, name in _written(func):
-            given = args[index] if index < len(args) else kwargs.get(name)
-            for leaf in (given,) if isinstance(given, Tensor) else tree_leaves(given):
-                if isinstance(leaf, ShardedWeight):
-                    leaf.weight.forget()
+        for shard in changed:
+            shard.weight.forget()
         if result is None:
             return None
         if func.is_view or func in _COPIES or (func is aten.empty_like.default and kwargs.get("device") is not None):
             return tree_map_only(Tensor, lambda tensor: ShardedWeight(tensor, shards[0].weight), result)
-        written = {id(shard.values): shard for shard in shards}
+        ours = {id(shard.values): shard for shard in shards}
         if isinstance(result, Tensor):
-            return written.get(id(result), result)
-        return tree_map_only(Tensor, lambda tensor: written.get(id(tensor), tensor), result)
+            return ours.get(id(result), result)
+        return tree_map_only(Tensor, lambda tensor: ours.get(id(tensor), tensor), result)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["values"], self.weight
@@ -315,19 +426,27 @@ def _plain(argument: Any, shards: list[ShardedWeight]) -> Any:
     if isinstance(argument, ShardedWeight):
         shards.append(argument)
         return argument.values
-    if isinstance(argument, (list, tuple)):
-        return [_plain(element, shards) for element in argument]
-    return argument
+    if not isinstance(argument, (list, tuple)):
+        return argument
+    plain: list[Any] = []
+    for element in argument:
+        if isinstance(element, ShardedWeight):
+            shards.append(element)
+            plain.append(element.values)
+        else:
+            plain.append(_plain(element, shards) if isinstance(element, (list, tuple)) else element)
+    return plain
 
 
 @cache
-def _written(operation: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of what ``operation`` may write to; collectives do not say, so that is all they have."""
-    arguments = enumerate(operation._schema.arguments)
-    return tuple(
-        (index, argument.name)
-        for index, argument in arguments
+def _written(operation: Any) -> frozenset[int | str]:
+    """Positions and names of what ``operation`` may write to; collectives do not say, so that is all they have."""
+    arguments = operation._schema.arguments
+    return frozenset(
+        place
+        for index, argument in enumerate(arguments)
         if operation.namespace == "c10d" or (argument.alias_info is not None and argument.alias_info.is_write)
+        for place in (index, argument.name)
     )
 
 

@@ -19,19 +19,21 @@ class Shared:
     def __init__(self, *tensors: Tensor) -> None:
         self._tensors = tensors
         self._is_there: Any = None
-        self._streams: set[Any] = set()
+        self._streams: set[int] = set()  # by the driver's numbers, which PyTorch makes no object to tell
         if tensors[0].is_cuda:
             stream = torch.cuda.current_stream(tensors[0].device)
             self._is_there = stream.record_event()
-            self._streams.add(stream)
+            self._streams.add(stream.cuda_stream)
 
     def read(self) -> tuple[Tensor, ...]:
         """The tensors, for the current stream."""
         if self._is_there is not None:
-            stream = torch.cuda.current_stream(self._tensors[0].device)
-            if stream not in self._streams:
+            device = self._tensors[0].device
+            number = torch._C._cuda_getCurrentRawStream(device.index)
+            if number not in self._streams:
+                stream = torch.cuda.current_stream(device)
                 stream.wait_event(self._is_there)
                 for tensor in self._tensors:
                     tensor.record_stream(stream)
-                self._streams.add(stream)
+                self._streams.add(number)
         return self._tensors

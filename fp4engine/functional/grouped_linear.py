@@ -164,7 +164,11 @@ class GroupedLinearFunction(torch.autograd.Function):
         _record("fprop", calls, matrix.shape[0] * weights[0].numel())
         stacked = _stack([row for row, _ in operands])
         output = ops.grouped_gemm(rowwise, stacked, offsets, out_dtype=inp.dtype, bias=bias)
-        kept = [col for _, col in operands if col is not None]
+        kept = [
+            kept.columnwise(plan.weight.backend) if isinstance(kept, ops.TiledOperand) else kept
+            for _, kept in operands
+            if kept is not None
+        ]
         tensors, ctx.structure = flatten(Saved(offsets, columnwise, _stack(kept) if kept else None))
         ctx.save_for_backward(*tensors)
         ctx.calls, ctx.inp_shape, ctx.half = calls, inp.shape, None

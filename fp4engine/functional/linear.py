@@ -24,7 +24,7 @@ from fp4engine.functional.saved import flatten, unflatten
 from fp4engine.functional.shards import Part, Shards, quantize_parts
 from fp4engine.functional.through_cast import gradient, rotation_of, within
 from fp4engine.functional.weight_cache import Make, Operands, WeightCache
-from fp4engine.ops import Operand
+from fp4engine.ops import Operand, TiledOperand
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
 from fp4engine.tensor import QuantizedTensor
@@ -38,6 +38,7 @@ class Call(NamedTuple):
         executed: where to count GEMMs.
         shards: what this rank has of the matrices, where several ranks share them; else None.
         stored: finds the weight's operands, or makes and keeps them, by :data:`Make`; None quantizes anew.
+        tiles: what the weight is, if it came as codes with a scale of each tile; else None.
         main_grad: where the weight's gradient goes instead of ``weight.grad``, or None.
         needs_dgrad, needs_wgrad: which gradients a backward pass will be asked for.
         function: the norm or activation that the input still has to go through, or None.
@@ -53,6 +54,7 @@ class Call(NamedTuple):
     needs_wgrad: bool
     function: Norm | Activation | None
     dtype: torch.dtype
+    tiles: TiledOperand | None = None
 
     def only(self, dgrad: bool, wgrad: bool) -> "Call":
         """The same, of whose gradients a backward pass is asked for these."""
@@ -74,7 +76,7 @@ class Saved(NamedTuple):
     """
 
     inp: Operand | None
-    weight: Operand | None
+    weight: Operand | TiledOperand | None
     x: Tensor | None = None
     parameters: tuple[Tensor | None, ...] = ()
     statistics: Tensor | None = None
@@ -148,8 +150,10 @@ def linear(
         needs_wgrad = weight.requires_grad
     box = None if main_grad is None else MainGrad(main_grad)
     executed = ExecutedGemms() if executed is None else executed
-    stored = None if weight_cache is None else partial(weight_cache.get, weight)
-    call = Call(plan, executed, shards, stored, box, needs_dgrad, needs_wgrad, function, dtype)
+    stored = tiles = None
+    if weight_cache is not None:
+        stored, tiles = partial(weight_cache.get, weight), weight_cache.tiles(weight)
+    call = Call(plan, executed, shards, stored, box, needs_dgrad, needs_wgrad, function, dtype, tiles)
     if box is not None:
         weight = Accumulate.apply(weight, box)
     return LinearFunction.apply(x, weight, bias, call, *parameters)
@@ -221,7 +225,9 @@ class LinearFunction(torch.autograd.Function):
             memories = None
             if plan.is_stateful:
                 memories = plan.input.recall(x.device), plan.weight.recall(x.device)
-            output, kept = ctx.at_once.forward(matrix, weight, bias, call.needs_dgrad, call.needs_wgrad, memories)
+            multiplied = weight if call.tiles is None else call.tiles
+            needs = call.needs_dgrad, call.needs_wgrad
+            output, kept = ctx.at_once.forward(matrix, multiplied, bias, *needs, memories)
             inp_kept, weight_kept = kept
             call.record("fprop", 2 * x.numel() * weight.shape[0])
         else:
@@ -239,6 +245,7 @@ class LinearFunction(torch.autograd.Function):
             output = linear_fprop(inp, rowwise, added, call, call.dtype)
         if x.ndim != 2:  # as nn.Linear reshapes: autograd forbids to change a view that a Function returns in place
             output = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[0]))
+        assert not isinstance(inp_kept, TiledOperand), "an input is cast here"
         saved = Saved(inp_kept, weight_kept, inp_within=inp_within, weight_within=weight_within)
         if function is not None and call.needs_dgrad:
             saved = saved._replace(x=x, parameters=parameters, statistics=statistics)
@@ -298,23 +305,24 @@ class LinearFunction(torch.autograd.Function):
 
 
 def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.LinearByOperators | None:
-    """What computes forward and backward with few launches; None if something is shared, stored or added to.
+    """What computes forward and backward with few launches; None if something is shared, kept or added to.
 
     In a compiled graph these are two operators, unless what delayed scaling remembers is to be written, or the weight
     is large: single operators leave more to the compiler, which then casts the input of several layers once.
     """
-    plan = call.plan
-    alone = call.function is None and call.stored is None and call.main_grad is None
+    plan, tiles = call.plan, call.tiles
+    alone = call.function is None and (call.stored is None or tiles is not None) and call.main_grad is None
     if plan.casts is None or not alone or call.shards is not None:
         return None
     if not torch.compiler.is_dynamo_compiling():
-        return ops.linear_at_once(plan.casts, x, weight)
+        return ops.linear_at_once(plan.casts, x, weight, tiles)
     inp_spec, weight_spec = plan.input.columnwise_spec, plan.weight.columnwise_spec
+    is_taken = tiles is not None or type(weight) in (Tensor, torch.nn.Parameter)
     if plan.is_stateful or inp_spec is None or weight_spec is None:
         return None
-    if type(weight) not in (Tensor, torch.nn.Parameter) or not ops.is_bound_by_host(weight):
+    if not is_taken or not ops.is_bound_by_host(weight):
         return None
-    return ops.LinearByOperators(ops.key_of(plan.casts), inp_spec, weight_spec)
+    return ops.LinearByOperators(ops.key_of(plan.casts), inp_spec, weight_spec, weight.dtype)
 
 
 def _gradients(
@@ -467,17 +475,21 @@ def quantize_grad(matrix: Tensor, call: Call, rng: Tensor | None) -> tuple[Opera
 
 
 def saved_operands(
-    weight: Operand | None, inp: Operand | None, call: Call, rng: Tensor | None
+    weight: Operand | TiledOperand | None, inp: Operand | None, call: Call, rng: Tensor | None
 ) -> tuple[Operand | None, Operand | None]:
     """The operands of dgrad and wgrad, from whatever of weight and input was kept."""
-    weight = None if weight is None or not call.needs_dgrad else _columnwise("weight", weight, call, rng)
-    inp = None if inp is None or not call.needs_wgrad else _columnwise("input", inp, call, rng)
-    return weight, inp
+    right = None if weight is None or not call.needs_dgrad else _columnwise("weight", weight, call, rng)
+    return right, None if inp is None or not call.needs_wgrad else _columnwise("input", inp, call, rng)
 
 
-def _columnwise(role: Literal["input", "weight"], kept: Operand, call: Call, rng: Tensor | None) -> Operand:
+def _columnwise(
+    role: Literal["input", "weight"], kept: Operand | TiledOperand, call: Call, rng: Tensor | None
+) -> Operand:
     """The backward GEMM's operand, from what of the tensor was kept."""
     plan, quantizer = call.plan, getattr(call.plan, role)
+    if isinstance(kept, TiledOperand):
+        is_read_rowwise = plan.backward_override is not None or quantizer.columnwise_source != "original"
+        kept = (kept.rowwise if is_read_rowwise else kept.columnwise)(quantizer.backend)
     if plan.backward_override is not None:
         return Operand.dense(kept.dequantize(call.dtype, plan.backend).T)
     if quantizer.columnwise_source != "rowwise_dequantized":

@@ -4,11 +4,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from fp4engine.formats import CastSpec
-from fp4engine.ops import Operand
+from fp4engine.ops import Operand, TiledOperand
 
 Structure = tuple[Any, ...]
-"""Per field of a record: ``(spec, rows, cols)`` of an operand, the length of a tuple, ``"tensor"``, or None."""
+"""Per field of a record: ``(type, spec, rows, cols)`` of an operand, the length of a tuple, ``"tensor"``, or None."""
 
 Record = TypeVar("Record")
 
@@ -18,9 +17,10 @@ def flatten(record: tuple[Any, ...]) -> tuple[list[Tensor | None], Structure]:
     tensors: list[Tensor | None] = []
     structure: list[Any] = []
     for value in record:
-        if isinstance(value, Operand):
-            tensors += [value.data, value.scale_inv, value.amax]
-            structure.append((value.spec, value.rows, value.cols))
+        if isinstance(value, (Operand, TiledOperand)):
+            spec, rows, cols, *own = value
+            tensors += own
+            structure.append((type(value), spec, rows, cols))
         elif isinstance(value, tuple):
             tensors += value
             structure.append(len(value))
@@ -38,8 +38,8 @@ def unflatten(kind: type[Record], structure: Structure, tensors: tuple[Tensor | 
     place = 0
     for field in structure:
         if isinstance(field, tuple):
-            spec: CastSpec | None = field[0]
-            values.append(Operand(spec, field[1], field[2], *tensors[place : place + 3]))  # pyright: ignore[reportArgumentType]
+            operand, *shape = field
+            values.append(operand(*shape, *tensors[place : place + 3]))
             place += 3
         elif field is None:
             values.append(None)

@@ -12,10 +12,10 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp4engine.functional.plan import LinearPlan
-from fp4engine.ops import Operand
+from fp4engine.ops import Operand, TiledOperand
 
-Operands = tuple[Operand, Operand | None]
-"""``(operand of fprop, what dgrad needs)``."""
+Operands = tuple[Operand, Operand | TiledOperand | None]
+"""``(operand of fprop, what dgrad's is made of)``."""
 
 Make = Callable[[], Operands]
 """Quantizes the weight."""
@@ -63,6 +63,10 @@ class WeightCache:
                 return self._operands[True][0], None
             self._operands[needs_dgrad] = make()
         return self._operands[needs_dgrad]
+
+    def tiles(self, weight: Tensor) -> TiledOperand | None:
+        """What ``weight`` is, if it is codes with one scale of each tile, of which every call makes operands."""
+        return None
 
 
 def _memory(weight: Tensor) -> tuple[UntypedStorage | None, tuple[Any, ...]]:

@@ -3,6 +3,7 @@
     forward     x, w cast both ways; y = x . w^T + b              x^T, w^T kept as codes
     backward    dy cast both ways; x^T, w^T decoded; dx = dy . w;  dw = dy^T . x
 
+A weight that came as codes is not cast: one kernel gives every row its tiles' scales, or transposes, and one decodes.
 PyTorch multiplies FP8 codes; there, the casts write the factors of the products that follow them, or a kernel writes
 their block scales as those products read them.
 
@@ -30,6 +31,7 @@ from fp4engine.kernels.gemm_launch import Matrix
 from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolver
 from fp4engine.kernels.load import Reading
 from fp4engine.kernels.quantize import Target, add_cast, data_of, scales_of
+from fp4engine.kernels.transpose import Tiles, Transposed, add_spread, add_transposed
 
 __all__ = [
     "Past",
@@ -40,6 +42,7 @@ __all__ = [
     "resolve_forward",
     "resolve_fp8_backward",
     "resolve_fp8_forward",
+    "resolve_tiled_forward",
 ]
 
 Shape = tuple[int, int]
@@ -52,6 +55,16 @@ class Values(NamedTuple):
     amax: Place
     by_rows: bool
     numerator: float
+
+
+class Stored(NamedTuple):
+    """An operand of codes in a launch."""
+
+    shape: Shape
+    key: str
+    data: Place
+    scale_inv: Place
+    amax: Place
 
 
 @resolver
@@ -80,6 +93,35 @@ def resolve_forward(
 
 
 @resolver
+def resolve_tiled_forward(
+    x: Facts,
+    tiles: tuple[Facts, Facts],
+    bias: Facts | None,
+    device: torch.device,
+    keys: tuple[str, str, str],
+    stream: int,
+    dtype: torch.dtype,
+) -> Launch:
+    """``(x, w's codes, tile scales, amax, bias) -> [x's codes, scale_inv, amax], y``.
+
+    Args:
+        tiles: w's codes and tile scales, which nobody casts.
+        keys: of the specs of x, x^T and w; x^T's is empty if backward does not need it.
+        stream: stream id of x.
+        dtype: of y.
+    """
+    draft = Draft(device, inputs=5)
+    left = _cast_forward(draft, x, draft.inputs[0], keys[:2], stream)
+    spec, (rows, cols) = CastSpec.from_key(keys[2]), (tiles[0].shape[0], x.shape[1])
+    codes, scales, amax = draft.inputs[1:4]
+    scale_inv = draft.scratch(*scales_of(rows, cols))
+    add_spread(draft, Tiles(codes, scales, rows, cols), spec, scale_inv, None)
+    (right,) = _decoded(draft, [Stored((rows, cols), keys[2], codes, scale_inv, amax)])
+    _multiply(draft, left, right, dtype, draft.inputs[4] if bias else None)
+    return draft.launch()
+
+
+@resolver
 def resolve_backward(
     grad: Facts,
     device: torch.device,
@@ -88,6 +130,7 @@ def resolve_backward(
     has_rng: bool,
     stream: int,
     dtypes: tuple[torch.dtype, torch.dtype],
+    tiles: tuple[Facts, Facts] | None = None,
 ) -> Launch:
     """``(dy, x's codes, scale_inv, amax, w's, rng) -> [dx][, dw]``.
 
@@ -97,6 +140,7 @@ def resolve_backward(
         has_rng: whether a draw is given.
         stream: stream id of dy.
         dtypes: of dx and dw.
+        tiles: w's codes, not transposed, and tile scales, where these are what was kept.
     """
     draft = Draft(device, inputs=8)
     inp_shape, weight_shape = shapes
@@ -104,7 +148,12 @@ def resolve_backward(
     col = _scratch_side(draft, keys[1], 1, grad.shape[::-1]) if inp_shape else None
     rng = draft.inputs[7] if has_rng else None
     add_cast(draft, Reading(grad), row, col, rng, stream)
-    kept = [(shape, key, first) for shape, key, first in ((weight_shape, keys[3], 4), (inp_shape, keys[2], 1)) if shape]
+    kept: list[Stored] = []
+    if weight_shape:
+        places = _transposed(draft, weight_shape, keys[3]) if tiles else draft.inputs[4:6]
+        kept.append(Stored(weight_shape, keys[3], *places, draft.inputs[6]))
+    if inp_shape:
+        kept.append(Stored(inp_shape, keys[2], *draft.inputs[1:4]))
     operands = _decoded(draft, kept)
     for target, shape, key, dtype, other in (
         (row, grad.shape, keys[0], dtypes[0], operands[0]),
@@ -143,20 +192,29 @@ def _values(target: Target, key: str, shape: Shape) -> Values:
     return Values(matrix, target.amax, amax_size(target.side, rows) > 1, CastSpec.from_key(key).numerator)
 
 
-def _decoded(draft: Draft, kept: list[tuple[Shape, str, int]]) -> list[Values]:
-    """Operands ``(shape, key, first of its three inputs)`` of codes, decoded by one kernel."""
+def _transposed(draft: Draft, shape: Shape, key: str) -> Transposed:
+    """Codes and scales of the operand w^T [K, N], of w's codes and tile scales as they are kept."""
+    spec, (cols, rows) = CastSpec.from_key(key), shape
+    side = Side.of(spec, "codes", 1)
+    made = Transposed(draft.scratch(*data_of(side, *shape)), draft.scratch(*scales_of(*shape)))
+    add_transposed(draft, Tiles(*draft.inputs[4:6], rows, cols), spec, made)
+    return made
+
+
+def _decoded(draft: Draft, stored: list[Stored]) -> list[Values]:
+    """Operands of codes as values, by one kernel."""
     codes: list[Codes] = []
     values: list[Values] = []
-    for (rows, cols), key, first in kept:
+    for (rows, cols), key, data, scale_inv, amax in stored:
         blocks = -(-cols // BLOCK_SIZE)
-        codes.append(Codes(draft.inputs[first], draft.inputs[first + 1], rows, blocks))
+        codes.append(Codes(data, scale_inv, rows, blocks))
         width = blocks * BLOCK_SIZE
         matrix = Matrix(
             draft.scratch((rows, width), torch.bfloat16), Facts((rows, width), (width, 1), torch.bfloat16, True)
         )
         spec = CastSpec.from_key(key)
         by_rows = amax_size(Side.of(spec, "codes", 1), rows) > 1
-        values.append(Values(matrix, draft.inputs[first + 2], by_rows, spec.numerator))
+        values.append(Values(matrix, amax, by_rows, spec.numerator))
     add_decode(draft, codes, [operand.matrix.place for operand in values])
     return values
 

@@ -1,4 +1,4 @@
-"""Both operands of FP4 codes that come with one scale per tile, written to memory that is there, in one launch.
+"""Both operands of FP4 codes that come with one scale per tile.
 
     scale_inv[n, b]            = scales[n / height, b]
     columnwise_codes[k, n]     = codes[n, k]                 nibbles, the even column in the low one
@@ -8,13 +8,15 @@ A program takes a tile of 128 x 128. A thread holds words of eight codes, eight 
 8 x 8 nibbles it transposes in registers: halves of words change places, then bytes, then nibbles.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp4engine.formats import CastSpec
-from fp4engine.kernels.launch import Draft, Facts, Launch, facts, resolver
+from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolver
 
 TILE = 128
 """Rows and columns of a program: 64 bytes of each row are read, and 64 of each column written."""
@@ -82,45 +84,62 @@ def supports(spec: CastSpec) -> tuple[bool, str]:
     return True, ""
 
 
-@resolver
-def resolve_transpose(tensors: tuple[Facts | None, ...], device: torch.device, key: str, cols: int) -> Launch:
-    """``(codes, scales, scale_inv, columnwise_codes, columnwise_scale_inv)``, of which the last three are written.
+class Tiles(NamedTuple):
+    """Codes of a matrix [rows, cols] and one scale of each block in a launch."""
 
-    The last two are None where the transposed operand is not asked for.
+    codes: Place
+    scales: Place
+    rows: int
+    cols: int
+
+
+class Transposed(NamedTuple):
+    """Where the transposed operand goes: codes, and block scales."""
+
+    data: Place
+    scale_inv: Place
+
+
+def add_spread(draft: Draft, tiles: Tiles, spec: CastSpec, scale_inv: Place, transposed: Transposed | None) -> None:
+    """Write each tile's scale for all its rows, and the transposed operand if it has a place."""
+    rows, cols = tiles.rows, tiles.cols
+    words = spec.padded_cols(cols) // 8
+    width = spec.padded_cols(rows) // 8, spec.num_blocks(rows)
+    if transposed is None:
+        width = 0, 0
+    programs = -(-rows // TILE) * -(-words * 8 // TILE)
+    draft.step(
+        transpose_kernel, programs, tiles.codes, tiles.scales, scale_inv, *(transposed or (None, None)), rows, cols,
+        words, spec.num_blocks(cols), *width, *spec.block, TILE, num_warps=4,
+    )  # fmt: skip
+
+
+def add_transposed(draft: Draft, tiles: Tiles, spec: CastSpec, transposed: Transposed) -> None:
+    """Write the transposed operand; the kernel writes the scales of the rows too, which nobody reads."""
+    add_spread(draft, tiles, spec, draft.scratch((tiles.rows, spec.num_blocks(tiles.cols)), torch.uint8), transposed)
+
+
+@resolver
+def resolve_spread(tensors: tuple[Facts, Facts], device: torch.device, key: str, cols: int, transposed: bool) -> Launch:
+    """``(codes, scales) -> scale_inv``, or codes and block scales of the transposed operand; scales as bytes.
 
     Args:
-        tensors: facts of the five; contiguous.
+        tensors: facts of both; contiguous.
         key: of the spec.
         cols: of the matrix without its padding.
     """
-    codes, _, scale_inv, col_codes, col_scale_inv = tensors
-    assert codes is not None and scale_inv is not None
-    rows, words = codes.shape[0], codes.shape[1] // 4
-    out_words, tiles = 0, 0
-    draft = Draft(device, inputs=5)
-    places = list(draft.inputs)
-    if col_codes is None or col_scale_inv is None:
-        places[3:] = [None, None]
+    spec, rows = CastSpec.from_key(key), tensors[0].shape[0]
+    draft = Draft(device, inputs=2)
+    tiles = Tiles(*draft.inputs, rows, cols)
+    if transposed:
+        data = draft.output((cols, spec.padded_cols(rows) // 2), torch.uint8)
+        add_transposed(draft, tiles, spec, Transposed(data, draft.output((cols, spec.num_blocks(rows)), torch.uint8)))
     else:
-        out_words, tiles = col_codes.shape[1] // 4, col_scale_inv.shape[1]
-    programs = -(-rows // TILE) * -(-words * 8 // TILE)
-    numbers = (rows, cols, words, scale_inv.shape[1], out_words, tiles)
-    draft.step(transpose_kernel, programs, *places, *numbers, *CastSpec.from_key(key).block, TILE, num_warps=4)
+        add_spread(draft, tiles, spec, draft.output((rows, spec.num_blocks(cols)), torch.uint8), None)
     return draft.launch()
 
 
-def transpose(
-    codes: Tensor,
-    scales: Tensor,
-    key: str,
-    cols: int,
-    scale_inv: Tensor,
-    columnwise_codes: Tensor | None,
-    columnwise_scale_inv: Tensor | None,
-) -> None:
-    """Write the last three, of which the last two may be missing; see :func:`fp4engine.ops.spread_tiles`."""
-    if scale_inv.dtype == torch.float8_e8m0fnu:  # Triton has no type for it
-        scale_inv = scale_inv.view(torch.uint8)
-        columnwise_scale_inv = None if columnwise_scale_inv is None else columnwise_scale_inv.view(torch.uint8)
-    tensors = (codes, scales, scale_inv, columnwise_codes, columnwise_scale_inv)
-    resolve_transpose(tuple(map(facts, tensors)), codes.device, key, cols)(*tensors)
+def spread_tiles(codes: Tensor, scales: Tensor, key: str, cols: int, transposed: bool) -> list[Tensor]:
+    """See :class:`fp4engine.ops.TiledOperand`; scales of what it returns have the dtype of the spec's."""
+    *data, scale_inv = resolve_spread((facts(codes), facts(scales)), codes.device, key, cols, transposed)(codes, scales)
+    return [*data, scale_inv.view(CastSpec.from_key(key).scale.torch_dtype)]  # Triton has no type for E8M0

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fp4engine.formats import CastSpec
 from fp4engine.functional import LinearPlan, WeightCache
 from fp4engine.functional.weight_cache import Make, Operands
+from fp4engine.ops import TiledOperand
 from fp4engine.quantizers import Quantizer
 from fp4engine.tensor import Operand, is_transposable
 
@@ -124,7 +125,8 @@ class QuantizedWeight(torch.Tensor):
 
     def rows(self, rows: slice) -> "QuantizedWeight":
         """Some rows of a matrix [N, K] in whole blocks, to be read rowwise only."""
-        codes, scale_inv, amax = self.tensors()[:3]
+        codes, scale_inv, amax = self.rowwise.tensors
+        assert scale_inv is not None and amax is not None
         shape = (len(range(*rows.indices(self.shape[0]))), self.shape[1])
         quantizer = Quantizer(self.quantizer.rowwise_spec, None, backend=self.quantizer.backend)
         return QuantizedWeight(quantizer, shape, self.dtype, (codes[rows], scale_inv[rows], amax))
@@ -142,6 +144,10 @@ class QuantizedWeight(torch.Tensor):
             return Operand.dense(self._values().T)
         stored = self.tensors()[3:]
         return Operand(spec, self.shape[1], self.shape[0], *stored) if stored else self.rowwise.transposed()
+
+    def tiles(self) -> TiledOperand | None:
+        """What is stored, if that is one scale of each tile; here every row has its own."""
+        return None
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The values as a plain tensor of this shape, whose gradient is this weight's; ``dtype``: its own if None."""
@@ -298,8 +304,15 @@ class _StoredOperands(WeightCache):
         assert isinstance(weight, QuantizedWeight)
         if not needs_dgrad:
             return weight.rowwise, None
+        tiles = type(weight).tiles(weight)
+        if tiles is not None:
+            return weight.rowwise, tiles
         from_rowwise = plan.backward_override is not None or plan.weight.columnwise_source == "rowwise_dequantized"
         return weight.rowwise, weight.rowwise if from_rowwise else weight.columnwise
+
+    def tiles(self, weight: Tensor) -> TiledOperand | None:
+        assert isinstance(weight, QuantizedWeight)
+        return type(weight).tiles(weight)  # a method of a tensor is traced with tensors as arguments
 
 
 _STORED_OPERANDS = _StoredOperands()

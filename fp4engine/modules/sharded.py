@@ -50,7 +50,7 @@ class Local(NamedTuple):
 def is_distributed(*tensors: Tensor | FusedInput | None) -> bool:
     """Whether any of ``tensors`` is a DTensor."""
     for tensor in tensors:
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in _PLAIN and not isinstance(tensor, QuantizedWeight):
             break
     else:
         return False

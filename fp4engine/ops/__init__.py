@@ -12,6 +12,7 @@ from fp4engine.ops.cast import (
     dequantize,
     fuses,
     quantize,
+    quantize_many,
     require_amax,
     row_statistics,
     transient_form,
@@ -40,7 +41,7 @@ from fp4engine.ops.operand import Operand, is_transposable
 from fp4engine.ops.reduce import all_reduce_amax
 from fp4engine.ops.rng import RandomStream, current_seed, get_rng_state, manual_seed, rank_bits, set_rng_state
 from fp4engine.ops.through_cast import clip_and_rotate_back, within_range
-from fp4engine.ops.tiles import spread_tiles
+from fp4engine.ops.tiles import TiledOperand
 
 __all__ = [
     "Casts",
@@ -52,6 +53,7 @@ __all__ = [
     "Operand",
     "RandomStream",
     "Source",
+    "TiledOperand",
     "activation_backward",
     "all_reduce_amax",
     "amax",
@@ -80,6 +82,7 @@ __all__ = [
     "manual_seed",
     "next_draw",
     "quantize",
+    "quantize_many",
     "rank_bits",
     "record_amax",
     "refusals",
@@ -88,7 +91,6 @@ __all__ = [
     "reset_executed_paths",
     "row_statistics",
     "set_rng_state",
-    "spread_tiles",
     "transient_form",
     "within_range",
 ]

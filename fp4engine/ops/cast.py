@@ -4,7 +4,9 @@ A spec travels as its key, so an operator's schema shows what it does. Legend: x
 x, the columnwise operand x.T, contracted axis last in both.
 """
 
+from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from types import ModuleType
 from typing import Literal
 
@@ -96,6 +98,42 @@ def quantize(
             col_amax = row.amax
         col = Operand(columnwise, cols, rows, data, scale_inv, col_amax)
     return row, col
+
+
+def quantize_many(
+    matrices: Sequence[Tensor], specs: Sequence[CastSpec], amaxes: Sequence[Tensor | None], backend: str = "auto"
+) -> list[Operand]:
+    """The rowwise operands of several matrices on one device, whose casts draw nothing: in one launch, if kernels do.
+
+    Args:
+        matrices, specs, amaxes: as for :func:`quantize`, as many; nothing of them is traced.
+    """
+    together = [
+        amax is not None and not spec.is_stochastic and _casts_together(spec.key, matrix.dtype, matrix.device, backend)
+        for matrix, spec, amax in zip(matrices, specs, amaxes, strict=True)
+    ]
+    if not all(together):
+        made = [
+            quantize(matrix, spec, None, rowwise_amax=amax, backend=backend)[0]
+            for matrix, spec, amax in zip(matrices, specs, amaxes, strict=True)
+        ]
+        return [operand for operand in made if operand is not None]
+    casts, inputs = kernels(), list(map(as_it_is, matrices))
+    facts = tuple(map(casts.facts, inputs)), tuple(map(casts.facts, amaxes))
+    launch = casts.resolve_casts(*facts, inputs[0].device, tuple(spec.key for spec in specs))
+    outputs = launch(*chain.from_iterable(zip(inputs, amaxes, strict=True)))
+    backends.record("quantize", "triton", len(inputs))
+    return [
+        Operand(spec, matrix.shape[0], matrix.shape[1], data, scale_inv, amax)
+        for matrix, spec, amax, data, scale_inv in zip(inputs, specs, amaxes, outputs[::2], outputs[1::2], strict=True)
+    ]
+
+
+@cache
+def _casts_together(key: str, dtype: torch.dtype, device: torch.device, backend: str) -> bool:
+    if backends.decide(device, backend, (key, "", dtype), casts_supported)[0] != "triton":
+        return False
+    return fused_casts_supported(key, dtype)[0] and CastSpec.from_key(key).outer is Outer.TENSOR
 
 
 @constant_when_traced

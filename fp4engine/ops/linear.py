@@ -23,13 +23,14 @@ from fp4engine.ops.grouped import column_sums
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define, is_plain
 from fp4engine.ops.rng import rank_bits
+from fp4engine.ops.tiles import TiledOperand
 from fp4engine.tracing import constant_when_traced
 
 MOST_HELD = 64 << 20
 """Bytes of values that one launch may hold longer than single operations would."""
 
 Gradients = tuple[Tensor | None, Tensor | None]
-Kept = tuple[Operand | None, Operand | None]
+Kept = tuple[Operand | None, Operand | TiledOperand | None]
 Memories = tuple[Memory | None, Memory | None]
 
 
@@ -118,7 +119,7 @@ class LinearByValues(_Way):
     def forward(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | TiledOperand,
         bias: Tensor | None,
         needs_dgrad: bool,
         needs_wgrad: bool,
@@ -127,8 +128,11 @@ class LinearByValues(_Way):
         """``y = x @ weight.T + bias``, and the operands that backward needs: of x for wgrad, of weight for dgrad.
 
         Args:
+            weight: to be cast; or what it was cast to, which is then what backward needs.
             memories: of x and weight, where delayed scaling scales them.
         """
+        if isinstance(weight, TiledOperand):
+            return self._tiled_forward(x, weight, bias, needs_dgrad, needs_wgrad)
         casts, kernels = self.casts, _kernels()
         x, weight = as_it_is(x), as_it_is(weight)
         bias = bias if bias is None else bias.contiguous()
@@ -140,6 +144,21 @@ class LinearByValues(_Way):
         backends.record("gemm", "triton")
         inp = _kept(self.inp_spec, x, outputs[:3]) if needs_wgrad else None
         return outputs[-1], (inp, _kept(self.weight_spec, weight, outputs[-4:-1]) if needs_dgrad else None)
+
+    def _tiled_forward(
+        self, x: Tensor, weight: TiledOperand, bias: Tensor | None, needs_dgrad: bool, needs_wgrad: bool
+    ) -> tuple[Tensor, Kept]:
+        casts, kernels = self.casts, _kernels()
+        x, bias = as_it_is(x), bias if bias is None else bias.contiguous()
+        facts, (codes, scales, amax) = kernels.facts, weight.tensors
+        keys = (casts.inp[0], casts.inp[1] * needs_wgrad, casts.weight[0])
+        asked = (facts(x), (facts(codes), facts(scales)), facts(bias), x.device, keys, casts.streams[0], x.dtype)
+        outputs = kernels.resolve_tiled_forward(*asked)(x, codes, scales, amax, bias)
+        backends.record("quantize", "triton")
+        backends.record("spread_tiles", "triton")
+        backends.record("gemm", "triton")
+        inp = _kept(self.inp_spec, x, outputs[:3]) if needs_wgrad else None
+        return outputs[-1], (inp, weight if needs_dgrad else None)
 
     def backward(
         self,
@@ -159,10 +178,14 @@ class LinearByValues(_Way):
         """
         casts, kernels, (inp, weight) = self.casts, _kernels(), kept
         grad_output = as_it_is(grad_output)
-        shapes = (inp and (inp.rows, inp.cols), weight and (weight.rows, weight.cols))
+        shape, tiles = weight and (weight.rows, weight.cols), None
+        if isinstance(weight, TiledOperand):
+            shape, tiles = (weight.cols, weight.rows), (kernels.facts(weight.data), kernels.facts(weight.scales))
+            backends.record("spread_tiles", "triton")
+        shapes = (inp and (inp.rows, inp.cols), shape)
         stream = casts.streams[2] if rng is None else casts.streams[2] | rank_bits()
         keys = (*casts.grad_output, casts.inp[1], casts.weight[1])
-        asked = (kernels.facts(grad_output), grad_output.device, shapes, keys, rng is not None, stream, dtypes)
+        asked = (kernels.facts(grad_output), grad_output.device, shapes, keys, rng is not None, stream, dtypes, tiles)
         tensors = (inp.tensors if inp else _ABSENT) + (weight.tensors if weight else _ABSENT)
         outputs = kernels.resolve_backward(*asked)(grad_output, *tensors, rng)
         backends.record("quantize", "triton")
@@ -197,7 +220,7 @@ class LinearByFP8(_Way):
     def forward(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | TiledOperand,
         bias: Tensor | None,
         needs_dgrad: bool,
         needs_wgrad: bool,
@@ -205,6 +228,7 @@ class LinearByFP8(_Way):
     ) -> tuple[Tensor, Kept]:
         """As :meth:`LinearByValues.forward`."""
         casts, kernels = self.casts, _kernels()
+        assert isinstance(weight, Tensor), "what comes as tiles is FP4"
         x, weight = as_it_is(x), as_it_is(weight)
         keys = (casts.inp[0], casts.inp[1] * needs_wgrad, casts.weight[0], casts.weight[1] * needs_dgrad)
         past_x, values_x, amax_x = _recalled(memories[0]) if memories else _ABSENT
@@ -271,7 +295,7 @@ class LinearByFP8Blocks(_Way):
     def forward(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | TiledOperand,
         bias: Tensor | None,
         needs_dgrad: bool,
         needs_wgrad: bool,
@@ -279,6 +303,7 @@ class LinearByFP8Blocks(_Way):
     ) -> tuple[Tensor, Kept]:
         """As :meth:`LinearByValues.forward`."""
         casts, kernels = self.casts, _kernels()
+        assert isinstance(weight, Tensor), "what comes as tiles is FP4"
         x, weight = as_it_is(x), as_it_is(weight)
         keys = (casts.inp[0], casts.inp[1] * needs_wgrad, casts.weight[0], casts.weight[1] * needs_dgrad)
         outputs = kernels.resolve_blocks_forward(kernels.facts(x), kernels.facts(weight), x.device, keys)(x, weight)
@@ -301,6 +326,7 @@ class LinearByFP8Blocks(_Way):
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
         casts, kernels, (inp, weight) = self.casts, _kernels(), kept
+        assert not isinstance(weight, TiledOperand), "what comes as tiles is FP4"
         grad_output = as_it_is(grad_output)
         keys = (*casts.grad_output, casts.inp[1] if inp else "", casts.weight[1] if weight else "")
         stream = casts.streams[2] if rng is None else casts.streams[2] | rank_bits()
@@ -327,11 +353,14 @@ class LinearByOperations(_Way):
     """By single operations, which cover everything: what an operator does that no launch covers."""
 
     def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, needs_dgrad: bool, needs_wgrad: bool
+        self, x: Tensor, weight: Tensor | TiledOperand, bias: Tensor | None, needs_dgrad: bool, needs_wgrad: bool
     ) -> tuple[Tensor, Kept]:
         """As :meth:`LinearByValues.forward`."""
         casts = self.casts
         left, inp = self._cast(x, casts.inp, True, needs_wgrad, None, casts.streams[0])
+        if isinstance(weight, TiledOperand):
+            right = weight.rowwise(casts.backend)
+            return self._product(left, right, 0, x.dtype, bias), (inp, weight if needs_dgrad else None)
         right, kept = self._cast(weight, casts.weight, True, needs_dgrad, None, casts.streams[1])
         return self._product(left, right, 0, x.dtype, bias), (inp, kept)
 
@@ -340,6 +369,8 @@ class LinearByOperations(_Way):
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
         casts, (inp, weight) = self.casts, kept
+        if isinstance(weight, TiledOperand):
+            weight = weight.columnwise(casts.backend)
         needs_dgrad, needs_wgrad = weight is not None, inp is not None
         stream = casts.streams[2] if rng is None else casts.streams[2] | rank_bits()
         left, left_t = self._cast(grad_output, casts.grad_output, needs_dgrad, needs_wgrad, rng, stream, transient=True)
@@ -355,7 +386,7 @@ class LinearByOperations(_Way):
         rng: Tensor | None,
         stream: int,
         transient: bool = False,
-    ) -> Kept:
+    ) -> tuple[Operand | None, Operand | None]:
         """Both operands, as far as they are wanted; the columnwise one is kept, unless it is ``transient`` too."""
         row_key, col_key = keys
         backend, device = self.casts.backend, tensor.device
@@ -382,15 +413,18 @@ class LinearByOperations(_Way):
 LinearAtOnce = LinearByValues | LinearByFP8 | LinearByFP8Blocks
 
 
-def linear_at_once(casts: Casts, x: Tensor, weight: Tensor) -> LinearAtOnce | None:
+def linear_at_once(casts: Casts, x: Tensor, weight: Tensor, tiles: TiledOperand | None = None) -> LinearAtOnce | None:
     """What computes ``x @ weight.T`` and its gradients with few launches; None where single operations have to.
 
     Args:
         x: of any rank; only a matrix is taken.
+        tiles: what ``weight`` was cast to by its rowwise spec, if it has no values; by square blocks.
     """
-    if x.ndim != 2 or not is_plain(x) or not is_plain(weight):
+    if x.ndim != 2 or not is_plain(x) or not is_plain(weight if tiles is None else tiles.data):
         return None
     found = _find(casts, x.dtype, weight.dtype, x.device)
+    if tiles is not None and not isinstance(found, LinearByValues):
+        return None
     return found if found is not None and found.takes(x.shape[0], *weight.shape) else None
 
 
@@ -436,24 +470,33 @@ class LinearByOperators(NamedTuple):
     Attributes:
         casts: their key.
         inp, weight: specs of what backward needs of x and of weight.
+        weight_dtype: of the weight.
     """
 
     casts: str
     inp: CastSpec
     weight: CastSpec
+    weight_dtype: torch.dtype
 
     def forward(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | TiledOperand,
         bias: Tensor | None,
         needs_dgrad: bool,
         needs_wgrad: bool,
         memories: Memories | None = None,
     ) -> tuple[Tensor, Kept]:
         """As :meth:`LinearByValues.forward`."""
-        (rows, cols), outs = x.shape, weight.shape[0]
-        x, weight, bias = x.detach(), weight.detach(), bias if bias is None else bias.detach()
+        rows, cols = x.shape
+        x, bias = x.detach(), bias if bias is None else bias.detach()
+        if isinstance(weight, TiledOperand):
+            y, *tensors = torch.ops.fp4engine.tiled_linear_forward(
+                x, *weight.tensors, bias, self.casts, self.weight_dtype, needs_wgrad
+            )
+            inp = Operand(self.inp, cols, rows, *tensors) if needs_wgrad else None
+            return y, (inp, weight if needs_dgrad else None)
+        outs, weight = weight.shape[0], weight.detach()
         y, *kept = torch.ops.fp4engine.linear_forward(x, weight, bias, self.casts, needs_dgrad, needs_wgrad)
         inp = kept_weight = None
         if needs_wgrad:
@@ -473,8 +516,12 @@ class LinearByOperators(NamedTuple):
         """As :meth:`LinearByValues.backward`; last the gradient of a bias of ``bias_dtype``, None without one."""
         inp, weight = kept
         tensors = (*(_ABSENT if inp is None else inp.tensors), *(_ABSENT if weight is None else weight.tensors))
-        asked = (grad_output.detach(), *tensors, rng, self.casts, *dtypes, bias_dtype)
-        gradients = iter(torch.ops.fp4engine.linear_backward(*asked))
+        if isinstance(weight, TiledOperand):
+            tiled = (grad_output.detach(), *tensors, rng, self.casts, weight.cols, *dtypes, bias_dtype)
+            gradients = iter(torch.ops.fp4engine.tiled_linear_backward(*tiled))
+        else:
+            asked = (grad_output.detach(), *tensors, rng, self.casts, *dtypes, bias_dtype)
+            gradients = iter(torch.ops.fp4engine.linear_backward(*asked))
         dx = None if weight is None else next(gradients)
         dw = None if inp is None else next(gradients)
         return dx, dw, None if bias_dtype is None else next(gradients)
@@ -589,5 +636,101 @@ def _linear_backward_outputs(
     return outputs
 
 
+def _tiled_linear_forward(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    bias: Tensor | None,
+    casts: str,
+    weight_dtype: torch.dtype,
+    needs_wgrad: bool,
+) -> list[Tensor]:
+    own, (rows, ins), outs = Casts.from_key(casts), x.shape, codes.shape[0]
+    weight = TiledOperand(CastSpec.from_key(own.weight[0]), outs, ins, codes, scales, amax)
+    way = _of_tiles(own, (rows, outs, ins), x.dtype, weight_dtype, x.device)
+    y, (inp, _) = way.forward(x, weight, bias, False, needs_wgrad)
+    return [y.contiguous(), *(tensor for tensor in (inp.tensors if inp else ()) if tensor is not None)]
+
+
+def _tiled_linear_backward(
+    grad_output: Tensor,
+    inp: Tensor | None,
+    inp_scale_inv: Tensor | None,
+    inp_amax: Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    rng: Tensor | None,
+    casts: str,
+    ins: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+) -> list[Tensor]:
+    own, (rows, outs) = Casts.from_key(casts), grad_output.shape
+    way = _of_tiles(own, (rows, outs, ins), dtype, weight_dtype, grad_output.device)
+    left = None if inp is None else Operand(way.inp_spec, ins, rows, inp, inp_scale_inv, inp_amax)
+    right = TiledOperand(way.weight_spec, outs, ins, codes, scales, amax)
+    gradients: list[Tensor | None] = [*way.backward(grad_output, (left, right), rng, (dtype, weight_dtype))]
+    if bias_dtype is not None:
+        gradients.append(bias_gradient(grad_output, bias_dtype, own.backend))
+    return [gradient.contiguous() for gradient in gradients if gradient is not None]
+
+
+def _of_tiles(
+    casts: Casts, sizes: tuple[int, int, int], dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
+) -> LinearByValues | LinearByOperations:
+    """What computes with a weight that came as codes; ``sizes`` as :meth:`LinearByValues.takes` has them."""
+    found = _find(casts, dtype, weight_dtype, device)
+    return found if isinstance(found, LinearByValues) and found.takes(*sizes) else LinearByOperations(casts)
+
+
+def _tiled_linear_forward_outputs(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    bias: Tensor | None,
+    casts: str,
+    weight_dtype: torch.dtype,
+    needs_wgrad: bool,
+) -> list[Output]:
+    (rows, cols), spec = x.shape, CastSpec.from_key(Casts.from_key(casts).inp[1])
+    outputs = [Output((rows, codes.shape[0]), x.dtype)]
+    if needs_wgrad:
+        width = spec.padded_cols(rows)
+        outputs.append(Output((cols, width * spec.element.storage_bits // 8), torch.uint8))
+        outputs.append(Output((cols, spec.num_blocks(width)), spec.scale.torch_dtype))
+        outputs.append(Output(amax_shape(spec, cols, rows), torch.float32))
+    return outputs
+
+
+def _tiled_linear_backward_outputs(
+    grad_output: Tensor,
+    inp: Tensor | None,
+    inp_scale_inv: Tensor | None,
+    inp_amax: Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    rng: Tensor | None,
+    casts: str,
+    ins: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+) -> list[Output]:
+    rows, outs = grad_output.shape
+    outputs = [Output((rows, ins), dtype)]
+    if inp is not None:
+        outputs.append(Output((outs, ins), weight_dtype))
+    if bias_dtype is not None:
+        outputs.append(Output((outs,), bias_dtype))
+    return outputs
+
+
 define(_linear_forward, _linear_forward_outputs)
 define(_linear_backward, _linear_backward_outputs)
+define(_tiled_linear_forward, _tiled_linear_forward_outputs)
+define(_tiled_linear_backward, _tiled_linear_backward_outputs)

@@ -1,6 +1,7 @@
-"""Operands of FP4 codes that have one scale per tile, as an all-gather brings them."""
+"""FP4 codes that have one scale per tile, as an all-gather brings them, and the operands that are made of them."""
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,44 +9,75 @@ from torch import Tensor
 from fp4engine.formats import CastSpec
 from fp4engine.ops import backend as backends
 from fp4engine.ops.operand import Operand
+from fp4engine.ops.operation import Output, define, is_plain
 
 
-def spread_tiles(
-    codes: Tensor,
-    scales: Tensor,
-    spec: CastSpec,
-    cols: int,
-    scale_inv: Tensor,
-    columnwise: tuple[Tensor, Tensor] | None = None,
-    backend: str = "auto",
-) -> None:
-    """Write what is missing to memory that is there: each tile's scale for all its rows, and the transposed operand.
+class TiledOperand(NamedTuple):
+    """A matrix [rows, cols] of FP4 codes with one scale of each block: a 16x16 tile has one where an operand has 16.
 
-    What is written keeps its version, since FSDP2 brings back what graphs refer to. Nothing here is traced.
+    No product reads it as it is. It makes the operands of both sides, of which nobody need keep a byte.
 
-    Args:
-        codes: uint8 [rows, padded cols / 2], contiguous.
-        scales: bytes, one of each block: uint8 [rows / block rows, blocks], contiguous.
-        spec: how both were cast; square blocks if a transposed operand is asked for.
-        cols: of the matrix without its padding.
-        scale_inv: block scales of the rowwise operand.
-        columnwise: codes and block scales of the transposed operand.
-        backend: see :func:`fp4engine.ops.backend.choose`.
+    Attributes:
+        spec: how it was cast; square blocks where the transposed operand is asked for.
+        rows, cols: logical shape.
+        data: codes, uint8 [rows, padded cols / 2], contiguous.
+        scales: bytes of the scales, uint8 [rows / block rows, blocks], contiguous.
+        amax: FP32 [1].
     """
-    key = spec.key
-    if backends.choose("spread_tiles", codes.device, backend, (key,), _supported) == "triton":
-        from fp4engine.kernels.transpose import transpose
 
-        transpose(codes, scales, key, cols, scale_inv, *(columnwise or (None, None)))
-        return
-    rows = codes.shape[0]
-    spread = scales.repeat_interleave(spec.block[0], 0)[:rows]
-    scale_inv.data.view(torch.uint8).copy_(spread)  # .data has a version of its own
-    if columnwise is not None:
-        made = Operand(spec, rows, cols, codes, spread.view(scale_inv.dtype)).transposed()
-        assert made.scale_inv is not None
-        columnwise[0].data.copy_(made.data)
-        columnwise[1].data.view(torch.uint8).copy_(made.scale_inv.view(torch.uint8))
+    spec: CastSpec
+    rows: int
+    cols: int
+    data: Tensor
+    scales: Tensor
+    amax: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``(data, scales, amax)``."""
+        return self.data, self.scales, self.amax
+
+    def rowwise(self, backend: str = "auto") -> Operand:
+        """The operand [rows, cols], with each tile's scale for all its rows."""
+        (scale_inv,) = _spread(self, False, backend)
+        return Operand(self.spec, self.rows, self.cols, self.data, scale_inv, self.amax)
+
+    def columnwise(self, backend: str = "auto") -> Operand:
+        """The operand of the transposed matrix under the same cast."""
+        data, scale_inv = _spread(self, True, backend)
+        return Operand(self.spec, self.cols, self.rows, data, scale_inv, self.amax)
+
+
+def _spread(tiled: TiledOperand, transposed: bool, backend: str) -> list[Tensor]:
+    run = _spread_tiles if is_plain(tiled.data) else torch.ops.fp4engine.spread_tiles
+    return run(tiled.data, tiled.scales, tiled.spec.key, tiled.rows, tiled.cols, transposed, backend)
+
+
+def _spread_tiles(
+    codes: Tensor, scales: Tensor, spec: str, rows: int, cols: int, transposed: bool, backend: str
+) -> list[Tensor]:
+    """Block scales of the operand [rows, cols]; if ``transposed``, codes and block scales of the one [cols, rows]."""
+    if backends.choose("spread_tiles", codes.device, backend, (spec,), _supported) == "triton":
+        from fp4engine.kernels.transpose import spread_tiles
+
+        return spread_tiles(codes, scales, spec, cols, transposed)
+    cast = CastSpec.from_key(spec)
+    spread = scales.repeat_interleave(cast.block[0], 0)[:rows].view(cast.scale.torch_dtype)
+    if not transposed:
+        return [spread]
+    made = Operand(cast, rows, cols, codes, spread).transposed()
+    assert made.scale_inv is not None
+    return [made.data, made.scale_inv.contiguous()]
+
+
+def _spread_tiles_outputs(
+    codes: Tensor, scales: Tensor, spec: str, rows: int, cols: int, transposed: bool, backend: str
+) -> list[Output]:
+    cast = CastSpec.from_key(spec)
+    if not transposed:
+        return [Output((rows, cast.num_blocks(cols)), cast.scale.torch_dtype)]
+    codes_of = Output((cols, cast.padded_cols(rows) // 2), torch.uint8)
+    return [codes_of, Output((cols, cast.num_blocks(rows)), cast.scale.torch_dtype)]
 
 
 @cache
@@ -53,3 +85,6 @@ def _supported(key: str) -> tuple[bool, str]:
     from fp4engine.kernels.transpose import supports
 
     return supports(CastSpec.from_key(key))
+
+
+define(_spread_tiles, _spread_tiles_outputs)

@@ -10,6 +10,9 @@ from torch.nn.functional import ScalingType
 import fp4engine
 from fp4engine import capability, ops
 from fp4engine.formats import E4M3, fp8_block
+from fp4engine.functional import WeightCache, make_linear_plan
+from fp4engine.kernels.launch import Launch
+from fp4engine.modules import Gemms
 from fp4engine.ops import gemm_fp8, linear
 from fp4engine.recipe import (
     DelayedScaling,
@@ -181,6 +184,43 @@ def test_compiled(kernel_device, monkeypatch, options, shape):
 def test_compiled_gradients_that_nobody_wants(kernel_device, monkeypatch, x_grad, w_grad):
     arguments = NVFP4BlockScaling(), SHAPES["ragged"], kernel_device, linear.LinearByValues
     assert_compiled_is_eager(monkeypatch, *arguments, x_grad, w_grad)
+
+
+class OfTiles(WeightCache):
+    """The weight as an all-gather brings it: codes and a scale of each tile."""
+
+    def tiles(self, weight):
+        spec = make_linear_plan(NVFP4BlockScaling(), "linear").weight.rowwise_spec
+        codes, _ = ops.quantize(weight.detach(), spec, None)
+        scales = codes.scale_inv[::16].contiguous().view(torch.uint8)
+        return ops.TiledOperand(spec, *weight.shape, codes.data, scales, codes.amax)
+
+    def get(self, weight, plan, needs_dgrad, make):
+        tiles = self.tiles(weight)
+        return tiles.rowwise(), tiles if needs_dgrad else None
+
+
+@pytest.mark.parametrize("x_grad", [True, False])
+@pytest.mark.parametrize("w_grad", [True, False])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_weight_that_came_as_codes_is_the_one_that_was_cast(kernel_device, monkeypatch, shape, x_grad, w_grad):
+    """At once, operation by operation, and cast here: the same bytes; and each way one launch for all of it."""
+    options = {"x_grad": x_grad, "w_grad": w_grad, "device": kernel_device}
+    expected = run(NVFP4BlockScaling(), shape, **options)
+    monkeypatch.setattr(Gemms, "_cache", lambda *_: OfTiles())
+    started = []
+    monkeypatch.setattr(Launch, "__call__", lambda *a, call=Launch.__call__: started.append(a[0]) or call(*a))
+    at_once = run(NVFP4BlockScaling(), shape, **options)
+    launches = len(started)
+    monkeypatch.setattr(ops, "linear_at_once", lambda *a: None)
+    single = run(NVFP4BlockScaling(), shape, **options)
+    assert launches < len(started) - launches
+    for found in (at_once, single):
+        for actual, want in zip(found[0], expected[0], strict=True):
+            assert (actual is None) == (want is None)
+            if want is not None:
+                torch.testing.assert_close(actual, want, rtol=0, atol=0, equal_nan=True)
+        assert found[2:] == expected[2:]
 
 
 FAST, SLOW = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)

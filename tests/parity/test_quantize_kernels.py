@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fp4engine import ops, reference
-from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode, ScaleRule, Signs
+from fp4engine.formats import E2M1, CastSpec, Outer, Rotation, RoundingMode, ScaleRule, Signs, mx
+from fp4engine.kernels.launch import Launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SR = RoundingMode.STOCHASTIC
@@ -230,3 +231,27 @@ def test_more_elements_than_an_int32_counts():
     assert torch.equal(row[-64:], tail[0]) and torch.equal(col[:, -32:], tail[2])
     assert torch.equal(row_scale[-64:].view(torch.uint8), tail[1].view(torch.uint8))
     assert torch.equal(col_scale[:, -4:].view(torch.uint8), tail[3].view(torch.uint8))
+
+
+@pytest.mark.parametrize("is_one", [True, False], ids=["one launch", "each by itself"])
+def test_many_matrices_are_cast_as_each_by_itself(kernel_device, monkeypatch, is_one):
+    torch.manual_seed(5)
+    shapes, dtypes = ((32, 64), (16, 16), (19, 37), (0, 16)), (torch.bfloat16, torch.float32, torch.float16)
+    matrices = [torch.randn(shape).to(kernel_device, dtype) for shape in shapes for dtype in dtypes]
+    specs = [CastSpec(block=(16, 16)) if i % 2 else CastSpec() for i in range(len(matrices))]
+    amaxes = [matrix.float().abs().amax().view(1) * 2 if matrix.numel() else torch.ones(1) for matrix in matrices]
+    amaxes = [amax.to(kernel_device) for amax in amaxes]
+    if not is_one:
+        specs[3], amaxes[3] = mx(E2M1), None
+    expected = [
+        ops.quantize(matrix, spec, None, rowwise_amax=amax)[0]
+        for matrix, spec, amax in zip(matrices, specs, amaxes, strict=True)
+    ]
+    started = []
+    monkeypatch.setattr(Launch, "__call__", lambda *a, call=Launch.__call__: started.append(a[0]) or call(*a))
+    found = ops.quantize_many(matrices, specs, amaxes)
+    assert (len(started) == 1) is is_one
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours[:3] == theirs[:3]
+        for mine, other in zip(ours.tensors, theirs.tensors, strict=True):
+            assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))

@@ -84,6 +84,29 @@ def test_fakes_of_a_layers_operators_tell_the_truth(recipe, needs_dgrad, needs_w
     assert len(set(memory)) == len(memory)  # no output is another, or a part of an input
 
 
+@pytest.mark.parametrize("recipe", [NVFP4BlockScaling(), zoo.make("nvfp4_1d_weight")], ids=["16x16", "1x16"])
+@pytest.mark.parametrize("shape", [(32, 64, 48), (19, 37, 23), (0, 32, 16)], ids=str)
+def test_fakes_of_operators_on_tiles_tell_the_truth(recipe, shape) -> None:
+    rows, ins, outs = shape
+    fp4, plan = torch.ops.fp4engine, make_linear_plan(recipe, "linear")
+    spec, casts = plan.weight.rowwise_spec, plan.casts
+    cast, _ = ops.quantize(torch.randn(outs, ins), spec, None)
+    tiles = (cast.data, cast.scale_inv[:: spec.block[0]].contiguous().view(torch.uint8))
+    for transposed in (False, True) if spec.block[0] > 1 else (False,):
+        assert_fake_tells_the_truth(fp4.spread_tiles, *tiles, spec.key, outs, ins, transposed, "auto")
+    if casts is None:  # dgrad's operand is made of values
+        return
+    x, grad, weight = torch.randn(rows, ins).bfloat16(), torch.randn(rows, outs).bfloat16(), (*tiles, cast.amax)
+    dtypes, rng = (torch.bfloat16, torch.float32), torch.tensor([1, 2])
+    for needs_wgrad in (True, False):
+        forward = (x, *weight, torch.randn(outs), casts.key, torch.float32, needs_wgrad)
+        assert_fake_tells_the_truth(fp4.tiled_linear_forward, *forward)
+        inp = fp4.tiled_linear_forward(*forward)[1:] or [None] * 3
+        for bias_dtype in (None, torch.float32):
+            backward = (grad, *inp, *weight, rng, casts.key, ins, *dtypes, bias_dtype)
+            assert_fake_tells_the_truth(fp4.tiled_linear_backward, *backward)
+
+
 def test_operands_must_contract_the_same_axis_and_be_rotated_alike() -> None:
     plain, rotated = (NVFP4Quantizer(with_rht=rht)(torch.randn(16, 32)).columnwise for rht in (False, True))
     short = NVFP4Quantizer()(torch.randn(4, 48)).rowwise

@@ -1,0 +1,174 @@
+"""What a step of FSDP2 with weights gathered as codes takes of the host: launches, calls of Python, operators.
+
+One process of two that exchange nothing, whose kernels do nothing: what comes out means nothing, what is called does.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+pytest.importorskip("triton")
+
+import fp4engine
+from fp4engine import capability
+from fp4engine.distributed import fp4_all_gather
+from fp4engine.distributed.sharded_weight import largest_magnitudes
+from fp4engine.functional import make_linear_plan
+from fp4engine.kernels.launch import Launch
+from fp4engine.recipe import NVFP4BlockScaling
+
+PACKAGE = Path(fp4engine.__file__).parent
+RECIPE = NVFP4BlockScaling()
+LAYERS = 16
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def on_stubs(monkeypatch: pytest.MonkeyPatch, forget_answers: Callable[[], None]) -> list[Launch]:
+    """Kernels run on the CPU as far as the package can tell, and do nothing; every launch."""
+    monkeypatch.setattr(capability, "triton_runs_on", lambda device: (True, "stubs"))
+    started: list[Launch] = []
+    monkeypatch.setattr(Launch, "_start_by_triton", lambda self, values: started.append(self))
+    forget_answers()
+    return started
+
+
+class Block(torch.nn.Sequential):
+    """Layers behind each other, in a forward that ``torch.compile`` does not take for PyTorch's own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+def build(codes: bool, compiler: Any = None) -> Any:
+    """Blocks of four layers, each a unit of FSDP2."""
+    blocks = [Block(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4))) for _ in range(LAYERS // 4)]
+    model = torch.nn.Sequential(*blocks).to(BF16)
+    fp4engine.convert(model)
+    mesh = init_device_mesh("cpu", (2,))
+    if codes:
+        assert not fp4_all_gather(model, RECIPE, mesh).in_high_precision
+    if compiler is not None:
+        for block in blocks:
+            block.compile(backend=compiler, fullgraph=True)
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def stepping(model: Any) -> Callable[[], None]:
+    optimizer, x = torch.optim.AdamW(model.parameters(), fused=True), torch.randn(32, 64, dtype=BF16)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with fp4engine.autocast(recipe=RECIPE):
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    return step
+
+
+@pytest.mark.no_poison
+def test_a_layer_is_a_launch_each_way_and_all_shards_are_cast_in_one(two_ranks, on_stubs):
+    step = stepping(build(codes=True))
+    on_stubs.clear()
+    step()
+    kernels = Counter(step.kernel.__name__ for launch in on_stubs for step in launch.steps)
+    draws = kernels["draw_kernel"]
+    assert draws == LAYERS and len(on_stubs) == 2 * LAYERS + draws + 1
+    assert kernels == {
+        "amax_kernel": 2 * LAYERS,  # of inputs and gradients; those of weights are PyTorch's
+        "quantize_kernel": 3 * LAYERS,
+        "transpose_kernel": 2 * LAYERS - 1,  # the first layer's input needs no gradient
+        "decode_kernel": 2 * LAYERS,
+        "_gemm_plain_kernel": 3 * LAYERS - 1,
+        "draw_kernel": draws,
+    }
+
+
+def calls_of_a_step(step: Callable[[], None]) -> Counter[str]:
+    """Calls of Python in the package."""
+    calls: Counter[str] = Counter()
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+            calls[frame.f_code.co_qualname] += 1
+
+    sys.setprofile(profile)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.no_poison
+def test_calls_of_python_in_a_step(two_ranks, on_stubs):
+    """A stand-in for the host's time that is the same on every machine."""
+    whole, codes = (calls_of_a_step(stepping(build(codes))) for codes in (False, True))
+    assert whole.total() <= 110 * LAYERS, whole.most_common(60)
+    assert codes.total() - whole.total() <= 48 * LAYERS, (codes - whole).most_common(60)
+
+
+class Graphs:
+    """A backend that runs graphs as they are, and counts the operators of layers in them."""
+
+    def __init__(self) -> None:
+        self.operators: list[Counter[str]] = []
+
+    def __call__(self, module: Any, inputs: Any) -> Any:
+        split = min_cut_rematerialization_partition
+        return aot_module_simplified(module, inputs, fw_compiler=self.keep, bw_compiler=self.keep, partition_fn=split)
+
+    def keep(self, module: Any, inputs: Any) -> Any:
+        names = [node.target.name() for node in module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+        ours = (name.split("::")[1] for name in names if name.startswith("fp4engine::"))
+        self.operators.append(Counter(ours))
+        return make_boxed_func(module.forward)
+
+
+@pytest.mark.no_poison
+def test_a_compiled_layer_is_an_operator_each_way(two_ranks):
+    torch._dynamo.reset()
+    graphs = Graphs()
+    stepping(build(codes=True, compiler=graphs))
+    forward = {"tiled_linear_forward": 4}
+    first = {"tiled_linear_backward": 3, "linear_backward": 1}  # the first layer's input needs no gradient
+    assert graphs.operators == [forward, forward, {"tiled_linear_backward": 4}, first]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_largest_magnitudes_are_the_amaxes_of_the_casts(dtype):
+    torch.manual_seed(0)
+    matrices = [torch.randn(32, 48, dtype=dtype) * scale for scale in (1, 0, 1e-4, 300)]
+    matrices += [torch.empty(0, 48, dtype=dtype), matrices[0].clone(), matrices[0].clone(), -matrices[0]]
+    matrices[5][3, 4], matrices[6][5, 6] = float("nan"), float("-inf")
+    quantizer = make_linear_plan(RECIPE, "linear").weight
+    expected = torch.cat([quantizer.amax(matrix, columnwise=False)[0] for matrix in matrices])
+    found = largest_magnitudes(matrices)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert not found[found.isfinite()].signbit().any()
