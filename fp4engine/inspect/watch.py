@@ -190,7 +190,8 @@ def _draw(device: torch.device, ahead: int) -> Tensor:
 def _later(state: Tensor, ahead: int) -> Tensor:
     """``state`` after ``ahead`` more draws, made on the device: a tensor made of a list would wait for it."""
     later = state.clone()
-    later[1] += ahead
+    if ahead:
+        later[1] += ahead
     return later
 
 
