@@ -86,8 +86,6 @@ PIPELINES = {  # schedule, recipe, whether layers draw by name, whether weights 
     "nearest": (Schedule1F1B, NVFP4BlockScaling(disable_stochastic_rounding=True), False, False),
     "delayed": (Schedule1F1B, zoo.make("fp8_delayed"), False, False),
 }
-if torch.__version__ < "2.13":  # 2.11 cannot begin the second half at the node of an autograd function
-    PIPELINES = {name: how for name, how in PIPELINES.items() if not name.startswith(("zero", "zbv"))}
 
 
 class Block(nn.Module):

@@ -86,7 +86,6 @@ def test_so_they_are_of_one_layer_the_other_way_round(name):
     assert_halves_are_the_whole(name, zoo.make("nvfp4"), reverse=True)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="2.11 cannot begin a backward pass at a Function's node")
 @pytest.mark.parametrize("name", ["linear", "norm", "mlp"])
 def test_so_they_are_by_pytorchs_own_halves_with_the_parameters_of_a_norm(name):
     results = []
