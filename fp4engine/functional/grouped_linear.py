@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fp4engine import ops
-from fp4engine.functional.halves import asked, draw_of
 from fp4engine.functional.linear import (
     Accumulate,
     Call,
@@ -171,7 +170,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         ]
         tensors, ctx.structure = flatten(Saved(offsets, columnwise, _stack(kept) if kept else None))
         ctx.save_for_backward(*tensors)
-        ctx.calls, ctx.inp_shape, ctx.half = calls, inp.shape, None
+        ctx.calls, ctx.inp_shape = calls, inp.shape
         ctx.dtypes = [parameter.dtype for parameter in parameters]
         if len(inp.shape) != 2:  # as in :func:`fp4engine.functional.linear`
             output = torch.ops.aten._unsafe_view(output, (*inp.shape[:-1], weights[0].shape[0]))
@@ -183,20 +182,11 @@ class GroupedLinearFunction(torch.autograd.Function):
         calls: list[Call] = ctx.calls
         call, plan, groups = calls[0], calls[0].plan, len(calls)
         needs_parameters = ctx.needs_input_grad[3:]
-        now = None if torch.compiler.is_dynamo_compiling() else asked(ctx)
-        if now is not None:
-            inp, _, *needs_parameters = now
-            call = call.only(inp, any(needs_parameters[:groups]))
         saved = unflatten(Saved, ctx.structure, ctx.saved_tensors)
         matrix = as_matrix(grad_outputs[0])
         grad_input = None
         grads: list[Tensor | None] = [None] * len(needs_parameters)
         if call.needs_dgrad or call.needs_wgrad:
-            rng = None
-            if plan.draws_in_backward:
-                take = partial(ops.next_draw, matrix.device, groups)
-                is_whole = call is calls[0] and ctx.half is None
-                rng = take() if is_whole else draw_of(ctx, calls[0], call, take)
             rowwise, columnwise = ops.grouped_quantize(
                 matrix,
                 saved.offsets,
@@ -204,7 +194,7 @@ class GroupedLinearFunction(torch.autograd.Function):
                 plan.grad_output.columnwise_spec if call.needs_wgrad else None,
                 rowwise_form="values",
                 columnwise_form="values",
-                rng=rng,
+                rng=ops.next_draw(matrix.device, groups) if plan.draws_in_backward else None,
                 stream=plan.grad_output.stream | ops.rank_bits(),
             )
             products = matrix.shape[0] * matrix.shape[1] * ctx.inp_shape[-1]

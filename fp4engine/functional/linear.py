@@ -17,7 +17,6 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.functional.activation import Activation
 from fp4engine.functional.fused_input import FusedInput
-from fp4engine.functional.halves import asked, draw_of
 from fp4engine.functional.norm import Norm
 from fp4engine.functional.plan import ExecutedGemms, GemmName, LinearPlan
 from fp4engine.functional.saved import flatten, unflatten
@@ -55,10 +54,6 @@ class Call(NamedTuple):
     function: Norm | Activation | None
     dtype: torch.dtype
     tiles: TiledOperand | None = None
-
-    def only(self, dgrad: bool, wgrad: bool) -> "Call":
-        """The same, of whose gradients a backward pass is asked for these."""
-        return self._replace(needs_dgrad=self.needs_dgrad and dgrad, needs_wgrad=self.needs_wgrad and wgrad)
 
     def record(self, name: GemmName, flops: int) -> None:
         """Count a GEMM that ran."""
@@ -219,22 +214,21 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *parameters: Any) -> Tensor:
         plan, function = call.plan, call.function
         statistics = inp_within = weight_within = None
-        matrix = as_matrix(x)
-        ctx.at_once = _at_once(matrix, weight, call)
+        ctx.at_once = _at_once(x, weight, call)
         if ctx.at_once is not None:
             memories = None
             if plan.is_stateful:
                 memories = plan.input.recall(x.device), plan.weight.recall(x.device)
             multiplied = weight if call.tiles is None else call.tiles
             needs = call.needs_dgrad, call.needs_wgrad
-            output, kept = ctx.at_once.forward(matrix, multiplied, bias, *needs, memories)
+            output, kept = ctx.at_once.forward(as_matrix(x), multiplied, bias, *needs, memories)
             inp_kept, weight_kept = kept
             call.record("fprop", 2 * x.numel() * weight.shape[0])
         else:
             if function is None:
                 (inp, inp_kept), (rowwise, weight_kept) = forward_operands(x, weight, call)
             else:
-                source, statistics = function.source(matrix, call.dtype, *parameters)
+                source, statistics = function.source(as_matrix(x), call.dtype, *parameters)
                 inp, inp_kept = quantize_source(source, plan.input, call, call.needs_wgrad)
                 rowwise, weight_kept = weight_operands(weight, call)
             if call.needs_dgrad:
@@ -251,21 +245,16 @@ class LinearFunction(torch.autograd.Function):
             saved = saved._replace(x=x, parameters=parameters, statistics=statistics)
         tensors, ctx.structure = flatten(saved)
         ctx.save_for_backward(*tensors)
-        ctx.call, ctx.inp_shape, ctx.weight_dtype, ctx.half = call, x.shape, weight.dtype, None
+        ctx.call, ctx.inp_shape, ctx.weight_dtype = call, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            refuse_second_derivative()
-        call, needs_bias = ctx.call, ctx.needs_input_grad[2]
-        now = None if torch.compiler.is_dynamo_compiling() else asked(ctx)
-        if now is not None:
-            inp, weight, *others = now
-            needs_bias = needs_bias and others.pop(0)
-            call = call.only(inp or any(others), weight)
-        plan, function, needs_dgrad, needs_wgrad = call.plan, call.function, call.needs_dgrad, call.needs_wgrad
+        refuse_second_derivative()
+        call: Call = ctx.call
+        plan, function = call.plan, call.function
+        needs_dgrad, needs_wgrad, needs_bias = call.needs_dgrad, call.needs_wgrad, ctx.needs_input_grad[2]
         grad_output = as_matrix(grad_outputs[0])
         grad_input = grad_weight = grad_bias = None
         grad_parameters: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs_input_grad) - 4)
@@ -273,15 +262,14 @@ class LinearFunction(torch.autograd.Function):
             saved = unflatten(Saved, ctx.structure, ctx.saved_tensors)
             rng = None
             if plan.draws_in_backward:
-                take = ops.next_draw if call.shards is None else partial(call.shards.draw, direction="backward")
-                is_whole, device = call is ctx.call and ctx.half is None, grad_output.device
-                rng = take(device) if is_whole else draw_of(ctx, ctx.call, call, partial(take, device))
-            kept = saved.inp if needs_wgrad else None, saved.weight if needs_dgrad else None
-            dtypes = call.dtype, ctx.weight_dtype
+                device = grad_output.device
+                rng = ops.next_draw(device) if call.shards is None else call.shards.draw(device, "backward")
             if isinstance(ctx.at_once, ops.LinearByOperators):
+                kept, dtypes = (saved.inp, saved.weight), (call.dtype, ctx.weight_dtype)
                 bias_dtype = ctx.bias_dtype if needs_bias else None
                 grad_input, grad_weight, grad_bias = ctx.at_once.backward(grad_output, kept, rng, dtypes, bias_dtype)
             elif ctx.at_once is not None:
+                kept, dtypes = (saved.inp, saved.weight), (call.dtype, ctx.weight_dtype)
                 memory = plan.grad_output.recall(grad_output.device) if plan.is_stateful else None
                 grad_input, grad_weight = ctx.at_once.backward(grad_output, kept, rng, dtypes, memory)
                 flops = 2 * grad_output.numel() * ctx.inp_shape[-1]
@@ -315,7 +303,7 @@ def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.Li
     if plan.casts is None or not alone or call.shards is not None:
         return None
     if not torch.compiler.is_dynamo_compiling():
-        return ops.linear_at_once(plan.casts, x, weight, tiles)
+        return ops.linear_at_once(plan.casts, as_matrix(x), weight, tiles)
     inp_spec, weight_spec = plan.input.columnwise_spec, plan.weight.columnwise_spec
     is_taken = tiles is not None or type(weight) in (Tensor, torch.nn.Parameter)
     if plan.is_stateful or inp_spec is None or weight_spec is None:
@@ -478,8 +466,8 @@ def saved_operands(
     weight: Operand | TiledOperand | None, inp: Operand | None, call: Call, rng: Tensor | None
 ) -> tuple[Operand | None, Operand | None]:
     """The operands of dgrad and wgrad, from whatever of weight and input was kept."""
-    right = None if weight is None or not call.needs_dgrad else _columnwise("weight", weight, call, rng)
-    return right, None if inp is None or not call.needs_wgrad else _columnwise("input", inp, call, rng)
+    right = None if weight is None else _columnwise("weight", weight, call, rng)
+    return right, None if inp is None else _columnwise("input", inp, call, rng)
 
 
 def _columnwise(

@@ -281,7 +281,7 @@ def _refusal(module: Gemms, plan: Plan | None, inp: Any, weight: Tensor) -> str:
 @torch.no_grad()
 def _see_backward(watched: _Watched, grads: Sequence[Tensor]) -> None:
     if not watched.forward:
-        return  # the other half of a backward pass that has been seen, or a repetition
+        return  # a backward pass that has been seen, run once more
     (grad,) = grads
     plan: Plan = watched.forward["plan"]
     if plan.backward_override is not None:

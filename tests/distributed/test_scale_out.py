@@ -16,14 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import fp4engine
 from fp4engine.distributed import draw_by_layer
@@ -79,9 +72,6 @@ PIPELINES = {  # schedule, recipe, whether layers draw by name, whether weights 
     "1f1b": (Schedule1F1B, NVFP4, True, False),
     "gpipe": (ScheduleGPipe, NVFP4, True, False),
     "interleaved": (ScheduleInterleaved1F1B, FORWARD_TOO, True, False),
-    "zero bubble": (ScheduleInterleavedZeroBubble, NVFP4, True, False),
-    "zbv": (ScheduleZBVZeroBubble, FORWARD_TOO, True, True),
-    "zbv, delayed": (ScheduleZBVZeroBubble, zoo.make("fp8_delayed"), False, False),
     "cached": (Schedule1F1B, FORWARD_TOO, True, True),
     "nearest": (Schedule1F1B, NVFP4BlockScaling(disable_stochastic_rounding=True), False, False),
     "delayed": (Schedule1F1B, zoo.make("fp8_delayed"), False, False),
@@ -137,11 +127,10 @@ def train_by_stages(rank: int, kind, recipe, by_layer=True, cached=False, folder
     """The same of this rank's stages, which may be saved between the steps."""
     model = make_blocks(by_layer)
     fp4engine.manual_seed(3)
-    parts = WORLD if kind in (Schedule1F1B, ScheduleGPipe) else 4
+    parts = 4 if kind is ScheduleInterleaved1F1B else WORLD
     cut = len(model) // parts
-    own = (rank, parts - 1 - rank) if kind is ScheduleZBVZeroBubble else range(rank, parts, WORLD)
-    stages = [make_stage(model[cut * i : cut * (i + 1)], i, parts) for i in own]
-    of_one = stages[0] if parts == WORLD else stages
+    stages = [make_stage(model[cut * i : cut * (i + 1)], i, parts) for i in range(rank, parts, WORLD)]
+    of_one = stages if kind is ScheduleInterleaved1F1B else stages[0]
     schedule = kind(of_one, MICROBATCHES, loss_fn=nn.functional.mse_loss, scale_grads=False)
     inputs, targets = batch()
     with Operands(model) as operands:
@@ -150,7 +139,7 @@ def train_by_stages(rank: int, kind, recipe, by_layer=True, cached=False, folder
                 state = {"model": stages[0].submod.state_dict(), "fp4": TrainingState(model)}
                 dcp.save(state, checkpoint_id=folder)
             with fp4engine.autocast(recipe=recipe), fp4engine.weight_cache(model if cached else nn.Module()):
-                schedule.step(*((inputs,) if 0 in own else ()), **({"target": targets} if parts - 1 in own else {}))
+                schedule.step(*((inputs,) if rank == 0 else ()), **({"target": targets} if rank == WORLD - 1 else {}))
     return operands, gradients(model)
 
 
