@@ -447,3 +447,17 @@ def test_every_number_of_the_report_is_in_its_row(tmp_path: Path) -> None:
         for part in element["data-field"].split("."):
             value = value[int(part)] if isinstance(value, list) else value[part]
         assert float(element["data-value"]) == value
+
+
+def test_a_backward_pass_that_runs_twice_is_recorded_once(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    fp4engine.convert(model)
+    x = torch.randn(16, 32, requires_grad=True)
+    with inspect.record(model, tmp_path, every=1, optimizer="by hand") as recorder:
+        with fp4engine.autocast():
+            y = model(x)
+        torch.autograd.grad(y.sum(), [x], retain_graph=True)
+        y.sum().backward()
+        recorder.step()
+    gemms = [row["gemm"] for row in inspect.read(tmp_path) if row["kind"] == "gemm"]
+    assert sorted(gemms) == ["dgrad", "fprop", "wgrad"]
