@@ -19,21 +19,19 @@ class Shared:
     def __init__(self, *tensors: Tensor) -> None:
         self._tensors = tensors
         self._is_there: Any = None
-        self._streams: set[int] = set()  # by the driver's numbers, which PyTorch makes no object to tell
+        self._streams: set[Any] = set()
         if tensors[0].is_cuda:
             stream = torch.cuda.current_stream(tensors[0].device)
             self._is_there = stream.record_event()
-            self._streams.add(stream.cuda_stream)
+            self._streams.add(stream)
 
     def read(self) -> tuple[Tensor, ...]:
         """The tensors, for the current stream."""
         if self._is_there is not None:
-            device = self._tensors[0].device
-            number = torch._C._cuda_getCurrentRawStream(device.index)
-            if number not in self._streams:
-                stream = torch.cuda.current_stream(device)
+            stream = torch.cuda.current_stream(self._tensors[0].device)
+            if stream not in self._streams:
                 stream.wait_event(self._is_there)
                 for tensor in self._tensors:
                     tensor.record_stream(stream)
-                self._streams.add(number)
+                self._streams.add(stream)
         return self._tensors
