@@ -201,6 +201,10 @@ def _counts(name: str, splits: Sequence[int], ranks: int) -> list[int]:
     if isinstance(splits, Tensor):
         raise ValueError(f"{name} must be a list, which the collective reads on the host, got a tensor; call tolist()")
     counts = list(splits)
-    if len(counts) != ranks or not all(isinstance(count, int | torch.SymInt) and count >= 0 for count in counts):
+    if len(counts) != ranks or not all(map(_is_count, counts)):
         raise ValueError(f"{name} must be {ranks} counts, one for each rank of group, got {shown(counts)}")
     return counts
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool) and value >= 0
