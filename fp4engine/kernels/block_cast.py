@@ -31,6 +31,7 @@ from fp4engine.kernels.encode import (
     random_words,
     reciprocal,
     round_bf16,
+    scaled,
     sixteenths,
     stack,
     to_bits,
@@ -208,15 +209,6 @@ def stochastic_e4m3(scale, is_number, rng_ptr, block, row, stream, CAST: tl.cons
     random = (word & 0xFFFF).to(tl.int32, bitcast=True)
     GRID: tl.constexpr = CAST.scale_grid
     return tl.where(is_number, encode_element(scale, random, GRID, "stochastic", 16), 0x7F).to(tl.uint8)
-
-
-@triton.jit
-def scaled(y, scale):
-    """Each of 16 tensors times ``scale``."""
-    v = ()
-    for i in tl.static_range(16):
-        v = v + (y[i] * scale,)
-    return v
 
 
 @triton.jit

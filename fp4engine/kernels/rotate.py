@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fp4engine.kernels.encode import PAIRS, butterflies, from_bits, philox, round_bf16, round_block, to_bits
+from fp4engine.kernels.encode import PAIRS, butterflies, from_bits, philox, round_bf16, round_block, scaled, to_bits
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def rotate_blocks(y, rng_ptr, stream, dtype: tl.constexpr, CAST: tl.constexpr, H
 @triton.jit
 def rotate_back(y, CAST: tl.constexpr):
     """:func:`fp4engine.reference.hadamard.rotate_back`: the signs, which are not drawn, come last."""
-    y = butterflies_of_rotation(times(y, CAST.rotation_factor), CAST)
+    y = butterflies_of_rotation(scaled(y, CAST.rotation_factor), CAST)
     return with_signs(y, None, None, 1.0, CAST)
 
 
@@ -35,23 +35,15 @@ def butterflies_of_rotation(y, CAST: tl.constexpr):
     for stage in tl.static_range(4, LOG2):
         y = butterflies_of_blocks(y, 1 << (stage - 4))
     if LOG2 % 2:
-        y = times(y, 0.7071067811865476)
+        y = scaled(y, 0.7071067811865476)
     return y
-
-
-@triton.jit
-def times(y, factor: tl.constexpr):
-    z = ()
-    for i in tl.static_range(16):
-        z = z + (y[i] * factor,)
-    return z
 
 
 @triton.jit
 def with_signs(y, rng_ptr, stream, power: tl.constexpr, CAST: tl.constexpr):
     """Each element times ``power`` and the sign of its column."""
     if CAST.signs == "none":
-        return times(y, power)
+        return scaled(y, power)
     else:
         word = sign_bits(y[0], rng_ptr, stream, CAST)
         z = ()
