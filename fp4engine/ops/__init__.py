@@ -28,15 +28,8 @@ from fp4engine.ops.grouped import (
     grouped_wgrad,
     grouped_wgrad_accumulate,
 )
-from fp4engine.ops.linear import (
-    Casts,
-    LinearAtOnce,
-    LinearByOperators,
-    bias_gradient,
-    is_bound_by_host,
-    key_of,
-    linear_at_once,
-)
+from fp4engine.ops.linear import Casts, LinearAtOnce, linear_at_once
+from fp4engine.ops.linear_operators import LinearByOperators, bias_gradient, is_bound_by_host, key_of
 from fp4engine.ops.operand import Operand, is_transposable
 from fp4engine.ops.reduce import all_reduce_amax
 from fp4engine.ops.rng import RandomStream, current_seed, get_rng_state, manual_seed, rank_bits, set_rng_state

@@ -411,6 +411,13 @@ def _activation_backward(grad: Tensor, x: Tensor, kind: str, gated: bool) -> lis
     return [activation_backward(grad, x, kind, gated)]
 
 
+def codes_outputs(spec: CastSpec, rows: int, cols: int) -> list[Output]:
+    """Codes and block scales of an operand [rows, cols]."""
+    width = spec.padded_cols(cols)
+    codes = Output((rows, width * spec.element.storage_bits // 8), torch.uint8)
+    return [codes, Output((rows, spec.num_blocks(width)), spec.scale.torch_dtype)]
+
+
 def _amax_output(spec: CastSpec, rows: int, cols: int) -> Output:
     return Output(amax_shape(spec, rows, cols), torch.float32)
 
@@ -443,12 +450,10 @@ def _quantize_outputs(
         if not key:
             continue
         spec = CastSpec.from_key(key)
-        width = spec.padded_cols(shape[1])
         if forms[side] == "values":
-            outputs.append(Output((shape[0], width), torch.bfloat16))
+            outputs.append(Output((shape[0], spec.padded_cols(shape[1])), torch.bfloat16))
         else:
-            outputs.append(Output((shape[0], width * spec.element.storage_bits // 8), torch.uint8))
-            outputs.append(Output((shape[0], spec.num_blocks(width)), spec.scale.torch_dtype))
+            outputs += codes_outputs(spec, *shape)
         if returned[side]:
             outputs.append(_amax_output(spec, *shape))
     return outputs

@@ -109,10 +109,10 @@ def multiply_blocks(
         height: of the right operand's blocks, 1 or 128.
     """
     left, right = left.view(torch.float8_e4m3fn), right.view(torch.float8_e4m3fn).t()
-    by_row, by_column = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-    by_column = by_row if height == 1 else by_column
+    of_rows = ScalingType.BlockWise1x128
+    of_right = of_rows if height == 1 else ScalingType.BlockWise128x128
     dtype = torch.bfloat16 if out_dtype == torch.bfloat16 and bias is None else torch.float32
-    product = scaled_mm(left, right, left_scales.t(), by_row, right_scales.t(), by_column, output_dtype=dtype)
+    product = scaled_mm(left, right, left_scales.t(), of_rows, right_scales.t(), of_right, output_dtype=dtype)
     if bias is not None:
         product = product + bias.float()
     return product if product.dtype == out_dtype else product.to(out_dtype)

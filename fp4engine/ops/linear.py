@@ -1,8 +1,7 @@
 """A linear layer's forward, and its backward, each at once: where the host is the limit.
 
-Where kernels cover all casts, those of one direction are one launch. In a compiled graph each direction is one
-operator, whatever it launches. The bytes are those of :mod:`fp4engine.ops.cast` and :mod:`fp4engine.ops.gemm`, whose
-kernels run. Legend: x is [M, K], weight [N, K].
+Where kernels cover all casts, those of one direction are one launch. The bytes are those of :mod:`fp4engine.ops.cast`
+and :mod:`fp4engine.ops.gemm`, whose kernels run. Legend: x is [M, K], weight [N, K].
 """
 
 from functools import cache
@@ -17,14 +16,12 @@ from fp4engine.formats import CastSpec
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.amax_history import Memory
-from fp4engine.ops.cast import amax_shape, as_it_is, casts_supported, decode_supported, quantize, transient_form
+from fp4engine.ops.cast import as_it_is, casts_supported, decode_supported, quantize, transient_form
 from fp4engine.ops.gemm import gemm, product_path
-from fp4engine.ops.grouped import column_sums
 from fp4engine.ops.operand import Operand
-from fp4engine.ops.operation import Output, define, is_plain
+from fp4engine.ops.operation import is_plain
 from fp4engine.ops.rng import rank_bits
 from fp4engine.ops.tiles import TiledOperand
-from fp4engine.tracing import constant_when_traced
 
 MOST_HELD = 64 << 20
 """Bytes of values that one launch may hold longer than single operations would."""
@@ -89,6 +86,21 @@ class _Way:
         self.casts = casts
         self.inp_spec, self.weight_spec = CastSpec.from_key(casts.inp[1]), CastSpec.from_key(casts.weight[1])
 
+    def forward_keys(self, needs_dgrad: bool, needs_wgrad: bool) -> tuple[str, str, str, str]:
+        """Of x, x^T, w and w^T; empty for a transposed operand that backward does not need."""
+        (row_x, col_x), (row_w, col_w) = self.casts.inp, self.casts.weight
+        return row_x, col_x * needs_wgrad, row_w, col_w * needs_dgrad
+
+    def backward_keys(self, kept: Kept) -> tuple[str, str, str, str]:
+        """Of dy, dy^T, x^T and w^T; empty for an operand that was not kept, whose product is not wanted."""
+        casts, (inp, weight) = self.casts, kept
+        return *casts.grad_output, casts.inp[1] if inp else "", casts.weight[1] if weight else ""
+
+    def backward_stream(self, rng: Tensor | None) -> int:
+        """Stream id of the gradient's cast, with this process's rank if it draws."""
+        stream = self.casts.streams[2]
+        return stream if rng is None else stream | rank_bits()
+
 
 class LinearByValues(_Way):
     """By kernels that multiply BF16 values: casts, decodes and products are one launch each way."""
@@ -136,7 +148,7 @@ class LinearByValues(_Way):
         casts, kernels = self.casts, _kernels()
         x, weight = as_it_is(x), as_it_is(weight)
         bias = bias if bias is None else bias.contiguous()
-        keys = (casts.inp[0], casts.inp[1] * needs_wgrad, casts.weight[0], casts.weight[1] * needs_dgrad)
+        keys = self.forward_keys(needs_dgrad, needs_wgrad)
         facts = kernels.facts
         asked = (facts(x), facts(weight), facts(bias), x.device, keys, casts.streams[:2], x.dtype)
         outputs = kernels.resolve_forward(*asked)(x, weight, bias)
@@ -183,7 +195,7 @@ class LinearByValues(_Way):
             shape, tiles = (weight.cols, weight.rows), (kernels.facts(weight.data), kernels.facts(weight.scales))
             backends.record("spread_tiles", "triton")
         shapes = (inp and (inp.rows, inp.cols), shape)
-        stream = casts.streams[2] if rng is None else casts.streams[2] | rank_bits()
+        stream = self.backward_stream(rng)
         keys = (*casts.grad_output, casts.inp[1], casts.weight[1])
         asked = (kernels.facts(grad_output), grad_output.device, shapes, keys, rng is not None, stream, dtypes, tiles)
         tensors = (inp.tensors if inp else _ABSENT) + (weight.tensors if weight else _ABSENT)
@@ -230,7 +242,7 @@ class LinearByFP8(_Way):
         casts, kernels = self.casts, _kernels()
         assert isinstance(weight, Tensor), "what comes as tiles is FP4"
         x, weight = as_it_is(x), as_it_is(weight)
-        keys = (casts.inp[0], casts.inp[1] * needs_wgrad, casts.weight[0], casts.weight[1] * needs_dgrad)
+        keys = self.forward_keys(needs_dgrad, needs_wgrad)
         past_x, values_x, amax_x = _recalled(memories[0]) if memories else _ABSENT
         past_w, values_w, amax_w = _recalled(memories[1]) if memories else _ABSENT
         asked = (kernels.facts(x), kernels.facts(weight), (past_x, past_w), x.device, keys)
@@ -257,7 +269,7 @@ class LinearByFP8(_Way):
         """As :meth:`LinearByValues.backward`."""
         casts, kernels, (inp, weight) = self.casts, _kernels(), kept
         grad_output = as_it_is(grad_output)
-        keys = (*casts.grad_output, casts.inp[1] if inp else "", casts.weight[1] if weight else "")
+        keys = self.backward_keys(kept)
         past, values, amax = _recalled(memory)
         asked = (kernels.facts(grad_output), past, grad_output.device, keys)
         amaxes = (inp and inp.amax, weight and weight.amax)
@@ -302,10 +314,10 @@ class LinearByFP8Blocks(_Way):
         memories: Memories | None = None,
     ) -> tuple[Tensor, Kept]:
         """As :meth:`LinearByValues.forward`."""
-        casts, kernels = self.casts, _kernels()
+        kernels = _kernels()
         assert isinstance(weight, Tensor), "what comes as tiles is FP4"
         x, weight = as_it_is(x), as_it_is(weight)
-        keys = (casts.inp[0], casts.inp[1] * needs_wgrad, casts.weight[0], casts.weight[1] * needs_dgrad)
+        keys = self.forward_keys(needs_dgrad, needs_wgrad)
         outputs = kernels.resolve_blocks_forward(kernels.facts(x), kernels.facts(weight), x.device, keys)(x, weight)
         backends.record("quantize", "triton", 2)
         backends.record("gemm", "fp8")
@@ -325,11 +337,11 @@ class LinearByFP8Blocks(_Way):
         memory: Memory | None = None,
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
-        casts, kernels, (inp, weight) = self.casts, _kernels(), kept
+        kernels, (inp, weight) = _kernels(), kept
         assert not isinstance(weight, TiledOperand), "what comes as tiles is FP4"
         grad_output = as_it_is(grad_output)
-        keys = (*casts.grad_output, casts.inp[1] if inp else "", casts.weight[1] if weight else "")
-        stream = casts.streams[2] if rng is None else casts.streams[2] | rank_bits()
+        keys = self.backward_keys(kept)
+        stream = self.backward_stream(rng)
         ins = (inp or weight).rows  # pyright: ignore[reportOptionalMemberAccess]: one of them at least
         asked = (kernels.facts(grad_output), ins, grad_output.device, keys, rng is not None, stream)
         tensors = (inp and inp.scale_inv, weight and weight.scale_inv, rng)
@@ -372,7 +384,7 @@ class LinearByOperations(_Way):
         if isinstance(weight, TiledOperand):
             weight = weight.columnwise(casts.backend)
         needs_dgrad, needs_wgrad = weight is not None, inp is not None
-        stream = casts.streams[2] if rng is None else casts.streams[2] | rank_bits()
+        stream = self.backward_stream(rng)
         left, left_t = self._cast(grad_output, casts.grad_output, needs_dgrad, needs_wgrad, rng, stream, transient=True)
         dx = self._product(left, weight, 1, dtypes[0]) if needs_dgrad else None
         return dx, self._product(left_t, inp, 2, dtypes[1]) if needs_wgrad else None
@@ -411,6 +423,8 @@ class LinearByOperations(_Way):
 
 
 LinearAtOnce = LinearByValues | LinearByFP8 | LinearByFP8Blocks
+Sizes = tuple[int, int, int]
+"""``(rows, outs, ins)``: M, N and K."""
 
 
 def linear_at_once(casts: Casts, x: Tensor, weight: Tensor, tiles: TiledOperand | None = None) -> LinearAtOnce | None:
@@ -422,14 +436,23 @@ def linear_at_once(casts: Casts, x: Tensor, weight: Tensor, tiles: TiledOperand 
     """
     if x.ndim != 2 or not is_plain(x) or not is_plain(weight if tiles is None else tiles.data):
         return None
-    found = _find(casts, x.dtype, weight.dtype, x.device)
+    found = covering(casts, x.dtype, weight.dtype, x.device)
     if tiles is not None and not isinstance(found, LinearByValues):
         return None
     return found if found is not None and found.takes(x.shape[0], *weight.shape) else None
 
 
+def way_of(
+    casts: Casts, sizes: Sizes, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
+) -> LinearAtOnce | LinearByOperations:
+    """What computes a layer of plain tensors: few launches, or single operations where these do not take it."""
+    found = covering(casts, dtype, weight_dtype, device)
+    return found if found is not None and found.takes(*sizes) else LinearByOperations(casts)
+
+
 @cache
-def _find(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> LinearAtOnce | None:
+def covering(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> LinearAtOnce | None:
+    """What computes layers of some sizes by few launches; None if nothing covers the casts."""
     for left, right, _ in casts.products(dtype, weight_dtype):
         if CastSpec.from_key(left).rotation != CastSpec.from_key(right).rotation:
             return None  # the product itself says what is wrong
@@ -460,277 +483,3 @@ def _kernels() -> ModuleType:
     from fp4engine.kernels import linear
 
     return linear
-
-
-class LinearByOperators(NamedTuple):
-    """By two operators, one for each direction: for code that ``torch.compile`` traces.
-
-    How many launches a direction takes is decided when it runs, so that a graph knows nothing of the number of rows.
-
-    Attributes:
-        casts: their key.
-        inp, weight: specs of what backward needs of x and of weight.
-        weight_dtype: of the weight.
-    """
-
-    casts: str
-    inp: CastSpec
-    weight: CastSpec
-    weight_dtype: torch.dtype
-
-    def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | TiledOperand,
-        bias: Tensor | None,
-        needs_dgrad: bool,
-        needs_wgrad: bool,
-        memories: Memories | None = None,
-    ) -> tuple[Tensor, Kept]:
-        """As :meth:`LinearByValues.forward`."""
-        rows, cols = x.shape
-        x, bias = x.detach(), bias if bias is None else bias.detach()
-        if isinstance(weight, TiledOperand):
-            y, *tensors = torch.ops.fp4engine.tiled_linear_forward(
-                x, *weight.tensors, bias, self.casts, self.weight_dtype, needs_wgrad
-            )
-            inp = Operand(self.inp, cols, rows, *tensors) if needs_wgrad else None
-            return y, (inp, weight if needs_dgrad else None)
-        outs, weight = weight.shape[0], weight.detach()
-        y, *kept = torch.ops.fp4engine.linear_forward(x, weight, bias, self.casts, needs_dgrad, needs_wgrad)
-        inp = kept_weight = None
-        if needs_wgrad:
-            inp = Operand(self.inp, cols, rows, *_by_name(kept, needs_dgrad + needs_wgrad, 0))
-        if needs_dgrad:
-            kept_weight = Operand(self.weight, cols, outs, *_by_name(kept, needs_dgrad + needs_wgrad, -1))
-        return y, (inp, kept_weight)
-
-    def backward(
-        self,
-        grad_output: Tensor,
-        kept: Kept,
-        rng: Tensor | None,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        bias_dtype: torch.dtype | None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """As :meth:`LinearByValues.backward`; last the gradient of a bias of ``bias_dtype``, None without one."""
-        inp, weight = kept
-        tensors = (*(_ABSENT if inp is None else inp.tensors), *(_ABSENT if weight is None else weight.tensors))
-        if isinstance(weight, TiledOperand):
-            tiled = (grad_output.detach(), *tensors, rng, self.casts, weight.cols, *dtypes, bias_dtype)
-            gradients = iter(torch.ops.fp4engine.tiled_linear_backward(*tiled))
-        else:
-            asked = (grad_output.detach(), *tensors, rng, self.casts, *dtypes, bias_dtype)
-            gradients = iter(torch.ops.fp4engine.linear_backward(*asked))
-        dx = None if weight is None else next(gradients)
-        dw = None if inp is None else next(gradients)
-        return dx, dw, None if bias_dtype is None else next(gradients)
-
-
-def _by_name(kept: list[Tensor], operands: int, which: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """``(data, scale_inv, amax)`` of one of the operands that an operator returns one behind the other."""
-    size = len(kept) // operands
-    own = kept[:size] if which == 0 else kept[-size:]
-    return own[0], own[1] if size == 3 else None, own[-1]
-
-
-def bias_gradient(grad_output: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
-    """``db[N] = sum of dy[M, N] over M``, in FP32, or FP64 as it came, and in the order of the reference."""
-    if grad_output.dtype == torch.float64:
-        return grad_output.sum(0).to(dtype)
-    return column_sums(grad_output, backend=backend)[0].to(dtype)
-
-
-def is_bound_by_host(weight: Tensor) -> bool:
-    """Whether a compiled layer is to be one operator each way: small with any number of rows, which may be dynamic."""
-    return LinearByValues.takes(weight.shape[0], *weight.shape)
-
-
-@constant_when_traced
-def key_of(casts: Casts) -> str:
-    """The key of ``casts``, for code that may be traced."""
-    return casts.key
-
-
-def _linear_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, casts: str, needs_dgrad: bool, needs_wgrad: bool
-) -> list[Tensor]:
-    own = Casts.from_key(casts)
-    way = linear_at_once(own, x, weight) or LinearByOperations(own)
-    y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad)
-    tensors = [tensor for operand in kept if operand for tensor in operand.tensors if tensor is not None]
-    return [y.contiguous(), *tensors]
-
-
-def _linear_backward(
-    grad_output: Tensor,
-    inp: Tensor | None,
-    inp_scale_inv: Tensor | None,
-    inp_amax: Tensor | None,
-    weight: Tensor | None,
-    weight_scale_inv: Tensor | None,
-    weight_amax: Tensor | None,
-    rng: Tensor | None,
-    casts: str,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-) -> list[Tensor]:
-    own, (rows, outs) = Casts.from_key(casts), grad_output.shape
-    ins = next(codes.shape[0] for codes in (inp, weight) if codes is not None)
-    found = _find(own, dtype, weight_dtype, grad_output.device)
-    way = found if found is not None and found.takes(rows, outs, ins) else LinearByOperations(own)
-    left = right = None
-    if inp is not None:
-        left = Operand(way.inp_spec, ins, rows, inp, inp_scale_inv, inp_amax)
-    if weight is not None:
-        right = Operand(way.weight_spec, ins, outs, weight, weight_scale_inv, weight_amax)
-    gradients: list[Tensor | None] = [*way.backward(grad_output, (left, right), rng, (dtype, weight_dtype))]
-    if bias_dtype is not None:
-        gradients.append(bias_gradient(grad_output, bias_dtype, own.backend))
-    return [gradient.contiguous() for gradient in gradients if gradient is not None]
-
-
-def _linear_forward_outputs(
-    x: Tensor, weight: Tensor, bias: Tensor | None, casts: str, needs_dgrad: bool, needs_wgrad: bool
-) -> list[Output]:
-    own, (rows, cols), outs = Casts.from_key(casts), x.shape, weight.shape[0]
-    by_fp8 = isinstance(_find(own, x.dtype, weight.dtype, x.device), LinearByFP8)
-    outputs = [Output((rows, outs), x.dtype)]
-    for key, length, needed in ((own.inp[1], rows, needs_wgrad), (own.weight[1], outs, needs_dgrad)):
-        if not needed:
-            continue
-        spec = CastSpec.from_key(key)
-        width = spec.padded_cols(length)
-        if by_fp8:
-            outputs.append(Output((cols, width), spec.element.torch_dtype))
-        else:
-            outputs.append(Output((cols, width * spec.element.storage_bits // 8), torch.uint8))
-            outputs.append(Output((cols, spec.num_blocks(width)), spec.scale.torch_dtype))
-        outputs.append(Output(amax_shape(spec, cols, length), torch.float32))
-    return outputs
-
-
-def _linear_backward_outputs(
-    grad_output: Tensor,
-    inp: Tensor | None,
-    inp_scale_inv: Tensor | None,
-    inp_amax: Tensor | None,
-    weight: Tensor | None,
-    weight_scale_inv: Tensor | None,
-    weight_amax: Tensor | None,
-    rng: Tensor | None,
-    casts: str,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-) -> list[Output]:
-    rows, outs = grad_output.shape
-    outputs: list[Output] = []
-    if weight is not None:
-        outputs.append(Output((rows, weight.shape[0]), dtype))
-    if inp is not None:
-        outputs.append(Output((outs, inp.shape[0]), weight_dtype))
-    if bias_dtype is not None:
-        outputs.append(Output((outs,), bias_dtype))
-    return outputs
-
-
-def _tiled_linear_forward(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    amax: Tensor,
-    bias: Tensor | None,
-    casts: str,
-    weight_dtype: torch.dtype,
-    needs_wgrad: bool,
-) -> list[Tensor]:
-    own, (rows, ins), outs = Casts.from_key(casts), x.shape, codes.shape[0]
-    weight = TiledOperand(CastSpec.from_key(own.weight[0]), outs, ins, codes, scales, amax)
-    way = _of_tiles(own, (rows, outs, ins), x.dtype, weight_dtype, x.device)
-    y, (inp, _) = way.forward(x, weight, bias, False, needs_wgrad)
-    return [y.contiguous(), *(tensor for tensor in (inp.tensors if inp else ()) if tensor is not None)]
-
-
-def _tiled_linear_backward(
-    grad_output: Tensor,
-    inp: Tensor | None,
-    inp_scale_inv: Tensor | None,
-    inp_amax: Tensor | None,
-    codes: Tensor,
-    scales: Tensor,
-    amax: Tensor,
-    rng: Tensor | None,
-    casts: str,
-    ins: int,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-) -> list[Tensor]:
-    own, (rows, outs) = Casts.from_key(casts), grad_output.shape
-    way = _of_tiles(own, (rows, outs, ins), dtype, weight_dtype, grad_output.device)
-    left = None if inp is None else Operand(way.inp_spec, ins, rows, inp, inp_scale_inv, inp_amax)
-    right = TiledOperand(way.weight_spec, outs, ins, codes, scales, amax)
-    gradients: list[Tensor | None] = [*way.backward(grad_output, (left, right), rng, (dtype, weight_dtype))]
-    if bias_dtype is not None:
-        gradients.append(bias_gradient(grad_output, bias_dtype, own.backend))
-    return [gradient.contiguous() for gradient in gradients if gradient is not None]
-
-
-def _of_tiles(
-    casts: Casts, sizes: tuple[int, int, int], dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
-) -> LinearByValues | LinearByOperations:
-    """What computes with a weight that came as codes; ``sizes`` as :meth:`LinearByValues.takes` has them."""
-    found = _find(casts, dtype, weight_dtype, device)
-    return found if isinstance(found, LinearByValues) and found.takes(*sizes) else LinearByOperations(casts)
-
-
-def _tiled_linear_forward_outputs(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    amax: Tensor,
-    bias: Tensor | None,
-    casts: str,
-    weight_dtype: torch.dtype,
-    needs_wgrad: bool,
-) -> list[Output]:
-    (rows, cols), spec = x.shape, CastSpec.from_key(Casts.from_key(casts).inp[1])
-    outputs = [Output((rows, codes.shape[0]), x.dtype)]
-    if needs_wgrad:
-        width = spec.padded_cols(rows)
-        outputs.append(Output((cols, width * spec.element.storage_bits // 8), torch.uint8))
-        outputs.append(Output((cols, spec.num_blocks(width)), spec.scale.torch_dtype))
-        outputs.append(Output(amax_shape(spec, cols, rows), torch.float32))
-    return outputs
-
-
-def _tiled_linear_backward_outputs(
-    grad_output: Tensor,
-    inp: Tensor | None,
-    inp_scale_inv: Tensor | None,
-    inp_amax: Tensor | None,
-    codes: Tensor,
-    scales: Tensor,
-    amax: Tensor,
-    rng: Tensor | None,
-    casts: str,
-    ins: int,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-) -> list[Output]:
-    rows, outs = grad_output.shape
-    outputs = [Output((rows, ins), dtype)]
-    if inp is not None:
-        outputs.append(Output((outs, ins), weight_dtype))
-    if bias_dtype is not None:
-        outputs.append(Output((outs,), bias_dtype))
-    return outputs
-
-
-define(_linear_forward, _linear_forward_outputs)
-define(_linear_backward, _linear_backward_outputs)
-define(_tiled_linear_forward, _tiled_linear_forward_outputs)
-define(_tiled_linear_backward, _tiled_linear_backward_outputs)

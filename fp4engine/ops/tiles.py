@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fp4engine.formats import CastSpec
 from fp4engine.ops import backend as backends
+from fp4engine.ops.cast import codes_outputs
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define, is_plain
 
@@ -74,10 +75,7 @@ def _spread_tiles_outputs(
     codes: Tensor, scales: Tensor, spec: str, rows: int, cols: int, transposed: bool, backend: str
 ) -> list[Output]:
     cast = CastSpec.from_key(spec)
-    if not transposed:
-        return [Output((rows, cast.num_blocks(cols)), cast.scale.torch_dtype)]
-    codes_of = Output((cols, cast.padded_cols(rows) // 2), torch.uint8)
-    return [codes_of, Output((cols, cast.num_blocks(rows)), cast.scale.torch_dtype)]
+    return codes_outputs(cast, cols, rows) if transposed else codes_outputs(cast, rows, cols)[1:]
 
 
 @cache

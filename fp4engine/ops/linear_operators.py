@@ -1,0 +1,310 @@
+"""A linear layer's forward, and its backward, as one operator each: for code that ``torch.compile`` traces.
+
+How many launches a direction takes is decided when it runs (:mod:`fp4engine.ops.linear`), so that a graph knows nothing
+of the number of rows. Legend: x is [M, K], weight [N, K].
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4engine.formats import CastSpec
+from fp4engine.ops.cast import amax_shape, codes_outputs
+from fp4engine.ops.grouped import column_sums
+from fp4engine.ops.linear import (
+    Casts,
+    Kept,
+    LinearAtOnce,
+    LinearByFP8,
+    LinearByOperations,
+    LinearByValues,
+    Memories,
+    covering,
+    way_of,
+)
+from fp4engine.ops.operand import Operand
+from fp4engine.ops.operation import Output, define
+from fp4engine.ops.tiles import TiledOperand
+from fp4engine.tracing import constant_when_traced
+
+_ABSENT = (None, None, None)
+"""The tensors of an operand that is not there."""
+
+
+class LinearByOperators(NamedTuple):
+    """By two operators, one for each direction.
+
+    Attributes:
+        casts: their key.
+        inp, weight: specs of what backward needs of x and of weight.
+        weight_dtype: of the weight.
+    """
+
+    casts: str
+    inp: CastSpec
+    weight: CastSpec
+    weight_dtype: torch.dtype
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor | TiledOperand,
+        bias: Tensor | None,
+        needs_dgrad: bool,
+        needs_wgrad: bool,
+        memories: Memories | None = None,
+    ) -> tuple[Tensor, Kept]:
+        """As :meth:`LinearByValues.forward`."""
+        rows, cols = x.shape
+        x, bias = x.detach(), bias if bias is None else bias.detach()
+        if isinstance(weight, TiledOperand):
+            y, *tensors = torch.ops.fp4engine.tiled_linear_forward(
+                x, *weight.tensors, bias, self.casts, self.weight_dtype, needs_wgrad
+            )
+            inp = Operand(self.inp, cols, rows, *tensors) if needs_wgrad else None
+            return y, (inp, weight if needs_dgrad else None)
+        outs, weight = weight.shape[0], weight.detach()
+        y, *kept = torch.ops.fp4engine.linear_forward(x, weight, bias, self.casts, needs_dgrad, needs_wgrad)
+        inp = kept_weight = None
+        if needs_wgrad:
+            inp = Operand(self.inp, cols, rows, *_by_name(kept, needs_dgrad + needs_wgrad, 0))
+        if needs_dgrad:
+            kept_weight = Operand(self.weight, cols, outs, *_by_name(kept, needs_dgrad + needs_wgrad, -1))
+        return y, (inp, kept_weight)
+
+    def backward(
+        self,
+        grad_output: Tensor,
+        kept: Kept,
+        rng: Tensor | None,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        bias_dtype: torch.dtype | None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """As :meth:`LinearByValues.backward`; last the gradient of a bias of ``bias_dtype``, None without one."""
+        inp, weight = kept
+        tensors = (*(_ABSENT if inp is None else inp.tensors), *(_ABSENT if weight is None else weight.tensors))
+        if isinstance(weight, TiledOperand):
+            tiled = (grad_output.detach(), *tensors, rng, self.casts, weight.cols, *dtypes, bias_dtype)
+            gradients = iter(torch.ops.fp4engine.tiled_linear_backward(*tiled))
+        else:
+            asked = (grad_output.detach(), *tensors, rng, self.casts, *dtypes, bias_dtype)
+            gradients = iter(torch.ops.fp4engine.linear_backward(*asked))
+        dx = None if weight is None else next(gradients)
+        dw = None if inp is None else next(gradients)
+        return dx, dw, None if bias_dtype is None else next(gradients)
+
+
+def _by_name(kept: list[Tensor], operands: int, which: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """``(data, scale_inv, amax)`` of one of the operands that an operator returns one behind the other."""
+    size = len(kept) // operands
+    own = kept[:size] if which == 0 else kept[-size:]
+    return own[0], own[1] if size == 3 else None, own[-1]
+
+
+def bias_gradient(grad_output: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    """``db[N] = sum of dy[M, N] over M``, in FP32, or FP64 as it came, and in the order of the reference."""
+    if grad_output.dtype == torch.float64:
+        return grad_output.sum(0).to(dtype)
+    return column_sums(grad_output, backend=backend)[0].to(dtype)
+
+
+def is_bound_by_host(weight: Tensor) -> bool:
+    """Whether a compiled layer is to be one operator each way: small with any number of rows, which may be dynamic."""
+    return LinearByValues.takes(weight.shape[0], *weight.shape)
+
+
+@constant_when_traced
+def key_of(casts: Casts) -> str:
+    """The key of ``casts``, for code that may be traced."""
+    return casts.key
+
+
+def _linear_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, casts: str, needs_dgrad: bool, needs_wgrad: bool
+) -> list[Tensor]:
+    (rows, ins), outs = x.shape, weight.shape[0]
+    way = way_of(Casts.from_key(casts), (rows, outs, ins), x.dtype, weight.dtype, x.device)
+    y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad)
+    return [y.contiguous(), *_tensors_of(*kept)]
+
+
+def _tensors_of(*kept: Operand | TiledOperand | None) -> list[Tensor]:
+    """The tensors of operands, one operand behind the other."""
+    return [tensor for operand in kept if operand for tensor in operand.tensors if tensor is not None]
+
+
+def _linear_backward(
+    grad_output: Tensor,
+    inp: Tensor | None,
+    inp_scale_inv: Tensor | None,
+    inp_amax: Tensor | None,
+    weight: Tensor | None,
+    weight_scale_inv: Tensor | None,
+    weight_amax: Tensor | None,
+    rng: Tensor | None,
+    casts: str,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+) -> list[Tensor]:
+    rows, outs = grad_output.shape
+    ins = next(codes.shape[0] for codes in (inp, weight) if codes is not None)
+    way = way_of(Casts.from_key(casts), (rows, outs, ins), dtype, weight_dtype, grad_output.device)
+    left = right = None
+    if inp is not None:
+        left = Operand(way.inp_spec, ins, rows, inp, inp_scale_inv, inp_amax)
+    if weight is not None:
+        right = Operand(way.weight_spec, ins, outs, weight, weight_scale_inv, weight_amax)
+    return _all_gradients(way, grad_output, (left, right), rng, (dtype, weight_dtype), bias_dtype)
+
+
+def _all_gradients(
+    way: LinearAtOnce | LinearByOperations,
+    grad_output: Tensor,
+    kept: Kept,
+    rng: Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    bias_dtype: torch.dtype | None,
+) -> list[Tensor]:
+    """Gradients of x and of weight, as far as what they need was kept, and of a bias of ``bias_dtype``."""
+    gradients: list[Tensor | None] = [*way.backward(grad_output, kept, rng, dtypes)]
+    if bias_dtype is not None:
+        gradients.append(bias_gradient(grad_output, bias_dtype, way.casts.backend))
+    return [gradient.contiguous() for gradient in gradients if gradient is not None]
+
+
+def _linear_forward_outputs(
+    x: Tensor, weight: Tensor, bias: Tensor | None, casts: str, needs_dgrad: bool, needs_wgrad: bool
+) -> list[Output]:
+    own, (rows, cols), outs = Casts.from_key(casts), x.shape, weight.shape[0]
+    by_fp8 = isinstance(covering(own, x.dtype, weight.dtype, x.device), LinearByFP8)
+    outputs = [Output((rows, outs), x.dtype)]
+    for key, length, needed in ((own.inp[1], rows, needs_wgrad), (own.weight[1], outs, needs_dgrad)):
+        if needed:
+            outputs += _kept_outputs(CastSpec.from_key(key), cols, length, by_fp8)
+    return outputs
+
+
+def _kept_outputs(spec: CastSpec, rows: int, cols: int, by_fp8: bool = False) -> list[Output]:
+    """The tensors of an operand [rows, cols] that backward needs; FP8 products take codes without block scales."""
+    codes = codes_outputs(spec, rows, cols)
+    if by_fp8:
+        codes = [Output((rows, spec.padded_cols(cols)), spec.element.torch_dtype)]
+    return [*codes, Output(amax_shape(spec, rows, cols), torch.float32)]
+
+
+def _linear_backward_outputs(
+    grad_output: Tensor,
+    inp: Tensor | None,
+    inp_scale_inv: Tensor | None,
+    inp_amax: Tensor | None,
+    weight: Tensor | None,
+    weight_scale_inv: Tensor | None,
+    weight_amax: Tensor | None,
+    rng: Tensor | None,
+    casts: str,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+) -> list[Output]:
+    ins = None if weight is None else weight.shape[0]
+    return _gradient_outputs(grad_output, ins, inp, dtype, weight_dtype, bias_dtype)
+
+
+def _gradient_outputs(
+    grad_output: Tensor,
+    ins: int | None,
+    inp: Tensor | None,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+) -> list[Output]:
+    """What :func:`_all_gradients` returns; ``ins`` is K if the gradient of x is among it."""
+    rows, outs = grad_output.shape
+    outputs: list[Output] = []
+    if ins is not None:
+        outputs.append(Output((rows, ins), dtype))
+    if inp is not None:
+        outputs.append(Output((outs, inp.shape[0]), weight_dtype))
+    if bias_dtype is not None:
+        outputs.append(Output((outs,), bias_dtype))
+    return outputs
+
+
+def _tiled_linear_forward(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    bias: Tensor | None,
+    casts: str,
+    weight_dtype: torch.dtype,
+    needs_wgrad: bool,
+) -> list[Tensor]:
+    own, (rows, ins), outs = Casts.from_key(casts), x.shape, codes.shape[0]
+    weight = TiledOperand(CastSpec.from_key(own.weight[0]), outs, ins, codes, scales, amax)
+    way = way_of(own, (rows, outs, ins), x.dtype, weight_dtype, x.device)
+    y, (inp, _) = way.forward(x, weight, bias, False, needs_wgrad)
+    return [y.contiguous(), *_tensors_of(inp)]
+
+
+def _tiled_linear_backward(
+    grad_output: Tensor,
+    inp: Tensor | None,
+    inp_scale_inv: Tensor | None,
+    inp_amax: Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    rng: Tensor | None,
+    casts: str,
+    ins: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+) -> list[Tensor]:
+    rows, outs = grad_output.shape
+    way = way_of(Casts.from_key(casts), (rows, outs, ins), dtype, weight_dtype, grad_output.device)
+    left = None if inp is None else Operand(way.inp_spec, ins, rows, inp, inp_scale_inv, inp_amax)
+    right = TiledOperand(way.weight_spec, outs, ins, codes, scales, amax)
+    return _all_gradients(way, grad_output, (left, right), rng, (dtype, weight_dtype), bias_dtype)
+
+
+def _tiled_linear_forward_outputs(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    bias: Tensor | None,
+    casts: str,
+    weight_dtype: torch.dtype,
+    needs_wgrad: bool,
+) -> list[Output]:
+    rows, cols = x.shape
+    kept = _kept_outputs(CastSpec.from_key(Casts.from_key(casts).inp[1]), cols, rows) if needs_wgrad else []
+    return [Output((rows, codes.shape[0]), x.dtype), *kept]
+
+
+def _tiled_linear_backward_outputs(
+    grad_output: Tensor,
+    inp: Tensor | None,
+    inp_scale_inv: Tensor | None,
+    inp_amax: Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    rng: Tensor | None,
+    casts: str,
+    ins: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+) -> list[Output]:
+    return _gradient_outputs(grad_output, ins, inp, dtype, weight_dtype, bias_dtype)
+
+
+define(_linear_forward, _linear_forward_outputs)
+define(_linear_backward, _linear_backward_outputs)
+define(_tiled_linear_forward, _tiled_linear_forward_outputs)
+define(_tiled_linear_backward, _tiled_linear_backward_outputs)
