@@ -12,6 +12,7 @@ from fp4engine.ops.cast import as_it_is
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define, is_plain
 from fp4engine.reference.hadamard import rotate_back
+from fp4engine.tracing import constant_when_traced
 
 
 def within_range(x: Tensor, operand: Operand, backend: str = "auto") -> Tensor:
@@ -48,10 +49,15 @@ def clip_and_rotate_back(
     return run(values, within, _key(rotation), cols, dtype, backend)
 
 
-@cache
+@constant_when_traced
 def _key(rotation: Rotation | None) -> str:
     """``rotation`` as the key of a spec; empty for none."""
-    return CastSpec(rotation=rotation).key if rotation else ""
+    return _key_of(rotation) if rotation else ""
+
+
+@cache
+def _key_of(rotation: Rotation) -> str:
+    return CastSpec(rotation=rotation).key
 
 
 def _within_range(x: Tensor, codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: str, backend: str) -> Tensor:

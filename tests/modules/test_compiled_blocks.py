@@ -250,3 +250,16 @@ def test_a_recipe_with_rules_inside_one_compiled_function():
     x = torch.randn(20, 16)
     with fp4engine.autocast(recipe=recipe):
         assert torch.equal(call(x), layers(x))
+
+
+@pytest.mark.parametrize("row", [name for name in zoo.ZOO if name != "fp8_delayed"])
+def test_every_row_of_the_book_has_eager_bytes_compiled(row):
+    """But for delayed scaling, which does not compile."""
+    recipe, x = zoo.make(row), torch.randn(48, 16)
+    results = []
+    for blocks in (model(fp4engine.Linear, 1), compiled(fp4engine.Linear, 1)):
+        for _ in range(3):
+            fp4engine.manual_seed(1)
+            found = step(blocks, x, recipe)
+        results.append(found)
+    assert all(torch.equal(eager, traced) for eager, traced in zip(*results, strict=True))

@@ -51,6 +51,21 @@ def test_fakes_have_the_shapes_dtypes_and_strides_of_the_real(shape: tuple[int, 
         assert_fake_tells_the_truth(fp4.dequantize, *tensors, spec.key, shape[1], dtype, "auto")
 
 
+@pytest.mark.parametrize("shape", [(32, 48), (17, 33), (0, 32)], ids=str)
+def test_fakes_of_clipped_gradients_tell_the_truth(shape: tuple[int, int]) -> None:
+    casts, x, fp4 = zoo.make("quartet").casts("input"), torch.randn(shape), torch.ops.fp4engine
+    spec = casts.rowwise
+    assert spec is not None
+    operand = Quantizer(spec, None).quantize(x, columnwise=False).rowwise
+    assert operand is not None
+    asked = (x, operand.data, operand.scale_inv, operand.amax, spec.key, "auto")
+    assert_fake_tells_the_truth(fp4.within_range, *asked)
+    bits, values = fp4.within_range(*asked), torch.randn(shape[0], spec.padded_cols(shape[1]))
+    for within in (bits, None):
+        for dtype in (torch.float32, torch.bfloat16):
+            assert_fake_tells_the_truth(fp4.clip_and_rotate_back, values, within, spec.key, shape[1], dtype, "auto")
+
+
 LAYERS = {
     "NVFP4": NVFP4BlockScaling(),
     "row scaled": NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True),
