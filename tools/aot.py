@@ -7,7 +7,8 @@ which every variant of the source is in use; AMD's gfx942 and gfx950 have the va
 run on a GPU of AMD's.
 
 Fails if a kernel does not compile, if the sm_100 PTX of a nearest-even cast lacks the native E2M1 conversion, if a
-kernel that overlaps its predecessor does not wait for it, or if one needs more shared memory than AMD's GPUs have.
+kernel that overlaps its predecessor does not wait for it, if the warps that fold an amax wait for each other, or if a
+kernel needs more shared memory than AMD's GPUs have.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from triton.compiler import ASTSource
 from fp4engine.formats import E4M3, E5M2, FP32, CastSpec, Correction, Outer, Rotation, RoundingMode, ScaleRule
 from fp4engine.kernels import amax
 from fp4engine.kernels.activation import BLOCK, activation_backward_kernel
-from fp4engine.kernels.amax import CLEARED, FEW_PARTS, MOST_PARTS, amax_kernel, clear_kernel, fold_kernel
+from fp4engine.kernels.amax import CLEARED, amax_kernel, clear_kernel, fold_kernel
 from fp4engine.kernels.amax_history import record_kernel
 from fp4engine.kernels.block_decode import TILE_R as DECODED_ROWS
 from fp4engine.kernels.block_decode import block_decode_kernel
@@ -118,7 +119,7 @@ FP8_CASTS = (("E4M3 row+col", FP8, FP8), ("E5M2 rowwise", BF8, None), ("E4M3 row
 NO_FACTORS = {
     f"{side}_{name}": None for side in ("row", "col") for name in ("other_ptr", "numerator", "alpha_ptr", "one_ptr")
 }
-GIVEN = {"row_whole_ptr": None, "col_whole_ptr": None, "PARTS": FEW_PARTS}
+GIVEN = {"row_whole_ptr": None, "col_whole_ptr": None}
 """Constants of a cast whose amaxes are there, and not in parts."""
 POINTERS = {
     "row_amax_ptr": "*fp32", "col_amax_ptr": "*fp32", "amax_ptr": "*fp32", "rng_ptr": "*i64", "codes_ptr": "*u8",
@@ -186,9 +187,8 @@ def block_cases(name: str, spec: CastSpec, side: int, form: str) -> list[tuple[s
     stride = {"stride_r" if side else "stride_c": 1}
     absent = {"sums_ptr": spec.correction is not Correction.SCALAR, "largest_ptr": not aligned,
               "scale_ptr": form == "values" and not aligned, "amax_ptr": not per_tensor or aligned}  # fmt: skip
-    parts = {"PARTS": MOST_PARTS if per_tensor and not aligned else 0}
     nothing = {argument: None for argument, is_absent in absent.items() if is_absent}
-    table = [(f"{name} {form}", block_cast_kernel, cast | stride | parts | nothing, "bf16")]
+    table = [(f"{name} {form}", block_cast_kernel, cast | stride | nothing, "bf16")]
     if per_tensor and not aligned:
         amax_tile = {"TILE_R": tile_rows(spec, of_amax=True)}
         table.append((f"{name} amax", block_amax_kernel, cast | stride | amax_tile, "bf16"))
@@ -207,21 +207,20 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         even = dtype == "bf16"
         sides = {"ROW": row and Side.of(row, output, 0), "COL": col and Side.of(col, output, 1)}
         per_row = any(side is not None and side.per_row for side in sides.values())
-        parts = GIVEN if per_row else {"PARTS": MOST_PARTS}
+        given = GIVEN if per_row else {}
         tile = tile_of(tile_shape(sides["ROW"], sides["COL"]), even)
-        table.append((f"quantize {name}", quantize_kernel, NO_PROLOGUE | sides | parts | tile, dtype))
+        table.append((f"quantize {name}", quantize_kernel, NO_PROLOGUE | sides | given | tile, dtype))
         sides = {"ROW": row and Side.of(row, "codes", 0), "COL": col and Side.of(col, "codes", 1)}
         tile = tile_of(amax.tile_shape(sides["COL"]), even)
         table.append((f"amax {name}", amax_kernel, NO_PROLOGUE | sides | tile, dtype))
     sides = {"ROW": Side.of(PLAIN, "codes", 0), "COL": Side.of(ROTATED, "codes", 1)}
-    for name, parts in (("amaxes given", GIVEN), ("few parts", {"PARTS": FEW_PARTS})):
-        small = tile_of(tile_shape(sides["ROW"], sides["COL"], small=True))
-        table.append((f"quantize {name}", quantize_kernel, NO_PROLOGUE | sides | parts | small, "bf16"))
-    for parts in (FEW_PARTS, MOST_PARTS):
-        table.append((f"fold {parts} parts", fold_kernel, {"PARTS": parts}, "bf16"))
+    small = tile_of(tile_shape(sides["ROW"], sides["COL"], small=True))
+    for name, given in (("amaxes given", GIVEN), ("small", {})):
+        table.append((f"quantize {name}", quantize_kernel, NO_PROLOGUE | sides | given | small, "bf16"))
+    table.append(("fold parts", fold_kernel, {}, "bf16"))
     for kind in ("RMSNorm", "LayerNorm"):
         norm = {"PROLOGUE": Prologue.of(kind, torch.bfloat16)} | ({"beta_ptr": None} if kind == "RMSNorm" else {})
-        cast = sides | norm | {"PARTS": MOST_PARTS} | tile_of(tile_shape(sides["ROW"], sides["COL"]))
+        cast = sides | norm | tile_of(tile_shape(sides["ROW"], sides["COL"]))
         table.append((f"quantize {kind}", quantize_kernel, cast, "bf16"))
         largest = {"y_ptr": None} | sides | norm | tile_of(amax.tile_shape(sides["COL"], norm["PROLOGUE"]))
         table.append((f"amax {kind}", amax_kernel, largest, "bf16"))
@@ -236,7 +235,7 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         table.append((f"backward {kind}", activation_backward_kernel, constants, "bf16"))
     for name, row, col in FP8_CASTS:
         sides = {"ROW": row and Grid.of(row), "COL": col and Grid.of(col), "TILE_M": TILE_M, "TILE_K": TILE_K}
-        shared = {"SHARED": True, "col_whole_ptr": None, "PARTS": MOST_PARTS}
+        shared = {"SHARED": True, "col_whole_ptr": None}
         table.append((f"cast {name}, one amax", cast_fp8_kernel, NO_FACTORS | sides | shared, "bf16"))
         table.append((f"cast {name}, factors", cast_fp8_kernel, sides | shared, "bf16"))
         given = NO_FACTORS | sides | GIVEN | {"SHARED": False}
@@ -264,9 +263,9 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     for name, absent in (("decode", alone), ("decode both operands", {})):
         table.append((name, decode_kernel, absent | {"PER_PROGRAM": BLOCKS}, "bf16"))
     table.append(("draw", draw_kernel, {}, "bf16"))
-    for choice, parts in (("", 0), ("max", FEW_PARTS), ("max", MOST_PARTS), ("most_recent", MOST_PARTS), ("given", 0)):
-        record = {"CHOICE": choice, "ROOM": 1024, "PARTS": parts}
-        table.append((f"record amax {choice}, {parts} parts", record_kernel, record, "bf16"))
+    for choice in ("", "max", "most_recent", "given"):
+        record = {"CHOICE": choice, "ROOM": 1024}
+        table.append((f"record amax {choice}", record_kernel, record, "bf16"))
     table.append(("recall amax", record_kernel, record | {"values_ptr": None, "CHOICE": ""}, "bf16"))
     table.append(("factor", factor_kernel, {}, "bf16"))
     for height in (1, 128):
@@ -303,6 +302,8 @@ OVERLAPPING = (clear_kernel, amax_kernel, fold_kernel, quantize_kernel)
 """Kernels that are launched with :func:`fp4engine.kernels.overlap.overlapping`."""
 FIRST_USE = re.compile(r"griddepcontrol\.wait|\b(?:ld|st|atom|red|cp)\.\S*global")
 """A wait for the predecessor, or what must not come before it: any use of global memory."""
+BARRIER = re.compile(r"\bbar\.sync|\bbarrier\.|\bs_barrier")
+"""Where the warps of a program wait for each other."""
 
 
 def waits_first(kernel: Any, ptx: str) -> bool:
@@ -331,6 +332,8 @@ def compile_case(index: int, target: str) -> tuple[str, str]:
     capability = int(target) if target.isdigit() else 0
     if capability >= 90 and not waits_first(kernel, ptx):
         return line, f"{name}, {where}: does not wait for its predecessor before it uses memory"
+    if kernel is fold_kernel and BARRIER.search(ptx or compiled.asm.get("amdgcn", "")):
+        return line, f"{name}, {where}: warps wait for each other where some of them may not come (whole_amax)"
     sides = [side for side in (constants.get("ROW"), constants.get("COL")) if side is not None]
     wants = kernel in (quantize_kernel, grouped_quantize_kernel) and all(
         s.words == 2 and not s.random_bits for s in sides

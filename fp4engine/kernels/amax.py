@@ -3,9 +3,10 @@
     A_row = max|x|        A_col = max|rotated x.T|        per tensor, or per row of the operand; NaN wins
 
 Maxima are taken over FP32 bit patterns without the sign: their order as integers is the order of the magnitudes, with
-NaN above infinity. An amax per tensor leaves :func:`add_amax` as parts, one for each program, and whoever reads it
-takes the largest (:func:`largest_part`), so nothing has to be cleared before and programs meet nowhere. Maxima per row
-are collected by ``atomic_max``, whose result does not depend on the programs' order, in memory cleared before.
+NaN above infinity. An amax per tensor leaves :func:`add_amax` as parts, one for each program, so nothing has to be
+cleared before. The first programs that need it take the largest part and leave it for those behind them
+(:func:`whole_amax`); whoever writes it writes the same. Maxima per row are collected by ``atomic_max``, whose result
+does not depend on the programs' order, in memory cleared before.
 
 Legend: x is [M, K]; rowwise operand [M, K], columnwise operand [K, M].
 """
@@ -28,8 +29,8 @@ from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_prev
 INFINITY_BITS = tl.constexpr(0x7F800000)
 CLEARED = 1024
 """Maxima that a program of :func:`clear_kernel` sets to zero."""
-FEW_PARTS, MOST_PARTS = 64, 1024
-"""Parts of an amax per tensor: whoever reads them is compiled for one of these two numbers, of which fewer may be."""
+MOST_PARTS = 1024
+"""Parts of an amax per tensor."""
 
 
 @triton.jit
@@ -45,24 +46,45 @@ def clear_kernel(row_amax_ptr, col_amax_ptr, rows, cols, BLOCK: tl.constexpr, HA
 
 
 @triton.jit
-def largest_part(parts_ptr, parts, PARTS: tl.constexpr):
-    """The amax of which ``parts`` parts are there: a scalar."""
-    index = tl.arange(0, PARTS)
-    bits = tl.load(parts_ptr.to(tl.pointer_type(tl.int32)) + index, mask=index < parts, other=0)
-    return from_bits(tl.max(bits, axis=0).to(tl.uint32, bitcast=True))
+def largest_part(parts_ptr, parts):
+    """Bits of the amax of which ``parts`` parts are there, a scalar: int32; 0 without any.
+
+    Parts are read 32 at a time, which every warp holds whole, so that no warp waits for another.
+    """
+    lane = tl.arange(0, 32)
+    largest = tl.zeros([32], tl.int32)
+    for first in tl.range(0, parts, 512):
+        for step in tl.static_range(16):
+            index = first + 32 * step + lane
+            place = parts_ptr.to(tl.pointer_type(tl.int32)) + index
+            largest = tl.maximum(largest, tl.load(place, mask=index < parts, other=0) & 0x7FFFFFFF)
+    return tl.max(largest, axis=0)
 
 
 @triton.jit
-def fold_kernel(
-    row_parts_ptr, col_parts_ptr, row_amax_ptr, col_amax_ptr, parts, PARTS: tl.constexpr, HARDWARE: tl.constexpr
-):
+def whole_amax(parts_ptr, whole_ptr, parts):
+    """The amax of which ``parts`` parts are there, a scalar; read at ``whole_ptr`` once a program has left it there.
+
+    Bits with a sign say that none has. Warps of one program may find it and not find it: what they get is the same, and
+    within the branch none waits for another.
+    """
+    whole = whole_ptr.to(tl.pointer_type(tl.int32))
+    bits = tl.load(whole, cache_modifier=".cg")
+    if bits < 0:
+        bits = largest_part(parts_ptr, parts)
+        tl.store(whole, bits)
+    return from_bits(bits.to(tl.uint32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["parts"])
+def fold_kernel(row_parts_ptr, col_parts_ptr, row_amax_ptr, col_amax_ptr, parts, HARDWARE: tl.constexpr):
     """Parts to the amax itself, where nobody casts by it at once."""
     let_next_begin(HARDWARE)
     wait_for_previous(HARDWARE)
     if row_parts_ptr is not None:
-        tl.store(row_amax_ptr, largest_part(row_parts_ptr, parts, PARTS))
+        tl.store(row_amax_ptr.to(tl.pointer_type(tl.int32)), largest_part(row_parts_ptr, parts))
     if col_parts_ptr is not None:
-        tl.store(col_amax_ptr, largest_part(col_parts_ptr, parts, PARTS))
+        tl.store(col_amax_ptr.to(tl.pointer_type(tl.int32)), largest_part(col_parts_ptr, parts))
 
 
 @triton.jit
@@ -73,8 +95,12 @@ def bits_of_largest(magnitude):
 
 
 @triton.jit
-def store_part(parts_ptr, bits):
+def store_part(parts_ptr, whole_ptr, bits):
+    """The program's part of an amax, of which :func:`whole_amax` is to know nothing yet."""
     tl.store(parts_ptr.to(tl.pointer_type(tl.int32)) + tl.program_id(0), bits)
+    if whole_ptr is not None:
+        if tl.program_id(0) == 0:
+            tl.store(whole_ptr.to(tl.pointer_type(tl.int32)), -1)
 
 
 @triton.jit
@@ -146,13 +172,15 @@ def largest(
 
 @triton.jit(do_not_specialize=["M", "K"])
 def amax_kernel(
-    x_ptr, statistics_ptr, gamma_ptr, beta_ptr, y_ptr, row_amax_ptr, col_amax_ptr, M, K, stride_m, stride_k,
+    x_ptr, statistics_ptr, gamma_ptr, beta_ptr, y_ptr, row_amax_ptr, row_whole_ptr, col_amax_ptr, col_whole_ptr,
+    M, K, stride_m, stride_k,
     ROW: tl.constexpr, COL: tl.constexpr, PROLOGUE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
     EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Maxima of every tile.
 
-    ``row_amax_ptr``, ``col_amax_ptr``: a part for each program, or zeros for each row of the operand.
+    ``*_amax_ptr``: a part for each program, or zeros for each row of the operand.
+    ``*_whole_ptr``: where :func:`whole_amax` will look for the amax of the tensor, or None.
     ``y_ptr``: where to write the matrix itself, row-major, or None.
     """
     let_next_begin(HARDWARE)
@@ -175,9 +203,9 @@ def amax_kernel(
                 HARDWARE,
             )  # fmt: skip
     if ROW is not None and not ROW.per_row:
-        store_part(row_amax_ptr, row_bits)
+        store_part(row_amax_ptr, row_whole_ptr, row_bits)
     if COL is not None and not COL.per_row:
-        store_part(col_amax_ptr, col_bits)
+        store_part(col_amax_ptr, col_whole_ptr, col_bits)
 
 
 def tile_shape(col: Side | None, prologue: Prologue | None = None) -> tuple[int, int]:
@@ -199,11 +227,6 @@ class Maxima(NamedTuple):
     col: Place | None
     parts: int
 
-    @property
-    def room(self) -> int:
-        """PARTS of :func:`largest_part`."""
-        return FEW_PARTS if self.parts <= FEW_PARTS else MOST_PARTS
-
 
 Pair = tuple[Place | None, Place | None]
 
@@ -214,7 +237,7 @@ def add_amax(
     """Take the maxima of the sides, and write the matrix to ``y`` on the way.
 
     Args:
-        amaxes: where an amax for each row goes; one per tensor is left in parts.
+        amaxes: where an amax for each row goes; one per tensor is left in parts, and :func:`whole_amax` puts it there.
     """
     rows, cols = source.shape
     hardware, multiprocessors = device_facts(draft.device)
@@ -225,15 +248,18 @@ def add_amax(
     if any(sizes):
         cleared = [amax if size else None for amax, size in zip(amaxes, sizes, strict=True)]
         add_zeros(draft, cleared, sizes)
+    asked = ((row, amaxes[0]), (col, amaxes[1]))
+    in_parts = [side is not None and not side.per_row for side, _ in asked]
     row_max, col_max = (
-        amax if side is None or side.per_row else draft.scratch((programs,), torch.float32)
-        for side, amax in ((row, amaxes[0]), (col, amaxes[1]))
+        draft.scratch((programs,), torch.float32) if parts else amax
+        for parts, (_, amax) in zip(in_parts, asked, strict=True)
     )
+    row_whole, col_whole = (amax if parts else None for parts, (_, amax) in zip(in_parts, asked, strict=True))
     # 128 registers per thread: 4 programs live on an SM, and 8 take turns without a rest; SiLU would take 168.
     options = {"maxnreg": 128} if source.prologue is not None and source.x.dtype.itemsize == 2 else {}
     draft.step(
-        amax_kernel, programs, *source.places, y, row_max, col_max, rows, cols, *source.x.strides, row, col,
-        source.prologue, *tiles.constants, num_warps=4, **options, **overlap,
+        amax_kernel, programs, *source.places, y, row_max, row_whole, col_max, col_whole, rows, cols,
+        *source.x.strides, row, col, source.prologue, *tiles.constants, num_warps=4, **options, **overlap,
     )  # fmt: skip
     return Maxima(row_max, col_max, programs)
 
@@ -271,7 +297,7 @@ def resolve_amax(x: Facts, device: torch.device, rowwise: str, columnwise: str) 
         outs = [place if fold else None for place, fold in zip(amaxes, folded, strict=True)]
         hardware, _ = device_facts(device)
         overlap = overlapping(hardware)
-        draft.step(fold_kernel, 1, *parts, *outs, maxima.parts, maxima.room, hardware, num_warps=4, **overlap)
+        draft.step(fold_kernel, 1, *parts, *outs, maxima.parts, hardware, num_warps=4, **overlap)
     return draft.launch()
 
 

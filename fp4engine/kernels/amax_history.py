@@ -17,15 +17,15 @@ INFINITY = tl.constexpr(float("inf"))
 @triton.jit
 def record_kernel(
     values_ptr, amax_ptr, current_ptr, chosen_ptr, out_ptr, length, parts,
-    CHOICE: tl.constexpr, ROOM: tl.constexpr, PARTS: tl.constexpr,
+    CHOICE: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """One program.
 
-    ``values_ptr``: None leaves the memory as it is. ``current_ptr``: the tensor's amax, in parts unless ``PARTS`` is 0.
+    ``values_ptr``: None leaves the memory as it is. ``current_ptr``: parts of the tensor's amax.
     ``chosen_ptr``: read where ``CHOICE`` is "given". ``ROOM``: a power of two, ``length`` or more.
     """
     amax = tl.load(amax_ptr)
-    current = largest_part(current_ptr, parts, PARTS) if PARTS else tl.load(current_ptr)
+    current = from_bits(largest_part(current_ptr, parts).to(tl.uint32, bitcast=True))
     if values_ptr is not None:
         index = tl.arange(0, ROOM)
         values = tl.load(values_ptr + index, mask=index < length, other=0.0)
@@ -69,13 +69,13 @@ def add_record(
 
     Args:
         memory: its values and its amax.
-        current: the amax of the tensor; where it says zero parts, the amax is there as it is.
+        current: parts of the tensor's amax.
     """
     values, amax = memory
     length = 0 if past.values is None else past.values.shape[0]
     draft.step(
         record_kernel, 1, values if length else None, amax, current.row, chosen, out, length, current.parts,
-        past.choice, triton.next_power_of_2(max(length, 1)), current.parts and current.room, num_warps=4,
+        past.choice, triton.next_power_of_2(max(length, 1)), num_warps=4,
     )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def resolve_record(past: Past, current: Facts, chosen: Facts | None, device: tor
     draft = Draft(device, inputs=4)
     values, amax, whole, given = draft.inputs
     out = draft.output((1,), torch.float32)
-    add_record(draft, past, (values, amax), Maxima(whole, None, 0), out, given)
+    add_record(draft, past, (values, amax), Maxima(whole, None, 1), out, given)
     return draft.launch()
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fp4engine.constants import GAUSSIAN_VARIANCE as _GAUSSIAN_VARIANCE
-from fp4engine.kernels.amax import bits_of_largest, largest_part, store_amax
+from fp4engine.kernels.amax import bits_of_largest, store_amax, whole_amax
 from fp4engine.kernels.dots import dots, shrinkage
 from fp4engine.kernels.element import decode_element, encode_element
 from fp4engine.kernels.encode import (
@@ -272,9 +272,7 @@ def candidate(
 
 
 @triton.jit
-def outer_of(
-    m, amax_ptr, whole_ptr, parts, row0, col0, R, groups, PARTS: tl.constexpr, CAST: tl.constexpr, TILE_R: tl.constexpr
-):
+def outer_of(m, amax_ptr, whole_ptr, parts, row0, col0, R, groups, CAST: tl.constexpr, TILE_R: tl.constexpr):
     """The outer amax of every row of a tile, or the one there is, FP32 [TILE_R or 1]; to ``whole_ptr`` if there.
 
     ``m``: largest magnitudes of 16 neighbours.
@@ -294,20 +292,20 @@ def outer_of(
     else:
         if CAST.outer == "none" or CAST.rule == "aligned":  # aligned block scales find theirs later
             amax = tl.zeros([1], tl.float32) + CAST.constant_amax
-        elif PARTS:
-            amax = tl.zeros([1], tl.float32) + largest_part(amax_ptr, parts, PARTS)
+            if whole_ptr is not None:
+                if tl.program_id(0) == 0:
+                    tl.store(whole_ptr + tl.zeros([1], tl.int32), amax)
+        elif whole_ptr is not None:
+            amax = tl.zeros([1], tl.float32) + whole_amax(amax_ptr, whole_ptr, parts)
         else:
             amax = tl.zeros([1], tl.float32) + tl.load(amax_ptr)
-        if whole_ptr is not None:
-            if tl.program_id(0) == 0:
-                tl.store(whole_ptr + tl.zeros([1], tl.int32), amax)
         return amax
 
 
 @triton.jit
 def cast_tile(
     y, amax_ptr, whole_ptr, data_ptr, scale_ptr, sums_ptr, largest_ptr, rng_ptr, R, width, row0, col0, stream, parts,
-    PARTS: tl.constexpr, CAST: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, HARDWARE: tl.constexpr,
+    CAST: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Cast a prepared tile and store what it becomes, see :func:`fp4engine.kernels.blocks.block_cast_kernel`."""
     COLS: tl.constexpr = TILE_C // CAST.width
@@ -326,7 +324,7 @@ def cast_tile(
     if CAST.random_bits:
         group = col0 // 16 + sixteenth % (TILE_C // 16)
         random = random_of_elements(rng_ptr, stream, row0 + sixteenth // (TILE_C // 16), group, m, CAST)
-    outer_amax = outer_of(m, amax_ptr, whole_ptr, parts, row0, col0, R, width // 128, PARTS, CAST, TILE_R)
+    outer_amax = outer_of(m, amax_ptr, whole_ptr, parts, row0, col0, R, width // 128, CAST, TILE_R)
     row_scale = outer_encode_scale(outer_amax, CAST.numerator)
     outer_scale = repeat(row_scale, COLS)
     outer_decode_scale = repeat(reciprocal(row_scale, HARDWARE), COLS)

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from fp4engine.constants import BLOCK_SIZE, HADAMARD_SIGNS
 from fp4engine.formats import E2M1, E4M3, UE5M3, CastSpec, Correction, Outer, RoundingMode, ScaleRule
-from fp4engine.kernels.amax import FEW_PARTS, MOST_PARTS, add_zeros, store_amax_per_row, store_part
+from fp4engine.kernels.amax import MOST_PARTS, add_zeros, store_amax_per_row, store_part
 from fp4engine.kernels.block_cast import cast_tile, magnitudes, prepared, stochastic_e4m3
 from fp4engine.kernels.dequantize import Codes, add_decode
 from fp4engine.kernels.dots import neighbour_sums, shrinkage
@@ -140,10 +140,10 @@ def _turn(spec: CastSpec) -> float:
 
 @triton.jit(do_not_specialize=["stream"])
 def block_amax_kernel(
-    x_ptr, amax_ptr, rng_ptr, R, C, stride_r, stride_c, stream, CAST: tl.constexpr, TILE_R: tl.constexpr,
+    x_ptr, amax_ptr, whole_ptr, rng_ptr, R, C, stride_r, stride_c, stream, CAST: tl.constexpr, TILE_R: tl.constexpr,
     TILE_C: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude of each row, or a part of the tensor's for each program."""
+    """The largest magnitude of each row; or a part of the tensor's for each program, see :func:`whole_amax`."""
     tiles = tl.cdiv(C, TILE_C)
     most = tl.zeros([TILE_R * TILE_C // 16], tl.int32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(R, TILE_R) * tiles, tl.num_programs(0)):
@@ -157,19 +157,19 @@ def block_amax_kernel(
         else:
             most = tl.maximum(most, magnitudes(largest))
     if CAST.outer == "tensor":
-        store_part(amax_ptr, tl.max(most, axis=0))
+        store_part(amax_ptr, whole_ptr, tl.max(most, axis=0))
 
 
 @triton.jit(do_not_specialize=["stream", "parts"])
 def block_cast_kernel(
     x_ptr, amax_ptr, whole_ptr, data_ptr, scale_ptr, sums_ptr, largest_ptr, rng_ptr, R, C, stride_r, stride_c, width,
-    stream, parts, PARTS: tl.constexpr, CAST: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    stream, parts, CAST: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Tile ``pid``, tiles counted along the row first.
 
     Args:
-        amax_ptr: outer amaxes, or ``PARTS`` room for ``parts`` of one; None where the tile finds them.
+        amax_ptr: outer amaxes; or ``parts`` of a tensor's, if ``whole_ptr`` is there; None where the tile finds them.
         whole_ptr: where the outer amaxes go if they are not given.
         data_ptr: codes, two to a byte if ``CAST.packed``, or BF16 values.
         scale_ptr: stored block scales; FP32 scales that :func:`align_kernel` will store if aligned.
@@ -182,7 +182,7 @@ def block_cast_kernel(
     y = prepared(x_ptr, rng_ptr, R, C, stride_r, stride_c, row0, col0, stream, CAST, TILE_R, TILE_C, HARDWARE)
     cast_tile(
         y, amax_ptr, whole_ptr, data_ptr, scale_ptr, sums_ptr, largest_ptr, rng_ptr, R, width, row0, col0, stream,
-        parts, PARTS, CAST, TILE_R, TILE_C, HARDWARE,
+        parts, CAST, TILE_R, TILE_C, HARDWARE,
     )  # fmt: skip
 
 
@@ -295,7 +295,7 @@ def add_cast(draft: Draft, x: Facts, place: Place, target: Target, rng: Place | 
     cast = BlockCast.of(spec, "codes" if aligned else target.form, target.side, target.sharded)
     tile = (tile_rows(spec), TILE_C)
     tiles = -(-rows // tile[0]) * -(-width // TILE_C)
-    amax, whole, parts, room = target.given, None, 0, 0
+    amax, whole, parts = target.given, None, 0
     if target.given is None and not aligned:
         whole = draft.scratch((1,), torch.float32) if scalar else target.amax
         amax = None
@@ -307,10 +307,11 @@ def add_cast(draft: Draft, x: Facts, place: Place, target: Target, rng: Place | 
             programs = min(tiles, 8 * multiprocessors)
         else:
             parts = programs = min(tiles, 8 * multiprocessors, MOST_PARTS)
-            room = FEW_PARTS if parts <= FEW_PARTS else MOST_PARTS
             amax = draft.scratch((max(parts, 1),), torch.float32)
+            if not parts:
+                add_zeros(draft, [whole, None], [1, 0])
         draft.step(
-            block_amax_kernel, programs, place, amax, rng, rows, cols, *x.strides, stream, cast,
+            block_amax_kernel, programs, place, amax, whole, rng, rows, cols, *x.strides, stream, cast,
             tile_rows(spec, of_amax=True), TILE_C, hardware, num_warps=8,
         )  # fmt: skip
     sums = largest = None
@@ -327,7 +328,7 @@ def add_cast(draft: Draft, x: Facts, place: Place, target: Target, rng: Place | 
     codes = draft.scratch((rows, width // 2), torch.uint8) if aligned and target.form == "values" else target.data
     draft.step(
         block_cast_kernel, max(tiles, 1), place, None if aligned else amax, whole, codes, scales, sums, largest, rng,
-        rows, cols, *x.strides, width, stream, parts, room, cast, *tile, hardware, num_warps=warps_for(tile[0]),
+        rows, cols, *x.strides, width, stream, parts, cast, *tile, hardware, num_warps=warps_for(tile[0]),
     )  # fmt: skip
     if unaligned:
         _add_alignment(draft, target, cast, rows, width, unaligned, largest, codes, rng, stream)

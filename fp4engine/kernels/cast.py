@@ -16,6 +16,7 @@ from fp4engine.kernels.encode import (
     block_amax,
     element_encode_scale,
     even_code,
+    even_magnitude,
     from_e4m3,
     in_the_whole,
     magnitude,
@@ -30,6 +31,7 @@ from fp4engine.kernels.encode import (
     reciprocal,
     rotate,
     stochastic_code,
+    stochastic_magnitude,
     to_e4m3,
 )
 
@@ -58,6 +60,11 @@ class Side:
     target: float
     bit: int
     sharded: bool
+
+    @property
+    def rounds_values(self) -> bool:
+        """Whether elements are rounded to magnitudes in FP32 at once: where nobody asks for their codes."""
+        return self.words == 8 and self.error is None
 
     @staticmethod
     def of(spec: CastSpec, output: str, bit: int, sharded: bool = False) -> "Side":
@@ -144,22 +151,40 @@ def scale_elements(x, encode_scale, FUSED: tl.constexpr):
 
 @triton.jit
 def encode_elements(v, random, low_random, SIDE: tl.constexpr):
-    """Magnitude codes as :func:`stochastic_code` or :func:`even_code` gives them."""
+    """Magnitude codes as :func:`stochastic_code` or :func:`even_code` gives them, or magnitudes in FP32."""
+    TOP: tl.constexpr = 22 if SIDE.rounds_values else 28  # pyright: ignore[reportAssignmentType]
     codes = ()
     for i in tl.static_range(16):
         if SIDE.random_bits:
-            bits = random_bits(random, low_random, i, SIDE.random_bits)
-            codes = codes + (stochastic_code(v[i], bits, SIDE.random_bits),)
+            bits = random_bits(random, low_random, i, SIDE.random_bits, TOP)
+            if SIDE.rounds_values:
+                codes = codes + (stochastic_magnitude(v[i], bits, SIDE.random_bits),)
+            else:
+                codes = codes + (stochastic_code(v[i], bits, SIDE.random_bits),)
+        elif SIDE.rounds_values:
+            codes = codes + (even_magnitude(v[i]),)
         else:
             codes = codes + (even_code(v[i]),)
     return codes
 
 
 @triton.jit
+def magnitudes_of(codes, SIDE: tl.constexpr):
+    """FP32 magnitudes of what :func:`encode_elements` gave."""
+    if SIDE.rounds_values:
+        return codes
+    else:
+        m = ()
+        for i in tl.static_range(16):
+            m = m + (magnitude(codes[i], SIDE.random_bits > 0),)
+        return m
+
+
+@triton.jit
 def pack_elements(v, codes, scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
     """The words of one block."""
     if SIDE.words == 8:
-        return pack_values(codes, v, scale, SIDE.random_bits > 0)
+        return pack_values(magnitudes_of(codes, SIDE), v, scale)
     elif SIDE.random_bits:
         return pack_stochastic(codes, v, 0), pack_stochastic(codes, v, 8)
     elif E2M1 & HARDWARE:

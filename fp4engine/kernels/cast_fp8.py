@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fp4engine.formats import E4M3, E5M2, CastSpec, Outer, RoundingMode
-from fp4engine.kernels.amax import Maxima, add_amax, add_zeros, largest_part
+from fp4engine.kernels.amax import Maxima, add_amax, add_zeros, whole_amax
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.encode import outer_encode_scale, to_bits
 from fp4engine.kernels.factor import Factor, store_factor
@@ -74,14 +74,11 @@ def encode_fp8(x, scale, GRID: tl.constexpr):
 
 
 @triton.jit
-def load_amax(amax_ptr, whole_ptr, parts, PARTS: tl.constexpr):
+def load_amax(amax_ptr, whole_ptr, parts):
     if whole_ptr is None:
         return tl.load(amax_ptr)
     else:
-        amax = largest_part(amax_ptr, parts, PARTS)
-        if tl.program_id(0) == 0:
-            tl.store(whole_ptr, amax)
-        return amax
+        return whole_amax(amax_ptr, whole_ptr, parts)
 
 
 @triton.jit
@@ -97,7 +94,7 @@ def cast_fp8_kernel(
     x_ptr, row_amax_ptr, row_whole_ptr, row_ptr, row_other_ptr, row_numerator, row_alpha_ptr, row_one_ptr,
     col_amax_ptr, col_whole_ptr, col_ptr, col_other_ptr, col_numerator, col_alpha_ptr, col_one_ptr,
     M, K, stride_m, stride_k, row_width, col_width, tiles_k, parts,
-    PARTS: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, SHARED: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, SHARED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Tile ``pid`` of the padded matrix, tiles counted along K first.
@@ -111,14 +108,14 @@ def cast_fp8_kernel(
     offsets = row.to(tl.int64) * stride_m + col.to(tl.int64) * stride_k
     x = tl.load(x_ptr + offsets, mask=(row < M) & (col < K), other=0.0).to(tl.float32)
     if ROW is not None:
-        amax = load_amax(row_amax_ptr, row_whole_ptr, parts, PARTS)
+        amax = load_amax(row_amax_ptr, row_whole_ptr, parts)
         note_factor(amax, row_other_ptr, row_numerator, row_alpha_ptr, row_one_ptr)
         code = encode_fp8(x, outer_encode_scale(amax, ROW.numerator), ROW)
         codes = row_ptr.to(tl.pointer_type(tl.uint8))
         tl.store(codes + (row.to(tl.int64) * row_width + col), code, mask=(row < M) & (col < row_width))
     if COL is not None:
         if ROW is None or not SHARED:
-            amax = load_amax(col_amax_ptr, col_whole_ptr, parts, PARTS)
+            amax = load_amax(col_amax_ptr, col_whole_ptr, parts)
         note_factor(amax, col_other_ptr, col_numerator, col_alpha_ptr, col_one_ptr)
         if ROW is None or COL != ROW or not SHARED:
             code = encode_fp8(x, outer_encode_scale(amax, COL.numerator), COL)
@@ -162,21 +159,21 @@ class Target(NamedTuple):
     factor: Factor | None = None
 
 
-def add_largest(draft: Draft, reading: Reading) -> Maxima:
-    """Take the largest magnitude of a matrix; of an empty one that is zero."""
+def add_largest(draft: Draft, reading: Reading, whole: Place | None = None) -> Maxima:
+    """Take the largest magnitude of a matrix, which goes to ``whole``; of an empty one that is zero."""
     if 0 in reading.shape:
         zero = draft.scratch((1,), torch.float32)
-        add_zeros(draft, [zero, None], [1, 0])
+        add_zeros(draft, [zero, whole], [1, 1])
         return Maxima(zero, None, 1)
     source = reading if not reading.x.is_column_major else reading._replace(x=reading.x.transposed)
-    return add_amax(draft, source, Side.of(CastSpec(), "codes", 0), None, (None, None))
+    return add_amax(draft, source, Side.of(CastSpec(), "codes", 0), None, (whole, None))
 
 
 def add_cast(draft: Draft, reading: Reading, row: Target | None, col: Target | None) -> None:
     """Cast the sides that have a target; the largest magnitude of x, the same for both, is taken if one lacks it."""
     rows, cols = reading.shape
-    is_missing = any(target is not None and not target.is_given for target in (row, col))
-    maxima = add_largest(draft, reading) if is_missing else Maxima(None, None, 0)
+    missing = [target.amax for target in (row, col) if target is not None and not target.is_given]  # one, if any
+    maxima = add_largest(draft, reading, missing[0]) if missing else Maxima(None, None, 0)
     shared = row is not None and col is not None and row.amax == col.amax
     row_width = row.spec.padded_cols(cols) if row else 0
     col_width = col.spec.padded_cols(rows) if col else 0
@@ -192,6 +189,6 @@ def add_cast(draft: Draft, reading: Reading, row: Target | None, col: Target | N
         targets += target.factor or [None] * 4
     draft.step(
         cast_fp8_kernel, tiles, reading.place, *targets, rows, cols, *reading.x.strides, row_width, col_width, tiles_k,
-        maxima.parts, maxima.room, Grid.of(row.spec) if row else None, Grid.of(col.spec) if col else None,
+        maxima.parts, Grid.of(row.spec) if row else None, Grid.of(col.spec) if col else None,
         shared, TILE_M, TILE_K, num_warps=4,
     )  # fmt: skip

@@ -94,7 +94,7 @@ def e2m1_code(a, random, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr):
         code = even_code(a).to(tl.int32, bitcast=True) - STEP_HALF_BITS
     elif ROUNDING == "stochastic":
         # The subnormal range below 1 beside the first binade, as in stochastic_code.
-        pattern = tl.maximum(a, (a + 1.0) * 0.5).to(tl.int32, bitcast=True) - 0x3F000000
+        pattern = tl.maximum(a, tl.fma(a, 0.5, 0.5)).to(tl.int32, bitcast=True) - 0x3F000000
         code = (pattern + (random << (22 - RANDOM_BITS)) + (1 << (21 - RANDOM_BITS))) >> 22
     else:
         # Half a step onto the bits carries ties away from zero; 1/2 and 1, the subnormal steps, are compared with.

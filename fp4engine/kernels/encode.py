@@ -42,6 +42,8 @@ STEP_HALF_BITS = tl.constexpr(0x4AC00000)
 EVEN_BIAS = tl.constexpr(0x4AC00000 * 0x11111111 & 0xFFFFFFFF)
 """Eight codes' bias of ``STEP_HALF_BITS``, each shifted to its nibble, summed modulo 2^32."""
 EXPONENT_STEP = tl.constexpr(0x00800000)
+ROUNDER = tl.constexpr(0x0B400000)
+"""Added to the bits of a power of two gives ``1.5 * 2^22`` times it: its unit in the last place is half the power."""
 
 
 @triton.jit
@@ -268,18 +270,48 @@ def even_code(v):
 
 
 @triton.jit
+def even_magnitude(v):
+    """Magnitude in E2M1 of ``v`` to nearest even, without its code: FP32; 6 for NaN.
+
+    The grid's step at ``a = |v|`` is half the power of two below ``a``, and 1/2 below 1. A number is rounded to a
+    multiple of a step by adding, and taking off again, another one whose unit in the last place is the step.
+    """
+    a = tl.minimum(tl.abs(v), 6.0)
+    power = (to_bits(a) & 0x7F800000).to(tl.int32, bitcast=True)
+    rounder = tl.maximum(power + ROUNDER, 0x3F800000 + ROUNDER).to(tl.float32, bitcast=True)  # one instruction
+    return (a + rounder) - rounder
+
+
+@triton.jit
 def stochastic_code(v, random, bits: tl.constexpr):
     """E2M1 magnitude code of ``v``, stochastic, in bits 28..30; the bits below are what rounding drops. uint32.
 
-    ``(a + 1) / 2`` puts the subnormal range below ``a = 1`` next to the first binade; there it is the larger one.
+    ``(a + 1) / 2`` puts the subnormal range below ``a = 1`` next to the first binade; there it is the larger one. Half
+    of a number is exact, so that one fused step rounds as two do.
     ``random``: from :func:`random_bits`.
     """
     a = tl.abs(v)
-    y = tl.maximum(a, (a + 1.0) * 0.5).to(tl.int32, bitcast=True)
+    y = tl.maximum(a, tl.fma(a, 0.5, 0.5)).to(tl.int32, bitcast=True)
     # 0.5's pattern off, half a random step on, and a = 6 at most: one instruction.
     offset: tl.constexpr = (1 << (21 - bits)) - 0x3F000000
     clamped = tl.minimum(y + offset, 0x40C00000 + offset)
     return (clamped.to(tl.uint32, bitcast=True) << 6) + random
+
+
+@triton.jit
+def stochastic_magnitude(v, random, bits: tl.constexpr):
+    """Magnitude in E2M1 of ``v``, stochastic, without its code: FP32. As :func:`stochastic_code`, but not shifted."""
+    a = tl.abs(v)
+    y = tl.maximum(a, tl.fma(a, 0.5, 0.5)).to(tl.int32, bitcast=True)
+    half: tl.constexpr = 1 << (21 - bits)
+    clamped = tl.minimum(y + half, 0x40C00000 + half)
+    return undone(from_bits((clamped.to(tl.uint32, bitcast=True) + random) & 0xFFC00000))
+
+
+@triton.jit
+def undone(y):
+    """Magnitude in E2M1 of ``y = max(a, (a + 1) / 2)``: ``a`` from 1 up; below, 1/2 and 3/4 are 0 and 1/2."""
+    return tl.minimum(y, tl.fma(y, 2.0, -1.0))
 
 
 @triton.jit
@@ -319,16 +351,16 @@ def in_the_whole(rng_ptr, block, row, stream):
 
 
 @triton.jit
-def random_bits(words, low_words, position: tl.constexpr, bits: tl.constexpr):
-    """``r << (28 - bits)``, ``r`` the random bits of one position."""
-    shift: tl.constexpr = 20 - 8 * (position % 4)
+def random_bits(words, low_words, position: tl.constexpr, bits: tl.constexpr, TOP: tl.constexpr):
+    """``r << (TOP - bits)``, ``r`` the random bits of one position."""
+    shift: tl.constexpr = TOP - 8 - 8 * (position % 4)
     word = words[position // 4]
-    high = ((word << shift) if shift > 0 else (word >> -shift)) & 0x0FF00000
+    high = ((word << shift) if shift > 0 else (word >> -shift)) & (0xFF << (TOP - 8))
     if bits == 8:
         return high
     else:
         low = (low_words[position // 4] >> (8 * (position % 4))) & 0xFF
-        return high | (low << 12)
+        return high | (low << (TOP - 16))
 
 
 @triton.jit
@@ -379,24 +411,22 @@ def pack_native(v, first: tl.constexpr):
 def magnitude(code, STOCHASTIC: tl.constexpr):
     """FP32 value of a magnitude code as :func:`stochastic_code` or :func:`even_code` gives it."""
     exponent_and_mantissa = (code >> 6) & 0x01C00000 if STOCHASTIC else code << 22
-    y = from_bits(exponent_and_mantissa + 0x3F000000)
-    # y is right from 1 up; below, 2 y - 1 turns 1/2, 3/4 into 0, 1/2.
-    return tl.minimum(y, 2.0 * y - 1.0)
+    return undone(from_bits(exponent_and_mantissa + 0x3F000000))
 
 
 @triton.jit
-def decoded(code, v, scale, STOCHASTIC: tl.constexpr):
-    """Bits of the FP32 value ``e2m1(code) * scale`` with the sign of ``v``."""
-    return to_bits(magnitude(code, STOCHASTIC) * scale) | (to_bits(v) & 0x80000000)
+def decoded(magnitude, v, scale):
+    """Bits of the FP32 value ``magnitude * scale`` with the sign of ``v``."""
+    return to_bits(magnitude * scale) | (to_bits(v) & 0x80000000)
 
 
 @triton.jit
-def pack_values(codes, v, scale, STOCHASTIC: tl.constexpr):
+def pack_values(magnitudes, v, scale):
     """Eight words, each two BF16 values ``e2m1 * scale``, exact (at most 6 significant bits)."""
     words = ()
     for i in tl.static_range(0, 16, 2):
-        low = decoded(codes[i], v[i], scale, STOCHASTIC)
-        high = decoded(codes[i + 1], v[i + 1], scale, STOCHASTIC)
+        low = decoded(magnitudes[i], v[i], scale)
+        high = decoded(magnitudes[i + 1], v[i + 1], scale)
         words = words + ((low >> 16) | (high & 0xFFFF0000),)
     return words
 

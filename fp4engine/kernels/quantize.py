@@ -18,7 +18,7 @@ import triton.language as tl
 
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.formats import E2M1, E4M3, CastSpec, Correction, Outer, RoundingMode, ScaleRule
-from fp4engine.kernels.amax import Maxima, add_amax, add_zeros, amax_size, largest_part
+from fp4engine.kernels.amax import Maxima, add_amax, add_zeros, amax_size, whole_amax
 from fp4engine.kernels.cast import Side, cast_block, products_stay_normal
 from fp4engine.kernels.encode import stack
 from fp4engine.kernels.launch import Draft, Facts, Place, Tiles, device_facts
@@ -27,17 +27,14 @@ from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_prev
 
 
 @triton.jit
-def load_amax(amax_ptr, whole_ptr, parts, index, limit, SIDE: tl.constexpr, PARTS: tl.constexpr):
+def load_amax(amax_ptr, whole_ptr, parts, index, limit, SIDE: tl.constexpr):
     """The outer amax of each row, or of the tensor; there whole, or in ``parts`` and then written to ``whole_ptr``."""
     if SIDE.per_row:
         return tl.load(amax_ptr + index, mask=index < limit, other=0.0)
     elif whole_ptr is None:
         return tl.load(amax_ptr)
     else:
-        amax = largest_part(amax_ptr, parts, PARTS)
-        if tl.program_id(0) == 0:
-            tl.store(whole_ptr, amax)
-        return amax
+        return whole_amax(amax_ptr, whole_ptr, parts)
 
 
 @triton.jit
@@ -102,7 +99,7 @@ def quantize_kernel(
     x_ptr, statistics_ptr, gamma_ptr, beta_ptr,
     row_amax_ptr, row_whole_ptr, row_out_ptr, row_scale_ptr, col_amax_ptr, col_whole_ptr, col_out_ptr, col_scale_ptr,
     rng_ptr, M, K, stride_m, stride_k, stream, parts,
-    PARTS: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, PROLOGUE: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, PROLOGUE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Tile ``pid``, tiles counted along K first so that neighbours complete each other's sectors of the scales."""
@@ -116,7 +113,7 @@ def quantize_kernel(
     if ROW is not None:
         x = read_blocks(source, M, K, row0, col0, PROLOGUE, TILE_M, TILE_K, EVEN, HARDWARE)
         row = row0 + tl.arange(0, TILE_M * TILE_K // 16) // (TILE_K // 16)
-        amax = load_amax(row_amax_ptr, row_whole_ptr, parts, row, M, ROW, PARTS)
+        amax = load_amax(row_amax_ptr, row_whole_ptr, parts, row, M, ROW)
         if products_stay_normal(amax, ROW, dtype):
             cast_rowwise(x, amax, row_out_ptr, row_scale_ptr, rng_ptr, stream, M, K, row0, col0,
                          dtype, ROW, TILE_M, TILE_K, True, EVEN, HARDWARE)  # fmt: skip
@@ -126,7 +123,7 @@ def quantize_kernel(
     if COL is not None:
         x = read_rows(source, M, K, row0, col0, PROLOGUE, TILE_M, TILE_K, EVEN, HARDWARE)
         col = col0 + tl.arange(0, TILE_K)[None, :]
-        amax = load_amax(col_amax_ptr, col_whole_ptr, parts, col, K, COL, PARTS)
+        amax = load_amax(col_amax_ptr, col_whole_ptr, parts, col, K, COL)
         if products_stay_normal(amax, COL, dtype):
             cast_columnwise(x, amax, col_out_ptr, col_scale_ptr, rng_ptr, stream, M, K, row0, col0,
                             dtype, COL, TILE_M, TILE_K, True, EVEN, HARDWARE)  # fmt: skip
@@ -251,6 +248,6 @@ def add_cast(
         targets += [target.data, target.scale_inv] if target else [None, None]
     draft.step(
         quantize_kernel, tiles.programs, *reading.places, *targets, rng, *reading.shape, *reading.x.strides, stream,
-        maxima.parts, maxima.room, row_side, col_side, reading.prologue, *tiles.constants,
+        maxima.parts, row_side, col_side, reading.prologue, *tiles.constants,
         num_warps=4, **_options(reading, row_side, col_side), **overlapping(hardware),
     )  # fmt: skip
