@@ -236,7 +236,7 @@ def _operand_fields(spec: CastSpec, numbers: _Numbers) -> dict[str, Any]:
     total = dict(zip(names, sums, strict=False))
     after_codes = len(names) + (1 << spec.element.bits)
     codes, scale_codes = sums[len(names) : after_codes], sums[after_codes:]
-    occurring, times = list(compress(range(256), scale_codes)), list(compress(scale_codes, scale_codes))
+    occurring, times = list(compress(range(256), scale_codes)), list(filter(None, scale_codes))
     amax, largest, minus_smallest = numbers.maxima
     if scale_codes:
         of_scales, (largest, minus_smallest) = statistics.scale_spread_of_bytes(occurring, times, spec.scale)
@@ -256,7 +256,7 @@ def _operand_fields(spec: CastSpec, numbers: _Numbers) -> dict[str, Any]:
         "scale_spread_octaves": None if variance is None else math.sqrt(variance),
         "scale_range_octaves": _finite(largest + minus_smallest) if count else None,
         "codes": list(map(int, codes)),
-        "scale_codes": dict(zip(map(str, occurring), map(int, times), strict=True)),
+        "scale_codes": dict(zip(occurring, map(int, times), strict=True)),
         "worst": [
             [int(row), int(col), _ratio(error, total["error"]), _decibels(signal, error), rank]
             for row, col, error, signal, rank in worst

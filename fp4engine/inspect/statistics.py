@@ -44,7 +44,7 @@ OPERAND_SUMS = (
     "log2_scale",
     "log2_scale_squared",
 )
-"""Entries of :func:`operand_figures`' sums, before the histograms of codes and of scale codes."""
+"""Entries of an operand's sums, before the histograms of codes and of scale codes."""
 
 OPERAND_MAXIMA = ("amax", "log2_scale_max", "minus_log2_scale_min")
 TENSOR_SUMS = ("nonfinite", "squares")

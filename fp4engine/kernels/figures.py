@@ -432,7 +432,7 @@ class Counted(NamedTuple):
     stream: int
 
 
-class Figures(NamedTuple):
+class Target(NamedTuple):
     """Where figures go: the vectors, and where those of one tensor or operand begin in them."""
 
     numbers: Place
@@ -453,12 +453,12 @@ def resolve_figures(tensors: tuple[Facts, ...], operands: tuple[Counted, ...], d
     numbers = [2] * len(tensors) + [int(NUMBERS) + sum(_histograms(spec)) + 4 * RANKED for spec in specs]
     maxima = [x.shape[1] for x in tensors] + [3] * len(operands)
     out = draft.output((sum(numbers),), torch.float64), draft.output((sum(maxima),), torch.float64)
-    begins = [Figures(*out, sum(numbers[:i]), sum(maxima[:i])) for i in range(len(numbers))]
+    targets = [Target(*out, sum(numbers[:i]), sum(maxima[:i])) for i in range(len(numbers))]
     for i, x in enumerate(tensors):
-        _add_channels(draft, x, draft.inputs[i], begins[i])
+        _add_channels(draft, x, draft.inputs[i], targets[i])
     for i, operand in enumerate(operands, len(tensors)):
         inputs = draft.inputs[len(tensors) + 5 * (i - len(tensors)) :][:5]
-        _add_operand(draft, operand, inputs, begins[i])
+        _add_operand(draft, operand, inputs, targets[i])
     return draft.launch()
 
 
@@ -467,7 +467,7 @@ def _histograms(spec: CastSpec) -> tuple[int, int]:
     return 1 << spec.element.bits, int(BINS) if spec.block[1] else 0
 
 
-def _add_operand(draft: Draft, operand: Counted, inputs: tuple[Place, ...], begin: Figures) -> None:
+def _add_operand(draft: Draft, operand: Counted, inputs: tuple[Place, ...], target: Target) -> None:
     """Count an operand whose tensors are ``inputs``."""
     spec = CastSpec.from_key(operand.key)
     (rows, cols), has_scales = operand.x.shape, bool(spec.block[1])
@@ -492,14 +492,14 @@ def _add_operand(draft: Draft, operand: Counted, inputs: tuple[Place, ...], begi
         num_warps=8, maxnreg=128,
     )  # fmt: skip
     draft.step(
-        fold_figures_kernel, 1 + 2 * int(BINS) // int(BINS_FOLDED), *parts, amax, *begin, programs, rows * counted,
+        fold_figures_kernel, 1 + 2 * int(BINS) // int(BINS_FOLDED), *parts, amax, *target, programs, rows * counted,
         blocks, tiles * TILE_R * TILE_C - rows * counted, tiles * TILE_R * (TILE_C // block) - blocks,
         math.prod(operand.amax.shape), width // block, height, block, codes, scales,
         triton.next_power_of_2(programs), num_warps=4,
     )  # fmt: skip
 
 
-def _add_channels(draft: Draft, x: Facts, place: Place, begin: Figures) -> None:
+def _add_channels(draft: Draft, x: Facts, place: Place, target: Target) -> None:
     """Count a tensor [R, C], neither 0."""
     rows, cols = x.shape
     _, multiprocessors = device_facts(draft.device)
@@ -514,7 +514,7 @@ def _add_channels(draft: Draft, x: Facts, place: Place, begin: Figures) -> None:
         channels_kernel, chunks * across, place, amax, sums, rows, cols, *x.strides, chunk, TILE_R, TILE_C, num_warps=8
     )
     draft.step(
-        fold_channels_kernel, across + 1, amax, sums, *begin, cols, chunks, chunks * across, TILE_C, int(PARTS),
+        fold_channels_kernel, across + 1, amax, sums, *target, cols, chunks, chunks * across, TILE_C, int(PARTS),
         num_warps=4,
     )  # fmt: skip
 
