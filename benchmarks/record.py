@@ -3,14 +3,16 @@
     python benchmarks/record.py [--model 85m] [--every 100]
 
 The model and the step are those of training.py, in NVFP4 and eager. A recorded step is timed by itself, between
-synchronisations, and so are the others; `overhead` is what a recorded step takes longer, divided by the steps from one
-to the next. The first recorded step of a process compiles kernels and is left out. Losses are compared between runs
-with PyTorch's deterministic algorithms, since a gradient of attention otherwise differs from run to run; times are of
-a run without them. `reproducible` says whether two runs without recording have the same losses: if not, `losses_equal`
-says nothing about recording. Exit code 1 if a loss differs.
+synchronisations, and so are the others; `overhead` is what it and the next one, which writes its rows, take longer,
+divided by the steps from one to the next. The first recorded step of a process compiles kernels and is left out, and
+what Python has to collect of that is collected before the steps that count. Losses are compared between runs with
+PyTorch's deterministic algorithms, since a gradient of attention otherwise differs from run to run; times are of a run
+without them. `reproducible` says whether two runs without recording have the same losses: if not, `losses_equal` says
+nothing about recording. Exit code 1 if a loss differs.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -34,6 +36,8 @@ from gpt.model import GPT
 
 RECORDED = 3
 """Recorded steps; the first is left out."""
+WARM_UP = 3
+"""Steps that are left out, the first recorded one among them."""
 BETWEEN = 8
 """Steps from one recorded step to the next: the overhead of others follows from the times."""
 
@@ -52,7 +56,9 @@ def train(
     generator = torch.Generator().manual_seed(1)
     losses, seconds = [], []
     with inspect.record(model, folder, every=BETWEEN) if folder else nullcontext():
-        for _ in range((RECORDED - 1) * BETWEEN + 2):
+        for step in range((RECORDED - 1) * BETWEEN + 2):
+            if step == WARM_UP:
+                gc.collect()
             tokens = torch.randint(0, 256, (config["batch"], config["sequence"] + 1), generator=generator).to(device)
             synchronize(device)
             begin = time.perf_counter()
@@ -77,13 +83,17 @@ def measure(config: dict[str, int], every: int, device: str) -> dict[str, Any]:
         recorded, _ = train(config, f"{folder}/compared", device, True)
         _, seconds = train(config, f"{folder}/timed", device, False)
     steps = range(len(seconds))
-    usual = statistics.median(seconds[step] for step in steps if step > 2 and step % BETWEEN)
-    looked = statistics.median(seconds[step] for step in steps if step and step % BETWEEN == 0)
+    usual = statistics.median(seconds[step] for step in steps if step >= WARM_UP and step % BETWEEN > 1)
+    looked, after = (
+        statistics.median(seconds[step] for step in steps if step >= WARM_UP and step % BETWEEN == place)
+        for place in (0, 1)
+    )
     return {
         "seconds_of_a_step": usual,
         "seconds_of_a_recorded_step": looked,
+        "seconds_of_the_next_step": after,
         "every": every,
-        "overhead": (looked - usual) / (every * usual),
+        "overhead": (looked + after - 2 * usual) / (every * usual),
         "losses_equal": plain == recorded,
         "reproducible": plain == again,
     }

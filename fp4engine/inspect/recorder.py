@@ -7,9 +7,9 @@ rows are described at :func:`record`.
 import json
 import sys
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,15 +19,17 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fp4engine.arguments import require_model, require_path, require_patterns
-from fp4engine.formats import CastSpec
+from fp4engine.functional.shards import Role
 from fp4engine.inspect import statistics
 from fp4engine.inspect.rows import Row, described, is_distributed
-from fp4engine.inspect.statistics import Figures
-from fp4engine.inspect.watch import Seen, drawn, layers_of, watching
+from fp4engine.inspect.statistics import Counted, Figures
+from fp4engine.inspect.watch import Seen, Spread, drawn, layers_of, watching
 from fp4engine.names import covers
 from fp4engine.version import __version__
 
 FILE = "record.jsonl"
+_UNSEEN = "no forward pass in training mode went through it in this step"
+_encode = json.JSONEncoder(allow_nan=False).encode
 
 
 class Recorder:
@@ -53,17 +55,15 @@ class Recorder:
         self.step_number = first_step
         self._layers = _chosen(model, patterns)
         self._every, self._draws, self._shadow_rows, self._writer = every, draws, shadow_rows, writer
-        self._rows: list[Row] = []
-        self._seen: set[tuple[str, str]] = set()  # layers and roles whose tensors this step has counted
-        self._refusals: dict[str, str] = {}
+        self._heard: Heard | None = None
+        self._unwritten: tuple[int, Iterator[dict[str, Any]]] | None = None
         self._active = ExitStack()
-        self._recording = False
         self._recorded = False
 
     @property
     def is_recording(self) -> bool:
         """Whether the step that is running is recorded."""
-        return self._recording
+        return self._heard is not None
 
     def step(self) -> None:
         """End a step, and begin the next; an optimizer's step does so by itself unless ``optimizer="by hand"``."""
@@ -74,63 +74,101 @@ class Recorder:
     def _begin(self) -> None:
         if self.step_number % self._every:
             return
-        self._recording = True
-        self._rows, self._refusals, self._seen = [], {}, set()
+        self._heard = Heard(self._draws, self._shadow_rows)
         if "torch._dynamo" in sys.modules:  # something may be compiled: this step runs it eagerly
             self._active.enter_context(torch.compiler.set_stance("force_eager"))
-        self._active.enter_context(watching(self._layers, self._hear, self._refusals.__setitem__))
+        self._active.enter_context(watching(self._layers, self._heard))
 
     def _end(self, abandoned: bool = False) -> None:
-        if not self._recording:
-            return
-        self._recording = False
+        """End a step. What was heard of it is written when the next one ends: by then the device has caught up."""
+        heard, self._heard = self._heard, None
+        unwritten, self._unwritten = self._unwritten, None
         self._active.close()
-        if abandoned:
-            return
-        seen = {row.fields["layer"] for row in self._rows}
-        for name in self._layers:
-            if name not in seen:
-                self._refusals.setdefault(name, "no forward pass in training mode went through it in this step")
-        self._write([*self._refused(), *described(self._rows)])
-        self._recorded = True
-        self._rows = []
+        if heard is not None and not abandoned:
+            self._unwritten = self.step_number, chain(self._refused(heard), described(heard.rows))
+            self._recorded = True
+        if unwritten is not None:
+            self._write(*unwritten)
 
-    def _refused(self) -> Iterator[dict[str, Any]]:
-        for name, reason in self._refusals.items():
-            yield {"kind": "refusal", "layer": name, "reason": reason}
+    def _refused(self, heard: "Heard") -> Iterator[dict[str, Any]]:
+        told = {row.fields["layer"] for row in heard.rows} | heard.refusals.keys()
+        unseen = dict.fromkeys([name for name in self._layers if name not in told], _UNSEEN)
+        for layer, reason in (heard.refusals | unseen).items():
+            yield {"kind": "refusal", "layer": layer, "reason": reason}
 
-    def _write(self, rows: list[dict[str, Any]]) -> None:
+    def _write(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
+        """Append rows, which are made one by one: thousands of lists at once would set off the garbage collector."""
         if _rank() != 0:
             return
-        with self.path.open("a") as file:
-            for row in rows:
-                file.write(json.dumps({"step": self.step_number, **row}, allow_nan=False) + "\n")
-        if self._writer is not None:
-            for row in rows:
+        lines: list[str] = []
+        for row in rows:
+            lines.append(_encode({"step": step, **row}) + "\n")
+            if self._writer is not None:
                 for tag, value in scalars(row):
-                    self._writer.add_scalar(tag, value, self.step_number)
+                    self._writer.add_scalar(tag, value, step)
+        with self.path.open("a") as file:
+            file.writelines(lines)
+        if self._writer is not None:
             self._writer.flush()
 
-    def _hear(self, layer: str, gemm: str, tensors: dict[str, Tensor], operands: list[Seen]) -> None:
-        """Count one product of a layer: its operands, its tensors, its error."""
-        with torch.autocast(operands[0].source.device.type, enabled=False):
-            self._count(layer, gemm, tensors, operands)
 
-    def _count(self, layer: str, gemm: str, tensors: dict[str, Tensor], operands: list[Seen]) -> None:
+class Heard:
+    """What a recorded step has heard of the layers.
+
+    Attributes:
+        rows: in the order of the record.
+        refusals: why a layer was not seen.
+    """
+
+    def __init__(self, draws: int, shadow_rows: int) -> None:
+        self.rows: list[Row] = []
+        self.refusals: dict[str, str] = {}
+        self._draws, self._shadow_rows = draws, shadow_rows
+        self._tensors: dict[tuple[str, Role], Row] = {}  # rows that wait for the first product of their tensor
+        self._operands: dict[tuple[str, Role, str], tuple[Figures, int]] = {}
+        self._chosen: dict[tuple[Any, ...], Tensor] = {}  # rows of products, which many layers share
+
+    def refuse(self, layer: str, reason: str) -> None:
+        self.refusals[layer] = reason
+
+    def made(self, layer: str, tensors: dict[Role, Tensor], operands: Sequence[Seen]) -> None:
+        """Count the tensors and the operands of a pass."""
+        cast = [seen for seen in operands if seen.spec is not None]
+        counted = [Counted(seen.source, seen.operand, seen.rng, seen.stream) for seen in cast]
+        figures = statistics.figures_of(list(tensors.values()), counted)
+        spread = operands[0].spread
+        wholes = {role: None if spread is None else spread.whole(role, "rowwise") for role in tensors}
+        for number, role in enumerate(tensors):
+            if spread is not None and (whole := wholes[role]) is not None:
+                figures = figures.among_channels(number, spread.place(role, "rowwise")[1], whole[1])
+        for number, (role, matrix) in enumerate(tensors.items()):
+            fields = {"kind": "tensor", "layer": layer, "role": role, "shape": list(wholes[role] or matrix.shape)}
+            row = Row(fields, figures, number, elements=matrix.numel())
+            self._tensors[layer, role] = _spread_row(row, spread, role, "rowwise")
+        for number, seen in enumerate(cast, len(tensors)):
+            self._operands[layer, seen.role, seen.side] = figures, number
+
+    def multiplied(self, layer: str, gemm: str, operands: tuple[Seen, Seen]) -> None:
+        """Add the rows of a product: of its tensors, if they are new, of its operands, and its own."""
         for seen in operands:
-            if (layer, seen.role) not in self._seen:
-                self._seen.add((layer, seen.role))
-                self._rows.append(_tensor_row(layer, seen, tensors[seen.role]))
+            if row := self._tensors.pop((layer, seen.role), None):
+                self.rows.append(row)
         for seen in operands:
-            if seen.spec is not None:
-                self._rows.append(_operand_row(layer, gemm, seen))
-                if self._draws and seen.spec.is_stochastic and seen.quantizer.columnwise_source == "original":
-                    self._rows.append(self._rounding_row(layer, gemm, seen))
+            if seen.spec is None:
+                continue
+            fields = {"layer": layer, "gemm": gemm, "role": seen.role, "side": seen.side}
+            figures, number = self._operands[layer, seen.role, seen.side]
+            row = Row({"kind": "operand", **fields, "cast": seen.spec.label}, figures, number, seen.spec)
+            self.rows.append(_spread_row(row, seen.spread, seen.role, seen.side))
+            if self._draws and seen.spec.is_stochastic and seen.quantizer.columnwise_source == "original":
+                decoded = list(drawn(seen, self._draws))
+                figures = statistics.rounding_figures(seen.prepared()[:, : decoded[0].shape[1]], decoded)
+                row = Row({"kind": "rounding", **fields, "draws": self._draws}, figures)
+                self.rows.append(_spread_row(row, seen.spread, seen.role, seen.side))
         if any(seen.spec is not None for seen in operands):
-            self._rows.append(self._product_row(layer, gemm, operands))
+            self.rows.append(self._product_row(layer, gemm, *operands))
 
-    def _product_row(self, layer: str, gemm: str, operands: list[Seen]) -> Row:
-        left, right = operands
+    def _product_row(self, layer: str, gemm: str, left: Seen, right: Seen) -> Row:
         spread, rows, first = left.spread, left.source.shape[0], 0
         terms: tuple[Any, ...] = ()  # the groups whose ranks hold other terms of the sums,
         parts: tuple[Any, ...] = ()  # and those whose ranks hold other rows or columns of the product
@@ -141,21 +179,20 @@ class Recorder:
             terms = spread.groups(left.role, left.side, 1)
             parts = spread.groups(left.role, left.side, 0) + spread.groups(right.role, right.side, 0)
         count, chosen = min(self._shadow_rows, rows), None
-        if count < rows:  # evenly over the whole operand; those of them that are here
-            begin, end = (-(-row * count // rows) for row in (first, first + left.source.shape[0]))
-            chosen = torch.arange(begin, end, device=left.source.device) * rows // count - first
-        figures = statistics.product_figures(
-            [seen.source for seen in operands], [seen.operand for seen in operands], chosen, terms
-        )
-        if spread is not None and not spread.is_first(*parts):
-            figures = figures.left_to_another()
-        return Row({"kind": "gemm", "layer": layer, "gemm": gemm, "rows": count, "of_rows": rows}, figures)
+        if count < rows:
+            chosen = self._choose(count, rows, first, left.source.shape[0], left.source.device)
+        sources, made = (left.source, right.source), (left.operand, right.operand)
+        fields = {"kind": "gemm", "layer": layer, "gemm": gemm, "rows": count, "of_rows": rows}
+        figures = statistics.product_figures(sources, made, chosen, terms)
+        return Row(fields, figures, counts=spread is None or spread.is_first(*parts))
 
-    def _rounding_row(self, layer: str, gemm: str, seen: Seen) -> Row:
-        decoded = list(drawn(seen, self._draws))
-        fields = {"kind": "rounding", "layer": layer, "gemm": gemm, "role": seen.role, "side": seen.side}
-        figures = statistics.rounding_figures(seen.prepared()[:, : decoded[0].shape[1]], decoded)
-        return _row_of(seen, {**fields, "draws": self._draws}, figures)
+    def _choose(self, count: int, rows: int, first: int, here: int, device: torch.device) -> Tensor:
+        """Of ``count`` rows, evenly over the ``rows`` of an operand, those among the ``here`` from ``first`` on."""
+        asked = (count, rows, first, here, device)
+        if asked not in self._chosen:
+            begin, end = (-(-row * count // rows) for row in (first, first + here))
+            self._chosen[asked] = torch.arange(begin, end, device=device) * rows // count - first
+        return self._chosen[asked]
 
 
 @contextmanager
@@ -179,7 +216,8 @@ def record(
     Training goes on with the same bytes: nothing is drawn from any random stream, and the layers compute as ever. What
     is recorded are the operands of the step itself, made once more by the layers' own quantizers with the step's own
     draw. Of each layer the first forward pass of a step and its backward pass are recorded, not further microbatches.
-    A step of a compiled model that is recorded runs eagerly. Ranks of ``torch.distributed`` all have to record; sums
+    A step of a compiled model that is recorded runs eagerly. The rows of a step are written when the next one ends, or
+    the region, so that the step does not wait for the device. Ranks of ``torch.distributed`` all have to record; sums
     and maxima are taken over all of them, and rank 0 writes. A weight that has the same figures on every rank counts
     once. Under tensor parallelism the figures are those of one process: what several ranks hold counts once, rows and
     columns are those of the whole tensor, and a product is the sum of its parts.
@@ -236,7 +274,7 @@ def record(
     writer = _tensorboard(folder) if tensorboard and _rank() == 0 else None
     recorder = Recorder(model, folder, every, patterns, first_step, draws, shadow_rows, writer)
     folder.mkdir(parents=True, exist_ok=True)
-    recorder._write([_header(recorder, every)])
+    recorder._write(first_step, [_header(recorder, every)])
     with _steps_told_by(optimizer, model, recorder):
         recorder._begin()
         try:
@@ -324,37 +362,16 @@ def _rank() -> int:
     return dist.get_rank() if is_distributed() else 0
 
 
-def _operand_row(layer: str, gemm: str, seen: Seen) -> Row:
-    assert seen.spec is not None
-    fields = {"kind": "operand", "layer": layer, "gemm": gemm, "role": seen.role, "side": seen.side}
-    figures = statistics.operand_figures(seen.source, seen.operand, seen.rng, seen.stream)
-    return _row_of(seen, {**fields, "cast": seen.spec.label}, figures, seen.spec)
-
-
-def _tensor_row(layer: str, seen: Seen, matrix: Tensor) -> Row:
-    figures, spread = statistics.tensor_figures(matrix), seen.spread
-    whole = None if spread is None else spread.whole(seen.role, "rowwise")
-    if spread is not None and whole is not None:
-        figures = figures.among_channels(spread.place(seen.role, "rowwise")[1], whole[1])
-    fields = {"kind": "tensor", "layer": layer, "role": seen.role, "shape": list(whole or matrix.shape)}
-    row = _row_of(seen, fields, figures)
-    return replace(row, elements=matrix.numel() if row.figures is figures else 0)
-
-
-def _row_of(seen: Seen, fields: dict[str, Any], figures: Figures, spec: CastSpec | None = None) -> Row:
+def _spread_row(row: Row, spread: Spread | None, role: Role, side: str) -> Row:
     """A row about one operand or tensor. What several ranks of a mesh hold, the first of them counts.
 
-    A weight is left to :func:`_once`, since data-parallel ranks, which are on no mesh of the layer's, hold it as well.
+    A weight is left to the merging of ranks, since data-parallel ranks, which are on no mesh of the layer's, hold it as
+    well.
     """
-    spread = seen.spread
     if spread is None:
-        return Row(fields, figures, spec)
-    place = spread.place(seen.role, seen.side)
-    figures = figures.shifted(*place) if len(figures.ranked) else figures
-    parts = [group for axis in (0, 1) for group in spread.groups(seen.role, seen.side, axis)]
-    if seen.role != "weight" and not spread.is_first(*parts):
-        figures = figures.left_to_another()
-    return Row(fields, figures, spec, place)
+        return row
+    parts = [group for axis in (0, 1) for group in spread.groups(role, side, axis)]
+    return row._replace(place=spread.place(role, side), counts=role == "weight" or spread.is_first(*parts))
 
 
 def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -2,140 +2,189 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from operator import itemgetter
+from itertools import accumulate, compress
+from operator import add, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4engine.formats import CastSpec, ElementFormat
+from fp4engine.formats import CastSpec
 from fp4engine.inspect import statistics
-from fp4engine.inspect.statistics import Figures
+from fp4engine.inspect.statistics import Figures, Size
 
 CHANNELS = 4
 """How many of a tensor's largest channels a row names."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """What is known of a row on the host, and its numbers, which are still on the device."""
+class Row(NamedTuple):
+    """What is known of a row on the host, and where its numbers are, which are still on the device.
+
+    Attributes:
+        figures, number: the numbers, of these figures those of row ``number``.
+        place: row and column of the whole operand at which this rank's part begins.
+        elements: how many of a tensor this rank has.
+        counts: False where another rank has the same part, and counts it.
+    """
 
     fields: dict[str, Any]
     figures: Figures
+    number: int = 0
     spec: CastSpec | None = None
     place: tuple[int, int] = (0, 0)
-    """Row and column of the whole operand at which this rank's part begins."""
     elements: int = 0
-    """How many of a tensor this rank has counted."""
+    counts: bool = True
+
+
+class _Part(NamedTuple):
+    """What one rank has of a row, see :class:`Row`."""
+
+    place: tuple[int, int]
+    elements: int
+    counts: bool
 
 
 class _Numbers(NamedTuple):
-    """A row's figures on the host, those of all ranks together.
+    """A row's numbers on the host, those of all ranks together.
 
     Attributes:
-        sums, maxima: FP64, as in :class:`fp4engine.inspect.statistics.Figures`.
-        ranked: the worst blocks of each rank.
+        sums: as in :class:`fp4engine.inspect.statistics.Figures`.
+        maxima: likewise; of a tensor what :func:`_largest_channels` says of them.
+        worst: blocks ``(row, col, error, signal, rank)`` of all ranks.
         elements: how many of a tensor were counted.
     """
 
-    sums: Tensor
-    maxima: Tensor
-    ranked: dict[int, list[list[float]]]
+    sums: list[float]
+    maxima: list[float]
+    worst: list[tuple[float, ...]]
     elements: int
 
 
-class _Channels(NamedTuple):
-    """Of a tensor's channels the median of their maxima, and the largest with their places, in falling order."""
-
-    median: float
-    largest: list[float]
-    places: list[int]
-
-
 def described(rows: list[Row]) -> Iterator[dict[str, Any]]:
-    """The rows as they are written: all numbers are brought to the host at once, merged over ranks."""
-    parts_of = [[(row.place, row.elements) for row in rows]]
+    """The rows as they are written.
+
+    The call merges ranks and begins to bring all numbers to the host at once. Who iterates over what it returns waits
+    for them, and makes the rows.
+    """
+    groups = list({id(row.figures): row.figures for row in rows}.values())
+    parts = [[_Part(row.place, row.elements, row.counts) for row in rows]]
     if is_distributed():
-        fields = [(row.fields, [part.numel() for part in row.figures]) for row in rows]
-        parts_of = _require_equal(fields, parts_of[0])
+        parts = _require_equal([[row.fields for row in rows], [figures.sizes for figures in groups]], parts[0])
     if not rows:
-        return
-    sums = torch.cat([row.figures.sums for row in rows])
-    maxima = torch.cat([row.figures.maxima for row in rows])
-    ranked = torch.cat([row.figures.ranked for row in rows])
+        return iter(())
+    numbers, maxima, sizes = Figures.joined(groups)
     if is_distributed():
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)
-    host = (_of_all_ranks(sums).cpu(), maxima.cpu(), _of_all_ranks(ranked).cpu())
-    sizes = [[row.figures[kind].shape[0] for row in rows] for kind in range(3)]
-    parts, largest, blocks = (part.split(size, dim) for part, size, dim in zip(host, sizes, (1, 0, 1), strict=True))
-    numbers: list[_Numbers] = []
-    for index, row in enumerate(rows):
-        ranks = list(range(len(host[0])))
-        if row.fields.get("role") == "weight" and len(ranks) > 1:
-            figures = torch.cat([parts[index], blocks[index].flatten(1)], 1)
-            ranks = _once([mine[index][0] for mine in parts_of], figures)
-        elements = sum(parts_of[rank][index][1] for rank in ranks)
-        added = parts[index][ranks].sum(0) if len(ranks) > 1 else parts[index][ranks[0]]
-        worst = {rank: blocks[index][rank].tolist() if sizes[2][index] else [] for rank in ranks}
-        numbers.append(_Numbers(added, largest[index], worst, elements))
-    spreads, channels = _spreads(rows, numbers), _channels(rows, numbers)
-    for index, row in enumerate(rows):
-        yield {**row.fields, **_describe(row, numbers[index], spreads.get(index), channels.get(index))}
+        if maxima is not None:
+            dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        everyone = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, numbers)
+        numbers = torch.cat(everyone)
+    counts = [len(figures.sizes) for figures in groups]
+    begins = {id(figures): end - count for figures, count, end in zip(groups, counts, accumulate(counts), strict=True)}
+    places = [begins[id(row.figures)] + row.number for row in rows]
+    are_channels = {place for row, place in zip(rows, places, strict=True) if row.fields["kind"] == "tensor"}
+    condensed = [] if maxima is None else _condensed(maxima, [size.maxima for size in sizes], are_channels)
+    copied = _Copy(torch.cat([numbers, *(values.flatten() for _, values in condensed)]))
+    return _described(rows, places, parts, sizes, condensed, copied)
 
 
-def _spreads(rows: list[Row], numbers: list[_Numbers]) -> dict[int, tuple[list[float], list[float]]]:
-    """What follows from histograms of one-byte scales, by the index of the row: of many rows at once."""
-    found: dict[int, tuple[list[float], list[float]]] = {}
-    by_scale: dict[ElementFormat, list[int]] = {}
-    for index, (row, number) in enumerate(zip(rows, numbers, strict=True)):
-        if row.spec is not None and row.fields["kind"] == "operand" and len(number.sums) > _scale_codes(row.spec):
-            by_scale.setdefault(row.spec.scale, []).append(index)
-    for scale, indices in by_scale.items():
-        times = torch.stack([numbers[index].sums[-256:] for index in indices])
-        sums, maxima = statistics.byte_scale_spreads(times, scale)
-        found |= zip(indices, zip(sums.tolist(), maxima.tolist(), strict=True), strict=True)
-    return found
+def _condensed(maxima: Tensor, counts: list[int], are_channels: set[int]) -> list[tuple[list[int], Tensor]]:
+    """The maxima that rows need, those of equally many rows in a matrix: the rows' places, and the matrix.
+
+    Args:
+        counts: how many maxima belong to each row.
+        are_channels: places of the rows whose maxima are those of channels, of which few are kept.
+    """
+    alike: dict[tuple[bool, int], list[int]] = {}
+    for place, count in enumerate(counts):
+        if count:
+            alike.setdefault((place in are_channels, count), []).append(place)
+    pieces = maxima.split(counts)
+    condensed: list[tuple[list[int], Tensor]] = []
+    for (of_channels, _), places in alike.items():
+        stacked = torch.stack([pieces[place] for place in places])
+        condensed.append((places, _largest_channels(stacked) if of_channels else stacked))
+    return condensed
 
 
-def _scale_codes(spec: CastSpec) -> int:
-    """Where the histogram of an operand's one-byte scales begins, if there is one."""
-    return len(statistics.OPERAND_SUMS) + (1 << spec.element.bits)
+class _Copy:
+    """A tensor on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor.to("cpu", non_blocking=tensor.is_cuda)
+        self._arrived = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+    def wait(self) -> Tensor:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
 
 
-def _channels(rows: list[Row], numbers: list[_Numbers]) -> dict[int, _Channels]:
-    """The maxima of tensors' channels, by the index of the row: of all tensors with as many channels at once."""
-    found: dict[int, _Channels] = {}
-    by_count: dict[int, list[int]] = {}
-    for index, row in enumerate(rows):
-        if row.fields["kind"] == "tensor" and numbers[index].maxima.numel():
-            by_count.setdefault(numbers[index].maxima.numel(), []).append(index)
-    for count, indices in by_count.items():
-        maxima = torch.stack([numbers[index].maxima for index in indices])
-        values, places = maxima.topk(min(CHANNELS, count), dim=1)
-        medians = maxima.median(1).values
-        for index, *row in zip(indices, medians.tolist(), values.tolist(), places.tolist(), strict=True):
-            found[index] = _Channels(*row)
-    return found
+def _described(
+    rows: list[Row],
+    places: list[int],
+    parts: list[list[_Part]],
+    sizes: tuple[Size, ...],
+    condensed: list[tuple[list[int], Tensor]],
+    copied: _Copy,
+) -> Iterator[dict[str, Any]]:
+    """The rows.
+
+    Args:
+        places: of the rows among ``sizes``.
+        parts: by rank, of each row.
+        condensed: whose maxima they are, and of what shape.
+        copied: the numbers of one rank behind those of another, and then the maxima.
+    """
+    lengths = [size.sums + 4 * size.ranked for size in sizes]
+    of_ranks, *found = copied.wait().split([len(parts) * sum(lengths), *(values.numel() for _, values in condensed)])
+    numbers = of_ranks.view(len(parts), -1).split(lengths, 1)
+    maxima: dict[int, list[float]] = {}
+    for (of_places, like), values in zip(condensed, found, strict=True):
+        maxima |= zip(of_places, values.view(like.shape).tolist(), strict=True)
+    for index, (row, place) in enumerate(zip(rows, places, strict=True)):
+        mine, theirs = [of_rank[index] for of_rank in parts], numbers[place].tolist()
+        yield {**row.fields, **_describe(row, _merged(row, mine, theirs, sizes[place].sums, maxima.get(place, [])))}
 
 
-def _once(places: list[tuple[int, int]], figures: Tensor) -> list[int]:
+def _largest_channels(maxima: Tensor) -> Tensor:
+    """Of each tensor's channels the median of the maxima, the largest, and their places: [tensors, 1 + 2 * largest]."""
+    values, places = maxima.sort(dim=1, descending=True, stable=True)
+    middle = maxima.shape[1] // 2
+    return torch.cat([values[:, middle : middle + 1], values[:, :CHANNELS], places[:, :CHANNELS].double()], 1)
+
+
+def _merged(row: Row, parts: list[_Part], of_ranks: list[list[float]], count: int, maxima: list[float]) -> _Numbers:
+    """The numbers of a row, added over the ranks that count.
+
+    Args:
+        parts: of the row, by rank.
+        of_ranks: what each rank has: ``count`` sums, and then its worst blocks.
+        maxima: those of all ranks.
+    """
+    ranks = [rank for rank, part in enumerate(parts) if part.counts]
+    if row.fields.get("role") == "weight" and len(parts) > 1:
+        ranks = _once([part.place for part in parts], of_ranks)
+    sums = of_ranks[ranks[0]][:count]
+    for rank in ranks[1:]:
+        sums = list(map(add, sums, of_ranks[rank]))
+    worst: list[tuple[float, ...]] = []
+    for rank in ranks:
+        (first, left), blocks = parts[rank].place, of_ranks[rank][count:]
+        for at in range(0, len(blocks), 4):
+            y, x, error, signal = blocks[at : at + 4]
+            worst.append((first + y, left + x, error, signal, rank))
+    return _Numbers(sums, maxima, worst, sum(parts[rank].elements for rank in ranks))
+
+
+def _once(places: list[tuple[int, int]], of_ranks: list[list[float]]) -> list[int]:
     """The ranks whose figures count: of those that hold the same part of a weight with the same figures, the first."""
     holders: dict[tuple[int, int], list[int]] = {}
     for rank, place in enumerate(places):
         holders.setdefault(place, []).append(rank)
-    same = {place: bool((figures[ranks] == figures[ranks[:1]]).all()) for place, ranks in holders.items()}
+    same = {place: all(of_ranks[rank] == of_ranks[ranks[0]] for rank in ranks[1:]) for place, ranks in holders.items()}
     return sorted(rank for place, ranks in holders.items() for rank in (ranks[:1] if same[place] else ranks))
-
-
-def _of_all_ranks(mine: Tensor) -> Tensor:
-    """[ranks, ...]: what every rank has."""
-    if not is_distributed():
-        return mine[None]
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return torch.stack(everyone)
 
 
 def _require_equal(mine: Any, parts: list[Any]) -> list[list[Any]]:
@@ -150,13 +199,11 @@ def _require_equal(mine: Any, parts: list[Any]) -> list[list[Any]]:
     return [theirs for _, theirs in everyone]
 
 
-def _describe(
-    row: Row, numbers: _Numbers, spread: tuple[list[float], list[float]] | None, channels: _Channels | None
-) -> dict[str, Any]:
+def _describe(row: Row, numbers: _Numbers) -> dict[str, Any]:
     """The fields of a row that are numbers."""
-    kind, sums = row.fields["kind"], numbers.sums.tolist()
+    kind, sums = row.fields["kind"], numbers.sums
     if kind == "tensor":
-        return _tensor_fields(dict(zip(statistics.TENSOR_SUMS, sums, strict=True)), numbers.elements, channels)
+        return _tensor_fields(dict(zip(statistics.TENSOR_SUMS, sums, strict=True)), numbers.elements, numbers.maxima)
     if kind == "gemm":
         product = dict(zip(statistics.PRODUCT_SUMS, sums, strict=True))
         error = _ratio(product["error"], product["signal"])
@@ -169,40 +216,35 @@ def _describe(
         bias = rounding["mean_error"] - rounding["spread"]
         return {"bias": _ratio(bias, rounding["signal"]), "noise": _ratio(noise, rounding["signal"])}
     assert row.spec is not None
-    return _operand_fields(row.spec, sums, numbers.maxima.tolist(), numbers.ranked, spread)
+    return _operand_fields(row.spec, numbers)
 
 
-def _tensor_fields(sums: dict[str, float], elements: int, channels: _Channels | None) -> dict[str, Any]:
+def _tensor_fields(sums: dict[str, float], elements: int, channels: list[float]) -> dict[str, Any]:
     squares = _ratio(sums["squares"], elements)
-    median, values, places = channels or _Channels(0.0, [], [])
+    median, count = channels[0] if channels else 0.0, len(channels) // 2
+    values, places = channels[1 : 1 + count], channels[1 + count :]
     return {
         "amax": _finite(values[0]) if values else 0.0,
         "rms": None if squares is None else math.sqrt(squares),
         "nonfinite": int(sums["nonfinite"]),
-        "channels": [[place, _ratio(value, median)] for place, value in zip(places, values, strict=True)],
+        "channels": [[int(place), _ratio(value, median)] for place, value in zip(places, values, strict=True)],
     }
 
 
-def _operand_fields(
-    spec: CastSpec,
-    sums: list[float],
-    maxima: list[float],
-    ranked: dict[int, list[list[float]]],
-    spread: tuple[list[float], list[float]] | None,
-) -> dict[str, Any]:
-    """Numbers of an operand; ``ranked`` has the worst blocks by rank, ``spread`` what follows from ``scale_codes``."""
-    names = statistics.OPERAND_SUMS
+def _operand_fields(spec: CastSpec, numbers: _Numbers) -> dict[str, Any]:
+    names, sums = statistics.OPERAND_SUMS, numbers.sums
     total = dict(zip(names, sums, strict=False))
-    codes, scale_codes = sums[len(names) : _scale_codes(spec)], sums[_scale_codes(spec) :]
-    amax, largest, minus_smallest = maxima
-    if spread is not None:
-        of_scales, (largest, minus_smallest) = spread
+    after_codes = len(names) + (1 << spec.element.bits)
+    codes, scale_codes = sums[len(names) : after_codes], sums[after_codes:]
+    occurring, times = list(compress(range(256), scale_codes)), list(filter(None, scale_codes))
+    amax, largest, minus_smallest = numbers.maxima
+    if scale_codes:
+        of_scales, (largest, minus_smallest) = statistics.scale_spread_of_bytes(occurring, times, spec.scale)
         total |= zip(names[-3:], of_scales, strict=True)
     count = total["scales"]
     mean = total["log2_scale"] / count if count else 0.0
     variance = max(total["log2_scale_squared"] / count - mean * mean, 0.0) if count else None
-    found = [(*block, rank) for rank, blocks in ranked.items() for block in blocks]
-    worst = sorted(found, key=itemgetter(2), reverse=True)[: statistics.RANKED]
+    worst = sorted(numbers.worst, key=itemgetter(2), reverse=True)[: statistics.RANKED]
     return {
         "amax": _finite(amax),
         "elements": int(total["elements"]),
@@ -213,8 +255,8 @@ def _operand_fields(
         **{name: _ratio(total[name], total["blocks"]) for name in ("scale_underflow", "scale_overflow")},
         "scale_spread_octaves": None if variance is None else math.sqrt(variance),
         "scale_range_octaves": _finite(largest + minus_smallest) if count else None,
-        "codes": [int(times) for times in codes],
-        "scale_codes": {str(code): int(times) for code, times in enumerate(scale_codes) if times},
+        "codes": list(map(int, codes)),
+        "scale_codes": dict(zip(occurring, map(int, times), strict=True)),
         "worst": [
             [int(row), int(col), _ratio(error, total["error"]), _decibels(signal, error), rank]
             for row, col, error, signal, rank in worst

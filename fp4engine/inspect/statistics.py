@@ -1,12 +1,14 @@
 """What is counted of a tensor, of an operand and of a product, on the tensor's device.
 
 Everything is a sum, a maximum or a ranking, so that figures of several ranks merge into those of all of them. Nothing
-here synchronises with the host. Of operands, whose figures are many, :mod:`fp4engine.kernels.figures` counts the same
-in one read. Legend: an operand is ``[rows, cols]``, its last axis is contracted.
+here synchronises with the host. :mod:`fp4engine.kernels.figures` counts the same, reading a tensor once, and several
+tensors and operands in one launch. Legend: an operand is ``[rows, cols]``, its last axis is contracted.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +44,7 @@ OPERAND_SUMS = (
     "log2_scale",
     "log2_scale_squared",
 )
-"""Entries of :func:`operand_figures`' sums, before the histograms of codes and of scale codes."""
+"""Entries of an operand's sums, before the histograms of codes and of scale codes."""
 
 OPERAND_MAXIMA = ("amax", "log2_scale_max", "minus_log2_scale_min")
 TENSOR_SUMS = ("nonfinite", "squares")
@@ -50,74 +52,101 @@ PRODUCT_SUMS = ("signal", "error")
 ROUNDING_SUMS = ("signal", "mean_error", "spread")
 
 
+class Size(NamedTuple):
+    """How many numbers a row has: sums, maxima, and blocks with the largest errors."""
+
+    sums: int
+    maxima: int = 0
+    ranked: int = 0
+
+
 class Figures(NamedTuple):
-    """The numbers of one row, on the device.
+    """The numbers of a row, or of several, one behind the other, on the device.
 
     Attributes:
-        sums: float64, added over ranks.
-        maxima: float64, of which ranks take the largest.
-        ranked: float64 [RANKED or 0, 4], rows ``(row, col, error, signal)`` of blocks, largest error first.
+        numbers: float64: sums, which are added over ranks, and behind them ``ranked`` blocks ``(row, col, error,
+            signal)``, largest error first.
+        maxima: float64, of which ranks take the largest; None where no row has any.
+        sizes: of the rows, in their order.
     """
 
-    sums: Tensor
-    maxima: Tensor
-    ranked: Tensor
+    numbers: Tensor
+    maxima: Tensor | None
+    sizes: tuple[Size, ...]
 
-    def left_to_another(self) -> "Figures":
-        """The same, and nothing to be added: another rank holds the same part and counts it."""
-        return Figures(torch.zeros_like(self.sums), self.maxima, torch.zeros_like(self.ranked))
+    @staticmethod
+    def of(sums: Tensor, maxima: Tensor | None = None, ranked: Tensor | None = None) -> "Figures":
+        """Of one row."""
+        size = Size(sums.numel(), 0 if maxima is None else maxima.numel(), 0 if ranked is None else ranked.shape[0])
+        return Figures(sums if ranked is None else torch.cat([sums, ranked.flatten()]), maxima, (size,))
 
-    def shifted(self, row: int, col: int) -> "Figures":
-        """The same of a part that begins at ``row`` and ``col``."""
-        place = torch.stack([self.ranked.new_full((len(self.ranked),), start) for start in (row, col, 0, 0)], 1)
-        return self._replace(ranked=self.ranked + place)
+    @staticmethod
+    def joined(several: "Sequence[Figures]") -> "Figures":
+        """Those of all rows as one."""
+        maxima = [figures.maxima for figures in several if figures.maxima is not None]
+        sizes = tuple(size for figures in several for size in figures.sizes)
+        numbers = torch.cat([figures.numbers for figures in several])
+        return Figures(numbers, torch.cat(maxima) if maxima else None, sizes)
 
-    def among_channels(self, first: int, count: int) -> "Figures":
-        """The same where ``maxima`` are those of channels from ``first`` on, of ``count``."""
-        after = count - first - len(self.maxima)
-        return self._replace(maxima=torch.nn.functional.pad(self.maxima, (first, after)))
+    def among_channels(self, row: int, first: int, count: int) -> "Figures":
+        """The same where the maxima of ``row`` are those of channels from ``first`` on, of ``count``."""
+        assert self.maxima is not None
+        parts = list(self.maxima.split([size.maxima for size in self.sizes]))
+        parts[row] = torch.nn.functional.pad(parts[row], (first, count - first - parts[row].numel()))
+        sizes = [size._replace(maxima=part.numel()) for size, part in zip(self.sizes, parts, strict=True)]
+        return self._replace(maxima=torch.cat(parts), sizes=tuple(sizes))
 
 
-def tensor_figures(matrix: Tensor, path: str = "auto") -> Figures:
-    """``TENSOR_SUMS`` of a matrix [M, K], and its maxima: the largest finite magnitude of each of the K channels."""
-    if backend.choose("figures", matrix.device, path, (matrix.dtype, matrix.numel()), _kernel_reads) == "triton":
-        from fp4engine.kernels.figures import channels
+class Counted(NamedTuple):
+    """An operand to be counted.
 
-        sums, maxima = channels(matrix)
-        return Figures(sums, maxima, _nothing_ranked(matrix))
-    finite = matrix.nan_to_num(0.0, 0.0, 0.0)
-    squares = torch.linalg.vector_norm(finite, dim=1, dtype=_accumulated(matrix)).double().square()
-    none = matrix.new_zeros(matrix.shape[1])
-    largest = torch.linalg.vector_norm(finite, float("inf"), 0) if matrix.shape[0] else none
-    return Figures(_vector([(finite != matrix).sum(), squares.sum()]), largest.double(), _nothing_ranked(matrix))
+    Attributes:
+        source: [rows, cols], any strides: what was cast.
+        operand: its packed codes.
+        rng, stream: as the cast had them.
+    """
+
+    source: Tensor
+    operand: Operand
+    rng: Tensor | None
+    stream: int
+
+
+def figures_of(tensors: Sequence[Tensor], operands: Sequence[Counted], path: str = "auto") -> Figures:
+    """A row for each matrix [M, K] of ``tensors``, and then one for each operand; at least one in all.
+
+    A tensor's are ``TENSOR_SUMS`` and, as maxima, the largest finite magnitude of each of its K channels. An operand's
+    are ``OPERAND_SUMS`` and the histograms of codes and of scales that are bytes, ``OPERAND_MAXIMA`` and the worst
+    blocks. What follows from the histogram of scales is left to the host, see :func:`scale_spread_of_bytes`. A block
+    whose values, or what they decode to, are not finite adds nothing to signal and error.
+
+    Args:
+        path: a backend, see :func:`fp4engine.ops.backend.choose`.
+    """
+    paths = [
+        backend.choose("figures", matrix.device, path, (matrix.dtype, matrix.numel()), _kernel_reads)
+        for matrix in tensors
+    ]
+    for source, operand, *_ in operands:
+        assert operand.spec is not None
+        question = (operand.spec.key, source.dtype, operand.rows)
+        paths.append(backend.choose("figures", source.device, path, question, _kernel_supports))
+    if "reference" not in paths:
+        return _by_kernels(tensors, operands)
+    kernels = [path == "triton" for path in paths]
+    parts = [
+        _by_kernels([matrix], []) if by_kernel else _tensor_figures(matrix)
+        for matrix, by_kernel in zip(tensors, kernels, strict=False)
+    ]
+    parts += [
+        _by_kernels([], [counted]) if by_kernel else _operand_figures(counted)
+        for counted, by_kernel in zip(operands, kernels[len(tensors) :], strict=True)
+    ]
+    return Figures.joined(parts)
 
 
 def _kernel_reads(dtype: torch.dtype, elements: int) -> tuple[bool, str]:
     return dtype != torch.float64 and elements > 0, f"figures of {elements} elements in {dtype} have no kernel"
-
-
-def operand_figures(source: Tensor, operand: Operand, rng: Tensor | None, stream: int, path: str = "auto") -> Figures:
-    """``OPERAND_SUMS`` and histograms, ``OPERAND_MAXIMA``, and the worst blocks.
-
-    What follows from a histogram of one-byte scales is left to :func:`byte_scale_spreads` on the host. A block whose
-    values, or what they decode to, are not finite adds nothing to signal and error.
-
-    Args:
-        source: [rows, cols], any strides: what was cast.
-        operand: its packed codes.
-        rng, stream: as the cast had them.
-        path: a backend, see :func:`fp4engine.ops.backend.choose`.
-    """
-    spec = operand.spec
-    assert spec is not None and operand.amax is not None and operand.scale_inv is not None
-    question = (spec.key, source.dtype, operand.rows)
-    if backend.choose("figures", source.device, path, question, _kernel_supports) == "triton":
-        from fp4engine.kernels.figures import figures
-
-        drawn = rng if spec.rotation is not None and spec.rotation.signs.is_fresh else None
-        return Figures(*figures(source, drawn, operand.codes, operand.scale_inv, operand.amax, spec.key, stream))
-    values = prepare(source, spec, rng, stream)
-    return _operand_figures(values, operand.dequantize(torch.float32), operand, spec)
 
 
 def _kernel_supports(key: str, dtype: torch.dtype, rows: int) -> tuple[bool, str]:
@@ -126,13 +155,38 @@ def _kernel_supports(key: str, dtype: torch.dtype, rows: int) -> tuple[bool, str
     return supports(CastSpec.from_key(key), dtype, rows)
 
 
-def _operand_figures(values: Tensor, decoded: Tensor, operand: Operand, spec: CastSpec) -> Figures:
-    """In plain PyTorch.
+def _by_kernels(tensors: Sequence[Tensor], operands: Sequence[Counted]) -> Figures:
+    from fp4engine.kernels import figures
 
-    Args:
-        decoded: FP32 [rows, cols], or [rows, padded cols] if rotated: what ``operand`` stands for.
-    """
-    assert operand.amax is not None and operand.scale_inv is not None
+    sizes = [Size(len(TENSOR_SUMS), matrix.shape[1]) for matrix in tensors]
+    asked: list[figures.Counted] = []
+    for source, operand, rng, stream in operands:
+        spec, _, _, codes, scale_inv, amax = operand
+        assert spec is not None
+        drawn = rng if spec.rotation is not None and spec.rotation.signs.is_fresh else None
+        asked.append(figures.Counted(source, drawn, codes, scale_inv, amax, spec.key, stream))
+        scales = 256 if spec.block[1] else 0
+        sizes.append(Size(len(OPERAND_SUMS) + (1 << spec.element.bits) + scales, len(OPERAND_MAXIMA), RANKED))
+    numbers, maxima = figures.figures(tensors, asked)
+    return Figures(numbers, maxima, tuple(sizes))
+
+
+def _tensor_figures(matrix: Tensor) -> Figures:
+    """In plain PyTorch."""
+    finite = matrix.nan_to_num(0.0, 0.0, 0.0)
+    squares = torch.linalg.vector_norm(finite, dim=1, dtype=_accumulated(matrix)).double().square()
+    none = matrix.new_zeros(matrix.shape[1])
+    largest = torch.linalg.vector_norm(finite, float("inf"), 0) if matrix.shape[0] else none
+    return Figures.of(_vector([(finite != matrix).sum(), squares.sum()]), largest.double())
+
+
+def _operand_figures(counted: Counted) -> Figures:
+    """In plain PyTorch."""
+    source, operand, rng, stream = counted
+    spec = operand.spec
+    assert spec is not None and operand.amax is not None and operand.scale_inv is not None
+    values = prepare(source, spec, rng, stream)
+    decoded = operand.dequantize(torch.float32)  # [rows, cols], or [rows, padded cols] if rotated
     rows, width = decoded.shape
     if missing := values.shape[1] - width:
         decoded = torch.nn.functional.pad(decoded, (0, missing))
@@ -169,7 +223,7 @@ def _operand_figures(values: Tensor, decoded: Tensor, operand: Operand, spec: Ca
             scale_sums, spread = scale_spread(stored)
             sums += scale_sums
     amax = torch.where(operand.amax.isfinite(), operand.amax, 0.0).double().amax()
-    return Figures(
+    return Figures.of(
         torch.cat([_vector(sums), *(histogram.double() for histogram in histograms)]),
         torch.cat([amax[None], spread]),
         _worst(error, signal, spec),
@@ -192,11 +246,10 @@ def product_figures(
     if chosen is not None:
         left, left_operand = left[chosen], _chosen(left_operand, chosen)
     exact = _product(left, right)
-    both = torch.stack([exact, _quantized_product(left_operand, right_operand) - exact])
+    both = torch.stack([exact, _quantized_product(left_operand, right_operand).sub_(exact)])
     for group in groups:
         dist.all_reduce(both, group=group)
-    sums = torch.linalg.vector_norm(both, dim=(1, 2), dtype=torch.float64).square()
-    return Figures(sums, sums.new_zeros(0), _nothing_ranked(exact))
+    return Figures.of(torch.linalg.vector_norm(both, dim=(1, 2), dtype=torch.float64).square())
 
 
 def _chosen(operand: Operand, rows: Tensor) -> Operand:
@@ -204,14 +257,14 @@ def _chosen(operand: Operand, rows: Tensor) -> Operand:
     scale_inv, amax = operand.scale_inv, operand.amax
     if scale_inv is not None:
         scale_inv = (
-            scale_inv.view(torch.uint8)[rows].view(scale_inv.dtype)
+            scale_inv.view(torch.uint8).index_select(0, rows).view(scale_inv.dtype)
             if scale_inv.element_size() == 1
-            else scale_inv[rows]
+            else scale_inv.index_select(0, rows)
         )
     if operand.spec is not None and operand.spec.outer in (Outer.ROW, Outer.BLOCK128):
         assert amax is not None
-        amax = amax[rows]
-    return operand._replace(rows=rows.numel(), data=operand.data[rows], scale_inv=scale_inv, amax=amax)
+        amax = amax.index_select(0, rows)
+    return operand._replace(rows=rows.numel(), data=operand.data.index_select(0, rows), scale_inv=scale_inv, amax=amax)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -243,7 +296,7 @@ def rounding_figures(values: Tensor, decoded: list[Tensor]) -> Figures:
     spread = sum(((draw - mean).square().sum(dtype=torch.float64) for draw in decoded), mean.new_zeros(()).double())
     error = (mean - values).square().sum(dtype=torch.float64)
     sums = [values.square().sum(dtype=torch.float64), error, spread / (count * (count - 1))]
-    return Figures(_vector(sums), mean.new_zeros(0, dtype=torch.float64), _nothing_ranked(mean))
+    return Figures.of(_vector(sums))
 
 
 def scale_spread(scales: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -257,30 +310,25 @@ def scale_spread(scales: Tensor) -> tuple[list[Tensor], Tensor]:
     return sums, maxima
 
 
-def byte_scale_spreads(times: Tensor, scale: ElementFormat) -> tuple[Tensor, Tensor]:
-    """:func:`scale_spread` of scales that a byte holds, from how often each byte occurs.
-
-    Args:
-        times: FP64 [operands, 256], on the host.
-
-    Returns:
-        FP64 [operands, 3] and [operands, 2].
-    """
-    codes, log2 = _log2_of_bytes(scale)
-    times = times[:, codes]
-    sums = times @ torch.stack([log2**power for power in range(3)], 1)
-    there, nothing = times > 0, float("-inf")
-    maxima = [torch.where(there, value, nothing).amax(1) for value in (log2, -log2)]
-    return sums, torch.stack(maxima, 1)
+def scale_spread_of_bytes(
+    codes: Sequence[int], times: Sequence[float], scale: ElementFormat
+) -> tuple[list[float], list[float]]:
+    """:func:`scale_spread` on the host, of scales that a byte holds, from the bytes that occur and how often."""
+    log2 = _log2_of_bytes(scale)
+    found = [(log2[code], count) for code, count in zip(codes, times, strict=True) if code in log2]
+    if not found:
+        return [0.0, 0.0, 0.0], [-math.inf, -math.inf]
+    values, counts = zip(*found, strict=True)
+    squares = map(mul, values, values)
+    sums = [sum(counts, 0.0), sum(map(mul, counts, values)), sum(map(mul, counts, squares))]
+    return sums, [max(values), -min(values)]
 
 
 @cache
-def _log2_of_bytes(scale: ElementFormat) -> tuple[Tensor, Tensor]:
-    """The bytes that are positive numbers, and their logarithms; what is not finite counts as 1."""
-    values = from_stored(torch.arange(256, dtype=torch.uint8).view(scale.torch_dtype), scale).double()
-    codes = (values > 0).nonzero().flatten()
-    values = values[codes]
-    return codes, torch.where(values.isfinite(), values, 1.0).log2()
+def _log2_of_bytes(scale: ElementFormat) -> dict[int, float]:
+    """The logarithms of the bytes that are positive numbers; what is not finite counts as 1."""
+    values = from_stored(torch.arange(256, dtype=torch.uint8).view(scale.torch_dtype), scale).double().tolist()
+    return {code: math.log2(value) if math.isfinite(value) else 0.0 for code, value in enumerate(values) if value > 0}
 
 
 def _count(tensor: Tensor) -> Tensor:
@@ -289,10 +337,6 @@ def _count(tensor: Tensor) -> Tensor:
 
 def _vector(entries: list[Tensor]) -> Tensor:
     return torch.stack([entry.double() for entry in entries])
-
-
-def _nothing_ranked(like: Tensor) -> Tensor:
-    return torch.zeros((0, 4), dtype=torch.float64, device=like.device)
 
 
 def _accumulated(tensor: Tensor) -> torch.dtype:

@@ -7,9 +7,9 @@ quantizers, with the draw that the step takes, and the random stream is left whe
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -104,6 +104,10 @@ class Seen:
     def spec(self) -> CastSpec | None:
         return self.operand.spec
 
+    @property
+    def is_columnwise(self) -> bool:
+        return self.side == "columnwise"
+
     def prepared(self) -> Tensor:
         """[rows, padded cols] in FP32: what was rounded, rotated where the cast rotates."""
         assert self.spec is not None
@@ -113,23 +117,52 @@ class Seen:
     def stream(self) -> int:
         """Stream id of the cast."""
         rank = None if self.spread is None else self.spread.shards.rank
-        return self.quantizer.stream | ops.rank_bits(rank) | (self.side == "columnwise")
+        return self.quantizer.stream | ops.rank_bits(rank) | self.is_columnwise
 
 
-Listener = Callable[[str, str, dict[str, Tensor], list[Seen]], None]
-"""``(layer, gemm, tensors, operands)``: the tensors are matrices by role; of a GEMM the operands are left and right."""
+class Listener(Protocol):
+    """Who hears of a layer. Autocast is off while it listens."""
+
+    def made(self, layer: str, tensors: dict[Role, Tensor], operands: Sequence[Seen]) -> None:
+        """The matrices by role, and the operands, that a pass brings; all those of a pass at once."""
+
+    def multiplied(self, layer: str, gemm: str, operands: tuple[Seen, Seen]) -> None:
+        """A product of two operands, left and right, of which :meth:`made` has heard."""
+
+    def refuse(self, layer: str, reason: str) -> None:
+        """Why a layer is not seen."""
+
+
+class _Forward(NamedTuple):
+    """What a backward pass must know of its forward pass.
+
+    Attributes:
+        matrices: of input and weight.
+        kept: their columnwise operands, where these are made of the matrices, else what these are made of.
+        before: the random stream's state before the forward pass.
+    """
+
+    plan: Plan
+    spread: Spread | None
+    matrices: dict[Role, Tensor]
+    kept: dict[Role, Seen]
+    before: Tensor
 
 
 @dataclass
 class _Watched:
-    """One layer during one step."""
+    """One layer during one step.
+
+    Attributes:
+        needs: whether dgrad and wgrad run.
+    """
 
     name: str
-    tell: Listener
-    refuse: Callable[[str, str], None]
+    listener: Listener
     forward_seen: bool = False
     backward_hooked: bool = False
-    forward: dict[str, Any] = field(default_factory=dict)
+    forward: _Forward | None = None
+    needs: tuple[bool, bool] = (False, False)
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, Gemms]:
@@ -142,18 +175,12 @@ def layers_of(model: torch.nn.Module) -> dict[str, Gemms]:
 
 
 @contextmanager
-def watching(
-    layers: dict[str, Gemms], tell: Listener, refuse: Callable[[str, str], None]
-) -> Generator[dict[str, _Watched]]:
-    """Region in which ``tell`` hears of the first forward of each layer, and of its backward.
-
-    ``refuse(layer, reason)`` hears why a layer is not seen.
-    """
-    watched = {name: _Watched(name, tell, refuse) for name in layers}
+def watching(layers: dict[str, Gemms], listener: Listener) -> Generator[None]:
+    """Region in which ``listener`` hears of the first forward of each layer, and of its backward."""
     for name, module in layers.items():
-        vars(module)["multiply"] = _watched_multiply(module, watched[name])
+        vars(module)["multiply"] = _watched_multiply(module, _Watched(name, listener))
     try:
-        yield watched
+        yield
     finally:
         for module in layers.values():
             vars(module).pop("multiply", None)
@@ -161,15 +188,14 @@ def watching(
 
 def _watched_multiply(module: Gemms, watched: _Watched) -> Callable[..., Tensor]:
     def multiply(inp: Any, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None) -> Tensor:
-        device = weight.device
-        before = _draw(device, 0) if module.training and not watched.forward_seen else None
+        before = rng.state_of(weight.device).clone() if module.training and not watched.forward_seen else None
         output = type(module).multiply(module, inp, weight, bias, is_first_microbatch)
         if before is not None:
             watched.forward_seen = True
-            _see_forward(module, watched, inp, weight, before)
-        if output.requires_grad and watched.forward and not watched.backward_hooked:
+            _see_forward(module, watched, inp, weight, before, torch.is_grad_enabled())
+        if output.requires_grad and watched.forward is not None and not watched.backward_hooked:
             watched.backward_hooked = True
-            watched.forward["needs"] = (_requires_grad(inp), weight.requires_grad)
+            watched.needs = (_requires_grad(inp), weight.requires_grad)
             # a hook of the node runs after those of the tensor, by which FSDP2 gathers the weight again
             node = output.grad_fn
             assert node is not None
@@ -182,17 +208,17 @@ def _watched_multiply(module: Gemms, watched: _Watched) -> Callable[..., Tensor]
     return multiply
 
 
-def _draw(device: torch.device, ahead: int) -> Tensor:
-    """The state of the stream ``ahead`` draws from now, which it does not advance."""
-    return _later(rng.state_of(device), ahead)
-
-
 def _later(state: Tensor, ahead: int) -> Tensor:
-    """``state`` after ``ahead`` more draws, made on the device: a tensor made of a list would wait for it."""
-    later = state.clone()
-    if ahead:
-        later[1] += ahead
-    return later
+    """A state of the random stream after ``ahead`` more draws."""
+    return state + _draws(state.device, ahead)
+
+
+@cache
+def _draws(device: torch.device, count: int) -> Tensor:
+    """What ``count`` draws add to a state, made on the device: a tensor made of a list would wait for it."""
+    draws = torch.zeros(2, dtype=torch.int64, device=device)
+    draws[1] += count
+    return draws
 
 
 def _requires_grad(inp: Any) -> bool:
@@ -201,8 +227,10 @@ def _requires_grad(inp: Any) -> bool:
 
 
 @torch.no_grad()
-def _see_forward(module: Gemms, watched: _Watched, inp: Any, weight: Tensor, before: Tensor) -> None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+def _see_forward(
+    module: Gemms, watched: _Watched, inp: Any, weight: Tensor, before: Tensor, has_backward: bool
+) -> None:
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a step that is recorded cannot be captured in a CUDA graph, whose replays nobody sees; capture outside "
             "inspect.record, or record eager steps"
@@ -214,34 +242,39 @@ def _see_forward(module: Gemms, watched: _Watched, inp: Any, weight: Tensor, bef
     if module.draws_as is not None or (state is not None and state.cp_group is not None):
         refusal = refusal or "its random bits are those of its own name, or of a place among the rows of other ranks"
     if refusal:
-        watched.refuse(watched.name, refusal)
+        watched.listener.refuse(watched.name, refusal)
         return
     assert plan is not None
     x = (inp if isinstance(inp, Tensor) else inp.tensor()).detach()
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     x, held, spread = _share(plan, x.to(dtype), weight.detach(), group, watched.name)
-    matrices = {"input": as_matrix(x), "weight": held}
-    needs_dgrad = _requires_grad(inp) and torch.is_grad_enabled()
-    quantizers = {"input": plan.input, "weight": plan.weight}
+    matrices: dict[Role, Tensor] = {"input": as_matrix(x), "weight": held}
     draws = 0
     rowwise: list[Seen] = []
-    roles: tuple[tuple[Role, bool], ...] = (("input", weight.requires_grad), ("weight", needs_dgrad))
-    for role, needed in roles:
-        quantizer = quantizers[role]
-        columnwise = needed and quantizer.columnwise_source == "original" and plan.backward_override is None
-        made = [quantizer.rowwise_spec, quantizer.columnwise_spec if columnwise else None]
+    kept: dict[Role, Seen] = {}
+    roles: tuple[tuple[Role, Quantizer, bool], ...] = (
+        ("input", plan.input, has_backward and weight.requires_grad),
+        ("weight", plan.weight, has_backward and _requires_grad(inp)),
+    )
+    for role, quantizer, needed in roles:
+        both = needed and quantizer.columnwise_source == "original" and plan.backward_override is None
+        made = [quantizer.rowwise_spec, quantizer.columnwise_spec if both else None]
         takes = any(spec is not None and spec.is_stochastic for spec in made)
         draws += takes
         drawn = _later(before, draws) if takes else None
-        rowwise.append(_see(role, "rowwise", matrices[role], quantizer, drawn, spread))
-    watched.forward = {
-        "plan": plan,
-        "spread": spread,
-        "matrices": matrices,
-        "rowwise": rowwise,
-        "before": before,
-    }
-    watched.tell(watched.name, "fprop", matrices, rowwise)
+        row, col = _see(role, matrices[role], quantizer, drawn, spread, columnwise=both)
+        assert row is not None
+        rowwise.append(row)
+        if col is not None:
+            kept[role] = col
+        elif quantizer.columnwise_source != "original":
+            kept[role] = row
+    watched.forward = _Forward(plan, spread, matrices, kept, before)
+    left, right = rowwise
+    columnwise = [seen for seen in kept.values() if seen.is_columnwise]
+    with torch.autocast(x.device.type, enabled=False):
+        watched.listener.made(watched.name, matrices, [*rowwise, *columnwise])
+        watched.listener.multiplied(watched.name, "fprop", (left, right))
 
 
 def _share(plan: Plan, x: Tensor, weight: Tensor, group: Any, name: str) -> tuple[Tensor, Tensor, Spread | None]:
@@ -280,62 +313,89 @@ def _refusal(module: Gemms, plan: Plan | None, inp: Any, weight: Tensor) -> str:
 
 @torch.no_grad()
 def _see_backward(watched: _Watched, grads: Sequence[Tensor]) -> None:
-    if not watched.forward:
+    if watched.forward is None:
         return  # a backward pass that has been seen, run once more
+    forward, watched.forward = watched.forward, None
     (grad,) = grads
-    plan: Plan = watched.forward["plan"]
+    plan, spread = forward.plan, forward.spread
     if plan.backward_override is not None:
-        watched.refuse(watched.name, f"backward_override={plan.backward_override!r} quantizes no gradient")
-        return
-    matrices = {**watched.forward["matrices"], "grad_output": as_matrix(grad.detach())}
-    needs_dgrad, needs_wgrad = watched.forward["needs"]
+        reason = f"backward_override={plan.backward_override!r} quantizes no gradient"
+        return watched.listener.refuse(watched.name, reason)
+    needs_dgrad, needs_wgrad = watched.needs
+    if not (needs_dgrad or needs_wgrad):
+        return None
     requantized = [q for q in (plan.input, plan.weight) if q.columnwise_source == "rowwise_dequantized"]
     draws = any(quantizer.is_stochastic for quantizer in (plan.grad_output, *requantized))
-    rng = _draw(grad.device, 1) if draws else None
-    spread = watched.forward["spread"]
-    if needs_dgrad:
-        left = _see("grad_output", "rowwise", matrices["grad_output"], plan.grad_output, rng, spread)
-        right = _columnwise("weight", plan.weight, watched, rng)
-        watched.tell(watched.name, "dgrad", matrices, [left, right])
-    if needs_wgrad:
-        left = _see("grad_output", "columnwise", matrices["grad_output"], plan.grad_output, rng, spread)
-        right = _columnwise("input", plan.input, watched, rng)
-        watched.tell(watched.name, "wgrad", matrices, [left, right])
-    watched.forward = {}
+    drawn = _later(rng.state_of(grad.device), 1) if draws else None
+    matrix = as_matrix(grad.detach())
+    row, col = _see("grad_output", matrix, plan.grad_output, drawn, spread, rowwise=needs_dgrad, columnwise=needs_wgrad)
+    products: list[tuple[str, tuple[Seen, Seen]]] = []
+    if row is not None:
+        products.append(("dgrad", (row, _columnwise("weight", plan.weight, forward, drawn))))
+    if col is not None:
+        products.append(("wgrad", (col, _columnwise("input", plan.input, forward, drawn))))
+    told = list(forward.kept.values())
+    made = [seen for _, operands in products for seen in operands if all(seen is not other for other in told)]
+    with torch.autocast(grad.device.type, enabled=False):
+        watched.listener.made(watched.name, {"grad_output": matrix}, made)
+        for gemm, operands in products:
+            watched.listener.multiplied(watched.name, gemm, operands)
 
 
-def _columnwise(role: Role, quantizer: Quantizer, watched: _Watched, rng: Tensor | None) -> Seen:
-    matrix, spread = watched.forward["matrices"][role], watched.forward["spread"]
+def _columnwise(role: Role, quantizer: Quantizer, forward: _Forward, drawn: Tensor | None) -> Seen:
+    """The columnwise operand of input or weight: the one of the forward pass, or made now."""
+    kept, matrix = forward.kept.get(role), forward.matrices[role]
+    if kept is not None and kept.is_columnwise:
+        return kept
     if quantizer.columnwise_source == "original":
         # what a forward pass made takes the draw of that pass, see _refusal: at most one role took one
-        own = _later(watched.forward["before"], 1)
-        return _see(role, "columnwise", matrix, quantizer, own if quantizer.draws_in_forward else None, spread)
-    rowwise = next(seen for seen in watched.forward["rowwise"] if seen.role == role)
-    operand = rowwise.operand if rowwise.spec is not None else Operand.dense(matrix)
+        own = _later(forward.before, 1) if quantizer.draws_in_forward else None
+        return _see_columnwise(role, matrix, quantizer, own, forward.spread)
+    assert kept is not None
+    operand = kept.operand if kept.spec is not None else Operand.dense(matrix)
     values = operand.dequantize(torch.float32)
-    if spread is not None:
-        return _see(role, "columnwise", values, quantizer, rng, spread)
-    return Seen(role, "columnwise", values.T, quantizer, quantizer.requantize(operand, rng), rng)
+    if forward.spread is not None:
+        return _see_columnwise(role, values, quantizer, drawn, forward.spread)
+    return Seen(role, "columnwise", values.T, quantizer, quantizer.requantize(operand, drawn), drawn)
 
 
 def _see(
-    role: Role, side: str, matrix: Tensor, quantizer: Quantizer, rng: Tensor | None, spread: Spread | None
-) -> Seen:
-    rowwise = side == "rowwise"
-    asked: dict[str, Any] = {"rowwise": rowwise, "columnwise": not rowwise, "rng": rng}
+    role: Role,
+    matrix: Tensor,
+    quantizer: Quantizer,
+    rng: Tensor | None,
+    spread: Spread | None,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> tuple[Seen | None, Seen | None]:
+    """The rowwise operand of a matrix, and the columnwise one: those asked for, made in one pass."""
+    asked: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "rng": rng}
     if spread is None:
         made = quantizer.quantize(matrix, **asked)
     else:
         (made,) = quantize_parts([Part(role, quantizer, matrix, asked)], spread.shards)
-    operand = made.rowwise if rowwise else made.columnwise
-    assert operand is not None
-    return Seen(role, side, matrix if rowwise else matrix.T, quantizer, operand, rng, spread)
+    row, col = made.rowwise, made.columnwise
+    return (
+        None if row is None else Seen(role, "rowwise", matrix, quantizer, row, rng, spread),
+        None if col is None else Seen(role, "columnwise", matrix.T, quantizer, col, rng, spread),
+    )
+
+
+def _see_columnwise(
+    role: Role, matrix: Tensor, quantizer: Quantizer, rng: Tensor | None, spread: Spread | None
+) -> Seen:
+    _, seen = _see(role, matrix, quantizer, rng, spread, rowwise=False)
+    assert seen is not None
+    return seen
 
 
 def drawn(seen: Seen, count: int) -> Iterator[Tensor]:
     """What ``count`` other draws make of the values of ``seen``, decoded: those that the coming steps take."""
     assert seen.rng is not None
+    col = seen.is_columnwise
+    matrix = seen.source.T if col else seen.source
     for ahead in range(1, count + 1):
-        matrix = seen.source if seen.side == "rowwise" else seen.source.T
-        later = _see(seen.role, seen.side, matrix, seen.quantizer, _later(seen.rng, ahead), seen.spread)
+        rng = _later(seen.rng, ahead)
+        made = _see(seen.role, matrix, seen.quantizer, rng, seen.spread, rowwise=not col, columnwise=col)
+        (later,) = (other for other in made if other is not None)
         yield later.operand.dequantize(torch.float32)

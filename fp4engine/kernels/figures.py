@@ -4,10 +4,16 @@
 
 A program walks over tiles and keeps what it has counted in registers: sums as FP64, histograms of 256 bytes, and for
 each block of its tile the largest errors that it has met there. A second kernel adds the programs up, in their order,
-so that equal runs have equal figures.
+so that equal runs have equal figures. One launch counts several tensors and operands, each by kernels of its own, into
+two vectors: there the host's time between the kernels is what counting takes.
 
 Legend: x is [R, C], at any strides; its codes are [R, width], padded, of which the first ``cols`` columns are counted.
 """
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,7 +25,7 @@ from fp4engine.kernels.block_cast import decode_tile, largest_of_groups, load_ti
 from fp4engine.kernels.block_decode import load_factor, load_scales
 from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes
 from fp4engine.kernels.encode import block_amax, from_bits
-from fp4engine.kernels.launch import Block, Draft, Facts, Launch, device_facts, facts, resolver
+from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, device_facts, facts, resolver
 
 TILE_R = 32
 RANKED = 4
@@ -274,7 +280,7 @@ def fold_histograms(
 
 @triton.jit
 def fold_worst(
-    ranked_ptr, place_ptr, worst_ptr, programs, blocks, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr
+    ranked_ptr, place_ptr, out_ptr, programs, blocks, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr
 ):
     """Write ``(row, col, error, signal)`` of the four blocks with the largest errors; zeros where there are fewer."""
     candidate = tl.arange(0, 4 * COUNT)
@@ -285,7 +291,7 @@ def fold_worst(
         there = largest >= 0
         place = tl.load(place_ptr + chosen)
         signal = tl.load(ranked_ptr + 2 * chosen + 1)
-        target = worst_ptr + 4 * position
+        target = out_ptr + 4 * position
         tl.store(target, tl.where(there, (place // blocks) * HEIGHT, 0).to(tl.float64))
         tl.store(target + 1, tl.where(there, (place % blocks) * WIDTH, 0).to(tl.float64))
         tl.store(target + 2, tl.where(there, largest, 0.0).to(tl.float64))
@@ -304,18 +310,21 @@ def largest_finite(amax_ptr, amaxes):
     return tl.max(most, keep_dims=True).to(tl.float64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "first_maximum"])
 def fold_figures_kernel(
-    sums_ptr, histogram_ptr, ranked_ptr, place_ptr, amax_ptr, out_ptr, maxima_ptr, worst_ptr, programs, elements,
-    scales, codes_outside, scales_outside, amaxes, blocks, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    sums_ptr, histogram_ptr, ranked_ptr, place_ptr, amax_ptr, out_ptr, maxima_ptr, first, first_maximum, programs,
+    elements, scales, codes_outside, scales_outside, amaxes, blocks, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     CODES: tl.constexpr, SCALES: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The figures of an operand. Program 0 writes all but the histograms, of which the others write parts.
 
     Args:
+        first, first_maximum: where the figures begin in the two vectors.
         COUNT: a power of two, at least ``programs``.
         CODES, SCALES: how long the two histograms are.
     """
+    out_ptr += first
+    maxima_ptr += first_maximum
     if tl.program_id(0) > 0:
         fold_histograms(
             histogram_ptr, out_ptr + NUMBERS, tl.program_id(0) - 1, programs, codes_outside, scales_outside,
@@ -339,6 +348,7 @@ def fold_figures_kernel(
             tl.store(out_ptr + 10 + entry + one, none)
         tl.store(maxima_ptr + one, largest_finite(amax_ptr, amaxes))
         tl.store(maxima_ptr + 1 + tl.arange(0, 2), tl.full([2], float("-inf"), tl.float64))
+        worst_ptr = out_ptr + (NUMBERS + CODES + SCALES)
         fold_worst(ranked_ptr, place_ptr, worst_ptr, programs, blocks, HEIGHT, WIDTH, COUNT)
 
 
@@ -350,64 +360,6 @@ def supports(spec: CastSpec, dtype: torch.dtype, rows: int) -> tuple[bool, str]:
     if height > TILE_R or dtype == torch.float64 or not rows:
         return False, f"figures of {spec.label} of {rows} rows in {dtype} have no kernel"
     return True, ""
-
-
-@resolver
-def resolve_figures(
-    tensors: tuple[Facts, Facts | None, Facts, Facts, Facts], device: torch.device, key: str, stream: int
-) -> Launch:
-    """``(x, rng, codes, scale_inv, amax) -> sums, maxima, ranked``."""
-    x, rng, _, _, amax = tensors
-    spec = CastSpec.from_key(key)
-    (rows, cols), has_scales = x.shape, bool(spec.block[1])
-    width = spec.padded_cols(cols)
-    counted = cols if spec.rotation is None else width
-    height, block = max(spec.block[0], 1), spec.block[1] or NARROW
-    hardware, multiprocessors = device_facts(device)
-    tiles = -(-rows // TILE_R) * -(-width // TILE_C)
-    programs = min(tiles, PROGRAMS_PER_SM * multiprocessors)
-    codes, scales = 1 << spec.element.bits, int(BINS) if has_scales else 0
-    blocks = -(-rows // height) * (width // block) if has_scales else 0
-    draft = Draft(device, inputs=5)
-    sums = draft.scratch((programs, SUMS), torch.float64)
-    histogram = draft.scratch((programs, 2 * int(BINS)), torch.int32)
-    ranked = draft.scratch((programs, RANKED, 2), torch.float32)
-    places = draft.scratch((programs, RANKED), torch.int32)
-    out = draft.output((int(NUMBERS) + codes + scales,), torch.float64)
-    maxima = draft.output((3,), torch.float64)
-    worst = draft.output((RANKED, 4), torch.float64)
-    parts = (sums, histogram, ranked, places)
-    bound = spec.largest_scale
-    source = (draft.inputs[0], None if rng is None else draft.inputs[1], draft.inputs[2])
-    scale_inv = Block(draft.inputs[3], as_bytes) if has_scales else None
-    cast = BlockCast.of(spec, "codes", 0)
-    draft.step(
-        figures_kernel, programs, *source, scale_inv, draft.inputs[4], *parts, rows, cols, *x.strides, width, counted,
-        stream, programs, bound, height, block, cast, TILE_R, TILE_C, hardware, num_warps=8, maxnreg=128,
-    )  # fmt: skip
-    draft.step(
-        fold_figures_kernel, 1 + 2 * int(BINS) // int(BINS_FOLDED), *parts, draft.inputs[4], out, maxima, worst,
-        programs, rows * counted, blocks, tiles * TILE_R * TILE_C - rows * counted,
-        tiles * TILE_R * (TILE_C // block) - blocks, amax.shape[0], width // block, height, block, codes, scales,
-        triton.next_power_of_2(programs), num_warps=4,
-    )  # fmt: skip
-    return draft.launch()
-
-
-def figures(
-    x: Tensor, rng: Tensor | None, codes: Tensor, scale_inv: Tensor, amax: Tensor, key: str, stream: int
-) -> list[Tensor]:
-    """The three tensors of :class:`fp4engine.inspect.statistics.Figures`, of an operand.
-
-    Args:
-        x: [rows, cols], BF16, FP16 or FP32, any strides: what was cast.
-        rng: as the cast had it.
-        codes, scale_inv, amax: of the operand.
-        key: of its spec.
-        stream: of the cast.
-    """
-    tensors = (x, rng, codes, scale_inv, amax.reshape(-1))
-    return resolve_figures(tuple(map(facts, tensors)), x.device, key, stream)(*tensors)
 
 
 @triton.jit
@@ -435,11 +387,14 @@ def channels_kernel(
     tl.store(sums_ptr + 2 * tl.program_id(0) + 1, tl.sum(tl.reshape(squares, [flat]).to(tl.float64)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "first_maximum"])
 def fold_channels_kernel(
-    amax_ptr, sums_ptr, maxima_ptr, out_ptr, C, chunks, programs, TILE_C: tl.constexpr, PARTS: tl.constexpr
-):
-    """Maxima of all chunks, FP64 [C]; the last program writes the two sums."""
+    amax_ptr, sums_ptr, out_ptr, maxima_ptr, first, first_maximum, C, chunks, programs, TILE_C: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Maxima of all chunks, FP64 [C]; the last program writes the two sums. Both have their place in a vector."""
+    out_ptr += first
+    maxima_ptr += first_maximum
     if tl.program_id(0) < tl.cdiv(C, TILE_C):
         col = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
         most = tl.zeros([TILE_C], tl.float32)
@@ -451,42 +406,127 @@ def fold_channels_kernel(
     else:
         entry = tl.arange(0, 2)[None, :]
         sums = tl.zeros([PARTS, 2], tl.float64)
-        for first in range(0, programs, PARTS):
-            program = first + tl.arange(0, PARTS)[:, None]
+        for start in range(0, programs, PARTS):
+            program = start + tl.arange(0, PARTS)[:, None]
             sums += tl.load(sums_ptr + (2 * program + entry), mask=program < programs, other=0.0)
         tl.store(out_ptr + tl.arange(0, 2), tl.sum(sums, axis=0))
 
 
+class Counted(NamedTuple):
+    """An operand to be counted, of tensors or of their facts.
+
+    Attributes:
+        x: [R, C], BF16, FP16 or FP32, any strides: what was cast.
+        rng: as the cast had it; None if its rotation did not ask.
+        codes, scale_inv, amax: of the operand.
+        key: of its spec.
+        stream: of the cast.
+    """
+
+    x: Any
+    rng: Any
+    codes: Any
+    scale_inv: Any
+    amax: Any
+    key: str
+    stream: int
+
+
+class Target(NamedTuple):
+    """Where figures go: the vectors, and where those of one tensor or operand begin in them."""
+
+    numbers: Place
+    maxima: Place
+    first: int
+    first_maximum: int
+
+
 @resolver
-def resolve_channels(x: Facts, device: torch.device) -> Launch:
-    """``(x) -> sums, maxima``."""
+def resolve_figures(tensors: tuple[Facts, ...], operands: tuple[Counted, ...], device: torch.device) -> Launch:
+    """``(*tensors, *(x, rng, codes, scale_inv, amax of each operand)) -> numbers, maxima``, both FP64.
+
+    Of each tensor: two sums, and the maxima of its columns. Of each operand: its sums, its histograms and its worst
+    blocks, and three maxima.
+    """
+    draft = Draft(device, inputs=len(tensors) + 5 * len(operands))
+    specs = [CastSpec.from_key(operand.key) for operand in operands]
+    numbers = [2] * len(tensors) + [int(NUMBERS) + sum(_histograms(spec)) + 4 * RANKED for spec in specs]
+    maxima = [x.shape[1] for x in tensors] + [3] * len(operands)
+    out = draft.output((sum(numbers),), torch.float64), draft.output((sum(maxima),), torch.float64)
+    targets = [Target(*out, sum(numbers[:i]), sum(maxima[:i])) for i in range(len(numbers))]
+    for i, x in enumerate(tensors):
+        _add_channels(draft, x, draft.inputs[i], targets[i])
+    for i, operand in enumerate(operands, len(tensors)):
+        inputs = draft.inputs[len(tensors) + 5 * (i - len(tensors)) :][:5]
+        _add_operand(draft, operand, inputs, targets[i])
+    return draft.launch()
+
+
+def _histograms(spec: CastSpec) -> tuple[int, int]:
+    """How long an operand's histograms of codes and of scales are."""
+    return 1 << spec.element.bits, int(BINS) if spec.block[1] else 0
+
+
+def _add_operand(draft: Draft, operand: Counted, inputs: tuple[Place, ...], target: Target) -> None:
+    """Count an operand whose tensors are ``inputs``."""
+    spec = CastSpec.from_key(operand.key)
+    (rows, cols), has_scales = operand.x.shape, bool(spec.block[1])
+    width = spec.padded_cols(cols)
+    counted = cols if spec.rotation is None else width
+    height, block = max(spec.block[0], 1), spec.block[1] or NARROW
+    hardware, multiprocessors = device_facts(draft.device)
+    tiles = -(-rows // TILE_R) * -(-width // TILE_C)
+    programs = min(tiles, PROGRAMS_PER_SM * multiprocessors)
+    codes, scales = _histograms(spec)
+    blocks = -(-rows // height) * (width // block) if has_scales else 0
+    sums = draft.scratch((programs, SUMS), torch.float64)
+    histogram = draft.scratch((programs, 2 * int(BINS)), torch.int32)
+    ranked = draft.scratch((programs, RANKED, 2), torch.float32)
+    places = draft.scratch((programs, RANKED), torch.int32)
+    parts = (sums, histogram, ranked, places)
+    x, rng, data, scale_inv, amax = inputs
+    source = (x, None if operand.rng is None else rng, data, Block(scale_inv, as_bytes) if has_scales else None, amax)
+    draft.step(
+        figures_kernel, programs, *source, *parts, rows, cols, *operand.x.strides, width, counted, operand.stream,
+        programs, spec.largest_scale, height, block, BlockCast.of(spec, "codes", 0), TILE_R, TILE_C, hardware,
+        num_warps=8, maxnreg=128,
+    )  # fmt: skip
+    draft.step(
+        fold_figures_kernel, 1 + 2 * int(BINS) // int(BINS_FOLDED), *parts, amax, *target, programs, rows * counted,
+        blocks, tiles * TILE_R * TILE_C - rows * counted, tiles * TILE_R * (TILE_C // block) - blocks,
+        math.prod(operand.amax.shape), width // block, height, block, codes, scales,
+        triton.next_power_of_2(programs), num_warps=4,
+    )  # fmt: skip
+
+
+def _add_channels(draft: Draft, x: Facts, place: Place, target: Target) -> None:
+    """Count a tensor [R, C], neither 0."""
     rows, cols = x.shape
-    _, multiprocessors = device_facts(device)
+    _, multiprocessors = device_facts(draft.device)
     across = -(-cols // TILE_C)
     steps = -(-rows // TILE_R)
     chunks = min(steps, max(1, -(-CHANNEL_PROGRAMS_PER_SM * multiprocessors // across)))
     chunk = -(-steps // chunks) * TILE_R
     chunks = -(-rows // chunk)
-    draft = Draft(device, inputs=1)
     amax = draft.scratch((chunks, cols), torch.float32)
     sums = draft.scratch((chunks * across, 2), torch.float64)
-    out = draft.output((2,), torch.float64)
-    maxima = draft.output((cols,), torch.float64)
     draft.step(
-        channels_kernel, chunks * across, draft.inputs[0], amax, sums, rows, cols, *x.strides, chunk, TILE_R, TILE_C,
-        num_warps=8,
-    )  # fmt: skip
+        channels_kernel, chunks * across, place, amax, sums, rows, cols, *x.strides, chunk, TILE_R, TILE_C, num_warps=8
+    )
     draft.step(
-        fold_channels_kernel, across + 1, amax, sums, maxima, out, cols, chunks, chunks * across, TILE_C, int(PARTS),
+        fold_channels_kernel, across + 1, amax, sums, *target, cols, chunks, chunks * across, TILE_C, int(PARTS),
         num_warps=4,
     )  # fmt: skip
-    return draft.launch()
 
 
-def channels(x: Tensor) -> list[Tensor]:
-    """FP64 [2], numbers that are not finite and the sum of the others' squares, and the largest of each column [C].
+def figures(tensors: Sequence[Tensor], operands: Sequence[Counted]) -> list[Tensor]:
+    """``numbers`` and ``maxima`` of :class:`fp4engine.inspect.statistics.Figures`, of tensors and then of operands.
 
     Args:
-        x: [R, C], neither 0; BF16, FP16 or FP32, any strides.
+        tensors: [R, C], neither 0; BF16, FP16 or FP32, any strides.
+        operands: on the same device.
     """
-    return resolve_channels(facts(x), x.device)(x)
+    asked = tuple([Counted(*map(facts, operand[:5]), operand.key, operand.stream) for operand in operands])
+    device = (tensors[0] if tensors else operands[0].x).device
+    launch = resolve_figures(tuple(map(facts, tensors)), asked, device)
+    return launch(*tensors, *chain.from_iterable([operand[:5] for operand in operands]))

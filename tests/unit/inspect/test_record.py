@@ -1,5 +1,6 @@
 """What is recorded of a training run, and that the run does not notice."""
 
+import gc
 import json
 import re
 import sys
@@ -15,6 +16,7 @@ from torch import nn
 
 import fp4engine
 from fp4engine import LayerNormMLP, inspect, ops
+from fp4engine.inspect import recorder as recorder_module
 from fp4engine.inspect import statistics
 from fp4engine.inspect.recorder import scalars
 from fp4engine.quantizers import Quantizer
@@ -263,9 +265,8 @@ def test_values_that_decode_to_nothing_finite_are_no_signal() -> None:
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
     x[3, 3] = float("inf")
     operand, _ = ops.quantize(x, zoo.make("nvfp4").casts("input").rowwise, None)
-    sums = dict(
-        zip(statistics.OPERAND_SUMS, statistics.operand_figures(x, operand, None, 0).sums.tolist(), strict=False)
-    )
+    figures = statistics.figures_of([], [statistics.Counted(x, operand, None, 0)])
+    sums = dict(zip(statistics.OPERAND_SUMS, figures.numbers.tolist(), strict=False))
     assert sums["nonfinite"] == 1 and sums["signal"] == sums["error"] == 0
 
 
@@ -299,6 +300,40 @@ def test_the_bias_of_saturation_is_seen(tmp_path: Path) -> None:
     (plain,), (guarded,) = (rows_of(tmp_path / name, "rounding", gemm="dgrad") for name in expected)
     assert plain["bias"] == pytest.approx(expected["nvfp4"], rel=0.1) and plain["bias"] > 1e-4
     assert abs(guarded["bias"]) < 0.2 * plain["bias"] and guarded["noise"] > 0 == expected["nvfp4_guarded"]
+
+
+def test_a_step_is_written_when_the_next_one_ends(tmp_path: Path) -> None:
+    model = make_model()
+    written = []
+    with inspect.record(model, tmp_path, every=2, optimizer="by hand") as recorder:
+        for _ in range(3):
+            with fp4engine.autocast():
+                model(torch.randn(4, 48)).sum().backward()
+            recorder.step()
+            written.append({row["step"] for row in inspect.read(tmp_path) if row["kind"] != "run"})
+    assert written == [set(), {0}, {0}]
+    assert {row["step"] for row in inspect.read(tmp_path) if row["kind"] != "run"} == {0, 2}
+    with pytest.raises(KeyError), inspect.record(model, tmp_path / "broken", optimizer="by hand") as recorder:
+        with fp4engine.autocast():
+            model(torch.randn(4, 48)).sum().backward()
+        recorder.step()
+        raise KeyError
+    assert rows_of(tmp_path / "broken", "gemm")
+
+
+def test_rows_are_made_one_by_one(tmp_path: Path, monkeypatch) -> None:
+    """Lists and dictionaries of all rows at once would set off a collection of all of the process's garbage."""
+    alive: list[int] = []
+    encode = recorder_module._encode
+    monkeypatch.setattr(recorder_module, "_encode", lambda row: alive.append(len(gc.get_objects())) or encode(row))
+    gc.collect()
+    gc.disable()
+    try:
+        train(zoo.make("nvfp4"), 1, tmp_path)
+    finally:
+        gc.enable()
+    of_step = alive[1:]  # after the line that begins the record
+    assert len(of_step) > 25 and max(of_step) - min(of_step) < 25
 
 
 def test_patterns_arguments_and_models_are_checked(tmp_path: Path) -> None:

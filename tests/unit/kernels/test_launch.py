@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
 import fp4engine
 from fp4engine import capability
+from fp4engine.inspect.recorder import Heard
+from fp4engine.inspect.watch import watching
 from fp4engine.kernels import launch
 from fp4engine.kernels.launch import Block, Draft, Launch, facts
 from fp4engine.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
@@ -236,3 +239,35 @@ def test_calls_of_python_in_a_step(fp8_units, monkeypatch, recipe, most):
     finally:
         sys.setprofile(None)
     assert calls.total() <= most, calls.most_common(120)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what PyTorch's dispatcher is asked for, but for memory, of which a compiled launch asks for less."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.asked[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+    def total(self):
+        return sum(count for name, count in self.asked.items() if "empty" not in name)
+
+
+@pytest.mark.no_poison
+def test_a_recorded_layer_adds_so_many_launches_and_operations(on_stubs):
+    """Three casts, the figures of what forward and backward bring, and three products; each on 16 of 64 rows."""
+    layer, x = problem()
+    counts = []
+    for watched in ({}, {"layer": layer}, {}, {"layer": layer}):
+        on_stubs.clear()
+        with watching(watched, Heard(draws=0, shadow_rows=16)), Operations() as operations:
+            step(layer, x)
+        kernels = Counter(s.kernel.__name__ for started, _ in on_stubs for s in started.steps)
+        counts.append((len(on_stubs), kernels, operations.total()))
+    (plain, _, few), (recorded, kernels, many) = counts[2:]
+    assert recorded - plain == 8
+    assert (kernels["figures_kernel"], kernels["channels_kernel"]) == (6, 3)
+    assert many - few <= 70, operations.asked
