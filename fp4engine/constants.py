@@ -16,6 +16,9 @@ E4M3_MAX: Final = 448.0
 E4M3_BOUND_4OVER6: Final = 256.0
 """Block-scale bound under 4over6: 256 * 1.5 = 384 is an E4M3 value, 448 * 1.5 = 672 overflows."""
 
+AMAX_STRIDE: Final = 4
+"""Numbers from one outer amax to the next of several that travel in one tensor: each begins where kernels read best."""
+
 BLOCK_SIZE: Final = 16
 """Elements that share one block scale, along the contracted axis."""
 

@@ -20,7 +20,7 @@ from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.norm import Norm
 from fp4engine.functional.plan import ExecutedGemms, GemmName, LinearPlan
 from fp4engine.functional.saved import flatten, unflatten
-from fp4engine.functional.shards import Part, Shards, quantize_parts
+from fp4engine.functional.shards import Part, Shards, backward_amaxes, forward_amaxes, quantize_parts
 from fp4engine.functional.through_cast import gradient, rotation_of, within
 from fp4engine.functional.weight_cache import Make, Operands, WeightCache
 from fp4engine.ops import Operand, TiledOperand
@@ -220,8 +220,12 @@ class LinearFunction(torch.autograd.Function):
             if plan.is_stateful:
                 memories = plan.input.recall(x.device), plan.weight.recall(x.device)
             multiplied = weight if call.tiles is None else call.tiles
-            needs = call.needs_dgrad, call.needs_wgrad
-            output, kept = ctx.at_once.forward(as_matrix(x), multiplied, bias, *needs, memories)
+            matrix, needs = as_matrix(x), (call.needs_dgrad, call.needs_wgrad)
+            if call.shards is None:
+                output, kept = ctx.at_once.forward(matrix, multiplied, bias, *needs, memories)
+            else:
+                assert isinstance(ctx.at_once, Shared), "other ways share no amaxes"
+                output, kept = _forward_share(ctx.at_once, matrix, weight, bias, needs, call.shards)
             inp_kept, weight_kept = kept
             call.record("fprop", 2 * x.numel() * weight.shape[0])
         else:
@@ -264,14 +268,18 @@ class LinearFunction(torch.autograd.Function):
             if plan.draws_in_backward:
                 device = grad_output.device
                 rng = ops.next_draw(device) if call.shards is None else call.shards.draw(device, "backward")
-            if isinstance(ctx.at_once, ops.LinearByOperators):
+            if ctx.at_once is not None:
                 kept, dtypes = (saved.inp, saved.weight), (call.dtype, ctx.weight_dtype)
                 bias_dtype = ctx.bias_dtype if needs_bias else None
-                grad_input, grad_weight, grad_bias = ctx.at_once.backward(grad_output, kept, rng, dtypes, bias_dtype)
-            elif ctx.at_once is not None:
-                kept, dtypes = (saved.inp, saved.weight), (call.dtype, ctx.weight_dtype)
-                memory = plan.grad_output.recall(grad_output.device) if plan.is_stateful else None
-                grad_input, grad_weight = ctx.at_once.backward(grad_output, kept, rng, dtypes, memory)
+                if call.shards is not None:
+                    asked = (grad_output, kept, rng, dtypes, bias_dtype)
+                    grad_input, grad_weight, grad_bias = _backward_share(ctx.at_once, *asked, call, call.shards)
+                elif isinstance(ctx.at_once, ops.LinearByOperators):
+                    asked = (grad_output, kept, rng, dtypes, bias_dtype)
+                    grad_input, grad_weight, grad_bias = ctx.at_once.backward(*asked)
+                else:
+                    memory = plan.grad_output.recall(grad_output.device) if plan.is_stateful else None
+                    grad_input, grad_weight = ctx.at_once.backward(grad_output, kept, rng, dtypes, memory)
                 flops = 2 * grad_output.numel() * ctx.inp_shape[-1]
                 if needs_dgrad:
                     call.record("dgrad", flops)
@@ -292,6 +300,52 @@ class LinearFunction(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, *grad_parameters
 
 
+Shared = ops.LinearByValues | ops.LinearByOperators
+
+
+def _forward_share(
+    way: Shared, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool], shards: Shards
+) -> tuple[Tensor, ops.Kept]:
+    """One rank's part of a forward: amaxes, a collective, and the rest."""
+    travel = shards.travelling()
+    assert travel is not None, "who goes at once has asked"
+    keys = way.forward_keys(*needs)
+    amaxes = forward_amaxes(way.amaxes, travel, x, weight, keys)
+    added = bias if shards.adds_bias else None
+    if isinstance(way, ops.LinearByOperators):
+        return way.forward(x, weight, added, *needs, None, travel.shared, amaxes)
+    of_input, of_weight = travel.shared
+    given = ops.given_amaxes(amaxes, keys, (of_input, of_input, of_weight, of_weight))
+    return way.forward(x, weight, added, *needs, None, given)
+
+
+def _backward_share(
+    way: Shared,
+    grad_output: Tensor,
+    kept: ops.Kept,
+    rng: Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    bias_dtype: torch.dtype | None,
+    call: Call,
+    shards: Shards,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """One rank's part of a backward, likewise; the gradient of a bias only from operators."""
+    casts = call.plan.casts
+    travel, rank, place = shards.travelling(), shards.rank, shards.grad_output.place
+    assert casts is not None and travel is not None, "who goes at once has asked"
+    row, col = casts.grad_output
+    keys = row * call.needs_dgrad, col * call.needs_wgrad
+    if isinstance(way, ops.LinearByOperators):
+        place = None if rng is None else place
+        find = partial(way.amaxes, rng=rng, place=place, rank=rank)
+        amaxes = backward_amaxes(find, travel, grad_output, keys)
+        return way.backward(grad_output, kept, rng, dtypes, bias_dtype, place, rank, amaxes)
+    rng = rng if rng is None or place is None else ops.placed(rng, *place)
+    amaxes = backward_amaxes(way.amaxes, travel, grad_output, keys)
+    given = None if amaxes is None else ops.given_amaxes(amaxes, keys, (True, True))
+    return *way.backward(grad_output, kept, rng, dtypes, None, rank, given), None
+
+
 def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.LinearByOperators | None:
     """What computes forward and backward with few launches; None if something is shared, kept or added to.
 
@@ -300,10 +354,13 @@ def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.Li
     """
     plan, tiles = call.plan, call.tiles
     alone = call.function is None and (call.stored is None or tiles is not None) and call.main_grad is None
-    if plan.casts is None or not alone or call.shards is not None:
+    if plan.casts is None or not alone:
+        return None
+    if call.shards is not None and not _goes_at_once(call.shards, plan.casts, tiles):
         return None
     if not torch.compiler.is_dynamo_compiling():
-        return ops.linear_at_once(plan.casts, as_matrix(x), weight, tiles)
+        found = ops.linear_at_once(plan.casts, as_matrix(x), weight, tiles)
+        return found if call.shards is None or isinstance(found, ops.LinearByValues) else None
     inp_spec, weight_spec = plan.input.columnwise_spec, plan.weight.columnwise_spec
     is_taken = tiles is not None or type(weight) in (Tensor, torch.nn.Parameter)
     if plan.is_stateful or inp_spec is None or weight_spec is None:
@@ -311,6 +368,11 @@ def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.Li
     if not is_taken or not ops.is_bound_by_host(weight):
         return None
     return ops.LinearByOperators(ops.key_of(plan.casts), inp_spec, weight_spec, weight.dtype)
+
+
+def _goes_at_once(shards: Shards, casts: ops.Casts, tiles: TiledOperand | None) -> bool:
+    """Whether the parts that ranks have can be cast with few launches."""
+    return tiles is None and ops.can_share(casts) and shards.travelling() is not None
 
 
 def _gradients(

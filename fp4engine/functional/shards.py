@@ -4,7 +4,7 @@ Two things of a cast depend on more than the rank's own part: the outer amax, wh
 random bits, which belong to an element's place in the whole tensor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -64,6 +64,53 @@ class Shards(NamedTuple):
         """The next draw of a forward, or of a backward pass."""
         return ops.next_draw(device, name=self.layer and f"{direction}/{self.layer}")
 
+    def travelling(self) -> "Travel | None":
+        """Which amaxes are shared, if all are of whole tensors; None if those of one direction go different ways."""
+        of_input, of_weight, of_grad = (
+            tuple([group for group, _ in shard.groups]) for shard in (self.input, self.weight, self.grad_output)
+        )
+        if of_input and of_weight and of_input != of_weight:
+            return None
+        return Travel((len(of_input) > 0, len(of_weight) > 0), of_input or of_weight, of_grad)
+
+
+class Travel(NamedTuple):
+    """Over which ranks the outer amaxes of both directions travel, those of one direction together.
+
+    Attributes:
+        shared: whether those of the input, and of the weight, are shared.
+        forward, backward: the process groups.
+    """
+
+    shared: tuple[bool, bool]
+    forward: tuple[Any, ...]
+    backward: tuple[Any, ...]
+
+
+Amaxes = Callable[[Sequence[Tensor], tuple[str, ...]], Tensor]
+"""``(tensors, keys) -> `` their outer amaxes in one tensor, see :meth:`fp4engine.ops.LinearByValues.amaxes`."""
+
+
+def forward_amaxes(find: Amaxes, travel: Travel, x: Tensor, weight: Tensor, keys: tuple[str, ...]) -> Tensor | None:
+    """The amaxes of the whole of ``x`` and of ``weight``, as far as they are shared; None if neither is."""
+    if not travel.forward:
+        return None
+    of_input, of_weight = travel.shared
+    asked = ((x,) if of_input else ()) + ((weight,) if of_weight else ())
+    amaxes = find(asked, (keys[:2] if of_input else ()) + (keys[2:] if of_weight else ()))
+    return _travelled(amaxes, travel.forward)
+
+
+def backward_amaxes(find: Amaxes, travel: Travel, grad_output: Tensor, keys: tuple[str, ...]) -> Tensor | None:
+    """The amaxes of the whole of ``grad_output``; None if they are not shared."""
+    return _travelled(find((grad_output,), keys), travel.backward) if travel.backward else None
+
+
+def _travelled(amaxes: Tensor, groups: tuple[Any, ...]) -> Tensor:
+    for group in groups:
+        amaxes = ops.shared_amaxes(amaxes, group)
+    return amaxes
+
 
 class Part(NamedTuple):
     """One matrix to be cast: by which quantizer, and how :meth:`~fp4engine.quantizers.Quantizer.quantize` is asked."""
@@ -105,14 +152,9 @@ def _with_draw(part: Part, shard: Shard, shards: Shards) -> dict[str, Any]:
     specs = part.quantizer.rowwise_spec, part.quantizer.columnwise_spec
     if any(wanted and spec is not None and spec.is_stochastic for wanted, spec in zip(asked, specs, strict=True)):
         rng = shards.draw(part.matrix.device, "forward") if rng is None else rng
-        arguments["rng"] = rng if shard.place is None else placed(rng, shard.place)
+        arguments["rng"] = rng if shard.place is None else ops.placed(rng, *shard.place)
         arguments |= {} if shards.rank is None else {"rank": shards.rank}
     return arguments
-
-
-def placed(rng: Tensor, place: tuple[int, int]) -> Tensor:
-    """``rng`` [2] with the place of a shard: int64 [4], made on the device."""
-    return torch.cat([rng, *(rng.new_full((1,), index) for index in place)])
 
 
 def _groups(spec: CastSpec | None, shard: Shard, contracted: int) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ Legend: x is [M, K]; rowwise operand [M, K], columnwise operand [K, M].
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -228,7 +228,8 @@ class Maxima(NamedTuple):
     parts: int
 
 
-Pair = tuple[Place | None, Place | None]
+Pair = tuple[Any | None, Any | None]
+"""A place for each side, whole or a part of one."""
 
 
 def add_amax(
@@ -264,7 +265,7 @@ def add_amax(
     return Maxima(row_max, col_max, programs)
 
 
-def add_zeros(draft: Draft, places: Sequence[Place | None], sizes: Sequence[int]) -> None:
+def add_zeros(draft: Draft, places: Sequence[Any | None], sizes: Sequence[int]) -> None:
     """Clear two FP32 vectors."""
     hardware, _ = device_facts(draft.device)
     programs = -(-max(sizes) // CLEARED)
@@ -282,23 +283,32 @@ def amax_size(side: Side | None, rows: int) -> int:
 def resolve_amax(x: Facts, device: torch.device, rowwise: str, columnwise: str) -> Launch:
     """``(x) -> amaxes`` of the sides whose spec's key is given."""
     draft = Draft(device, inputs=1)
-    row, col = sides = (Side.of_key(rowwise, "codes", 0), Side.of_key(columnwise, "codes", 1))
-    sizes = [amax_size(side, length) for side, length in zip(sides, x.shape, strict=True)]
-    amaxes = [draft.output((size,), torch.float32) if side else None for side, size in zip(sides, sizes, strict=True)]
-    if 0 in x.shape:
-        add_zeros(draft, amaxes, sizes)
-        return draft.launch()
-    if x.is_column_major:
-        x, (row, col), amaxes = x.transposed, (col, row), amaxes[::-1]
-    maxima = add_amax(draft, Reading(x), row, col, (amaxes[0], amaxes[1]))
+    row, col = Side.of_key(rowwise, "codes", 0), Side.of_key(columnwise, "codes", 1)
+    row_amax, col_amax = (
+        draft.output((amax_size(side, length),), torch.float32) if side else None
+        for side, length in zip((row, col), x.shape, strict=True)
+    )
+    add_whole_amax(draft, Reading(x), row, col, (row_amax, col_amax))
+    return draft.launch()
+
+
+def add_whole_amax(draft: Draft, source: Reading, row: Side | None, col: Side | None, amaxes: Pair) -> None:
+    """Take the maxima of the sides to ``amaxes``, where nobody casts by them at once: nothing is left in parts."""
+    if 0 in source.shape:
+        add_zeros(
+            draft, amaxes, [amax_size(side, length) for side, length in zip((row, col), source.shape, strict=True)]
+        )
+        return
+    if source.x.is_column_major:
+        source, (row, col), amaxes = source._replace(x=source.x.transposed), (col, row), (amaxes[1], amaxes[0])
+    maxima = add_amax(draft, source, row, col, amaxes)
     folded = [side is not None and not side.per_row for side in (row, col)]
     if any(folded):
         parts = [place if fold else None for place, fold in zip(maxima[:2], folded, strict=True)]
         outs = [place if fold else None for place, fold in zip(amaxes, folded, strict=True)]
-        hardware, _ = device_facts(device)
+        hardware, _ = device_facts(draft.device)
         overlap = overlapping(hardware)
         draft.step(fold_kernel, 1, *parts, *outs, maxima.parts, hardware, num_warps=4, **overlap)
-    return draft.launch()
 
 
 def amax(x: Tensor, rowwise: CastSpec | None, columnwise: CastSpec | None) -> tuple[Tensor | None, Tensor | None]:

@@ -13,14 +13,16 @@ one question instead of one for each operation, and one allocation for all that 
 Legend: x is [M, K], w [N, K], y and dy [M, N].
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from fp4engine.constants import BLOCK_SIZE
+from fp4engine.constants import AMAX_STRIDE, BLOCK_SIZE
 from fp4engine.formats import CastSpec
 from fp4engine.kernels import blocks, cast_fp8
-from fp4engine.kernels.amax import amax_size
+from fp4engine.kernels.amax import add_whole_amax, amax_size
 from fp4engine.kernels.amax_history import Past, add_record
 from fp4engine.kernels.block_scales import Scales, add_block_scales
 from fp4engine.kernels.cast import Side
@@ -28,7 +30,7 @@ from fp4engine.kernels.dequantize import Codes, add_decode
 from fp4engine.kernels.factor import Factor
 from fp4engine.kernels.gemm import add_gemm
 from fp4engine.kernels.gemm_launch import Matrix
-from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolver
+from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, facts, resolver
 from fp4engine.kernels.load import Reading
 from fp4engine.kernels.quantize import Target, add_cast, data_of, scales_of
 from fp4engine.kernels.transpose import Tiles, Transposed, add_spread, add_transposed
@@ -36,6 +38,7 @@ from fp4engine.kernels.transpose import Tiles, Transposed, add_spread, add_trans
 __all__ = [
     "Past",
     "facts",
+    "resolve_amaxes",
     "resolve_backward",
     "resolve_blocks_backward",
     "resolve_blocks_forward",
@@ -76,18 +79,21 @@ def resolve_forward(
     keys: tuple[str, str, str, str],
     streams: tuple[int, int],
     dtype: torch.dtype,
+    shared: tuple[bool, bool] = (False, False),
 ) -> Launch:
-    """``(x, w, bias) -> [x's codes, scale_inv, amax][, w's], y``.
+    """``(x, w, bias, *amaxes) -> [x's codes, scale_inv, amax][, w's], y``.
 
     Args:
         keys: of the specs of x, x^T, w and w^T; empty for a transposed operand that backward does not need.
         streams: stream ids of x and w.
         dtype: of y.
+        shared: of x and w, whether the outer amaxes of their casts are given, and then not returned.
     """
-    draft = Draft(device, inputs=3)
-    row_x, row_w = keys[0], keys[2]
-    left = _cast_forward(draft, x, draft.inputs[0], (row_x, keys[1]), streams[0])
-    right = _cast_forward(draft, weight, draft.inputs[1], (row_w, keys[3]), streams[1])
+    counts = [sum(map(bool, keys[2 * i : 2 * i + 2])) if shared[i] else 0 for i in range(2)]
+    draft = Draft(device, inputs=3 + sum(counts))
+    of_x, of_w = draft.inputs[3 : 3 + counts[0]], draft.inputs[3 + counts[0] :]
+    left = _cast_forward(draft, x, draft.inputs[0], keys[:2], streams[0], of_x)
+    right = _cast_forward(draft, weight, draft.inputs[1], keys[2:], streams[1], of_w)
     _multiply(draft, left, right, dtype, draft.inputs[2] if bias else None)
     return draft.launch()
 
@@ -131,8 +137,10 @@ def resolve_backward(
     stream: int,
     dtypes: tuple[torch.dtype, torch.dtype],
     tiles: tuple[Facts, Facts] | None = None,
+    shared: bool = False,
+    placed: bool = False,
 ) -> Launch:
-    """``(dy, x's codes, scale_inv, amax, w's, rng) -> [dx][, dw]``.
+    """``(dy, x's codes, scale_inv, amax, w's, rng, *amaxes) -> [dx][, dw]``.
 
     Args:
         shapes: of x^T and w^T; None for one that was not kept, whose product is not wanted.
@@ -141,11 +149,14 @@ def resolve_backward(
         stream: stream id of dy.
         dtypes: of dx and dw.
         tiles: w's codes, not transposed, and tile scales, where these are what was kept.
+        shared: whether the outer amaxes of dy's casts are given.
+        placed: whether the draw says where dy lies in the whole.
     """
-    draft = Draft(device, inputs=8)
     inp_shape, weight_shape = shapes
-    row = _scratch_side(draft, keys[0], 0, grad.shape) if weight_shape else None
-    col = _scratch_side(draft, keys[1], 1, grad.shape[::-1]) if inp_shape else None
+    draft = Draft(device, inputs=8 + ((weight_shape is not None) + (inp_shape is not None) if shared else 0))
+    given = iter(draft.inputs[8:])
+    row = _scratch_side(draft, keys[0], 0, grad.shape, next(given, None), placed) if weight_shape else None
+    col = _scratch_side(draft, keys[1], 1, grad.shape[::-1], next(given, None), placed) if inp_shape else None
     rng = draft.inputs[7] if has_rng else None
     add_cast(draft, Reading(grad), row, col, rng, stream)
     kept: list[Stored] = []
@@ -164,26 +175,57 @@ def resolve_backward(
     return draft.launch()
 
 
-def _cast_forward(draft: Draft, tensor: Facts, place: Place, keys: tuple[str, str], stream: int) -> Values:
-    """Cast a tensor: its rowwise values for the product that follows, its columnwise codes as outputs."""
-    row = _scratch_side(draft, keys[0], 0, tensor.shape)
+@resolver
+def resolve_amaxes(tensors: tuple[Facts, ...], device: torch.device, keys: tuple[str, ...]) -> Launch:
+    """``(*tensors) -> amaxes``: FP32 [sides, AMAX_STRIDE], whose first column has the outer amax of each side.
+
+    Args:
+        keys: of the rowwise and the columnwise spec of each tensor; empty for a side that is not asked for.
+    """
+    draft = Draft(device, inputs=len(tensors))
+    amaxes = draft.output((sum(map(bool, keys)), AMAX_STRIDE), torch.float32)
+    rows = iter(range(len(keys)))
+    for i, tensor in enumerate(tensors):
+        sides = [Side.of_key(key, "codes", bit) for bit, key in enumerate(keys[2 * i : 2 * i + 2])]
+        first, second = (Block(amaxes, partial(_row, next(rows))) if side else None for side in sides)
+        add_whole_amax(draft, Reading(tensor, None, draft.inputs[i]), *sides, (first, second))
+    return draft.launch()
+
+
+def _row(index: int, amaxes: Tensor) -> Tensor:
+    return amaxes[index]
+
+
+def _cast_forward(
+    draft: Draft, tensor: Facts, place: Place, keys: tuple[str, str], stream: int, amaxes: tuple[Place, ...] = ()
+) -> Values:
+    """Cast a tensor: its rowwise values for the product that follows, its columnwise codes as outputs.
+
+    By its own outer amaxes, or by ``amaxes``.
+    """
+    given = iter(amaxes)
+    row = _scratch_side(draft, keys[0], 0, tensor.shape, next(given, None))
     col = None
     if keys[1]:
         shape = tensor.shape[::-1]
         side = Side.of_key(keys[1], "codes", 1)
         assert side is not None
         data, scale_inv = draft.output(*data_of(side, *shape)), draft.output(*scales_of(*shape))
-        col = Target(side, draft.output((amax_size(side, shape[0]),), torch.float32), False, data, scale_inv)
+        amax = next(given, None)
+        own = draft.output((amax_size(side, shape[0]),), torch.float32) if amax is None else amax
+        col = Target(side, own, amax is not None, data, scale_inv)
     add_cast(draft, Reading(tensor, None, place), row, col, None, stream)
     return _values(row, keys[0], tensor.shape)
 
 
-def _scratch_side(draft: Draft, key: str, bit: int, shape: Shape) -> Target:
-    """A side cast to values that only this launch sees."""
-    side = Side.of_key(key, "values", bit)
-    assert side is not None
+def _scratch_side(
+    draft: Draft, key: str, bit: int, shape: Shape, amax: Place | None = None, placed: bool = False
+) -> Target:
+    """A side cast to values that only this launch sees, by its own outer amax or the one given."""
+    side = Side.of(CastSpec.from_key(key), "values", bit, placed)
     data, scale_inv = draft.scratch(*data_of(side, *shape)), draft.scratch(*scales_of(*shape))
-    return Target(side, draft.scratch((amax_size(side, shape[0]),), torch.float32), False, data, scale_inv)
+    own = draft.scratch((amax_size(side, shape[0]),), torch.float32) if amax is None else amax
+    return Target(side, own, amax is not None, data, scale_inv)
 
 
 def _values(target: Target, key: str, shape: Shape) -> Values:

@@ -93,7 +93,7 @@ def rows_in_order(plan: LinearPlan, group: Any, rows: int, device: torch.device,
     _require_whole_blocks(plan, {"M": split}, name)
     of_input, of_weight, of_grad = (_shard({"M": split}, *_AXES[role]) for role in _AXES)
     draws = plan.draws_in_forward or plan.draws_in_backward
-    return Shards(of_input, of_weight, of_grad, _drawn_by(None, group, device.type, draws))
+    return Shards(of_input, of_weight, of_grad, _drawn_by((group,), device.type) if draws else 0)
 
 
 def _rows_split(group: Any, rows: int) -> _Split:
@@ -178,8 +178,11 @@ def localize(
         return DTensor.from_local(output, mesh, outputs, run_check=False, shape=shape, stride=stride)
 
     of_input, of_weight, of_grad = (_shard(splits, *_AXES[role]) for role in _AXES)
-    draws = plan.draws_in_forward or plan.draws_in_backward
-    shards = Shards(of_input, of_weight, of_grad, _drawn_by(mesh, cp_group, mesh.device_type, draws), adds_bias)
+    rank = 0
+    if plan.draws_in_forward or plan.draws_in_backward:
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)] + ([] if cp_group is None else [cp_group])
+        rank = _drawn_by(tuple(groups), mesh.device_type)
+    shards = Shards(of_input, of_weight, of_grad, rank, adds_bias)
     assert local[0] is not None and local[1] is not None
     return Local(local[0], local[1], local[2], shards, whole)
 
@@ -256,25 +259,30 @@ def _multiple(quantizer: Quantizer, axis: int) -> int:
 
 
 _agreed: dict[Any, int] = {}
-"""Meshes and groups whose ranks had one seed when they first drew together, and the least of their ranks."""
+"""Groups, by name and ranks, whose ranks had one seed when they first drew together, and the least of these ranks."""
+
+
+def _drawn_by(groups: tuple[Any, ...], device: str) -> int:
+    """The rank in whose name all ranks draw that share a tensor: those of all ``groups``, which cross each other.
+
+    Raises:
+        ValueError: the ranks have different seeds; they would cast one tensor with different random bits. Seeds are
+            compared once for the same groups, since a rank that compared them later, because its own has changed, would
+            wait for ranks whose seed has not.
+    """
+    return _agreed_rank(" ".join([group.group_name for group in groups]), device)
 
 
 @constant_when_traced
-def _drawn_by(mesh: Any, group: Any, device: str, draws: bool) -> int:
-    """The rank in whose name all ranks draw that share a tensor: those of ``mesh``, of ``group``, or of both.
+def _agreed_rank(names: str, device: str) -> int:
+    """:func:`_drawn_by` of groups by their names: a trace has no groups, only what stands for them."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
 
-    Raises:
-        ValueError: something is to be drawn, and the ranks have different seeds; they would cast one tensor with
-            different random bits. Seeds are compared once for each mesh, since a rank that compared them later, because
-            its own has changed, would wait for ranks whose seed has not.
-    """
-    if not draws:
-        return 0
-    shared = mesh, group
+    groups = [_resolve_process_group(name) for name in names.split(" ")]  # pyright: ignore[reportArgumentType]
+    shared = tuple((name, *dist.get_process_group_ranks(g)) for name, g in zip(names.split(" "), groups, strict=True))
     if shared not in _agreed:
         seed, least = ops.current_seed(), dist.get_rank()
-        groups = [] if mesh is None else list(mesh.get_all_groups())
-        for several in groups + ([] if group is None else [group]):
+        for several in groups:
             found = torch.tensor([seed, ~seed, -least], dtype=torch.int64, device=device)
             dist.all_reduce(found, dist.ReduceOp.MAX, several)
             largest, complement, negated = found.tolist()

@@ -28,11 +28,11 @@ from fp4engine.ops.grouped import (
     grouped_wgrad,
     grouped_wgrad_accumulate,
 )
-from fp4engine.ops.linear import Casts, LinearAtOnce, linear_at_once
-from fp4engine.ops.linear_operators import LinearByOperators, bias_gradient, is_bound_by_host, key_of
+from fp4engine.ops.linear import Casts, Kept, LinearAtOnce, LinearByValues, given_amaxes, linear_at_once
+from fp4engine.ops.linear_operators import LinearByOperators, bias_gradient, can_share, is_bound_by_host, key_of
 from fp4engine.ops.operand import Operand, is_transposable
-from fp4engine.ops.reduce import all_reduce_amax
-from fp4engine.ops.rng import RandomStream, current_seed, get_rng_state, manual_seed, rank_bits, set_rng_state
+from fp4engine.ops.reduce import all_reduce_amax, shared_amaxes
+from fp4engine.ops.rng import RandomStream, current_seed, get_rng_state, manual_seed, placed, rank_bits, set_rng_state
 from fp4engine.ops.through_cast import clip_and_rotate_back, within_range
 from fp4engine.ops.tiles import TiledOperand
 
@@ -40,8 +40,10 @@ __all__ = [
     "Casts",
     "Draws",
     "Form",
+    "Kept",
     "LinearAtOnce",
     "LinearByOperators",
+    "LinearByValues",
     "Memory",
     "Operand",
     "RandomStream",
@@ -52,6 +54,7 @@ __all__ = [
     "amax",
     "amax_shape",
     "bias_gradient",
+    "can_share",
     "casts_supported",
     "clip_and_rotate_back",
     "column_sums",
@@ -61,6 +64,7 @@ __all__ = [
     "expert_offsets",
     "fuses",
     "gemm",
+    "given_amaxes",
     "get_rng_state",
     "grouped_gemm",
     "grouped_quantize",
@@ -74,6 +78,7 @@ __all__ = [
     "linear_at_once",
     "manual_seed",
     "next_draw",
+    "placed",
     "quantize",
     "quantize_many",
     "rank_bits",
@@ -84,6 +89,7 @@ __all__ = [
     "reset_executed_paths",
     "row_statistics",
     "set_rng_state",
+    "shared_amaxes",
     "transient_form",
     "within_range",
 ]

@@ -4,6 +4,7 @@ Where kernels cover all casts, those of one direction are one launch. The bytes 
 and :mod:`fp4engine.ops.gemm`, whose kernels run. Legend: x is [M, K], weight [N, K].
 """
 
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -12,14 +13,15 @@ import torch
 from torch import Tensor
 
 from fp4engine import capability
-from fp4engine.formats import CastSpec
+from fp4engine.formats import CastSpec, Correction, Outer
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.amax_history import Memory
-from fp4engine.ops.cast import as_it_is, casts_supported, decode_supported, quantize, transient_form
+from fp4engine.ops.cast import amax, as_it_is, casts_supported, decode_supported, quantize, transient_form
 from fp4engine.ops.gemm import gemm, product_path
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import is_plain
+from fp4engine.ops.reduce import packed_amaxes
 from fp4engine.ops.rng import rank_bits
 from fp4engine.ops.tiles import TiledOperand
 
@@ -29,6 +31,8 @@ MOST_HELD = 64 << 20
 Gradients = tuple[Tensor | None, Tensor | None]
 Kept = tuple[Operand | None, Operand | TiledOperand | None]
 Memories = tuple[Memory | None, Memory | None]
+Given = Sequence[Tensor | None]
+"""Outer amaxes of the sides of a direction, in the order of its keys, that were found before; None for any other."""
 
 
 class Casts(NamedTuple):
@@ -74,6 +78,27 @@ class Casts(NamedTuple):
         return Casts((row_x, col_x), (row_w, col_w), (row_g, col_g), (of_x, of_w, of_g), backend, (fprop, dgrad, wgrad))
 
 
+@cache
+def shares_amaxes(casts: Casts) -> bool:
+    """Whether ranks can share all outer amaxes of FP4 casts: each is one number of a whole tensor, and no more."""
+    specs = [CastSpec.from_key(key) for key in (*casts.inp, *casts.weight, *casts.grad_output)]
+    return not casts.is_stateful and all(
+        spec.block[1] > 0 and spec.outer is Outer.TENSOR and spec.correction is not Correction.SCALAR for spec in specs
+    )
+
+
+def given_amaxes(amaxes: Tensor | None, keys: Sequence[str], shared: Sequence[bool]) -> Given:
+    """The amaxes of the sides of ``keys``, of which those that are ``shared`` are one behind the other in ``amaxes``.
+
+    Args:
+        amaxes: FP32 [sides, any], each side's amax first in its row; None if nothing is shared.
+    """
+    if amaxes is None:
+        return [None] * len(keys)
+    rows = iter(amaxes[:, :1].unbind())
+    return [next(rows) if key and is_shared else None for key, is_shared in zip(keys, shared, strict=True)]
+
+
 class _Way:
     """How a layer is computed.
 
@@ -96,10 +121,10 @@ class _Way:
         casts, (inp, weight) = self.casts, kept
         return *casts.grad_output, casts.inp[1] if inp else "", casts.weight[1] if weight else ""
 
-    def backward_stream(self, rng: Tensor | None) -> int:
-        """Stream id of the gradient's cast, with this process's rank if it draws."""
+    def backward_stream(self, rng: Tensor | None, rank: int | None = None) -> int:
+        """Stream id of the gradient's cast, if it draws with the ``rank`` in whose name: by default this process's."""
         stream = self.casts.streams[2]
-        return stream if rng is None else stream | rank_bits()
+        return stream if rng is None else stream | rank_bits(rank)
 
 
 class LinearByValues(_Way):
@@ -136,12 +161,14 @@ class LinearByValues(_Way):
         needs_dgrad: bool,
         needs_wgrad: bool,
         memories: Memories | None = None,
+        given: Given | None = None,
     ) -> tuple[Tensor, Kept]:
         """``y = x @ weight.T + bias``, and the operands that backward needs: of x for wgrad, of weight for dgrad.
 
         Args:
             weight: to be cast; or what it was cast to, which is then what backward needs.
             memories: of x and weight, where delayed scaling scales them.
+            given: amaxes of x and of weight that ranks share, both sides of either or none.
         """
         if isinstance(weight, TiledOperand):
             return self._tiled_forward(x, weight, bias, needs_dgrad, needs_wgrad)
@@ -151,11 +178,35 @@ class LinearByValues(_Way):
         keys = self.forward_keys(needs_dgrad, needs_wgrad)
         facts = kernels.facts
         asked = (facts(x), facts(weight), facts(bias), x.device, keys, casts.streams[:2], x.dtype)
-        outputs = kernels.resolve_forward(*asked)(x, weight, bias)
         backends.record("quantize", "triton", 2)
         backends.record("gemm", "triton")
+        if given is not None:
+            of_x, x_t, of_w, w_t = given
+            amaxes = [amax for amax in given if amax is not None]
+            launch = kernels.resolve_forward(*asked, (of_x is not None, of_w is not None))
+            outputs = launch(x, weight, bias, *amaxes)
+            inp = _kept(self.inp_spec, x, outputs[:3] if x_t is None else [*outputs[:2], x_t]) if needs_wgrad else None
+            kept = outputs[-4:-1] if w_t is None else [*outputs[-3:-1], w_t]
+            return outputs[-1], (inp, _kept(self.weight_spec, weight, kept) if needs_dgrad else None)
+        outputs = kernels.resolve_forward(*asked)(x, weight, bias)
         inp = _kept(self.inp_spec, x, outputs[:3]) if needs_wgrad else None
         return outputs[-1], (inp, _kept(self.weight_spec, weight, outputs[-4:-1]) if needs_dgrad else None)
+
+    def amaxes(
+        self, tensors: Sequence[Tensor], keys: tuple[str, ...], rng: Tensor | None = None, stream: int = 0
+    ) -> Tensor:
+        """FP32 [sides, any], first in each row the outer amax of a side, none negative; to be shared over ranks.
+
+        Args:
+            tensors: whose casts are to be given amaxes.
+            keys: of the rowwise and the columnwise spec of each; empty for a side that is not asked for.
+            rng, stream: what those casts will draw by.
+        """
+        kernels = _kernels()
+        tensors = [as_it_is(tensor) for tensor in tensors]
+        launch = kernels.resolve_amaxes(tuple(map(kernels.facts, tensors)), tensors[0].device, keys)
+        backends.record("amax", "triton", len(tensors))
+        return launch(*tensors)[0]
 
     def _tiled_forward(
         self, x: Tensor, weight: TiledOperand, bias: Tensor | None, needs_dgrad: bool, needs_wgrad: bool
@@ -179,14 +230,18 @@ class LinearByValues(_Way):
         rng: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         memory: Memory | None = None,
+        rank: int | None = None,
+        given: Given | None = None,
     ) -> Gradients:
         """``dx = dy @ weight`` and ``dw = dy.T @ x``, each in its dtype, if what it needs was kept.
 
         Args:
             grad_output: [M, N].
             kept: from :meth:`forward`; one operand at least.
-            rng: int64 [2], the draw of a stochastic cast.
+            rng: int64 [2], the draw of a stochastic cast; or [4] of a shard.
             memory: of ``grad_output``, where delayed scaling scales it.
+            rank: in whose name to draw; by default this process's.
+            given: amaxes of ``grad_output`` that ranks share, both sides or none.
         """
         casts, kernels, (inp, weight) = self.casts, _kernels(), kept
         grad_output = as_it_is(grad_output)
@@ -195,11 +250,16 @@ class LinearByValues(_Way):
             shape, tiles = (weight.cols, weight.rows), (kernels.facts(weight.data), kernels.facts(weight.scales))
             backends.record("spread_tiles", "triton")
         shapes = (inp and (inp.rows, inp.cols), shape)
-        stream = self.backward_stream(rng)
+        stream = self.backward_stream(rng, rank)
         keys = (*casts.grad_output, casts.inp[1], casts.weight[1])
         asked = (kernels.facts(grad_output), grad_output.device, shapes, keys, rng is not None, stream, dtypes, tiles)
         tensors = (inp.tensors if inp else _ABSENT) + (weight.tensors if weight else _ABSENT)
-        outputs = kernels.resolve_backward(*asked)(grad_output, *tensors, rng)
+        placed = rng is not None and rng.shape[0] == 4
+        if given is not None or placed:
+            amaxes = [amax for amax in given or () if amax is not None]
+            outputs = kernels.resolve_backward(*asked, bool(amaxes), placed)(grad_output, *tensors, rng, *amaxes)
+        else:
+            outputs = kernels.resolve_backward(*asked)(grad_output, *tensors, rng)
         backends.record("quantize", "triton")
         backends.record("gemm", "triton", len(outputs))
         return outputs[0] if weight else None, outputs[-1] if inp else None
@@ -365,27 +425,53 @@ class LinearByOperations(_Way):
     """By single operations, which cover everything: what an operator does that no launch covers."""
 
     def forward(
-        self, x: Tensor, weight: Tensor | TiledOperand, bias: Tensor | None, needs_dgrad: bool, needs_wgrad: bool
+        self,
+        x: Tensor,
+        weight: Tensor | TiledOperand,
+        bias: Tensor | None,
+        needs_dgrad: bool,
+        needs_wgrad: bool,
+        memories: None = None,
+        given: Given | None = None,
     ) -> tuple[Tensor, Kept]:
         """As :meth:`LinearByValues.forward`."""
-        casts = self.casts
-        left, inp = self._cast(x, casts.inp, True, needs_wgrad, None, casts.streams[0])
+        casts, (*of_x, of_w, w_t) = self.casts, given or [None] * 4
+        left, inp = self._cast(x, casts.inp, True, needs_wgrad, None, casts.streams[0], of_x)
         if isinstance(weight, TiledOperand):
             right = weight.rowwise(casts.backend)
             return self._product(left, right, 0, x.dtype, bias), (inp, weight if needs_dgrad else None)
-        right, kept = self._cast(weight, casts.weight, True, needs_dgrad, None, casts.streams[1])
+        right, kept = self._cast(weight, casts.weight, True, needs_dgrad, None, casts.streams[1], [of_w, w_t])
         return self._product(left, right, 0, x.dtype, bias), (inp, kept)
 
+    def amaxes(
+        self, tensors: Sequence[Tensor], keys: tuple[str, ...], rng: Tensor | None = None, stream: int = 0
+    ) -> Tensor:
+        """As :meth:`LinearByValues.amaxes`."""
+        found: list[Tensor] = []
+        for tensor, *pair in zip(tensors, keys[::2], keys[1::2], strict=True):
+            row, col = (CastSpec.from_key(key) if key else None for key in pair)
+            both = amax(tensor, row, col, rng=rng, stream=stream, backend=self.casts.backend)
+            found += [value for value in both if value is not None]
+        return packed_amaxes(found)
+
     def backward(
-        self, grad_output: Tensor, kept: Kept, rng: Tensor | None, dtypes: tuple[torch.dtype, torch.dtype]
+        self,
+        grad_output: Tensor,
+        kept: Kept,
+        rng: Tensor | None,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        memory: None = None,
+        rank: int | None = None,
+        given: Given | None = None,
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
         casts, (inp, weight) = self.casts, kept
         if isinstance(weight, TiledOperand):
             weight = weight.columnwise(casts.backend)
         needs_dgrad, needs_wgrad = weight is not None, inp is not None
-        stream = self.backward_stream(rng)
-        left, left_t = self._cast(grad_output, casts.grad_output, needs_dgrad, needs_wgrad, rng, stream, transient=True)
+        stream = self.backward_stream(rng, rank)
+        asked = (grad_output, casts.grad_output, needs_dgrad, needs_wgrad, rng, stream, given or [None] * 2)
+        left, left_t = self._cast(*asked, transient=True)
         dx = self._product(left, weight, 1, dtypes[0]) if needs_dgrad else None
         return dx, self._product(left_t, inp, 2, dtypes[1]) if needs_wgrad else None
 
@@ -397,6 +483,7 @@ class LinearByOperations(_Way):
         columnwise: bool,
         rng: Tensor | None,
         stream: int,
+        given: Given,
         transient: bool = False,
     ) -> tuple[Operand | None, Operand | None]:
         """Both operands, as far as they are wanted; the columnwise one is kept, unless it is ``transient`` too."""
@@ -408,6 +495,8 @@ class LinearByOperations(_Way):
             CastSpec.from_key(col_key) if columnwise else None,
             rowwise_form=transient_form(row_key, device, backend),
             columnwise_form=transient_form(col_key, device, backend) if transient else "codes",
+            rowwise_amax=given[0],
+            columnwise_amax=given[1],
             rng=rng,
             stream=stream,
             backend=backend,

@@ -4,11 +4,13 @@ How many launches a direction takes is decided when it runs (:mod:`fp4engine.ops
 of the number of rows. Legend: x is [M, K], weight [N, K].
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp4engine.constants import AMAX_STRIDE
 from fp4engine.formats import CastSpec
 from fp4engine.ops.cast import amax_shape, codes_outputs
 from fp4engine.ops.grouped import column_sums
@@ -21,10 +23,13 @@ from fp4engine.ops.linear import (
     LinearByValues,
     Memories,
     covering,
+    given_amaxes,
+    shares_amaxes,
     way_of,
 )
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define
+from fp4engine.ops.rng import placed
 from fp4engine.ops.tiles import TiledOperand
 from fp4engine.tracing import constant_when_traced
 
@@ -54,8 +59,10 @@ class LinearByOperators(NamedTuple):
         needs_dgrad: bool,
         needs_wgrad: bool,
         memories: Memories | None = None,
+        shared: tuple[bool, bool] = (False, False),
+        amaxes: Tensor | None = None,
     ) -> tuple[Tensor, Kept]:
-        """As :meth:`LinearByValues.forward`."""
+        """As :meth:`LinearByValues.forward`; of x and of weight, those that are ``shared`` are cast by ``amaxes``."""
         rows, cols = x.shape
         x, bias = x.detach(), bias if bias is None else bias.detach()
         if isinstance(weight, TiledOperand):
@@ -65,13 +72,36 @@ class LinearByOperators(NamedTuple):
             inp = Operand(self.inp, cols, rows, *tensors) if needs_wgrad else None
             return y, (inp, weight if needs_dgrad else None)
         outs, weight = weight.shape[0], weight.detach()
-        y, *kept = torch.ops.fp4engine.linear_forward(x, weight, bias, self.casts, needs_dgrad, needs_wgrad)
+        told = () if amaxes is None else (amaxes, *shared)
+        y, *kept = torch.ops.fp4engine.linear_forward(x, weight, bias, self.casts, needs_dgrad, needs_wgrad, *told)
         inp = kept_weight = None
+        if amaxes is not None:  # which are not returned; FP4's codes have scales
+            _, x_t, _, w_t = given_amaxes(amaxes, self.forward_keys(needs_dgrad, needs_wgrad), _twice(*shared))
+            if x_t is not None:
+                kept = [*kept[:2], x_t, *kept[2:]]
+            if w_t is not None:
+                kept = [*kept, w_t]
         if needs_wgrad:
             inp = Operand(self.inp, cols, rows, *_by_name(kept, needs_dgrad + needs_wgrad, 0))
         if needs_dgrad:
             kept_weight = Operand(self.weight, cols, outs, *_by_name(kept, needs_dgrad + needs_wgrad, -1))
         return y, (inp, kept_weight)
+
+    def forward_keys(self, needs_dgrad: bool, needs_wgrad: bool) -> tuple[str, str, str, str]:
+        """As :meth:`LinearByValues.forward_keys`."""
+        return _forward_keys(self.casts, needs_dgrad, needs_wgrad)
+
+    def amaxes(
+        self,
+        tensors: Sequence[Tensor],
+        keys: tuple[str, ...],
+        rng: Tensor | None = None,
+        place: tuple[int, int] | None = None,
+        rank: int | None = None,
+    ) -> Tensor:
+        """As :meth:`LinearByValues.amaxes`, of a gradient that lies at ``place`` of the whole."""
+        detached = [tensor.detach() for tensor in tensors]
+        return torch.ops.fp4engine.linear_amaxes(detached, rng, place, rank, " ".join(keys), self.casts)
 
     def backward(
         self,
@@ -80,15 +110,24 @@ class LinearByOperators(NamedTuple):
         rng: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         bias_dtype: torch.dtype | None,
+        place: tuple[int, int] | None = None,
+        rank: int | None = None,
+        amaxes: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """As :meth:`LinearByValues.backward`; last the gradient of a bias of ``bias_dtype``, None without one."""
+        """As :meth:`LinearByValues.backward`; last the gradient of a bias of ``bias_dtype``, None without one.
+
+        Args:
+            place: of ``grad_output`` in the whole, if it is part of one.
+            rank: in whose name to draw.
+            amaxes: of ``grad_output``, if they are shared.
+        """
         inp, weight = kept
         tensors = (*(_ABSENT if inp is None else inp.tensors), *(_ABSENT if weight is None else weight.tensors))
         if isinstance(weight, TiledOperand):
             tiled = (grad_output.detach(), *tensors, rng, self.casts, weight.cols, *dtypes, bias_dtype)
             gradients = iter(torch.ops.fp4engine.tiled_linear_backward(*tiled))
         else:
-            asked = (grad_output.detach(), *tensors, rng, self.casts, *dtypes, bias_dtype)
+            asked = (grad_output.detach(), *tensors, rng, self.casts, *dtypes, bias_dtype, amaxes, place, rank)
             gradients = iter(torch.ops.fp4engine.linear_backward(*asked))
         dx = None if weight is None else next(gradients)
         dw = None if inp is None else next(gradients)
@@ -100,6 +139,11 @@ def _by_name(kept: list[Tensor], operands: int, which: int) -> tuple[Tensor, Ten
     size = len(kept) // operands
     own = kept[:size] if which == 0 else kept[-size:]
     return own[0], own[1] if size == 3 else None, own[-1]
+
+
+def _twice(inp: bool, weight: bool) -> tuple[bool, bool, bool, bool]:
+    """Of x, x^T, w and w^T what is true of x and w."""
+    return inp, inp, weight, weight
 
 
 def bias_gradient(grad_output: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
@@ -120,13 +164,51 @@ def key_of(casts: Casts) -> str:
     return casts.key
 
 
+@constant_when_traced
+def _forward_keys(casts: str, needs_dgrad: bool, needs_wgrad: bool) -> tuple[str, str, str, str]:
+    return LinearByOperations(Casts.from_key(casts)).forward_keys(needs_dgrad, needs_wgrad)
+
+
+@constant_when_traced
+def can_share(casts: Casts) -> bool:
+    """As :func:`fp4engine.ops.linear.shares_amaxes`, for code that may be traced."""
+    return shares_amaxes(casts)
+
+
 def _linear_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, casts: str, needs_dgrad: bool, needs_wgrad: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    casts: str,
+    needs_dgrad: bool,
+    needs_wgrad: bool,
+    amaxes: Tensor | None = None,
+    shared_inp: bool = False,
+    shared_weight: bool = False,
 ) -> list[Tensor]:
     (rows, ins), outs = x.shape, weight.shape[0]
     way = way_of(Casts.from_key(casts), (rows, outs, ins), x.dtype, weight.dtype, x.device)
-    y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad)
-    return [y.contiguous(), *_tensors_of(*kept)]
+    if amaxes is None:
+        y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad)
+        return [y.contiguous(), *_tensors_of(*kept)]
+    assert isinstance(way, LinearByValues | LinearByOperations), "who shares amaxes has asked shares_amaxes"
+    given = given_amaxes(amaxes, way.forward_keys(needs_dgrad, needs_wgrad), _twice(shared_inp, shared_weight))
+    y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad, None, given)
+    own = [
+        operand._replace(amax=None) if operand and amax is not None else operand
+        for operand, amax in zip(kept, (given[1], given[3]), strict=True)
+    ]
+    return [y.contiguous(), *_tensors_of(*own)]
+
+
+def _linear_amaxes(
+    tensors: Sequence[Tensor], rng: Tensor | None, place: Sequence[int] | None, rank: int | None, keys: str, casts: str
+) -> Tensor:
+    own, x = Casts.from_key(casts), tensors[0]
+    way = covering(own, x.dtype, tensors[-1].dtype, x.device)
+    way = way if isinstance(way, LinearByValues) else LinearByOperations(own)
+    drawn = rng if rng is None or place is None else placed(rng, *place)
+    return way.amaxes(tensors, tuple(keys.split(" ")), drawn, way.backward_stream(rng, rank))
 
 
 def _tensors_of(*kept: Operand | TiledOperand | None) -> list[Tensor]:
@@ -147,6 +229,9 @@ def _linear_backward(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
+    amaxes: Tensor | None = None,
+    place: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> list[Tensor]:
     rows, outs = grad_output.shape
     ins = next(codes.shape[0] for codes in (inp, weight) if codes is not None)
@@ -156,7 +241,14 @@ def _linear_backward(
         left = Operand(way.inp_spec, ins, rows, inp, inp_scale_inv, inp_amax)
     if weight is not None:
         right = Operand(way.weight_spec, ins, outs, weight, weight_scale_inv, weight_amax)
-    return _all_gradients(way, grad_output, (left, right), rng, (dtype, weight_dtype), bias_dtype)
+    kept, dtypes = (left, right), (dtype, weight_dtype)
+    if amaxes is None and rank is None and place is None:
+        return _all_gradients(way, grad_output, kept, rng, dtypes, bias_dtype)
+    assert isinstance(way, LinearByValues | LinearByOperations), "who has a shard has asked shares_amaxes"
+    row, col = way.casts.grad_output
+    given = given_amaxes(amaxes, (row * (right is not None), col * (left is not None)), (True, True))
+    drawn = rng if rng is None or place is None else placed(rng, *place)
+    return _all_gradients(way, grad_output, kept, drawn, dtypes, bias_dtype, rank, given)
 
 
 def _all_gradients(
@@ -166,24 +258,48 @@ def _all_gradients(
     rng: Tensor | None,
     dtypes: tuple[torch.dtype, torch.dtype],
     bias_dtype: torch.dtype | None,
+    *shard: Any,
 ) -> list[Tensor]:
-    """Gradients of x and of weight, as far as what they need was kept, and of a bias of ``bias_dtype``."""
-    gradients: list[Tensor | None] = [*way.backward(grad_output, kept, rng, dtypes)]
+    """Gradients of x and of weight, as far as what they need was kept, and of a bias of ``bias_dtype``.
+
+    Args:
+        shard: rank and amaxes, for a part of what several ranks have.
+    """
+    told = (None, *shard) if shard else ()
+    gradients: list[Tensor | None] = [*way.backward(grad_output, kept, rng, dtypes, *told)]
     if bias_dtype is not None:
         gradients.append(bias_gradient(grad_output, bias_dtype, way.casts.backend))
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
 
 
 def _linear_forward_outputs(
-    x: Tensor, weight: Tensor, bias: Tensor | None, casts: str, needs_dgrad: bool, needs_wgrad: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    casts: str,
+    needs_dgrad: bool,
+    needs_wgrad: bool,
+    amaxes: Tensor | None = None,
+    shared_inp: bool = False,
+    shared_weight: bool = False,
 ) -> list[Output]:
     own, (rows, cols), outs = Casts.from_key(casts), x.shape, weight.shape[0]
     by_fp8 = isinstance(covering(own, x.dtype, weight.dtype, x.device), LinearByFP8)
     outputs = [Output((rows, outs), x.dtype)]
-    for key, length, needed in ((own.inp[1], rows, needs_wgrad), (own.weight[1], outs, needs_dgrad)):
+    for key, length, needed, is_shared in (
+        (own.inp[1], rows, needs_wgrad, shared_inp),
+        (own.weight[1], outs, needs_dgrad, shared_weight),
+    ):
         if needed:
-            outputs += _kept_outputs(CastSpec.from_key(key), cols, length, by_fp8)
+            made = _kept_outputs(CastSpec.from_key(key), cols, length, by_fp8)
+            outputs += made[:-1] if is_shared else made
     return outputs
+
+
+def _linear_amaxes_output(
+    tensors: Sequence[Tensor], rng: Tensor | None, place: Sequence[int] | None, rank: int | None, keys: str, casts: str
+) -> list[Output]:
+    return [Output((sum(map(bool, keys.split(" "))), AMAX_STRIDE), torch.float32)]
 
 
 def _kept_outputs(spec: CastSpec, rows: int, cols: int, by_fp8: bool = False) -> list[Output]:
@@ -207,6 +323,9 @@ def _linear_backward_outputs(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
+    amaxes: Tensor | None = None,
+    place: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> list[Output]:
     ins = None if weight is None else weight.shape[0]
     return _gradient_outputs(grad_output, ins, inp, dtype, weight_dtype, bias_dtype)
@@ -306,5 +425,6 @@ def _tiled_linear_backward_outputs(
 
 define(_linear_forward, _linear_forward_outputs)
 define(_linear_backward, _linear_backward_outputs)
+define(_linear_amaxes, _linear_amaxes_output)
 define(_tiled_linear_forward, _tiled_linear_forward_outputs)
 define(_tiled_linear_backward, _tiled_linear_backward_outputs)

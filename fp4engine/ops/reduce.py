@@ -4,8 +4,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp4engine.constants import AMAX_STRIDE
+
 _MAGNITUDE = 0x7FFF_FFFF
 """Every bit of an FP32 number but its sign."""
+
+
+def packed_amaxes(amaxes: list[Tensor]) -> Tensor:
+    """FP32 [n, AMAX_STRIDE] of n amaxes [1], each of which fills a row, and loses its sign if it is NaN.
+
+    What is packed so can be shared as it is (:func:`shared_amaxes`).
+    """
+    bits = torch.cat(amaxes).view(torch.int32).bitwise_and_(_MAGNITUDE)
+    return bits[:, None].expand(-1, AMAX_STRIDE).contiguous().view(torch.float32)
+
+
+def shared_amaxes(amaxes: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """As :func:`all_reduce_amax` of FP32 numbers without a sign, NaN too; perhaps in place."""
+    bits = amaxes.view(torch.int32)
+    dist.all_reduce(bits, dist.ReduceOp.MAX, group)
+    return bits.view(torch.float32) if torch.compiler.is_dynamo_compiling() else amaxes
 
 
 def all_reduce_amax(amax: Tensor, group: dist.ProcessGroup) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -195,6 +196,19 @@ def rank_bits(rank: int | None = None) -> int:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0
     return torch.distributed.get_rank() << _RANK_SHIFT
+
+
+def placed(rng: Tensor, row: int, col: int) -> Tensor:
+    """The draw ``rng`` [2] for a shard that begins at ``row`` and ``col`` of the whole matrix: int64 [4]."""
+    if torch.compiler.is_dynamo_compiling() or type(rng) is not Tensor or rng.is_meta:
+        return torch.cat([rng, rng.new_full((1,), row), rng.new_full((1,), col)])
+    return torch.cat([rng, _place(row, col, rng.device)])
+
+
+@lru_cache(maxsize=256)
+def _place(row: int, col: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor([row, col], dtype=torch.int64).to(device)
 
 
 @constant_when_traced
