@@ -20,7 +20,7 @@ from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.norm import Norm
 from fp4engine.functional.plan import ExecutedGemms, GemmName, LinearPlan
 from fp4engine.functional.saved import flatten, unflatten
-from fp4engine.functional.shards import Part, Shards, backward_amaxes, forward_amaxes, quantize_parts
+from fp4engine.functional.shards import Part, Shards, Wholes, backward_amaxes, forward_amaxes, quantize_parts
 from fp4engine.functional.through_cast import gradient, rotation_of, within
 from fp4engine.functional.weight_cache import Make, Operands, WeightCache
 from fp4engine.ops import Operand, TiledOperand
@@ -120,6 +120,7 @@ def linear(
     shards: Shards | None = None,
     weight_cache: WeightCache | None = None,
     main_grad: Tensor | None = None,
+    wholes: Wholes | None = None,
 ) -> Tensor:
     """Linear transformation by ``plan``, differentiable once.
 
@@ -129,6 +130,7 @@ def linear(
         executed, shards: see :class:`Call`.
         weight_cache: where to look for the weight's operands, and to leave them; None quantizes anew.
         main_grad: FP32, BF16 or FP16 [N, K] to which wgrad adds; the weight then gets no gradient of its own.
+        wholes: what ``inp``, ``weight`` and ``bias`` are, if not plain tensors; the output is then whole as well.
 
     Returns:
         [..., N] in ``inp.dtype``.
@@ -151,6 +153,8 @@ def linear(
     call = Call(plan, executed, shards, stored, box, needs_dgrad, needs_wgrad, function, dtype, tiles)
     if box is not None:
         weight = Accumulate.apply(weight, box)
+    if wholes is not None:
+        return PartFunction.apply(x, weight, bias, call, wholes)
     return LinearFunction.apply(x, weight, bias, call, *parameters)
 
 
@@ -298,6 +302,24 @@ class LinearFunction(torch.autograd.Function):
         if needs_bias and grad_bias is None:
             grad_bias = linear_bgrad(grad_output, plan, ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, *grad_parameters
+
+
+class PartFunction(torch.autograd.Function):
+    """:class:`LinearFunction` on a rank's parts of whole tensors: one node for what is else one for each tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, wholes: Wholes) -> Tensor:
+        ctx.wholes = wholes
+        part = wholes.part
+        return wholes.output(
+            LinearFunction.forward(ctx, part(x), part(weight), bias if bias is None else part(bias), call)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        wholes: Wholes = ctx.wholes
+        gradients = LinearFunction.backward(ctx, wholes.part_of_grad(grad_outputs[0]))
+        return *wholes.gradients(*gradients[:3]), None, None
 
 
 Shared = ops.LinearByValues | ops.LinearByOperators

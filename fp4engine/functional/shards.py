@@ -5,7 +5,7 @@ random bits, which belong to an element's place in the whole tensor.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -72,6 +72,26 @@ class Shards(NamedTuple):
         if of_input and of_weight and of_input != of_weight:
             return None
         return Travel((len(of_input) > 0, len(of_weight) > 0), of_input or of_weight, of_grad)
+
+
+class Wholes(Protocol):
+    """Whole tensors, of which this rank has parts: what takes a part of one, and makes one of a part."""
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """The rank's part of a whole tensor."""
+        ...
+
+    def part_of_grad(self, grad_output: Tensor) -> Tensor:
+        """The rank's part of the output's gradient, spread as the output's is to be."""
+        ...
+
+    def output(self, part: Tensor) -> Tensor:
+        """The whole output."""
+        ...
+
+    def gradients(self, *parts: Tensor | None) -> list[Tensor | None]:
+        """The whole gradients of input, weight and bias."""
+        ...
 
 
 class Travel(NamedTuple):

@@ -18,7 +18,7 @@ from fp4engine import ops
 from fp4engine.formats import CastSpec
 from fp4engine.functional.shards import Part, Role, Shards, quantize_parts
 from fp4engine.modules import Gemms
-from fp4engine.modules.sharded import is_distributed, localize
+from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of
 from fp4engine.ops import rng
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
@@ -137,6 +137,7 @@ class _Forward(NamedTuple):
     """What a backward pass must know of its forward pass.
 
     Attributes:
+        wholes: what takes this rank's part of the gradient, if it is spread.
         matrices: of input and weight.
         kept: their columnwise operands, where these are made of the matrices, else what these are made of.
         before: the random stream's state before the forward pass.
@@ -144,6 +145,7 @@ class _Forward(NamedTuple):
 
     plan: Plan
     spread: Spread | None
+    wholes: WholesOf | None
     matrices: dict[Role, Tensor]
     kept: dict[Role, Seen]
     before: Tensor
@@ -199,9 +201,6 @@ def _watched_multiply(module: Gemms, watched: _Watched) -> Callable[..., Tensor]
             # a hook of the node runs after those of the tensor, by which FSDP2 gathers the weight again
             node = output.grad_fn
             assert node is not None
-            if is_distributed(output):  # this rank's part of the output is what the DTensor was made of
-                node = node.next_functions[0][0]
-                assert node is not None
             node.register_prehook(partial(_see_backward, watched))
         return output
 
@@ -247,7 +246,7 @@ def _see_forward(
     assert plan is not None
     x = (inp if isinstance(inp, Tensor) else inp.tensor()).detach()
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    x, held, spread = _share(plan, x.to(dtype), weight.detach(), group, watched.name)
+    x, held, spread, wholes = _share(plan, x.to(dtype), weight.detach(), group, watched.name)
     matrices: dict[Role, Tensor] = {"input": as_matrix(x), "weight": held}
     draws = 0
     rowwise: list[Seen] = []
@@ -269,7 +268,7 @@ def _see_forward(
             kept[role] = col
         elif quantizer.columnwise_source != "original":
             kept[role] = row
-    watched.forward = _Forward(plan, spread, matrices, kept, before)
+    watched.forward = _Forward(plan, spread, wholes, matrices, kept, before)
     left, right = rowwise
     columnwise = [seen for seen in kept.values() if seen.is_columnwise]
     with torch.autocast(x.device.type, enabled=False):
@@ -277,10 +276,12 @@ def _see_forward(
         watched.listener.multiplied(watched.name, "fprop", (left, right))
 
 
-def _share(plan: Plan, x: Tensor, weight: Tensor, group: Any, name: str) -> tuple[Tensor, Tensor, Spread | None]:
-    """This rank's part of input and weight, and how they are spread; None if they are not."""
+def _share(
+    plan: Plan, x: Tensor, weight: Tensor, group: Any, name: str
+) -> tuple[Tensor, Tensor, Spread | None, WholesOf | None]:
+    """This rank's part of input and weight, how they are spread, and what takes parts; None if they are not."""
     if not is_distributed(x, weight):
-        return x, weight, None if group is None else Spread(Shards.over(group))
+        return x, weight, None if group is None else Spread(Shards.over(group)), None
     mesh: Any = getattr(weight, "device_mesh")  # noqa: B009 (a DTensor's)
     rows, (features, inputs) = prod(x.shape[:-1]), weight.shape
     wholes: dict[Role, tuple[int, int]] = {
@@ -288,10 +289,11 @@ def _share(plan: Plan, x: Tensor, weight: Tensor, group: Any, name: str) -> tupl
         "weight": (features, inputs),
         "grad_output": (rows, features),
     }
-    local = localize(plan, x, weight, None, name)  # pyright: ignore[reportArgumentType] (a LinearPlan)
-    shards = local.shards if group is None else local.shards.and_over(group)
+    layout = layout_of(plan, x, weight, None, name)  # pyright: ignore[reportArgumentType] (a LinearPlan)
+    shards = layout.shards if group is None else layout.shards.and_over(group)
     dims = tuple((mesh.get_group(dim), mesh.get_local_rank(dim)) for dim in range(mesh.ndim))
-    return local.inp, local.weight, Spread(shards, wholes, dims)
+    taking = WholesOf(layout)
+    return taking.part(x), taking.part(weight), Spread(shards, wholes, dims), taking
 
 
 def _refusal(module: Gemms, plan: Plan | None, inp: Any, weight: Tensor) -> str:
@@ -327,7 +329,8 @@ def _see_backward(watched: _Watched, grads: Sequence[Tensor]) -> None:
     requantized = [q for q in (plan.input, plan.weight) if q.columnwise_source == "rowwise_dequantized"]
     draws = any(quantizer.is_stochastic for quantizer in (plan.grad_output, *requantized))
     drawn = _later(rng.state_of(grad.device), 1) if draws else None
-    matrix = as_matrix(grad.detach())
+    grad = grad.detach() if forward.wholes is None else forward.wholes.part_of_grad(grad.detach())
+    matrix = as_matrix(grad)
     row, col = _see("grad_output", matrix, plan.grad_output, drawn, spread, rowwise=needs_dgrad, columnwise=needs_wgrad)
     products: list[tuple[str, tuple[Seen, Seen]]] = []
     if row is not None:

@@ -15,7 +15,7 @@ from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
 from fp4engine.modules.recompute import handed_over, remember
-from fp4engine.modules.sharded import is_distributed, localize, rows_in_order
+from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of, rows_in_order
 from fp4engine.recipe import LinearRecipe, Recipe, numbered
 from fp4engine.recipe.base import require_recipe
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed, is_traced_in_backward
@@ -76,6 +76,7 @@ class Gemms(torch.nn.Module):
         self._plan: tuple[Recipe, LinearPlan] | None = None
         self._answers: dict[int, LinearPlan] = {}
         self._ran_by_recipe = False
+        self._share: tuple[Any, Shards, WholesOf] | None = None
         self._weight_cache: WeightCache | None = None
         self._microbatch_cache: WeightCache | None = None
 
@@ -160,12 +161,24 @@ class Gemms(torch.nn.Module):
     def _multiply_share(
         self, inp: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, state: AutocastState | None
     ) -> Tensor:
-        """This rank's share of a linear transformation of DTensors, as the DTensor of all shares."""
+        """This rank's share of a linear transformation of DTensors, as the DTensor of all shares.
+
+        In eager mode the layout is kept until something changes that it depends on.
+        """
         cp_group = None if state is None else state.cp_group
-        local = localize(plan, inp, weight, bias, self._label(), cp_group)
-        shards = self._told(local.shards, state)
-        output = linear(local.inp, local.weight, local.bias, plan, executed=self.executed, shards=shards)
-        return local.whole(output)
+        if torch.compiler.is_dynamo_compiling():
+            layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
+            x, w, b = layout.parts(inp, weight, bias)
+            assert x is not None and w is not None
+            return layout.whole(linear(x, w, b, plan, shards=self._told(layout.shards, state)))
+        group = None if state is None else state.amax_reduction_group
+        placed = tuple([getattr(tensor, "_spec", None) for tensor in (inp, weight, bias)])
+        asked = (plan, *placed, cp_group, group, self.draws_as)
+        if self._share is None or self._share[0] != asked:
+            layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
+            self._share = asked, self._told(layout.shards, state), WholesOf(layout)
+        _, shards, wholes = self._share
+        return linear(inp, weight, bias, plan, executed=self.executed, shards=shards, wholes=wholes)
 
     def _label(self) -> str:
         """What errors call it; equal modules share one graph."""
@@ -315,7 +328,7 @@ class Gemms(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out of copies what is derived, and what a custom recipe's factory would keep from pickling."""
-        derived = {"_plan": None, "_answers": {}, "_weight_cache": None, "_microbatch_cache": None}
+        derived = {"_plan": None, "_answers": {}, "_share": None, "_weight_cache": None, "_microbatch_cache": None}
         return {**self.__dict__, **derived}
 
 

@@ -11,7 +11,6 @@
 Every rank then casts its part as one process would cast the whole, see :mod:`fp4engine.functional.shards`.
 """
 
-from collections.abc import Callable
 from math import lcm, prod
 from typing import Any, NamedTuple
 
@@ -31,20 +30,79 @@ from fp4engine.tracing import constant_when_traced
 _PLAIN = (type(None), Tensor, torch.nn.Parameter, QuantizedWeight, FusedInput)
 
 
-class Local(NamedTuple):
-    """One rank's share of ``inp @ weight.T + bias``.
+class Layout(NamedTuple):
+    """How the DTensors of ``inp @ weight.T + bias`` are spread over a mesh.
 
     Attributes:
-        inp, weight, bias: plain tensors, whose gradients reach the DTensors that they were taken of.
-        shards: what they are of the whole.
-        whole: makes the DTensor of the output of the local one.
+        mesh: where they lie.
+        shards: what this rank has of them.
+        shapes: of input, weight, bias and output.
+        placements: of the gradients of the first three, and of the output.
     """
 
-    inp: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    mesh: Any
     shards: Shards
-    whole: Callable[[Tensor], Tensor]
+    shapes: tuple[torch.Size, ...]
+    placements: tuple[tuple[Any, ...], ...]
+
+    def parts(self, *tensors: Tensor | None) -> list[Tensor | None]:
+        """This rank's parts of input, weight and bias, whose gradients reach the DTensors that they are taken of."""
+        wholes: tuple[Any, ...] = tensors
+        return [
+            None if whole is None else whole.to_local(grad_placements=placements)
+            for whole, placements in zip(wholes, self.placements, strict=False)
+        ]
+
+    def whole(self, part: Tensor, index: int = -1) -> Any:
+        """The DTensor of which this rank has ``part``: the output, or the gradient of one of the others."""
+        from torch.distributed.tensor import DTensor
+
+        shape = self.shapes[index]
+        stride = tuple([prod(shape[i + 1 :]) for i in range(len(shape))])
+        return DTensor.from_local(part, self.mesh, self.placements[index], run_check=False, shape=shape, stride=stride)
+
+
+class WholesOf:
+    """Takes and makes DTensors inside one autograd node; what PyTorch finds out of their placements it does once.
+
+    See :class:`fp4engine.functional.shards.Wholes`.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+        from torch.distributed.tensor import DTensor, Replicate
+
+        self._layout = layout
+        output = layout.placements[-1]
+        self._of_grad = tuple(Replicate() if placement.is_partial() else placement for placement in output)
+        self._specs: dict[int, Any] = {}
+        self._dtensor: Any = DTensor
+        self._unfinished = AsyncCollectiveTensor
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """As :meth:`Wholes.part`."""
+        local = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]: a DTensor's
+        return local.wait() if isinstance(local, self._unfinished) else local
+
+    def part_of_grad(self, grad_output: Tensor) -> Tensor:
+        """As :meth:`Wholes.part_of_grad`."""
+        whole: Any = grad_output
+        return self.part(whole if whole.placements == self._of_grad else whole.redistribute(placements=self._of_grad))
+
+    def output(self, part: Tensor) -> Tensor:
+        """As :meth:`Wholes.output`."""
+        return self._whole(part, -1)
+
+    def gradients(self, *parts: Tensor | None) -> list[Tensor | None]:
+        """As :meth:`Wholes.gradients`."""
+        return [None if part is None else self._whole(part, index) for index, part in enumerate(parts)]
+
+    def _whole(self, part: Tensor, index: int) -> Tensor:
+        if index in self._specs:
+            return self._dtensor(part, self._specs[index], requires_grad=False)
+        made = self._layout.whole(part, index)
+        self._specs[index] = made._spec
+        return made
 
 
 def is_distributed(*tensors: Tensor | FusedInput | None) -> bool:
@@ -87,7 +145,7 @@ def rows_in_order(plan: LinearPlan, group: Any, rows: int, device: torch.device,
         name: of the module, for errors.
 
     Raises:
-        As :func:`localize`.
+        As :func:`layout_of`.
     """
     split = _rows_split(group, rows)
     _require_whole_blocks(plan, {"M": split}, name)
@@ -100,10 +158,10 @@ def _rows_split(group: Any, rows: int) -> _Split:
     return _Split(group, rows * dist.get_world_size(group), rows, rows * dist.get_rank(group))
 
 
-def localize(
+def layout_of(
     plan: LinearPlan, inp: Tensor, weight: Tensor, bias: Tensor | None, name: str, cp_group: Any = None
-) -> Local:
-    """This rank's share of a linear transformation of DTensors by ``plan``.
+) -> Layout:
+    """How a linear transformation of DTensors by ``plan`` is spread, and what this rank has of it.
 
     Args:
         name: of the module, for errors.
@@ -114,7 +172,7 @@ def localize(
             block of the recipe's casts; or the ranks draw from different seeds.
         NotImplementedError: placements that the table above does not have, or casts that need the whole tensor.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor import Partial, Replicate
     from torch.distributed.tensor import Shard as Sharded
 
     x, w, mesh = _on_one_mesh(inp, weight, bias, name)
@@ -167,24 +225,15 @@ def localize(
             f"{name}: a bias placed {tensors[2].placements} does not go with a weight placed {w.placements}; it has to "
             f"be placed {tuple(biases)}"
         )
-    local = [
-        None if tensor is None else tensor.to_local(grad_placements=[gradients[i] for gradients in grads])
-        for i, tensor in enumerate(tensors)
-    ]
-    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
-    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-
-    def whole(output: Tensor) -> Tensor:
-        return DTensor.from_local(output, mesh, outputs, run_check=False, shape=shape, stride=stride)
-
     of_input, of_weight, of_grad = (_shard(splits, *_AXES[role]) for role in _AXES)
     rank = 0
     if plan.draws_in_forward or plan.draws_in_backward:
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)] + ([] if cp_group is None else [cp_group])
         rank = _drawn_by(tuple(groups), mesh.device_type)
     shards = Shards(of_input, of_weight, of_grad, rank, adds_bias)
-    assert local[0] is not None and local[1] is not None
-    return Local(local[0], local[1], local[2], shards, whole)
+    shapes = (x.shape, w.shape, w.shape[:1], torch.Size((*x.shape[:-1], w.shape[0])))
+    placements = [tuple([gradients[i] for gradients in grads]) for i in range(3)]
+    return Layout(mesh, shards, shapes, (*placements, tuple(outputs)))
 
 
 def _on_one_mesh(inp: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> tuple[Any, Any, Any]:
