@@ -97,7 +97,7 @@ class Place(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A matrix of a launch as the GPU's copy engine sees it: ``describe(tensor)`` makes Triton's descriptor."""
+    """A tensor as a kernel gets it, if not whole: ``describe(tensor)`` makes the copy engine's descriptor, or a part."""
 
     place: Place
     describe: Callable[[Tensor], Any]

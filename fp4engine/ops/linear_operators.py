@@ -194,11 +194,8 @@ def _linear_forward(
     assert isinstance(way, LinearByValues | LinearByOperations), "who shares amaxes has asked shares_amaxes"
     given = given_amaxes(amaxes, way.forward_keys(needs_dgrad, needs_wgrad), _twice(shared_inp, shared_weight))
     y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad, None, given)
-    own = [
-        operand._replace(amax=None) if operand and amax is not None else operand
-        for operand, amax in zip(kept, (given[1], given[3]), strict=True)
-    ]
-    return [y.contiguous(), *_tensors_of(*own)]
+    told = {id(amax) for amax in given}  # who has given them has them
+    return [y.contiguous(), *(tensor for tensor in _tensors_of(*kept) if id(tensor) not in told)]
 
 
 def _linear_amaxes(
@@ -206,9 +203,11 @@ def _linear_amaxes(
 ) -> Tensor:
     own, x = Casts.from_key(casts), tensors[0]
     way = covering(own, x.dtype, tensors[-1].dtype, x.device)
-    way = way if isinstance(way, LinearByValues) else LinearByOperations(own)
-    drawn = rng if rng is None or place is None else placed(rng, *place)
-    return way.amaxes(tensors, tuple(keys.split(" ")), drawn, way.backward_stream(rng, rank))
+    asked = tensors, tuple(keys.split(" "))
+    if isinstance(way, LinearByValues):  # which covers no cast that draws before its amax is known
+        return way.amaxes(*asked)
+    way, drawn = LinearByOperations(own), rng if rng is None or place is None else placed(rng, *place)
+    return way.amaxes(*asked, drawn, way.backward_stream(rng, rank))
 
 
 def _tensors_of(*kept: Operand | TiledOperand | None) -> list[Tensor]:

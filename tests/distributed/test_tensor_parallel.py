@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 import time
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
@@ -164,10 +167,59 @@ def of_sequence(rank: int, world: int = WORLD):
 
 
 def compiled(rank: int, mesh, alone):
+    sharded._agreed.clear()  # as if nothing had run in eager mode
     block = make_block()
     parallelize_module(block, mesh, STYLES)
     run = torch.compile(block, fullgraph=True, backend="aot_eager")
     return distance(train(block, zoo.make("nvfp4"), run=run), alone["step"])
+
+
+class Operators:
+    """A backend that runs graphs as they are, and counts our operators and the reductions in each."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, int]] = []
+
+    def __call__(self, module, inputs):
+        return aot_module_simplified(module, inputs, fw_compiler=self.keep, bw_compiler=self.keep)
+
+    def keep(self, module, inputs):
+        text = module.print_readable(print_output=False)
+        self.found.append(dict(Counter(re.findall(r"(?:fp4engine|_c10d_functional)\.(\w+)\.default", text))))
+        return make_boxed_func(module.forward)
+
+
+def operators(rank: int, mesh, alone):
+    """What a compiled column-parallel layer, and a row-parallel one, are made of."""
+    found = []
+    for style, fan_in, fan_out in ((ColwiseParallel(), 64, 256), (RowwiseParallel(), 256, 64)):
+        torch._dynamo.reset()
+        layer, kept = nn.Sequential(nn.Linear(fan_in, fan_out, bias=False)), Operators()
+        fp4engine.convert(layer)
+        parallelize_module(layer, mesh, {"0": style})
+        x = torch.randn(32, 64 if fan_in == 64 else fan_in // WORLD, requires_grad=True)
+        with fp4engine.autocast(recipe=zoo.make("nvfp4")):
+            y = torch.compile(layer, fullgraph=True, backend=kept)(x)
+        y.sum().backward()
+        ours = ("linear", "next_draw")
+        found.append([{name: n for name, n in graph.items() if name.startswith(ours)} for graph in kept.found])
+    return found
+
+
+def layouts(rank: int, mesh, alone):
+    """How often a layer reads placements: in two equal steps, and in a third with more rows."""
+    layer = nn.Sequential(nn.Linear(64, 64))
+    fp4engine.convert(layer)
+    parallelize_module(layer, mesh, {"0": ColwiseParallel()})
+    modules, counts = importlib.import_module("fp4engine.modules.gemms"), []
+    read = modules.layout_of
+    with mock.patch.object(modules, "layout_of", lambda *a: counts.append(1) or read(*a)):
+        taken = []
+        for rows in (32, 32, 48):
+            with fp4engine.autocast(recipe=NEAREST):
+                layer(torch.randn(rows, 64, requires_grad=True)).sum().backward()
+            taken.append(len(counts))
+    return taken
 
 
 def graphs(rank: int, mesh, alone):
@@ -412,6 +464,8 @@ CHECKS = {
     "attention": attention,
     "nan": not_a_number,
     "collectives": collectives,
+    "operators": operators,
+    "layouts": layouts,
     "siblings": siblings,
     "refusals": refusals,
 }
@@ -480,6 +534,22 @@ def test_amaxes_of_a_pass_travel_together(ranks):
     """A column-parallel layer shares its weight's amax, then its gradient's; a row-parallel one both of its forward."""
     for rank in ranks:
         assert rank["collectives"] == [1, 2, 3, 3]
+
+
+def test_a_compiled_layer_is_few_operators(ranks):
+    """One finds the amaxes of a direction that are shared, and one does the rest."""
+    columns = [
+        {"linear_amaxes": 1, "linear_forward": 1},
+        {"next_draw": 1, "linear_amaxes": 1, "linear_backward": 1},
+    ]
+    rows = [{"linear_amaxes": 1, "linear_forward": 1}, {"next_draw": 1, "linear_backward": 1}]
+    for rank in ranks:
+        assert rank["operators"] == [columns, rows]
+
+
+def test_placements_are_read_once(ranks):
+    for rank in ranks:
+        assert rank["layouts"] == [1, 1, 2]
 
 
 SAID = {
