@@ -369,7 +369,7 @@ def _backward_share(
 
 
 def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.LinearByOperators | None:
-    """What computes forward and backward with few launches; None if something is shared, kept or added to.
+    """What computes forward and backward with few launches; None if something is kept or added to, or goes two ways.
 
     In a compiled graph these are two operators, unless what delayed scaling remembers is to be written, or the weight
     is large: single operators leave more to the compiler, which then casts the input of several layers once.

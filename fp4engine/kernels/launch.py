@@ -97,7 +97,7 @@ class Place(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A tensor as a kernel gets it, if not whole: ``describe(tensor)`` makes the copy engine's descriptor, or a part."""
+    """A tensor as a kernel gets it, if not whole: ``describe(tensor)`` is a part, or the copy engine's descriptor."""
 
     place: Place
     describe: Callable[[Tensor], Any]

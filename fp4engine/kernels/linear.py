@@ -179,6 +179,8 @@ def resolve_backward(
 def resolve_amaxes(tensors: tuple[Facts, ...], device: torch.device, keys: tuple[str, ...]) -> Launch:
     """``(*tensors) -> amaxes``: FP32 [sides, AMAX_STRIDE], whose first column has the outer amax of each side.
 
+    Nobody reads the other columns.
+
     Args:
         keys: of the rowwise and the columnwise spec of each tensor; empty for a side that is not asked for.
     """

@@ -170,14 +170,16 @@ class Gemms(torch.nn.Module):
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
             x, w, b = layout.parts(inp, weight, bias)
             assert x is not None and w is not None
-            return layout.whole(linear(x, w, b, plan, shards=self._told(layout.shards, state)))
+            shards = self._told(layout.shards, state)
+            return layout.whole(linear(x, w, b, plan, executed=self.executed, shards=shards))
         group = None if state is None else state.amax_reduction_group
         placed = tuple([getattr(tensor, "_spec", None) for tensor in (inp, weight, bias)])
         asked = (plan, *placed, cp_group, group, self.draws_as)
-        if self._share is None or self._share[0] != asked:
+        share = self._share  # read once: a thread with another input may replace it meanwhile
+        if share is None or share[0] != asked:
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
-            self._share = asked, self._told(layout.shards, state), WholesOf(layout)
-        _, shards, wholes = self._share
+            share = self._share = asked, self._told(layout.shards, state), WholesOf(layout)
+        _, shards, wholes = share
         return linear(inp, weight, bias, plan, executed=self.executed, shards=shards, wholes=wholes)
 
     def _label(self) -> str:
