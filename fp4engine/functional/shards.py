@@ -188,11 +188,20 @@ def _groups(spec: CastSpec | None, shard: Shard, contracted: int) -> tuple[Any, 
 
 
 def _reduce(amaxes: list[Tensor | None], groups: list[tuple[Any, ...]]) -> None:
-    """Make each amax the largest over its groups, by one collective for each group."""
+    """Make each amax the largest over its groups, by one collective for each group.
+
+    Those of whole tensors are sent as few launches send them: another rank's part may be small enough for these.
+    """
     for group in dict.fromkeys(group for several in groups for group in several):
         chosen = [(i, amax) for i, amax in enumerate(amaxes) if amax is not None and group in groups[i]]
         if chosen:
-            packed = torch.cat([amax.view(-1) for _, amax in chosen])
+            several = [amax for _, amax in chosen]
+            if all(amax.numel() == 1 for amax in several):
+                packed = ops.packed_amaxes(several)
+                reduced = packed[:, :1].unbind()
+            else:
+                packed = torch.cat([amax.view(-1) for amax in several])
+                reduced = packed.split([amax.numel() for amax in several])
             ops.all_reduce_amax(packed, group)
-            for (i, _), amax in zip(chosen, packed.split([amax.numel() for _, amax in chosen]), strict=True):
+            for (i, _), amax in zip(chosen, reduced, strict=True):
                 amaxes[i] = amax

@@ -31,7 +31,7 @@ from fp4engine.ops.grouped import (
 from fp4engine.ops.linear import Casts, Kept, LinearAtOnce, LinearByValues, given_amaxes, linear_at_once
 from fp4engine.ops.linear_operators import LinearByOperators, bias_gradient, can_share, is_bound_by_host, key_of
 from fp4engine.ops.operand import Operand, is_transposable
-from fp4engine.ops.reduce import all_reduce_amax, shared_amaxes
+from fp4engine.ops.reduce import all_reduce_amax, packed_amaxes, shared_amaxes
 from fp4engine.ops.rng import RandomStream, current_seed, get_rng_state, manual_seed, placed, rank_bits, set_rng_state
 from fp4engine.ops.through_cast import clip_and_rotate_back, within_range
 from fp4engine.ops.tiles import TiledOperand
@@ -78,6 +78,7 @@ __all__ = [
     "linear_at_once",
     "manual_seed",
     "next_draw",
+    "packed_amaxes",
     "placed",
     "quantize",
     "quantize_many",

@@ -174,6 +174,13 @@ def compiled(rank: int, mesh, alone):
     return distance(train(block, zoo.make("nvfp4"), run=run), alone["step"])
 
 
+def mixed(rank: int, mesh, alone):
+    """As :func:`compiled`, where one rank's parts are too large for operators of whole layers."""
+    torch._dynamo.reset()
+    with mock.patch.object(ops, "is_bound_by_host", lambda weight: rank == 0):
+        return compiled(rank, mesh, alone)
+
+
 class Operators:
     """A backend that runs graphs as they are, and counts our operators and the reductions in each."""
 
@@ -457,6 +464,7 @@ CHECKS = {
     "tensor": tensor,
     "sequence": sequence,
     "compiled": compiled,
+    "mixed": mixed,
     "graphs": graphs,
     "rows": rows,
     "context": context,
@@ -514,7 +522,7 @@ def test_operands_are_parts_of_those_of_one_process(ranks, name, spread):
         assert distance < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["tensor", "compiled", "rows", "siblings", "context compiled", "attention"])
+@pytest.mark.parametrize("kind", ["tensor", "compiled", "mixed", "rows", "siblings", "context compiled", "attention"])
 def test_training_is_that_of_one_process(ranks, kind):
     for rank in ranks:
         assert rank[kind] < 1e-6

@@ -30,15 +30,25 @@ RECIPES = {
 }
 
 
+SENT: list[tuple[int, str]] = []
+"""How many numbers were reduced, and over which group."""
+
+
 @pytest.fixture(autouse=True)
 def other_ranks(monkeypatch):
     """Ranks beside this one that find twice its amaxes."""
-    monkeypatch.setattr(ops, "shared_amaxes", lambda amaxes, group: 2 * amaxes)
-    monkeypatch.setattr(ops, "all_reduce_amax", lambda amaxes, group: amaxes.mul_(2))
+
+    def reduced(amaxes, group):
+        if not torch.compiler.is_compiling():
+            SENT.append((amaxes.numel(), group))
+        return amaxes.mul_(2)
+
+    monkeypatch.setattr(ops, "shared_amaxes", reduced)
+    monkeypatch.setattr(ops, "all_reduce_amax", reduced)
 
 
 def share(recipe, shards, device, x_grad=True, w_grad=True, bias=True, run=linear, dtype=torch.bfloat16, spoil=None):
-    """Output and gradients of this rank's part."""
+    """Output and gradients of this rank's part; what it reduces is in ``SENT``."""
     torch.manual_seed(0)
     fp4engine.manual_seed(7)
     make = lambda *shape: torch.randn(*shape).to(device, dtype)
@@ -49,6 +59,7 @@ def share(recipe, shards, device, x_grad=True, w_grad=True, bias=True, run=linea
     weight.requires_grad_(w_grad)
     if b is not None:
         b.requires_grad_()
+    SENT.clear()
     y = run(x, weight, b, make_linear_plan(recipe, "linear"), shards=shards)
     if y.requires_grad:
         y.backward(make(2, 16, 32))
@@ -72,9 +83,10 @@ def assert_few_launches_are_many(monkeypatch, *arguments, **options):
     taken, forward = [], ops.LinearByValues.forward
     with monkeypatch.context() as patch:
         patch.setattr(ops.LinearByValues, "forward", lambda *a: taken.append(a) or forward(*a))
-        few = share(*arguments, **options)
+        few, sent = share(*arguments, **options), list(SENT)
     many = by_operations(monkeypatch, *arguments, **options)
     assert len(taken) == 1
+    assert sent == SENT  # other ranks may have larger parts, and go the other way
     assert_equal(few, many)
 
 
