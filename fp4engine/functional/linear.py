@@ -330,7 +330,7 @@ def _forward_share(
 ) -> tuple[Tensor, ops.Kept]:
     """One rank's part of a forward: amaxes, a collective, and the rest."""
     travel = shards.travelling()
-    assert travel is not None, "who goes at once has asked"
+    assert travel is not None, "a layer goes this way only if all amaxes of a direction travel together"
     keys = way.forward_keys(*needs)
     amaxes = forward_amaxes(way.amaxes, travel, x, weight, keys)
     added = bias if shards.adds_bias else None
@@ -354,7 +354,9 @@ def _backward_share(
     """One rank's part of a backward, likewise; the gradient of a bias only from operators."""
     casts = call.plan.casts
     travel, rank, place = shards.travelling(), shards.rank, shards.grad_output.place
-    assert casts is not None and travel is not None, "who goes at once has asked"
+    assert casts is not None and travel is not None, (
+        "a layer goes this way only if all amaxes of a direction travel together"
+    )
     row, col = casts.grad_output
     keys = row * call.needs_dgrad, col * call.needs_wgrad
     if isinstance(way, ops.LinearByOperators):

@@ -84,11 +84,13 @@ class Recorder:
         heard, self._heard = self._heard, None
         unwritten, self._unwritten = self._unwritten, None
         self._active.close()
-        if heard is not None and not abandoned:
-            self._unwritten = self.step_number, chain(self._refused(heard), described(heard.rows))
-            self._recorded = True
-        if unwritten is not None:
-            self._write(*unwritten)
+        try:
+            if heard is not None and not abandoned:
+                self._unwritten = self.step_number, chain(self._refused(heard), described(heard.rows))
+                self._recorded = True
+        finally:
+            if unwritten is not None:
+                self._write(*unwritten)
 
     def _refused(self, heard: "Heard") -> Iterator[dict[str, Any]]:
         told = {row.fields["layer"] for row in heard.rows} | heard.refusals.keys()
@@ -280,7 +282,10 @@ def record(
         try:
             yield recorder
         except BaseException:
-            recorder._end(abandoned=True)
+            try:
+                recorder._end(abandoned=True)
+            except Exception as error:  # the exception that ended the region says more
+                warnings.warn(f"inspect.record could not write its last step: {error}", stacklevel=3)
             raise
     recorder._end(abandoned=True)  # a step that no optimizer ended
     if writer is not None:

@@ -7,7 +7,7 @@ quantizers, with the draw that the step takes, and the random stream is left whe
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -209,15 +209,9 @@ def _watched_multiply(module: Gemms, watched: _Watched) -> Callable[..., Tensor]
 
 def _later(state: Tensor, ahead: int) -> Tensor:
     """A state of the random stream after ``ahead`` more draws."""
-    return state + _draws(state.device, ahead)
-
-
-@cache
-def _draws(device: torch.device, count: int) -> Tensor:
-    """What ``count`` draws add to a state, made on the device: a tensor made of a list would wait for it."""
-    draws = torch.zeros(2, dtype=torch.int64, device=device)
-    draws[1] += count
-    return draws
+    later = state.clone()
+    later[1] += ahead
+    return later
 
 
 def _requires_grad(inp: Any) -> bool:
@@ -307,6 +301,8 @@ def _refusal(module: Gemms, plan: Plan | None, inp: Any, weight: Tensor) -> str:
     unseen: str = getattr(module, "unseen", "")
     if unseen:
         return unseen
+    if 0 in (inp.shape if isinstance(inp, Tensor) else inp.x.shape):
+        return "its input had no elements"
     plain = type(weight) in (Tensor, torch.nn.Parameter) and not (isinstance(inp, Tensor) and type(inp) is not Tensor)
     if not plain and not is_distributed(inp, weight):
         return f"its weight is a {type(weight).__name__} and its input a {type(inp).__name__}, not plain tensors"

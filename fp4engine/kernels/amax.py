@@ -288,11 +288,11 @@ def resolve_amax(x: Facts, device: torch.device, rowwise: str, columnwise: str) 
         draft.output((amax_size(side, length),), torch.float32) if side else None
         for side, length in zip((row, col), x.shape, strict=True)
     )
-    add_whole_amax(draft, Reading(x), row, col, (row_amax, col_amax))
+    add_folded_amax(draft, Reading(x), row, col, (row_amax, col_amax))
     return draft.launch()
 
 
-def add_whole_amax(draft: Draft, source: Reading, row: Side | None, col: Side | None, amaxes: Pair) -> None:
+def add_folded_amax(draft: Draft, source: Reading, row: Side | None, col: Side | None, amaxes: Pair) -> None:
     """Take the maxima of the sides to ``amaxes``, where nobody casts by them at once: nothing is left in parts."""
     if 0 in source.shape:
         add_zeros(

@@ -300,7 +300,10 @@ def stochastic_code(v, random, bits: tl.constexpr):
 
 @triton.jit
 def stochastic_magnitude(v, random, bits: tl.constexpr):
-    """Magnitude in E2M1 of ``v``, stochastic, without its code: FP32. As :func:`stochastic_code`, but not shifted."""
+    """Magnitude in E2M1 of ``v``, stochastic, without its code: FP32. As :func:`stochastic_code`, but not shifted.
+
+    Of NaN any number: the block scale that it is multiplied by is NaN then.
+    """
     a = tl.abs(v)
     y = tl.maximum(a, tl.fma(a, 0.5, 0.5)).to(tl.int32, bitcast=True)
     half: tl.constexpr = 1 << (21 - bits)

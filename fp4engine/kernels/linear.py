@@ -22,7 +22,7 @@ from torch import Tensor
 from fp4engine.constants import AMAX_STRIDE, BLOCK_SIZE
 from fp4engine.formats import CastSpec
 from fp4engine.kernels import blocks, cast_fp8
-from fp4engine.kernels.amax import add_whole_amax, amax_size
+from fp4engine.kernels.amax import add_folded_amax, amax_size
 from fp4engine.kernels.amax_history import Past, add_record
 from fp4engine.kernels.block_scales import Scales, add_block_scales
 from fp4engine.kernels.cast import Side
@@ -190,7 +190,7 @@ def resolve_amaxes(tensors: tuple[Facts, ...], device: torch.device, keys: tuple
     for i, tensor in enumerate(tensors):
         sides = [Side.of_key(key, "codes", bit) for bit, key in enumerate(keys[2 * i : 2 * i + 2])]
         first, second = (Block(amaxes, partial(_row, next(rows))) if side else None for side in sides)
-        add_whole_amax(draft, Reading(tensor, None, draft.inputs[i]), *sides, (first, second))
+        add_folded_amax(draft, Reading(tensor, None, draft.inputs[i]), *sides, (first, second))
     return draft.launch()
 
 

@@ -15,7 +15,7 @@ from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
 from fp4engine.modules.recompute import handed_over, remember
-from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of, rows_in_order
+from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of, place_of, rows_in_order
 from fp4engine.recipe import LinearRecipe, Recipe, numbered
 from fp4engine.recipe.base import require_recipe
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed, is_traced_in_backward
@@ -173,8 +173,7 @@ class Gemms(torch.nn.Module):
             shards = self._told(layout.shards, state)
             return layout.whole(linear(x, w, b, plan, executed=self.executed, shards=shards))
         group = None if state is None else state.amax_reduction_group
-        placed = tuple([getattr(tensor, "_spec", None) for tensor in (inp, weight, bias)])
-        asked = (plan, *placed, cp_group, group, self.draws_as)
+        asked = (plan, place_of(inp), place_of(weight), place_of(bias), cp_group, group, self.draws_as)
         share = self._share  # read once: a thread with another input may replace it meanwhile
         if share is None or share[0] != asked:
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)

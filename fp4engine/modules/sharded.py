@@ -63,26 +63,20 @@ class Layout(NamedTuple):
 
 
 class WholesOf:
-    """Takes and makes DTensors inside one autograd node; what PyTorch finds out of their placements it does once.
-
-    See :class:`fp4engine.functional.shards.Wholes`.
-    """
+    """Takes and makes DTensors inside one autograd node, see :class:`fp4engine.functional.shards.Wholes`."""
 
     def __init__(self, layout: Layout) -> None:
-        from torch.distributed._functional_collectives import AsyncCollectiveTensor
-        from torch.distributed.tensor import DTensor, Replicate
+        from torch.distributed.tensor import Replicate
 
         self._layout = layout
         output = layout.placements[-1]
         self._of_grad = tuple(Replicate() if placement.is_partial() else placement for placement in output)
-        self._specs: dict[int, Any] = {}
-        self._dtensor: Any = DTensor
-        self._unfinished = AsyncCollectiveTensor
 
     def part(self, tensor: Tensor) -> Tensor:
-        """As :meth:`Wholes.part`."""
-        local = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]: a DTensor's
-        return local.wait() if isinstance(local, self._unfinished) else local
+        """As :meth:`Wholes.part`; of what a collective still brings, when it is there."""
+        whole: Any = tensor
+        local = whole.to_local()
+        return local.wait() if hasattr(local, "wait") else local
 
     def part_of_grad(self, grad_output: Tensor) -> Tensor:
         """As :meth:`Wholes.part_of_grad`."""
@@ -91,18 +85,11 @@ class WholesOf:
 
     def output(self, part: Tensor) -> Tensor:
         """As :meth:`Wholes.output`."""
-        return self._whole(part, -1)
+        return self._layout.whole(part, -1)
 
     def gradients(self, *parts: Tensor | None) -> list[Tensor | None]:
         """As :meth:`Wholes.gradients`."""
-        return [None if part is None else self._whole(part, index) for index, part in enumerate(parts)]
-
-    def _whole(self, part: Tensor, index: int) -> Tensor:
-        if index in self._specs:
-            return self._dtensor(part, self._specs[index], requires_grad=False)
-        made = self._layout.whole(part, index)
-        self._specs[index] = made._spec
-        return made
+        return [None if part is None else self._layout.whole(part, index) for index, part in enumerate(parts)]
 
 
 def is_distributed(*tensors: Tensor | FusedInput | None) -> bool:
@@ -117,6 +104,17 @@ def is_distributed(*tensors: Tensor | FusedInput | None) -> bool:
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+def place_of(tensor: Tensor | FusedInput | None) -> tuple[Any, ...] | None:
+    """What a layout depends on of a DTensor; None of others. Equal meshes may have process groups of their own."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh = tensor.device_mesh
+    groups = tuple([mesh.get_group(dim) for dim in range(mesh.ndim)])
+    return mesh, groups, tensor.placements, tensor.shape, tensor.stride(), tensor.dtype
 
 
 class _Split(NamedTuple):

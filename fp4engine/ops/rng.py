@@ -10,7 +10,6 @@ import hashlib
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -200,15 +199,7 @@ def rank_bits(rank: int | None = None) -> int:
 
 def placed(rng: Tensor, row: int, col: int) -> Tensor:
     """The draw ``rng`` [2] for a shard that begins at ``row`` and ``col`` of the whole matrix: int64 [4]."""
-    if torch.compiler.is_dynamo_compiling() or type(rng) is not Tensor or rng.is_meta:
-        return torch.cat([rng, rng.new_full((1,), row), rng.new_full((1,), col)])
-    return torch.cat([rng, _place(row, col, rng.device)])
-
-
-@lru_cache(maxsize=256)
-def _place(row: int, col: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor([row, col], dtype=torch.int64).to(device)
+    return torch.cat([rng, rng.new_full((1,), row), rng.new_full((1,), col)])
 
 
 @constant_when_traced

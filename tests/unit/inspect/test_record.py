@@ -321,6 +321,54 @@ def test_a_step_is_written_when_the_next_one_ends(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "broken", "gemm")
 
 
+def test_a_step_that_cannot_be_told_loses_none_before_it(tmp_path: Path, monkeypatch) -> None:
+    model = make_model()
+
+    def step(recorder) -> None:
+        with fp4engine.autocast():
+            model(torch.randn(4, 48)).sum().backward()
+        recorder.step()
+
+    def fail(rows):
+        raise RuntimeError("ranks recorded different layers")
+
+    with (
+        pytest.raises(RuntimeError, match="different layers"),
+        inspect.record(model, tmp_path, every=1, optimizer="by hand") as recorder,
+    ):
+        step(recorder)
+        monkeypatch.setattr(recorder_module, "described", fail)
+        step(recorder)
+    assert {row["step"] for row in inspect.read(tmp_path) if row["kind"] != "run"} == {0}
+
+
+def test_what_ended_the_region_is_raised_even_if_nothing_can_be_written(tmp_path: Path, monkeypatch) -> None:
+    model = make_model()
+
+    def full(step, rows):
+        raise OSError("disk full")
+
+    with (
+        pytest.raises(KeyError),
+        pytest.warns(UserWarning, match="could not write its last step: disk full"),
+        inspect.record(model, tmp_path, optimizer="by hand") as recorder,
+    ):
+        with fp4engine.autocast():
+            model(torch.randn(4, 48)).sum().backward()
+        recorder.step()
+        monkeypatch.setattr(recorder, "_write", full)
+        raise KeyError
+
+
+def test_an_empty_batch_is_refused_by_name(tmp_path: Path) -> None:
+    model = make_model()
+    with inspect.record(model, tmp_path, optimizer="by hand") as recorder:
+        with fp4engine.autocast():
+            model(torch.randn(0, 48)).sum().backward()
+        recorder.step()
+    assert {row["reason"] for row in rows_of(tmp_path, "refusal", layer="first")} == {"its input had no elements"}
+
+
 def test_rows_are_made_one_by_one(tmp_path: Path, monkeypatch) -> None:
     """Lists and dictionaries of all rows at once would set off a collection of all of the process's garbage."""
     alive: list[int] = []
