@@ -197,6 +197,13 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def let_dynamo_look_again() -> None:
+    """If it looked while `torch.empty` was poisoned: a process group begins by making it forget what it has seen."""
+    if torch.empty not in get_torch_obj_rule_map():
+        get_torch_obj_rule_map.cache_clear()
+        get_torch_obj_rule_map()
+
+
 @pytest.fixture(autouse=True)
 def poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`torch.empty` and its kin return NaN instead of whatever was in memory, so output nobody wrote is seen.
@@ -204,6 +211,7 @@ def poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     While `torch.compile` traces, and inside fake-tensor modes, allocation is untouched; `@pytest.mark.no_poison`
     turns the fixture off altogether.
     """
+    let_dynamo_look_again()
     if request.node.get_closest_marker("no_poison"):
         yield
         return

@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch._dynamo import trace_rules
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.conftest import under_default_dtype
+from tests.conftest import let_dynamo_look_again, under_default_dtype
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -43,6 +44,17 @@ def test_compiled_functions_still_trace() -> None:
         return out.fill_(2.0) + x + torch.empty_like(x).zero_()
 
     assert torch.equal(filled(torch.ones(4)), torch.full((4,), 3.0))
+
+
+@pytest.mark.no_poison
+def test_dynamo_looks_again_after_a_process_group_began_in_a_poisoned_test(monkeypatch) -> None:
+    with monkeypatch.context() as poisoned:
+        poisoned.setattr(torch, "empty", lambda *arguments: None)
+        trace_rules.clear_lru_cache()
+        trace_rules.get_torch_obj_rule_map()
+    assert torch.empty not in trace_rules.get_torch_obj_rule_map()
+    let_dynamo_look_again()
+    assert torch.empty in trace_rules.get_torch_obj_rule_map()
 
 
 @pytest.mark.no_poison
