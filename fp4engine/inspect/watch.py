@@ -7,7 +7,7 @@ quantizers, with the draw that the step takes, and the random stream is left whe
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -209,9 +209,18 @@ def _watched_multiply(module: Gemms, watched: _Watched) -> Callable[..., Tensor]
 
 def _later(state: Tensor, ahead: int) -> Tensor:
     """A state of the random stream after ``ahead`` more draws."""
-    later = state.clone()
-    later[1] += ahead
-    return later
+    return state + _draws(state.device, ahead, torch.cuda.current_stream(state.device) if state.is_cuda else None)
+
+
+@cache
+def _draws(device: torch.device, count: int, stream: torch.cuda.Stream | None) -> Tensor:
+    """What ``count`` draws add to a state, made on the device, by the ``stream`` that reads it.
+
+    A tensor made of a list would wait for the device.
+    """
+    draws = torch.zeros(2, dtype=torch.int64, device=device)
+    draws[1] += count
+    return draws
 
 
 def _requires_grad(inp: Any) -> bool:
