@@ -73,7 +73,7 @@ class WholesOf:
         self._of_grad = tuple(Replicate() if placement.is_partial() else placement for placement in output)
 
     def part(self, tensor: Tensor) -> Tensor:
-        """As :meth:`Wholes.part`; of what a collective still brings, when it is there."""
+        """As :meth:`Wholes.part`; waits for a part that a collective still brings."""
         whole: Any = tensor
         local = whole.to_local()
         return local.wait() if hasattr(local, "wait") else local
