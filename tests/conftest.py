@@ -61,6 +61,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["float16", "bfloat16", "float64"],
         help="fp4engine runs under this default dtype, the tests themselves do not",
     )
+    parser.addoption(
+        "--unpoisoned", action="store_true", help="leave torch.empty alone, for a tool that sees what nobody wrote"
+    )
 
 
 _defaults: list[torch.dtype] = []
@@ -209,10 +212,10 @@ def poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """`torch.empty` and its kin return NaN instead of whatever was in memory, so output nobody wrote is seen.
 
     While `torch.compile` traces, and inside fake-tensor modes, allocation is untouched; `@pytest.mark.no_poison`
-    turns the fixture off altogether.
+    and `--unpoisoned` turn the fixture off altogether.
     """
     let_dynamo_look_again()
-    if request.node.get_closest_marker("no_poison"):
+    if request.config.getoption("--unpoisoned") or request.node.get_closest_marker("no_poison"):
         yield
         return
 
