@@ -220,7 +220,7 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     table.append(("fold parts", fold_kernel, {}, "bf16"))
     for kind in ("RMSNorm", "LayerNorm"):
         norm = {"PROLOGUE": Prologue.of(kind, torch.bfloat16)} | ({"beta_ptr": None} if kind == "RMSNorm" else {})
-        cast = sides | norm | tile_of(tile_shape(sides["ROW"], sides["COL"]))
+        cast = sides | norm | tile_of(tile_shape(sides["ROW"], sides["COL"], prologue=norm["PROLOGUE"]))
         table.append((f"quantize {kind}", quantize_kernel, cast, "bf16"))
         largest = {"y_ptr": None} | sides | norm | tile_of(amax.tile_shape(sides["COL"], norm["PROLOGUE"]))
         table.append((f"amax {kind}", amax_kernel, largest, "bf16"))

@@ -22,7 +22,7 @@ from fp4engine.kernels.amax import Maxima, add_amax, add_zeros, amax_size, whole
 from fp4engine.kernels.cast import Side, cast_block, products_stay_normal
 from fp4engine.kernels.encode import stack
 from fp4engine.kernels.launch import Draft, Facts, Place, Tiles, device_facts
-from fp4engine.kernels.load import Reading, read_blocks, read_rows
+from fp4engine.kernels.load import Prologue, Reading, read_blocks, read_rows
 from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_previous
 
 
@@ -179,15 +179,19 @@ def scales_of(rows: int, cols: int) -> tuple[tuple[int, int], torch.dtype]:
     return (rows, -(-cols // BLOCK_SIZE)), torch.float8_e4m3fn
 
 
-def tile_shape(row: Side | None, col: Side | None, small: bool = False) -> tuple[int, int]:
+def tile_shape(
+    row: Side | None, col: Side | None, small: bool = False, prologue: Prologue | None = None
+) -> tuple[int, int]:
     """Rows and columns of a program's tile, whole 16x16 tiles where a side has them.
 
     512 blocks of 16 either way; 128, one per thread, in a ``small`` problem, where latency is all, and under 4over6,
-    whose two candidates need the registers.
+    whose two candidates need the registers. A prologue keeps a weight per column in registers, so it has few columns.
     """
     small = small or any(side is not None and side.error is not None for side in (row, col))
+    if col and small:
+        return 32, 64
     if col:
-        return (32, 64) if small else (128, 64)
+        return (64, 128) if prologue is None else (128, 64)
     rows = 16 if row and row.tiled else 8
     return rows, (128 if small else 512) * 16 // rows
 
@@ -237,7 +241,7 @@ def add_cast(
         if y is not None:
             reading = Reading(Facts(reading.shape, (reading.shape[1], 1), dtype, True), None, y)
         maxima = Maxima(found.row if missing[0] else maxima.row, found.col if missing[1] else maxima.col, found.parts)
-    tiles = Tiles.of(reading.shape, draft.device, *tile_shape(row_side, col_side))
+    tiles = Tiles.of(reading.shape, draft.device, *tile_shape(row_side, col_side, prologue=reading.prologue))
     hardware, multiprocessors = device_facts(draft.device)
     if tiles.programs < multiprocessors:
         tiles = Tiles.of(reading.shape, draft.device, *tile_shape(row_side, col_side, small=True))
