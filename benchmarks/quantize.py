@@ -132,8 +132,15 @@ def parts_of_a_call(x: Tensor, one: Tensor) -> dict[str, Callable[[], object]]:
     }
 
 
+def casts_in_a_graph(x: Tensor, count: int) -> Callable[[], object]:
+    """A compiled graph of ``count`` rowwise casts, whose amaxes differ, so that no two of them are one."""
+    ones = [torch.ones(1, device="cuda") for _ in range(count)]
+    graph = torch.compile(lambda y: [cast(y, PLAIN, None, (one, None)) for one in ones], fullgraph=True)
+    return partial(graph, x)
+
+
 def overhead() -> dict[str, float]:
-    """Microseconds per call on [128, 1024]: on the host in a loop, and on the device in a graph."""
+    """Microseconds per call on [128, 1024]: on the host in a loop or a compiled graph, and on the device in a graph."""
     x = torch.randn(128, 1024, device="cuda").bfloat16()
     one, two = torch.ones(1, device="cuda"), torch.ones(1, device="cuda")
     calls: dict[str, Callable[[Tensor], object]] = {
@@ -143,7 +150,11 @@ def overhead() -> dict[str, float]:
         "amax + quantize row+col RHT": lambda y: cast(y, PLAIN, ROTATED, (None, None)),
         "amax rowwise": lambda y: amax(y, PLAIN, None),
     }
-    host = host_microseconds({name: partial(call, x) for name, call in calls.items()} | parts_of_a_call(x, one))
+    graphs = {f"graph of {count}": casts_in_a_graph(x, count) for count in (1, 9)}
+    host = host_microseconds(
+        {name: partial(call, x) for name, call in calls.items()} | parts_of_a_call(x, one) | graphs
+    )
+    host["quantize rowwise, compiled"] = (host.pop("graph of 9") - host.pop("graph of 1")) / 8
     device = {name: graph_seconds(call, [x], 200) * 1e6 for name, call in calls.items()}
     return {f"{name}, host": t for name, t in host.items()} | {f"{name}, device": t for name, t in device.items()}
 
