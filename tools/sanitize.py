@@ -6,7 +6,8 @@ and all run at the same time. PyTorch's caching of memory is off, which would hi
 allocation. Its kernels are not looked at but by initcheck, which must see what they write, and which gets memory as it
 was allocated, since tests otherwise fill it first.
 
-Prints a line per tool, and what was found. Exit code 1 if a tool found something, a test failed, or none has run.
+Prints a line per tool, and what was found; all that the processes print is kept below `--out`. Exit code 1 if a tool
+found something, a test failed, or none has run.
 """
 
 import argparse
@@ -16,7 +17,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from itertools import zip_longest
@@ -40,9 +40,9 @@ DONE = re.compile(r"^tests/.* (PASSED|FAILED|ERROR|SKIPPED)\b.*\[ *\d+%\]$", re.
 def nodes(each: int, only: str) -> list[str]:
     """Names of tests, those first that are the first of their function."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-k", only, "tests/parity"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
     cases: dict[str, list[str]] = defaultdict(list)
-    for name in listed:
+    for name in listed.stdout.splitlines():
         if "::" in name and not any(left_out in name for left_out in LEFT_OUT):
             cases[name.split("[")[0]].append(name)
     chosen = [every[:: -(-len(every) // each)] for every in cases.values()]
@@ -52,7 +52,7 @@ def nodes(each: int, only: str) -> list[str]:
 def start(tool: str, names: list[str], folder: Path, seconds: int) -> tuple[subprocess.Popen[bytes], Path]:
     """pytest under a tool, interrupted after so many seconds, and where its output goes."""
     listed, output = folder / "nodes", folder / "output"
-    folder.mkdir()
+    folder.mkdir(parents=True, exist_ok=True)
     listed.write_text("\n".join(names))
     own = ["--kernel-regex-exclude", "kns=at6native"] if tool != "initcheck" else []
     unpoisoned = ["--unpoisoned"] if tool == "initcheck" else []
@@ -89,27 +89,29 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=8, help="cases of a test function at most (default: 8)")
     parser.add_argument("--jobs", type=int, default=4, help="processes of each tool (default: 4)")
     parser.add_argument("--seconds", type=int, default=3600, help="interrupt what runs longer (default: 3600)")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "sanitize", help="default: %(default)s")
     parser.add_argument("--only", default="", help="an expression that names tests, as pytest's -k")
     arguments = parser.parse_args()
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer, which comes with the CUDA toolkit, is not on PATH")
     names = nodes(arguments.each, arguments.only)
-    with tempfile.TemporaryDirectory() as folder:
-        running = {
-            tool: [
-                start(tool, names[job :: arguments.jobs], Path(folder) / f"{tool}{job}", arguments.seconds)
-                for job in range(arguments.jobs)
-            ]
-            for tool in arguments.tools
-        }
-        deadline = time.monotonic() + arguments.seconds + TO_SUM_UP
-        for process, _ in (pair for pairs in running.values() for pair in pairs):
-            try:
-                process.wait(max(deadline - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-        print(f"{len(names)} tests for each tool")
-        clean = [report(tool, [output for _, output in pairs]) for tool, pairs in running.items()]
+    if not names:
+        parser.error(f"--only names no test below tests/parity, got {arguments.only!r}")
+    running = {
+        tool: [
+            start(tool, names[job :: arguments.jobs], arguments.out.resolve() / f"{tool}-{job}", arguments.seconds)
+            for job in range(arguments.jobs)
+        ]
+        for tool in arguments.tools
+    }
+    deadline = time.monotonic() + arguments.seconds + TO_SUM_UP
+    for process, _ in (pair for pairs in running.values() for pair in pairs):
+        try:
+            process.wait(max(deadline - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+    print(f"{len(names)} tests for each tool")
+    clean = [report(tool, [output for _, output in pairs]) for tool, pairs in running.items()]
     return 0 if all(clean) else 1
 
 
