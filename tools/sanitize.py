@@ -56,9 +56,10 @@ def start(tool: str, names: list[str], folder: Path, seconds: int) -> tuple[subp
     listed.write_text("\n".join(names))
     own = ["--kernel-regex-exclude", "kns=at6native"] if tool != "initcheck" else []
     unpoisoned = ["--unpoisoned"] if tool == "initcheck" else []
-    command = ["compute-sanitizer", "--tool", tool, "--target-processes", "all", *own, "--print-limit", "20",
-               "timeout", "--signal=INT", str(seconds), sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider",
-               *unpoisoned, f"@{listed}"]  # fmt: skip
+    sanitizer = ["compute-sanitizer", "--tool", tool, "--target-processes", "all", "--print-limit", "20", *own]
+    sanitizer += ["--show-backtrace", "device"]  # unwinding the host's has ended processes
+    tests = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *unpoisoned, f"@{listed}"]
+    command = [*sanitizer, "timeout", "--signal=INT", str(seconds), *tests]
     environment = dict(os.environ, PYTORCH_NO_CUDA_MEMORY_CACHING="1", PYTHONPATH=str(ROOT))
     with output.open("wb") as file:
         process = subprocess.Popen(
