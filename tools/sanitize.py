@@ -29,7 +29,7 @@ LEFT_OUT = (
     "test_more_elements_than_an_int32_counts",  # it takes minutes under a sanitizer
     "test_a_graph_draws_anew_at_every_replay",  # a CUDA graph needs the caching of memory that is off here
 )
-FOUND = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
+FOUND = re.compile(r"ERROR SUMMARY: (\d+) errors?$|RACECHECK SUMMARY: (\d+) hazard", re.MULTILINE)
 MOST_LINES = 200
 """Printed of what one process found."""
 TO_SUM_UP = 30

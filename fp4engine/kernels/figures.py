@@ -266,15 +266,15 @@ def fold_histograms(
     What tiles have ``outside`` of the operand was counted as byte 0.
     """
     index = part * BINS_FOLDED + tl.arange(0, BINS_FOLDED)
+    of_scales = index >= BINS
+    target = tl.where(of_scales, index - BINS + CODES, index)
+    wanted = tl.where(of_scales, index < BINS + SCALES, index < CODES)  # nobody has written the others
     found = tl.zeros([BINS_FOLDED], tl.int64)
     for first in range(0, programs, PARTS):
         program = first + tl.arange(0, PARTS)[:, None]
-        counts = tl.load(histogram_ptr + (program * (2 * BINS) + index[None, :]), mask=program < programs, other=0)
-        found += tl.sum(counts.to(tl.int64), axis=0)
+        counted = histogram_ptr + (program * (2 * BINS) + index[None, :])
+        found += tl.sum(tl.load(counted, mask=(program < programs) & wanted[None, :], other=0).to(tl.int64), axis=0)
     found -= tl.where(index == 0, codes_outside, tl.where(index == BINS, scales_outside, 0))
-    of_scales = index >= BINS
-    target = tl.where(of_scales, index - BINS + CODES, index)
-    wanted = tl.where(of_scales, index < BINS + SCALES, index < CODES)
     tl.store(out_ptr + target, found.to(tl.float64), mask=wanted)
 
 
