@@ -216,45 +216,18 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *parameters: Any) -> Tensor:
-        plan, function = call.plan, call.function
-        statistics = inp_within = weight_within = None
-        ctx.at_once = _at_once(x, weight, call)
-        if ctx.at_once is not None:
-            memories = None
-            if plan.is_stateful:
-                memories = plan.input.recall(x.device), plan.weight.recall(x.device)
-            multiplied = weight if call.tiles is None else call.tiles
-            matrix, needs = as_matrix(x), (call.needs_dgrad, call.needs_wgrad)
-            if call.shards is None:
-                output, kept = ctx.at_once.forward(matrix, multiplied, bias, *needs, memories)
-            else:
-                assert isinstance(ctx.at_once, Shared), "other ways share no amaxes"
-                output, kept = _forward_share(ctx.at_once, matrix, weight, bias, needs, call.shards)
-            inp_kept, weight_kept = kept
-            call.record("fprop", 2 * x.numel() * weight.shape[0])
-        else:
-            if function is None:
-                (inp, inp_kept), (rowwise, weight_kept) = forward_operands(x, weight, call)
-            else:
-                source, statistics = function.source(as_matrix(x), call.dtype, *parameters)
-                inp, inp_kept = quantize_source(source, plan.input, call, call.needs_wgrad)
-                rowwise, weight_kept = weight_operands(weight, call)
-            if call.needs_dgrad:
-                inp_within = within(x, inp, plan.input, plan)
-            if call.needs_wgrad:
-                weight_within = within(weight, rowwise, plan.weight, plan)
-            added = bias if call.shards is None or call.shards.adds_bias else None
-            output = linear_fprop(inp, rowwise, added, call, call.dtype)
-        if x.ndim != 2:  # as nn.Linear reshapes: autograd forbids to change a view that a Function returns in place
-            output = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[0]))
-        assert not isinstance(inp_kept, TiledOperand), "an input is cast here"
-        saved = Saved(inp_kept, weight_kept, inp_within=inp_within, weight_within=weight_within)
-        if function is not None and call.needs_dgrad:
-            saved = saved._replace(x=x, parameters=parameters, statistics=statistics)
-        tensors, ctx.structure = flatten(saved)
-        ctx.save_for_backward(*tensors)
         ctx.call, ctx.inp_shape, ctx.weight_dtype = call, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.at_once = way = _at_once(x, weight, call)
+        if way is None:
+            output, saved = _forward_by_operations(x, weight, bias, call, parameters)
+            tensors, ctx.structure = flatten(saved)
+        else:
+            output, tensors = _forward_at_once(way, as_matrix(x), weight, bias, call)
+            call.record("fprop", 2 * x.numel() * weight.shape[0])
+        ctx.save_for_backward(*tensors)
+        if x.ndim != 2:  # as nn.Linear reshapes: autograd forbids to change a view that a Function returns in place
+            output = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[0]))
         return output
 
     @staticmethod
@@ -267,38 +240,29 @@ class LinearFunction(torch.autograd.Function):
         grad_input = grad_weight = grad_bias = None
         grad_parameters: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs_input_grad) - 4)
         if needs_dgrad or needs_wgrad:
-            saved = unflatten(Saved, ctx.structure, ctx.saved_tensors)
-            rng = None
+            tensors, rng = ctx.saved_tensors, None
             if plan.draws_in_backward:
                 device = grad_output.device
                 rng = ops.next_draw(device) if call.shards is None else call.shards.draw(device, "backward")
             if ctx.at_once is not None:
-                kept, dtypes = (saved.inp, saved.weight), (call.dtype, ctx.weight_dtype)
-                bias_dtype = ctx.bias_dtype if needs_bias else None
-                if call.shards is not None:
-                    asked = (grad_output, kept, rng, dtypes, bias_dtype)
-                    grad_input, grad_weight, grad_bias = _backward_share(ctx.at_once, *asked, call, call.shards)
-                elif isinstance(ctx.at_once, ops.LinearByOperators):
-                    asked = (grad_output, kept, rng, dtypes, bias_dtype)
-                    grad_input, grad_weight, grad_bias = ctx.at_once.backward(*asked)
-                else:
-                    memory = plan.grad_output.recall(grad_output.device) if plan.is_stateful else None
-                    grad_input, grad_weight = ctx.at_once.backward(grad_output, kept, rng, dtypes, memory)
+                dtypes, bias_dtype = (call.dtype, ctx.weight_dtype), ctx.bias_dtype if needs_bias else None
+                asked = (ctx.at_once, grad_output, tensors, ctx.inp_shape[-1], rng, dtypes, bias_dtype, call)
+                grad_input, grad_weight, grad_bias = _backward_at_once(*asked)
                 flops = 2 * grad_output.numel() * ctx.inp_shape[-1]
                 if needs_dgrad:
                     call.record("dgrad", flops)
                 if needs_wgrad:
                     call.record("wgrad", flops)
             else:
-                grad_input, grad_weight = _gradients(grad_output, saved, call, rng, ctx.inp_shape[-1], ctx.weight_dtype)
-            if grad_input is not None:
-                if function is not None:
+                saved = unflatten(Saved, ctx.structure, tensors)
+                asked = (grad_output, saved, call, rng, ctx.inp_shape[-1], ctx.weight_dtype)
+                grad_input, grad_weight = _gradients(*asked)
+                if function is not None and grad_input is not None:
                     assert saved.x is not None
                     gradients = function.gradients(grad_input, as_matrix(saved.x), saved.parameters, saved.statistics)
                     grad_input, grad_parameters = gradients[0], gradients[1:]
-                    assert grad_input is not None
-                if len(ctx.inp_shape) != 2:
-                    grad_input = grad_input.view(ctx.inp_shape)
+            if grad_input is not None and len(ctx.inp_shape) != 2:
+                grad_input = grad_input.view(ctx.inp_shape)
         if needs_bias and grad_bias is None:
             grad_bias = linear_bgrad(grad_output, plan, ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, *grad_parameters
@@ -322,7 +286,71 @@ class PartFunction(torch.autograd.Function):
         return *wholes.gradients(*gradients[:3]), None, None
 
 
+def _forward_by_operations(
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, parameters: tuple[Any, ...]
+) -> tuple[Tensor, Saved]:
+    """The output as a matrix, and what backward needs; one operation after the other."""
+    plan, function = call.plan, call.function
+    statistics = inp_within = weight_within = None
+    if function is None:
+        (inp, inp_kept), (rowwise, weight_kept) = forward_operands(x, weight, call)
+    else:
+        source, statistics = function.source(as_matrix(x), call.dtype, *parameters)
+        inp, inp_kept = quantize_source(source, plan.input, call, call.needs_wgrad)
+        rowwise, weight_kept = weight_operands(weight, call)
+    if call.needs_dgrad:
+        inp_within = within(x, inp, plan.input, plan)
+    if call.needs_wgrad:
+        weight_within = within(weight, rowwise, plan.weight, plan)
+    added = bias if call.shards is None or call.shards.adds_bias else None
+    output = linear_fprop(inp, rowwise, added, call, call.dtype)
+    assert not isinstance(inp_kept, TiledOperand), "an input is cast here"
+    saved = Saved(inp_kept, weight_kept, inp_within=inp_within, weight_within=weight_within)
+    if function is not None and call.needs_dgrad:
+        saved = saved._replace(x=x, parameters=parameters, statistics=statistics)
+    return output, saved
+
+
+Way = ops.LinearAtOnce | ops.LinearByOperators
 Shared = ops.LinearByValues | ops.LinearByOperators
+
+
+def _forward_at_once(
+    way: Way, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call
+) -> tuple[Tensor, ops.Kept]:
+    """The output, and what backward needs, of a matrix ``x``."""
+    plan, needs = call.plan, (call.needs_dgrad, call.needs_wgrad)
+    if call.shards is not None:
+        assert isinstance(way, Shared), "other ways share no amaxes"
+        return _forward_share(way, x, weight, bias, needs, call.shards)
+    memories = None
+    if plan.is_stateful:
+        memories = plan.input.recall(x.device), plan.weight.recall(x.device)
+    return way.forward(x, weight if call.tiles is None else call.tiles, bias, *needs, memories)
+
+
+def _backward_at_once(
+    way: Way,
+    grad_output: Tensor,
+    kept: ops.Kept,
+    ins: int,
+    rng: Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    bias_dtype: torch.dtype | None,
+    call: Call,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias; the last only where the way computes it."""
+    asked = (grad_output, kept, ins, rng, dtypes)
+    if call.shards is not None:
+        assert isinstance(way, Shared), "other ways share no amaxes"
+        return _backward_share(way, *asked, bias_dtype, call, call.shards)
+    if isinstance(way, ops.LinearByOperators):
+        return way.backward(*asked, bias_dtype, is_tiled=call.tiles is not None)
+    if call.tiles is not None:
+        assert isinstance(way, ops.LinearByValues), "what comes as tiles is FP4"
+        return *way.backward(*asked, is_tiled=True), None
+    memory = call.plan.grad_output.recall(grad_output.device) if call.plan.is_stateful else None
+    return *way.backward(*asked, memory), None
 
 
 def _forward_share(
@@ -345,6 +373,7 @@ def _backward_share(
     way: Shared,
     grad_output: Tensor,
     kept: ops.Kept,
+    ins: int,
     rng: Tensor | None,
     dtypes: tuple[torch.dtype, torch.dtype],
     bias_dtype: torch.dtype | None,
@@ -363,11 +392,11 @@ def _backward_share(
         place = None if rng is None else place
         find = partial(way.amaxes, rng=rng, place=place, rank=rank)
         amaxes = backward_amaxes(find, travel, grad_output, keys)
-        return way.backward(grad_output, kept, rng, dtypes, bias_dtype, place, rank, amaxes)
+        return way.backward(grad_output, kept, ins, rng, dtypes, bias_dtype, place, rank, amaxes)
     rng = rng if rng is None or place is None else ops.placed(rng, *place)
     amaxes = backward_amaxes(way.amaxes, travel, grad_output, keys)
     given = None if amaxes is None else ops.given_amaxes(amaxes, keys, (True, True))
-    return *way.backward(grad_output, kept, rng, dtypes, None, rank, given), None
+    return *way.backward(grad_output, kept, ins, rng, dtypes, None, rank, given), None
 
 
 def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.LinearByOperators | None:
@@ -385,13 +414,10 @@ def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.Li
     if not torch.compiler.is_dynamo_compiling():
         found = ops.linear_at_once(plan.casts, as_matrix(x), weight, tiles)
         return found if call.shards is None or isinstance(found, ops.LinearByValues) else None
-    inp_spec, weight_spec = plan.input.columnwise_spec, plan.weight.columnwise_spec
     is_taken = tiles is not None or type(weight) in (Tensor, torch.nn.Parameter)
-    if plan.is_stateful or inp_spec is None or weight_spec is None:
+    if plan.is_stateful or not is_taken or not ops.is_bound_by_host(weight):
         return None
-    if not is_taken or not ops.is_bound_by_host(weight):
-        return None
-    return ops.LinearByOperators(ops.key_of(plan.casts), inp_spec, weight_spec, weight.dtype)
+    return ops.LinearByOperators(ops.key_of(plan.casts), weight.dtype)
 
 
 def _goes_at_once(shards: Shards, casts: ops.Casts, tiles: TiledOperand | None) -> bool:

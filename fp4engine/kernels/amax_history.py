@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp4engine.kernels.amax import Maxima, largest_part
 from fp4engine.kernels.encode import NAN, from_bits, to_bits
-from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolver
+from fp4engine.kernels.launch import ALIGNMENT, Draft, Facts, Launch, Place, facts, resolver
 
 INFINITY = tl.constexpr(float("inf"))
 
@@ -52,14 +52,21 @@ class Past(NamedTuple):
     """What a launch may depend on of delayed scaling's memory of a tensor.
 
     Attributes:
-        values: facts of it; None where nothing is to be noted.
-        amax: likewise.
+        length: of its values; 0 where nothing is to be noted.
+        aligned: of values and of amax, whether its address is a multiple of
+            :data:`~fp4engine.kernels.launch.ALIGNMENT`.
         choice: of :data:`fp4engine.reference.amax_history.CHOICES`.
     """
 
-    values: Facts | None
-    amax: Facts
+    length: int
+    aligned: tuple[bool, bool]
     choice: str
+
+    @staticmethod
+    def of(values: Tensor | None, amax: Tensor, choice: str) -> "Past":
+        """Of ``values`` FP32 [length] and ``amax`` FP32 [1], both contiguous."""
+        length, address = (0, 0) if values is None else (values.shape[0], values.data_ptr())
+        return Past(length, (address % ALIGNMENT == 0, amax.data_ptr() % ALIGNMENT == 0), choice)
 
 
 def add_record(
@@ -72,10 +79,9 @@ def add_record(
         current: parts of the tensor's amax.
     """
     values, amax = memory
-    length = 0 if past.values is None else past.values.shape[0]
     draft.step(
-        record_kernel, 1, values if length else None, amax, current.row, chosen, out, length, current.parts,
-        past.choice, triton.next_power_of_2(max(length, 1)), num_warps=4,
+        record_kernel, 1, values if past.length else None, amax, current.row, chosen, out, past.length, current.parts,
+        past.choice, triton.next_power_of_2(max(past.length, 1)), num_warps=4,
     )  # fmt: skip
 
 
@@ -91,6 +97,6 @@ def resolve_record(past: Past, current: Facts, chosen: Facts | None, device: tor
 
 def record_amax(values: Tensor, amax: Tensor, current: Tensor, choice: str, chosen: Tensor | None) -> Tensor:
     """As :func:`fp4engine.reference.record_amax`."""
-    past = Past(facts(values), facts(amax), choice)
+    past = Past.of(values, amax, choice)
     (out,) = resolve_record(past, facts(current), facts(chosen), values.device)(values, amax, current, chosen)
     return out

@@ -173,74 +173,81 @@ class Launch:
     ) -> None:
         self.outputs = [buffers[index - inputs] for index in outputs]
         self.steps = steps
-        self._device, self._returned = device, outputs
-        self._blocks: list[Block] = []
-        self._constants: list[Any] = []
-        tensors = inputs + len(buffers)
-        blocks = sum(isinstance(argument, Block) for step in steps for argument in step.arguments)
-        self._arguments = [
-            itemgetter(*(self._position(argument, tensors, blocks) for argument in step.arguments)) for step in steps
-        ]
-        self._buffers = [(shape, _contiguous(shape), dtype) for shape, dtype in buffers]
-        whole = {*outputs, *(block.place.position for block in self._blocks)}
-        self._slices: list[int | None] = []
+        self._device, self._index = device, device.index if device.type == "cuda" else None
+        described = {argument.place.position for step in steps for argument in step.arguments if type(argument) is Block}
+        whole = [*outputs, *sorted(described.difference(outputs, range(inputs)))]
+        parts = [index for index in range(inputs, inputs + len(buffers)) if index not in whole]
+        self._whole, self._parts = (
+            [(shape, _contiguous(shape), dtype) for shape, dtype in (buffers[index - inputs] for index in indices)]
+            for indices in (whole, parts)
+        )
+        self._offsets: list[int] = []
         self._room = 0
-        for index, (shape, dtype) in enumerate(buffers, inputs):
-            self._slices.append(None if index in whole else self._room)
-            if index not in whole:
-                self._room += -(-math.prod(shape) * dtype.itemsize // _SLICE) * _SLICE
+        for shape, _, dtype in self._parts:
+            self._offsets.append(self._room)
+            self._room += -(-math.prod(shape) * dtype.itemsize // _SLICE) * _SLICE
+        self._blocks: list[tuple[int, Callable[[Tensor], Any]]] = []
+        self._constants: list[Any] = []
+        order = {index: place for place, index in enumerate([*range(inputs), *whole, *parts])}
+        blocks = sum(type(argument) is Block for step in steps for argument in step.arguments)
+        self._arguments = [
+            itemgetter(*(self._position(argument, order, blocks) for argument in step.arguments)) for step in steps
+        ]
         self._started: list[tuple[Any, ...]] | None = None
 
-    def _position(self, argument: Any, tensors: int, blocks: int) -> int:
-        """Where ``argument`` lies in the list ``tensors + descriptors + constants`` of a call."""
+    def _position(self, argument: Any, order: dict[int, int], blocks: int) -> int:
+        """Where ``argument`` lies in the list ``inputs + whole buffers + parts + descriptors + constants`` of a call."""
         if isinstance(argument, Place):
-            return argument.position
+            return order[argument.position]
         if isinstance(argument, Block):
-            self._blocks.append(argument)
-            return tensors + len(self._blocks) - 1
+            self._blocks.append((order[argument.place.position], argument.describe))
+            return len(order) + len(self._blocks) - 1
         self._constants.append(argument)
-        return tensors + blocks + len(self._constants) - 1
+        return len(order) + blocks + len(self._constants) - 1
 
     def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
         """Allocate the buffers, start the kernels, return the outputs. Does not wait for the device.
 
         One function, since each call of Python in it is made some ten times in a linear layer's step.
         """
-        device = self._device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
+        device, index, allocate = self._device, self._index, torch.empty_strided
+        if index is not None and index != torch.cuda.current_device():
             with torch.cuda.device(device):  # Triton launches on the current device, whatever it is given
                 return self(*inputs)
-        started = None if self._started is None or _is_watched() else self._started
-        values: list[Any] = [*inputs]
-        room = address = None
-        if started is not None and self._room:  # what only these kernels see is one allocation, passed by address
-            room = torch.empty_strided((self._room,), (1,), dtype=torch.uint8, device=device)
-            address = room.data_ptr()
-        for (shape, strides, dtype), offset in zip(self._buffers, self._slices, strict=True):
-            if address is None or offset is None:
-                values.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
-            else:
-                values.append(address + offset)
-        outputs: list[Any] = []
-        for index in self._returned:
-            outputs.append(values[index])
-        descriptors = [block.describe(values[block.place.position]) for block in self._blocks]
-        if started is None:
-            values += descriptors
-            values += self._constants
-            self._start_by_triton(values)
-            return outputs
+        outputs: list[Tensor] = []
+        for shape, strides, dtype in self._whole:
+            outputs.append(allocate(shape, strides, dtype=dtype, device=device))
+        started = self._started
+        if started is None or _is_watched():
+            self._start_by_triton([*inputs, *outputs])
+            return outputs[: len(self.outputs)]
         # Addresses: a tensor is asked for its own once, not by every kernel.
-        passed = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
-        passed += descriptors
+        passed: list[Any] = []
+        for tensor in inputs:
+            passed.append(None if tensor is None else tensor.data_ptr())
+        for tensor in outputs:
+            passed.append(tensor.data_ptr())
+        if self._room:  # what only these kernels see is one allocation
+            room = allocate((self._room,), (1,), dtype=torch.uint8, device=device)
+            address = room.data_ptr()
+            for offset in self._offsets:
+                passed.append(address + offset)
+        if self._blocks:
+            tensors = (*inputs, *outputs)
+            passed += [describe(tensors[place]) for place, describe in self._blocks]
+            del outputs[len(self.outputs) :]
         passed += self._constants
-        stream = driver.active.get_current_stream(device.index)
+        stream = driver.active.get_current_stream(index)
         for (run, programs, function, metadata), arguments in zip(started, self._arguments, strict=True):
             run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments(passed))
         return outputs
 
     def _start_by_triton(self, values: list[Any]) -> None:
-        """Start the kernels as Triton documents it, and keep what it compiled."""
+        """Start the kernels on inputs and whole buffers as Triton documents it, and keep what it compiled."""
+        for shape, strides, dtype in self._parts:
+            values.append(torch.empty_strided(shape, strides, dtype=dtype, device=self._device))
+        values += [describe(values[place]) for place, describe in self._blocks]
+        values += self._constants
         compiled: list[Any] = []
         for step, arguments in zip(self.steps, self._arguments, strict=True):
             compiled.append(step.kernel[(step.programs,)](*arguments(values), **step.options))

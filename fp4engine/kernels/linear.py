@@ -130,8 +130,8 @@ def resolve_tiled_forward(
 @resolver
 def resolve_backward(
     grad: Facts,
+    ins: int,
     device: torch.device,
-    shapes: tuple[Shape | None, Shape | None],
     keys: tuple[str, str, str, str],
     has_rng: bool,
     stream: int,
@@ -143,8 +143,8 @@ def resolve_backward(
     """``(dy, x's codes, scale_inv, amax, w's, rng, *amaxes) -> [dx][, dw]``.
 
     Args:
-        shapes: of x^T and w^T; None for one that was not kept, whose product is not wanted.
-        keys: of the specs of dy, dy^T, x^T and w^T.
+        ins: K.
+        keys: of the specs of dy, dy^T, x^T and w^T; empty for one that was not kept, whose product is not wanted.
         has_rng: whether a draw is given.
         stream: stream id of dy.
         dtypes: of dx and dw.
@@ -152,23 +152,23 @@ def resolve_backward(
         shared: whether the outer amaxes of dy's casts are given.
         placed: whether the draw says where dy lies in the whole.
     """
-    inp_shape, weight_shape = shapes
-    draft = Draft(device, inputs=8 + ((weight_shape is not None) + (inp_shape is not None) if shared else 0))
+    (rows, outs), (row_key, col_key, inp_key, weight_key) = grad.shape, keys
+    draft = Draft(device, inputs=8 + (bool(weight_key) + bool(inp_key) if shared else 0))
     given = iter(draft.inputs[8:])
-    row = _scratch_side(draft, keys[0], 0, grad.shape, next(given, None), placed) if weight_shape else None
-    col = _scratch_side(draft, keys[1], 1, grad.shape[::-1], next(given, None), placed) if inp_shape else None
+    row = _scratch_side(draft, row_key, 0, (rows, outs), next(given, None), placed) if weight_key else None
+    col = _scratch_side(draft, col_key, 1, (outs, rows), next(given, None), placed) if inp_key else None
     rng = draft.inputs[7] if has_rng else None
     add_cast(draft, Reading(grad), row, col, rng, stream)
     kept: list[Stored] = []
-    if weight_shape:
-        places = _transposed(draft, weight_shape, keys[3]) if tiles else draft.inputs[4:6]
-        kept.append(Stored(weight_shape, keys[3], *places, draft.inputs[6]))
-    if inp_shape:
-        kept.append(Stored(inp_shape, keys[2], *draft.inputs[1:4]))
+    if weight_key:
+        places = _transposed(draft, (ins, outs), weight_key) if tiles else draft.inputs[4:6]
+        kept.append(Stored((ins, outs), weight_key, *places, draft.inputs[6]))
+    if inp_key:
+        kept.append(Stored((ins, rows), inp_key, *draft.inputs[1:4]))
     operands = _decoded(draft, kept)
     for target, shape, key, dtype, other in (
-        (row, grad.shape, keys[0], dtypes[0], operands[0]),
-        (col, grad.shape[::-1], keys[1], dtypes[1], operands[-1]),
+        (row, (rows, outs), row_key, dtypes[0], operands[0]),
+        (col, (outs, rows), col_key, dtypes[1], operands[-1]),
     ):
         if target is not None:
             _multiply(draft, _values(target, key, shape), other, dtype)
@@ -278,7 +278,7 @@ Pasts = tuple[Past | None, ...]
 def resolve_fp8_forward(
     x: Facts, weight: Facts, pasts: Pasts, device: torch.device, keys: tuple[str, str, str, str]
 ) -> Launch:
-    """``(x, w, x's values and amax, w's) -> x's codes[, x^T's, amax], w's codes[, w^T's, amax], alpha, one``.
+    """``(x, w, x's values and amax, w's) -> x's codes, w's, alpha, one[, x^T's codes, amax][, w^T's codes, amax]``.
 
     Codes are PyTorch's FP8; their product is multiplied by the last two. Values and amax are delayed scaling's memory.
 
@@ -287,10 +287,14 @@ def resolve_fp8_forward(
     """
     draft = Draft(device, inputs=6)
     left: cast_fp8.Target | None = None
-    for i, tensor in enumerate((x, weight)):
-        (key, col_key), (rows, cols) = keys[2 * i : 2 * i + 2], tensor.shape
-        spec, col = CastSpec.from_key(key), None
-        data = draft.output((rows, spec.padded_cols(cols)), spec.element.torch_dtype)
+    specs = [CastSpec.from_key(key) for key in keys[::2]]
+    rowwise = [
+        draft.output((tensor.shape[0], spec.padded_cols(tensor.shape[1])), spec.element.torch_dtype)
+        for tensor, spec in zip((x, weight), specs, strict=True)
+    ]
+    alpha, one = (draft.output((1, 1), torch.float32) for _ in range(2))
+    for i, (tensor, spec, data) in enumerate(zip((x, weight), specs, rowwise, strict=True)):
+        (rows, cols), col_key, col = tensor.shape, keys[2 * i + 1], None
         if col_key:
             col_spec = CastSpec.from_key(col_key)
             codes = draft.output((cols, col_spec.padded_cols(rows)), col_spec.element.torch_dtype)
@@ -300,7 +304,6 @@ def resolve_fp8_forward(
             amax = draft.scratch((1,), torch.float32)
         factor = None
         if left is not None:
-            alpha, one = (draft.output((1, 1), torch.float32) for _ in range(2))
             factor = Factor(left.amax, left.spec.numerator * spec.numerator, alpha, one)
         left = cast_fp8.Target(spec, amax, False, data, factor)
         memory = draft.inputs[2 + 2 * i], draft.inputs[3 + 2 * i]

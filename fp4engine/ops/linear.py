@@ -29,7 +29,11 @@ MOST_HELD = 64 << 20
 """Bytes of values that one launch may hold longer than single operations would."""
 
 Gradients = tuple[Tensor | None, Tensor | None]
-Kept = tuple[Operand | None, Operand | TiledOperand | None]
+Kept = Sequence[Tensor | None]
+"""What backward needs: data, block scales and amax of x^T for wgrad, then of w^T for dgrad; None of what it needs not.
+
+A weight that came as tiles is kept as it came: its codes, the scales of its tiles and its amax.
+"""
 Memories = tuple[Memory | None, Memory | None]
 Given = Sequence[Tensor | None]
 """Outer amaxes of the sides of a direction, in the order of its keys, that were found before; None for any other."""
@@ -116,10 +120,10 @@ class _Way:
         (row_x, col_x), (row_w, col_w) = self.casts.inp, self.casts.weight
         return row_x, col_x * needs_wgrad, row_w, col_w * needs_dgrad
 
-    def backward_keys(self, kept: Kept) -> tuple[str, str, str, str]:
+    def backward_keys(self, inp: Tensor | None, weight: Tensor | None) -> tuple[str, str, str, str]:
         """Of dy, dy^T, x^T and w^T; empty for an operand that was not kept, whose product is not wanted."""
-        casts, (inp, weight) = self.casts, kept
-        return *casts.grad_output, casts.inp[1] if inp else "", casts.weight[1] if weight else ""
+        row, col = self.casts.grad_output
+        return row, col, "" if inp is None else self.casts.inp[1], "" if weight is None else self.casts.weight[1]
 
     def backward_stream(self, rng: Tensor | None, rank: int | None = None) -> int:
         """Stream id of the gradient's cast, if it draws with the ``rank`` in whose name: by default this process's."""
@@ -180,17 +184,18 @@ class LinearByValues(_Way):
         asked = (facts(x), facts(weight), facts(bias), x.device, keys, casts.streams[:2], x.dtype)
         backends.record("quantize", "triton", 2)
         backends.record("gemm", "triton")
-        if given is not None:
+        if given is None:
+            *kept, y = kernels.resolve_forward(*asked)(x, weight, bias)
+        else:
             of_x, x_t, of_w, w_t = given
             amaxes = [amax for amax in given if amax is not None]
             launch = kernels.resolve_forward(*asked, (of_x is not None, of_w is not None))
-            outputs = launch(x, weight, bias, *amaxes)
-            inp = _kept(self.inp_spec, x, outputs[:3] if x_t is None else [*outputs[:2], x_t]) if needs_wgrad else None
-            kept = outputs[-4:-1] if w_t is None else [*outputs[-3:-1], w_t]
-            return outputs[-1], (inp, _kept(self.weight_spec, weight, kept) if needs_dgrad else None)
-        outputs = kernels.resolve_forward(*asked)(x, weight, bias)
-        inp = _kept(self.inp_spec, x, outputs[:3]) if needs_wgrad else None
-        return outputs[-1], (inp, _kept(self.weight_spec, weight, outputs[-4:-1]) if needs_dgrad else None)
+            *kept, y = launch(x, weight, bias, *amaxes)
+            if x_t is not None:
+                kept.insert(2, x_t)
+            if w_t is not None:
+                kept.append(w_t)
+        return y, both(kept, needs_dgrad, needs_wgrad)
 
     def amaxes(
         self, tensors: Sequence[Tensor], keys: tuple[str, ...], rng: Tensor | None = None, stream: int = 0
@@ -216,56 +221,54 @@ class LinearByValues(_Way):
         facts, (codes, scales, amax) = kernels.facts, weight.tensors
         keys = (casts.inp[0], casts.inp[1] * needs_wgrad, casts.weight[0])
         asked = (facts(x), (facts(codes), facts(scales)), facts(bias), x.device, keys, casts.streams[0], x.dtype)
-        outputs = kernels.resolve_tiled_forward(*asked)(x, codes, scales, amax, bias)
+        *kept, y = kernels.resolve_tiled_forward(*asked)(x, codes, scales, amax, bias)
         backends.record("quantize", "triton")
         backends.record("spread_tiles", "triton")
         backends.record("gemm", "triton")
-        inp = _kept(self.inp_spec, x, outputs[:3]) if needs_wgrad else None
-        return outputs[-1], (inp, weight if needs_dgrad else None)
+        return y, both(kept + [*weight.tensors] * needs_dgrad, needs_dgrad, needs_wgrad)
 
     def backward(
         self,
         grad_output: Tensor,
         kept: Kept,
+        ins: int,
         rng: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         memory: Memory | None = None,
         rank: int | None = None,
         given: Given | None = None,
+        is_tiled: bool = False,
     ) -> Gradients:
         """``dx = dy @ weight`` and ``dw = dy.T @ x``, each in its dtype, if what it needs was kept.
 
         Args:
             grad_output: [M, N].
-            kept: from :meth:`forward`; one operand at least.
+            kept: from :meth:`forward`; of one operand at least.
+            ins: K.
             rng: int64 [2], the draw of a stochastic cast; or [4] of a shard.
             memory: of ``grad_output``, where delayed scaling scales it.
             rank: in whose name to draw; by default this process's.
             given: amaxes of ``grad_output`` that ranks share, both sides or none.
+            is_tiled: whether the weight came as tiles.
         """
-        casts, kernels, (inp, weight) = self.casts, _kernels(), kept
+        kernels, inp, weight = _kernels(), kept[0], kept[3]
         grad_output = as_it_is(grad_output)
-        shape, tiles = weight and (weight.rows, weight.cols), None
-        if isinstance(weight, TiledOperand):
-            shape, tiles = (weight.cols, weight.rows), (kernels.facts(weight.data), kernels.facts(weight.scales))
+        tiles = None
+        if is_tiled and weight is not None:
+            tiles = kernels.facts(weight), kernels.facts(kept[4])
             backends.record("spread_tiles", "triton")
-        shapes = (inp and (inp.rows, inp.cols), shape)
         stream = self.backward_stream(rng, rank)
-        keys = (*casts.grad_output, casts.inp[1], casts.weight[1])
-        asked = (kernels.facts(grad_output), grad_output.device, shapes, keys, rng is not None, stream, dtypes, tiles)
-        tensors = (inp.tensors if inp else _ABSENT) + (weight.tensors if weight else _ABSENT)
+        keys = self.backward_keys(inp, weight)
+        asked = (kernels.facts(grad_output), ins, grad_output.device, keys, rng is not None, stream, dtypes, tiles)
         placed = rng is not None and rng.shape[0] == 4
         if given is not None or placed:
             amaxes = [amax for amax in given or () if amax is not None]
-            outputs = kernels.resolve_backward(*asked, bool(amaxes), placed)(grad_output, *tensors, rng, *amaxes)
+            outputs = kernels.resolve_backward(*asked, bool(amaxes), placed)(grad_output, *kept, rng, *amaxes)
         else:
-            outputs = kernels.resolve_backward(*asked)(grad_output, *tensors, rng)
+            outputs = kernels.resolve_backward(*asked)(grad_output, *kept, rng)
         backends.record("quantize", "triton")
         backends.record("gemm", "triton", len(outputs))
-        return outputs[0] if weight else None, outputs[-1] if inp else None
-
-
-_ABSENT = (None, None, None)
+        return None if weight is None else outputs[0], None if inp is None else outputs[-1]
 
 
 class LinearByFP8(_Way):
@@ -299,49 +302,46 @@ class LinearByFP8(_Way):
         memories: Memories | None = None,
     ) -> tuple[Tensor, Kept]:
         """As :meth:`LinearByValues.forward`."""
-        casts, kernels = self.casts, _kernels()
+        kernels = _kernels()
         assert isinstance(weight, Tensor), "what comes as tiles is FP4"
         x, weight = as_it_is(x), as_it_is(weight)
         keys = self.forward_keys(needs_dgrad, needs_wgrad)
-        past_x, values_x, amax_x = _recalled(memories[0]) if memories else _ABSENT
-        past_w, values_w, amax_w = _recalled(memories[1]) if memories else _ABSENT
+        of_x, of_weight = memories or (None, None)
+        (past_x, *recalled), (past_w, *others) = _recalled(of_x), _recalled(of_weight)
         asked = (kernels.facts(x), kernels.facts(weight), (past_x, past_w), x.device, keys)
-        outputs = kernels.resolve_fp8_forward(*asked)(x, weight, values_x, amax_x, values_w, amax_w)
+        codes, weight_codes, alpha, one, *made = kernels.resolve_fp8_forward(*asked)(x, weight, *recalled, *others)
         backends.record("quantize", "triton", 2)
         backends.record("gemm", "fp8")
-        right = outputs[3 if needs_wgrad else 1]  # behind x's outputs
-        y = gemm_fp8.multiply(outputs[0], right, outputs[-2], outputs[-1], bias, x.dtype, casts.fast_accumulation[0])
-        inp = kept_weight = None  # products take FP8 codes as they are: no block scales
-        if needs_wgrad:
-            inp = Operand(self.inp_spec, x.shape[1], x.shape[0], outputs[1], None, outputs[2])
-        if needs_dgrad:
-            kept_weight = Operand(self.weight_spec, weight.shape[1], weight.shape[0], outputs[-4], None, outputs[-3])
-        return y, (inp, kept_weight)
+        y = gemm_fp8.multiply(codes, weight_codes, alpha, one, bias, x.dtype, self.casts.fast_accumulation[0])
+        kept: list[Tensor | None] = []  # products take FP8 codes as they are: no block scales
+        for data, amax in zip(made[::2], made[1::2], strict=True):
+            kept += data, None, amax
+        return y, both(kept, needs_dgrad, needs_wgrad)
 
     def backward(
         self,
         grad_output: Tensor,
         kept: Kept,
+        ins: int,
         rng: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         memory: Memory | None = None,
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
-        casts, kernels, (inp, weight) = self.casts, _kernels(), kept
+        kernels, (inp, _, inp_amax, weight, _, weight_amax) = _kernels(), kept
         grad_output = as_it_is(grad_output)
-        keys = self.backward_keys(kept)
-        past, values, amax = _recalled(memory)
+        keys = self.backward_keys(inp, weight)
+        past, *recalled = _recalled(memory)
         asked = (kernels.facts(grad_output), past, grad_output.device, keys)
-        amaxes = (inp and inp.amax, weight and weight.amax)
-        one, *outputs = kernels.resolve_fp8_backward(*asked)(grad_output, *amaxes, values, amax)
+        one, *outputs = kernels.resolve_fp8_backward(*asked)(grad_output, inp_amax, weight_amax, *recalled)
         backends.record("quantize", "triton")
         backends.record("gemm", "fp8", len(outputs) // 2)
-        _, *fast = casts.fast_accumulation
+        _, *fast = self.casts.fast_accumulation
         dx = dw = None
         if weight is not None:
-            dx = gemm_fp8.multiply(outputs[0], weight.data, outputs[1], one, None, dtypes[0], fast[0])
+            dx = gemm_fp8.multiply(outputs[0], weight, outputs[1], one, None, dtypes[0], fast[0])
         if inp is not None:
-            dw = gemm_fp8.multiply(outputs[-2], inp.data, outputs[-1], one, None, dtypes[1], fast[1])
+            dw = gemm_fp8.multiply(outputs[-2], inp, outputs[-1], one, None, dtypes[1], fast[1])
         return dx, dw
 
 
@@ -385,38 +385,34 @@ class LinearByFP8Blocks(_Way):
         *_, x_scales, weight_scales = outputs
         height = CastSpec.from_key(keys[2]).block[0]
         y = gemm_fp8.multiply_blocks(outputs[0], x_scales, outputs[right], weight_scales, height, bias, x.dtype)
-        inp = _kept(self.inp_spec, x, outputs[1:4]) if needs_wgrad else None
-        return y, (inp, _kept(self.weight_spec, weight, outputs[right + 1 : right + 4]) if needs_dgrad else None)
+        return y, both(outputs[1:right] + outputs[right + 1 : -2], needs_dgrad, needs_wgrad)
 
     def backward(
         self,
         grad_output: Tensor,
         kept: Kept,
+        ins: int,
         rng: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         memory: Memory | None = None,
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
-        kernels, (inp, weight) = _kernels(), kept
-        assert not isinstance(weight, TiledOperand), "what comes as tiles is FP4"
+        kernels, (inp, inp_scale_inv, _, weight, weight_scale_inv, _) = _kernels(), kept
         grad_output = as_it_is(grad_output)
-        keys = self.backward_keys(kept)
+        keys = self.backward_keys(inp, weight)
         stream = self.backward_stream(rng)
-        ins = (inp or weight).rows  # pyright: ignore[reportOptionalMemberAccess]: one of them at least
         asked = (kernels.facts(grad_output), ins, grad_output.device, keys, rng is not None, stream)
-        tensors = (inp and inp.scale_inv, weight and weight.scale_inv, rng)
-        outputs = kernels.resolve_blocks_backward(*asked)(grad_output, *tensors)
+        outputs = kernels.resolve_blocks_backward(*asked)(grad_output, inp_scale_inv, weight_scale_inv, rng)
         backends.record("quantize", "triton")
         backends.record("gemm", "fp8", len(outputs) // 3)
         gradients: list[Tensor | None] = []
-        for operand, (left, scales, others), spec, dtype in (
+        for data, (left, scales, others), spec, dtype in (
             (weight, outputs[:3], self.weight_spec, dtypes[0]),
             (inp, outputs[-3:], self.inp_spec, dtypes[1]),
         ):
             gradient = None
-            if operand is not None:
-                height = spec.block[0]
-                gradient = gemm_fp8.multiply_blocks(left, scales, operand.data, others, height, None, dtype)
+            if data is not None:
+                gradient = gemm_fp8.multiply_blocks(left, scales, data, others, spec.block[0], None, dtype)
             gradients.append(gradient)
         return gradients[0], gradients[1]
 
@@ -438,10 +434,12 @@ class LinearByOperations(_Way):
         casts, (*of_x, of_w, w_t) = self.casts, given or [None] * 4
         left, inp = self._cast(x, casts.inp, True, needs_wgrad, None, casts.streams[0], of_x)
         if isinstance(weight, TiledOperand):
-            right = weight.rowwise(casts.backend)
-            return self._product(left, right, 0, x.dtype, bias), (inp, weight if needs_dgrad else None)
-        right, kept = self._cast(weight, casts.weight, True, needs_dgrad, None, casts.streams[1], [of_w, w_t])
-        return self._product(left, right, 0, x.dtype, bias), (inp, kept)
+            right, weight_kept = weight.rowwise(casts.backend), weight if needs_dgrad else None
+        else:
+            asked = (weight, casts.weight, True, needs_dgrad, None, casts.streams[1], [of_w, w_t])
+            right, weight_kept = self._cast(*asked)
+        kept = [tensor for operand in (inp, weight_kept) if operand is not None for tensor in operand.tensors]
+        return self._product(left, right, 0, x.dtype, bias), both(kept, needs_dgrad, needs_wgrad)
 
     def amaxes(
         self, tensors: Sequence[Tensor], keys: tuple[str, ...], rng: Tensor | None = None, stream: int = 0
@@ -458,22 +456,32 @@ class LinearByOperations(_Way):
         self,
         grad_output: Tensor,
         kept: Kept,
+        ins: int,
         rng: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         memory: None = None,
         rank: int | None = None,
         given: Given | None = None,
+        is_tiled: bool = False,
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
-        casts, (inp, weight) = self.casts, kept
-        if isinstance(weight, TiledOperand):
-            weight = weight.columnwise(casts.backend)
-        needs_dgrad, needs_wgrad = weight is not None, inp is not None
+        casts, (rows, outs) = self.casts, grad_output.shape
+        inp, inp_scale_inv, inp_amax, weight, weight_scale_inv, weight_amax = kept
         stream = self.backward_stream(rng, rank)
-        asked = (grad_output, casts.grad_output, needs_dgrad, needs_wgrad, rng, stream, given or [None] * 2)
+        asked = (grad_output, casts.grad_output, weight is not None, inp is not None, rng, stream, given or [None] * 2)
         left, left_t = self._cast(*asked, transient=True)
-        dx = self._product(left, weight, 1, dtypes[0]) if needs_dgrad else None
-        return dx, self._product(left_t, inp, 2, dtypes[1]) if needs_wgrad else None
+        dx = dw = None
+        if weight is not None:
+            if is_tiled:
+                assert weight_scale_inv is not None and weight_amax is not None
+                tiled = TiledOperand(self.weight_spec, outs, ins, weight, weight_scale_inv, weight_amax)
+                right = tiled.columnwise(casts.backend)
+            else:
+                right = Operand(self.weight_spec, ins, outs, weight, weight_scale_inv, weight_amax)
+            dx = self._product(left, right, 1, dtypes[0])
+        if inp is not None:
+            dw = self._product(left_t, Operand(self.inp_spec, ins, rows, inp, inp_scale_inv, inp_amax), 2, dtypes[1])
+        return dx, dw
 
     def _cast(
         self,
@@ -551,20 +559,20 @@ def covering(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device
     return None
 
 
-def _kept(spec: CastSpec, tensor: Tensor, outputs: list[Tensor]) -> Operand:
-    """The columnwise operand of ``tensor`` [rows, cols]."""
-    return Operand(spec, tensor.shape[1], tensor.shape[0], *outputs)
+def both(kept: list[Any], needs_dgrad: bool, needs_wgrad: bool) -> Kept:
+    """``kept``, with nothing in the place of an operand that backward does not need."""
+    absent = [None, None, None]
+    return kept if needs_dgrad and needs_wgrad else absent * (not needs_wgrad) + kept + absent * (not needs_dgrad)
 
 
 def _recalled(memory: Memory | None) -> tuple[Any, Tensor | None, Tensor | None]:
     """What a launch is asked about a memory that it will recall, and its two tensors."""
     if memory is None:
-        return _ABSENT
-    kernels, (values, amax, choice) = _kernels(), memory
+        return None, None, None
     backends.record("amax", "triton")
-    if values is not None:
+    if memory.values is not None:
         backends.record("record_amax", "triton")
-    return kernels.Past(kernels.facts(values), kernels.facts(amax), choice), values, amax
+    return _kernels().Past.of(*memory), memory.values, memory.amax
 
 
 @cache

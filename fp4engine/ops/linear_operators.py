@@ -22,33 +22,26 @@ from fp4engine.ops.linear import (
     LinearByOperations,
     LinearByValues,
     Memories,
+    both,
     covering,
     given_amaxes,
     shares_amaxes,
     way_of,
 )
-from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define
 from fp4engine.ops.rng import placed
 from fp4engine.ops.tiles import TiledOperand
 from fp4engine.tracing import constant_when_traced
-
-_ABSENT = (None, None, None)
-"""The tensors of an operand that is not there."""
-
 
 class LinearByOperators(NamedTuple):
     """By two operators, one for each direction.
 
     Attributes:
         casts: their key.
-        inp, weight: specs of what backward needs of x and of weight.
         weight_dtype: of the weight.
     """
 
     casts: str
-    inp: CastSpec
-    weight: CastSpec
     weight_dtype: torch.dtype
 
     def forward(
@@ -63,29 +56,25 @@ class LinearByOperators(NamedTuple):
         amaxes: Tensor | None = None,
     ) -> tuple[Tensor, Kept]:
         """As :meth:`LinearByValues.forward`; of x and of weight, those that are ``shared`` are cast by ``amaxes``."""
-        rows, cols = x.shape
         x, bias = x.detach(), bias if bias is None else bias.detach()
         if isinstance(weight, TiledOperand):
-            y, *tensors = torch.ops.fp4engine.tiled_linear_forward(
+            y, *kept = torch.ops.fp4engine.tiled_linear_forward(
                 x, *weight.tensors, bias, self.casts, self.weight_dtype, needs_wgrad
             )
-            inp = Operand(self.inp, cols, rows, *tensors) if needs_wgrad else None
-            return y, (inp, weight if needs_dgrad else None)
-        outs, weight = weight.shape[0], weight.detach()
+            return y, both([*kept, *weight.tensors * needs_dgrad], needs_dgrad, needs_wgrad)
         told = () if amaxes is None else (amaxes, *shared)
-        y, *kept = torch.ops.fp4engine.linear_forward(x, weight, bias, self.casts, needs_dgrad, needs_wgrad, *told)
-        inp = kept_weight = None
+        y, *kept = torch.ops.fp4engine.linear_forward(
+            x, weight.detach(), bias, self.casts, needs_dgrad, needs_wgrad, *told
+        )
         if amaxes is not None:  # which are not returned; FP4's codes have scales
             _, x_t, _, w_t = given_amaxes(amaxes, self.forward_keys(needs_dgrad, needs_wgrad), _twice(*shared))
             if x_t is not None:
                 kept = [*kept[:2], x_t, *kept[2:]]
             if w_t is not None:
                 kept = [*kept, w_t]
-        if needs_wgrad:
-            inp = Operand(self.inp, cols, rows, *_by_name(kept, needs_dgrad + needs_wgrad, 0))
-        if needs_dgrad:
-            kept_weight = Operand(self.weight, cols, outs, *_by_name(kept, needs_dgrad + needs_wgrad, -1))
-        return y, (inp, kept_weight)
+        if len(kept) == 2 * (needs_dgrad + needs_wgrad):  # FP8 products take codes without block scales
+            kept = [tensor for pair in zip(kept[::2], kept[1::2]) for tensor in (pair[0], None, pair[1])]
+        return y, both(kept, needs_dgrad, needs_wgrad)
 
     def forward_keys(self, needs_dgrad: bool, needs_wgrad: bool) -> tuple[str, str, str, str]:
         """As :meth:`LinearByValues.forward_keys`."""
@@ -107,12 +96,14 @@ class LinearByOperators(NamedTuple):
         self,
         grad_output: Tensor,
         kept: Kept,
+        ins: int,
         rng: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         bias_dtype: torch.dtype | None,
         place: tuple[int, int] | None = None,
         rank: int | None = None,
         amaxes: Tensor | None = None,
+        is_tiled: bool = False,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """As :meth:`LinearByValues.backward`; last the gradient of a bias of ``bias_dtype``, None without one.
 
@@ -121,24 +112,16 @@ class LinearByOperators(NamedTuple):
             rank: in whose name to draw.
             amaxes: of ``grad_output``, if they are shared.
         """
-        inp, weight = kept
-        tensors = (*(_ABSENT if inp is None else inp.tensors), *(_ABSENT if weight is None else weight.tensors))
-        if isinstance(weight, TiledOperand):
-            tiled = (grad_output.detach(), *tensors, rng, self.casts, weight.cols, *dtypes, bias_dtype)
+        inp, weight = kept[0], kept[3]
+        if is_tiled and weight is not None:
+            tiled = (grad_output.detach(), *kept, rng, self.casts, ins, *dtypes, bias_dtype)
             gradients = iter(torch.ops.fp4engine.tiled_linear_backward(*tiled))
         else:
-            asked = (grad_output.detach(), *tensors, rng, self.casts, *dtypes, bias_dtype, amaxes, place, rank)
+            asked = (grad_output.detach(), *kept, rng, self.casts, *dtypes, bias_dtype, amaxes, place, rank)
             gradients = iter(torch.ops.fp4engine.linear_backward(*asked))
         dx = None if weight is None else next(gradients)
         dw = None if inp is None else next(gradients)
         return dx, dw, None if bias_dtype is None else next(gradients)
-
-
-def _by_name(kept: list[Tensor], operands: int, which: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """``(data, scale_inv, amax)`` of one of the operands that an operator returns one behind the other."""
-    size = len(kept) // operands
-    own = kept[:size] if which == 0 else kept[-size:]
-    return own[0], own[1] if size == 3 else None, own[-1]
 
 
 def _twice(inp: bool, weight: bool) -> tuple[bool, bool, bool, bool]:
@@ -190,12 +173,12 @@ def _linear_forward(
     way = way_of(Casts.from_key(casts), (rows, outs, ins), x.dtype, weight.dtype, x.device)
     if amaxes is None:
         y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad)
-        return [y.contiguous(), *_tensors_of(*kept)]
+        return [y.contiguous(), *_there(kept)]
     assert isinstance(way, LinearByValues | LinearByOperations), "who shares amaxes has asked shares_amaxes"
     given = given_amaxes(amaxes, way.forward_keys(needs_dgrad, needs_wgrad), _twice(shared_inp, shared_weight))
     y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad, None, given)
     told = {id(amax) for amax in given}  # who has given them has them
-    return [y.contiguous(), *(tensor for tensor in _tensors_of(*kept) if id(tensor) not in told)]
+    return [y.contiguous(), *(tensor for tensor in _there(kept) if id(tensor) not in told)]
 
 
 def _linear_amaxes(
@@ -210,9 +193,8 @@ def _linear_amaxes(
     return way.amaxes(*asked, drawn, way.backward_stream(rng, rank))
 
 
-def _tensors_of(*kept: Operand | TiledOperand | None) -> list[Tensor]:
-    """The tensors of operands, one operand behind the other."""
-    return [tensor for operand in kept if operand for tensor in operand.tensors if tensor is not None]
+def _there(kept: Kept) -> list[Tensor]:
+    return [tensor for tensor in kept if tensor is not None]
 
 
 def _linear_backward(
@@ -235,37 +217,33 @@ def _linear_backward(
     rows, outs = grad_output.shape
     ins = next(codes.shape[0] for codes in (inp, weight) if codes is not None)
     way = way_of(Casts.from_key(casts), (rows, outs, ins), dtype, weight_dtype, grad_output.device)
-    left = right = None
-    if inp is not None:
-        left = Operand(way.inp_spec, ins, rows, inp, inp_scale_inv, inp_amax)
-    if weight is not None:
-        right = Operand(way.weight_spec, ins, outs, weight, weight_scale_inv, weight_amax)
-    kept, dtypes = (left, right), (dtype, weight_dtype)
+    kept = inp, inp_scale_inv, inp_amax, weight, weight_scale_inv, weight_amax
+    dtypes = dtype, weight_dtype
     if amaxes is None and rank is None and place is None:
-        return _all_gradients(way, grad_output, kept, rng, dtypes, bias_dtype)
+        return _all_gradients(way, grad_output, kept, ins, rng, dtypes, bias_dtype)
     assert isinstance(way, LinearByValues | LinearByOperations), "who has a shard has asked shares_amaxes"
     row, col = way.casts.grad_output
-    given = given_amaxes(amaxes, (row * (right is not None), col * (left is not None)), (True, True))
+    given = given_amaxes(amaxes, (row * (weight is not None), col * (inp is not None)), (True, True))
     drawn = rng if rng is None or place is None else placed(rng, *place)
-    return _all_gradients(way, grad_output, kept, drawn, dtypes, bias_dtype, rank, given)
+    return _all_gradients(way, grad_output, kept, ins, drawn, dtypes, bias_dtype, rank=rank, given=given)
 
 
 def _all_gradients(
     way: LinearAtOnce | LinearByOperations,
     grad_output: Tensor,
     kept: Kept,
+    ins: int,
     rng: Tensor | None,
     dtypes: tuple[torch.dtype, torch.dtype],
     bias_dtype: torch.dtype | None,
-    *shard: Any,
+    **told: Any,
 ) -> list[Tensor]:
     """Gradients of x and of weight, as far as what they need was kept, and of a bias of ``bias_dtype``.
 
     Args:
-        shard: rank and amaxes, for a part of what several ranks have.
+        told: what else the way is told: rank and amaxes, for a part of what several ranks have; of tiles.
     """
-    told = (None, *shard) if shard else ()
-    gradients: list[Tensor | None] = [*way.backward(grad_output, kept, rng, dtypes, *told)]
+    gradients: list[Tensor | None] = [*way.backward(grad_output, kept, ins, rng, dtypes, **told)]
     if bias_dtype is not None:
         gradients.append(bias_gradient(grad_output, bias_dtype, way.casts.backend))
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
@@ -363,8 +341,8 @@ def _tiled_linear_forward(
     own, (rows, ins), outs = Casts.from_key(casts), x.shape, codes.shape[0]
     weight = TiledOperand(CastSpec.from_key(own.weight[0]), outs, ins, codes, scales, amax)
     way = way_of(own, (rows, outs, ins), x.dtype, weight_dtype, x.device)
-    y, (inp, _) = way.forward(x, weight, bias, False, needs_wgrad)
-    return [y.contiguous(), *_tensors_of(inp)]
+    y, kept = way.forward(x, weight, bias, False, needs_wgrad)
+    return [y.contiguous(), *_there(kept)]
 
 
 def _tiled_linear_backward(
@@ -384,9 +362,8 @@ def _tiled_linear_backward(
 ) -> list[Tensor]:
     rows, outs = grad_output.shape
     way = way_of(Casts.from_key(casts), (rows, outs, ins), dtype, weight_dtype, grad_output.device)
-    left = None if inp is None else Operand(way.inp_spec, ins, rows, inp, inp_scale_inv, inp_amax)
-    right = TiledOperand(way.weight_spec, outs, ins, codes, scales, amax)
-    return _all_gradients(way, grad_output, (left, right), rng, (dtype, weight_dtype), bias_dtype)
+    kept = inp, inp_scale_inv, inp_amax, codes, scales, amax
+    return _all_gradients(way, grad_output, kept, ins, rng, (dtype, weight_dtype), bias_dtype, is_tiled=True)
 
 
 def _tiled_linear_forward_outputs(
