@@ -109,13 +109,9 @@ def in_backward() -> bool:
 def is_recomputed() -> bool:
     """Whether this thread is inside a backward pass and the region in force is not one entered within it.
 
-    That is where activation checkpointing recomputes a forward whose own region may have closed long ago.
+    That is where activation checkpointing recomputes a forward whose own region may have closed long ago. For eager
+    code, and for what runs while ``torch.compile`` traces; not to be traced itself.
     """
-    return _current_backward() not in (-1, _slot.backward)
-
-
-def is_traced_in_backward() -> bool:
-    """As :func:`is_recomputed`, asked by what runs while ``torch.compile`` traces."""
     return torch._C._current_graph_task_id() not in (-1, _slot.backward)
 
 

@@ -241,4 +241,4 @@ def _stack(operands: Sequence[Operand]) -> Operand:
 def _record(name: GemmName, calls: Sequence[Call], products: int) -> None:
     """Count one product per expert. Their rows are not known here, so each is given its share of all."""
     for call in calls:
-        call.executed.record(name, call.plan.formats[name], 2 * products // len(calls))
+        call.executed.record(call.plan.formats, 2 * products // len(calls), name)

@@ -55,9 +55,9 @@ class Call(NamedTuple):
     dtype: torch.dtype
     tiles: TiledOperand | None = None
 
-    def record(self, name: GemmName, flops: int) -> None:
-        """Count a GEMM that ran."""
-        self.executed.record(name, self.plan.formats[name], flops)
+    def record(self, flops: int, *names: GemmName) -> None:
+        """Count GEMMs that ran, each of so many FLOPs."""
+        self.executed.record(self.plan.formats, flops, *names)
 
 
 class Saved(NamedTuple):
@@ -206,7 +206,7 @@ def _gemm(
     out: Tensor | None = None,
 ) -> Tensor:
     plan = call.plan
-    call.record(name, 2 * left.rows * right.rows * left.cols)
+    call.record(2 * left.rows * right.rows * left.cols, name)
     fast = name in plan.fast_accumulation
     return ops.gemm(left, right, out_dtype=dtype, bias=bias, out=out, backend=plan.backend, fast_accumulation=fast)
 
@@ -218,13 +218,14 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *parameters: Any) -> Tensor:
         ctx.call, ctx.inp_shape, ctx.weight_dtype = call, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.at_once = way = _at_once(x, weight, call)
+        matrix = as_matrix(x)
+        ctx.at_once = way = _at_once(matrix, weight, call)
         if way is None:
             output, saved = _forward_by_operations(x, weight, bias, call, parameters)
             tensors, ctx.structure = flatten(saved)
         else:
-            output, tensors = _forward_at_once(way, as_matrix(x), weight, bias, call)
-            call.record("fprop", 2 * x.numel() * weight.shape[0])
+            output, tensors = _forward_at_once(way, matrix, weight, bias, call)
+            call.record(2 * x.numel() * weight.shape[0], "fprop")
         ctx.save_for_backward(*tensors)
         if x.ndim != 2:  # as nn.Linear reshapes: autograd forbids to change a view that a Function returns in place
             output = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[0]))
@@ -242,17 +243,16 @@ class LinearFunction(torch.autograd.Function):
         if needs_dgrad or needs_wgrad:
             tensors, rng = ctx.saved_tensors, None
             if plan.draws_in_backward:
-                device = grad_output.device
-                rng = ops.next_draw(device) if call.shards is None else call.shards.draw(device, "backward")
+                if call.shards is None:
+                    rng = ops.next_draw(grad_output.device, beside=grad_output)
+                else:
+                    rng = call.shards.draw(grad_output.device, "backward")
             if ctx.at_once is not None:
                 dtypes, bias_dtype = (call.dtype, ctx.weight_dtype), ctx.bias_dtype if needs_bias else None
                 asked = (ctx.at_once, grad_output, tensors, ctx.inp_shape[-1], rng, dtypes, bias_dtype, call)
                 grad_input, grad_weight, grad_bias = _backward_at_once(*asked)
-                flops = 2 * grad_output.numel() * ctx.inp_shape[-1]
-                if needs_dgrad:
-                    call.record("dgrad", flops)
-                if needs_wgrad:
-                    call.record("wgrad", flops)
+                names = ("dgrad", "wgrad")[not needs_dgrad : 1 + needs_wgrad]
+                call.record(2 * grad_output.numel() * ctx.inp_shape[-1], *names)
             else:
                 saved = unflatten(Saved, ctx.structure, tensors)
                 asked = (grad_output, saved, call, rng, ctx.inp_shape[-1], ctx.weight_dtype)
@@ -315,9 +315,7 @@ Way = ops.LinearAtOnce | ops.LinearByOperators
 Shared = ops.LinearByValues | ops.LinearByOperators
 
 
-def _forward_at_once(
-    way: Way, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call
-) -> tuple[Tensor, ops.Kept]:
+def _forward_at_once(way: Way, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, ops.Kept]:
     """The output, and what backward needs, of a matrix ``x``."""
     plan, needs = call.plan, (call.needs_dgrad, call.needs_wgrad)
     if call.shards is not None:
@@ -412,7 +410,7 @@ def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.Li
     if call.shards is not None and not _goes_at_once(call.shards, plan.casts, tiles):
         return None
     if not torch.compiler.is_dynamo_compiling():
-        found = ops.linear_at_once(plan.casts, as_matrix(x), weight, tiles)
+        found = ops.linear_at_once(plan.casts, x, weight, tiles)
         return found if call.shards is None or isinstance(found, ops.LinearByValues) else None
     is_taken = tiles is not None or type(weight) in (Tensor, torch.nn.Parameter)
     if plan.is_stateful or not is_taken or not ops.is_bound_by_host(weight):

@@ -1,5 +1,6 @@
 """What a linear module needs to know for one forward and its backward, resolved once."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -17,6 +18,7 @@ from fp4engine.roles import TENSOR_TYPES, QuantizerRole
 GemmName = Literal["fprop", "dgrad", "wgrad"]
 GEMMS: tuple[GemmName, ...] = get_args(GemmName)
 HIGH_PRECISION = "high_precision"
+_HIGH_PRECISION = dict.fromkeys(GEMMS, HIGH_PRECISION)
 
 
 class ExecutedGemms:
@@ -34,10 +36,12 @@ class ExecutedGemms:
         self.flops: dict[tuple[str, str], int] = {}
         self.by_torch: dict[str, int] = {}
 
-    def record(self, gemm: GemmName, formats: str, flops: int) -> None:
-        """Count one run. Does nothing while ``torch.compile`` traces."""
-        if not torch.compiler.is_dynamo_compiling():
-            key = (gemm, formats)
+    def record(self, formats: Mapping[GemmName, str], flops: int, *gemms: GemmName) -> None:
+        """Count one run of each of ``gemms``, of so many FLOPs. Does nothing while ``torch.compile`` traces."""
+        if torch.compiler.is_dynamo_compiling():
+            return
+        for gemm in gemms:
+            key = (gemm, formats[gemm])
             self.counts[key] = self.counts.get(key, 0) + 1
             self.flops[key] = self.flops.get(key, 0) + flops
 
@@ -50,7 +54,7 @@ class ExecutedGemms:
         needs = {"dgrad": backward and inp.requires_grad, "wgrad": backward and weight.requires_grad}
         for gemm in GEMMS:
             if needs.get(gemm, True):
-                self.record(gemm, HIGH_PRECISION, flops)
+                self.record(_HIGH_PRECISION, flops, gemm)
                 self.by_torch[gemm] = self.by_torch.get(gemm, 0) + flops
 
 

@@ -11,7 +11,7 @@ reaches a GPU, or Triton's interpreter, in another way.
 import inspect
 import math
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -63,12 +63,12 @@ _SLICE = 256
 """Bytes: where buffers begin that share an allocation, as PyTorch's allocator places them."""
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
+def _allocation(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """What makes a contiguous tensor: ``torch.empty`` would take half as long again."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides))
+    return partial(torch.empty_strided, shape, tuple(reversed(strides)), dtype=dtype, device=device)
 
 
 _new = tuple.__new__
@@ -173,19 +173,20 @@ class Launch:
     ) -> None:
         self.outputs = [buffers[index - inputs] for index in outputs]
         self.steps = steps
-        self._device, self._index = device, device.index if device.type == "cuda" else None
-        described = {argument.place.position for step in steps for argument in step.arguments if type(argument) is Block}
+        self._index = device.index if device.type == "cuda" else None
+        described = {
+            argument.place.position for step in steps for argument in step.arguments if type(argument) is Block
+        }
         whole = [*outputs, *sorted(described.difference(outputs, range(inputs)))]
         parts = [index for index in range(inputs, inputs + len(buffers)) if index not in whole]
-        self._whole, self._parts = (
-            [(shape, _contiguous(shape), dtype) for shape, dtype in (buffers[index - inputs] for index in indices)]
-            for indices in (whole, parts)
-        )
+        self._whole = [_allocation(*buffers[index - inputs], device) for index in whole]
+        self._parts = [_allocation(*buffers[index - inputs], device) for index in parts]
         self._offsets: list[int] = []
-        self._room = 0
-        for shape, _, dtype in self._parts:
-            self._offsets.append(self._room)
-            self._room += -(-math.prod(shape) * dtype.itemsize // _SLICE) * _SLICE
+        room = 0
+        for shape, dtype in (buffers[index - inputs] for index in parts):
+            self._offsets.append(room)
+            room += -(-math.prod(shape) * dtype.itemsize // _SLICE) * _SLICE
+        self._room = _allocation((room,), torch.uint8, device) if room else None
         self._blocks: list[tuple[int, Callable[[Tensor], Any]]] = []
         self._constants: list[Any] = []
         order = {index: place for place, index in enumerate([*range(inputs), *whole, *parts])}
@@ -196,7 +197,7 @@ class Launch:
         self._started: list[tuple[Any, ...]] | None = None
 
     def _position(self, argument: Any, order: dict[int, int], blocks: int) -> int:
-        """Where ``argument`` lies in the list ``inputs + whole buffers + parts + descriptors + constants`` of a call."""
+        """Where ``argument`` lies in a call's list: inputs, whole buffers, parts, descriptors, constants."""
         if isinstance(argument, Place):
             return order[argument.position]
         if isinstance(argument, Block):
@@ -210,42 +211,33 @@ class Launch:
 
         One function, since each call of Python in it is made some ten times in a linear layer's step.
         """
-        device, index, allocate = self._device, self._index, torch.empty_strided
+        index, started = self._index, self._started
         if index is not None and index != torch.cuda.current_device():
-            with torch.cuda.device(device):  # Triton launches on the current device, whatever it is given
+            with torch.cuda.device(index):  # Triton launches on the current device, whatever it is given
                 return self(*inputs)
-        outputs: list[Tensor] = []
-        for shape, strides, dtype in self._whole:
-            outputs.append(allocate(shape, strides, dtype=dtype, device=device))
-        started = self._started
+        outputs = [allocate() for allocate in self._whole]
         if started is None or _is_watched():
             self._start_by_triton([*inputs, *outputs])
             return outputs[: len(self.outputs)]
         # Addresses: a tensor is asked for its own once, not by every kernel.
-        passed: list[Any] = []
-        for tensor in inputs:
-            passed.append(None if tensor is None else tensor.data_ptr())
-        for tensor in outputs:
-            passed.append(tensor.data_ptr())
-        if self._room:  # what only these kernels see is one allocation
-            room = allocate((self._room,), (1,), dtype=torch.uint8, device=device)
+        passed: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in (*inputs, *outputs)]
+        if self._room is not None:  # what only these kernels see is one allocation
+            room = self._room()
             address = room.data_ptr()
-            for offset in self._offsets:
-                passed.append(address + offset)
+            passed += [address + offset for offset in self._offsets]
         if self._blocks:
             tensors = (*inputs, *outputs)
             passed += [describe(tensors[place]) for place, describe in self._blocks]
             del outputs[len(self.outputs) :]
         passed += self._constants
         stream = driver.active.get_current_stream(index)
-        for (run, programs, function, metadata), arguments in zip(started, self._arguments, strict=True):
+        for run, programs, function, metadata, arguments in started:
             run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments(passed))
         return outputs
 
     def _start_by_triton(self, values: list[Any]) -> None:
         """Start the kernels on inputs and whole buffers as Triton documents it, and keep what it compiled."""
-        for shape, strides, dtype in self._parts:
-            values.append(torch.empty_strided(shape, strides, dtype=dtype, device=self._device))
+        values += [allocate() for allocate in self._parts]
         values += [describe(values[place]) for place, describe in self._blocks]
         values += self._constants
         compiled: list[Any] = []
@@ -255,8 +247,8 @@ class Launch:
             return
         if all(isinstance(step.kernel, JITFunction) for step in self.steps) and all(map(_can_run, compiled)):
             self._started = [
-                (kernel.run, step.programs, kernel.function, kernel.packed_metadata)
-                for kernel, step in zip(compiled, self.steps, strict=True)
+                (kernel.run, step.programs, kernel.function, kernel.packed_metadata, arguments)
+                for kernel, step, arguments in zip(compiled, self.steps, self._arguments, strict=True)
             ]
 
 

@@ -271,7 +271,7 @@ def _multiply(draft: Draft, left: Values, right: Values, dtype: torch.dtype, bia
 
 
 Pasts = tuple[Past | None, ...]
-"""Of each tensor delayed scaling's memory; None of one that is scaled by its own amax."""
+"""Of each tensor delayed scaling's memory, None of one that is scaled by its own amax; empty where all are."""
 
 
 @resolver
@@ -307,14 +307,12 @@ def resolve_fp8_forward(
             factor = Factor(left.amax, left.spec.numerator * spec.numerator, alpha, one)
         left = cast_fp8.Target(spec, amax, False, data, factor)
         memory = draft.inputs[2 + 2 * i], draft.inputs[3 + 2 * i]
-        _cast_fp8(draft, Reading(tensor, None, draft.inputs[i]), left, col, pasts[i], memory)
+        _cast_fp8(draft, Reading(tensor, None, draft.inputs[i]), left, col, pasts[i] if pasts else None, memory)
     return draft.launch()
 
 
 @resolver
-def resolve_fp8_backward(
-    grad: Facts, past: Past | None, device: torch.device, keys: tuple[str, str, str, str]
-) -> Launch:
+def resolve_fp8_backward(grad: Facts, pasts: Pasts, device: torch.device, keys: tuple[str, str, str, str]) -> Launch:
     """``(dy, x's amax, w's, dy's values and amax) -> one[, dy's codes, alpha][, dy^T's codes, alpha]``.
 
     Args:
@@ -331,7 +329,7 @@ def resolve_fp8_backward(
             numerator = spec.numerator * CastSpec.from_key(other).numerator
             factor = Factor(draft.inputs[2 - side], numerator, draft.output((1, 1), torch.float32), one)
             targets[side] = cast_fp8.Target(spec, amax, False, codes, factor)
-    _cast_fp8(draft, Reading(grad), *targets, past, draft.inputs[3:])
+    _cast_fp8(draft, Reading(grad), *targets, pasts[0] if pasts else None, draft.inputs[3:])
     return draft.launch()
 
 

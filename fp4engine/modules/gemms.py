@@ -18,7 +18,7 @@ from fp4engine.modules.recompute import handed_over, remember
 from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of, place_of, rows_in_order
 from fp4engine.recipe import LinearRecipe, Recipe, numbered
 from fp4engine.recipe.base import require_recipe
-from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed, is_traced_in_backward
+from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed
 from fp4engine.tracing import constant_when_traced
 
 _CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -267,7 +267,8 @@ class Gemms(torch.nn.Module):
         plan = self.plan(state)
         if plan is None or torch.compiler.is_dynamo_compiling():
             return plan
-        self._ran_by_recipe = True
+        if not self._ran_by_recipe:  # an assignment to a module's attribute is a call of Python
+            self._ran_by_recipe = True
         if in_backward():
             if plan.draws_in_forward and not ops.is_replaying():
                 raise RuntimeError(
@@ -293,6 +294,8 @@ class Gemms(torch.nn.Module):
         """
         if isinstance(weight, QuantizedWeight):
             return stored_operands(weight, plan, group)
+        if is_first_microbatch is None and self._weight_cache is None:
+            return None
         if torch.compiler.is_dynamo_compiling() or not isinstance(weight, torch.nn.Parameter):
             return None
         if is_first_microbatch is None:
@@ -399,7 +402,7 @@ def _refuse_stray_recomputation() -> None:
     Raises:
         RuntimeError: so it is.
     """
-    if is_traced_in_backward():
+    if is_recomputed():
         raise RuntimeError(
             "a compiled module is traced inside a backward pass, outside any autocast region that was entered there; "
             "put the region inside the checkpointed function, or use fp4engine.checkpoint"

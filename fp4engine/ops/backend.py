@@ -12,7 +12,8 @@ from fp4engine import capability
 
 logger = logging.getLogger("fp4engine")
 
-_executed: Counter[str] = Counter()
+_executed: Counter[tuple[str, ...]] = Counter()
+"""By what ran together: one entry for all that a launch does costs the host as much as one for a part of it."""
 _refusals: dict[str, str] = {}
 
 
@@ -21,7 +22,11 @@ def executed_paths() -> dict[str, int]:
 
     Replays of CUDA graphs are not counted.
     """
-    return dict(_executed)
+    paths: Counter[str] = Counter()
+    for together, times in _executed.copy().items():
+        for path in together:
+            paths[path] += times
+    return dict(paths)
 
 
 def refusals() -> dict[str, str]:
@@ -68,7 +73,7 @@ def enter(operator: str, path: str, reason: str, backend: str) -> None:
         if backend in ("triton", "native"):
             raise RuntimeError(f"backend={backend!r} was asked for, but {operator} has no kernel here: {reason}")
         refuse(operator, reason, "on the reference path")
-    _executed[f"{operator}/{path}"] += 1
+    _executed[f"{operator}/{path}",] += 1
 
 
 def refuse(operator: str, reason: str, instead: str) -> None:
@@ -78,9 +83,9 @@ def refuse(operator: str, reason: str, instead: str) -> None:
         logger.info("%s runs %s: %s", operator, instead, reason)
 
 
-def record(operator: str, path: str, times: int = 1) -> None:
-    """Note that ``operator`` ran on ``path``; not for code that ``torch.compile`` traces."""
-    _executed[f"{operator}/{path}"] += times
+def record(*paths: str) -> None:
+    """Note what ran, each an ``"operator/path"``; not for code that ``torch.compile`` traces."""
+    _executed[paths] += 1
 
 
 @cache

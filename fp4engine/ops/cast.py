@@ -122,7 +122,7 @@ def quantize_many(
     facts = tuple(map(casts.facts, inputs)), tuple(map(casts.facts, amaxes))
     launch = casts.resolve_casts(*facts, inputs[0].device, tuple(spec.key for spec in specs))
     outputs = launch(*chain.from_iterable(zip(inputs, amaxes, strict=True)))
-    backends.record("quantize", "triton", len(inputs))
+    backends.record(*("quantize/triton",) * len(inputs))
     return [
         Operand(spec, matrix.shape[0], matrix.shape[1], data, scale_inv, amax)
         for matrix, spec, amax, data, scale_inv in zip(inputs, specs, amaxes, outputs[::2], outputs[1::2], strict=True)
@@ -400,14 +400,14 @@ def _always() -> tuple[bool, str]:
 def _row_statistics(x: Tensor, eps: float, centered: bool) -> list[Tensor]:
     from fp4engine.kernels.norm import row_statistics
 
-    backends.record("row_statistics", "triton")
+    backends.record("row_statistics/triton")
     return [row_statistics(x, eps, centered)]
 
 
 def _activation_backward(grad: Tensor, x: Tensor, kind: str, gated: bool) -> list[Tensor]:
     from fp4engine.kernels.activation import activation_backward
 
-    backends.record("activation_backward", "triton")
+    backends.record("activation_backward/triton")
     return [activation_backward(grad, x, kind, gated)]
 
 

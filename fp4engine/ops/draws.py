@@ -21,7 +21,7 @@ class _Source(threading.local):
 _source = _Source()
 
 
-def next_draw(device: torch.device, count: int = 1, name: str = "") -> Tensor:
+def next_draw(device: torch.device, count: int = 1, name: str = "", beside: Tensor | None = None) -> Tensor:
     """Advance the stream of ``device`` by ``count`` draws: int64 [2] ``(seed, draw)``, the last of them.
 
     What draws by a ``name`` has draws of its own, which nothing else advances.
@@ -29,15 +29,19 @@ def next_draw(device: torch.device, count: int = 1, name: str = "") -> Tensor:
     The tensor is the caller's own. Threads and CUDA streams that draw at the same time get different draws. Where
     tensors have no memory (the meta device, ``FakeTensorMode``), neither has the draw, and the stream stays as it is.
 
+    Args:
+        beside: a tensor of ``device`` that was made just now, if there is one: it says whether tensors have memory.
+
     Raises:
         RuntimeError: ``make_fx`` traces on fake tensors, and would take what has no memory for a draw; or a recomputed
             forward draws otherwise than the forward that it repeats.
     """
     if torch.compiler.is_dynamo_compiling():
         return torch.ops.fp4engine.next_draw(rng.state_of(device, name), count)
-    like = torch.empty(0, dtype=torch.int64, device=device)
-    if like.is_meta or type(like) is not Tensor:
-        return _without_memory(like)
+    if beside is None or type(beside) is not Tensor or beside.is_meta:
+        like = torch.empty(0, dtype=torch.int64, device=device)
+        if like.is_meta or type(like) is not Tensor:
+            return _without_memory(like)
     return _source.take(rng.state_of(device, name), count)
 
 

@@ -97,7 +97,7 @@ def _fp8(
     assert left.spec is not None and right.spec is not None and left.amax is not None and right.amax is not None
     plain = is_plain(left.amax)
     if plain:
-        backends.record("gemm", "fp8")
+        backends.record("gemm/fp8")
     alpha, one = (_scales if plain else torch.ops.fp4engine.scales)(
         left.amax, right.amax, left.spec.numerator * right.spec.numerator
     )
@@ -244,7 +244,7 @@ def _fp8_blocks(
     left: Operand, right: Operand, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None
 ) -> Tensor:
     """A product of FP8 codes with a block scale for each sum of the tensor cores; the outer factor is 1."""
-    backends.record("gemm", "fp8")
+    backends.record("gemm/fp8")
     assert left.scale_inv is not None and right.scale_inv is not None and right.spec is not None
     height = right.spec.block[0]
     scales = gemm_fp8.block_scales(left.scale_inv, right.scale_inv, height)

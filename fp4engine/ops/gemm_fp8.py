@@ -134,21 +134,22 @@ def multiply(
         alpha, one: FP32 [1, 1]; the product's two scales.
         fast_accumulation: keep the sums in the tensor core's own accumulator instead of adding them up in FP32.
     """
-    rows, columns = left.shape[0], right.shape[0]
-    if 0 in (rows, columns, left.shape[1]):
+    columns = right.shape[0]
+    if left.numel() == 0 or columns == 0:
         return reference.gemm(left, right, alpha, bias, out_dtype)
+    fused = bias if out_dtype != torch.float32 else None
     if columns % _MULTIPLE:
         right = pad(right.view(torch.uint8), (0, 0, 0, -columns % _MULTIPLE)).view(right.dtype)
-    fused = bias is not None and out_dtype != torch.float32
+        fused = fused if fused is None else pad(fused, (0, -columns % _MULTIPLE))
     product = torch._scaled_mm(
         left,
         right.T,
         scale_a=alpha,
         scale_b=one,
-        bias=pad(bias.to(out_dtype), (0, -columns % _MULTIPLE)) if bias is not None and fused else None,
+        bias=fused if fused is None else fused.to(out_dtype),
         out_dtype=out_dtype,
         use_fast_accum=fast_accumulation,
     )
-    if product.shape[1] != columns:
+    if columns % _MULTIPLE:
         product = product[:, :columns]
-    return product if bias is None or fused else product + bias.float()
+    return product if bias is None or fused is not None else product + bias.float()

@@ -165,7 +165,7 @@ def _grouped_quantize(
 ) -> list[Tensor]:
     from fp4engine.kernels import grouped
 
-    backends.record("grouped_quantize", "triton")
+    backends.record("grouped_quantize/triton")
     draws = None if rng is None else _draws(rng, offsets.shape[0] - 2)
     forms = (rowwise_form, columnwise_form)
     return grouped.grouped_cast(_along_rows(x), offsets, (rowwise, columnwise), forms, draws, stream)
@@ -191,7 +191,7 @@ def _grouped_gemm(
 ) -> list[Tensor]:
     from fp4engine.kernels.grouped_gemm import grouped_gemm
 
-    backends.record("grouped_gemm", "triton")
+    backends.record("grouped_gemm/triton")
     return [grouped_gemm(left, right, offsets, bias, numerator, out_dtype)]
 
 
@@ -200,7 +200,7 @@ def _grouped_wgrad(
 ) -> list[Tensor]:
     from fp4engine.kernels.grouped_gemm import grouped_wgrad
 
-    backends.record("grouped_gemm", "triton")
+    backends.record("grouped_gemm/triton")
     return [grouped_wgrad(left, right, offsets, numerator, out_dtype)]
 
 
@@ -209,7 +209,7 @@ def _grouped_wgrad_accumulate(
 ) -> None:
     from fp4engine.kernels.grouped_gemm import grouped_wgrad_accumulate
 
-    backends.record("grouped_gemm", "triton")
+    backends.record("grouped_gemm/triton")
     grouped_wgrad_accumulate(dict(zip(experts, outs, strict=True)), left, right, offsets, numerator)
 
 

@@ -20,7 +20,7 @@ from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import amax, as_it_is, casts_supported, decode_supported, quantize, transient_form
 from fp4engine.ops.gemm import gemm, product_path
 from fp4engine.ops.operand import Operand
-from fp4engine.ops.operation import is_plain
+from fp4engine.ops.operation import PLAIN
 from fp4engine.ops.reduce import packed_amaxes
 from fp4engine.ops.rng import rank_bits
 from fp4engine.ops.tiles import TiledOperand
@@ -182,8 +182,7 @@ class LinearByValues(_Way):
         keys = self.forward_keys(needs_dgrad, needs_wgrad)
         facts = kernels.facts
         asked = (facts(x), facts(weight), facts(bias), x.device, keys, casts.streams[:2], x.dtype)
-        backends.record("quantize", "triton", 2)
-        backends.record("gemm", "triton")
+        backends.record("quantize/triton", "quantize/triton", "gemm/triton")
         if given is None:
             *kept, y = kernels.resolve_forward(*asked)(x, weight, bias)
         else:
@@ -210,7 +209,7 @@ class LinearByValues(_Way):
         kernels = _kernels()
         tensors = [as_it_is(tensor) for tensor in tensors]
         launch = kernels.resolve_amaxes(tuple(map(kernels.facts, tensors)), tensors[0].device, keys)
-        backends.record("amax", "triton", len(tensors))
+        backends.record(*("amax/triton",) * len(tensors))
         return launch(*tensors)[0]
 
     def _tiled_forward(
@@ -222,9 +221,7 @@ class LinearByValues(_Way):
         keys = (casts.inp[0], casts.inp[1] * needs_wgrad, casts.weight[0])
         asked = (facts(x), (facts(codes), facts(scales)), facts(bias), x.device, keys, casts.streams[0], x.dtype)
         *kept, y = kernels.resolve_tiled_forward(*asked)(x, codes, scales, amax, bias)
-        backends.record("quantize", "triton")
-        backends.record("spread_tiles", "triton")
-        backends.record("gemm", "triton")
+        backends.record("quantize/triton", "spread_tiles/triton", "gemm/triton")
         return y, both(kept + [*weight.tensors] * needs_dgrad, needs_dgrad, needs_wgrad)
 
     def backward(
@@ -256,7 +253,7 @@ class LinearByValues(_Way):
         tiles = None
         if is_tiled and weight is not None:
             tiles = kernels.facts(weight), kernels.facts(kept[4])
-            backends.record("spread_tiles", "triton")
+            backends.record("spread_tiles/triton")
         stream = self.backward_stream(rng, rank)
         keys = self.backward_keys(inp, weight)
         asked = (kernels.facts(grad_output), ins, grad_output.device, keys, rng is not None, stream, dtypes, tiles)
@@ -266,8 +263,7 @@ class LinearByValues(_Way):
             outputs = kernels.resolve_backward(*asked, bool(amaxes), placed)(grad_output, *kept, rng, *amaxes)
         else:
             outputs = kernels.resolve_backward(*asked)(grad_output, *kept, rng)
-        backends.record("quantize", "triton")
-        backends.record("gemm", "triton", len(outputs))
+        backends.record("quantize/triton", *("gemm/triton",) * len(outputs))
         return None if weight is None else outputs[0], None if inp is None else outputs[-1]
 
 
@@ -306,17 +302,12 @@ class LinearByFP8(_Way):
         assert isinstance(weight, Tensor), "what comes as tiles is FP4"
         x, weight = as_it_is(x), as_it_is(weight)
         keys = self.forward_keys(needs_dgrad, needs_wgrad)
-        of_x, of_weight = memories or (None, None)
-        (past_x, *recalled), (past_w, *others) = _recalled(of_x), _recalled(of_weight)
-        asked = (kernels.facts(x), kernels.facts(weight), (past_x, past_w), x.device, keys)
-        codes, weight_codes, alpha, one, *made = kernels.resolve_fp8_forward(*asked)(x, weight, *recalled, *others)
-        backends.record("quantize", "triton", 2)
-        backends.record("gemm", "fp8")
+        pasts, recalled = ((), _ABSENT) if memories is None else _recalled(*memories)
+        asked = (kernels.facts(x), kernels.facts(weight), pasts, x.device, keys)
+        codes, weight_codes, alpha, one, *made = kernels.resolve_fp8_forward(*asked)(x, weight, *recalled)
+        backends.record("quantize/triton", "quantize/triton", "gemm/fp8")
         y = gemm_fp8.multiply(codes, weight_codes, alpha, one, bias, x.dtype, self.casts.fast_accumulation[0])
-        kept: list[Tensor | None] = []  # products take FP8 codes as they are: no block scales
-        for data, amax in zip(made[::2], made[1::2], strict=True):
-            kept += data, None, amax
-        return y, both(kept, needs_dgrad, needs_wgrad)
+        return y, both(unscaled(made), needs_dgrad, needs_wgrad)
 
     def backward(
         self,
@@ -331,11 +322,10 @@ class LinearByFP8(_Way):
         kernels, (inp, _, inp_amax, weight, _, weight_amax) = _kernels(), kept
         grad_output = as_it_is(grad_output)
         keys = self.backward_keys(inp, weight)
-        past, *recalled = _recalled(memory)
-        asked = (kernels.facts(grad_output), past, grad_output.device, keys)
+        pasts, recalled = ((), _ABSENT[:2]) if memory is None else _recalled(memory)
+        asked = (kernels.facts(grad_output), pasts, grad_output.device, keys)
         one, *outputs = kernels.resolve_fp8_backward(*asked)(grad_output, inp_amax, weight_amax, *recalled)
-        backends.record("quantize", "triton")
-        backends.record("gemm", "fp8", len(outputs) // 2)
+        backends.record("quantize/triton", *("gemm/fp8",) * (len(outputs) // 2))
         _, *fast = self.casts.fast_accumulation
         dx = dw = None
         if weight is not None:
@@ -379,8 +369,7 @@ class LinearByFP8Blocks(_Way):
         x, weight = as_it_is(x), as_it_is(weight)
         keys = self.forward_keys(needs_dgrad, needs_wgrad)
         outputs = kernels.resolve_blocks_forward(kernels.facts(x), kernels.facts(weight), x.device, keys)(x, weight)
-        backends.record("quantize", "triton", 2)
-        backends.record("gemm", "fp8")
+        backends.record("quantize/triton", "quantize/triton", "gemm/fp8")
         right = 4 if needs_wgrad else 1  # behind x's outputs
         *_, x_scales, weight_scales = outputs
         height = CastSpec.from_key(keys[2]).block[0]
@@ -403,8 +392,7 @@ class LinearByFP8Blocks(_Way):
         stream = self.backward_stream(rng)
         asked = (kernels.facts(grad_output), ins, grad_output.device, keys, rng is not None, stream)
         outputs = kernels.resolve_blocks_backward(*asked)(grad_output, inp_scale_inv, weight_scale_inv, rng)
-        backends.record("quantize", "triton")
-        backends.record("gemm", "fp8", len(outputs) // 3)
+        backends.record("quantize/triton", *("gemm/fp8",) * (len(outputs) // 3))
         gradients: list[Tensor | None] = []
         for data, (left, scales, others), spec, dtype in (
             (weight, outputs[:3], self.weight_spec, dtypes[0]),
@@ -527,11 +515,13 @@ Sizes = tuple[int, int, int]
 def linear_at_once(casts: Casts, x: Tensor, weight: Tensor, tiles: TiledOperand | None = None) -> LinearAtOnce | None:
     """What computes ``x @ weight.T`` and its gradients with few launches; None where single operations have to.
 
+    Not for code that is traced.
+
     Args:
         x: of any rank; only a matrix is taken.
         tiles: what ``weight`` was cast to by its rowwise spec, if it has no values; by square blocks.
     """
-    if x.ndim != 2 or not is_plain(x) or not is_plain(weight if tiles is None else tiles.data):
+    if x.ndim != 2 or type(x) not in PLAIN or type(weight if tiles is None else tiles.data) not in PLAIN:
         return None
     found = covering(casts, x.dtype, weight.dtype, x.device)
     if tiles is not None and not isinstance(found, LinearByValues):
@@ -565,14 +555,32 @@ def both(kept: list[Any], needs_dgrad: bool, needs_wgrad: bool) -> Kept:
     return kept if needs_dgrad and needs_wgrad else absent * (not needs_wgrad) + kept + absent * (not needs_dgrad)
 
 
-def _recalled(memory: Memory | None) -> tuple[Any, Tensor | None, Tensor | None]:
-    """What a launch is asked about a memory that it will recall, and its two tensors."""
-    if memory is None:
-        return None, None, None
-    backends.record("amax", "triton")
-    if memory.values is not None:
-        backends.record("record_amax", "triton")
-    return _kernels().Past.of(*memory), memory.values, memory.amax
+def unscaled(made: list[Tensor]) -> list[Tensor | None]:
+    """Of ``made``, data and amax of FP8 operands, what is kept: there are no block scales."""
+    kept: list[Tensor | None] = []
+    for i in range(0, len(made), 2):
+        kept += made[i], None, made[i + 1]
+    return kept
+
+
+_ABSENT = (None, None, None, None)
+"""Values and amaxes of two memories that are not there."""
+
+
+def _recalled(*memories: Memory | None) -> tuple[tuple[Any, ...], list[Tensor | None]]:
+    """What a launch is asked about memories that it will recall; and of each values and amax."""
+    past_of = _kernels().Past.of
+    pasts: list[Any] = []
+    tensors: list[Tensor | None] = []
+    for memory in memories:
+        if memory is None:
+            pasts.append(None)
+            tensors += None, None
+            continue
+        pasts.append(past_of(*memory))
+        tensors += memory[:2]
+        backends.record(*("amax/triton", "record_amax/triton")[: 1 if memory.values is None else 2])
+    return tuple(pasts), tensors
 
 
 @cache

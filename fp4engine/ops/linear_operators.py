@@ -26,12 +26,14 @@ from fp4engine.ops.linear import (
     covering,
     given_amaxes,
     shares_amaxes,
+    unscaled,
     way_of,
 )
 from fp4engine.ops.operation import Output, define
 from fp4engine.ops.rng import placed
 from fp4engine.ops.tiles import TiledOperand
 from fp4engine.tracing import constant_when_traced
+
 
 class LinearByOperators(NamedTuple):
     """By two operators, one for each direction.
@@ -72,8 +74,8 @@ class LinearByOperators(NamedTuple):
                 kept = [*kept[:2], x_t, *kept[2:]]
             if w_t is not None:
                 kept = [*kept, w_t]
-        if len(kept) == 2 * (needs_dgrad + needs_wgrad):  # FP8 products take codes without block scales
-            kept = [tensor for pair in zip(kept[::2], kept[1::2]) for tensor in (pair[0], None, pair[1])]
+        if len(kept) == 2 * (needs_dgrad + needs_wgrad):
+            kept = unscaled(kept)
         return y, both(kept, needs_dgrad, needs_wgrad)
 
     def forward_keys(self, needs_dgrad: bool, needs_wgrad: bool) -> tuple[str, str, str, str]:

@@ -21,13 +21,17 @@ Outputs = Callable[..., list[Output]]
 """What an operation returns, from its arguments: fakes are made of it, and a test holds every backend to it."""
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types of tensors that have memory which a kernel may be given, unless something traces."""
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether eager code may pass by PyTorch's dispatcher with ``tensor``.
 
     The dispatcher of a Python operator costs more host time than a kernel's launch, and the implementation is what it
     would reach. What traces, and tensor subclasses, get the operator.
     """
-    return type(tensor) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_dynamo_compiling()
+    return type(tensor) in PLAIN and not torch.compiler.is_dynamo_compiling()
 
 
 def define(

@@ -8,8 +8,9 @@ in their stream ids.
 
 import hashlib
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -168,15 +169,20 @@ def advance(state: Tensor, count: int) -> Tensor:
     """
     with _lock:
         if capability.triton_runs_on(state.device)[0]:
-            from fp4engine.kernels.draw import draw
-
-            return draw(state, count)
+            return _kernel()(state, count)
         if state.is_cuda:
             _take_turns(state.device)
         state[1].add_(count)
         drawn = state.clone()
         drawn[0] += (drawn[1] >> 32) * KEY_STEP
         return drawn
+
+
+@cache
+def _kernel() -> Callable[[Tensor, int], Tensor]:
+    from fp4engine.kernels.draw import draw
+
+    return draw
 
 
 def _take_turns(device: torch.device) -> None:
