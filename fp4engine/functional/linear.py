@@ -241,21 +241,15 @@ class LinearFunction(torch.autograd.Function):
         grad_input = grad_weight = grad_bias = None
         grad_parameters: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs_input_grad) - 4)
         if needs_dgrad or needs_wgrad:
-            tensors, rng = ctx.saved_tensors, None
-            if plan.draws_in_backward:
-                if call.shards is None:
-                    rng = ops.next_draw(grad_output.device, beside=grad_output)
-                else:
-                    rng = call.shards.draw(grad_output.device, "backward")
             if ctx.at_once is not None:
                 dtypes, bias_dtype = (call.dtype, ctx.weight_dtype), ctx.bias_dtype if needs_bias else None
-                asked = (ctx.at_once, grad_output, tensors, ctx.inp_shape[-1], rng, dtypes, bias_dtype, call)
+                asked = (ctx.at_once, grad_output, ctx.saved_tensors, ctx.inp_shape[-1], dtypes, bias_dtype, call)
                 grad_input, grad_weight, grad_bias = _backward_at_once(*asked)
                 names = ("dgrad", "wgrad")[not needs_dgrad : 1 + needs_wgrad]
                 call.record(2 * grad_output.numel() * ctx.inp_shape[-1], *names)
             else:
-                saved = unflatten(Saved, ctx.structure, tensors)
-                asked = (grad_output, saved, call, rng, ctx.inp_shape[-1], ctx.weight_dtype)
+                saved = unflatten(Saved, ctx.structure, ctx.saved_tensors)
+                asked = (grad_output, saved, call, _draw(call, grad_output.device), ctx.inp_shape[-1], ctx.weight_dtype)
                 grad_input, grad_weight = _gradients(*asked)
                 if function is not None and grad_input is not None:
                     assert saved.x is not None
@@ -332,23 +326,33 @@ def _backward_at_once(
     grad_output: Tensor,
     kept: ops.Kept,
     ins: int,
-    rng: Tensor | None,
     dtypes: tuple[torch.dtype, torch.dtype],
     bias_dtype: torch.dtype | None,
     call: Call,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias; the last only where the way computes it."""
-    asked = (grad_output, kept, ins, rng, dtypes)
+    device, is_tiled = grad_output.device, call.tiles is not None
+    if call.shards is None and isinstance(way, ops.LinearByValues):
+        state = ops.live_state(device) if call.plan.draws_in_backward else None
+        rng = _draw(call, device) if state is None else state
+        is_live = state is not None
+        return *way.backward(grad_output, kept, ins, rng, dtypes, is_tiled=is_tiled, is_live=is_live), None
+    asked = (grad_output, kept, ins, _draw(call, device), dtypes)
     if call.shards is not None:
         assert isinstance(way, Shared), "other ways share no amaxes"
         return _backward_share(way, *asked, bias_dtype, call, call.shards)
     if isinstance(way, ops.LinearByOperators):
-        return way.backward(*asked, bias_dtype, is_tiled=call.tiles is not None)
-    if call.tiles is not None:
-        assert isinstance(way, ops.LinearByValues), "what comes as tiles is FP4"
-        return *way.backward(*asked, is_tiled=True), None
-    memory = call.plan.grad_output.recall(grad_output.device) if call.plan.is_stateful else None
+        return way.backward(*asked, bias_dtype, is_tiled=is_tiled)
+    assert not is_tiled, "what comes as tiles is FP4"
+    memory = call.plan.grad_output.recall(device) if call.plan.is_stateful else None
     return *way.backward(*asked, memory), None
+
+
+def _draw(call: Call, device: torch.device) -> Tensor | None:
+    """The draw of a backward pass, if it takes one."""
+    if not call.plan.draws_in_backward:
+        return None
+    return ops.next_draw(device) if call.shards is None else call.shards.draw(device, "backward")
 
 
 def _forward_share(

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.constants import KEY_STEP
-from fp4engine.kernels.launch import Draft, Facts, Launch, facts, resolver
+from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolver
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -24,11 +24,16 @@ def draw_kernel(state_ptr, out_ptr, count, key_step: tl.constexpr):
     tl.store(out_ptr + 1, drawn)
 
 
+def add_draw(draft: Draft, state: Place, out: Place, count: int) -> None:
+    """Add ``count`` to the draw of ``state``, int64 [2], and write ``(key, draw)`` as of then to ``out``."""
+    draft.step(draw_kernel, 1, state, out, count, KEY_STEP, num_warps=1)
+
+
 @resolver
 def resolve_draw(state: Facts, device: torch.device, count: int) -> Launch:
     """``(state) -> draw``."""
     draft = Draft(device, inputs=1)
-    draft.step(draw_kernel, 1, *draft.inputs, draft.output((2,), torch.int64), count, KEY_STEP, num_warps=1)
+    add_draw(draft, draft.inputs[0], draft.output((2,), torch.int64), count)
     return draft.launch()
 
 

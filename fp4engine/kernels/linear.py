@@ -27,6 +27,7 @@ from fp4engine.kernels.amax_history import Past, add_record
 from fp4engine.kernels.block_scales import Scales, add_block_scales
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.dequantize import Codes, add_decode
+from fp4engine.kernels.draw import add_draw
 from fp4engine.kernels.factor import Factor
 from fp4engine.kernels.gemm import add_gemm
 from fp4engine.kernels.gemm_launch import Matrix
@@ -139,6 +140,7 @@ def resolve_backward(
     tiles: tuple[Facts, Facts] | None = None,
     shared: bool = False,
     placed: bool = False,
+    live: Facts | None = None,
 ) -> Launch:
     """``(dy, x's codes, scale_inv, amax, w's, rng, *amaxes) -> [dx][, dw]``.
 
@@ -151,6 +153,7 @@ def resolve_backward(
         tiles: w's codes, not transposed, and tile scales, where these are what was kept.
         shared: whether the outer amaxes of dy's casts are given.
         placed: whether the draw says where dy lies in the whole.
+        live: of the random stream's state, if that is given and the draw is to be taken of it.
     """
     (rows, outs), (row_key, col_key, inp_key, weight_key) = grad.shape, keys
     draft = Draft(device, inputs=8 + (bool(weight_key) + bool(inp_key) if shared else 0))
@@ -158,6 +161,9 @@ def resolve_backward(
     row = _scratch_side(draft, row_key, 0, (rows, outs), next(given, None), placed) if weight_key else None
     col = _scratch_side(draft, col_key, 1, (outs, rows), next(given, None), placed) if inp_key else None
     rng = draft.inputs[7] if has_rng else None
+    if live is not None:
+        rng = draft.scratch((2,), torch.int64)
+        add_draw(draft, draft.inputs[7], rng, 1)
     add_cast(draft, Reading(grad), row, col, rng, stream)
     kept: list[Stored] = []
     if weight_key:

@@ -17,7 +17,7 @@ from fp4engine.ops.cast import (
     row_statistics,
     transient_form,
 )
-from fp4engine.ops.draws import Draws, is_replaying, next_draw
+from fp4engine.ops.draws import Draws, is_replaying, live_state, next_draw
 from fp4engine.ops.gemm import gemm
 from fp4engine.ops.grouped import (
     column_sums,
@@ -76,6 +76,7 @@ __all__ = [
     "is_transposable",
     "key_of",
     "linear_at_once",
+    "live_state",
     "manual_seed",
     "next_draw",
     "packed_amaxes",

@@ -21,7 +21,7 @@ class _Source(threading.local):
 _source = _Source()
 
 
-def next_draw(device: torch.device, count: int = 1, name: str = "", beside: Tensor | None = None) -> Tensor:
+def next_draw(device: torch.device, count: int = 1, name: str = "") -> Tensor:
     """Advance the stream of ``device`` by ``count`` draws: int64 [2] ``(seed, draw)``, the last of them.
 
     What draws by a ``name`` has draws of its own, which nothing else advances.
@@ -29,20 +29,25 @@ def next_draw(device: torch.device, count: int = 1, name: str = "", beside: Tens
     The tensor is the caller's own. Threads and CUDA streams that draw at the same time get different draws. Where
     tensors have no memory (the meta device, ``FakeTensorMode``), neither has the draw, and the stream stays as it is.
 
-    Args:
-        beside: a tensor of ``device`` that was made just now, if there is one: it says whether tensors have memory.
-
     Raises:
         RuntimeError: ``make_fx`` traces on fake tensors, and would take what has no memory for a draw; or a recomputed
             forward draws otherwise than the forward that it repeats.
     """
     if torch.compiler.is_dynamo_compiling():
         return torch.ops.fp4engine.next_draw(rng.state_of(device, name), count)
-    if beside is None or type(beside) is not Tensor or beside.is_meta:
-        like = torch.empty(0, dtype=torch.int64, device=device)
-        if like.is_meta or type(like) is not Tensor:
-            return _without_memory(like)
+    like = torch.empty(0, dtype=torch.int64, device=device)
+    if like.is_meta or type(like) is not Tensor:
+        return _without_memory(like)
     return _source.take(rng.state_of(device, name), count)
+
+
+def live_state(device: torch.device) -> Tensor | None:
+    """The random stream's state for a launch on ``device`` that takes the next draw itself, as :func:`next_draw` would.
+
+    It is launched while :data:`fp4engine.ops.rng.lock` is held. None where draws are remembered or repeated, which are
+    values.
+    """
+    return rng.state_of(device) if _source.take is rng.advance else None
 
 
 def is_replaying() -> bool:

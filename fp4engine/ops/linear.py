@@ -5,6 +5,7 @@ and :mod:`fp4engine.ops.gemm`, whose kernels run. Legend: x is [M, K], weight [N
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from fp4engine.ops.gemm import gemm, product_path
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import PLAIN
 from fp4engine.ops.reduce import packed_amaxes
+from fp4engine.ops.rng import lock as draw_lock
 from fp4engine.ops.rng import rank_bits
 from fp4engine.ops.tiles import TiledOperand
 
@@ -235,6 +237,7 @@ class LinearByValues(_Way):
         rank: int | None = None,
         given: Given | None = None,
         is_tiled: bool = False,
+        is_live: bool = False,
     ) -> Gradients:
         """``dx = dy @ weight`` and ``dw = dy.T @ x``, each in its dtype, if what it needs was kept.
 
@@ -247,6 +250,7 @@ class LinearByValues(_Way):
             rank: in whose name to draw; by default this process's.
             given: amaxes of ``grad_output`` that ranks share, both sides or none.
             is_tiled: whether the weight came as tiles.
+            is_live: whether ``rng`` is no draw yet, but :func:`fp4engine.ops.live_state`, of which to take one.
         """
         kernels, inp, weight = _kernels(), kept[0], kept[3]
         grad_output = as_it_is(grad_output)
@@ -257,12 +261,11 @@ class LinearByValues(_Way):
         stream = self.backward_stream(rng, rank)
         keys = self.backward_keys(inp, weight)
         asked = (kernels.facts(grad_output), ins, grad_output.device, keys, rng is not None, stream, dtypes, tiles)
+        amaxes = [] if given is None else [amax for amax in given if amax is not None]
         placed = rng is not None and rng.shape[0] == 4
-        if given is not None or placed:
-            amaxes = [amax for amax in given or () if amax is not None]
-            outputs = kernels.resolve_backward(*asked, bool(amaxes), placed)(grad_output, *kept, rng, *amaxes)
-        else:
-            outputs = kernels.resolve_backward(*asked)(grad_output, *kept, rng)
+        launch = kernels.resolve_backward(*asked, bool(amaxes), placed, kernels.facts(rng) if is_live else None)
+        with draw_lock if is_live else nullcontext():
+            outputs = launch(grad_output, *kept, rng, *amaxes)
         backends.record("quantize/triton", *("gemm/triton",) * len(outputs))
         return None if weight is None else outputs[0], None if inp is None else outputs[-1]
 

@@ -27,8 +27,8 @@ _DRAWS = 1 << 63
 _drew: dict[torch.device, torch.cuda.Stream] = {}
 """The stream that drew last, where Triton does not run."""
 
-_lock = threading.RLock()
-"""Held while anything below is read or changed, so that threads take draws one after the other."""
+lock = threading.RLock()
+"""Held while anything below is read or changed, a state on its device too: threads take draws one after the other."""
 _states: dict[str, Tensor] = {}
 """By device, ``"cpu"``; what has draws of its own has its name behind, ``"cpu/backward/layers.0.up"``."""
 _seed: list[int] = []
@@ -46,7 +46,7 @@ def manual_seed(seed: int) -> None:
         ValueError: ``seed`` is not an integer.
     """
     _require_seed(seed)
-    with _lock:
+    with lock:
         _seed[:] = [_to_int64(seed)]
         _pending.clear()
         for key, state in _states.items():
@@ -55,7 +55,7 @@ def manual_seed(seed: int) -> None:
 
 def current_seed() -> int:
     """The seed of every device's stream, an int64; reads no device."""
-    with _lock:
+    with lock:
         return _current_seed()
 
 
@@ -64,7 +64,7 @@ def get_rng_state() -> dict[str, Any]:
 
     Waits for the draws that any CUDA stream has been asked to take.
     """
-    with _lock:
+    with lock:
         for state in _states.values():
             _wait_for(state)
         draws = {device: int(state[1]) for device, state in _states.items()}
@@ -84,7 +84,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     if not isinstance(state, dict) or set(state) != {"seed", "draws"} or not isinstance(state["draws"], dict):
         raise ValueError(f"state must be {{'seed': int, 'draws': {{device: int}}}}, got {state!r}")
     _require_seed(state["seed"])
-    with _lock:
+    with lock:
         draws = {_device_named(name, draw): draw for name, draw in state["draws"].items()}
         manual_seed(state["seed"])
         for device, draw in draws.items():
@@ -136,7 +136,7 @@ class RandomStream:
 
     def _change_places(self) -> None:
         """Swap contents with what is in force: the module's own containers stay, in which compiled code looks."""
-        with _lock:
+        with lock:
             self._is_in_force = not self._is_in_force
             outside = dict(_states), dict(_pending), list(_seed)
             _states.clear()
@@ -167,7 +167,7 @@ def advance(state: Tensor, count: int) -> Tensor:
     that CUDA streams may draw at the same time. A CUDA device on which Triton does not run adds and copies in two
     launches, for which it waits for the stream that drew before.
     """
-    with _lock:
+    with lock:
         if capability.triton_runs_on(state.device)[0]:
             return _kernel()(state, count)
         if state.is_cuda:
@@ -219,7 +219,7 @@ def _started(device: torch.device, name: str) -> str:
         device = torch.device("cuda", torch.cuda.current_device())
     key = f"{device}/{name}" if name else str(device)
     if key not in _states:
-        with _lock:
+        with lock:
             if key not in _states:
                 _start(key, device)
     return key
