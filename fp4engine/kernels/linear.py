@@ -286,7 +286,7 @@ def resolve_fp8_forward(
 ) -> Launch:
     """``(x, w, x's values and amax, w's) -> x's codes, w's, alpha, one[, x^T's codes, amax][, w^T's codes, amax]``.
 
-    Codes are PyTorch's FP8; their product is multiplied by the last two. Values and amax are delayed scaling's memory.
+    Codes are PyTorch's FP8; their product is multiplied by alpha and one. Values and amax are delayed scaling's memory.
 
     Args:
         keys: as in :func:`resolve_forward`; FP8 with one scale per tensor.

@@ -150,7 +150,12 @@ def assert_compiled_is_eager(monkeypatch, recipe, shape, device, kind, x_grad=Tr
     taken, results = [], []
     for name in ("forward", "backward"):
         method = getattr(kind, name)
-        monkeypatch.setattr(kind, name, lambda *a, name=name, method=method: taken.append(name) or method(*a))
+
+        def take(*a, name=name, method=method, **told):
+            taken.append(name)
+            return method(*a, **told)
+
+        monkeypatch.setattr(kind, name, take)
     *rows, fan_in, fan_out = shape
     torch.manual_seed(3)
     torch._dynamo.reset()
