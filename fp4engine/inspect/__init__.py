@@ -1,6 +1,7 @@
 """Looking inside a training run: statistics of operands and products, and which of them cost accuracy."""
 
-from fp4engine.inspect.recorder import Recorder, read, record
+from fp4engine.inspect.reading import read
+from fp4engine.inspect.recorder import Recorder, record
 from fp4engine.inspect.report import html
 from fp4engine.inspect.search import Advice, Culprit, Findings, bisect, sensitivity
 

@@ -21,13 +21,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from fp4engine.arguments import require_model, require_path, require_patterns
 from fp4engine.functional.shards import Role
 from fp4engine.inspect import statistics
+from fp4engine.inspect.reading import FILE
 from fp4engine.inspect.rows import Row, described, is_distributed
 from fp4engine.inspect.statistics import Counted, Figures
 from fp4engine.inspect.watch import Seen, Spread, drawn, layers_of, watching
 from fp4engine.names import covers
 from fp4engine.version import __version__
 
-FILE = "record.jsonl"
 _UNSEEN = "no forward pass in training mode went through it in this step"
 _encode = json.JSONEncoder(allow_nan=False).encode
 
@@ -389,30 +389,3 @@ def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
             value, (int, float)
         ):
             yield f"{place}/{name}", float(value)
-
-
-def read(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a ``record.jsonl`` or of the folder that holds it; each gets its ``line``, counted from 1.
-
-    Raises:
-        ValueError: there is no such file, or a line is no row of a record.
-    """
-    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
-    if not file.is_file():
-        raise ValueError(f"there is no {file}; inspect.record(model, out) writes {FILE} into the folder out")
-    try:
-        lines = file.read_text().splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text: {error}") from error
-    rows: list[dict[str, Any]] = []
-    for line, text in enumerate(lines, start=1):
-        try:
-            row = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"line {line} of {file} is not JSON: {error}") from error
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int) or not isinstance(row.get("kind"), str):
-            raise ValueError(f"line {line} of {file} is no row of a record: it needs a step and a kind")
-        rows.append({**row, "line": line})
-    if not rows or rows[0]["kind"] != "run":
-        raise ValueError(f"{file} does not begin with a row of kind 'run'; it was not written by inspect.record")
-    return rows

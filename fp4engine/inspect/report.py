@@ -92,7 +92,7 @@ def html(rows: Sequence[Row], title: str) -> str:
 def _about(rows: Sequence[Row], found: Sequence[Row]) -> str:
     runs = [row for row in rows if row["kind"] == "run"]
     first, last = min(found, key=_step), max(found, key=_step)
-    ranks = "rank" if runs[0].get("world_size") == 1 else "ranks"
+    ranks = "rank" if runs[0]["world_size"] == 1 else "ranks"
     sentences = [
         f"Recorded steps {_number(first, 'step')} to {_number(last, 'step')}, every {_number(runs[0], 'every')} steps, "
         f"on {_number(runs[0], 'world_size')} {ranks}, by fp4engine {escape(str(runs[0].get('fp4engine')))} with torch "
@@ -109,8 +109,7 @@ def _step(row: Row) -> int:
 
 
 def _number(row: Row, field: str) -> str:
-    value = row.get(field)
-    return "?" if value is None else f"<span {_traced(row['line'], field, value)}>{value}</span>"
+    return f"<span {_traced(row['line'], field, row[field])}>{row[field]}</span>"
 
 
 def _overview(by_layer: dict[str, list[Row]], step: int) -> str:

@@ -111,8 +111,26 @@ def test_a_config_that_cannot_be_read_is_named(content: str, said: str, tmp_path
     assert left.value.code == 2 and said in error and error.count("\n") == 1
 
 
+RUN = b'{"step": 0, "kind": "run", "every": 1, "world_size": 1}\n'
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"not json\n", b'{"kind": "run"}\n', b'{"step": 0, "kind": "tensor"}\n', b"\xa4\xff\n"]
+    "content",
+    [
+        b"",
+        b"not json\n",
+        b'{"kind": "run"}\n',
+        b'{"step": 0, "kind": "tensor"}\n',
+        b"\xa4\xff\n",
+        b"[" * 100_000,
+        b'{"step": 0, "kind": "run"}\n',
+        RUN + b'{"step": 0, "kind": "surprise", "layer": "fc"}\n',
+        RUN + b'{"step": 0, "kind": "operand"}\n',
+        RUN + b'{"step": 0, "kind": "gemm", "layer": "fc", "gemm": "fprop", "snr_db": "much"}\n',
+        RUN + b'{"step": 0, "kind": "gemm", "layer": "fc", "gemm": "fprop", "snr_db": NaN}\n',
+        RUN + b'{"step": true, "kind": "refusal", "layer": "fc", "reason": "none"}\n',
+        RUN + b'{"step": 0, "kind": "tensor", "layer": "fc", "role": "input", "channels": [[1]]}\n',
+    ],
 )
 def test_a_record_that_cannot_be_read_is_named(content: bytes, tmp_path: Path, capsys) -> None:
     (tmp_path / "record.jsonl").write_bytes(content)

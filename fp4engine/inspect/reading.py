@@ -1,0 +1,105 @@
+"""Rows of a record, read from its file; what each kind of them must have is said in :data:`FIELDS`."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FILE = "record.jsonl"
+
+Form = Callable[[Any], bool]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    """A finite number, or None where there is none."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
+
+
+def _are(form: Form) -> Form:
+    return lambda value: isinstance(value, list) and all(map(form, value))
+
+
+def _are_each(*forms: Form) -> Form:
+    """A list with an entry of each form, in their order."""
+    return lambda value: (
+        isinstance(value, list)
+        and len(value) == len(forms)
+        and all(form(entry) for form, entry in zip(forms, value, strict=True))
+    )
+
+
+def _is_histogram(value: Any) -> bool:
+    return isinstance(value, dict) and all(code.isdecimal() and _is_count(times) for code, times in value.items())
+
+
+_OPERAND: dict[str, Form] = dict.fromkeys(("layer", "gemm", "role", "side"), _is_text)
+_SHARES = ("zeros", "rounded_to_zero", "saturated", "scale_underflow", "scale_overflow")
+_NUMBERS = ("amax", "sqnr_db", *_SHARES, "scale_spread_octaves", "scale_range_octaves")
+
+FIELDS: dict[str, dict[str, Form]] = {
+    "run": {"every": _is_count, "world_size": _is_count},
+    "tensor": {"layer": _is_text, "role": _is_text, "channels": _are(_are_each(_is_count, _is_number))},
+    "operand": {
+        **_OPERAND,
+        **dict.fromkeys(_NUMBERS, _is_number),
+        "cast": _is_text,
+        "codes": _are(_is_count),
+        "scale_codes": _is_histogram,
+        "worst": _are(_are_each(_is_count, _is_count, _is_number, _is_number, _is_count)),
+    },
+    "gemm": {"layer": _is_text, "gemm": _is_text, "snr_db": _is_number},
+    "rounding": {**_OPERAND, "bias": _is_number},
+    "refusal": {"layer": _is_text, "reason": _is_text},
+}
+"""Kind of row -> field -> whether a value can be that field's. Rows may have others, which nobody here reads."""
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a ``record.jsonl`` or of the folder that holds it; each gets its ``line``, counted from 1.
+
+    Raises:
+        ValueError: there is no such file, or a line is no row of a record.
+    """
+    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise ValueError(f"there is no {file}; inspect.record(model, out) writes {FILE} into the folder out")
+    try:
+        lines = file.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text: {error}") from error
+    rows: list[dict[str, Any]] = []
+    for line, text in enumerate(lines, start=1):
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {line} of {file} is not JSON: {error}") from error
+        if wrong := _fault(row):
+            raise ValueError(f"line {line} of {file} is no row of a record: {wrong}")
+        rows.append({**row, "line": line})
+    if not rows or rows[0]["kind"] != "run":
+        raise ValueError(f"{file} does not begin with a row of kind 'run'; it was not written by inspect.record")
+    return rows
+
+
+def _fault(row: Any) -> str:
+    """Why ``row`` is no row of a record; empty if it is one."""
+    if not isinstance(row, dict) or not _is_count(row.get("step")) or not _is_text(row.get("kind")):
+        return "it needs a step and a kind"
+    fields = FIELDS.get(row["kind"])
+    if fields is None:
+        return f"kind must be one of {', '.join(FIELDS)}, got {row['kind']!r:.80}"
+    for name, fits in fields.items():
+        if name not in row:
+            return f"a row of kind {row['kind']!r} needs {name!r}"
+        if not fits(row[name]):
+            return f"{name!r} of a row of kind {row['kind']!r} cannot be {row[name]!r:.80}"
+    return ""
