@@ -1,5 +1,6 @@
 """Pictures of measured results are drawn from the rows under version control, and nothing in them hides."""
 
+import csv
 import importlib.util
 import json
 import re
@@ -7,6 +8,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
+from matplotlib.text import Text
+
+from fp4engine.recipe import zoo
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -80,6 +84,20 @@ def test_the_final_gaps_are_drawn_from_zero_on(drawn) -> None:
 def test_every_shape_has_a_color_of_its_own(drawn) -> None:
     shapes = [line for line in drawn("quantize.png").axes[0].lines if line.get_marker() == "o"]
     assert len({tuple(line.get_color()) for line in shapes}) == len(shapes) == 12
+
+
+def test_no_title_is_cut_off(drawn) -> None:
+    figure = drawn("convergence/mini/switch.png")
+    figure.canvas.draw()
+    titles = {figure.get_suptitle(), *(axes.get_title() for axes in figure.axes)} - {""}
+    drawn_titles = figure.findobj(lambda artist: isinstance(artist, Text) and artist.get_text() in titles)
+    assert titles and len(drawn_titles) == len(titles)
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in map(Text.get_window_extent, drawn_titles))
+
+
+def test_errors_of_recipes_are_of_every_row_of_the_book() -> None:
+    rows = csv.DictReader((ROOT / "docs" / "images" / "recipe_errors.csv").read_text().splitlines())
+    assert list(dict.fromkeys(row["recipe"] for row in rows)) == list(zoo.ZOO)
 
 
 def test_the_page_about_nvfp4_shows_every_picture_that_is_drawn_for_it(lesson) -> None:
