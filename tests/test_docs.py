@@ -1,7 +1,7 @@
 """Every code block in README.md and docs/ works.
 
-Each ```python block runs alone, as a reader would paste it, unless its first line says that it continues the block
-above. ```bash blocks are not run; the files and make targets they name must exist. So must the files that a page links
+Each ```python block runs alone, as a reader would paste it. Only on a page that is one program a block may say, in its
+first line, that it continues the block above. ```bash blocks are not run; the files and make targets they name must exist. So must the files that a page links
 to, the names of this package that it quotes, and all that is public on the page that is made from docstrings.
 """
 
@@ -22,8 +22,8 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 CONTINUES = "# continues the block above\n"
-ONE_NAMESPACE = ("coming-from-te.md", "kernels.md", "recipes.md")
-"""Pages whose blocks still need those above them without saying so."""
+ONE_PROGRAM = ("which-layers.md",)
+"""Pages whose blocks continue each other, since they train one model and find out more and more about it."""
 PUBLIC = (
     "fp4engine", "fp4engine.recipe", "fp4engine.inspect", "fp4engine.estimate", "fp4engine.export", "fp4engine.formats",
     "fp4engine.integrations", "fp4engine.testing", "fp4engine.accounting", "fp4engine.distributed",
@@ -70,8 +70,7 @@ def run_page(path: Path, text: str) -> None:
         for block in blocks(text):
             if block.language != "python":
                 continue
-            continues = block.code.startswith(CONTINUES) or path.name in ONE_NAMESPACE
-            if module is None or not continues:
+            if module is None or not block.code.startswith(CONTINUES):
                 module = types.ModuleType("__docs_page__")
                 sys.modules[module.__name__] = module  # dataclasses and pickling look their module up
             exec(compile("\n" * (block.line - 1) + block.code, str(path), "exec"), module.__dict__)
@@ -117,6 +116,9 @@ def make_targets() -> set[str]:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = path.read_text()
+    assert path.name in ONE_PROGRAM or not any(block.code.startswith(CONTINUES) for block in blocks(text)), (
+        f"{path}: let every block run alone"
+    )
     for block in blocks(text):
         assert block.language not in ("py", "python3", "pycon"), (
             f"{path}:{block.line}: write ```python, so that it runs"
