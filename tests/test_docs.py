@@ -1,8 +1,9 @@
 """Every code block in README.md and docs/ works.
 
 Each ```python block runs alone, as a reader would paste it. Only on a page that is one program a block may say, in its
-first line, that it continues the block above. ```bash blocks are not run; the files and make targets they name must exist. So must the files that a page links
-to, the names of this package that it quotes, and all that is public on the page that is made from docstrings.
+first line, that it continues the block above. ```bash blocks are not run; the files and make targets they name must
+exist. So must the files that a page links to, the names of this package that it quotes, and all that is public on the
+page that is made from docstrings.
 """
 
 import importlib

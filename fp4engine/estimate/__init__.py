@@ -25,7 +25,7 @@ from fp4engine.estimate.trace import AsOnCuda, Step, Watch, trace
 from fp4engine.functional import make_linear_plan
 from fp4engine.modules import Linear
 from fp4engine.names import covers
-from fp4engine.recipe import Recipe
+from fp4engine.recipe import Recipe, zoo
 from fp4engine.recipe.base import require_recipe
 from fp4engine.state import autocast
 
@@ -33,6 +33,9 @@ __all__ = ["GPU", "GPUS", "MODELS", "Architecture", "Estimate", "estimate", "fro
 
 STATES = {"adamw": 2, "adamw8bit": 2, "sgd": 0, "momentum": 1}
 """Optimizer -> moments that it keeps of each trained parameter, in the parameter's dtype."""
+
+FITTED = ("nvfp4", "fp8_current")
+"""Rows of the recipe book whose steps were measured, beside BF16's, and compared with estimates."""
 
 EIGHT_BITS = 1 + 4 / 256
 """Bytes of a moment of ``adamw8bit``, whatever the parameter's dtype: 8 bits, and one FP32 number per 256."""
@@ -514,6 +517,11 @@ def _notes(request: _Request) -> list[str]:
         notes.append(
             f"the time is a prediction: shares of peak were measured on an H200, the peaks of {gpu.name} are from "
             f"{gpu.source}"
+        )
+    if request.recipe is not None and request.recipe not in map(zoo.make, FITTED):
+        notes.append(
+            f"the time is that of casts and products as in {' and '.join(FITTED)}, to whose runs it was fitted; no run "
+            "by this recipe was compared, and many recipes take longer (docs/limits.md)"
         )
     if gpu.fp4 and request.recipe is not None:
         notes.append("products on FP4 tensor cores have not been run by this project")

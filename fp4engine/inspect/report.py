@@ -4,6 +4,7 @@ Every number on the page sits in an element that names the line of ``record.json
 (``data-line``), the field of that row (``data-field``) and the value there (``data-value``); pointing at it shows them.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,10 @@ OPERAND_CHARTS = (
     ("scale_underflow", "Share of blocks whose scale underflows to zero"),
     ("scale_overflow", "Share of blocks whose scale overflows its bound"),
     ("scale_spread_octaves", "Spread of block scales, octaves"),
-    ("amax", "Largest magnitude"),
+    ("amax", "Largest magnitude, on a logarithmic scale"),
 )
+LOGARITHMIC = ("amax",)
+"""Fields of which gradients have values a million times below those of inputs."""
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #1c1c1c; }
@@ -45,7 +48,7 @@ details { border: 1px solid #ddd; border-radius: 6px; margin: .5rem 0; padding: 
 summary { cursor: pointer; font-weight: 600; }
 .charts { display: flex; flex-wrap: wrap; gap: 1rem; } figure { margin: .6rem 0; max-width: 22rem; }
 figcaption { font-size: .85rem; color: #444; } svg text { font: 11px system-ui, sans-serif; fill: #555; }
-.legend { font-size: .85rem; } .legend span { margin-right: 1rem; white-space: nowrap; }
+.legend { font-size: .85rem; } .legend > span { margin-right: 1rem; white-space: nowrap; }
 .swatch { display: inline-block; width: .8rem; height: .8rem; margin-right: .3rem; vertical-align: -.05rem; }
 .note { color: #7a3b00; }
 """
@@ -149,6 +152,11 @@ def _traced(line: int, field: str, value: float) -> str:
     return f'{_place(line, field, value)} title="{field} = {value:.6g}, line {line}"'
 
 
+def _tip(field: str, value: float, line: int) -> str:
+    """The same inside of a picture, where a title is an element."""
+    return f"<title>{field} = {value:.6g}, line {line}</title>"
+
+
 def _refusals(rows: Sequence[Row]) -> str:
     reasons: defaultdict[str, set[str]] = defaultdict(set)
     for row in rows:
@@ -223,8 +231,14 @@ def _chart(caption: str, field: str, series: Sequence[Sequence[_Point]], every: 
     def x(step: int) -> float:
         return LEFT + (WIDTH - LEFT - 10) * ((step - first.step) / (last.step - first.step or 1))
 
+    least = min((point.value for point in points if point.value > 0), default=1.0)
+
+    def height(value: float) -> float:
+        return math.log10(max(value, least)) if field in LOGARITHMIC else value
+
     def y(value: float) -> float:
-        part = (high.value - value) / (high.value - low.value) if high.value > low.value else 0.5
+        top, bottom = height(high.value), height(low.value)
+        part = (top - height(value)) / (top - bottom) if top > bottom else 0.5
         return 8 + (HEIGHT - BOTTOM - 16) * part
 
     drawn = [_axes(field, [low, high] if high.value > low.value else [low], first, last, y)]
@@ -249,13 +263,15 @@ def _axes(field: str, values: Sequence[_Point], first: _Point, last: _Point, y: 
     lines = "".join(
         f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{y(point.value):.1f}" y2="{y(point.value):.1f}" stroke="#e4e4e4"/>'
         f'<text x="{LEFT - 8}" y="{y(point.value) + 4:.1f}" text-anchor="end" '
-        f"{_place(point.line, field, point.value)}>{point.value:.3g}</text>"
+        f"{_place(point.line, field, point.value)}>{point.value:.3g}{_tip(field, point.value, point.line)}</text>"
         for point in values
     )
-    steps = f'<text x="{LEFT}" y="{HEIGHT - 6}" {_place(first.line, "step", first.step)}>step {first.step}</text>'
+    tip = _tip("step", first.step, first.line)
+    steps = f'<text x="{LEFT}" y="{HEIGHT - 6}" {_place(first.line, "step", first.step)}>step {first.step}{tip}</text>'
     if last.step > first.step:
         where = f'x="{WIDTH - 10}" y="{HEIGHT - 6}" text-anchor="end"'
-        steps += f"<text {where} {_place(last.line, 'step', last.step)}>{last.step}</text>"
+        tip = _tip("step", last.step, last.line)
+        steps += f"<text {where} {_place(last.line, 'step', last.step)}>{last.step}{tip}</text>"
     return lines + steps
 
 

@@ -490,11 +490,18 @@ class Traced(HTMLParser):
         self.loads: list[str] = []
         self.traced: list[bool] = []
         self.untraced: list[str] = []
+        self.traceable: list[str] = []
+        self.tips: list[str] = []
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
         if "data-line" in attributes:
             self.found.append(attributes)
+            self.traceable.append(tag)
+        if "data-line" in attributes and "title" in attributes:
+            self.tips.append(tag)
+        elif tag == "title" and self.open and self.traced[-1]:
+            self.tips.append(self.open[-1])
         self.loads += [tag for name in ("src", "href") if name in attributes]
         if tag in ("script", "link", "img"):
             self.loads.append(tag)
@@ -525,6 +532,8 @@ def test_every_number_of_the_report_is_in_its_row(tmp_path: Path) -> None:
     assert not parser.loads
     assert [text for text in parser.untraced if not text.strip().startswith("mlp.fc")] == []  # a layer's name
     assert len(parser.found) > 300
+    assert parser.tips == parser.traceable  # whatever is pointed at says where it is from
+    assert parser.tips.count("text") > 50
     for element in parser.found:
         value = rows[int(element["data-line"])]
         for part in element["data-field"].split("."):
