@@ -64,6 +64,8 @@ class DotProductAttention(OnOneRank, ExtraState):
         NotImplementedError: context parallelism, another softmax, or the maximum of the scores.
     """
 
+    __call__: Callable[..., Tensor]
+
     def __init__(
         self,
         num_attention_heads: int,

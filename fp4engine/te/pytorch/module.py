@@ -50,6 +50,8 @@ class Linear(TransformerEngineBaseModule, SplitLinear):
         NotImplementedError: more than one rank, or ``symmetric_ar_type``.
     """
 
+    __call__: Callable[..., Tensor]  # for type checkers; a tuple of tensors where return_bias asks for one
+
     def __init__(
         self,
         in_features: int,
