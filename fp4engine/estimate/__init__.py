@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp4engine.accounting import executed_gemms
 from fp4engine.checkpoint import checkpoint
 from fp4engine.convert import convert
-from fp4engine.estimate.decoder import MODELS, Architecture, Decoder, add_lora, from_config
+from fp4engine.estimate.decoder import LARGEST, MODELS, Architecture, Decoder, add_lora, from_config
 from fp4engine.estimate.gpus import CUDA_RESERVE, GPU, GPUS, HOST, SHARES
 from fp4engine.estimate.trace import AsOnCuda, Step, Watch, trace
 from fp4engine.functional import make_linear_plan
@@ -255,6 +255,8 @@ def _require(
     for name, (value, least) in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if value > LARGEST:
+            raise ValueError(f"{name} must be at most {LARGEST:,}, got {value!r:.30}")
     words = {"parameters": (parameters, ("fp32", "bf16")), "optimizer": (optimizer, STATES), "gpu": (gpu, GPUS)}
     for name, (value, allowed) in words.items():
         if value not in allowed:
@@ -283,7 +285,9 @@ def _without_memory(model: nn.Module) -> nn.Module:
 
 
 def _of_sizes(sizes: Architecture, keep: tuple[str, ...], step: dict[str, Any]) -> _Request:
-    rank = step["lora_rank"]
+    rank, tokens = step["lora_rank"], step["batch"] * step["sequence"]
+    if tokens * max(sizes.width, sizes.ffn, sizes.vocabulary) > 1 << 56:  # PyTorch counts bytes by 64 bits
+        raise ValueError(f"batch={step['batch']} times sequence={step['sequence']} is too much for {sizes}")
     dtype = torch.bfloat16 if step["parameters"] == "bf16" or step["fsdp"] > 1 else torch.float32
 
     def wrap(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -518,7 +522,7 @@ def _notes(request: _Request) -> list[str]:
             f"the time is a prediction: shares of peak were measured on an H200, the peaks of {gpu.name} are from "
             f"{gpu.source}"
         )
-    if request.recipe is not None and request.recipe not in map(zoo.make, FITTED):
+    if request.recipe is not None and request.recipe not in map(zoo.make, (*FITTED, "high_precision")):
         notes.append(
             f"the time is that of casts and products as in {' and '.join(FITTED)}, to whose runs it was fitted; no run "
             "by this recipe was compared, and many recipes take longer (docs/limits.md)"

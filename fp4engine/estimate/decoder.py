@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from fp4engine.arguments import require_path
 
+LARGEST = 1 << 24
+"""The most that a size may be."""
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -51,7 +54,9 @@ class Architecture:
         for name in ("layers", "width", "heads", "ffn", "vocabulary", "kv_heads", "head_dim"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+                raise ValueError(f"{name} must be a positive integer, got {value!r:.80}")
+            if value is not None and value > LARGEST:
+                raise ValueError(f"{name} must be at most {LARGEST:,}, got {value!r:.30}")
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.head_dim is None and self.width % self.heads:
@@ -122,11 +127,11 @@ def from_config(config: str | Path | dict[str, Any]) -> Architecture:
             raise ValueError(f"there is no config file {path}")
         try:
             data = json.loads(path.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from error
     family = data.get("model_type") if isinstance(data, dict) else None
-    if family not in FAMILIES:
-        raise ValueError(f"model_type of {name} must be one of {', '.join(FAMILIES)}, got {family!r}")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ValueError(f"model_type of {name} must be one of {', '.join(FAMILIES)}, got {family!r:.80}")
     sizes: dict[str, Any] = dict(FAMILIES[family])
     for field, keys in _NAMES.items():
         found = [data[key] for key in keys if data.get(key) is not None]

@@ -76,6 +76,19 @@ BAD = {
         "96",
     ],
     "an odd head": ["estimate", "--layers", "2", "--width", "9", "--heads", "3", "--ffn", "64", "--vocabulary", "96"],
+    "more than can be counted": ["estimate", "--model", "Llama-3-8B", "--batch", "9" * 400],
+    "more tokens than can be counted": [
+        "estimate",
+        "--model",
+        "Llama-3-8B",
+        *("--batch", "16777216"),
+        *("--sequence", "16777216"),
+    ],
+    "a size that cannot be counted": [
+        "estimate",
+        *["--layers", "2", "--width", "64", "--heads", "1", "--ffn", "64", "--vocabulary"],
+        "9" * 20,
+    ],
     "no such config": ["estimate", "--config", "/nowhere"],
     "no such GPU": ["estimate", "--gpu", "H9000"],
     "words for numbers": ["estimate", "--batch", "many"],
@@ -100,6 +113,8 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], capsys) -> 
         ('{"model_type": "mamba"}', "model_type"),
         ('{"model_type": "llama", "hidden_size": 64}', "num_hidden_layers"),
         ("[]", "model_type"),
+        ('{"model_type": ["llama"]}', "model_type"),
+        ("[" * 100_000, "is not JSON"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_named(content: str, said: str, tmp_path: Path, capsys) -> None:
