@@ -86,7 +86,7 @@ def blocks() -> Figure:
         for edge in range(0, 129, 16 if spec is NEAREST else 128):
             axes.axvline(edge - 0.5, color=ORANGE, linewidth=0.8)
         axes.annotate("60 stands here,\nfar above", (40, 3.3), (52, 2.2), fontsize=8, arrowprops={"arrowstyle": "->"})
-        axes.legend(loc="lower right", ncols=2, fontsize=8)
+        axes.legend(loc="upper left", ncols=2, fontsize=8)
     panels[1].set_xlabel("position; the lines are borders between blocks")
     return figure
 
@@ -103,7 +103,7 @@ def outer() -> Figure:
         axes.plot(sizes, [100 * relative_error(x * size, spec) for size in sizes], color=color, label=label)
     axes.set(xscale="log", ylim=(0, 105), xlabel="size of a typical number of the tensor", ylabel="error (%)")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="center", bbox_to_anchor=(0.57, 0.5), fontsize=8)
     return figure
 
 
