@@ -186,7 +186,7 @@ class Launch:
         for shape, dtype in (buffers[index - inputs] for index in parts):
             self._offsets.append(room)
             room += -(-math.prod(shape) * dtype.itemsize // _SLICE) * _SLICE
-        self._room = _allocation((room,), torch.uint8, device) if room else None
+        self._room = _allocation((room,), torch.uint8, device) if parts else None
         self._blocks: list[tuple[int, Callable[[Tensor], Any]]] = []
         self._constants: list[Any] = []
         order = {index: place for place, index in enumerate([*range(inputs), *whole, *parts])}

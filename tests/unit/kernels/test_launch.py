@@ -119,6 +119,19 @@ def test_what_is_compiled_is_given_addresses_in_the_same_order(monkeypatch):
     assert described[0].shape == (4,) and described[1] is given
 
 
+def test_scratch_of_nothing_is_passed_too(monkeypatch):
+    active = SimpleNamespace(get_current_stream=lambda index: "stream")
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "JITFunction", Compiled)
+    kernel, draft = Compiled(), Draft(torch.device("cpu"), inputs=0)
+    draft.step(kernel, 1, draft.scratch((0, 4), torch.float32), draft.output((2,), BF16), 5)
+    made = draft.launch()
+    made()
+    (output,) = made()
+    ((_, _, arguments),) = kernel.run.calls
+    assert arguments == (0, output.data_ptr(), 5)
+
+
 def test_a_launch_of_nothing_allocates_every_time():
     draft = Draft(torch.device("cpu"), inputs=0)
     draft.output((0, 4), torch.float32)
