@@ -47,7 +47,7 @@ from training import MODELS, PRECISIONS
 from wire import Wire
 
 import fp4engine
-from fp4engine.distributed import fp4_all_gather
+from fp4engine.distributed import fp4_all_gather, share_weight_amaxes
 from fp4engine.estimate import MODELS as KNOWN
 from fp4engine.estimate import Architecture, estimate
 from fp4engine.estimate.decoder import Decoder
@@ -205,6 +205,8 @@ def build(run: Run, name: str, layout: str, recipe: Recipe | None, compiled: boo
     dp, tp = mesh_of(run, layout)
     if tp is not None:
         split(model, tp)
+    if tp is not None and dp is None and recipe is not None:
+        share_weight_amaxes(model)
     if compiled:
         for block in model.blocks:
             block.compile(fullgraph=True, backend="inductor" if run.is_cuda else "aot_eager")

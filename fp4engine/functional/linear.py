@@ -20,7 +20,7 @@ from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.norm import Norm
 from fp4engine.functional.plan import ExecutedGemms, GemmName, LinearPlan
 from fp4engine.functional.saved import flatten, unflatten
-from fp4engine.functional.shards import Part, Shards, Wholes, backward_amaxes, forward_amaxes, quantize_parts
+from fp4engine.functional.shards import Part, Shards, Wholes, names_of, quantize_parts, share_of
 from fp4engine.functional.through_cast import gradient, rotation_of, within
 from fp4engine.functional.weight_cache import Make, Operands, WeightCache
 from fp4engine.ops import Operand, TiledOperand
@@ -340,7 +340,7 @@ def _backward_at_once(
     asked = (grad_output, kept, ins, _draw(call, device), dtypes)
     if call.shards is not None:
         assert isinstance(way, Shared), "other ways share no amaxes"
-        return _backward_share(way, *asked, bias_dtype, call, call.shards)
+        return _backward_share(way, *asked, bias_dtype, call.shards)
     if isinstance(way, ops.LinearByOperators):
         return way.backward(*asked, bias_dtype, is_tiled=is_tiled)
     assert not is_tiled, "what comes as tiles is FP4"
@@ -361,14 +361,11 @@ def _forward_share(
     """One rank's part of a forward: amaxes, a collective, and the rest."""
     travel = shards.travelling()
     assert travel is not None, "a layer goes this way only if all amaxes of a direction travel together"
-    keys = way.forward_keys(*needs)
-    amaxes = forward_amaxes(way.amaxes, travel, x, weight, keys)
     added = bias if shards.adds_bias else None
     if isinstance(way, ops.LinearByOperators):
-        return way.forward(x, weight, added, *needs, None, travel.shared, amaxes)
-    of_input, of_weight = travel.shared
-    given = ops.given_amaxes(amaxes, keys, (of_input, of_input, of_weight, of_weight))
-    return way.forward(x, weight, added, *needs, None, given)
+        told = travel.shared, names_of(travel.forward), shards.weight_amaxes
+        return way.forward(x, weight, added, *needs, None, *told)
+    return way.forward(x, weight, added, *needs, None, share_of(*travel[:2], shards.weight_amaxes))
 
 
 def _backward_share(
@@ -379,26 +376,17 @@ def _backward_share(
     rng: Tensor | None,
     dtypes: tuple[torch.dtype, torch.dtype],
     bias_dtype: torch.dtype | None,
-    call: Call,
     shards: Shards,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """One rank's part of a backward, likewise; the gradient of a bias only from operators."""
-    casts = call.plan.casts
     travel, rank, place = shards.travelling(), shards.rank, shards.grad_output.place
-    assert casts is not None and travel is not None, (
-        "a layer goes this way only if all amaxes of a direction travel together"
-    )
-    row, col = casts.grad_output
-    keys = row * call.needs_dgrad, col * call.needs_wgrad
+    assert travel is not None, "a layer goes this way only if all amaxes of a direction travel together"
     if isinstance(way, ops.LinearByOperators):
         place = None if rng is None else place
-        find = partial(way.amaxes, rng=rng, place=place, rank=rank)
-        amaxes = backward_amaxes(find, travel, grad_output, keys)
-        return way.backward(grad_output, kept, ins, rng, dtypes, bias_dtype, place, rank, amaxes)
+        return way.backward(grad_output, kept, ins, rng, dtypes, bias_dtype, place, rank, names_of(travel.backward))
     rng = rng if rng is None or place is None else ops.placed(rng, *place)
-    amaxes = backward_amaxes(way.amaxes, travel, grad_output, keys)
-    given = None if amaxes is None else ops.given_amaxes(amaxes, keys, (True, True))
-    return *way.backward(grad_output, kept, ins, rng, dtypes, None, rank, given), None
+    share = share_of((True, True), travel.backward)
+    return *way.backward(grad_output, kept, ins, rng, dtypes, None, rank, share), None
 
 
 def _at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.LinearByOperators | None:
@@ -511,7 +499,8 @@ def quantize_forward(call: Call, *tensors: tuple[Literal["input", "weight"], Ten
         quantizer: Quantizer = getattr(call.plan, role)
         matrix = as_matrix(tensor)
         keeps_rowwise, columnwise, form = _sides(quantizer, call, needs_backward, matrix.device)
-        parts.append(Part(role, quantizer, matrix, {"columnwise": columnwise, "rowwise_form": form}))
+        given = None if role == "input" or call.shards is None else call.shards.weight_amaxes
+        parts.append(Part(role, quantizer, matrix, {"columnwise": columnwise, "rowwise_form": form}, given))
         keep_rowwise.append(keeps_rowwise)
     operands: list[Operands] = []
     for i, quantized in enumerate(_quantize(parts, call)):

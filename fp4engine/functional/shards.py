@@ -4,7 +4,8 @@ Two things of a cast depend on more than the rank's own part: the outer amax, wh
 random bits, which belong to an element's place in the whole tensor.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -40,6 +41,7 @@ class Shards(NamedTuple):
         rank: the rank in whose name all ranks that share the matrices draw; None: each in its own.
         adds_bias: False where another rank adds the bias to its part of a sum.
         layer: the layer that draws by its own name; empty: the process draws.
+        weight_amaxes: of the whole weight, by :func:`fp4engine.ops.amaxes_of`, where all ranks have them already.
     """
 
     input: Shard = Shard()
@@ -48,6 +50,7 @@ class Shards(NamedTuple):
     rank: int | None = None
     adds_bias: bool = True
     layer: str = ""
+    weight_amaxes: Tensor | None = None
 
     @staticmethod
     def over(group: Any) -> "Shards":
@@ -65,10 +68,12 @@ class Shards(NamedTuple):
         return ops.next_draw(device, name=self.layer and f"{direction}/{self.layer}")
 
     def travelling(self) -> "Travel | None":
-        """Which amaxes are shared, if all are of whole tensors; None if those of one direction go different ways."""
+        """Which amaxes travel, if all are of whole tensors; None if those of one direction go different ways."""
         of_input, of_weight, of_grad = (
             tuple([group for group, _ in shard.groups]) for shard in (self.input, self.weight, self.grad_output)
         )
+        if self.weight_amaxes is not None:
+            of_weight = ()
         if of_input and of_weight and of_input != of_weight:
             return None
         return Travel((len(of_input) > 0, len(of_weight) > 0), of_input or of_weight, of_grad)
@@ -98,7 +103,7 @@ class Travel(NamedTuple):
     """Over which ranks the outer amaxes of both directions travel, those of one direction together.
 
     Attributes:
-        shared: whether those of the input, and of the weight, are shared.
+        shared: whether those of the input, and of the weight, are to travel.
         forward, backward: the process groups.
     """
 
@@ -107,38 +112,30 @@ class Travel(NamedTuple):
     backward: tuple[Any, ...]
 
 
-Amaxes = Callable[[Sequence[Tensor], tuple[str, ...]], Tensor]
-"""``(tensors, keys) -> `` their outer amaxes in one tensor, see :meth:`fp4engine.ops.LinearByValues.amaxes`."""
+def names_of(groups: tuple[Any, ...]) -> str:
+    """The names of process groups, as operators are told them."""
+    return " ".join([group.group_name for group in groups])
 
 
-def forward_amaxes(find: Amaxes, travel: Travel, x: Tensor, weight: Tensor, keys: tuple[str, ...]) -> Tensor | None:
-    """The amaxes of the whole of ``x`` and of ``weight``, as far as they are shared; None if neither is."""
-    if not travel.forward:
+def share_of(shared: tuple[bool, bool], groups: tuple[Any, ...], given: Tensor | None = None) -> ops.Share | None:
+    """What a direction is told of those of its amaxes that are shared over ``groups``; None if there are none."""
+    if not groups and given is None:
         return None
-    of_input, of_weight = travel.shared
-    asked = ((x,) if of_input else ()) + ((weight,) if of_weight else ())
-    amaxes = find(asked, (keys[:2] if of_input else ()) + (keys[2:] if of_weight else ()))
-    return _travelled(amaxes, travel.forward)
-
-
-def backward_amaxes(find: Amaxes, travel: Travel, grad_output: Tensor, keys: tuple[str, ...]) -> Tensor | None:
-    """The amaxes of the whole of ``grad_output``; None if they are not shared."""
-    return _travelled(find((grad_output,), keys), travel.backward) if travel.backward else None
-
-
-def _travelled(amaxes: Tensor, groups: tuple[Any, ...]) -> Tensor:
-    for group in groups:
-        amaxes = ops.shared_amaxes(amaxes, group)
-    return amaxes
+    return ops.Share(shared, partial(ops.share_amaxes, groups=groups), given)
 
 
 class Part(NamedTuple):
-    """One matrix to be cast: by which quantizer, and how :meth:`~fp4engine.quantizers.Quantizer.quantize` is asked."""
+    """One matrix to be cast: by which quantizer, and how :meth:`~fp4engine.quantizers.Quantizer.quantize` is asked.
+
+    Attributes:
+        given: outer amaxes of the whole matrix, see :func:`fp4engine.ops.amaxes_of`; None if they are to be found.
+    """
 
     role: Role
     quantizer: Quantizer
     matrix: Tensor
     arguments: dict[str, Any]
+    given: Tensor | None = None
 
 
 def quantize_parts(parts: Sequence[Part], shards: Shards) -> list[QuantizedTensor]:
@@ -152,7 +149,11 @@ def quantize_parts(parts: Sequence[Part], shards: Shards) -> list[QuantizedTenso
         sides = {name: arguments[name] for name in ("rowwise", "columnwise", "rng", "rank") if name in arguments}
         asked.append(arguments)
         reduced = _groups(part.quantizer.rowwise_spec, shard, 1), _groups(part.quantizer.columnwise_spec, shard, 0)
-        amaxes += part.quantizer.amax(part.matrix, **sides) if any(reduced) else (None, None)
+        if part.given is not None:
+            reduced = (), ()
+            amaxes += part.given[:, :1].unbind()
+        else:
+            amaxes += part.quantizer.amax(part.matrix, **sides) if any(reduced) else (None, None)
         groups += reduced
     _reduce(amaxes, groups)
     return [

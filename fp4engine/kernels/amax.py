@@ -22,7 +22,7 @@ from torch import Tensor
 from fp4engine.formats import CastSpec
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.encode import NAN, block_amax, from_bits, hadamard_amax, operand_amax, round_pair, to_bits
-from fp4engine.kernels.launch import Draft, Facts, Launch, Place, Tiles, device_facts, facts, resolver
+from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, Tiles, device_facts, facts, resolver
 from fp4engine.kernels.load import Prologue, Reading, read_blocks, read_rows, store_blocks, store_rows
 from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_previous
 
@@ -223,8 +223,8 @@ class Maxima(NamedTuple):
         parts: how many parts there are.
     """
 
-    row: Place | None
-    col: Place | None
+    row: Place | Block | None
+    col: Place | Block | None
     parts: int
 
 

@@ -32,7 +32,7 @@ from fp4engine.kernels import gemm_split
 from fp4engine.kernels.dequantize import Codes, add_decode
 from fp4engine.kernels.gemm_epilogue import finish, store_tile, tile_of
 from fp4engine.kernels.gemm_launch import Flags, Matrix, Product, block_of
-from fp4engine.kernels.launch import Draft, Facts, Launch, Place, capability_of, device_facts, facts, resolver
+from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, capability_of, device_facts, facts, resolver
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Output dtypes; each is reached from the FP32 sum by one rounding."""
@@ -272,8 +272,8 @@ def add_gemm(
     draft: Draft,
     left: Matrix,
     right: Matrix,
-    left_amax: Place,
-    right_amax: Place,
+    left_amax: Place | Block,
+    right_amax: Place | Block,
     bias: Place | None,
     numerator: float,
     by_rows: tuple[bool, bool],

@@ -47,8 +47,8 @@ class Product(NamedTuple):
     left: Matrix
     right: Matrix
     out: Matrix
-    left_amax: Place
-    right_amax: Place
+    left_amax: Place | Block
+    right_amax: Place | Block
     bias: Place | None
     numerator: float
     flags: Flags
@@ -72,13 +72,20 @@ class Descriptor(TensorDescriptor):
         pass
 
 
+class Address(int):
+    """Memory as a compiled kernel's launcher asks for it: all that it asks of a descriptor's tensor."""
+
+    data_ptr = int.__int__
+    """Where it begins; no call of Python."""
+
+
 def _describe(
     make: Callable[..., Any],
     shape: list[int],
     strides: list[int],
     block: list[int],
     rest: tuple[Any, ...],
-    base: Tensor,
+    base: Tensor | Address,
 ) -> Any:
     return make(base, shape, strides, block, *rest)
 
@@ -86,4 +93,5 @@ def _describe(
 def block_of(matrix: Matrix, rows: int, cols: int, make: Callable[..., Any] = Descriptor, *rest: Any) -> Block:
     """``matrix`` as the copy engine sees it, in blocks of ``rows`` by ``cols``; ``rest`` goes to ``make`` as it is."""
     strides = [matrix.facts.row_stride, 1]
-    return Block(matrix.place, partial(_describe, make, list(matrix.facts.shape), strides, [rows, cols], rest))
+    describe = partial(_describe, make, list(matrix.facts.shape), strides, [rows, cols], rest)
+    return Block(matrix.place, describe, lambda address: describe(Address(address)))

@@ -97,10 +97,16 @@ class Place(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A tensor as a kernel gets it, if not whole: ``describe(tensor)`` is a part, or the copy engine's descriptor."""
+    """A tensor as a kernel gets it, if not whole: ``describe(tensor)`` is a part, or the copy engine's descriptor.
+
+    Attributes:
+        at: the same of the tensor's address, which is all that a compiled kernel's launcher asks for, or how many bytes
+            behind it a part begins; None where ``describe`` has to have the tensor, which then has memory of its own.
+    """
 
     place: Place
     describe: Callable[[Tensor], Any]
+    at: Callable[[int], Any] | int | None = None
 
 
 class Step(NamedTuple):
@@ -174,10 +180,9 @@ class Launch:
         self.outputs = [buffers[index - inputs] for index in outputs]
         self.steps = steps
         self._index = device.index if device.type == "cuda" else None
-        described = {
-            argument.place.position for step in steps for argument in step.arguments if type(argument) is Block
-        }
-        whole = [*outputs, *sorted(described.difference(outputs, range(inputs)))]
+        described = [argument for step in steps for argument in step.arguments if type(argument) is Block]
+        tensors = {block.place.position for block in described if block.at is None}
+        whole = [*outputs, *sorted(tensors.difference(outputs, range(inputs)))]
         parts = [index for index in range(inputs, inputs + len(buffers)) if index not in whole]
         self._whole = [_allocation(*buffers[index - inputs], device) for index in whole]
         self._parts = [_allocation(*buffers[index - inputs], device) for index in parts]
@@ -187,12 +192,12 @@ class Launch:
             self._offsets.append(room)
             room += -(-math.prod(shape) * dtype.itemsize // _SLICE) * _SLICE
         self._room = _allocation((room,), torch.uint8, device) if parts else None
-        self._blocks: list[tuple[int, Callable[[Tensor], Any]]] = []
+        self._blocks: list[tuple[int, Callable[[Tensor], Any], Callable[[int], Any] | int | None]] = []
         self._constants: list[Any] = []
         order = {index: place for place, index in enumerate([*range(inputs), *whole, *parts])}
-        blocks = sum(type(argument) is Block for step in steps for argument in step.arguments)
         self._arguments = [
-            itemgetter(*(self._position(argument, order, blocks) for argument in step.arguments)) for step in steps
+            itemgetter(*(self._position(argument, order, len(described)) for argument in step.arguments))
+            for step in steps
         ]
         self._started: list[tuple[Any, ...]] | None = None
 
@@ -201,7 +206,7 @@ class Launch:
         if isinstance(argument, Place):
             return order[argument.position]
         if isinstance(argument, Block):
-            self._blocks.append((order[argument.place.position], argument.describe))
+            self._blocks.append((order[argument.place.position], argument.describe, argument.at))
             return len(order) + len(self._blocks) - 1
         self._constants.append(argument)
         return len(order) + blocks + len(self._constants) - 1
@@ -227,7 +232,11 @@ class Launch:
             passed += [address + offset for offset in self._offsets]
         if self._blocks:
             tensors = (*inputs, *outputs)
-            passed += [describe(tensors[place]) for place, describe in self._blocks]
+            for place, describe, at in self._blocks:
+                if type(at) is int:
+                    passed.append(passed[place] + at)
+                else:
+                    passed.append(describe(tensors[place]) if at is None else at(passed[place]))
             del outputs[len(self.outputs) :]
         passed += self._constants
         stream = driver.active.get_current_stream(index)
@@ -238,7 +247,7 @@ class Launch:
     def _start_by_triton(self, values: list[Any]) -> None:
         """Start the kernels on inputs and whole buffers as Triton documents it, and keep what it compiled."""
         values += [allocate() for allocate in self._parts]
-        values += [describe(values[place]) for place, describe in self._blocks]
+        values += [describe(values[place]) for place, describe, _ in self._blocks]
         values += self._constants
         compiled: list[Any] = []
         for step, arguments in zip(self.steps, self._arguments, strict=True):

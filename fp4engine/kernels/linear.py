@@ -13,11 +13,11 @@ one question instead of one for each operation, and one allocation for all that 
 Legend: x is [M, K], w [N, K], y and dy [M, N].
 """
 
-from functools import partial
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from fp4engine.constants import AMAX_STRIDE, BLOCK_SIZE
 from fp4engine.formats import CastSpec
@@ -56,7 +56,7 @@ class Values(NamedTuple):
     """An operand as a product reads it: BF16 values, their outer amax, and the numerator that amax maps to."""
 
     matrix: Matrix
-    amax: Place
+    amax: Place | Block
     by_rows: bool
     numerator: float
 
@@ -81,20 +81,24 @@ def resolve_forward(
     streams: tuple[int, int],
     dtype: torch.dtype,
     shared: tuple[bool, bool] = (False, False),
+    is_given: bool = False,
 ) -> Launch:
-    """``(x, w, bias, *amaxes) -> [x's codes, scale_inv, amax][, w's], y``.
+    """``(x, w, bias, amaxes, w's) -> [x's codes, scale_inv, amax][, w's], y``.
 
     Args:
         keys: of the specs of x, x^T, w and w^T; empty for a transposed operand that backward does not need.
         streams: stream ids of x and w.
         dtype: of y.
-        shared: of x and w, whether the outer amaxes of their casts are given, and then not returned.
+        shared: of x and w, whether ``amaxes`` has the outer amaxes of their casts, in the order of ``keys`` and as
+            :func:`resolve_amaxes` makes them; they are then not returned.
+        is_given: whether those of w and w^T are in a tensor of their own, likewise.
     """
-    counts = [sum(map(bool, keys[2 * i : 2 * i + 2])) if shared[i] else 0 for i in range(2)]
-    draft = Draft(device, inputs=3 + sum(counts))
-    of_x, of_w = draft.inputs[3 : 3 + counts[0]], draft.inputs[3 + counts[0] :]
-    left = _cast_forward(draft, x, draft.inputs[0], keys[:2], streams[0], of_x)
-    right = _cast_forward(draft, weight, draft.inputs[1], keys[2:], streams[1], of_w)
+    draft = Draft(device, inputs=5)
+    amaxes = _rows(draft.inputs[3], [shared[index // 2] and key != "" for index, key in enumerate(keys)])
+    if is_given:
+        amaxes[2:] = _rows(draft.inputs[4], (True, True))
+    left = _cast_forward(draft, x, draft.inputs[0], keys[:2], streams[0], amaxes[:2])
+    right = _cast_forward(draft, weight, draft.inputs[1], keys[2:], streams[1], amaxes[2:])
     _multiply(draft, left, right, dtype, draft.inputs[2] if bias else None)
     return draft.launch()
 
@@ -142,7 +146,7 @@ def resolve_backward(
     placed: bool = False,
     live: Facts | None = None,
 ) -> Launch:
-    """``(dy, x's codes, scale_inv, amax, w's, rng, *amaxes) -> [dx][, dw]``.
+    """``(dy, x's codes, scale_inv, amax, w's, rng, amaxes) -> [dx][, dw]``.
 
     Args:
         ins: K.
@@ -151,15 +155,15 @@ def resolve_backward(
         stream: stream id of dy.
         dtypes: of dx and dw.
         tiles: w's codes, not transposed, and tile scales, where these are what was kept.
-        shared: whether the outer amaxes of dy's casts are given.
+        shared: whether the outer amaxes of dy's casts are given, as :func:`resolve_amaxes` makes them.
         placed: whether the draw says where dy lies in the whole.
         live: of the random stream's state, if that is given and the draw is to be taken of it.
     """
     (rows, outs), (row_key, col_key, inp_key, weight_key) = grad.shape, keys
-    draft = Draft(device, inputs=8 + (bool(weight_key) + bool(inp_key) if shared else 0))
-    given = iter(draft.inputs[8:])
-    row = _scratch_side(draft, row_key, 0, (rows, outs), next(given, None), placed) if weight_key else None
-    col = _scratch_side(draft, col_key, 1, (outs, rows), next(given, None), placed) if inp_key else None
+    draft = Draft(device, inputs=9)
+    of_row, of_col = _rows(draft.inputs[8], [shared and weight_key != "", shared and inp_key != ""])
+    row = _scratch_side(draft, row_key, 0, (rows, outs), of_row, placed) if weight_key else None
+    col = _scratch_side(draft, col_key, 1, (outs, rows), of_col, placed) if inp_key else None
     rng = draft.inputs[7] if has_rng else None
     if live is not None:
         rng = draft.scratch((2,), torch.int64)
@@ -191,35 +195,43 @@ def resolve_amaxes(tensors: tuple[Facts, ...], device: torch.device, keys: tuple
         keys: of the rowwise and the columnwise spec of each tensor; empty for a side that is not asked for.
     """
     draft = Draft(device, inputs=len(tensors))
-    amaxes = draft.output((sum(map(bool, keys)), AMAX_STRIDE), torch.float32)
-    rows = iter(range(len(keys)))
+    rows = _rows(draft.output((sum(map(bool, keys)), AMAX_STRIDE), torch.float32), [key != "" for key in keys])
     for i, tensor in enumerate(tensors):
         sides = [Side.of_key(key, "codes", bit) for bit, key in enumerate(keys[2 * i : 2 * i + 2])]
-        first, second = (Block(amaxes, partial(_row, next(rows))) if side else None for side in sides)
-        add_folded_amax(draft, Reading(tensor, None, draft.inputs[i]), *sides, (first, second))
+        add_folded_amax(draft, Reading(tensor, None, draft.inputs[i]), *sides, (rows[2 * i], rows[2 * i + 1]))
     return draft.launch()
 
 
-def _row(index: int, amaxes: Tensor) -> Tensor:
-    return amaxes[index]
+def _rows(amaxes: Place, given: Iterable[bool]) -> list[Block | None]:
+    """Of every side the row of ``amaxes`` [sides, AMAX_STRIDE] that is its own; None of those that have none."""
+    index = itertools.count()
+    return [_row(amaxes, next(index)) if is_given else None for is_given in given]
+
+
+def _row(amaxes: Place, index: int) -> Block:
+    return Block(amaxes, lambda tensor: tensor[index], index * AMAX_STRIDE * torch.float32.itemsize)
 
 
 def _cast_forward(
-    draft: Draft, tensor: Facts, place: Place, keys: tuple[str, str], stream: int, amaxes: tuple[Place, ...] = ()
+    draft: Draft,
+    tensor: Facts,
+    place: Place,
+    keys: tuple[str, str],
+    stream: int,
+    amaxes: Sequence[Block | None] = (None, None),
 ) -> Values:
     """Cast a tensor: its rowwise values for the product that follows, its columnwise codes as outputs.
 
     By its own outer amaxes, or by ``amaxes``.
     """
-    given = iter(amaxes)
-    row = _scratch_side(draft, keys[0], 0, tensor.shape, next(given, None))
+    of_row, amax = amaxes
+    row = _scratch_side(draft, keys[0], 0, tensor.shape, of_row)
     col = None
     if keys[1]:
         shape = tensor.shape[::-1]
         side = Side.of_key(keys[1], "codes", 1)
         assert side is not None
         data, scale_inv = draft.output(*data_of(side, *shape)), draft.output(*scales_of(*shape))
-        amax = next(given, None)
         own = draft.output((amax_size(side, shape[0]),), torch.float32) if amax is None else amax
         col = Target(side, own, amax is not None, data, scale_inv)
     add_cast(draft, Reading(tensor, None, place), row, col, None, stream)
@@ -227,7 +239,7 @@ def _cast_forward(
 
 
 def _scratch_side(
-    draft: Draft, key: str, bit: int, shape: Shape, amax: Place | None = None, placed: bool = False
+    draft: Draft, key: str, bit: int, shape: Shape, amax: Block | None = None, placed: bool = False
 ) -> Target:
     """A side cast to values that only this launch sees, by its own outer amax or the one given."""
     side = Side.of(CastSpec.from_key(key), "values", bit, placed)

@@ -21,7 +21,7 @@ from fp4engine.formats import E2M1, E4M3, CastSpec, Correction, Outer, RoundingM
 from fp4engine.kernels.amax import Maxima, add_amax, add_zeros, amax_size, whole_amax
 from fp4engine.kernels.cast import Side, cast_block, products_stay_normal
 from fp4engine.kernels.encode import stack
-from fp4engine.kernels.launch import Draft, Facts, Place, Tiles, device_facts
+from fp4engine.kernels.launch import Block, Draft, Facts, Place, Tiles, device_facts
 from fp4engine.kernels.load import Prologue, Reading, read_blocks, read_rows
 from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_previous
 
@@ -208,7 +208,7 @@ class Target(NamedTuple):
     """
 
     side: Side
-    amax: Place
+    amax: Place | Block
     is_given: bool
     data: Place
     scale_inv: Place
@@ -245,7 +245,7 @@ def add_cast(
     hardware, multiprocessors = device_facts(draft.device)
     if tiles.programs < multiprocessors:
         tiles = Tiles.of(reading.shape, draft.device, *tile_shape(row_side, col_side, small=True))
-    targets: list[Place | None] = []
+    targets: list[Place | Block | None] = []
     for target, amax, gone in ((row, maxima.row, missing[0]), (col, maxima.col, missing[1])):
         in_parts = target is not None and gone and not target.side.per_row
         targets += [amax, target.amax if target and in_parts else None]

@@ -1,7 +1,7 @@
 """What every module with a weight does: run its three GEMMs by the recipe in force."""
 
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +11,11 @@ from fp4engine import ops
 from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear, make_linear_plan
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.grouped_linear import Expert
-from fp4engine.functional.shards import Shards
+from fp4engine.functional.shards import Shards, names_of
 from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
 from fp4engine.modules.recompute import handed_over, remember
-from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of, place_of, rows_in_order
+from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of, place_of, rows_in_order, sharing_groups
 from fp4engine.recipe import LinearRecipe, Recipe, numbered
 from fp4engine.recipe.base import require_recipe
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed
@@ -76,7 +76,8 @@ class Gemms(torch.nn.Module):
         self._plan: tuple[Recipe, LinearPlan] | None = None
         self._answers: dict[int, LinearPlan] = {}
         self._ran_by_recipe = False
-        self._share: tuple[Any, Shards, WholesOf] | None = None
+        self._share: tuple[Any, Shards, WholesOf, str] | None = None
+        self._weight_amaxes: tuple[Tensor, str] | None = None
         self._weight_cache: WeightCache | None = None
         self._microbatch_cache: WeightCache | None = None
 
@@ -171,15 +172,46 @@ class Gemms(torch.nn.Module):
             x, w, b = layout.parts(inp, weight, bias)
             assert x is not None and w is not None
             shards = self._told(layout.shards, state)
+            if self._weight_amaxes is not None:
+                shards = self._with_weight_amaxes(shards, _weight_amaxes_for(shards, plan))
             return layout.whole(linear(x, w, b, plan, executed=self.executed, shards=shards))
         group = None if state is None else state.amax_reduction_group
         asked = (plan, place_of(inp), place_of(weight), place_of(bias), cp_group, group, self.draws_as)
         share = self._share  # read once: a thread with another input may replace it meanwhile
         if share is None or share[0] != asked:
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
-            share = self._share = asked, self._told(layout.shards, state), WholesOf(layout)
-        _, shards, wholes = share
+            shards = self._told(layout.shards, state)
+            share = self._share = asked, shards, WholesOf(layout), _weight_amaxes_for(shards, plan)
+        _, shards, wholes, needed = share
+        if self._weight_amaxes is not None:
+            shards = self._with_weight_amaxes(shards, needed)
         return linear(inp, weight, bias, plan, executed=self.executed, shards=shards, wholes=wholes)
+
+    def _with_weight_amaxes(self, shards: Shards, needed: str) -> Shards:
+        """``shards`` with the amaxes that were left here, if they were found for what is ``needed``."""
+        left = self._weight_amaxes
+        return shards if left is None or left[1] != needed else shards._replace(weight_amaxes=left[0])
+
+    def shared_weight(self, state: AutocastState | None, known: "SharedWeight | None") -> "SharedWeight | None":
+        """The weight, if ranks share its amaxes in a forward under ``state``, and all in one way; else None.
+
+        Args:
+            known: what this was last time; what of it holds is not asked for again.
+        """
+        weight: Any = getattr(self, "weight", None)
+        plan, group = self.plan(state), None if state is None else state.amax_reduction_group
+        if known is not None and known.weight is weight and known.plan is plan and known.group is group:
+            return known
+        if plan is None or plan.casts is None or plan.draws_in_forward or not is_distributed(weight):
+            return None
+        groups = (*sharing_groups(weight), *(() if group is None else (group,)))
+        if not groups or not ops.can_share(plan.casts):
+            return None
+        return SharedWeight(weight, plan, group, groups, ops.weight_amaxes_for(plan.casts, names_of(groups)))
+
+    def leave_weight_amaxes(self, left: tuple[Tensor, str] | None) -> None:
+        """Leave amaxes here for the forwards that come, and what they were found for; None takes them away."""
+        self._weight_amaxes = left
 
     def _label(self) -> str:
         """What errors call it; equal modules share one graph."""
@@ -332,8 +364,40 @@ class Gemms(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out of copies what is derived, and what a custom recipe's factory would keep from pickling."""
-        derived = {"_plan": None, "_answers": {}, "_share": None, "_weight_cache": None, "_microbatch_cache": None}
+        derived = {
+            "_plan": None,
+            "_answers": {},
+            "_share": None,
+            "_weight_amaxes": None,
+            "_weight_cache": None,
+            "_microbatch_cache": None,
+        }
         return {**self.__dict__, **derived}
+
+
+class SharedWeight(NamedTuple):
+    """A layer's weight, whose outer amaxes ranks share.
+
+    Attributes:
+        weight: a DTensor.
+        plan: of the layer.
+        group: that of the autocast region, or None.
+        groups: all ranks that share.
+        found_for: see :func:`fp4engine.ops.weight_amaxes_for`.
+    """
+
+    weight: Any
+    plan: LinearPlan
+    group: Any
+    groups: tuple[Any, ...]
+    found_for: str
+
+
+def _weight_amaxes_for(shards: Shards, plan: LinearPlan) -> str:
+    """For what the weight's amaxes have to be found; empty where none are needed."""
+    if plan.casts is None or not shards.weight.groups:
+        return ""
+    return ops.weight_amaxes_for(plan.casts, names_of(tuple([group for group, _ in shards.weight.groups])))
 
 
 Input = TypeVar("Input", Tensor, Tensor | FusedInput)

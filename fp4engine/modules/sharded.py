@@ -117,6 +117,12 @@ def place_of(tensor: Tensor | FusedInput | None) -> tuple[Any, ...] | None:
     return mesh, groups, tensor.placements, tensor.shape, tensor.stride(), tensor.dtype
 
 
+def sharing_groups(weight: Any) -> tuple[Any, ...]:
+    """The process groups over which a DTensor is sharded, so that each rank has a part of it."""
+    mesh = weight.device_mesh
+    return tuple([mesh.get_group(dim) for dim, placement in enumerate(weight.placements) if placement.is_shard()])
+
+
 class _Split(NamedTuple):
     """How an axis is spread over ranks.
 

@@ -28,10 +28,17 @@ from fp4engine.ops.grouped import (
     grouped_wgrad,
     grouped_wgrad_accumulate,
 )
-from fp4engine.ops.linear import Casts, Kept, LinearAtOnce, LinearByValues, given_amaxes, linear_at_once
-from fp4engine.ops.linear_operators import LinearByOperators, bias_gradient, can_share, is_bound_by_host, key_of
+from fp4engine.ops.linear import Casts, Kept, LinearAtOnce, LinearByValues, Share, amaxes_of, linear_at_once
+from fp4engine.ops.linear_operators import (
+    LinearByOperators,
+    bias_gradient,
+    can_share,
+    is_bound_by_host,
+    key_of,
+    weight_amaxes_for,
+)
 from fp4engine.ops.operand import Operand, is_transposable
-from fp4engine.ops.reduce import all_reduce_amax, packed_amaxes, shared_amaxes
+from fp4engine.ops.reduce import all_reduce_amax, packed_amaxes, share_amaxes
 from fp4engine.ops.rng import RandomStream, current_seed, get_rng_state, manual_seed, placed, rank_bits, set_rng_state
 from fp4engine.ops.through_cast import clip_and_rotate_back, within_range
 from fp4engine.ops.tiles import TiledOperand
@@ -47,10 +54,12 @@ __all__ = [
     "Memory",
     "Operand",
     "RandomStream",
+    "Share",
     "Source",
     "TiledOperand",
     "activation_backward",
     "all_reduce_amax",
+    "amaxes_of",
     "amax",
     "amax_shape",
     "bias_gradient",
@@ -64,7 +73,6 @@ __all__ = [
     "expert_offsets",
     "fuses",
     "gemm",
-    "given_amaxes",
     "get_rng_state",
     "grouped_gemm",
     "grouped_quantize",
@@ -91,7 +99,8 @@ __all__ = [
     "reset_executed_paths",
     "row_statistics",
     "set_rng_state",
-    "shared_amaxes",
+    "share_amaxes",
     "transient_form",
+    "weight_amaxes_for",
     "within_range",
 ]

@@ -4,9 +4,10 @@ Where kernels cover all casts, those of one direction are one launch. The bytes 
 and :mod:`fp4engine.ops.gemm`, whose kernels run. Legend: x is [M, K], weight [N, K].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
+from itertools import count
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -38,7 +39,21 @@ A weight that came as tiles is kept as it came: its codes, the scales of its til
 """
 Memories = tuple[Memory | None, Memory | None]
 Given = Sequence[Tensor | None]
-"""Outer amaxes of the sides of a direction, in the order of its keys, that were found before; None for any other."""
+"""Outer amaxes of both sides of a tensor that were found before; None of a side that is to find its own."""
+
+
+class Share(NamedTuple):
+    """Which outer amaxes of a direction several ranks share.
+
+    Attributes:
+        of: whether those of x, and of weight, are to be found and reduced; or those of both sides of the gradient.
+        reduce: makes amaxes, FP32 [sides, any], the largest over these ranks, in place.
+        given: those of weight's casts, as all ranks have them already, see :func:`amaxes_of`.
+    """
+
+    of: tuple[bool, bool]
+    reduce: Callable[[Tensor], None]
+    given: Tensor | None = None
 
 
 class Casts(NamedTuple):
@@ -91,18 +106,6 @@ def shares_amaxes(casts: Casts) -> bool:
     return not casts.is_stateful and all(
         spec.block[1] > 0 and spec.outer is Outer.TENSOR and spec.correction is not Correction.SCALAR for spec in specs
     )
-
-
-def given_amaxes(amaxes: Tensor | None, keys: Sequence[str], shared: Sequence[bool]) -> Given:
-    """The amaxes of the sides of ``keys``, of which those that are ``shared`` are one behind the other in ``amaxes``.
-
-    Args:
-        amaxes: FP32 [sides, any], each side's amax first in its row; None if nothing is shared.
-    """
-    if amaxes is None:
-        return [None] * len(keys)
-    rows = iter(amaxes[:, :1].unbind())
-    return [next(rows) if key and is_shared else None for key, is_shared in zip(keys, shared, strict=True)]
 
 
 class _Way:
@@ -167,14 +170,14 @@ class LinearByValues(_Way):
         needs_dgrad: bool,
         needs_wgrad: bool,
         memories: Memories | None = None,
-        given: Given | None = None,
+        share: Share | None = None,
     ) -> tuple[Tensor, Kept]:
         """``y = x @ weight.T + bias``, and the operands that backward needs: of x for wgrad, of weight for dgrad.
 
         Args:
             weight: to be cast; or what it was cast to, which is then what backward needs.
             memories: of x and weight, where delayed scaling scales them.
-            given: amaxes of x and of weight that ranks share, both sides of either or none.
+            share: which amaxes ranks share.
         """
         if isinstance(weight, TiledOperand):
             return self._tiled_forward(x, weight, bias, needs_dgrad, needs_wgrad)
@@ -185,34 +188,36 @@ class LinearByValues(_Way):
         facts = kernels.facts
         asked = (facts(x), facts(weight), facts(bias), x.device, keys, casts.streams[:2], x.dtype)
         backends.record("quantize/triton", "quantize/triton", "gemm/triton")
-        if given is None:
-            *kept, y = kernels.resolve_forward(*asked)(x, weight, bias)
+        if share is None:
+            *kept, y = kernels.resolve_forward(*asked)(x, weight, bias, None, None)
         else:
-            of_x, x_t, of_w, w_t = given
-            amaxes = [amax for amax in given if amax is not None]
-            launch = kernels.resolve_forward(*asked, (of_x is not None, of_w is not None))
-            *kept, y = launch(x, weight, bias, *amaxes)
-            if x_t is not None:
-                kept.insert(2, x_t)
-            if w_t is not None:
-                kept.append(w_t)
+            (of_x, of_weight), given = share.of, share.given
+            amaxes = self._shared_amaxes((x, weight), keys, share) if of_x or of_weight else None
+            launch = kernels.resolve_forward(*asked, share.of, given is not None)
+            *kept, y = launch(x, weight, bias, amaxes, given)
+            of_both = amaxes if given is None else given
+            if amaxes is not None and of_x and needs_wgrad:
+                kept.insert(2, row_of(amaxes, 1))
+            if of_both is not None and (of_weight or given is not None) and needs_dgrad:
+                kept.append(row_of(of_both, of_both.shape[0] - 1))
         return y, both(kept, needs_dgrad, needs_wgrad)
 
-    def amaxes(
-        self, tensors: Sequence[Tensor], keys: tuple[str, ...], rng: Tensor | None = None, stream: int = 0
-    ) -> Tensor:
-        """FP32 [sides, any], first in each row the outer amax of a side, none negative; to be shared over ranks.
+    def _shared_amaxes(self, tensors: tuple[Tensor, ...], keys: tuple[str, ...], share: Share) -> Tensor:
+        """FP32 [sides, any], first in each row the outer amax of a side that is shared, as all ranks have it.
 
         Args:
-            tensors: whose casts are to be given amaxes.
+            tensors: x and weight, or the gradient.
             keys: of the rowwise and the columnwise spec of each; empty for a side that is not asked for.
-            rng, stream: what those casts will draw by.
         """
         kernels = _kernels()
-        tensors = [as_it_is(tensor) for tensor in tensors]
-        launch = kernels.resolve_amaxes(tuple(map(kernels.facts, tensors)), tensors[0].device, keys)
+        if not all(share.of):
+            one = share.of.index(True)
+            tensors, keys = (tensors[one],), keys[2 * one : 2 * one + 2]
         backends.record(*("amax/triton",) * len(tensors))
-        return launch(*tensors)[0]
+        launch = kernels.resolve_amaxes(tuple([kernels.facts(t) for t in tensors]), tensors[0].device, keys)
+        (amaxes,) = launch(*tensors)
+        share.reduce(amaxes)
+        return amaxes
 
     def _tiled_forward(
         self, x: Tensor, weight: TiledOperand, bias: Tensor | None, needs_dgrad: bool, needs_wgrad: bool
@@ -235,7 +240,7 @@ class LinearByValues(_Way):
         dtypes: tuple[torch.dtype, torch.dtype],
         memory: Memory | None = None,
         rank: int | None = None,
-        given: Given | None = None,
+        share: Share | None = None,
         is_tiled: bool = False,
         is_live: bool = False,
     ) -> Gradients:
@@ -248,7 +253,7 @@ class LinearByValues(_Way):
             rng: int64 [2], the draw of a stochastic cast; or [4] of a shard.
             memory: of ``grad_output``, where delayed scaling scales it.
             rank: in whose name to draw; by default this process's.
-            given: amaxes of ``grad_output`` that ranks share, both sides or none.
+            share: says, if there is one, that ranks share the amaxes of ``grad_output``.
             is_tiled: whether the weight came as tiles.
             is_live: whether ``rng`` is no draw yet, but :func:`fp4engine.ops.live_state`, of which to take one.
         """
@@ -261,11 +266,16 @@ class LinearByValues(_Way):
         stream = self.backward_stream(rng, rank)
         keys = self.backward_keys(inp, weight)
         asked = (kernels.facts(grad_output), ins, grad_output.device, keys, rng is not None, stream, dtypes, tiles)
-        amaxes = [] if given is None else [amax for amax in given if amax is not None]
         placed = rng is not None and rng.shape[0] == 4
-        launch = kernels.resolve_backward(*asked, bool(amaxes), placed, kernels.facts(rng) if is_live else None)
+        amaxes = None
+        if share is not None:
+            row, col, *_ = keys
+            sides = "" if weight is None else row, "" if inp is None else col
+            amaxes = self._shared_amaxes((grad_output,), sides, share)
+        live = kernels.facts(rng) if is_live else None
+        launch = kernels.resolve_backward(*asked, amaxes is not None, placed, live)
         with draw_lock if is_live else nullcontext():
-            outputs = launch(grad_output, *kept, rng, *amaxes)
+            outputs = launch(grad_output, *kept, rng, amaxes)
         backends.record("quantize/triton", *("gemm/triton",) * len(outputs))
         return None if weight is None else outputs[0], None if inp is None else outputs[-1]
 
@@ -419,29 +429,50 @@ class LinearByOperations(_Way):
         needs_dgrad: bool,
         needs_wgrad: bool,
         memories: None = None,
-        given: Given | None = None,
+        share: Share | None = None,
     ) -> tuple[Tensor, Kept]:
         """As :meth:`LinearByValues.forward`."""
-        casts, (*of_x, of_w, w_t) = self.casts, given or [None] * 4
+        casts = self.casts
+        of_x: Given = (None, None)
+        of_weight: Given = (None, None)
+        if share is not None:
+            assert isinstance(weight, Tensor), "what came as tiles is not cast"
+            if any(share.of):
+                keys = self.forward_keys(needs_dgrad, needs_wgrad)
+                *of_x, of_w, w_t = self._shared_amaxes((x, weight), keys, share)
+                of_weight = of_w, w_t
+            if share.given is not None:
+                of_weight = row_of(share.given, 0), row_of(share.given, 1)
         left, inp = self._cast(x, casts.inp, True, needs_wgrad, None, casts.streams[0], of_x)
         if isinstance(weight, TiledOperand):
             right, weight_kept = weight.rowwise(casts.backend), weight if needs_dgrad else None
         else:
-            asked = (weight, casts.weight, True, needs_dgrad, None, casts.streams[1], [of_w, w_t])
+            asked = (weight, casts.weight, True, needs_dgrad, None, casts.streams[1], of_weight)
             right, weight_kept = self._cast(*asked)
         kept = [tensor for operand in (inp, weight_kept) if operand is not None for tensor in operand.tensors]
         return self._product(left, right, 0, x.dtype, bias), both(kept, needs_dgrad, needs_wgrad)
 
-    def amaxes(
-        self, tensors: Sequence[Tensor], keys: tuple[str, ...], rng: Tensor | None = None, stream: int = 0
-    ) -> Tensor:
-        """As :meth:`LinearByValues.amaxes`."""
-        found: list[Tensor] = []
-        for tensor, *pair in zip(tensors, keys[::2], keys[1::2], strict=True):
-            row, col = (CastSpec.from_key(key) if key else None for key in pair)
-            both = amax(tensor, row, col, rng=rng, stream=stream, backend=self.casts.backend)
-            found += [value for value in both if value is not None]
-        return packed_amaxes(found)
+    def _shared_amaxes(
+        self,
+        tensors: tuple[Tensor, ...],
+        keys: tuple[str, ...],
+        share: Share,
+        rng: Tensor | None = None,
+        stream: int = 0,
+    ) -> list[Tensor | None]:
+        """As :meth:`LinearByValues._shared_amaxes`, of each side of ``keys`` one by itself; None if it is not shared.
+
+        Args:
+            rng, stream: what those casts will draw by.
+        """
+        found: list[Tensor | None] = []
+        for i, tensor in enumerate(tensors):
+            row, col = (CastSpec.from_key(key) if key and share.of[i] else None for key in keys[2 * i : 2 * i + 2])
+            found += amax(tensor, row, col, rng=rng, stream=stream, backend=self.casts.backend)
+        amaxes = packed_amaxes([value for value in found if value is not None])
+        share.reduce(amaxes)
+        index = count()
+        return [None if value is None else row_of(amaxes, next(index)) for value in found]
 
     def backward(
         self,
@@ -452,14 +483,19 @@ class LinearByOperations(_Way):
         dtypes: tuple[torch.dtype, torch.dtype],
         memory: None = None,
         rank: int | None = None,
-        given: Given | None = None,
+        share: Share | None = None,
         is_tiled: bool = False,
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
         casts, (rows, outs) = self.casts, grad_output.shape
         inp, inp_scale_inv, inp_amax, weight, weight_scale_inv, weight_amax = kept
         stream = self.backward_stream(rng, rank)
-        asked = (grad_output, casts.grad_output, weight is not None, inp is not None, rng, stream, given or [None] * 2)
+        given: Given = (None, None)
+        if share is not None:
+            row, col = casts.grad_output
+            sides = "" if weight is None else row, "" if inp is None else col
+            given = self._shared_amaxes((grad_output,), sides, share, rng, stream)
+        asked = (grad_output, casts.grad_output, weight is not None, inp is not None, rng, stream, given)
         left, left_t = self._cast(*asked, transient=True)
         dx = dw = None
         if weight is not None:
@@ -550,6 +586,31 @@ def covering(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device
         if kind.covers(casts, dtype, weight_dtype, device):
             return kind(casts)
     return None
+
+
+def row_of(amaxes: Tensor, index: int) -> Tensor:
+    """The amax [1] that begins a row of ``amaxes`` [sides, any]."""
+    return amaxes.as_strided((1,), (1,), amaxes.storage_offset() + index * amaxes.shape[1])
+
+
+def amaxes_of(weights: Sequence[Tensor], casts: Sequence[Casts]) -> Tensor:
+    """FP32 [2 n, AMAX_STRIDE], first in two rows the outer amaxes that both casts of a weight need, none negative.
+
+    Args:
+        casts: of the layer of each, whose amaxes ranks can share (:func:`shares_amaxes`).
+    """
+    pairs = list(zip(weights, casts, strict=True))
+    if all(isinstance(covering(own, w.dtype, w.dtype, w.device), LinearByValues) for w, own in pairs):
+        kernels, keys = _kernels(), tuple([key for own in casts for key in own.weight])
+        tensors = [as_it_is(weight) for weight in weights]
+        launch = kernels.resolve_amaxes(tuple([kernels.facts(t) for t in tensors]), tensors[0].device, keys)
+        backends.record(*("amax/triton",) * len(tensors))
+        return launch(*tensors)[0]
+    found: list[Tensor] = []
+    for weight, own in pairs:
+        row, col = (CastSpec.from_key(key) for key in own.weight)
+        found += [value for value in amax(weight, row, col, backend=own.backend) if value is not None]
+    return packed_amaxes(found)
 
 
 def both(kept: list[Any], needs_dgrad: bool, needs_wgrad: bool) -> Kept:

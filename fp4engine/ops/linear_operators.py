@@ -5,6 +5,7 @@ of the number of rows. Legend: x is [M, K], weight [N, K].
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +23,15 @@ from fp4engine.ops.linear import (
     LinearByOperations,
     LinearByValues,
     Memories,
+    Share,
     both,
     covering,
-    given_amaxes,
     shares_amaxes,
     unscaled,
     way_of,
 )
 from fp4engine.ops.operation import Output, define
+from fp4engine.ops.reduce import groups_named, share_amaxes, turn_of
 from fp4engine.ops.rng import placed
 from fp4engine.ops.tiles import TiledOperand
 from fp4engine.tracing import constant_when_traced
@@ -55,44 +57,37 @@ class LinearByOperators(NamedTuple):
         needs_wgrad: bool,
         memories: Memories | None = None,
         shared: tuple[bool, bool] = (False, False),
-        amaxes: Tensor | None = None,
+        groups: str = "",
+        given: Tensor | None = None,
     ) -> tuple[Tensor, Kept]:
-        """As :meth:`LinearByValues.forward`; of x and of weight, those that are ``shared`` are cast by ``amaxes``."""
+        """As :meth:`LinearByValues.forward`.
+
+        Args:
+            shared: of x and of weight, whether their amaxes are to be found and reduced over ``groups``.
+            groups: names, with a space between them; empty if nothing is to be reduced.
+            given: weight's amaxes, see :class:`fp4engine.ops.linear.Share`.
+        """
         x, bias = x.detach(), bias if bias is None else bias.detach()
         if isinstance(weight, TiledOperand):
             y, *kept = torch.ops.fp4engine.tiled_linear_forward(
                 x, *weight.tensors, bias, self.casts, self.weight_dtype, needs_wgrad
             )
             return y, both([*kept, *weight.tensors * needs_dgrad], needs_dgrad, needs_wgrad)
-        told = () if amaxes is None else (amaxes, *shared)
-        y, *kept = torch.ops.fp4engine.linear_forward(
-            x, weight.detach(), bias, self.casts, needs_dgrad, needs_wgrad, *told
-        )
-        if amaxes is not None:  # which are not returned; FP4's codes have scales
-            _, x_t, _, w_t = given_amaxes(amaxes, self.forward_keys(needs_dgrad, needs_wgrad), _twice(*shared))
-            if x_t is not None:
-                kept = [*kept[:2], x_t, *kept[2:]]
-            if w_t is not None:
-                kept = [*kept, w_t]
+        asked = x, weight.detach(), bias, self.casts, needs_dgrad, needs_wgrad
+        if groups or given is not None:
+            turn = turn_of(x.device, "forward") if groups else None
+            y, *codes, own, amaxes = torch.ops.fp4engine.linear_share_forward(*asked, turn, groups, *shared, given)
+            kept = []
+            if needs_wgrad:
+                kept += *codes[:2], amaxes[1, :1] if shared[0] else own
+            if needs_dgrad:
+                of_weight = given if given is not None else amaxes if shared[1] else None
+                kept += *codes[2:], own if of_weight is None else of_weight[-1, :1]
+            return y, both(kept, needs_dgrad, needs_wgrad)
+        y, *kept = torch.ops.fp4engine.linear_forward(*asked)
         if len(kept) == 2 * (needs_dgrad + needs_wgrad):
             kept = unscaled(kept)
         return y, both(kept, needs_dgrad, needs_wgrad)
-
-    def forward_keys(self, needs_dgrad: bool, needs_wgrad: bool) -> tuple[str, str, str, str]:
-        """As :meth:`LinearByValues.forward_keys`."""
-        return _forward_keys(self.casts, needs_dgrad, needs_wgrad)
-
-    def amaxes(
-        self,
-        tensors: Sequence[Tensor],
-        keys: tuple[str, ...],
-        rng: Tensor | None = None,
-        place: tuple[int, int] | None = None,
-        rank: int | None = None,
-    ) -> Tensor:
-        """As :meth:`LinearByValues.amaxes`, of a gradient that lies at ``place`` of the whole."""
-        detached = [tensor.detach() for tensor in tensors]
-        return torch.ops.fp4engine.linear_amaxes(detached, rng, place, rank, " ".join(keys), self.casts)
 
     def backward(
         self,
@@ -104,7 +99,7 @@ class LinearByOperators(NamedTuple):
         bias_dtype: torch.dtype | None,
         place: tuple[int, int] | None = None,
         rank: int | None = None,
-        amaxes: Tensor | None = None,
+        groups: str = "",
         is_tiled: bool = False,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """As :meth:`LinearByValues.backward`; last the gradient of a bias of ``bias_dtype``, None without one.
@@ -112,23 +107,22 @@ class LinearByOperators(NamedTuple):
         Args:
             place: of ``grad_output`` in the whole, if it is part of one.
             rank: in whose name to draw.
-            amaxes: of ``grad_output``, if they are shared.
+            groups: names of those whose ranks share the amaxes of ``grad_output``, with a space between them.
         """
         inp, weight = kept[0], kept[3]
         if is_tiled and weight is not None:
             tiled = (grad_output.detach(), *kept, rng, self.casts, ins, *dtypes, bias_dtype)
             gradients = iter(torch.ops.fp4engine.tiled_linear_backward(*tiled))
         else:
-            asked = (grad_output.detach(), *kept, rng, self.casts, *dtypes, bias_dtype, amaxes, place, rank)
+            asked = (grad_output.detach(), *kept, rng, self.casts, *dtypes, bias_dtype)
+            if groups or place is not None or rank is not None:
+                turn = turn_of(grad_output.device, "backward") if groups else None
+                dx, dw, db = torch.ops.fp4engine.linear_share_backward(*asked, turn, groups, place, rank)
+                return None if weight is None else dx, None if inp is None else dw, None if bias_dtype is None else db
             gradients = iter(torch.ops.fp4engine.linear_backward(*asked))
         dx = None if weight is None else next(gradients)
         dw = None if inp is None else next(gradients)
         return dx, dw, None if bias_dtype is None else next(gradients)
-
-
-def _twice(inp: bool, weight: bool) -> tuple[bool, bool, bool, bool]:
-    """Of x, x^T, w and w^T what is true of x and w."""
-    return inp, inp, weight, weight
 
 
 def bias_gradient(grad_output: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
@@ -150,8 +144,9 @@ def key_of(casts: Casts) -> str:
 
 
 @constant_when_traced
-def _forward_keys(casts: str, needs_dgrad: bool, needs_wgrad: bool) -> tuple[str, str, str, str]:
-    return LinearByOperations(Casts.from_key(casts)).forward_keys(needs_dgrad, needs_wgrad)
+def weight_amaxes_for(casts: Casts, groups: str) -> str:
+    """What amaxes of a weight are found for: by which casts, over which groups, by their names in any order."""
+    return " ".join([*casts.weight, *sorted(groups.split(" "))])
 
 
 @constant_when_traced
@@ -167,32 +162,48 @@ def _linear_forward(
     casts: str,
     needs_dgrad: bool,
     needs_wgrad: bool,
-    amaxes: Tensor | None = None,
-    shared_inp: bool = False,
-    shared_weight: bool = False,
 ) -> list[Tensor]:
     (rows, ins), outs = x.shape, weight.shape[0]
     way = way_of(Casts.from_key(casts), (rows, outs, ins), x.dtype, weight.dtype, x.device)
-    if amaxes is None:
-        y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad)
-        return [y.contiguous(), *_there(kept)]
+    y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad)
+    return [y.contiguous(), *_there(kept)]
+
+
+def _linear_share_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    casts: str,
+    needs_dgrad: bool,
+    needs_wgrad: bool,
+    turn: Tensor | None,
+    groups: str,
+    shared_inp: bool,
+    shared_weight: bool,
+    given: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``y``, codes and block scales of x^T and of w^T, the amax that is this rank's, and those reduced, [sides, any].
+
+    With an empty tensor for what is not there. Waits for the other ranks, if there are groups, in the order that
+    :func:`fp4engine.ops.reduce.turn_of` gives.
+    """
+    (rows, ins), outs = x.shape, weight.shape[0]
+    way = way_of(Casts.from_key(casts), (rows, outs, ins), x.dtype, weight.dtype, x.device)
     assert isinstance(way, LinearByValues | LinearByOperations), "who shares amaxes has asked shares_amaxes"
-    given = given_amaxes(amaxes, way.forward_keys(needs_dgrad, needs_wgrad), _twice(shared_inp, shared_weight))
-    y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad, None, given)
-    told = {id(amax) for amax in given}  # who has given them has them
-    return [y.contiguous(), *(tensor for tensor in _there(kept) if id(tensor) not in told)]
+    reduced: list[Tensor] = []
 
+    def reduce(amaxes: Tensor) -> None:
+        share_amaxes(amaxes, groups_named(groups))
+        reduced.append(amaxes)
 
-def _linear_amaxes(
-    tensors: Sequence[Tensor], rng: Tensor | None, place: Sequence[int] | None, rank: int | None, keys: str, casts: str
-) -> Tensor:
-    own, x = Casts.from_key(casts), tensors[0]
-    way = covering(own, x.dtype, tensors[-1].dtype, x.device)
-    asked = tensors, tuple(keys.split(" "))
-    if isinstance(way, LinearByValues):  # which covers no cast that draws before its amax is known
-        return way.amaxes(*asked)
-    way, drawn = LinearByOperations(own), rng if rng is None or place is None else placed(rng, *place)
-    return way.amaxes(*asked, drawn, way.backward_stream(rng, rank))
+    share = Share((shared_inp, shared_weight), reduce, given)
+    y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad, None, share)
+    inp, inp_scale_inv, inp_amax, codes, scale_inv, amax = kept
+    own = inp_amax if not shared_inp else amax if given is None and not shared_weight else None
+    inp, inp_scale_inv, codes, scale_inv, own, amaxes = (
+        _or_empty(tensor, x) for tensor in (inp, inp_scale_inv, codes, scale_inv, own, *(reduced or (None,)))
+    )
+    return y.contiguous(), inp, inp_scale_inv, codes, scale_inv, own, amaxes
 
 
 def _there(kept: Kept) -> list[Tensor]:
@@ -212,22 +223,56 @@ def _linear_backward(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
-    amaxes: Tensor | None = None,
-    place: Sequence[int] | None = None,
-    rank: int | None = None,
 ) -> list[Tensor]:
-    rows, outs = grad_output.shape
-    ins = next(codes.shape[0] for codes in (inp, weight) if codes is not None)
-    way = way_of(Casts.from_key(casts), (rows, outs, ins), dtype, weight_dtype, grad_output.device)
-    kept = inp, inp_scale_inv, inp_amax, weight, weight_scale_inv, weight_amax
-    dtypes = dtype, weight_dtype
-    if amaxes is None and rank is None and place is None:
-        return _all_gradients(way, grad_output, kept, ins, rng, dtypes, bias_dtype)
+    kept, dtypes = (inp, inp_scale_inv, inp_amax, weight, weight_scale_inv, weight_amax), (dtype, weight_dtype)
+    way, ins = _way_back(casts, grad_output, kept, dtypes)
+    return _all_gradients(way, grad_output, kept, ins, rng, dtypes, bias_dtype)
+
+
+def _linear_share_backward(
+    grad_output: Tensor,
+    inp: Tensor | None,
+    inp_scale_inv: Tensor | None,
+    inp_amax: Tensor | None,
+    weight: Tensor | None,
+    weight_scale_inv: Tensor | None,
+    weight_amax: Tensor | None,
+    rng: Tensor | None,
+    casts: str,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    turn: Tensor | None,
+    groups: str,
+    place: Sequence[int] | None,
+    rank: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias, an empty tensor for one that is not wanted.
+
+    If there are groups, waits as :func:`_linear_share_forward` does.
+    """
+    kept, dtypes = (inp, inp_scale_inv, inp_amax, weight, weight_scale_inv, weight_amax), (dtype, weight_dtype)
+    way, ins = _way_back(casts, grad_output, kept, dtypes)
     assert isinstance(way, LinearByValues | LinearByOperations), "who has a shard has asked shares_amaxes"
-    row, col = way.casts.grad_output
-    given = given_amaxes(amaxes, (row * (weight is not None), col * (inp is not None)), (True, True))
+    share = Share((True, True), partial(share_amaxes, groups=groups_named(groups))) if groups else None
     drawn = rng if rng is None or place is None else placed(rng, *place)
-    return _all_gradients(way, grad_output, kept, ins, drawn, dtypes, bias_dtype, rank=rank, given=given)
+    dx, dw = way.backward(grad_output, kept, ins, drawn, dtypes, rank=rank, share=share)
+    db = None if bias_dtype is None else bias_gradient(grad_output, bias_dtype, way.casts.backend)
+    dx, dw, db = (_or_empty(gradient, grad_output) for gradient in (dx, dw, db))
+    return dx.contiguous(), dw.contiguous(), db.contiguous()
+
+
+def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if tensor is None else tensor
+
+
+def _way_back(
+    casts: str, grad_output: Tensor, kept: Kept, dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[LinearAtOnce | LinearByOperations, int]:
+    """What computes the gradients, and K."""
+    rows, outs = grad_output.shape
+    ins = next(codes.shape[0] for codes in (kept[0], kept[3]) if codes is not None)
+    return way_of(Casts.from_key(casts), (rows, outs, ins), *dtypes, grad_output.device), ins
 
 
 def _all_gradients(
@@ -243,7 +288,7 @@ def _all_gradients(
     """Gradients of x and of weight, as far as what they need was kept, and of a bias of ``bias_dtype``.
 
     Args:
-        told: what else the way is told: rank and amaxes, for a part of what several ranks have; of tiles.
+        told: what else the way is told.
     """
     gradients: list[Tensor | None] = [*way.backward(grad_output, kept, ins, rng, dtypes, **told)]
     if bias_dtype is not None:
@@ -258,27 +303,44 @@ def _linear_forward_outputs(
     casts: str,
     needs_dgrad: bool,
     needs_wgrad: bool,
-    amaxes: Tensor | None = None,
-    shared_inp: bool = False,
-    shared_weight: bool = False,
 ) -> list[Output]:
     own, (rows, cols), outs = Casts.from_key(casts), x.shape, weight.shape[0]
     by_fp8 = isinstance(covering(own, x.dtype, weight.dtype, x.device), LinearByFP8)
     outputs = [Output((rows, outs), x.dtype)]
-    for key, length, needed, is_shared in (
-        (own.inp[1], rows, needs_wgrad, shared_inp),
-        (own.weight[1], outs, needs_dgrad, shared_weight),
-    ):
+    for key, length, needed in ((own.inp[1], rows, needs_wgrad), (own.weight[1], outs, needs_dgrad)):
         if needed:
-            made = _kept_outputs(CastSpec.from_key(key), cols, length, by_fp8)
-            outputs += made[:-1] if is_shared else made
+            outputs += _kept_outputs(CastSpec.from_key(key), cols, length, by_fp8)
     return outputs
 
 
-def _linear_amaxes_output(
-    tensors: Sequence[Tensor], rng: Tensor | None, place: Sequence[int] | None, rank: int | None, keys: str, casts: str
+def _linear_share_forward_outputs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    casts: str,
+    needs_dgrad: bool,
+    needs_wgrad: bool,
+    turn: Tensor | None,
+    groups: str,
+    shared_inp: bool,
+    shared_weight: bool,
+    given: Tensor | None,
 ) -> list[Output]:
-    return [Output((sum(map(bool, keys.split(" "))), AMAX_STRIDE), torch.float32)]
+    y, *of_inp, inp_amax, codes, scale_inv, amax = _linear_forward_outputs(x, weight, bias, casts, True, True)
+    own = None
+    if not shared_inp:
+        own = inp_amax if needs_wgrad else None
+    elif given is None and not shared_weight:
+        own = amax if needs_dgrad else None
+    sides = (1 + needs_wgrad) * shared_inp + (1 + needs_dgrad) * shared_weight
+    absent = Output((0,), x.dtype)
+    return [
+        y,
+        *(of_inp if needs_wgrad else [absent, absent]),
+        *([codes, scale_inv] if needs_dgrad else [absent, absent]),
+        absent if own is None else own,
+        Output((sides, AMAX_STRIDE), torch.float32) if sides else absent,
+    ]
 
 
 def _kept_outputs(spec: CastSpec, rows: int, cols: int, by_fp8: bool = False) -> list[Output]:
@@ -302,12 +364,33 @@ def _linear_backward_outputs(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
-    amaxes: Tensor | None = None,
-    place: Sequence[int] | None = None,
-    rank: int | None = None,
 ) -> list[Output]:
     ins = None if weight is None else weight.shape[0]
     return _gradient_outputs(grad_output, ins, inp, dtype, weight_dtype, bias_dtype)
+
+
+def _linear_share_backward_outputs(
+    grad_output: Tensor,
+    inp: Tensor | None,
+    inp_scale_inv: Tensor | None,
+    inp_amax: Tensor | None,
+    weight: Tensor | None,
+    weight_scale_inv: Tensor | None,
+    weight_amax: Tensor | None,
+    rng: Tensor | None,
+    casts: str,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    *_: Any,
+) -> list[Output]:
+    rows, outs = grad_output.shape
+    absent = Output((0,), grad_output.dtype)
+    return [
+        absent if weight is None else Output((rows, weight.shape[0]), dtype),
+        absent if inp is None else Output((outs, inp.shape[0]), weight_dtype),
+        absent if bias_dtype is None else Output((outs,), bias_dtype),
+    ]
 
 
 def _gradient_outputs(
@@ -403,6 +486,7 @@ def _tiled_linear_backward_outputs(
 
 define(_linear_forward, _linear_forward_outputs)
 define(_linear_backward, _linear_backward_outputs)
-define(_linear_amaxes, _linear_amaxes_output)
+define(_linear_share_forward, _linear_share_forward_outputs, mutates_args=("turn",))
+define(_linear_share_backward, _linear_share_backward_outputs, mutates_args=("turn",))
 define(_tiled_linear_forward, _tiled_linear_forward_outputs)
 define(_tiled_linear_backward, _tiled_linear_backward_outputs)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin
 
 import torch
 from torch import Tensor
@@ -35,7 +35,9 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def define(
-    run: Callable[..., list[Tensor] | Tensor | None], outputs: Outputs | None, mutates_args: tuple[str, ...] = ()
+    run: Callable[..., list[Tensor] | tuple[Tensor, ...] | Tensor | None],
+    outputs: Outputs | None,
+    mutates_args: tuple[str, ...] = (),
 ) -> Any:
     """``torch.ops.fp4engine.<name of run, without its underscore>``, for every device. It knows no gradients.
 
@@ -43,19 +45,22 @@ def define(
     operations do not need: 19 us a call on one CPU, 5 without. A compiled model makes thousands of calls per second.
 
     Args:
-        run: annotated, from which the schema is made; returns one contiguous tensor, or a list with none of them twice.
+        run: annotated, from which the schema is made; returns one contiguous tensor, or several, none of them twice: a
+            list, or if it writes to tensors, a tuple, since a compiler takes no list from what does.
         outputs: of the same arguments; None if it returns nothing.
         mutates_args: names of the tensors that it writes to.
     """
     name = run.__name__.lstrip("_")
-    returns_one = signature(run).return_annotation is Tensor
+    returned = signature(run).return_annotation
 
-    def fake(*arguments: Any) -> list[Tensor] | Tensor | None:
+    def fake(*arguments: Any) -> list[Tensor] | tuple[Tensor, ...] | Tensor | None:
         if outputs is None:
             return None
         device = next(_tensors(arguments)).device
         made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs(*arguments)]
-        return made[0] if returns_one else made
+        if returned is Tensor:
+            return made[0]
+        return made if get_origin(returned) is list else tuple(made)
 
     schema = torch.library.infer_schema(run, mutates_args=mutates_args)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))

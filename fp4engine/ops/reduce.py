@@ -1,10 +1,14 @@
 """Outer amaxes shared by the ranks of a process group."""
 
+from collections.abc import Sequence
+from typing import Any, Literal
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fp4engine.constants import AMAX_STRIDE
+from fp4engine.tracing import constant_when_traced
 
 _MAGNITUDE = 0x7FFF_FFFF
 """Every bit of an FP32 number but its sign."""
@@ -13,17 +17,50 @@ _MAGNITUDE = 0x7FFF_FFFF
 def packed_amaxes(amaxes: list[Tensor]) -> Tensor:
     """FP32 [n, AMAX_STRIDE] of n amaxes [1], each of which fills a row, and loses its sign if it is NaN.
 
-    What is packed so can be shared as it is (:func:`shared_amaxes`).
+    What is packed so can be shared as it is (:func:`share_amaxes`).
     """
     bits = torch.cat(amaxes).view(torch.int32).bitwise_and_(_MAGNITUDE)
     return bits[:, None].expand(-1, AMAX_STRIDE).contiguous().view(torch.float32)
 
 
-def shared_amaxes(amaxes: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """As :func:`all_reduce_amax` of FP32 numbers without a sign, NaN too; perhaps in place."""
+def share_amaxes(amaxes: Tensor, groups: Sequence[Any]) -> None:
+    """As :func:`all_reduce_amax` over each of ``groups``, of FP32 numbers without a sign, NaN too."""
     bits = amaxes.view(torch.int32)
-    dist.all_reduce(bits, dist.ReduceOp.MAX, group)
-    return bits.view(torch.float32) if torch.compiler.is_dynamo_compiling() else amaxes
+    for group in groups:
+        dist.all_reduce(bits, dist.ReduceOp.MAX, group)
+
+
+def groups_named(names: str) -> list[Any]:
+    """Process groups by their names, with a space between them; such a name has none."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return [_resolve_process_group(name) for name in names.split(" ")]  # pyright: ignore[reportArgumentType]
+
+
+def turn_of(device: torch.device, direction: Literal["forward", "backward"]) -> Tensor:
+    """What operators that wait for other ranks are said to write to, so that a compiler lets them keep their order.
+
+    Ranks whose parts differ in size could else be given different orders, and one would reduce another layer's amaxes.
+    Autograd refuses to hand to a backward pass what a forward pass has written to since: each direction has its own.
+    """
+    return getattr(_turns, _begun(device, direction))
+
+
+class _Turns:
+    """By device and direction, an attribute each: Dynamo reads attributes as they are, and copies a dictionary."""
+
+
+_turns = _Turns()
+
+
+@constant_when_traced
+def _begun(device: torch.device, direction: str) -> str:
+    """The name in ``_turns`` of a tensor that is there from here on; nobody reads or writes what is in it."""
+    name = f"{device} {direction}"
+    if not hasattr(_turns, name):
+        with torch.inference_mode(False):
+            setattr(_turns, name, torch.zeros(1, dtype=torch.int32, device=device))
+    return name
 
 
 def all_reduce_amax(amax: Tensor, group: dist.ProcessGroup) -> None:

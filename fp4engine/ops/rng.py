@@ -205,7 +205,12 @@ def rank_bits(rank: int | None = None) -> int:
 
 def placed(rng: Tensor, row: int, col: int) -> Tensor:
     """The draw ``rng`` [2] for a shard that begins at ``row`` and ``col`` of the whole matrix: int64 [4]."""
-    return torch.cat([rng, rng.new_full((1,), row), rng.new_full((1,), col)])
+    step = col - row
+    if step == 0:
+        place = rng.new_full((2,), row)
+    else:  # one kernel for both
+        place = torch.arange(row, col + step, step, dtype=torch.int64, device=rng.device)
+    return torch.cat([rng, place])
 
 
 @constant_when_traced

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fp4engine
 from fp4engine import ops
+from fp4engine.distributed import share_weight_amaxes
 from fp4engine.modules import sharded
 from fp4engine.modules.shared_amax import share_amax
 from fp4engine.recipe import NVFP4BlockScaling, zoo
@@ -157,6 +158,39 @@ def sequence(rank: int, mesh, alone):
     return found
 
 
+def together(rank: int, mesh, alone):
+    """As :func:`operands`, with the weights' amaxes found as the forward begins."""
+    found = {}
+    for name in ROWS:
+        block = make_block()
+        parallelize_module(block, mesh, STYLES)
+        share_weight_amaxes(block)
+        found[name] = compare(lambda block=block, name=name: train(block, zoo.make(name)), alone[name], rank)
+    return found
+
+
+def together_compiled(rank: int, mesh, alone):
+    """Reductions of a forward and of a backward of two blocks, each compiled, and graphs; without and with."""
+    found = []
+    for is_together in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        model = nn.Sequential(make_block(), make_block())
+        for block in model:
+            parallelize_module(block, mesh, STYLES)
+            block.compile(fullgraph=True, backend="aot_eager")
+        if is_together:
+            share_weight_amaxes(model)
+        train(model, NEAREST)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+            results = train(model, NEAREST)
+        graphs = counters["stats"]["unique_graphs"]
+        train(model[1], NEAREST)  # alone: nothing was left with it
+        assert all(layer._weight_amaxes is None for layer in model.modules() if isinstance(layer, fp4engine.Linear))
+        found.append((reduced.call_count, graphs, [float(t.double().sum()) for t in results]))
+    return found
+
+
 def part_of_sequence(rank: int, world: int = WORLD):
     return lambda x: x.chunk(world, 1)[rank]
 
@@ -208,7 +242,7 @@ def operators(rank: int, mesh, alone):
         with fp4engine.autocast(recipe=zoo.make("nvfp4")):
             y = torch.compile(layer, fullgraph=True, backend=kept)(x)
         y.sum().backward()
-        ours = ("linear", "next_draw")
+        ours = ("linear", "next_draw", "all_reduce")
         found.append([{name: n for name, n in graph.items() if name.startswith(ours)} for graph in kept.found])
     return found
 
@@ -463,6 +497,8 @@ CHECKS = {
     "operands": operands,
     "tensor": tensor,
     "sequence": sequence,
+    "together": together,
+    "together compiled": together_compiled,
     "compiled": compiled,
     "mixed": mixed,
     "graphs": graphs,
@@ -513,7 +549,7 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 
-@pytest.mark.parametrize("spread", ["operands", "sequence", "context"])
+@pytest.mark.parametrize("spread", ["operands", "sequence", "together", "context"])
 @pytest.mark.parametrize("name", ROWS)
 def test_operands_are_parts_of_those_of_one_process(ranks, name, spread):
     for rank in ranks:
@@ -544,15 +580,19 @@ def test_amaxes_of_a_pass_travel_together(ranks):
         assert rank["collectives"] == [1, 2, 3, 3]
 
 
-def test_a_compiled_layer_is_few_operators(ranks):
-    """One finds the amaxes of a direction that are shared, and one does the rest."""
-    columns = [
-        {"linear_amaxes": 1, "linear_forward": 1},
-        {"next_draw": 1, "linear_amaxes": 1, "linear_backward": 1},
-    ]
-    rows = [{"linear_amaxes": 1, "linear_forward": 1}, {"next_draw": 1, "linear_backward": 1}]
+def test_amaxes_of_weights_travel_together(ranks):
+    """Two blocks: each reduces for up, for down and for up's gradient; then for down's input and up's gradient."""
     for rank in ranks:
-        assert rank["operators"] == [columns, rows]
+        (apart, graphs, expected), (few, same, results) = rank["together compiled"]
+        assert (apart, few) == (6, 5) and graphs == same and results == expected
+
+
+def test_a_compiled_layer_is_few_operators(ranks):
+    """One each way, which reduces the amaxes itself: what graphs reduce are gradients of whole inputs, and outputs."""
+    forward, backward = {"linear_share_forward": 1}, {"next_draw": 1, "linear_share_backward": 1}
+    sums = {"all_reduce": 1}
+    for rank in ranks:
+        assert rank["operators"] == [[forward, backward | sums], [forward | sums, backward]]
 
 
 def test_placements_are_read_once(ranks):

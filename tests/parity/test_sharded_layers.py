@@ -1,7 +1,12 @@
 """A rank's part of a layer is, byte for byte, the same by few launches, by operators and by single operations."""
 
+import re
+from functools import partial
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 pytest.importorskip("triton")
 
@@ -12,14 +17,22 @@ from fp4engine.functional.shards import Shard, Shards
 from fp4engine.ops import reduce
 from fp4engine.recipe import NVFP4BlockScaling, zoo
 
-GROUP = "the ranks"
+
+class Group:
+    """Stands for a process group of this name."""
+
+    def __init__(self, name):
+        self.group_name = name
+
+
+GROUP, OTHERS = Group("ranks"), Group("others")
 WHOLE = Shard()
 SHARDS = {
     "columns": Shards(WHOLE, Shard(((GROUP, 0),), (32, 0)), Shard(((GROUP, 1),), (0, 32)), 3),
     "rows": Shards(Shard(((GROUP, 1),), (0, 64)), Shard(((GROUP, 1),), (0, 64)), WHOLE, 3, adds_bias=False),
     "tokens": Shards(Shard(((GROUP, 0),), (48, 0)), WHOLE, Shard(((GROUP, 0),), (48, 0)), 3),
     "any order": Shards.over(GROUP),
-    "two groups": Shards.over(GROUP).and_over("others"),
+    "two groups": Shards.over(GROUP).and_over(OTHERS),
     "own draws": Shards(rank=5, layer="up"),
 }
 RECIPES = {
@@ -38,13 +51,13 @@ SENT: list[tuple[int, str]] = []
 def other_ranks(monkeypatch):
     """Ranks beside this one that find twice its amaxes."""
 
-    def reduced(amaxes, group):
+    def all_reduce(bits, op, group):
         if not torch.compiler.is_compiling():
-            SENT.append((amaxes.numel(), group))
-        return amaxes.mul_(2)
+            SENT.append((bits.numel(), group.group_name))
+        bits.view(torch.float32).mul_(2)
 
-    monkeypatch.setattr(ops, "shared_amaxes", reduced)
-    monkeypatch.setattr(ops, "all_reduce_amax", reduced)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_resolve_process_group", Group)
 
 
 def share(recipe, shards, device, x_grad=True, w_grad=True, bias=True, run=linear, dtype=torch.bfloat16, spoil=None):
@@ -120,6 +133,46 @@ def test_operators(kernel_device, shards):
     torch._dynamo.reset()
     run = torch.compile(linear, fullgraph=True, backend="aot_eager")
     assert_equal(share(RECIPES["nvfp4"], shards, kernel_device, run=run), eager)
+
+
+@pytest.mark.parametrize("name", ["columns", "rows"])
+def test_amaxes_of_a_weight_that_were_found_before(kernel_device, monkeypatch, name):
+    """Are not sent again; by few launches, by single operations and by operators."""
+
+    def run(x, weight, bias, plan, shards, multiply=linear):
+        amaxes = ops.amaxes_of([x.new_zeros(16, 16), weight.detach()], [plan.casts] * 2)[2:].mul_(2)
+        return multiply(x, weight, bias, plan, shards=shards._replace(weight_amaxes=amaxes))
+
+    asked = RECIPES["nvfp4"], SHARDS[name], kernel_device
+    expected, sent = share(*asked), list(SENT)
+    of_weight = 8
+    left = [(count - of_weight, group) for count, group in sent[:1] if count > of_weight] + sent[1:]
+    assert_equal(share(*asked, run=run), expected)
+    assert left == SENT
+    assert_equal(by_operations(monkeypatch, *asked, run=run), expected)
+    assert left == SENT
+    torch._dynamo.reset()
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    assert_equal(share(*asked, run=partial(run, multiply=compiled)), expected)
+
+
+def test_operators_that_wait_for_other_ranks_keep_their_order():
+    """Each is said to write to what the one before it wrote to, in a graph where nothing else puts them in order."""
+    graphs = []
+
+    def keep(module, inputs):
+        graphs.append(str(module.graph))
+        return make_boxed_func(module.forward)
+
+    def twice(x, weight, bias, plan, shards):
+        return linear(x, weight, bias, plan, shards=shards) + linear(x, weight, bias, plan, shards=shards)
+
+    torch._dynamo.reset()
+    run = torch.compile(twice, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    share(RECIPES["nvfp4"], SHARDS["columns"], "cpu", run=run)
+    for graph, operator in zip(graphs, ("linear_share_forward", "linear_share_backward"), strict=True):
+        first, second = re.findall(rf"%(\w+) : .*{operator}\.default.*_all_bases: \[%(\w+)\]", graph)
+        assert re.search(rf"%{second[1]} : .*getitem\]\(args = \(%{first[0]},", graph)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_row_scaled", "quartet2", "mxfp4_hadamard_stochastic", "fp8_current"])

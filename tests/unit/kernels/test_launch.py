@@ -19,7 +19,8 @@ from fp4engine import capability, ops
 from fp4engine.inspect.recorder import Heard
 from fp4engine.inspect.watch import watching
 from fp4engine.kernels import launch
-from fp4engine.kernels.launch import Block, Draft, Launch, facts
+from fp4engine.kernels.gemm_launch import Matrix, block_of
+from fp4engine.kernels.launch import Block, Draft, Launch, Place, facts
 from fp4engine.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
 
 PACKAGE = Path(fp4engine.__file__).parent
@@ -130,6 +131,35 @@ def test_scratch_of_nothing_is_passed_too(monkeypatch):
     (output,) = made()
     ((_, _, arguments),) = kernel.run.calls
     assert arguments == (0, output.data_ptr(), 5)
+
+
+def test_a_part_is_found_by_address_alone(monkeypatch):
+    """What the copy engine is told of, and a row of an input, need no tensors of their own in a kernel that has run."""
+    active = SimpleNamespace(get_current_stream=lambda index: "stream")
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "JITFunction", Compiled)
+    kernel = Compiled()
+    draft = Draft(torch.device("cpu"), inputs=1)
+    scratch, out = draft.scratch((64,), torch.float32), draft.output((2,), torch.float32)
+    row = Block(draft.inputs[0], lambda tensor: tensor[1], 16)
+    described = Block(scratch, lambda tensor: ("descriptor of", tensor), lambda address: ("descriptor at", address))
+    draft.step(kernel, 3, row, described, scratch, out)
+    made, x = draft.launch(), torch.zeros(2, 4)
+    for _ in range(2):
+        (output,) = made(x)
+    ((_, (first, second, *_), _),) = kernel.started
+    assert torch.equal(first, x[1]) and second[1].shape == (64,)
+    ((_, _, (first, second, third, last)),) = kernel.run.calls
+    assert first == x[1].data_ptr() and second == ("descriptor at", third) and last == output.data_ptr()
+
+
+def test_the_copy_engine_is_told_the_same_of_a_tensor_and_of_its_address():
+    x = torch.zeros(8, 64, dtype=BF16)
+    block = block_of(Matrix(Place(0), facts(x)), 4, 16)
+    assert block.at is not None and not isinstance(block.at, int)
+    of_tensor, of_address = block.describe(x), block.at(x.data_ptr())
+    assert of_address.base.data_ptr() == of_tensor.base.data_ptr() == x.data_ptr()
+    assert {**vars(of_address), "base": None} == {**vars(of_tensor), "base": None}
 
 
 def test_a_launch_of_nothing_allocates_every_time():

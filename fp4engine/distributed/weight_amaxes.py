@@ -1,0 +1,79 @@
+"""The outer amaxes of a model's weights in one collective, instead of one for every layer."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4engine import ops
+from fp4engine.arguments import require_model
+from fp4engine.modules import Gemms
+from fp4engine.modules.gemms import SharedWeight
+from fp4engine.state import current_state, is_recomputed
+
+
+def share_weight_amaxes(model: nn.Module) -> None:
+    """Find the amaxes of all weights that ranks share when a forward of ``model`` begins, and reduce them together.
+
+    Under tensor parallelism a layer else reduces its weight's amax itself, with its input's if that is shared too: one
+    collective for every layer. The bytes are the same. What is found holds until the forward ends, in which nobody may
+    write to a weight. A layer that runs outside finds its own: where a checkpoint recomputes it, or a part of the model
+    runs alone.
+
+    Call it once, after ``convert`` and ``parallelize_module``. The model, or the region of ``autocast`` in it, must not
+    be compiled as a whole, but its blocks may: the amaxes are found in eager mode. Where the recipe is another in some
+    part of the model, whose region ``model`` enters itself, or weights are gathered before their layer runs (FSDP2),
+    layers find their own as well.
+
+    Raises:
+        ValueError: the model has no layer of fp4engine's.
+    """
+    require_model(model)
+    layers = [module for module in model.modules() if isinstance(module, Gemms)]
+    if not layers:
+        raise ValueError(f"this {type(model).__name__} has no layer of fp4engine's; call fp4engine.convert first")
+    hooks = _Hooks(layers)
+    model.register_forward_pre_hook(hooks.before)
+    model.register_forward_hook(hooks.after, always_call=True)
+
+
+class _Hooks:
+    """What is done before a forward of the model that has ``layers``, and after it."""
+
+    def __init__(self, layers: list[Gemms]) -> None:
+        self._layers = layers
+        self._known: list[SharedWeight | None] = [None] * len(layers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy asks anew: process groups cannot be copied."""
+        return {"_layers": self._layers, "_known": [None] * len(self._layers)}
+
+    @torch.no_grad()
+    def before(self, module: nn.Module, arguments: Any) -> None:
+        """Leave the amaxes of all weights with their layers."""
+        if torch.compiler.is_dynamo_compiling() or is_recomputed():
+            return
+        state = current_state()
+        together: dict[tuple[Any, ...], list[tuple[Gemms, SharedWeight]]] = {}
+        for index, layer in enumerate(self._layers):
+            found = self._known[index] = layer.shared_weight(state, self._known[index])
+            if found is not None:
+                together.setdefault((*found.groups, found.weight.device), []).append((layer, found))
+        for pairs in together.values():
+            parts = [found.weight.to_local() for _, found in pairs]
+            amaxes = ops.amaxes_of(parts, [_casts(found) for _, found in pairs])
+            ops.share_amaxes(amaxes, pairs[0][1].groups)
+            for (layer, found), rows in zip(pairs, amaxes.split(2), strict=True):
+                layer.leave_weight_amaxes((rows, found.found_for))
+
+    def after(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        """Take them away: what runs later may have other weights."""
+        if not torch.compiler.is_dynamo_compiling():
+            for layer, known in zip(self._layers, self._known, strict=True):
+                if known is not None:
+                    layer.leave_weight_amaxes(None)
+
+
+def _casts(found: SharedWeight) -> ops.Casts:
+    assert found.plan.casts is not None, "amaxes are shared of casts that a layer makes itself"
+    return found.plan.casts
