@@ -194,7 +194,7 @@ class GroupedLinearFunction(torch.autograd.Function):
                 plan.grad_output.columnwise_spec if call.needs_wgrad else None,
                 rowwise_form="values",
                 columnwise_form="values",
-                rng=ops.next_draw(matrix.device, groups) if plan.draws_in_backward else None,
+                rng=ops.next_draw(matrix.device, groups, direction="backward") if plan.draws_in_backward else None,
                 stream=plan.grad_output.stream | ops.rank_bits(),
             )
             products = matrix.shape[0] * matrix.shape[1] * ctx.inp_shape[-1]

@@ -352,7 +352,9 @@ def _draw(call: Call, device: torch.device) -> Tensor | None:
     """The draw of a backward pass, if it takes one."""
     if not call.plan.draws_in_backward:
         return None
-    return ops.next_draw(device) if call.shards is None else call.shards.draw(device, "backward")
+    if call.shards is not None:
+        return call.shards.draw(device, "backward")
+    return ops.next_draw(device, direction="backward")
 
 
 def _forward_share(

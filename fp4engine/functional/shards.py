@@ -17,7 +17,6 @@ from fp4engine.quantizers import Quantizer
 from fp4engine.tensor import QuantizedTensor
 
 Role = Literal["input", "weight", "grad_output"]
-Direction = Literal["forward", "backward"]
 
 
 class Shard(NamedTuple):
@@ -63,9 +62,9 @@ class Shards(NamedTuple):
         inp, weight, grad = (shard._replace(groups=(*shard.groups, (group, 0))) for shard in self[:3])
         return self._replace(input=inp, weight=weight, grad_output=grad)
 
-    def draw(self, device: torch.device, direction: Direction) -> Tensor:
+    def draw(self, device: torch.device, direction: ops.Direction) -> Tensor:
         """The next draw of a forward, or of a backward pass."""
-        return ops.next_draw(device, name=self.layer and f"{direction}/{self.layer}")
+        return ops.next_draw(device, 1, self.layer and f"{direction}/{self.layer}", direction)
 
     def travelling(self) -> "Travel | None":
         """Which amaxes travel, if all are of whole tensors; None if those of one direction go different ways."""

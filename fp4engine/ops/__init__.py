@@ -42,9 +42,11 @@ from fp4engine.ops.reduce import all_reduce_amax, packed_amaxes, share_amaxes
 from fp4engine.ops.rng import RandomStream, current_seed, get_rng_state, manual_seed, placed, rank_bits, set_rng_state
 from fp4engine.ops.through_cast import clip_and_rotate_back, within_range
 from fp4engine.ops.tiles import TiledOperand
+from fp4engine.ops.turn import Direction
 
 __all__ = [
     "Casts",
+    "Direction",
     "Draws",
     "Form",
     "Kept",

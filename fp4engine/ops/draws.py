@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp4engine.ops import rng
 from fp4engine.ops.operation import Output, define
+from fp4engine.ops.turn import Direction, turn_of
 
 
 class _Source(threading.local):
@@ -21,10 +22,13 @@ class _Source(threading.local):
 _source = _Source()
 
 
-def next_draw(device: torch.device, count: int = 1, name: str = "") -> Tensor:
+def next_draw(device: torch.device, count: int = 1, name: str = "", direction: Direction = "forward") -> Tensor:
     """Advance the stream of ``device`` by ``count`` draws: int64 [2] ``(seed, draw)``, the last of them.
 
     What draws by a ``name`` has draws of its own, which nothing else advances.
+
+    ``direction`` is told of the pass that draws: compiled code cannot hand to a backward pass the state that a forward
+    pass has advanced since, so a forward pass finds it when it runs.
 
     The tensor is the caller's own. Threads and CUDA streams that draw at the same time get different draws. Where
     tensors have no memory (the meta device, ``FakeTensorMode``), neither has the draw, and the stream stays as it is.
@@ -34,6 +38,8 @@ def next_draw(device: torch.device, count: int = 1, name: str = "") -> Tensor:
             forward draws otherwise than the forward that it repeats.
     """
     if torch.compiler.is_dynamo_compiling():
+        if direction == "forward":
+            return torch.ops.fp4engine.next_forward_draw(turn_of(device, "forward"), count, name)
         return torch.ops.fp4engine.next_draw(rng.state_of(device, name), count)
     like = torch.empty(0, dtype=torch.int64, device=device)
     if like.is_meta or type(like) is not Tensor:
@@ -126,4 +132,13 @@ def _next_draw_output(state: Tensor, count: int) -> list[Output]:
     return [Output((2,), torch.int64)]
 
 
+def _next_forward_draw(turn: Tensor, count: int, name: str) -> Tensor:
+    return _source.take(rng.state_of(turn.device, name), count)
+
+
+def _next_forward_draw_output(turn: Tensor, count: int, name: str) -> list[Output]:
+    return [Output((2,), torch.int64)]
+
+
 define(_next_draw, _next_draw_output, mutates_args=("state",))
+define(_next_forward_draw, _next_forward_draw_output, mutates_args=("turn",))

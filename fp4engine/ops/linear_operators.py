@@ -31,9 +31,10 @@ from fp4engine.ops.linear import (
     way_of,
 )
 from fp4engine.ops.operation import Output, define
-from fp4engine.ops.reduce import groups_named, share_amaxes, turn_of
+from fp4engine.ops.reduce import groups_named, share_amaxes
 from fp4engine.ops.rng import placed
 from fp4engine.ops.tiles import TiledOperand
+from fp4engine.ops.turn import turn_of
 from fp4engine.tracing import constant_when_traced
 
 

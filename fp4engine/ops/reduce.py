@@ -1,14 +1,13 @@
 """Outer amaxes shared by the ranks of a process group."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fp4engine.constants import AMAX_STRIDE
-from fp4engine.tracing import constant_when_traced
 
 _MAGNITUDE = 0x7FFF_FFFF
 """Every bit of an FP32 number but its sign."""
@@ -35,32 +34,6 @@ def groups_named(names: str) -> list[Any]:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return [_resolve_process_group(name) for name in names.split(" ")]  # pyright: ignore[reportArgumentType]
-
-
-def turn_of(device: torch.device, direction: Literal["forward", "backward"]) -> Tensor:
-    """What operators that wait for other ranks are said to write to, so that a compiler lets them keep their order.
-
-    Ranks whose parts differ in size could else be given different orders, and one would reduce another layer's amaxes.
-    Autograd refuses to hand to a backward pass what a forward pass has written to since: each direction has its own.
-    """
-    return getattr(_turns, _begun(device, direction))
-
-
-class _Turns:
-    """By device and direction, an attribute each: Dynamo reads attributes as they are, and copies a dictionary."""
-
-
-_turns = _Turns()
-
-
-@constant_when_traced
-def _begun(device: torch.device, direction: str) -> str:
-    """The name in ``_turns`` of a tensor that is there from here on; nobody reads or writes what is in it."""
-    name = f"{device} {direction}"
-    if not hasattr(_turns, name):
-        with torch.inference_mode(False):
-            setattr(_turns, name, torch.zeros(1, dtype=torch.int32, device=device))
-    return name
 
 
 def all_reduce_amax(amax: Tensor, group: dist.ProcessGroup) -> None:

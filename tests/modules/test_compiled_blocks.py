@@ -252,6 +252,16 @@ def test_a_recipe_with_rules_inside_one_compiled_function():
         assert torch.equal(call(x), layers(x))
 
 
+def test_a_recipe_that_draws_in_both_passes_has_eager_bytes_in_several_blocks():
+    """What a forward pass writes to, autograd does not hand to a backward pass."""
+    recipe, x = zoo.make("fp4_all_the_way"), torch.randn(48, 16)
+    results = []
+    for blocks in (model(fp4engine.Linear, 3), compiled(fp4engine.Linear, 3)):
+        fp4engine.manual_seed(0)
+        results.append([tensor for _ in range(2) for tensor in step(blocks, x, recipe)])
+    assert_same(*results)
+
+
 @pytest.mark.parametrize("row", [name for name in zoo.ZOO if name != "fp8_delayed"])
 def test_every_row_of_the_book_has_eager_bytes_compiled(row):
     """But for delayed scaling, which does not compile."""
