@@ -6,11 +6,14 @@ for byte too: their operands are chosen so that every partial sum is exact in FP
 """
 
 import hashlib
+import multiprocessing
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -100,21 +103,33 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def examine(devices: Sequence[str] | None = None) -> Diagnosis:
+def examine(devices: Sequence[str] | None = None, *, jobs: int = 1) -> Diagnosis:
     """Facts about this machine, and the checks on each of ``devices``.
 
     Args:
         devices: such as ``"cpu"`` or ``"cuda:1"``; None is the CPU and every CUDA device.
+        jobs: processes that compile the kernels for a CUDA device beforehand, which is most of what a first run takes;
+            they leave them in Triton's cache. With more than one the main module must be one that can be imported, as
+            :mod:`multiprocessing` asks.
 
     Raises:
-        ValueError: a device that this machine does not have, or of a kind without checks.
+        ValueError: a device that this machine does not have, or of a kind without checks; fewer than one process.
     """
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
     chosen = [_device(name) for name in devices] if devices is not None else _all_devices()
     started = time.perf_counter()
-    checks = [*_reference_checks()]
-    for device in chosen:
-        checks += _device_checks(device)
+    if jobs > 1 and (on_gpu := [device for device in chosen if device.type == "cuda"]):
+        _compile(_device_checks(on_gpu[0]), jobs)
+    checks = [*_reference_checks(), *(check() for device in chosen for check in _device_checks(device))]
     return Diagnosis(tuple(_facts(chosen)), tuple(checks), time.perf_counter() - started)
+
+
+def _compile(checks: "Sequence[partial[Check]]", jobs: int) -> None:
+    """Run ``checks`` for the kernels that they compile. What goes wrong is seen when they are run again, here."""
+    context = multiprocessing.get_context("spawn")  # a process with a CUDA context must not be forked
+    with ProcessPoolExecutor(min(jobs, len(checks)), context, torch.set_num_threads, (1,)) as pool:
+        wait([pool.submit(check) for check in reversed(checks)])  # a layer's, which has most to compile, first
 
 
 def _all_devices() -> list[torch.device]:
@@ -232,11 +247,10 @@ def _reference_checks() -> Iterator[Check]:
         yield Check(f"cpu: the reference's casts of {recipe}", failure, "the recorded bytes")
 
 
-def _device_checks(device: torch.device) -> list[Check]:
-    checks = [_cast_check(device, recipe, role) for recipe in RECIPES for role in TENSOR_TYPES]
-    checks += [_gemm_check(device, side, bias) for side in ("codes", "values") for bias in (False, True)]
-    checks += [_layer_check(device, bias) for bias in (False, True)]
-    return checks
+def _device_checks(device: torch.device) -> "list[partial[Check]]":
+    checks = [partial(_cast_check, device, recipe, role) for recipe in RECIPES for role in TENSOR_TYPES]
+    checks += [partial(_gemm_check, device, side, bias) for side in ("codes", "values") for bias in (False, True)]
+    return checks + [partial(_layer_check, device, bias) for bias in (False, True)]
 
 
 def _quantizer(recipe: str, tensor_type: str) -> Quantizer:

@@ -1,5 +1,7 @@
 """The self-check passes with right kernels, and fails on a machine where a kernel was broken on purpose."""
 
+from functools import partial
+
 import pytest
 import torch
 import triton.language as tl
@@ -15,7 +17,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """One cast of a small tensor: all checks take minutes in the interpreter."""
     monkeypatch.setattr(doctor, "SHAPE", (32, 64))
     monkeypatch.setattr(doctor, "DIGESTS", {})
-    monkeypatch.setattr(doctor, "_device_checks", lambda device: [doctor._cast_check(device, "nvfp4", "input")])
+    cast = partial(doctor._cast_check, recipe="nvfp4", role="input")
+    monkeypatch.setattr(doctor, "_device_checks", lambda device: [partial(cast, device)])
 
 
 def checks(device: str) -> dict[str, str]:
@@ -23,7 +26,7 @@ def checks(device: str) -> dict[str, str]:
 
 
 def test_right_kernels_pass_and_are_named(few, kernel_device: str, capsys) -> None:
-    assert main(["doctor", "--device", kernel_device]) == 0
+    assert main(["doctor", "--jobs", "1", "--device", kernel_device]) == 0
     assert ": cast of nvfp4, input: same bytes by triton" in capsys.readouterr().out
 
 
@@ -31,7 +34,7 @@ def test_a_kernel_whose_constant_is_wrong_fails(few, kernel_device: str, monkeyp
     if kernel_device == "cuda":
         pytest.skip("a compiled kernel holds its constants; the next test breaks what it wrote")
     monkeypatch.setattr(encode, "STEP_TWO", tl.constexpr(1.5 * 2**24))  # the codes from 4 on lose their offset
-    assert main(["doctor", "--device", kernel_device]) == 1
+    assert main(["doctor", "--jobs", "1", "--device", kernel_device]) == 1
     text = capsys.readouterr().out
     assert "FAIL  cpu: cast of nvfp4, input: codes of e2m1 1x16" in text and "checks FAILED" in text
 

@@ -1,6 +1,7 @@
 """The self-check passes where kernels are right, and fails where one was broken on purpose."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -89,6 +90,26 @@ def test_a_check_that_raises_is_one_failure(few, monkeypatch) -> None:
     monkeypatch.setattr(ops, "gemm", broken)
     failures = [check.failure for check in doctor.examine(["cpu"]).checks if check.failure]
     assert "raised RuntimeError: no such kernel" in failures and len(failures) >= 4
+
+
+def test_a_gpus_kernels_are_compiled_beforehand(monkeypatch) -> None:
+    cpu, gpus, compiled = torch.device("cpu"), [torch.device("cuda", index) for index in range(2)], []
+    monkeypatch.setattr(doctor, "_all_devices", lambda: [cpu, *gpus])
+    monkeypatch.setattr(doctor, "_facts", lambda devices: [])
+    monkeypatch.setattr(doctor, "DIGESTS", {})
+    monkeypatch.setattr(doctor, "_device_checks", lambda device: [partial(doctor.Check, f"{device}", "", "")])
+    monkeypatch.setattr(doctor, "_compile", lambda checks, jobs: compiled.append(([c() for c in checks], jobs)))
+    assert [check.name for check in doctor.examine(jobs=3).checks] == ["cpu", "cuda:0", "cuda:1"]
+    ((checks, jobs),) = compiled
+    assert [check.name for check in checks] == ["cuda:0"] and jobs == 3
+    doctor.examine()
+    doctor.examine(["cpu"], jobs=3)
+    assert len(compiled) == 1
+
+
+def test_checks_run_in_other_processes_and_what_fails_there_is_not_said_twice() -> None:
+    cpu = torch.device("cpu")
+    doctor._compile([partial(doctor._cast_check, cpu, "nvfp4", "input"), partial(doctor._cast_check, cpu, "", "")], 2)
 
 
 def test_exact_inputs_survive_a_cast() -> None:

@@ -55,6 +55,7 @@ BAD = {
     "json of all": ["recipes", "--json"],
     "no such device": ["doctor", "--device", "cuda:99"],
     "no device at all": ["doctor", "--device", "abacus"],
+    "no process": ["doctor", "--device", "cpu", "--jobs", "0"],
     "no such record": ["report", "/nowhere"],
     "no model": ["estimate"],
     "half a model": ["estimate", "--layers", "3"],
