@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from threading import Lock
 from typing import Any
@@ -13,6 +12,8 @@ from hypothesis import HealthCheck, settings
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
+
+from tests import ranks
 
 # Dynamo looks torch's functions up by identity, once: it has to see the real torch.empty, not the poisoned one.
 get_torch_obj_rule_map()
@@ -35,20 +36,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 POISON_BYTE = 0xFF
 """As float32 and bfloat16 eight or more set bits at the top are a NaN, and so is 0xFF in E4M3 and E5M2."""
 
-_destroy_process_group = torch.distributed.destroy_process_group
-
-
-def destroy_process_group(*arguments: Any) -> None:
-    """After a pause without the GIL.
-
-    A gloo group that is destroyed joins its threads while it holds the GIL, for which one of them may be waiting to
-    drop what an all-reduce of a backward pass carried (torch 2.13): both then wait for ever.
-    """
-    time.sleep(0.3)
-    _destroy_process_group(*arguments)
-
-
-torch.distributed.destroy_process_group = destroy_process_group
+torch.distributed.destroy_process_group = ranks.destroy_process_group
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers already fill the cores

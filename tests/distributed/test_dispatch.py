@@ -1,8 +1,6 @@
 """Tokens sent to other ranks as codes and scales, on one, two and four processes (gloo, CPU)."""
 
 import importlib
-import os
-import time
 from unittest import mock
 
 import pytest
@@ -29,6 +27,7 @@ from fp4engine.formats import (
     mx,
 )
 from fp4engine.recipe import DelayedScaling, zoo
+from tests.ranks import process_group
 
 WIDTH = 40
 NAN, INF = float("nan"), float("inf")
@@ -209,14 +208,8 @@ CHECKS = {
 
 
 def run(rank: int, folder: str, world: int) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    try:
+    with process_group(rank, world, f"{folder}/store"):
         results = {name: check(rank, world) for name, check in CHECKS.items()}
-    finally:
-        time.sleep(0.3)  # as tests/conftest.py does, whose pause this process does not have
-        dist.destroy_process_group()
     torch.save(results, f"{folder}/{rank}.pt")
 
 

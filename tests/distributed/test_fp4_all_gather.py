@@ -1,8 +1,6 @@
 """FSDP2 that gathers weights as codes trains with the bytes of FSDP2 that gathers them in high precision."""
 
 import gc
-import os
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -33,6 +31,7 @@ import fp4engine
 from fp4engine.distributed import fp4_all_gather, sharded_weight
 from fp4engine.functional import make_linear_plan
 from fp4engine.recipe import NVFP4BlockScaling, zoo
+from tests.ranks import process_group
 
 DEFAULT = NVFP4BlockScaling()
 AS_CODES = [
@@ -537,19 +536,13 @@ def hsdp(rank: int):
 
 
 def run(rank: int, folder: str, world: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    try:
+    with process_group(rank, world, f"{folder}/store"):
         if world == 2:
             results = {name: check(rank) for name, check in CHECKS.items()}
             results["saved"] = saved(rank, folder)
         else:
             flat = with_and_without(rank, lambda fp4: shard(make_model(128), fp4))
             results = {"hsdp": hsdp(rank), "flat": flat, "operands": operands(rank, 128)}
-    finally:
-        time.sleep(0.3)  # as tests/conftest.py does, whose pause this process does not have
-        dist.destroy_process_group()
     torch.save(results, f"{folder}/{rank}.pt")
 
 
@@ -679,12 +672,10 @@ def test_four_ranks_and_hybrid_sharding_have_those_bytes(tmp_path):
 
 def losses(folder: str, rank: int, world: int, device: str, width: int, layers: int) -> list[torch.Tensor]:
     """Of eight steps, without and with gathers of codes, where every layer is gathered by itself, ahead of its use."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     backend = "nccl" if device == "cuda" else "gloo"
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    try:
+    with process_group(rank, world, f"{folder}/store", backend):
         mesh, found = init_device_mesh(device, (world,)), []
         for fp4 in (False, True):
             torch.manual_seed(0)
@@ -705,9 +696,6 @@ def losses(folder: str, rank: int, world: int, device: str, width: int, layers: 
                 optimizer.zero_grad()
                 found[-1].append(loss.detach())
         return [torch.stack(of_one).cpu() for of_one in found]
-    finally:
-        time.sleep(0.3)
-        dist.destroy_process_group()
 
 
 def save_losses(rank: int, folder: str, *arguments: Any) -> None:

@@ -1,11 +1,9 @@
 """Figures of two ranks are merged: as one rank that saw both of their batches."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fp4engine
 from fp4engine import inspect
 from fp4engine.recipe import NVFP4BlockScaling
+from tests.ranks import process_group
 
 RECIPE = NVFP4BlockScaling(disable_stochastic_rounding=True, row_scaled_activation=True)
 
@@ -41,19 +40,13 @@ def batch() -> torch.Tensor:
 
 
 def run(rank: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
+    with process_group(rank, 2, f"{folder}/store"):
         mesh = init_device_mesh("cpu", (2,))
         model = make_model()
         for module in (*model, model):
             if module is model or isinstance(module, torch.nn.Linear):
                 fully_shard(module, mesh=mesh)
         step(model, batch().chunk(2)[rank], f"{folder}/two")
-        dist.barrier()  # a rank that ends while another still talks to it can be aborted by gloo's threads
-    finally:
-        dist.destroy_process_group()
 
 
 def test_two_ranks_of_fsdp2_record_what_one_would(tmp_path: Path) -> None:
@@ -130,14 +123,8 @@ def train_block(layout: str | None, folder: str, rank: int = 0) -> None:
 
 
 def run_block(rank: int, folder: str, layout: str, ranks: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    try:
+    with process_group(rank, ranks, f"{folder}/store"):
         train_block(layout, f"{folder}/several", rank)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def assert_close(mine: dict, theirs: dict, ignored: tuple[str, ...]) -> None:

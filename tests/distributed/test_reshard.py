@@ -1,7 +1,5 @@
 """A run of two ranks under FSDP2 with FP4 gather, saved by DCP, goes on with one process and with four (gloo, CPU)."""
 
-import os
-import time
 import warnings
 
 import pytest
@@ -17,6 +15,7 @@ import fp4engine
 from fp4engine.distributed import fp4_all_gather
 from fp4engine.integrations import TrainingState
 from fp4engine.recipe import NVFP4BlockScaling
+from tests.ranks import process_group
 
 SAVED_BY, GOES_ON = 2, ("plain", "async")
 NEAREST = NVFP4BlockScaling(disable_stochastic_rounding=True)
@@ -87,16 +86,10 @@ def go_on(folder: str, mesh=None):
 
 
 def run(rank: int, folder: str, world: int) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
     fp4engine.manual_seed(7)
-    dist.init_process_group("cpu:gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
-    try:
+    with process_group(rank, world, f"{folder}/store-{world}", "cpu:gloo"):
         mesh = init_device_mesh("cpu", (world,))
         found = save(folder, mesh) if world == SAVED_BY else go_on(folder, mesh)
-    finally:
-        time.sleep(0.3)  # as tests/conftest.py does, whose pause this process does not have
-        dist.destroy_process_group()
     torch.save(found, f"{folder}/{world}-{rank}.pt")
 
 

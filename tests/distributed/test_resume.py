@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 import warnings
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from fp4engine import ops
 from fp4engine.integrations import TrainingState
 from fp4engine.ops import rng
 from fp4engine.recipe import DelayedScaling, NVFP4BlockScaling
+from tests.ranks import process_group
 
 accelerate = pytest.importorskip("accelerate", reason="needs the extra `integrations`")
 lightning = pytest.importorskip("lightning.pytorch", reason="needs the extra `integrations`")
@@ -215,17 +215,12 @@ CHECKS = {
 
 def run(rank: int, folder: str) -> None:
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo", RANK=str(rank), LOCAL_RANK=str(rank),
+        MASTER_PORT="0", RANK=str(rank), LOCAL_RANK=str(rank),
         WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD), ACCELERATE_USE_CPU="true",
     )  # fmt: skip
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    try:
+    with process_group(rank, WORLD, f"{folder}/store"):
         results = {name: check(rank, folder) for name, check in CHECKS.items()}
-    finally:
-        time.sleep(0.3)  # as tests/conftest.py does, whose pause this process does not have
-        dist.destroy_process_group()
     torch.save(results, f"{folder}/{rank}.pt")
 
 

@@ -2,9 +2,7 @@
 
 import hashlib
 import importlib
-import os
 import re
-import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -23,6 +21,7 @@ from fp4engine.distributed import draw_by_layer
 from fp4engine.integrations import TrainingState
 from fp4engine.modules import Gemms
 from fp4engine.recipe import NVFP4BlockScaling, zoo
+from tests.ranks import process_group
 
 WORLD = 2
 
@@ -217,14 +216,8 @@ CHECKS = {"pipelines": pipelines, "experts": experts}
 
 
 def run(rank: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    try:
+    with process_group(rank, WORLD, f"{folder}/store"):
         results = {name: check(rank, folder) for name, check in CHECKS.items()}
-    finally:
-        time.sleep(0.3)  # as tests/conftest.py does, whose pause this process does not have
-        dist.destroy_process_group()
     torch.save(results, f"{folder}/{rank}.pt")
 
 

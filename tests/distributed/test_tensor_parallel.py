@@ -1,9 +1,7 @@
 """Tensor parallelism by DTensor on two and four processes (gloo, CPU): every operand is that of one process."""
 
 import importlib
-import os
 import re
-import time
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -27,6 +25,7 @@ from fp4engine.distributed import share_weight_amaxes
 from fp4engine.modules import sharded
 from fp4engine.modules.shared_amax import share_amax
 from fp4engine.recipe import NVFP4BlockScaling, zoo
+from tests.ranks import process_group
 
 WORLD = 2
 NAN = float("nan")
@@ -528,16 +527,11 @@ def one_process():
 
 
 def run(rank: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     alone = one_process()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    try:
+    with process_group(rank, WORLD, f"{folder}/store"):
         mesh = init_device_mesh("cpu", (WORLD,))
         results = {name: check(rank, mesh, alone) for name, check in CHECKS.items()}
-    finally:
-        time.sleep(0.3)  # as tests/conftest.py does, whose pause this process does not have
-        dist.destroy_process_group()
     torch.save(results, f"{folder}/{rank}.pt")
 
 
@@ -666,18 +660,13 @@ def four(rank: int, alone):
 
 
 def run_four(rank: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     alone = {}
     for first in (0, 2):
         with drawn_as(first):
             alone[first] = multiplied(lambda: train(make_block(), zoo.make("nvfp4")))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    try:
+    with process_group(rank, 4, f"{folder}/store"):
         found = four(rank, alone)
-    finally:
-        time.sleep(0.3)
-        dist.destroy_process_group()
     pairs = zip(alone[0][1], alone[2][1], strict=True)
     own_bits = any(differing(one, other, 0, 1) for (_, one), (_, other) in pairs)
     torch.save((found, own_bits), f"{folder}/{rank}.pt")

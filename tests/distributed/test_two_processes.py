@@ -1,7 +1,5 @@
 """Two processes, by gloo on the CPU and by NCCL on two GPUs: shared amaxes, DDP, FSDP2, and a stream per rank."""
 
-import os
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from fp4engine.modules.shared_amax import share_amax
 from fp4engine.quantizers import make_quantizer
 from fp4engine.recipe import NVFP4BlockScaling, zoo
 from fp4engine.roles import QuantizerRole
+from tests.ranks import process_group
 
 WORLD = 2
 NAN, INF = float("nan"), float("inf")
@@ -33,18 +32,12 @@ def make_model(device: str = "cpu") -> torch.nn.Module:
 
 
 def run(rank: int, folder: str, backend: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
     device = "cpu"
     if backend == "nccl":
         device = f"cuda:{rank}"
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    try:
+    with process_group(rank, WORLD, f"{folder}/store", backend):
         results = {name: check(rank, device) for name, check in CHECKS.items()}
-    finally:
-        time.sleep(0.3)  # as tests/conftest.py does, whose pause this process does not have
-        dist.destroy_process_group()
     torch.save(results, f"{folder}/{rank}.pt")
 
 

@@ -1,8 +1,6 @@
 """Cases on two processes, by gloo, that share outer amaxes; each is held against both ranks' steps by hand."""
 
-import os
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +25,7 @@ from tests.fuzz.cases import (
     make_batches,
     make_module,
 )
+from tests.ranks import process_group
 
 WORLD = 2
 
@@ -90,21 +89,17 @@ def together(functions: list[Callable[[], Any]]) -> None:
 
 
 def work(rank: int, folder: str, seed: int, first: int, cases: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     wrong: list[str] = []
-    for index in range(first, first + cases):
-        case = drawn(seed, index)
-        want = both_by_hand(case)[rank]
-        fp4engine.manual_seed(case.seed)
-        got = by_engine(case, *prepared(case, rank), dist.group.WORLD)
-        got["draws"] = fp4engine.get_rng_state()["draws"].get("cpu", 0)
-        wrong += [f"case {index}, rank {rank}: {difference} ({case})" for difference in differences(got, want)]
+    with process_group(rank, WORLD, f"{folder}/store"):
+        for index in range(first, first + cases):
+            case = drawn(seed, index)
+            want = both_by_hand(case)[rank]
+            fp4engine.manual_seed(case.seed)
+            got = by_engine(case, *prepared(case, rank), dist.group.WORLD)
+            got["draws"] = fp4engine.get_rng_state()["draws"].get("cpu", 0)
+            wrong += [f"case {index}, rank {rank}: {difference} ({case})" for difference in differences(got, want)]
     Path(folder, f"{rank}.txt").write_text("\n".join(wrong))
-    time.sleep(0.3)  # as tests/conftest.py does, whose pause this process does not have
-    dist.destroy_process_group()
 
 
 def run(folder: Path, seed: int, first: int, cases: int) -> list[str]:

@@ -72,7 +72,7 @@ def lost_sign(plant):
 
 def one_draw_more(plant):
     take = ops.next_draw
-    plant.setattr(ops, "next_draw", lambda *arguments: (take(*arguments), take(*arguments))[1])
+    plant.setattr(ops, "next_draw", lambda *device, **named: (take(*device, **named), take(*device, **named))[1])
 
 
 def stale_weight(plant):

@@ -1,7 +1,9 @@
 """The self-check passes where kernels are right, and fails where one was broken on purpose."""
 
 import dataclasses
+import os
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,9 +109,14 @@ def test_a_gpus_kernels_are_compiled_beforehand(monkeypatch) -> None:
     assert len(compiled) == 1
 
 
-def test_checks_run_in_other_processes_and_what_fails_there_is_not_said_twice() -> None:
-    cpu = torch.device("cpu")
-    doctor._compile([partial(doctor._cast_check, cpu, "nvfp4", "input"), partial(doctor._cast_check, cpu, "", "")], 2)
+def leave_process_id(path: Path) -> None:
+    path.write_text(str(os.getpid()))
+
+
+def test_checks_run_in_other_processes_and_what_fails_there_is_not_said_twice(tmp_path: Path, capfd) -> None:
+    doctor._compile([partial(leave_process_id, tmp_path / "id"), partial(int, "no number")], 2)
+    assert (tmp_path / "id").read_text() != str(os.getpid())
+    assert capfd.readouterr() == ("", "")
 
 
 def test_exact_inputs_survive_a_cast() -> None:

@@ -19,6 +19,7 @@ from fp4engine.distributed import draw_by_layer
 from fp4engine.integrations import TrainingState
 from fp4engine.optimizer_hooks import OsciReset, OutControl, outlier_recipe
 from fp4engine.recipe import LinearRecipe, Recipe, recipe_from_json, zoo
+from tests.ranks import process_group
 from tests.recipes.test_sources import Draws, mxfp8, tetrajet
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -432,30 +433,28 @@ def test_both_products_draw_by_their_layer_s_name_one_after_the_other() -> None:
 
 
 def on_a_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    rows = slice(32 * rank, 32 * rank + 32)
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), 0.05)
-    try:
-        OutControl(net, optimizer, multiple=16)
-        said = ""
-    except ValueError as error:
-        said = str(error)
-    hook = OutControl(net, optimizer, start=0, steps=1, multiple=16, share=0.2, group=dist.group.WORLD)
-    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(rank))
-    x[:, rank] *= 5
-    x[:, 2:20] *= 1 + rank
-    with torch.no_grad():
-        norms = x.norm(dim=0)
-    for _ in range(2):
-        train(net, optimizer, zoo.make("nvfp4"), iter([x]))
-    inputs, gradients = torch.load(f"{folder}/inputs")
-    split, _ = controlled(dist.group.WORLD)
-    y, dx, dw = products(split, inputs[rows], gradients[rows], dist.group.WORLD)
-    dist.all_reduce(dw)
-    torch.save((said, hook.state_dict()["channels"]["0"], norms, (y, dx, dw)), f"{folder}/{rank}")
-    dist.destroy_process_group()
+    with process_group(rank, 2, f"{folder}/store"):
+        rows = slice(32 * rank, 32 * rank + 32)
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), 0.05)
+        try:
+            OutControl(net, optimizer, multiple=16)
+            said = ""
+        except ValueError as error:
+            said = str(error)
+        hook = OutControl(net, optimizer, start=0, steps=1, multiple=16, share=0.2, group=dist.group.WORLD)
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(rank))
+        x[:, rank] *= 5
+        x[:, 2:20] *= 1 + rank
+        with torch.no_grad():
+            norms = x.norm(dim=0)
+        for _ in range(2):
+            train(net, optimizer, zoo.make("nvfp4"), iter([x]))
+        inputs, gradients = torch.load(f"{folder}/inputs")
+        split, _ = controlled(dist.group.WORLD)
+        y, dx, dw = products(split, inputs[rows], gradients[rows], dist.group.WORLD)
+        dist.all_reduce(dw)
+        torch.save((said, hook.state_dict()["channels"]["0"], norms, (y, dx, dw)), f"{folder}/{rank}")
 
 
 def test_ranks_choose_the_same_channels_and_cast_as_one_process(tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""What every rank does that a test starts: join a process group, and leave it so that gloo's threads survive."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_destroy = dist.destroy_process_group
+
+
+@contextmanager
+def process_group(rank: int, world: int, store: str, backend: str = "gloo") -> Iterator[None]:
+    """On one thread, the default group of ``world`` processes, which meet at the file ``store``."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+    try:
+        yield
+        dist.barrier()  # gloo's threads can abort a rank that ends while another still talks to it
+    finally:
+        destroy_process_group()
+
+
+def destroy_process_group(*arguments: Any) -> None:
+    """``torch.distributed.destroy_process_group`` after a pause without the GIL.
+
+    A thread of a gloo group takes the GIL to drop the tensors of a collective that has ended (torch 2.13). Whoever
+    destroys the group meanwhile joins the thread and holds the GIL: both wait for ever. A process that ends meanwhile
+    ends the thread within a destructor, and is aborted: "terminate called without an active exception".
+    """
+    time.sleep(0.3)
+    _destroy(*arguments)
