@@ -96,7 +96,8 @@ def test_a_model_that_cannot_be_is_one_line_without_warnings(tmp_path, source, c
 def test_a_stopped_export_cleans_up_and_says_so_in_one_line(tmp_path, source, moment) -> None:
     signum = {"terminated": signal.SIGTERM, "interrupted": signal.SIGINT}[moment]
     script = (
-        "import os, sys; from fp4engine.export import writer; from fp4engine.cli import main\n"
+        "import os, signal, sys; from fp4engine.export import writer; from fp4engine.cli import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in a shell's background ignores it
         f"writer.save_file = lambda *_, **__: os.kill(os.getpid(), {signum.value})\n"
         "sys.exit(main(sys.argv[1:]))"
     )
