@@ -29,6 +29,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from fp4engine.kernels.gemm_launch import Matrix, Product, block_of
 from fp4engine.kernels.launch import Block, Draft
 
+# Triton 3.6 to 3.8 know the copies by their older names, which 3.9 has taken away.
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 HALF_M, HALF_N = TILE_M // 2, TILE_N // 2
 """A consumer's rows, and the columns that it stages for one store."""
@@ -73,9 +77,9 @@ def produce(
             mbarrier.expect(ready, 2 * left_desc.block_type.nbytes + right_desc.block_type.nbytes)
             row = tile_m * TILE_M
             k = step * TILE_K
-            tma.async_copy_global_to_shared(left_desc, [row, k], ready, left_ring.index(2 * slot))
-            tma.async_copy_global_to_shared(left_desc, [row + TILE_M // 2, k], ready, left_ring.index(2 * slot + 1))
-            tma.async_copy_global_to_shared(right_desc, [tile_n * TILE_N, k], ready, right_ring.index(slot))
+            load_tile(left_desc, [row, k], ready, left_ring.index(2 * slot))
+            load_tile(left_desc, [row + TILE_M // 2, k], ready, left_ring.index(2 * slot + 1))
+            load_tile(right_desc, [tile_n * TILE_N, k], ready, right_ring.index(slot))
             count += 1
 
 
@@ -113,12 +117,12 @@ def store_part(
     if ACCUMULATE:
         fence_async_shared()
         mbarrier.expect(arrived, out_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(out_desc, [row, col], arrived, staging)
+        load_tile(out_desc, [row, col], arrived, staging)
         mbarrier.wait(arrived, phase)
         result += staging.load(acc.type.layout).to(gl.float32)
     staging.store(result.to(out_desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [row, col], staging)
+    store_tile(out_desc, [row, col], staging)
 
 
 @gluon.jit
