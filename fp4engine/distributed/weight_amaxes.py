@@ -8,7 +8,7 @@ from torch import nn
 from fp4engine import ops
 from fp4engine.arguments import require_model
 from fp4engine.modules import Gemms
-from fp4engine.modules.gemms import SharedWeight
+from fp4engine.modules.gemms import SharedWeight, WeightAmaxes
 from fp4engine.state import current_state, is_recomputed
 
 
@@ -18,7 +18,7 @@ def share_weight_amaxes(model: nn.Module) -> None:
     Under tensor parallelism a layer else reduces its weight's amax itself, with its input's if that is shared too: one
     collective for every layer. The bytes are the same. What is found holds until the forward ends, in which nobody may
     write to a weight. A layer that runs outside finds its own: where a checkpoint recomputes it, or a part of the model
-    runs alone.
+    runs alone; and so does one in which another weight was put in the place of its own meanwhile.
 
     Call it once, after ``convert`` and ``parallelize_module``. The model, or the region of ``autocast`` in it, must not
     be compiled as a whole, but its blocks may: the amaxes are found in eager mode. Where the recipe is another in some
@@ -64,7 +64,7 @@ class _Hooks:
             amaxes = ops.amaxes_of(parts, [_casts(found) for _, found in pairs])
             ops.share_amaxes(amaxes, pairs[0][1].groups)
             for (layer, found), rows in zip(pairs, amaxes.split(2), strict=True):
-                layer.leave_weight_amaxes((rows, found.found_for))
+                layer.leave_weight_amaxes(WeightAmaxes(rows, found.weight, found.found_for))
 
     def after(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Take them away: what runs later may have other weights."""

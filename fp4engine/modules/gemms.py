@@ -77,7 +77,7 @@ class Gemms(torch.nn.Module):
         self._answers: dict[int, LinearPlan] = {}
         self._ran_by_recipe = False
         self._share: tuple[Any, Shards, WholesOf, str] | None = None
-        self._weight_amaxes: tuple[Tensor, str] | None = None
+        self._weight_amaxes: WeightAmaxes | None = None
         self._weight_cache: WeightCache | None = None
         self._microbatch_cache: WeightCache | None = None
 
@@ -173,7 +173,7 @@ class Gemms(torch.nn.Module):
             assert x is not None and w is not None
             shards = self._told(layout.shards, state)
             if self._weight_amaxes is not None:
-                shards = self._with_weight_amaxes(shards, _weight_amaxes_for(shards, plan))
+                shards = self._with_weight_amaxes(shards, weight, _weight_amaxes_for(shards, plan))
             return layout.whole(linear(x, w, b, plan, executed=self.executed, shards=shards))
         group = None if state is None else state.amax_reduction_group
         asked = (plan, place_of(inp), place_of(weight), place_of(bias), cp_group, group, self.draws_as)
@@ -184,13 +184,15 @@ class Gemms(torch.nn.Module):
             share = self._share = asked, shards, WholesOf(layout), _weight_amaxes_for(shards, plan)
         _, shards, wholes, needed = share
         if self._weight_amaxes is not None:
-            shards = self._with_weight_amaxes(shards, needed)
+            shards = self._with_weight_amaxes(shards, weight, needed)
         return linear(inp, weight, bias, plan, executed=self.executed, shards=shards, wholes=wholes)
 
-    def _with_weight_amaxes(self, shards: Shards, needed: str) -> Shards:
-        """``shards`` with the amaxes that were left here, if they were found for what is ``needed``."""
+    def _with_weight_amaxes(self, shards: Shards, weight: Tensor, needed: str) -> Shards:
+        """``shards`` with the amaxes that were left here, if they are of ``weight`` and for what is ``needed``."""
         left = self._weight_amaxes
-        return shards if left is None or left[1] != needed else shards._replace(weight_amaxes=left[0])
+        if left is None or left.weight is not weight or left.found_for != needed:
+            return shards
+        return shards._replace(weight_amaxes=left.amaxes)
 
     def shared_weight(self, state: AutocastState | None, known: "SharedWeight | None") -> "SharedWeight | None":
         """The weight, if ranks share its amaxes in a forward under ``state``, and all in one way; else None.
@@ -209,8 +211,8 @@ class Gemms(torch.nn.Module):
             return None
         return SharedWeight(weight, plan, group, groups, ops.weight_amaxes_for(plan.casts, names_of(groups)))
 
-    def leave_weight_amaxes(self, left: tuple[Tensor, str] | None) -> None:
-        """Leave amaxes here for the forwards that come, and what they were found for; None takes them away."""
+    def leave_weight_amaxes(self, left: "WeightAmaxes | None") -> None:
+        """Leave amaxes here for the forwards that come; None takes them away."""
         self._weight_amaxes = left
 
     def _label(self) -> str:
@@ -390,6 +392,20 @@ class SharedWeight(NamedTuple):
     plan: LinearPlan
     group: Any
     groups: tuple[Any, ...]
+    found_for: str
+
+
+class WeightAmaxes(NamedTuple):
+    """Amaxes that were found before a layer runs.
+
+    Attributes:
+        amaxes: by :func:`fp4engine.ops.amaxes_of`, the same on all ranks.
+        weight: that whose they are; a forward with another, such as one that was put in its place, finds its own.
+        found_for: see :func:`fp4engine.ops.weight_amaxes_for`.
+    """
+
+    amaxes: Tensor
+    weight: Any
     found_for: str
 
 

@@ -22,7 +22,7 @@ from fp4engine import ops
 from fp4engine.formats import Correction
 from fp4engine.functional import LinearPlan
 from fp4engine.functional.fused_input import FusedInput
-from fp4engine.functional.shards import Shard, Shards
+from fp4engine.functional.shards import Shard, Shards, names_of
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.quantizers import Quantizer
 from fp4engine.tracing import constant_when_traced
@@ -323,15 +323,13 @@ def _drawn_by(groups: tuple[Any, ...], device: str) -> int:
             compared once for the same groups, since a rank that compared them later, because its own has changed, would
             wait for ranks whose seed has not.
     """
-    return _agreed_rank(" ".join([group.group_name for group in groups]), device)
+    return _agreed_rank(names_of(groups), device)
 
 
 @constant_when_traced
 def _agreed_rank(names: str, device: str) -> int:
     """:func:`_drawn_by` of groups by their names: a trace has no groups, only what stands for them."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    groups = [_resolve_process_group(name) for name in names.split(" ")]  # pyright: ignore[reportArgumentType]
+    groups = ops.groups_named(names)
     shared = tuple((name, *dist.get_process_group_ranks(g)) for name, g in zip(names.split(" "), groups, strict=True))
     if shared not in _agreed:
         seed, least = ops.current_seed(), dist.get_rank()

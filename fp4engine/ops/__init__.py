@@ -38,7 +38,7 @@ from fp4engine.ops.linear_operators import (
     weight_amaxes_for,
 )
 from fp4engine.ops.operand import Operand, is_transposable
-from fp4engine.ops.reduce import all_reduce_amax, packed_amaxes, share_amaxes
+from fp4engine.ops.reduce import all_reduce_amax, groups_named, packed_amaxes, share_amaxes
 from fp4engine.ops.rng import RandomStream, current_seed, get_rng_state, manual_seed, placed, rank_bits, set_rng_state
 from fp4engine.ops.through_cast import clip_and_rotate_back, within_range
 from fp4engine.ops.tiles import TiledOperand
@@ -81,6 +81,7 @@ __all__ = [
     "grouped_supports",
     "grouped_wgrad",
     "grouped_wgrad_accumulate",
+    "groups_named",
     "is_bound_by_host",
     "is_replaying",
     "is_transposable",

@@ -190,6 +190,32 @@ def together_compiled(rank: int, mesh, alone):
     return found
 
 
+class Replacing(nn.Module):
+    """A layer that runs with its own weight, and then with twice that weight in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(x), torch.func.functional_call(self.layer, {"weight": 2 * self.layer.weight}, x)
+
+
+def replaced(rank: int, mesh, alone):
+    """Whether both outputs are the same without and with the weight's amaxes found as the forward begins."""
+    outputs = []
+    for is_together in (False, True):
+        torch.manual_seed(0)
+        model = Replacing()
+        fp4engine.convert(model)
+        parallelize_module(model, mesh, {"layer": ColwiseParallel()})
+        if is_together:
+            share_weight_amaxes(model)
+        with torch.no_grad(), fp4engine.autocast(recipe=NEAREST):
+            outputs.append(model(torch.linspace(-1, 1, 32 * 64).view(32, 64)))
+    return [torch.equal(one, other) for one, other in zip(*outputs, strict=True)]
+
+
 def part_of_sequence(rank: int, world: int = WORLD):
     return lambda x: x.chunk(world, 1)[rank]
 
@@ -498,6 +524,7 @@ CHECKS = {
     "sequence": sequence,
     "together": together,
     "together compiled": together_compiled,
+    "replaced": replaced,
     "compiled": compiled,
     "mixed": mixed,
     "graphs": graphs,
@@ -579,6 +606,10 @@ def test_amaxes_of_weights_travel_together(ranks):
     for rank in ranks:
         (apart, graphs, expected), (few, same, results) = rank["together compiled"]
         assert (apart, few) == (6, 5) and graphs == same and results == expected
+
+
+def test_a_weight_put_in_the_place_of_another_has_its_own_amax(ranks):
+    assert [rank["replaced"] for rank in ranks] == [[True, True]] * WORLD
 
 
 def test_a_compiled_layer_is_few_operators(ranks):
