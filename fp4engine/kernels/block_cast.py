@@ -279,8 +279,9 @@ def outer_of(m, amax_ptr, whole_ptr, parts, row0, col0, R, groups, CAST: tl.cons
     """
     row = row0 + tl.arange(0, TILE_R)
     if CAST.outer == "1x128":  # one group is as wide as a tile
-        place = row.to(tl.int64) * groups + col0 // 128
-        inside = (row < R) & (col0 // 128 < groups)
+        group = col0 // 128 + tl.zeros_like(row)
+        place = row.to(tl.int64) * groups + group
+        inside = (row < R) & (group < groups)
         if amax_ptr is None:
             amax = largest_of_groups(m, 8)
             tl.store(whole_ptr + place, amax, mask=inside)
