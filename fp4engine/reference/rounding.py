@@ -29,13 +29,13 @@ def encode(values: Tensor, element: ElementFormat, rounding: RoundingMode, rando
         uint8 codes of the same shape, sign in bit ``element.bits - 1``.
     """
     values = torch.nan_to_num(values, nan=0.0, posinf=element.max_value, neginf=-element.max_value)
+    sign = ((values + 0.0).view(torch.int32) >> 31).bitwise_and_(1 << element.bits - 1)  # -0.0 + 0.0 is 0.0
     magnitude = values.abs().clamp_(max=element.max_value)
     if rounding is RoundingMode.STOCHASTIC:
         assert random is not None, "stochastic rounding needs random bits"
         code = _stochastic(magnitude, element, random, bits)
     else:
         code = _deterministic(magnitude, element, rounding)
-    sign = (values < 0).to(torch.int32).bitwise_left_shift_(element.bits - 1)
     return sign.bitwise_or_(code).to(torch.uint8)
 
 
@@ -62,14 +62,12 @@ def _stochastic(magnitude: Tensor, element: ElementFormat, random: Tensor, bits:
     Adding the smallest normal to a subnormal makes it uniform with the first binade. ``random``: int32 in
     ``[0, 2^bits)``.
     """
-    least = 2.0 ** (1 - element.bias)
-    subnormal = magnitude < least
-    pattern = torch.where(subnormal, magnitude + least, magnitude).view(torch.int32)
-    shift = 23 - element.mantissa_bits
-    pattern = pattern + (random << (shift - bits)) + (1 << (shift - bits - 1))
-    binade = (127 + 1 - element.bias) << element.mantissa_bits
-    code = (pattern >> shift) - torch.where(subnormal, binade, binade - (1 << element.mantissa_bits))
-    return code.clamp(max=max_code(element))
+    binade, shift = 128 - element.bias, 23 - element.mantissa_bits
+    normal = (magnitude.view(torch.int32) - (binade << 23) >> 31).add_(1)  # 0 for a subnormal and 1 else
+    pattern = torch.add(magnitude, 1 - normal, alpha=2.0 ** (1 - element.bias)).view(torch.int32)
+    pattern.add_(random, alpha=1 << shift - bits).add_(1 << shift - bits - 1)
+    code = (pattern >> shift).add_(normal, alpha=1 << element.mantissa_bits)
+    return code.sub_(binade << element.mantissa_bits).clamp_(max=max_code(element))
 
 
 @cache
@@ -116,7 +114,7 @@ def decode_packed(packed: Tensor, element: ElementFormat) -> Tensor:
 
 def pack(codes: Tensor) -> Tensor:
     """Two 4-bit codes per byte, even column in the low nibble: uint8 [..., cols] -> uint8 [..., cols / 2]."""
-    return codes[..., 0::2] | codes[..., 1::2] << 4
+    return torch.add(codes[..., 0::2], codes[..., 1::2], alpha=16)
 
 
 def unpack(packed: Tensor) -> Tensor:
