@@ -28,13 +28,19 @@ from fp4engine.ops.grouped import (
     grouped_wgrad,
     grouped_wgrad_accumulate,
 )
-from fp4engine.ops.linear import Casts, Kept, LinearAtOnce, LinearByValues, Share, amaxes_of, linear_at_once
-from fp4engine.ops.linear_operators import (
+from fp4engine.ops.linear import (
+    Casts,
+    Kept,
+    LinearAtOnce,
     LinearByOperators,
+    LinearByValues,
+    Share,
+    amaxes_of,
     bias_gradient,
     can_share,
     is_bound_by_host,
     key_of,
+    linear_at_once,
     weight_amaxes_for,
 )
 from fp4engine.ops.operand import Operand, is_transposable

@@ -11,7 +11,7 @@ from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import fp4engine
-from fp4engine.ops import linear as linear_ops
+from fp4engine.ops.linear import by_values
 from fp4engine.recipe import Float8CurrentScaling, NVFP4BlockScaling, Rule, RuledRecipe, zoo
 
 RECIPES = (NVFP4BlockScaling(), NVFP4BlockScaling(disable_rht=True), zoo.make("mxfp8"))
@@ -211,7 +211,7 @@ def test_rows_marked_dynamic_train_by_one_graph(recipe):
 
 @pytest.mark.no_poison
 def test_large_layers_are_single_operators_and_share_casts_of_one_input(monkeypatch):
-    monkeypatch.setattr(linear_ops, "MOST_HELD", 2 * 48 * 64 - 1)
+    monkeypatch.setattr(by_values, "MOST_HELD", 2 * 48 * 64 - 1)
     torch._dynamo.reset()
     layers, graphs = (
         nn.ModuleList(fp4engine.Linear(64, 48, dtype=torch.bfloat16, bias=False) for _ in range(3)),

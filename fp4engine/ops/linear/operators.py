@@ -1,7 +1,7 @@
 """A linear layer's forward, and its backward, as one operator each: for code that ``torch.compile`` traces.
 
-How many launches a direction takes is decided when it runs (:mod:`fp4engine.ops.linear`), so that a graph knows nothing
-of the number of rows. Legend: x is [M, K], weight [N, K].
+How many launches a direction takes is decided when it runs (:mod:`fp4engine.ops.linear.choice`), so that a graph knows
+nothing of the number of rows. Legend: x is [M, K], weight [N, K].
 """
 
 from collections.abc import Sequence
@@ -15,21 +15,11 @@ from fp4engine.constants import AMAX_STRIDE
 from fp4engine.formats import CastSpec
 from fp4engine.ops.cast import amax_shape, codes_outputs
 from fp4engine.ops.grouped import column_sums
-from fp4engine.ops.linear import (
-    Casts,
-    Kept,
-    LinearAtOnce,
-    LinearByFP8,
-    LinearByOperations,
-    LinearByValues,
-    Memories,
-    Share,
-    both,
-    covering,
-    shares_amaxes,
-    unscaled,
-    way_of,
-)
+from fp4engine.ops.linear.by_fp8 import LinearByFP8, unscaled
+from fp4engine.ops.linear.by_operations import LinearByOperations
+from fp4engine.ops.linear.by_values import LinearByValues
+from fp4engine.ops.linear.choice import LinearAtOnce, covering, way_of
+from fp4engine.ops.linear.way import Casts, Kept, Memories, Share, both, shares_amaxes
 from fp4engine.ops.operation import Output, define
 from fp4engine.ops.reduce import groups_named, share_amaxes
 from fp4engine.ops.rng import placed
@@ -152,7 +142,7 @@ def weight_amaxes_for(casts: Casts, groups: str) -> str:
 
 @constant_when_traced
 def can_share(casts: Casts) -> bool:
-    """As :func:`fp4engine.ops.linear.shares_amaxes`, for code that may be traced."""
+    """As :func:`fp4engine.ops.linear.way.shares_amaxes`, for code that may be traced."""
     return shares_amaxes(casts)
 
 

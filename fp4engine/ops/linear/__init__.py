@@ -1,0 +1,33 @@
+"""A linear layer's forward, and its backward, each at once: where the host is the limit.
+
+Where kernels cover all casts, those of one direction are one launch. The bytes are those of :mod:`fp4engine.ops.cast`
+and :mod:`fp4engine.ops.gemm`, whose kernels run. Legend: x is [M, K], weight [N, K].
+"""
+
+from fp4engine.ops.linear.by_values import LinearByValues
+from fp4engine.ops.linear.choice import LinearAtOnce, amaxes_of, linear_at_once
+from fp4engine.ops.linear.operators import (
+    LinearByOperators,
+    bias_gradient,
+    can_share,
+    is_bound_by_host,
+    key_of,
+    weight_amaxes_for,
+)
+from fp4engine.ops.linear.way import Casts, Kept, Share
+
+__all__ = [
+    "Casts",
+    "Kept",
+    "LinearAtOnce",
+    "LinearByOperators",
+    "LinearByValues",
+    "Share",
+    "amaxes_of",
+    "bias_gradient",
+    "can_share",
+    "is_bound_by_host",
+    "key_of",
+    "linear_at_once",
+    "weight_amaxes_for",
+]

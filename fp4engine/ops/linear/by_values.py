@@ -1,0 +1,162 @@
+"""A linear layer by kernels that multiply BF16 values."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from fp4engine.formats import CastSpec
+from fp4engine.ops import backend as backends
+from fp4engine.ops.amax_history import Memory
+from fp4engine.ops.cast import as_it_is, decode_supported, transient_form
+from fp4engine.ops.gemm import product_path
+from fp4engine.ops.linear.way import Casts, Gradients, Kept, Memories, Share, Way, both, linear_kernels, row_of
+from fp4engine.ops.rng import lock as draw_lock
+from fp4engine.ops.tiles import TiledOperand
+
+MOST_HELD = 64 << 20
+"""Bytes of values that one launch may hold longer than single operations would."""
+
+
+class LinearByValues(Way):
+    """By kernels that multiply BF16 values: casts, decodes and products are one launch each way."""
+
+    @staticmethod
+    def takes(rows: int, outs: int, ins: int) -> bool:
+        """Whether the layer is small: a large one gains nothing, and one launch holds all its operands at once."""
+        return 2 * min(rows, outs) * ins <= MOST_HELD
+
+    @staticmethod
+    def covers(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether :mod:`fp4engine.kernels.quantize` casts every operand, and every product is one of values."""
+        transient = (casts.inp[0], casts.weight[0], *casts.grad_output)
+        if casts.is_stateful or any(transient_form(key, device, casts.backend) != "values" for key in transient):
+            return False
+        from fp4engine.kernels.quantize import supports
+
+        for keys, source in ((casts.inp, dtype), (casts.weight, weight_dtype), (casts.grad_output, dtype)):
+            if not all(supports(CastSpec.from_key(key), source)[0] for key in keys):
+                return False
+        if not all(decode_supported(key)[0] for key in (casts.inp[1], casts.weight[1])):
+            return False
+        return all(
+            product_path(left, right, False, out_dtype, device, casts.backend)[0] == "triton"
+            for left, right, out_dtype in casts.products(dtype, weight_dtype)
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor | TiledOperand,
+        bias: Tensor | None,
+        needs_dgrad: bool,
+        needs_wgrad: bool,
+        memories: Memories | None = None,
+        share: Share | None = None,
+    ) -> tuple[Tensor, Kept]:
+        """``y = x @ weight.T + bias``, and the operands that backward needs: of x for wgrad, of weight for dgrad.
+
+        Args:
+            weight: to be cast; or what it was cast to, which is then what backward needs.
+            memories: of x and weight, where delayed scaling scales them.
+            share: which amaxes ranks share.
+        """
+        if isinstance(weight, TiledOperand):
+            return self._tiled_forward(x, weight, bias, needs_dgrad, needs_wgrad)
+        casts, kernels = self.casts, linear_kernels()
+        x, weight = as_it_is(x), as_it_is(weight)
+        bias = bias if bias is None else bias.contiguous()
+        keys = self.forward_keys(needs_dgrad, needs_wgrad)
+        facts = kernels.facts
+        asked = (facts(x), facts(weight), facts(bias), x.device, keys, casts.streams[:2], x.dtype)
+        backends.record("quantize/triton", "quantize/triton", "gemm/triton")
+        if share is None:
+            *kept, y = kernels.resolve_forward(*asked)(x, weight, bias, None, None)
+        else:
+            (of_x, of_weight), given = share.of, share.given
+            amaxes = self._shared_amaxes((x, weight), keys, share) if of_x or of_weight else None
+            launch = kernels.resolve_forward(*asked, share.of, given is not None)
+            *kept, y = launch(x, weight, bias, amaxes, given)
+            of_both = amaxes if given is None else given
+            if amaxes is not None and of_x and needs_wgrad:
+                kept.insert(2, row_of(amaxes, 1))
+            if of_both is not None and (of_weight or given is not None) and needs_dgrad:
+                kept.append(row_of(of_both, of_both.shape[0] - 1))
+        return y, both(kept, needs_dgrad, needs_wgrad)
+
+    def _shared_amaxes(self, tensors: tuple[Tensor, ...], keys: tuple[str, ...], share: Share) -> Tensor:
+        """FP32 [sides, any], first in each row the outer amax of a side that is shared, as all ranks have it.
+
+        Args:
+            tensors: x and weight, or the gradient.
+            keys: of the rowwise and the columnwise spec of each; empty for a side that is not asked for.
+        """
+        kernels = linear_kernels()
+        if not all(share.of):
+            one = share.of.index(True)
+            tensors, keys = (tensors[one],), keys[2 * one : 2 * one + 2]
+        backends.record(*("amax/triton",) * len(tensors))
+        launch = kernels.resolve_amaxes(tuple([kernels.facts(t) for t in tensors]), tensors[0].device, keys)
+        (amaxes,) = launch(*tensors)
+        share.reduce(amaxes)
+        return amaxes
+
+    def _tiled_forward(
+        self, x: Tensor, weight: TiledOperand, bias: Tensor | None, needs_dgrad: bool, needs_wgrad: bool
+    ) -> tuple[Tensor, Kept]:
+        casts, kernels = self.casts, linear_kernels()
+        x, bias = as_it_is(x), bias if bias is None else bias.contiguous()
+        facts, (codes, scales, amax) = kernels.facts, weight.tensors
+        keys = (casts.inp[0], casts.inp[1] * needs_wgrad, casts.weight[0])
+        asked = (facts(x), (facts(codes), facts(scales)), facts(bias), x.device, keys, casts.streams[0], x.dtype)
+        *kept, y = kernels.resolve_tiled_forward(*asked)(x, codes, scales, amax, bias)
+        backends.record("quantize/triton", "spread_tiles/triton", "gemm/triton")
+        return y, both(kept + [*weight.tensors] * needs_dgrad, needs_dgrad, needs_wgrad)
+
+    def backward(
+        self,
+        grad_output: Tensor,
+        kept: Kept,
+        ins: int,
+        rng: Tensor | None,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        memory: Memory | None = None,
+        rank: int | None = None,
+        share: Share | None = None,
+        is_tiled: bool = False,
+        is_live: bool = False,
+    ) -> Gradients:
+        """``dx = dy @ weight`` and ``dw = dy.T @ x``, each in its dtype, if what it needs was kept.
+
+        Args:
+            grad_output: [M, N].
+            kept: from :meth:`forward`; of one operand at least.
+            ins: K.
+            rng: int64 [2], the draw of a stochastic cast; or [4] of a shard.
+            memory: of ``grad_output``, where delayed scaling scales it.
+            rank: in whose name to draw; by default this process's.
+            share: says, if there is one, that ranks share the amaxes of ``grad_output``.
+            is_tiled: whether the weight came as tiles.
+            is_live: whether ``rng`` is no draw yet, but :func:`fp4engine.ops.live_state`, of which to take one.
+        """
+        kernels, inp, weight = linear_kernels(), kept[0], kept[3]
+        grad_output = as_it_is(grad_output)
+        tiles = None
+        if is_tiled and weight is not None:
+            tiles = kernels.facts(weight), kernels.facts(kept[4])
+            backends.record("spread_tiles/triton")
+        stream = self.backward_stream(rng, rank)
+        keys = self.backward_keys(inp, weight)
+        asked = (kernels.facts(grad_output), ins, grad_output.device, keys, rng is not None, stream, dtypes, tiles)
+        placed = rng is not None and rng.shape[0] == 4
+        amaxes = None
+        if share is not None:
+            row, col, *_ = keys
+            sides = "" if weight is None else row, "" if inp is None else col
+            amaxes = self._shared_amaxes((grad_output,), sides, share)
+        live = kernels.facts(rng) if is_live else None
+        launch = kernels.resolve_backward(*asked, amaxes is not None, placed, live)
+        with draw_lock if is_live else nullcontext():
+            outputs = launch(grad_output, *kept, rng, amaxes)
+        backends.record("quantize/triton", *("gemm/triton",) * len(outputs))
+        return None if weight is None else outputs[0], None if inp is None else outputs[-1]

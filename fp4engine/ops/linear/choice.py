@@ -1,0 +1,79 @@
+"""Which way computes a linear layer."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fp4engine.formats import CastSpec
+from fp4engine.ops import backend as backends
+from fp4engine.ops.cast import amax, as_it_is
+from fp4engine.ops.linear.by_fp8 import LinearByFP8, LinearByFP8Blocks
+from fp4engine.ops.linear.by_operations import LinearByOperations
+from fp4engine.ops.linear.by_values import LinearByValues
+from fp4engine.ops.linear.way import Casts, linear_kernels
+from fp4engine.ops.operation import PLAIN
+from fp4engine.ops.reduce import packed_amaxes
+from fp4engine.ops.tiles import TiledOperand
+
+LinearAtOnce = LinearByValues | LinearByFP8 | LinearByFP8Blocks
+Sizes = tuple[int, int, int]
+"""``(rows, outs, ins)``: M, N and K."""
+
+
+def linear_at_once(casts: Casts, x: Tensor, weight: Tensor, tiles: TiledOperand | None = None) -> LinearAtOnce | None:
+    """What computes ``x @ weight.T`` and its gradients with few launches; None where single operations have to.
+
+    Not for code that is traced.
+
+    Args:
+        x: of any rank; only a matrix is taken.
+        tiles: what ``weight`` was cast to by its rowwise spec, if it has no values; by square blocks.
+    """
+    if x.ndim != 2 or type(x) not in PLAIN or type(weight if tiles is None else tiles.data) not in PLAIN:
+        return None
+    found = covering(casts, x.dtype, weight.dtype, x.device)
+    if tiles is not None and not isinstance(found, LinearByValues):
+        return None
+    return found if found is not None and found.takes(x.shape[0], *weight.shape) else None
+
+
+def way_of(
+    casts: Casts, sizes: Sizes, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
+) -> LinearAtOnce | LinearByOperations:
+    """What computes a layer of plain tensors: few launches, or single operations where these do not take it."""
+    found = covering(casts, dtype, weight_dtype, device)
+    return found if found is not None and found.takes(*sizes) else LinearByOperations(casts)
+
+
+@cache
+def covering(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> LinearAtOnce | None:
+    """What computes layers of some sizes by few launches; None if nothing covers the casts."""
+    for left, right, _ in casts.products(dtype, weight_dtype):
+        if CastSpec.from_key(left).rotation != CastSpec.from_key(right).rotation:
+            return None  # the product itself says what is wrong
+    for kind in (LinearByValues, LinearByFP8, LinearByFP8Blocks):
+        if kind.covers(casts, dtype, weight_dtype, device):
+            return kind(casts)
+    return None
+
+
+def amaxes_of(weights: Sequence[Tensor], casts: Sequence[Casts]) -> Tensor:
+    """FP32 [2 n, AMAX_STRIDE], first in two rows the outer amaxes that both casts of a weight need, none negative.
+
+    Args:
+        casts: of the layer of each, whose amaxes ranks can share (:func:`fp4engine.ops.linear.way.shares_amaxes`).
+    """
+    pairs = list(zip(weights, casts, strict=True))
+    if all(isinstance(covering(own, w.dtype, w.dtype, w.device), LinearByValues) for w, own in pairs):
+        kernels, keys = linear_kernels(), tuple([key for own in casts for key in own.weight])
+        tensors = [as_it_is(weight) for weight in weights]
+        launch = kernels.resolve_amaxes(tuple([kernels.facts(t) for t in tensors]), tensors[0].device, keys)
+        backends.record(*("amax/triton",) * len(tensors))
+        return launch(*tensors)[0]
+    found: list[Tensor] = []
+    for weight, own in pairs:
+        row, col = (CastSpec.from_key(key) for key in own.weight)
+        found += [value for value in amax(weight, row, col, backend=own.backend) if value is not None]
+    return packed_amaxes(found)
