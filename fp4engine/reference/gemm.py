@@ -31,7 +31,7 @@ def gemm(left: Tensor, right: Tensor, alpha: Tensor, bias: Tensor | None, out_dt
     """
     with torch.autocast(left.device.type, enabled=False):  # torch.autocast would round the sum to BF16
         product = left.float() @ right.float().T
-    product = product * alpha
+    product.mul_(alpha)
     if bias is not None:
-        product = product + bias.float()
+        product.add_(bias.float())
     return product.to(out_dtype)

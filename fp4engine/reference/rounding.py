@@ -28,9 +28,10 @@ def encode(values: Tensor, element: ElementFormat, rounding: RoundingMode, rando
     Returns:
         uint8 codes of the same shape, sign in bit ``element.bits - 1``.
     """
-    values = torch.nan_to_num(values, nan=0.0, posinf=element.max_value, neginf=-element.max_value)
-    sign = ((values + 0.0).view(torch.int32) >> 31).bitwise_and_(1 << element.bits - 1)  # -0.0 + 0.0 is 0.0
-    magnitude = values.abs().clamp_(max=element.max_value)
+    # In place, since fresh memory costs more than these operations do; and none that takes elements one by one.
+    values = torch.nan_to_num(values, nan=0.0).add_(0.0)  # -0.0 + 0.0 is 0.0
+    sign = (values.view(torch.int32) >> 31).bitwise_and_(1 << element.bits - 1)
+    magnitude = values.abs_().clamp_(max=element.max_value)
     if rounding is RoundingMode.STOCHASTIC:
         assert random is not None, "stochastic rounding needs random bits"
         code = _stochastic(magnitude, element, random, bits)
@@ -41,7 +42,6 @@ def encode(values: Tensor, element: ElementFormat, rounding: RoundingMode, rando
 
 def _deterministic(magnitude: Tensor, element: ElementFormat, rounding: RoundingMode) -> Tensor:
     # The FP32 pattern holds the exponent, and a pattern with no mantissa is the power of two to multiply by.
-    # In place, since fresh memory costs more than these operations do.
     exponent = (magnitude.view(torch.int32) >> 23).sub_(127).clamp_(min=1 - element.bias)
     z = (element.mantissa_bits + 127 - exponent).bitwise_left_shift_(23).view(torch.float32).mul_(magnitude)
     if rounding is RoundingMode.EVEN:
@@ -63,11 +63,11 @@ def _stochastic(magnitude: Tensor, element: ElementFormat, random: Tensor, bits:
     ``[0, 2^bits)``.
     """
     binade, shift = 128 - element.bias, 23 - element.mantissa_bits
-    normal = (magnitude.view(torch.int32) - (binade << 23) >> 31).add_(1)  # 0 for a subnormal and 1 else
-    pattern = torch.add(magnitude, 1 - normal, alpha=2.0 ** (1 - element.bias)).view(torch.int32)
+    subnormal = (magnitude.view(torch.int32) - (binade << 23)).bitwise_right_shift_(31)  # -1 where it is, 0 elsewhere
+    pattern = torch.sub(magnitude, subnormal, alpha=2.0 ** (1 - element.bias)).view(torch.int32)
     pattern.add_(random, alpha=1 << shift - bits).add_(1 << shift - bits - 1)
-    code = (pattern >> shift).add_(normal, alpha=1 << element.mantissa_bits)
-    return code.sub_(binade << element.mantissa_bits).clamp_(max=max_code(element))
+    code = pattern.bitwise_right_shift_(shift).add_(subnormal, alpha=1 << element.mantissa_bits)
+    return code.sub_(binade - 1 << element.mantissa_bits).clamp_(max=max_code(element))
 
 
 @cache
