@@ -30,20 +30,21 @@ def encode(values: Tensor, element: ElementFormat, rounding: RoundingMode, rando
     """
     # In place, since fresh memory costs more than these operations do; and none that takes elements one by one.
     values = torch.nan_to_num(values, nan=0.0).add_(0.0)  # -0.0 + 0.0 is 0.0
-    sign = (values.view(torch.int32) >> 31).bitwise_and_(1 << element.bits - 1)
+    negative = values.view(torch.int32) >> 31  # -1 where it is, 0 elsewhere
     magnitude = values.abs_().clamp_(max=element.max_value)
     if rounding is RoundingMode.STOCHASTIC:
         assert random is not None, "stochastic rounding needs random bits"
         code = _stochastic(magnitude, element, random, bits)
     else:
         code = _deterministic(magnitude, element, rounding)
-    return sign.bitwise_or_(code).to(torch.uint8)
+    return code.sub_(negative, alpha=1 << element.bits - 1).to(torch.uint8)
 
 
 def _deterministic(magnitude: Tensor, element: ElementFormat, rounding: RoundingMode) -> Tensor:
     # The FP32 pattern holds the exponent, and a pattern with no mantissa is the power of two to multiply by.
-    exponent = (magnitude.view(torch.int32) >> 23).sub_(127).clamp_(min=1 - element.bias)
-    z = (element.mantissa_bits + 127 - exponent).bitwise_left_shift_(23).view(torch.float32).mul_(magnitude)
+    binade = 128 - element.bias  # the exponent of the smallest normal, as FP32 stores it
+    exponent = (magnitude.view(torch.int32) >> 23).clamp_(min=binade)
+    z = (element.mantissa_bits + 254 - exponent).bitwise_left_shift_(23).view(torch.float32).mul_(magnitude)
     if rounding is RoundingMode.EVEN:
         steps = z.round_()
     elif rounding is RoundingMode.TRUNCATE:
@@ -52,8 +53,8 @@ def _deterministic(magnitude: Tensor, element: ElementFormat, rounding: Rounding
         lower = z.floor()
         above = z - lower
         steps = lower + (above >= 0.5 if rounding is RoundingMode.AWAY else above > 0.5)
-    code = exponent.add_(element.bias - 1).bitwise_left_shift_(element.mantissa_bits).add_(steps.to(torch.int32))
-    return code.clamp_(max=max_code(element))
+    code = steps.to(torch.int32).add_(exponent, alpha=1 << element.mantissa_bits)
+    return code.sub_(binade << element.mantissa_bits).clamp_(max=max_code(element))
 
 
 def _stochastic(magnitude: Tensor, element: ElementFormat, random: Tensor, bits: int) -> Tensor:
@@ -63,7 +64,7 @@ def _stochastic(magnitude: Tensor, element: ElementFormat, random: Tensor, bits:
     ``[0, 2^bits)``.
     """
     binade, shift = 128 - element.bias, 23 - element.mantissa_bits
-    subnormal = (magnitude.view(torch.int32) - (binade << 23)).bitwise_right_shift_(31)  # -1 where it is, 0 elsewhere
+    subnormal = (magnitude.view(torch.int32) - (binade << 23)).bitwise_right_shift_(31)  # -1 or 0 as well
     pattern = torch.sub(magnitude, subnormal, alpha=2.0 ** (1 - element.bias)).view(torch.int32)
     pattern.add_(random, alpha=1 << shift - bits).add_(1 << shift - bits - 1)
     code = pattern.bitwise_right_shift_(shift).add_(subnormal, alpha=1 << element.mantissa_bits)
