@@ -70,7 +70,7 @@ def products() -> Generator[list[tuple[str, Operand]]]:
 
     with (
         mock.patch.object(linear, "_gemm", watched),
-        mock.patch.object(linear, "_at_once", lambda *_: None),  # one operation after the other
+        mock.patch.object(linear, "at_once", lambda *_: None),  # one operation after the other
         mock.patch.object(ops, "transient_form", lambda *_: "codes"),
     ):
         yield operands

@@ -16,15 +16,10 @@ import torch
 from torch import Tensor
 
 from fp4engine import ops
-from fp4engine.functional.linear import (
-    Accumulate,
-    Call,
-    MainGrad,
-    no_gradient,
-    refuse_second_derivative,
-    require_features,
-    weight_operands,
-)
+from fp4engine.functional.call import Call
+from fp4engine.functional.linear import refuse_second_derivative, require_features
+from fp4engine.functional.main_grad import Accumulate, MainGrad, no_gradient
+from fp4engine.functional.operands import weight_operands
 from fp4engine.functional.plan import ExecutedGemms, GemmName, LinearPlan
 from fp4engine.functional.saved import flatten, unflatten
 from fp4engine.functional.shards import Shards

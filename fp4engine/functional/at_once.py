@@ -1,0 +1,120 @@
+"""Forward and backward of a linear transformation by few launches each: where that can be, and what they are told."""
+
+import torch
+from torch import Tensor
+
+from fp4engine import ops
+from fp4engine.functional.call import Call
+from fp4engine.functional.shards import Shards, names_of, share_of
+from fp4engine.ops import TiledOperand
+
+Way = ops.LinearAtOnce | ops.LinearByOperators
+Shared = ops.LinearByValues | ops.LinearByOperators
+
+
+def at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.LinearByOperators | None:
+    """What computes forward and backward with few launches; None if something is kept or added to, or goes two ways.
+
+    In a compiled graph these are two operators, unless what delayed scaling remembers is to be written, or the weight
+    is large: single operators leave more to the compiler, which then casts the input of several layers once.
+    """
+    plan, tiles = call.plan, call.tiles
+    alone = call.function is None and (call.stored is None or tiles is not None) and call.main_grad is None
+    if plan.casts is None or not alone:
+        return None
+    if call.shards is not None and not _goes_at_once(call.shards, plan.casts, tiles):
+        return None
+    if not torch.compiler.is_dynamo_compiling():
+        found = ops.linear_at_once(plan.casts, x, weight, tiles)
+        return found if call.shards is None or isinstance(found, ops.LinearByValues) else None
+    is_taken = tiles is not None or type(weight) in (Tensor, torch.nn.Parameter)
+    if plan.is_stateful or not is_taken or not ops.is_bound_by_host(weight):
+        return None
+    return ops.LinearByOperators(ops.key_of(plan.casts), weight.dtype)
+
+
+def _goes_at_once(shards: Shards, casts: ops.Casts, tiles: TiledOperand | None) -> bool:
+    """Whether the parts that ranks have can be cast with few launches."""
+    return tiles is None and ops.can_share(casts) and shards.travelling() is not None
+
+
+def forward_at_once(way: Way, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, ops.Kept]:
+    """The output, and what backward needs, of a matrix ``x``."""
+    plan, needs = call.plan, (call.needs_dgrad, call.needs_wgrad)
+    if call.shards is not None:
+        assert isinstance(way, Shared), "other ways share no amaxes"
+        return _forward_share(way, x, weight, bias, needs, call.shards)
+    memories = None
+    if plan.is_stateful:
+        memories = plan.input.recall(x.device), plan.weight.recall(x.device)
+    return way.forward(x, weight if call.tiles is None else call.tiles, bias, *needs, memories)
+
+
+def backward_at_once(
+    way: Way,
+    grad_output: Tensor,
+    kept: ops.Kept,
+    ins: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    bias_dtype: torch.dtype | None,
+    call: Call,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias; the last only where the way computes it."""
+    device, is_tiled = grad_output.device, call.tiles is not None
+    if call.shards is None and isinstance(way, ops.LinearByValues):
+        state = ops.live_state(device) if call.plan.draws_in_backward else None
+        rng = draw(call, device) if state is None else state
+        is_live = state is not None
+        return *way.backward(grad_output, kept, ins, rng, dtypes, is_tiled=is_tiled, is_live=is_live), None
+    asked = (grad_output, kept, ins, draw(call, device), dtypes)
+    if call.shards is not None:
+        assert isinstance(way, Shared), "other ways share no amaxes"
+        return _backward_share(way, *asked, bias_dtype, call.shards)
+    if isinstance(way, ops.LinearByOperators):
+        return way.backward(*asked, bias_dtype, is_tiled=is_tiled)
+    assert not is_tiled, "what comes as tiles is FP4"
+    memory = call.plan.grad_output.recall(device) if call.plan.is_stateful else None
+    return *way.backward(*asked, memory), None
+
+
+def draw(call: Call, device: torch.device) -> Tensor | None:
+    """The draw of a backward pass, if it takes one."""
+    if not call.plan.draws_in_backward:
+        return None
+    if call.shards is not None:
+        return call.shards.draw(device, "backward")
+    return ops.next_draw(device, direction="backward")
+
+
+def _forward_share(
+    way: Shared, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool], shards: Shards
+) -> tuple[Tensor, ops.Kept]:
+    """One rank's part of a forward: amaxes, a collective, and the rest."""
+    travel = shards.travelling()
+    assert travel is not None, "a layer goes this way only if all amaxes of a direction travel together"
+    added = bias if shards.adds_bias else None
+    if isinstance(way, ops.LinearByOperators):
+        told = travel.shared, names_of(travel.forward), shards.weight_amaxes
+        return way.forward(x, weight, added, *needs, None, *told)
+    return way.forward(x, weight, added, *needs, None, share_of(*travel[:2], shards.weight_amaxes))
+
+
+def _backward_share(
+    way: Shared,
+    grad_output: Tensor,
+    kept: ops.Kept,
+    ins: int,
+    rng: Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    bias_dtype: torch.dtype | None,
+    shards: Shards,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """One rank's part of a backward, likewise; the gradient of a bias only from operators."""
+    travel, rank, place = shards.travelling(), shards.rank, shards.grad_output.place
+    assert travel is not None, "a layer goes this way only if all amaxes of a direction travel together"
+    if isinstance(way, ops.LinearByOperators):
+        place = None if rng is None else place
+        return way.backward(grad_output, kept, ins, rng, dtypes, bias_dtype, place, rank, names_of(travel.backward))
+    rng = rng if rng is None or place is None else ops.placed(rng, *place)
+    share = share_of((True, True), travel.backward)
+    return *way.backward(grad_output, kept, ins, rng, dtypes, None, rank, share), None

@@ -1,0 +1,48 @@
+"""Where a weight's gradient is added to a buffer of the user's, ``weight.main_grad``, by wgrad's epilogue."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class MainGrad:
+    """A buffer that the weight's gradient is added to, in FP32 before the one rounding, by wgrad's epilogue.
+
+    The product runs in the autograd node of the weight (:class:`Accumulate`), which PyTorch runs only if the weight's
+    gradient is asked for; the linear transformation's node leaves the product here.
+    """
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.product: Callable[[], Any] | None = None
+
+
+class Accumulate(torch.autograd.Function):
+    """The weight itself; in the backward pass, wgrad into ``weight.main_grad`` and no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, main_grad: MainGrad) -> Tensor:
+        ctx.main_grad, ctx.weight = main_grad, weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None]:
+        main_grad: MainGrad = ctx.main_grad
+        product, main_grad.product = main_grad.product, None
+        assert product is not None, "the linear transformation's backward comes first"
+        product()
+        if hasattr(ctx.weight, "grad_added_to_main_grad"):  # who looks at it has put it there
+            ctx.weight.grad_added_to_main_grad = True
+        return None, None
+
+
+def add_rounded(buffer: Tensor, product: Callable[[], Tensor]) -> None:
+    """Add to ``buffer`` in FP32, rounded once."""
+    buffer.copy_(buffer.float() + product())
+
+
+def no_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What stands for the gradient that :class:`Accumulate` computes: a tensor of one element that nobody reads."""
+    return torch.empty((), dtype=dtype, device=device).expand(shape)

@@ -1,0 +1,143 @@
+"""Operands of the three GEMMs: cast for a forward, kept for its backward, and made of what was kept."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fp4engine import ops
+from fp4engine.functional.call import Call
+from fp4engine.functional.shards import Part, quantize_parts
+from fp4engine.functional.weight_cache import Operands
+from fp4engine.ops import Operand, TiledOperand
+from fp4engine.quantizers import Quantizer
+from fp4engine.quantizers.base import as_matrix
+from fp4engine.tensor import QuantizedTensor
+
+
+def forward_operands(x: Tensor, weight: Tensor, call: Call) -> tuple[Operands, Operands]:
+    """What the three products need of ``x`` and of ``weight``."""
+    inp = ("input", x, call.needs_wgrad)
+    if call.stored is not None:
+        return quantize_forward(call, inp)[0], weight_operands(weight, call)
+    of_input, of_weight = quantize_forward(call, inp, ("weight", weight, call.needs_dgrad))
+    return of_input, of_weight
+
+
+def weight_operands(weight: Tensor, call: Call) -> Operands:
+    """What fprop and dgrad need of ``weight``: quantized now, or found where it is stored."""
+
+    def make() -> Operands:
+        return quantize_forward(call, ("weight", weight, call.needs_dgrad))[0]
+
+    return make() if call.stored is None else call.stored(call.plan, call.needs_dgrad, make)
+
+
+def quantize_forward(call: Call, *tensors: tuple[Literal["input", "weight"], Tensor, bool]) -> list[Operands]:
+    """Of each tensor the operand of fprop, and what to keep for backward: never a byte that nobody reads.
+
+    Args:
+        tensors: role, tensor, and whether the backward pass needs something of it.
+    """
+    parts: list[Part] = []
+    keep_rowwise: list[bool] = []
+    for role, tensor, needs_backward in tensors:
+        quantizer: Quantizer = getattr(call.plan, role)
+        matrix = as_matrix(tensor)
+        keeps_rowwise, columnwise, form = _sides(quantizer, call, needs_backward, matrix.device)
+        given = None if role == "input" or call.shards is None else call.shards.weight_amaxes
+        parts.append(Part(role, quantizer, matrix, {"columnwise": columnwise, "rowwise_form": form}, given))
+        keep_rowwise.append(keeps_rowwise)
+    operands: list[Operands] = []
+    for i, quantized in enumerate(_quantize(parts, call)):
+        rowwise, kept = quantized.rowwise, quantized.columnwise
+        assert rowwise is not None
+        if keep_rowwise[i]:
+            kept = rowwise
+        elif tensors[i][2] and call.plan.backward_override == "high_precision":
+            kept = Operand.dense(parts[i].matrix)
+        operands.append((rowwise, kept))
+    return operands
+
+
+def quantize_source(source: ops.Source, quantizer: Quantizer, call: Call, needs_backward: bool) -> Operands:
+    """As :func:`quantize_forward`, of an input that only its cast computes."""
+    keeps_rowwise, columnwise, form = _sides(quantizer, call, needs_backward, source.device)
+    quantized = quantizer.quantize(source, columnwise=columnwise, rowwise_form=form)
+    assert quantized.rowwise is not None
+    return quantized.rowwise, quantized.rowwise if keeps_rowwise else quantized.columnwise
+
+
+def _sides(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch.device) -> tuple[bool, bool, ops.Form]:
+    """Whether backward reads the rowwise operand; whether it reads the columnwise one; the rowwise one's form."""
+    override = call.plan.backward_override
+    if not needs_backward:
+        keeps_rowwise = keeps_columnwise = False
+    elif override is None:
+        keeps_rowwise = quantizer.columnwise_source == "rowwise_dequantized"
+        keeps_columnwise = not keeps_rowwise
+    else:
+        keeps_rowwise, keeps_columnwise = override == "dequantized", False
+    clips = quantizer.clipped_gradient and (call.needs_dgrad or call.needs_wgrad)
+    if keeps_rowwise or quantizer.rowwise_spec is None or clips:
+        return keeps_rowwise, keeps_columnwise, "codes"
+    return False, keeps_columnwise, ops.transient_form(quantizer.rowwise_spec.key, device, call.plan.backend)
+
+
+def _quantize(parts: Sequence[Part], call: Call) -> list[QuantizedTensor]:
+    """Quantize each part by itself, or as what it is of a tensor that other ranks share."""
+    if call.shards is not None:
+        return quantize_parts(parts, call.shards)
+    return [part.quantizer.quantize(part.matrix, **part.arguments) for part in parts]
+
+
+def quantize_grad(matrix: Tensor, call: Call, rng: Tensor | None) -> tuple[Operand | None, Operand | None]:
+    """Both operands of the gradient, in one pass where it is quantized."""
+    plan = call.plan
+    if plan.backward_override is not None:
+        return Operand.dense(matrix), Operand.dense(matrix.T)
+    quantizer, device = plan.grad_output, matrix.device
+    row_spec, col_spec = quantizer.rowwise_spec, quantizer.columnwise_spec
+    row_form: ops.Form = "codes" if row_spec is None else ops.transient_form(row_spec.key, device, plan.backend)
+    col_form: ops.Form = "codes" if col_spec is None else ops.transient_form(col_spec.key, device, plan.backend)
+    asked = {
+        "rowwise": call.needs_dgrad,
+        "columnwise": call.needs_wgrad,
+        "rng": rng,
+        "rowwise_form": row_form,
+        "columnwise_form": col_form,
+    }
+    (quantized,) = _quantize([Part("grad_output", quantizer, matrix, asked)], call)
+    return quantized.rowwise, quantized.columnwise
+
+
+def saved_operands(
+    weight: Operand | TiledOperand | None, inp: Operand | None, call: Call, rng: Tensor | None
+) -> tuple[Operand | None, Operand | None]:
+    """The operands of dgrad and wgrad, from whatever of weight and input was kept."""
+    right = None if weight is None else _columnwise("weight", weight, call, rng)
+    return right, None if inp is None else _columnwise("input", inp, call, rng)
+
+
+def _columnwise(
+    role: Literal["input", "weight"], kept: Operand | TiledOperand, call: Call, rng: Tensor | None
+) -> Operand:
+    """The backward GEMM's operand, from what of the tensor was kept."""
+    plan, quantizer = call.plan, getattr(call.plan, role)
+    if isinstance(kept, TiledOperand):
+        is_read_rowwise = plan.backward_override is not None or quantizer.columnwise_source != "original"
+        kept = (kept.rowwise if is_read_rowwise else kept.columnwise)(quantizer.backend)
+    if plan.backward_override is not None:
+        return Operand.dense(kept.dequantize(call.dtype, plan.backend).T)
+    if quantizer.columnwise_source != "rowwise_dequantized":
+        return kept
+    spec = quantizer.columnwise_spec
+    form = "codes" if spec is None else ops.transient_form(spec.key, kept.data.device, plan.backend)
+    if call.shards is None:
+        return quantizer.requantize(kept, rng, form)
+    values = kept.dequantize(torch.float32, quantizer.backend)
+    asked = {"rowwise": False, "rng": rng, "columnwise_form": form}
+    (quantized,) = quantize_parts([Part(role, quantizer, values, asked)], call.shards)
+    assert quantized.columnwise is not None
+    return quantized.columnwise
