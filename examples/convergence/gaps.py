@@ -1,6 +1,9 @@
 """Finished runs of a study, and their paired relative gaps to BF16."""
 
 import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 from convergence import results
@@ -40,3 +43,8 @@ def differences(found: Results, variant: str, reference: str) -> dict[int, float
     """Gap of `variant` minus gap of `reference` at the same seed, in percentage points, by seed."""
     own, others = gaps(found, variant), gaps(found, reference)
     return {seed: own[seed] - others[seed] for seed in own if seed in others}
+
+
+def deviation_of(values: Sequence[float]) -> float | None:
+    """The standard deviation; None for fewer than two values, and where a run diverged."""
+    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 
-from convergence.gaps import Results, differences, gaps
+from convergence.gaps import Results, deviation_of, differences, gaps
 from convergence.studies import BOARD, STUDIES, VARIANTS, variants_of
 from fp4engine.recipe import zoo
 from gpt.settings import Settings
@@ -28,7 +28,7 @@ TOLD_APART = 2.0
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds and its standard error, which one seed does not have."""
+    """A mean over seeds and its standard error, which one seed and what diverged do not have."""
 
     mean: float
     error: float | None
@@ -44,8 +44,8 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return Estimate(statistics.fmean(values), error)
+    deviation = deviation_of(values)
+    return Estimate(statistics.fmean(values), None if deviation is None else deviation / math.sqrt(len(values)))
 
 
 @dataclass(frozen=True)

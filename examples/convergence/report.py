@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from convergence import leaderboard
-from convergence.gaps import Results, differences, gaps, load
+from convergence.gaps import Results, deviation_of, differences, gaps, load
 from convergence.studies import BASELINE, BOARD, PRESETS, STUDIES, Study, variants_of
 from gpt.settings import InputError, Settings
 
@@ -71,11 +71,11 @@ def insert(text: str, preset: str, target: Path) -> None:
 
 
 def spread(values: Sequence[float], unit: str) -> str:
-    """`mean ± standard deviation`, the latter where there are at least two values."""
+    """`mean ± standard deviation`, the latter where there are at least two values and none diverged."""
     if not values:
         return "-"
-    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):+.2f}{deviation}{unit}"
+    deviation = deviation_of(values)
+    return f"{statistics.fmean(values):+.2f}{'' if deviation is None else f' ± {deviation:.2f}'}{unit}"
 
 
 def table(study: Study, found: Results) -> str:

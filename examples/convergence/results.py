@@ -16,6 +16,9 @@ NUMBERS_DEPEND_ON = (
 )  # fmt: skip
 """Settings of a run that say what it is."""
 
+ALWAYS_SAID = ("settings", "data", "device", "torch", "date", "seconds")
+"""What reports read of a run's header."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -55,14 +58,19 @@ def load(path: Path, settings: Settings) -> Result | None:
     """The finished run at `path`; None if there is none.
 
     Raises:
-        InputError: it is one with other settings.
+        InputError: it is one with other settings, or not whole.
     """
     if not path.exists():
         return None
-    header, *rows = read_rows(path)
+    header, *rows = read_rows(path) or [{}]
+    if lacking := [name for name in ALWAYS_SAID if name not in header]:
+        raise InputError(f"{path} is damaged: its first line does not say {', '.join(lacking)}; move it away")
     if header["settings"] != of_settings(settings):
         raise InputError(f"{path} is a run of {header['settings']}, not of {of_settings(settings)}; move it away")
-    validation = tuple((row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row)
+    validation = tuple((row.get("step"), row["validation_loss"]) for row in rows if "validation_loss" in row)
+    whole = all(type(step) is int and type(loss) is float for step, loss in validation)
+    if not whole or not validation or validation[-1][0] != settings.steps:
+        raise InputError(f"{path} is damaged: it must end with the loss after {settings.steps} steps; move it away")
     return Result(header, validation)
 
 

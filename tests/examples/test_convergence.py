@@ -472,7 +472,32 @@ def saved(folder: Path, variant: str, seed: int, loss: float, data: str = "d") -
     made = {"device": "cpu", "torch": "2", "date": "today", "data": data}
     header = {"variant": variant, "settings": results.of_settings(settings), "seconds": 1.0, **made}
     rows = [header, {"step": 1, "loss": 9.0}, {"step": 1, "validation_loss": 2 * loss}]
-    results.save(results.path_of(folder, settings, variant), [*rows, {"step": 2, "validation_loss": loss}])
+    results.save(results.path_of(folder, settings, variant), [*rows, {"step": SMALL.steps, "validation_loss": loss}])
+
+
+def test_a_seed_that_diverged_leaves_the_others_a_report(tmp_path: Path) -> None:
+    for seed, loss in enumerate((1.02, math.nan)):
+        saved(tmp_path, BASELINE, seed, 1.0)
+        saved(tmp_path, "nvfp4", seed, loss)
+    assert "| 2 | nvfp4 | 2 | nan | diverged | " in report.write(["board"], SMALL, 2, tmp_path)
+    assert "| nvfp4 | 2 | nan | +nan % |" in report.write(["ablations"], SMALL, 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (slice(0), "does not say settings, data, "),
+        (slice(1, None), "does not say settings, data, "),
+        (slice(1), "must end with the loss after 11 steps"),
+        (slice(-1), "must end with the loss after 11 steps"),
+    ],
+)
+def test_a_run_that_is_not_whole_is_refused(rows: slice, said: str, tmp_path: Path) -> None:
+    saved(tmp_path, BASELINE, 0, 1.0)
+    (path,) = (tmp_path / "tiny").iterdir()
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[rows]))
+    with pytest.raises(InputError, match=f"{path} is damaged: .*{said}"):
+        report.write(["noise"], SMALL, 1, tmp_path)
 
 
 def test_gaps_are_paired_by_seed(tmp_path: Path) -> None:
