@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,14 @@ from fp4engine.inspect.reading import FILE
 from fp4engine.inspect.rows import Row, described, is_distributed
 from fp4engine.inspect.statistics import Counted, Figures
 from fp4engine.inspect.watch import Seen, Spread, drawn, layers_of, watching
+from fp4engine.modules import Gemms
 from fp4engine.names import covers
 from fp4engine.version import __version__
 
 _UNSEEN = "no forward pass in training mode went through it in this step"
 _encode = json.JSONEncoder(allow_nan=False).encode
+_recorded: WeakSet[Gemms] = WeakSet()
+"""The layers of the regions that are open."""
 
 
 class Recorder:
@@ -230,7 +234,8 @@ def record(
     - ``tensor``, per layer and role: ``shape`` on one rank, or of a DTensor's whole, ``amax``, ``rms``, ``nonfinite``
       elements, and ``channels``, the largest of its last axis as ``[index, amax over the median channel's amax]``;
     - ``operand``, per layer, GEMM, role and side: the ``cast``; ``amax`` of the outer scale; ``sqnr_db``, signal over
-      error; shares of elements that are ``zeros``, ``rounded_to_zero`` and ``saturated``; of ``blocks``, shares whose
+      error; shares of elements that are ``zeros``, ``rounded_to_zero`` (None beside what is not finite) and
+      ``saturated``; of ``blocks``, shares whose
       scale underflows to zero or overflows its bound; ``scale_spread_octaves``, the standard deviation of log2 of the
       nonzero block scales, and their ``scale_range_octaves``; ``codes`` and ``scale_codes``, histograms; ``worst``,
       blocks as ``[row, col, share of the operand's error, sqnr_db, rank]``;
@@ -253,7 +258,8 @@ def record(
         tensorboard: also write scalars as TensorBoard events into ``out``.
 
     Raises:
-        ValueError: an argument outside its words, a pattern that matches no layer, a model without layers.
+        ValueError: an argument outside its words, a pattern that matches no layer, a model without layers, a layer that
+            another region records.
         ImportError: ``tensorboard=True`` where ``torch.utils.tensorboard`` cannot be imported.
         RuntimeError: a second optimizer that holds parameters of the model takes a step while ``optimizer`` is None; a
             recorded step is captured in a CUDA graph; the ranks recorded different layers.
@@ -275,9 +281,9 @@ def record(
     patterns = [layers] if isinstance(layers, str) else require_patterns("layers", layers)
     writer = _tensorboard(folder) if tensorboard and _rank() == 0 else None
     recorder = Recorder(model, folder, every, patterns, first_step, draws, shadow_rows, writer)
-    folder.mkdir(parents=True, exist_ok=True)
-    recorder._write(first_step, [_header(recorder, every)])
-    with _steps_told_by(optimizer, model, recorder):
+    with _alone(recorder._layers), _steps_told_by(optimizer, model, recorder):
+        folder.mkdir(parents=True, exist_ok=True)
+        recorder._write(first_step, [_header(recorder, every)])
         recorder._begin()
         try:
             yield recorder
@@ -296,6 +302,26 @@ def record(
             "an optimizer; with optimizer='by hand' the loop calls step()",
             stacklevel=3,
         )
+
+
+@contextmanager
+def _alone(layers: dict[str, Gemms]) -> Generator[None]:
+    """Region in which no other one may record any of ``layers``.
+
+    Raises:
+        ValueError: another one does.
+    """
+    if again := [name for name, layer in layers.items() if layer in _recorded]:
+        raise ValueError(
+            f"another region of inspect.record is open that records {len(again)} of these layers, e.g. {again[0]!r}; "
+            "record other layers, or close it first"
+        )
+    _recorded.update(layers.values())
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            _recorded.discard(layer)
 
 
 @contextmanager
@@ -331,7 +357,7 @@ def _holds(optimizer: Optimizer, model: torch.nn.Module) -> bool:
     return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _chosen(model: torch.nn.Module, patterns: Sequence[str]) -> dict[str, Any]:
+def _chosen(model: torch.nn.Module, patterns: Sequence[str]) -> dict[str, Gemms]:
     layers = layers_of(model)
     if not layers:
         raise ValueError("the model has no layer of fp4engine's; call fp4engine.convert(model) first")

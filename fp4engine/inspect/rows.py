@@ -237,6 +237,8 @@ def _operand_fields(spec: CastSpec, numbers: _Numbers) -> dict[str, Any]:
     after_codes = len(names) + (1 << spec.element.bits)
     codes, scale_codes = sums[len(names) : after_codes], sums[after_codes:]
     occurring, times = list(compress(range(256), scale_codes)), list(filter(None, scale_codes))
+    if total["nonfinite"]:  # what they spoil decodes to no number, zeros among it, so nobody knows what was rounded
+        total["rounded_to_zero"] = math.nan
     amax, largest, minus_smallest = numbers.maxima
     if scale_codes:
         of_scales, (largest, minus_smallest) = statistics.scale_spread_of_bytes(occurring, times, spec.scale)

@@ -319,11 +319,13 @@ def _refusal(module: Gemms, plan: Plan | None, inp: Any, weight: Tensor) -> str:
 
 
 @torch.no_grad()
-def _see_backward(watched: _Watched, grads: Sequence[Tensor]) -> None:
+def _see_backward(watched: _Watched, grads: Sequence[Tensor | None]) -> None:
     if watched.forward is None:
         return  # a backward pass that has been seen, run once more
     forward, watched.forward = watched.forward, None
     (grad,) = grads
+    if grad is None:
+        return None  # the products of a gradient that nobody has made are zero
     plan, spread = forward.plan, forward.spread
     if plan.backward_override is not None:
         reason = f"backward_override={plan.backward_override!r} quantizes no gradient"

@@ -365,7 +365,7 @@ class Gemms(torch.nn.Module):
         return main_grad
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out of copies what is derived, and what a custom recipe's factory would keep from pickling."""
+        """Leave out of copies what is derived, what watches this module, and factories that cannot be pickled."""
         derived = {
             "_plan": None,
             "_answers": {},
@@ -374,7 +374,7 @@ class Gemms(torch.nn.Module):
             "_weight_cache": None,
             "_microbatch_cache": None,
         }
-        return {**self.__dict__, **derived}
+        return {**{name: value for name, value in vars(self).items() if name != "multiply"}, **derived}
 
 
 class SharedWeight(NamedTuple):

@@ -1,5 +1,6 @@
 """What is recorded of a training run, and that the run does not notice."""
 
+import copy
 import gc
 import json
 import re
@@ -250,13 +251,14 @@ def test_a_nan_is_counted_and_rows_stay_json(tmp_path: Path) -> None:
     layer = nn.Sequential(nn.Linear(32, 32))
     fp4engine.convert(layer)
     x = torch.randn(16, 32)
-    x[3, 3] = float("nan")
+    x[0], x[3, 3] = 0, float("nan")
     with inspect.record(layer, tmp_path, every=1, optimizer="by hand") as recorder:
         with fp4engine.autocast():
             layer(x).sum().backward()
         recorder.step()
     assert rows_of(tmp_path, "tensor", role="input")[0]["nonfinite"] == 1
-    assert rows_of(tmp_path, "operand", role="input")[0]["sqnr_db"] is None  # it enters every decoded value
+    (row, *_) = rows_of(tmp_path, "operand", role="input")
+    assert row["sqnr_db"] is None and row["rounded_to_zero"] is None  # it enters every decoded value
     for line in (tmp_path / "record.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
 
@@ -358,6 +360,66 @@ def test_what_ended_the_region_is_raised_even_if_nothing_can_be_written(tmp_path
         recorder.step()
         monkeypatch.setattr(recorder, "_write", full)
         raise KeyError
+
+
+class _Constant(torch.autograd.Function):
+    """Multiplies, and makes no gradient of its first input."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        return x * y
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, grads[0]
+
+
+def test_a_layer_whose_gradient_nobody_makes_trains_on(tmp_path: Path) -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(48, 16), nn.Linear(48, 16)
+
+        def forward(self, x):
+            return _Constant.apply(self.left(x), self.right(x))
+
+    def made():
+        torch.manual_seed(0)
+        model = Halves()
+        fp4engine.convert(model)
+        return model
+
+    plain = train(zoo.make("nvfp4"), 2, model=made())
+    recorded = train(zoo.make("nvfp4"), 2, tmp_path, made(), every=1)
+    assert plain[0] == recorded[0] and plain[2] == recorded[2]
+    assert {row["gemm"] for row in rows_of(tmp_path, "gemm", layer="left")} == {"fprop"}
+    assert {row["gemm"] for row in rows_of(tmp_path, "gemm", layer="right")} == {"fprop", "wgrad"}
+
+
+def test_a_layer_is_recorded_by_one_region_at_a_time(tmp_path: Path) -> None:
+    model = make_model()
+    with inspect.record(model, tmp_path / "one", layers="first", optimizer="by hand") as recorder:
+        with pytest.raises(ValueError, match="another region of inspect.record .* e.g. 'first'"):
+            with inspect.record(model, tmp_path / "two"):
+                pass
+        assert not (tmp_path / "two").exists()
+        with inspect.record(model, tmp_path / "three", layers="mlp", optimizer="by hand") as beside:
+            beside.step()
+        recorder.step()
+    with inspect.record(model, tmp_path / "two", optimizer="by hand") as recorder:
+        recorder.step()
+
+
+def test_a_copy_made_in_a_recorded_step_is_not_watched(tmp_path: Path) -> None:
+    model = make_model()
+    with inspect.record(model, tmp_path, optimizer="by hand") as recorder:
+        copied = copy.deepcopy(model)
+        torch.save(model, tmp_path / "model.pt")
+        with fp4engine.autocast():
+            copied(torch.randn(3, 48))
+        recorder.step()
+    assert rows_of(tmp_path, "refusal", layer="first") and copied.first.executed.counts
+    assert not model.first.executed.counts
 
 
 def test_an_empty_batch_is_refused_by_name(tmp_path: Path) -> None:
