@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from fp4engine.accounting import executed_gemms
+from fp4engine.accounting.planned import linear_shape
+from fp4engine.arguments import require_patterns
 from fp4engine.checkpoint import checkpoint
 from fp4engine.convert import convert
 from fp4engine.estimate.decoder import LARGEST, MODELS, Architecture, Decoder, add_lora, from_config
 from fp4engine.estimate.gpus import CUDA_RESERVE, GPU, GPUS, HOST, SHARES
 from fp4engine.estimate.trace import AsOnCuda, Step, Watch, trace
 from fp4engine.functional import make_linear_plan
-from fp4engine.modules import Linear
+from fp4engine.modules import Gemms, GroupedLinear, Linear
 from fp4engine.names import covers
 from fp4engine.recipe import Recipe, zoo
 from fp4engine.recipe.base import require_recipe
@@ -200,12 +202,12 @@ def estimate(
             than all of them. None is :data:`~fp4engine.estimate.gpus.HOST`; 0 is for CUDA graphs, which need no host.
         loss: of a module of your own, ``loss(model) -> scalar``; it makes its inputs itself, of ``batch * sequence``
             tokens.
-        keep_high_precision: patterns for :func:`fp4engine.convert`.
+        keep_high_precision: patterns for :func:`fp4engine.convert`; ``"lm_head"`` may cover nothing.
         name: what the answer calls the model.
 
     Raises:
         ValueError: an argument outside its words, sizes that do not divide, or options that a module of your own
-            cannot be built anew for.
+            cannot be built anew for; a pattern that covers nothing; a ``loss`` that asks for values of a tensor.
     """
     _require(batch, sequence, fsdp, tp, lora_rank, parameters, optimizer, gpu)
     given = host_microseconds
@@ -225,21 +227,29 @@ def estimate(
         known = f", such as MODELS[{model!r}]" if isinstance(model, str) and model in MODELS else ""
         raise ValueError(f"model must be an Architecture{known}, or a torch.nn.Module, got {model!r:.80}")
     require_recipe(recipe)
+    keep = require_patterns("keep_high_precision", keep_high_precision)
     if isinstance(model, nn.Module):
         if loss is None or checkpointing or tp != 1 or lora_rank or fsdp != 1:
             raise ValueError(
                 "a module of your own is estimated as it is: it needs loss=..., and checkpointing, fsdp, tp and "
                 "lora_rank are for an Architecture"
             )
-        request = _Request(None, lambda: _without_memory(model), loss, keep=keep_high_precision, **step)
+        request = _Request(None, lambda: _without_memory(model), loss, keep=keep, **step)
         whole = sum(parameter.numel() for parameter in model.parameters())
     elif loss is not None:
         raise ValueError("loss goes with a module of your own; an Architecture has its own loss")
     else:
-        request = _of_sizes(model.split(tp) if tp > 1 else model, keep_high_precision, step)
+        request = _of_sizes(model.split(tp) if tp > 1 else model, keep, step)
         with torch.device("meta"):
             whole = sum(parameter.numel() for parameter in Decoder(model, lambda block: block).parameters())
-    return _assemble(request, name, whole, *_trace(request))
+    try:
+        traced = _trace(request)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            f"loss(model) asks for values of a tensor, by {error.func}, and an estimate's tensors have none: give the "
+            "module an input that routes nothing by values, such as counts in a list"
+        ) from error
+    return _assemble(request, name, whole, *traced)
 
 
 def _require(
@@ -259,7 +269,7 @@ def _require(
             raise ValueError(f"{name} must be at most {LARGEST:,}, got {value!r:.30}")
     words = {"parameters": (parameters, ("fp32", "bf16")), "optimizer": (optimizer, STATES), "gpu": (gpu, GPUS)}
     for name, (value, allowed) in words.items():
-        if value not in allowed:
+        if value not in tuple(allowed):
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
@@ -322,7 +332,8 @@ def _trace(request: _Request) -> tuple[nn.Module, Step, dict[str, Any]]:
         for tensor in (*model.parameters(), *model.buffers()):
             watch.hold(tensor)
         if request.recipe is not None:
-            convert(model, keep_high_precision=[pattern for pattern in request.keep if _covers_some(model, pattern)])
+            keep = [pattern for pattern in request.keep if pattern != "lm_head" or _covers_some(model, pattern)]
+            convert(model, keep_high_precision=keep)
 
         def loss(model: nn.Module) -> Tensor:
             with (
@@ -352,7 +363,7 @@ def _shard_gradient(request: _Request, shards: list[Tensor], parameter: Tensor) 
 
 
 def _saved_by_linears(model: nn.Module, forward: Callable[[], Tensor], watch: Watch) -> dict[str, Any]:
-    """What linear modules hand to autograd in one forward pass, each memory once: ``bytes``; and what they multiplied.
+    """What linear layers hand to autograd in one forward pass, each memory once: ``bytes``; and what they multiplied.
 
     Parameters themselves are not counted; the BF16 copies that ``torch.autocast`` makes of them are.
     """
@@ -372,15 +383,28 @@ def _saved_by_linears(model: nn.Module, forward: Callable[[], Tensor], watch: Wa
     def leave(*_: Any) -> None:
         inside[0] -= 1
 
+    def counted(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            enter()
+            output = multiply(*args, **kwargs)
+            leave()
+            return output
+
+        return run
+
     handles: list[Any] = []
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, Gemms):  # which other modules own and do not call
+            vars(module)["multiply"] = counted(module.multiply)
+        elif isinstance(module, nn.Linear | GroupedLinear):
             handles.append(module.register_forward_pre_hook(enter))
             handles.append(module.register_forward_hook(leave))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         value = forward()
     for handle in handles:
         handle.remove()
+    for module in model.modules():
+        vars(module).pop("multiply", None)
     saved = sum(kept.values())
     torch.autograd.backward(value)
     return {"bytes": saved, "flops": _counts(model)}
@@ -393,10 +417,12 @@ def _counts(model: nn.Module) -> dict[tuple[str, str, str], int]:
     }
 
 
-def _label(request: _Request, name: str, whole: int) -> str:
-    low = request.parameters == "bf16" or request.lora_rank
+def _label(request: _Request, name: str, whole: int, model: nn.Module) -> str:
+    stored = "bf16" if request.parameters == "bf16" or request.lora_rank else "fp32"
+    if request.sizes is None:
+        stored = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
     words = [
-        f"{name}, {_count(whole)} parameters in {'bf16' if low else 'fp32'}",
+        f"{name}, {_count(whole)} parameters in {stored or 'no dtype'}",
         f"{request.batch} x {request.sequence} tokens",
         f"LoRA of rank {request.lora_rank}" if request.lora_rank else "",
         request.optimizer,
@@ -427,12 +453,12 @@ def _assemble(
     rest = max(step.saved - linears["bytes"], 0)
     temporary = max(peak - held - states - linears["bytes"] - rest, 0)
     # a fused step reads parameters, gradients and moments, and writes parameters and moments
-    optimizer_bytes = 2 * held * numel / total + gradients + 2 * states
+    optimizer_bytes = 2 * held * numel / max(total, 1) + gradients + 2 * states
     seconds, useful = _time(model, step, linears["flops"], gpu, optimizer_bytes)
     seconds = max(seconds, _host_seconds(request, linears["flops"]))
     return Estimate(
-        _label(request, name, whole), whole, numel, held, gradients, states, linears["bytes"], rest, temporary, peak,
-        request.tokens, seconds, useful / (seconds * gpu.bf16), _wire(request, model, numel), gpu,
+        _label(request, name, whole, model), whole, numel, held, gradients, states, linears["bytes"], rest, temporary,
+        peak, request.tokens, seconds, useful / (seconds * gpu.bf16), _wire(request, model, numel), gpu,
         tuple(_notes(request)),
     )  # fmt: skip
 
@@ -470,13 +496,14 @@ def _time(
     shapes = dict(model.named_modules())
     for (name, gemm, formats), value in quantized.items():
         module = shapes[name]
-        assert isinstance(module, nn.Linear)
-        rows = value // (2 * module.in_features * module.out_features)
+        assert isinstance(module, nn.Linear | Gemms)
+        out_features, in_features = linear_shape(module)
+        rows = value // (2 * in_features * out_features)
         seconds += value / (_peak(gpu, formats) * SHARES.products)
         if gemm == "fprop":
-            elements = rows * module.in_features + module.in_features * module.out_features
+            elements = rows * in_features + in_features * out_features
         else:
-            elements = rows * module.out_features // 2  # the gradient, shared by dgrad and wgrad
+            elements = rows * out_features // 2  # the gradient, shared by dgrad and wgrad
         seconds += elements * (SHARES.nvfp4_cast if "e2m1" in formats else SHARES.fp8_cast) / gpu.bandwidth
     useful = traffic.product_flops + traffic.attention_flops / 2 + sum(quantized.values())
     return seconds, useful

@@ -30,10 +30,12 @@ class Architecture:
         qkv_bias: whether those of query, key and value have one; None is as ``bias``.
         tied: whether the head shares the embedding's weight.
         fused_qkv: whether query, key and value come from one matrix.
+        positions: how many learned positions there are; 0 is rotary positions.
 
     Raises:
-        ValueError: a size that is not positive, ``heads`` no multiple of ``kv_heads``, a ``width`` that ``heads`` do
-            not divide where no ``head_dim`` is given, an odd head, which has no rotary positions, an unknown norm.
+        ValueError: a size that is not positive, a flag that is no boolean, ``heads`` no multiple of ``kv_heads``, a
+            ``width`` that ``heads`` do not divide where no ``head_dim`` is given, an odd head, which has no rotary
+            positions, an unknown norm.
     """
 
     layers: int
@@ -49,14 +51,21 @@ class Architecture:
     qkv_bias: bool | None = None
     tied: bool = False
     fused_qkv: bool = False
+    positions: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("gated", "bias", "qkv_bias", "tied", "fused_qkv"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (name != "qkv_bias" or value is not None):
+                raise ValueError(f"{name} must be True or False, got {value!r:.80}")
         for name in ("layers", "width", "heads", "ffn", "vocabulary", "kv_heads", "head_dim"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a positive integer, got {value!r:.80}")
             if value is not None and value > LARGEST:
                 raise ValueError(f"{name} must be at most {LARGEST:,}, got {value!r:.30}")
+        if type(self.positions) is not int or not 0 <= self.positions <= LARGEST:
+            raise ValueError(f"positions must be an integer from 0 to {LARGEST:,}, got {self.positions!r:.80}")
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.head_dim is None and self.width % self.heads:
@@ -108,6 +117,7 @@ _NAMES = {
     "head_dim": ("head_dim",),
     "tied": ("tie_word_embeddings",),
     "qkv_bias": ("attention_bias",),
+    "positions": ("n_positions",),
 }
 
 
@@ -115,7 +125,8 @@ def from_config(config: str | Path | dict[str, Any]) -> Architecture:
     """The sizes in a Hugging Face ``config.json`` of one of :data:`FAMILIES`, given as its path or parsed.
 
     Raises:
-        ValueError: there is no such file, it is not JSON, it is of another family, or a size is missing.
+        ValueError: there is no such file, it is not JSON, it is of another family or has cross-attention, or a size is
+            missing.
     """
     if isinstance(config, dict):
         name, data = "config", config
@@ -132,6 +143,8 @@ def from_config(config: str | Path | dict[str, Any]) -> Architecture:
     family = data.get("model_type") if isinstance(data, dict) else None
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"model_type of {name} must be one of {', '.join(FAMILIES)}, got {family!r:.80}")
+    if data.get("add_cross_attention"):
+        raise ValueError(f"{name} asks for cross-attention (add_cross_attention), which a decoder by itself has not")
     sizes: dict[str, Any] = dict(FAMILIES[family])
     for field, keys in _NAMES.items():
         found = [data[key] for key in keys if data.get(key) is not None]
@@ -139,6 +152,7 @@ def from_config(config: str | Path | dict[str, Any]) -> Architecture:
             sizes[field] = found[0]
     if family == "gpt2":
         sizes.setdefault("ffn", 4 * sizes.get("width", 0))
+        sizes.setdefault("positions", 1024)
     missing = [f"{field} ({' or '.join(_NAMES[field])})" for field in _REQUIRED if field not in sizes]
     if missing:
         raise ValueError(f"{name} does not say {', '.join(missing)}")
@@ -154,6 +168,7 @@ class Decoder(nn.Module):
     def __init__(self, sizes: Architecture, wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.positions = nn.Embedding(sizes.positions, sizes.width) if sizes.positions else None
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
         self.norm = _norm(sizes)
         self.lm_head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
@@ -163,6 +178,8 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = self._wrap(block)(x)
         return self.lm_head(self.norm(x))
@@ -188,12 +205,13 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions."""
+    """Causal attention, with rotary positions where none are learned."""
 
     def __init__(self, sizes: Architecture) -> None:
         super().__init__()
         self.heads, self.kv_heads = sizes.heads, sizes.kv_heads or sizes.heads
         self.head_dim = sizes.head_dim or sizes.width // sizes.heads
+        self.is_rotary = not sizes.positions
         bias = sizes.bias if sizes.qkv_bias is None else sizes.qkv_bias
         widths = [self.heads * self.head_dim, *[self.kv_heads * self.head_dim] * 2]
         outputs = [sum(widths)] if sizes.fused_qkv else widths
@@ -209,7 +227,8 @@ class Attention(nn.Module):
         else:
             query, key, value = (linear(x) for linear in self.qkv)
         query, key, value = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (query, key, value))
-        query, key = _rotate(query), _rotate(key)
+        if self.is_rotary:
+            query, key = _rotate(query), _rotate(key)
         gqa = self.kv_heads != self.heads
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
         return self.projection(mixed.transpose(1, 2).reshape(batch, length, -1))

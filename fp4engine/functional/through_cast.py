@@ -12,11 +12,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fp4engine import ops
 from fp4engine.formats import Rotation
 from fp4engine.functional.plan import LinearPlan
 from fp4engine.ops import Operand
+from fp4engine.ops.operation import PLAIN
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
 
@@ -32,7 +34,7 @@ def within(x: Tensor, operand: Operand, quantizer: Quantizer, plan: LinearPlan) 
     """
     if not quantizer.clipped_gradient or plan.backward_override is not None:
         return None
-    if type(x) not in (Tensor, torch.nn.Parameter):
+    if type(x) not in PLAIN and not isinstance(x, FakeTensor):
         raise NotImplementedError(f"clipped_gradient=True needs plain tensors that were cast, got a {type(x).__name__}")
     return ops.within_range(as_matrix(x), operand, plan.backend)
 

@@ -26,7 +26,7 @@ def recipe_of(precision: str):
     return None if precision == "bf16" else zoo.make(precision)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "nvfp4", "quartet2", "mxfp8", "fp8_current"])
+@pytest.mark.parametrize("precision", ["bf16", "nvfp4", "quartet", "quartet2", "mxfp8", "fp8_current"])
 def test_what_linears_keep_is_exact(precision: str) -> None:
     recipe = recipe_of(precision)
     model = GPT(2, 128, 48)
@@ -118,6 +118,60 @@ def test_a_module_of_ones_own_is_estimated_without_its_memory() -> None:
     assert type(model.blocks[0].mlp.up) is torch.nn.Linear
 
 
+def own_modules() -> dict[str, torch.nn.Module]:
+    """Modules that multiply by weights and are no ``nn.Linear``; all take [64, 48]."""
+    layers = {
+        "attention": torch.nn.TransformerEncoderLayer(48, 2, 96),
+        "norm and linear": fp4engine.LayerNormLinear(48, 96, device="cpu"),
+        "norm and mlp": fp4engine.LayerNormMLP(48, 96, device="cpu"),
+        "experts": Experts(),
+    }
+    return {name: torch.nn.Sequential(layer) for name, layer in layers.items()}
+
+
+class Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = fp4engine.GroupedLinear(3, 48, 96, device="cpu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(x, [40, 0, 24])
+
+
+@pytest.mark.parametrize("name", own_modules())
+def test_whatever_multiplies_by_weights_is_a_linear_layer(name: str) -> None:
+    recipe, model = zoo.make("nvfp4"), own_modules()[name]
+
+    def loss(model: torch.nn.Module) -> torch.Tensor:
+        return model(torch.zeros(64, 48)).float().sum()
+
+    result = estimate(model, recipe=recipe, batch=1, sequence=64, loss=loss, host_microseconds=0)
+    fp4engine.convert(model)
+    own, saved = {parameter.untyped_storage()._cdata for parameter in model.parameters()}, {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage if storage._cdata not in own else None
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16), fp4engine.autocast(recipe=recipe):
+        value = loss(model)
+    everything = sum(storage.nbytes() for storage in saved.values() if storage is not None)
+    value.backward()
+    assert 0 < result.saved_by_linears <= everything and result.seconds > 0
+    assert name == "attention" or result.saved_by_linears == everything
+    assert "parameters in float32" in result.label
+
+
+def test_a_module_that_routes_by_values_is_refused() -> None:
+    def loss(model: torch.nn.Module) -> torch.Tensor:
+        return model[0].experts(torch.zeros(64, 48), torch.tensor([40, 0, 24])).sum()
+
+    with pytest.raises(ValueError, match=r"loss.model. asks for values of a tensor, by aten"):
+        estimate(own_modules()["experts"], recipe=zoo.make("nvfp4"), loss=loss)
+
+
 def test_nothing_of_an_estimate_stays_behind() -> None:
     fp4engine.manual_seed(3)
     before = fp4engine.get_rng_state()
@@ -178,6 +232,9 @@ def test_the_time_of_a_recipe_that_was_not_measured_is_marked(name: str) -> None
         ({"tp": 3}, "tp=3 does not divide heads=2"),
         ({"loss": lambda model: model}, "loss goes with"),
         ({"fp4_all_gather": True, "fsdp": 2}, "fp4_all_gather=True needs .* recipe=None"),
+        ({"gpu": ["H100"]}, r"gpu must be one of .* got \['H100'\]"),
+        ({"keep_high_precision": "lm_head"}, r"keep_high_precision must be a sequence .* write \['lm_head'\]"),
+        ({"keep_high_precision": ("lm_haed",), "recipe": zoo.make("nvfp4")}, "pattern 'lm_haed' covers no nn.Linear"),
     ],
 )
 def test_arguments_outside_their_words_are_named(arguments: dict, said: str) -> None:
@@ -209,3 +266,27 @@ def test_configs_of_several_families_are_read() -> None:
     }
     read = from_config({**qwen, "intermediate_size": 128, "num_key_value_heads": 2})
     assert (read.qkv_bias, read.bias, read.kv_heads) == (True, False, 2)
+
+
+def test_learned_positions_are_parameters() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=40)
+    with torch.device("meta"):
+        theirs = transformers.GPT2LMHeadModel(config)
+    result = estimate(from_config(config.to_dict()), recipe=zoo.make("nvfp4"), sequence=32, parameters="bf16")
+    assert result.parameters == sum(parameter.numel() for parameter in theirs.parameters())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("tie_word_embeddings", "false", "tied must be True or False, got 'false'"),
+        ("attention_bias", 1, "qkv_bias must be True or False, got 1"),
+        ("n_positions", -1, "positions must be an integer from 0"),
+        ("add_cross_attention", True, "cross-attention"),
+    ],
+)
+def test_fields_of_a_config_that_cannot_be_taken_are_refused(field: str, value: object, said: str) -> None:
+    sizes = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 96}
+    with pytest.raises(ValueError, match=said):
+        from_config({**sizes, field: value})
