@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import require_callable, require_model
+from fp4engine.arguments import require_callable, require_model, require_patterns
 from fp4engine.formats import CastSpec
 from fp4engine.inspect.watch import layers_of
 from fp4engine.names import covers
@@ -179,7 +179,7 @@ def last_quarter(losses: Sequence[float]) -> float:
     Raises:
         ValueError: no losses.
     """
-    if not isinstance(losses, Sequence | Tensor):
+    if not isinstance(losses, Sequence | Tensor) or (isinstance(losses, Tensor) and losses.ndim != 1):
         raise ValueError(f"make_run must return the losses of its steps, got {losses!r:.80}")
     values = [float(loss) for loss in losses]
     if not values:
@@ -214,13 +214,15 @@ def bisect(
         refine: also tell which GEMMs of a layer, and which of their operands, cause its gap.
 
     Raises:
-        ValueError: a model without layers, a budget below 2, a recipe without casts of its own, high precision that
-            diverges itself.
+        ValueError: a model without layers, a budget below 2, a tolerance below 0, a recipe without casts of its own,
+            high precision that diverges itself.
     """
     recipe = _plain(recipe)
     require_callable("make_run", make_run)
-    if budget < 2:
-        raise ValueError(f"budget must be at least 2 runs, the two that are compared, got {budget}")
+    if type(budget) is not int or budget < 2:
+        raise ValueError(f"budget must be at least 2 runs, the two that are compared, got {budget!r}")
+    if tolerance is not None and not (isinstance(tolerance, int | float) and 0 <= tolerance < math.inf):
+        raise ValueError(f"tolerance must be a finite number of at least 0, or None, got {tolerance!r}")
     names = list(_flops(model))
     runs = _Runs(make_run, budget)
     high, low = runs.score(HIGH_PRECISION), runs.score(recipe)
@@ -334,13 +336,13 @@ def sensitivity(
     """
     recipe = _plain(recipe)
     require_callable("make_run", make_run)
-    if not 0.0 <= share <= 1.0:
-        raise ValueError(f"share must be between 0 and 1, got {share}")
+    if not (isinstance(share, int | float) and 0.0 <= share <= 1.0):
+        raise ValueError(f"share must be between 0 and 1, got {share!r}")
     flops = _flops(model)
     members = _members(list(flops), units)
-    if budget < len(members) + 3:
+    if type(budget) is not int or budget < len(members) + 3:
         raise ValueError(
-            f"budget={budget} does not suffice for {len(members)} units, which take {len(members) + 3} runs; "
+            f"budget={budget!r} does not suffice for {len(members)} units, which take {len(members) + 3} runs; "
             "raise it, or pass coarser units, such as whole blocks"
         )
     runs = _Runs(make_run, budget)
@@ -430,7 +432,7 @@ def _members(names: list[str], units: Sequence[str] | None) -> dict[str, list[st
     """``unit -> layers``."""
     if units is None:
         return {name: [name] for name in names}
-    members = {unit: [name for name in names if covers(unit, name)] for unit in units}
+    members = {unit: [name for name in names if covers(unit, name)] for unit in require_patterns("units", units)}
     for unit, covered in members.items():
         if not covered:
             raise ValueError(f"unit {unit!r} covers no layer; they are called, for example, {', '.join(names[:3])}")

@@ -125,10 +125,10 @@ class DelayedScaling(_FP8Recipe):
             require("scaling_factor_compute_algo", self.scaling_factor_compute_algo, (None,))
         if not callable(self.amax_compute_algo):
             require("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
-        if not 0 <= self.margin < 8:
-            raise ValueError(f"margin must be in 0 .. 7 binades, got {self.margin}")
-        if self.amax_history_len < 1:
-            raise ValueError(f"amax_history_len must be >= 1, got {self.amax_history_len}")
+        if type(self.margin) is not int or not 0 <= self.margin < 8:
+            raise ValueError(f"margin must be in 0 .. 7 whole binades, got {self.margin!r}")
+        if type(self.amax_history_len) is not int or self.amax_history_len < 1:
+            raise ValueError(f"amax_history_len must be a whole number >= 1, got {self.amax_history_len!r}")
 
     def casts(self, tensor_type: str) -> Casts:
         """Both operands alike."""

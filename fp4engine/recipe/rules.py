@@ -90,12 +90,15 @@ class RuledRecipe(_RecipeOfRecipes):
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not isinstance(self.default, Recipe):
             raise ValueError(f"default must be a Recipe, LinearRecipe() for high precision, got {self.default!r}")
+        if not isinstance(self.rules, tuple | list):
+            raise ValueError(f"rules must be a tuple of Rule values, got {self.rules!r}")
         for rule in self.rules:
             if not isinstance(rule, Rule):
                 raise ValueError(f"rules must be Rule values, got {rule!r}")
+        object.__setattr__(self, "rules", tuple(self.rules))  # a list has no hash, and may change
+        super().__post_init__()
 
     def of(self, role: QuantizerRole) -> Recipe:
         """The plain recipe of the module that ``role`` belongs to."""
@@ -187,7 +190,9 @@ class ScheduledRecipe(_RecipeOfRecipes):
     phases: tuple[tuple[int, Recipe], ...]
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        pairs = self.phases if isinstance(self.phases, tuple | list) else (self.phases,)
+        if any(not isinstance(pair, tuple | list) or len(pair) != 2 for pair in pairs):
+            raise ValueError(f"phases must be a tuple of (first step, recipe), got {self.phases!r}")
         starts = [start for start, _ in self.phases]
         whole = all(type(start) is int for start in starts)
         if not starts or not whole or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
@@ -195,6 +200,8 @@ class ScheduledRecipe(_RecipeOfRecipes):
         for _, recipe in self.phases:
             if not isinstance(recipe, Recipe):
                 raise ValueError(f"phases must hold recipes, LinearRecipe() for high precision, got {recipe!r}")
+        object.__setattr__(self, "phases", tuple(map(tuple, self.phases)))  # a list has no hash, and may change
+        super().__post_init__()
 
     def at(self, step: int) -> Recipe:
         """The recipe in force at ``step`` >= 0.

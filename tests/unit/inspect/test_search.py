@@ -81,6 +81,11 @@ def test_the_budget_ends_the_search_and_is_told() -> None:
     assert len(made) == found.runs == 9 and not found.complete
     with pytest.raises(ValueError, match="budget"):
         inspect.bisect(losses_by(costs), model_of(16), RECIPE, budget=1)
+    for tolerance in (math.nan, -0.1, "small"):
+        with pytest.raises(ValueError, match="tolerance must be a finite number of at least 0, or None, got"):
+            inspect.bisect(losses_by(costs), model_of(16), RECIPE, tolerance=tolerance)
+    with pytest.raises(ValueError, match="make_run must return the losses of its steps, got tensor"):
+        inspect.bisect(lambda _: torch.tensor(1.0), model_of(16), RECIPE)
 
 
 def test_no_gap_blames_nobody() -> None:
@@ -102,6 +107,9 @@ def test_sensitivity_gives_high_precision_to_what_costs_most() -> None:
     ("options", "said"),
     [
         ({"budget": 6}, "does not suffice"),
+        ({"budget": "60"}, "budget='60' does not suffice"),
+        ({"share": None}, "share must be between 0 and 1, got None"),
+        ({"units": "**"}, "units must be a sequence of patterns, got the string"),
         ({"share": 1.5}, "share must be"),
         ({"units": ["0", "1"]}, "is in no unit"),
         ({"units": ["*", "1"]}, "'\\*' and '1'"),

@@ -25,7 +25,7 @@ SIDES = {"rowwise": KEY, "columnwise": KEY}
         ({"weight": {"rowwise": False, "columnwise": KEY}}, "not a CastSpec key: False"),
         ({"inputs": SIDES}, r"LinearRecipe has no inputs \(did you mean input\?\); its fields are .*input, weight"),
         ({"recipe": "NVFP4BlockScaling", "disable_rth": True}, r"no disable_rth \(did you mean disable_rht\?\)"),
-        ({"recipe": "DelayedScaling", "margin": "3"}, r"DelayedScaling cannot be made of \{'margin': '3'\}"),
+        ({"recipe": "DelayedScaling", "margin": "3"}, "margin must be in 0 .. 7 whole binades, got '3'"),
         (
             {"recipe": "Float8CurrentScaling", "fp8_gemm_fprop": {"split": True}},
             r"fp8_gemm_fprop has no split \(did you mean use_split_accumulator\?\)",

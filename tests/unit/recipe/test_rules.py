@@ -95,6 +95,21 @@ def test_a_recipe_of_recipes_takes_nothing_that_theirs_decide(argument) -> None:
         MIXED.replace(**argument)
 
 
+def test_lists_of_rules_and_phases_are_kept_as_tuples() -> None:
+    rules, phases = [Rule(HIGH, "head")], [[0, NVFP4], (3, HIGH)]
+    ruled, scheduled = RuledRecipe(NVFP4, rules), ScheduledRecipe(phases)
+    rules.append(Rule(HIGH))
+    for recipe in (ruled, scheduled):
+        assert recipe_from_json(recipe.to_json()) == recipe and hash(recipe) == hash(recipe.replace())
+    assert ruled == RuledRecipe(NVFP4, (Rule(HIGH, "head"),)) and scheduled.at(3) == HIGH
+    for wrong in (None, Rule(HIGH), 3):
+        with pytest.raises(ValueError, match="rules must be a tuple of Rule values, got"):
+            RuledRecipe(NVFP4, wrong)
+    for wrong in (None, ((0, NVFP4, 1),), (3,), 3):
+        with pytest.raises(ValueError, match=r"phases must be a tuple of \(first step, recipe\), got"):
+            ScheduledRecipe(wrong)
+
+
 def test_rules_that_match_nothing_are_named() -> None:
     names = ["layers.28.mlp.fc1", "layers.3.router"]
     MIXED.check(names)
