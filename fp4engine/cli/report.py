@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from fp4engine.inspect import html, read
+from fp4engine.inspect.reading import FILE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     folder = source if source.is_dir() else source.parent
     page = html(read(source), arguments.title or f"Run {folder.resolve().name}")
     path = Path(arguments.out) if arguments.out else folder / "report.html"
-    path.write_text(page)
+    if path.exists() and path.samefile(source / FILE if source.is_dir() else source):
+        raise ValueError(f"--out must be another file than the record, got {arguments.out!r}")
+    path.write_bytes(page.encode())  # before the file is opened, which empties it
     print(path)
     return 0

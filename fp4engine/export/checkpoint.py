@@ -279,8 +279,9 @@ def _scheme(layer: ExportLayer, layers: Mapping[str, ExportLayer], inputs: Input
         return DYNAMIC
     assert isinstance(inputs, Mapping)
     for name in dict.fromkeys(layers[sibling].module for sibling in layer.group):
-        if name not in inputs or not 0 <= inputs[name] <= FLT_MAX:
-            raise ValueError(f"inputs must have a finite FP32 amax >= 0 of {name!r}, got {inputs.get(name)!r:.80}")
+        amax = inputs.get(name)
+        if not isinstance(amax, int | float) or not 0 <= amax <= FLT_MAX:
+            raise ValueError(f"inputs must have a finite FP32 amax >= 0 of {name!r}, got {amax!r:.80}")
     return STATIC
 
 

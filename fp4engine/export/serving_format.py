@@ -171,7 +171,8 @@ def described_scheme(settings: Mapping[str, Any], form: ServingFormat, layer: st
     groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         targets = group.get("targets") if isinstance(group, dict) else None
-        if not isinstance(targets, list) or not ("Linear" in targets or is_ignored(layer, targets)):
+        names = [name for name in targets if isinstance(name, str)] if isinstance(targets, list) else []
+        if not ("Linear" in names or is_ignored(layer, names)):
             continue
         if not _casts_as(group.get("weights"), _arguments(dynamic=False)):
             raise ValueError(
@@ -187,7 +188,7 @@ def described_scheme(settings: Mapping[str, Any], form: ServingFormat, layer: st
 
 
 def _casts_as(given: Any, wanted: Mapping[str, Any]) -> bool:
-    keys = ("num_bits", "type", "group_size", "dynamic")
+    keys = ("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic")
     return isinstance(given, dict) and all(given.get(key) == wanted[key] for key in keys)
 
 

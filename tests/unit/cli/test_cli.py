@@ -156,6 +156,20 @@ def test_a_record_that_cannot_be_read_is_named(content: bytes, tmp_path: Path, c
     assert left.value.code == 2 and error.count("\n") == 1 and "record.jsonl" in error
 
 
+def test_a_report_that_cannot_be_written_leaves_the_files_alone(tmp_path: Path, capsys) -> None:
+    row = {"step": 0, "kind": "gemm", "layer": "fc", "gemm": "fprop", "snr_db": 20.0}
+    record, page = tmp_path / "record.jsonl", tmp_path / "report.html"
+    record.write_bytes(RUN + json.dumps(row).encode() + b"\n")
+    page.write_text("an older page")
+    before = record.read_bytes()
+    for words in (["--title", "\udcff"], ["--out", str(record)]):
+        for source in (tmp_path, record):
+            with pytest.raises(SystemExit) as left:
+                main(["report", str(source), *words])
+            assert left.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+    assert page.read_text() == "an older page" and record.read_bytes() == before
+
+
 def test_estimate_answers_in_its_first_line_and_by_its_exit_code(tmp_path: Path, capsys) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2}
     config = {"model_type": "llama", "num_key_value_heads": 1, "vocab_size": 96, **sizes}

@@ -200,6 +200,7 @@ def test_what_cannot_be_known_is_refused(tmp_path) -> None:
     cases = [
         (model, {}, "inputs=calibrate"),
         (model, {"inputs": {}}, "finite FP32 amax"),
+        (model, {"inputs": {"model.layers.0.self_attn.q_proj": "3"}}, "finite FP32 amax .* got '3'"),
         (model, {"inputs": "static"}, "inputs must be"),
         (model, {"format": "gguf"}, "format must be one of"),
         (model, {"inputs": "dynamic", "format": "modelopt"}, "no place in a ModelOpt checkpoint"),
@@ -522,6 +523,9 @@ GROUP = ("quantization_config", "config_groups", "group_0")
         (("quantization_config", "config_groups"), [], "none of its config_groups has"),
         ((*GROUP, "targets"), ["Conv2d"], "none of its config_groups has"),
         ((*GROUP, "targets"), "Linear", "none of its config_groups has"),
+        ((*GROUP, "targets"), [3], "none of its config_groups has"),
+        ((*GROUP, "weights", "strategy"), "channel", "describes the weight of .* which is not NVFP4"),
+        ((*GROUP, "weights", "symmetric"), False, "describes the weight of .* which is not NVFP4"),
         ((*GROUP, "weights"), {"num_bits": 8}, "describes the weight of .* which is not NVFP4"),
         ((*GROUP, "weights"), None, "describes the weight of .* which is not NVFP4"),
         ((*GROUP, "input_activations"), {"num_bits": 8}, "describes the input of .* which is not NVFP4"),
