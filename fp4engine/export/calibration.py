@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fp4engine.arguments import require_model
 from fp4engine.export.progress import progress_bar
-from fp4engine.modules import GroupedLinear
-from fp4engine.modules.gemms import Gemms
+from fp4engine.modules import GroupedLinear, Linear
+from fp4engine.modules.adoption import is_conv1d
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import require_recipe
 from fp4engine.state import autocast
@@ -38,11 +38,12 @@ def calibrate(
     require_recipe(recipe)
     if not isinstance(batches, Iterable):
         raise ValueError(f"batches must be a sequence of batches, got {batches!r:.80}")
-    stacked = {expert for module in model.modules() if isinstance(module, GroupedLinear) for expert in module.gemms}
-    kinds = (Gemms, GroupedLinear)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, kinds) and m not in stacked}
+    layers = {name: module for name, module in model.named_modules() if _is_served(module)}
     if not layers:
-        raise ValueError(f"this {type(model).__name__} has no converted module: fp4engine.convert(model, recipe) first")
+        raise ValueError(
+            f"this {type(model).__name__} has no converted module that servers know: fp4engine.convert(model, recipe) "
+            "first"
+        )
     amaxes: dict[str, Tensor] = {}
     count = 0
     with _evaluated(model), _watched(layers, amaxes), torch.no_grad():
@@ -67,6 +68,11 @@ def calibrate(
     return seen
 
 
+def _is_served(module: nn.Module) -> bool:
+    """Whether servers may cast the input of ``module``: others own their products, or are no module of theirs."""
+    return isinstance(module, Linear | GroupedLinear) or is_conv1d(module)
+
+
 @contextmanager
 def _evaluated(model: nn.Module) -> Generator[None]:
     modes = {module: module.training for module in model.modules()}
@@ -83,8 +89,8 @@ def _watched(layers: Mapping[str, nn.Module], amaxes: dict[str, Tensor]) -> Gene
     """Note the largest magnitude of each layer's input in ``amaxes``, FP32 []; NaN where there is one."""
 
     def hook(name: str) -> Any:
-        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inp = args[0] if args else kwargs["input"]
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inp = args[0] if args else kwargs["inp" if isinstance(module, GroupedLinear) else "input"]
             if inp.numel():
                 amax = inp.detach().abs().amax().float()
                 amaxes[name] = torch.maximum(amaxes[name], amax) if name in amaxes else amax

@@ -147,6 +147,24 @@ def test_the_default_dtype_changes_no_byte_of_a_file(tmp_path, default) -> None:
         assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
 
 
+def test_calibration_is_of_the_layers_that_servers_know() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(16, 16)
+            self.experts = fp4engine.GroupedLinear(2, 16, 16, device="cpu", name="experts")
+            self.mlp = fp4engine.LayerNormMLP(16, 32, device="cpu", name="mlp")
+
+        def forward(self, x):
+            return self.mlp(inp=self.experts(inp=self.fc(input=x), m_splits=[1, 3]))
+
+    model = Mixed()
+    fp4engine.convert(model, WEIGHT_ONLY)
+    x = torch.randn(4, 16)
+    found = calibrate(model, [x], NVFP4BlockScaling(), progress=False)
+    assert found.keys() == {"fc", "experts"} and found["fc"] == float(x.abs().amax())
+
+
 def test_calibration_refuses_to_guess() -> None:
     model = converted(NVFP4BlockScaling())
     with pytest.raises(ValueError, match="at least one batch"):
