@@ -325,7 +325,7 @@ def _see_backward(watched: _Watched, grads: Sequence[Tensor | None]) -> None:
     forward, watched.forward = watched.forward, None
     (grad,) = grads
     if grad is None:
-        return None  # the products of a gradient that nobody has made are zero
+        return  # the products of a gradient that nobody has made are zero
     plan, spread = forward.plan, forward.spread
     if plan.backward_override is not None:
         reason = f"backward_override={plan.backward_override!r} quantizes no gradient"

@@ -1,0 +1,113 @@
+"""One step on tensors that have shapes and no contents: what is alive, and what linear layers keep."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp4engine.accounting import executed_gemms
+from fp4engine.convert import convert
+from fp4engine.estimate.request import Request
+from fp4engine.estimate.trace import AsOnCuda, Step, Watch, trace
+from fp4engine.modules import Gemms, GroupedLinear
+from fp4engine.names import covers
+from fp4engine.state import autocast
+
+
+def traced(request: Request) -> tuple[nn.Module, Step, dict[str, Any]]:
+    """The model on fake tensors, its step, and what its linear layers did."""
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        model = request.build()
+        watch = stack.enter_context(Watch())
+        stack.enter_context(AsOnCuda())
+        for tensor in (*model.parameters(), *model.buffers()):
+            watch.hold(tensor)
+        if request.recipe is not None:
+            keep = [pattern for pattern in request.keep if pattern != "lm_head" or _covers_some(model, pattern)]
+            convert(model, keep_high_precision=keep)
+
+        def loss(model: nn.Module) -> Tensor:
+            with (
+                torch.autocast("cpu", torch.bfloat16),
+                autocast(enabled=request.recipe is not None, recipe=request.recipe),
+            ):
+                return request.loss(model)
+
+        linears = _saved_by_linears(model, lambda: loss(model), watch)
+        shards: list[Tensor] = []
+        for parameter in model.parameters():
+            parameter.grad = None
+            if request.fsdp > 1 and parameter.requires_grad:  # only this rank's shard of a gradient stays
+                parameter.register_post_accumulate_grad_hook(partial(_shard_gradient, request, shards))
+        step = trace(model, loss, watch)
+    return model, step, linears
+
+
+def _covers_some(model: nn.Module, pattern: str) -> bool:
+    return any(covers(pattern, name) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+
+
+def _shard_gradient(request: Request, shards: list[Tensor], parameter: Tensor) -> None:
+    parameter.grad = None
+    size = -(-parameter.numel() // request.fsdp)
+    shards.append(torch.empty(size, dtype=torch.float32 if request.stored == 4 else torch.bfloat16))
+
+
+def _saved_by_linears(model: nn.Module, forward: Callable[[], Tensor], watch: Watch) -> dict[str, Any]:
+    """What linear layers hand to autograd in one forward pass, each memory once: ``bytes``; and what they multiplied.
+
+    Parameters themselves are not counted; the BF16 copies that ``torch.autocast`` makes of them are.
+    """
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+    inside = [0]
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if inside[0] and storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    def enter(*_: Any) -> None:
+        inside[0] += 1
+
+    def leave(*_: Any) -> None:
+        inside[0] -= 1
+
+    def counted(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            enter()
+            output = multiply(*args, **kwargs)
+            leave()
+            return output
+
+        return run
+
+    handles: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, Gemms):  # which other modules own and do not call
+            vars(module)["multiply"] = counted(module.multiply)
+        elif isinstance(module, nn.Linear | GroupedLinear):
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_hook(leave))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        value = forward()
+    for handle in handles:
+        handle.remove()
+    for module in model.modules():
+        vars(module).pop("multiply", None)
+    saved = sum(kept.values())
+    torch.autograd.backward(value)
+    return {"bytes": saved, "flops": _counts(model)}
+
+
+def _counts(model: nn.Module) -> dict[tuple[str, str, str], int]:
+    """``(module, gemm, formats) -> FLOPs`` so far."""
+    return {
+        (module.name, *key): flops for module in executed_gemms(model).modules for key, flops in module.flops.items()
+    }

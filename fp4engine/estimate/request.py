@@ -1,0 +1,137 @@
+"""What an estimate is asked: sizes or a module, and everything that decides what a step of it takes."""
+
+import copy
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp4engine.checkpoint import checkpoint
+from fp4engine.estimate.decoder import LARGEST, Architecture, Decoder, add_lora
+from fp4engine.estimate.gpus import GPU, GPUS
+from fp4engine.estimate.trace import AsOnCuda
+from fp4engine.recipe import Recipe
+
+STATES = {"adamw": 2, "adamw8bit": 2, "sgd": 0, "momentum": 1}
+"""Optimizer -> moments that it keeps of each trained parameter, in the parameter's dtype."""
+
+EIGHT_BITS = 1 + 4 / 256
+"""Bytes of a moment of ``adamw8bit``, whatever the parameter's dtype: 8 bits, and one FP32 number per 256."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of :func:`fp4engine.estimate.estimate`, and what follows from them.
+
+    Attributes:
+        sizes: of one rank; None for a module of the caller's.
+        build: makes the model, on fake tensors.
+        loss: its scalar loss.
+    """
+
+    sizes: Architecture | None
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module], Tensor]
+    recipe: Recipe | None
+    gpu: GPU
+    batch: int
+    sequence: int
+    parameters: str
+    optimizer: str
+    checkpointing: bool
+    fsdp: int
+    tp: int
+    lora_rank: int
+    fp4_all_gather: bool
+    host_microseconds: float | None
+    keep: tuple[str, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Of one GPU's step."""
+        return self.batch * self.sequence
+
+    @property
+    def stored(self) -> int:
+        """Bytes of a parameter of which FSDP keeps a shard."""
+        return 4 if self.parameters == "fp32" else 2
+
+    def state_bytes(self, itemsize: int) -> float:
+        """Bytes of the optimizer's state for one trained parameter that is stored in ``itemsize`` bytes."""
+        return STATES[self.optimizer] * (EIGHT_BITS if self.optimizer == "adamw8bit" else itemsize)
+
+
+def require_settings(
+    batch: int, sequence: int, fsdp: int, tp: int, lora_rank: int, parameters: str, optimizer: str, gpu: str
+) -> None:
+    """Raise a ValueError unless sizes are integers that can be, and words are known ones."""
+    sizes = {
+        "batch": (batch, 1),
+        "sequence": (sequence, 1),
+        "fsdp": (fsdp, 1),
+        "tp": (tp, 1),
+        "lora_rank": (lora_rank, 0),
+    }
+    for name, (value, least) in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if value > LARGEST:
+            raise ValueError(f"{name} must be at most {LARGEST:,}, got {value!r:.30}")
+    words = {"parameters": (parameters, ("fp32", "bf16")), "optimizer": (optimizer, STATES), "gpu": (gpu, GPUS)}
+    for name, (value, allowed) in words.items():
+        if value not in tuple(allowed):
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def without_memory(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` whose parameters and buffers are fake tensors; those that were shared are shared."""
+    fakes: dict[int, Any] = {}
+    for parameter in model.parameters():
+        fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+        fakes[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+    for buffer in model.buffers():
+        fakes[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return copy.deepcopy(model, fakes)  # what a memo knows is not copied
+
+
+def of_sizes(sizes: Architecture, keep: tuple[str, ...], step: dict[str, Any]) -> Request:
+    """The request for a decoder of ``sizes``, those of one rank; ``keep`` and ``step`` are the rest of it."""
+    rank, tokens = step["lora_rank"], step["batch"] * step["sequence"]
+    if tokens * max(sizes.width, sizes.ffn, sizes.vocabulary) > 1 << 56:  # PyTorch counts bytes by 64 bits
+        raise ValueError(f"batch={step['batch']} times sequence={step['sequence']} is too much for {sizes}")
+    dtype = torch.bfloat16 if step["parameters"] == "bf16" or step["fsdp"] > 1 else torch.float32
+
+    def wrap(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(x: Tensor) -> Tensor:
+            with AsOnCuda():  # a recomputation runs outside the region around the step
+                return block(x)
+
+        return partial(checkpoint, run, use_reentrant=False) if step["checkpointing"] else block
+
+    def build() -> nn.Module:
+        with _default_dtype(torch.bfloat16 if rank else dtype):
+            model = Decoder(sizes, wrap)
+        if rank:
+            add_lora(model, rank, dtype)
+        return model
+
+    def loss(model: nn.Module) -> Tensor:
+        assert isinstance(model, Decoder)
+        return model.loss(torch.zeros((step["batch"], step["sequence"] + 1), dtype=torch.int64))
+
+    adapters = ("**.lora_a", "**.lora_b") if rank else ()
+    return Request(sizes, build, loss, keep=(*keep, *adapters), **step)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Generator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
