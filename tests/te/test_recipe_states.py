@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -99,6 +100,41 @@ def test_regions_say_what_is_in_force() -> None:
     autocast().__enter__()
     FP8GlobalStateManager.reset()
     assert not FP8GlobalStateManager.is_fp8_enabled()
+
+
+def test_the_recipe_as_it_was_given_is_its_regions_and_its_threads() -> None:
+    exact, nvfp4 = (recipes.CustomRecipe(qfactory=lambda role, q=q: q()) for q in (IdentityQuantizer, NVFP4Quantizer))
+    layers, x = [Linear(32, 32), Linear(32, 32)], torch.randn(16, 32)
+    expected = []
+    for layer, recipe in zip(layers, (exact, nvfp4), strict=True):
+        with autocast(recipe=recipe):
+            expected.append(copy.deepcopy(layer)(x))
+    entered, left, got = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        with autocast(recipe=nvfp4):
+            entered.set()
+            left.wait(30)
+            got.append(layers[1](x))
+
+    thread = threading.Thread(target=other)
+    with autocast(recipe=exact):
+        thread.start()
+        entered.wait(30)
+        assert FP8GlobalStateManager.get_fp8_recipe() is exact
+        assert torch.equal(layers[0](x), expected[0])
+    left.set()
+    thread.join(30)
+    assert torch.equal(got[0], expected[1])
+    with autocast(recipe=exact), fp4engine.autocast(recipe=nvfp4.frozen):
+        assert torch.equal(layers[1](x), expected[1])
+        assert FP8GlobalStateManager.get_fp8_recipe() == nvfp4
+    with quantized_model_init(recipe=recipes.MXFP8BlockScaling()):
+        told = []
+        thread = threading.Thread(target=lambda: told.append(FP8GlobalStateManager.with_fp8_parameters()))
+        thread.start()
+        thread.join(30)
+    assert told == [False]
 
 
 def test_without_a_recipe_it_is_transformer_engines_default_for_the_device() -> None:

@@ -71,7 +71,7 @@ class TransformerEngineBaseModule(ExtraState):
             name = rng_tracker_name
             self._init_context = lambda: get_rng_state_tracker().fork(name)
         self.delay_wgrad_compute = delay_wgrad_compute
-        self._stored_by = FP8GlobalStateManager.stores_by
+        self._stored_by = FP8GlobalStateManager.stores_by()
         self._delayed: list[Callable[[], None]] = []
 
     def _built(self, bias: bool) -> None:

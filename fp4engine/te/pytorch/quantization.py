@@ -1,9 +1,10 @@
 """Regions, availability, and what TransformerEngine lets a script read of the state in force."""
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,28 @@ __all__ = [
     "is_nvfp4_available",
     "quantized_model_init",
 ]
+
+
+class _Thread(threading.local):
+    """What is in force on one thread.
+
+    Attributes:
+        given: of every region that is open, innermost last, its state and its recipe as it was given.
+        stores_by: the recipe by which weights are being stored as codes.
+        keeps_init_val: whether their initial values are being kept.
+        is_seeded: whether random bits of the outermost region in force are those of PyTorch's generator.
+        to_show: what to call when the outermost region is left.
+    """
+
+    def __init__(self) -> None:  # not class attributes, as in fp4engine.state
+        self.given: list[tuple[state.AutocastState | None, AnyRecipe | None]] = []
+        self.stores_by: FrozenRecipe | None = None
+        self.keeps_init_val = False
+        self.is_seeded = False
+        self.to_show: list[Callable[[], None]] = []
+
+
+_thread = _Thread()
 
 
 def _available(what: str) -> Callable[..., bool | tuple[bool, str]]:
@@ -137,14 +160,12 @@ class autocast(state.autocast):
         super().__init__(bool(enabled), calibrating and not chosen.is_delayed, chosen, amax_reduction_group)
         self._given = recipe
         self._steps = chosen.custom()
-        self._outer: list[AnyRecipe | None] = []
 
     def __enter__(self) -> "autocast":  # pyright: ignore[reportIncompatibleMethodOverride]
         if state.current_state() is None and not state.in_backward():
-            FP8GlobalStateManager.is_seeded = False
+            _thread.is_seeded = False
         super().__enter__()
-        self._outer.append(FP8GlobalStateManager.given)
-        FP8GlobalStateManager.given = self._given
+        _thread.given.append((self._state, self._given))
         if self._steps and not state.in_backward():
             begin_step()  # a factory may have asked for delayed scaling
         return self
@@ -152,7 +173,7 @@ class autocast(state.autocast):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        FP8GlobalStateManager.given = self._outer.pop()
+        _thread.given.pop()
         super().__exit__(kind, error, trace)
         if state.current_state() is None and not state.in_backward():
             if self._steps:
@@ -186,14 +207,13 @@ class _ModelInit(AbstractContextManager[None]):
         self._outer: tuple[FrozenRecipe | None, bool] = (None, False)
 
     def __enter__(self) -> None:
-        manager = FP8GlobalStateManager
-        self._outer = manager.stores_by, manager.keeps_init_val
-        manager.stores_by = self._recipe if self._enabled else None
-        manager.keeps_init_val = self._enabled and self._preserve
+        self._outer = _thread.stores_by, _thread.keeps_init_val
+        _thread.stores_by = self._recipe if self._enabled else None
+        _thread.keeps_init_val = self._enabled and self._preserve
         return self._region.__enter__()
 
     def __exit__(self, *details: Any) -> None:
-        FP8GlobalStateManager.stores_by, FP8GlobalStateManager.keeps_init_val = self._outer
+        _thread.stores_by, _thread.keeps_init_val = self._outer
         self._region.__exit__(*details)
 
 
@@ -231,16 +251,6 @@ def _amax_and_scale_update(  # pyright: ignore[reportUnusedFunction]: scripts th
 class FP8GlobalStateManager:
     """What a script may ask about the region in force. All but :meth:`reset` and :meth:`seed` reads."""
 
-    given: ClassVar[AnyRecipe | None] = None
-    """The recipe of the innermost region as it was given."""
-    stores_by: ClassVar[FrozenRecipe | None] = None
-    """The recipe by which weights are being stored as codes."""
-    keeps_init_val: ClassVar[bool] = False
-    """Whether their initial values are being kept."""
-    is_seeded: ClassVar[bool] = False
-    """Whether random bits of the outermost region in force are those of PyTorch's generator."""
-    _to_show: ClassVar[list[Callable[[], None]]] = []
-
     @classmethod
     def seed(cls, device: torch.device) -> None:
         """Let the random stream of ``device`` begin where PyTorch's generator for it says, once in an outermost region.
@@ -248,9 +258,9 @@ class FP8GlobalStateManager:
         So ``torch.manual_seed`` and ``torch.set_rng_state`` repeat what a module rounds stochastically.
         """
         place = torch.empty(0, dtype=torch.int64, device=device)
-        if cls.is_seeded or state.in_backward() or place.is_meta or type(place) is not Tensor:
+        if _thread.is_seeded or state.in_backward() or place.is_meta or type(place) is not Tensor:
             return
-        cls.is_seeded = True
+        _thread.is_seeded = True
         state_of(device).random_()
 
     @classmethod
@@ -258,19 +268,18 @@ class FP8GlobalStateManager:
         """Forget the region in force, as a test does between two others."""
         while state.region_depth():
             state.autocast.__exit__(state.autocast(enabled=False), None, None, None)
-        cls.given, cls.stores_by, cls.keeps_init_val = None, None, False
-        cls._to_show.clear()
+        _thread.__init__()
 
     @classmethod
     def show_when_left(cls, show: Callable[[], None]) -> None:
-        """Call ``show`` when the outermost region is left."""
-        if show not in cls._to_show:
-            cls._to_show.append(show)
+        """Call ``show`` when the outermost region is left; not for a recomputation, which the forward's own shows."""
+        if show not in _thread.to_show and not state.in_backward():
+            _thread.to_show.append(show)
 
     @classmethod
     def show(cls) -> None:
         """The outermost region has been left: modules show what they remember."""
-        waiting, cls._to_show[:] = list(cls._to_show), []
+        waiting, _thread.to_show = _thread.to_show, []
         for show in waiting:
             show()
 
@@ -286,11 +295,16 @@ class FP8GlobalStateManager:
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
-        return cls.stores_by is not None
+        return _thread.stores_by is not None
+
+    @classmethod
+    def stores_by(cls) -> FrozenRecipe | None:
+        """The recipe by which weights are being stored as codes."""
+        return _thread.stores_by
 
     @classmethod
     def with_high_precision_init_val(cls) -> bool:
-        return cls.keeps_init_val
+        return _thread.keeps_init_val
 
     @classmethod
     def fp8_graph_capturing(cls) -> bool:
@@ -298,11 +312,12 @@ class FP8GlobalStateManager:
 
     @classmethod
     def get_fp8_recipe(cls) -> AnyRecipe:
-        """The recipe of the region in force, or the default."""
+        """The recipe of the region in force, as it was given, or the default."""
         current = state.current_state()
         if current is None:
             return default_recipe()
-        return current.recipe if cls.given is None else cls.given
+        opened, given = _thread.given[-1] if _thread.given else (None, None)
+        return given if given is not None and opened is current else current.recipe
 
     @classmethod
     def get_fp8_group(cls) -> Any:
