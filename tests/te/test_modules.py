@@ -70,6 +70,32 @@ def test_delayed_weight_gradients_are_those_at_once(name, recipe, fused) -> None
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("name", MAKE)
+def test_weight_gradients_wait_where_the_input_has_none(name) -> None:
+    x, found = torch.randn(16, 32), []
+    for delayed in (False, True):
+        torch.manual_seed(1)
+        module = MAKE[name](delay_wgrad_compute=delayed)
+        forward(module, x).square().sum().backward()
+        module.backward_dw()
+        found.append([weight.grad for weight in module.parameters()])
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("trained", [False, True], ids=["plain", "trained"])
+def test_nothing_waits_where_weights_are_frozen(name, trained) -> None:
+    module = MAKE[name](delay_wgrad_compute=True).requires_grad_(False)
+    x = torch.randn(16, 32, requires_grad=trained)
+    y = forward(module, x)
+    assert y.requires_grad == trained
+    if trained:
+        y.sum().backward()
+        assert x.grad is not None
+    module.backward_dw()
+
+
 def test_half_precision_main_grad() -> None:
     layer = Linear(32, 32, params_dtype=torch.float16, bias=False, fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.zeros_like(layer.weight)

@@ -163,9 +163,12 @@ class TransformerEngineBaseModule(ExtraState):
             return forward(inp, *arguments)
         weights = {name: weight for name, weight in self.named_parameters() if weight.requires_grad}
         later = {name: weight for name, weight in weights.items() if not name.startswith("layer_norm")}
+        if not later:
+            return forward(inp, *arguments)
         run = Run(forward, arguments, self._delayed, list(later.values()))
         now = [weight for name, weight in weights.items() if name not in later]
-        outputs = DelayWgrad.apply(run, inp, *now)
+        trained = inp.new_empty(0).requires_grad_()  # an input may need no gradient, and the output does all the same
+        outputs = DelayWgrad.apply(run, trained, inp, *now)
         return run.assemble(outputs)
 
     def multiply(

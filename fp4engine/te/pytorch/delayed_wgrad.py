@@ -55,11 +55,13 @@ class Run:
 
 
 class DelayWgrad(torch.autograd.Function):
+    """A :class:`Run` as one node; ``trained`` stands for the weights, which it has no gradients of."""
+
     @staticmethod
-    def forward(ctx: Any, run: Run, inp: Tensor, *now: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Run, trained: Tensor, inp: Tensor, *now: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
         return run.start(inp, now)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return (None, *ctx.run.finish(grads))
+        return (None, None, *ctx.run.finish(grads))
