@@ -5,8 +5,10 @@ everything it needs travels in the module's plan.
 """
 
 import asyncio
+import inspect
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import ContextDecorator
 from dataclasses import dataclass
 from types import TracebackType
@@ -144,10 +146,19 @@ class Region(ContextDecorator):
 
     Raises:
         RuntimeError: on leaving, if an asyncio task awaited inside.
+        ValueError: of a generator or coroutine function that it is to decorate, whose body runs after the region.
     """
 
     def __init__(self, state: AutocastState | None) -> None:
         self._state = state
+
+    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
+            raise ValueError(
+                f"autocast cannot decorate {func.__qualname__}, a generator or coroutine function: its body runs after "
+                "the call, when the region is closed; enter autocast in the body"
+            )
+        return super().__call__(func)
 
     def __enter__(self) -> None:
         _slot.outer.append((_slot.state, _slot.backward, _watch()))

@@ -111,6 +111,20 @@ def test_regions_decorate() -> None:
     assert in_force() is None
 
 
+def test_regions_decorate_nothing_whose_body_runs_later() -> None:
+    def generator():
+        yield
+
+    async def coroutine() -> None: ...
+
+    async def asynchronous_generator():
+        yield
+
+    for later in (generator, coroutine, asynchronous_generator):
+        with pytest.raises(ValueError, match=f"cannot decorate .*{later.__name__}, a generator or coroutine function"):
+            te.autocast(recipe=FIRST)(later)
+
+
 def test_which_path_this_machine_takes_is_told_with_its_reason() -> None:
     assert te.is_nvfp4_available() is True
     available, reason = te.is_nvfp4_available(return_reason=True)
