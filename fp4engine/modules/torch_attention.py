@@ -31,6 +31,8 @@ class TorchMultiheadAttention(torch.nn.MultiheadAttention):
             return f"{type(module).__name__} may have a forward of its own"
         if not module._qkv_same_embed_dim:
             return "its queries, keys and values differ in size (kdim, vdim)"
+        if module._parameters.get("in_proj_weight") is None:
+            return "its in_proj_weight is computed (pruned, normalized), not a parameter"
         if module.bias_k is not None or module.add_zero_attn:
             return "it adds a bias or zeros to its keys (add_bias_kv, add_zero_attn)"
         return ""

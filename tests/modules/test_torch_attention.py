@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import fp4engine
 from fp4engine.recipe import NVFP4BlockScaling
@@ -102,6 +103,14 @@ def test_what_would_compute_something_else_is_left_alone_and_listed(arguments) -
     assert type(module["attn"]) is nn.MultiheadAttention
     assert [m.name for m in plan.left_alone] == ["attn.out_proj"]
     assert any("in_proj" in m.name or "q_proj" in m.name for m in plan.matrices)
+
+
+def test_a_pruned_projection_is_left_alone() -> None:
+    module = nn.ModuleDict({"attn": attention(), "linear": nn.Linear(16, 16)})
+    prune.l1_unstructured(module["attn"], "in_proj_weight", 0.5)
+    plan = fp4engine.convert(module, RECIPE)
+    assert type(module["attn"]) is nn.MultiheadAttention
+    assert [m.name for m in plan.left_alone] == ["attn.out_proj"]
 
 
 def test_refusals() -> None:
