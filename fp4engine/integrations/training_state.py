@@ -122,6 +122,8 @@ def _largest(key: str, histories: list[dict[str, Any]]) -> dict[str, Any]:
     lengths = {len(history["values"]) for history in histories}
     if len(lengths) > 1:
         raise ValueError(f"the ranks that saved the training state remember {sorted(lengths)} steps of {key}")
-    values = torch.tensor([[history["amax"], *history["values"]] for history in histories], dtype=torch.float64)
+    values = torch.tensor(
+        [[history["amax"], *history["values"]] for history in histories], dtype=torch.float64, device="cpu"
+    )
     amax, *largest = values.amax(0).tolist()
     return {"values": largest, "amax": amax, "open": any(history["open"] for history in histories)}

@@ -247,7 +247,7 @@ def _start(key: str, device: torch.device) -> None:
 def _write(key: str, state: Tensor, draw: int) -> None:
     _wait_for(state)
     seed = _to_int64(_current_seed() + _number_of(device_and_name(key)[1]))
-    state.copy_(torch.tensor([seed, draw], dtype=torch.int64))
+    state.copy_(torch.tensor([seed, draw], dtype=torch.int64, device="cpu"))
     _wait_for(state)
 
 

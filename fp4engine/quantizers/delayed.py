@@ -66,8 +66,8 @@ class AmaxHistory:
 
     def __init__(self, length: int, amax: float) -> None:
         with torch.inference_mode(False):  # a history made under inference_mode could not be written outside it
-            self.values = torch.zeros(length, dtype=torch.float32)
-            self.amax = torch.full((1,), amax, dtype=torch.float32)
+            self.values = torch.zeros(length, dtype=torch.float32, device="cpu")
+            self.amax = torch.full((1,), amax, dtype=torch.float32, device="cpu")
         self.ended = False
         self._step: _Step | None = None
 
@@ -157,7 +157,7 @@ class AmaxHistory:
     def from_state(cls, state: dict[str, Any]) -> "AmaxHistory":
         """Inverse of :meth:`state`."""
         history = cls(len(state["values"]), state["amax"])
-        history.values = torch.tensor(state["values"], dtype=torch.float32)
+        history.values = torch.tensor(state["values"], dtype=torch.float32, device="cpu")
         history.ended = not state["open"]
         return history
 

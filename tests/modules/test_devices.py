@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fp4engine
-from fp4engine.recipe import NVFP4BlockScaling
+from fp4engine.integrations.training_state import TrainingState
+from fp4engine.recipe import DelayedScaling, NVFP4BlockScaling, Recipe
 
 LAYERS: dict[str, Callable[[str], torch.nn.Module]] = {
     "Linear": lambda device: fp4engine.Linear(32, 16, device=device),
@@ -81,3 +82,25 @@ def test_a_mesh_of_one_computes_what_plain_tensors_do():
             assert torch.equal(model(x), plain)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recipe", [NVFP4BlockScaling(), DelayedScaling()], ids=["nvfp4", "delayed"])
+def test_the_default_device_is_nobodys(recipe: Recipe) -> None:
+    def step() -> list[torch.Tensor]:
+        fp4engine.manual_seed(0)
+        layer = fp4engine.Linear(32, 16, device="cpu")
+        layer.load_state_dict(weights)
+        with fp4engine.autocast(recipe=recipe):
+            y = layer(x)
+        y.sum().backward()
+        saved = TrainingState(layer)
+        saved.load_state_dict(saved.state_dict())
+        with pytest.warns(UserWarning, match="saved by 2 ranks"):
+            saved.load_state_dict({"ranks": saved.state_dict()["ranks"] * 2})
+        return [y.detach(), layer.weight.grad]
+
+    weights, x = torch.nn.Linear(32, 16).state_dict(), torch.randn(8, 32)
+    expected = step()
+    with torch.device("meta"):
+        for got, wanted in zip(step(), expected, strict=True):
+            assert torch.equal(got, wanted)
