@@ -26,7 +26,7 @@ class AttentionMask:
 
     Attributes:
         kind: one of :data:`MASK_TYPES`. ``causal`` aligns the diagonal to the top left corner of [S, T],
-            ``bottom_right`` to the bottom right.
+            ``bottom_right`` to the bottom right, of padded sequences to that of what is no padding.
         window_size: ``(left, right)``: query i reads keys ``i - left`` to ``i + right`` along that diagonal; -1 is
             without limit.
         bottom_right_diagonal: where a window's diagonal lies if ``kind`` is not causal; None is bottom right.
@@ -58,11 +58,14 @@ class AttentionMask:
     def window(self) -> tuple[int, int]:
         return self.window_size or (-1, 0 if self.is_causal else -1)
 
-    def allowed(self, masked: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    def allowed(
+        self, masked: Tensor | None, queries: int, keys: int, device: torch.device, padded: Tensor | None = None
+    ) -> Tensor | None:
         """Boolean, broadcastable to [B, H, S, T], True where a query reads a key; None if it reads all.
 
         Args:
             masked: True where NOT to read: [B, 1, 1, T] for padding, broadcastable to [B, H, S, T] for arbitrary.
+            padded: for padding, which queries are it, [B, 1, 1, S]; None: those that are it as keys.
         """
         if self.reads_mask and masked is None:
             raise ValueError(f"a {self.kind!r} mask needs attention_mask")
@@ -70,16 +73,33 @@ class AttentionMask:
         left, right = self.window
         if left < 0 and right < 0:
             return allowed
-        # Distance of a key to the right of the query's diagonal.
-        distance = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
-        if self._is_bottom_right():
-            distance = distance - (keys - queries)
+        distance = self.distance(masked, queries, keys, device, padded)
         inside = torch.ones_like(distance, dtype=torch.bool)
         if left >= 0:
             inside &= distance >= -left
         if right >= 0:
             inside &= distance <= right
         return inside if allowed is None else allowed & inside
+
+    def distance(
+        self, masked: Tensor | None, queries: int, keys: int, device: torch.device, padded: Tensor | None = None
+    ) -> Tensor:
+        """How far to the right of each query's diagonal a key is, broadcastable to [B, H, S, T].
+
+        Raises:
+            ValueError: it depends on how many queries are padding, and nobody says.
+        """
+        distance = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
+        if not self._is_bottom_right():
+            return distance
+        if "padding" not in self.kind or masked is None or (padded is None and queries == keys):
+            return distance - (keys - queries)
+        if padded is None:
+            raise ValueError(
+                f"attention_mask of a {self.kind!r} mask along the bottom right diagonal of {queries} queries and "
+                f"{keys} keys must be a pair, of the queries and of the keys"
+            )
+        return distance - ((~masked).sum(-1, keepdim=True) - (~padded).sum(-1, keepdim=True))
 
     def _is_bottom_right(self) -> bool:
         if self.kind in ("causal", "padding_causal"):
@@ -94,6 +114,7 @@ def attention(
     mask: AttentionMask,
     masked: Tensor | None = None,
     *,
+    padded: Tensor | None = None,
     bias: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -101,6 +122,7 @@ def attention(
 
     Args:
         query: [B, H, S, D]; key, value: [B, G, T, D] with H a multiple of G.
+        masked, padded: see :meth:`AttentionMask.allowed`.
         bias: added to the scores, broadcastable to [B, H, S, T].
 
     Returns:
@@ -110,7 +132,7 @@ def attention(
     plainly_causal = mask == AttentionMask("causal") and bias is None
     if plainly_causal:
         return F.scaled_dot_product_attention(query, key, value, None, dropout, is_causal=True, enable_gqa=grouped)
-    allowed = mask.allowed(masked, query.shape[2], key.shape[2], query.device)
+    allowed = mask.allowed(masked, query.shape[2], key.shape[2], query.device, padded)
     if bias is not None:
         scores = bias.to(query.dtype)
         allowed = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
@@ -125,7 +147,15 @@ def rotate(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
         angles: [S or more, 1 or B, 1, R] in radians, each angle twice, as TransformerEngine's
             ``RotaryPositionEmbedding`` makes them.
         interleaved: pairs are neighbours instead of the two halves of R.
+
+    Raises:
+        ValueError: angles of fewer positions than S, or R > D.
     """
+    if angles.shape[0] < x.shape[2] or angles.shape[-1] > x.shape[-1]:
+        raise ValueError(
+            f"rotary_pos_emb must have angles of {x.shape[2]} or more positions and of {x.shape[-1]} or fewer "
+            f"components, [S, 1 or B, 1, R], got {list(angles.shape)}"
+        )
     angles = angles[: x.shape[2]].permute(1, 2, 0, 3)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     turned, rest = x[..., : angles.shape[-1]], x[..., angles.shape[-1] :]

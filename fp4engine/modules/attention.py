@@ -208,7 +208,7 @@ class MultiheadAttention(torch.nn.Module):
         Args:
             hidden_states: [S, B, hidden_size], or [B, S, hidden_size] under ``"bshd"``.
             attention_mask: bool, True where NOT to attend; read by padding masks ([B, 1, 1, T], or a pair of which
-                the second is that of the keys) and arbitrary ones (broadcastable to [B, H, S, T]).
+                the first, [B, 1, 1, S], is that of the queries) and arbitrary ones (broadcastable to [B, H, S, T]).
             encoder_output: what cross-attention reads, laid out as ``hidden_states``.
             checkpoint_core_attention: recompute scores and probabilities in backward.
             rotary_pos_emb: angles as :func:`~fp4engine.functional.attention.rotate` takes them, or a pair for queries
@@ -244,9 +244,9 @@ class MultiheadAttention(torch.nn.Module):
         query, key = self._position(query, key, rotary_pos_emb)
 
         def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            masked = attention_mask[1] if isinstance(attention_mask, tuple) else attention_mask
+            padded, masked = attention_mask if isinstance(attention_mask, tuple) else (None, attention_mask)
             dropout = self.attention_dropout if self.training else 0.0
-            return attention(query, key, value, mask, masked, bias=core_attention_bias, dropout=dropout)
+            return attention(query, key, value, mask, masked, padded=padded, bias=core_attention_bias, dropout=dropout)
 
         if checkpoint_core_attention:
             context = torch.utils.checkpoint.checkpoint(core, query, key, value, use_reentrant=False)

@@ -49,16 +49,36 @@ def test_masks(kind, window):
     allowed = torch.ones(3, 1, 6, 9, dtype=torch.bool)
     if "padding" in kind or kind == "arbitrary":
         allowed = allowed & ~masked
-    shift = 0 if kind in ("causal", "padding_causal") else 3
-    for row in range(6):
-        for column in range(9):
-            if "causal" in kind or window:
-                allowed[:, :, row, column] &= column <= row + shift
-            if window:
-                allowed[:, :, row, column] &= column >= row + shift - window[0]
-    got = attention(query, key, value, AttentionMask(kind, window), masked)
+    padded = torch.zeros(3, 1, 1, 6, dtype=torch.bool)
+    padded[1, ..., 2:] = True
+    for sample in range(3):
+        shift = 0 if kind in ("causal", "padding_causal") else 3
+        if shift and "padding" in kind:
+            shift = int((~padding[sample]).sum() - (~padded[sample]).sum())
+        for row in range(6):
+            for column in range(9):
+                if "causal" in kind or window:
+                    allowed[sample, :, row, column] &= column <= row + shift
+                if window:
+                    allowed[sample, :, row, column] &= column >= row + shift - window[0]
+    got = attention(query, key, value, AttentionMask(kind, window), masked, padded=padded)
     assert not got.isnan().any()
     close(got, by_hand(query, key, value, allowed))
+
+
+def test_a_diagonal_that_padding_decides_needs_both_masks():
+    query, key, value = qkv()
+    mask, masked = AttentionMask("padding_causal_bottom_right"), torch.zeros(3, 1, 1, 9, dtype=torch.bool)
+    with pytest.raises(ValueError, match="of 6 queries and 9 keys must be a pair"):
+        attention(query, key, value, mask, masked)
+    attention(query, key, value, AttentionMask("padding_causal"), masked)
+    assert attention(key, key, value, mask, masked).isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (5, 1, 1, 8), (6, 1, 1, 10)])
+def test_too_few_angles_or_too_many_components_are_refused(shape):
+    with pytest.raises(ValueError, match="rotary_pos_emb must have angles of 6 or more positions"):
+        rotate(torch.randn(1, 2, 6, 8), torch.zeros(shape))
 
 
 def test_bias_is_added_to_the_scaled_scores():

@@ -216,3 +216,32 @@ def test_one_rank_is_told_of_itself() -> None:
         module.set_context_parallel_group(None, None, None)
         with pytest.raises(NotImplementedError, match="cp_group"):
             module.set_context_parallel_group(object(), [0, 1], None)
+
+
+@pytest.mark.parametrize("kind", ["padding_causal", "padding_causal_bottom_right"])
+@pytest.mark.parametrize("arguments", [{}, {"core_attention_bias_type": "alibi"}], ids=["plain", "alibi"])
+def test_padded_queries_and_keys_of_other_lengths_are_as_each_sequence_alone(kind, arguments) -> None:
+    queries, keys = (2, 4), (5, 4)
+    query, key, value = qkv(4, keys=5)
+    ends = [torch.tensor([0, *lengths]).cumsum(0) for lengths in (queries, keys)]
+    padded = make(attn_mask_type=kind)(query, key, value, cu_seqlens_q=ends[0], cu_seqlens_kv=ends[1], **arguments)
+    alone = make(attn_mask_type=kind.replace("padding_", ""))
+    for i, (rows, cols) in enumerate(zip(queries, keys, strict=True)):
+        expected = alone(query[i : i + 1, :rows], key[i : i + 1, :cols], value[i : i + 1, :cols], **arguments)
+        assert torch.allclose(padded[i : i + 1, :rows], expected, atol=1e-6)
+
+
+def test_slopes_begin_where_the_mask_does() -> None:
+    query, key, value = qkv(6, keys=3)
+    distance = (torch.arange(3) - torch.arange(6)[:, None]).abs()
+    slopes = torch.tensor([2**-2, 2**-4, 2**-6, 2**-8])
+    alibi = make(attn_mask_type="causal")(query, key, value, core_attention_bias_type="alibi")
+    expected = by_hand(query, key, value, CAUSAL[:, :3], -slopes[:, None, None] * distance)
+    assert torch.allclose(alibi, expected, atol=1e-5)
+
+
+def test_packed_sequences_are_not_generated() -> None:
+    attention = DotProductAttention(HEADS, SIZE, qkv_format="thd", attn_mask_type="padding_causal")
+    query, ends = torch.randn(5, HEADS, SIZE), torch.tensor([0, 3, 5])
+    with pytest.raises(NotImplementedError, match="inference_params with qkv_format='thd'"):
+        attention(query, query, query, cu_seqlens_q=ends, inference_params=InferenceParams(2, 16))

@@ -172,16 +172,19 @@ class DotProductAttention(OnOneRank, ExtraState):
             require("core_attention_bias_type", core_attention_bias_type, ("no_bias", "post_scale_bias"))
         call = _Call(self, kind, window, diagonal, core_attention_bias, slopes)
         if inference_params is not None:
+            if layout == "thd":
+                raise NotImplementedError(
+                    "inference_params with qkv_format='thd' is not implemented; use 'bshd' or 'sbhd'"
+                )
             lengths = [query_layer.shape[0 if layout == "sbhd" else 1]] * query_layer.shape[layout.index("b")]
-            starts = None
             if cu_seqlens_q is not None:
                 lengths = cu_seqlens_q.diff().tolist()[: len(inference_params.sequences)]
-            tensors = [_sequences(t, layout, lengths, starts) for t in (query_layer, key_layer, value_layer)]
+            tensors = [_sequences(t, layout, lengths, None) for t in (query_layer, key_layer, value_layer)]
             whole = inference_params.step(self.layer_number, tensors[1], tensors[2])
             if "bottom_right" not in call.kind:  # new tokens come after those that are there
                 call.kind = call.kind.replace("causal", "causal_bottom_right")
             parts = [call.one(q, k, v) for q, (k, v) in zip(tensors[0], whole, strict=True)]
-            return _put_back(parts, query_layer, layout, starts)
+            return _put_back(parts, query_layer, layout, None)
         if layout == "thd":
             if cu_seqlens_q is None or cu_seqlens_kv is None:
                 raise ValueError("qkv_format='thd' needs cu_seqlens_q and cu_seqlens_kv")
@@ -240,26 +243,19 @@ class _Call:
             mask = AttentionMask(
                 self.kind.replace("padding_", "").replace("padding", "no_mask"), self.window, self.diagonal
             )
-        allowed = mask.allowed(pair[1], query.shape[2], key.shape[2], query.device)
-        bias = self._scores(query, key)
+        place = (pair[1], query.shape[2], key.shape[2], query.device, pair[0])
+        allowed = mask.allowed(*place)
+        bias = None if self.bias is None else self.bias.to(query.dtype)
+        if self.slopes is not None:
+            slopes = self.slopes if self.slopes.ndim == 2 else self.slopes[None]
+            alibi = -(slopes.float()[:, :, None, None] * mask.distance(*place).abs()).to(query.dtype)
+            bias = alibi if bias is None else bias + alibi
         if bias is not None:
             allowed = bias if allowed is None else bias.masked_fill(~allowed, float("-inf"))
         context = F.scaled_dot_product_attention(query, key, value, allowed, **arguments)
         if pair[0] is not None and "padding" in self.kind:
             context = context.masked_fill(pair[0].transpose(2, 3), 0.0)
         return context
-
-    def _scores(self, query: Tensor, key: Tensor) -> Tensor | None:
-        """What is added to the scaled scores, broadcastable to [B, H, S, T]."""
-        bias = None if self.bias is None else self.bias.to(query.dtype)
-        if self.slopes is not None:
-            rows, cols = query.shape[2], key.shape[2]
-            device = query.device
-            distance = torch.arange(cols, device=device) - torch.arange(rows, device=device)[:, None] - (cols - rows)
-            slopes = self.slopes if self.slopes.ndim == 2 else self.slopes[None]
-            alibi = -(slopes.float()[:, :, None, None] * distance.abs()).to(query.dtype)
-            bias = alibi if bias is None else bias + alibi
-        return bias
 
 
 def refuse(**arguments: tuple[Any, Any]) -> None:
