@@ -1,5 +1,8 @@
 """Modules with TransformerEngine's arguments, against PyTorch's and against fp4engine's own."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -94,6 +97,32 @@ def test_nothing_waits_where_weights_are_frozen(name, trained) -> None:
         y.sum().backward()
         assert x.grad is not None
     module.backward_dw()
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_gradients_that_wait_are_not_copied(name, copied) -> None:
+    module = MAKE[name](delay_wgrad_compute=True)
+    forward(module, torch.randn(16, 32)).sum().backward()
+    twin = copied(module)
+    twin.backward_dw()
+    assert all(weight.grad is None for weight in module.parameters() if weight.ndim == 2)
+    module.backward_dw()
+    assert all(weight.grad is not None for weight in module.parameters() if weight.ndim == 2)
+
+
+def tracker_of_seed_five() -> CudaRNGStatesTracker:
+    tracker = CudaRNGStatesTracker()
+    tracker.add("mine", 5)
+    return tracker
+
+
+def test_a_module_with_a_tracker_is_pickled() -> None:
+    layer = Linear(16, 16, get_rng_state_tracker=tracker_of_seed_five, rng_tracker_name="mine")
+    drawn = layer.weight.detach().clone()
+    layer = pickle.loads(pickle.dumps(layer))
+    layer.reset_parameters()
+    assert torch.equal(layer.weight, drawn)
 
 
 def test_half_precision_main_grad() -> None:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,11 +69,15 @@ class TransformerEngineBaseModule(ExtraState):
         torch.nn.Module.__init__(self)
         require_one_rank(type(self).__name__, **alone)
         if get_rng_state_tracker is not None and rng_tracker_name is not None:
-            name = rng_tracker_name
-            self._init_context = lambda: get_rng_state_tracker().fork(name)
+            self._init_context = partial(_forked, get_rng_state_tracker, rng_tracker_name)
         self.delay_wgrad_compute = delay_wgrad_compute
         self._stored_by = FP8GlobalStateManager.stores_by()
         self._delayed: list[Callable[[], None]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out of copies the weight gradients that wait: they go to the weights of this module."""
+        base: Any = super()
+        return {**base.__getstate__(), "_delayed": []}
 
     def _built(self, bias: bool) -> None:
         """What has to be done after the constructor of fp4engine's module has run."""
@@ -348,6 +353,10 @@ class TransformerEngineBaseModule(ExtraState):
     def quantizers(self) -> dict[str, list[Any]]:
         """Quantizers of :attr:`fp8_meta`: input, weight, output in ``scaling_fwd``, gradients in ``scaling_bwd``."""
         return self._made().quantizers
+
+
+def _forked(get_rng_state_tracker: Callable[[], Any], name: str) -> Any:
+    return get_rng_state_tracker().fork(name)
 
 
 def _draws(quantizer: Any) -> bool:
