@@ -70,7 +70,10 @@ class TorchMultiheadAttention(torch.nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True is a hint about attn_mask, and needs it")
         if query.is_nested:
-            raise ValueError("a converted nn.MultiheadAttention takes no nested tensors: pass key_padding_mask")
+            raise ValueError(
+                "a converted nn.MultiheadAttention takes no nested tensors: pass key_padding_mask; of an "
+                "nn.TransformerEncoder, which makes them in evaluation, set use_nested_tensor = False"
+            )
         batched, batch_first = query.dim() == 3, self.batch_first
         q, k, v = self._projected(query, key, value)  # [..., E] each, in the caller's layout
         if not batched:

@@ -113,6 +113,19 @@ def test_a_pruned_projection_is_left_alone() -> None:
     assert [m.name for m in plan.left_alone] == ["attn.out_proj"]
 
 
+def test_an_encoder_is_told_not_to_make_nested_tensors() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 1).eval()
+    x, padding = torch.randn(2, 8, 32), torch.arange(8) >= torch.tensor([[8], [5]])
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=padding)
+        fp4engine.convert(encoder)
+        with pytest.raises(ValueError, match=r"nn.TransformerEncoder, .* set use_nested_tensor = False"):
+            encoder(x, src_key_padding_mask=padding)
+        encoder.use_nested_tensor = False
+        got = encoder(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(got[~padding], expected[~padding], rtol=1e-4, atol=1e-5)
+
+
 def test_refusals() -> None:
     converted = convert(attention())
     x = torch.randn(4, 2, 32)
