@@ -100,6 +100,14 @@ def test_nothing_waits_where_weights_are_frozen(name, trained) -> None:
 
 
 @pytest.mark.parametrize("name", MAKE)
+def test_gradients_that_wait_have_no_gradients(name) -> None:
+    x = torch.randn(16, 32, requires_grad=True)
+    y = forward(MAKE[name](delay_wgrad_compute=True), x)
+    with pytest.raises(RuntimeError, match="leave delay_wgrad_compute at False"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_gradients_that_wait_are_not_copied(name, copied) -> None:
     module = MAKE[name](delay_wgrad_compute=True)

@@ -75,6 +75,11 @@ def test_what_cannot_be_is_refused() -> None:
 
     with pytest.raises(ValueError, match="all have a qgemm"), autocast(recipe=CustomRecipe(qfactory=mixed)):
         Linear(16, 16)(x)
+    inp = x.clone().requires_grad_()
+    with autocast(recipe=CustomRecipe(qfactory=lambda role: InHalf())):
+        y = Linear(16, 16)(inp)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(y.sum(), inp, create_graph=True)
     layer = Linear(16, 16, fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.zeros(16, 16)
     recipe = CustomRecipe(qfactory=lambda role: InHalf())

@@ -64,4 +64,9 @@ class DelayWgrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "weight gradients that wait are differentiable once, and this backward pass has create_graph=True; "
+                "leave delay_wgrad_compute at False"
+            )
         return (None, None, *ctx.run.finish(grads))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4engine.functional.linear import refuse_second_derivative
 from fp4engine.te.pytorch.quantized_tensor import Quantizer
 
 
@@ -87,6 +88,7 @@ class _CustomLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        refuse_second_derivative()
         needs_dgrad, needs_wgrad, _ = ctx.needs_input_grad
         ctx.of_grad.set_usage(rowwise=needs_dgrad, columnwise=needs_wgrad)
         grad = ctx.of_grad.quantize(grad_outputs[0].reshape(-1, grad_outputs[0].shape[-1]).contiguous())
