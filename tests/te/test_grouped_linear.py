@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 from fp4engine.te.common.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 from fp4engine.te.pytorch import GroupedLinear, autocast, quantized_model_init
@@ -47,6 +48,19 @@ def test_one_parameter_trains_as_one_for_each_slice(recipe, delay) -> None:
     for kind in ("weight", "bias"):
         grads = [getattr(parts, f"{kind}{index}").grad for index in range(3)]
         assert torch.equal(getattr(whole, kind).grad, torch.stack(grads))
+
+
+@pytest.mark.usefixtures("flag")
+def test_one_parameter_may_be_any_tensor() -> None:
+    parts, whole = pair()
+    x, values = torch.randn(40, 32), dict(whole.named_parameters())
+    doubled = {name: (2 * value).detach().requires_grad_() for name, value in values.items()}
+    got = torch.func.functional_call(whole, doubled, (x, SPLITS))
+    assert torch.allclose(got, 2 * parts(x, SPLITS), atol=1e-6)
+    prune.l1_unstructured(whole, "weight", 0.5)
+    assert torch.equal(torch.stack(whole.weights), whole.weight) and not whole.weight.all()
+    whole(x, SPLITS).sum().backward()
+    assert whole.weight_orig.grad is not None
 
 
 @pytest.mark.usefixtures("flag")

@@ -320,6 +320,8 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
     module_type = "grouped_linear"
     single_grouped_weight = False
     single_grouped_bias = False
+    weight: Tensor  # where single_grouped_weight
+    bias: Tensor  # where single_grouped_bias
 
     def __init__(
         self,
@@ -392,12 +394,12 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
     @property
     def weights(self) -> list[Tensor]:
         """The weight of each slice."""
-        return list(self.get_parameter("weight").unbind()) if self.single_grouped_weight else super().weights
+        return list(self.weight.unbind()) if self.single_grouped_weight else super().weights
 
     @property
     def biases(self) -> list[Tensor | None]:
         """The bias of each slice."""
-        return list(self.get_parameter("bias").unbind()) if self.single_grouped_bias else super().biases
+        return list(self.bias.unbind()) if self.single_grouped_bias else super().biases
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """As in :class:`Linear`."""
