@@ -7,6 +7,7 @@ from operator import itemgetter
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from fp4engine.accounting.executed import count_high_precision, stop_counting
 from fp4engine.accounting.planned import (
@@ -19,8 +20,9 @@ from fp4engine.accounting.planned import (
 )
 from fp4engine.arguments import require_model, require_patterns
 from fp4engine.modules import Gemms, Linear
-from fp4engine.modules.adoption import adapter_names, adoptable, forget_storage, release, to_linear
+from fp4engine.modules.adoption import adapter_names, adoptable, forget_storage, is_conv1d, release, to_linear
 from fp4engine.modules.gemms import require_own_recipe
+from fp4engine.modules.torch_attention import TorchMultiheadAttention
 from fp4engine.names import covers
 from fp4engine.recipe import Recipe, RuledRecipe
 
@@ -89,11 +91,18 @@ def revert(model: nn.Module) -> None:
     such as ``LayerNormMLP``, stay.
 
     Raises:
-        ValueError: ``model`` is a :class:`fp4engine.Linear` itself, or nothing below it was converted.
+        ValueError: ``model`` is a :class:`fp4engine.Linear` itself, or nothing below it was converted; a module has been
+            parametrized since.
     """
     require_model(model)
     if isinstance(model, Linear):
         raise ValueError("revert swaps the modules inside a model, and this model is itself an fp4engine.Linear")
+    for name, module in model.named_modules():
+        if is_parametrized(module) and (isinstance(module, (Linear, TorchMultiheadAttention)) or is_conv1d(module)):
+            raise ValueError(
+                f"{name!r} is parametrized, which belongs to its class, and revert gives it another one; call "
+                "torch.nn.utils.parametrize.remove_parametrizations first"
+            )
     swaps: dict[nn.Module, nn.Module] = {m: to_linear(m) for m in model.modules() if isinstance(m, Linear)}
     modules = list(model.modules())
     forget_storage(model)

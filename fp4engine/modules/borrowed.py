@@ -29,8 +29,8 @@ class BorrowedLinear(Gemms):
         vars(self).update(owner=owner, parameter=parameter)  # an attribute would make the owner a child of its child
 
     def borrowed(self) -> list[Parameter]:
-        """The parameters of the owner that this multiplies by or adds."""
-        return [self.owner.get_parameter(self.parameter)]
+        """The parameters of the owner that this multiplies by or adds; none where they are computed of others."""
+        return _parameters(self.owner, self.parameter)
 
     def forward(self, inp: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[..., K] -> [..., rows of ``weight``], which is the parameter or rows of it."""
@@ -62,8 +62,8 @@ class BorrowedGroupedLinear(GroupedLinear):
         vars(self).update(owner=owner, parameter=parameter, bias=bias, transposed=transposed)
 
     def borrowed(self) -> list[Parameter]:
-        """The parameters of the owner that this multiplies by or adds."""
-        return [self.owner.get_parameter(name) for name in (self.parameter, self.bias) if name is not None]
+        """The parameters of the owner that this multiplies by or adds; none where they are computed of others."""
+        return _parameters(self.owner, self.parameter, self.bias)
 
     @property
     def weights(self) -> list[Tensor]:
@@ -85,3 +85,9 @@ class BorrowedGroupedLinear(GroupedLinear):
         for adapter in adapters(self.owner, self.parameter, self.transposed):
             output = output + grouped(inp, m_splits, adapter)
         return output
+
+
+def _parameters(owner: torch.nn.Module, *names: str | None) -> list[Parameter]:
+    """Those of ``owner`` that have these names."""
+    found = [owner._parameters.get(name) for name in names if name is not None]
+    return [parameter for parameter in found if parameter is not None]

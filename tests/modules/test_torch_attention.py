@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 
 import fp4engine
 from fp4engine.recipe import NVFP4BlockScaling
@@ -111,6 +111,27 @@ def test_a_pruned_projection_is_left_alone() -> None:
     plan = fp4engine.convert(module, RECIPE)
     assert type(module["attn"]) is nn.MultiheadAttention
     assert [m.name for m in plan.left_alone] == ["attn.out_proj"]
+
+
+def test_a_projection_that_is_computed_after_conversion_is_none_of_the_plans_parameters() -> None:
+    module = nn.ModuleDict({"attn": attention(), "linear": nn.Linear(16, 16)})
+    fp4engine.convert(module, RECIPE)
+    prune.l1_unstructured(module["attn"], "in_proj_weight", 0.5)
+    plan = fp4engine.convert(module, RECIPE)
+    assert "attn.in_proj_weight_orig" in [m.name for m in plan.matrices]
+
+
+@pytest.mark.parametrize("name", ["attn.in_proj_weight", "linear.weight"])
+def test_what_was_parametrized_is_not_reverted(name) -> None:
+    module = nn.ModuleDict({"attn": attention(), "linear": nn.Linear(16, 16)})
+    fp4engine.convert(module, RECIPE)
+    owner, weight = name.split(".")
+    parametrize.register_parametrization(module[owner], weight, nn.Identity())
+    with pytest.raises(ValueError, match=f"'{owner}' is parametrized"):
+        fp4engine.revert(module)
+    parametrize.remove_parametrizations(module[owner], weight)
+    fp4engine.revert(module)
+    assert [type(child) for child in module.values()] == [nn.MultiheadAttention, nn.Linear]
 
 
 def test_an_encoder_is_told_not_to_make_nested_tensors() -> None:
