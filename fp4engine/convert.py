@@ -91,7 +91,7 @@ def revert(model: nn.Module) -> None:
     such as ``LayerNormMLP``, stay.
 
     Raises:
-        ValueError: ``model`` is a :class:`fp4engine.Linear` itself, or nothing below it was converted; a module has been
+        ValueError: ``model`` is a :class:`fp4engine.Linear` itself, or nothing below it was converted; a module was
             parametrized since.
     """
     require_model(model)

@@ -245,3 +245,27 @@ def test_packed_sequences_are_not_generated() -> None:
     query, ends = torch.randn(5, HEADS, SIZE), torch.tensor([0, 3, 5])
     with pytest.raises(NotImplementedError, match="inference_params with qkv_format='thd'"):
         attention(query, query, query, cu_seqlens_q=ends, inference_params=InferenceParams(2, 16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        ("padding", {}, "a 'padding' mask needs attention_mask"),
+        ("padding_causal", {}, "a 'padding_causal' mask needs attention_mask"),
+        ("no_mask", {"core_attention_bias": torch.zeros(1, 1, 6, 6)}, "got a tensor with 'no_bias'"),
+        ("no_mask", {"core_attention_bias_type": "post_scale_bias"}, "got None with 'post_scale_bias'"),
+        (
+            "no_mask",
+            {"core_attention_bias_type": "alibi", "core_attention_bias": torch.zeros(1, 1, 6, 6)},
+            "got a tensor with 'alibi'",
+        ),
+    ],
+)
+def test_masks_and_biases_go_with_their_words(kind, arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(attn_mask_type=kind)(*qkv(), **arguments)
+
+
+def test_packed_tokens_have_no_samples_to_drop() -> None:
+    with pytest.raises(NotImplementedError, match=r"drop_path_rate=0.1.* attn_input_format='thd'"):
+        TransformerLayer(32, 64, HEADS, attn_input_format="thd", drop_path_rate=0.1)

@@ -170,6 +170,12 @@ class DotProductAttention(OnOneRank, ExtraState):
             slopes = alibi_slopes if alibi_slopes is not None else _slopes(self.num_attention_heads, query_layer.device)
         else:
             require("core_attention_bias_type", core_attention_bias_type, ("no_bias", "post_scale_bias"))
+        if (core_attention_bias is None) == (core_attention_bias_type == "post_scale_bias"):
+            given = "None" if core_attention_bias is None else "a tensor"
+            raise ValueError(
+                "core_attention_bias goes with core_attention_bias_type='post_scale_bias' and with nothing else, "
+                f"got {given} with {core_attention_bias_type!r}"
+            )
         call = _Call(self, kind, window, diagonal, core_attention_bias, slopes)
         if inference_params is not None:
             if layout == "thd":
@@ -239,10 +245,6 @@ class _Call:
         arguments["enable_gqa"] = query.shape[1] != key.shape[1]
         if mask == AttentionMask("causal") and self.bias is None and self.slopes is None:
             return F.scaled_dot_product_attention(query, key, value, None, is_causal=True, **arguments)
-        if mask.reads_mask and pair[1] is None:
-            mask = AttentionMask(
-                self.kind.replace("padding_", "").replace("padding", "no_mask"), self.window, self.diagonal
-            )
         place = (pair[1], query.shape[2], key.shape[2], query.device, pair[0])
         allowed = mask.allowed(*place)
         bias = None if self.bias is None else self.bias.to(query.dtype)

@@ -87,6 +87,11 @@ class TransformerLayer(OnOneRank, modules.TransformerLayer):
     ) -> None:
         require_one_rank("TransformerLayer", tp_size=tp_size, tp_group=tp_group)
         refuse(softmax_type=(softmax_type, "vanilla"))
+        if attn_input_format == "thd" and drop_path_rate:
+            raise NotImplementedError(
+                f"TransformerLayer(drop_path_rate={drop_path_rate}) leaves out branches sample by sample, and "
+                "attn_input_format='thd' has no axis of samples; use 'sbhd' or 'bshd'"
+            )
         super().__init__(
             hidden_size,
             ffn_hidden_size,
