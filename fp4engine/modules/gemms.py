@@ -74,6 +74,7 @@ class Gemms(torch.nn.Module):
         self.amax_histories: dict[str, Any] = {}
         self.draws_as: tuple[str, int] | None = None
         self._plan: tuple[Recipe, LinearPlan] | None = None
+        self._planned_as: tuple[str, Any] = "", None
         self._answers: dict[int, LinearPlan] = {}
         self._ran_by_recipe = False
         self._share: tuple[Any, Shards, WholesOf, str] | None = None
@@ -87,19 +88,32 @@ class Gemms(torch.nn.Module):
         self._plan = None
 
     def plan(self, state: AutocastState | None) -> LinearPlan | None:
-        """The plan under ``state``; None for high precision. Rebuilt when the recipe differs by value."""
+        """The plan under ``state``; None for high precision. Rebuilt when the recipe or what it reads is another.
+
+        A recipe may read the module's name, and the shape of its weight.
+        """
         recipe = self.recipe if state is None else state.recipe
         if recipe is None or (state is not None and not state.enabled):
             return None
         if torch.compiler.is_dynamo_compiling():
             return self._traced_plan(recipe)
         made = self._plan  # read once: a thread in another region may replace it meanwhile
-        if made is None or (made[0] is not recipe and made[0] != recipe):
+        if (
+            made is None
+            or (made[0] is not recipe and made[0] != recipe)
+            or (recipe.reads_modules and self._planned_as != self._what_recipes_read())
+        ):
+            self._planned_as = self._what_recipes_read()
             plan = make_linear_plan(recipe, self.module_type, self.name, self._shape())
             if recipe.reads_modules:
                 self._answers[recipe.number] = plan
             made = self._plan = recipe, plan.remembering_in(self.amax_histories) if plan.is_stateful else plan
         return made[1]
+
+    def _what_recipes_read(self) -> tuple[str, Any]:
+        """Name, and shape of the weight where that is a parameter: one that is computed is not computed for this."""
+        weight = self._parameters.get("weight")
+        return self.name, None if weight is None else weight.shape
 
     def _shape(self) -> tuple[int, ...]:
         weight = getattr(self, "weight", None)

@@ -75,6 +75,24 @@ def test_the_module_knows_the_shape_of_its_weight() -> None:
     assert set(wide.executed.counts) == {("fprop", "e2m1 x e2m1")}
 
 
+def test_a_module_that_is_renamed_or_gets_another_weight_follows_its_rule() -> None:
+    layer, x = fp4engine.Linear(64, 64, bias=False), torch.randn(8, 64)
+
+    def formats() -> set[str]:
+        layer.executed.counts.clear()
+        layer(x)
+        return {words for _, words in layer.executed.counts}
+
+    with fp4engine.autocast(recipe=RuledRecipe(NVFP4, (Rule(HIGH, "head"), Rule(HIGH, narrower_than=32)))):
+        assert formats() == {"e2m1 x e2m1"}
+        layer.weight = torch.nn.Parameter(torch.randn(16, 64))
+        assert "high_precision" in formats()
+        layer.weight = torch.nn.Parameter(torch.randn(64, 64))
+        assert formats() == {"e2m1 x e2m1"}
+        layer.name = "head"
+        assert "high_precision" in formats()
+
+
 def test_rules_ask_for_what_they_need() -> None:
     with pytest.raises(ValueError, match="narrower_than=64 needs a role with a shape"):
         MIXED.of(QuantizerRole("linear", "input", "layers.3.mlp.fc1"))
