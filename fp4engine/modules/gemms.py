@@ -73,8 +73,7 @@ class Gemms(torch.nn.Module):
         self.executed = ExecutedGemms()
         self.amax_histories: dict[str, Any] = {}
         self.draws_as: tuple[str, int] | None = None
-        self._plan: tuple[Recipe, LinearPlan] | None = None
-        self._planned_as: tuple[str, Any] = "", None
+        self._plan: MadePlan | None = None
         self._answers: dict[int, LinearPlan] = {}
         self._ran_by_recipe = False
         self._share: tuple[Any, Shards, WholesOf, str] | None = None
@@ -100,15 +99,16 @@ class Gemms(torch.nn.Module):
         made = self._plan  # read once: a thread in another region may replace it meanwhile
         if (
             made is None
-            or (made[0] is not recipe and made[0] != recipe)
-            or (recipe.reads_modules and self._planned_as != self._what_recipes_read())
+            or (made.recipe is not recipe and made.recipe != recipe)
+            or (recipe.reads_modules and made.read != self._what_recipes_read())
         ):
-            self._planned_as = self._what_recipes_read()
+            read = self._what_recipes_read()
             plan = make_linear_plan(recipe, self.module_type, self.name, self._shape())
             if recipe.reads_modules:
                 self._answers[recipe.number] = plan
-            made = self._plan = recipe, plan.remembering_in(self.amax_histories) if plan.is_stateful else plan
-        return made[1]
+            plan = plan.remembering_in(self.amax_histories) if plan.is_stateful else plan
+            made = self._plan = MadePlan(recipe, plan, read)
+        return made.plan
 
     def _what_recipes_read(self) -> tuple[str, Any]:
         """Name, and shape of the weight where that is a parameter: one that is computed is not computed for this."""
@@ -389,6 +389,18 @@ class Gemms(torch.nn.Module):
             "_microbatch_cache": None,
         }
         return {**{name: value for name, value in vars(self).items() if name != "multiply"}, **derived}
+
+
+class MadePlan(NamedTuple):
+    """The plan that a module keeps until something changes that it was made from.
+
+    Attributes:
+        read: of the module, what the recipe may have read.
+    """
+
+    recipe: Recipe
+    plan: LinearPlan
+    read: tuple[str, Any]
 
 
 class SharedWeight(NamedTuple):

@@ -367,7 +367,7 @@ def _draws(quantizer: Any) -> bool:
 
 def quantizers_of(gemms: Any) -> dict[str, list[Any]]:
     """The quantizers that one linear transformation computes by, one per slot; None where none has run."""
-    plan = None if gemms._plan is None else gemms._plan[1]
+    plan = None if gemms._plan is None else gemms._plan.plan
     if plan is None:
         return {"scaling_fwd": [None] * 3, "scaling_bwd": [None] * 2}
     return {"scaling_fwd": [plan.input, plan.weight, None], "scaling_bwd": [plan.grad_output, None]}

@@ -111,9 +111,9 @@ def weights_as_recorded(parts: Iterable[Gemms], recipe: state.Recipe) -> Generat
     changed: list[tuple[Gemms, Any]] = []
     for part in parts:
         made = part._plan
-        if made is not None and made[0] == recipe and made[1].weight.is_stateful:
+        if made is not None and made.recipe == recipe and made.plan.weight.is_stateful:
             changed.append((part, made))
-            part._plan = made[0], replace(made[1], weight=made[1].weight.repeating())
+            part._plan = made._replace(plan=replace(made.plan, weight=made.plan.weight.repeating()))
     try:
         yield
     finally:
