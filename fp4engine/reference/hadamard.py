@@ -32,11 +32,13 @@ def rotate(x: Tensor, signs: Tensor, dtype: torch.dtype) -> Tensor:
     groups, stride = y.shape[1], 1
     while stride < size:
         low, high = y.view(size // (2 * stride), 2, stride, groups).unbind(1)
-        y = torch.stack([low + high, low - high], dim=1)
+        difference = low - high
+        low.add_(high)
+        high.copy_(difference)
         stride *= 2
     if log2_size % 2:
         y = y * math.sqrt(0.5)
-    return y.to(dtype).float().view(size, groups).T.contiguous().view(x.shape)
+    return y.to(dtype).float().T.contiguous().view(x.shape)
 
 
 def rotate_back(y: Tensor, rotation: Rotation) -> Tensor:
