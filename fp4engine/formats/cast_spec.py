@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
+from itertools import chain
+from numbers import Real
 from typing import Any
 
 from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
@@ -120,8 +122,10 @@ class Rotation:
     signs: Signs = Signs.FIXED
 
     def __post_init__(self) -> None:
-        if self.size not in (16, 32, 64, 128):
-            raise ValueError(f"Rotation size must be 16, 32, 64 or 128, got {self.size}")
+        if type(self.size) is not int or self.size not in (16, 32, 64, 128):
+            raise ValueError(f"Rotation size must be 16, 32, 64 or 128, got {self.size!r}")
+        if not isinstance(self.signs, Signs):
+            raise ValueError(f"Rotation signs must be a Signs, got {self.signs!r}")
 
     def __str__(self) -> str:
         return f"rht{self.size}-{self.signs.value}"
@@ -168,8 +172,10 @@ class CastSpec:
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for complaint in _complaints(self):
+        for complaint in chain(_wrong_kinds(self), _complaints(self)):
             raise ValueError(f"CastSpec {complaint}")
+        for name in ("scale_bound", "target"):  # equal numbers print alike
+            object.__setattr__(self, name, float(getattr(self, name)))
         values = (getattr(self, f.name) for f in fields(self) if f.init)
         object.__setattr__(self, "key", ":".join(map(_print_field, values)))
 
@@ -278,6 +284,34 @@ BOUNDED = (E4M3, UE5M3)
 """Scale formats that are rounded to below a bound, and that an outer scale may bring into their range."""
 
 
+_KINDS: dict[str, type] = {
+    "element": ElementFormat,
+    "scale": ElementFormat,
+    "scale_rule": ScaleRule,
+    "scale_bound": Real,
+    "target": Real,
+    "outer": Outer,
+    "rounding": RoundingMode,
+    "random_bits": int,
+    "correction": Correction,
+}
+"""Of what type the fields are, besides ``block`` and ``rotation``."""
+
+
+def _wrong_kinds(spec: CastSpec) -> Iterator[str]:
+    """Fields of another type, which would be taken for something else, or not be understood."""
+    for name, kind in _KINDS.items():
+        value = getattr(spec, name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            allowed = {Real: "a number", int: "an integer"}.get(kind) or f"of type {kind.__name__}"
+            yield f"{name} must be {allowed}, got {value!r}"
+    block: Any = spec.block
+    if not isinstance(block, tuple) or [type(size) for size in block] != [int, int]:
+        yield f"block must be a tuple of two integers (rows, cols), got {block!r}"
+    if spec.rotation is not None and not isinstance(spec.rotation, Rotation):
+        yield f"rotation must be a Rotation or None, got {spec.rotation!r}"
+
+
 def _complaints(spec: CastSpec) -> Iterator[str]:
     """What contradicts itself in ``spec``: argument, value, what is allowed."""
     rows, cols = spec.block
@@ -309,6 +343,8 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
         yield "scale_rule=aligned finds the outer scale from nearest elements, it does not go with rounding=stochastic"
     if spec.scale_rule.is_four_over_six and (spec.element, spec.scale) != (E2M1, E4M3):
         yield f"4over6 needs element=e2m1 and scale=e4m3, got element={spec.element} and scale={spec.scale}"
+    if spec.scale_rule.is_four_over_six and rows & (rows - 1):
+        yield f"4over6 adds the errors of a tile's rows by halves: block rows must be a power of two, got {spec.block}"
     if spec.block == (0, 0) and (spec.outer not in (Outer.TENSOR, Outer.ROW) or spec.scale in BOUNDED):
         yield (
             "block=(0, 0) leaves only the outer scale: outer must be tensor or row and scale fp32 or e8m0, "

@@ -24,7 +24,7 @@ def mx(
         scale=E8M0,
         scale_rule=scale_rule,
         scale_bound=1.0,
-        target=element.max_value,
+        target=_largest(element),
         outer=Outer.NONE,
         rounding=rounding,
     )
@@ -54,7 +54,7 @@ def fp8(element: ElementFormat, *, power_of_two: bool = False, margin: int = 0) 
         scale=E8M0 if power_of_two else FP32,
         scale_rule=ScaleRule.TOPBINADE if power_of_two else ScaleRule.AMAX,
         scale_bound=1.0,
-        target=element.max_value / 2.0**margin,
+        target=_largest(element) / 2.0**margin,
     )
 
 
@@ -70,6 +70,17 @@ def fp8_block(element: ElementFormat, rows: int, *, power_of_two: bool = True) -
         scale=E8M0 if power_of_two else FP32,
         scale_rule=ScaleRule.TOPBINADE if power_of_two else ScaleRule.AMAX,
         scale_bound=1.0,
-        target=element.max_value,
+        target=_largest(element),
         outer=Outer.NONE,
     )
+
+
+def _largest(element: ElementFormat) -> float:
+    """The largest magnitude of ``element``.
+
+    Raises:
+        ValueError: it is no format.
+    """
+    if not isinstance(element, ElementFormat):
+        raise ValueError(f"element must be one of fp4engine.formats.FORMATS, such as E4M3, got {element!r}")
+    return element.max_value

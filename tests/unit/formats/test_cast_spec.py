@@ -1,5 +1,8 @@
 """A cast is a value with a short name that reads back."""
 
+import re
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +19,9 @@ from fp4engine.formats import (
     RoundingMode,
     ScaleRule,
     Signs,
+    fp8,
+    mx,
+    mx_ocp_floor,
 )
 from fp4engine.testing.strategies import nvfp4_specs
 
@@ -70,6 +76,8 @@ def test_other_strings_are_no_keys(key: str) -> None:
         ({"element": UE5M3}, "element must be"),
         ({"element": E4M3, "scale_rule": ScaleRule.FOUR_OVER_SIX_MAE}, "4over6 needs"),
         ({"correction": Correction.EDEN16, "rounding": RoundingMode.STOCHASTIC}, "does not go with rounding"),
+        ({"scale_rule": ScaleRule.FOUR_OVER_SIX_MSE, "block": (3, 16)}, "block rows must be a power of two"),
+        ({"scale_rule": ScaleRule.FOUR_OVER_SIX_MSE, "block": (7, 32)}, "block rows must be a power of two"),
     ],
 )
 def test_contradictions_raise(changes: dict, message: str) -> None:
@@ -77,6 +85,45 @@ def test_contradictions_raise(changes: dict, message: str) -> None:
         CastSpec(**changes)
     with pytest.raises(ValueError, match="Rotation size"):
         Rotation(24)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("element", "e2m1"),
+        ("block", 16),
+        ("block", [1, 16]),
+        ("block", (1, 16.0)),
+        ("block", (True, 16)),
+        ("scale", None),
+        ("scale_rule", "amax"),
+        ("scale_bound", "448"),
+        ("target", True),
+        ("target", None),
+        ("outer", "row"),
+        ("rounding", "even"),
+        ("random_bits", 8.0),
+        ("rotation", 16),
+        ("correction", None),
+    ],
+)
+def test_other_types_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"CastSpec {name} must be .*, got {re.escape(repr(value))}"):
+        CastSpec(**{name: value})
+
+
+def test_rotations_and_presets_refuse_other_types() -> None:
+    with pytest.raises(ValueError, match="Rotation size must be 16, 32, 64 or 128, got 16.0"):
+        Rotation(16.0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="Rotation signs must be a Signs, got 'fixed'"):
+        Rotation(16, "fixed")  # pyright: ignore[reportArgumentType]
+    for preset in (mx, fp8, mx_ocp_floor):
+        with pytest.raises(ValueError, match="element must be one of .*, got 'e4m3'"):
+            preset("e4m3")  # pyright: ignore[reportArgumentType]
+
+
+def test_equal_casts_have_one_key() -> None:
+    assert CastSpec(target=6, scale_bound=448).key == CastSpec().key
 
 
 def test_formats_say_what_they_hold() -> None:
