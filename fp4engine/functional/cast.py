@@ -102,7 +102,15 @@ def cast(
 
 
 def upcast(x: CastTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The values that ``x`` decodes to, in its original shape; in its original dtype unless ``dtype`` is given."""
+    """The values that ``x`` decodes to, in its original shape; in its original dtype unless ``dtype`` is given.
+
+    Raises:
+        ValueError: ``x`` is no CastTensor, or ``dtype`` no floating-point dtype of PyTorch's.
+    """
+    if not isinstance(x, CastTensor):
+        raise ValueError(f"x must be a CastTensor, as cast(..., mode='actual') returns, got {type(x).__name__}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
     data = x.data
     if x.mode == "compress":
         if x.spec.element.bits == 6:

@@ -45,7 +45,16 @@ from fp4engine.ops.linear import (
 )
 from fp4engine.ops.operand import Operand, is_transposable
 from fp4engine.ops.reduce import all_reduce_amax, groups_named, packed_amaxes, share_amaxes
-from fp4engine.ops.rng import RandomStream, current_seed, get_rng_state, manual_seed, placed, rank_bits, set_rng_state
+from fp4engine.ops.rng import (
+    RandomStream,
+    current_seed,
+    get_rng_state,
+    manual_seed,
+    placed,
+    rank_bits,
+    require_draw,
+    set_rng_state,
+)
 from fp4engine.ops.through_cast import clip_and_rotate_back, within_range
 from fp4engine.ops.tiles import TiledOperand
 from fp4engine.ops.turn import Direction
@@ -105,6 +114,7 @@ __all__ = [
     "refusals",
     "refuse",
     "require_amax",
+    "require_draw",
     "reset_executed_paths",
     "row_statistics",
     "set_rng_state",

@@ -34,6 +34,8 @@ _states: dict[str, Tensor] = {}
 _seed: list[int] = []
 _pending: dict[str, int] = {}
 """Draws to continue from, by device or by kind of device, and name, where nothing has been drawn yet."""
+_entered: list[int] = []
+"""The threads that have put a stream of their own in force, the innermost last."""
 
 
 def manual_seed(seed: int) -> None:
@@ -124,27 +126,36 @@ class RandomStream:
         """A region that draws from this stream; regions of different streams nest, those of one thread at a time.
 
         Raises:
-            RuntimeError: this stream is in force already.
+            RuntimeError: this stream is in force already, or another thread has put one in force.
         """
-        if self._is_in_force:
-            raise RuntimeError("this random stream is in force already; leave its region before entering it again")
-        self._change_places()
+        with lock:
+            if self._is_in_force:
+                raise RuntimeError("this random stream is in force already; leave its region before entering it again")
+            thread = threading.get_ident()
+            if _entered and _entered[-1] != thread:
+                raise RuntimeError(
+                    "another thread has put a random stream in force, from which every thread draws; let it leave its "
+                    "region first"
+                )
+            _entered.append(thread)
+            self._change_places()
         try:
             yield
         finally:
-            self._change_places()
+            with lock:
+                _entered.pop()
+                self._change_places()
 
     def _change_places(self) -> None:
         """Swap contents with what is in force: the module's own containers stay, in which compiled code looks."""
-        with lock:
-            self._is_in_force = not self._is_in_force
-            outside = dict(_states), dict(_pending), list(_seed)
-            _states.clear()
-            _states.update(self._states)
-            _pending.clear()
-            _pending.update(self._pending)
-            _seed[:] = self._seed
-            self._states, self._pending, self._seed = outside
+        self._is_in_force = not self._is_in_force
+        outside = dict(_states), dict(_pending), list(_seed)
+        _states.clear()
+        _states.update(self._states)
+        _pending.clear()
+        _pending.update(self._pending)
+        _seed[:] = self._seed
+        self._states, self._pending, self._seed = outside
 
 
 def state_of(device: torch.device, name: str = "") -> Tensor:
@@ -211,6 +222,15 @@ def placed(rng: Tensor, row: int, col: int) -> Tensor:
     else:  # one kernel for both
         place = torch.arange(row, col + step, step, dtype=torch.int64, device=rng.device)
     return torch.cat([rng, place])
+
+
+def require_draw(rng: Tensor, device: torch.device) -> None:
+    """Raise a ValueError unless ``rng`` is a draw for a cast on ``device``."""
+    wanted = f"rng must be torch.int64 [2], (seed, draw), or [4] for a shard, on {device}, got "
+    if not isinstance(rng, Tensor):
+        raise ValueError(f"{wanted}{rng!r}")
+    if rng.dtype != torch.int64 or rng.ndim != 1 or rng.shape[0] not in (2, 4) or rng.device != device:
+        raise ValueError(f"{wanted}{rng.dtype} {list(rng.shape)} on {rng.device}")
 
 
 @constant_when_traced

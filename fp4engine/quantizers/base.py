@@ -125,8 +125,8 @@ class Quantizer:
             rowwise_amax, columnwise_amax: outer amax to use, FP32 as :meth:`amax` returns it.
 
         Raises:
-            ValueError: x is not floating point, has rank 0, or no side is asked for; an amax is not what :meth:`amax`
-                returns.
+            ValueError: x is not floating point, has rank 0, or no side is asked for; ``rng`` is no draw for x, or an
+                amax not what :meth:`amax` returns.
         """
         matrix = x if not isinstance(x, Tensor) or (x.ndim == 2 and x.dtype in _FLOATS) else as_matrix(x)
         if not (rowwise or columnwise):
@@ -138,6 +138,8 @@ class Quantizer:
             if rng is None and self.is_stochastic:
                 asked = [spec for spec in (row_spec, col_spec) if spec is not None and spec.is_stochastic]
                 rng = ops.next_draw(x.device) if asked else None
+            elif rng is not None:
+                ops.require_draw(rng, x.device)
             row, col = ops.quantize(
                 matrix,
                 row_spec,
@@ -170,7 +172,10 @@ class Quantizer:
         rank: int | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Phase one of two: outer amax of the sides asked for, to be reduced over ranks before :meth:`quantize`."""
-        stream = self.stream if rng is None else self.stream | ops.rank_bits(rank)
+        stream = self.stream
+        if rng is not None:
+            ops.require_draw(rng, x.device)
+            stream |= ops.rank_bits(rank)
         specs = (self.rowwise_spec if rowwise else None, self.columnwise_spec if columnwise else None)
         return ops.amax(as_matrix(x), *specs, rng=rng, stream=stream, backend=self.backend)
 
@@ -186,8 +191,10 @@ def as_matrix(x: Tensor) -> Tensor:
     """View or copy x [..., K] as [M, K].
 
     Raises:
-        ValueError: rank 0 or another dtype.
+        ValueError: no tensor, rank 0 or another dtype.
     """
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x must be a tensor, got {type(x).__name__}")
     if x.ndim == 0:
         raise ValueError("x must have at least one dimension, got a scalar tensor")
     if x.dtype not in _FLOATS:

@@ -1,5 +1,7 @@
 """``cast`` and ``upcast``: TensorCast's vocabulary as immutable values."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -154,6 +156,35 @@ def test_what_neither_can_do_raises() -> None:
 def test_wrong_words(arguments, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cast(torch.randn(2, 32), **{"spec": CastSpec(), **arguments})
+
+
+@pytest.mark.parametrize(
+    "rng",
+    [
+        3,
+        (1, 2),
+        torch.tensor([1, 2], dtype=torch.int32),
+        torch.tensor([1]),
+        torch.tensor([1, 2, 3]),
+        torch.tensor([[1, 2]]),
+        torch.tensor([1, 2], device="meta"),
+    ],
+    ids=str,
+)
+def test_what_is_no_draw_is_refused(rng) -> None:
+    """An int32 draw would round by other bits, and one of other sizes or without values by whatever is there."""
+    quantizer = fp4engine.Quantizer(zoo.STOCHASTIC, zoo.STOCHASTIC)
+    for function in (partial(cast, spec=zoo.STOCHASTIC), quantizer.quantize, quantizer.amax):
+        with pytest.raises(ValueError, match=r"rng must be torch.int64 \[2\], .*, got "):
+            function(torch.randn(2, 32), rng=rng)
+
+
+def test_upcast_takes_cast_tensors_and_floating_point_dtypes() -> None:
+    with pytest.raises(ValueError, match=r"x must be a CastTensor, .* got Tensor"):
+        upcast(torch.randn(2, 32))  # pyright: ignore[reportArgumentType]
+    for dtype in ("float32", float, torch.int32):
+        with pytest.raises(ValueError, match=r"dtype must be a floating-point torch\.dtype or None, got"):
+            upcast(cast(torch.randn(2, 32), CastSpec(), "actual"), dtype)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -315,6 +316,27 @@ def test_a_stream_is_entered_once_and_left_after_an_error():
     assert fp4engine.get_rng_state()["seed"] == 5
     with pytest.raises(ValueError, match="seed must be an int"):
         fp4engine.RandomStream("7")  # pyright: ignore[reportArgumentType]
+
+
+def test_two_threads_cannot_put_streams_in_force_at_once():
+    """Left in the order in which they were entered, they would leave one of them in the place of the process's own."""
+    refused = []
+
+    def enter() -> None:
+        try:
+            with fp4engine.RandomStream(8).in_force():
+                pass
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    for inside in (True, False):
+        thread = threading.Thread(target=enter)
+        with fp4engine.RandomStream(7).in_force() if inside else nullcontext():
+            thread.start()
+            thread.join()
+    assert len(refused) == 1
+    assert "another thread has put a random stream in force" in refused[0]
+    assert fp4engine.get_rng_state() == {"seed": 5, "draws": {}}
 
 
 @pytest.mark.slow
