@@ -8,6 +8,7 @@ import torch
 import torch.utils.checkpoint
 from torch.utils._pytree import tree_map
 
+from fp4engine.arguments import require_callable
 from fp4engine.ops import Draws
 from fp4engine.state import Region, current_state
 
@@ -38,10 +39,12 @@ def checkpoint(
         distribute_saved_activations, get_rng_state_tracker, tp_group: only at the values that ask for nothing.
 
     Raises:
+        ValueError: ``function`` cannot be called.
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
 
     Source: TransformerEngine ``pytorch/distributed.py``, ``checkpoint``.
     """
+    require_callable("function", function)
     for name, value in (
         ("distribute_saved_activations", distribute_saved_activations),
         ("get_rng_state_tracker", get_rng_state_tracker),

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fp4engine.accounting.table import table
+from fp4engine.arguments import require_model
 from fp4engine.distributed.gathered_weight import why_not_codes
 from fp4engine.distributed.sharded_weight import GatherableWeight, GatherableWeights, ShardedWeight, why_not_rows
 from fp4engine.functional import LinearPlan, make_linear_plan
@@ -83,9 +84,10 @@ def fp4_all_gather(model: nn.Module, recipe: Recipe | None = None, mesh: DeviceM
         mesh: what ``fully_shard`` will be given, whose last dimension shards; None is all ranks.
 
     Raises:
-        ValueError: the model is sharded already, or this has been called for it; ``recipe`` is not a recipe; no
-            ``mesh`` is given, and ``torch.distributed`` is not initialised.
+        ValueError: ``model`` is no module, is sharded already, or this has been called for it; ``recipe`` is not a
+            recipe; no ``mesh`` is given, and ``torch.distributed`` is not initialised.
     """
+    require_model(model)
     require_recipe(recipe)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("model is sharded already; call fp4_all_gather before fully_shard")

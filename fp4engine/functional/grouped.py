@@ -29,10 +29,12 @@ def split_sizes(m_splits: Sequence[int] | Tensor, groups: int, rows: int) -> lis
     """
     if isinstance(m_splits, Tensor):
         require_counts(m_splits, groups)
+        if m_splits.is_meta:
+            raise ValueError("m_splits must have values, got a tensor on 'meta'")
         sizes: list[int] = m_splits.tolist()
     else:
-        if not all(hasattr(size, "__index__") for size in m_splits):
-            raise ValueError(f"m_splits must be integers, got {list(m_splits)}")
+        if not isinstance(m_splits, Sequence) or not all(hasattr(size, "__index__") for size in m_splits):
+            raise ValueError(f"m_splits must be a sequence of {groups} integers, or a tensor of them, got {m_splits!r}")
         sizes = [index(size) for size in m_splits]
     if len(sizes) != groups or min(sizes, default=0) < 0 or sum(sizes) != rows:
         raise ValueError(
@@ -52,6 +54,9 @@ def grouped(inp: Tensor, m_splits: Sequence[int] | Tensor, transforms: Sequence[
     Returns:
         [..., N].
     """
+    if not isinstance(inp, Tensor) or inp.ndim == 0:
+        got = "a scalar tensor" if isinstance(inp, Tensor) else type(inp).__name__
+        raise ValueError(f"inp must be a tensor of at least one dimension, got {got}")
     matrix = inp.reshape(-1, inp.shape[-1])
     slices = matrix.split(split_sizes(m_splits, len(transforms), matrix.shape[0]))
     outputs = [transform(rows) for transform, rows in zip(transforms, slices, strict=True)]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fp4engine.arguments import require_model
 from fp4engine.modules import get_amax_history, set_amax_history
 from fp4engine.ops.rng import device_and_name
 from fp4engine.state import get_rng_state, set_rng_state
@@ -21,9 +22,13 @@ class TrainingState:
     Args:
         model: whose histories are meant; on a rank that holds a part of a model, that part.
         process_group: whose ranks are saved and found again; None means all of ``torch.distributed``'s.
+
+    Raises:
+        ValueError: ``model`` is no module.
     """
 
     def __init__(self, model: torch.nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+        require_model(model)
         self.model = model
         self.process_group = process_group
 

@@ -4,13 +4,19 @@ from typing import Any
 
 import torch
 
+from fp4engine.arguments import require_model, shown
 from fp4engine.modules.gemms import Gemms
 from fp4engine.quantizers.delayed import AmaxHistory
 from fp4engine.roles import TENSOR_TYPES
 
 
 def get_amax_history(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
-    """``"module name:role" -> history`` of every tensor of ``model`` that delayed scaling has seen."""
+    """``"module name:role" -> history`` of every tensor of ``model`` that delayed scaling has seen.
+
+    Raises:
+        ValueError: ``model`` is no module.
+    """
+    require_model(model)
     return {
         f"{name}:{role}": history.state()
         for name, module in model.named_modules()
@@ -23,8 +29,15 @@ def set_amax_history(model: torch.nn.Module, state: dict[str, dict[str, Any]]) -
     """Continue from what :func:`get_amax_history` returned; the next steps are the same bytes.
 
     Raises:
-        ValueError: ``state`` names a module that ``model`` does not have, or an unknown role; nothing is changed then.
+        ValueError: ``model`` is no module; ``state`` is not of that form, names a module that ``model`` does not have,
+            or an unknown role; nothing is changed then.
     """
+    require_model(model)
+    if not isinstance(state, dict) or not all(isinstance(key, str) and _is_history(state[key]) for key in state):
+        raise ValueError(
+            "state must be {'module name:role': {'values': [number, ...], 'amax': number, 'open': bool}}, "
+            f"got {shown(state)}"
+        )
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Gemms)}
     unknown = {key.rpartition(":")[0] for key in state} - set(modules)
     if unknown:
@@ -37,3 +50,13 @@ def set_amax_history(model: torch.nn.Module, state: dict[str, dict[str, Any]]) -
     for key, history in histories.items():
         name, _, role = key.rpartition(":")
         modules[name].amax_histories[role] = history
+
+
+def _is_history(given: Any) -> bool:
+    """Whether ``given`` has the form of what :meth:`AmaxHistory.state` returns."""
+    if not isinstance(given, dict) or set(given) != {"values", "amax", "open"} or not isinstance(given["open"], bool):
+        return False
+    values = given["values"]
+    if not isinstance(values, list | tuple) or not values:
+        return False
+    return all(isinstance(number, int | float) and not number < 0 for number in (given["amax"], *values))

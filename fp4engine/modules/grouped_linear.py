@@ -33,7 +33,7 @@ class GroupedLinear(torch.nn.Module):
 
     Raises:
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
-        ValueError: ``num_gemms`` is less than one.
+        ValueError: ``num_gemms`` is less than one, or a size is no integer or negative.
     """
 
     __call__: Callable[..., Tensor | tuple[Tensor, list[Tensor | None]]]
@@ -55,8 +55,10 @@ class GroupedLinear(torch.nn.Module):
         **te_arguments: Any,
     ) -> None:
         refuse_unimplemented("GroupedLinear", te_arguments)
-        if num_gemms < 1:
-            raise ValueError(f"num_gemms must be at least 1, got {num_gemms}")
+        for argument, size in (("num_gemms", num_gemms), ("in_features", in_features), ("out_features", out_features)):
+            least = 1 if argument == "num_gemms" else 0
+            if isinstance(size, bool) or not hasattr(size, "__index__") or size < least:
+                raise ValueError(f"{argument} must be an integer of at least {least}, got {size!r}")
         super().__init__()
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.return_bias = return_bias
@@ -120,7 +122,7 @@ class GroupedLinear(torch.nn.Module):
     def _grouped(self, inp: Tensor, counts: Tensor, is_first_microbatch: bool | None) -> Tensor | None:
         """The slices together, by counts that stay on the device; None where only a loop can compute them."""
         require_counts(counts, self.num_gemms)
-        if counts.device != inp.device:
+        if not isinstance(inp, Tensor) or counts.device != inp.device:
             return None
         parts = self._parts()
         for _, weight, _ in parts:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4engine.arguments import require_model
 from fp4engine.functional import WeightCache
 from fp4engine.functional.weight_cache import told_of_steps
 from fp4engine.modules.gemms import Gemms
@@ -104,7 +105,11 @@ def weight_cache(model: torch.nn.Module) -> Generator[None]:
 
     An entry is dropped when its weight is written to or replaced; every entry is dropped when a ``torch.optim``
     optimizer steps and when the region ends. Cached and uncached passes give the same bytes.
+
+    Raises:
+        ValueError: ``model`` is no module.
     """
+    require_model(model)
     layers = [module for module in model.modules() if isinstance(module, Gemms)]
     caches = [WeightCache() for _ in layers]
     for layer, cache in zip(layers, caches, strict=True):

@@ -11,8 +11,12 @@ def make_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer:
     """The quantizer that ``recipe`` prescribes for ``role``.
 
     Raises:
-        ValueError: unknown ``role.tensor_type``, or a recipe that has no answer.
+        ValueError: no recipe or no role, unknown ``role.tensor_type``, or a recipe that has no answer.
     """
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe, got {recipe!r}")
+    if not isinstance(role, QuantizerRole):
+        raise ValueError(f"role must be a QuantizerRole, got {role!r}")
     if role.tensor_type not in TENSOR_TYPES:
         allowed = ", ".join(repr(word) for word in TENSOR_TYPES)
         raise ValueError(f"role.tensor_type must be one of {allowed}, got {role.tensor_type!r}")

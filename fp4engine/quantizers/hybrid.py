@@ -26,19 +26,26 @@ class HybridQuantizer(Quantizer):
             columnwise_source: see :class:`Quantizer`; None is that of ``columnwise_quantizer``.
 
         Raises:
-            ValueError: the two differ in backend or stream, remember earlier steps, or do not go together.
+            ValueError: not two quantizers; they differ in backend or stream, remember earlier steps, do more than cast,
+                or do not go together.
         """
         both = (rowwise_quantizer, columnwise_quantizer)
+        for name, quantizer in zip(("rowwise", "columnwise"), both, strict=True):
+            if not isinstance(quantizer, Quantizer):
+                raise ValueError(f"{name}_quantizer must be a Quantizer, got {quantizer!r}")
         for name in ("stream", "backend"):
             values = [getattr(quantizer, name) for quantizer in both]
             if values[0] != values[1]:
                 raise ValueError(f"rowwise_quantizer and columnwise_quantizer must agree in {name}, got {values}")
         if any(quantizer.is_stateful for quantizer in both):
             raise ValueError("a HybridQuantizer does not remember: use Float8CurrentScaling in place of DelayedScaling")
+        if not all(quantizer.only_casts for quantizer in both):
+            raise ValueError("a HybridQuantizer only casts, and would leave out what a subclass does beside it")
         super().__init__(
             rowwise_quantizer.rowwise_spec,
             columnwise_quantizer.columnwise_spec,
             columnwise_source or columnwise_quantizer.columnwise_source,
             rowwise_quantizer.stream,
             rowwise_quantizer.backend,
+            clipped_gradient=rowwise_quantizer.clipped_gradient,
         )

@@ -23,7 +23,8 @@ class Casts:
             pass the cast straight through.
 
     Raises:
-        ValueError: an unknown source, or a clipped gradient without a rowwise cast in blocks.
+        ValueError: a field of another type, an unknown source, or a clipped gradient without a rowwise cast in
+            blocks.
     """
 
     rowwise: CastSpec | None = None
@@ -40,6 +41,11 @@ class Casts:
         return f"Casts({', '.join(map(repr, labels + rest))})"
 
     def __post_init__(self) -> None:
+        for name, spec in (("rowwise", self.rowwise), ("columnwise", self.columnwise)):
+            if spec is not None and not isinstance(spec, CastSpec):
+                raise ValueError(f"{name} must be an fp4engine.formats.CastSpec or None, got {spec!r}")
+        if not isinstance(self.clipped_gradient, bool):
+            raise ValueError(f"clipped_gradient must be True or False, got {self.clipped_gradient!r}")
         if self.columnwise_source not in COLUMNWISE_SOURCES:
             allowed = ", ".join(map(repr, COLUMNWISE_SOURCES))
             raise ValueError(f"columnwise_source must be one of {allowed}, got {self.columnwise_source!r}")

@@ -37,5 +37,6 @@ class CustomRecipe(Recipe):
         require("fp8_format", self.fp8_format, tuple(Format))
         require("fp8_dpa", self.fp8_dpa, (False,))
         require("fp8_mha", self.fp8_mha, (False,))
-        if self.quantization_alignment < 1:
-            raise ValueError(f"quantization_alignment must be positive, got {self.quantization_alignment}")
+        alignment = self.quantization_alignment
+        if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"quantization_alignment must be a positive integer, got {alignment!r}")

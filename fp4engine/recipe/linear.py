@@ -124,8 +124,11 @@ def combine(forward: Recipe, backward: Recipe) -> LinearRecipe:
     made of; with ``rowwise_dequantized`` that is what ``forward`` saved.
 
     Raises:
-        ValueError: a recipe without casts of its own, or with delayed scaling; two different backends.
+        ValueError: no recipe, one without casts of its own, or with delayed scaling; two different backends.
     """
+    for name, recipe in (("forward", forward), ("backward", backward)):
+        if not isinstance(recipe, Recipe):
+            raise ValueError(f"{name} must be an fp4engine.recipe.Recipe, got {recipe!r}")
     if forward.is_delayed or backward.is_delayed:
         raise ValueError("combine takes recipes without memory: use Float8CurrentScaling in place of DelayedScaling")
     if forward.backend != backward.backend:

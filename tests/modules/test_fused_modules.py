@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -312,11 +313,44 @@ def test_grouped_linear_keeps_leading_dimensions_and_returns_biases():
 
 @pytest.mark.parametrize(
     "m_splits",
-    [[1, 2], [1, 2, 3], [-1, 5, 0], [1.5, 1.5, 2.5], torch.tensor([1.0, 2.0, 1.0]), torch.tensor([[1, 2, 1]])],
+    [
+        [1, 2],
+        [1, 2, 3],
+        [-1, 5, 0],
+        [1.5, 1.5, 2.5],
+        4,
+        None,
+        {1: 0, 2: 0, 0: 0},
+        torch.tensor([1.0, 2.0, 1.0]),
+        torch.tensor([[1, 2, 1]]),
+        torch.tensor([1, 2, 1], device="meta"),
+    ],
 )
 def test_bad_splits_raise(m_splits):
-    with pytest.raises(ValueError, match="m_splits must be"):
+    with pytest.raises(ValueError, match="m_splits must"):
         GroupedLinear(3, 16, 16)(torch.randn(4, 16), m_splits)
+
+
+@pytest.mark.parametrize("inp", [None, numpy.zeros((4, 16)), torch.tensor(1.0)], ids=["none", "array", "scalar"])
+@pytest.mark.parametrize("m_splits", [[1, 2, 1], torch.tensor([1, 2, 1])], ids=["list", "tensor"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_grouped_linear_takes_tensors(inp, m_splits, enabled):
+    with fp4engine.autocast(enabled), pytest.raises(ValueError, match="inp must be a tensor of at least one dimension"):
+        GroupedLinear(3, 16, 16)(inp, m_splits)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((1.5, 16, 16), "num_gemms must be an integer of at least 1, got 1.5"),
+        ((True, 16, 16), "num_gemms must be an integer of at least 1, got True"),
+        ((2, "16", 16), "in_features must be an integer of at least 0, got '16'"),
+        ((2, 16, -1), "out_features must be an integer of at least 0, got -1"),
+    ],
+)
+def test_sizes_of_grouped_linear_are_integers(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        GroupedLinear(*sizes)
 
 
 TE_KEYS = [

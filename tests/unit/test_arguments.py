@@ -11,14 +11,17 @@ from torch import nn
 import fp4engine
 from fp4engine import inspect, qat
 from fp4engine.arguments import require_patterns
-from fp4engine.distributed import draw_by_layer
+from fp4engine.distributed import draw_by_layer, fp4_all_gather
 from fp4engine.estimate import Architecture, estimate, from_config
 from fp4engine.export import TensorFolder, calibrate, export_checkpoint, share_amax
+from fp4engine.formats import CastSpec
 from fp4engine.inspect import bisect, sensitivity
+from fp4engine.integrations import TrainingState
 from fp4engine.optimizer_hooks import OsciReset, OutControl
-from fp4engine.recipe import NVFP4BlockScaling
+from fp4engine.recipe import Casts, CustomRecipe, NVFP4BlockScaling, combine
 
 RECIPE = NVFP4BlockScaling()
+ROLE = fp4engine.QuantizerRole("linear", "input")
 SMALL = Architecture(2, 64, 2, 128, 64)
 
 
@@ -40,6 +43,11 @@ def osci_reset(**options: object) -> object:
 def out_control(**options: object) -> object:
     model = make_model()
     return OutControl(model, sgd(model), **{"multiple": 16} | options)
+
+
+def hybrid(**options: object) -> object:
+    own = fp4engine.IdentityQuantizer()
+    return fp4engine.HybridQuantizer(**{"rowwise_quantizer": own, "columnwise_quantizer": own} | options)
 
 
 def record(model: object, out: object, **options: object) -> None:
@@ -65,6 +73,11 @@ OF_A_MODEL: dict[str, Callable[[object], object]] = {
     "OsciReset": lambda model: OsciReset(model, sgd(make_model())),
     "OutControl": lambda model: OutControl(model, sgd(make_model())),
     "draw_by_layer": lambda model: draw_by_layer(model, 0),
+    "fp4_all_gather": fp4_all_gather,
+    "weight_cache": lambda model: fp4engine.weight_cache(model).__enter__(),
+    "get_amax_history": fp4engine.get_amax_history,
+    "set_amax_history": lambda model: fp4engine.set_amax_history(model, {}),
+    "TrainingState": TrainingState,
 }
 
 
@@ -133,6 +146,17 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
         (lambda: from_config(None), "config must be a path, got None"),
         (lambda: make_model()(np.ones((4, 32), np.float32)), "the input must be a tensor, got ndarray"),
         (lambda: fp4engine.NVFP4Quantizer()("x"), "x must be a tensor, got str"),
+        (lambda: fp4engine.NVFP4Quantizer().amax("x"), "x must be a tensor, got str"),
+        (lambda: fp4engine.checkpoint(None, torch.ones(4)), "function must be a function, got None"),
+        (lambda: fp4engine.make_quantizer(None, ROLE), r"recipe must be an fp4engine\.recipe\.Recipe, got None"),
+        (lambda: fp4engine.make_quantizer(RECIPE, "input"), "role must be a QuantizerRole, got 'input'"),
+        (lambda: combine(RECIPE, "nvfp4"), r"backward must be an fp4engine\.recipe\.Recipe, got 'nvfp4'"),
+        (lambda: CustomRecipe(qfactory=print, quantization_alignment=1.5), "quantization_alignment .* got 1.5"),
+        (lambda: CustomRecipe(qfactory=print, quantization_alignment="x"), "quantization_alignment .* got 'x'"),
+        (lambda: Casts("e2m1"), r"rowwise must be an fp4engine\.formats\.CastSpec or None, got 'e2m1'"),
+        (lambda: Casts(CastSpec(), clipped_gradient="no"), "clipped_gradient must be True or False, got 'no'"),
+        (lambda: hybrid(rowwise_quantizer=None), "rowwise_quantizer must be a Quantizer, got None"),
+        (lambda: hybrid(columnwise_quantizer=CastSpec()), "columnwise_quantizer must be a Quantizer, got CastSpec"),
     ],
 )
 def test_an_argument_of_another_kind_is_named(call: Callable[[], object], said: str) -> None:

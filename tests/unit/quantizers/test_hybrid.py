@@ -21,6 +21,31 @@ def test_each_side_is_its_own_quantizer_s() -> None:
     assert torch.equal(hybrid.columnwise.data, NVFP4.quantize(x).columnwise.data)
 
 
+def test_a_clipped_gradient_is_the_rowwise_quantizer_s() -> None:
+    clipping = Quantizer(mx(E4M3), mx(E4M3), clipped_gradient=True)
+    for rowwise, columnwise in ((clipping, MXFP8), (MXFP8, clipping)):
+        hybrid = HybridQuantizer(rowwise_quantizer=rowwise, columnwise_quantizer=columnwise)
+        assert hybrid.clipped_gradient is rowwise.clipped_gradient
+
+
+def test_a_quantizer_that_does_more_than_cast_is_refused() -> None:
+    class Doubling(Quantizer):
+        def quantize(self, x, **arguments):
+            return super().quantize(2 * x, **arguments)
+
+    with pytest.raises(ValueError, match="would leave out what a subclass does"):
+        HybridQuantizer(rowwise_quantizer=Doubling(mx(E4M3)), columnwise_quantizer=MXFP8)
+
+
+@pytest.mark.parametrize("argument", ["rowwise_spec", "columnwise_spec"])
+def test_a_quantizer_takes_casts(argument: str) -> None:
+    with pytest.raises(ValueError, match=r"must be an fp4engine\.formats\.CastSpec or None, got 'e2m1'"):
+        Quantizer(**{argument: "e2m1"})
+    for method in (MXFP8.quantize, MXFP8.amax):
+        with pytest.raises(ValueError, match="x must be a tensor, got list"):
+            method([1.0])
+
+
 def test_a_layer_of_hybrid_quantizers_is_the_combined_recipe() -> None:
     forward, backward = zoo.make("mxfp8"), zoo.make("nvfp4")
 

@@ -253,6 +253,20 @@ def test_histories_are_saved_and_restored_outside_state_dict() -> None:
         fp4engine.set_amax_history(torch.nn.ModuleDict({"head": fp4engine.Linear(32, 32)}), saved)
     with pytest.raises(ValueError, match="roles must be input, weight, grad_output, got inptu"):
         fp4engine.set_amax_history(second, {"fc:inptu": saved["fc:input"]})
+    with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module"):
+        fp4engine.get_amax_history(saved)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("change", [{"values": []}, {"values": [[1.0]]}, {"amax": None}, {"open": 1}, {"more": 1}])
+def test_a_state_of_another_form_changes_no_history(change: dict) -> None:
+    model = torch.nn.ModuleDict({"fc": fp4engine.Linear(32, 32)})
+    train(model["fc"], 2, seed=1)
+    saved = fp4engine.get_amax_history(model)
+    wrong = {**saved, "fc:input": {**saved["fc:input"], **change}}
+    for state in (None, [], {1: saved["fc:input"]}, {"fc:input": {}}, wrong):
+        with pytest.raises(ValueError, match=r"state must be .*'module name:role'"):
+            fp4engine.set_amax_history(model, state)  # pyright: ignore[reportArgumentType]
+    assert fp4engine.get_amax_history(model) == saved
 
 
 @pytest.mark.gpu
