@@ -85,7 +85,7 @@ class _Slot(threading.local):
     """What is in force on one thread.
 
     ``backward`` is the backward pass inside which it was entered, -1 for none; ``outer`` what to go back to;
-    ``delayed`` whether a recipe with delayed scaling has been in force since the outermost region was entered.
+    ``delayed`` whether a recipe that may remember has been in force since the outermost region was entered.
     """
 
     def __init__(self) -> None:  # not class attributes: torch.compile's guards look into the thread's own dictionary
@@ -163,7 +163,7 @@ class Region(ContextDecorator):
     def __enter__(self) -> None:
         _slot.outer.append((_slot.state, _slot.backward, _watch()))
         _slot.state, _slot.backward = self._state, _current_backward()
-        if self._state is not None and self._state.recipe.is_delayed and not in_backward():
+        if self._state is not None and _may_remember(self._state.recipe) and not in_backward():
             _slot.delayed = True
             begin_step()
 
@@ -182,6 +182,11 @@ class Region(ContextDecorator):
                     "an asyncio task awaited inside an autocast region, which is in force for every task of its "
                     "thread; leave the region before `await`, or compute in a thread of its own (asyncio.to_thread)"
                 )
+
+
+def _may_remember(recipe: Recipe) -> bool:
+    """Whether modules may keep amaxes between steps by ``recipe``; a factory's quantizers may, and do not say."""
+    return recipe.is_delayed or (recipe.reads_modules and not torch.compiler.is_dynamo_compiling())
 
 
 def _require_member(cp_group: Any) -> None:

@@ -104,7 +104,7 @@ class Gemms(torch.nn.Module):
         ):
             read = self._what_recipes_read()
             plan = make_linear_plan(recipe, self.module_type, self.name, self._shape())
-            if recipe.reads_modules:
+            if recipe.reads_modules and not plan.is_stateful:
                 self._answers[recipe.number] = plan
             plan = plan.remembering_in(self.amax_histories) if plan.is_stateful else plan
             made = self._plan = MadePlan(recipe, plan, read)
@@ -311,6 +311,7 @@ class Gemms(torch.nn.Module):
 
         Raises:
             RuntimeError: a recomputation cannot repeat its draws.
+            ValueError: the module's own recipe has delayed scaling, and there is no region.
         """
         plan = self.plan(state)
         if plan is None or torch.compiler.is_dynamo_compiling():
@@ -324,6 +325,8 @@ class Gemms(torch.nn.Module):
                     "use fp4engine.checkpoint"
                 )
             return plan.repeating() if plan.is_stateful else plan
+        if plan.is_stateful and state is None:
+            raise no_step(plan.recipe)
         return plan.repeating() if plan.is_stateful and not self._is_remembered() else plan
 
     def _is_remembered(self) -> bool:
@@ -474,10 +477,15 @@ def require_own_recipe(recipe: Recipe | None) -> None:
     """
     require_recipe(recipe)
     if recipe is not None and recipe.is_delayed:
-        raise ValueError(
-            "delayed scaling chooses scales when an autocast region closes, so a module cannot follow it outside; "
-            f"use autocast(recipe=...) instead of recipe={recipe!r}"
-        )
+        raise no_step(recipe)
+
+
+def no_step(recipe: Recipe) -> ValueError:
+    """What to raise where a module would follow ``recipe`` outside regions, with quantizers that remember."""
+    return ValueError(
+        "delayed scaling chooses scales when an autocast region closes, so a module cannot follow it outside; "
+        f"use autocast(recipe=...) instead of recipe={recipe!r}"
+    )
 
 
 class _Plans:
@@ -494,10 +502,19 @@ def _leave_plan(recipe: int, module_type: str, name: str, shape: tuple[int, ...]
     Args:
         recipe: number of the recipe.
         name, shape: of the module, where the recipe asks for them.
+
+    Raises:
+        RuntimeError: the plan remembers amaxes between steps, in the module.
     """
     key = f"{recipe} {module_type} {name} {shape}"
     if not hasattr(_plans, key):
-        setattr(_plans, key, make_linear_plan(numbered(recipe), module_type, name, shape))
+        plan = make_linear_plan(numbered(recipe), module_type, name, shape)
+        if plan.is_stateful:
+            raise RuntimeError(
+                "DelayedScaling keeps amaxes between steps, which torch.compile cannot trace; use "
+                "Float8CurrentScaling, or leave its layers out of compiled code, by torch.compiler.disable"
+            )
+        setattr(_plans, key, plan)
     return key
 
 

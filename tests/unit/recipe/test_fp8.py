@@ -1,5 +1,7 @@
 """FP8 recipes: TransformerEngine's switches, formats per role, and scales that come from earlier steps."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,12 +11,14 @@ from fp4engine.formats import E4M3, E5M2, E8M0, FP32, fp8
 from fp4engine.quantizers import make_quantizer
 from fp4engine.quantizers.delayed import AmaxHistory
 from fp4engine.recipe import (
+    CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
     MMParams,
     MXFP8BlockScaling,
+    RuledRecipe,
     recipe_from_json,
 )
 from fp4engine.roles import QuantizerRole
@@ -236,6 +240,47 @@ def train(layer, steps: int, seed: int) -> list[torch.Tensor]:
         (output * torch.randn(16, 32, generator=generator)).sum().backward()
         gradients.append(layer.weight.grad.clone())
     return gradients
+
+
+def test_a_factory_s_quantizers_remember_as_those_of_the_recipe_do() -> None:
+    recipe = DelayedScaling(amax_history_len=2)
+    custom = CustomRecipe(qfactory=partial(make_quantizer, recipe))
+    layers = [fp4engine.Linear(32, 16), fp4engine.Linear(32, 16)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    for scale in (1, 1000, 30):
+        inp, outputs = scale * torch.randn(8, 32), []
+        for layer, used in zip(layers, (recipe, custom), strict=True):
+            with fp4engine.autocast(recipe=used):
+                outputs.append(layer(inp))
+            outputs[-1].sum().backward()
+        assert torch.equal(*outputs)
+    assert fp4engine.get_amax_history(layers[0]) == fp4engine.get_amax_history(layers[1])
+    layer = fp4engine.Linear(32, 16, recipe=custom)
+    with pytest.raises(ValueError, match="a module cannot follow it outside"):
+        layer(inp)
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("kind", ["plain", "ruled", "custom"])
+@pytest.mark.parametrize("has_run", [False, True])
+def test_delayed_scaling_does_not_compile(kind: str, has_run: bool) -> None:
+    """Without fullgraph=True too: what a compiler traced, all layers would keep one history, and none its own."""
+    delayed = DelayedScaling(amax_history_len=2)
+    recipe = {
+        "plain": delayed,
+        "ruled": RuledRecipe(delayed),
+        "custom": CustomRecipe(qfactory=partial(make_quantizer, delayed)),
+    }[kind]
+    torch._dynamo.reset()
+    layer = fp4engine.Linear(32, 16)
+    call = torch.compile(layer, backend="aot_eager")
+    if has_run:
+        with fp4engine.autocast(recipe=recipe):
+            layer(torch.randn(8, 32))
+    saved = fp4engine.get_amax_history(layer)
+    with fp4engine.autocast(recipe=recipe), pytest.raises(Exception, match="DelayedScaling keeps amaxes between steps"):
+        call(torch.randn(8, 32))
+    assert fp4engine.get_amax_history(layer) == saved
 
 
 def test_histories_are_saved_and_restored_outside_state_dict() -> None:
