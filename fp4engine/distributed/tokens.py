@@ -200,9 +200,9 @@ def _ranks(group: dist.ProcessGroup | None) -> int:
 def _counts(name: str, splits: Sequence[int], ranks: int) -> list[int]:
     if isinstance(splits, Tensor):
         raise ValueError(f"{name} must be a list, which the collective reads on the host, got a tensor; call tolist()")
-    counts = list(splits)
+    counts: list[Any] = list(splits) if isinstance(splits, Sequence) else []
     if len(counts) != ranks or not all(map(_is_count, counts)):
-        raise ValueError(f"{name} must be {ranks} counts, one for each rank of group, got {shown(counts)}")
+        raise ValueError(f"{name} must be {ranks} counts, one for each rank of group, got {shown(splits)}")
     return counts
 
 

@@ -330,6 +330,7 @@ REFUSED = {
     "a list": ({"tokens": [[1.0]]}, r"got \[\[1.0\]\]"),
     "their sum": ({"input_splits": [3]}, r"input_splits must add up to the 4 rows of tokens, got \[3\]"),
     "truth": ({"input_splits": [True]}, r"counts, one for each rank of group, got \[True\]"),
+    "nothing": ({"input_splits": None}, "counts, one for each rank of group, got None"),
     "their number": ({"input_splits": [2, 2]}, "input_splits must be 1 counts, one for each rank of group, got"),
     "negative": ({"output_splits": [-1]}, "output_splits must be 1 counts"),
     "fractions": ({"output_splits": [4.0]}, "output_splits must be 1 counts"),
