@@ -31,7 +31,8 @@ def rotate(x: Tensor, signs: Tensor, dtype: torch.dtype) -> Tensor:
     y = x.reshape(-1, size).T.contiguous() * (signs * 2.0 ** -(log2_size // 2))[:, None]  # long rows add faster
     groups, stride = y.shape[1], 1
     while stride < size:
-        low, high = y.view(size // (2 * stride), 2, stride, groups).unbind(1)
+        pairs = y.view(size // (2 * stride), 2, stride, groups)
+        low, high = pairs[:, 0], pairs[:, 1]  # what unbind returns cannot be written to where x has a graph
         difference = low - high
         low.add_(high)
         high.copy_(difference)

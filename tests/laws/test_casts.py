@@ -216,6 +216,12 @@ def test_largest_bfloat16_values_of_any_signs_stay_finite_where_their_sum_does()
     assert rotate(x * signs, signs, torch.bfloat16).isfinite().all()
 
 
+def test_what_has_a_graph_is_rotated_alike() -> None:
+    x, spec = torch.randn(4, 32), CastSpec(rotation=Rotation())
+    want = reference.quantize(x, spec)
+    assert all(map(torch.equal, reference.quantize(x.clone().requires_grad_(), spec), want))
+
+
 # Random stream
 
 
