@@ -245,6 +245,11 @@ class QuantizedWeight(torch.Tensor):
                 return first
             if func.is_view:
                 raise _no_view(func)
+        if func.namespace == "c10d":
+            raise NotImplementedError(
+                f"{func} would write into the values of a weight that is stored as codes, and they would be lost; call "
+                "it with each of weight.tensors(), viewed as bytes, or with weight.dequantize() to send its values"
+            )
         return _compute_on_values(func, args, kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -267,7 +272,8 @@ class QuantizedWeight(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         is_parameter = isinstance(self, torch.nn.Parameter)
         described = (*self.description(), tuple(self.shape), self.dtype)
-        return _rebuild, (*described, is_parameter, self.requires_grad, self.tensors(), self.transposed)
+        kept = (self.tensors(), self.transposed, self.is_frozen)
+        return _rebuild, (*described, is_parameter, self.requires_grad, *kept)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         spec = self.quantizer.rowwise_spec
@@ -439,6 +445,7 @@ def _rebuild(
     requires_grad: bool,
     tensors: tuple[Tensor, ...],
     transposed: bool = False,
+    is_frozen: bool = False,
 ) -> Tensor:
     """Inverse of :meth:`QuantizedWeight.__reduce_ex__`; the one function that files of such weights name.
 
@@ -449,6 +456,7 @@ def _rebuild(
     quantizer = Quantizer(CastSpec.from_key(rowwise), columnwise_spec, columnwise_source, stream, backend)
     _require_stored(tensors, shape, dtype, quantizer, transposed)
     weight = QuantizedWeight(quantizer, shape, dtype, tensors, transposed)
+    weight.is_frozen = is_frozen
     return torch.nn.Parameter(weight, requires_grad) if is_parameter else weight.requires_grad_(requires_grad)
 
 

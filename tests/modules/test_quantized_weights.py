@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fp4engine
@@ -21,6 +22,7 @@ from fp4engine.recipe import (
     ScheduledRecipe,
 )
 from fp4engine.recipe.zoo import ZOO
+from tests.ranks import destroy_process_group
 
 RECIPE = NVFP4BlockScaling()
 ONE_DIMENSIONAL = NVFP4BlockScaling(disable_2d_quantization=True)
@@ -154,6 +156,34 @@ def test_bytes(recipe, bits):
     file = io.BytesIO()
     torch.save(weight, file)
     assert len(file.getvalue()) < weight.nbytes + 4096
+
+
+def test_frozen_weights_are_frozen_when_they_are_unpickled():
+    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16))
+    fp4engine.convert(model, RECIPE)
+    fp4engine.quantize_weights(model)
+    file = io.BytesIO()
+    torch.save((model, build(MODULES["Linear"])), file)
+    file.seek(0)
+    frozen, trained = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        trained.weight.add_(1)
+        with pytest.raises(RuntimeError, match="would round what is written into it"):
+            frozen[0].weight.add_(1)
+
+
+def test_collectives_that_would_lose_what_they_write_are_refused():
+    weight = build(MODULES["Linear"]).weight
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(NotImplementedError, match=r"broadcast_.*each of weight\.tensors\(\)"):
+            dist.broadcast(weight.data, 0)
+        with pytest.raises(NotImplementedError, match=r"allreduce_.*each of weight\.tensors\(\)"):
+            dist.all_reduce(weight.data)
+        for tensor in weight.tensors():
+            dist.broadcast(tensor.view(torch.uint8), 0)  # gloo knows no FP8
+    finally:
+        destroy_process_group()
 
 
 def test_values_and_the_copy_they_were_made_of():
@@ -434,10 +464,10 @@ def test_under_delayed_scaling_a_weight_has_its_own_amax():
 
 def as_file(weight, **changes):
     """What ``torch.load`` makes of a file of ``weight``, some of whose tensors were replaced."""
-    rebuild, (*description, tensors, transposed) = weight.__reduce_ex__(2)
+    rebuild, (*description, tensors, transposed, is_frozen) = weight.__reduce_ex__(2)
     names = ["codes", "scale_inv", "amax", "columnwise_codes", "columnwise_scale_inv", "columnwise_amax"]
     tensors = tuple(changes.get(name, tensor) for name, tensor in zip(names, tensors, strict=False))
-    return rebuild(*description, tensors, transposed)
+    return rebuild(*description, tensors, transposed, is_frozen)
 
 
 CRAFTED = {
