@@ -46,6 +46,10 @@ class FP4Conv1D(Gemms, Conv1D):
         return self.multiply(x, matrix, self.bias)
 
 
+class _Projection(BorrowedGroupedLinear):
+    """One of an adopted module's two; of this file, so that who unpickles one registers :func:`experts_forward`."""
+
+
 def can_adopt_experts(module: torch.nn.Module) -> bool:
     """Whether ``module`` asks transformers' registry how to multiply by its experts, and can ask for this package.
 
@@ -65,10 +69,8 @@ def adopt_experts(module: torch.nn.Module, name: str) -> None:
     """
     experts: Any = module
     up, biased = _up_name(module), experts.has_bias
-    experts.up_gemms = BorrowedGroupedLinear(
-        module, up, f"{up}_bias" if biased else None, experts.is_transposed, f"{name}.{up}"
-    )
-    experts.down_gemms = BorrowedGroupedLinear(
+    experts.up_gemms = _Projection(module, up, f"{up}_bias" if biased else None, experts.is_transposed, f"{name}.{up}")
+    experts.down_gemms = _Projection(
         module, "down_proj", "down_proj_bias" if biased else None, experts.is_transposed, f"{name}.down_proj"
     )
     vars(module)["_config_before"] = experts.config

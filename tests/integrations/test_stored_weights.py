@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -298,6 +300,14 @@ def test_modules_with_recipes_of_their_own_are_refused(tmp_path) -> None:
     model.get_submodule(LAYER).recipe = zoo.make("nvfp4_1d_weight")
     with pytest.raises(ValueError, match="follow 2 recipes, and its checkpoint holds one"):
         model.save_pretrained(tmp_path)
+
+
+def test_a_model_with_experts_is_unpickled_where_nothing_was_converted(tmp_path) -> None:
+    model = converted("mixtral", RECIPE)
+    torch.save((model, tokens(), logits(model)), tmp_path / "model.pt")
+    load = f"import torch; model, ids, expected = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)"
+    check = "with torch.no_grad(): assert torch.equal(model(ids).logits, expected)"
+    subprocess.run([sys.executable, "-c", f"{load}\n{check}"], check=True)
 
 
 class TestHostile:
