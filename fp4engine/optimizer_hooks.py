@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from fp4engine.arguments import require_model, shown
@@ -391,7 +392,17 @@ class OutControl(_StepHook):
         return min(layer.in_features // self.multiple * self.multiple, wanted)
 
     def remove(self) -> None:
-        """Take the hook off its optimizer, and give the layers back as they were."""
+        """Take the hook off its optimizer, and give the layers back as they were.
+
+        Raises:
+            ValueError: a layer was parametrized since; nothing is changed then.
+        """
+        for name, layer in self._controlled.items():
+            if is_parametrized(layer):
+                raise ValueError(
+                    f"{name!r} is parametrized, which belongs to its class, and remove() gives it another one; call "
+                    "torch.nn.utils.parametrize.remove_parametrizations first"
+                )
         super().remove()
         for name, layer in self._controlled.items():
             del layer.norms, layer.channels, layer.outliers

@@ -326,6 +326,20 @@ def test_out_control_says_what_it_cannot_do() -> None:
     assert len(optimizer._optimizer_step_post_hooks) == 1
 
 
+def test_out_control_does_not_take_a_class_from_a_layer_that_was_parametrized() -> None:
+    net, x = model(), torch.randn(4, 64)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    hook = OutControl(net, optimizer, multiple=16)
+    torch.nn.utils.parametrizations.weight_norm(net[0])
+    expected = net(x)
+    with pytest.raises(ValueError, match=r"'0' is parametrized.*remove_parametrizations first"):
+        hook.remove()
+    assert torch.equal(net(x), expected) and len(optimizer._optimizer_step_post_hooks) == 1
+    torch.nn.utils.parametrize.remove_parametrizations(net[0], "weight")
+    hook.remove()
+    assert type(net[0]) is type(net[2]) is fp4engine.Linear and not optimizer._optimizer_step_post_hooks
+
+
 def test_out_control_takes_only_its_own_state() -> None:
     net = model()
     hook = OutControl(net, torch.optim.SGD(net.parameters(), 0.1), multiple=16)
