@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from torch import Tensor, UntypedStorage
@@ -25,12 +25,19 @@ def _nothing() -> None:
     """What a weak reference to nothing answers."""
 
 
+def _itself(weight: Tensor) -> Tensor:
+    return weight
+
+
 class WeightCache:
     """Operands of one weight, valid while the weight is the same tensor, unwritten, under an equal plan.
 
     Caching never changes a byte: what is drawn or depends on earlier steps is made anew. The weight is known by
     identity, and by the memory that ``weight.data = ...`` may have given it; writes move its version counter, except
     those of fused optimizers, of which :func:`told_of_steps` tells, and those in place through ``weight.data``.
+
+    A weight that has memory is held, since ``torch.utils.swap_tensors``, by which modules may be told to convert their
+    parameters, swaps none that is referred to weakly; another one is not swapped, which nothing here would notice.
     """
 
     def __init__(self) -> None:
@@ -55,7 +62,8 @@ class WeightCache:
         storage, layout = _memory(weight)
         key = (weight._version, layout, plan)
         if self._weight() is not weight or self._storage() is not storage or key != self._key:
-            self._weight, self._key = weakref.ref(weight), key
+            self._weight = weakref.ref(weight) if storage is None else partial(_itself, weight)
+            self._key = key
             self._storage = _nothing if storage is None else weakref.ref(storage)
             self._operands.clear()
         if needs_dgrad not in self._operands:

@@ -131,6 +131,24 @@ def test_load_state_dict_and_other_recipe_invalidate(layer, batches):
             assert torch.equal(layer(batches[0]), other(batches[0]))
 
 
+def test_a_weight_that_was_cached_can_be_swapped():
+    linear = torch.nn.Sequential(fp4engine.Linear(64, 32, recipe=RECIPE))
+    x = torch.randn(8, 64)
+    twin = copy.deepcopy(linear).double()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        linear[0](x, is_first_microbatch=True)
+        linear.load_state_dict({name: 2 * value for name, value in linear.state_dict().items()})
+        assert torch.equal(linear[0](x, is_first_microbatch=False), linear(x))
+        with fp4engine.weight_cache(linear):
+            linear(x)
+            linear.double()
+            linear.load_state_dict(twin.state_dict())
+            assert torch.equal(linear(x.double()), twin(x.double()))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 def test_no_grad_call_first(layer, batches):
     expected = run_microbatches(layer, batches)
     with fp4engine.weight_cache(layer):
