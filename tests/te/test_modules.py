@@ -108,6 +108,24 @@ def test_gradients_that_wait_have_no_gradients(name) -> None:
 
 
 @pytest.mark.parametrize("name", MAKE)
+def test_two_backward_passes_of_one_graph_wait_both(name) -> None:
+    x, found = torch.randn(16, 32), []
+    for delayed in (False, True):
+        torch.manual_seed(1)
+        module = MAKE[name](delay_wgrad_compute=delayed)
+        loss = forward(module, x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        module.backward_dw()
+        module.backward_dw()
+        found.append([weight.grad for weight in module.parameters()])
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(RuntimeError, match=r"call it after the last backward pass"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_gradients_that_wait_are_not_copied(name, copied) -> None:
     module = MAKE[name](delay_wgrad_compute=True)

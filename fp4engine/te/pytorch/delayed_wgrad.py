@@ -16,6 +16,8 @@ class Run:
         self.forward, self.arguments, self.queue, self.weights = forward, arguments, queue, weights
         self.result: Any = None
         self.inputs: list[Tensor] = []
+        self.waiting = 0
+        self.is_spent = False
 
     def start(self, inp: Tensor, now: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run, on a graph of its own, and return the tensors of the result."""
@@ -39,17 +41,30 @@ class Run:
         return tuple(next(rest) if id(item) in own else item for item in self.result)
 
     def finish(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of the input and of what does not wait; those of the weights are queued."""
+        """Gradients of the input and of what does not wait; those of the weights are queued.
+
+        Raises:
+            RuntimeError: those of every earlier backward pass have been computed, which frees the graph.
+        """
+        if self.is_spent:
+            raise RuntimeError(
+                "backward_dw() has computed the weight gradients of this forward, which frees what it kept; call it "
+                "after the last backward pass through the forward"
+            )
         outputs = self._outputs()
         asked = [tensor for tensor in (*self.inputs, *self.now) if tensor.requires_grad]
         found = iter(torch.autograd.grad(outputs, asked, grads, retain_graph=True, allow_unused=True) if asked else ())
 
         def weight_gradients() -> None:
-            made = torch.autograd.grad(outputs, self.weights, grads, allow_unused=True)
+            self.waiting -= 1
+            self.is_spent = not self.waiting
+            kept = not self.is_spent
+            made = torch.autograd.grad(outputs, self.weights, grads, retain_graph=kept, allow_unused=True)
             for weight, grad in zip(self.weights, made, strict=True):
                 if grad is not None:
                     weight.grad = grad if weight.grad is None else weight.grad + grad
 
+        self.waiting += 1
         self.queue.append(weight_gradients)
         return [next(found) if tensor.requires_grad else None for tensor in (*self.inputs, *self.now)]
 
