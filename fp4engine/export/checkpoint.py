@@ -191,6 +191,8 @@ def export_checkpoint(
         raise ValueError(f"max_shard_size must be an integer of at least one byte, got {max_shard_size!r}")
     if weights is not None and not isinstance(weights, Mapping):
         raise ValueError(f"weights must map names to tensors, as TensorFolder does, got {weights!r:.80}")
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        require_path("tokenizer", tokenizer)
     target = require_path("directory", directory)
     tensors = ModelState(model, weights)
     layers, left_alone = export_layers(model, tensors, recipe, keep_high_precision, shared_scales, requantize)

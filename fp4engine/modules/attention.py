@@ -253,8 +253,11 @@ class MultiheadAttention(torch.nn.Module):
         else:
             context = core(query, key, value)
         context = context.transpose(1, 2) if self.qkv_format == "bshd" else context.permute(2, 0, 1, 3)
-        bias = None if self.return_bias else self.proj.bias
-        output = self.proj.multiply(context.flatten(-2), self.proj.weight, bias, is_first_microbatch)
+        context = context.flatten(-2)
+        if self.return_bias:
+            output = self.proj.multiply(context, self.proj.weight, None, is_first_microbatch)
+        else:
+            output = self.proj(context, is_first_microbatch)
         extra = [self.proj.bias] if self.return_bias else []
         extra += [normalized] if normalized is not None else []
         return (output, *extra) if extra else output

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import require_model
+from fp4engine.arguments import require_model, shown
 from fp4engine.formats import Outer
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.quantizers.shared import SharedAmaxQuantizer
@@ -30,14 +30,16 @@ def sibling_groups(names: Iterable[str], shared_scales: Iterable[Sequence[str]])
         shared_scales: names of siblings, below any one parent.
 
     Raises:
-        ValueError: a string in place of a sequence of names.
+        ValueError: something else in place of sequences of names, such as a string.
     """
+    if isinstance(shared_scales, str) or not isinstance(shared_scales, Iterable):
+        raise ValueError(f"shared_scales must be sequences of names, got {shown(shared_scales)}")
     known = dict.fromkeys(names)
     parents = dict.fromkeys(name.rpartition(".")[0] for name in known)
     groups: dict[str, tuple[str, ...]] = {}
     for siblings in shared_scales:
-        if isinstance(siblings, str):
-            raise ValueError(f"shared_scales must be sequences of names, got the string {siblings!r} among them")
+        if isinstance(siblings, str) or not isinstance(siblings, Iterable):
+            raise ValueError(f"shared_scales must be sequences of names, got {shown(siblings)} among them")
         for parent in parents:
             together = [f"{parent}.{sibling}" if parent else sibling for sibling in siblings]
             together = [name for name in together if name in known]

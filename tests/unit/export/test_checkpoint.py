@@ -165,6 +165,20 @@ def test_calibration_is_of_the_layers_that_servers_know() -> None:
     assert found.keys() == {"fc", "experts"} and found["fc"] == float(x.abs().amax())
 
 
+def test_calibration_sees_the_projection_of_attention() -> None:
+    model = nn.Sequential(fp4engine.MultiheadAttention(32, 2, attn_mask_type="no_mask", device="cpu"))
+    assert calibrate(model, [torch.randn(4, 2, 32)], NVFP4BlockScaling(), progress=False).keys() == {"0.proj"}
+
+
+def test_arguments_of_another_type_are_refused_before_anything_is_written(tmp_path) -> None:
+    for shared in ([3], 3, "q_proj", ["q_proj"]):
+        with pytest.raises(ValueError, match="shared_scales must be sequences of names"):
+            export_checkpoint(converted(), tmp_path / "out", shared_scales=shared)
+    with pytest.raises(ValueError, match="tokenizer must be a path, got 3"):
+        export_checkpoint(converted(), tmp_path / "out", tokenizer=3)
+    assert not (tmp_path / "out").exists()
+
+
 def test_calibration_refuses_to_guess() -> None:
     model = converted(NVFP4BlockScaling())
     with pytest.raises(ValueError, match="at least one batch"):
