@@ -92,13 +92,20 @@ def revert(model: nn.Module) -> None:
 
     Raises:
         ValueError: ``model`` is a :class:`fp4engine.Linear` itself, or nothing below it was converted; a module was
-            parametrized since.
+            parametrized since, or its forward was replaced on the object, as Accelerate's hooks do.
     """
     require_model(model)
     if isinstance(model, Linear):
         raise ValueError("revert swaps the modules inside a model, and this model is itself an fp4engine.Linear")
     for name, module in model.named_modules():
-        if is_parametrized(module) and (isinstance(module, (Linear, TorchMultiheadAttention)) or is_conv1d(module)):
+        if not (isinstance(module, (Linear, TorchMultiheadAttention)) or is_conv1d(module)):
+            continue
+        if "forward" in vars(module):
+            raise ValueError(
+                f"the forward of {name!r} was replaced on the object, and goes on multiplying as before; delete the "
+                "attribute first, after accelerate.hooks.remove_hook_from_submodules(model) where that put it there"
+            )
+        if is_parametrized(module):
             raise ValueError(
                 f"{name!r} is parametrized, which belongs to its class, and revert gives it another one; call "
                 "torch.nn.utils.parametrize.remove_parametrizations first"

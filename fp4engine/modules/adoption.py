@@ -107,11 +107,14 @@ def release(module: nn.Module) -> bool:
 def to_linear(module: Linear) -> nn.Linear:
     """An ``nn.Linear`` with the parameters, hooks and mode of ``module``: the inverse of ``Linear.from_linear``.
 
+    ``module.compile()`` is not handed on.
+
     A weight that is stored as codes becomes the values that they decode to.
     """
     own = vars(Gemms()).keys() - vars(nn.Module()).keys()
     new = nn.Linear.__new__(nn.Linear)
-    new.__dict__.update({name: value for name, value in module.__dict__.items() if name not in own})
+    state = nn.Module.__getstate__(module)  # without the call that was compiled: it is module's
+    new.__dict__.update({name: value for name, value in state.items() if name not in own})
     new._parameters = dict(module._parameters)
     decode_parameters(new)
     return new

@@ -74,9 +74,9 @@ class Linear(Gemms, torch.nn.Linear):
 
     @classmethod
     def from_linear(cls, module: torch.nn.Linear, name: str = "", recipe: Recipe | None = None) -> "Linear":
-        """A Linear that shares the parameters, hooks and mode of ``module``."""
+        """A Linear that shares the parameters, hooks and mode of ``module``; ``module.compile()`` is not handed on."""
         new = cls.__new__(cls)
-        new.__dict__.update(module.__dict__)
+        new.__dict__.update(torch.nn.Module.__getstate__(module))  # without the call that was compiled: it is module's
         new._configure(name, recipe, False)
         return new
 

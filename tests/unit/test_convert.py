@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import safetensors.torch
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from torch import nn
 from torch.nn.utils import parametrizations
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -494,3 +495,33 @@ def test_a_converted_model_compiles_in_one_graph_and_counts_nothing() -> None:
         counted = fp4engine.executed_gemms(model)
         assert torch.equal(compiled(torch.arange(32)), expected)
     assert fp4engine.executed_gemms(model) == counted
+
+
+def test_what_was_compiled_by_itself_computes_as_what_it_became() -> None:
+    x = torch.randn(4, 16)
+    model = nn.Sequential(nn.Linear(16, 32))
+    plain = copy.deepcopy(model)
+    high = plain(x)
+    fp4engine.convert(plain, NVFP4BlockScaling())
+    model[0].compile(backend="eager")
+    fp4engine.convert(model, NVFP4BlockScaling())
+    assert torch.equal(model(x), plain(x)) and not torch.equal(model(x), high)
+    model[0].compile(backend="eager")
+    assert torch.equal(model(x), plain(x))
+    fp4engine.revert(model)
+    assert torch.equal(model(x), high)
+
+
+def test_revert_refuses_a_forward_that_was_replaced_on_the_object() -> None:
+    x = torch.randn(4, 16)
+    model = nn.Sequential(nn.Linear(16, 32))
+    fp4engine.convert(model, NVFP4BlockScaling())
+    expected = model(x)
+    add_hook_to_module(model[0], ModelHook())
+    with pytest.raises(ValueError, match="the forward of '0' was replaced on the object"):
+        fp4engine.revert(model)
+    assert torch.equal(model(x), expected)
+    remove_hook_from_submodules(model)
+    del model[0].forward
+    fp4engine.revert(model)
+    assert type(model[0]) is nn.Linear and not torch.equal(model(x), expected)
