@@ -56,6 +56,14 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=["nvfp4", "no_rht", "mxfp8"])
+def test_an_exported_program_is_the_forward_by_the_recipe_in_force(recipe):
+    block, x = model(fp4engine.Linear, 1), torch.randn(16, 16)
+    with fp4engine.autocast(recipe=recipe):
+        expected, program = block(x), torch.export.export(block, (x,)).module()
+    assert torch.equal(program(x), expected) and not torch.equal(block(x), expected)
+
+
 @pytest.mark.no_poison
 def test_equal_blocks_share_a_graph_and_recipes_in_turn_settle():
     x = torch.randn(4, 16)
