@@ -220,13 +220,14 @@ def test_crafted_stacks_are_refused() -> None:
     model = converted("mixtral", RECIPE)
     fp4engine.quantize_weights(model)
     weight = model.model.layers[0].mlp.experts.down_proj
-    rebuild, (*described, shape, dtype, is_parameter, requires_grad, tensors, transposed) = weight.__reduce_ex__(2)
-    assert torch.equal(
-        rebuild(*described, shape, dtype, is_parameter, requires_grad, tensors, transposed).codes, weight.codes
+    rebuild, (*described, shape, dtype, is_parameter, requires_grad, tensors, transposed, frozen) = (
+        weight.__reduce_ex__(2)
     )
+    rest = (dtype, is_parameter, requires_grad, tensors, transposed, frozen)
+    assert torch.equal(rebuild(*described, shape, *rest).codes, weight.codes)
     for wrong in ((10**12, *shape[1:]), (3, *shape[1:]), (0, *shape[1:]), (1, *shape), shape[1:]):
         with pytest.raises(ValueError, match=r"stored"):
-            rebuild(*described, wrong, dtype, is_parameter, requires_grad, tensors, transposed)
+            rebuild(*described, wrong, *rest)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt2"])
