@@ -13,7 +13,10 @@ from fp4engine.formats import E4M3, fp8_block
 from fp4engine.functional import WeightCache, make_linear_plan
 from fp4engine.kernels.launch import Launch
 from fp4engine.modules import Gemms
-from fp4engine.ops import gemm_fp8, linear
+from fp4engine.ops import gemm_fp8
+from fp4engine.ops.linear import by_values
+from fp4engine.ops.linear.by_fp8 import LinearByFP8, LinearByFP8Blocks
+from fp4engine.ops.linear.by_values import LinearByValues
 from fp4engine.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -71,7 +74,7 @@ def run(
     return [y.detach(), *grads], ran, layer.executed.counts, ops.get_rng_state(), history
 
 
-def assert_one_launch_is_many(monkeypatch, *arguments, kind=linear.LinearByValues, **options):
+def assert_one_launch_is_many(monkeypatch, *arguments, kind=LinearByValues, **options):
     taken = []
     forward = kind.forward
     monkeypatch.setattr(kind, "forward", lambda *a: taken.append(a) or forward(*a))
@@ -136,9 +139,9 @@ def test_layouts(kernel_device, monkeypatch, view):
 @pytest.mark.parametrize(("room", "launches"), [(2 * 23 * 37, 1), (2 * 23 * 37 - 1, 0)], ids=["fits", "large"])
 def test_large_layers_take_single_operations(kernel_device, monkeypatch, room, launches):
     """The weight of 23 x 37 is the smaller operand; its values are BF16."""
-    taken, forward = [], linear.LinearByValues.forward
-    monkeypatch.setattr(linear, "MOST_HELD", room)
-    monkeypatch.setattr(linear.LinearByValues, "forward", lambda *a: taken.append(a) or forward(*a))
+    taken, forward = [], LinearByValues.forward
+    monkeypatch.setattr(by_values, "MOST_HELD", room)
+    monkeypatch.setattr(LinearByValues, "forward", lambda *a: taken.append(a) or forward(*a))
     layer, x = fp4engine.Linear(37, 23, device=kernel_device), torch.randn(64, 37, device=kernel_device)
     with fp4engine.autocast(recipe=NVFP4BlockScaling()):
         layer(x).sum().backward()
@@ -181,13 +184,13 @@ def assert_compiled_is_eager(monkeypatch, recipe, shape, device, kind, x_grad=Tr
 @pytest.mark.parametrize("options", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("shape", [SHAPES["even"], SHAPES["ragged"], SHAPES["3-D"]], ids=str)
 def test_compiled(kernel_device, monkeypatch, options, shape):
-    assert_compiled_is_eager(monkeypatch, NVFP4BlockScaling(**options), shape, kernel_device, linear.LinearByValues)
+    assert_compiled_is_eager(monkeypatch, NVFP4BlockScaling(**options), shape, kernel_device, LinearByValues)
 
 
 @pytest.mark.no_poison
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
 def test_compiled_gradients_that_nobody_wants(kernel_device, monkeypatch, x_grad, w_grad):
-    arguments = NVFP4BlockScaling(), SHAPES["ragged"], kernel_device, linear.LinearByValues
+    arguments = NVFP4BlockScaling(), SHAPES["ragged"], kernel_device, LinearByValues
     assert_compiled_is_eager(monkeypatch, *arguments, x_grad, w_grad)
 
 
@@ -258,14 +261,14 @@ def fp8_units(kernel_device, monkeypatch, forget_answers):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("bias", [True, False])
 def test_fp8_shapes(fp8_units, kernel_device, monkeypatch, shape, bias):
-    options = {"device": kernel_device, "bias": bias, "kind": linear.LinearByFP8}
+    options = {"device": kernel_device, "bias": bias, "kind": LinearByFP8}
     assert_one_launch_is_many(monkeypatch, Float8CurrentScaling(), shape, **options)
 
 
 @pytest.mark.parametrize("options", FP8_RECIPES.values(), ids=FP8_RECIPES)
 def test_fp8_recipes(fp8_units, kernel_device, monkeypatch, options):
     recipe = Float8CurrentScaling(**options)
-    assert_one_launch_is_many(monkeypatch, recipe, SHAPES["even"], device=kernel_device, kind=linear.LinearByFP8)
+    assert_one_launch_is_many(monkeypatch, recipe, SHAPES["even"], device=kernel_device, kind=LinearByFP8)
     assert len(fp8_units) == 12 and fp8_units[:6] == fp8_units[6:]
     fast = [not recipe.mm_params(gemm).use_split_accumulator for gemm in ("fprop", "dgrad", "wgrad")]
     assert [fast_accumulation for *_, fast_accumulation in fp8_units] == fast * 4
@@ -275,12 +278,12 @@ def test_fp8_recipes(fp8_units, kernel_device, monkeypatch, options):
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_fp8_gradients_that_nobody_wants(fp8_units, kernel_device, monkeypatch, x_grad, w_grad, weight_dtype):
     options = {"device": kernel_device, "x_grad": x_grad, "w_grad": w_grad, "weight_dtype": weight_dtype}
-    assert_one_launch_is_many(monkeypatch, Float8CurrentScaling(), SHAPES["ragged"], kind=linear.LinearByFP8, **options)
+    assert_one_launch_is_many(monkeypatch, Float8CurrentScaling(), SHAPES["ragged"], kind=LinearByFP8, **options)
 
 
 @pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
 def test_fp8_not_finite(fp8_units, kernel_device, monkeypatch, spoil):
-    options = {"device": kernel_device, "spoil": spoil, "kind": linear.LinearByFP8}
+    options = {"device": kernel_device, "spoil": spoil, "kind": LinearByFP8}
     assert_one_launch_is_many(monkeypatch, Float8CurrentScaling(), SHAPES["ragged"], **options)
 
 
@@ -288,7 +291,7 @@ def test_fp8_not_finite(fp8_units, kernel_device, monkeypatch, spoil):
 @pytest.mark.parametrize("shape", [SHAPES["even"], SHAPES["ragged"], SHAPES["3-D"]], ids=str)
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(True, True), (True, False), (False, True)])
 def test_fp8_compiled(fp8_units, kernel_device, monkeypatch, shape, x_grad, w_grad):
-    arguments = Float8CurrentScaling(), shape, kernel_device, linear.LinearByFP8
+    arguments = Float8CurrentScaling(), shape, kernel_device, LinearByFP8
     assert_compiled_is_eager(monkeypatch, *arguments, x_grad, w_grad)
 
 
@@ -334,27 +337,27 @@ BLOCK_SHAPES = {"even": (256, 256, 256), "ragged": (132, 272, 144), "3-D": (2, 6
 @pytest.mark.parametrize("shape", BLOCK_SHAPES.values(), ids=BLOCK_SHAPES)
 @pytest.mark.parametrize("recipe", BLOCKS.values(), ids=BLOCKS)
 def test_fp8_blocks(fp8_blocks, kernel_device, monkeypatch, recipe, shape):
-    options = {"device": kernel_device, "kind": linear.LinearByFP8Blocks, "sizes": (1.0,)}
+    options = {"device": kernel_device, "kind": LinearByFP8Blocks, "sizes": (1.0,)}
     assert_one_launch_is_many(monkeypatch, recipe, shape, **options)
 
 
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
 def test_fp8_blocks_gradients_that_nobody_wants(fp8_blocks, kernel_device, monkeypatch, x_grad, w_grad):
     options = {"device": kernel_device, "x_grad": x_grad, "w_grad": w_grad, "weight_dtype": torch.float32}
-    options |= {"kind": linear.LinearByFP8Blocks, "sizes": (1.0,)}
+    options |= {"kind": LinearByFP8Blocks, "sizes": (1.0,)}
     assert_one_launch_is_many(monkeypatch, BLOCKS["powers of two"], BLOCK_SHAPES["ragged"], **options)
 
 
 @pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
 def test_fp8_blocks_not_finite(fp8_blocks, kernel_device, monkeypatch, spoil):
-    options = {"device": kernel_device, "spoil": spoil, "kind": linear.LinearByFP8Blocks, "sizes": (1.0,)}
+    options = {"device": kernel_device, "spoil": spoil, "kind": LinearByFP8Blocks, "sizes": (1.0,)}
     assert_one_launch_is_many(monkeypatch, BLOCKS["powers of two"], BLOCK_SHAPES["ragged"], **options)
 
 
 @pytest.mark.no_poison
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(True, True), (False, True)])
 def test_fp8_blocks_compiled(fp8_blocks, kernel_device, monkeypatch, x_grad, w_grad):
-    arguments = BLOCKS["powers of two"], BLOCK_SHAPES["3-D"], kernel_device, linear.LinearByFP8Blocks
+    arguments = BLOCKS["powers of two"], BLOCK_SHAPES["3-D"], kernel_device, LinearByFP8Blocks
     assert_compiled_is_eager(monkeypatch, *arguments, x_grad, w_grad)
 
 
@@ -377,7 +380,7 @@ def test_fp8_blocks_compiled_for_rows_that_fit_and_that_do_not(fp8_blocks, kerne
 
 @pytest.mark.parametrize("shape", [(130, 144, 144), (132, 144, 136), (132, 136, 144), (128, 144, 144)], ids=str)
 def test_fp8_blocks_that_do_not_fit_take_single_operations(fp8_blocks, kernel_device, monkeypatch, shape):
-    monkeypatch.setattr(linear.LinearByFP8Blocks, "forward", None)
+    monkeypatch.setattr(LinearByFP8Blocks, "forward", None)
     outputs, *_ = run(BLOCKS["powers of two"], shape, device=kernel_device, sizes=(1.0,))
     assert all(output.isfinite().all() for output in outputs)
 
@@ -387,7 +390,7 @@ SIZES = (1.0, 100.0, 0.01, 0.0, 5.0)
 
 
 def assert_delayed_is_many(monkeypatch, device, recipe=DELAYED, shape=SHAPES["ragged"], **options):
-    options = {"device": device, "kind": linear.LinearByFP8, "sizes": SIZES} | options
+    options = {"device": device, "kind": LinearByFP8, "sizes": SIZES} | options
     assert_one_launch_is_many(monkeypatch, recipe, shape, **options)
 
 
