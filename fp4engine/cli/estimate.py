@@ -9,7 +9,8 @@ given one by one. Does 8B fit on a card with 24 GiB, with LoRA?
 import argparse
 from pathlib import Path
 
-from fp4engine.estimate import GPUS, MODELS, STATES, Architecture, estimate, from_config
+from fp4engine.estimate import GPUS, MODELS, Architecture, estimate, from_config
+from fp4engine.estimate.request import STATES
 from fp4engine.recipe import zoo
 
 SIZES = ("layers", "width", "heads", "ffn", "vocabulary")

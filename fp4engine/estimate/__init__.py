@@ -17,13 +17,13 @@ from fp4engine.estimate.costs import host_seconds, largest_unit, seconds_of, wir
 from fp4engine.estimate.decoder import MODELS, Architecture, Decoder, from_config
 from fp4engine.estimate.gpus import GPU, GPUS
 from fp4engine.estimate.memory import traced
-from fp4engine.estimate.request import STATES, Request, of_sizes, require_settings, without_memory
+from fp4engine.estimate.request import Request, of_sizes, require_settings, without_memory
 from fp4engine.estimate.result import Estimate, count
 from fp4engine.estimate.trace import Step
 from fp4engine.recipe import Recipe, zoo
 from fp4engine.recipe.base import require_recipe
 
-__all__ = ["GPU", "GPUS", "MODELS", "STATES", "Architecture", "Estimate", "estimate", "from_config"]
+__all__ = ["GPU", "GPUS", "MODELS", "Architecture", "Estimate", "estimate", "from_config"]
 
 FITTED = ("nvfp4", "fp8_current")
 """Rows of the recipe book whose steps were measured, beside BF16's, and compared with estimates."""
@@ -56,7 +56,7 @@ def estimate(
         gpu: one of :data:`GPUS`.
         batch, sequence: sequences, and tokens in each, of one GPU's step.
         parameters: ``"fp32"``, multiplied under ``torch.autocast``, or ``"bf16"``; of a module, what it has.
-        optimizer: one of :data:`STATES`.
+        optimizer: one of :data:`~fp4engine.estimate.request.STATES`.
         checkpointing: each block keeps its input only and runs again in backward.
         fsdp: over how many GPUs parameters, gradients and optimizer state are sharded.
         tp: over how many GPUs heads, the MLP's inner width and the vocabulary are split.
