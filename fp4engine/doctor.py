@@ -327,7 +327,7 @@ def _layer_check(device: torch.device, bias: bool) -> Check:
     inp, grad_output = exact_input(64, 96, seed=9), exact_input(64, 80, seed=11)
 
     def step(layer: Linear, device: torch.device) -> dict[str, Tensor]:
-        x = inp.to(device).requires_grad_()
+        x = inp.detach().to(device).requires_grad_()  # a tensor of its own, on the CPU too
         layer.zero_grad()
         output = layer(x)
         output.backward(grad_output.to(device))

@@ -30,6 +30,11 @@ def test_right_kernels_pass_and_are_named(few, kernel_device: str, capsys) -> No
     assert ": cast of nvfp4, input: same bytes by triton" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_steps_of_a_layer_agree(bias: bool, kernel_device: str) -> None:
+    assert doctor._layer_check(torch.device(kernel_device), bias).failure == ""
+
+
 def test_a_kernel_whose_constant_is_wrong_fails(few, kernel_device: str, monkeypatch, capsys) -> None:
     if kernel_device == "cuda":
         pytest.skip("a compiled kernel holds its constants; the next test breaks what it wrote")
