@@ -290,10 +290,12 @@ def environment(settings: Settings, corpus: Corpus) -> dict[str, Any]:
 
 @cache
 def commit() -> str:
-    """Of the sources that run here; what `COMMIT` says where git knows nothing of them."""
+    """Of the sources that run here: what `COMMIT` says, or git where nothing was said."""
+    if said := os.environ.get("COMMIT"):
+        return said
     root = Path(__file__).resolve().parents[2]
     asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("COMMIT", "unknown")
+        return "unknown"
