@@ -31,6 +31,8 @@ CLEARED = 1024
 """Maxima that a program of :func:`clear_kernel` sets to zero."""
 MOST_PARTS = 1024
 """Parts of an amax per tensor."""
+WIDTH = 1024
+"""Most columns of a rowwise tile."""
 
 
 @triton.jit
@@ -208,11 +210,18 @@ def amax_kernel(
         store_part(col_amax_ptr, col_whole_ptr, col_bits)
 
 
-def tile_shape(col: Side | None, prologue: Prologue | None = None) -> tuple[int, int]:
-    """Rows and columns of a tile; fewer columns where each has a gamma in registers."""
-    if col is None:
-        return 8, 1024
-    return (64, 128) if prologue is None or not prologue.is_norm else (128, 64)
+def tile_shape(col: Side | None, prologue: Prologue | None = None, cols: int = WIDTH) -> tuple[int, int]:
+    """Rows and columns of a tile of a matrix with ``cols`` columns.
+
+    What is read as it lies, rowwise, is read in tiles twice as large, and no wider than the matrix. Fewer columns where
+    each has a gamma in registers.
+    """
+    if col is not None:
+        return (64, 128) if prologue is None or not prologue.is_norm else (128, 64)
+    if prologue is not None:
+        return 8, WIDTH
+    width = min(max(triton.next_power_of_2(cols), 16), WIDTH)
+    return 16 * WIDTH // width, width
 
 
 class Maxima(NamedTuple):
@@ -243,7 +252,7 @@ def add_amax(
     rows, cols = source.shape
     hardware, multiprocessors = device_facts(draft.device)
     overlap = overlapping(hardware)
-    tiles = Tiles.of(source.shape, draft.device, *tile_shape(col, source.prologue))
+    tiles = Tiles.of(source.shape, draft.device, *tile_shape(col, source.prologue, cols))
     programs = min(tiles.programs, 8 * multiprocessors, MOST_PARTS)
     sizes = [length if side is not None and side.per_row else 0 for side, length in ((row, rows), (col, cols))]
     if any(sizes):

@@ -10,14 +10,16 @@ reaches a GPU, or Triton's interpreter, in another way.
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 from functools import cache, lru_cache, partial
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from triton import knobs
+from triton import AsyncCompileMode, knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -199,6 +201,7 @@ class Launch:
             itemgetter(*(self._position(argument, order, len(described)) for argument in step.arguments))
             for step in steps
         ]
+        self._is_compiled = False
         self._started: list[tuple[Any, ...]] | None = None
 
     def _position(self, argument: Any, order: dict[int, int], blocks: int) -> int:
@@ -249,16 +252,28 @@ class Launch:
         values += [allocate() for allocate in self._parts]
         values += [describe(values[place]) for place, describe, _ in self._blocks]
         values += self._constants
-        compiled: list[Any] = []
-        for step, arguments in zip(self.steps, self._arguments, strict=True):
-            compiled.append(step.kernel[(step.programs,)](*arguments(values), **step.options))
+        calls = [(step, arguments(values)) for step, arguments in zip(self.steps, self._arguments, strict=True)]
+        is_jit = all(isinstance(step.kernel, JITFunction) for step in self.steps)
+        if is_jit and not self._is_compiled:
+            Context().run(_compile_side_by_side, calls)  # where a failure leaves Triton's mode set
+            self._is_compiled = True
+        compiled = [step.kernel[(step.programs,)](*arguments, **step.options) for step, arguments in calls]
         if not compiled:  # nothing was started, so nothing says that a driver is there
             return
-        if all(isinstance(step.kernel, JITFunction) for step in self.steps) and all(map(_can_run, compiled)):
+        if is_jit and all(map(_can_run, compiled)):
             self._started = [
                 (kernel.run, step.programs, kernel.function, kernel.packed_metadata, arguments)
                 for kernel, step, arguments in zip(compiled, self.steps, self._arguments, strict=True)
             ]
+
+
+def _compile_side_by_side(calls: Sequence[tuple[Step, tuple[Any, ...]]]) -> None:
+    """Compile what Triton has not met yet, a thread for each kernel: seconds each, most of them outside Python."""
+    if len(calls) < 2:
+        return
+    with ThreadPoolExecutor(len(calls)) as threads, AsyncCompileMode(threads):
+        for step, arguments in calls:
+            step.kernel.warmup(*arguments, grid=(step.programs,), **step.options)
 
 
 def _is_watched() -> bool:

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from triton import AsyncCompileMode
+
 import fp4engine
 from fp4engine import capability, ops
 from fp4engine.inspect.recorder import Heard
@@ -77,11 +79,15 @@ class Compiled(Kernel):
 
     def __init__(self):
         super().__init__()
-        self.run = Run()
+        self.run, self.warmed = Run(), []
 
     def __getitem__(self, grid):
         start = super().__getitem__(grid)
         return lambda *arguments, **options: start(*arguments, **options) or self
+
+    def warmup(self, *arguments, grid, **options):
+        assert not self.started, "all kernels of a launch are compiled before the first of them starts"
+        self.warmed.append((grid, arguments, options))
 
 
 def test_what_is_compiled_is_given_addresses_in_the_same_order(monkeypatch):
@@ -118,6 +124,50 @@ def test_what_is_compiled_is_given_addresses_in_the_same_order(monkeypatch):
     assert arguments[:7] == ("descriptor", given.data_ptr(), None, *own) and arguments[9] == 2.5
     assert arguments[8] - arguments[7] == 256 and rest == ("descriptor", arguments[8], outputs[0].data_ptr())
     assert described[0].shape == (4,) and described[1] is given
+
+
+def test_kernels_are_compiled_side_by_side_by_the_first_call_alone(monkeypatch):
+    """By a profiler's leave: calls that Triton is to see go through it every time, and compile nothing again."""
+    monkeypatch.setattr(launch, "JITFunction", Compiled)
+    monkeypatch.setattr(launch, "_is_watched", lambda: True)
+    kernel, draft = Compiled(), Draft(torch.device("cpu"), inputs=1)
+    for programs in (3, 5):
+        draft.step(kernel, programs, *draft.inputs, 2.5, num_warps=4)
+    made, x = draft.launch(), torch.zeros(2)
+    for _ in range(3):
+        made(x)
+    assert kernel.warmed == kernel.started[:2] and len(kernel.started) == 6
+    assert [grid for grid, _, _ in kernel.warmed] == [(3,), (5,)]
+
+
+def test_a_kernel_that_does_not_compile_leaves_the_next_launch_able_to(monkeypatch):
+    modes = []
+
+    class Mode(AsyncCompileMode):
+        def __enter__(self):
+            modes.append(self)
+            return super().__enter__()
+
+    def fail():
+        raise ValueError("does not compile")
+
+    class Wrong(Compiled):
+        def warmup(self, *arguments, grid, **options):
+            modes[-1].submit(object(), fail, None)
+
+    monkeypatch.setattr(launch, "AsyncCompileMode", Mode)
+    monkeypatch.setattr(launch, "JITFunction", Compiled)
+    for kind in (Wrong, Compiled, Wrong, Compiled):
+        kernel, draft = kind(), Draft(torch.device("cpu"), inputs=1)
+        for _ in range(2):
+            draft.step(kernel, 1, *draft.inputs)
+        if kind is Wrong:
+            with pytest.raises(ValueError, match="does not compile"):
+                draft.launch()(torch.zeros(1))
+            assert not kernel.started
+        else:
+            draft.launch()(torch.zeros(1))
+            assert len(kernel.warmed) == len(kernel.started) == 2
 
 
 def test_scratch_of_nothing_is_passed_too(monkeypatch):
