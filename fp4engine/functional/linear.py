@@ -28,7 +28,7 @@ from fp4engine.functional.operands import (
 from fp4engine.functional.plan import ExecutedGemms, GemmName, LinearPlan
 from fp4engine.functional.saved import flatten, unflatten
 from fp4engine.functional.shards import Shards, Wholes
-from fp4engine.functional.through_cast import gradient, rotation_of, within
+from fp4engine.functional.through_cast import gradient, rotated_by, within
 from fp4engine.functional.weight_cache import WeightCache
 from fp4engine.ops import Operand, TiledOperand
 from fp4engine.quantizers.base import as_matrix
@@ -257,19 +257,19 @@ def _gradients(
     weight, inp = saved_operands(saved.weight, saved.inp, call, rng)
     if call.needs_dgrad:
         assert left is not None and weight is not None
-        rotation = rotation_of(call.plan.weight, call.plan)
+        rotated = rotated_by(call.plan.weight, call.plan)
         dgrad = partial(linear_dgrad, left, weight, call)
-        grad_input = gradient(dgrad, rotation, saved.inp_within, in_features, call.dtype, backend)
+        grad_input = gradient(dgrad, rotated, saved.inp_within, in_features, call.dtype, backend)
     if call.needs_wgrad:
         assert left_t is not None and inp is not None
-        rotation = rotation_of(call.plan.input, call.plan)
+        rotated = rotated_by(call.plan.input, call.plan)
         wgrad = partial(linear_wgrad, left_t, inp, call)
-        undone = partial(gradient, wgrad, rotation, saved.weight_within, in_features, backend=backend)
+        undone = partial(gradient, wgrad, rotated, saved.weight_within, in_features, backend=backend)
         if call.main_grad is None:
             grad_weight = undone(weight_dtype)
         else:
             buffer = call.main_grad.buffer
-            if rotation is None and saved.weight_within is None:
+            if not rotated and saved.weight_within is None:
                 call.main_grad.product = partial(wgrad, buffer.dtype, buffer)
             else:
                 call.main_grad.product = partial(add_rounded, buffer, partial(undone, torch.float32))

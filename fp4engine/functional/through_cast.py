@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fp4engine import ops
-from fp4engine.formats import Rotation
 from fp4engine.functional.plan import LinearPlan
 from fp4engine.ops import Operand
 from fp4engine.ops.operation import PLAIN
@@ -38,18 +37,21 @@ def within(x: Tensor, operand: Operand, quantizer: Quantizer, plan: LinearPlan) 
     return ops.within_range(as_matrix(x), operand, plan.backend)
 
 
-def rotation_of(quantizer: Quantizer, plan: LinearPlan) -> Rotation | None:
-    """How a backward product comes out rotated that multiplies the tensor of ``quantizer``."""
+def rotated_by(quantizer: Quantizer, plan: LinearPlan) -> str:
+    """Key of the spec by whose rotation a backward product comes out that multiplies the tensor of ``quantizer``.
+
+    Empty if it comes out as the gradient itself.
+    """
     made_of_rowwise = quantizer.columnwise_source == "rowwise_dequantized"
     if plan.backward_override is not None:
         made_of_rowwise = plan.backward_override == "dequantized"
     spec = quantizer.rowwise_spec
-    return spec.rotation if made_of_rowwise and spec is not None else None
+    return spec.key if made_of_rowwise and spec is not None and spec.rotation is not None else ""
 
 
 def gradient(
     multiply: Callable[[torch.dtype], Tensor],
-    rotation: Rotation | None,
+    rotated: str,
     within: Tensor | None,
     cols: int,
     dtype: torch.dtype,
@@ -58,12 +60,12 @@ def gradient(
     """The gradient [rows, cols] in ``dtype``, of a product in the dtype that ``multiply`` is asked for.
 
     Args:
-        rotation, within: from :func:`rotation_of`, of the product's other tensor, and :func:`within`, of its own. With
+        rotated, within: from :func:`rotated_by`, of the product's other tensor, and :func:`within`, of its own. With
             either the product is in FP32, and rounded once in the end.
     """
-    if rotation is None and within is None:
+    if not rotated and within is None:
         return multiply(dtype)
-    return ops.clip_and_rotate_back(multiply(torch.float32), within, rotation, cols, dtype, backend)
+    return ops.clip_and_rotate_back(multiply(torch.float32), within, rotated, cols, dtype, backend)
 
 
 def _is_fake(x: Tensor) -> bool:

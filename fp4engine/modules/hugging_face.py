@@ -59,7 +59,16 @@ def can_adopt_experts(module: torch.nn.Module) -> bool:
         return False
     parameters = dict(module.named_parameters(recurse=False))
     weights = [parameters.get(name) for name in (_up_name(module), "down_proj")]
-    return all(weight is not None and weight.dim() == 3 for weight in weights) and not module._is_expert_parallel
+    return all(weight is not None and weight.dim() == 3 for weight in weights) and not _are_spread(module)
+
+
+def _are_spread(experts: Any) -> bool:
+    """Whether processes have some of the experts each: transformers says so since 5.18; before, by a smaller number."""
+    if hasattr(experts, "_is_expert_parallel"):
+        return bool(experts._is_expert_parallel)
+    config = experts.config
+    counts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
+    return any(isinstance(count, int) and experts.num_experts < count for count in counts)
 
 
 def adopt_experts(module: torch.nn.Module, name: str) -> None:
@@ -105,7 +114,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
     Source: transformers ``integrations/moe.py``, ``grouped_mm_experts_forward``, for the order of the steps.
     """
-    if module._is_expert_parallel:
+    if _are_spread(module):
         raise NotImplementedError("experts that are spread over processes are not implemented: revert(model) first")
     expert = top_k_index.reshape(-1)
     order = torch.argsort(expert, stable=True)
@@ -113,7 +122,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     counts.scatter_add_(0, expert.to(torch.int64), torch.ones_like(expert, dtype=torch.int64))
     rows = module.up_gemms(hidden_states[order // top_k_index.shape[-1]], counts)
     rows = module.down_gemms(module._apply_gate(rows) if module.has_gate else module.act_fn(rows), counts)
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # since transformers 5.20
         rows = module.post_expert_norm(rows)
     weighted = rows * top_k_weights.reshape(-1)[order, None]
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

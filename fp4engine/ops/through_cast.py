@@ -1,18 +1,15 @@
 """Gradients through a cast: which elements it did not saturate, and a gradient clipped there and rotated back."""
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from fp4engine import reference
-from fp4engine.formats import CastSpec, Rotation
+from fp4engine.formats import CastSpec
 from fp4engine.ops import backend as backends
 from fp4engine.ops.cast import as_it_is
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define, is_plain
 from fp4engine.reference.hadamard import rotate_back
-from fp4engine.tracing import constant_when_traced
 
 
 def within_range(x: Tensor, operand: Operand, backend: str = "auto") -> Tensor:
@@ -33,7 +30,7 @@ def within_range(x: Tensor, operand: Operand, backend: str = "auto") -> Tensor:
 def clip_and_rotate_back(
     values: Tensor,
     within: Tensor | None,
-    rotation: Rotation | None,
+    rotated: str,
     cols: int,
     dtype: torch.dtype,
     backend: str = "auto",
@@ -41,23 +38,13 @@ def clip_and_rotate_back(
     """The gradient of a tensor [rows, cols] in ``dtype``, from that of what its cast decodes to.
 
     Args:
-        values: FP32 [rows, >= cols], contiguous; padded to whole rotations if ``rotation`` is there.
+        values: FP32 [rows, >= cols], contiguous; padded to whole rotations if the cast rotates.
         within: from :func:`within_range`; None clips nothing.
-        rotation: what the cast did to the tensor, without fresh signs.
+        rotated: key of the spec whose cast rotated the tensor, without fresh signs; empty, or one that does not
+            rotate, rotates nothing back.
     """
     run = _clip_and_rotate_back if is_plain(values) else torch.ops.fp4engine.clip_and_rotate_back
-    return run(values, within, _key(rotation), cols, dtype, backend)
-
-
-@constant_when_traced
-def _key(rotation: Rotation | None) -> str:
-    """``rotation`` as the key of a spec; empty for none."""
-    return _key_of(rotation) if rotation else ""
-
-
-@cache
-def _key_of(rotation: Rotation) -> str:
-    return CastSpec(rotation=rotation).key
+    return run(values, within, rotated, cols, dtype, backend)
 
 
 def _within_range(x: Tensor, codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: str, backend: str) -> Tensor:
@@ -78,15 +65,14 @@ def _supported(spec: str, x_dtype: torch.dtype) -> tuple[bool, str]:
 def _clip_and_rotate_back(
     values: Tensor, within: Tensor | None, rotated: str, cols: int, dtype: torch.dtype, backend: str
 ) -> Tensor:
+    rotation = CastSpec.from_key(rotated).rotation if rotated else None
     if backends.choose("clip_and_rotate_back", values.device, backend, (dtype,), _back_supported) == "triton":
         from fp4engine.kernels.through_cast import back
 
-        return back(values, within, rotated, cols, dtype)
+        return back(values, within, CastSpec(rotation=rotation).key if rotation else "", cols, dtype)
     if within is not None:
         values = values * reference.unpack_bits(within)[:, : values.shape[1]]
-    if rotated:
-        rotation = CastSpec.from_key(rotated).rotation
-        assert rotation is not None
+    if rotation is not None:
         values = rotate_back(values, rotation)
     return values[:, :cols].to(dtype).contiguous()
 

@@ -143,3 +143,30 @@ def test_a_refused_conversion_leaves_every_module_as_it_was() -> None:
         with pytest.raises(ValueError, match="'gone' covers no"):
             fp4engine.convert(model, NVFP4BlockScaling(), keep_high_precision=["gone"])
         assert {n: type(module) for n, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts_of_a_transformers_that_says_less_of_them(name) -> None:
+    """Before 5.18 nothing says that experts are spread, before 5.20 nothing that a norm follows them."""
+    results = []
+    for forgotten in ((), ("_is_expert_parallel", "has_post_expert_norm")):
+        torch.manual_seed(0)
+        model = architecture(name)
+        for path, module in model.named_modules():
+            if path.endswith(".experts"):
+                for attribute in forgotten:
+                    vars(module).pop(attribute, None)
+        fp4engine.convert(model, NVFP4BlockScaling(), keep_high_precision=head(model))
+        assert any(hasattr(module, "up_gemms") for module in model.modules())
+        results.append(loss(model))
+    assert torch.equal(*results)
+
+
+def test_experts_that_are_spread_are_left_alone() -> None:
+    for spread in ({"_is_expert_parallel": True}, {"num_experts": 2}):
+        model = architecture("mixtral")
+        experts = model.model.layers[0].mlp.experts
+        vars(experts).pop("_is_expert_parallel", None)
+        vars(experts).update(spread)
+        fp4engine.convert(model, NVFP4BlockScaling(), keep_high_precision=head(model))
+        assert not hasattr(experts, "up_gemms") and hasattr(model.model.layers[1].mlp.experts, "up_gemms")

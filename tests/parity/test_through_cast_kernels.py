@@ -55,6 +55,7 @@ def test_gradients_come_back(kernel_device: str, rotation: Rotation | None, clip
         width = CastSpec(rotation=rotation).padded_cols(cols)
         values = make("normal", rows, width if rotation else cols, torch.float32).to(kernel_device)
         bits = torch.randint(0, 256, (rows, width // 8), dtype=torch.uint8, device=kernel_device) if clipped else None
-        asked = (values, bits, rotation, cols, dtype)
+        rotated = CastSpec(rotation=rotation).key if rotation else ""
+        asked = (values, bits, rotated, cols, dtype)
         kernel, oracle = (ops.clip_and_rotate_back(*asked, backend=backend) for backend in ("triton", "reference"))
         assert_same(kernel, oracle, f"{rows}x{cols}")
