@@ -128,6 +128,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {devices}"))
 
 
+@pytest.fixture(autouse=True)
+def beside_its_tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that asks for no GPU, and makes its tensors on the CPU, sees none.
+
+    TransformerEngine's modules go to one where there is one."""
+    asks = {"device", "kernel_device"} & set(request.fixturenames)
+    if asks or any(request.node.get_closest_marker(name) for name in ("gpu", "multi_gpu")):
+        return
+    if torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of the processes that it starts
+
+
 @pytest.fixture
 def device() -> str:
     """The accelerator where there is one, else the CPU: for tests whose bytes must agree on both."""

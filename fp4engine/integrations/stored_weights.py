@@ -135,7 +135,8 @@ class StoredWeightsQuantizer(HfQuantizer):
         """Make the weights of their parts.
 
         Raises:
-            ValueError: the checkpoint lacks a part, which transformers has filled with whatever the memory held.
+            ValueError: the checkpoint lacks a part, which transformers has filled with whatever the memory held, or
+                has one of another shape or dtype, which transformers before 5.20 takes.
         """
         for name, quantizer in self._quantizers.items():
             place = self._places[name]
@@ -145,6 +146,13 @@ class StoredWeightsQuantizer(HfQuantizer):
                     lacking = f"{name}.weight_{part}"
                     raise ValueError(f"the checkpoint lacks {lacking!r}, a part of a weight that is stored as codes")
             tensors = [part.detach() for part in parts if part is not None]
+            expected = stored_as(torch.Size(self._shapes[name]), self._dtype, quantizer, place.transposed)
+            for part, tensor, wanted in zip(STORED, tensors, expected, strict=False):
+                if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
+                    raise ValueError(
+                        f"{name}.weight_{part} must be {wanted.dtype} {list(wanted.shape)}, got {tensor.dtype} "
+                        f"{list(tensor.shape)} in the checkpoint"
+                    )
             weight = QuantizedWeight(quantizer, self._shapes[name], self._dtype, tensors, place.transposed)
             weight.is_frozen = True
             del vars(place.owner)[place.parameter]

@@ -175,6 +175,7 @@ def test_experts_are_filled_one_matrix_at_a_time(tmp_path) -> None:
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
 def test_stored_experts_are_exported_with_the_bytes_of_plain_ones(tmp_path, form) -> None:
+    pytest.importorskip("compressed_tensors", reason="needs the extra `export`")
     for shared in ((), SHARED_SCALES):
         folders = []
         for stored in (False, True):
@@ -246,6 +247,7 @@ def test_a_model_is_loaded_without_its_head_and_with_one(tmp_path, name) -> None
 
 
 def test_siblings_keep_the_amax_that_they_share(tmp_path) -> None:
+    pytest.importorskip("compressed_tensors", reason="needs the extra `export`")
     model = llama()
     qat.prepare(model, keep_high_precision=["lm_head"])
     qat.finalize(model)
@@ -333,8 +335,10 @@ class TestHostile:
     @pytest.mark.filterwarnings("ignore")
     def test_a_part_of_another_shape(self, folder) -> None:
         self.change(folder, lambda tensors: tensors.update({f"{LAYER}.weight_codes": torch.zeros(3, 3)}))
-        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # transformers' own
-            self.load(folder)
+        with pytest.raises(
+            (RuntimeError, ValueError), match=r"ignore_mismatched_sizes|weight_codes must be torch\.uint8"
+        ):
+            self.load(folder)  # newer transformers refuse it themselves
 
     def test_a_truncated_file(self, folder) -> None:
         path = folder / "model.safetensors"

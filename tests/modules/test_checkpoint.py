@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -159,6 +160,9 @@ def test_checkpoint_inside_checkpoint(blocks, use_reentrant):
     assert_same(gradients(blocks, nested(blocks, checkpoint)), gradients(blocks, nested(blocks, plain)))
 
 
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13", reason="an error inside makes PyTorch fail once more, and lose its hooks"
+)
 def test_a_checkpoint_inside_a_recomputation_is_another_one_that_nobody_tells(blocks):
     with pytest.raises(RuntimeError, match=NOBODY_KNOWS):
         gradients(blocks, nested(blocks, partial(torch_checkpoint, use_reentrant=False)))

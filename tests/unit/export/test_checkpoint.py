@@ -27,6 +27,8 @@ from fp4engine.formats import CastSpec, Outer
 from fp4engine.recipe import Casts, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, ScheduledRecipe, zoo
 from tests.tiny import VOCABULARY, llama, tokens
 
+pytest.importorskip("compressed_tensors", reason="needs the extra `export`")
+
 WEIGHT_ONLY = zoo.make("nvfp4_weight_only")
 HELD = ["nvfp4", "nvfp4_1d_weight", "nvfp4_4over6", "nvfp4_weight_only"]
 FORMATS = ["compressed-tensors", "modelopt"]

@@ -11,6 +11,8 @@ from fp4engine.export.state import ModelState
 from fp4engine.recipe import LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, zoo
 from tests.tiny import CONFIGURATIONS, architecture, head, tokens
 
+pytest.importorskip("compressed_tensors", reason="needs the extra `export`")
+
 SPLIT = {
     "mixtral": ("model.layers.{}.block_sparse_moe.experts.{}", ("w1", "w3"), "w2"),
     "qwen3_moe": ("model.layers.{}.mlp.experts.{}", ("gate_proj", "up_proj"), "down_proj"),
