@@ -210,18 +210,20 @@ def amax_kernel(
         store_part(col_amax_ptr, col_whole_ptr, col_bits)
 
 
-def tile_shape(col: Side | None, prologue: Prologue | None = None, cols: int = WIDTH) -> tuple[int, int]:
-    """Rows and columns of a tile of a matrix with ``cols`` columns.
+def tile_shape(
+    col: Side | None, prologue: Prologue | None = None, cols: int = WIDTH, itemsize: int = 2
+) -> tuple[int, int]:
+    """Rows and columns of a tile of a matrix with ``cols`` columns, of elements of ``itemsize`` bytes.
 
-    What is read as it lies, rowwise, is read in tiles twice as large, and no wider than the matrix. Fewer columns where
-    each has a gamma in registers.
+    What is read as it lies, rowwise, is read in tiles of 32 KiB, no wider than the matrix. Fewer columns where each has
+    a gamma in registers.
     """
     if col is not None:
         return (64, 128) if prologue is None or not prologue.is_norm else (128, 64)
     if prologue is not None:
         return 8, WIDTH
     width = min(max(triton.next_power_of_2(cols), 16), WIDTH)
-    return 16 * WIDTH // width, width
+    return (32 << 10) // itemsize // width, width
 
 
 class Maxima(NamedTuple):
@@ -252,7 +254,7 @@ def add_amax(
     rows, cols = source.shape
     hardware, multiprocessors = device_facts(draft.device)
     overlap = overlapping(hardware)
-    tiles = Tiles.of(source.shape, draft.device, *tile_shape(col, source.prologue, cols))
+    tiles = Tiles.of(source.shape, draft.device, *tile_shape(col, source.prologue, cols, source.x.dtype.itemsize))
     programs = min(tiles.programs, 8 * multiprocessors, MOST_PARTS)
     sizes = [length if side is not None and side.per_row else 0 for side, length in ((row, rows), (col, cols))]
     if any(sizes):
