@@ -57,7 +57,7 @@ def gemm(
         return _product(left, left_key, right, right_key, bias, out_dtype, out, backend)
     operands = (*left.tensors, left_key, *right.tensors, right_key)
     if out is not None:
-        torch.ops.fp4engine.gemm_accumulate(out, *operands, backend)
+        torch.ops.fp4engine.gemm_accumulate(out, *operands, bias, backend)
         return out
     return torch.ops.fp4engine.gemm(*operands, bias, out_dtype, backend)[0]
 
@@ -110,7 +110,8 @@ def _fp8(
 def _dense(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
     with torch.autocast(left.device.type, enabled=False):  # the dtype is the caller's, also in a backward pass
         if out is not None:
-            product = torch.nn.functional.linear(left.to(torch.float32), right.to(torch.float32))
+            added = bias if bias is None else bias.float()
+            product = torch.nn.functional.linear(left.to(torch.float32), right.to(torch.float32), added)
             return out.copy_(out.float() + product)
         return torch.nn.functional.linear(
             left.to(out_dtype), right.to(out_dtype), bias if bias is None else bias.to(out_dtype)
@@ -330,11 +331,12 @@ def _gemm_accumulate(
     right_scale_inv: Tensor | None,
     right_amax: Tensor | None,
     right_spec: str,
+    bias: Tensor | None,
     backend: str,
 ) -> None:
     first = _operand(left_spec, left, left_scale_inv, left_amax)
     second = _operand(right_spec, right, right_scale_inv, right_amax)
-    _product(first, left_spec, second, right_spec, None, out.dtype, out, backend)
+    _product(first, left_spec, second, right_spec, bias, out.dtype, out, backend)
 
 
 def _scales(left_amax: Tensor, right_amax: Tensor, numerator: float) -> list[Tensor]:
