@@ -159,15 +159,21 @@ def _returned_amaxes(rowwise: str, columnwise: str, row_missing: bool, col_missi
 def _returned(rowwise: str, columnwise: str, row_missing: bool, col_missing: bool) -> tuple[bool, bool]:
     """Whether a cast returns the outer amaxes of its sides: those not given.
 
-    Two sides without block scales have one, which the rowwise side returns. A scalar correction is folded into the
-    amax, given or not.
+    Two sides that have the tensor's own and no block scales have one, which the rowwise side returns. A scalar
+    correction is folded into the amax, given or not.
     """
     row, col = (CastSpec.from_key(key) if key else None for key in (rowwise, columnwise))
-    shared = row is not None and col is not None and row_missing and not (row.block[1] or col.block[1])
+    shared = row_missing and all(spec is not None and _has_amax_of_tensor(spec) for spec in (row, col))
     return (
         row is not None and (row_missing or row.correction is Correction.SCALAR),
         col is not None and ((col_missing and not shared) or col.correction is Correction.SCALAR),
     )
+
+
+def _has_amax_of_tensor(spec: CastSpec) -> bool:
+    """Whether one amax is all that scales a cast, and that of the tensor itself, which is its transpose's too."""
+    changed = spec.rotation is not None or spec.correction is not Correction.NONE
+    return not (spec.block[1] or changed) and spec.outer is Outer.TENSOR
 
 
 def as_it_is(x: Tensor) -> Tensor:
