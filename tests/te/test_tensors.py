@@ -183,3 +183,17 @@ def test_an_existing_amax_is_scaled_by_a_power_of_two_where_one_is_asked_for() -
         DType.kFloat8E4M3, use_existing_amax=True, amax=torch.full((1,), 4.0), force_pow_2_scales=True
     )
     assert quantizer(torch.randn(4, 32))._scale_inv == 1 / 64
+
+
+@pytest.mark.parametrize("kept", ["rowwise", "columnwise"])
+def test_a_side_that_is_made_of_the_other_has_its_scale(kept) -> None:
+    """The scale and the amax of delayed scaling go on meanwhile."""
+    scale, amax = torch.full((1,), 20.0), torch.zeros(1)
+    sides = {"rowwise": False, "columnwise": False, kept: True}
+    tensor = Float8Quantizer(scale, amax, DType.kFloat8E4M3, **sides)(torch.randn(32, 48))
+    scale.fill_(3.0)
+    amax.zero_()
+    tensor.update_usage(rowwise_usage=True, columnwise_usage=True)
+    row, col = tensor.operands.rowwise, tensor.operands.columnwise
+    assert torch.equal(row.dequantize(), col.dequantize().T) and torch.equal(row.amax, col.amax)
+    assert amax == 0
