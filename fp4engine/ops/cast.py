@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import capability, reference
-from fp4engine.formats import CastSpec, Correction, Outer
+from fp4engine.formats import CastSpec, Correction, Outer, RoundingMode
 from fp4engine.kernels.source import Source
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
@@ -74,6 +74,8 @@ def quantize(
         require_amax("rowwise_amax", rowwise_amax, rowwise, rows, cols, x.device)
         require_amax("columnwise_amax", columnwise_amax, columnwise, cols, rows, x.device)
     row_key, col_key = "" if rowwise is None else rowwise.key, "" if columnwise is None else columnwise.key
+    if rng is None and (drawing := _drawing(row_key, col_key, False)):
+        raise ValueError(f"a stochastic cast needs rng=(seed, draw), got None (spec {drawing})")
     row_amax, col_amax = None if rowwise is None else rowwise_amax, None if columnwise is None else columnwise_amax
     if _rounds_amax(row_key, col_key, row_amax is None, col_amax is None):
         assert isinstance(x, Tensor)
@@ -134,6 +136,21 @@ def _casts_together(key: str, dtype: torch.dtype, device: torch.device, backend:
     if backends.decide(device, backend, (key, "", dtype), casts_supported)[0] != "triton":
         return False
     return fused_casts_supported(key, dtype)[0] and CastSpec.from_key(key).outer is Outer.TENSOR
+
+
+@constant_when_traced
+def _drawing(rowwise: str, columnwise: str, amax_alone: bool) -> str:
+    """The key of a side that reads the random stream; with ``amax_alone`` before its elements are rounded."""
+    return _drawn(rowwise, columnwise, amax_alone)
+
+
+@cache
+def _drawn(rowwise: str, columnwise: str, amax_alone: bool) -> str:
+    for spec in (CastSpec.from_key(key) for key in (rowwise, columnwise) if key):
+        read = spec.replace(rounding=RoundingMode.EVEN) if amax_alone else spec
+        if read.is_stochastic:
+            return spec.key
+    return ""
 
 
 @constant_when_traced
@@ -201,10 +218,15 @@ def amax(
 
     Returns:
         FP32 [1], or one per row of the operand under row scaling; NaN where a NaN went in.
+
+    Raises:
+        ValueError: a cast rotates by fresh signs or corrects its scales, and there is no ``rng``.
     """
     x = as_it_is(x)
     run = _amax if is_plain(x) else torch.ops.fp4engine.amax
     row_key, col_key = "" if rowwise is None else rowwise.key, "" if columnwise is None else columnwise.key
+    if rng is None and (drawing := _drawing(row_key, col_key, True)):
+        raise ValueError(f"the amax of a cast that draws needs rng=(seed, draw), got None (spec {drawing})")
     tensors = iter(run(x, row_key, col_key, rng, stream, backend))
     return None if rowwise is None else next(tensors), None if columnwise is None else next(tensors)
 
