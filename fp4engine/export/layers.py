@@ -349,7 +349,9 @@ def encode(layer: ExportLayer, weight: Tensor, amax: Tensor, slabs: Slabs) -> tu
             codes[rows], scales[rows] = stored[0][rows], stored[1][rows]
         exact = weight[rows].cpu().float()
         wrong = decode(codes[rows], scales[rows], layer.spec) * factor - exact
-        return float(wrong.square().sum()), float(exact.square().sum())
+        largest = float(exact.abs().amax()) or 1.0  # before they are squared, which FP32 may not hold
+        squares = (float((part / largest).square().sum()) * largest**2 for part in (wrong, exact))
+        return next(squares), next(squares)
 
     wrong, total = map(sum, zip(*slabs.map(part, weight, layer.spec.block[0]), strict=True))
     return codes, scales, (wrong / total) ** 0.5 if total else 0.0

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4engine.formats import E4M3, E5M2, CastSpec, Outer, RoundingMode
+from fp4engine.formats import E4M3, E5M2, CastSpec, Correction, Outer, RoundingMode
 from fp4engine.kernels.amax import Maxima, add_amax, add_zeros, whole_amax
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.encode import outer_encode_scale, to_bits
@@ -134,6 +134,7 @@ def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
         (spec.rounding is RoundingMode.EVEN, f"rounding={spec.rounding.value}"),
         (spec.target == spec.element.max_value or not spec.scale_rule.is_power_of_two, f"target={spec.target}"),
         (spec.rotation is None, f"rotation={spec.rotation}"),
+        (spec.correction is Correction.NONE, f"correction={spec.correction.value}"),
     )
     for covered, what in checks:
         if not covered:

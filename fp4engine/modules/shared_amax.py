@@ -72,8 +72,15 @@ class _SharingFactory:
         others = [name for name in self.groups.get(role.name, ()) if name != role.name]
         if role.tensor_type != "weight" or not others or made.is_identity:
             return made
-        sides = (made.rowwise_spec, made.columnwise_spec, made.columnwise_source)
-        return SharedAmaxQuantizer(*sides, made.stream, made.backend, siblings=_Weights(self.model, tuple(others)))
+        return SharedAmaxQuantizer(
+            made.rowwise_spec,
+            made.columnwise_spec,
+            made.columnwise_source,
+            made.stream,
+            made.backend,
+            clipped_gradient=made.clipped_gradient,
+            siblings=_Weights(self.model, tuple(others)),
+        )
 
 
 def share_amax(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import capability, reference
-from fp4engine.formats import CastSpec, Correction, Outer
+from fp4engine.formats import CastSpec, Correction, Outer, RoundingMode
 from fp4engine.kernels.source import Source
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
@@ -74,6 +74,8 @@ def quantize(
         require_amax("rowwise_amax", rowwise_amax, rowwise, rows, cols, x.device)
         require_amax("columnwise_amax", columnwise_amax, columnwise, cols, rows, x.device)
     row_key, col_key = "" if rowwise is None else rowwise.key, "" if columnwise is None else columnwise.key
+    if rng is None and (drawing := _drawing(row_key, col_key, False)):
+        raise ValueError(f"a stochastic cast needs rng=(seed, draw), got None (spec {drawing})")
     row_amax, col_amax = None if rowwise is None else rowwise_amax, None if columnwise is None else columnwise_amax
     if _rounds_amax(row_key, col_key, row_amax is None, col_amax is None):
         assert isinstance(x, Tensor)
@@ -137,6 +139,21 @@ def _casts_together(key: str, dtype: torch.dtype, device: torch.device, backend:
 
 
 @constant_when_traced
+def _drawing(rowwise: str, columnwise: str, amax_alone: bool) -> str:
+    """The key of a side that reads the random stream; with ``amax_alone`` before its elements are rounded."""
+    return _drawn(rowwise, columnwise, amax_alone)
+
+
+@cache
+def _drawn(rowwise: str, columnwise: str, amax_alone: bool) -> str:
+    for spec in (CastSpec.from_key(key) for key in (rowwise, columnwise) if key):
+        read = spec.replace(rounding=RoundingMode.EVEN) if amax_alone else spec
+        if read.is_stochastic:
+            return spec.key
+    return ""
+
+
+@constant_when_traced
 def _rounds_amax(rowwise: str, columnwise: str, row_missing: bool, col_missing: bool) -> bool:
     """Whether an outer amax that is not given is to be rounded before it is used, which no cast does on its way."""
     return _rounded(rowwise, columnwise, row_missing, col_missing)
@@ -159,15 +176,21 @@ def _returned_amaxes(rowwise: str, columnwise: str, row_missing: bool, col_missi
 def _returned(rowwise: str, columnwise: str, row_missing: bool, col_missing: bool) -> tuple[bool, bool]:
     """Whether a cast returns the outer amaxes of its sides: those not given.
 
-    Two sides without block scales have one, which the rowwise side returns. A scalar correction is folded into the
-    amax, given or not.
+    Two sides that have the tensor's own and no block scales have one, which the rowwise side returns. A scalar
+    correction is folded into the amax, given or not.
     """
     row, col = (CastSpec.from_key(key) if key else None for key in (rowwise, columnwise))
-    shared = row is not None and col is not None and row_missing and not (row.block[1] or col.block[1])
+    shared = row_missing and all(spec is not None and _has_amax_of_tensor(spec) for spec in (row, col))
     return (
         row is not None and (row_missing or row.correction is Correction.SCALAR),
         col is not None and ((col_missing and not shared) or col.correction is Correction.SCALAR),
     )
+
+
+def _has_amax_of_tensor(spec: CastSpec) -> bool:
+    """Whether one amax is all that scales a cast, and that of the tensor itself, which is its transpose's too."""
+    changed = spec.rotation is not None or spec.correction is not Correction.NONE
+    return not (spec.block[1] or changed) and spec.outer is Outer.TENSOR
 
 
 def as_it_is(x: Tensor) -> Tensor:
@@ -195,10 +218,15 @@ def amax(
 
     Returns:
         FP32 [1], or one per row of the operand under row scaling; NaN where a NaN went in.
+
+    Raises:
+        ValueError: a cast rotates by fresh signs or corrects its scales, and there is no ``rng``.
     """
     x = as_it_is(x)
     run = _amax if is_plain(x) else torch.ops.fp4engine.amax
     row_key, col_key = "" if rowwise is None else rowwise.key, "" if columnwise is None else columnwise.key
+    if rng is None and (drawing := _drawing(row_key, col_key, True)):
+        raise ValueError(f"the amax of a cast that draws needs rng=(seed, draw), got None (spec {drawing})")
     tensors = iter(run(x, row_key, col_key, rng, stream, backend))
     return None if rowwise is None else next(tensors), None if columnwise is None else next(tensors)
 

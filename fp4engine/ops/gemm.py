@@ -57,7 +57,7 @@ def gemm(
         return _product(left, left_key, right, right_key, bias, out_dtype, out, backend)
     operands = (*left.tensors, left_key, *right.tensors, right_key)
     if out is not None:
-        torch.ops.fp4engine.gemm_accumulate(out, *operands, backend)
+        torch.ops.fp4engine.gemm_accumulate(out, *operands, bias, backend)
         return out
     return torch.ops.fp4engine.gemm(*operands, bias, out_dtype, backend)[0]
 
@@ -110,7 +110,8 @@ def _fp8(
 def _dense(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
     with torch.autocast(left.device.type, enabled=False):  # the dtype is the caller's, also in a backward pass
         if out is not None:
-            product = torch.nn.functional.linear(left.to(torch.float32), right.to(torch.float32))
+            added = bias if bias is None else bias.float()
+            product = torch.nn.functional.linear(left.to(torch.float32), right.to(torch.float32), added)
             return out.copy_(out.float() + product)
         return torch.nn.functional.linear(
             left.to(out_dtype), right.to(out_dtype), bias if bias is None else bias.to(out_dtype)
@@ -118,20 +119,26 @@ def _dense(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dt
 
 
 @cache
-def _supports(left: str, right: str, out_dtype: torch.dtype) -> tuple[bool, str]:
+def _supports(left: str, right: str, out_dtype: torch.dtype, plain: torch.dtype | None) -> tuple[bool, str]:
     """Whether the BF16 tensor-core product is exact for operands of these specs and roundings."""
     for key in (left, right):
         spec = CastSpec.from_key(key) if key else None
         if spec is not None and not spec.is_exact_in_bf16 and not spec.factor_group:
             return False, f"values of {key} are not exact in BF16"
-    if not (left and right) and out_dtype != torch.bfloat16:
-        return False, f"the unquantized operand of a {out_dtype} product is not BF16"
+    if not (left and right) and (out_dtype, plain) != (torch.bfloat16, torch.bfloat16):
+        return False, f"a {plain} operand that is not quantized, or its {out_dtype} product, is not BF16"
     return out_dtype in (torch.bfloat16, torch.float16, torch.float32), f"output dtype {out_dtype}"
 
 
 @cache
 def product_path(
-    left: str, right: str, are_codes: bool, out_dtype: torch.dtype, device: torch.device, backend: str
+    left: str,
+    right: str,
+    are_codes: bool,
+    out_dtype: torch.dtype,
+    device: torch.device,
+    backend: str,
+    plain: torch.dtype | None = None,
 ) -> tuple[str, str, float, bool]:
     """Which implementation multiplies, why no faster one does, the product of the operands' numerators.
 
@@ -140,6 +147,7 @@ def product_path(
     Args:
         left, right: keys of the operands' specs, empty for an unquantized one.
         are_codes: whether both operands are codes.
+        plain: dtype of an unquantized operand.
     """
     specs = [CastSpec.from_key(key) if key else None for key in (left, right)]
     numerator = 1.0
@@ -151,7 +159,7 @@ def product_path(
             return "native", "", numerator, False
         if backend == "native":
             return "", reason or "an operand holds values, not codes", numerator, False
-    path, reason = backends.decide(device, backend, (left, right, out_dtype), _supports)
+    path, reason = backends.decide(device, backend, (left, right, out_dtype, plain), _supports)
     return path, reason, numerator, path == "triton" and any(spec is not None and spec.factor_group for spec in specs)
 
 
@@ -213,7 +221,9 @@ def _product(
     by_blocks = backend in ("auto", "native") and are_codes and gemm_fp8.multiplies_blocks(left_key, right_key, device)
     if by_blocks and gemm_fp8.fits_blocks(left.data, right.data):
         return _fp8_blocks(left, right, bias, out_dtype, out)
-    path, reason, numerator, factored = product_path(left_key, right_key, are_codes, out_dtype, device, backend)
+    plain = None if left_key and right_key else right.data.dtype if left_key else left.data.dtype
+    asked = (left_key, right_key, are_codes, out_dtype, device, backend, plain)
+    path, reason, numerator, factored = product_path(*asked)
     backends.enter("gemm", path, reason, backend)
     if path == "native":
         from fp4engine.kernels import gemm_native
@@ -330,11 +340,12 @@ def _gemm_accumulate(
     right_scale_inv: Tensor | None,
     right_amax: Tensor | None,
     right_spec: str,
+    bias: Tensor | None,
     backend: str,
 ) -> None:
     first = _operand(left_spec, left, left_scale_inv, left_amax)
     second = _operand(right_spec, right, right_scale_inv, right_amax)
-    _product(first, left_spec, second, right_spec, None, out.dtype, out, backend)
+    _product(first, left_spec, second, right_spec, bias, out.dtype, out, backend)
 
 
 def _scales(left_amax: Tensor, right_amax: Tensor, numerator: float) -> list[Tensor]:

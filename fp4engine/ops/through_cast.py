@@ -71,7 +71,9 @@ def _clip_and_rotate_back(
 
         return back(values, within, CastSpec(rotation=rotation).key if rotation else "", cols, dtype)
     if within is not None:
-        values = values * reference.unpack_bits(within)[:, : values.shape[1]]
+        mask = reference.unpack_bits(within)
+        width = min(values.shape[1], mask.shape[1])  # what one has more is padding
+        values = values[:, :width] * mask[:, :width]
     if rotation is not None:
         values = rotate_back(values, rotation)
     return values[:, :cols].to(dtype).contiguous()

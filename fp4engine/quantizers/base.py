@@ -100,6 +100,11 @@ class Quantizer:
         """The same quantizer, keeping what it remembers between steps in ``memory``; most remember nothing."""
         return self
 
+    def _draws(self, rowwise: bool, columnwise: bool) -> bool:
+        """Whether making these sides takes a draw."""
+        asked = (self.rowwise_spec if rowwise else None, self.columnwise_spec if columnwise else None)
+        return self.is_stochastic and any(spec is not None and spec.is_stochastic for spec in asked)
+
     def quantize(
         self,
         x: Tensor | ops.Source,
@@ -135,11 +140,10 @@ class Quantizer:
         col_spec = self.columnwise_spec if columnwise else None
         row = col = None
         if row_spec is not None or col_spec is not None:
-            if rng is None and self.is_stochastic:
-                asked = [spec for spec in (row_spec, col_spec) if spec is not None and spec.is_stochastic]
-                rng = ops.next_draw(x.device) if asked else None
-            elif rng is not None:
+            if rng is not None:
                 ops.require_draw(rng, x.device)
+            elif self._draws(rowwise, columnwise):
+                rng = ops.next_draw(x.device)
             row, col = ops.quantize(
                 matrix,
                 row_spec,

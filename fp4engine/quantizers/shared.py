@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import ops
+from fp4engine.formats import CastSpec, Outer
 from fp4engine.quantizers.base import Quantizer
 from fp4engine.tensor import QuantizedTensor
 
@@ -16,9 +17,17 @@ def _is_spread(tensor: Tensor) -> bool:
     return type(tensor.data).__name__ == "DTensor"  # whose module takes a second to import
 
 
+def _shared(spec: CastSpec | None, amaxes: Sequence[Tensor | None]) -> Tensor | None:
+    """Of one side of several tensors, the tensor's own first: the largest, or its own where groups have theirs."""
+    found = [amax for amax in amaxes if amax is not None]
+    if spec is None or spec.outer is not Outer.TENSOR or not found:
+        return found[0] if found else None
+    return torch.stack(found).amax(0)
+
+
 @dataclass(frozen=True)
 class SharedAmaxQuantizer(Quantizer):
-    """A quantizer whose outer amax is the largest of its tensor's and of ``siblings()``.
+    """A quantizer whose outer amax is the largest of its tensor's and of ``siblings()``, where that is one number.
 
     Attributes:
         siblings: returns the other tensors, as they are when something is quantized; part of the value, so it has to be
@@ -33,9 +42,9 @@ class SharedAmaxQuantizer(Quantizer):
 
     def amax(self, x: Tensor, **sides: Any) -> tuple[Tensor | None, Tensor | None]:
         """Outer amax of the sides asked for, over ``x`` and its siblings; those that are DTensors are reduced."""
-        found = [self._amax(tensor, sides) for tensor in (x, *self.siblings())]
-        row, col = ([amax for amax in side if amax is not None] for side in zip(*found, strict=True))
-        return tuple(torch.stack(side).amax(0) if side else None for side in (row, col))  # pyright: ignore[reportReturnType]
+        found = zip(*(self._amax(tensor, sides) for tensor in (x, *self.siblings())), strict=True)
+        row, col = map(_shared, (self.rowwise_spec, self.columnwise_spec), found)
+        return row, col
 
     def _amax(self, tensor: Tensor, sides: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """Outer amaxes of one tensor, of all its shards."""
@@ -55,19 +64,24 @@ class SharedAmaxQuantizer(Quantizer):
         *,
         rowwise: bool = True,
         columnwise: bool = True,
+        rng: Tensor | None = None,
+        rank: int | None = None,
         rowwise_amax: Tensor | None = None,
         columnwise_amax: Tensor | None = None,
         **arguments: Any,
     ) -> QuantizedTensor:
         """As :meth:`Quantizer.quantize`; an amax that is given is taken as it is."""
         assert isinstance(x, Tensor)  # what is cast by siblings is a parameter, not a product of the forward pass
-        row, col = self.amax(
-            x, rowwise=rowwise and rowwise_amax is None, columnwise=columnwise and columnwise_amax is None
-        )
+        if rng is None and self._draws(rowwise, columnwise):  # amax and cast rotate by the same signs
+            rng = ops.next_draw(x.device)
+        sides = {"rowwise": rowwise and rowwise_amax is None, "columnwise": columnwise and columnwise_amax is None}
+        row, col = self.amax(x, **sides, rng=rng, rank=rank)
         return super().quantize(
             x,
             rowwise=rowwise,
             columnwise=columnwise,
+            rng=rng,
+            rank=rank,
             rowwise_amax=row if rowwise_amax is None else rowwise_amax,
             columnwise_amax=col if columnwise_amax is None else columnwise_amax,
             **arguments,

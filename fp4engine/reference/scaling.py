@@ -16,6 +16,9 @@ from fp4engine.constants import E4M3_MAX, FLT_MAX
 from fp4engine.formats import UE5M3, CastSpec, ElementFormat, Outer, RoundingMode
 from fp4engine.reference import rounding
 
+_LEAST_EXPONENT = -127
+"""Of a power of two whose inverse FP32 holds."""
+
 
 def divide(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
     """One correctly rounded FP32 division on every device; at least one argument is a tensor.
@@ -50,12 +53,16 @@ def outer_amax(x: Tensor, spec: CastSpec) -> Tensor:
 
 
 def round_outer_amax(amax: Tensor, spec: CastSpec) -> Tensor:
-    """``amax`` itself, or rounded up to ``numerator * 2^k`` where the outer scale is to be a power of two."""
+    """``amax`` itself, or rounded up to ``numerator * 2^k`` where the outer scale is to be a power of two.
+
+    ``k`` is at least -127, so that ``2^-k`` is an FP32 number. Where ``numerator * 2^k`` is none, ``amax`` stays.
+    """
     if spec.block[1] or not spec.scale_rule.is_power_of_two:
         return amax
     fraction, exponent = torch.frexp(divide(amax, spec.numerator))
-    rounded = torch.ldexp(torch.full_like(amax, spec.numerator), exponent - (fraction == 0.5).to(exponent.dtype))
-    return torch.where((amax == 0) | ~amax.isfinite(), amax, rounded)
+    exponent = torch.where(fraction == 0, _LEAST_EXPONENT, exponent - (fraction == 0.5).to(exponent.dtype))
+    rounded = torch.ldexp(torch.full_like(amax, spec.numerator), exponent.clamp(min=_LEAST_EXPONENT))
+    return torch.where((amax == 0) | ~amax.isfinite() | ~rounded.isfinite(), amax, rounded)
 
 
 def _amax(x: Tensor) -> Tensor:

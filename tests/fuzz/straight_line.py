@@ -201,7 +201,8 @@ class Linear:
             assert own.spec.outer in (Outer.TENSOR, Outer.NONE) and own.spec.block[0] == 1
             limit = scales.repeat_interleave(own.spec.block[1], 1) * own.spec.element.max_value
             limit = limit * (amax / torch.tensor(own.spec.numerator, dtype=torch.float32))
-            grad = grad * ((values == 0) | (values.abs() < limit))[:, : grad.shape[1]]
+            width = min(grad.shape[1], values.shape[1])  # what one has more is padding
+            grad = grad[:, :width] * ((values == 0) | (values.abs() < limit))[:, :width]
         if rotation is not None:
             grad = rotate_back(grad, rotation)
         return grad[:, : own.matrix.shape[1]].to(dtype)

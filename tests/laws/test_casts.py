@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp4engine import Quantizer, reference
-from fp4engine.formats import UE5M3, CastSpec, Correction, Outer, Rotation, RoundingMode, ScaleRule, Signs
+from fp4engine.formats import E4M3, UE5M3, CastSpec, Correction, Outer, Rotation, RoundingMode, ScaleRule, Signs, fp8
 from fp4engine.reference.hadamard import rotate
 from fp4engine.reference.philox import rotation_signs
 from fp4engine.reference.scaling import from_stored, to_stored
@@ -299,3 +299,28 @@ def test_four_over_six_never_has_the_larger_error(x: Tensor) -> None:
         errors = [(y - x.float()).abs().double() ** power for y in (chosen, plain)]
         better, worse = (torch.nn.functional.pad(e, (0, -x.shape[1] % 16)).view(-1, 16).sum(1) for e in errors)
         assert (better <= worse * (1 + 1e-5) + 1e-12).all()
+
+
+FP8 = fp8(E4M3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ({}, {"outer": Outer.ROW}),
+        ({"outer": Outer.ROW}, {}),
+        ({"outer": Outer.ROW}, {"outer": Outer.ROW}),
+        ({}, {"rotation": Rotation()}),
+        ({"rotation": Rotation()}, {}),
+        ({"correction": Correction.SCALAR}, {}),
+        ({"correction": Correction.SCALAR}, {"correction": Correction.SCALAR}),
+    ],
+    ids=str,
+)
+def test_two_sides_without_block_scales_are_what_each_is_alone(changes: tuple[dict, dict]) -> None:
+    """One amax scales both only where it is the tensor's own."""
+    x = torch.randn(32, 32) * torch.logspace(-1, 1, 32)[:, None]
+    row, col = (FP8.replace(**change) for change in changes)
+    both = Quantizer(row, col).quantize(x)
+    assert_codes_bitwise(both.rowwise, Quantizer(row).quantize(x, columnwise=False).rowwise)
+    assert_codes_bitwise(both.columnwise, Quantizer(col).quantize(x.T, columnwise=False).rowwise)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp4engine import ops, reference
-from fp4engine.formats import E4M3, E5M2, FP32, CastSpec
+from fp4engine.formats import E4M3, E5M2, FP32, CastSpec, Correction
 
 SPECS = {
     "e4m3": CastSpec(E4M3, (0, 0), FP32, scale_bound=1.0, target=448.0),
@@ -56,3 +56,13 @@ def test_columns_of_a_transposed_view(kernel_device):
     x = torch.randn(40, 24, device=kernel_device).T
     operand, _ = ops.quantize(x, SPECS["e4m3"], None, backend="triton")
     assert torch.equal(operand.data, reference.quantize(x, SPECS["e4m3"]).codes)
+
+
+def test_what_the_kernel_leaves_out_is_refused(kernel_device):
+    x, spec = torch.randn(32, 48, device=kernel_device), SPECS["e4m3"].replace(correction=Correction.SCALAR)
+    for sides in ((spec, None), (None, spec), (spec, spec)):
+        with pytest.raises(RuntimeError, match="does not cover correction=scalar"):
+            ops.quantize(x, *sides, backend="triton")
+    row, col = ops.quantize(x, spec, spec)
+    assert torch.equal(row.amax, reference.quantize(x, spec).amax)
+    assert torch.equal(col.amax, reference.quantize(x.T, spec).amax)

@@ -10,6 +10,7 @@ import torch
 
 import fp4engine
 from fp4engine import ops
+from fp4engine.formats import CastSpec
 from fp4engine.quantizers import reference_quantizer
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling, zoo
 
@@ -52,3 +53,15 @@ def test_other_formats_cast_by_their_own_kernels(kernel_device, name):
     assert ops.executed_paths()["quantize/triton"] == 3
     for left, right in zip(ours, results(layer, inp, oracle), strict=True):
         assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_matrix_that_is_not_quantized_is_multiplied_by_its_own_values(kernel_device, dtype):
+    """A product in BF16 does not round to BF16 what it multiplies."""
+    left = ops.Operand.dense(torch.randn(8, 32, device=kernel_device, dtype=dtype))
+    right, _ = ops.quantize(torch.randn(24, 32, device=kernel_device), CastSpec(), None)
+    for sides in ((left, right), (right, left)):
+        want = ops.gemm(*sides, out_dtype=torch.bfloat16, backend="reference")
+        assert torch.equal(ops.gemm(*sides, out_dtype=torch.bfloat16), want)
+        with pytest.raises(RuntimeError, match="not quantized"):
+            ops.gemm(*sides, out_dtype=torch.bfloat16, backend="triton")

@@ -9,6 +9,7 @@ from fp4engine.te.common.recipe import CustomRecipe, Float8CurrentScaling
 from fp4engine.te.pytorch import (
     DType,
     Float8CurrentScalingQuantizer,
+    Float8Quantizer,
     HybridQuantizedTensor,
     HybridQuantizer,
     IdentityQuantizer,
@@ -161,3 +162,38 @@ def test_strides_of_a_part_are_those_of_the_whole() -> None:
         moved = part.as_strided(part.shape, part.stride(), 32)
         assert type(moved) is type(whole) and torch.equal(moved.dequantize(), whole.dequantize()[1:])
         assert torch.equal(whole.as_strided((4,), (33,)), whole.dequantize().diagonal()[:4])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_given_scale_does_not_hide_what_is_not_finite(value: float) -> None:
+    x = torch.randn(4, 32)
+    x[1, 3] = value
+    given = Float8Quantizer(torch.full((1,), 20.0), torch.zeros(1), DType.kFloat8E4M3)
+    existing = Float8CurrentScalingQuantizer(
+        DType.kFloat8E4M3, use_existing_amax=True, amax=torch.full((1,), 4.0), force_pow_2_scales=True
+    )
+    for quantizer in (given, existing):
+        for side in (quantizer(x).operands.rowwise, quantizer(x).operands.columnwise):
+            assert not side.dequantize().isfinite().any()
+    assert not given.amax.isfinite()
+
+
+def test_an_existing_amax_is_scaled_by_a_power_of_two_where_one_is_asked_for() -> None:
+    quantizer = Float8CurrentScalingQuantizer(
+        DType.kFloat8E4M3, use_existing_amax=True, amax=torch.full((1,), 4.0), force_pow_2_scales=True
+    )
+    assert quantizer(torch.randn(4, 32))._scale_inv == 1 / 64
+
+
+@pytest.mark.parametrize("kept", ["rowwise", "columnwise"])
+def test_a_side_that_is_made_of_the_other_has_its_scale(kept) -> None:
+    """The scale and the amax of delayed scaling go on meanwhile."""
+    scale, amax = torch.full((1,), 20.0), torch.zeros(1)
+    sides = {"rowwise": False, "columnwise": False, kept: True}
+    tensor = Float8Quantizer(scale, amax, DType.kFloat8E4M3, **sides)(torch.randn(32, 48))
+    scale.fill_(3.0)
+    amax.zero_()
+    tensor.update_usage(rowwise_usage=True, columnwise_usage=True)
+    row, col = tensor.operands.rowwise, tensor.operands.columnwise
+    assert torch.equal(row.dequantize(), col.dequantize().T) and torch.equal(row.amax, col.amax)
+    assert amax == 0

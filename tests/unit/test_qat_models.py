@@ -9,7 +9,7 @@ from torch import nn
 import fp4engine
 from fp4engine import qat
 from fp4engine.export import ServedCheckpoint, calibrate, export_checkpoint, share_amax
-from fp4engine.formats import CastSpec
+from fp4engine.formats import CastSpec, Outer
 from fp4engine.recipe import Casts, DelayedScaling, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, zoo
 from tests import tiny
 from tests.tiny import tokens
@@ -97,6 +97,39 @@ def test_siblings_share_their_amax_while_they_train(tmp_path, recipe) -> None:
     operand = quantizer.quantize(layer.weight.detach(), columnwise=False, rowwise_amax=torch.tensor([q.amax])).rowwise
     with torch.no_grad():
         torch.testing.assert_close(layer(x), cast_input(x) @ operand.dequantize().T, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("row", ["quartet2", "quartet2_cuda", "rht128_4over6_scalar"])
+def test_siblings_share_their_amax_where_a_backward_operand_is_rotated_by_fresh_signs(row) -> None:
+    model = llama()
+    fp4engine.convert(model, share_amax(model, zoo.make(row)), keep_high_precision=["lm_head"])
+    fp4engine.manual_seed(1)
+    before = fp4engine.get_rng_state()["draws"].get("cpu", 0)
+    model(tokens(), labels=tokens()).loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert fp4engine.get_rng_state()["draws"]["cpu"] == before + 14, "a backward pass takes one draw"
+
+
+def test_an_operand_with_an_amax_of_each_row_shares_none() -> None:
+    model = llama()
+    tiles = CastSpec(block=(16, 16))
+    recipe = share_amax(model, LinearRecipe(weight=Casts(tiles, CastSpec(outer=Outer.BLOCK128))))
+    layer = model.model.layers[0].self_attn
+    role = fp4engine.QuantizerRole("linear", "weight", "model.layers.0.self_attn.q_proj", (32, 32))
+    made = fp4engine.make_quantizer(recipe, role).quantize(layer.q_proj.weight.detach())
+    assert made.rowwise.amax == layer.k_proj.weight.abs().max()
+    alone = fp4engine.Quantizer(None, CastSpec(outer=Outer.BLOCK128)).quantize(
+        layer.q_proj.weight.detach(), rowwise=False
+    )
+    assert torch.equal(made.columnwise.amax, alone.columnwise.amax)
+
+
+def test_siblings_that_share_their_amax_keep_their_clipped_gradients() -> None:
+    model = llama()
+    casts = Casts(CastSpec(target=24.0), None, "rowwise_dequantized", clipped_gradient=True)
+    recipe = share_amax(model, LinearRecipe(weight=casts))
+    role = fp4engine.QuantizerRole("linear", "weight", "model.layers.0.self_attn.q_proj", (32, 32))
+    assert fp4engine.make_quantizer(recipe, role).clipped_gradient
 
 
 def cast_input(x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fp4engine.formats import ScaleRule, fp8, fp8_block, mx
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
+from fp4engine.reference import round_outer_amax
 from fp4engine.te.pytorch.constants import ELEMENTS, DType
 from fp4engine.te.pytorch.quantized_tensor import Quantizer
 from fp4engine.te.pytorch.storage import Float8BlockwiseQTensor, Float8Tensor, MXFP8Tensor
@@ -52,8 +53,7 @@ class Float8Quantizer(Quantizer):
         return _GivenScale(spec, spec, stream=stream).by(self.scale, self.amax)
 
     def calibrate(self, tensor: Tensor) -> None:
-        if tensor.numel():
-            self.amax.copy_(torch.maximum(self.amax, tensor.detach().abs().amax().float()))
+        self.amax.copy_(torch.maximum(self.amax, _largest(tensor).to(self.amax.device)))
 
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
@@ -62,6 +62,17 @@ class Float8Quantizer(Quantizer):
         from fp4engine.te.common.recipe import DelayedScaling
 
         return DelayedScaling
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """The largest magnitude, FP32 [1]; NaN if there is one, 0 of nothing."""
+    values = tensor.detach()
+    return values.abs().amax().float().view(1) if values.numel() else values.new_zeros(1, dtype=torch.float32)
+
+
+def _unless_not_finite(own: Tensor, given: Tensor) -> Tensor:
+    """``given`` [1], or ``own`` if that is an Inf or a NaN, so that a product is not silently finite."""
+    return torch.where(own.isfinite(), given, own)
 
 
 class _GivenScale(FrozenQuantizer):
@@ -81,9 +92,9 @@ class _GivenScale(FrozenQuantizer):
 
     def quantize(self, x: Any, **arguments: Any) -> Operands:
         assert self.rowwise_spec is not None
-        if x.numel():
-            self.collected.copy_(torch.maximum(self.collected, x.detach().abs().amax().float()))
-        amax = (self.rowwise_spec.numerator / self.scale).view(1).to(x.device)
+        own = _largest(x)
+        self.collected.copy_(torch.maximum(self.collected, own.to(self.collected.device)))
+        amax = _unless_not_finite(own, (self.rowwise_spec.numerator / self.scale).view(1).to(x.device))
         given: dict[str, Any] = arguments | {"rowwise_amax": amax, "columnwise_amax": amax}
         return super().quantize(x, **given)
 
@@ -141,8 +152,11 @@ class Float8CurrentScalingQuantizer(Quantizer):
         if self.amax is None:
             raise ValueError("Float8CurrentScalingQuantizer(use_existing_amax=True) needs amax=, got None")
         sides: dict[str, Any] = {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
-        given = self.amax.float().view(1)
-        return self.frozen().quantize(tensor, **sides, rowwise_amax=given, columnwise_amax=given)
+        frozen = self.frozen()
+        assert frozen.rowwise_spec is not None
+        given = _unless_not_finite(_largest(tensor), self.amax.float().view(1).to(tensor.device))
+        given = round_outer_amax(given, frozen.rowwise_spec)
+        return frozen.quantize(tensor, **sides, rowwise_amax=given, columnwise_amax=given)
 
     def is_requantization_safe(self) -> bool:
         return True

@@ -17,7 +17,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.recipe import Format
-from fp4engine.tensor import Operand
+from fp4engine.tensor import Operand, is_transposable
 from fp4engine.tensor import QuantizedTensor as Operands
 
 aten = torch.ops.aten
@@ -225,7 +225,7 @@ class QuantizedTensorStorage:
     operands: Operands
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Forget a side with False, or make it, of what the other side decodes to, with True.
+        """Forget a side with False, or make it with True: of the other's codes, or else of what they decode to.
 
         Raises:
             ValueError: nothing would be left.
@@ -234,9 +234,7 @@ class QuantizedTensorStorage:
         sides = {"rowwise": given.rowwise, "columnwise": given.columnwise}
         for name, wanted in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage)):
             if wanted and sides[name] is None:
-                quantizer: Quantizer = self._quantizer  # pyright: ignore[reportAttributeAccessIssue]
-                both = quantizer.cast_sides(given.dequantize(), rowwise=True, columnwise=True)
-                sides[name] = getattr(both, name)
+                sides[name] = self._turned(name)
             elif wanted is False:
                 sides[name] = None
         if not any(sides.values()):
@@ -245,6 +243,15 @@ class QuantizedTensorStorage:
                 f"got rowwise_usage={rowwise_usage} and columnwise_usage={columnwise_usage}"
             )
         self.operands = Operands(given.shape, given.dtype, sides["rowwise"], sides["columnwise"])
+
+    def _turned(self, name: str) -> Operand | None:
+        """The side ``name``, which is not there, of the one that is."""
+        given = self.operands
+        quantizer: Quantizer = self._quantizer  # pyright: ignore[reportAttributeAccessIssue]
+        other, spec = given.rowwise or given.columnwise, getattr(quantizer.frozen(), f"{name}_spec")
+        if other is not None and other.spec is not None and other.spec == spec and is_transposable(spec):
+            return other.transposed()  # by the scale that it has, whatever the quantizer's has come to
+        return getattr(quantizer.cast_sides(given.dequantize(), rowwise=True, columnwise=True), name)
 
     def get_usages(self) -> dict[str, bool]:
         """Which sides are there."""

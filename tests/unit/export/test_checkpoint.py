@@ -599,3 +599,18 @@ def test_an_input_scale_that_is_missing_is_found(tmp_path, form) -> None:
 def test_no_bar_where_there_is_no_terminal(tmp_path, capfd) -> None:
     export_checkpoint(converted(), tmp_path / "out")
     assert "export" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("amplitude", [1e-30, 1e-25, 1e25])
+def test_the_report_tells_the_error_of_weights_whose_squares_leave_fp32(tmp_path, amplitude) -> None:
+    layer, sibling = nn.Linear(32, 16, bias=False), nn.Linear(32, 16, bias=False)
+    model = nn.ModuleDict({"q_proj": layer, "k_proj": sibling})
+    with torch.no_grad():
+        layer.weight.mul_(amplitude)
+    fp4engine.convert(model, LinearRecipe(weight=Casts(CastSpec())))
+    for name, shared in (("alone", ()), ("shared", [("q_proj", "k_proj")])):
+        entry, _ = export_checkpoint(model, tmp_path / name, shared_scales=shared).layers
+        codes, scales, _ = ServedCheckpoint(tmp_path / name).operand("q_proj")
+        weight = model["q_proj"].weight.detach().double()
+        decoded = fp4engine.reference.decode(codes, scales, CastSpec()).double() * entry.amax / CastSpec().numerator
+        assert entry.error == pytest.approx(float((decoded - weight).norm() / weight.norm()), rel=1e-4)

@@ -218,3 +218,30 @@ def test_zeros_that_were_cast_get_their_gradient() -> None:
     with fp4engine.autocast(recipe=recipe(CLIPPING)):
         layer(x).backward(dy)
     assert layer.weight.grad is not None and bool(layer.weight.grad.abs().sum() > 0)
+
+
+@pytest.mark.parametrize("cols", [48, 64, 100])
+def test_a_gradient_is_clipped_alike_where_the_other_operand_has_wider_blocks(cols: int) -> None:
+    """Blocks of 128 are padded further than those of 16; what stands in the padding belongs to no element."""
+    layer, x, dy = fp4engine.Linear(cols, 24), torch.randn(8, cols), torch.randn(8, 24)
+    narrow = CLIPPING.replace(rotation=Rotation(64))
+    for rotated in (narrow, CLIPPING):
+        casts = Casts(rotated, None, "rowwise_dequantized", clipped_gradient=True)
+        wide = Casts(rotated.replace(block=(1, 128)), None, "rowwise_dequantized", clipped_gradient=True)
+        for inp, weight in ((casts, wide), (wide, casts)):
+            by = LinearRecipe(input=inp, weight=weight)
+            _, dx, dw = step(layer, x, dy, by)
+            clipped = [spec.rowwise for spec in (inp, weight)]
+            decoded = [
+                Quantizer(spec).quantize(t, columnwise=False).rowwise.dequantize().double()
+                for spec, t in zip(clipped, (x, layer.weight.detach()), strict=True)
+            ]
+            for got, upstream, other, own, t in (
+                (dx, dy, decoded[1], clipped[0], x),
+                (dw, dy.T, decoded[0], clipped[1], layer.weight.detach()),
+            ):
+                width = own.padded_cols(cols)
+                mask = fp4engine.reference.within_range(t, fp4engine.reference.quantize(t, own), own).double()
+                product = torch.nn.functional.pad(upstream.double() @ other, (0, 128))[:, :width] * mask
+                want = (product @ hadamard(own, width).T)[:, :cols]
+                torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4engine import NVFP4Quantizer, Quantizer, ops
-from fp4engine.formats import E8M0, CastSpec, Correction, Outer, Rotation, ScaleRule
+from fp4engine.formats import E4M3, E8M0, CastSpec, Correction, Outer, Rotation, RoundingMode, ScaleRule, Signs, fp8
 from fp4engine.functional import make_linear_plan
 from fp4engine.recipe import Float8CurrentScaling, NVFP4BlockScaling, zoo
 from fp4engine.tensor import Operand
@@ -166,3 +166,36 @@ def test_a_demanded_kernel_that_refuses_raises() -> None:
     for backend in ("triton", "native"):
         with pytest.raises(RuntimeError, match="no kernel here"):
             ops.quantize(torch.ones(1, 16), CastSpec(), None, backend=backend)
+
+
+@pytest.mark.parametrize("spec", [None, CastSpec(), fp8(E4M3)], ids=["high precision", "nvfp4", "fp8"])
+def test_a_product_that_is_added_to_a_buffer_has_its_bias_too(spec: CastSpec | None) -> None:
+    left, right = (Quantizer(spec).quantize(torch.randn(rows, 32), columnwise=False).rowwise for rows in (4, 8))
+    bias = torch.randn(8)
+    wanted = ops.gemm(left, right, out_dtype=torch.float32, bias=bias) + 1
+
+    def add(a: list[torch.Tensor], b: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        operands = Operand(spec, 4, 32, *a), Operand(spec, 8, 32, *b)
+        return ops.gemm(*operands, out_dtype=torch.float32, bias=bias, out=out)
+
+    for function in (add, torch.compile(add, backend="eager", fullgraph=True)):
+        torch.testing.assert_close(function(left.tensors, right.tensors, torch.ones(4, 8)), wanted)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        CastSpec(rotation=Rotation(128, Signs.DGRAD)),
+        CastSpec(scale_bound=256.0, correction=Correction.EDEN128),
+        CastSpec(rounding=RoundingMode.STOCHASTIC, rotation=Rotation(16, Signs.WGRAD)),
+    ],
+    ids=lambda spec: spec.label,
+)
+def test_what_reads_the_random_stream_is_refused_without_a_draw(spec: CastSpec) -> None:
+    x, draw = torch.randn(16, 128), torch.tensor([7, 1])
+    quantizer = Quantizer(spec, spec)
+    for cast in (lambda: quantizer.amax(x), lambda: ops.quantize(x, None, spec)):
+        with pytest.raises(ValueError, match=r"needs rng=\(seed, draw\), got None"):
+            cast()
+    for amax, side in zip(quantizer.amax(x, rng=draw), ops.quantize(x, spec, spec, rng=draw), strict=True):
+        assert torch.equal(amax, side.amax)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp4engine import NVFP4Quantizer, Quantizer, ops
-from fp4engine.formats import E8M0, CastSpec, Correction, Outer, ScaleRule
+from fp4engine.formats import E4M3, E5M2, E8M0, CastSpec, Correction, ElementFormat, Outer, ScaleRule, fp8
 from fp4engine.reference.cast import prepare
 from fp4engine.tensor import Operand
 from fp4engine.testing import assert_codes_bitwise
@@ -205,3 +205,23 @@ def test_what_is_no_matrix_of_numbers_is_refused() -> None:
     for dtype in (torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn):
         with pytest.raises(ValueError, match=f"got {dtype}"):
             quantizer(torch.zeros(4, 16).to(dtype))
+
+
+@pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("value", [torch.finfo(torch.bfloat16).max, 3e38, 1e-36, 1e-38, 1e-40])
+def test_power_of_two_scales_at_both_ends_of_fp32_decode_to_what_was_cast(element: ElementFormat, value: float) -> None:
+    x = torch.full((4, 32), value)
+    spec = fp8(element, power_of_two=True)
+    quantized = Quantizer(spec, spec).quantize(x)
+    for side in (quantized.rowwise, quantized.columnwise):
+        error = side.dequantize().double() / value - 1
+        assert error.abs().max() <= 2.0 ** -(element.mantissa_bits + 1)
+
+
+@pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)
+def test_a_power_of_two_scale_is_one_at_the_smallest_amplitudes(element: ElementFormat) -> None:
+    spec = fp8(element, power_of_two=True)
+    for value in (1e-30, 1e-37, 1e-39, 1e-45):
+        operand = Quantizer(spec).quantize(torch.full((1, 32), value), columnwise=False).rowwise
+        fraction, exponent = torch.frexp(operand.amax.double() / spec.numerator)
+        assert fraction == 0.5 and exponent >= -126
