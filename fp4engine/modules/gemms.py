@@ -1,5 +1,7 @@
 """What every module with a weight does: run its three GEMMs by the recipe in force."""
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,6 +28,10 @@ _CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 
 _UNQUANTIZED = LinearRecipe(backward_override=None, backend="auto")  # both given: an import reads no flag
 """High precision, bit for bit, by a plan: for a gradient that goes to ``main_grad``."""
+
+
+Listener = Callable[[Tensor | FusedInput, Tensor], Callable[[Tensor], None]]
+"""Who hears of products: called with input and weight before one. What it returns is called with the output."""
 
 
 class Gemms(torch.nn.Module):
@@ -73,6 +79,7 @@ class Gemms(torch.nn.Module):
         self.executed = ExecutedGemms()
         self.amax_histories: dict[str, Any] = {}
         self.draws_as: tuple[str, int] | None = None
+        self._listeners: tuple[Listener, ...] = ()
         self._plan: MadePlan | None = None
         self._answers: dict[int, LinearPlan] = {}
         self._ran_by_recipe = False
@@ -139,6 +146,31 @@ class Gemms(torch.nn.Module):
             is_first_microbatch: True quantizes the weight and keeps its operands, False reuses them while the weight
                 is unchanged, None neither; says nothing about gradients. See also :func:`fp4engine.weight_cache`.
         """
+        told = [listener(inp, weight) for listener in self._listeners] if self._listeners else ()
+        output = self._multiply(inp, weight, bias, is_first_microbatch)
+        for tell in told:
+            tell(output)
+        return output
+
+    @contextmanager
+    def heard_by(self, listener: Listener) -> Generator[None]:
+        """Region in which ``listener`` hears of every :meth:`multiply` of this module, and not of its copies'.
+
+        Such regions may lie within each other, and end in any order.
+        """
+        self._listeners = (*self._listeners, listener)
+        try:
+            yield
+        finally:
+            left = list(vars(self).get("_listeners", ()))  # a module that was reverted meanwhile has none
+            if listener in left:
+                left.remove(listener)
+                self._listeners = tuple(left)
+
+    def _multiply(
+        self, inp: Tensor | FusedInput, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None
+    ) -> Tensor:
+        """What :meth:`multiply` returns, with nobody told."""
         state = self._state_in_force()
         plan = self._plan_under(state)
         main_grad = self._main_grad(weight) if self.fuse_wgrad_accumulation else None
@@ -382,8 +414,9 @@ class Gemms(torch.nn.Module):
         return main_grad
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out of copies what is derived, what watches this module, and factories that cannot be pickled."""
+        """Leave out of copies what is derived, who listens to this module, and factories that cannot be pickled."""
         derived = {
+            "_listeners": (),
             "_plan": None,
             "_answers": {},
             "_share": None,
@@ -391,7 +424,7 @@ class Gemms(torch.nn.Module):
             "_weight_cache": None,
             "_microbatch_cache": None,
         }
-        return {**{name: value for name, value in vars(self).items() if name != "multiply"}, **derived}
+        return {**vars(self), **derived}
 
 
 class MadePlan(NamedTuple):
