@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fp4engine.arguments import require_model, require_path, require_patterns
+from fp4engine.arguments import require_integer, require_model, require_path, require_patterns
 from fp4engine.functional.shards import Role
 from fp4engine.inspect import statistics
 from fp4engine.inspect.reading import FILE
@@ -289,11 +289,10 @@ def record(
     Warns:
         UserWarning: the region ends without a recorded step.
     """
-    for name, value, least in (("every", every, 1), ("first_step", first_step, 0), ("shadow_rows", shadow_rows, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 0 or draws == 1:
-        raise ValueError(f"draws must be 0 or an integer of at least 2, got {draws!r}")
+    every, first_step = require_integer("every", every, 1), require_integer("first_step", first_step, 0)
+    draws, shadow_rows = require_integer("draws", draws, 0), require_integer("shadow_rows", shadow_rows, 1)
+    if draws == 1:
+        raise ValueError("draws must be 0, or 2 or more whose mean says something, got 1")
     if optimizer is not None and optimizer != "by hand" and not isinstance(optimizer, Optimizer):
         raise ValueError(f"optimizer must be an optimizer, 'by hand' or None, got {optimizer!r}")
     require_model(model)
