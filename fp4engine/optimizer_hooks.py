@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from fp4engine.arguments import require_integer, require_model, shown
 from fp4engine.formats import Rotation, Signs
 from fp4engine.functional import LinearPlan, linear, make_linear_plan
 from fp4engine.modules import Linear
+from fp4engine.modules.adoption import require_plain_class
 from fp4engine.modules.gemms import cast_by_autocast
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.modules.sharded import is_distributed
@@ -390,11 +390,7 @@ class OutControl(_StepHook):
             ValueError: a layer was parametrized since; nothing is changed then.
         """
         for name, layer in self._controlled.items():
-            if is_parametrized(layer):
-                raise ValueError(
-                    f"{name!r} is parametrized, which belongs to its class, and remove() gives it another one; call "
-                    "torch.nn.utils.parametrize.remove_parametrizations first"
-                )
+            require_plain_class(name, layer, "remove()")
         super().remove()
         for name, layer in self._controlled.items():
             del layer.norms, layer.channels, layer.outliers
