@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 from step import gradients, make, problem, run_nvfp4, run_step
-from timing import environment
+from timing import environment, milliseconds
 
 import fp4engine
 from fp4engine import ops
@@ -72,16 +72,6 @@ def check(name: str) -> None:
     )  # fmt: skip
     if not all(torch.equal(ours, theirs) for ours, theirs in pairs):
         raise SystemExit(f"{name}: bytes differ from the reference quantizers': no speed is printed")
-
-
-def milliseconds(run, repeats: int) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / repeats
 
 
 def times_in_turn(runs) -> list[float]:

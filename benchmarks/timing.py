@@ -12,6 +12,17 @@ from torch import Tensor
 ROUNDS = 7
 
 
+def milliseconds(run: Callable[[], Any], repeats: int) -> float:
+    """Of one run on the GPU, the mean over ``repeats``."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
 def time_in_turn(variants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Median milliseconds of each variant over rounds; each round runs every variant ``repeats`` times.
 
@@ -23,13 +34,7 @@ def time_in_turn(variants: dict[str, Callable[[], Any]], repeats: int) -> dict[s
     for _ in range(ROUNDS):
         for name, run in variants.items():
             run()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for _ in range(repeats):
-                run()
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end) / repeats)
+            times[name].append(milliseconds(run, repeats))
     return {name: statistics.median(values) for name, values in times.items()}
 
 

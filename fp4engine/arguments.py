@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,22 @@ def require_path(name: str, path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"{name} must be a path, got {shown(path)}")
     return Path(path)
+
+
+def require_integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """The argument ``name`` as an ``int``: of NumPy's integers too, and of whatever else ``operator.index`` takes.
+
+    Raises:
+        ValueError: no integer, a bool, or one that is not from ``least`` to ``most``.
+    """
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least) or (most is not None and number > most):
+        bounds = "" if least is None else f" of at least {least}" if most is None else f" from {least} to {most:,}"
+        raise ValueError(f"{name} must be an integer{bounds}, got {shown(value)}")
+    return number
 
 
 def require_callable(name: str, function: Callable[..., Any]) -> None:

@@ -7,7 +7,6 @@ from operator import itemgetter
 
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import is_parametrized
 
 from fp4engine.accounting.executed import count_high_precision, stop_counting
 from fp4engine.accounting.planned import (
@@ -20,7 +19,15 @@ from fp4engine.accounting.planned import (
 )
 from fp4engine.arguments import require_model, require_patterns
 from fp4engine.modules import Gemms, Linear
-from fp4engine.modules.adoption import adapter_names, adoptable, forget_storage, is_conv1d, release, to_linear
+from fp4engine.modules.adoption import (
+    adapter_names,
+    adoptable,
+    forget_storage,
+    is_conv1d,
+    release,
+    require_plain_class,
+    to_linear,
+)
 from fp4engine.modules.gemms import require_own_recipe
 from fp4engine.modules.torch_attention import TorchMultiheadAttention
 from fp4engine.names import covers
@@ -105,11 +112,7 @@ def revert(model: nn.Module) -> None:
                 f"the forward of {name!r} was replaced on the object, and goes on multiplying as before; delete the "
                 "attribute first, after accelerate.hooks.remove_hook_from_submodules(model) where that put it there"
             )
-        if is_parametrized(module):
-            raise ValueError(
-                f"{name!r} is parametrized, which belongs to its class, and revert gives it another one; call "
-                "torch.nn.utils.parametrize.remove_parametrizations first"
-            )
+        require_plain_class(name, module, "revert")
     swaps: dict[nn.Module, nn.Module] = {m: to_linear(m) for m in model.modules() if isinstance(m, Linear)}
     modules = list(model.modules())
     forget_storage(model)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import capability, ops
+from fp4engine.arguments import require_integer
 from fp4engine.environment import flags_set
 from fp4engine.formats import E2M1
 from fp4engine.modules import Linear
@@ -115,8 +116,7 @@ def examine(devices: Sequence[str] | None = None, *, jobs: int = 1) -> Diagnosis
     Raises:
         ValueError: a device that this machine does not have, or of a kind without checks; fewer than one process.
     """
-    if jobs < 1:
-        raise ValueError(f"jobs must be at least 1, got {jobs}")
+    jobs = require_integer("jobs", jobs, 1)
     chosen = [_device(name) for name in devices] if devices is not None else _all_devices()
     started = time.perf_counter()
     if jobs > 1 and (on_gpu := [device for device in chosen if device.type == "cuda"]):

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
-from fp4engine.arguments import require_model, shown
+from fp4engine.arguments import require_integer, require_model, shown
 from fp4engine.formats import Rotation, Signs
 from fp4engine.functional import LinearPlan, linear, make_linear_plan
 from fp4engine.modules import Linear
+from fp4engine.modules.adoption import require_plain_class
 from fp4engine.modules.gemms import cast_by_autocast
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.modules.sharded import is_distributed
@@ -86,8 +86,8 @@ class _StepHook:
     def _stepped(self, index: int) -> None:
         raise NotImplementedError
 
-    def _require_own(self, state_dict: Any, **fits: Callable[[Linear, Sequence[Tensor]], bool]) -> None:
-        """Refuse what ``state_dict`` did not return for these layers.
+    def _require_own(self, state_dict: Any, **fits: Callable[[Linear, Sequence[Tensor]], bool]) -> int:
+        """The step of a ``state_dict``. What is not that of these layers is refused.
 
         Args:
             fits: by key, whether the tensors that are kept of a layer can be that layer's.
@@ -99,10 +99,10 @@ class _StepHook:
         if (
             not isinstance(state_dict, dict)
             or set(state_dict) != {"step", *fits}
-            or not _is_whole(state_dict["step"])
             or not all(isinstance(state_dict[key], dict) for key in fits)
         ):
             raise ValueError(f"state_dict must be what {kind}.state_dict returned, got {shown(state_dict)}")
+        step = require_integer("state_dict['step']", state_dict["step"], 0)
         for key, fit in fits.items():
             kept = state_dict[key]
             for name, tensors in kept.items():
@@ -115,11 +115,7 @@ class _StepHook:
                 raise ValueError(
                     f"{kind}'s {key} are of some layers only, and those of {', '.join(missing)} are missing"
                 )
-
-
-def _is_whole(value: object, least: int = 0) -> bool:
-    """Whether ``value`` is an integer of at least ``least``."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+        return step
 
 
 def _is_number(value: object) -> bool:
@@ -171,11 +167,10 @@ class OsciReset(_StepHook):
         window: int = 50,
         threshold: float = 8.0,
     ) -> None:
-        if not (_is_whole(start) and _is_whole(window, 1) and _is_whole(period) and window <= period - 2):
-            raise ValueError(
-                "start, window and period must be integers, start >= 0 and 1 <= window <= period - 2, "
-                f"got {start!r}, {window!r} and {period!r}"
-            )
+        start, window = require_integer("start", start, 0), require_integer("window", window, 1)
+        period = require_integer("period", period, 3)
+        if window > period - 2:
+            raise ValueError(f"window must be at most period - 2, got window={window} and period={period}")
         if not (_is_number(threshold) and threshold > 0):
             raise ValueError(f"threshold must be positive, got {threshold!r}")
         super().__init__(model, optimizer, recipe)
@@ -240,8 +235,7 @@ class OsciReset(_StepHook):
         def fits(layer: Linear, kept: Sequence[Tensor]) -> bool:
             return len(kept) == 3 and all(t.is_floating_point() and t.shape == layer.weight.shape for t in kept)
 
-        self._require_own(state_dict, oscillations=fits)
-        self.step = state_dict["step"]
+        self.step = self._require_own(state_dict, oscillations=fits)
         self._oscillations = {
             name: Oscillation(*(tensor.to(self.layers[name].weight.device, copy=True) for tensor in tensors))
             for name, tensors in state_dict["oscillations"].items()
@@ -350,12 +344,10 @@ class OutControl(_StepHook):
         multiple: int = 128,
         group: Any = None,
     ) -> None:
-        counts = _is_whole(start) and _is_whole(steps, 1) and _is_whole(multiple, 1)
-        if not (counts and _is_number(share) and 0 < share < 1):
-            raise ValueError(
-                "start must be an integer >= 0, steps and multiple integers >= 1 and share in (0, 1), "
-                f"got {start!r}, {steps!r}, {multiple!r} and {share!r}"
-            )
+        start, steps = require_integer("start", start, 0), require_integer("steps", steps, 1)
+        multiple = require_integer("multiple", multiple, 1)
+        if not (_is_number(share) and 0 < share < 1):
+            raise ValueError(f"share must be in (0, 1), got {share!r}")
         _require_group(group)
         super().__init__(model, optimizer, recipe)
         self.group = group
@@ -398,11 +390,7 @@ class OutControl(_StepHook):
             ValueError: a layer was parametrized since; nothing is changed then.
         """
         for name, layer in self._controlled.items():
-            if is_parametrized(layer):
-                raise ValueError(
-                    f"{name!r} is parametrized, which belongs to its class, and remove() gives it another one; call "
-                    "torch.nn.utils.parametrize.remove_parametrizations first"
-                )
+            require_plain_class(name, layer, "remove()")
         super().remove()
         for name, layer in self._controlled.items():
             del layer.norms, layer.channels, layer.outliers
@@ -444,8 +432,7 @@ class OutControl(_StepHook):
                 return False
             return torch.cat([t.cpu() for t in kept]).sort().values.tolist() == list(range(layer.in_features))
 
-        self._require_own(state_dict, norms=fits_norms, channels=fits_channels)
-        self.step = state_dict["step"]
+        self.step = self._require_own(state_dict, norms=fits_norms, channels=fits_channels)
         for name, layer in self._controlled.items():
             norms, channels = state_dict["norms"].get(name), state_dict["channels"].get(name)
             device = layer.weight.device

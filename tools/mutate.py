@@ -29,6 +29,8 @@ MIDDLE = (
     "fp4engine/quantizers",
     "fp4engine/modules/gemms.py",
     "fp4engine/modules/recompute.py",
+    "fp4engine/modules/shared_weight.py",
+    "fp4engine/modules/traced.py",
     "fp4engine/kernels/launch.py",
 )
 MODULES = [

@@ -4,7 +4,7 @@ from collections import Counter
 
 from torch import nn
 
-from fp4engine.arguments import require_model
+from fp4engine.arguments import require_integer, require_model
 from fp4engine.modules import Gemms, GroupedLinear
 
 
@@ -33,9 +33,7 @@ def draw_by_layer(model: nn.Module, replica: int, *, prefix: str = "", first_exp
     require_model(model)
     if not isinstance(prefix, str):
         raise ValueError(f"prefix must be a string, got {prefix!r}")
-    for what, value in (("replica", replica), ("first_expert", first_expert)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{what} must be an integer of at least 0, got {value!r}")
+    replica, first_expert = require_integer("replica", replica, 0), require_integer("first_expert", first_expert, 0)
     index = {
         id(gemms): f".{first_expert + i}"
         for module in model.modules()

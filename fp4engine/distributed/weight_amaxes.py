@@ -8,7 +8,7 @@ from torch import nn
 from fp4engine import ops
 from fp4engine.arguments import require_model
 from fp4engine.modules import Gemms
-from fp4engine.modules.gemms import SharedWeight, WeightAmaxes
+from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes
 from fp4engine.state import current_state, is_recomputed
 
 

@@ -73,7 +73,8 @@ def estimate(
         ValueError: an argument outside its words, sizes that do not divide, or options that a module of your own
             cannot be built anew for; a pattern that covers nothing; a ``loss`` that asks for values of a tensor.
     """
-    require_settings(batch, sequence, fsdp, tp, lora_rank, parameters, optimizer, gpu)
+    sizes = require_settings(batch, sequence, fsdp, tp, lora_rank, parameters, optimizer, gpu)
+    batch, sequence, fsdp, tp, lora_rank = sizes
     given = host_microseconds
     if given is not None and not (isinstance(given, int | float) and 0 <= given < float("inf")):
         raise ValueError(f"host_microseconds must be a finite number of at least 0, got {host_microseconds!r}")

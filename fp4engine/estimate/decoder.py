@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4engine.arguments import require_path
+from fp4engine.arguments import require_integer, require_path
 
 LARGEST = 1 << 24
 """The most that a size may be."""
@@ -58,14 +58,11 @@ class Architecture:
             value = getattr(self, name)
             if not isinstance(value, bool) and (name != "qkv_bias" or value is not None):
                 raise ValueError(f"{name} must be True or False, got {value!r:.80}")
-        for name in ("layers", "width", "heads", "ffn", "vocabulary", "kv_heads", "head_dim"):
+        for name in ("layers", "width", "heads", "ffn", "vocabulary", "kv_heads", "head_dim", "positions"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, got {value!r:.80}")
-            if value is not None and value > LARGEST:
-                raise ValueError(f"{name} must be at most {LARGEST:,}, got {value!r:.30}")
-        if type(self.positions) is not int or not 0 <= self.positions <= LARGEST:
-            raise ValueError(f"positions must be an integer from 0 to {LARGEST:,}, got {self.positions!r:.80}")
+            if value is not None or name not in ("kv_heads", "head_dim"):
+                least = 0 if name == "positions" else 1
+                object.__setattr__(self, name, require_integer(name, value, least, LARGEST))
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.head_dim is None and self.width % self.heads:

@@ -79,28 +79,19 @@ def _saved_by_linears(model: nn.Module, forward: Callable[[], Tensor], watch: Wa
     def leave(*_: Any) -> None:
         inside[0] -= 1
 
-    def counted(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def run(*args: Any, **kwargs: Any) -> Tensor:
-            enter()
-            output = multiply(*args, **kwargs)
-            leave()
-            return output
+    def heard(*_: Any) -> Callable[[Tensor], None]:
+        enter()
+        return leave
 
-        return run
-
-    handles: list[Any] = []
-    for module in model.modules():
-        if isinstance(module, Gemms):  # which other modules own and do not call
-            vars(module)["multiply"] = counted(module.multiply)
-        elif isinstance(module, nn.Linear | GroupedLinear):
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, Gemms):  # which other modules own and do not call
+                stack.enter_context(module.heard_by(heard))
+            elif isinstance(module, nn.Linear | GroupedLinear):
+                stack.enter_context(module.register_forward_pre_hook(enter))
+                stack.enter_context(module.register_forward_hook(leave))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         value = forward()
-    for handle in handles:
-        handle.remove()
-    for module in model.modules():
-        vars(module).pop("multiply", None)
     saved = sum(kept.values())
     torch.autograd.backward(value)
     return {"bytes": saved, "flops": _counts(model)}

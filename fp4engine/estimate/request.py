@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp4engine.arguments import require_integer
 from fp4engine.checkpoint import checkpoint
 from fp4engine.estimate.decoder import LARGEST, Architecture, Decoder, add_lora
 from fp4engine.estimate.gpus import GPU, GPUS
@@ -67,24 +68,20 @@ class Request:
 
 def require_settings(
     batch: int, sequence: int, fsdp: int, tp: int, lora_rank: int, parameters: str, optimizer: str, gpu: str
-) -> None:
-    """Raise a ValueError unless sizes are integers that can be, and words are known ones."""
-    sizes = {
-        "batch": (batch, 1),
-        "sequence": (sequence, 1),
-        "fsdp": (fsdp, 1),
-        "tp": (tp, 1),
-        "lora_rank": (lora_rank, 0),
-    }
-    for name, (value, least) in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        if value > LARGEST:
-            raise ValueError(f"{name} must be at most {LARGEST:,}, got {value!r:.30}")
+) -> tuple[int, int, int, int, int]:
+    """The first five as ``int``. Raise a ValueError unless these are sizes that can be, and words are known ones."""
+    sizes = (
+        require_integer("batch", batch, 1, LARGEST),
+        require_integer("sequence", sequence, 1, LARGEST),
+        require_integer("fsdp", fsdp, 1, LARGEST),
+        require_integer("tp", tp, 1, LARGEST),
+        require_integer("lora_rank", lora_rank, 0, LARGEST),
+    )
     words = {"parameters": (parameters, ("fp32", "bf16")), "optimizer": (optimizer, STATES), "gpu": (gpu, GPUS)}
     for name, (value, allowed) in words.items():
         if value not in tuple(allowed):
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    return sizes
 
 
 def without_memory(model: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fp4engine.arguments import require_model, require_path
+from fp4engine.arguments import require_integer, require_model, require_path
 from fp4engine.constants import FLT_MAX
 from fp4engine.export.layers import Amaxes, ExportLayer, encode, export_layers
 from fp4engine.export.progress import progress_bar
@@ -187,8 +187,7 @@ def export_checkpoint(
     form = serving_format(format)
     require_model(model)
     require_recipe(recipe)
-    if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int) or max_shard_size < 1:
-        raise ValueError(f"max_shard_size must be an integer of at least one byte, got {max_shard_size!r}")
+    max_shard_size = require_integer("max_shard_size", max_shard_size, 1)
     if weights is not None and not isinstance(weights, Mapping):
         raise ValueError(f"weights must map names to tensors, as TensorFolder does, got {weights!r:.80}")
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):

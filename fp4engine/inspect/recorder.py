@@ -12,14 +12,13 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fp4engine.arguments import require_model, require_path, require_patterns
+from fp4engine.arguments import require_integer, require_model, require_path, require_patterns
 from fp4engine.functional.shards import Role
 from fp4engine.inspect import statistics
 from fp4engine.inspect.reading import FILE
@@ -32,8 +31,32 @@ from fp4engine.version import __version__
 
 _UNSEEN = "no forward pass in training mode went through it in this step"
 _encode = json.JSONEncoder(allow_nan=False).encode
-_recorded: WeakSet[Gemms] = WeakSet()
-"""The layers of the regions that are open."""
+
+
+class _Stance:
+    """Compiled functions run eagerly while a region records a step.
+
+    PyTorch's stances end in the order of a stack, and the recorded steps of several regions in any order.
+    """
+
+    def __init__(self) -> None:
+        self._regions = 0
+        self._forced = ExitStack()
+
+    @contextmanager
+    def eager(self) -> Generator[None]:
+        if not self._regions:
+            self._forced.enter_context(torch.compiler.set_stance("force_eager"))
+        self._regions += 1
+        try:
+            yield
+        finally:
+            self._regions -= 1
+            if not self._regions:
+                self._forced.close()
+
+
+_stance = _Stance()
 
 
 class Recorder:
@@ -80,7 +103,7 @@ class Recorder:
             return
         self._heard = Heard(self._draws, self._shadow_rows)
         if "torch._dynamo" in sys.modules:  # something may be compiled: this step runs it eagerly
-            self._active.enter_context(torch.compiler.set_stance("force_eager"))
+            self._active.enter_context(_stance.eager())
         self._active.enter_context(watching(self._layers, self._heard))
 
     def _end(self, abandoned: bool = False) -> None:
@@ -258,8 +281,7 @@ def record(
         tensorboard: also write scalars as TensorBoard events into ``out``.
 
     Raises:
-        ValueError: an argument outside its words, a pattern that matches no layer, a model without layers, a layer that
-            another region records.
+        ValueError: an argument outside its words, a pattern that matches no layer, a model without layers.
         ImportError: ``tensorboard=True`` where ``torch.utils.tensorboard`` cannot be imported.
         RuntimeError: a second optimizer that holds parameters of the model takes a step while ``optimizer`` is None; a
             recorded step is captured in a CUDA graph; the ranks recorded different layers.
@@ -267,11 +289,10 @@ def record(
     Warns:
         UserWarning: the region ends without a recorded step.
     """
-    for name, value, least in (("every", every, 1), ("first_step", first_step, 0), ("shadow_rows", shadow_rows, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 0 or draws == 1:
-        raise ValueError(f"draws must be 0 or an integer of at least 2, got {draws!r}")
+    every, first_step = require_integer("every", every, 1), require_integer("first_step", first_step, 0)
+    draws, shadow_rows = require_integer("draws", draws, 0), require_integer("shadow_rows", shadow_rows, 1)
+    if draws == 1:
+        raise ValueError("draws must be 0, or 2 or more whose mean says something, got 1")
     if optimizer is not None and optimizer != "by hand" and not isinstance(optimizer, Optimizer):
         raise ValueError(f"optimizer must be an optimizer, 'by hand' or None, got {optimizer!r}")
     require_model(model)
@@ -281,7 +302,7 @@ def record(
     patterns = [layers] if isinstance(layers, str) else require_patterns("layers", layers)
     writer = _tensorboard(folder) if tensorboard and _rank() == 0 else None
     recorder = Recorder(model, folder, every, patterns, first_step, draws, shadow_rows, writer)
-    with _alone(recorder._layers), _steps_told_by(optimizer, model, recorder):
+    with _steps_told_by(optimizer, model, recorder):
         folder.mkdir(parents=True, exist_ok=True)
         recorder._write(first_step, [_header(recorder, every)])
         recorder._begin()
@@ -302,26 +323,6 @@ def record(
             "an optimizer; with optimizer='by hand' the loop calls step()",
             stacklevel=3,
         )
-
-
-@contextmanager
-def _alone(layers: dict[str, Gemms]) -> Generator[None]:
-    """Region in which no other one may record any of ``layers``.
-
-    Raises:
-        ValueError: another one does.
-    """
-    if again := [name for name, layer in layers.items() if layer in _recorded]:
-        raise ValueError(
-            f"another region of inspect.record is open that records {len(again)} of these layers, e.g. {again[0]!r}; "
-            "record other layers, or close it first"
-        )
-    _recorded.update(layers.values())
-    try:
-        yield
-    finally:
-        for layer in layers.values():
-            _recorded.discard(layer)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ quantizers, with the draw that the step takes, and the random stream is left whe
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from math import prod
@@ -179,32 +179,30 @@ def layers_of(model: torch.nn.Module) -> dict[str, Gemms]:
 @contextmanager
 def watching(layers: dict[str, Gemms], listener: Listener) -> Generator[None]:
     """Region in which ``listener`` hears of the first forward of each layer, and of its backward."""
-    for name, module in layers.items():
-        vars(module)["multiply"] = _watched_multiply(module, _Watched(name, listener))
-    try:
+    with ExitStack() as stack:
+        for name, module in layers.items():
+            stack.enter_context(module.heard_by(partial(_begin, module, _Watched(name, listener))))
         yield
-    finally:
-        for module in layers.values():
-            vars(module).pop("multiply", None)
 
 
-def _watched_multiply(module: Gemms, watched: _Watched) -> Callable[..., Tensor]:
-    def multiply(inp: Any, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None) -> Tensor:
-        before = rng.state_of(weight.device).clone() if module.training and not watched.forward_seen else None
-        output = type(module).multiply(module, inp, weight, bias, is_first_microbatch)
-        if before is not None:
-            watched.forward_seen = True
-            _see_forward(module, watched, inp, weight, before, torch.is_grad_enabled())
-        if output.requires_grad and watched.forward is not None and not watched.backward_hooked:
-            watched.backward_hooked = True
-            watched.needs = (_requires_grad(inp), weight.requires_grad)
-            # a hook of the node runs after those of the tensor, by which FSDP2 gathers the weight again
-            node = output.grad_fn
-            assert node is not None
-            node.register_prehook(partial(_see_backward, watched))
-        return output
+def _begin(module: Gemms, watched: _Watched, inp: Any, weight: Tensor) -> Callable[[Tensor], None]:
+    """Hear of a product that begins; what this returns hears of its end."""
+    before = rng.state_of(weight.device).clone() if module.training and not watched.forward_seen else None
+    return partial(_end, module, watched, inp, weight, before)
 
-    return multiply
+
+def _end(module: Gemms, watched: _Watched, inp: Any, weight: Tensor, before: Tensor | None, output: Tensor) -> None:
+    """See a product that has begun with the random stream at ``before``; None if it is not the one to see."""
+    if before is not None:
+        watched.forward_seen = True
+        _see_forward(module, watched, inp, weight, before, torch.is_grad_enabled())
+    if output.requires_grad and watched.forward is not None and not watched.backward_hooked:
+        watched.backward_hooked = True
+        watched.needs = (_requires_grad(inp), weight.requires_grad)
+        # a hook of the node runs after those of the tensor, by which FSDP2 gathers the weight again
+        node = output.grad_fn
+        assert node is not None
+        node.register_prehook(partial(_see_backward, watched))
 
 
 def _later(state: Tensor, ahead: int) -> Tensor:

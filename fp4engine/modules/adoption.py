@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.linear import Linear
@@ -102,6 +103,19 @@ def release(module: nn.Module) -> bool:
     else:
         return False
     return True
+
+
+def require_plain_class(name: str, module: nn.Module, action: str) -> None:
+    """Raise if the class of ``module`` is not its own: ``action`` would give it another.
+
+    Raises:
+        ValueError: it is parametrized.
+    """
+    if is_parametrized(module):
+        raise ValueError(
+            f"{name!r} is parametrized, which belongs to its class, and {action} gives it another one; call "
+            "torch.nn.utils.parametrize.remove_parametrizations first"
+        )
 
 
 def to_linear(module: Linear) -> nn.Linear:

@@ -132,16 +132,15 @@ class MultiheadAttention(torch.nn.Module):
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
         place: dict[str, Any] = {"device": te_device(device), "params_dtype": params_dtype}
         self.q_norm, self.k_norm = self._qk_norms(qk_norm_type, qk_norm_eps, place)
+        common: dict[str, Any] = {"bias": bias, "recipe": recipe, **place}
+        common["fuse_wgrad_accumulation"] = fuse_wgrad_accumulation
 
         def projection(suffix: str, normalized: bool, **rows: int) -> SplitLinear:
             arguments: dict[str, Any] = {
                 "init_method": init_method,
-                "bias": bias,
                 "parameters_split": None if fuse_qkv_params else rows,
                 "name": dotted(name, suffix),
-                "recipe": recipe,
-                "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-                **place,
+                **common,
             }
             if not normalized:
                 return self.linear_class(hidden_size, sum(rows.values()), **arguments)
@@ -167,25 +166,11 @@ class MultiheadAttention(torch.nn.Module):
         else:
             self._query_name = "query_layer"
             self.query_layer = self.projection_class(
-                hidden_size,
-                q,
-                bias=bias,
-                init_method=init_method or te_init,
-                name=dotted(name, "query_layer"),
-                recipe=recipe,
-                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-                **place,
+                hidden_size, q, init_method=init_method or te_init, name=dotted(name, "query_layer"), **common
             )
             self.key_value = projection("key_value", False, key=kv, value=kv)
         self.proj = self.projection_class(
-            q,
-            hidden_size,
-            bias=bias,
-            init_method=output_layer_init_method or te_init,
-            name=dotted(name, "proj"),
-            recipe=recipe,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            **place,
+            q, hidden_size, init_method=output_layer_init_method or te_init, name=dotted(name, "proj"), **common
         )
 
     def forward(

@@ -1,5 +1,7 @@
 """What every module with a weight does: run its three GEMMs by the recipe in force."""
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,21 +13,26 @@ from fp4engine import ops
 from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear, make_linear_plan
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.grouped_linear import Expert
-from fp4engine.functional.shards import Shards, names_of
+from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
 from fp4engine.modules.recompute import handed_over, remember
-from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of, place_of, rows_in_order, sharing_groups
-from fp4engine.recipe import LinearRecipe, Recipe, numbered
+from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of, place_of, rows_in_order
+from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes, shared_weight, weight_amaxes_for, with_amaxes
+from fp4engine.modules.traced import refuse_stray_recomputation, traced_plan
+from fp4engine.recipe import LinearRecipe, Recipe
 from fp4engine.recipe.base import require_recipe
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed
-from fp4engine.tracing import constant_when_traced
 
 _CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 """What ``torch.autocast`` casts; it leaves float64 and integers as they are."""
 
 _UNQUANTIZED = LinearRecipe(backward_override=None, backend="auto")  # both given: an import reads no flag
 """High precision, bit for bit, by a plan: for a gradient that goes to ``main_grad``."""
+
+
+Listener = Callable[[Tensor | FusedInput, Tensor], Callable[[Tensor], None]]
+"""Who hears of products: called with input and weight before one. What it returns is called with the output."""
 
 
 class Gemms(torch.nn.Module):
@@ -73,6 +80,7 @@ class Gemms(torch.nn.Module):
         self.executed = ExecutedGemms()
         self.amax_histories: dict[str, Any] = {}
         self.draws_as: tuple[str, int] | None = None
+        self._listeners: tuple[Listener, ...] = ()
         self._plan: MadePlan | None = None
         self._answers: dict[int, LinearPlan] = {}
         self._ran_by_recipe = False
@@ -128,7 +136,7 @@ class Gemms(torch.nn.Module):
         if recipe.number in self._answers:
             return self._answers[recipe.number]
         asked = (self.name, self._shape()) if recipe.reads_modules else ("", ())
-        return getattr(_plans, _leave_plan(recipe.number, self.module_type, *asked))
+        return traced_plan(recipe, self.module_type, *asked)
 
     def multiply(
         self, inp: Tensor | FusedInput, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
@@ -139,6 +147,31 @@ class Gemms(torch.nn.Module):
             is_first_microbatch: True quantizes the weight and keeps its operands, False reuses them while the weight
                 is unchanged, None neither; says nothing about gradients. See also :func:`fp4engine.weight_cache`.
         """
+        told = [listener(inp, weight) for listener in self._listeners] if self._listeners else ()
+        output = self._multiply(inp, weight, bias, is_first_microbatch)
+        for tell in told:
+            tell(output)
+        return output
+
+    @contextmanager
+    def heard_by(self, listener: Listener) -> Generator[None]:
+        """Region in which ``listener`` hears of every :meth:`multiply` of this module, and not of its copies'.
+
+        Such regions may lie within each other, and end in any order.
+        """
+        self._listeners = (*self._listeners, listener)
+        try:
+            yield
+        finally:
+            left = list(vars(self).get("_listeners", ()))  # a module that was reverted meanwhile has none
+            if listener in left:
+                left.remove(listener)
+                self._listeners = tuple(left)
+
+    def _multiply(
+        self, inp: Tensor | FusedInput, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None
+    ) -> Tensor:
+        """What :meth:`multiply` returns, with nobody told."""
         state = self._state_in_force()
         plan = self._plan_under(state)
         main_grad = self._main_grad(weight) if self.fuse_wgrad_accumulation else None
@@ -187,7 +220,7 @@ class Gemms(torch.nn.Module):
             assert x is not None and w is not None
             shards = self._told(layout.shards, state)
             if self._weight_amaxes is not None:
-                shards = self._with_weight_amaxes(shards, weight, _weight_amaxes_for(shards, plan))
+                shards = with_amaxes(shards, weight, self._weight_amaxes, weight_amaxes_for(shards, plan))
             return layout.whole(linear(x, w, b, plan, executed=self.executed, shards=shards))
         group = None if state is None else state.amax_reduction_group
         asked = (plan, place_of(inp), place_of(weight), place_of(bias), cp_group, group, self.draws_as)
@@ -195,37 +228,22 @@ class Gemms(torch.nn.Module):
         if share is None or share[0] != asked:
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
             shards = self._told(layout.shards, state)
-            share = self._share = asked, shards, WholesOf(layout), _weight_amaxes_for(shards, plan)
+            share = self._share = asked, shards, WholesOf(layout), weight_amaxes_for(shards, plan)
         _, shards, wholes, needed = share
         if self._weight_amaxes is not None:
-            shards = self._with_weight_amaxes(shards, weight, needed)
+            shards = with_amaxes(shards, weight, self._weight_amaxes, needed)
         return linear(inp, weight, bias, plan, executed=self.executed, shards=shards, wholes=wholes)
 
-    def _with_weight_amaxes(self, shards: Shards, weight: Tensor, needed: str) -> Shards:
-        """``shards`` with the amaxes that were left here, if they are of ``weight`` and for what is ``needed``."""
-        left = self._weight_amaxes
-        if left is None or left.weight is not weight or left.found_for != needed:
-            return shards
-        return shards._replace(weight_amaxes=left.amaxes)
-
-    def shared_weight(self, state: AutocastState | None, known: "SharedWeight | None") -> "SharedWeight | None":
+    def shared_weight(self, state: AutocastState | None, known: SharedWeight | None) -> SharedWeight | None:
         """The weight, if ranks share its amaxes in a forward under ``state``, and all in one way; else None.
 
         Args:
             known: what this was last time; what of it holds is not asked for again.
         """
-        weight: Any = getattr(self, "weight", None)
-        plan, group = self.plan(state), None if state is None else state.amax_reduction_group
-        if known is not None and known.weight is weight and known.plan is plan and known.group is group:
-            return known
-        if plan is None or plan.casts is None or plan.draws_in_forward or not is_distributed(weight):
-            return None
-        groups = (*sharing_groups(weight), *(() if group is None else (group,)))
-        if not groups or not ops.can_share(plan.casts):
-            return None
-        return SharedWeight(weight, plan, group, groups, ops.weight_amaxes_for(plan.casts, names_of(groups)))
+        group = None if state is None else state.amax_reduction_group
+        return shared_weight(getattr(self, "weight", None), self.plan(state), group, known)
 
-    def leave_weight_amaxes(self, left: "WeightAmaxes | None") -> None:
+    def leave_weight_amaxes(self, left: WeightAmaxes | None) -> None:
         """Leave amaxes here for the forwards that come; None takes them away."""
         self._weight_amaxes = left
 
@@ -288,7 +306,7 @@ class Gemms(torch.nn.Module):
         """
         state = current_state()
         if torch.compiler.is_dynamo_compiling():
-            _refuse_stray_recomputation()
+            refuse_stray_recomputation()
             return state
         if not is_recomputed():
             remember(state)
@@ -382,8 +400,9 @@ class Gemms(torch.nn.Module):
         return main_grad
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out of copies what is derived, what watches this module, and factories that cannot be pickled."""
+        """Leave out of copies what is derived, who listens to this module, and factories that cannot be pickled."""
         derived = {
+            "_listeners": (),
             "_plan": None,
             "_answers": {},
             "_share": None,
@@ -391,7 +410,7 @@ class Gemms(torch.nn.Module):
             "_weight_cache": None,
             "_microbatch_cache": None,
         }
-        return {**{name: value for name, value in vars(self).items() if name != "multiply"}, **derived}
+        return {**vars(self), **derived}
 
 
 class MadePlan(NamedTuple):
@@ -404,45 +423,6 @@ class MadePlan(NamedTuple):
     recipe: Recipe
     plan: LinearPlan
     read: tuple[str, Any]
-
-
-class SharedWeight(NamedTuple):
-    """A layer's weight, whose outer amaxes ranks share.
-
-    Attributes:
-        weight: a DTensor.
-        plan: of the layer.
-        group: that of the autocast region, or None.
-        groups: all ranks that share.
-        found_for: see :func:`fp4engine.ops.weight_amaxes_for`.
-    """
-
-    weight: Any
-    plan: LinearPlan
-    group: Any
-    groups: tuple[Any, ...]
-    found_for: str
-
-
-class WeightAmaxes(NamedTuple):
-    """Amaxes that were found before a layer runs.
-
-    Attributes:
-        amaxes: by :func:`fp4engine.ops.amaxes_of`, the same on all ranks.
-        weight: that whose they are; a forward with another, such as one that was put in its place, finds its own.
-        found_for: see :func:`fp4engine.ops.weight_amaxes_for`.
-    """
-
-    amaxes: Tensor
-    weight: Any
-    found_for: str
-
-
-def _weight_amaxes_for(shards: Shards, plan: LinearPlan) -> str:
-    """For what the weight's amaxes have to be found; empty where none are needed."""
-    if plan.casts is None or not shards.weight.groups:
-        return ""
-    return ops.weight_amaxes_for(plan.casts, names_of(tuple([group for group, _ in shards.weight.groups])))
 
 
 Input = TypeVar("Input", Tensor, Tensor | FusedInput)
@@ -486,50 +466,6 @@ def no_step(recipe: Recipe) -> ValueError:
         "delayed scaling chooses scales when an autocast region closes, so a module cannot follow it outside; "
         f"use autocast(recipe=...) instead of recipe={recipe!r}"
     )
-
-
-class _Plans:
-    """The plans that traces read, one attribute each: Dynamo reads attributes as they are, and copies a dictionary."""
-
-
-_plans = _Plans()
-
-
-@constant_when_traced
-def _leave_plan(recipe: int, module_type: str, name: str, shape: tuple[int, ...]) -> str:
-    """Make a plan, leave it in ``_plans`` and return the attribute's name; runs while ``torch.compile`` traces.
-
-    Args:
-        recipe: number of the recipe.
-        name, shape: of the module, where the recipe asks for them.
-
-    Raises:
-        RuntimeError: the plan remembers amaxes between steps, in the module.
-    """
-    key = f"{recipe} {module_type} {name} {shape}"
-    if not hasattr(_plans, key):
-        plan = make_linear_plan(numbered(recipe), module_type, name, shape)
-        if plan.is_stateful:
-            raise RuntimeError(
-                "DelayedScaling keeps amaxes between steps, which torch.compile cannot trace; use "
-                "Float8CurrentScaling, or leave its layers out of compiled code, by torch.compiler.disable"
-            )
-        setattr(_plans, key, plan)
-    return key
-
-
-@constant_when_traced
-def _refuse_stray_recomputation() -> None:
-    """Raise if a forward is traced inside a backward pass whose region nobody has handed over.
-
-    Raises:
-        RuntimeError: so it is.
-    """
-    if is_recomputed():
-        raise RuntimeError(
-            "a compiled module is traced inside a backward pass, outside any autocast region that was entered there; "
-            "put the region inside the checkpointed function, or use fp4engine.checkpoint"
-        )
 
 
 def dotted(*parts: str | None) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fp4engine import ops
+from fp4engine.arguments import require_integer
 from fp4engine.functional.grouped import grouped, require_counts
 from fp4engine.functional.grouped_linear import grouped_linear, grouped_refusal
 from fp4engine.modules.gemms import Gemms, cast_by_autocast, unusable_devices
@@ -55,10 +56,9 @@ class GroupedLinear(torch.nn.Module):
         **te_arguments: Any,
     ) -> None:
         refuse_unimplemented("GroupedLinear", te_arguments)
-        for argument, size in (("num_gemms", num_gemms), ("in_features", in_features), ("out_features", out_features)):
-            least = 1 if argument == "num_gemms" else 0
-            if isinstance(size, bool) or not hasattr(size, "__index__") or size < least:
-                raise ValueError(f"{argument} must be an integer of at least {least}, got {size!r}")
+        num_gemms = require_integer("num_gemms", num_gemms, 1)
+        in_features = require_integer("in_features", in_features, 0)
+        out_features = require_integer("out_features", out_features, 0)
         super().__init__()
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.return_bias = return_bias

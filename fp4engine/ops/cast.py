@@ -450,25 +450,19 @@ def _amax_output(spec: CastSpec, rows: int, cols: int) -> Output:
     return Output(amax_shape(spec, rows, cols), torch.float32)
 
 
-def _amax_outputs(x: Tensor, rowwise: str, columnwise: str, *_: object) -> list[Output]:
+def _amax_outputs(x: Tensor, rowwise: str, columnwise: str) -> list[Output]:
     return [_amax_output(spec, *operand.shape) for _, operand, spec in _sides(x, rowwise, columnwise)]
 
 
 def _quantize_outputs(
     x: Tensor,
-    kind: str,
     gated: bool,
-    dtype: torch.dtype,
-    statistics: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
     rowwise: str,
     columnwise: str,
     rowwise_form: str,
     columnwise_form: str,
     rowwise_amax: Tensor | None,
     columnwise_amax: Tensor | None,
-    *_: object,
 ) -> list[Output]:
     outputs: list[Output] = []
     forms = (rowwise_form, columnwise_form)
@@ -487,18 +481,16 @@ def _quantize_outputs(
     return outputs
 
 
-def _dequantize_outputs(
-    codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: str, cols: int, dtype: torch.dtype, backend: str
-) -> list[Output]:
+def _dequantize_outputs(codes: Tensor, spec: str, cols: int, dtype: torch.dtype) -> list[Output]:
     parsed = CastSpec.from_key(spec)
     return [Output((codes.shape[0], cols if parsed.rotation is None else parsed.padded_cols(cols)), dtype)]
 
 
-def _row_statistics_outputs(x: Tensor, eps: float, centered: bool) -> list[Output]:
+def _row_statistics_outputs(x: Tensor) -> list[Output]:
     return [Output((2, x.shape[0]), torch.float32)]
 
 
-def _activation_backward_outputs(grad: Tensor, x: Tensor, kind: str, gated: bool) -> list[Output]:
+def _activation_backward_outputs(x: Tensor) -> list[Output]:
     return [Output(tuple(x.shape), x.dtype)]
 
 

@@ -128,17 +128,13 @@ def _next_draw(state: Tensor, count: int) -> Tensor:
     return _source.take(state, count)
 
 
-def _next_draw_output(state: Tensor, count: int) -> list[Output]:
-    return [Output((2,), torch.int64)]
-
-
 def _next_forward_draw(turn: Tensor, count: int, name: str) -> Tensor:
     return _source.take(rng.state_of(turn.device, name), count)
 
 
-def _next_forward_draw_output(turn: Tensor, count: int, name: str) -> list[Output]:
+def _draw_output() -> list[Output]:
     return [Output((2,), torch.int64)]
 
 
-define(_next_draw, _next_draw_output, mutates_args=("state",))
-define(_next_forward_draw, _next_forward_draw_output, mutates_args=("turn",))
+define(_next_draw, _draw_output, mutates_args=("state",))
+define(_next_forward_draw, _draw_output, mutates_args=("turn",))

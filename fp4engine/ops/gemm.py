@@ -358,22 +358,10 @@ def _scales(left_amax: Tensor, right_amax: Tensor, numerator: float) -> list[Ten
     return [alpha, torch.ones_like(alpha)]
 
 
-def _gemm_outputs(
-    left: Tensor,
-    left_scale_inv: Tensor | None,
-    left_amax: Tensor | None,
-    left_spec: str,
-    right: Tensor,
-    right_scale_inv: Tensor | None,
-    right_amax: Tensor | None,
-    right_spec: str,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> list[Output]:
+def _gemm_outputs(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> list[Output]:
     return [Output((left.shape[0], right.shape[0]), out_dtype)]
 
 
 define(_gemm, _gemm_outputs)
 define(_gemm_accumulate, None, mutates_args=("out",))
-define(_scales, lambda *_: [Output((1, 1), torch.float32)] * 2)
+define(_scales, lambda: [Output((1, 1), torch.float32)] * 2)

@@ -226,14 +226,7 @@ def _sums(dtype: torch.dtype) -> tuple[bool, str]:
 
 
 def _grouped_quantize_outputs(
-    x: Tensor,
-    offsets: Tensor,
-    rowwise: str,
-    columnwise: str,
-    rowwise_form: str,
-    columnwise_form: str,
-    rng: Tensor | None,
-    stream: int,
+    x: Tensor, offsets: Tensor, rowwise: str, columnwise: str, rowwise_form: str, columnwise_form: str
 ) -> list[Output]:
     rows, cols = x.shape
     groups = offsets.shape[0] - 2
@@ -254,28 +247,19 @@ def _grouped_quantize_outputs(
     return outputs
 
 
-def _grouped_gemm_outputs(
-    left: list[Tensor],
-    right: list[Tensor],
-    offsets: Tensor,
-    numerator: float,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> list[Output]:
+def _grouped_gemm_outputs(left: list[Tensor], right: list[Tensor], out_dtype: torch.dtype) -> list[Output]:
     return [Output((left[0].shape[0], right[0].shape[0] // right[-1].shape[0]), out_dtype)]
 
 
-def _grouped_wgrad_outputs(
-    left: list[Tensor], right: list[Tensor], offsets: Tensor, numerator: float, out_dtype: torch.dtype
-) -> list[Output]:
+def _grouped_wgrad_outputs(left: list[Tensor], right: list[Tensor], out_dtype: torch.dtype) -> list[Output]:
     return [Output((left[-1].shape[0], left[0].shape[0], right[0].shape[0]), out_dtype)]
 
 
-def _column_sums_outputs(x: Tensor, offsets: Tensor | None, backend: str) -> list[Output]:
+def _column_sums_outputs(x: Tensor, offsets: Tensor | None) -> list[Output]:
     return [Output((1 if offsets is None else offsets.shape[0] - 2, x.shape[1]), torch.float32)]
 
 
-def _expert_offsets_outputs(counts: Tensor, rows: int) -> list[Output]:
+def _expert_offsets_outputs(counts: Tensor) -> list[Output]:
     return [Output((counts.shape[0] + 2,), torch.int64)]
 
 

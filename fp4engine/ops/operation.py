@@ -18,7 +18,7 @@ class Output(NamedTuple):
 
 
 Outputs = Callable[..., list[Output]]
-"""What an operation returns, from its arguments: fakes are made of it, and a test holds every backend to it."""
+"""What an operation returns, from the arguments that it names. Fakes are made of it; a test holds backends to it."""
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -47,17 +47,20 @@ def define(
     Args:
         run: annotated, from which the schema is made; returns one contiguous tensor, or several, none of them twice: a
             list, or if it writes to tensors, a tuple, since a compiler takes no list from what does.
-        outputs: of the same arguments; None if it returns nothing.
+        outputs: of some of its arguments, by their names; None if it returns nothing.
         mutates_args: names of the tensors that it writes to.
     """
     name = run.__name__.lstrip("_")
-    returned = signature(run).return_annotation
+    returned, names = signature(run).return_annotation, list(signature(run).parameters)
+    read = [] if outputs is None else [names.index(argument) for argument in signature(outputs).parameters]
 
     def fake(*arguments: Any) -> list[Tensor] | tuple[Tensor, ...] | Tensor | None:
         if outputs is None:
             return None
         device = next(_tensors(arguments)).device
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs(*arguments)]
+        made = [
+            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs(*[arguments[i] for i in read])
+        ]
         if returned is Tensor:
             return made[0]
         return made if get_origin(returned) is list else tuple(made)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import capability
+from fp4engine.arguments import require_integer
 from fp4engine.constants import KEY_STEP
 from fp4engine.tracing import constant_when_traced
 
@@ -47,7 +48,7 @@ def manual_seed(seed: int) -> None:
     Raises:
         ValueError: ``seed`` is not an integer.
     """
-    _require_seed(seed)
+    seed = require_integer("seed", seed)
     with lock:
         _seed[:] = [_to_int64(seed)]
         _pending.clear()
@@ -85,10 +86,13 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """
     if not isinstance(state, dict) or set(state) != {"seed", "draws"} or not isinstance(state["draws"], dict):
         raise ValueError(f"state must be {{'seed': int, 'draws': {{device: int}}}}, got {state!r}")
-    _require_seed(state["seed"])
+    seed = require_integer("state['seed']", state["seed"])
+    draws = {
+        name: require_integer(f"state['draws'][{name!r}]", draw, 0, _DRAWS - 1) for name, draw in state["draws"].items()
+    }
     with lock:
-        draws = {_device_named(name, draw): draw for name, draw in state["draws"].items()}
-        manual_seed(state["seed"])
+        draws = {_device_named(name): draw for name, draw in draws.items()}
+        manual_seed(seed)
         for device, draw in draws.items():
             if device in _states:
                 _write(device, _states[device], draw)
@@ -115,7 +119,7 @@ class RandomStream:
     """
 
     def __init__(self, seed: int) -> None:
-        _require_seed(seed)
+        seed = require_integer("seed", seed)
         self._states: dict[str, Tensor] = {}
         self._seed = [_to_int64(seed)]
         self._pending: dict[str, int] = {}
@@ -282,10 +286,8 @@ def _wait_for(state: Tensor) -> None:
         torch.cuda.synchronize(state.device)
 
 
-def _device_named(key: Any, draw: Any) -> str:
+def _device_named(key: Any) -> str:
     """The key in ``_states`` or ``_pending`` of a device, and maybe a name, that a saved state has."""
-    if isinstance(draw, bool) or not isinstance(draw, int) or not 0 <= draw < _DRAWS:
-        raise ValueError(f"state['draws'] must hold integers in [0, 2^63), got {key!r}: {draw!r}")
     text, name = device_and_name(key) if isinstance(key, str) else ("", "")
     try:
         device = torch.device(text)
@@ -300,11 +302,6 @@ def _device_named(key: Any, draw: Any) -> str:
     if len(known) > 1:
         raise ValueError(f"state['draws'] names {key!r}, and this process draws on {', '.join(known)}; name one")
     return known[0]
-
-
-def _require_seed(seed: Any) -> None:
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"seed must be an int, got {seed!r}")
 
 
 def _current_seed() -> int:

@@ -85,15 +85,11 @@ def _back_supported(dtype: torch.dtype) -> tuple[bool, str]:
     return True, ""
 
 
-def _within_range_output(
-    x: Tensor, codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: str, *_: object
-) -> list[Output]:
+def _within_range_output(x: Tensor, spec: str) -> list[Output]:
     return [Output((x.shape[0], CastSpec.from_key(spec).padded_cols(x.shape[1]) // 8), torch.uint8)]
 
 
-def _clip_and_rotate_back_output(
-    values: Tensor, within: Tensor | None, rotated: str, cols: int, dtype: torch.dtype, *_: object
-) -> list[Output]:
+def _clip_and_rotate_back_output(values: Tensor, cols: int, dtype: torch.dtype) -> list[Output]:
     return [Output((values.shape[0], cols), dtype)]
 
 

@@ -71,9 +71,7 @@ def _spread_tiles(
     return [made.data, made.scale_inv.contiguous()]
 
 
-def _spread_tiles_outputs(
-    codes: Tensor, scales: Tensor, spec: str, rows: int, cols: int, transposed: bool, backend: str
-) -> list[Output]:
+def _spread_tiles_outputs(codes: Tensor, spec: str, rows: int, cols: int, transposed: bool) -> list[Output]:
     cast = CastSpec.from_key(spec)
     return codes_outputs(cast, cols, rows) if transposed else codes_outputs(cast, rows, cols)[1:]
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 from itertools import count
-from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
 from fp4engine import formats
+from fp4engine.arguments import require_integer
 from fp4engine.environment import choice
 from fp4engine.formats import CastSpec
 from fp4engine.recipe.casts import Casts
@@ -237,7 +237,7 @@ class Recipe:
         Raises:
             ValueError: ``step`` is negative, or no whole number.
         """
-        require_step(step)
+        require_integer("step", step, 0)
         return self
 
     @classmethod
@@ -275,21 +275,6 @@ def require_recipe(recipe: Any) -> None:
     """
     if recipe is not None and not isinstance(recipe, Recipe):
         raise ValueError(f"recipe must be an fp4engine.recipe.Recipe (zoo.make makes one) or None, got {recipe!r}")
-
-
-def require_step(step: Any) -> int:
-    """``step`` as a whole number >= 0.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        whole = index(step)
-    except TypeError:
-        whole = -1
-    if whole < 0:
-        raise ValueError(f"step must be a whole number >= 0, got {step!r}")
-    return whole
 
 
 def numbered(number: int) -> Recipe:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fp4engine.arguments import require_integer
 from fp4engine.recipe.base import Format, Recipe, require
 from fp4engine.roles import QuantizerRole
 
@@ -31,12 +32,11 @@ class CustomRecipe(Recipe):
     quantization_alignment: int = 128
 
     def __post_init__(self) -> None:
+        alignment = require_integer("quantization_alignment", self.quantization_alignment, 1)
+        object.__setattr__(self, "quantization_alignment", alignment)
         super().__post_init__()
         if not callable(self.qfactory):
             raise ValueError(f"qfactory must be callable as qfactory(role) -> Quantizer, got {self.qfactory!r}")
         require("fp8_format", self.fp8_format, tuple(Format))
         require("fp8_dpa", self.fp8_dpa, (False,))
         require("fp8_mha", self.fp8_mha, (False,))
-        alignment = self.quantization_alignment
-        if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
-            raise ValueError(f"quantization_alignment must be a positive integer, got {alignment!r}")

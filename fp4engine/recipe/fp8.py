@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fp4engine.arguments import require_integer
 from fp4engine.environment import flag
 from fp4engine.formats import E4M3, E5M2, CastSpec, ElementFormat, ScaleRule, fp8, fp8_block, mx
 from fp4engine.recipe.base import Format, MMParams, QParams, Recipe, require, require_object
@@ -118,6 +119,9 @@ class DelayedScaling(_FP8Recipe):
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "margin", require_integer("margin", self.margin, 0, 7))
+        length = require_integer("amax_history_len", self.amax_history_len, 1)
+        object.__setattr__(self, "amax_history_len", length)
         super().__post_init__()
         self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
         require("backward_override", self.backward_override, (None,))
@@ -125,10 +129,6 @@ class DelayedScaling(_FP8Recipe):
             require("scaling_factor_compute_algo", self.scaling_factor_compute_algo, (None,))
         if not callable(self.amax_compute_algo):
             require("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
-        if type(self.margin) is not int or not 0 <= self.margin < 8:
-            raise ValueError(f"margin must be in 0 .. 7 whole binades, got {self.margin!r}")
-        if type(self.amax_history_len) is not int or self.amax_history_len < 1:
-            raise ValueError(f"amax_history_len must be a whole number >= 1, got {self.amax_history_len!r}")
 
     def casts(self, tensor_type: str) -> Casts:
         """Both operands alike."""

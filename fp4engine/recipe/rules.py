@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar
 
+from fp4engine.arguments import require_integer
 from fp4engine.names import covers
-from fp4engine.recipe.base import Recipe, recipe_from_data, require_object, require_step
+from fp4engine.recipe.base import Recipe, recipe_from_data, require_object
 from fp4engine.recipe.casts import Casts
 from fp4engine.roles import QuantizerRole
 
@@ -40,8 +41,8 @@ class Rule:
             and 0 <= self.blocks[0] < self.blocks[1]
         ):
             raise ValueError(f"blocks must be (first, end) with 0 <= first < end, got {self.blocks!r}")
-        if self.narrower_than is not None and type(self.narrower_than) is not int:
-            raise ValueError(f"narrower_than must be a whole number or None, got {self.narrower_than!r}")
+        if self.narrower_than is not None:
+            object.__setattr__(self, "narrower_than", require_integer("narrower_than", self.narrower_than))
 
     def matches(self, role: QuantizerRole) -> bool:
         """Whether ``role`` belongs to a module that this rule is about.
@@ -209,7 +210,7 @@ class ScheduledRecipe(_RecipeOfRecipes):
         Raises:
             ValueError: ``step`` is negative, or no whole number.
         """
-        whole = require_step(step)
+        whole = require_integer("step", step, 0)
         return next(recipe for start, recipe in reversed(self.phases) if start <= whole).at(whole)
 
     def of(self, role: QuantizerRole) -> Recipe:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +13,14 @@ import fp4engine
 from fp4engine import inspect, qat
 from fp4engine.arguments import require_patterns
 from fp4engine.distributed import draw_by_layer, fp4_all_gather
+from fp4engine.doctor import examine
 from fp4engine.estimate import Architecture, estimate, from_config
 from fp4engine.export import TensorFolder, calibrate, export_checkpoint, share_amax
 from fp4engine.formats import CastSpec
 from fp4engine.inspect import bisect, sensitivity
 from fp4engine.integrations import TrainingState
 from fp4engine.optimizer_hooks import OsciReset, OutControl
-from fp4engine.recipe import Casts, CustomRecipe, NVFP4BlockScaling, combine
+from fp4engine.recipe import Casts, CustomRecipe, DelayedScaling, NVFP4BlockScaling, Rule, combine
 
 RECIPE = NVFP4BlockScaling()
 ROLE = fp4engine.QuantizerRole("linear", "input")
@@ -118,7 +120,6 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
         (lambda: fp4engine.convert(make_model(None), keep_high_precision=[3]), r"keep_high_precision .* got \[3\]"),
         (lambda: export_checkpoint(make_model(), "never", keep_high_precision=[3]), r"keep_high_precision .* \[3\]"),
         (lambda: export_checkpoint(make_model(), None), "directory must be a path, got None"),
-        (lambda: export_checkpoint(make_model(), "never", max_shard_size="2GB"), "max_shard_size .* got '2GB'"),
         (lambda: export_checkpoint(make_model(), "never", weights=[1]), r"weights must map .* got \[1\]"),
         (lambda: calibrate(make_model(), None), "batches must be a sequence of batches, got None"),
         (lambda: TensorFolder(3), "directory must be a path, got 3"),
@@ -132,12 +133,9 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
         (lambda: fp4engine.executed_gemms(make_model(), 3), "step must be a function, got 3"),
         (lambda: OsciReset(make_model(), "opt"), r"optimizer must be a torch\.optim\.Optimizer, got 'opt'"),
         (lambda: OutControl(make_model(), None), r"optimizer must be a torch\.optim\.Optimizer, got None"),
-        (lambda: osci_reset(start="a"), "start, window and period must be integers, .* got 'a', 50 and 200"),
-        (lambda: osci_reset(period=None), "start, window and period must be integers, .* got 0, 50 and None"),
-        (lambda: osci_reset(window=2.0), "start, window and period must be integers, .* got 0, 2.0 and 200"),
+        (lambda: osci_reset(window=7, period=8), "window must be at most period - 2, got window=7 and period=8"),
         (lambda: osci_reset(threshold="8"), "threshold must be positive, got '8'"),
-        (lambda: out_control(start="a"), "start must be an integer >= 0, .* got 'a', 50, 16 and 0.1"),
-        (lambda: out_control(share="a"), r"share in \(0, 1\), got 501, 50, 16 and 'a'"),
+        (lambda: out_control(share="a"), r"share must be in \(0, 1\), got 'a'"),
         (lambda: out_control(group="world"), "group must be a torch.distributed process group or None, got 'world'"),
         (lambda: draw_by_layer(nn.Linear(32, 32), 0), "this Linear has no layer .* call fp4engine.convert first"),
         (lambda: draw_by_layer(make_model(), 0, prefix=3), "prefix must be a string, got 3"),
@@ -151,8 +149,6 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
         (lambda: fp4engine.make_quantizer(None, ROLE), r"recipe must be an fp4engine\.recipe\.Recipe, got None"),
         (lambda: fp4engine.make_quantizer(RECIPE, "input"), "role must be a QuantizerRole, got 'input'"),
         (lambda: combine(RECIPE, "nvfp4"), r"backward must be an fp4engine\.recipe\.Recipe, got 'nvfp4'"),
-        (lambda: CustomRecipe(qfactory=print, quantization_alignment=1.5), "quantization_alignment .* got 1.5"),
-        (lambda: CustomRecipe(qfactory=print, quantization_alignment="x"), "quantization_alignment .* got 'x'"),
         (lambda: Casts("e2m1"), r"rowwise must be an fp4engine\.formats\.CastSpec or None, got 'e2m1'"),
         (lambda: Casts(CastSpec(), clipped_gradient="no"), "clipped_gradient must be True or False, got 'no'"),
         (lambda: hybrid(rowwise_quantizer=None), "rowwise_quantizer must be a Quantizer, got None"),
@@ -162,6 +158,79 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
 def test_an_argument_of_another_kind_is_named(call: Callable[[], object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         call()
+
+
+class Three:
+    """An integer by its ``__index__`` alone."""
+
+    def __index__(self) -> int:
+        return 3
+
+
+def architecture(**sizes: object) -> Architecture:
+    return Architecture(**{"layers": 2, "width": 64, "heads": 2, "ffn": 128, "vocabulary": 64} | sizes)
+
+
+def tiny_estimate(**options: object) -> object:
+    recipe = None if "tp" in options or "fsdp" in options else RECIPE
+    return estimate(
+        architecture(heads=3, width=96, ffn=96, vocabulary=96), **{"sequence": 8, "recipe": recipe} | options
+    )
+
+
+INTEGERS: dict[str, Callable[[object], object]] = {
+    "batch": lambda batch: tiny_estimate(batch=batch).tokens,
+    "sequence": lambda sequence: tiny_estimate(sequence=sequence).tokens,
+    "fsdp": lambda fsdp: tiny_estimate(fsdp=fsdp).label,
+    "tp": lambda tp: tiny_estimate(tp=tp).label,
+    "lora_rank": lambda lora_rank: tiny_estimate(lora_rank=lora_rank).label,
+    "layers": lambda layers: architecture(layers=layers),
+    "positions": lambda positions: architecture(positions=positions),
+    "every": lambda every: record(make_model(), "never", every=every),
+    "replica": lambda replica: draw_by_layer(make_model(), replica),
+    "first_expert": lambda first_expert: draw_by_layer(make_model(), 0, first_expert=first_expert),
+    "num_gemms": lambda num_gemms: fp4engine.GroupedLinear(num_gemms, 16, 16, device="cpu"),
+    "out_features": lambda out_features: fp4engine.GroupedLinear(1, 16, out_features, device="cpu"),
+    "start": lambda start: osci_reset(start=start),
+    "window": lambda window: osci_reset(window=window),
+    "period": lambda period: osci_reset(window=1, period=period),
+    "steps": lambda steps: out_control(steps=steps),
+    "max_shard_size": lambda size: export_checkpoint(
+        make_model(), "never", inputs="high_precision", max_shard_size=size
+    ),
+    "quantization_alignment": lambda alignment: CustomRecipe(qfactory=print, quantization_alignment=alignment),
+    "amax_history_len": lambda length: DelayedScaling(amax_history_len=length),
+    "margin": lambda margin: DelayedScaling(margin=margin),
+    "narrower_than": lambda width: Rule(RECIPE, narrower_than=width),
+    "step": RECIPE.at,
+    "seed": fp4engine.manual_seed,
+    "state['seed']": lambda seed: fp4engine.set_rng_state({"seed": seed, "draws": {}}),
+    "state['draws']['cpu']": lambda draw: fp4engine.set_rng_state({"seed": 3, "draws": {"cpu": draw}}),
+    "jobs": lambda jobs: len(examine([], jobs=jobs).checks),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_what_is_no_integer_is_named(name: str) -> None:
+    for value in (True, 2.0, "3", None, float("nan")):
+        if value is not None or name != "narrower_than":
+            with pytest.raises(ValueError, match=rf"^{re.escape(name)} must be an integer.*, got {value!r}$"):
+                INTEGERS[name](value)
+
+
+@pytest.mark.filterwarnings("ignore:inspect.record ended")
+@pytest.mark.parametrize("name", INTEGERS)
+def test_any_integer_is_one(name: str, tmp_path: Path, monkeypatch) -> None:
+    """What is made of it is what the plain one makes, to the letter."""
+    made: list[str] = []
+    for number, value in enumerate((3, np.int64(3), np.uint8(3), Three())):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        torch.manual_seed(0)
+        result = INTEGERS[name](value)
+        made.append("" if type(result).__repr__ is object.__repr__ else repr(result))
+    assert len({*made}) == 1
 
 
 def test_a_converted_layer_outside_regions_complains_as_a_plain_one_does() -> None:

@@ -170,7 +170,7 @@ def test_osci_reset_says_what_it_cannot_do() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     for settings in ({"window": 0}, {"period": 10, "window": 9}, {"start": -1}):
-        with pytest.raises(ValueError, match="1 <= window <= period - 2"):
+        with pytest.raises(ValueError, match=r"(window|start) must be (an integer of )?at (least|most) "):
             OsciReset(net, optimizer, zoo.make("nvfp4"), **settings)
     with pytest.raises(ValueError, match="threshold must be positive"):
         OsciReset(net, optimizer, zoo.make("nvfp4"), threshold=0.0)
@@ -188,7 +188,7 @@ def test_osci_reset_says_what_it_cannot_do() -> None:
         hook.load_state_dict({"step": 3, "oscillations": {"0": (torch.zeros(2, 2),) * 3}})
     one, other = (tuple(torch.zeros_like(layer.weight) for _ in range(3)) for layer in (net[0], net[2]))
     for step in ("x", -1, True, None, 1.0):
-        with pytest.raises(ValueError, match=r"what OsciReset\.state_dict returned"):
+        with pytest.raises(ValueError, match=r"^state_dict\['step'\] must be an integer of at least 0, got"):
             hook.load_state_dict({"step": step, "oscillations": {}})
     with pytest.raises(ValueError, match=r"what OsciReset\.state_dict returned"):
         hook.load_state_dict({"step": 3, "oscillations": [one, other]})
@@ -310,7 +310,7 @@ def test_out_control_goes_on_from_a_checkpoint() -> None:
 def test_out_control_says_what_it_cannot_do() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    with pytest.raises(ValueError, match="share in"):
+    with pytest.raises(ValueError, match="share must be in"):
         OutControl(net, optimizer, share=1.0)
     with pytest.raises(ValueError, match="has 64 channels, of which 0 would be chosen"):
         OutControl(net, optimizer)
@@ -346,7 +346,7 @@ def test_out_control_takes_only_its_own_state() -> None:
     split, norms = torch.randperm(64).split([16, 48]), (torch.ones(64),)
     good = {"step": 3, "norms": {"0": norms, "2": norms}, "channels": {"0": split, "2": split}}
     for change in ({"step": "x"}, {"step": -1}, {"norms": [norms]}, {"channels": None}):
-        with pytest.raises(ValueError, match=r"what OutControl\.state_dict returned"):
+        with pytest.raises(ValueError, match=r"what OutControl\.state_dict returned|^state_dict\['step'\] must be an"):
             hook.load_state_dict(good | change)
     whole = torch.arange(64)
     for kept in (norms * 2, (), (torch.ones(8, 8),), torch.ones(64), (whole,)):

@@ -288,12 +288,7 @@ def _all_gradients(
 
 
 def _linear_forward_outputs(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    casts: str,
-    needs_dgrad: bool,
-    needs_wgrad: bool,
+    x: Tensor, weight: Tensor, casts: str, needs_dgrad: bool, needs_wgrad: bool
 ) -> list[Output]:
     own, (rows, cols), outs = Casts.from_key(casts), x.shape, weight.shape[0]
     by_fp8 = isinstance(covering(own, x.dtype, weight.dtype, x.device), LinearByFP8)
@@ -307,17 +302,14 @@ def _linear_forward_outputs(
 def _linear_share_forward_outputs(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     casts: str,
     needs_dgrad: bool,
     needs_wgrad: bool,
-    turn: Tensor | None,
-    groups: str,
     shared_inp: bool,
     shared_weight: bool,
     given: Tensor | None,
 ) -> list[Output]:
-    y, *of_inp, inp_amax, codes, scale_inv, amax = _linear_forward_outputs(x, weight, bias, casts, True, True)
+    y, *of_inp, inp_amax, codes, scale_inv, amax = _linear_forward_outputs(x, weight, casts, True, True)
     own = None
     if not shared_inp:
         own = inp_amax if needs_wgrad else None
@@ -345,35 +337,22 @@ def _kept_outputs(spec: CastSpec, rows: int, cols: int, by_fp8: bool = False) ->
 def _linear_backward_outputs(
     grad_output: Tensor,
     inp: Tensor | None,
-    inp_scale_inv: Tensor | None,
-    inp_amax: Tensor | None,
     weight: Tensor | None,
-    weight_scale_inv: Tensor | None,
-    weight_amax: Tensor | None,
-    rng: Tensor | None,
-    casts: str,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
 ) -> list[Output]:
     ins = None if weight is None else weight.shape[0]
-    return _gradient_outputs(grad_output, ins, inp, dtype, weight_dtype, bias_dtype)
+    return _gradient_outputs(grad_output, inp, ins, dtype, weight_dtype, bias_dtype)
 
 
 def _linear_share_backward_outputs(
     grad_output: Tensor,
     inp: Tensor | None,
-    inp_scale_inv: Tensor | None,
-    inp_amax: Tensor | None,
     weight: Tensor | None,
-    weight_scale_inv: Tensor | None,
-    weight_amax: Tensor | None,
-    rng: Tensor | None,
-    casts: str,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
-    *_: Any,
 ) -> list[Output]:
     rows, outs = grad_output.shape
     absent = Output((0,), grad_output.dtype)
@@ -386,8 +365,8 @@ def _linear_share_backward_outputs(
 
 def _gradient_outputs(
     grad_output: Tensor,
-    ins: int | None,
     inp: Tensor | None,
+    ins: int | None,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
@@ -442,37 +421,10 @@ def _tiled_linear_backward(
     return _all_gradients(way, grad_output, kept, ins, rng, (dtype, weight_dtype), bias_dtype, is_tiled=True)
 
 
-def _tiled_linear_forward_outputs(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    amax: Tensor,
-    bias: Tensor | None,
-    casts: str,
-    weight_dtype: torch.dtype,
-    needs_wgrad: bool,
-) -> list[Output]:
+def _tiled_linear_forward_outputs(x: Tensor, codes: Tensor, casts: str, needs_wgrad: bool) -> list[Output]:
     rows, cols = x.shape
     kept = _kept_outputs(CastSpec.from_key(Casts.from_key(casts).inp[1]), cols, rows) if needs_wgrad else []
     return [Output((rows, codes.shape[0]), x.dtype), *kept]
-
-
-def _tiled_linear_backward_outputs(
-    grad_output: Tensor,
-    inp: Tensor | None,
-    inp_scale_inv: Tensor | None,
-    inp_amax: Tensor | None,
-    codes: Tensor,
-    scales: Tensor,
-    amax: Tensor,
-    rng: Tensor | None,
-    casts: str,
-    ins: int,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-) -> list[Output]:
-    return _gradient_outputs(grad_output, ins, inp, dtype, weight_dtype, bias_dtype)
 
 
 define(_linear_forward, _linear_forward_outputs)
@@ -480,4 +432,4 @@ define(_linear_backward, _linear_backward_outputs)
 define(_linear_share_forward, _linear_share_forward_outputs, mutates_args=("turn",))
 define(_linear_share_backward, _linear_share_backward_outputs, mutates_args=("turn",))
 define(_tiled_linear_forward, _tiled_linear_forward_outputs)
-define(_tiled_linear_backward, _tiled_linear_backward_outputs)
+define(_tiled_linear_backward, _gradient_outputs)

@@ -176,8 +176,8 @@ class TransformerEngineBaseModule(ExtraState):
         outputs = DelayWgrad.apply(run, trained, inp, *now)
         return run.assemble(outputs)
 
-    def multiply(
-        self, inp: Tensor | FusedInput, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
+    def _multiply(
+        self, inp: Tensor | FusedInput, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None
     ) -> Tensor:
         """As in fp4engine's modules; quantizers that multiply what they make are used as they are.
 
@@ -188,7 +188,7 @@ class TransformerEngineBaseModule(ExtraState):
         own = None if states is None else states.own_product()
         if own is None:
             base: Any = super()
-            return base.multiply(inp, weight, bias, is_first_microbatch)
+            return base._multiply(inp, weight, bias, is_first_microbatch)
         if getattr(self, "fuse_wgrad_accumulation", False):
             raise NotImplementedError(
                 "fuse_wgrad_accumulation=True is not implemented for quantizers with a qgemm() of their own; "

@@ -153,7 +153,7 @@ def test_sizes_that_are_none_are_refused(tmp_path, source, capsys, size) -> None
     with pytest.raises(SystemExit):
         run(tmp_path / "trained", tmp_path / "served", "--inputs", "high_precision", "--max-shard-gb", size)
     assert "must be a size in GiB" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="at least one byte, got 0"):
+    with pytest.raises(ValueError, match="max_shard_size must be an integer of at least 1, got 0"):
         export_checkpoint(source, tmp_path / "served", max_shard_size=0)
 
 

@@ -396,17 +396,43 @@ def test_a_layer_whose_gradient_nobody_makes_trains_on(tmp_path: Path) -> None:
     assert {row["gemm"] for row in rows_of(tmp_path, "gemm", layer="right")} == {"fprop", "wgrad"}
 
 
-def test_a_layer_is_recorded_by_one_region_at_a_time(tmp_path: Path) -> None:
+def test_regions_record_the_same_layers_each_for_itself(tmp_path: Path) -> None:
     model = make_model()
-    with inspect.record(model, tmp_path / "one", layers="first", optimizer="by hand") as recorder:
-        with pytest.raises(ValueError, match=r"another region of inspect.record .* e.g. 'first'"):
-            inspect.record(model, tmp_path / "two").__enter__()
-        assert not (tmp_path / "two").exists()
-        with inspect.record(model, tmp_path / "three", layers="mlp", optimizer="by hand") as beside:
-            beside.step()
-        recorder.step()
-    with inspect.record(model, tmp_path / "two", optimizer="by hand") as recorder:
-        recorder.step()
+    with inspect.record(model, tmp_path / "beside", every=1, layers="first"):
+        train(zoo.make("nvfp4"), 3, tmp_path / "within", model=model)
+    alone = train(zoo.make("nvfp4"), 3, tmp_path / "alone")
+    assert rows_of(tmp_path / "within", "operand") == rows_of(tmp_path / "alone", "operand")
+    assert {row["step"] for row in rows_of(tmp_path / "beside", "operand", layer="first")} == {0, 1, 2}
+    assert all(torch.equal(parameter, alone[1][name]) for name, parameter in model.named_parameters())
+
+
+def test_compiled_functions_run_eagerly_until_the_last_region_has_recorded_its_step(tmp_path: Path) -> None:
+    ran: list[str] = []
+
+    def backend(graph, _):
+        return lambda *inputs: ran.append("compiled") or graph.forward(*inputs)
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+
+    def is_compiled() -> bool:
+        ran.clear()
+        compiled(torch.ones(2))
+        return bool(ran)
+
+    model = make_model()
+    options = {"optimizer": "by hand", "every": 2}
+    with inspect.record(model, tmp_path / "one", **options) as one:
+        with inspect.record(model, tmp_path / "two", **options) as two:
+            assert not is_compiled()
+            one.step()
+            assert not is_compiled()
+            two.step()
+            assert is_compiled()
+            two.step()
+            one.step()
+            assert not is_compiled()
+        assert not is_compiled()
+    assert is_compiled()
 
 
 def test_a_copy_made_in_a_recorded_step_is_not_watched(tmp_path: Path) -> None:

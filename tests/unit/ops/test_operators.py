@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp4engine import NVFP4Quantizer, Quantizer, ops
 from fp4engine.formats import E4M3, E8M0, CastSpec, Correction, Outer, Rotation, RoundingMode, ScaleRule, Signs, fp8
 from fp4engine.functional import make_linear_plan
+from fp4engine.ops.operation import define
 from fp4engine.recipe import Float8CurrentScaling, NVFP4BlockScaling, zoo
 from fp4engine.tensor import Operand
 
@@ -120,6 +121,15 @@ def test_fakes_of_operators_on_tiles_tell_the_truth(recipe, shape) -> None:
         for bias_dtype in (None, torch.float32):
             backward = (grad, *inp, *weight, rng, casts.key, ins, *dtypes, bias_dtype)
             assert_fake_tells_the_truth(fp4.tiled_linear_backward, *backward)
+
+
+def test_outputs_are_declared_of_arguments_that_there_are() -> None:
+    def _of_nothing(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    with pytest.raises(ValueError, match="'y' is not in list"):
+        define(_of_nothing, lambda y: [])
+    assert not hasattr(torch.ops.fp4engine, "of_nothing")
 
 
 def test_operands_must_contract_the_same_axis_and_be_rotated_alike() -> None:

@@ -25,7 +25,7 @@ SIDES = {"rowwise": KEY, "columnwise": KEY}
         ({"weight": {"rowwise": False, "columnwise": KEY}}, "not a CastSpec key: False"),
         ({"inputs": SIDES}, r"LinearRecipe has no inputs \(did you mean input\?\); its fields are .*input, weight"),
         ({"recipe": "NVFP4BlockScaling", "disable_rth": True}, r"no disable_rth \(did you mean disable_rht\?\)"),
-        ({"recipe": "DelayedScaling", "margin": "3"}, "margin must be in 0 .. 7 whole binades, got '3'"),
+        ({"recipe": "DelayedScaling", "margin": "3"}, "margin must be an integer from 0 to 7, got '3'"),
         (
             {"recipe": "Float8CurrentScaling", "fp8_gemm_fprop": {"split": True}},
             r"fp8_gemm_fprop has no split \(did you mean use_split_accumulator\?\)",
@@ -81,13 +81,12 @@ def test_what_is_no_key_of_a_cast_is_shown(key) -> None:
         CastSpec.from_key(key)
 
 
-@pytest.mark.parametrize("step", [math.nan, math.inf, 2.5, None, "3", -1])
+@pytest.mark.parametrize("step", [math.nan, math.inf, 2.5, None, "3", -1, True])
 def test_a_step_that_is_no_whole_number_is_refused(step) -> None:
     schedule = ScheduledRecipe(((0, NVFP4BlockScaling()), (5, LinearRecipe())))
     for recipe in (schedule, RuledRecipe(schedule), NVFP4BlockScaling(), LinearRecipe()):
-        with pytest.raises(ValueError, match="step must be a whole number >= 0, got"):
+        with pytest.raises(ValueError, match="step must be an integer of at least 0, got"):
             recipe.at(step)
-    assert schedule.at(True) == NVFP4BlockScaling()
 
 
 @pytest.mark.parametrize(

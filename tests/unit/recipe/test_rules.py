@@ -158,7 +158,7 @@ def test_a_schedule_without_a_step_says_what_to_do() -> None:
         pytest.raises(ValueError, match=r"use autocast\(recipe=schedule.at\(step\)\)"),
     ):
         fp4engine.Linear(16, 16)(torch.randn(2, 16))
-    with pytest.raises(ValueError, match="step must be a whole number >= 0, got -1"):
+    with pytest.raises(ValueError, match="step must be an integer of at least 0, got -1"):
         schedule.at(-1)
 
 

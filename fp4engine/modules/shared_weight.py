@@ -1,0 +1,73 @@
+"""The weight of a layer whose outer amaxes ranks share, and amaxes that were found before the layer runs."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fp4engine import ops
+from fp4engine.functional import LinearPlan
+from fp4engine.functional.shards import Shards, names_of
+from fp4engine.modules.sharded import is_distributed, sharing_groups
+
+
+class SharedWeight(NamedTuple):
+    """A layer's weight, whose outer amaxes ranks share.
+
+    Attributes:
+        weight: a DTensor.
+        plan: of the layer.
+        group: that of the autocast region, or None.
+        groups: all ranks that share.
+        found_for: see :func:`fp4engine.ops.weight_amaxes_for`.
+    """
+
+    weight: Any
+    plan: LinearPlan
+    group: Any
+    groups: tuple[Any, ...]
+    found_for: str
+
+
+class WeightAmaxes(NamedTuple):
+    """Amaxes that were found before a layer runs.
+
+    Attributes:
+        amaxes: by :func:`fp4engine.ops.amaxes_of`, the same on all ranks.
+        weight: that whose they are; a forward with another, such as one that was put in its place, finds its own.
+        found_for: see :func:`fp4engine.ops.weight_amaxes_for`.
+    """
+
+    amaxes: Tensor
+    weight: Any
+    found_for: str
+
+
+def shared_weight(weight: Any, plan: LinearPlan | None, group: Any, known: SharedWeight | None) -> SharedWeight | None:
+    """``weight``, if ranks share its amaxes in a forward by ``plan``, and all in one way; else None.
+
+    Args:
+        group: that of the autocast region, or None.
+        known: what this was last time; what of it holds is not asked for again.
+    """
+    if known is not None and known.weight is weight and known.plan is plan and known.group is group:
+        return known
+    if plan is None or plan.casts is None or plan.draws_in_forward or not is_distributed(weight):
+        return None
+    groups = (*sharing_groups(weight), *(() if group is None else (group,)))
+    if not groups or not ops.can_share(plan.casts):
+        return None
+    return SharedWeight(weight, plan, group, groups, ops.weight_amaxes_for(plan.casts, names_of(groups)))
+
+
+def weight_amaxes_for(shards: Shards, plan: LinearPlan) -> str:
+    """For what the weight's amaxes have to be found; empty where none are needed."""
+    if plan.casts is None or not shards.weight.groups:
+        return ""
+    return ops.weight_amaxes_for(plan.casts, names_of(tuple([group for group, _ in shards.weight.groups])))
+
+
+def with_amaxes(shards: Shards, weight: Tensor, left: WeightAmaxes | None, needed: str) -> Shards:
+    """``shards`` with the amaxes that were ``left``, if they are of ``weight`` and for what is ``needed``."""
+    if left is None or left.weight is not weight or left.found_for != needed:
+        return shards
+    return shards._replace(weight_amaxes=left.amaxes)

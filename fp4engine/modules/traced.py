@@ -1,0 +1,59 @@
+"""What a module asks while ``torch.compile`` traces it, answered as constants."""
+
+from fp4engine.functional import LinearPlan, make_linear_plan
+from fp4engine.recipe import Recipe, numbered
+from fp4engine.state import is_recomputed
+from fp4engine.tracing import constant_when_traced
+
+
+class _Plans:
+    """The plans that traces read, one attribute each: Dynamo reads attributes as they are, and copies a dictionary."""
+
+
+_plans = _Plans()
+
+
+def traced_plan(recipe: Recipe, module_type: str, name: str, shape: tuple[int, ...]) -> LinearPlan:
+    """The plan by ``recipe`` of every module of a type, name and shape, which a trace may read.
+
+    Raises:
+        RuntimeError: it remembers amaxes between steps, in the module.
+    """
+    return getattr(_plans, _leave_plan(recipe.number, module_type, name, shape))
+
+
+@constant_when_traced
+def _leave_plan(recipe: int, module_type: str, name: str, shape: tuple[int, ...]) -> str:
+    """Make a plan, leave it in ``_plans`` and return the attribute's name; runs while ``torch.compile`` traces.
+
+    Args:
+        recipe: number of the recipe.
+        name, shape: of the module, where the recipe asks for them.
+
+    Raises:
+        RuntimeError: the plan remembers amaxes between steps, in the module.
+    """
+    key = f"{recipe} {module_type} {name} {shape}"
+    if not hasattr(_plans, key):
+        plan = make_linear_plan(numbered(recipe), module_type, name, shape)
+        if plan.is_stateful:
+            raise RuntimeError(
+                "DelayedScaling keeps amaxes between steps, which torch.compile cannot trace; use "
+                "Float8CurrentScaling, or leave its layers out of compiled code, by torch.compiler.disable"
+            )
+        setattr(_plans, key, plan)
+    return key
+
+
+@constant_when_traced
+def refuse_stray_recomputation() -> None:
+    """Raise if a forward is traced inside a backward pass whose region nobody has handed over.
+
+    Raises:
+        RuntimeError: so it is.
+    """
+    if is_recomputed():
+        raise RuntimeError(
+            "a compiled module is traced inside a backward pass, outside any autocast region that was entered there; "
+            "put the region inside the checkpointed function, or use fp4engine.checkpoint"
+        )
