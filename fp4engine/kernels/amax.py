@@ -222,7 +222,7 @@ def tile_shape(
         return (64, 128) if prologue is None or not prologue.is_norm else (128, 64)
     if prologue is not None:
         return 8, WIDTH
-    width = min(max(triton.next_power_of_2(cols), 16), WIDTH)
+    width = 1 << min(max(cols, 16) - 1, WIDTH - 1).bit_length()  # a power of two
     return (32 << 10) // itemsize // width, width
 
 
