@@ -299,7 +299,7 @@ def require_comparable(corpus: Path, settings: Settings, finished: dict[Run, res
     """Before any time is spent on runs that could not be compared.
 
     Raises:
-        InputError: some finished runs were trained on other text, or on a CPU where these are for a GPU, or the reverse.
+        InputError: some finished runs were trained on other text, or on a CPU where these are for a GPU, or reverse.
     """
     digest = sources.load(corpus, "cpu").digest[:16] if finished else ""
     for run, result in finished.items():
