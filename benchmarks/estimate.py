@@ -2,11 +2,10 @@
 
     python benchmarks/estimate.py
 
-Needs no GPU. The first table has the eager rows of training.json, by what the host took for a layer: in FP8 on that day,
-the fastest step of fp8.json, whose smaller layers wait for the host; in NVFP4 by step.json, where the GPU takes longer.
-The second has its rows of
-CUDA graphs, which need no host. The third has the eager rows of distributed.json and distributed-tp.json without
-tensor parallelism. Delayed scaling remembers on the host and is not estimated.
+Needs no GPU. The first table has the eager rows of training.json, by what the host took for a layer: in FP8 on that
+day, the fastest step of fp8.json, whose smaller layers wait for the host; in NVFP4 by step.json, where the GPU takes
+longer. The second has its rows of CUDA graphs, which need no host. The third has the eager rows of distributed.json and
+distributed-tp.json without tensor parallelism. Delayed scaling remembers on the host and is not estimated.
 """
 
 import json
