@@ -24,8 +24,8 @@ class LayerNormLinear(InputNorm, SplitLinear):
         arguments: ``bias`` and ``return_bias`` (leave the bias out of the product and return it beside y);
             ``parameters_split``, a mapping of names to rows, or names that share the rows evenly, by which weight and
             bias are stored in parts that are quantized as one; ``init_method``, which initialises each part, where None
-            draws from N(0, 0.023); ``params_dtype`` and ``device`` of the parameters, where ``device=None`` is the current CUDA
-            device where there is one; ``name``, ``recipe`` and ``fuse_wgrad_accumulation`` as in
+            draws from N(0, 0.023); ``params_dtype`` and ``device`` of the parameters, where ``device=None`` is the
+            current CUDA device where there is one; ``name``, ``recipe`` and ``fuse_wgrad_accumulation`` as in
             :class:`~fp4engine.Linear`; TransformerEngine's others, at the values that ask for nothing.
 
     Raises:
