@@ -2,10 +2,10 @@
 
     python benchmarks/estimate.py
 
-Needs no GPU. The first table has the eager rows of training.json, by what the host took for a layer on that day: the
-fastest step of fp8.json, whose smaller layers wait for the host, and step.json's of NVFP4. The second has its rows of
-CUDA graphs, which need no host. The third has the eager rows of distributed.json and distributed-tp.json without
-tensor parallelism. Delayed scaling remembers on the host and is not estimated.
+Needs no GPU. The first table has the eager rows of training.json, by what the host took for a layer: in FP8 on that
+day, the fastest step of fp8.json, whose smaller layers wait for the host; in NVFP4 by step.json, where the GPU takes
+longer. The second has its rows of CUDA graphs, which need no host. The third has the eager rows of distributed.json and
+distributed-tp.json without tensor parallelism. Delayed scaling remembers on the host and is not estimated.
 """
 
 import json
@@ -42,7 +42,7 @@ def recorded(*files: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def host_microseconds() -> dict[str, float]:
-    """Precision -> what the host took for a layer when training.json was recorded."""
+    """Precision -> what the host took for a layer."""
     fp8 = min(row["current"] for row in json.loads((RESULTS / "fp8.json").read_text())["rows"]) * 1e3
     nvfp4 = json.loads((RESULTS / "step.json").read_text())["host_microseconds"]["nvfp4"]
     return {"bf16": 0.0, "fp8_current": fp8, "nvfp4": nvfp4}

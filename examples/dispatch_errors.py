@@ -71,9 +71,11 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> Iterator[float]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048, help="a multiple of four")
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=2048, help="a multiple of four (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=512, help="features of a token (default: %(default)s)")
     asked = parser.parse_args(argv)
+    if asked.tokens < 4 or asked.tokens % 4 or asked.width < 1:
+        parser.error(f"--tokens must be a multiple of four and --width positive, got {asked.tokens} and {asked.width}")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     layer = Experts(asked.width)

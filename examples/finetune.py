@@ -82,6 +82,8 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     parser.add_argument("--steps", type=int, default=60, help="steps of fine-tuning (default 60)")
     parser.add_argument("--adapters", action="store_true", help="freeze the base and train low-rank adapters")
     options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps must be at least 1, got {options.steps}")
     torch.manual_seed(0)
     fp4engine.manual_seed(0)
 

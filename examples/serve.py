@@ -156,10 +156,13 @@ def draw(losses: list[dict[str, float]], curves: dict[str, list[float]], path: P
 def main(arguments: list[str] | None = None) -> tuple[list[dict[str, float]], list[float]]:
     """The losses of each seed, and how far Transformers' logits were off."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("runs/serve"))
+    parser.add_argument("--steps", type=int, default=200, help="of each training (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="models of each kind (default: %(default)s)")
+    where = "a folder for models and the picture (default: %(default)s)"
+    parser.add_argument("--output", type=Path, default=Path("runs/serve"), help=where)
     options = parser.parse_args(arguments)
+    if min(options.steps, options.seeds) < 1:
+        parser.error(f"--steps and --seeds must be at least 1, got {options.steps} and {options.seeds}")
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
     results = [run(seed, options.steps, options.output / f"seed{seed}") for seed in range(options.seeds)]

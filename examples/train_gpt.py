@@ -23,7 +23,7 @@ from gpt import report
 from gpt.data import Corpus, load_corpus
 from gpt.files import LOCK, alone_in, write_atomically
 from gpt.model import GPT
-from gpt.settings import PRECISIONS, PRESETS, InputError, Settings
+from gpt.settings import PRECISIONS, PRESETS, InputError, Settings, whole
 from gpt.training import Diverged, Interrupted, Result, Trainer, compute_repeatably
 
 CONFIG, DATA_DIGEST = "config.json", "data.sha256"
@@ -40,14 +40,6 @@ class Parser(argparse.ArgumentParser):
 
 def words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
-def whole(text: str) -> int:
-    """A whole number, also written 1e9 or 20_000_000."""
-    number = float(text)
-    if not number.is_integer():
-        raise ValueError(text)
-    return int(number)
 
 
 def parser() -> Parser:

@@ -74,6 +74,8 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps (default 40)")
     parser.add_argument("--layers", type=int, default=2, help="transformer layers (default 2)")
     options = parser.parse_args(arguments)
+    if min(options.steps, options.layers) < 1:
+        parser.error(f"--steps and --layers must be at least 1, got {options.steps} and {options.layers}")
     torch.manual_seed(0)
     te.manual_seed(0)
 

@@ -5,6 +5,7 @@ Nothing is probed at import; CUDA is touched only when a question about it is as
 
 import importlib.util
 from functools import cache
+from typing import Literal, overload
 
 import torch
 
@@ -78,6 +79,10 @@ def fp4_units(device: torch.device) -> tuple[bool, str]:
     return False, f"sm_{major}{minor} has no FP4 tensor cores"
 
 
+@overload
+def is_nvfp4_available(return_reason: Literal[False] = False) -> bool: ...
+@overload
+def is_nvfp4_available(return_reason: Literal[True]) -> tuple[bool, str]: ...
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """Whether NVFP4 training runs here: always True, since every machine has at least the reference path.
 

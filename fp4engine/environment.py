@@ -22,13 +22,13 @@ _warned: set[str] = set()
 
 
 def read_flag(name: str, default: bool) -> bool:
-    """Value of the boolean flag ``name``: ``"1"`` or ``"0"``; ``default`` when unset.
+    """Value of the boolean flag ``name``: ``"1"`` or ``"0"``; ``default`` when unset or empty.
 
     Raises:
         ValueError: the flag holds anything else.
     """
     text = os.environ.get(name)
-    if text is None:
+    if not text:
         return default
     if text not in ("0", "1"):
         raise ValueError(f"environment flag {name} must be '0' or '1', got {text!r}")

@@ -255,6 +255,8 @@ def fp8_autocast(
 ) -> autocast:
     """TransformerEngine's older spelling of :class:`autocast`; takes the newer names of its arguments too.
 
+    ``fp8_recipe`` is ``recipe`` and ``fp8_group`` is ``amax_reduction_group``; the others are the same.
+
     Enabled without a recipe, it warns: TransformerEngine's default is an FP8 recipe, and :class:`autocast`'s is NVFP4.
 
     Raises:

@@ -30,6 +30,12 @@ def test_a_bare_install_has_what_pytorch_asks_for_at_import() -> None:
     assert "numpy" in PROJECT["dependencies"]
 
 
+def test_a_source_distribution_has_what_tests_and_pages_refer_to() -> None:
+    target = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
+    assert set(target) == {"exclude"}, "a list of what goes in would leave out benchmarks, tools and the Makefile"
+    assert not [name for name in target["exclude"] if name.strip("/").split("/")[0] in ("benchmarks", "tools", "tests")]
+
+
 def test_the_changelog_begins_with_the_version_that_is_built() -> None:
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     version = re.escape(fp4engine.__version__)

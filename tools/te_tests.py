@@ -328,5 +328,7 @@ pretend()
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
+    if not sys.argv or sys.argv[0] in ("-h", "--help"):
+        sys.exit(__doc__)
     sys.path.insert(0, str(pathlib.Path(sys.argv[0]).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

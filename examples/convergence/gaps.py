@@ -16,16 +16,28 @@ Results = dict[str, dict[int, Result]]
 
 
 def load(study: Study, settings: Settings, seeds: int, folder: Path) -> Results:
+    """The finished runs of a study, variants in its order.
+
+    Raises:
+        InputError: a file is damaged or of another run, or runs have different data, or some are of a CPU.
+    """
     found: Results = {}
     for variant in variants_of(study):
         for seed in range(seeds):
             own = dataclasses.replace(settings, seed=seed)
-            result = results.load(results.path_of(folder, own, variant), own)
+            result = results.load(folder, own, variant)
             if result is not None:
                 found.setdefault(variant, {})[seed] = result
-    data = {run.header["data"] for of_variant in found.values() for run in of_variant.values()}
+    headers = [run.header for of_variant in found.values() for run in of_variant.values()]
+    data = sorted({header["data"] for header in headers})
     if len(data) > 1:
         raise InputError(f"runs below {folder / settings.preset} were trained on different data: {', '.join(data)}")
+    devices = sorted({header["device"] for header in headers})
+    if len(devices) > 1 and "cpu" in devices:
+        raise InputError(
+            f"runs below {folder / settings.preset} were trained on {' and '.join(devices)}: bf16 is FP32 on a CPU, so "
+            "they have no gap to each other; move some of them away, or give --results another folder"
+        )
     return found
 
 

@@ -58,7 +58,24 @@ def section(settings: Settings, name: str, found: Results, picture: Path) -> str
     title = f"{settings.preset}, {name}"
     image = f"\n![{title}]({picture})\n" if runs else ""
     rows = leaderboard.table(found) if name == BOARD else table(STUDIES[name], found)
-    return f"### {title}: {STUDIES[name].question}\n\n{where}\n\n{rows}\n{image}"
+    told = ("device", "torch") if name == BOARD else ("device", "torch", "commit")  # the board's rows name commits
+    return f"### {title}: {STUDIES[name].question}\n\n{where}{unlike(found, told)}\n\n{rows}\n{image}"
+
+
+def unlike(found: Results, told: Sequence[str]) -> str:
+    """Which runs were made where, if not all alike: part of a gap between unlike runs may be due to that."""
+    places: dict[str, dict[str, list[str]]] = {}
+    for variant, of_variant in found.items():
+        for seed, run in of_variant.items():
+            place = ", ".join(f"{name} {run.header.get(name, 'unknown')}" for name in told)
+            places.setdefault(place, {}).setdefault(variant, []).append(str(seed))
+    if len(places) < 2:
+        return ""
+    lines = [
+        f"- {place}: " + "; ".join(f"{variant} (seeds {', '.join(seeds)})" for variant, seeds in made.items())
+        for place, made in places.items()
+    ]
+    return "\n\nNot all were made alike, and part of a gap may be due to that:\n\n" + "\n".join(lines)
 
 
 def insert(text: str, preset: str, target: Path) -> None:

@@ -1,7 +1,9 @@
 """Finished runs on disk: one JSONL file each, named for preset, variant and seed, shared by all studies."""
 
 import hashlib
+import itertools
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +18,11 @@ NUMBERS_DEPEND_ON = (
 )  # fmt: skip
 """Settings of a run that say what it is."""
 
-ALWAYS_SAID = ("settings", "data", "device", "torch", "date", "seconds")
-"""What reports read of a run's header."""
+ALWAYS_SAID: dict[str, tuple[type, ...]] = {
+    "settings": (dict,), "data": (str,), "device": (str,), "torch": (str,), "date": (str,), "seconds": (int, float),
+    "variant": (str,),
+}  # fmt: skip
+"""What reports read of a run's header, and of which types it is."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Result:
 
     Attributes:
         header: variant, recipe, settings, device, versions, data, date, seconds.
-        validation: `(step, loss in nats per byte)`, rising; a run that diverged ends with NaN.
+        validation: `(step, loss in nats per byte)`, steps rising; a run that diverged ends with NaN, at that step.
     """
 
     header: dict[str, Any]
@@ -54,24 +59,39 @@ def save(path: Path, rows: list[dict[str, Any]]) -> None:
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def load(path: Path, settings: Settings) -> Result | None:
-    """The finished run at `path`; None if there is none.
+def load(folder: Path, settings: Settings, variant: str) -> Result | None:
+    """The finished run of `variant` below `folder`; None if there is none.
 
     Raises:
-        InputError: it is one with other settings, or not whole.
+        InputError: its file holds a run of another variant or with other settings, or is not whole.
     """
+    path = path_of(folder, settings, variant)
     if not path.exists():
         return None
     header, *rows = read_rows(path) or [{}]
-    if lacking := [name for name in ALWAYS_SAID if name not in header]:
+    if lacking := [name for name, types in ALWAYS_SAID.items() if type(header.get(name)) not in types]:
         raise InputError(f"{path} is damaged: its first line does not say {', '.join(lacking)}; move it away")
+    if header["variant"] != variant:
+        raise InputError(f"{path} is a run of {header['variant']!r}, not of {variant!r}; move it away")
     if header["settings"] != of_settings(settings):
         raise InputError(f"{path} is a run of {header['settings']}, not of {of_settings(settings)}; move it away")
     validation = tuple((row.get("step"), row["validation_loss"]) for row in rows if "validation_loss" in row)
-    whole = all(type(step) is int and type(loss) is float for step, loss in validation)
-    if not whole or not validation or validation[-1][0] != settings.steps:
-        raise InputError(f"{path} is damaged: it must end with the loss after {settings.steps} steps; move it away")
-    return Result(header, validation)
+    if not _is_whole(validation, settings.steps):
+        raise InputError(
+            f"{path} is damaged: it must end with the loss after {settings.steps} steps, or where it diverged; "
+            "move it away"
+        )
+    return Result(header, tuple((step, loss if math.isfinite(loss) else math.nan) for step, loss in validation))
+
+
+def _is_whole(validation: tuple[tuple[Any, Any], ...], steps: int) -> bool:
+    """Whether steps rise, losses are positive or not finite, and the last is that of the last step or not finite."""
+    if not validation or not all(type(step) is int and type(loss) is float for step, loss in validation):
+        return False
+    rising = all(first < second for (first, _), (second, _) in itertools.pairwise(((0, 0.0), *validation)))
+    positive = all(loss > 0 or not math.isfinite(loss) for _, loss in validation)
+    last, loss = validation[-1]
+    return rising and positive and (last == steps or (last < steps and not math.isfinite(loss)))
 
 
 def of_settings(settings: Settings) -> dict[str, Any]:

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from convergence import results, sources
 from convergence.studies import BASELINE, BOARD, PRESETS, STUDIES, VARIANTS, variants_of
 from convergence.together import Limits, Outcome, Run, Together, warm_up
-from gpt.settings import InputError, Settings
-from gpt.training import compute_repeatably
+from gpt.settings import InputError, Settings, whole
+from gpt.training import StopRequest, compute_repeatably, stop_on_signals
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "convergence"
@@ -46,6 +46,9 @@ LINE_SECONDS = 20.0
 """At least so long between two lines about the pace where the output is no terminal, which gets a bar."""
 
 TRACEBACK_LINES = 15
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C or SIGTERM."""
 
 
 class Dealer:
@@ -134,8 +137,8 @@ class GpuDealer(Dealer):
     def is_ready(self, run: Run) -> bool:
         return run.variant not in self.compiled or self.compiled[run.variant].done()
 
-    def deal(self, corpus: Path) -> None:
-        """Until every process has ended."""
+    def deal(self, corpus: Path, stop: StopRequest) -> None:
+        """Until every process has ended. After a request to stop no run is dealt: the processes save theirs and end."""
         processes = self.processes
         for connection in processes:
             self._send(connection, corpus)
@@ -161,8 +164,9 @@ class GpuDealer(Dealer):
                 else:
                     asking[connection] = message
             for connection, waits in list(asking.items()):
-                run = self.take()
-                if run is None and waits and self.waiting and time.time() < self.deadline:
+                ends = stop.requested or time.time() >= self.deadline
+                run = None if stop.requested else self.take()
+                if run is None and waits and self.waiting and not ends:
                     continue  # until something is compiled
                 del asking[connection]
                 if run is not None:
@@ -204,12 +208,13 @@ def train_on(gpu: str, dealer: Connection, like: Settings, folder: Path, scratch
         return dealer.recv()
 
     begin_process(gpu)
-    warm_up(like, BASELINE)
-    try:
-        corpus = sources.load(dealer.recv(), like.device)
-    except EOFError:  # there is no data
-        return
-    Together(corpus, folder, scratch, limits, dealer.send).train(take)
+    with stop_on_signals() as stop:
+        warm_up(like, BASELINE)
+        try:
+            corpus = sources.load(dealer.recv(), like.device)
+        except EOFError:  # there is no data
+            return
+        Together(corpus, folder, scratch, limits, dealer.send).train(take, stop)
 
 
 def gpus() -> list[str]:
@@ -235,7 +240,7 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}")
     new.add_argument("--list", action="store_true", help="show studies and variants")
     new.add_argument("--preset", choices=PRESETS, help="default: mini on a GPU, tiny on a CPU")
-    new.add_argument("--tokens", type=float, help="bytes to train on, instead of the preset's")
+    new.add_argument("--tokens", type=whole, help="bytes to train on, such as 1e6, instead of the preset's")
     new.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default: 3)")
     new.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help="train these only")
     new.add_argument("--at-once", type=int, help=f"models trained at once (default: {AT_ONCE} on each GPU, else 1)")
@@ -255,7 +260,7 @@ def parser() -> argparse.ArgumentParser:
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     preset = PRESETS[arguments.preset or ("mini" if arguments.device == "cuda" else "tiny")]
-    tokens = preset.tokens if arguments.tokens is None else int(arguments.tokens)
+    tokens = preset.tokens if arguments.tokens is None else arguments.tokens
     settings = dataclasses.replace(preset, device=arguments.device, tokens=tokens, compile=arguments.compile)
     settings.check()
     return settings
@@ -265,7 +270,7 @@ def train_missing(arguments: argparse.Namespace, settings: Settings) -> None:
     deadline = time.time() + arguments.seconds
     folder, scratch = arguments.results, arguments.scratch
     runs = planned(arguments.studies, settings, arguments.seeds, arguments.variants)
-    finished = {run: result for run in runs if (result := results.load(run.path(folder), run.settings)) is not None}
+    finished = {run: result for run in runs if (result := results.load(folder, run.settings, run.variant))}
     missing = [run for run in runs if run not in finished]
     print(f"{len(runs)} runs of {settings.steps} steps, {len(finished)} of them finished before")
     if not missing:
@@ -276,25 +281,33 @@ def train_missing(arguments: argparse.Namespace, settings: Settings) -> None:
     dealer = GpuDealer(missing, compilers, folder, scratch, limits) if on_gpu else Dealer(missing)
     try:
         corpus = sources.prepare(arguments.data, settings.sequence + 1, scratch)
-        require_same_text(corpus, finished)
-        if isinstance(dealer, GpuDealer):
-            dealer.deal(corpus)
-        else:
-            begin_process()
-            Together(sources.load(corpus, "cpu"), folder, scratch, limits, dealer.tell).train(dealer.take)
+        require_comparable(corpus, settings, finished)
+        with stop_on_signals() as stop:
+            if isinstance(dealer, GpuDealer):
+                dealer.deal(corpus, stop)
+            else:
+                begin_process()
+                Together(sources.load(corpus, "cpu"), folder, scratch, limits, dealer.tell).train(dealer.take, stop)
     finally:
         dealer.end()
     dealer.say_what_is_left()
+    if stop.requested:
+        raise KeyboardInterrupt
 
 
-def require_same_text(corpus: Path, finished: dict[Run, results.Result]) -> None:
+def require_comparable(corpus: Path, settings: Settings, finished: dict[Run, results.Result]) -> None:
     """Before any time is spent on runs that could not be compared.
 
     Raises:
-        InputError: some finished runs were trained on other text.
+        InputError: some finished runs were trained on other text, or on a CPU where these are for a GPU, or reverse.
     """
     digest = sources.load(corpus, "cpu").digest[:16] if finished else ""
     for run, result in finished.items():
+        if (result.header["device"] == "cpu") != (settings.device == "cpu"):
+            raise InputError(
+                f"{run} was trained on {result.header['device']}, and --device is {settings.device}: bf16 is FP32 on a "
+                "CPU; give --results another folder"
+            )
         if result.header["data"] != digest:
             raise InputError(
                 f"the text here is {digest}, and {run} was trained on {result.header['data']}; "
@@ -306,7 +319,12 @@ def compilers_per_gpu() -> int:
     return max(1, min(MOST_COMPILERS, len(os.sched_getaffinity(0)) // max(1, len(gpus())) - 2))
 
 
-def run(arguments: argparse.Namespace) -> None:
+def check(arguments: argparse.Namespace) -> None:
+    """Hold what was given against what there is.
+
+    Raises:
+        InputError: no study, an unknown one, a number out of range, or a device that is not here.
+    """
     unknown = [name for name in arguments.studies if name not in STUDIES]
     if unknown or not arguments.studies:
         raise InputError(f"studies are {', '.join(STUDIES)}; got {', '.join(unknown) or 'none'}")
@@ -314,6 +332,14 @@ def run(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < least:
             raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    if not arguments.seconds >= 0:
+        raise InputError(f"--seconds must be at least 0, got {arguments.seconds}")
+    if arguments.device == "cuda" and arguments.report is None and not torch.cuda.is_available():
+        raise InputError("--device cuda: PyTorch finds no CUDA device here")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    check(arguments)
     settings = settings_of(arguments)
     try:
         if arguments.report is None:
@@ -344,8 +370,15 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         run(arguments)
+    except KeyboardInterrupt:
+        print("run: stopped; the same command continues", file=sys.stderr)
+        return INTERRUPTED
     except InputError as error:
         print(f"run: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"run: {where}{error.strerror or error}; finished runs are whole", file=sys.stderr)
         return 2
     return 0
 

@@ -16,6 +16,7 @@ from convergence import results
 from convergence.training import Feed, Training
 from gpt.data import Corpus
 from gpt.settings import Settings
+from gpt.training import StopRequest
 
 STEPS_PER_LOOK = 20
 """Steps of each run on a GPU between two looks at it; the host waits there, so that a deadline means something."""
@@ -81,9 +82,10 @@ class Together:
         self.live: dict[Run, Training] = {}
         self.pace: dict[str, float] = {}  # seconds that the device needs for a step of a variant
 
-    def train(self, take: Take) -> None:
-        """Until there are no more runs, or the deadline has come."""
-        while time.time() < self.limits.deadline:
+    def train(self, take: Take, stop: StopRequest | None = None) -> None:
+        """Until there are no more runs, or the deadline has come, or somebody asks to stop."""
+        stop = stop or StopRequest()
+        while time.time() < self.limits.deadline and not stop.requested:
             while len(self.live) < self.limits.at_once and self._would_end():
                 run = take(not self.live)
                 if run is None:

@@ -15,6 +15,14 @@ class InputError(ValueError):
     """Something the user gave cannot be used; its message is one line that says what and what to do."""
 
 
+def whole(text: str) -> int:
+    """A whole number, also written 1e9 or 20_000_000."""
+    number = float(text)
+    if not number.is_integer():
+        raise ValueError(text)
+    return int(number)
+
+
 PRECISIONS: dict[str, Callable[[], recipe.Recipe] | None] = {
     "bf16": None,
     **{name: recipe.zoo.ZOO[name].build for name in ("nvfp4", *recipe.zoo.ZOO)},

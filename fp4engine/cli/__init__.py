@@ -6,6 +6,7 @@ name is the module's. :data:`COMMANDS` lists them; a new one is a new module and
 """
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = make_parser()
     arguments = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper) and arguments.run is not te.run:  # whose output is its script's
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that has no ± shows its number
     try:
         return arguments.run(arguments)
     except KeyboardInterrupt as stopped:

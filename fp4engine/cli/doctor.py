@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs",
         type=int,
+        metavar="N",
         default=min(MOST_JOBS, cores),
         help="processes that compile a GPU's kernels before they are checked (default here: %(default)s)",
     )

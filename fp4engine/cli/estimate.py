@@ -8,20 +8,33 @@ given one by one. Does 8B fit on a card with 24 GiB, with LoRA?
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from fp4engine.estimate import GPUS, MODELS, Architecture, estimate, from_config
 from fp4engine.estimate.request import STATES
 from fp4engine.recipe import zoo
 
-SIZES = ("layers", "width", "heads", "ffn", "vocabulary")
+SIZES = {
+    "layers": "blocks of a decoder that neither --model nor --config describes",
+    "width": "residual width",
+    "heads": "query heads",
+    "ffn": "inner width of the MLP",
+    "vocabulary": "tokens of the embedding and of the head",
+}
+"""What has to be given where neither --model nor --config is."""
+
+OPTIONAL_SIZES = {
+    "kv_heads": "key and value heads (default: as many as --heads)",
+    "head_dim": "width of a head (default: --width / --heads)",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the step, the machine."""
     parser.add_argument("--model", choices=tuple(MODELS), help="a model whose sizes are known")
     parser.add_argument("--config", help="path of a Hugging Face config.json, or of the folder that holds it")
-    for size in (*SIZES, "kv_heads", "head_dim"):
-        parser.add_argument(f"--{size.replace('_', '-')}", type=int, help="instead of --model")
+    for size, meaning in {**SIZES, **OPTIONAL_SIZES}.items():
+        parser.add_argument(f"--{size.replace('_', '-')}", type=int, metavar="N", help=meaning)
     parser.add_argument(
         "--recipe",
         default="nvfp4",
@@ -29,19 +42,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RECIPE",
         help="one that `fp4engine recipes` lists (default: nvfp4), or bf16",
     )
-    parser.add_argument("--gpu", default="H200", choices=tuple(GPUS))
-    parser.add_argument("--batch", type=int, default=1, help="sequences of one GPU's step")
-    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--parameters", default="fp32", choices=("fp32", "bf16"), help="how parameters are stored")
-    parser.add_argument("--optimizer", default="adamw", choices=tuple(STATES))
+    parser.add_argument("--gpu", default="H200", choices=tuple(GPUS), help="default: %(default)s")
+    count: dict[str, Any] = {"type": int, "metavar": "N"}
+    parser.add_argument("--batch", **count, default=1, help="sequences of one GPU's step (default: %(default)s)")
+    parser.add_argument("--sequence", **count, default=2048, help="tokens of a sequence (default: %(default)s)")
+    stored = "how parameters are stored (default: %(default)s)"
+    parser.add_argument("--parameters", default="fp32", choices=("fp32", "bf16"), help=stored)
+    parser.add_argument("--optimizer", default="adamw", choices=tuple(STATES), help="default: %(default)s")
     parser.add_argument("--checkpointing", action="store_true", help="blocks keep their inputs only")
-    parser.add_argument("--fsdp", type=int, default=1, help="GPUs that share parameters and optimizer")
+    parser.add_argument("--fsdp", **count, default=1, help="GPUs that share parameters and optimizer")
     parser.add_argument("--fp4-all-gather", action="store_true", help="FSDP gathers weights as FP4 codes")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs that share every layer")
-    parser.add_argument("--lora-rank", type=int, default=0, help="freeze the model in BF16 and train adapters")
+    parser.add_argument("--tp", **count, default=1, help="GPUs that share every layer")
+    parser.add_argument("--lora-rank", **count, default=0, help="freeze the model in BF16 and train adapters of rank N")
     parser.add_argument(
         "--host-microseconds",
         type=float,
+        metavar="US",
         help="what the host takes for one quantized layer, forward and backward (default: measured beside an H200)",
     )
 
@@ -79,7 +95,7 @@ def _name(arguments: argparse.Namespace) -> str:
 
 
 def _architecture(arguments: argparse.Namespace) -> Architecture:
-    given = {size: getattr(arguments, size) for size in (*SIZES, "kv_heads", "head_dim")}
+    given = {size: getattr(arguments, size) for size in (*SIZES, *OPTIONAL_SIZES)}
     given = {size: value for size, value in given.items() if value is not None}
     whole = [name for name in ("model", "config") if getattr(arguments, name) is not None]
     if whole:

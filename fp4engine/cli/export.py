@@ -1,6 +1,7 @@
 """Write a trained checkpoint in NVFP4 for servers.
 
-The codes and scales are those that the recipe multiplied in training. Needs the extra ``export``.
+The codes and scales are those that the recipe multiplied in training. It needs more packages than the other commands:
+pip install 'fp4engine[export]'
 """
 
 import argparse
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     try:
         from fp4engine.export import command
     except ModuleNotFoundError:  # safetensors or tqdm: a bare install lacks them, and has the other commands
-        parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="needs the extra `export`")
+        parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="safetensors or tqdm is missing")
     else:
         command.add_arguments(parser)
 

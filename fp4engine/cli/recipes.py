@@ -35,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _listing() -> str:
-    measured: dict[str, dict[str, str]] = json.loads(LEADERBOARD.read_text()) if LEADERBOARD.exists() else {}
+    text = LEADERBOARD.read_text(encoding="utf-8") if LEADERBOARD.exists() else "{}"
+    measured: dict[str, dict[str, str]] = json.loads(text)
     columns = [["", *zoo.ZOO]]
     columns += [[preset, *(gaps.get(name, "") for name in zoo.ZOO)] for preset, gaps in measured.items()]
     widths = [max(map(len, column)) for column in columns]

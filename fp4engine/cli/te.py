@@ -1,6 +1,8 @@
 """Run a script that imports TransformerEngine on fp4engine instead, unedited.
 
-``fp4engine te script.py --its arguments``. The exit code is the script's own, and 1 if it ends in an exception.
+The exit code is the script's own, and 1 if it ends in an exception. Example:
+
+  fp4engine te script.py --its arguments
 """
 
 import argparse

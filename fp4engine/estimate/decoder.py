@@ -134,7 +134,7 @@ def from_config(config: str | Path | dict[str, Any]) -> Architecture:
         if not path.is_file():
             raise ValueError(f"there is no config file {path}")
         try:
-            data = json.loads(path.read_text())
+            data = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from error
     family = data.get("model_type") if isinstance(data, dict) else None

@@ -29,6 +29,7 @@ def calibrate(
         model: converted, in the precision that it is evaluated in.
         batches: tensors, tuples of positional arguments, or mappings of keyword arguments; at least one.
         recipe: as in :func:`fp4engine.autocast`; None follows what the modules were converted with.
+        progress: draw a bar of the batches.
 
     Raises:
         ValueError: there is no batch or no converted module, an input holds a NaN or an Inf, or a layer saw no input:

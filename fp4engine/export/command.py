@@ -34,14 +34,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="nvfp4",
         help="name in fp4engine.recipe.zoo, or a JSON file of a recipe (default: %(default)s)",
     )
-    parser.add_argument("--format", default="compressed-tensors", choices=list(FORMATS))
+    parser.add_argument("--format", default="compressed-tensors", choices=list(FORMATS), help="default: %(default)s")
     parser.add_argument(
         "--inputs",
         default=None,
-        help="'high_precision' (W4A16), 'dynamic', or a JSON file of what fp4engine.export.calibrate returns",
+        help="'high_precision' (W4A16), 'dynamic', or a JSON file of what fp4engine.export.calibrate returns; "
+        "needed where the recipe casts inputs",
     )
     parser.add_argument(
-        "--keep-high-precision", nargs="*", default=["lm_head"], metavar="PATTERN", help="modules to write as they are"
+        "--keep-high-precision",
+        nargs="*",
+        default=["lm_head"],
+        metavar="PATTERN",
+        help="modules to write as they are (default: lm_head)",
     )
     parser.add_argument("--no-shared-scales", action="store_true", help="give q/k/v and gate/up a scale each")
     parser.add_argument("--requantize", action="store_true", help="cast what the format cannot hold to nearest NVFP4")
@@ -60,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="files",
         help="compare every byte and no logits, where memory is short",
     )
-    parser.add_argument("--max-shard-gb", type=_size, default=2.0, help="size of a file (default: %(default)s)")
+    most = "largest size of a file (default: %(default)s)"
+    parser.add_argument("--max-shard-gb", type=_size, default=2.0, metavar="GIB", help=most)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -163,6 +169,6 @@ def _size(text: str) -> float:
 
 def _text(path: str, argument: str) -> str:
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{argument} is neither a known name nor a readable file: {error}") from error

@@ -240,7 +240,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _JSON_BYTES:
             raise OSError(f"it has {path.stat().st_size} bytes, more than the {_JSON_BYTES} of any such file")
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is missing, truncated or no JSON: {error}") from error
     if not isinstance(data, dict):

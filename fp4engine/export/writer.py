@@ -120,4 +120,4 @@ class ShardWriter:
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write ``data``, indented."""
-    path.write_text(json.dumps(data, indent=2) + "\n")
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -73,7 +73,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     if not file.is_file():
         raise ValueError(f"there is no {file}; inspect.record(model, out) writes {FILE} into the folder out")
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text: {error}") from error
     rows: list[dict[str, Any]] = []

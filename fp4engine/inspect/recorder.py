@@ -135,7 +135,7 @@ class Recorder:
             if self._writer is not None:
                 for tag, value in scalars(row):
                     self._writer.add_scalar(tag, value, step)
-        with self.path.open("a") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.writelines(lines)
         if self._writer is not None:
             self._writer.flush()

@@ -50,9 +50,14 @@ class MultiheadAttention(torch.nn.Module):
         qkv_format: ``"sbhd"`` for inputs [S, B, hidden_size], ``"bshd"`` for [B, S, hidden_size].
         qk_norm_type: ``"LayerNorm"``, ``"RMSNorm"`` or ``"L2Normalization"`` of queries and keys, with ``qk_norm_eps``,
             before or after the rotary embedding (``qk_norm_before_rope``).
+        rotary_pos_interleaved: whether a rotary embedding turns neighbours, and not the two halves of a head.
+        bias: whether the projections have biases; they start at zero.
         return_bias: leave the bias of the output projection out and return it.
         return_layernorm_output: also return the normalised input, as the last item of a tuple.
         init_method, output_layer_init_method: initialise the projections in and out; None draws from N(0, 0.023).
+        params_dtype, device: of the parameters; ``device=None`` is the current CUDA device where there is one.
+        name: recipes see the projections below it.
+        recipe, fuse_wgrad_accumulation: as in :class:`~fp4engine.Linear`, of all projections.
         layer_number, seq_length, micro_batch_size: hints of TransformerEngine's that change nothing here.
         te_arguments: TransformerEngine's other arguments, at the values that ask for nothing.
 
@@ -195,6 +200,8 @@ class MultiheadAttention(torch.nn.Module):
             attention_mask: bool, True where NOT to attend; read by padding masks ([B, 1, 1, T], or a pair of which
                 the first, [B, 1, 1, S], is that of the queries) and arbitrary ones (broadcastable to [B, H, S, T]).
             encoder_output: what cross-attention reads, laid out as ``hidden_states``.
+            attn_mask_type, window_size, bottom_right_diagonal: of this call, in place of the constructor's.
+            is_first_microbatch: as in :meth:`fp4engine.Linear.forward`, of all projections.
             checkpoint_core_attention: recompute scores and probabilities in backward.
             rotary_pos_emb: angles as :func:`~fp4engine.functional.attention.rotate` takes them, or a pair for queries
                 and keys.
@@ -203,6 +210,10 @@ class MultiheadAttention(torch.nn.Module):
 
         Returns:
             The shape of ``hidden_states``, or a tuple ``(y[, bias][, normalised input])``.
+
+        Raises:
+            NotImplementedError: an argument of TransformerEngine's that is not implemented.
+            ValueError: a mask, a bias or an ``encoder_output`` that is missing, or not asked for.
         """
         refuse_unimplemented("MultiheadAttention.forward", te_arguments, FORWARD_NEUTRAL)
         if core_attention_bias_type not in ("no_bias", "post_scale_bias"):

@@ -26,7 +26,10 @@ class GroupedLinear(torch.nn.Module):
         in_features, out_features: K and N of each.
         init_method: ``init_method(weight)`` initialises each weight; None draws from N(0, 0.023).
         return_bias: leave the biases out and return ``(y, [b_0, ...])``.
+        bias: whether there are biases; they start at zero.
+        params_dtype, device: of the parameters; ``device=None`` is the current CUDA device where there is one.
         name: what recipes see, with the module type ``"grouped_linear"``.
+        recipe, fuse_wgrad_accumulation: as in :class:`~fp4engine.Linear`.
         te_arguments: TransformerEngine's other arguments, at the values that ask for nothing.
 
     Attributes:

@@ -21,10 +21,16 @@ class LayerNormLinear(InputNorm, SplitLinear):
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: the norm's factor is ``1 + layer_norm_weight``.
         return_layernorm_output: also return the normalised input, as the last item of a tuple.
-        arguments: as in :class:`SplitLinear`.
+        arguments: ``bias`` and ``return_bias`` (leave the bias out of the product and return it beside y);
+            ``parameters_split``, a mapping of names to rows, or names that share the rows evenly, by which weight and
+            bias are stored in parts that are quantized as one; ``init_method``, which initialises each part, where None
+            draws from N(0, 0.023); ``params_dtype`` and ``device`` of the parameters, where ``device=None`` is the
+            current CUDA device where there is one; ``name``, ``recipe`` and ``fuse_wgrad_accumulation`` as in
+            :class:`~fp4engine.Linear`; TransformerEngine's others, at the values that ask for nothing.
 
     Raises:
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
+        ValueError: the parts do not add up to ``out_features``.
     """
 
     __call__: Callable[..., Tensor]  # for type checkers; a tuple of tensors where a return_ flag asks for one
@@ -55,7 +61,12 @@ class LayerNormLinear(InputNorm, SplitLinear):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]: a FusedInput is made here, never passed in
         self, inp: Tensor, is_first_microbatch: bool | None = None
     ) -> Any:
-        """[..., in_features] -> [..., out_features], or a tuple ``(y[, bias][, normalised input])``."""
+        """[..., in_features] -> [..., out_features], or a tuple ``(y[, bias][, normalised input])``.
+
+        Args:
+            inp: x.
+            is_first_microbatch: as in :meth:`fp4engine.Linear.forward`.
+        """
         if not self.return_layernorm_output:
             return super().forward(self._normalize(inp), is_first_microbatch)
         normalized = self._normalize(inp).tensor()

@@ -30,7 +30,10 @@ class LayerNormMLP(InputNorm):
         init_method, output_layer_init_method: initialise ``fc1_weight`` and ``fc2_weight``; None draws N(0, 0.023).
         return_bias: leave the bias of fc2 out and return it beside y.
         return_layernorm_output: also return the normalised input, as the last item of a tuple.
+        bias: whether fc1 and fc2 have biases; they start at zero.
+        params_dtype, device: of the parameters; ``device=None`` is the current CUDA device where there is one.
         name: recipes see ``<name>.fc1`` and ``<name>.fc2``.
+        recipe, fuse_wgrad_accumulation: as in :class:`~fp4engine.Linear`, of both.
         seq_length, micro_batch_size: size hints of TransformerEngine's warm-up; there is nothing to warm up here.
         te_arguments: TransformerEngine's other arguments, at the values that ask for nothing.
 
@@ -102,7 +105,12 @@ class LayerNormMLP(InputNorm):
                 torch.nn.init.zeros_(bias)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """[..., hidden_size] -> the same shape, or a tuple ``(y[, bias][, normalised input])``."""
+        """[..., hidden_size] -> the same shape, or a tuple ``(y[, bias][, normalised input])``.
+
+        Args:
+            inp: x.
+            is_first_microbatch: as in :meth:`fp4engine.Linear.forward`.
+        """
         normalized = self._normalize(inp)
         if self.return_layernorm_output:
             normalized = normalized.tensor()

@@ -19,11 +19,18 @@ class TransformerLayer(torch.nn.Module):
     """``h = x + dropout(attention(norm(x)))``; ``y = h + dropout(mlp(norm(h)))``.
 
     Args:
-        hidden_size, ffn_hidden_size, num_attention_heads: of :class:`MultiheadAttention` and :class:`LayerNormMLP`.
+        hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, attention_dropout, activation,
+            activation_params: of :class:`MultiheadAttention` and :class:`LayerNormMLP`.
+        normalization, zero_centered_gamma: of all norms.
+        init_method, output_layer_init_method: initialise what reads and what writes the residual; None draws from
+            N(0, 0.023).
+        bias, params_dtype, device, recipe, fuse_wgrad_accumulation: of all parts, as in :class:`LayerNormMLP`.
+        name: recipes see the parts below it.
         layernorm_epsilon: eps of all norms.
         hidden_dropout: dropout of both branches; ``drop_path_rate`` leaves out whole branches, sample by sample.
         self_attn_mask_type, window_size, bottom_right_diagonal: mask of self-attention, also arguments of the
-            forward; with the prefix ``enc_dec_`` (``enc_dec_attn_mask_type``) of cross-attention.
+            forward; ``enc_dec_attn_mask_type``, ``enc_dec_window_size`` and ``enc_dec_bottom_right_diagonal`` are those
+            of cross-attention.
         layer_type: ``"encoder"``, or ``"decoder"`` with cross-attention between self-attention and MLP.
         apply_residual_connection_post_layernorm: residuals start from the normalised input.
         output_layernorm: a norm at the end instead of one before self-attention.
@@ -175,7 +182,17 @@ class TransformerLayer(torch.nn.Module):
         """[S, B, hidden_size], or [B, S, hidden_size] under ``"bshd"``, to the same shape.
 
         Args:
+            hidden_states: x.
+            attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal: of self-attention, as in
+                :meth:`MultiheadAttention.forward`; None is the constructor's.
+            encoder_output: what the cross-attention of a decoder reads, laid out as ``hidden_states``.
+            enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal: of
+                cross-attention.
+            is_first_microbatch: as in :meth:`fp4engine.Linear.forward`, of all parts.
             arguments: others of :meth:`MultiheadAttention.forward`, for self- and cross-attention alike.
+
+        Raises:
+            ValueError: ``encoder_output`` is given to an encoder.
         """
         if encoder_output is not None and self.inter_attention is None:
             raise ValueError("encoder_output goes with layer_type='decoder', this is 'encoder'")

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,6 +26,7 @@ from fp4engine.recipe import Recipe, zoo
 from fp4engine.roles import QuantizerRole
 from gpt.data import Corpus, load_corpus
 from gpt.settings import InputError, Settings
+from gpt.training import StopRequest
 
 SMALL = dataclasses.replace(PRESETS["tiny"], layers=1, width=32, sequence=16, batch=2, tokens=2 * 16 * 11)
 
@@ -314,11 +316,63 @@ def test_the_command_trains_once_and_then_only_reports(
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nonsense"], ["noise", "--seeds=0"], ["noise", "--tokens=0"], ["noise", "--at-once=0"]]
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["noise", "--seeds=0"],
+        ["noise", "--tokens=0"],
+        ["noise", "--at-once=0"],
+        ["noise", "--seconds=nan"],
+        ["noise", "--seconds=-1"],
+        ["noise", "--report=/nowhere/page.md"],
+    ],
 )
 def test_the_command_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main([*arguments, "--device=cpu"]) == 2
-    assert capsys.readouterr().err.startswith("run: ")
+    assert run.main(["--device=cpu", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("run: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("tokens", ["nan", "inf", "1.5", "many"])
+def test_bytes_are_a_whole_number(tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["noise", f"--tokens={tokens}"])
+    assert "invalid whole value" in capsys.readouterr().err
+    assert run.parser().parse_args(["noise", "--tokens=1e6"]).tokens == 1_000_000
+
+
+def test_a_device_that_is_not_here_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run.main(["noise", "--device=cuda"]) == 2
+    assert capsys.readouterr() == ("", "run: --device cuda: PyTorch finds no CUDA device here\n")
+
+
+def test_ctrl_c_saves_what_is_under_way_and_the_same_command_continues(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "results"
+    train_step = Training.train_step
+
+    def interrupted(training: Training) -> None:
+        train_step(training)
+        if training.step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    only = ["--variants", BASELINE]
+    monkeypatch.setattr(Training, "train_step", interrupted)
+    assert run.main(["noise", *options(texts, folder), *only]) == 130
+    out, err = capsys.readouterr()
+    assert "1 runs are left, 1 of them begun" in out and err == "run: stopped; the same command continues\n"
+    monkeypatch.setattr(Training, "train_step", train_step)
+    assert run.main(["noise", *options(texts, folder), *only]) == 0
+    assert run.main(["noise", *options(texts, tmp_path / "whole"), *only]) == 0
+    one, other = (
+        (place / "tiny" / "bf16.seed0.jsonl").read_text().splitlines() for place in (folder, tmp_path / "whole")
+    )
+    assert one[1:] == other[1:]
 
 
 def test_stopping_early_begins_nothing(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -363,13 +417,13 @@ def test_processes_share_the_runs_and_one_that_ends_is_told(
     runs = run.planned(["noise"], settings, 2, [BASELINE, "nvfp4"])
     data = sources.prepare(str(texts), settings.sequence + 1, tmp_path / "scratch")
     dealer = run.GpuDealer(runs, 1, tmp_path, tmp_path / "scratch", Limits(settings.steps, at_once=2))
-    dealer.deal(data)
+    dealer.deal(data, StopRequest())
     dealer.end()
     dealer.say_what_is_left()
     assert all(one.path(tmp_path).exists() for one in runs)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     dealer = run.GpuDealer(runs[:1], 1, tmp_path, tmp_path / "scratch", Limits(settings.steps))
-    dealer.deal(tmp_path / "no data")
+    dealer.deal(tmp_path / "no data", StopRequest())
     dealer.end()
     with pytest.raises(InputError, match="processes failed, as said above: GPU 1"):
         dealer.say_what_is_left()
@@ -467,9 +521,9 @@ def test_a_failing_run_is_told_at_the_end_and_stops_no_other(
     assert "Not run: nvfp4." in out and "| nvfp4, other draws | 1 |" in out
 
 
-def saved(folder: Path, variant: str, seed: int, loss: float, data: str = "d") -> None:
+def saved(folder: Path, variant: str, seed: int, loss: float, data: str = "d", **made: Any) -> None:
     settings = dataclasses.replace(SMALL, seed=seed)
-    made = {"device": "cpu", "torch": "2", "date": "today", "data": data}
+    made = {"device": "cpu", "torch": "2", "date": "today", "data": data, **made}
     header = {"variant": variant, "settings": results.of_settings(settings), "seconds": 1.0, **made}
     rows = [header, {"step": 1, "loss": 9.0}, {"step": 1, "validation_loss": 2 * loss}]
     results.save(results.path_of(folder, settings, variant), [*rows, {"step": SMALL.steps, "validation_loss": loss}])
@@ -481,6 +535,45 @@ def test_a_seed_that_diverged_leaves_the_others_a_report(tmp_path: Path) -> None
         saved(tmp_path, "nvfp4", seed, loss)
     assert "| 2 | nvfp4 | 2 | nan | diverged | " in report.write(["board"], SMALL, 2, tmp_path)
     assert "| nvfp4 | 2 | nan | +nan % |" in report.write(["ablations"], SMALL, 2, tmp_path)
+
+
+def test_a_run_that_diverged_before_its_end_leaves_the_others_a_report(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = dataclasses.replace(SMALL, evaluate_every=2)
+    runs = [Run(settings, BASELINE), Run(settings, "nvfp4")]
+    loss = Training.loss
+    monkeypatch.setattr(
+        Training, "loss", lambda self, *given: loss(self, *given) * (math.inf if self.variant == "nvfp4" else 1)
+    )
+    train(runs, corpus, tmp_path)
+    assert math.isnan(results.load(tmp_path, settings, "nvfp4").loss)
+    assert rows(runs[1], tmp_path)[-1]["step"] < settings.steps
+    assert "| 2 | nvfp4 | 1 | nan | diverged | " in report.write(["board"], settings, 1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"seconds": "x"}, "does not say seconds"),
+        ({"data": []}, "does not say data"),
+        ({"variant": "nvfp4"}, "is a run of 'nvfp4', not of 'bf16'"),
+        ({"loss": 0.0}, "must end with the loss after 11 steps"),
+        ({"loss": -1.0}, "must end with the loss after 11 steps"),
+        ({"step": 0}, "must end with the loss after 11 steps"),
+        ({"step": SMALL.steps}, "must end with the loss after 11 steps"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(broken: dict[str, Any], said: str, tmp_path: Path) -> None:
+    saved(tmp_path, BASELINE, 0, 1.0)
+    (path,) = (tmp_path / "tiny").iterdir()
+    header, training_loss, first, last = map(json.loads, path.read_text().splitlines())
+    header.update({name: value for name, value in broken.items() if name in header})
+    first["step"] = broken.get("step", first["step"])
+    last["validation_loss"] = broken.get("loss", last["validation_loss"])
+    results.save(path, [header, training_loss, first, last])
+    with pytest.raises(InputError, match=said):
+        report.write(["noise"], SMALL, 1, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -533,6 +626,27 @@ def test_runs_on_different_data_are_not_compared(tmp_path: Path) -> None:
     saved(tmp_path, "nvfp4", 0, 1.0, data="other")
     with pytest.raises(InputError, match="different data"):
         report.write(["noise"], SMALL, 1, tmp_path)
+
+
+def test_runs_of_a_cpu_and_of_a_gpu_are_not_compared(tmp_path: Path) -> None:
+    saved(tmp_path, BASELINE, 0, 1.0)
+    saved(tmp_path, "nvfp4", 0, 1.0, device="NVIDIA H200")
+    with pytest.raises(InputError, match="trained on NVIDIA H200 and cpu: bf16 is FP32 on a CPU"):
+        report.write(["noise"], SMALL, 1, tmp_path)
+
+
+def test_runs_that_were_not_made_alike_are_told_apart(tmp_path: Path) -> None:
+    for seed in range(2):
+        saved(tmp_path, BASELINE, seed, 1.0, device="NVIDIA H200", commit="a")
+        saved(tmp_path, "nvfp4", seed, 1.0, device="NVIDIA H200", commit="b")
+    assert "made alike" not in report.write(["board"], SMALL, 2, tmp_path)
+    assert "- device NVIDIA H200, torch 2, commit b: nvfp4 (seeds 0, 1)\n" in report.write(
+        ["noise"], SMALL, 2, tmp_path
+    )
+    saved(tmp_path, "nvfp4", 1, 1.0, device="NVIDIA H100", commit="b")
+    text = report.write(["board"], SMALL, 2, tmp_path)
+    assert "- device NVIDIA H200, torch 2: bf16 (seeds 0, 1); nvfp4 (seeds 0)\n" in text
+    assert "- device NVIDIA H100, torch 2: nvfp4 (seeds 1)\n" in text
 
 
 def test_python_sources_are_read_once(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

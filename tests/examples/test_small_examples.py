@@ -1,6 +1,7 @@
 """The small examples run and learn."""
 
 import importlib
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -27,6 +28,21 @@ def test_learns(example: str, arguments: list[str], capsys: pytest.CaptureFixtur
     before, after = importlib.import_module(example).main(arguments)
     assert after < 0.8 * before
     assert "of FLOPs in FP4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("example", "argument"),
+    [
+        ("finetune", "--steps=0"),
+        ("transformer_layer", "--layers=0"),
+        ("dispatch_errors", "--tokens=3"),
+        ("serve", "--seeds=0"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(example: str, argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(example).main([argument])
+    assert re.search(rf"error: .*{argument.partition('=')[0]}.* must be ", capsys.readouterr().err)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' note that decoded weights were asked for

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -89,7 +89,20 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _available(what: str) -> Callable[..., bool | tuple[bool, str]]:
+class _Available(Protocol):
+    """A question whose answer comes alone, or with a reason that is empty."""
+
+    @overload
+    def __call__(self, return_reason: Literal[False] = False) -> bool: ...
+    @overload
+    def __call__(self, return_reason: Literal[True]) -> tuple[bool, str]: ...
+
+
+def _available(what: str) -> _Available:
+    @overload
+    def is_available(return_reason: Literal[False] = False) -> bool: ...
+    @overload
+    def is_available(return_reason: Literal[True]) -> tuple[bool, str]: ...
     def is_available(return_reason: bool = False) -> bool | tuple[bool, str]:
         return (True, "") if return_reason else True
 

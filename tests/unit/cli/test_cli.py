@@ -1,7 +1,9 @@
 """The command line: what it prints, and one line with exit code 2 for what it cannot use."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,6 +31,14 @@ def test_recipes_lists_the_book_and_prints_one_as_json(capsys) -> None:
     assert recipe_from_json(capsys.readouterr().out) == zoo.make("quartet2")
     assert main(["recipes", "quartet2"]) == 0
     assert ", made of the rowwise operand" in capsys.readouterr().out
+
+
+def test_a_terminal_that_lacks_a_sign_gets_its_number() -> None:
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    environment = {**os.environ, **locale}
+    listed = subprocess.run([sys.executable, "-m", "fp4engine", "recipes"], env=environment, capture_output=True)
+    assert (listed.returncode, listed.stderr) == (0, b"")
+    assert b"+0.00 \\xb1 0.00" in listed.stdout
 
 
 def test_commands_run_without_what_only_export_needs(monkeypatch, capsys) -> None:

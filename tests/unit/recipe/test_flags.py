@@ -36,6 +36,14 @@ def test_a_name_that_nobody_reads_is_warned_of_once(name: str, nearest: str, mon
         LinearRecipe()
 
 
+def test_an_empty_flag_is_an_unset_one(monkeypatch) -> None:
+    for name in sorted(environment._fields):
+        monkeypatch.setenv(name, "")
+    assert NVFP4BlockScaling() == NVFP4BlockScaling(backend="auto") and not NVFP4BlockScaling().disable_rht
+    assert not Float8CurrentScaling().use_power_2_scales
+    assert environment.read_flag("TRITON_INTERPRET_NOT", default=True)
+
+
 def test_any_recipe_looks(monkeypatch) -> None:
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_RTH", "1")
     for make in (LinearRecipe, Float8CurrentScaling, fp4engine.get_default_recipe):
