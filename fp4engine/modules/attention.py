@@ -174,9 +174,11 @@ class MultiheadAttention(torch.nn.Module):
                 hidden_size, q, init_method=init_method or te_init, name=dotted(name, "query_layer"), **common
             )
             self.key_value = projection("key_value", False, key=kv, value=kv)
-        self.proj = self.projection_class(
-            q, hidden_size, init_method=output_layer_init_method or te_init, name=dotted(name, "proj"), **common
-        )
+        common |= {"init_method": output_layer_init_method or te_init, "name": dotted(name, "proj")}
+        if return_bias:
+            self.proj = self.linear_class(q, hidden_size, return_bias=True, **common)
+        else:
+            self.proj = self.projection_class(q, hidden_size, **common)
 
     def forward(
         self,
@@ -250,13 +252,10 @@ class MultiheadAttention(torch.nn.Module):
             context = core(query, key, value)
         context = context.transpose(1, 2) if self.qkv_format == "bshd" else context.permute(2, 0, 1, 3)
         context = context.flatten(-2)
-        if self.return_bias:
-            output = self.proj.multiply(context, self.proj.weight, None, is_first_microbatch)
-        else:
-            output = self.proj(context, is_first_microbatch)
-        extra = [self.proj.bias] if self.return_bias else []
-        extra += [normalized] if normalized is not None else []
-        return (output, *extra) if extra else output
+        output = self.proj(context, is_first_microbatch)  # with its bias, if that is returned
+        outputs = output if self.return_bias else (output,)
+        outputs += () if normalized is None else (normalized,)
+        return outputs if len(outputs) > 1 else output
 
     def _project(
         self, hidden_states: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None

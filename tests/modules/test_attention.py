@@ -405,3 +405,22 @@ def test_a_mask_that_is_not_read_is_said_to_be_so():
     module = MultiheadAttention(32, 2)
     with pytest.warns(UserWarning, match="attention_mask is not read under attn_mask_type='causal'"):
         module(torch.randn(4, 1, 32), attention_mask=torch.zeros(1, 1, 1, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_returned_bias_is_left_out_and_the_projections_hooks_are_called(bias):
+    torch.manual_seed(0)
+    whole = fp4engine.MultiheadAttention(64, 2, attention_dropout=0.0, bias=bias)
+    parts = fp4engine.MultiheadAttention(64, 2, attention_dropout=0.0, bias=bias, return_bias=True)
+    parts.load_state_dict(whole.state_dict())
+    if bias:
+        torch.nn.init.normal_(parts.proj.bias)
+        whole.proj.bias = parts.proj.bias
+    called = []
+    parts.proj.register_forward_hook(lambda *_: called.append(True))
+    x = torch.randn(16, 2, 64)
+    with fp4engine.autocast(recipe=NVFP4BlockScaling()):
+        output, added = parts(x)
+        expected = whole(x)
+    assert called and (added is parts.proj.bias if bias else added is None)
+    torch.testing.assert_close(output if added is None else output + added, expected)
