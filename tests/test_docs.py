@@ -1,9 +1,9 @@
 """Every code block in README.md and docs/ works.
 
-Each ```python block runs alone, as a reader would paste it. Only on a page that is one program a block may say, in its
-first line, that it continues the block above. ```bash blocks are not run; the files and make targets they name must
-exist. So must the files that a page links to, the names of this package that it quotes, and all that is public on the
-page that is made from docstrings.
+Each ```python block runs alone, as a reader would paste it. One whose first line names a file, `# model.py`, is saved
+as that, and blocks below it may import it. ```bash blocks are not run; the files and make targets they name must exist.
+So must the files that a page links to, the names of this package that it quotes, and all that is public on the page
+that is made from docstrings.
 """
 
 import importlib
@@ -22,9 +22,8 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-CONTINUES = "# continues the block above\n"
-ONE_PROGRAM = ("which-layers.md",)
-"""Pages whose blocks continue each other, since they train one model and find out more and more about it."""
+SAVED = re.compile(r"# (?P<stem>\w+)\.py\n")
+"""First line of a block that is a module of its page's others."""
 PUBLIC = (
     "fp4engine", "fp4engine.recipe", "fp4engine.inspect", "fp4engine.estimate", "fp4engine.export", "fp4engine.formats",
     "fp4engine.integrations", "fp4engine.testing", "fp4engine.accounting", "fp4engine.distributed",
@@ -66,17 +65,19 @@ def blocks(text: str) -> Iterator[Block]:
 def run_page(path: Path, text: str) -> None:
     """Run the page's python blocks; tracebacks name the page and its own line numbers."""
     linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
-    module = None
+    names = {"__docs_page__"}
     try:
         for block in blocks(text):
             if block.language != "python":
                 continue
-            if module is None or not block.code.startswith(CONTINUES):
-                module = types.ModuleType("__docs_page__")
-                sys.modules[module.__name__] = module  # dataclasses and pickling look their module up
+            saved = SAVED.match(block.code)
+            module = types.ModuleType(saved["stem"] if saved else "__docs_page__")
+            names.add(module.__name__)
+            sys.modules[module.__name__] = module  # dataclasses and pickling look their module up
             exec(compile("\n" * (block.line - 1) + block.code, str(path), "exec"), module.__dict__)
     finally:
-        sys.modules.pop("__docs_page__", None)
+        for name in names:
+            sys.modules.pop(name, None)
 
 
 def missing_names(block: Block, targets: set[str]) -> list[str]:
@@ -117,9 +118,6 @@ def make_targets() -> set[str]:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = path.read_text()
-    assert path.name in ONE_PROGRAM or not any(block.code.startswith(CONTINUES) for block in blocks(text)), (
-        f"{path}: let every block run alone"
-    )
     for block in blocks(text):
         assert block.language not in ("py", "python3", "pycon"), (
             f"{path}:{block.line}: write ```python, so that it runs"
@@ -132,16 +130,18 @@ def test_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     run_page(path, text)
 
 
-def test_blocks_run_alone_unless_they_say_otherwise_and_keep_line_numbers(tmp_path: Path) -> None:
-    page = (
-        "one\n```python\nx = 1\n```\ntwo\n\n  ```python\n  # continues the block above\n  raise ValueError(x)\n  ```\n"
-    )
+def test_blocks_run_alone_but_for_saved_ones_and_keep_line_numbers(tmp_path: Path) -> None:
+    first, second = "# saved.py\nx = 1", "  from saved import x\n  raise ValueError(x)"
+    page = f"one\n```python\n{first}\n```\ntwo\n\n  ```python\n{second}\n  ```\n"
     path = tmp_path / "page.md"
     with pytest.raises(ValueError, match="1") as raised:
         run_page(path, page)
-    assert (str(raised.traceback[-1].path), raised.traceback[-1].lineno + 1) == (str(path), 9)
+    assert (str(raised.traceback[-1].path), raised.traceback[-1].lineno + 1) == (str(path), 10)
+    assert "saved" not in sys.modules
+    with pytest.raises(ModuleNotFoundError, match="saved"):
+        run_page(path, page.replace("# saved.py", "# a comment"))
     with pytest.raises(NameError, match="'x'"):
-        run_page(path, page.replace("continues", "does not continue"))
+        run_page(path, page.replace("from saved import x", "# nothing is imported"))
 
 
 @pytest.mark.parametrize("module", PUBLIC)
