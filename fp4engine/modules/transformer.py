@@ -19,8 +19,8 @@ class TransformerLayer(torch.nn.Module):
     """``h = x + dropout(attention(norm(x)))``; ``y = h + dropout(mlp(norm(h)))``.
 
     Args:
-        hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, attention_dropout, activation,
-            activation_params: of :class:`MultiheadAttention` and :class:`LayerNormMLP`.
+        hidden_size, num_attention_heads, num_gqa_groups, attention_dropout: of :class:`MultiheadAttention`.
+        ffn_hidden_size, activation, activation_params: of :class:`LayerNormMLP`.
         normalization, zero_centered_gamma: of all norms.
         init_method, output_layer_init_method: initialise what reads and what writes the residual; None draws from
             N(0, 0.023).
