@@ -21,7 +21,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.modules import Linear, QuantizedWeight
 from fp4engine.modules.adoption import adopted_names
 from fp4engine.modules.gemms import Gemms
-from fp4engine.modules.quantized_weight import STORED, stored_as
+from fp4engine.modules.quantized_weight import STORED, require_stored, stored_as
 from fp4engine.modules.shared_amax import without_sharing
 from fp4engine.modules.weight_places import weight_places
 from fp4engine.quantizers import Quantizer
@@ -100,9 +100,7 @@ class StoredWeightsQuantizer(HfQuantizer):
                 state[name] = tensor
         return state, {}
 
-    def _process_model_before_weight_loading(
-        self, model: nn.Module, dtype: Any = None, checkpoint_files: Any = None, **_: Any
-    ) -> None:
+    def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files: Any = None, **_: Any) -> None:
         """Convert the model, and put the parts of stored weights in the weights' places."""
         config = self.quantization_config
         recipe = None if config.recipe is None else recipe_from_json(json.dumps(config.recipe))
@@ -114,12 +112,10 @@ class StoredWeightsQuantizer(HfQuantizer):
         self._places = weight_places(model)
         if unknown := sorted({*quantizers} - {*self._places}):
             raise ValueError(f"config.json says that {unknown[0]!r} is stored as codes, and it is no linear module")
-        self._shapes: dict[str, tuple[int, ...]] = {}
         for name, quantizer in quantizers.items():
             place = self._places[name]
             weight = place.weight
             assert weight is not None
-            self._shapes[name] = tuple(weight.shape)
             parts = stored_as(weight.shape, weight.dtype, quantizer, place.transposed)
             for part, tensor in zip(STORED, parts, strict=False):
                 place.module.register_parameter(f"weight_{part}", nn.Parameter(tensor, requires_grad=False))
@@ -129,7 +125,6 @@ class StoredWeightsQuantizer(HfQuantizer):
             place.owner.register_parameter(place.parameter, None)
             vars(place.owner)[place.parameter] = absent
         _require_safetensors(checkpoint_files)
-        self._dtype = dtype
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         """Make the weights of their parts.
@@ -146,16 +141,14 @@ class StoredWeightsQuantizer(HfQuantizer):
                     lacking = f"{name}.weight_{part}"
                     raise ValueError(f"the checkpoint lacks {lacking!r}, a part of a weight that is stored as codes")
             tensors = [part.detach() for part in parts if part is not None]
-            expected = stored_as(torch.Size(self._shapes[name]), self._dtype, quantizer, place.transposed)
-            for part, tensor, wanted in zip(STORED, tensors, expected, strict=False):
-                if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
-                    raise ValueError(
-                        f"{name}.weight_{part} must be {wanted.dtype} {list(wanted.shape)}, got {tensor.dtype} "
-                        f"{list(tensor.shape)} in the checkpoint"
-                    )
-            weight = QuantizedWeight(quantizer, self._shapes[name], self._dtype, tensors, place.transposed)
+            absent = vars(place.owner).pop(place.parameter)
+            shape, dtype = tuple(absent.shape), absent.dtype
+            try:
+                require_stored(tensors, shape, dtype, quantizer, place.transposed)
+            except ValueError as error:
+                raise ValueError(f"the checkpoint has something else of {name!r}: {error}") from error
+            weight = QuantizedWeight(quantizer, shape, dtype, tensors, place.transposed)
             weight.is_frozen = True
-            del vars(place.owner)[place.parameter]
             place.owner._parameters[place.parameter] = nn.Parameter(weight, requires_grad=False)
         return model
 

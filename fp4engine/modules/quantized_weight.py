@@ -410,7 +410,7 @@ def _replaced(replacements: Mapping[int, Tensor], tree: Any) -> Any:
     return tree_map(replace, tree)
 
 
-def _require_stored(
+def require_stored(
     tensors: Any, shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer, transposed: bool
 ) -> None:
     """Raise a ValueError unless ``tensors`` are those of a weight of this shape and dtype by these casts."""
@@ -454,7 +454,7 @@ def _rebuild(
     """
     columnwise_spec = None if columnwise is None else CastSpec.from_key(columnwise)
     quantizer = Quantizer(CastSpec.from_key(rowwise), columnwise_spec, columnwise_source, stream, backend)
-    _require_stored(tensors, shape, dtype, quantizer, transposed)
+    require_stored(tensors, shape, dtype, quantizer, transposed)
     weight = QuantizedWeight(quantizer, shape, dtype, tensors, transposed)
     weight.is_frozen = is_frozen
     return torch.nn.Parameter(weight, requires_grad) if is_parameter else weight.requires_grad_(requires_grad)
