@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
 
 import torch
@@ -42,18 +43,21 @@ class _Stance:
     def __init__(self) -> None:
         self._regions = 0
         self._forced = ExitStack()
+        self._lock = Lock()  # the stance is the process's, and threads may record
 
     @contextmanager
     def eager(self) -> Generator[None]:
-        if not self._regions:
-            self._forced.enter_context(torch.compiler.set_stance("force_eager"))
-        self._regions += 1
+        with self._lock:
+            if not self._regions:
+                self._forced.enter_context(torch.compiler.set_stance("force_eager"))
+            self._regions += 1
         try:
             yield
         finally:
-            self._regions -= 1
-            if not self._regions:
-                self._forced.close()
+            with self._lock:
+                self._regions -= 1
+                if not self._regions:
+                    self._forced.close()
 
 
 _stance = _Stance()
