@@ -174,11 +174,9 @@ class MultiheadAttention(torch.nn.Module):
                 hidden_size, q, init_method=init_method or te_init, name=dotted(name, "query_layer"), **common
             )
             self.key_value = projection("key_value", False, key=kv, value=kv)
-        common |= {"init_method": output_layer_init_method or te_init, "name": dotted(name, "proj")}
-        if return_bias:
-            self.proj = self.linear_class(q, hidden_size, return_bias=True, **common)
-        else:
-            self.proj = self.projection_class(q, hidden_size, **common)
+        kind, returned = (self.linear_class, {"return_bias": True}) if return_bias else (self.projection_class, {})
+        init, name = output_layer_init_method or te_init, dotted(name, "proj")
+        self.proj = kind(q, hidden_size, init_method=init, name=name, **common, **returned)
 
     def forward(
         self,

@@ -1,7 +1,7 @@
 """Siblings that share one outer scale while they are trained, since servers multiply them as one matrix."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -72,15 +72,8 @@ class _SharingFactory:
         others = [name for name in self.groups.get(role.name, ()) if name != role.name]
         if role.tensor_type != "weight" or not others or made.is_identity:
             return made
-        return SharedAmaxQuantizer(
-            made.rowwise_spec,
-            made.columnwise_spec,
-            made.columnwise_source,
-            made.stream,
-            made.backend,
-            clipped_gradient=made.clipped_gradient,
-            siblings=_Weights(self.model, tuple(others)),
-        )
+        own = {field.name: getattr(made, field.name) for field in fields(Quantizer) if field.init}
+        return SharedAmaxQuantizer(**own, siblings=_Weights(self.model, tuple(others)))
 
 
 def share_amax(
