@@ -215,15 +215,15 @@ def tile_shape(
 ) -> tuple[int, int]:
     """Rows and columns of a tile of a matrix with ``cols`` columns, of elements of ``itemsize`` bytes.
 
-    What is read as it lies, rowwise, is read in tiles of 32 KiB, no wider than the matrix. Fewer columns where each has
-    a gamma in registers.
+    What is read as it lies, rowwise, and has 16 bits an element, is read in larger tiles, no wider than the matrix.
+    Fewer columns where each has a gamma in registers.
     """
     if col is not None:
         return (64, 128) if prologue is None or not prologue.is_norm else (128, 64)
-    if prologue is not None:
+    if prologue is not None or itemsize > 2:
         return 8, WIDTH
     width = 1 << min(max(cols, 16) - 1, WIDTH - 1).bit_length()  # a power of two
-    return (32 << 10) // itemsize // width, width
+    return 16 * WIDTH // width, width
 
 
 class Maxima(NamedTuple):
