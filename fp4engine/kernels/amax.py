@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp4engine.constants import BLOCK_SIZE
 from fp4engine.formats import CastSpec
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.encode import NAN, block_amax, from_bits, hadamard_amax, operand_amax, round_pair, to_bits
@@ -216,13 +217,14 @@ def tile_shape(
     """Rows and columns of a tile of a matrix with ``cols`` columns, of elements of ``itemsize`` bytes.
 
     What is read as it lies, rowwise, and has 16 bits an element, is read in larger tiles, no wider than the matrix.
-    Fewer columns where each has a gamma in registers.
+    Fewer columns where each has a gamma in registers, or where they fill the last tile better.
     """
     if col is not None:
-        return (64, 128) if prologue is None or not prologue.is_norm else (128, 64)
+        has_gamma = prologue is not None and prologue.is_norm
+        return (64, 128) if not has_gamma and -cols % 128 < 64 else (128, 64)
     if prologue is not None or itemsize > 2:
         return 8, WIDTH
-    width = 1 << min(max(cols, 16) - 1, WIDTH - 1).bit_length()  # a power of two
+    width = min(max(triton.next_power_of_2(cols), BLOCK_SIZE), WIDTH)
     return 16 * WIDTH // width, width
 
 

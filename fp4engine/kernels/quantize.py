@@ -25,6 +25,9 @@ from fp4engine.kernels.launch import Block, Draft, Facts, Place, Tiles, device_f
 from fp4engine.kernels.load import Prologue, Reading, read_blocks, read_rows
 from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_previous
 
+WIDTH = 256
+"""Most columns of a tile that is cast rowwise alone."""
+
 
 @triton.jit
 def load_amax(amax_ptr, whole_ptr, parts, index, limit, SIDE: tl.constexpr):
@@ -180,20 +183,23 @@ def scales_of(rows: int, cols: int) -> tuple[tuple[int, int], torch.dtype]:
 
 
 def tile_shape(
-    row: Side | None, col: Side | None, small: bool = False, prologue: Prologue | None = None
+    row: Side | None, col: Side | None, small: bool = False, prologue: Prologue | None = None, cols: int = WIDTH
 ) -> tuple[int, int]:
-    """Rows and columns of a program's tile, whole 16x16 tiles where a side has them.
+    """Rows and columns of a program's tile of a matrix with ``cols`` columns, whole 16x16 tiles where a side has them.
 
     512 blocks of 16 either way; 128, one per thread, in a ``small`` problem, where latency is all, and under 4over6,
-    whose two candidates need the registers. A prologue keeps a weight per column in registers, so it has few columns.
+    whose two candidates need the registers. Half as many columns and twice the rows where those fill the last tile
+    better, and under a prologue, which keeps a weight per column in registers.
     """
     small = small or any(side is not None and side.error is not None for side in (row, col))
     if col and small:
         return 32, 64
     if col:
-        return (64, 128) if prologue is None else (128, 64)
-    rows = 16 if row and row.tiled else 8
-    return rows, (128 if small else 512) * 16 // rows
+        return (64, 128) if prologue is None and -cols % 128 < 64 else (128, 64)
+    size = (128 if small else 512) * BLOCK_SIZE
+    least_rows = BLOCK_SIZE if row and row.tiled else 8
+    width = min(max(triton.next_power_of_2(cols), BLOCK_SIZE), WIDTH, size // least_rows)
+    return size // width, width
 
 
 class Target(NamedTuple):
@@ -241,10 +247,11 @@ def add_cast(
         if y is not None:
             reading = Reading(Facts(reading.shape, (reading.shape[1], 1), dtype, True), None, y)
         maxima = Maxima(found.row if missing[0] else maxima.row, found.col if missing[1] else maxima.col, found.parts)
-    tiles = Tiles.of(reading.shape, draft.device, *tile_shape(row_side, col_side, prologue=reading.prologue))
+    cols = reading.shape[1]
+    tiles = Tiles.of(reading.shape, draft.device, *tile_shape(row_side, col_side, False, reading.prologue, cols))
     hardware, multiprocessors = device_facts(draft.device)
     if tiles.programs < multiprocessors:
-        tiles = Tiles.of(reading.shape, draft.device, *tile_shape(row_side, col_side, small=True))
+        tiles = Tiles.of(reading.shape, draft.device, *tile_shape(row_side, col_side, small=True, cols=cols))
     targets: list[Place | Block | None] = []
     for target, amax, gone in ((row, maxima.row, missing[0]), (col, maxima.col, missing[1])):
         in_parts = target is not None and gone and not target.side.per_row
