@@ -143,7 +143,8 @@ OUTPUTS = {
     "fold_channels_kernel": "*fp64",
 }  # fmt: skip
 """``out_ptr`` of the kernels that do not write BF16."""
-ALIGNED = ("stride_m", "stride_dy", "stride_x", "H", "stride_r", "stride_c", "R", "C", "width", "cols")
+ALIGNED = ("stride_m", "stride_dy", "stride_x", "H", "stride_r", "stride_c", "R", "C", "width", "row_width",
+           "col_width", "cols", "K")  # fmt: skip
 """Numbers that are multiples of 16."""
 
 
@@ -165,7 +166,8 @@ def compile_for(kernel: Any, target: GPUTarget, constants: dict[str, Any], dtype
     aligned = [
         i
         for i, n in enumerate(kernel.arg_names)
-        if signature[n].startswith("*") or (n in ALIGNED and signature[n] != "constexpr")
+        if signature[n].startswith("*")
+        or (n in ALIGNED and signature[n] != "constexpr" and not kernel.params[i].do_not_specialize)
     ]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     warps = 8 if kernel in (block_amax_kernel, figures_kernel, channels_kernel) else 4
@@ -214,6 +216,9 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         tile = tile_of(amax.tile_shape(sides["COL"]), even)
         table.append((f"amax {name}", amax_kernel, NO_PROLOGUE | sides | tile, dtype))
     sides = {"ROW": Side.of(PLAIN, "codes", 0), "COL": Side.of(ROTATED, "codes", 1)}
+    cut_off = NO_PROLOGUE | sides | tile_of(tile_shape(sides["ROW"], sides["COL"]), even=False)
+    table.append(("quantize cut off", quantize_kernel, cut_off, "bf16"))
+    table.append(("amax cut off", amax_kernel, cut_off, "bf16"))
     small = tile_of(tile_shape(sides["ROW"], sides["COL"], small=True))
     for name, given in (("amaxes given", GIVEN), ("small", {})):
         table.append((f"quantize {name}", quantize_kernel, NO_PROLOGUE | sides | given | small, "bf16"))
@@ -302,6 +307,8 @@ OVERLAPPING = (clear_kernel, amax_kernel, fold_kernel, quantize_kernel)
 """Kernels that are launched with :func:`fp4engine.kernels.overlap.overlapping`."""
 FIRST_USE = re.compile(r"griddepcontrol\.wait|\b(?:ld|st|atom|red|cp)\.\S*global")
 """A wait for the predecessor, or what must not come before it: any use of global memory."""
+SINGLE = re.compile(r"\bld\.global\.(?:\w+\.)*[bu]16\b")
+"""A load of one element of 16 bits: 16 bytes at once want a mask that Triton knows to be the same for all of them."""
 BARRIER = re.compile(r"\bbar\.sync|\bbarrier\.|\bs_barrier")
 """Where the warps of a program wait for each other."""
 
@@ -334,6 +341,8 @@ def compile_case(index: int, target: str) -> tuple[str, str]:
         return line, f"{name}, {where}: does not wait for its predecessor before it uses memory"
     if kernel is fold_kernel and BARRIER.search(ptx or compiled.asm.get("amdgcn", "")):
         return line, f"{name}, {where}: warps wait for each other where some of them may not come (whole_amax)"
+    if kernel in (amax_kernel, quantize_kernel) and SINGLE.search(ptx):
+        return line, f"{name}, {where}: reads x element by element"
     sides = [side for side in (constants.get("ROW"), constants.get("COL")) if side is not None]
     wants = kernel in (quantize_kernel, grouped_quantize_kernel) and all(
         s.words == 2 and not s.random_bits for s in sides

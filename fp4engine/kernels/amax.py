@@ -19,11 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4engine.constants import BLOCK_SIZE
 from fp4engine.formats import CastSpec
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.encode import NAN, block_amax, from_bits, hadamard_amax, operand_amax, round_pair, to_bits
-from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, Tiles, device_facts, facts, resolver
+from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, Tiles, device_facts, facts, fitting, resolver
 from fp4engine.kernels.load import Prologue, Reading, read_blocks, read_rows, store_blocks, store_rows
 from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_previous
 
@@ -32,8 +31,8 @@ CLEARED = 1024
 """Maxima that a program of :func:`clear_kernel` sets to zero."""
 MOST_PARTS = 1024
 """Parts of an amax per tensor."""
-WIDTH = 1024
-"""Most columns of a rowwise tile."""
+WIDTHS = (1024, 512, 256, 128, 64)
+"""Columns of a tile that is read rowwise alone."""
 
 
 @triton.jit
@@ -173,7 +172,7 @@ def largest(
     return bits_of_largest(row_amax), bits_of_largest(col_amax)
 
 
-@triton.jit(do_not_specialize=["M", "K"])
+@triton.jit(do_not_specialize=["M"])
 def amax_kernel(
     x_ptr, statistics_ptr, gamma_ptr, beta_ptr, y_ptr, row_amax_ptr, row_whole_ptr, col_amax_ptr, col_whole_ptr,
     M, K, stride_m, stride_k,
@@ -212,20 +211,18 @@ def amax_kernel(
 
 
 def tile_shape(
-    col: Side | None, prologue: Prologue | None = None, cols: int = WIDTH, itemsize: int = 2
+    col: Side | None, prologue: Prologue | None = None, cols: int = WIDTHS[0], itemsize: int = 2
 ) -> tuple[int, int]:
     """Rows and columns of a tile of a matrix with ``cols`` columns, of elements of ``itemsize`` bytes.
 
-    What is read as it lies, rowwise, and has 16 bits an element, is read in larger tiles, no wider than the matrix.
-    Fewer columns where each has a gamma in registers, or where they fill the last tile better.
+    What is read as it lies, rowwise, and has 16 bits an element, is read in larger tiles. Where columns have a gamma in
+    registers, there are fewer.
     """
     if col is not None:
         has_gamma = prologue is not None and prologue.is_norm
-        return (64, 128) if not has_gamma and -cols % 128 < 64 else (128, 64)
-    if prologue is not None or itemsize > 2:
-        return 8, WIDTH
-    width = min(max(triton.next_power_of_2(cols), BLOCK_SIZE), WIDTH)
-    return 16 * WIDTH // width, width
+        return (64, 128) if not has_gamma and fitting(cols, 128, 64) == 128 else (128, 64)
+    width = fitting(cols, *WIDTHS)
+    return (8192 if prologue is not None or itemsize > 2 else 16384) // width, width
 
 
 class Maxima(NamedTuple):

@@ -323,6 +323,11 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+def fitting(length: int, *sizes: int) -> int:
+    """Of some sizes of a tile, the one that leaves the least of the last tile empty along ``length``; or the first."""
+    return min(sizes, key=lambda size: -length % size)
+
+
 class Tiles(NamedTuple):
     """A grid of tiles over a matrix.
 

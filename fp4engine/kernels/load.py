@@ -3,7 +3,8 @@
     y = x, or y = round(f(x)) with a norm or an activation f, see :class:`Prologue`; y is in registers only
 
 Legend: y is [M, K], a tile's first element ``(row0, col0)``; elements outside y are 0. x is [M, K], or [M, 2K] under a
-gated activation.
+gated activation. Kernels let Triton specialize K: only where it knows that K is a multiple of 16 does it read 16 bytes
+at once under a mask, or K elements further on.
 """
 
 from dataclasses import dataclass
@@ -119,12 +120,6 @@ def load_blocks(
 
 
 @triton.jit
-def columns(K, TILE_K: tl.constexpr, EVEN: tl.constexpr):
-    """K, as a multiple of the tile's columns where it is one: then Triton vectorizes what is K elements further."""
-    return K // TILE_K * TILE_K if EVEN else K
-
-
-@triton.jit
 def sixteen(x):
     """One tensor as a block that is the same at every position."""
     return x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x
@@ -190,7 +185,7 @@ def read_rows(
         else:
             gate = x
             if PROLOGUE.gated:
-                half = x_ptr + columns(K, TILE_K, EVEN) * stride_k
+                half = x_ptr + K * stride_k
                 gate = load_rows(half, stride_m, stride_k, M, K, row0, col0, TILE_M, TILE_K, EVEN)
             y = activated_block(x, gate, PROLOGUE)
         y = round_block(y, PROLOGUE.dtype, HARDWARE)
@@ -230,7 +225,7 @@ def read_blocks(
         else:
             gate = x
             if PROLOGUE.gated:
-                half = x_ptr + columns(K, TILE_K, EVEN) * stride_k
+                half = x_ptr + K * stride_k
                 gate = load_blocks(half, stride_m, stride_k, M, K, row0, col0, TILE_M, TILE_K, EVEN)
             y = activated_block(x, gate, PROLOGUE)
         y = round_block(y, PROLOGUE.dtype, HARDWARE)
@@ -248,7 +243,6 @@ def store_rows(y_ptr, y, M, K, row0, col0, TILE_M: tl.constexpr, TILE_K: tl.cons
     """Write a block of :func:`read_rows` to the row-major matrix y [M, K]."""
     row = tl.arange(0, TILE_M // 16)[:, None] * 16
     col = tl.arange(0, TILE_K)[None, :]
-    K = columns(K, TILE_K, EVEN)
     y_ptr += row0.to(tl.int64) * K + col0
     for i in tl.static_range(16):
         value = narrow(y[i], y_ptr.dtype.element_ty)
@@ -265,7 +259,6 @@ def store_blocks(y_ptr, y, M, K, row0, col0, TILE_M: tl.constexpr, TILE_K: tl.co
     index = tl.arange(0, TILE_M * BLOCKS)[:, None]
     row = index // BLOCKS
     col = (index % BLOCKS) * 16 + tl.arange(0, 8)[None, :]
-    K = columns(K, TILE_K, EVEN)
     y_ptr += row0.to(tl.int64) * K + col0
     for j in tl.static_range(0, 16, 8):
         words = (y[j], y[j + 1], y[j + 2], y[j + 3], y[j + 4], y[j + 5], y[j + 6], y[j + 7])

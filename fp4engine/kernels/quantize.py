@@ -21,12 +21,12 @@ from fp4engine.formats import E2M1, E4M3, CastSpec, Correction, Outer, RoundingM
 from fp4engine.kernels.amax import Maxima, add_amax, add_zeros, amax_size, whole_amax
 from fp4engine.kernels.cast import Side, cast_block, products_stay_normal
 from fp4engine.kernels.encode import stack
-from fp4engine.kernels.launch import Block, Draft, Facts, Place, Tiles, device_facts
+from fp4engine.kernels.launch import Block, Draft, Facts, Place, Tiles, device_facts, fitting
 from fp4engine.kernels.load import Prologue, Reading, read_blocks, read_rows
 from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_previous
 
-WIDTH = 256
-"""Most columns of a tile that is cast rowwise alone."""
+WIDTHS = (1024, 512, 256, 128, 64)
+"""Columns of a tile that is cast rowwise alone."""
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def cast_columnwise(
         tl.store(scale_target, tl.trans(scale), mask=(out_col < K - col0) & (out_group < groups_left))
 
 
-@triton.jit(do_not_specialize=["M", "K", "stream", "parts"])
+@triton.jit(do_not_specialize=["M", "stream", "parts"])
 def quantize_kernel(
     x_ptr, statistics_ptr, gamma_ptr, beta_ptr,
     row_amax_ptr, row_whole_ptr, row_out_ptr, row_scale_ptr, col_amax_ptr, col_whole_ptr, col_out_ptr, col_scale_ptr,
@@ -183,22 +183,20 @@ def scales_of(rows: int, cols: int) -> tuple[tuple[int, int], torch.dtype]:
 
 
 def tile_shape(
-    row: Side | None, col: Side | None, small: bool = False, prologue: Prologue | None = None, cols: int = WIDTH
+    row: Side | None, col: Side | None, small: bool = False, prologue: Prologue | None = None, cols: int = WIDTHS[0]
 ) -> tuple[int, int]:
     """Rows and columns of a program's tile of a matrix with ``cols`` columns, whole 16x16 tiles where a side has them.
 
     512 blocks of 16 either way; 128, one per thread, in a ``small`` problem, where latency is all, and under 4over6,
-    whose two candidates need the registers. Half as many columns and twice the rows where those fill the last tile
-    better, and under a prologue, which keeps a weight per column in registers.
+    whose two candidates need the registers. A prologue keeps a weight per column in registers, so it has few columns.
     """
     small = small or any(side is not None and side.error is not None for side in (row, col))
     if col and small:
         return 32, 64
     if col:
-        return (64, 128) if prologue is None and -cols % 128 < 64 else (128, 64)
-    size = (128 if small else 512) * BLOCK_SIZE
-    least_rows = BLOCK_SIZE if row and row.tiled else 8
-    width = min(max(triton.next_power_of_2(cols), BLOCK_SIZE), WIDTH, size // least_rows)
+        return (64, 128) if prologue is None and fitting(cols, 128, 64) == 128 else (128, 64)
+    size, rows = (128 if small else 512) * BLOCK_SIZE, BLOCK_SIZE if row and row.tiled else 8
+    width = fitting(cols, *(width for width in WIDTHS if rows * width <= size))
     return size // width, width
 
 
