@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._triton import has_triton
 
 from tests import ranks
 
@@ -19,6 +20,8 @@ from tests import ranks
 get_torch_obj_rule_map()
 # So does `with torch.device(...)`, which would not see an allocation that it does not know.
 _device_constructors()
+# And Inductor asks once whether there is a GPU for Triton, maybe in a test that is to see none.
+has_triton()
 
 settings.register_profile(
     "ci",

@@ -17,7 +17,7 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRET
 DEVICE = "cuda" if ON_GPU else "cpu"
 NUMERATOR = 2688.0 * 2688.0
-KERNEL_RUNS = pytest.mark.skipif(not (ON_GPU or INTERPRET), reason="needs a CUDA device or TRITON_INTERPRET=1")
+KERNEL_RUNS = pytest.mark.usefixtures("kernel_device")
 
 SHAPES = [(1, 1, 16), (1, 17, 32), (15, 63, 48), (17, 40, 16), (63, 33, 64), (33, 72, 128)]
 if ON_GPU:
