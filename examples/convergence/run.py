@@ -194,8 +194,12 @@ class GpuDealer(Dealer):
 def begin_process(gpu: str | None = None) -> None:
     """Before anything asks for CUDA."""
     if gpu is not None:
+        import triton  # which a CPU does without
+
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # with fewer, streams wait for each other's kernels
+        # Where torch.compile finds none it names another, and would not find what the other processes compile.
+        os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
     torch.set_num_threads(1)
     compute_repeatably()
 

@@ -3,9 +3,12 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -408,6 +411,19 @@ def test_a_run_waits_until_its_variant_is_compiled(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
+def test_processes_compile_into_one_folder() -> None:
+    """torch.compile would name another, and what is compiled beforehand would be compiled again."""
+    pytest.importorskip("triton")
+    code = "import os; from convergence import run; run.begin_process('0'); print(os.environ['TRITON_CACHE_DIR'])"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    for given in ({}, {"TRITON_CACHE_DIR": "/somewhere"}):
+        child = subprocess.run([sys.executable, "-c", code], env=environment | given, capture_output=True, text=True)
+        assert child.stdout.strip() == given.get("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache")), (
+            child.stderr
+        )
+
+
 def test_processes_share_the_runs_and_one_that_ends_is_told(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
