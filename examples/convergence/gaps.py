@@ -8,14 +8,14 @@ from pathlib import Path
 
 from convergence import results
 from convergence.results import Result
-from convergence.studies import BASELINE, Study, variants_of
-from gpt.settings import InputError, Settings
+from convergence.studies import BASELINE, Conditions, Study, variants_of
+from gpt.settings import InputError
 
 Results = dict[str, dict[int, Result]]
 """variant -> seed -> its finished run."""
 
 
-def load(study: Study, settings: Settings, seeds: int, folder: Path) -> Results:
+def load(study: Study, settings: Conditions, seeds: int, folder: Path) -> Results:
     """The finished runs of a study, variants in its order.
 
     Raises:

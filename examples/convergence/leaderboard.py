@@ -16,9 +16,8 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 
 from convergence.gaps import Results, deviation_of, differences, gaps
-from convergence.studies import BOARD, STUDIES, VARIANTS, variants_of
+from convergence.studies import BOARD, STUDIES, VARIANTS, Conditions, variants_of
 from fp4engine.recipe import zoo
-from gpt.settings import Settings
 
 COSTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "recipes.json"
 """What `benchmarks/recipes.py` measured."""
@@ -130,7 +129,7 @@ def verdict(to_next: Estimate | None) -> str:
     return f"tie ({to_next})" if to_next.is_tie else str(to_next)
 
 
-def plot(found: Results, settings: Settings, path: Path) -> None:
+def plot(found: Results, settings: Conditions, path: Path) -> None:
     """Mean gap of every recipe with twice its standard error, and every seed's."""
     rows = places(found)
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.28 * max(1, len(rows))), layout="constrained")

@@ -1,5 +1,6 @@
 """A study as a Markdown table and a picture: paired relative gaps, mean and standard deviation over seeds."""
 
+import dataclasses
 import os
 import statistics
 from collections.abc import Sequence
@@ -13,11 +14,11 @@ from matplotlib.axes import Axes
 
 from convergence import leaderboard
 from convergence.gaps import Results, deviation_of, differences, gaps, load
-from convergence.studies import BASELINE, BOARD, PRESETS, STUDIES, Study, variants_of
-from gpt.settings import InputError, Settings
+from convergence.studies import BASELINE, BOARD, PRESETS, STUDIES, Conditions, Study, variants_of
+from gpt.settings import InputError
 
 
-def write(studies: Sequence[str], settings: Settings, seeds: int, folder: Path, target: Path | None = None) -> str:
+def write(studies: Sequence[str], settings: Conditions, seeds: int, folder: Path, target: Path | None = None) -> str:
     """The command that trains the studies at one preset, and their tables, as Markdown; pictures go below `folder`.
 
     Args:
@@ -37,20 +38,22 @@ def write(studies: Sequence[str], settings: Settings, seeds: int, folder: Path, 
             draw(name, found, settings, folder / picture)
         compiled |= any(run.header.get("compile") for of_variant in found.values() for run in of_variant.values())
         sections.append(section(settings, name, found, beside / picture))
+        if STUDIES[name].presets:
+            sections.append(side_by_side(STUDIES[name], settings, seeds, folder))
     text = "\n".join([command(studies, settings, seeds, compiled), *sections])
     if target is not None:
         insert(text, settings.preset, target)
     return text
 
 
-def command(studies: Sequence[str], settings: Settings, seeds: int, compiled: bool) -> str:
+def command(studies: Sequence[str], settings: Conditions, seeds: int, compiled: bool) -> str:
     tokens = "" if settings.tokens == PRESETS[settings.preset].tokens else f" --tokens {settings.tokens}"
     fused = " --compile" if compiled else ""
     arguments = f"{' '.join(studies)} --preset {settings.preset} --seeds {seeds}{tokens}{fused}"
     return f"```bash\npython examples/convergence/run.py {arguments}\n```\n"
 
 
-def section(settings: Settings, name: str, found: Results, picture: Path) -> str:
+def section(settings: Conditions, name: str, found: Results, picture: Path) -> str:
     """A study's question, where its runs were made, their table and picture."""
     runs = [run for of_variant in found.values() for run in of_variant.values()]
     made = {f"{run.header['device']}, torch {run.header['torch']}, {run.header['date']}" for run in runs}
@@ -120,7 +123,21 @@ def table(study: Study, found: Results) -> str:
     return "\n".join(lines)
 
 
-def draw(name: str, found: Results, settings: Settings, path: Path) -> None:
+def side_by_side(study: Study, settings: Conditions, seeds: int, folder: Path) -> str:
+    """The gaps of a study at each of its presets, a column each; empty where nothing was run."""
+    found = {}
+    for preset in study.presets:
+        own = dataclasses.replace(PRESETS[preset], device=settings.device, compile=settings.compile)
+        found[preset] = load(study, own, seeds, folder)
+    lines = ["| gap to bf16 (%) | " + " | ".join(found) + " |", "| --- |" + " ---: |" * len(found)]
+    shown = [v for v in variants_of(study)[1:] if any(gaps(of_preset, v) for of_preset in found.values())]
+    for variant in shown:
+        cells = [spread(list(gaps(of_preset, variant).values()), "") for of_preset in found.values()]
+        lines.append(f"| {variant} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n" if shown else ""
+
+
+def draw(name: str, found: Results, settings: Conditions, path: Path) -> None:
     """The picture of a study."""
     if name == BOARD:
         leaderboard.plot(found, settings, path)
@@ -128,7 +145,7 @@ def draw(name: str, found: Results, settings: Settings, path: Path) -> None:
         plot(STUDIES[name], found, settings, path)
 
 
-def plot(study: Study, found: Results, settings: Settings, path: Path) -> None:
+def plot(study: Study, found: Results, settings: Conditions, path: Path) -> None:
     """Left: gap over the run, of every seed (thin) and their mean. Right: final gap of every seed, from 0 on."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", width_ratios=(3, 2))
     shown = [variant for variant in variants_of(study) if variant != BASELINE and gaps(found, variant)]

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from convergence.studies import Conditions
 from gpt.checkpoint import read_rows
 from gpt.files import write_atomically
-from gpt.settings import InputError, Settings
+from gpt.settings import InputError
 
 NUMBERS_DEPEND_ON = (
     "preset", "layers", "width", "sequence", "batch", "tokens", "learning_rate", "keep_high_precision", "seed",
@@ -43,12 +44,12 @@ class Result:
         return self.validation[-1][1]
 
 
-def path_of(folder: Path, settings: Settings, variant: str) -> Path:
+def path_of(folder: Path, settings: Conditions, variant: str) -> Path:
     slug = re.sub(r"[^a-z0-9]+", "-", variant.lower().replace("%", "")).strip("-")
     return folder / settings.preset / f"{slug}.seed{settings.seed}.jsonl"
 
 
-def unfinished(scratch: Path, settings: Settings, variant: str, data: str) -> Path:
+def unfinished(scratch: Path, settings: Conditions, variant: str, data: str) -> Path:
     """Where a run that was stopped waits: a folder of its own for every variant, settings and data."""
     identity = json.dumps([variant, of_settings(settings), data]).encode()
     return scratch / "unfinished" / hashlib.sha256(identity).hexdigest()[:16]
@@ -59,7 +60,7 @@ def save(path: Path, rows: list[dict[str, Any]]) -> None:
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def load(folder: Path, settings: Settings, variant: str) -> Result | None:
+def load(folder: Path, settings: Conditions, variant: str) -> Result | None:
     """The finished run of `variant` below `folder`; None if there is none.
 
     Raises:
@@ -94,6 +95,7 @@ def _is_whole(validation: tuple[tuple[Any, Any], ...], steps: int) -> bool:
     return rising and positive and (last == steps or (last < steps and not math.isfinite(loss)))
 
 
-def of_settings(settings: Settings) -> dict[str, Any]:
-    """The settings that a run's numbers depend on, as JSON reads them back."""
-    return json.loads(json.dumps({name: getattr(settings, name) for name in NUMBERS_DEPEND_ON}))
+def of_settings(settings: Conditions) -> dict[str, Any]:
+    """The settings that a run's numbers depend on, as JSON reads them back; ``hot`` only where channels are."""
+    hot = {} if settings.hot == 1 else {"hot": settings.hot}
+    return json.loads(json.dumps({name: getattr(settings, name) for name in NUMBERS_DEPEND_ON} | hot))

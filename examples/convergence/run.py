@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from convergence import results, sources
-from convergence.studies import BASELINE, BOARD, PRESETS, STUDIES, VARIANTS, variants_of
+from convergence.studies import BASELINE, BOARD, PRESETS, STUDIES, VARIANTS, Conditions, variants_of
 from convergence.together import Limits, Outcome, Run, Together, warm_up
-from gpt.settings import InputError, Settings, whole
+from gpt.settings import InputError, whole
 from gpt.training import StopRequest, compute_repeatably, stop_on_signals
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,7 +204,7 @@ def begin_process(gpu: str | None = None) -> None:
     compute_repeatably()
 
 
-def train_on(gpu: str, dealer: Connection, like: Settings, folder: Path, scratch: Path, limits: Limits) -> None:
+def train_on(gpu: str, dealer: Connection, like: Conditions, folder: Path, scratch: Path, limits: Limits) -> None:
     """What the process of a GPU does: compile what all runs share, ask for runs, and send what becomes of them."""
 
     def take(waits: bool) -> Run | None:
@@ -227,7 +227,7 @@ def gpus() -> list[str]:
     return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def planned(studies: list[str], settings: Settings, seeds: int, variants: list[str] | None = None) -> list[Run]:
+def planned(studies: list[str], settings: Conditions, seeds: int, variants: list[str] | None = None) -> list[Run]:
     """Every run of the studies once: study by study, variant by variant, seed by seed. `variants` leaves out others."""
     runs = (
         Run(dataclasses.replace(settings, seed=seed), variant)
@@ -262,7 +262,7 @@ def parser() -> argparse.ArgumentParser:
     return new
 
 
-def settings_of(arguments: argparse.Namespace) -> Settings:
+def settings_of(arguments: argparse.Namespace) -> Conditions:
     preset = PRESETS[arguments.preset or ("mini" if arguments.device == "cuda" else "tiny")]
     tokens = preset.tokens if arguments.tokens is None else arguments.tokens
     settings = dataclasses.replace(preset, device=arguments.device, tokens=tokens, compile=arguments.compile)
@@ -270,7 +270,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     return settings
 
 
-def train_missing(arguments: argparse.Namespace, settings: Settings) -> None:
+def train_missing(arguments: argparse.Namespace, settings: Conditions) -> None:
     deadline = time.time() + arguments.seconds
     folder, scratch = arguments.results, arguments.scratch
     runs = planned(arguments.studies, settings, arguments.seeds, arguments.variants)
@@ -299,7 +299,7 @@ def train_missing(arguments: argparse.Namespace, settings: Settings) -> None:
         raise KeyboardInterrupt
 
 
-def require_comparable(corpus: Path, settings: Settings, finished: dict[Run, results.Result]) -> None:
+def require_comparable(corpus: Path, settings: Conditions, finished: dict[Run, results.Result]) -> None:
     """Before any time is spent on runs that could not be compared.
 
     Raises:
@@ -352,7 +352,7 @@ def run(arguments: argparse.Namespace) -> None:
         publish(arguments, settings)
 
 
-def publish(arguments: argparse.Namespace, settings: Settings) -> None:
+def publish(arguments: argparse.Namespace, settings: Conditions) -> None:
     # Here, because every process imports this file, and matplotlib takes its time.
     from convergence import gaps, leaderboard, report
     from fp4engine.cli.recipes import LEADERBOARD

@@ -17,7 +17,6 @@ from fp4engine.recipe import (
     final_blocks,
     zoo,
 )
-from gpt.settings import PRESETS as TRAINING_PRESETS
 from gpt.settings import Settings
 
 HIGH_PRECISION = LinearRecipe()
@@ -35,17 +34,34 @@ SWITCH_AT = 0.82
 KEPT_SHARE = 1 / 6
 """Share of the blocks that stay out of FP4 in the study of blocks."""
 
+
+@dataclass(frozen=True)
+class Conditions(Settings):
+    """Settings under which the variants of a study train.
+
+    Attributes:
+        hot: what the hot channels are multiplied by, see :func:`convergence.training.heat`; 1 for none.
+    """
+
+    hot: float = 1.0
+
+
 PRESETS = {
     # name: layers, width, sequence, batch, tokens, peak learning rate, validate every so many steps
-    "tiny": Settings("tiny", 2, 64, 64, 8, 20_480, 3e-3, 20, 1),
-    "cpu": Settings("cpu", 2, 64, 64, 16, 300_000, 3e-3, 73, 1),
-    "micro": Settings("micro", 2, 128, 128, 128, 10_000_000, 3e-3, 61, 1),
-    "mini": Settings("mini", 4, 128, 256, 128, 87_000_000, 3e-3, 266, 1),
-    "3m": Settings("3m", 4, 256, 256, 128, 315_000_000, 2e-3, 481, 1),
-    "10m": dataclasses.replace(TRAINING_PRESETS["10m"], tokens=1_000_000_000, evaluate_every=763),
+    "tiny": Conditions("tiny", 2, 64, 64, 8, 20_480, 3e-3, 20, 1),
+    "cpu": Conditions("cpu", 2, 64, 64, 16, 300_000, 3e-3, 73, 1),
+    "micro": Conditions("micro", 2, 128, 128, 128, 10_000_000, 3e-3, 61, 1),
+    "mini": Conditions("mini", 4, 128, 256, 128, 87_000_000, 3e-3, 266, 1),
+    "3m": Conditions("3m", 4, 256, 256, 128, 315_000_000, 2e-3, 481, 1),
+    "3m-20": Conditions("3m-20", 4, 256, 256, 128, 66_000_000, 2e-3, 101, 1),
+    "3m-400": Conditions("3m-400", 4, 256, 256, 128, 1_320_000_000, 2e-3, 2015, 1),
+    "3m-20-hot": Conditions("3m-20-hot", 4, 256, 256, 128, 66_000_000, 2e-3, 101, 1, hot=64.0),
+    "3m-20-fast": Conditions("3m-20-fast", 4, 256, 256, 128, 66_000_000, 8e-3, 101, 1),
+    "10m": Conditions("10m", 6, 384, 512, 128, 1_000_000_000, 2e-3, 763, 1),
 }
 """`mini` (0.9 million parameters), `3m` and `10m` see about 95 bytes per parameter, where the published gaps are wide;
-`micro` (0.5 million) sees 20, for recipes whose casts have no kernel yet."""
+`micro` (0.5 million) sees 20, for recipes whose casts have no kernel yet. `3m-20` and `3m-400` are `3m` at 20 and 400
+bytes per parameter; of the former there is one with hot channels and one at four times the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +75,7 @@ class Variant:
         source: where it is from, if it is not in the recipe book.
     """
 
-    recipe: Callable[[Settings], Recipe]
+    recipe: Callable[[Conditions], Recipe]
     draws: int = 0
     row: str = ""
     source: str = ""
@@ -73,11 +89,13 @@ class Study:
         question: what the study asks.
         reference: the variant that the others are paired with, beside the BF16 baseline.
         variants: names in :data:`VARIANTS`, in the order of the table.
+        presets: those whose gaps the report sets side by side, where they are the question.
     """
 
     question: str
     reference: str
     variants: tuple[str, ...]
+    presets: tuple[str, ...] = ()
 
 
 def always(recipe: Recipe, source: str = "") -> Variant:
@@ -183,6 +201,9 @@ VARIANTS = {
 }
 """Every variant by name. A name stands for one recipe: finished runs are shared between studies."""
 
+BIASES = ("nvfp4", "no SR", "nvfp4 + 4/6", "Quartet II", "MXFP4")
+"""Recipes that differ in what they are biased by: scales, rounding of gradients, both corrected, blocks of 32."""
+
 STUDIES = {
     "noise": Study(
         "How far apart do equal recipes land?",
@@ -222,6 +243,18 @@ STUDIES = {
         "How much of the gap is the forward pass alone?",
         "forward 16x16",
         ("nvfp4", "forward 16x16", "forward 16x16 + 4/6", "forward 1x16", "forward 1x16 + 4/6"),
+    ),
+    "horizon": Study(
+        "Do gaps widen with the bytes that a parameter sees?",
+        "nvfp4",
+        BIASES,
+        ("3m-20", "3m", "3m-400"),
+    ),
+    "outliers": Study(
+        "Which recipes break under hot channels, or at four times the learning rate?",
+        "nvfp4",
+        BIASES,
+        ("3m-20", "3m-20-hot", "3m-20-fast"),
     ),
     BOARD: Study(
         "Which recipe trains best?",

@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from convergence import results
+from convergence.studies import Conditions
 from convergence.training import Feed, Training
 from gpt.data import Corpus
-from gpt.settings import Settings
 from gpt.training import StopRequest
 
 STEPS_PER_LOOK = 20
@@ -32,7 +32,7 @@ MARGIN = 1.1
 class Run:
     """One model to train."""
 
-    settings: Settings
+    settings: Conditions
     variant: str
 
     def path(self, folder: Path) -> Path:
@@ -175,7 +175,7 @@ class Together:
         return results.unfinished(self.scratch, run.settings, run.variant, self.feed.corpus.digest)
 
 
-def warm_up(settings: Settings, variant: str) -> None:
+def warm_up(settings: Conditions, variant: str) -> None:
     """Compile the kernels of a variant, on bytes that mean nothing: for this process, and into the cache on disk."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(256, (2**16,), generator=generator, dtype=torch.uint8).to(settings.device)

@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 import fp4engine
 from convergence.fused import FusedGPT
 from convergence.results import of_settings
-from convergence.studies import HIGH_PRECISION, VARIANTS
+from convergence.studies import HIGH_PRECISION, VARIANTS, Conditions
 from fp4engine.recipe import Recipe
 from gpt import checkpoint
 from gpt.data import Corpus, windows
 from gpt.files import write_atomically
 from gpt.model import GPT
-from gpt.settings import Settings
 from gpt.training import LARGEST_GRADIENT_NORM, VALIDATION_BATCHES, learning_rate, make_optimizer
 
 EAGER_STEPS = 3
@@ -52,7 +52,7 @@ class Feed:
         self.corpus = corpus
         self.starts, self.validation = cache(self._starts), cache(self._validation)
 
-    def _starts(self, settings: Settings) -> Tensor:
+    def _starts(self, settings: Conditions) -> Tensor:
         """Where the windows of every step begin, int64 [steps, batch]."""
         length = settings.sequence + 1
         starts = [self.corpus.starts(step, settings.batch, length, settings.seed) for step in range(settings.steps)]
@@ -95,7 +95,7 @@ class Training:
         seconds: this run's share of the time that its process has trained.
     """
 
-    def __init__(self, settings: Settings, variant: str, feed: Feed) -> None:
+    def __init__(self, settings: Conditions, variant: str, feed: Feed) -> None:
         self.settings, self.variant, self.feed = settings, variant, feed
         self.device = torch.device(settings.device)
         self.schedule = VARIANTS[variant].recipe(settings)
@@ -114,6 +114,8 @@ class Training:
             torch.manual_seed(settings.seed)
             kind = FusedGPT if settings.compile else GPT
             self.model = kind(settings.layers, settings.width, settings.sequence).to(self.device)
+            if settings.hot != 1:
+                heat(self.model, settings.hot)
             fp4engine.convert(self.model, keep_high_precision=settings.keep_high_precision)
             self.optimizer = make_optimizer(self.model)
             rates = [learning_rate(step, settings) for step in range(settings.steps)]
@@ -257,6 +259,31 @@ class Training:
         return [header, *thinned(self.losses.values[: self.step].tolist()), *validation]
 
 
+COLD = 1000
+"""Of so many channels one is hot."""
+
+
+class Diagonal(nn.Module):
+    """A norm's weight, of which some channels are multiplied by what is not trained."""
+
+    def __init__(self, width: int, factor: float) -> None:
+        super().__init__()
+        diagonal = torch.ones(width)
+        diagonal[::COLD] = factor
+        self.register_buffer("diagonal", diagonal, persistent=False)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.diagonal
+
+
+def heat(model: GPT, factor: float) -> None:
+    """Make hot channels: one in a thousand, and at least one, of what linear layers read of a block's norms."""
+    for block in model.blocks:
+        for norm in (block.attention_norm, block.mlp_norm):
+            width = norm.weight.numel()
+            register_parametrization(norm, "weight", Diagonal(width, factor).to(norm.weight.device))
+
+
 @contextmanager
 def precision(recipe: Recipe, device: torch.device) -> Generator[None]:
     """The only difference between two runs: which recipe is in force, if any."""
@@ -274,7 +301,7 @@ def thinned(losses: list[float]) -> Iterator[dict[str, Any]]:
         yield {"step": start + len(part), "loss": round(sum(part) / len(part), 5)}
 
 
-def environment(settings: Settings, corpus: Corpus) -> dict[str, Any]:
+def environment(settings: Conditions, corpus: Corpus) -> dict[str, Any]:
     on_gpu = settings.device == "cuda"
     return {
         "settings": of_settings(settings),

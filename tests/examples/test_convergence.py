@@ -19,7 +19,16 @@ import pytest
 import torch
 
 from convergence import gaps, leaderboard, report, results, run, sources, tensors, together, training
-from convergence.studies import BASELINE, HIGH_PRECISION, PRESETS, STUDIES, SWITCH_AT, VARIANTS, variants_of
+from convergence.studies import (
+    BASELINE,
+    HIGH_PRECISION,
+    PRESETS,
+    STUDIES,
+    SWITCH_AT,
+    VARIANTS,
+    Conditions,
+    variants_of,
+)
 from convergence.together import Limits, Outcome, Run, Together
 from convergence.training import Feed, Training, thinned
 from fp4engine import cli
@@ -28,7 +37,7 @@ from fp4engine.formats import CastSpec, Rotation, RoundingMode, Signs
 from fp4engine.recipe import Recipe, zoo
 from fp4engine.roles import QuantizerRole
 from gpt.data import Corpus, load_corpus
-from gpt.settings import InputError, Settings
+from gpt.settings import InputError
 from gpt.training import StopRequest
 
 SMALL = dataclasses.replace(PRESETS["tiny"], layers=1, width=32, sequence=16, batch=2, tokens=2 * 16 * 11)
@@ -75,7 +84,7 @@ def rows(run: Run, folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.path(folder).read_text().splitlines()[1:]]
 
 
-def losses(settings: Settings, variant: str, corpus: Corpus) -> list[float]:
+def losses(settings: Conditions, variant: str, corpus: Corpus) -> list[float]:
     training = Training(settings, variant, Feed(corpus))
     while not training.has_ended:
         training.train_step()
@@ -165,7 +174,7 @@ def test_runs_beside_each_other_leave_the_bytes_of_each_alone(corpus: Corpus, tm
 
 
 def assert_continues(
-    settings: Settings, variants: list[str], corpus: Corpus, folder: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Conditions, variants: list[str], corpus: Corpus, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs that are stopped three times, once before they begin, leave the rows of ones that are not."""
     runs = [Run(settings, variant) for variant in variants]
@@ -245,6 +254,22 @@ def test_where_a_stopped_run_waits_depends_on_all_that_it_is(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True])
+def test_hot_channels_stay_hot(fused: bool, corpus: Corpus) -> None:
+    """One channel in a thousand of what linear layers read of a norm, whatever its weight learns."""
+    hot = dataclasses.replace(SMALL, hot=64.0, compile=fused)
+    run = Training(hot, "nvfp4", Feed(corpus))
+    read: list[torch.Tensor] = []
+    run.model.blocks[0].mlp.up.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].detach()))
+    while not run.has_ended:
+        run.train_step()
+        run.settle()
+    first, *others = read[-1].flatten(0, 1).square().mean(0).sqrt().tolist()
+    assert first > 30 * max(others)
+    assert run.rows()[0]["settings"]["hot"] == 64.0
+    assert "hot" not in results.of_settings(SMALL)
+
+
 def test_fused_pieces_train_every_recipe_and_are_compiled_once(corpus: Corpus) -> None:
     compiled = dataclasses.replace(SMALL, compile=True)
     assert losses(compiled, "nvfp4", corpus) == pytest.approx(losses(SMALL, "nvfp4", corpus), rel=0.01)
@@ -394,7 +419,7 @@ def test_a_run_waits_until_its_variant_is_compiled(monkeypatch: pytest.MonkeyPat
         def __init__(self, jobs: int, context: object, initializer: object, arguments: tuple[str]) -> None:
             self.gpu = arguments[0]
 
-        def submit(self, work: object, settings: Settings, variant: str) -> Future[None]:
+        def submit(self, work: object, settings: Conditions, variant: str) -> Future[None]:
             submitted.append((f"{variant} on {self.gpu}", Future()))
             return submitted[-1][1]
 
@@ -537,12 +562,14 @@ def test_a_failing_run_is_told_at_the_end_and_stops_no_other(
     assert "Not run: nvfp4." in out and "| nvfp4, other draws | 1 |" in out
 
 
-def saved(folder: Path, variant: str, seed: int, loss: float, data: str = "d", **made: Any) -> None:
-    settings = dataclasses.replace(SMALL, seed=seed)
+def saved(
+    folder: Path, variant: str, seed: int, loss: float, data: str = "d", like: Conditions = SMALL, **made: Any
+) -> None:
+    settings = dataclasses.replace(like, seed=seed)
     made = {"device": "cpu", "torch": "2", "date": "today", "data": data, **made}
     header = {"variant": variant, "settings": results.of_settings(settings), "seconds": 1.0, **made}
     rows = [header, {"step": 1, "loss": 9.0}, {"step": 1, "validation_loss": 2 * loss}]
-    results.save(results.path_of(folder, settings, variant), [*rows, {"step": SMALL.steps, "validation_loss": loss}])
+    results.save(results.path_of(folder, settings, variant), [*rows, {"step": like.steps, "validation_loss": loss}])
 
 
 def test_a_seed_that_diverged_leaves_the_others_a_report(tmp_path: Path) -> None:
@@ -622,6 +649,17 @@ def test_gaps_are_paired_by_seed(tmp_path: Path) -> None:
     assert "| nvfp4 | 2 | 1.5500 | +3.00 ± 1.41 % |" in text
     assert "| no SR | 2 | 1.5650 | +4.00 ± 1.41 % | +1.00 ± 0.00 pt |" in text
     assert "| no RHT | 1 | 1.5000 | +50.00 % | +48.00 pt |" in text
+
+
+def test_gaps_of_several_presets_stand_side_by_side(tmp_path: Path) -> None:
+    losses = {"3m-20": (1.0, 1.1), "3m": (1.0, 1.05)}
+    for preset, of_preset in losses.items():
+        for variant, loss in zip((BASELINE, "nvfp4"), of_preset, strict=True):
+            saved(tmp_path, variant, 0, loss, like=PRESETS[preset])
+    text = report.write(["horizon"], PRESETS["3m"], 1, tmp_path)
+    lines = text.splitlines()
+    at = lines.index("| gap to bf16 (%) | 3m-20 | 3m | 3m-400 |")
+    assert lines[at + 2] == "| nvfp4 | +10.00 | +5.00 | - |"
 
 
 def test_tables_take_their_place_in_a_document(tmp_path: Path) -> None:
