@@ -30,7 +30,7 @@ from fp4engine.modules import Gemms
 from fp4engine.names import covers
 from fp4engine.version import __version__
 
-_UNSEEN = "no forward pass in training mode went through it in this step"
+_UNSEEN = "no forward pass in training mode and with gradients went through it in this step"
 _encode = json.JSONEncoder(allow_nan=False).encode
 
 
@@ -248,7 +248,8 @@ def record(
 
     Training goes on with the same bytes: nothing is drawn from any random stream, and the layers compute as ever. What
     is recorded are the operands of the step itself, made once more by the layers' own quantizers with the step's own
-    draw. Of each layer the first forward pass of a step and its backward pass are recorded, not further microbatches.
+    draw. Of each layer the first forward pass of a step that is in training mode and with gradients, and its backward
+    pass, are recorded, not further microbatches.
     A step of a compiled model that is recorded runs eagerly. The rows of a step are written when the next one ends, or
     the region, so that the step does not wait for the device. Ranks of ``torch.distributed`` all have to record; sums
     and maxima are taken over all of them, and rank 0 writes. A weight that has the same figures on every rank counts

@@ -396,6 +396,77 @@ def test_a_layer_whose_gradient_nobody_makes_trains_on(tmp_path: Path) -> None:
     assert {row["gemm"] for row in rows_of(tmp_path, "gemm", layer="right")} == {"fprop", "wgrad"}
 
 
+def test_a_pass_without_gradients_is_not_the_one_that_is_recorded(tmp_path: Path) -> None:
+    model = make_model()
+    for name, rows in (("same", 4), ("other", 6)):  # of as many rows as the pass that trains, and of others
+        with inspect.record(model, tmp_path / name, optimizer="by hand") as recorder:
+            with fp4engine.autocast():
+                with torch.no_grad():
+                    model(torch.full((rows, 48), 1000.0))
+                model(torch.ones(4, 48)).sum().backward()
+            recorder.step()
+        assert {row["amax"] for row in rows_of(tmp_path / name, "tensor", layer="first", role="input")} == {1.0}
+        assert {row["gemm"] for row in rows_of(tmp_path / name, "gemm", layer="first")} == {"fprop", "wgrad"}
+
+
+class Repeated(nn.Module):
+    """A checkpointed layer that runs twice."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.first, self.again, self.options = nn.Linear(48, 48), nn.Linear(48, 48), options
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = fp4engine.checkpoint(self.again, x, **self.options) if self.options else self.again(x)
+        return x
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp4_all_the_way"])  # draws in backward only, and in both
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_is_recorded_of_a_checkpointed_layer_is_one_pass(name: str, use_reentrant: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Repeated()
+    fp4engine.convert(plain)
+    checkpointed = Repeated(use_reentrant=use_reentrant)
+    fp4engine.convert(checkpointed)
+    checkpointed.load_state_dict(plain.state_dict())
+    trained = [
+        train(zoo.make(name), 1, tmp_path / folder, model) for folder, model in (("0", plain), ("1", checkpointed))
+    ]
+    assert trained[0][0] == trained[1][0]
+    rows = [rows_of(tmp_path / folder, "operand", layer="again") for folder in "01"]
+    product = [rows_of(tmp_path / folder, "gemm", layer="again") for folder in "01"]
+    assert [row["gemm"] for row in product[1]] == [row["gemm"] for row in product[0]] == ["fprop", "dgrad", "wgrad"]
+    alike = [[{**row, "line": 0} for row in several] for several in rows]
+    assert (alike[0] == alike[1]) != use_reentrant  # which runs the second pass again first
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp4_all_the_way"])
+def test_the_key_of_a_late_draw_is_that_of_the_step(name: str) -> None:
+    model = make_model()
+    fp4engine.set_rng_state({"seed": 3, "draws": {"cpu": (5 << 32) + 7}})
+    x = torch.randn(16, 48, generator=torch.Generator().manual_seed(1))
+    products: dict[str, torch.Tensor] = {}
+
+    class Listener:
+        def made(self, layer, tensors, operands): ...
+
+        def multiplied(self, layer, gemm, operands):
+            left, right = (seen.operand.dequantize() for seen in operands)
+            products[gemm] = left @ right.T
+
+        def refuse(self, layer, reason):
+            raise AssertionError(reason)
+
+    with inspect.watch.watching({"first": model.first}, Listener()), fp4engine.autocast(recipe=zoo.make(name)):
+        y = model.first(x)
+        y.square().sum().backward()
+    torch.testing.assert_close(products["wgrad"], model.first.weight.grad)
+    torch.testing.assert_close(products["fprop"] + model.first.bias, y)
+
+
 def test_regions_record_the_same_layers_each_for_itself(tmp_path: Path) -> None:
     model = make_model()
     with inspect.record(model, tmp_path / "beside", every=1, layers="first"):
