@@ -269,20 +269,54 @@ def test_configs_of_several_families_are_read() -> None:
     assert (read.qkv_bias, read.bias, read.kv_heads) == (True, False, 2)
 
 
-def test_learned_positions_are_parameters() -> None:
+LLAMA = {
+    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "vocab_size": 96,
+}  # fmt: skip
+GROUPED = {**LLAMA, "num_key_value_heads": 2}
+CONFIGS = {
+    "llama": ("llama", LLAMA),
+    "llama with biases in attention": ("llama", {**GROUPED, "attention_bias": True}),
+    "llama with biases in its MLP": ("llama", {**GROUPED, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {**LLAMA, "num_attention_heads": 8}),
+    "qwen2": ("qwen2", {**GROUPED, "num_key_value_heads": 1}),
+    "qwen3": ("qwen3", {**GROUPED, "head_dim": 32}),
+    "qwen3 with biases": ("qwen3", {**GROUPED, "attention_bias": True}),
+    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 40}),
+    "gpt2 with a head of its own": (
+        "gpt2",
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_inner": 80, "tie_word_embeddings": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_means_the_parameters_that_transformers_makes_of_it(name: str) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=40)
+    family, said = CONFIGS[name]
+    config = transformers.AutoConfig.for_model(family, **said)
     with torch.device("meta"):
-        theirs = transformers.GPT2LMHeadModel(config)
-    result = estimate(from_config(config.to_dict()), recipe=zoo.make("nvfp4"), sequence=32, parameters="bf16")
-    assert result.parameters == sum(parameter.numel() for parameter in theirs.parameters())
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    parameters = sum(parameter.numel() for parameter in theirs.parameters())
+    for data in ({"model_type": family, **said}, config.to_dict()):
+        with torch.device("meta"):
+            mine = Decoder(from_config(data), lambda block: block)
+        assert sum(parameter.numel() for parameter in mine.parameters()) == parameters
+
+
+def test_norms_of_heads_keep_what_they_read() -> None:
+    with_norms, without = (
+        estimate(Architecture(1, 64, 4, 96, 96, kv_heads=2, head_norm=norm), sequence=32, parameters="bf16")
+        for norm in (True, False)
+    )
+    assert with_norms.parameters == without.parameters + 2 * 16
+    assert with_norms.saved_by_linears == without.saved_by_linears
+    assert with_norms.saved_by_rest > without.saved_by_rest
 
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
         ("tie_word_embeddings", "false", "tied must be True or False, got 'false'"),
-        ("attention_bias", 1, "qkv_bias must be True or False, got 1"),
         ("n_positions", -1, "positions must be an integer from 0"),
         ("add_cross_attention", True, "cross-attention"),
     ],
@@ -291,6 +325,11 @@ def test_fields_of_a_config_that_cannot_be_taken_are_refused(field: str, value: 
     sizes = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 96}
     with pytest.raises(ValueError, match=said):
         from_config({**sizes, field: value})
+
+
+def test_a_bias_that_is_no_flag_is_refused() -> None:
+    with pytest.raises(ValueError, match="qkv_bias must be True or False, got 1"):
+        from_config({"model_type": "llama", **LLAMA, "attention_bias": 1})
 
 
 def test_the_default_host_is_the_recorded_one() -> None:
