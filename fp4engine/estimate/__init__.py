@@ -130,14 +130,15 @@ def _assemble(
         states = round(sum(parameter.numel() * request.state_bytes(parameter.itemsize) for parameter in trained))
         peak = max(step.peak, held + gradients) + states
     else:
-        held, gradients = round(total * request.stored / fsdp), round(numel * request.stored / fsdp)
+        frozen = 2 * (total - numel)  # only adapters leave any, and beside them the model is in BF16
+        held, gradients = round((frozen + numel * request.stored) / fsdp), round(numel * request.stored / fsdp)
         states = round(numel * request.state_bytes(request.stored) / fsdp)
         # gathered BF16 weights of two units, and gradients of one
         peak = max(held + step.peak - step.held + 3 * largest_unit(model), held + gradients) + states
     rest = max(step.saved - linears["bytes"], 0)
     temporary = max(peak - held - states - linears["bytes"] - rest, 0)
-    # a fused step reads parameters, gradients and moments, and writes parameters and moments
-    optimizer_bytes = 2 * held * numel / max(total, 1) + gradients + 2 * states
+    # a fused step reads parameters, gradients, which are as large, and moments; it writes parameters and moments
+    optimizer_bytes = 3 * gradients + 2 * states
     seconds, useful = seconds_of(model, step, linears["flops"], gpu, optimizer_bytes)
     seconds = max(seconds, host_seconds(request, linears["flops"]))
     return Estimate(

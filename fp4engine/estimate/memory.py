@@ -64,13 +64,13 @@ def _saved_by_linears(model: nn.Module, forward: Callable[[], Tensor], watch: Wa
     Parameters themselves are not counted; the BF16 copies that ``torch.autocast`` makes of them are.
     """
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept: dict[int, int] = {}
+    kept: dict[int, torch.UntypedStorage] = {}  # holds them, so that no address is used twice
     inside = [0]
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if inside[0] and storage._cdata not in own:
-            kept[storage._cdata] = storage.nbytes()
+            kept[storage._cdata] = storage
         return tensor
 
     def enter(*_: Any) -> None:
@@ -92,7 +92,7 @@ def _saved_by_linears(model: nn.Module, forward: Callable[[], Tensor], watch: Wa
                 stack.enter_context(module.register_forward_hook(leave))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         value = forward()
-    saved = sum(kept.values())
+    saved = sum(storage.nbytes() for storage in kept.values())
     torch.autograd.backward(value)
     return {"bytes": saved, "flops": _counts(model)}
 

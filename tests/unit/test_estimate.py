@@ -202,6 +202,8 @@ def test_checkpointing_lora_and_sharding_change_what_they_should() -> None:
     as_codes = 2 * sum(rows * cols for rows, cols in shapes)
     assert sharded.wire["weights"] - codes.wire["weights"] == 7 / 8 * 2 * as_codes * (2 - 0.5 - 1 / 256)
     assert codes.wire["gradients"] == sharded.wire["gradients"]
+    both = estimate(SMALL, recipe=zoo.make("nvfp4"), sequence=64, lora_rank=4, fsdp=8)
+    assert both.parameter_bytes == pytest.approx(lora.parameter_bytes / 8, abs=1)
     split = estimate(SMALL, recipe=zoo.make("nvfp4"), sequence=64, tp=2)
     assert split.parameters == plain.parameters and split.parameter_bytes < plain.parameter_bytes
     assert any("computed and not compared" in note for note in split.notes)
