@@ -184,7 +184,8 @@ def watching(layers: dict[str, Gemms], listener: Listener) -> Generator[None]:
     """
     with ExitStack() as stack:
         for name, module in layers.items():
-            stack.enter_context(module.heard_by(partial(_begin, module, _Watched(name, listener))))
+            begin, missed = partial(_begin, module, _Watched(name, listener)), partial(listener.refuse, name)
+            stack.enter_context(module.heard_by(begin, missed))
         yield
 
 
