@@ -27,8 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Write a trained checkpoint in NVFP4 for servers: the codes and scales that its recipe multiplied."
     )
-    parser.add_argument("source", type=Path, help="directory of config.json and safetensors, as save_pretrained writes")
-    parser.add_argument("directory", type=Path, help="where to write; must not be there, or be empty")
+    parser.add_argument(
+        "source", type=_path, help="directory of config.json and safetensors, as save_pretrained writes"
+    )
+    parser.add_argument("directory", type=_path, help="where to write; must not be there, or be empty")
     parser.add_argument(
         "--recipe",
         default="nvfp4",
@@ -157,6 +159,13 @@ def _inputs(value: str | None) -> Any:
     if not isinstance(amaxes, dict) or not all(type(amax) in (int, float) for amax in amaxes.values()):
         raise ValueError(f"{value} must hold one JSON object of numbers by layer")
     return amaxes
+
+
+def _path(text: str) -> Path:
+    """A path, which an empty word is not: that of a shell's variable that nobody set would be the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a path, got ''")
+    return Path(text)
 
 
 def _size(text: str) -> float:

@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from fp4engine.arguments import require_integer, require_model, require_path, require_patterns
 from fp4engine.functional.shards import Role
 from fp4engine.inspect import statistics
-from fp4engine.inspect.reading import FILE
+from fp4engine.inspect.reading import FILE, cut_unfinished_line
 from fp4engine.inspect.rows import Row, described, is_distributed
 from fp4engine.inspect.statistics import Counted, Figures
 from fp4engine.inspect.watch import Seen, Spread, drawn, layers_of, watching
@@ -309,6 +309,8 @@ def record(
     recorder = Recorder(model, folder, every, patterns, first_step, draws, shadow_rows, writer)
     with _steps_told_by(optimizer, model, recorder):
         folder.mkdir(parents=True, exist_ok=True)
+        if _rank() == 0:
+            cut_unfinished_line(recorder.path)
         recorder._write(first_step, [_header(recorder, every)])
         recorder._begin()
         try:

@@ -323,6 +323,22 @@ def test_a_step_is_written_when_the_next_one_ends(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "broken", "gemm")
 
 
+def test_a_line_that_a_killed_process_has_not_finished_is_left_out(tmp_path: Path) -> None:
+    train(zoo.make("nvfp4"), 1, tmp_path, every=1)
+    rows, record = inspect.read(tmp_path), tmp_path / "record.jsonl"
+    for unfinished in ('{"step": 1, "kind": "ten', "x" * 200_000):
+        with record.open("a") as file:
+            file.write(unfinished)
+        with pytest.warns(UserWarning, match=f"ends within line {len(rows) + 1}, which is left out"):
+            assert inspect.read(tmp_path) == rows
+    train(zoo.make("nvfp4"), 1, tmp_path, every=1, first_step=1)
+    both = inspect.read(tmp_path)
+    assert both[: len(rows)] == rows and len(both) == 2 * len(rows)
+    record.write_text("all of it is one line that was not finished")
+    train(zoo.make("nvfp4"), 1, tmp_path, every=1)
+    assert inspect.read(tmp_path) == rows
+
+
 def test_a_step_that_cannot_be_told_loses_none_before_it(tmp_path: Path, monkeypatch) -> None:
     model = make_model()
 
@@ -697,6 +713,15 @@ def test_every_number_of_the_report_is_in_its_row(tmp_path: Path) -> None:
         for part in element["data-field"].split("."):
             value = value[int(part)] if isinstance(value, list) else value[part]
         assert float(element["data-value"]) == value
+
+
+def test_the_report_shows_the_later_of_two_rows_of_a_step(tmp_path: Path) -> None:
+    for _ in range(2):  # as a run that is resumed takes steps again
+        train(zoo.make("nvfp4"), 1, tmp_path, layers="first", every=1)
+    rows = inspect.read(tmp_path)
+    overview = inspect.html(rows, "twice").partition("<tbody>")[2].partition("</tbody>")[0]
+    lines = [int(line) for line in re.findall(r'data-line="(\d+)"', overview)]
+    assert lines and min(lines) > len(rows) // 2
 
 
 def test_a_backward_pass_that_runs_twice_is_recorded_once(tmp_path: Path) -> None:
