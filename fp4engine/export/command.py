@@ -127,6 +127,8 @@ def _empty_model(source: Path, tensors: int) -> Any:
         raise CheckpointError(f"{path} names no architecture that transformers has, got {names!r:.120}")
     try:
         config = transformers.AutoConfig.from_pretrained(source)
+        if kind.config_class is not None and not isinstance(config, kind.config_class):
+            raise ValueError(f"its model_type is {config.model_type!r}, which is another model's")
         layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
         if layers > tensors:
             raise ValueError(f"it has {layers} layers, and the files hold {tensors} tensors")

@@ -65,6 +65,7 @@ def test_from_directory_to_directory(tmp_path, source, capsys) -> None:
         ({"hidden_size": 64}, ["--inputs", "dynamic"], "has shape"),
         ({"architectures": [5]}, ["--inputs", "dynamic"], "names no architecture"),
         ({"architectures": ["GPT2LMHeadModel"]}, ["--inputs", "dynamic"], "describes no GPT2LMHeadModel that"),
+        ({"model_type": "bert"}, ["--inputs", "dynamic"], "its model_type is 'bert', which is another model's"),
         ({"model_type": "evil"}, ["--inputs", "dynamic"], "describes no LlamaForCausalLM that"),
         ({"hidden_size": "32"}, ["--inputs", "dynamic"], "'hidden_size' expected int"),
         ({"hidden_size": -32}, ["--inputs", "dynamic"], "negative dimension"),
