@@ -71,7 +71,8 @@ def estimate(
 
     Raises:
         ValueError: an argument outside its words, sizes that do not divide, or options that a module of your own
-            cannot be built anew for; a pattern that covers nothing; a ``loss`` that asks for values of a tensor.
+            cannot be built anew for, or with parameters that are no plain tensors; a pattern that covers nothing; a
+            ``loss`` that asks for values of a tensor, or returns something else than one number with a gradient.
     """
     sizes = require_settings(batch, sequence, fsdp, tp, lora_rank, parameters, optimizer, gpu)
     batch, sequence, fsdp, tp, lora_rank = sizes
@@ -83,6 +84,9 @@ def estimate(
         "optimizer": optimizer, "checkpointing": checkpointing, "fsdp": fsdp, "tp": tp, "lora_rank": lora_rank,
         "fp4_all_gather": fp4_all_gather, "host_microseconds": host_microseconds,
     }  # fmt: skip
+    for flag, value in (("checkpointing", checkpointing), ("fp4_all_gather", fp4_all_gather)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{flag} must be True or False, got {value!r:.80}")
     if fp4_all_gather and (fsdp == 1 or tp > 1 or recipe is None):
         raise ValueError(
             "fp4_all_gather=True needs fsdp of at least 2, tp=1 (weights that tensor parallelism splits are gathered "

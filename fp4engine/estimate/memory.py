@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4engine.accounting import executed_gemms
+from fp4engine.arguments import shown
 from fp4engine.convert import convert
 from fp4engine.estimate.request import Request
 from fp4engine.estimate.trace import AsOnCuda, Step, Watch, trace
@@ -36,7 +37,10 @@ def traced(request: Request) -> tuple[nn.Module, Step, dict[str, Any]]:
                 torch.autocast("cpu", torch.bfloat16),
                 autocast(enabled=request.recipe is not None, recipe=request.recipe),
             ):
-                return request.loss(model)
+                value = request.loss(model)
+            if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+                raise ValueError(f"loss(model) must return one number that has a gradient, got {shown(value)}")
+            return value
 
         linears = _saved_by_linears(model, lambda: loss(model), watch)
         shards: list[Tensor] = []

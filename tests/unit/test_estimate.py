@@ -173,6 +173,20 @@ def test_a_module_that_routes_by_values_is_refused() -> None:
         estimate(own_modules()["experts"], recipe=zoo.make("nvfp4"), loss=loss)
 
 
+@pytest.mark.parametrize("value", [lambda y: None, lambda y: y, lambda y: y.sum().detach(), lambda y: 3.0])
+def test_a_loss_is_one_number_with_a_gradient(value) -> None:
+    with pytest.raises(ValueError, match=r"loss.model. must return one number that has a gradient, got"):
+        estimate(torch.nn.Sequential(torch.nn.Linear(32, 32)), loss=lambda model: value(model(torch.zeros(16, 32))))
+
+
+def test_weights_that_are_stored_as_codes_are_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    fp4engine.convert(model, zoo.make("nvfp4"))
+    fp4engine.quantize_weights(model)
+    with pytest.raises(ValueError, match=r"'0\.weight' is a QuantizedWeight, whose memory an estimate does not know"):
+        estimate(model, loss=lambda model: model(torch.zeros(16, 32)).sum())
+
+
 def test_nothing_of_an_estimate_stays_behind() -> None:
     fp4engine.manual_seed(3)
     before = fp4engine.get_rng_state()
@@ -235,6 +249,8 @@ def test_the_time_of_a_recipe_that_was_not_measured_is_marked(name: str) -> None
         ({"tp": 3}, "tp=3 does not divide heads=2"),
         ({"loss": lambda model: model}, "loss goes with"),
         ({"fp4_all_gather": True, "fsdp": 2}, "fp4_all_gather=True needs .* recipe=None"),
+        ({"checkpointing": "no"}, "checkpointing must be True or False, got 'no'"),
+        ({"fp4_all_gather": 1}, "fp4_all_gather must be True or False, got 1"),
         ({"gpu": ["H100"]}, r"gpu must be one of .* got \['H100'\]"),
         ({"keep_high_precision": "lm_head"}, r"keep_high_precision must be a sequence .* write \['lm_head'\]"),
         ({"keep_high_precision": ("lm_haed",), "recipe": zoo.make("nvfp4")}, "pattern 'lm_haed' covers no nn.Linear"),
