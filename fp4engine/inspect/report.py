@@ -65,8 +65,10 @@ def html(rows: Sequence[Row], title: str) -> str:
     """The page about ``rows``, which :func:`fp4engine.inspect.read` returned.
 
     Raises:
-        ValueError: there is no recorded step in them.
+        ValueError: there is no recorded step in them, or no row about the run.
     """
+    if not any(row["kind"] == "run" for row in rows):
+        raise ValueError("rows must have the row of kind 'run' that a record begins with; leave it among them")
     found = [row for row in rows if row["kind"] not in ("run", "refusal")]
     if not found:
         raise ValueError("the record has no recorded step, only the row that describes the run")

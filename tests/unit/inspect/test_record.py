@@ -562,6 +562,7 @@ def test_patterns_arguments_and_models_are_checked(tmp_path: Path) -> None:
     model = make_model()
     for options, said in (
         ({"layers": "nothing.*"}, "matches none"),
+        ({"layers": []}, "layers must have at least one pattern"),
         ({"every": 0}, "every must be"),
         ({"draws": 1}, "draws must be"),
         ({"shadow_rows": 0}, "shadow_rows must be"),
@@ -713,6 +714,12 @@ def test_every_number_of_the_report_is_in_its_row(tmp_path: Path) -> None:
         for part in element["data-field"].split("."):
             value = value[int(part)] if isinstance(value, list) else value[part]
         assert float(element["data-value"]) == value
+
+
+def test_a_report_needs_the_row_about_the_run(tmp_path: Path) -> None:
+    train(zoo.make("nvfp4"), 1, tmp_path, layers="first", every=1)
+    with pytest.raises(ValueError, match="rows must have the row of kind 'run'"):
+        inspect.html(rows_of(tmp_path, "gemm"), "products only")
 
 
 def test_the_report_shows_the_later_of_two_rows_of_a_step(tmp_path: Path) -> None:
