@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fp4engine.convert import convert
-from fp4engine.export.checkpoint import export_checkpoint
+from fp4engine.export.checkpoint import TOKENIZER, export_checkpoint
 from fp4engine.export.reader import CheckpointError, TensorFolder, read_json
 from fp4engine.export.serving_format import FORMATS
 from fp4engine.export.verification import logits_difference
@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
             requantize=args.requantize,
             verify=args.verified is not None,
             weights=weights,
-            tokenizer=args.source if any(args.source.glob("tokenizer*")) else None,
+            tokenizer=args.source if any((args.source / name).is_file() for name in TOKENIZER) else None,
             max_shard_size=int(args.max_shard_gb * 2**30),
         )
     except (ValueError, ImportError, NotImplementedError) as error:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fp4engine.checkpoint_names import Piece, checkpoint_pieces, require_like
+from fp4engine.modules.sharded import is_distributed
 
 
 class ModelState:
@@ -34,7 +35,7 @@ class ModelState:
         for name, tensor in self._state.items():
             if weights is None and tensor.is_meta:
                 raise ValueError(f"{name!r} is on the meta device, without values; pass weights=")
-            if type(tensor.data).__name__ == "DTensor":
+            if is_distributed(tensor):
                 raise ValueError(f"{name!r} is a DTensor; gather the model first, and export on one process")
         self.pieces = {piece.name: piece for piece in checkpoint_pieces(model, self._state)}
         self._of: dict[str, list[Piece]] = {}

@@ -302,9 +302,8 @@ def _refusal(module: Gemms, plan: Plan | None, inp: Any, weight: Tensor) -> str:
         return "its scales depend on the steps before (delayed scaling)"
     if plan.input.draws_in_forward and plan.weight.draws_in_forward:
         return "both its input and its weight draw random bits in the forward pass"
-    unseen: str = getattr(module, "unseen", "")
-    if unseen:
-        return unseen
+    if module.unseen:
+        return module.unseen
     if 0 in (inp.shape if isinstance(inp, Tensor) else inp.x.shape):
         return "its input had no elements"
     plain = type(weight) in (Tensor, torch.nn.Parameter) and not (isinstance(inp, Tensor) and type(inp) is not Tensor)

@@ -92,6 +92,11 @@ class Gemms(torch.nn.Module):
         self._weight_cache: WeightCache | None = None
         self._microbatch_cache: WeightCache | None = None
 
+    @property
+    def unseen(self) -> str:
+        """Why the operands of its products are not those of the input and the weight; empty if they are."""
+        return ""
+
     def forget_plan(self) -> None:
         """Drop histories and the plan that uses them; the next forward makes a plan anew."""
         self.amax_histories.clear()
