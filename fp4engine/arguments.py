@@ -37,9 +37,9 @@ def require_path(name: str, path: str | os.PathLike[str]) -> Path:
     """The argument ``name`` as a path.
 
     Raises:
-        ValueError: neither a string nor a path.
+        ValueError: neither a string nor a path, or an empty string, as of a shell's variable that nobody set.
     """
-    if not isinstance(path, str | os.PathLike):
+    if not isinstance(path, str | os.PathLike) or path == "":
         raise ValueError(f"{name} must be a path, got {shown(path)}")
     return Path(path)
 

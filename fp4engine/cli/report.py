@@ -6,8 +6,10 @@ The page loads nothing and holds no scripts: it can be mailed or attached. Examp
 """
 
 import argparse
+import os
 from pathlib import Path
 
+from fp4engine.arguments import require_path
 from fp4engine.inspect import html, read
 from fp4engine.inspect.reading import FILE
 
@@ -21,12 +23,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page and print its path."""
-    source = Path(arguments.record)
+    source = require_path("record", arguments.record)
     folder = source if source.is_dir() else source.parent
     page = html(read(source), arguments.title or f"Run {folder.resolve().name}")
-    path = Path(arguments.out) if arguments.out else folder / "report.html"
+    path = folder / "report.html" if arguments.out is None else require_path("--out", arguments.out)
     if path.exists() and path.samefile(source / FILE if source.is_dir() else source):
         raise ValueError(f"--out must be another file than the record, got {arguments.out!r}")
-    path.write_bytes(page.encode())  # before the file is opened, which empties it
+    _write(path.resolve(), page.encode(errors="backslashreplace"))  # names of files may be no text
     print(path)
     return 0
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that is there whole or as it was before; what is no file, such as a terminal, is written to."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    part = path.with_name(f".{path.name}.incomplete")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise

@@ -71,7 +71,8 @@ def estimate(
 
     Raises:
         ValueError: an argument outside its words, sizes that do not divide, or options that a module of your own
-            cannot be built anew for; a pattern that covers nothing; a ``loss`` that asks for values of a tensor.
+            cannot be built anew for, or with parameters that are no plain tensors; a pattern that covers nothing; a
+            ``loss`` that asks for values of a tensor, or returns something else than one number with a gradient.
     """
     sizes = require_settings(batch, sequence, fsdp, tp, lora_rank, parameters, optimizer, gpu)
     batch, sequence, fsdp, tp, lora_rank = sizes
@@ -83,6 +84,9 @@ def estimate(
         "optimizer": optimizer, "checkpointing": checkpointing, "fsdp": fsdp, "tp": tp, "lora_rank": lora_rank,
         "fp4_all_gather": fp4_all_gather, "host_microseconds": host_microseconds,
     }  # fmt: skip
+    for flag, value in (("checkpointing", checkpointing), ("fp4_all_gather", fp4_all_gather)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{flag} must be True or False, got {value!r:.80}")
     if fp4_all_gather and (fsdp == 1 or tp > 1 or recipe is None):
         raise ValueError(
             "fp4_all_gather=True needs fsdp of at least 2, tp=1 (weights that tensor parallelism splits are gathered "
@@ -130,14 +134,15 @@ def _assemble(
         states = round(sum(parameter.numel() * request.state_bytes(parameter.itemsize) for parameter in trained))
         peak = max(step.peak, held + gradients) + states
     else:
-        held, gradients = round(total * request.stored / fsdp), round(numel * request.stored / fsdp)
+        frozen = 2 * (total - numel)  # only adapters leave any, and beside them the model is in BF16
+        held, gradients = round((frozen + numel * request.stored) / fsdp), round(numel * request.stored / fsdp)
         states = round(numel * request.state_bytes(request.stored) / fsdp)
         # gathered BF16 weights of two units, and gradients of one
         peak = max(held + step.peak - step.held + 3 * largest_unit(model), held + gradients) + states
     rest = max(step.saved - linears["bytes"], 0)
     temporary = max(peak - held - states - linears["bytes"] - rest, 0)
-    # a fused step reads parameters, gradients and moments, and writes parameters and moments
-    optimizer_bytes = 2 * held * numel / max(total, 1) + gradients + 2 * states
+    # a fused step reads parameters, gradients, which are as large, and moments; it writes parameters and moments
+    optimizer_bytes = 3 * gradients + 2 * states
     seconds, useful = seconds_of(model, step, linears["flops"], gpu, optimizer_bytes)
     seconds = max(seconds, host_seconds(request, linears["flops"]))
     return Estimate(

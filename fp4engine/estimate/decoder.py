@@ -27,7 +27,9 @@ class Architecture:
         gated: whether the MLP has a gate (SwiGLU: three matrices) or not (two).
         norm: ``"rmsnorm"`` or ``"layernorm"``.
         bias: whether the linear layers have one.
-        qkv_bias: whether those of query, key and value have one; None is as ``bias``.
+        qkv_bias, projection_bias: whether those of query, key and value have one, and that behind the attention; None
+            is as ``bias``.
+        head_norm: whether each head of query and key goes through an RMSNorm, whose weight the heads share.
         tied: whether the head shares the embedding's weight.
         fused_qkv: whether query, key and value come from one matrix.
         positions: how many learned positions there are; 0 is rotary positions.
@@ -52,11 +54,13 @@ class Architecture:
     tied: bool = False
     fused_qkv: bool = False
     positions: int = 0
+    projection_bias: bool | None = None
+    head_norm: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("gated", "bias", "qkv_bias", "tied", "fused_qkv"):
+        for name in ("gated", "bias", "qkv_bias", "projection_bias", "tied", "fused_qkv", "head_norm"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and (name != "qkv_bias" or value is not None):
+            if not isinstance(value, bool) and (name not in ("qkv_bias", "projection_bias") or value is not None):
                 raise ValueError(f"{name} must be True or False, got {value!r:.80}")
         for name in ("layers", "width", "heads", "ffn", "vocabulary", "kv_heads", "head_dim", "positions"):
             value = getattr(self, name)
@@ -95,11 +99,11 @@ MODELS = {
 }
 """Models that need no config file, by name."""
 
-FAMILIES = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {},
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"qkv_bias": False, "projection_bias": False},
+    "mistral": {"kv_heads": 8},
+    "qwen2": {"kv_heads": 32, "qkv_bias": True},
+    "qwen3": {"kv_heads": 32, "head_dim": 128, "head_norm": True},
     "gpt2": {"gated": False, "norm": "layernorm", "bias": True, "tied": True, "fused_qkv": True},
 }
 """``model_type`` of a Hugging Face config -> what the family does that its config does not say."""
@@ -113,9 +117,11 @@ _NAMES = {
     "kv_heads": ("num_key_value_heads",),
     "head_dim": ("head_dim",),
     "tied": ("tie_word_embeddings",),
-    "qkv_bias": ("attention_bias",),
     "positions": ("n_positions",),
 }
+_BIASES = {"qkv_bias": ("attention_bias",), "projection_bias": ("attention_bias",), "bias": ("mlp_bias",)}
+_SAID_BIASES = {"llama": tuple(_BIASES), "qwen3": ("qkv_bias", "projection_bias")}
+"""Family -> the biases that its config says; the layers of others have them or not."""
 
 
 def from_config(config: str | Path | dict[str, Any]) -> Architecture:
@@ -143,9 +149,10 @@ def from_config(config: str | Path | dict[str, Any]) -> Architecture:
     if data.get("add_cross_attention"):
         raise ValueError(f"{name} asks for cross-attention (add_cross_attention), which a decoder by itself has not")
     sizes: dict[str, Any] = dict(FAMILIES[family])
-    for field, keys in _NAMES.items():
-        found = [data[key] for key in keys if data.get(key) is not None]
-        if found:
+    names = _NAMES | {field: _BIASES[field] for field in _SAID_BIASES.get(family, ())}
+    for field, keys in names.items():
+        found = [data[key] for key in keys if key in data]
+        if found and (found[0] is not None or field in ("kv_heads", "head_dim")):
             sizes[field] = found[0]
     if family == "gpt2":
         sizes.setdefault("ffn", 4 * sizes.get("width", 0))
@@ -213,7 +220,10 @@ class Attention(nn.Module):
         widths = [self.heads * self.head_dim, *[self.kv_heads * self.head_dim] * 2]
         outputs = [sum(widths)] if sizes.fused_qkv else widths
         self.qkv = nn.ModuleList(nn.Linear(sizes.width, width, bias) for width in outputs)
-        self.projection = nn.Linear(widths[0], sizes.width, sizes.bias)
+        bias = sizes.bias if sizes.projection_bias is None else sizes.projection_bias
+        self.projection = nn.Linear(widths[0], sizes.width, bias)
+        norms = [nn.RMSNorm(self.head_dim) if sizes.head_norm else nn.Identity() for _ in range(2)]
+        self.query_norm, self.key_norm = norms
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -223,7 +233,8 @@ class Attention(nn.Module):
             query, key, value = made.split(widths, -1)
         else:
             query, key, value = (linear(x) for linear in self.qkv)
-        query, key, value = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (query, key, value))
+        query, key, value = (t.unflatten(-1, (-1, self.head_dim)) for t in (query, key, value))
+        query, key, value = (t.transpose(1, 2) for t in (self.query_norm(query), self.key_norm(key), value))
         if self.is_rotary:
             query, key = _rotate(query), _rotate(key)
         gqa = self.kv_heads != self.heads

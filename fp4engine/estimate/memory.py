@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4engine.accounting import executed_gemms
+from fp4engine.arguments import shown
 from fp4engine.convert import convert
 from fp4engine.estimate.request import Request
 from fp4engine.estimate.trace import AsOnCuda, Step, Watch, trace
@@ -36,7 +37,10 @@ def traced(request: Request) -> tuple[nn.Module, Step, dict[str, Any]]:
                 torch.autocast("cpu", torch.bfloat16),
                 autocast(enabled=request.recipe is not None, recipe=request.recipe),
             ):
-                return request.loss(model)
+                value = request.loss(model)
+            if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+                raise ValueError(f"loss(model) must return one number that has a gradient, got {shown(value)}")
+            return value
 
         linears = _saved_by_linears(model, lambda: loss(model), watch)
         shards: list[Tensor] = []
@@ -64,13 +68,13 @@ def _saved_by_linears(model: nn.Module, forward: Callable[[], Tensor], watch: Wa
     Parameters themselves are not counted; the BF16 copies that ``torch.autocast`` makes of them are.
     """
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept: dict[int, int] = {}
+    kept: dict[int, torch.UntypedStorage] = {}  # holds them, so that no address is used twice
     inside = [0]
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if inside[0] and storage._cdata not in own:
-            kept[storage._cdata] = storage.nbytes()
+            kept[storage._cdata] = storage
         return tensor
 
     def enter(*_: Any) -> None:
@@ -92,7 +96,7 @@ def _saved_by_linears(model: nn.Module, forward: Callable[[], Tensor], watch: Wa
                 stack.enter_context(module.register_forward_hook(leave))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         value = forward()
-    saved = sum(kept.values())
+    saved = sum(storage.nbytes() for storage in kept.values())
     torch.autograd.backward(value)
     return {"bytes": saved, "flops": _counts(model)}
 

@@ -85,9 +85,16 @@ def require_settings(
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` whose parameters and buffers are fake tensors; those that were shared are shared."""
+    """A copy of ``model`` whose parameters and buffers are fake tensors; those that were shared are shared.
+
+    Raises:
+        ValueError: a parameter is no plain tensor, such as a weight that is stored as codes, or a DTensor.
+    """
     fakes: dict[int, Any] = {}
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            kind = type(parameter).__name__
+            raise ValueError(f"{name!r} is a {kind}, whose memory an estimate does not know; give the model as it was")
         fake = torch.empty(parameter.shape, dtype=parameter.dtype)
         fakes[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
     for buffer in model.buffers():

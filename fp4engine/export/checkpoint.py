@@ -41,7 +41,7 @@ Inputs = Mapping[str, float] | Literal["dynamic", "high_precision"] | None
 """Amaxes by layer from :func:`~fp4engine.export.calibrate`, or what is done without them."""
 
 _CONFIGURATIONS = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
-_TOKENIZER = (
+TOKENIZER = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -312,8 +312,8 @@ def _copy_companions(directory: Path, model: nn.Module, tokenizer: Any) -> None:
         tokenizer.save_pretrained(directory)
         return
     source = Path(tokenizer)
-    found = [name for name in (*_TOKENIZER, *_CONFIGURATIONS) if (source / name).is_file()]
-    if not any(name in _TOKENIZER for name in found):
+    found = [name for name in (*TOKENIZER, *_CONFIGURATIONS) if (source / name).is_file()]
+    if not any(name in TOKENIZER for name in found):
         raise ValueError(f"tokenizer must be a directory with a tokenizer's files, or a tokenizer; got {tokenizer!r}")
     for name in found:
         shutil.copyfile(source / name, directory / name)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fp4engine.convert import convert
-from fp4engine.export.checkpoint import export_checkpoint
+from fp4engine.export.checkpoint import TOKENIZER, export_checkpoint
 from fp4engine.export.reader import CheckpointError, TensorFolder, read_json
 from fp4engine.export.serving_format import FORMATS
 from fp4engine.export.verification import logits_difference
@@ -27,8 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Write a trained checkpoint in NVFP4 for servers: the codes and scales that its recipe multiplied."
     )
-    parser.add_argument("source", type=Path, help="directory of config.json and safetensors, as save_pretrained writes")
-    parser.add_argument("directory", type=Path, help="where to write; must not be there, or be empty")
+    parser.add_argument(
+        "source", type=_path, help="directory of config.json and safetensors, as save_pretrained writes"
+    )
+    parser.add_argument("directory", type=_path, help="where to write; must not be there, or be empty")
     parser.add_argument(
         "--recipe",
         default="nvfp4",
@@ -85,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
             requantize=args.requantize,
             verify=args.verified is not None,
             weights=weights,
-            tokenizer=args.source if any(args.source.glob("tokenizer*")) else None,
+            tokenizer=args.source if any((args.source / name).is_file() for name in TOKENIZER) else None,
             max_shard_size=int(args.max_shard_gb * 2**30),
         )
     except (ValueError, ImportError, NotImplementedError) as error:
@@ -125,6 +127,8 @@ def _empty_model(source: Path, tensors: int) -> Any:
         raise CheckpointError(f"{path} names no architecture that transformers has, got {names!r:.120}")
     try:
         config = transformers.AutoConfig.from_pretrained(source)
+        if kind.config_class is not None and not isinstance(config, kind.config_class):
+            raise ValueError(f"its model_type is {config.model_type!r}, which is another model's")
         layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
         if layers > tensors:
             raise ValueError(f"it has {layers} layers, and the files hold {tensors} tensors")
@@ -157,6 +161,13 @@ def _inputs(value: str | None) -> Any:
     if not isinstance(amaxes, dict) or not all(type(amax) in (int, float) for amax in amaxes.values()):
         raise ValueError(f"{value} must hold one JSON object of numbers by layer")
     return amaxes
+
+
+def _path(text: str) -> Path:
+    """A path, which an empty word is not: that of a shell's variable that nobody set would be the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a path, got ''")
+    return Path(text)
 
 
 def _size(text: str) -> float:

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fp4engine.checkpoint_names import Piece, checkpoint_pieces, require_like
+from fp4engine.modules.sharded import is_distributed
 
 
 class ModelState:
@@ -17,11 +19,12 @@ class ModelState:
         pieces: ``name in checkpoints -> what it is in the model``, in the model's order.
 
     Raises:
-        ValueError: a tensor has no value, or is spread over processes.
+        ValueError: a tensor has no value, or is spread over processes; a wrapper is a part of the tensors' names.
         NotImplementedError: transformers writes a tensor of the model in another way than in parts of its rows.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
+        _require_own_names(model)
         seen: set[int] = set()
         self._state: dict[str, Tensor] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -32,7 +35,7 @@ class ModelState:
         for name, tensor in self._state.items():
             if weights is None and tensor.is_meta:
                 raise ValueError(f"{name!r} is on the meta device, without values; pass weights=")
-            if type(tensor.data).__name__ == "DTensor":
+            if is_distributed(tensor):
                 raise ValueError(f"{name!r} is a DTensor; gather the model first, and export on one process")
         self.pieces = {piece.name: piece for piece in checkpoint_pieces(model, self._state)}
         self._of: dict[str, list[Piece]] = {}
@@ -64,3 +67,16 @@ class ModelState:
         tensor = self._weights[name]
         require_like(name, tensor, piece.shape, own.dtype)
         return tensor
+
+
+def _require_own_names(model: nn.Module) -> None:
+    """Raise if a wrapper, whose name servers do not know, is the model or a part of it."""
+    for name, module in model.named_modules():
+        *owner, last = name.split(".")
+        if last == "_orig_mod":
+            raise ValueError(
+                f"torch.compile has wrapped {'.'.join(owner) or 'the model'}, and '_orig_mod' would be a part of its "
+                "tensors' names; export the model that was compiled, or compile in place: module.compile()"
+            )
+        if isinstance(module, nn.DataParallel | DistributedDataParallel):
+            raise ValueError(f"{name or 'the model'} is a {type(module).__name__}; export what it wraps, its .module")

@@ -2,9 +2,13 @@
 
 import json
 import math
+import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from fp4engine.arguments import require_path
 
 FILE = "record.jsonl"
 
@@ -63,17 +67,37 @@ FIELDS: dict[str, dict[str, Form]] = {
 """Kind of row -> field -> whether a value can be that field's. Rows may have others, which nobody here reads."""
 
 
+def cut_unfinished_line(file: Path) -> None:
+    """Remove what stands behind the last end of a line in ``file``, if it is there: a process was killed there."""
+    if not file.is_file():
+        return
+    with file.open("rb+") as record:
+        end = record.seek(0, os.SEEK_END)
+        while end:  # rows are far shorter than a step of this
+            begin = max(end - (1 << 16), 0)
+            record.seek(begin)
+            found = record.read(end - begin).rfind(b"\n") + 1
+            end = begin + found
+            if found:
+                break
+        record.truncate(end)
+
+
 def read(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a ``record.jsonl`` or of the folder that holds it; each gets its ``line``, counted from 1.
 
     Raises:
         ValueError: there is no such file, or a line is no row of a record.
+
+    Warns:
+        UserWarning: the file ends within a line, since a process was killed; that line is left out.
     """
-    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    given = require_path("path", path)
+    file = given / FILE if given.is_dir() else given
     if not file.is_file():
         raise ValueError(f"there is no {file}; inspect.record(model, out) writes {FILE} into the folder out")
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        *lines, unfinished = file.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text: {error}") from error
     rows: list[dict[str, Any]] = []
@@ -87,6 +111,8 @@ def read(path: str | Path) -> list[dict[str, Any]]:
         rows.append({**row, "line": line})
     if not rows or rows[0]["kind"] != "run":
         raise ValueError(f"{file} does not begin with a row of kind 'run'; it was not written by inspect.record")
+    if unfinished:
+        warnings.warn(f"{file} ends within line {len(lines) + 1}, which is left out", stacklevel=2)
     return rows
 
 

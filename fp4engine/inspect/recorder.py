@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from fp4engine.arguments import require_integer, require_model, require_path, require_patterns
 from fp4engine.functional.shards import Role
 from fp4engine.inspect import statistics
-from fp4engine.inspect.reading import FILE
+from fp4engine.inspect.reading import FILE, cut_unfinished_line
 from fp4engine.inspect.rows import Row, described, is_distributed
 from fp4engine.inspect.statistics import Counted, Figures
 from fp4engine.inspect.watch import Seen, Spread, drawn, layers_of, watching
@@ -30,7 +30,7 @@ from fp4engine.modules import Gemms
 from fp4engine.names import covers
 from fp4engine.version import __version__
 
-_UNSEEN = "no forward pass in training mode went through it in this step"
+_UNSEEN = "no forward pass in training mode and with gradients went through it in this step"
 _encode = json.JSONEncoder(allow_nan=False).encode
 
 
@@ -248,7 +248,8 @@ def record(
 
     Training goes on with the same bytes: nothing is drawn from any random stream, and the layers compute as ever. What
     is recorded are the operands of the step itself, made once more by the layers' own quantizers with the step's own
-    draw. Of each layer the first forward pass of a step and its backward pass are recorded, not further microbatches.
+    draw. Of each layer the first forward pass of a step that is in training mode and with gradients, and its backward
+    pass, are recorded, not further microbatches.
     A step of a compiled model that is recorded runs eagerly. The rows of a step are written when the next one ends, or
     the region, so that the step does not wait for the device. Ranks of ``torch.distributed`` all have to record; sums
     and maxima are taken over all of them, and rank 0 writes. A weight that has the same figures on every rank counts
@@ -308,6 +309,8 @@ def record(
     recorder = Recorder(model, folder, every, patterns, first_step, draws, shadow_rows, writer)
     with _steps_told_by(optimizer, model, recorder):
         folder.mkdir(parents=True, exist_ok=True)
+        if _rank() == 0:
+            cut_unfinished_line(recorder.path)
         recorder._write(first_step, [_header(recorder, every)])
         recorder._begin()
         try:
@@ -366,6 +369,8 @@ def _chosen(model: torch.nn.Module, patterns: Sequence[str]) -> dict[str, Gemms]
     layers = layers_of(model)
     if not layers:
         raise ValueError("the model has no layer of fp4engine's; call fp4engine.convert(model) first")
+    if not patterns:
+        raise ValueError("layers must have at least one pattern, got none")
     for pattern in patterns:
         if not any(covers(pattern, name) for name in layers):
             raise ValueError(

@@ -6,7 +6,7 @@ Every number on the page sits in an element that names the line of ``record.json
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -65,8 +65,10 @@ def html(rows: Sequence[Row], title: str) -> str:
     """The page about ``rows``, which :func:`fp4engine.inspect.read` returned.
 
     Raises:
-        ValueError: there is no recorded step in them.
+        ValueError: there is no recorded step in them, or no row about the run.
     """
+    if not any(row["kind"] == "run" for row in rows):
+        raise ValueError("rows must have the row of kind 'run' that a record begins with; leave it among them")
     found = [row for row in rows if row["kind"] not in ("run", "refusal")]
     if not found:
         raise ValueError("the record has no recorded step, only the row that describes the run")
@@ -121,16 +123,18 @@ def _overview(by_layer: dict[str, list[Row]], step: int) -> str:
     body = []
     for name, rows in by_layer.items():
         now = [row for row in rows if row["step"] == step]
-        cells = [_cell(_first(now, "operand", operand), "sqnr_db") for operand in OPERANDS]
-        cells += [_cell(_first(now, "gemm", (gemm,)), "snr_db") for gemm in GEMMS]
+        cells = [_cell(_latest(now, "operand", operand), "sqnr_db") for operand in OPERANDS]
+        cells += [_cell(_latest(now, "gemm", (gemm,)), "snr_db") for gemm in GEMMS]
         body.append(f"<tr><td>{escape(name)}</td>{''.join(cells)}</tr>")
     content = f"<thead><tr><th>layer</th>{''.join(head)}</tr></thead><tbody>{''.join(body)}</tbody>"
     return f'<div class="wide"><table>{content}</table></div>'
 
 
-def _first(rows: Iterable[Row], kind: str, place: tuple[str, ...]) -> Row | None:
+def _latest(rows: Sequence[Row], kind: str, place: tuple[str, ...]) -> Row | None:
+    """The row of a place; of a step that a resumed run has taken again, that of the later one."""
     names = ("gemm", "role", "side")[: len(place)]
-    return next((r for r in rows if r["kind"] == kind and tuple(r.get(name) for name in names) == place), None)
+    found = (r for r in reversed(rows) if r["kind"] == kind and tuple(r.get(name) for name in names) == place)
+    return next(found, None)
 
 
 def _cell(row: Row | None, field: str) -> str:
@@ -189,7 +193,7 @@ def _layer(name: str, rows: Sequence[Row]) -> str:
     shown = [
         (row, color)
         for operand, color in zip(OPERANDS, COLORS, strict=True)
-        if (row := _first(now, "operand", operand)) is not None
+        if (row := _latest(now, "operand", operand)) is not None
     ]
     codes = [_histogram(row, "codes", _by_value(row["codes"]), color) for row, color in shown]
     scales = [_histogram(row, "scale_codes", _by_code(row["scale_codes"]), color) for row, color in shown]
@@ -311,7 +315,7 @@ def _histogram(row: Row, field: str, times_of: Sequence[tuple[int, int]], color:
 def _worst(now: Sequence[Row]) -> str:
     lines = []
     for operand in OPERANDS:
-        row = _first(now, "operand", operand)
+        row = _latest(now, "operand", operand)
         if row is not None and row["worst"] and row["worst"][0][2] is not None:
             written = ("{}", "{}", "{:.2%}")
             cells = (

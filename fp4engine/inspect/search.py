@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import require_callable, require_model, require_patterns
+from fp4engine.arguments import require_callable, require_model, require_patterns, shown
 from fp4engine.formats import CastSpec
 from fp4engine.inspect.watch import layers_of
 from fp4engine.names import covers
@@ -179,9 +179,15 @@ def last_quarter(losses: Sequence[float]) -> float:
     Raises:
         ValueError: no losses.
     """
-    if not isinstance(losses, Sequence | Tensor) or (isinstance(losses, Tensor) and losses.ndim != 1):
-        raise ValueError(f"make_run must return the losses of its steps, got {losses!r:.80}")
-    values = [float(loss) for loss in losses]
+    said = f"make_run must return the losses of its steps, got {shown(losses)}"
+    if not isinstance(losses, Sequence | Tensor) or isinstance(losses, str | bytes):
+        raise ValueError(said)
+    if isinstance(losses, Tensor) and losses.ndim != 1:
+        raise ValueError(said)
+    try:
+        values = [float(loss) for loss in losses]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(said) from error
     if not values:
         raise ValueError("make_run must return the losses of its steps, got none")
     tail = values[-max(len(values) // 4, 1) :]
@@ -349,13 +355,13 @@ def sensitivity(
     high = runs.score(HIGH_PRECISION)
     if not math.isfinite(high):
         raise ValueError("the run in high precision diverges too, so there is no gap to rank by")
-    total = sum(flops.values())
+    total = max(sum(flops.values()), 1)
     parts = {unit: sum(flops[name] for name in names) / total for unit, names in members.items()}
     gaps = {unit: _difference(runs.score(_only(names, recipe)), high) for unit, names in members.items()}
     full = _difference(runs.score(recipe), high)
     switched: list[str] = []
     left = 1.0
-    for unit in sorted(members, key=lambda unit: -gaps[unit] / parts[unit]):
+    for unit in sorted(members, key=lambda unit: -gaps[unit] / parts[unit] if parts[unit] else -math.inf):
         if gaps[unit] > 0 and left - parts[unit] >= share - 1e-9:
             switched.append(unit)
             left -= parts[unit]

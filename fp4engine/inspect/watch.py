@@ -7,7 +7,7 @@ quantizers, with the draw that the step takes, and the random stream is left whe
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +19,6 @@ from fp4engine.formats import CastSpec
 from fp4engine.functional.shards import Part, Role, Shards, quantize_parts
 from fp4engine.modules import Gemms
 from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of
-from fp4engine.ops import rng
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
 from fp4engine.reference.cast import prepare
@@ -38,6 +37,8 @@ class Plan(Protocol):
     def grad_output(self) -> Quantizer: ...
     @property
     def backward_override(self) -> str | None: ...
+    @property
+    def draws_in_forward(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class _Forward(NamedTuple):
         wholes: what takes this rank's part of the gradient, if it is spread.
         matrices: of input and weight.
         kept: their columnwise operands, where these are made of the matrices, else what these are made of.
-        before: the random stream's state before the forward pass.
+        drawn: the draw that the pass took; None if it took none.
     """
 
     plan: Plan
@@ -148,7 +149,7 @@ class _Forward(NamedTuple):
     wholes: WholesOf | None
     matrices: dict[Role, Tensor]
     kept: dict[Role, Seen]
-    before: Tensor
+    drawn: Tensor | None
 
 
 @dataclass
@@ -162,7 +163,6 @@ class _Watched:
     name: str
     listener: Listener
     forward_seen: bool = False
-    backward_hooked: bool = False
     forward: _Forward | None = None
     needs: tuple[bool, bool] = (False, False)
 
@@ -178,47 +178,48 @@ def layers_of(model: torch.nn.Module) -> dict[str, Gemms]:
 
 @contextmanager
 def watching(layers: dict[str, Gemms], listener: Listener) -> Generator[None]:
-    """Region in which ``listener`` hears of the first forward of each layer, and of its backward."""
+    """Region in which ``listener`` hears of the first forward with gradients of each layer, and of its backward.
+
+    A reentrant checkpoint runs a layer without gradients first, and then again with them.
+    """
     with ExitStack() as stack:
         for name, module in layers.items():
-            stack.enter_context(module.heard_by(partial(_begin, module, _Watched(name, listener))))
+            begin, missed = partial(_begin, module, _Watched(name, listener)), partial(listener.refuse, name)
+            stack.enter_context(module.heard_by(begin, missed))
         yield
 
 
 def _begin(module: Gemms, watched: _Watched, inp: Any, weight: Tensor) -> Callable[[Tensor], None]:
     """Hear of a product that begins; what this returns hears of its end."""
-    before = rng.state_of(weight.device).clone() if module.training and not watched.forward_seen else None
-    return partial(_end, module, watched, inp, weight, before)
+    if watched.forward_seen or not (module.training and torch.is_grad_enabled()):
+        return _see_nothing
+    plan: Plan | None = module.plan(current_state())
+    drawn = ops.coming_draw(weight.device) if plan is not None and plan.draws_in_forward else None
+    return partial(_end, module, watched, plan, inp, weight, drawn)
 
 
-def _end(module: Gemms, watched: _Watched, inp: Any, weight: Tensor, before: Tensor | None, output: Tensor) -> None:
-    """See a product that has begun with the random stream at ``before``; None if it is not the one to see."""
-    if before is not None:
-        watched.forward_seen = True
-        _see_forward(module, watched, inp, weight, before, torch.is_grad_enabled())
-    if output.requires_grad and watched.forward is not None and not watched.backward_hooked:
-        watched.backward_hooked = True
+def _see_nothing(output: Tensor) -> None:
+    """The end of a product that is not the one to see."""
+
+
+def _end(
+    module: Gemms,
+    watched: _Watched,
+    plan: Plan | None,
+    inp: Any,
+    weight: Tensor,
+    drawn: Tensor | None,
+    output: Tensor,
+) -> None:
+    """See a product by ``plan``, None in high precision; its draw, if it took one, was ``drawn``."""
+    watched.forward_seen = True
+    _see_forward(module, watched, plan, inp, weight, drawn)
+    if output.requires_grad and watched.forward is not None:
         watched.needs = (_requires_grad(inp), weight.requires_grad)
         # a hook of the node runs after those of the tensor, by which FSDP2 gathers the weight again
         node = output.grad_fn
         assert node is not None
         node.register_prehook(partial(_see_backward, watched))
-
-
-def _later(state: Tensor, ahead: int) -> Tensor:
-    """A state of the random stream after ``ahead`` more draws."""
-    return state + _draws(state.device, ahead, torch.cuda.current_stream(state.device) if state.is_cuda else None)
-
-
-@cache
-def _draws(device: torch.device, count: int, stream: torch.cuda.Stream | None) -> Tensor:
-    """What ``count`` draws add to a state, made on the device, by the ``stream`` that reads it.
-
-    A tensor made of a list would wait for the device.
-    """
-    draws = torch.zeros(2, dtype=torch.int64, device=device)
-    draws[1] += count
-    return draws
 
 
 def _requires_grad(inp: Any) -> bool:
@@ -228,7 +229,7 @@ def _requires_grad(inp: Any) -> bool:
 
 @torch.no_grad()
 def _see_forward(
-    module: Gemms, watched: _Watched, inp: Any, weight: Tensor, before: Tensor, has_backward: bool
+    module: Gemms, watched: _Watched, plan: Plan | None, inp: Any, weight: Tensor, drawn: Tensor | None
 ) -> None:
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -236,7 +237,6 @@ def _see_forward(
             "inspect.record, or record eager steps"
         )
     state = current_state()
-    plan: Plan | None = module.plan(state)
     group = None if state is None else state.amax_reduction_group
     refusal = _refusal(module, plan, inp, weight)
     if module.draws_as is not None or (state is not None and state.cp_group is not None):
@@ -249,27 +249,24 @@ def _see_forward(
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     x, held, spread, wholes = _share(plan, x.to(dtype), weight.detach(), group, watched.name)
     matrices: dict[Role, Tensor] = {"input": as_matrix(x), "weight": held}
-    draws = 0
     rowwise: list[Seen] = []
     kept: dict[Role, Seen] = {}
     roles: tuple[tuple[Role, Quantizer, bool], ...] = (
-        ("input", plan.input, has_backward and weight.requires_grad),
-        ("weight", plan.weight, has_backward and _requires_grad(inp)),
+        ("input", plan.input, weight.requires_grad),
+        ("weight", plan.weight, _requires_grad(inp)),
     )
     for role, quantizer, needed in roles:
         both = needed and quantizer.columnwise_source == "original" and plan.backward_override is None
         made = [quantizer.rowwise_spec, quantizer.columnwise_spec if both else None]
-        takes = any(spec is not None and spec.is_stochastic for spec in made)
-        draws += takes
-        drawn = _later(before, draws) if takes else None
-        row, col = _see(role, matrices[role], quantizer, drawn, spread, columnwise=both)
+        takes = any(spec is not None and spec.is_stochastic for spec in made)  # of one role at most, see _refusal
+        row, col = _see(role, matrices[role], quantizer, drawn if takes else None, spread, columnwise=both)
         assert row is not None
         rowwise.append(row)
         if col is not None:
             kept[role] = col
         elif quantizer.columnwise_source != "original":
             kept[role] = row
-    watched.forward = _Forward(plan, spread, wholes, matrices, kept, before)
+    watched.forward = _Forward(plan, spread, wholes, matrices, kept, drawn)
     left, right = rowwise
     columnwise = [seen for seen in kept.values() if seen.is_columnwise]
     with torch.autocast(x.device.type, enabled=False):
@@ -305,9 +302,8 @@ def _refusal(module: Gemms, plan: Plan | None, inp: Any, weight: Tensor) -> str:
         return "its scales depend on the steps before (delayed scaling)"
     if plan.input.draws_in_forward and plan.weight.draws_in_forward:
         return "both its input and its weight draw random bits in the forward pass"
-    unseen: str = getattr(module, "unseen", "")
-    if unseen:
-        return unseen
+    if module.unseen:
+        return module.unseen
     if 0 in (inp.shape if isinstance(inp, Tensor) else inp.x.shape):
         return "its input had no elements"
     plain = type(weight) in (Tensor, torch.nn.Parameter) and not (isinstance(inp, Tensor) and type(inp) is not Tensor)
@@ -333,7 +329,7 @@ def _see_backward(watched: _Watched, grads: Sequence[Tensor | None]) -> None:
         return None
     requantized = [q for q in (plan.input, plan.weight) if q.columnwise_source == "rowwise_dequantized"]
     draws = any(quantizer.is_stochastic for quantizer in (plan.grad_output, *requantized))
-    drawn = _later(rng.state_of(grad.device), 1) if draws else None
+    drawn = ops.coming_draw(grad.device) if draws else None
     grad = grad.detach() if forward.wholes is None else forward.wholes.part_of_grad(grad.detach())
     matrix = as_matrix(grad)
     row, col = _see("grad_output", matrix, plan.grad_output, drawn, spread, rowwise=needs_dgrad, columnwise=needs_wgrad)
@@ -356,8 +352,7 @@ def _columnwise(role: Role, quantizer: Quantizer, forward: _Forward, drawn: Tens
     if kept is not None and kept.is_columnwise:
         return kept
     if quantizer.columnwise_source == "original":
-        # what a forward pass made takes the draw of that pass, see _refusal: at most one role took one
-        own = _later(forward.before, 1) if quantizer.draws_in_forward else None
+        own = forward.drawn if quantizer.draws_in_forward else None  # what a forward pass made takes its draw
         return _see_columnwise(role, matrix, quantizer, own, forward.spread)
     assert kept is not None
     operand = kept.operand if kept.spec is not None else Operand.dense(matrix)
@@ -398,12 +393,13 @@ def _see_columnwise(
 
 
 def drawn(seen: Seen, count: int) -> Iterator[Tensor]:
-    """What ``count`` other draws make of the values of ``seen``, decoded: those that the coming steps take."""
+    """What ``count`` other draws make of the values of ``seen``, decoded."""
     assert seen.rng is not None
+    rng = seen.rng.clone()
     col = seen.is_columnwise
     matrix = seen.source.T if col else seen.source
-    for ahead in range(1, count + 1):
-        rng = _later(seen.rng, ahead)
+    for _ in range(count):
+        rng[1] += 1
         made = _see(seen.role, matrix, seen.quantizer, rng, seen.spread, rowwise=not col, columnwise=col)
         (later,) = (other for other in made if other is not None)
         yield later.operand.dequantize(torch.float32)

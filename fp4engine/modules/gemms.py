@@ -34,6 +34,9 @@ _UNQUANTIZED = LinearRecipe(backward_override=None, backend="auto")  # both give
 Listener = Callable[[Tensor | FusedInput, Tensor], Callable[[Tensor], None]]
 """Who hears of products: called with input and weight before one. What it returns is called with the output."""
 
+Missed = Callable[[str], None]
+"""Who is told why a product that took place was not heard of."""
+
 
 class Gemms(torch.nn.Module):
     """The three GEMMs of one linear transformation. Has no parameters: a module is one, or owns some, beside its own.
@@ -80,7 +83,7 @@ class Gemms(torch.nn.Module):
         self.executed = ExecutedGemms()
         self.amax_histories: dict[str, Any] = {}
         self.draws_as: tuple[str, int] | None = None
-        self._listeners: tuple[Listener, ...] = ()
+        self._listeners: tuple[tuple[Listener, Missed | None], ...] = ()
         self._plan: MadePlan | None = None
         self._answers: dict[int, LinearPlan] = {}
         self._ran_by_recipe = False
@@ -88,6 +91,11 @@ class Gemms(torch.nn.Module):
         self._weight_amaxes: WeightAmaxes | None = None
         self._weight_cache: WeightCache | None = None
         self._microbatch_cache: WeightCache | None = None
+
+    @property
+    def unseen(self) -> str:
+        """Why the operands of its products are not those of the input and the weight; empty if they are."""
+        return ""
 
     def forget_plan(self) -> None:
         """Drop histories and the plan that uses them; the next forward makes a plan anew."""
@@ -147,26 +155,36 @@ class Gemms(torch.nn.Module):
             is_first_microbatch: True quantizes the weight and keeps its operands, False reuses them while the weight
                 is unchanged, None neither; says nothing about gradients. See also :func:`fp4engine.weight_cache`.
         """
-        told = [listener(inp, weight) for listener in self._listeners] if self._listeners else ()
+        told = [listener(inp, weight) for listener, _ in self._listeners] if self._listeners else ()
         output = self._multiply(inp, weight, bias, is_first_microbatch)
         for tell in told:
             tell(output)
         return output
 
     @contextmanager
-    def heard_by(self, listener: Listener) -> Generator[None]:
+    def heard_by(self, listener: Listener, missed: Missed | None = None) -> Generator[None]:
         """Region in which ``listener`` hears of every :meth:`multiply` of this module, and not of its copies'.
 
         Such regions may lie within each other, and end in any order.
+
+        Args:
+            missed: is told why products are not heard of that take place elsewhere, with those of other modules.
         """
-        self._listeners = (*self._listeners, listener)
+        heard = listener, missed
+        self._listeners = (*self._listeners, heard)
         try:
             yield
         finally:
             left = list(vars(self).get("_listeners", ()))  # a module that was reverted meanwhile has none
-            if listener in left:
-                left.remove(listener)
+            if heard in left:
+                left.remove(heard)
                 self._listeners = tuple(left)
+
+    def multiplied_elsewhere(self, reason: str) -> None:
+        """Tell who listens why they have not heard of a product."""
+        for _, missed in self._listeners:
+            if missed is not None:
+                missed(reason)
 
     def _multiply(
         self, inp: Tensor | FusedInput, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None

@@ -141,6 +141,9 @@ class GroupedLinear(torch.nn.Module):
             if not torch.compiler.is_compiling():
                 ops.refuse("grouped_linear", reason, "as a loop that copies m_splits to the host")
             return None
+        if not torch.compiler.is_compiling():
+            for gemms, _, _ in parts:
+                gemms.multiplied_elsewhere("all experts were multiplied together, by counts that stay on the device")
         return grouped_linear(inp, counts, quantized)
 
     def extra_repr(self) -> str:

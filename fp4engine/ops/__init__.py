@@ -17,7 +17,7 @@ from fp4engine.ops.cast import (
     row_statistics,
     transient_form,
 )
-from fp4engine.ops.draws import Draws, is_replaying, live_state, next_draw
+from fp4engine.ops.draws import Draws, coming_draw, is_replaying, live_state, next_draw
 from fp4engine.ops.gemm import gemm
 from fp4engine.ops.grouped import (
     column_sums,
@@ -84,6 +84,7 @@ __all__ = [
     "casts_supported",
     "clip_and_rotate_back",
     "column_sums",
+    "coming_draw",
     "current_seed",
     "dequantize",
     "executed_paths",

@@ -1,6 +1,7 @@
 """Draws as values: taken by one caller, and taken again by a forward that is recomputed."""
 
 import threading
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
@@ -13,10 +14,15 @@ from fp4engine.ops.turn import Direction, turn_of
 
 
 class _Source(threading.local):
-    """Where this thread's draws come from: ``take(state, count)``."""
+    """Where this thread's draws come from: ``take(state, count)``, which :meth:`Draws.repeated` replaces by another.
+
+    Attributes:
+        repeated: while draws are repeated, those that are left, with their counts.
+    """
 
     def __init__(self) -> None:
         self.take: Callable[[Tensor, int], Tensor] = rng.advance
+        self.repeated: deque[tuple[int, Tensor]] | None = None
 
 
 _source = _Source()
@@ -45,6 +51,14 @@ def next_draw(device: torch.device, count: int = 1, name: str = "", direction: D
     if like.is_meta or type(like) is not Tensor:
         return _without_memory(like)
     return _source.take(rng.state_of(device, name), count)
+
+
+def coming_draw(device: torch.device) -> Tensor:
+    """What the next :func:`next_draw` of one draw by no name will return on this thread; nothing is taken."""
+    if _source.repeated:
+        _, drawn = _source.repeated[0]
+        return drawn.clone()
+    return rng.coming(rng.state_of(device))
 
 
 def live_state(device: torch.device) -> Tensor | None:
@@ -78,16 +92,17 @@ class Draws:
         Raises:
             RuntimeError: later, and more is drawn than was remembered, or something else.
         """
-        outer = _source.take
+        outer = _source.take, _source.repeated
         if self._taken is None:
             self._taken = []
-            _source.take = _remembering(self._taken, outer)
+            _source.take = _remembering(self._taken, _source.take)
         else:
-            _source.take = _repeating(self._taken)
+            _source.repeated = deque(self._taken)
+            _source.take = _repeating(_source.repeated)
         try:
             yield
         finally:
-            _source.take = outer
+            _source.take, _source.repeated = outer
 
 
 def _remembering(
@@ -101,11 +116,9 @@ def _remembering(
     return remember
 
 
-def _repeating(taken: list[tuple[int, Tensor]]) -> Callable[[Tensor, int], Tensor]:
-    left = iter(taken)
-
+def _repeating(left: deque[tuple[int, Tensor]]) -> Callable[[Tensor, int], Tensor]:
     def repeat(state: Tensor, count: int) -> Tensor:
-        was, drawn = next(left, (0, None))
+        was, drawn = left.popleft() if left else (0, None)
         if drawn is None or was != count or drawn.device != state.device:
             raise RuntimeError(
                 f"a recomputed forward takes {count} draws on {state.device} where the forward that it repeats took "

@@ -188,9 +188,20 @@ def advance(state: Tensor, count: int) -> Tensor:
         if state.is_cuda:
             _take_turns(state.device)
         state[1].add_(count)
-        drawn = state.clone()
-        drawn[0] += (drawn[1] >> 32) * KEY_STEP
-        return drawn
+        return _keyed(state.clone())
+
+
+def coming(state: Tensor) -> Tensor:
+    """What :func:`advance` by one would return; ``state`` stays as it is, and nothing waits for its device."""
+    draw = state.clone()
+    draw[1] += 1
+    return _keyed(draw)
+
+
+def _keyed(draw: Tensor) -> Tensor:
+    """A copy of the state, with the key of its draw, see :func:`advance`, in place of the seed."""
+    draw[0] += (draw[1] >> 32) * KEY_STEP
+    return draw
 
 
 @cache

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp4engine
+import fp4engine.inspect
 from fp4engine import GroupedLinear, Linear, ops, reference
 from fp4engine.formats import CastSpec, Rotation, RoundingMode, ScaleRule
 from fp4engine.recipe import NVFP4BlockScaling, zoo
@@ -95,6 +96,15 @@ def test_one_expert_and_two_runs(kernel_device):
     want, *runs = (results(partial(layer, m_splits=m_splits), inp, parameters) for m_splits in ([20], counts, counts))
     for got in runs:
         assert_same(got, want)
+
+
+def test_a_record_says_why_it_has_not_seen_experts(kernel_device, tmp_path):
+    layer, inp = make(2, 16, 16, kernel_device), torch.randn(20, 16, device=kernel_device, dtype=BF16)
+    with fp4engine.inspect.record(layer, tmp_path, optimizer="by hand") as recorder:
+        results(partial(layer, m_splits=torch.tensor([12, 8], device=kernel_device)), inp, list(layer.parameters()))
+        recorder.step()
+    reasons = {row["reason"] for row in fp4engine.inspect.read(tmp_path) if row["kind"] == "refusal"}
+    assert is_grouped() and reasons == {"all experts were multiplied together, by counts that stay on the device"}
 
 
 CASTS = {

@@ -173,6 +173,20 @@ def test_a_module_that_routes_by_values_is_refused() -> None:
         estimate(own_modules()["experts"], recipe=zoo.make("nvfp4"), loss=loss)
 
 
+@pytest.mark.parametrize("value", [lambda y: None, lambda y: y, lambda y: y.sum().detach(), lambda y: 3.0])
+def test_a_loss_is_one_number_with_a_gradient(value) -> None:
+    with pytest.raises(ValueError, match=r"loss.model. must return one number that has a gradient, got"):
+        estimate(torch.nn.Sequential(torch.nn.Linear(32, 32)), loss=lambda model: value(model(torch.zeros(16, 32))))
+
+
+def test_weights_that_are_stored_as_codes_are_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    fp4engine.convert(model, zoo.make("nvfp4"))
+    fp4engine.quantize_weights(model)
+    with pytest.raises(ValueError, match=r"'0\.weight' is a QuantizedWeight, whose memory an estimate does not know"):
+        estimate(model, loss=lambda model: model(torch.zeros(16, 32)).sum())
+
+
 def test_nothing_of_an_estimate_stays_behind() -> None:
     fp4engine.manual_seed(3)
     before = fp4engine.get_rng_state()
@@ -202,6 +216,8 @@ def test_checkpointing_lora_and_sharding_change_what_they_should() -> None:
     as_codes = 2 * sum(rows * cols for rows, cols in shapes)
     assert sharded.wire["weights"] - codes.wire["weights"] == 7 / 8 * 2 * as_codes * (2 - 0.5 - 1 / 256)
     assert codes.wire["gradients"] == sharded.wire["gradients"]
+    both = estimate(SMALL, recipe=zoo.make("nvfp4"), sequence=64, lora_rank=4, fsdp=8)
+    assert both.parameter_bytes == pytest.approx(lora.parameter_bytes / 8, abs=1)
     split = estimate(SMALL, recipe=zoo.make("nvfp4"), sequence=64, tp=2)
     assert split.parameters == plain.parameters and split.parameter_bytes < plain.parameter_bytes
     assert any("computed and not compared" in note for note in split.notes)
@@ -233,6 +249,8 @@ def test_the_time_of_a_recipe_that_was_not_measured_is_marked(name: str) -> None
         ({"tp": 3}, "tp=3 does not divide heads=2"),
         ({"loss": lambda model: model}, "loss goes with"),
         ({"fp4_all_gather": True, "fsdp": 2}, "fp4_all_gather=True needs .* recipe=None"),
+        ({"checkpointing": "no"}, "checkpointing must be True or False, got 'no'"),
+        ({"fp4_all_gather": 1}, "fp4_all_gather must be True or False, got 1"),
         ({"gpu": ["H100"]}, r"gpu must be one of .* got \['H100'\]"),
         ({"keep_high_precision": "lm_head"}, r"keep_high_precision must be a sequence .* write \['lm_head'\]"),
         ({"keep_high_precision": ("lm_haed",), "recipe": zoo.make("nvfp4")}, "pattern 'lm_haed' covers no nn.Linear"),
@@ -269,20 +287,54 @@ def test_configs_of_several_families_are_read() -> None:
     assert (read.qkv_bias, read.bias, read.kv_heads) == (True, False, 2)
 
 
-def test_learned_positions_are_parameters() -> None:
+LLAMA = {
+    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "vocab_size": 96,
+}  # fmt: skip
+GROUPED = {**LLAMA, "num_key_value_heads": 2}
+CONFIGS = {
+    "llama": ("llama", LLAMA),
+    "llama with biases in attention": ("llama", {**GROUPED, "attention_bias": True}),
+    "llama with biases in its MLP": ("llama", {**GROUPED, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {**LLAMA, "num_attention_heads": 8}),
+    "qwen2": ("qwen2", {**GROUPED, "num_key_value_heads": 1}),
+    "qwen3": ("qwen3", {**GROUPED, "head_dim": 32}),
+    "qwen3 with biases": ("qwen3", {**GROUPED, "attention_bias": True}),
+    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 40}),
+    "gpt2 with a head of its own": (
+        "gpt2",
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_inner": 80, "tie_word_embeddings": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_means_the_parameters_that_transformers_makes_of_it(name: str) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=40)
+    family, said = CONFIGS[name]
+    config = transformers.AutoConfig.for_model(family, **said)
     with torch.device("meta"):
-        theirs = transformers.GPT2LMHeadModel(config)
-    result = estimate(from_config(config.to_dict()), recipe=zoo.make("nvfp4"), sequence=32, parameters="bf16")
-    assert result.parameters == sum(parameter.numel() for parameter in theirs.parameters())
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    parameters = sum(parameter.numel() for parameter in theirs.parameters())
+    for data in ({"model_type": family, **said}, config.to_dict()):
+        with torch.device("meta"):
+            mine = Decoder(from_config(data), lambda block: block)
+        assert sum(parameter.numel() for parameter in mine.parameters()) == parameters
+
+
+def test_norms_of_heads_keep_what_they_read() -> None:
+    with_norms, without = (
+        estimate(Architecture(1, 64, 4, 96, 96, kv_heads=2, head_norm=norm), sequence=32, parameters="bf16")
+        for norm in (True, False)
+    )
+    assert with_norms.parameters == without.parameters + 2 * 16
+    assert with_norms.saved_by_linears == without.saved_by_linears
+    assert with_norms.saved_by_rest > without.saved_by_rest
 
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
         ("tie_word_embeddings", "false", "tied must be True or False, got 'false'"),
-        ("attention_bias", 1, "qkv_bias must be True or False, got 1"),
         ("n_positions", -1, "positions must be an integer from 0"),
         ("add_cross_attention", True, "cross-attention"),
     ],
@@ -291,6 +343,11 @@ def test_fields_of_a_config_that_cannot_be_taken_are_refused(field: str, value: 
     sizes = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 96}
     with pytest.raises(ValueError, match=said):
         from_config({**sizes, field: value})
+
+
+def test_a_bias_that_is_no_flag_is_refused() -> None:
+    with pytest.raises(ValueError, match="qkv_bias must be True or False, got 1"):
+        from_config({"model_type": "llama", **LLAMA, "attention_bias": 1})
 
 
 def test_the_default_host_is_the_recorded_one() -> None:

@@ -67,6 +67,10 @@ BAD = {
     "no device at all": ["doctor", "--device", "abacus"],
     "no process": ["doctor", "--device", "cpu", "--jobs", "0"],
     "no such record": ["report", "/nowhere"],
+    "an empty word for a record": ["report", ""],
+    "an empty word for a config": ["estimate", "--config", ""],
+    "an empty word for a model": ["export", "", "/nowhere"],
+    "an empty word for a checkpoint": ["export", "/nowhere", ""],
     "no model": ["estimate"],
     "half a model": ["estimate", "--layers", "3"],
     "no such model": ["estimate", "--model", "Llama-9"],
@@ -115,6 +119,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], capsys) -> 
     assert left.value.code == 2
     assert streams.out == ""
     assert streams.err.startswith("fp4engine") and streams.err.count("\n") == 1
+    assert "" not in arguments or "must be a path, got ''" in streams.err
 
 
 @pytest.mark.parametrize(
@@ -166,18 +171,30 @@ def test_a_record_that_cannot_be_read_is_named(content: bytes, tmp_path: Path, c
     assert left.value.code == 2 and error.count("\n") == 1 and "record.jsonl" in error
 
 
-def test_a_report_that_cannot_be_written_leaves_the_files_alone(tmp_path: Path, capsys) -> None:
+def test_a_report_that_cannot_be_written_leaves_the_files_alone(tmp_path: Path, capsys, monkeypatch) -> None:
     row = {"step": 0, "kind": "gemm", "layer": "fc", "gemm": "fprop", "snr_db": 20.0}
     record, page = tmp_path / "record.jsonl", tmp_path / "report.html"
     record.write_bytes(RUN + json.dumps(row).encode() + b"\n")
     page.write_text("an older page")
     before = record.read_bytes()
-    for words in (["--title", "\udcff"], ["--out", str(record)]):
-        for source in (tmp_path, record):
-            with pytest.raises(SystemExit) as left:
-                main(["report", str(source), *words])
-            assert left.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+    for source in (tmp_path, record):
+        with pytest.raises(SystemExit) as left:
+            main(["report", str(source), "--out", str(record)])
+        assert left.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+    def fill(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[:100])
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(Path, "write_bytes", fill)
+        main(["report", str(tmp_path)])
     assert page.read_text() == "an older page" and record.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["record.jsonl", "report.html"]
+    assert main(["report", str(tmp_path), "--title", "a folder called \udcff"]) == 0
+    assert r"a folder called \udcff" in page.read_text()
+    assert main(["report", str(tmp_path), "--out", os.devnull]) == 0
 
 
 def test_estimate_answers_in_its_first_line_and_by_its_exit_code(tmp_path: Path, capsys) -> None:

@@ -256,6 +256,23 @@ def test_what_cannot_be_known_is_refused(tmp_path) -> None:
         assert not list(tmp_path.iterdir()), words
 
 
+@pytest.mark.no_poison
+def test_a_wrapper_is_no_part_of_a_name(tmp_path) -> None:
+    whole, part, in_place = converted(), converted(), converted()
+    part.model.layers[0] = torch.compile(part.model.layers[0])
+    in_place.compile()
+    for model, words in (
+        (torch.compile(whole), "torch.compile has wrapped the model, and '_orig_mod' would be"),
+        (part, "torch.compile has wrapped model.layers.0, and '_orig_mod' would be"),
+        (nn.DataParallel(whole), "the model is a DataParallel; export what it wraps"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            export_checkpoint(model, tmp_path / "out")
+        assert not list(tmp_path.iterdir())
+    export_checkpoint(in_place, tmp_path / "out", verify=True)
+    assert all(name.startswith("model.layers.") for name in ServedCheckpoint(tmp_path / "out").layers)
+
+
 def test_weights_that_cannot_be_served_are_refused_by_name(tmp_path) -> None:
     tied = llama(tie_word_embeddings=True)
     fp4engine.convert(tied, WEIGHT_ONLY)

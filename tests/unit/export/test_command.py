@@ -52,6 +52,16 @@ def test_from_directory_to_directory(tmp_path, source, capsys) -> None:
     assert torch.equal(checkpoint.operand("model.layers.0.mlp.down_proj")[0], operand.codes)
 
 
+def test_the_files_of_a_tokenizer_go_along_whatever_they_are_called(tmp_path, source) -> None:
+    (tmp_path / "trained" / "tokenizer.json").unlink()
+    (tmp_path / "trained" / "tokenizer_of_another_kind").mkdir()
+    assert run(tmp_path / "trained", tmp_path / "without", "--inputs", "dynamic") == 0
+    (tmp_path / "trained" / "vocab.json").write_text("{}")
+    assert run(tmp_path / "trained", tmp_path / "with", "--inputs", "dynamic") == 0
+    there = [(tmp_path / name / "vocab.json").exists() for name in ("without", "with")]
+    assert there == [False, True]
+
+
 @pytest.mark.parametrize(
     ("change", "words", "complaint"),
     [
@@ -65,6 +75,7 @@ def test_from_directory_to_directory(tmp_path, source, capsys) -> None:
         ({"hidden_size": 64}, ["--inputs", "dynamic"], "has shape"),
         ({"architectures": [5]}, ["--inputs", "dynamic"], "names no architecture"),
         ({"architectures": ["GPT2LMHeadModel"]}, ["--inputs", "dynamic"], "describes no GPT2LMHeadModel that"),
+        ({"model_type": "bert"}, ["--inputs", "dynamic"], "its model_type is 'bert', which is another model's"),
         ({"model_type": "evil"}, ["--inputs", "dynamic"], "describes no LlamaForCausalLM that"),
         ({"hidden_size": "32"}, ["--inputs", "dynamic"], "'hidden_size' expected int"),
         ({"hidden_size": -32}, ["--inputs", "dynamic"], "negative dimension"),

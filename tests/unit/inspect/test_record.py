@@ -323,6 +323,22 @@ def test_a_step_is_written_when_the_next_one_ends(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "broken", "gemm")
 
 
+def test_a_line_that_a_killed_process_has_not_finished_is_left_out(tmp_path: Path) -> None:
+    train(zoo.make("nvfp4"), 1, tmp_path, every=1)
+    rows, record = inspect.read(tmp_path), tmp_path / "record.jsonl"
+    for unfinished in ('{"step": 1, "kind": "ten', "x" * 200_000):
+        with record.open("a") as file:
+            file.write(unfinished)
+        with pytest.warns(UserWarning, match=f"ends within line {len(rows) + 1}, which is left out"):
+            assert inspect.read(tmp_path) == rows
+    train(zoo.make("nvfp4"), 1, tmp_path, every=1, first_step=1)
+    both = inspect.read(tmp_path)
+    assert both[: len(rows)] == rows and len(both) == 2 * len(rows)
+    record.write_text("all of it is one line that was not finished")
+    train(zoo.make("nvfp4"), 1, tmp_path, every=1)
+    assert inspect.read(tmp_path) == rows
+
+
 def test_a_step_that_cannot_be_told_loses_none_before_it(tmp_path: Path, monkeypatch) -> None:
     model = make_model()
 
@@ -394,6 +410,77 @@ def test_a_layer_whose_gradient_nobody_makes_trains_on(tmp_path: Path) -> None:
     assert plain[0] == recorded[0] and plain[2] == recorded[2]
     assert {row["gemm"] for row in rows_of(tmp_path, "gemm", layer="left")} == {"fprop"}
     assert {row["gemm"] for row in rows_of(tmp_path, "gemm", layer="right")} == {"fprop", "wgrad"}
+
+
+def test_a_pass_without_gradients_is_not_the_one_that_is_recorded(tmp_path: Path) -> None:
+    model = make_model()
+    for name, rows in (("same", 4), ("other", 6)):  # of as many rows as the pass that trains, and of others
+        with inspect.record(model, tmp_path / name, optimizer="by hand") as recorder:
+            with fp4engine.autocast():
+                with torch.no_grad():
+                    model(torch.full((rows, 48), 1000.0))
+                model(torch.ones(4, 48)).sum().backward()
+            recorder.step()
+        assert {row["amax"] for row in rows_of(tmp_path / name, "tensor", layer="first", role="input")} == {1.0}
+        assert {row["gemm"] for row in rows_of(tmp_path / name, "gemm", layer="first")} == {"fprop", "wgrad"}
+
+
+class Repeated(nn.Module):
+    """A checkpointed layer that runs twice."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.first, self.again, self.options = nn.Linear(48, 48), nn.Linear(48, 48), options
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = fp4engine.checkpoint(self.again, x, **self.options) if self.options else self.again(x)
+        return x
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp4_all_the_way"])  # draws in backward only, and in both
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_is_recorded_of_a_checkpointed_layer_is_one_pass(name: str, use_reentrant: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Repeated()
+    fp4engine.convert(plain)
+    checkpointed = Repeated(use_reentrant=use_reentrant)
+    fp4engine.convert(checkpointed)
+    checkpointed.load_state_dict(plain.state_dict())
+    trained = [
+        train(zoo.make(name), 1, tmp_path / folder, model) for folder, model in (("0", plain), ("1", checkpointed))
+    ]
+    assert trained[0][0] == trained[1][0]
+    rows = [rows_of(tmp_path / folder, "operand", layer="again") for folder in "01"]
+    product = [rows_of(tmp_path / folder, "gemm", layer="again") for folder in "01"]
+    assert [row["gemm"] for row in product[1]] == [row["gemm"] for row in product[0]] == ["fprop", "dgrad", "wgrad"]
+    alike = [[{**row, "line": 0} for row in several] for several in rows]
+    assert (alike[0] == alike[1]) != use_reentrant  # which runs the second pass again first
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp4_all_the_way"])
+def test_the_key_of_a_late_draw_is_that_of_the_step(name: str) -> None:
+    model = make_model()
+    fp4engine.set_rng_state({"seed": 3, "draws": {"cpu": (5 << 32) + 7}})
+    x = torch.randn(16, 48, generator=torch.Generator().manual_seed(1))
+    products: dict[str, torch.Tensor] = {}
+
+    class Listener:
+        def made(self, layer, tensors, operands): ...
+
+        def multiplied(self, layer, gemm, operands):
+            left, right = (seen.operand.dequantize() for seen in operands)
+            products[gemm] = left @ right.T
+
+        def refuse(self, layer, reason):
+            raise AssertionError(reason)
+
+    with inspect.watch.watching({"first": model.first}, Listener()), fp4engine.autocast(recipe=zoo.make(name)):
+        y = model.first(x)
+        y.square().sum().backward()
+    torch.testing.assert_close(products["wgrad"], model.first.weight.grad)
+    torch.testing.assert_close(products["fprop"] + model.first.bias, y)
 
 
 def test_regions_record_the_same_layers_each_for_itself(tmp_path: Path) -> None:
@@ -475,6 +562,7 @@ def test_patterns_arguments_and_models_are_checked(tmp_path: Path) -> None:
     model = make_model()
     for options, said in (
         ({"layers": "nothing.*"}, "matches none"),
+        ({"layers": []}, "layers must have at least one pattern"),
         ({"every": 0}, "every must be"),
         ({"draws": 1}, "draws must be"),
         ({"shadow_rows": 0}, "shadow_rows must be"),
@@ -626,6 +714,21 @@ def test_every_number_of_the_report_is_in_its_row(tmp_path: Path) -> None:
         for part in element["data-field"].split("."):
             value = value[int(part)] if isinstance(value, list) else value[part]
         assert float(element["data-value"]) == value
+
+
+def test_a_report_needs_the_row_about_the_run(tmp_path: Path) -> None:
+    train(zoo.make("nvfp4"), 1, tmp_path, layers="first", every=1)
+    with pytest.raises(ValueError, match="rows must have the row of kind 'run'"):
+        inspect.html(rows_of(tmp_path, "gemm"), "products only")
+
+
+def test_the_report_shows_the_later_of_two_rows_of_a_step(tmp_path: Path) -> None:
+    for _ in range(2):  # as a run that is resumed takes steps again
+        train(zoo.make("nvfp4"), 1, tmp_path, layers="first", every=1)
+    rows = inspect.read(tmp_path)
+    overview = inspect.html(rows, "twice").partition("<tbody>")[2].partition("</tbody>")[0]
+    lines = [int(line) for line in re.findall(r'data-line="(\d+)"', overview)]
+    assert lines and min(lines) > len(rows) // 2
 
 
 def test_a_backward_pass_that_runs_twice_is_recorded_once(tmp_path: Path) -> None:

@@ -84,8 +84,9 @@ def test_the_budget_ends_the_search_and_is_told() -> None:
     for tolerance in (math.nan, -0.1, "small"):
         with pytest.raises(ValueError, match="tolerance must be a finite number of at least 0, or None, got"):
             inspect.bisect(losses_by(costs), model_of(16), RECIPE, tolerance=tolerance)
-    with pytest.raises(ValueError, match="make_run must return the losses of its steps, got tensor"):
-        inspect.bisect(lambda _: torch.tensor(1.0), model_of(16), RECIPE)
+    for losses in (torch.tensor(1.0), "123", [None], [[1.0]], 3.0):
+        with pytest.raises(ValueError, match="make_run must return the losses of its steps, got "):
+            inspect.bisect(lambda _, losses=losses: losses, model_of(16), RECIPE)
 
 
 def test_no_gap_blames_nobody() -> None:
@@ -101,6 +102,14 @@ def test_sensitivity_gives_high_precision_to_what_costs_most() -> None:
     assert advice.measured_gap == pytest.approx(0.03) and advice.gap == pytest.approx(0.53)
     assert [unit.name for unit in advice.ranking] == ["2", "0", "3", "1"]
     assert advice.runs == 7 and "50.0% of FLOPs" in str(advice)
+
+
+def test_a_layer_that_multiplies_nothing_has_no_share() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 0))
+    fp4engine.convert(model)
+    advice = inspect.sensitivity(losses_by({"1": {("input", "rowwise"): 0.5}}), model, RECIPE, share=1.0)
+    assert [(unit.name, unit.share, unit.in_recipe) for unit in advice.ranking] == [("1", 0.0, False), ("0", 1.0, True)]
 
 
 @pytest.mark.parametrize(
