@@ -72,6 +72,7 @@ class Gemms(torch.nn.Module):
         shape: tuple[int, ...] = (),
     ) -> None:
         require_own_recipe(recipe)
+        self._answers: dict[tuple[int, tuple[int, ...]], LinearPlan] = {}
         self.name = name or ""
         self.recipe = recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -82,12 +83,21 @@ class Gemms(torch.nn.Module):
         self.draws_as: tuple[str, int] | None = None
         self._listeners: tuple[Listener, ...] = ()
         self._plan: MadePlan | None = None
-        self._answers: dict[int, LinearPlan] = {}
         self._ran_by_recipe = False
         self._share: tuple[Any, Shards, WholesOf, str] | None = None
         self._weight_amaxes: WeightAmaxes | None = None
         self._weight_cache: WeightCache | None = None
         self._microbatch_cache: WeightCache | None = None
+
+    @property
+    def name(self) -> str:
+        """What recipes see; another name is another question, so it forgets what compiled code reads as answers."""
+        return self.__dict__["name"]
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.__dict__["name"] = name
+        self._answers.clear()
 
     def forget_plan(self) -> None:
         """Drop histories and the plan that uses them; the next forward makes a plan anew."""
@@ -113,7 +123,7 @@ class Gemms(torch.nn.Module):
             read = self._what_recipes_read()
             plan = make_linear_plan(recipe, self.module_type, self.name, self._shape())
             if recipe.reads_modules and not plan.is_stateful:
-                self._answers[recipe.number] = plan
+                self._answers[recipe.number, self._shape()] = plan
             plan = plan.remembering_in(self.amax_histories) if plan.is_stateful else plan
             made = self._plan = MadePlan(recipe, plan, read)
         return made.plan
@@ -133,10 +143,12 @@ class Gemms(torch.nn.Module):
         Equal modules share it, and so one graph: the trace depends on nothing of the module but its type. A recipe that
         asks for more makes a graph for each name, or, for modules that have run by it in eager mode, for each answer.
         """
-        if recipe.number in self._answers:
-            return self._answers[recipe.number]
-        asked = (self.name, self._shape()) if recipe.reads_modules else ("", ())
-        return traced_plan(recipe, self.module_type, *asked)
+        if not recipe.reads_modules:
+            return traced_plan(recipe, self.module_type, "", ())
+        shape = self._shape()
+        if (recipe.number, shape) in self._answers:
+            return self._answers[recipe.number, shape]
+        return traced_plan(recipe, self.module_type, self.name, shape)
 
     def multiply(
         self, inp: Tensor | FusedInput, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None

@@ -1,5 +1,6 @@
 """Blocks compiled on their own, as pre-trainers do: equal blocks share a graph, and recipes in turn settle."""
 
+import copy
 import re
 from collections import Counter
 
@@ -12,7 +13,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import fp4engine
 from fp4engine.ops.linear import by_values
-from fp4engine.recipe import Float8CurrentScaling, NVFP4BlockScaling, Rule, RuledRecipe, zoo
+from fp4engine.recipe import Float8CurrentScaling, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, zoo
 
 RECIPES = (NVFP4BlockScaling(), NVFP4BlockScaling(disable_rht=True), zoo.make("mxfp8"))
 
@@ -98,6 +99,25 @@ def test_a_recipe_with_rules_makes_a_graph_for_each_answer_once_modules_have_run
     for ours, theirs in zip(step(blocks, x, recipe), want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert graphs() == 2
+
+
+@pytest.mark.no_poison
+def test_compiled_code_asks_its_rules_again_for_another_name_or_weight():
+    torch._dynamo.reset()
+    recipe = RuledRecipe(RECIPES[0], (Rule(LinearRecipe(), "head"), Rule(RECIPES[2], narrower_than=32)))
+    layer, x = fp4engine.Linear(16, 64, bias=False), torch.randn(4, 16)
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with fp4engine.autocast(recipe=recipe):
+        assert torch.equal(layer(x), call(x))
+        layer.name = "head"
+        assert torch.equal(call(x), nn.functional.linear(x, layer.weight))
+        layer.name = "body"
+        by_rule = fp4engine.Linear(16, 16, bias=False)
+        layer.weight = by_rule.weight
+        assert torch.equal(call(x), by_rule(x))
+        copied = copy.deepcopy(layer)
+        copied.name = "head"
+        assert torch.equal(layer(x), call(x)) and layer.name == "body"
 
 
 @pytest.mark.no_poison
