@@ -81,26 +81,33 @@ def _watch() -> _Watch | None:
         return None
 
 
-class _Slot(threading.local):
+class _Regions:
     """What is in force on one thread.
 
     ``backward`` is the backward pass inside which it was entered, -1 for none; ``outer`` what to go back to;
     ``delayed`` whether a recipe that may remember has been in force since the outermost region was entered.
     """
 
-    def __init__(self) -> None:  # not class attributes: torch.compile's guards look into the thread's own dictionary
+    def __init__(self) -> None:
         self.state: AutocastState | None = None
         self.backward = -1
         self.outer: list[tuple[AutocastState | None, int, _Watch | None]] = []
         self.delayed = False
 
 
-_slot = _Slot()
+class _Thread(threading.local):
+    """Holds an object: ``torch.compile`` drops, without a word, what is assigned to a thread's own attributes."""
+
+    def __init__(self) -> None:  # not class attributes: torch.compile's guards look into the thread's own dictionary
+        self.regions = _Regions()
+
+
+_thread = _Thread()
 
 
 def current_state() -> AutocastState | None:
     """The innermost region's state on this thread; None outside every region."""
-    return _slot.state
+    return _thread.regions.state
 
 
 def in_backward() -> bool:
@@ -114,12 +121,12 @@ def is_recomputed() -> bool:
     That is where activation checkpointing recomputes a forward whose own region may have closed long ago. For eager
     code, and for what runs while ``torch.compile`` traces; not to be traced itself.
     """
-    return torch._C._current_graph_task_id() not in (-1, _slot.backward)
+    return torch._C._current_graph_task_id() not in (-1, _thread.regions.backward)
 
 
 def region_depth() -> int:
     """How many regions are open on this thread."""
-    return len(_slot.outer)
+    return len(_thread.regions.outer)
 
 
 def _current_backward() -> int:
@@ -145,7 +152,7 @@ class Region(ContextDecorator):
     """Context manager that puts ``state`` in force, None being the state outside every region. Decorates too.
 
     Raises:
-        RuntimeError: on leaving, if an asyncio task awaited inside.
+        RuntimeError: on leaving, if an asyncio task awaited inside, or the region is not open on this thread.
         ValueError: of a generator or coroutine function that it is to decorate, whose body runs after the region.
     """
 
@@ -161,19 +168,20 @@ class Region(ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> None:
-        _slot.outer.append((_slot.state, _slot.backward, _watch()))
-        _slot.state, _slot.backward = self._state, _current_backward()
+        regions = _thread.regions
+        regions.outer.append((regions.state, regions.backward, _watch()))
+        regions.state, regions.backward = self._state, _current_backward()
         if self._state is not None and _may_remember(self._state.recipe) and not in_backward():
-            _slot.delayed = True
+            regions.delayed = True
             begin_step()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _slot.state, _slot.backward, watch = _slot.outer.pop()
-        ends_step = _slot.delayed and _slot.state is None
+        regions, watch = _thread.regions, self._leave()
+        ends_step = regions.delayed and regions.state is None
         if ends_step and not in_backward():  # a recomputation belongs to its forward's step
-            _slot.delayed = False
+            regions.delayed = False
             end_step()
         if watch is not None:
             watch.is_open = False
@@ -182,6 +190,24 @@ class Region(ContextDecorator):
                     "an asyncio task awaited inside an autocast region, which is in force for every task of its "
                     "thread; leave the region before `await`, or compute in a thread of its own (asyncio.to_thread)"
                 )
+
+    def _leave(self) -> _Watch | None:
+        """Take this region from those that are open, and return who has watched it.
+
+        Generators and tasks may leave a region before one that was entered later, which then stays in force.
+        """
+        regions, outer = _thread.regions, _thread.regions.outer
+        if torch.compiler.is_dynamo_compiling() or (outer and regions.state is self._state):
+            regions.state, regions.backward, watch = outer.pop()
+            return watch
+        later = next((i for i in reversed(range(1, len(outer))) if outer[i][0] is self._state), None)
+        if later is None:
+            raise RuntimeError(
+                "this autocast region is not open on this thread: leave a region once, on the thread that entered it"
+            )
+        state, backward, watch = outer.pop(later - 1)
+        outer[later - 1] = (state, backward, outer[later - 1][2])
+        return watch
 
 
 def _may_remember(recipe: Recipe) -> bool:

@@ -301,3 +301,26 @@ def test_every_row_of_the_book_has_eager_bytes_compiled(row):
             found = step(blocks, x, recipe)
         results.append(found)
     assert all(torch.equal(eager, traced) for eager, traced in zip(*results, strict=True))
+
+
+@pytest.mark.no_poison
+def test_a_region_that_compiled_code_enters_and_leaves_by_calls_is_in_force_between():
+    torch._dynamo.reset()
+    layer, x, region = fp4engine.Linear(16, 16), torch.randn(4, 16), fp4engine.autocast(recipe=RECIPES[0])
+
+    @torch.compile(backend="eager")
+    def enter(x):
+        region.__enter__()
+        return x + 1
+
+    @torch.compile(backend="eager")
+    def leave(x):
+        region.__exit__(None, None, None)
+        return x + 1
+
+    with fp4engine.autocast(recipe=RECIPES[0]):
+        want = layer(x)
+    enter(x)
+    assert torch.equal(layer(x), want)
+    leave(x)
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))

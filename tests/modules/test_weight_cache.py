@@ -70,6 +70,15 @@ def test_cached_equals_uncached_and_quantizes_once(layer, batches, how, monkeypa
     assert len(calls) == 1
 
 
+def test_a_cache_within_another_leaves_the_outer_one_open(layer, batches, monkeypatch):
+    calls = count_weight_casts(monkeypatch, layer)
+    with fp4engine.autocast(recipe=RECIPE), fp4engine.weight_cache(layer):
+        with fp4engine.weight_cache(layer):
+            layer(batches[0])
+        layer(batches[1]), layer(batches[2])
+    assert len(calls) == 2
+
+
 def test_in_place_update_invalidates(layer, batches):
     with fp4engine.weight_cache(layer), fp4engine.autocast(recipe=RECIPE):
         before = layer(batches[0])
