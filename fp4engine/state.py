@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fp4engine.ops import RandomStream, get_rng_state, manual_seed, set_rng_state
+from fp4engine.ops.draws import backward_pass
 from fp4engine.quantizers.delayed import begin_step, end_step
 from fp4engine.recipe import NVFP4BlockScaling, Recipe, numbered
 from fp4engine.recipe.base import require_recipe
@@ -121,7 +122,7 @@ def is_recomputed() -> bool:
     That is where activation checkpointing recomputes a forward whose own region may have closed long ago. For eager
     code, and for what runs while ``torch.compile`` traces; not to be traced itself.
     """
-    return torch._C._current_graph_task_id() not in (-1, _thread.regions.backward)
+    return backward_pass() not in (-1, _thread.regions.backward)
 
 
 def region_depth() -> int:
@@ -130,7 +131,7 @@ def region_depth() -> int:
 
 
 def _current_backward() -> int:
-    return -1 if torch.compiler.is_dynamo_compiling() else torch._C._current_graph_task_id()
+    return -1 if torch.compiler.is_dynamo_compiling() else backward_pass()
 
 
 def get_default_recipe() -> NVFP4BlockScaling:

@@ -61,6 +61,11 @@ def is_replaying() -> bool:
     return _source.take is not rng.advance
 
 
+def backward_pass() -> int:
+    """Which backward pass this thread is inside, -1 for none; not to be traced."""
+    return torch._C._current_graph_task_id()
+
+
 class Draws:
     """The draws taken inside the first ``with draws.repeated()`` are taken again inside every later one.
 
@@ -129,6 +134,11 @@ def _next_draw(state: Tensor, count: int) -> Tensor:
 
 
 def _next_forward_draw(turn: Tensor, count: int, name: str) -> Tensor:
+    if backward_pass() != -1 and not is_replaying():
+        raise RuntimeError(
+            "a compiled forward that draws random bits is recomputed inside a backward pass, where "
+            "torch.utils.checkpoint does not repeat its draws; use fp4engine.checkpoint"
+        )
     return _source.take(rng.state_of(turn.device, name), count)
 
 
