@@ -149,7 +149,8 @@ class QuantizedWeight(torch.Tensor):
 
     def make_rowwise(self) -> Operand:
         """:attr:`rowwise`, for code that is compiled: Dynamo reads properties of tensors whenever it checks guards."""
-        return Operand(self.quantizer.rowwise_spec, *self.shape, self.codes, self.scale_inv, self.amax)
+        rows, cols = self.shape
+        return Operand(self.quantizer.rowwise_spec, rows, cols, self.codes, self.scale_inv, self.amax)
 
     def make_columnwise(self) -> Operand:
         """:attr:`columnwise`, likewise."""

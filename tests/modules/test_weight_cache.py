@@ -180,6 +180,18 @@ def test_cache_ends_with_its_scope_and_on_exceptions(layer, batches):
     assert layer._weight_cache is None
 
 
+def test_a_main_grad_that_is_replaced_between_forward_and_backward_is_refused():
+    layer = fp4engine.Linear(16, 16, bias=False, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros(16, 16)
+    with fp4engine.autocast(recipe=RECIPE):
+        output = layer(torch.randn(4, 16))
+    layer.weight.main_grad = layer.weight.main_grad.view(16, 16)  # the same memory
+    output.sum().backward(retain_graph=True)
+    layer.weight.main_grad = torch.zeros(16, 16)
+    with pytest.raises(RuntimeError, match="main_grad is another tensor in the backward pass"):
+        output.sum().backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_accumulation_adds_to_main_grad(batches, dtype):
     layer = fp4engine.Linear(48, 33, fuse_wgrad_accumulation=True)
