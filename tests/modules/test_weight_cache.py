@@ -10,7 +10,7 @@ import torch
 
 import fp4engine
 from fp4engine.formats import CastSpec, RoundingMode
-from fp4engine.functional import weight_cache
+from fp4engine.functional import make_linear_plan, weight_cache
 from fp4engine.recipe import Casts, DelayedScaling, LinearRecipe, NVFP4BlockScaling
 
 RECIPE = NVFP4BlockScaling()
@@ -77,6 +77,23 @@ def test_a_cache_within_another_leaves_the_outer_one_open(layer, batches, monkey
             layer(batches[0])
         layer(batches[1]), layer(batches[2])
     assert len(calls) == 2
+
+
+def test_a_thread_that_comes_between_neither_gives_nor_gets_anothers_operands():
+    """What another thread may do while operands are made is done by what makes them."""
+    cache, weight = weight_cache.WeightCache(), torch.randn(16, 16)
+    first, second = (make_linear_plan(recipe, "linear") for recipe in (RECIPE, NVFP4BlockScaling(disable_rht=True)))
+
+    def after(act, made):
+        return lambda: (act(), made)[1]
+
+    def of_second():
+        return cache.get(weight, second, False, lambda: ("second", None))
+
+    assert cache.get(weight, first, False, after(of_second, ("first", None)))[0] == "first"
+    assert of_second()[0] == "second"
+    cache.get(weight, first, False, after(cache.clear, ("before the step", None)))
+    assert cache.get(weight, first, False, lambda: ("after it", None))[0] == "after it"
 
 
 def test_in_place_update_invalidates(layer, batches):
