@@ -195,7 +195,7 @@ class Gemms(torch.nn.Module):
                 output = F.linear(inp, weight, bias)
                 self.executed.record_high_precision(inp, weight)
                 return output
-        if inp.device != weight.device or weight.is_meta:
+        if getattr(inp, "device", None) != weight.device or weight.is_meta:
             raise unusable_devices(inp, weight)
         inp = cast_by_autocast(inp)
         group = None if state is None else state.amax_reduction_group
