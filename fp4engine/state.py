@@ -179,7 +179,10 @@ class Region(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        regions, watch = _thread.regions, self._leave()
+        regions = _thread.regions
+        if not (regions.outer and regions.state is self._state) and not torch.compiler.is_dynamo_compiling():
+            self._become_innermost(regions)
+        regions.state, regions.backward, watch = regions.outer.pop()
         ends_step = regions.delayed and regions.state is None
         if ends_step and not in_backward():  # a recomputation belongs to its forward's step
             regions.delayed = False
@@ -192,23 +195,21 @@ class Region(ContextDecorator):
                     "thread; leave the region before `await`, or compute in a thread of its own (asyncio.to_thread)"
                 )
 
-    def _leave(self) -> _Watch | None:
-        """Take this region from those that are open, and return who has watched it.
+    def _become_innermost(self, regions: _Regions) -> None:
+        """Let this region be as if it had been entered last, in whichever order generators and tasks leave theirs.
 
-        Generators and tasks may leave a region before one that was entered later, which then stays in force.
+        Raises:
+            RuntimeError: it is not open on this thread.
         """
-        regions, outer = _thread.regions, _thread.regions.outer
-        if torch.compiler.is_dynamo_compiling() or (outer and regions.state is self._state):
-            regions.state, regions.backward, watch = outer.pop()
-            return watch
-        later = next((i for i in reversed(range(1, len(outer))) if outer[i][0] is self._state), None)
-        if later is None:
+        outer = regions.outer
+        after = next((i for i in reversed(range(1, len(outer))) if outer[i][0] is self._state), None)
+        if after is None:
             raise RuntimeError(
                 "this autocast region is not open on this thread: leave a region once, on the thread that entered it"
             )
-        state, backward, watch = outer.pop(later - 1)
-        outer[later - 1] = (state, backward, outer[later - 1][2])
-        return watch
+        state, backward, watch = outer.pop(after - 1)
+        outer[after - 1] = (state, backward, outer[after - 1][2])
+        outer.append((regions.state, regions.backward, watch))
 
 
 def _may_remember(recipe: Recipe) -> bool:
@@ -216,14 +217,14 @@ def _may_remember(recipe: Recipe) -> bool:
     return recipe.is_delayed or (recipe.reads_modules and not torch.compiler.is_dynamo_compiling())
 
 
-def _require_member(cp_group: Any) -> None:
-    """Raise unless ``cp_group`` is a process group of which this process is a rank.
+def _require_member(name: str, group: Any) -> None:
+    """Raise unless ``group``, an argument of that name, is a process group of which this process is a rank.
 
     Raises:
         ValueError: it is something else, or the group of others.
     """
-    if not isinstance(cp_group, torch.distributed.ProcessGroup) or torch.distributed.get_rank(cp_group) < 0:
-        raise ValueError(f"cp_group must be a process group that this rank belongs to, got {cp_group!r}")
+    if not isinstance(group, torch.distributed.ProcessGroup) or torch.distributed.get_rank(group) < 0:
+        raise ValueError(f"{name} must be a process group that this rank belongs to, got {group!r}")
 
 
 class autocast(Region):
@@ -267,7 +268,7 @@ class autocast(Region):
         if not torch.compiler.is_dynamo_compiling():
             recipe = numbered(recipe.number)  # of equal recipes the first: torch.compile guards on which object it is
         if cp_group is not None:
-            _require_member(cp_group)
+            _require_member("cp_group", cp_group)
         super().__init__(AutocastState(enabled, recipe, bool(calibrating), amax_reduction_group, cp_group))
 
 

@@ -73,7 +73,7 @@ class Gemms(torch.nn.Module):
     ) -> None:
         require_own_recipe(recipe)
         self._answers: dict[tuple[int, tuple[int, ...]], LinearPlan] = {}
-        self.name = name or ""
+        self.name = name
         self.recipe = recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.module_type = module_type
@@ -95,8 +95,8 @@ class Gemms(torch.nn.Module):
         return self.__dict__["name"]
 
     @name.setter
-    def name(self, name: str) -> None:
-        self.__dict__["name"] = name
+    def name(self, name: str | None) -> None:
+        self.__dict__["name"] = name or ""
         self._answers.clear()
 
     def forget_plan(self) -> None:

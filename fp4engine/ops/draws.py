@@ -61,9 +61,8 @@ def is_replaying() -> bool:
     return _source.take is not rng.advance
 
 
-def backward_pass() -> int:
-    """Which backward pass this thread is inside, -1 for none; not to be traced."""
-    return torch._C._current_graph_task_id()
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Which backward pass this thread is inside, -1 for none; not to be traced."""
 
 
 class Draws:
