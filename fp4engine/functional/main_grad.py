@@ -41,12 +41,14 @@ class Accumulate(torch.autograd.Function):
 
 
 def _require_same(now: Any, buffer: Tensor) -> None:
-    """Raise unless ``now``, the ``weight.main_grad`` of a backward pass, is the ``buffer`` of its forward.
+    """Raise if ``now``, the ``weight.main_grad`` of a backward pass, is not the ``buffer`` of its forward.
+
+    Decoded values of a stored weight have none.
 
     Raises:
         RuntimeError: it is another, which would stay as it is.
     """
-    if now is not buffer and not (isinstance(now, Tensor) and now.data_ptr() == buffer.data_ptr()):
+    if now is not buffer and isinstance(now, Tensor) and now.data_ptr() != buffer.data_ptr():
         raise RuntimeError(
             "weight.main_grad is another tensor in the backward pass than it was in the forward pass; set it before "
             "the forward pass, and clear it with main_grad.zero_()"

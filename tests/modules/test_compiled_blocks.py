@@ -13,7 +13,15 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import fp4engine
 from fp4engine.ops.linear import by_values
-from fp4engine.recipe import Float8CurrentScaling, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, zoo
+from fp4engine.recipe import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    LinearRecipe,
+    NVFP4BlockScaling,
+    Rule,
+    RuledRecipe,
+    zoo,
+)
 
 RECIPES = (NVFP4BlockScaling(), NVFP4BlockScaling(disable_rht=True), zoo.make("mxfp8"))
 
@@ -303,24 +311,37 @@ def test_every_row_of_the_book_has_eager_bytes_compiled(row):
     assert all(torch.equal(eager, traced) for eager, traced in zip(*results, strict=True))
 
 
+@torch.compile(backend="eager")
+def enter(x, region):
+    region.__enter__()
+    return x + 1
+
+
+@torch.compile(backend="eager")
+def leave(x, region):
+    region.__exit__(None, None, None)
+    return x + 1
+
+
 @pytest.mark.no_poison
 def test_a_region_that_compiled_code_enters_and_leaves_by_calls_is_in_force_between():
     torch._dynamo.reset()
     layer, x, region = fp4engine.Linear(16, 16), torch.randn(4, 16), fp4engine.autocast(recipe=RECIPES[0])
-
-    @torch.compile(backend="eager")
-    def enter(x):
-        region.__enter__()
-        return x + 1
-
-    @torch.compile(backend="eager")
-    def leave(x):
-        region.__exit__(None, None, None)
-        return x + 1
-
-    with fp4engine.autocast(recipe=RECIPES[0]):
+    with region:
         want = layer(x)
-    enter(x)
+    enter(x, region)
     assert torch.equal(layer(x), want)
-    leave(x)
+    leave(x, region)
     assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.no_poison
+def test_steps_of_delayed_scaling_begin_and_end_in_compiled_code():
+    torch._dynamo.reset()
+    layer, region = fp4engine.Linear(16, 16), fp4engine.autocast(recipe=DelayedScaling(amax_history_len=4))
+    for size in (1.0, 2.0, 4.0):
+        x = torch.full((4, 16), size)
+        enter(x, region)
+        layer(x)
+        leave(x, region)
+    assert layer.amax_histories["input"].values.tolist() == [4, 2, 1, 0]
