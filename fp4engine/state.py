@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fp4engine.ops import RandomStream, get_rng_state, manual_seed, set_rng_state
+from fp4engine.ops.draws import backward_pass
 from fp4engine.quantizers.delayed import begin_step, end_step
 from fp4engine.recipe import NVFP4BlockScaling, Recipe, numbered
 from fp4engine.recipe.base import require_recipe
@@ -81,26 +82,33 @@ def _watch() -> _Watch | None:
         return None
 
 
-class _Slot(threading.local):
+class _Regions:
     """What is in force on one thread.
 
     ``backward`` is the backward pass inside which it was entered, -1 for none; ``outer`` what to go back to;
     ``delayed`` whether a recipe that may remember has been in force since the outermost region was entered.
     """
 
-    def __init__(self) -> None:  # not class attributes: torch.compile's guards look into the thread's own dictionary
+    def __init__(self) -> None:
         self.state: AutocastState | None = None
         self.backward = -1
         self.outer: list[tuple[AutocastState | None, int, _Watch | None]] = []
         self.delayed = False
 
 
-_slot = _Slot()
+class _Thread(threading.local):
+    """Holds an object: ``torch.compile`` drops, without a word, what is assigned to a thread's own attributes."""
+
+    def __init__(self) -> None:  # not class attributes: torch.compile's guards look into the thread's own dictionary
+        self.regions = _Regions()
+
+
+_thread = _Thread()
 
 
 def current_state() -> AutocastState | None:
     """The innermost region's state on this thread; None outside every region."""
-    return _slot.state
+    return _thread.regions.state
 
 
 def in_backward() -> bool:
@@ -114,16 +122,16 @@ def is_recomputed() -> bool:
     That is where activation checkpointing recomputes a forward whose own region may have closed long ago. For eager
     code, and for what runs while ``torch.compile`` traces; not to be traced itself.
     """
-    return torch._C._current_graph_task_id() not in (-1, _slot.backward)
+    return backward_pass() not in (-1, _thread.regions.backward)
 
 
 def region_depth() -> int:
     """How many regions are open on this thread."""
-    return len(_slot.outer)
+    return len(_thread.regions.outer)
 
 
 def _current_backward() -> int:
-    return -1 if torch.compiler.is_dynamo_compiling() else torch._C._current_graph_task_id()
+    return -1 if torch.compiler.is_dynamo_compiling() else backward_pass()
 
 
 def get_default_recipe() -> NVFP4BlockScaling:
@@ -145,7 +153,7 @@ class Region(ContextDecorator):
     """Context manager that puts ``state`` in force, None being the state outside every region. Decorates too.
 
     Raises:
-        RuntimeError: on leaving, if an asyncio task awaited inside.
+        RuntimeError: on leaving, if an asyncio task awaited inside, or the region is not open on this thread.
         ValueError: of a generator or coroutine function that it is to decorate, whose body runs after the region.
     """
 
@@ -161,19 +169,23 @@ class Region(ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> None:
-        _slot.outer.append((_slot.state, _slot.backward, _watch()))
-        _slot.state, _slot.backward = self._state, _current_backward()
+        regions = _thread.regions
+        regions.outer.append((regions.state, regions.backward, _watch()))
+        regions.state, regions.backward = self._state, _current_backward()
         if self._state is not None and _may_remember(self._state.recipe) and not in_backward():
-            _slot.delayed = True
+            regions.delayed = True
             begin_step()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _slot.state, _slot.backward, watch = _slot.outer.pop()
-        ends_step = _slot.delayed and _slot.state is None
+        regions = _thread.regions
+        if not (regions.outer and regions.state is self._state) and not torch.compiler.is_dynamo_compiling():
+            self._become_innermost(regions)
+        regions.state, regions.backward, watch = regions.outer.pop()
+        ends_step = regions.delayed and regions.state is None
         if ends_step and not in_backward():  # a recomputation belongs to its forward's step
-            _slot.delayed = False
+            regions.delayed = False
             end_step()
         if watch is not None:
             watch.is_open = False
@@ -183,20 +195,36 @@ class Region(ContextDecorator):
                     "thread; leave the region before `await`, or compute in a thread of its own (asyncio.to_thread)"
                 )
 
+    def _become_innermost(self, regions: _Regions) -> None:
+        """Let this region be as if it had been entered last, in whichever order generators and tasks leave theirs.
+
+        Raises:
+            RuntimeError: it is not open on this thread.
+        """
+        outer = regions.outer
+        after = next((i for i in reversed(range(1, len(outer))) if outer[i][0] is self._state), None)
+        if after is None:
+            raise RuntimeError(
+                "this autocast region is not open on this thread: leave a region once, on the thread that entered it"
+            )
+        state, backward, watch = outer.pop(after - 1)
+        outer[after - 1] = (state, backward, outer[after - 1][2])
+        outer.append((regions.state, regions.backward, watch))
+
 
 def _may_remember(recipe: Recipe) -> bool:
     """Whether modules may keep amaxes between steps by ``recipe``; a factory's quantizers may, and do not say."""
     return recipe.is_delayed or (recipe.reads_modules and not torch.compiler.is_dynamo_compiling())
 
 
-def _require_member(cp_group: Any) -> None:
-    """Raise unless ``cp_group`` is a process group of which this process is a rank.
+def _require_member(name: str, group: Any) -> None:
+    """Raise unless ``group``, an argument of that name, is a process group of which this process is a rank.
 
     Raises:
         ValueError: it is something else, or the group of others.
     """
-    if not isinstance(cp_group, torch.distributed.ProcessGroup) or torch.distributed.get_rank(cp_group) < 0:
-        raise ValueError(f"cp_group must be a process group that this rank belongs to, got {cp_group!r}")
+    if not isinstance(group, torch.distributed.ProcessGroup) or torch.distributed.get_rank(group) < 0:
+        raise ValueError(f"{name} must be a process group that this rank belongs to, got {group!r}")
 
 
 class autocast(Region):
@@ -240,7 +268,7 @@ class autocast(Region):
         if not torch.compiler.is_dynamo_compiling():
             recipe = numbered(recipe.number)  # of equal recipes the first: torch.compile guards on which object it is
         if cp_group is not None:
-            _require_member(cp_group)
+            _require_member("cp_group", cp_group)
         super().__init__(AutocastState(enabled, recipe, bool(calibrating), amax_reduction_group, cp_group))
 
 

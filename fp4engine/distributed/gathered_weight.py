@@ -64,9 +64,6 @@ class GatheredWeight(QuantizedWeight):
         served: the last plan that they served.
     """
 
-    codes: Tensor
-    scale_inv: Tensor
-    amax: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     name: str = ""
     ranks: frozenset[int] = frozenset()
     why_not_dgrad: str = ""
@@ -78,13 +75,11 @@ class GatheredWeight(QuantizedWeight):
         assert spec is not None
         return TiledOperand(spec, rows, cols, self.codes, self.scale_inv, self.amax)
 
-    @property
-    def rowwise(self) -> Operand:
+    def make_rowwise(self) -> Operand:
         """The operand [N, K], made anew."""
         return self.tiles().rowwise(self.quantizer.backend)
 
-    @property
-    def columnwise(self) -> Operand:
+    def make_columnwise(self) -> Operand:
         """The operand [K, N], made anew of the codes.
 
         Raises:

@@ -4,6 +4,7 @@ Legend: B batch, S query length, T key length, H query heads, G key-value groups
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -116,27 +117,36 @@ def attention(
     *,
     padded: Tensor | None = None,
     bias: Tensor | None = None,
+    slopes: Tensor | None = None,
     dropout: float = 0.0,
+    scale: float | None = None,
 ) -> Tensor:
-    """``softmax(q k^T / sqrt(D) + bias) v``; a query that may read nothing gives zeros.
+    """``softmax(q k^T * scale + bias) v``; a query that may read nothing gives zeros.
 
     Args:
         query: [B, H, S, D]; key, value: [B, G, T, D] with H a multiple of G.
         masked, padded: see :meth:`AttentionMask.allowed`.
         bias: added to the scores, broadcastable to [B, H, S, T].
+        slopes: ALiBi's, [H] or [B, H]: so much of a key's distance from the query's diagonal is subtracted.
+        scale: None is 1 / sqrt(D).
 
     Returns:
         [B, H, S, D].
     """
     grouped = query.shape[1] != key.shape[1]
-    plainly_causal = mask == AttentionMask("causal") and bias is None
-    if plainly_causal:
-        return F.scaled_dot_product_attention(query, key, value, None, dropout, is_causal=True, enable_gqa=grouped)
-    allowed = mask.allowed(masked, query.shape[2], key.shape[2], query.device, padded)
-    if bias is not None:
-        scores = bias.to(query.dtype)
-        allowed = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
-    return F.scaled_dot_product_attention(query, key, value, allowed, dropout, enable_gqa=grouped)
+    attend = partial(F.scaled_dot_product_attention, query, key, value, scale=scale, enable_gqa=grouped)
+    if mask == AttentionMask("causal") and bias is None and slopes is None:
+        return attend(None, dropout, is_causal=True)
+    place = (masked, query.shape[2], key.shape[2], query.device, padded)
+    allowed = mask.allowed(*place)
+    added = None if bias is None else bias.to(query.dtype)
+    if slopes is not None:
+        slopes = slopes if slopes.ndim == 2 else slopes[None]
+        alibi = -(slopes.float()[:, :, None, None] * mask.distance(*place).abs()).to(query.dtype)
+        added = alibi if added is None else added + alibi
+    if added is not None:
+        allowed = added if allowed is None else added.masked_fill(~allowed, float("-inf"))
+    return attend(allowed, dropout)
 
 
 def rotate(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:

@@ -79,10 +79,12 @@ def linear(
         [..., N] in ``inp.dtype``.
 
     Raises:
-        ValueError: the last dimension of ``inp`` is not K.
+        ValueError: the last dimension of ``inp`` is not K, or it is nested, sparse or of MKL-DNN.
     """
-    require_features(inp, weight)
     function, x, parameters, dtype = (None, inp, (), inp.dtype) if isinstance(inp, Tensor) else inp
+    if x.is_nested or x.layout != torch.strided:
+        raise ValueError(f"inp must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
+    require_features(inp, weight)
     needs_dgrad = needs_wgrad = False
     # The first run of a reentrant checkpoint has no gradients, and draws what the second will.
     if torch.is_grad_enabled() or (plan.draws_in_forward and ops.is_replaying()):

@@ -32,10 +32,27 @@ class Accumulate(torch.autograd.Function):
         main_grad: MainGrad = ctx.main_grad
         product, main_grad.product = main_grad.product, None
         assert product is not None, "the linear transformation's backward comes first"
+        if not torch.compiler.is_dynamo_compiling():
+            _require_same(getattr(ctx.weight, "main_grad", None), main_grad.buffer)
         product()
         if hasattr(ctx.weight, "grad_added_to_main_grad"):  # who looks at it has put it there
             ctx.weight.grad_added_to_main_grad = True
         return None, None
+
+
+def _require_same(now: Any, buffer: Tensor) -> None:
+    """Raise if ``now``, the ``weight.main_grad`` of a backward pass, is not the ``buffer`` of its forward.
+
+    Decoded values of a stored weight have none.
+
+    Raises:
+        RuntimeError: it is another, which would stay as it is.
+    """
+    if now is not buffer and isinstance(now, Tensor) and now.data_ptr() != buffer.data_ptr():
+        raise RuntimeError(
+            "weight.main_grad is another tensor in the backward pass than it was in the forward pass; set it before "
+            "the forward pass, and clear it with main_grad.zero_()"
+        )
 
 
 def add_rounded(buffer: Tensor, product: Callable[[], Tensor]) -> None:

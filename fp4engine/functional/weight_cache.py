@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
@@ -29,6 +29,21 @@ def _itself(weight: Tensor) -> Tensor:
     return weight
 
 
+class _Kept(NamedTuple):
+    """Operands of one weight, as it was.
+
+    Attributes:
+        weight, storage: what they were made of, if it is still there.
+        key: version and layout of the weight, and the plan.
+        operands: by whether a backward pass needs them.
+    """
+
+    weight: Callable[[], Tensor | None]
+    storage: Callable[[], UntypedStorage | None]
+    key: tuple[Any, ...]
+    operands: dict[bool, Operands]
+
+
 class WeightCache:
     """Operands of one weight, valid while the weight is the same tensor, unwritten, under an equal plan.
 
@@ -38,17 +53,16 @@ class WeightCache:
 
     A weight that has memory is held, since ``torch.utils.swap_tensors``, by which modules may be told to convert their
     parameters, swaps none that is referred to weakly; another one is not swapped, which nothing here would notice.
+
+    Threads may share one: what is kept is replaced as a whole, so that nobody adds to what another has begun.
     """
 
     def __init__(self) -> None:
-        self._weight: Callable[[], Tensor | None] = _nothing
-        self._storage: Callable[[], UntypedStorage | None] = _nothing
-        self._key: tuple[Any, ...] | None = None
-        self._operands: dict[bool, Operands] = {}
+        self._kept: _Kept | None = None
 
     def clear(self) -> None:
         """Forget the operands: the weight may have changed unseen."""
-        self._operands.clear()
+        self._kept = None
 
     def get(self, weight: Tensor, plan: LinearPlan, needs_dgrad: bool, make: Make) -> Operands:
         """The operands of ``weight`` under ``plan``, made by ``make`` when they are not there.
@@ -60,17 +74,15 @@ class WeightCache:
         if changes or weight.is_inference():  # made in inference mode: it has no version counter
             return make()
         storage, layout = _memory(weight)
-        key = (weight._version, layout, plan)
-        if self._weight() is not weight or self._storage() is not storage or key != self._key:
-            self._weight = weakref.ref(weight) if storage is None else partial(_itself, weight)
-            self._key = key
-            self._storage = _nothing if storage is None else weakref.ref(storage)
-            self._operands.clear()
-        if needs_dgrad not in self._operands:
-            if not needs_dgrad and True in self._operands:
-                return self._operands[True][0], None
-            self._operands[needs_dgrad] = make()
-        return self._operands[needs_dgrad]
+        key, kept = (weight._version, layout, plan), self._kept
+        if kept is None or kept.weight() is not weight or kept.storage() is not storage or kept.key != key:
+            held = weakref.ref(weight) if storage is None else partial(_itself, weight)
+            kept = self._kept = _Kept(held, _nothing if storage is None else weakref.ref(storage), key, {})
+        if needs_dgrad not in kept.operands:
+            if not needs_dgrad and True in kept.operands:
+                return kept.operands[True][0], None
+            kept.operands[needs_dgrad] = make()
+        return kept.operands[needs_dgrad]
 
     def tiles(self, weight: Tensor) -> TiledOperand | None:
         """What ``weight`` is, if it is codes with one scale of each tile, of which every call makes operands."""

@@ -75,7 +75,8 @@ class Gemms(torch.nn.Module):
         shape: tuple[int, ...] = (),
     ) -> None:
         require_own_recipe(recipe)
-        self.name = name or ""
+        self._answers: dict[tuple[int, tuple[int, ...]], LinearPlan] = {}
+        self.name = name
         self.recipe = recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.module_type = module_type
@@ -85,7 +86,6 @@ class Gemms(torch.nn.Module):
         self.draws_as: tuple[str, int] | None = None
         self._listeners: tuple[tuple[Listener, Missed | None], ...] = ()
         self._plan: MadePlan | None = None
-        self._answers: dict[int, LinearPlan] = {}
         self._ran_by_recipe = False
         self._share: tuple[Any, Shards, WholesOf, str] | None = None
         self._weight_amaxes: WeightAmaxes | None = None
@@ -96,6 +96,16 @@ class Gemms(torch.nn.Module):
     def unseen(self) -> str:
         """Why the operands of its products are not those of the input and the weight; empty if they are."""
         return ""
+
+    @property
+    def name(self) -> str:
+        """What recipes see; another name is another question, so it forgets what compiled code reads as answers."""
+        return self.__dict__["name"]
+
+    @name.setter
+    def name(self, name: str | None) -> None:
+        self.__dict__["name"] = name or ""
+        self._answers.clear()
 
     def forget_plan(self) -> None:
         """Drop histories and the plan that uses them; the next forward makes a plan anew."""
@@ -121,7 +131,7 @@ class Gemms(torch.nn.Module):
             read = self._what_recipes_read()
             plan = make_linear_plan(recipe, self.module_type, self.name, self._shape())
             if recipe.reads_modules and not plan.is_stateful:
-                self._answers[recipe.number] = plan
+                self._answers[recipe.number, self._shape()] = plan
             plan = plan.remembering_in(self.amax_histories) if plan.is_stateful else plan
             made = self._plan = MadePlan(recipe, plan, read)
         return made.plan
@@ -141,10 +151,12 @@ class Gemms(torch.nn.Module):
         Equal modules share it, and so one graph: the trace depends on nothing of the module but its type. A recipe that
         asks for more makes a graph for each name, or, for modules that have run by it in eager mode, for each answer.
         """
-        if recipe.number in self._answers:
-            return self._answers[recipe.number]
-        asked = (self.name, self._shape()) if recipe.reads_modules else ("", ())
-        return traced_plan(recipe, self.module_type, *asked)
+        if not recipe.reads_modules:
+            return traced_plan(recipe, self.module_type, "", ())
+        shape = self._shape()
+        if (recipe.number, shape) in self._answers:
+            return self._answers[recipe.number, shape]
+        return traced_plan(recipe, self.module_type, self.name, shape)
 
     def multiply(
         self, inp: Tensor | FusedInput, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
@@ -201,7 +213,7 @@ class Gemms(torch.nn.Module):
                 output = F.linear(inp, weight, bias)
                 self.executed.record_high_precision(inp, weight)
                 return output
-        if inp.device != weight.device or weight.is_meta:
+        if getattr(inp, "device", None) != weight.device or weight.is_meta:
             raise unusable_devices(inp, weight)
         inp = cast_by_autocast(inp)
         group = None if state is None else state.amax_reduction_group

@@ -112,11 +112,12 @@ def weight_cache(model: torch.nn.Module) -> Generator[None]:
     require_model(model)
     layers = [module for module in model.modules() if isinstance(module, Gemms)]
     caches = [WeightCache() for _ in layers]
+    outer = [layer._weight_cache for layer in layers]
     for layer, cache in zip(layers, caches, strict=True):
         layer._weight_cache = cache
     try:
         with told_of_steps(caches):
             yield
     finally:
-        for layer in layers:
-            layer._weight_cache = None
+        for layer, cache in zip(layers, outer, strict=True):
+            layer._weight_cache = cache

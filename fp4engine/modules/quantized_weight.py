@@ -41,6 +41,12 @@ class QuantizedWeight(torch.Tensor):
         is_frozen: True refuses writes that would have to be rounded to the casts, which is most of them.
     """
 
+    codes: Tensor
+    scale_inv: Tensor
+    amax: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    columnwise_codes: Tensor
+    columnwise_scale_inv: Tensor
+    columnwise_amax: Tensor
     quantizer: Quantizer
     transposed: bool
     is_frozen: bool = False
@@ -134,16 +140,26 @@ class QuantizedWeight(torch.Tensor):
     @property
     def rowwise(self) -> Operand:
         """The operand [N, K] of a matrix [N, K]."""
-        return Operand(self.quantizer.rowwise_spec, self.shape[0], self.shape[1], *self.tensors()[:3])
+        return type(self).make_rowwise(self)
 
     @property
     def columnwise(self) -> Operand:
         """The operand [K, N] of a matrix [N, K]: stored, or the rowwise one transposed, or its values for dgrad."""
-        spec = self.quantizer.columnwise_spec
+        return type(self).make_columnwise(self)
+
+    def make_rowwise(self) -> Operand:
+        """:attr:`rowwise`, for code that is compiled: Dynamo reads properties of tensors whenever it checks guards."""
+        rows, cols = self.shape
+        return Operand(self.quantizer.rowwise_spec, rows, cols, self.codes, self.scale_inv, self.amax)
+
+    def make_columnwise(self) -> Operand:
+        """:attr:`columnwise`, likewise."""
+        spec, (rows, cols) = self.quantizer.columnwise_spec, self.shape
         if spec is None:
             return Operand.dense(self._values().T)
-        stored = self.tensors()[3:]
-        return Operand(spec, self.shape[1], self.shape[0], *stored) if stored else self.rowwise.transposed()
+        if not hasattr(self, "columnwise_codes"):
+            return type(self).make_rowwise(self).transposed()
+        return Operand(spec, cols, rows, self.columnwise_codes, self.columnwise_scale_inv, self.columnwise_amax)
 
     def tiles(self) -> TiledOperand | None:
         """What is stored, if that is one scale of each tile; here every row has its own."""
@@ -308,17 +324,19 @@ class _StoredOperands(WeightCache):
 
     def get(self, weight: Tensor, plan: LinearPlan, needs_dgrad: bool, make: Make) -> Operands:
         assert isinstance(weight, QuantizedWeight)
+        kind = type(weight)  # a method of a tensor is traced with tensors as arguments
+        rowwise = kind.make_rowwise(weight)
         if not needs_dgrad:
-            return weight.rowwise, None
-        tiles = type(weight).tiles(weight)
+            return rowwise, None
+        tiles = kind.tiles(weight)
         if tiles is not None:
-            return weight.rowwise, tiles
+            return rowwise, tiles
         from_rowwise = plan.backward_override is not None or plan.weight.columnwise_source == "rowwise_dequantized"
-        return weight.rowwise, weight.rowwise if from_rowwise else weight.columnwise
+        return rowwise, rowwise if from_rowwise else kind.make_columnwise(weight)
 
     def tiles(self, weight: Tensor) -> TiledOperand | None:
         assert isinstance(weight, QuantizedWeight)
-        return type(weight).tiles(weight)  # a method of a tensor is traced with tensors as arguments
+        return type(weight).tiles(weight)
 
 
 _STORED_OPERANDS = _StoredOperands()

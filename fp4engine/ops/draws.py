@@ -75,6 +75,10 @@ def is_replaying() -> bool:
     return _source.take is not rng.advance
 
 
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Which backward pass this thread is inside, -1 for none; not to be traced."""
+
+
 class Draws:
     """The draws taken inside the first ``with draws.repeated()`` are taken again inside every later one.
 
@@ -142,6 +146,11 @@ def _next_draw(state: Tensor, count: int) -> Tensor:
 
 
 def _next_forward_draw(turn: Tensor, count: int, name: str) -> Tensor:
+    if backward_pass() != -1 and not is_replaying():
+        raise RuntimeError(
+            "a compiled forward that draws random bits is recomputed inside a backward pass, where "
+            "torch.utils.checkpoint does not repeat its draws; use fp4engine.checkpoint"
+        )
     return _source.take(rng.state_of(turn.device, name), count)
 
 

@@ -30,8 +30,17 @@ class _Step:
         self.is_open = True
 
 
-class _Thread(threading.local):
+class _Open:
+    """The step that is open on one thread."""
+
     step: _Step | None = None
+
+
+class _Thread(threading.local):
+    """Holds an object: ``torch.compile`` drops, without a word, what is assigned to a thread's own attributes."""
+
+    def __init__(self) -> None:
+        self.open = _Open()
 
 
 _thread = _Thread()
@@ -41,13 +50,13 @@ _lock = threading.Lock()
 
 def begin_step() -> None:
     """Open a step of this thread, unless one is open. ``autocast`` calls this."""
-    if _thread.step is None:
-        _thread.step = _Step()
+    if _thread.open.step is None:
+        _thread.open.step = _Step()
 
 
 def end_step() -> None:
     """Close this thread's step: modules that took part choose their next amaxes when they are used again."""
-    step, _thread.step = _thread.step, None
+    step, _thread.open.step = _thread.open.step, None
     if step is not None:
         step.is_open = False
         for memory in step.memories.values():
@@ -77,7 +86,7 @@ class AmaxHistory:
         Raises:
             RuntimeError: another thread's step, in which this takes part, is still open.
         """
-        step = _thread.step
+        step = _thread.open.step
         if step is None or self._step is step:
             return
         with _lock:

@@ -353,6 +353,26 @@ def test_compiled_functions_recompute_by_the_forwards_recipe_or_refuse(use_reent
         gradients(layers, partial(torch_checkpoint, compiled, use_reentrant=use_reentrant), steps=1)
 
 
+@pytest.mark.no_poison
+@REENTRANT
+@pytest.mark.parametrize("recipe", [NVFP4BlockScaling(), STOCHASTIC], ids=["draws backward", "draws forward"])
+def test_a_checkpoint_inside_a_compiled_function_repeats_its_forward_or_refuses(use_reentrant, recipe):
+    layer = Linear(16, 16)
+    layers = torch.nn.ModuleList([layer])
+    expected = gradients(layers, layer, recipe, steps=1)
+
+    def compiled(checkpoint):
+        torch._dynamo.reset()
+        return torch.compile(lambda x: checkpoint(layer, x, use_reentrant=use_reentrant), backend="aot_eager")
+
+    assert_same(gradients(layers, compiled(fp4engine.checkpoint), recipe, steps=1), expected)
+    if recipe is STOCHASTIC:
+        with pytest.raises(RuntimeError, match=r"draws random bits.*use fp4engine\.checkpoint"):
+            gradients(layers, compiled(torch_checkpoint), recipe, steps=1)
+    else:
+        assert_same(gradients(layers, compiled(torch_checkpoint), recipe, steps=1), expected)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_lambdas_keyword_arguments_and_several_outputs(use_reentrant):
     layer = Linear(16, 16)

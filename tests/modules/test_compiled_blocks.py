@@ -1,5 +1,6 @@
 """Blocks compiled on their own, as pre-trainers do: equal blocks share a graph, and recipes in turn settle."""
 
+import copy
 import re
 from collections import Counter
 
@@ -12,7 +13,15 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import fp4engine
 from fp4engine.ops.linear import by_values
-from fp4engine.recipe import Float8CurrentScaling, NVFP4BlockScaling, Rule, RuledRecipe, zoo
+from fp4engine.recipe import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    LinearRecipe,
+    NVFP4BlockScaling,
+    Rule,
+    RuledRecipe,
+    zoo,
+)
 
 RECIPES = (NVFP4BlockScaling(), NVFP4BlockScaling(disable_rht=True), zoo.make("mxfp8"))
 
@@ -98,6 +107,25 @@ def test_a_recipe_with_rules_makes_a_graph_for_each_answer_once_modules_have_run
     for ours, theirs in zip(step(blocks, x, recipe), want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert graphs() == 2
+
+
+@pytest.mark.no_poison
+def test_compiled_code_asks_its_rules_again_for_another_name_or_weight():
+    torch._dynamo.reset()
+    recipe = RuledRecipe(RECIPES[0], (Rule(LinearRecipe(), "head"), Rule(RECIPES[2], narrower_than=32)))
+    layer, x = fp4engine.Linear(16, 64, bias=False), torch.randn(4, 16)
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with fp4engine.autocast(recipe=recipe):
+        assert torch.equal(layer(x), call(x))
+        layer.name = "head"
+        assert torch.equal(call(x), nn.functional.linear(x, layer.weight))
+        layer.name = "body"
+        by_rule = fp4engine.Linear(16, 16, bias=False)
+        layer.weight = by_rule.weight
+        assert torch.equal(call(x), by_rule(x))
+        copied = copy.deepcopy(layer)
+        copied.name = "head"
+        assert torch.equal(layer(x), call(x)) and layer.name == "body"
 
 
 @pytest.mark.no_poison
@@ -281,3 +309,39 @@ def test_every_row_of_the_book_has_eager_bytes_compiled(row):
             found = step(blocks, x, recipe)
         results.append(found)
     assert all(torch.equal(eager, traced) for eager, traced in zip(*results, strict=True))
+
+
+@torch.compile(backend="eager")
+def enter(x, region):
+    region.__enter__()
+    return x + 1
+
+
+@torch.compile(backend="eager")
+def leave(x, region):
+    region.__exit__(None, None, None)
+    return x + 1
+
+
+@pytest.mark.no_poison
+def test_a_region_that_compiled_code_enters_and_leaves_by_calls_is_in_force_between():
+    torch._dynamo.reset()
+    layer, x, region = fp4engine.Linear(16, 16), torch.randn(4, 16), fp4engine.autocast(recipe=RECIPES[0])
+    with region:
+        want = layer(x)
+    enter(x, region)
+    assert torch.equal(layer(x), want)
+    leave(x, region)
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.no_poison
+def test_steps_of_delayed_scaling_begin_and_end_in_compiled_code():
+    torch._dynamo.reset()
+    layer, region = fp4engine.Linear(16, 16), fp4engine.autocast(recipe=DelayedScaling(amax_history_len=4))
+    for size in (1.0, 2.0, 4.0):
+        x = torch.full((4, 16), size)
+        enter(x, region)
+        layer(x)
+        leave(x, region)
+    assert layer.amax_histories["input"].values.tolist() == [4, 2, 1, 0]

@@ -20,6 +20,7 @@ from fp4engine.recipe import (
     LinearRecipe,
     NVFP4BlockScaling,
     ScheduledRecipe,
+    zoo,
 )
 from fp4engine.recipe.zoo import ZOO
 from tests.ranks import destroy_process_group
@@ -138,6 +139,25 @@ def test_compiled_in_one_graph_equals_eager_and_follows_the_weight():
         assert_same([output.detach(), inp.grad, layer.weight.grad, layer.bias.grad], eager)
         with torch.no_grad():
             layer.weight.mul_(-1)
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        RECIPE,
+        ONE_DIMENSIONAL,
+        NVFP4BlockScaling(backward_override="dequantized"),
+        zoo.make("nvfp4_forward_high_precision_backward"),
+    ],
+    ids=["transposed", "both stored", "dequantized", "values"],
+)
+def test_models_with_several_stored_weights_compile(recipe):
+    torch._dynamo.reset()
+    model = build(lambda: nn.Sequential(Linear(40, 40), LayerNormLinear(40, 40), Linear(40, 40)), recipe)
+    for _ in range(2):
+        expected = run(model, recipe)
+        assert_same(run(model, recipe, wrap=partial(torch.compile, backend="aot_eager")), expected)
 
 
 def test_checkpointing_changes_nothing():

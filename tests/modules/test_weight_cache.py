@@ -10,7 +10,7 @@ import torch
 
 import fp4engine
 from fp4engine.formats import CastSpec, RoundingMode
-from fp4engine.functional import weight_cache
+from fp4engine.functional import make_linear_plan, weight_cache
 from fp4engine.recipe import Casts, DelayedScaling, LinearRecipe, NVFP4BlockScaling
 
 RECIPE = NVFP4BlockScaling()
@@ -68,6 +68,32 @@ def test_cached_equals_uncached_and_quantizes_once(layer, batches, how, monkeypa
     calls = count_weight_casts(monkeypatch, layer)
     assert_same(run_microbatches(layer, batches, **how), expected)
     assert len(calls) == 1
+
+
+def test_a_cache_within_another_leaves_the_outer_one_open(layer, batches, monkeypatch):
+    calls = count_weight_casts(monkeypatch, layer)
+    with fp4engine.autocast(recipe=RECIPE), fp4engine.weight_cache(layer):
+        with fp4engine.weight_cache(layer):
+            layer(batches[0])
+        layer(batches[1]), layer(batches[2])
+    assert len(calls) == 2
+
+
+def test_a_thread_that_comes_between_neither_gives_nor_gets_anothers_operands():
+    """What another thread may do while operands are made is done by what makes them."""
+    cache, weight = weight_cache.WeightCache(), torch.randn(16, 16)
+    first, second = (make_linear_plan(recipe, "linear") for recipe in (RECIPE, NVFP4BlockScaling(disable_rht=True)))
+
+    def after(act, made):
+        return lambda: (act(), made)[1]
+
+    def of_second():
+        return cache.get(weight, second, False, lambda: ("second", None))
+
+    assert cache.get(weight, first, False, after(of_second, ("first", None)))[0] == "first"
+    assert of_second()[0] == "second"
+    cache.get(weight, first, False, after(cache.clear, ("before the step", None)))
+    assert cache.get(weight, first, False, lambda: ("after it", None))[0] == "after it"
 
 
 def test_in_place_update_invalidates(layer, batches):
@@ -169,6 +195,18 @@ def test_cache_ends_with_its_scope_and_on_exceptions(layer, batches):
     with pytest.raises(KeyError), fp4engine.weight_cache(layer):
         raise KeyError
     assert layer._weight_cache is None
+
+
+def test_a_main_grad_that_is_replaced_between_forward_and_backward_is_refused():
+    layer = fp4engine.Linear(16, 16, bias=False, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros(16, 16)
+    with fp4engine.autocast(recipe=RECIPE):
+        output = layer(torch.randn(4, 16))
+    layer.weight.main_grad = layer.weight.main_grad.view(16, 16)  # the same memory
+    output.sum().backward(retain_graph=True)
+    layer.weight.main_grad = torch.zeros(16, 16)
+    with pytest.raises(RuntimeError, match="main_grad is another tensor in the backward pass"):
+        output.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

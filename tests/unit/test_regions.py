@@ -112,6 +112,45 @@ def test_gradients_may_be_taken_on_another_thread_while_the_region_is_open():
     assert layer.amax_histories["grad_output"].values.tolist() == [1, 0, 0, 0]
 
 
+# regions that are not left as they were entered
+
+
+def test_generators_may_leave_their_regions_in_any_order():
+    def computing(recipe):
+        with fp4engine.autocast(recipe=recipe):
+            yield current_state()
+            yield current_state()
+
+    first, second = computing(FIRST), computing(SECOND)
+    assert (next(first).recipe, next(second).recipe) == (FIRST, SECOND)
+    first.close()
+    assert current_state().recipe == SECOND == next(second).recipe
+    second.close()
+    assert current_state() is None
+
+
+def test_a_step_lasts_until_the_last_of_its_regions_is_left():
+    layer = fp4engine.Linear(16, 16)
+    first, second = fp4engine.autocast(recipe=DELAYED), fp4engine.autocast(recipe=DELAYED)
+    first.__enter__(), second.__enter__()
+    run(layer, 1)
+    first.__exit__(None, None, None)
+    run(layer, 2)
+    second.__exit__(None, None, None)
+    run_in_region(layer)
+    assert values(layer) == [1, 2, 0, 0] and current_state() is None
+
+
+def test_a_region_that_is_not_open_on_this_thread_is_not_left():
+    region = fp4engine.autocast(recipe=FIRST)
+    with region, fp4engine.autocast(recipe=SECOND):
+        with pytest.raises(RuntimeError, match="not open on this thread: leave a region once, on the thread"):
+            in_a_thread(lambda: region.__exit__(None, None, None))
+        assert current_state().recipe == SECOND
+    with pytest.raises(RuntimeError, match="not open on this thread"):
+        region.__exit__(None, None, None)
+
+
 # asyncio
 
 
@@ -134,6 +173,14 @@ def test_tasks_that_do_not_await_inside_have_regions_of_their_own():
         return await outcomes(*(compute(recipe) for recipe in (FIRST, SECOND, FIRST)))
 
     assert asyncio.run(several()) == [FIRST, SECOND, FIRST]
+    assert current_state() is None
+
+
+def test_each_of_two_tasks_that_await_inside_is_refused():
+    async def several():
+        return await outcomes(compute(FIRST, asyncio.sleep(0)), compute(SECOND, asyncio.sleep(0)))
+
+    assert [AWAITED in str(error) for error in asyncio.run(several())] == [True, True]
     assert current_state() is None
 
 

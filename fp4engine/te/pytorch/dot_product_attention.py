@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
-from fp4engine.functional.attention import MASK_TYPES, AttentionMask
+from fp4engine.functional.attention import MASK_TYPES, AttentionMask, attention
 from fp4engine.recipe.base import require
 from fp4engine.te.pytorch.base import require_one_rank
 from fp4engine.te.pytorch.constants import QKV_FORMATS
@@ -240,23 +240,11 @@ class _Call:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Masked) -> Tensor:
         """[B, H, S, D] by keys and values [B, G, T, D]; a query that may read nothing gives zeros."""
         mask = AttentionMask(self.kind, self.window, self.diagonal)
-        pair = attention_mask if isinstance(attention_mask, tuple) else (None, attention_mask)
-        arguments: dict[str, Any] = {"dropout_p": self.dropout, "scale": self.scale}
-        arguments["enable_gqa"] = query.shape[1] != key.shape[1]
-        if mask == AttentionMask("causal") and self.bias is None and self.slopes is None:
-            return F.scaled_dot_product_attention(query, key, value, None, is_causal=True, **arguments)
-        place = (pair[1], query.shape[2], key.shape[2], query.device, pair[0])
-        allowed = mask.allowed(*place)
-        bias = None if self.bias is None else self.bias.to(query.dtype)
-        if self.slopes is not None:
-            slopes = self.slopes if self.slopes.ndim == 2 else self.slopes[None]
-            alibi = -(slopes.float()[:, :, None, None] * mask.distance(*place).abs()).to(query.dtype)
-            bias = alibi if bias is None else bias + alibi
-        if bias is not None:
-            allowed = bias if allowed is None else bias.masked_fill(~allowed, float("-inf"))
-        context = F.scaled_dot_product_attention(query, key, value, allowed, **arguments)
-        if pair[0] is not None and "padding" in self.kind:
-            context = context.masked_fill(pair[0].transpose(2, 3), 0.0)
+        padded, masked = attention_mask if isinstance(attention_mask, tuple) else (None, attention_mask)
+        asked: dict[str, Any] = {"bias": self.bias, "slopes": self.slopes, "dropout": self.dropout, "scale": self.scale}
+        context = attention(query, key, value, mask, masked, padded=padded, **asked)
+        if padded is not None and "padding" in self.kind:
+            context = context.masked_fill(padded.transpose(2, 3), 0.0)
         return context
 
 

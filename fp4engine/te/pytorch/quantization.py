@@ -186,7 +186,11 @@ class autocast(state.autocast):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _thread.given.pop()
+        given = _thread.given
+        for place in reversed(range(len(given))):  # not always the last: tasks and generators may cross
+            if given[place][0] is self._state:
+                del given[place]
+                break
         super().__exit__(kind, error, trace)
         if state.current_state() is None and not state.in_backward():
             if self._steps:
@@ -280,7 +284,7 @@ class FP8GlobalStateManager:
     def reset(cls) -> None:
         """Forget the region in force, as a test does between two others."""
         while state.region_depth():
-            state.autocast.__exit__(state.autocast(enabled=False), None, None, None)
+            state.Region(state.current_state()).__exit__(None, None, None)
         _thread.__init__()
 
     @classmethod
