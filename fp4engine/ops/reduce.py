@@ -50,7 +50,9 @@ def ranges(numbers: Sequence[int], groups: Sequence[Any], device: str) -> list[t
     for group in groups:
         dist.all_reduce(found, dist.ReduceOp.MAX, group)
     largest = found.tolist()
-    return [(~complement, most) for most, complement in zip(largest[: len(numbers)], largest[len(numbers) :], strict=True)]
+    return [
+        (~complement, most) for most, complement in zip(largest[: len(numbers)], largest[len(numbers) :], strict=True)
+    ]
 
 
 def all_reduce_amax(amax: Tensor, group: dist.ProcessGroup) -> None:
