@@ -1,5 +1,6 @@
 """FSDP2 with weights that are gathered as FP4 codes: which weights, and how."""
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -7,12 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fp4engine import ops
 from fp4engine.accounting.table import table
 from fp4engine.arguments import require_model
 from fp4engine.distributed.gathered_weight import why_not_codes
@@ -85,7 +88,8 @@ def fp4_all_gather(model: nn.Module, recipe: Recipe | None = None, mesh: DeviceM
 
     Raises:
         ValueError: ``model`` is no module, is sharded already, or this has been called for it; ``recipe`` is not a
-            recipe; no ``mesh`` is given, and ``torch.distributed`` is not initialised.
+            recipe; no ``mesh`` is given, and ``torch.distributed`` is not initialised; or the ranks, which have to call
+            this together, would not gather alike.
     """
     require_model(model)
     require_recipe(recipe)
@@ -98,7 +102,8 @@ def fp4_all_gather(model: nn.Module, recipe: Recipe | None = None, mesh: DeviceM
     ranks = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     others = GatherableWeights()
-    found = []
+    found: list[GatheredAs] = []
+    gatherable: list[GatherableWeight] = []
     for name, module, attribute, gemms, reason in _weights(model):
         weight = getattr(module, attribute)
         shape = tuple(weight.shape)
@@ -110,13 +115,35 @@ def fp4_all_gather(model: nn.Module, recipe: Recipe | None = None, mesh: DeviceM
             plan = make_linear_plan(own, gemms.module_type, gemms.name, shape)
             sent, reason = bytes_as_codes(plan, shape, ranks)
             if sent is not None:
-                gatherable = GatherableWeight(name, module, attribute, plan.weight, others)
-                _adopt(gatherable)
-                module.register_state_dict_post_hook(_leave_plain)
-                module.register_load_state_dict_post_hook(partial(_adopt_loaded, gatherable))
+                gatherable.append(GatherableWeight(name, module, attribute, plan.weight, others))
                 bytes_per_element = sent / math.prod(shape)
         found.append(GatheredAs(name, shape, bytes_per_element, reason))
+    _require_alike(found, gatherable, mesh)
+    for weight in gatherable:
+        _adopt(weight)
+        weight.module.register_state_dict_post_hook(_leave_plain)
+        weight.module.register_load_state_dict_post_hook(partial(_adopt_loaded, weight))
     return AllGatherPlan(tuple(found))
+
+
+def _require_alike(found: list[GatheredAs], gatherable: list[GatherableWeight], mesh: DeviceMesh | None) -> None:
+    """Compare what the ranks of ``mesh`` have found: if it is not the same, their collectives would not end.
+
+    Raises:
+        ValueError: on every rank, if one has found something else.
+    """
+    groups = [None] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    device = str(torch.accelerator.current_accelerator() or "cpu") if mesh is None else mesh.device_type
+    sent = [(weight.spec.key, getattr(weight.module, weight.parameter).dtype) for weight in gatherable]
+    digest = hashlib.blake2b(repr((found, sent)).encode(), digest_size=8).digest()
+    ((least, largest),) = ops.ranges([int.from_bytes(digest, "little", signed=True)], groups, device)
+    if least != largest:
+        casts = ", ".join(dict.fromkeys(weight.spec.label for weight in gatherable)) or "none"
+        raise ValueError(
+            "the ranks would not gather the weights alike; give fp4_all_gather the same model, recipe and mesh on all "
+            f"of them. Rank {dist.get_rank()} would gather {len(gatherable)} of {len(found)} weights as codes, by the "
+            f"casts: {casts}"
+        )
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Gemms | None, str]]:

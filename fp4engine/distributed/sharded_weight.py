@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from fp4engine import ops
 from fp4engine.distributed.gathered_weight import GatheredWeight, scales_on_the_wire
 from fp4engine.distributed.streams import Shared
 from fp4engine.formats import CastSpec, Outer
-from fp4engine.functional.weight_cache import tell_of_steps
 from fp4engine.quantizers import Quantizer
 
 aten = torch.ops.aten
@@ -45,13 +45,13 @@ class GatherableWeights:
 
     Both are made of many weights at once when the first is asked for. They are forgotten when the weight is
     written to, through PyTorch's dispatcher or in memory that ``state_dict`` handed out, and all are when an optimizer
-    of ``torch.optim`` steps. All ranks write alike, so all forget alike, and the reduction that follows is the same on
-    every rank.
+    of ``torch.optim`` steps that has one of them. All ranks write alike, so all forget alike, and the reduction that
+    follows is the same on every rank. An optimizer of other parameters may be one rank's alone.
     """
 
     def __init__(self) -> None:
         self.all: list[GatherableWeight] = []
-        tell_of_steps(self)
+        _hear_of_steps()
 
     def clear(self) -> None:
         """Forget all: the weights may have changed unseen."""
@@ -88,6 +88,23 @@ class GatherableWeights:
             asked.append((weight, shard))
         for (weight, shard), sent in zip(asked, send(asked, dtype), strict=True):
             weight.keep(sent, shard, dtype)
+
+
+@cache
+def _hear_of_steps() -> None:
+    register_optimizer_step_post_hook(_forget_stepped)
+
+
+def _forget_stepped(optimizer: Optimizer, *_: object) -> None:
+    """Forget what is known of the weights that ``optimizer`` has stepped: a fused one moves no version."""
+    found: set[GatherableWeights] = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            shard = parameter._local_tensor if isinstance(parameter, DTensor) else None
+            if isinstance(shard, ShardedWeight):
+                found.add(shard.weight.others)
+    for others in found:
+        others.clear()
 
 
 def send(asked: list[tuple["GatherableWeight", "ShardedWeight"]], dtype: torch.dtype) -> list[Sent]:

@@ -81,6 +81,7 @@ class LinearPlan:
         formats: what each GEMM multiplies, in the words of :func:`operand_formats`.
         casts: the keys of all casts, where each makes an operand of its tensor itself and nothing more; else None.
         is_stateful: whether scales depend on earlier steps; then :meth:`remembering_in` makes a module's own plan.
+        in_group: the roles whose amaxes are shared over an ``amax_reduction_group``.
     """
 
     recipe: Recipe
@@ -95,6 +96,7 @@ class LinearPlan:
     is_stateful: bool = field(init=False, repr=False, compare=False)
     formats: dict[GemmName, str] = field(init=False, repr=False, compare=False)
     casts: Casts | None = field(init=False, repr=False, compare=False)
+    in_group: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
@@ -109,6 +111,8 @@ class LinearPlan:
         roles = (self.input, self.weight, self.grad_output)
         object.__setattr__(self, "is_stateful", any(quantizer.is_stateful for quantizer in roles))
         object.__setattr__(self, "casts", _casts(self))
+        in_group = tuple(role for role, own in zip(TENSOR_TYPES, roles, strict=True) if own.joins_group)
+        object.__setattr__(self, "in_group", in_group)
 
     def remembering_in(self, memory: dict[str, Any]) -> "LinearPlan":
         """The plan of one module, which keeps in ``memory`` what its quantizers remember between steps."""

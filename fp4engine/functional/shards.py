@@ -14,6 +14,7 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.formats import CastSpec, Outer
 from fp4engine.quantizers import Quantizer
+from fp4engine.roles import TENSOR_TYPES
 from fp4engine.tensor import QuantizedTensor
 
 Role = Literal["input", "weight", "grad_output"]
@@ -57,10 +58,13 @@ class Shards(NamedTuple):
         rows = Shard(((group, 0),))
         return Shards(rows, rows, rows)
 
-    def and_over(self, group: Any) -> "Shards":
-        """The same, and amaxes are shared with the ranks of ``group`` beside."""
-        inp, weight, grad = (shard._replace(groups=(*shard.groups, (group, 0))) for shard in self[:3])
-        return self._replace(input=inp, weight=weight, grad_output=grad)
+    def and_over(self, group: Any, roles: Sequence[str] = TENSOR_TYPES) -> "Shards":
+        """The same, and amaxes of ``roles`` are shared with the ranks of ``group`` beside."""
+        shared: dict[str, Any] = {}
+        for role in roles:
+            shard: Shard = getattr(self, role)
+            shared[role] = shard._replace(groups=(*shard.groups, (group, 0)))
+        return self._replace(**shared)
 
     def draw(self, device: torch.device, direction: ops.Direction) -> Tensor:
         """The next draw of a forward, or of a backward pass."""

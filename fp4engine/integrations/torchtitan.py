@@ -37,7 +37,7 @@ class NVFP4Linear(Linear, Module):
             raise NotImplementedError(
                 f"{self.name}: context parallelism, and tensor parallelism by spmd_backend='spmd_types', hand over "
                 "parts of tensors as plain tensors, which would not be cast as in one process; use data or pipeline "
-                "parallelism, or tensor parallelism with parallelism.spmd_backend='full_dtensor'"
+                "parallelism, or tensor parallelism with parallelism.spmd_backend='full_dtensor' or 'partial_dtensor'"
             )
         super().parallelize(parallel_dims)
 

@@ -212,7 +212,7 @@ def grouped_cast(
         x: [M, K] BF16, FP16 or FP32, contiguous along K.
         offsets: of :func:`offsets`.
         keys: of specs with one outer scale per tensor, rowwise without a rotation.
-        rng: int64 [G, 2]: ``(seed, draw)`` of each expert.
+        rng: int64 [G, 2]: ``(key, draw)`` of each expert.
 
     Returns:
         Operands [M, K] and [K, P], amaxes FP32 [G]: 0 without rows. What is no expert's is not written.

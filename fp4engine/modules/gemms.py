@@ -248,7 +248,7 @@ class Gemms(torch.nn.Module):
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
             x, w, b = layout.parts(inp, weight, bias)
             assert x is not None and w is not None
-            shards = self._told(layout.shards, state)
+            shards = self._told(layout.shards, plan, state)
             if self._weight_amaxes is not None:
                 shards = with_amaxes(shards, weight, self._weight_amaxes, weight_amaxes_for(shards, plan))
             return layout.whole(linear(x, w, b, plan, executed=self.executed, shards=shards))
@@ -257,7 +257,7 @@ class Gemms(torch.nn.Module):
         share = self._share  # read once: a thread with another input may replace it meanwhile
         if share is None or share[0] != asked:
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
-            shards = self._told(layout.shards, state)
+            shards = self._told(layout.shards, plan, state)
             share = self._share = asked, shards, WholesOf(layout), weight_amaxes_for(shards, plan)
         _, shards, wholes, needed = share
         if self._weight_amaxes is not None:
@@ -291,19 +291,19 @@ class Gemms(torch.nn.Module):
         cp_group = None if state is None else state.cp_group
         if cp_group is None:
             shared = state is not None and state.amax_reduction_group is not None
-            return self._told(Shards(), state) if shared or self.draws_as is not None else None
+            return self._told(Shards(), plan, state) if shared or self.draws_as is not None else None
         if self.module_type == "grouped_linear":
             raise NotImplementedError(
                 f"{self.name or 'GroupedLinear'}: cp_group says that every rank has as many rows, and of an expert it "
                 "has those of the tokens that chose it; enter autocast without cp_group around experts"
             )
         rows = prod(inp.shape[:-1])
-        return self._told(rows_in_order(plan, cp_group, rows, inp.device, self._label()), state)
+        return self._told(rows_in_order(plan, cp_group, rows, inp.device, self._label()), plan, state)
 
-    def _told(self, shards: Shards, state: AutocastState | None) -> Shards:
+    def _told(self, shards: Shards, plan: LinearPlan, state: AutocastState | None) -> Shards:
         """``shards``, with what the region and the module say beside."""
         if state is not None and state.amax_reduction_group is not None:
-            shards = shards.and_over(state.amax_reduction_group)
+            shards = shards.and_over(state.amax_reduction_group, plan.in_group)
         if self.draws_as is not None:
             layer, replica = self.draws_as
             shards = shards._replace(layer=layer, rank=replica)

@@ -332,17 +332,13 @@ def _agreed_rank(names: str, device: str) -> int:
     groups = ops.groups_named(names)
     shared = tuple((name, *dist.get_process_group_ranks(g)) for name, g in zip(names.split(" "), groups, strict=True))
     if shared not in _agreed:
-        seed, least = ops.current_seed(), dist.get_rank()
-        for several in groups:
-            found = torch.tensor([seed, ~seed, -least], dtype=torch.int64, device=device)
-            dist.all_reduce(found, dist.ReduceOp.MAX, several)
-            largest, complement, negated = found.tolist()
-            if largest != ~complement:
-                raise ValueError(
-                    f"the ranks {dist.get_process_group_ranks(several)} share tensors, and their random streams have "
-                    f"different seeds, this one {seed}; give all of them one, by torch.manual_seed or "
-                    "fp4engine.manual_seed"
-                )
-            least = -negated
+        seed = ops.current_seed()
+        (least_seed, seeds), (least, _) = ops.ranges([seed, dist.get_rank()], groups, device)
+        if least_seed != seeds:
+            ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})
+            raise ValueError(
+                f"the ranks {ranks} share tensors, and the random streams of all that do have different seeds, this "
+                f"one {seed}; give all of them one, by torch.manual_seed or fp4engine.manual_seed"
+            )
         _agreed[shared] = least
     return _agreed[shared]

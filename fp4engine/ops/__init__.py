@@ -44,7 +44,7 @@ from fp4engine.ops.linear import (
     weight_amaxes_for,
 )
 from fp4engine.ops.operand import Operand, is_transposable
-from fp4engine.ops.reduce import all_reduce_amax, groups_named, packed_amaxes, share_amaxes
+from fp4engine.ops.reduce import all_reduce_amax, groups_named, packed_amaxes, ranges, share_amaxes
 from fp4engine.ops.rng import (
     RandomStream,
     current_seed,
@@ -110,6 +110,7 @@ __all__ = [
     "placed",
     "quantize",
     "quantize_many",
+    "ranges",
     "rank_bits",
     "record_amax",
     "refusals",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import reference
-from fp4engine.constants import BLOCK_SIZE
+from fp4engine.constants import BLOCK_SIZE, KEY_STEP
 from fp4engine.formats import CastSpec, Outer
 from fp4engine.ops import backend as backends
 from fp4engine.ops.cast import Form, as_it_is, fused_casts_supported, transient_form
@@ -78,7 +78,7 @@ def grouped_quantize(
         x: [M, K], any strides.
         offsets: of :func:`expert_offsets`.
         rowwise, columnwise: what :func:`grouped_supports`; rowwise without a rotation.
-        rng: int64 [2] ``(seed, draw)``, the draw of expert 0; expert e has ``draw - e``.
+        rng: int64 [2] ``(key, draw)``, the draw of expert 0; expert e has ``draw - e``.
     """
     x = as_it_is(x)
     run = _grouped_quantize if is_plain(x) else torch.ops.fp4engine.grouped_quantize
@@ -172,9 +172,15 @@ def _grouped_quantize(
 
 
 def _draws(rng: Tensor, groups: int) -> Tensor:
-    """int64 [G, 2]: ``(seed, draw - e)`` for expert e."""
-    seed, draw = rng.unbind()
-    return torch.stack((seed.expand(groups), draw - torch.arange(groups, device=rng.device)), 1)
+    """int64 [G, 2]: ``(key, draw - e)`` for expert e, with the key of that draw, see :func:`fp4engine.ops.rng.advance`.
+
+    Four launches: the upper halves of the draws are read in place.
+    """
+    draws = rng.new_empty(groups, 2)
+    torch.sub(rng[1], torch.arange(groups, device=rng.device), out=draws[:, 1])
+    upper = draws.view(torch.int32)[:, 3]
+    torch.add(rng[:1], upper - upper[:1], alpha=KEY_STEP, out=draws[:, 0])
+    return draws
 
 
 def _along_rows(x: Tensor) -> Tensor:

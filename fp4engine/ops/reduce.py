@@ -1,4 +1,4 @@
-"""Outer amaxes shared by the ranks of a process group."""
+"""Outer amaxes shared by the ranks of a process group, and what these ranks are compared by."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +34,25 @@ def groups_named(names: str) -> list[Any]:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return [_resolve_process_group(name) for name in names.split(" ")]  # pyright: ignore[reportArgumentType]
+
+
+def ranges(numbers: Sequence[int], groups: Sequence[Any], device: str) -> list[tuple[int, int]]:
+    """The least and the largest of each of ``numbers`` over all ranks of ``groups``, which cross each other.
+
+    Every rank gets the same answer, after a collective in every group: none may raise between them, since others wait.
+
+    Args:
+        numbers: int64; the ranks have as many.
+        device: type of the device on which the groups communicate.
+    """
+    both = [*numbers, *(~number for number in numbers)]
+    found = torch.tensor(both, dtype=torch.int64, device=device)
+    for group in groups:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    largest = found.tolist()
+    return [
+        (~complement, most) for most, complement in zip(largest[: len(numbers)], largest[len(numbers) :], strict=True)
+    ]
 
 
 def all_reduce_amax(amax: Tensor, group: dist.ProcessGroup) -> None:

@@ -78,6 +78,11 @@ class Quantizer:
         return False
 
     @property
+    def joins_group(self) -> bool:
+        """True if its amax is shared over an ``amax_reduction_group``; over the ranks that hold a tensor, always."""
+        return True
+
+    @property
     def only_casts(self) -> bool:
         """True if what it launches follows from its fields and its arguments' shapes: nobody has overridden a step."""
         own, base = type(self), Quantizer

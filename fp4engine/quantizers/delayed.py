@@ -212,6 +212,11 @@ class DelayedQuantizer(Quantizer):
         return True
 
     @property
+    def joins_group(self) -> bool:
+        """As the recipe's ``reduce_amax`` says."""
+        return self.recipe.reduce_amax
+
+    @property
     def is_composable(self) -> bool:
         """True unless functions of the recipe's choose the amax."""
         recipe = self.recipe
@@ -260,8 +265,8 @@ class DelayedQuantizer(Quantizer):
         return super().quantize(x, rowwise_amax=amax, **arguments)
 
     def amax(self, x: Tensor, **sides: Any) -> tuple[Tensor | None, Tensor | None]:
-        """The amax to share over ranks before :meth:`quantize`; none under ``reduce_amax=False``."""
-        return (self._own_amax(x) if self.recipe.reduce_amax else None), None
+        """The amax to share over ranks before :meth:`quantize`."""
+        return self._own_amax(x), None
 
     def _own_amax(self, x: Tensor) -> Tensor:
         amax, _ = ops.amax(as_matrix(x), self.rowwise_spec, None, stream=self.stream, backend=self.backend)

@@ -477,6 +477,37 @@ def misplaced(rank: int):
     return said
 
 
+def stepped(rank: int):
+    """Reductions of amaxes of a forward after a step of nobody, of one rank's own optimizer, and of the model's."""
+    model, counts = shard(make_model(), True), []
+    own = torch.nn.Parameter(torch.ones(4))
+    own.grad = torch.ones(4)
+    optimizers = {"own": torch.optim.SGD([own]), "model": torch.optim.SGD(model.parameters())}
+    for name in (None, None, "own", "model"):
+        if name == "model" or (name == "own" and rank == 0):
+            optimizers[name].step()
+        with Wire() as seen, fp4engine.autocast(recipe=DEFAULT), torch.no_grad():
+            model(torch.ones(8, 64))
+        counts.append(len(seen.of("allreduce")))
+    return counts
+
+
+def unlike(rank: int):
+    """What every rank is told where the second casts otherwise, or has another model; neither model is changed."""
+    said = []
+    for recipe, hidden in (
+        (NVFP4BlockScaling(disable_2d_quantization=True), 96),
+        (zoo.make("fp8_current"), 96),
+        (DEFAULT, 64),
+    ):
+        model = make_model(hidden if rank else 96)
+        with pytest.raises(ValueError) as error:
+            fp4_all_gather(model, recipe if rank else DEFAULT)
+        assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
+        said.append(str(error.value))
+    return said
+
+
 def copied(rank: int):
     """A copy that was made before sharding is plain, and stays so when a state is loaded."""
     model = make_model()
@@ -524,8 +555,8 @@ CHECKS = {
     check.__name__: check
     for check in (
         three_steps, recipes, modules, frozen, offloaded, fused, checkpointed, compiled, kept, evaluated, wire,
-        operands, casts, dropped, released, broadcast, nan, plain, assigned, from_meta, refused, misplaced, copied,
-        reasons,
+        operands, casts, dropped, released, broadcast, nan, plain, assigned, from_meta, refused, misplaced, stepped,
+        unlike, copied, reasons,
     )
 }  # fmt: skip
 
@@ -644,6 +675,17 @@ def test_shards_that_were_not_planned_are_refused_by_name(ranks):
         assert "weight [80, 64] was to be gathered as codes, and one of 2 ranks has [40, 64] of it" in mesh
         assert "weight [64, 80] was to be gathered as codes, and one of 2 ranks has [64, 40] of it" in columns
         assert reasons == ["it is a DTensor already, of tensor parallelism"] * 2
+
+
+def test_an_optimizer_of_other_parameters_makes_no_rank_reduce_alone(ranks):
+    assert [rank["stepped"] for rank in ranks] == [[1, 0, 0, 1]] * 2
+
+
+def test_ranks_that_would_not_gather_alike_are_all_told(ranks):
+    own = [["e2m1 16x16", "e2m1 16x16", "e2m1 16x16"], ["none", "none", "e2m1 16x16"]]
+    for rank, casts in zip(ranks, own, strict=True):
+        for said, cast in zip(rank["unlike"], casts, strict=True):
+            assert said.startswith("the ranks would not gather the weights alike") and said.endswith(f"casts: {cast}")
 
 
 def test_a_copy_is_gathered_in_high_precision(ranks):

@@ -24,7 +24,7 @@ from fp4engine import ops
 from fp4engine.distributed import share_weight_amaxes
 from fp4engine.modules import sharded
 from fp4engine.modules.shared_amax import share_amax
-from fp4engine.recipe import NVFP4BlockScaling, zoo
+from fp4engine.recipe import DelayedScaling, NVFP4BlockScaling, zoo
 from tests.ranks import process_group
 
 WORLD = 2
@@ -462,6 +462,34 @@ def siblings(rank: int, mesh, alone):
         return distance([model(torch.linspace(-1, 1, 32 * 64).view(32, 64))], [alone["siblings"]])
 
 
+def remembered(rank: int, mesh, alone):
+    """What delayed scaling remembers of a layer of which ranks have parts, and of one with rows of each rank's own."""
+    whole, found = torch.linspace(-1, 2, 32 * 64).view(32, 64), []
+    for style in (ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())):
+        layer = layer_of_steps()
+        parallelize_module(layer, mesh, {"0": style})
+        found.append(amaxes_of(layer, whole))
+    own = amaxes_of(layer_of_steps(), whole.chunk(WORLD)[rank], amax_reduction_group=mesh.get_group())
+    return found, own, float(whole.chunk(WORLD)[rank].abs().max())
+
+
+def layer_of_steps() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(64, 64))
+    fp4engine.convert(layer)
+    with torch.no_grad():
+        layer[0].weight[40:, 40:] *= 3
+    return layer
+
+
+def amaxes_of(layer: nn.Module, x: torch.Tensor, **region):
+    """By role, the newest amax after a step of a recipe that leaves ``amax_reduction_group`` alone."""
+    with fp4engine.autocast(recipe=DelayedScaling(reduce_amax=False), **region):
+        y = layer(x)
+    (y * torch.linspace(1, 2, 64)).sum().backward()
+    return {role: history["values"][0] for role, history in fp4engine.get_amax_history(layer).items()}
+
+
 def refusals(rank: int, mesh, alone):
     """What is said to layers that cannot be computed as one process would."""
 
@@ -537,6 +565,7 @@ CHECKS = {
     "operators": operators,
     "layouts": layouts,
     "siblings": siblings,
+    "remembered": remembered,
     "refusals": refusals,
 }
 
@@ -593,6 +622,14 @@ def test_equal_blocks_share_their_graphs(ranks):
 def test_nan_on_one_rank_is_finite_on_none(ranks):
     for rank in ranks:
         assert rank["nan"] == {"weight": [0, 0], "sequence": [0, 0], "context": [0, 0]}
+
+
+def test_parts_of_a_tensor_have_one_history(ranks):
+    """Whatever ``reduce_amax`` says, which is about ranks that have tensors of their own."""
+    whole = amaxes_of(layer_of_steps(), torch.linspace(-1, 2, 32 * 64).view(32, 64))
+    for rank in ranks:
+        parts, own, largest = rank["remembered"]
+        assert parts == [whole, whole] and own["0:input"] == largest
 
 
 def test_amaxes_of_a_pass_travel_together(ranks):
@@ -690,6 +727,18 @@ def four(rank: int, alone):
     return found
 
 
+def another_seed(rank: int) -> str:
+    """What is said to a rank of a mesh with two dimensions, whose first rank has a seed of its own."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    fp4engine.manual_seed(7 if rank == 0 else 3)
+    layer = fp4engine.Linear(64, 64, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate(), Shard(0)]))
+    inp = distribute_tensor(torch.randn(64, 64), mesh, [Shard(0), Replicate()])
+    with pytest.raises(ValueError, match="have different seeds") as raised, fp4engine.autocast():
+        layer(inp)
+    return str(raised.value)
+
+
 def run_four(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     alone = {}
@@ -697,10 +746,10 @@ def run_four(rank: int, folder: str) -> None:
         with drawn_as(first):
             alone[first] = multiplied(lambda: train(make_block(), zoo.make("nvfp4")))
     with process_group(rank, 4, f"{folder}/store"):
-        found = four(rank, alone)
+        found, seeds = four(rank, alone), another_seed(rank)
     pairs = zip(alone[0][1], alone[2][1], strict=True)
     own_bits = any(differing(one, other, 0, 1) for (_, one), (_, other) in pairs)
-    torch.save((found, own_bits), f"{folder}/{rank}.pt")
+    torch.save((found, own_bits, seeds), f"{folder}/{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -712,8 +761,13 @@ def four_ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", ["tensor", "sequence", "fsdp2, tensor", "fsdp2, sequence", "context, tensor"])
 def test_operands_of_four_ranks_are_parts_of_those_of_one_process(four_ranks, layout):
-    for found, replicas_draw_their_own_bits in four_ranks:
+    for found, replicas_draw_their_own_bits, _ in four_ranks:
         wrong, products, distance = found[layout]
         assert replicas_draw_their_own_bits
         assert wrong == [] and products == 12
         assert distance < 1e-6
+
+
+def test_another_seed_on_one_rank_is_refused_on_every_rank(four_ranks):
+    for rank, (_, _, said) in enumerate(four_ranks):
+        assert f"this one {7 if rank == 0 else 3};" in said

@@ -24,9 +24,9 @@ SR = CastSpec(rounding=RoundingMode.STOCHASTIC)
 FOUR_OVER_SIX = CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MAE, scale_bound=256.0)
 
 
-def results(function, inp, parameters, recipe=RECIPE):
-    """Output, input gradient and the parameters' gradients of one step from draw 0."""
-    fp4engine.manual_seed(7)
+def results(function, inp, parameters, recipe=RECIPE, drawn=0):
+    """Output, input gradient and the parameters' gradients of one step from the draw ``drawn``."""
+    fp4engine.set_rng_state({"seed": 7, "draws": {inp.device.type: drawn}})
     inp = inp.clone().requires_grad_()
     with fp4engine.autocast(recipe=recipe):
         output = function(inp)
@@ -69,8 +69,9 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("drawn", [0, 2**32 - 2])  # the second changes its key between the experts
 @pytest.mark.parametrize(("counts", "fan_in", "fan_out", "dtype", "recipe"), CASES)
-def test_bytes_of_a_loop_of_linears(kernel_device, counts, fan_in, fan_out, dtype, recipe):
+def test_bytes_of_a_loop_of_linears(kernel_device, counts, fan_in, fan_out, dtype, recipe, drawn):
     layer = make(len(counts), fan_in, fan_out, kernel_device, dtype)
     inp = torch.randn(sum(counts), fan_in, device=kernel_device, dtype=dtype)
     linears, parameters = loop_of(layer), list(layer.parameters())
@@ -78,11 +79,11 @@ def test_bytes_of_a_loop_of_linears(kernel_device, counts, fan_in, fan_out, dtyp
     def looped(x):
         return torch.cat([linear(rows) for linear, rows in zip(linears, x.split(counts), strict=True)])
 
-    want = results(looped, inp, parameters, recipe)
+    want = results(looped, inp, parameters, recipe, drawn)
     draws = fp4engine.get_rng_state()
     ops.reset_executed_paths()
     splits = torch.tensor(counts, device=kernel_device)
-    assert_same(results(lambda x: layer(x, splits), inp, parameters, recipe), want)
+    assert_same(results(lambda x: layer(x, splits), inp, parameters, recipe, drawn), want)
     assert is_grouped() and fp4engine.get_rng_state() == draws
     for index, rows in enumerate(counts):
         if rows == 0:
