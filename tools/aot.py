@@ -341,7 +341,8 @@ def compile_case(index: int, target: str) -> tuple[str, str]:
         return line, f"{name}, {where}: does not wait for its predecessor before it uses memory"
     if kernel is fold_kernel and BARRIER.search(ptx or compiled.asm.get("amdgcn", "")):
         return line, f"{name}, {where}: warps wait for each other where some of them may not come (whole_amax)"
-    if kernel in (amax_kernel, quantize_kernel) and SINGLE.search(ptx):
+    is_large = kernel in (amax_kernel, quantize_kernel) and constants["TILE_M"] * constants["TILE_K"] >= 8192
+    if is_large and SINGLE.search(ptx):  # in a smaller tile a thread has one element of each row
         return line, f"{name}, {where}: reads x element by element"
     sides = [side for side in (constants.get("ROW"), constants.get("COL")) if side is not None]
     wants = kernel in (quantize_kernel, grouped_quantize_kernel) and all(

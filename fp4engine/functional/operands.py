@@ -1,14 +1,14 @@
 """Operands of the three GEMMs: cast for a forward, kept for its backward, and made of what was kept."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fp4engine import ops
 from fp4engine.functional.call import Call
-from fp4engine.functional.shards import Part, quantize_parts
+from fp4engine.functional.shards import Part, quantize_parts, takes_draw
 from fp4engine.functional.weight_cache import Operands
 from fp4engine.ops import Operand, TiledOperand
 from fp4engine.quantizers import Quantizer
@@ -45,9 +45,9 @@ def quantize_forward(call: Call, *tensors: tuple[Literal["input", "weight"], Ten
     for role, tensor, needs_backward in tensors:
         quantizer: Quantizer = getattr(call.plan, role)
         matrix = as_matrix(tensor)
-        keeps_rowwise, columnwise, form = _sides(quantizer, call, needs_backward, matrix.device)
+        keeps_rowwise, arguments = _asked(quantizer, call, needs_backward, matrix.device)
         given = None if role == "input" or call.shards is None else call.shards.weight_amaxes
-        parts.append(Part(role, quantizer, matrix, {"columnwise": columnwise, "rowwise_form": form}, given))
+        parts.append(Part(role, quantizer, matrix, arguments, given))
         keep_rowwise.append(keeps_rowwise)
     operands: list[Operands] = []
     for i, quantized in enumerate(_quantize(parts, call)):
@@ -63,10 +63,22 @@ def quantize_forward(call: Call, *tensors: tuple[Literal["input", "weight"], Ten
 
 def quantize_source(source: ops.Source, quantizer: Quantizer, call: Call, needs_backward: bool) -> Operands:
     """As :func:`quantize_forward`, of an input that only its cast computes."""
-    keeps_rowwise, columnwise, form = _sides(quantizer, call, needs_backward, source.device)
-    quantized = quantizer.quantize(source, columnwise=columnwise, rowwise_form=form)
+    keeps_rowwise, arguments = _asked(quantizer, call, needs_backward, source.device)
+    quantized = quantizer.quantize(source, **arguments)
     assert quantized.rowwise is not None
     return quantized.rowwise, quantized.rowwise if keeps_rowwise else quantized.columnwise
+
+
+def _asked(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch.device) -> tuple[bool, dict[str, Any]]:
+    """Whether backward reads the rowwise operand, and what :meth:`Quantizer.quantize` is to do.
+
+    It takes the draw of a whole tensor, since nobody else knows that it is of a forward pass.
+    """
+    keeps_rowwise, columnwise, form = _sides(quantizer, call, needs_backward, device)
+    arguments: dict[str, Any] = {"columnwise": columnwise, "rowwise_form": form}
+    if call.plan.draws_in_forward and call.shards is None and takes_draw(quantizer, arguments):
+        arguments["rng"] = ops.next_draw(device, direction="forward")
+    return keeps_rowwise, arguments
 
 
 def _sides(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch.device) -> tuple[bool, bool, ops.Form]:

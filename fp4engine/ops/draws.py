@@ -28,13 +28,13 @@ class _Source(threading.local):
 _source = _Source()
 
 
-def next_draw(device: torch.device, count: int = 1, name: str = "", direction: Direction = "forward") -> Tensor:
+def next_draw(device: torch.device, count: int = 1, name: str = "", direction: Direction | None = None) -> Tensor:
     """Advance the stream of ``device`` by ``count`` draws: int64 [2] ``(seed, draw)``, the last of them.
 
     What draws by a ``name`` has draws of its own, which nothing else advances.
 
-    ``direction`` is told of the pass that draws: compiled code cannot hand to a backward pass the state that a forward
-    pass has advanced since, so a forward pass finds it when it runs.
+    ``direction`` is told of the pass of a layer that draws; None, if it is not known. Compiled code cannot hand to a
+    backward pass the state that a forward pass has advanced since, so what may be a forward pass finds it when it runs.
 
     The tensor is the caller's own. Threads and CUDA streams that draw at the same time get different draws. Where
     tensors have no memory (the meta device, ``FakeTensorMode``), neither has the draw, and the stream stays as it is.
@@ -44,9 +44,9 @@ def next_draw(device: torch.device, count: int = 1, name: str = "", direction: D
             forward draws otherwise than the forward that it repeats.
     """
     if torch.compiler.is_dynamo_compiling():
-        if direction == "forward":
-            return torch.ops.fp4engine.next_forward_draw(turn_of(device, "forward"), count, name)
-        return torch.ops.fp4engine.next_draw(rng.state_of(device, name), count)
+        if direction == "backward":
+            return torch.ops.fp4engine.next_draw(rng.state_of(device, name), count)
+        return torch.ops.fp4engine.next_forward_draw(turn_of(device, "forward"), count, name, direction is not None)
     like = torch.empty(0, dtype=torch.int64, device=device)
     if like.is_meta or type(like) is not Tensor:
         return _without_memory(like)
@@ -145,8 +145,8 @@ def _next_draw(state: Tensor, count: int) -> Tensor:
     return _source.take(state, count)
 
 
-def _next_forward_draw(turn: Tensor, count: int, name: str) -> Tensor:
-    if backward_pass() != -1 and not is_replaying():
+def _next_forward_draw(turn: Tensor, count: int, name: str, is_of_layer: bool) -> Tensor:
+    if is_of_layer and backward_pass() != -1 and not is_replaying():
         raise RuntimeError(
             "a compiled forward that draws random bits is recomputed inside a backward pass, where "
             "torch.utils.checkpoint does not repeat its draws; use fp4engine.checkpoint"
