@@ -100,11 +100,11 @@ class Gemms(torch.nn.Module):
     @property
     def name(self) -> str:
         """What recipes see; another name is another question, so it forgets what compiled code reads as answers."""
-        return self.__dict__["name"]
+        return self._name
 
     @name.setter
     def name(self, name: str | None) -> None:
-        self.__dict__["name"] = name or ""
+        self._name = name or ""
         self._answers.clear()
 
     def forget_plan(self) -> None:

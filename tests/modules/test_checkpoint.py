@@ -1,5 +1,6 @@
 """Activation checkpointing changes no bit of a gradient, and a recomputation never runs in another precision."""
 
+import re
 from functools import partial
 
 import pytest
@@ -366,11 +367,13 @@ def test_a_checkpoint_inside_a_compiled_function_repeats_its_forward_or_refuses(
         return torch.compile(lambda x: checkpoint(layer, x, use_reentrant=use_reentrant), backend="aot_eager")
 
     assert_same(gradients(layers, compiled(fp4engine.checkpoint), recipe, steps=1), expected)
-    if recipe is STOCHASTIC:
-        with pytest.raises(RuntimeError, match=r"draws random bits.*use fp4engine\.checkpoint"):
-            gradients(layers, compiled(torch_checkpoint), recipe, steps=1)
+    try:
+        found = gradients(layers, compiled(torch_checkpoint), recipe, steps=1)
+    except RuntimeError as error:  # PyTorch 2.11 keeps the draw for the backward pass; later ones would draw again
+        assert recipe is STOCHASTIC
+        assert re.search(r"draws random bits.*use fp4engine\.checkpoint", str(error))
     else:
-        assert_same(gradients(layers, compiled(torch_checkpoint), recipe, steps=1), expected)
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
