@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
@@ -96,29 +96,17 @@ def _memory(weight: Tensor) -> tuple[UntypedStorage | None, tuple[Any, ...]]:
     return weight.untyped_storage(), (weight.storage_offset(), weight.dtype, weight.shape, weight.stride())
 
 
-class Clearable(Protocol):
-    """What remembers something of weights, and can forget it."""
-
-    def clear(self) -> None:
-        """Forget: the weights may have changed unseen."""
-
-
-_told: weakref.WeakSet[Clearable] = weakref.WeakSet()
+_told: weakref.WeakSet[WeightCache] = weakref.WeakSet()
 _lock = threading.Lock()
 """Held while somebody joins those, and while a thread that has stepped an optimizer clears them."""
-
-
-def tell_of_steps(cache: Clearable) -> None:
-    """Clear ``cache`` after every step of a ``torch.optim`` optimizer, as long as it lives."""
-    with _lock:
-        _told_for_good()
-        _told.add(cache)
 
 
 def microbatch_cache() -> WeightCache:
     """A cache without a scope, for ``is_first_microbatch``: told of every optimizer step as long as it lives."""
     cache = WeightCache()
-    tell_of_steps(cache)
+    with _lock:
+        _told_for_good()
+        _told.add(cache)
     return cache
 
 

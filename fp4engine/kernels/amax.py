@@ -22,7 +22,19 @@ from torch import Tensor
 from fp4engine.formats import CastSpec
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.encode import NAN, block_amax, from_bits, hadamard_amax, operand_amax, round_pair, to_bits
-from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, Tiles, device_facts, facts, fitting, resolver
+from fp4engine.kernels.launch import (
+    WIDTHS,
+    Block,
+    Draft,
+    Facts,
+    Launch,
+    Place,
+    Tiles,
+    device_facts,
+    facts,
+    fitting,
+    resolver,
+)
 from fp4engine.kernels.load import Prologue, Reading, read_blocks, read_rows, store_blocks, store_rows
 from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_previous
 
@@ -31,8 +43,6 @@ CLEARED = 1024
 """Maxima that a program of :func:`clear_kernel` sets to zero."""
 MOST_PARTS = 1024
 """Parts of an amax per tensor."""
-WIDTHS = (1024, 512, 256, 128, 64)
-"""Columns of a tile that is read rowwise alone."""
 
 
 @triton.jit
@@ -219,10 +229,10 @@ def tile_shape(
     registers, there are fewer.
     """
     if col is not None:
-        has_gamma = prologue is not None and prologue.is_norm
-        return (64, 128) if not has_gamma and fitting(cols, 128, 64) == 128 else (128, 64)
-    width = fitting(cols, *WIDTHS)
-    return (8192 if prologue is not None or itemsize > 2 else 16384) // width, width
+        size, width = 8192, 64 if prologue is not None and prologue.is_norm else fitting(cols, 128, 64)
+    else:
+        size, width = 8192 if prologue is not None or itemsize > 2 else 16384, fitting(cols, *WIDTHS)
+    return size // width, width
 
 
 class Maxima(NamedTuple):

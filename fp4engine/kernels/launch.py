@@ -323,6 +323,10 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+WIDTHS = (1024, 512, 256, 128, 64)
+"""Columns of a tile of what is read by rows alone."""
+
+
 def fitting(length: int, *sizes: int) -> int:
     """Of some sizes of a tile, the one that leaves the least of the last tile empty along ``length``; or the first."""
     return min(sizes, key=lambda size: -length % size)

@@ -10,6 +10,7 @@ and after packing, 8 times smaller than x.
 Legend: x is [M, K]; rowwise operand [M, K], columnwise operand [K, M].
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,12 +22,9 @@ from fp4engine.formats import E2M1, E4M3, CastSpec, Correction, Outer, RoundingM
 from fp4engine.kernels.amax import Maxima, add_amax, add_zeros, amax_size, whole_amax
 from fp4engine.kernels.cast import Side, cast_block, products_stay_normal
 from fp4engine.kernels.encode import stack
-from fp4engine.kernels.launch import Block, Draft, Facts, Place, Tiles, device_facts, fitting
+from fp4engine.kernels.launch import WIDTHS, Block, Draft, Facts, Place, Tiles, device_facts, fitting
 from fp4engine.kernels.load import Prologue, Reading, read_blocks, read_rows
 from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_previous
-
-WIDTHS = (1024, 512, 256, 128, 64)
-"""Columns of a tile that is cast rowwise alone."""
 
 
 @triton.jit
@@ -191,12 +189,11 @@ def tile_shape(
     whose two candidates need the registers. A prologue keeps a weight per column in registers, so it has few columns.
     """
     small = small or any(side is not None and side.error is not None for side in (row, col))
-    if col and small:
-        return 32, 64
-    if col:
-        return (64, 128) if prologue is None and fitting(cols, 128, 64) == 128 else (128, 64)
     size, rows = (128 if small else 512) * BLOCK_SIZE, BLOCK_SIZE if row and row.tiled else 8
-    width = fitting(cols, *(width for width in WIDTHS if rows * width <= size))
+    if col:
+        width = 64 if small or prologue is not None else fitting(cols, 128, 64)
+    else:
+        width = fitting(cols, *(width for width in WIDTHS if rows * width <= size))
     return size // width, width
 
 
@@ -245,11 +242,11 @@ def add_cast(
         if y is not None:
             reading = Reading(Facts(reading.shape, (reading.shape[1], 1), dtype, True), None, y)
         maxima = Maxima(found.row if missing[0] else maxima.row, found.col if missing[1] else maxima.col, found.parts)
-    cols = reading.shape[1]
-    tiles = Tiles.of(reading.shape, draft.device, *tile_shape(row_side, col_side, False, reading.prologue, cols))
+    shape_of = partial(tile_shape, row_side, col_side, prologue=reading.prologue, cols=reading.shape[1])
+    tiles = Tiles.of(reading.shape, draft.device, *shape_of())
     hardware, multiprocessors = device_facts(draft.device)
     if tiles.programs < multiprocessors:
-        tiles = Tiles.of(reading.shape, draft.device, *tile_shape(row_side, col_side, small=True, cols=cols))
+        tiles = Tiles.of(reading.shape, draft.device, *shape_of(small=True))
     targets: list[Place | Block | None] = []
     for target, amax, gone in ((row, maxima.row, missing[0]), (col, maxima.col, missing[1])):
         in_parts = target is not None and gone and not target.side.per_row

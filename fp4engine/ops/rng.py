@@ -199,7 +199,7 @@ def coming(state: Tensor) -> Tensor:
 
 
 def _keyed(draw: Tensor) -> Tensor:
-    """A copy of the state, with the key of its draw, see :func:`advance`, in place of the seed."""
+    """``draw``, a state's copy, in which the key of the draw takes the seed's place, see :func:`advance`."""
     draw[0] += (draw[1] >> 32) * KEY_STEP
     return draw
 
