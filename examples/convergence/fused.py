@@ -20,14 +20,10 @@ def add_norm(x: Tensor, change: Tensor | None, weight: Tensor, dtype: torch.dtyp
     return x, F.rms_norm(x, weight.shape, weight).to(dtype)
 
 
-def split_heads(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> tuple[Tensor, ...]:
-    """[batch, length, 3 * width] to query and key, rotated by position, and value: [batch, heads, length, head_dim].
-
-    In memory heads are inside positions, where attention's output then is the next layer's input as it stands.
-    """
+def split_heads(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[batch, length, 3 * width] to query and key, rotated by position, and value: [batch, heads, length, head_dim]."""
     query, key, value = qkv.unflatten(-1, (3, -1, head_dim)).permute(2, 0, 3, 1, 4)
-    heads = rotate(query, cos, sin), rotate(key, cos, sin), value
-    return tuple(head.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2) for head in heads)
+    return rotate(query, cos, sin), rotate(key, cos, sin), value.contiguous()  # a view's gradient is a sum of its own
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
