@@ -65,13 +65,30 @@ class _StepHook:
 
     def _begin(self, optimizer: Optimizer) -> None:
         """Put the hook on its optimizer, once nothing is left to refuse."""
-        self._handle = optimizer.register_step_post_hook(self._after_step)
+        self._handle = optimizer.register_step_post_hook(self._called)
+
+    def _called(self, *_: object) -> None:
+        self.after_step()
 
     def remove(self) -> None:
-        """Take the hook off its optimizer."""
+        """Take the hook off its optimizer, which from then on no longer calls :meth:`after_step`."""
         self._handle.remove()
 
-    def _after_step(self, *_: object) -> None:
+    def after_step(self) -> None:
+        """Count a step of the optimizer, and do what is due after it.
+
+        The optimizer calls this after each of its steps. A CUDA graph of a step runs no Python when it is replayed:
+        take the hook off by :meth:`remove` before the capture, and call this after each replay.
+
+        Raises:
+            RuntimeError: it is called while a CUDA graph is captured, or its layers have left the model.
+        """
+        on_cuda = any(layer.weight.is_cuda for layer in self.layers.values())
+        if on_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"a replayed CUDA graph runs no {type(self).__name__}: call its remove() before the step is captured, "
+                "and its after_step() after each replay"
+            )
         present = {id(module) for module in self._model.modules()}
         gone = [name for name, layer in self.layers.items() if id(layer) not in present]
         if gone:

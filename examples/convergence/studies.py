@@ -4,7 +4,11 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import nn
+from torch.optim import Optimizer
+
 from fp4engine.formats import RoundingMode
+from fp4engine.optimizer_hooks import OsciReset
 from fp4engine.recipe import (
     Casts,
     LinearRecipe,
@@ -65,6 +69,26 @@ bytes per parameter; of the former there is one with hot channels and one at fou
 
 
 @dataclass(frozen=True)
+class Resets:
+    """When TetraJet-v2's OsciReset puts oscillating weights onto their FP4 values.
+
+    Attributes:
+        start: share of the steps before the first window.
+        periods: of a run, each with one window of a quarter of its steps: 200 and 50 steps at `3m`, as published.
+        threshold: how many times as far as the weight its quantized value has moved.
+    """
+
+    start: float = 0.64
+    periods: int = 48
+    threshold: float = 8.0
+
+    def hook(self, model: nn.Module, optimizer: Optimizer, recipe: Recipe, steps: int) -> OsciReset:
+        period = max(4, steps // self.periods)
+        start, window = round(self.start * steps), period // 4
+        return OsciReset(model, optimizer, recipe, start=start, period=period, window=window, threshold=self.threshold)
+
+
+@dataclass(frozen=True)
 class Variant:
     """One arm of a comparison.
 
@@ -73,12 +97,14 @@ class Variant:
         draws: added to the seed of the random stream, and to nothing else.
         row: its name in the recipe book, if it is there: what a step costs is known by that name.
         source: where it is from, if it is not in the recipe book.
+        resets: when oscillating weights are reset, if ever.
     """
 
     recipe: Callable[[Conditions], Recipe]
     draws: int = 0
     row: str = ""
     source: str = ""
+    resets: Resets | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +132,11 @@ def book(row: str) -> Variant:
     """A row of the recipe book."""
     recipe = zoo.make(row)
     return Variant(lambda settings: recipe, row=row)
+
+
+def with_resets(recipe: Recipe, source: str) -> Variant:
+    """`recipe` with OsciReset, from 64% of the steps on."""
+    return Variant(lambda settings: recipe, source=f"{source}, and OsciReset (arXiv 2510.27527)", resets=Resets())
 
 
 def late_switch(then: Recipe) -> Variant:
@@ -194,6 +225,13 @@ VARIANTS = {
     "first blocks in bf16": high_precision_blocks(last=False),
     "last blocks in bf16": high_precision_blocks(last=True),
     "backward only": book("high_precision_forward_nvfp4_backward"),
+    "forward, weights alone": forward_only(LinearRecipe(weight=Casts(DEFAULT.casts("weight").rowwise))),
+    "forward, inputs alone": forward_only(LinearRecipe(input=Casts(DEFAULT.casts("input").rowwise))),
+    "nvfp4, OsciReset": with_resets(DEFAULT, "NVIDIA's recipe"),
+    "1x16 + 4/6": always(ONE_D.replace(**FOUR_OVER_SIX), "NVIDIA's recipe with 1x16 weights and 4/6 in every cast"),
+    "1x16 + 4/6, OsciReset": with_resets(ONE_D.replace(**FOUR_OVER_SIX), "the same"),
+    "Quartet II, OsciReset": with_resets(zoo.make("quartet2"), "Quartet II"),
+    "TetraJet-v2, OsciReset": with_resets(zoo.make("tetrajet2"), "TetraJet-v2"),
     "forward 1x16": forward_only(ONE_D),
     "forward 1x16 + 4/6": forward_only(ONE_D.replace(**FOUR_OVER_SIX)),
     "forward 16x16": forward_only(DEFAULT),
@@ -255,6 +293,23 @@ STUDIES = {
         "nvfp4",
         BIASES,
         ("3m-20", "3m-20-hot", "3m-20-fast"),
+    ),
+    "search": Study(
+        "Which part of the forward pass costs what, and what closes half of the default's gap?",
+        "nvfp4",
+        (
+            "nvfp4",
+            "forward, weights alone",
+            "forward, inputs alone",
+            "forward 16x16",
+            "nvfp4, OsciReset",
+            "1x16 + 4/6",
+            "1x16 + 4/6, OsciReset",
+            "Quartet II",
+            "Quartet II, OsciReset",
+            "TetraJet-v2",
+            "TetraJet-v2, OsciReset",
+        ),
     ),
     BOARD: Study(
         "Which recipe trains best?",

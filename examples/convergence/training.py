@@ -6,6 +6,7 @@ and writes besides the model is on the device: its number, its data, its learnin
 "again".
 """
 
+import dataclasses
 import datetime
 import json
 import math
@@ -26,6 +27,7 @@ import fp4engine
 from convergence.fused import FusedGPT
 from convergence.results import of_settings
 from convergence.studies import HIGH_PRECISION, VARIANTS, Conditions
+from fp4engine.optimizer_hooks import OsciReset
 from fp4engine.recipe import Recipe
 from gpt import checkpoint
 from gpt.data import Corpus, windows
@@ -118,6 +120,7 @@ class Training:
                 heat(self.model, settings.hot)
             fp4engine.convert(self.model, keep_high_precision=settings.keep_high_precision)
             self.optimizer = make_optimizer(self.model)
+            self.hooks = self._hooks(settings.steps)
             rates = [learning_rate(step, settings) for step in range(settings.steps)]
             self.rates, self.rate = torch.tensor(rates, device=self.device), torch.zeros((), device=self.device)
             self._bind_rate()
@@ -153,6 +156,14 @@ class Training:
         diverged = bool(self.validation) and not math.isfinite(self.validation[-1][1])
         return diverged or (self.step == self.settings.steps and not self.awaits_validation)
 
+    def _hooks(self, steps: int) -> list[OsciReset]:
+        """What is done between steps in a run of so many steps. A replayed graph calls no hook, so the run does."""
+        resets = VARIANTS[self.variant].resets
+        hooks = [] if resets is None else [resets.hook(self.model, self.optimizer, self.schedule.at(0), steps)]
+        for hook in hooks:
+            hook.remove()
+        return hooks
+
     def _bind_rate(self) -> None:
         for group in self.optimizer.param_groups:
             group.update(lr=self.rate, capturable=self.on_gpu)
@@ -164,12 +175,12 @@ class Training:
             losses = self.losses.values[: self.step].tolist()
             state = {"losses": losses, "validation": self.validation, "seconds": self.seconds}
             write_atomically(folder / f"{self.step}.json", json.dumps(state))
-            checkpoint.save(folder, self.step, self.model, self.optimizer)
+            checkpoint.save(folder, self.step, self.model, self.optimizer, *self.hooks)
 
     def restore(self, folder: Path) -> None:
         """Continue from what :meth:`save` left, if anything."""
         with self.alone():
-            self.step = checkpoint.restore(folder, self.model, self.optimizer)
+            self.step = checkpoint.restore(folder, self.model, self.optimizer, *self.hooks)
             self._bind_rate()  # the optimizer now has a rate of its own
             if not self.step:
                 return
@@ -186,6 +197,8 @@ class Training:
         settings = self.settings
         with self.alone():
             self._do("update", self._update, EAGER_STEPS)
+            for hook in self.hooks:
+                hook.after_step()
             self.step += 1
             if self.step % settings.evaluate_every == 0 or self.step == settings.steps:
                 self._do("validate", self._validate, EAGER_VALIDATIONS)
@@ -240,11 +253,14 @@ class Training:
             return self.model.loss(tokens)
 
     def warm_up(self) -> None:
-        """A step and a validation by every recipe of the schedule, eagerly, so that their kernels are compiled."""
+        """A step, a validation and a reset by every recipe of the schedule, so that their kernels are compiled."""
         with self.alone():
             for recipe in {self.schedule.at(step) for step in (0, self.settings.steps - 1)}:
                 self._update(recipe)
                 self._validate(recipe)
+            for hook in self._hooks(steps=0):  # of a run without steps, in which everything is due at once
+                for _ in range(hook.window + 2):
+                    hook.after_step()
         self.settle()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -252,6 +268,7 @@ class Training:
         header = {
             "variant": self.variant,
             "recipe": json.loads(self.schedule.to_json()),
+            **({"resets": dataclasses.asdict(resets)} if (resets := VARIANTS[self.variant].resets) else {}),
             **environment(self.settings, self.feed.corpus),
             "seconds": round(self.seconds, 2),
         }

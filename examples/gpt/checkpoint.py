@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
@@ -36,7 +36,15 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+class Stateful(Protocol):
+    """What a run has beside its model and its optimizer, such as a hook of the optimizer."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *more: Stateful) -> None:
     final = folder / step_name(step)
     partial = final.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -47,6 +55,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
         "cuda_rng": torch.cuda.get_rng_state() if next(model.parameters()).is_cuda else None,
         "fp4_rng": fp4engine.get_rng_state(),
         "amax_history": fp4engine.get_amax_history(model),
+        "more": [part.state_dict() for part in more],
     }
     training = io.BytesIO()
     torch.save(state, training)
@@ -68,7 +77,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
         shutil.rmtree(old)
 
 
-def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *more: Stateful) -> int:
     """Load the newest checkpoint of `folder` and return its step; 0 and nothing loaded if there is none.
 
     Raises:
@@ -93,6 +102,8 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
             torch.cuda.set_rng_state(state["cuda_rng"])
         fp4engine.set_rng_state(state["fp4_rng"])
         fp4engine.set_amax_history(model, state["amax_history"])
+        for part, saved in zip(more, state["more"], strict=True):
+            part.load_state_dict(saved)
     except Exception as error:  # whatever a damaged file makes its reader raise
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         instead = f"the one before, {found[-2].name}" if len(found) > 1 else "the beginning"

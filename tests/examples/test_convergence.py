@@ -27,6 +27,7 @@ from convergence.studies import (
     SWITCH_AT,
     VARIANTS,
     Conditions,
+    Resets,
     variants_of,
 )
 from convergence.together import Limits, Outcome, Run, Together
@@ -34,6 +35,7 @@ from convergence.training import Feed, Training, thinned
 from fp4engine import cli
 from fp4engine.cli import recipes
 from fp4engine.formats import CastSpec, Rotation, RoundingMode, Signs
+from fp4engine.optimizer_hooks import OsciReset
 from fp4engine.recipe import Recipe, zoo
 from fp4engine.roles import QuantizerRole
 from gpt.data import Corpus, load_corpus
@@ -201,6 +203,34 @@ def test_stopped_runs_continue_bit_for_bit(corpus: Corpus, tmp_path: Path, monke
     assert_continues(settings, variants[1:], corpus, tmp_path / "b", monkeypatch)
 
 
+def test_oscillating_weights_are_reset_late_in_a_run_that_may_stop_within_a_window(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "nvfp4, OsciReset"
+    eager = dataclasses.replace(VARIANTS[name], resets=Resets(threshold=0.5))
+    monkeypatch.setitem(VARIANTS, name, eager)
+    assert_continues(SMALL, [name], corpus, tmp_path, monkeypatch)
+    header = json.loads(Run(SMALL, name).path(tmp_path / "whole").read_text().splitlines()[0])
+    assert header["resets"] == {"start": 0.64, "periods": 48, "threshold": 0.5}
+    training, plain = (Training(SMALL, variant, Feed(corpus)) for variant in (name, "nvfp4"))
+    for step in range(SMALL.steps):
+        for one in (training, plain):
+            one.train_step()
+            one.settle()
+        pairs = zip(training.model.parameters(), plain.model.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs) == (step < SMALL.steps - 1)
+    (hook,) = training.hooks
+    assert hook.reset_share and not hook.state_dict()["oscillations"]
+
+
+def test_a_warm_up_resets_too(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[OsciReset] = []
+    reset = OsciReset._reset
+    monkeypatch.setattr(OsciReset, "_reset", lambda hook: (seen.append(hook), reset(hook)))
+    Training(SMALL, "nvfp4, OsciReset", Feed(corpus)).warm_up()
+    assert len(seen) == 1
+
+
 def test_a_run_that_fails_takes_no_other_with_it_unless_cuda_keeps_the_error(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +336,7 @@ def test_runs_beside_each_other_stop_and_continue_on_a_gpu(
 ) -> None:
     on_gpu = Corpus(corpus.training.cuda(), corpus.validation.cuda(), corpus.digest)
     monkeypatch.setattr(together, "STEPS_PER_LOOK", 2)
-    assert_continues(ON_GPU, ["nvfp4", "TetraJet-v2"], on_gpu, tmp_path / "run", monkeypatch)
+    assert_continues(ON_GPU, ["nvfp4", "TetraJet-v2, OsciReset"], on_gpu, tmp_path / "run", monkeypatch)
     train([Run(ON_GPU, "nvfp4")], on_gpu, tmp_path / "alone")
     assert rows(Run(ON_GPU, "nvfp4"), tmp_path / "alone") == rows(Run(ON_GPU, "nvfp4"), tmp_path / "run" / "whole")
 

@@ -136,6 +136,23 @@ def test_a_weight_that_jumps_is_reset_and_one_that_walks_is_not() -> None:
     torch.testing.assert_close(layer.weight[:, 5], decoded[:, 5], rtol=1e-6, atol=0)
 
 
+def test_a_hook_taken_off_counts_replays_and_refuses_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = fp4engine.Linear(32, 16)
+    optimizer = torch.optim.SGD(layer.parameters())
+    hook = OsciReset(layer, optimizer, zoo.make("nvfp4"))
+    optimizer.step()
+    hook.remove()
+    optimizer.step()
+    assert hook.step == 1
+    hook.after_step()
+    assert hook.step == 2
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"runs no OsciReset: call its remove\(\) before the step is captured"):
+        hook.after_step()
+    assert hook.step == 2
+
+
 def test_osci_reset_goes_on_from_a_checkpoint_within_a_window() -> None:
     """Bit for bit, with stochastic rounding and fresh signs, and with the random stream beside it."""
     recipe = zoo.make("tetrajet2")
