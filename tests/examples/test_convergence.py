@@ -139,6 +139,8 @@ def test_runs_are_planned_once_and_in_order() -> None:
     assert [r.settings.seed for r in runs] == [0, 1] * len(variants)
     few = run.planned(["noise", "switch"], SMALL, seeds=2, variants=[BASELINE])
     assert [(r.variant, r.settings.seed) for r in few] == [(BASELINE, 0), (BASELINE, 1)]
+    chosen = run.planned(["board"], SMALL, seeds=1, variants=["UFP4", "both to bf16 at 82%", BASELINE])
+    assert [r.variant for r in chosen] == ["UFP4", BASELINE]  # in the order given, and the other is not of that study
 
 
 def test_a_run_repeats_itself_and_its_pair_differs_in_the_recipe_only(corpus: Corpus) -> None:
