@@ -249,7 +249,7 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--preset", choices=PRESETS, help="default: mini on a GPU, tiny on a CPU")
     new.add_argument("--tokens", type=whole, help="bytes to train on, such as 1e6, instead of the preset's")
     new.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default: 3)")
-    new.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help="train these only, in this order")
+    new.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help="only these, in this order")
     new.add_argument("--at-once", type=int, help=f"models trained at once (default: {AT_ONCE} on each GPU, else 1)")
     new.add_argument("--compile", action="store_true", help="torch.compile what is between linear layers, once for all")
     new.add_argument("--compilers", type=int, help="processes per GPU that compile kernels beforehand")
