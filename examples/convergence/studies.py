@@ -98,6 +98,7 @@ class Variant:
         row: its name in the recipe book, if it is there: what a step costs is known by that name.
         source: where it is from, if it is not in the recipe book.
         resets: when oscillating weights are reset, if ever.
+        two_terms: the operand of fprop that is a sum of two casts, ``"weight"`` or ``"input"``, if any.
     """
 
     recipe: Callable[[Conditions], Recipe]
@@ -105,6 +106,7 @@ class Variant:
     row: str = ""
     source: str = ""
     resets: Resets | None = None
+    two_terms: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,11 @@ def without_cast_of(role: str) -> Variant:
     """
     forward = combine(FINE, HIGH_PRECISION).replace(**{role: Casts()})
     return always(combine(forward, FINE), f"what is left where fprop's {role} has no error")
+
+
+def with_two_terms(role: str) -> Variant:
+    """1x16 blocks with 4/6, and in fprop a second product, of what the cast of one operand leaves."""
+    return Variant(lambda settings: FINE, two_terms=role, source=f"this project: fprop's {role} as a sum of two casts")
 
 
 def late_switch(then: Recipe) -> Variant:
@@ -241,6 +248,8 @@ VARIANTS = {
     "nvfp4, OsciReset": with_resets(DEFAULT, "NVIDIA's recipe"),
     "1x16 + 4/6": always(FINE, "NVIDIA's recipe with 1x16 weights and 4/6"),
     "1x16 + 4/6, OsciReset": with_resets(FINE, "the same"),
+    "1x16 + 4/6, two-term weights": with_two_terms("weight"),
+    "1x16 + 4/6, two-term inputs": with_two_terms("input"),
     "1x16 + 4/6, exact weights": without_cast_of("weight"),
     "1x16 + 4/6, exact inputs": without_cast_of("input"),
     "Quartet II, OsciReset": with_resets(zoo.make("quartet2"), "Quartet II"),
@@ -320,6 +329,8 @@ STUDIES = {
             "1x16 + 4/6, OsciReset",
             "1x16 + 4/6, exact weights",
             "1x16 + 4/6, exact inputs",
+            "1x16 + 4/6, two-term weights",
+            "1x16 + 4/6, two-term inputs",
             "Quartet II",
             "Quartet II, OsciReset",
             "TetraJet-v2",

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 import fp4engine
+from convergence import two_terms
 from convergence.fused import FusedGPT
 from convergence.results import of_settings
 from convergence.studies import HIGH_PRECISION, VARIANTS, Conditions
@@ -119,6 +120,8 @@ class Training:
             if settings.hot != 1:
                 heat(self.model, settings.hot)
             fp4engine.convert(self.model, keep_high_precision=settings.keep_high_precision)
+            if role := VARIANTS[variant].two_terms:
+                two_terms.use(self.model, self.schedule.at(0), role)
             self.optimizer = make_optimizer(self.model)
             self.hooks = self._hooks(settings.steps)
             rates = [learning_rate(step, settings) for step in range(settings.steps)]

@@ -18,6 +18,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+import fp4engine
 from convergence import gaps, leaderboard, report, results, run, sources, tensors, together, training
 from convergence.studies import (
     BASELINE,
@@ -31,7 +32,7 @@ from convergence.studies import (
     variants_of,
 )
 from convergence.together import Limits, Outcome, Run, Together
-from convergence.training import Feed, Training, thinned
+from convergence.training import Feed, Training, precision, thinned
 from fp4engine import cli
 from fp4engine.cli import recipes
 from fp4engine.formats import CastSpec, Rotation, RoundingMode, Signs
@@ -223,6 +224,30 @@ def test_oscillating_weights_are_reset_late_in_a_run_that_may_stop_within_a_wind
         assert all(torch.equal(a, b) for a, b in pairs) == (step < SMALL.steps - 1)
     (hook,) = training.hooks
     assert hook.reset_share and not hook.state_dict()["oscillations"]
+
+
+@pytest.mark.parametrize("role", ["weight", "input"])
+def test_two_terms_are_a_second_product_in_fprop_alone(role: str, corpus: Corpus) -> None:
+    plain, two = (Training(SMALL, name, Feed(corpus)) for name in ("1x16 + 4/6", f"1x16 + 4/6, two-term {role}s"))
+    assert list(plain.model.state_dict()) == list(two.model.state_dict())
+    recipe, seen = two.recipe, {}
+    layers = [training.model.blocks[0].mlp.up for training in (plain, two)]
+    torch.manual_seed(0)
+    x, dy = torch.randn(4, SMALL.width), torch.randn(4, layers[0].out_features)
+    for one, layer in zip((plain, two), layers, strict=True):
+        inp = x.clone().requires_grad_()
+        with one.alone(), precision(recipe, one.device):
+            y = layer(inp)
+        with one.alone():
+            y.backward(dy)
+        seen[one] = y.detach(), inp.grad, layer.weight.grad
+    (y, *gradients), (better, *same) = seen[plain], seen[two]
+    assert all(torch.equal(a, b) for a, b in zip(gradients, same, strict=True))
+    weight, other = layers[0].weight.detach(), "input" if role == "weight" else "weight"
+    exact = {"input": x, "weight": weight}
+    exact[other] = fp4engine.cast(exact[other], recipe.casts(other).rowwise)
+    wanted = exact["input"] @ exact["weight"].T
+    assert (better - wanted).norm() < 0.15 * (y - wanted).norm()
 
 
 def test_a_warm_up_resets_too(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
