@@ -133,7 +133,8 @@ def _require_alike(found: list[GatheredAs], gatherable: list[GatherableWeight], 
         ValueError: on every rank, if one has found something else.
     """
     groups = [None] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    device = str(torch.accelerator.current_accelerator() or "cpu") if mesh is None else mesh.device_type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = str(accelerator or "cpu") if mesh is None else mesh.device_type
     sent = [(weight.spec.key, getattr(weight.module, weight.parameter).dtype) for weight in gatherable]
     digest = hashlib.blake2b(repr((found, sent)).encode(), digest_size=8).digest()
     ((least, largest),) = ops.ranges([int.from_bytes(digest, "little", signed=True)], groups, device)

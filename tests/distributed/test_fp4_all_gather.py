@@ -330,6 +330,11 @@ def bytes_alive() -> dict[int, tuple[torch.UntypedStorage, int]]:
     return {storage._cdata: (storage, storage.nbytes()) for storage in storages}
 
 
+def cuda_without_a_driver(check_available: bool = False) -> torch.device | None:
+    """What PyTorch built for CUDA says on a machine without a GPU."""
+    return None if check_available else torch.device("cuda")
+
+
 def broadcast(rank: int):
     """Every rank has rank 0's weights and then three times its own, which their shards are told."""
     torch.manual_seed(rank)
@@ -337,7 +342,8 @@ def broadcast(rank: int):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.uniform_()
-    fp4_all_gather(model)
+    with patch.object(torch.accelerator, "current_accelerator", cuda_without_a_driver):
+        fp4_all_gather(model)
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)
     for module in (*model, model):
