@@ -1,8 +1,10 @@
-"""Modules that multiply and are no ``nn.Linear``, made to follow recipes in place, and back."""
+"""Modules other than ``nn.Linear`` that multiply by weights: made to follow recipes in place, and changed back."""
 
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -13,19 +15,27 @@ from fp4engine.modules.quantized_weight import decode_parameters
 from fp4engine.modules.torch_attention import TorchMultiheadAttention
 
 
-def adoptable(model: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[[], None]]]:
-    """``(name, module, adopt)`` of every module that could follow recipes and does not; calling ``adopt`` makes it.
+def _hugging_face() -> ModuleType | None:
+    """:mod:`fp4engine.modules.hugging_face`; None while nobody has imported transformers, which it imports."""
+    if "transformers" not in sys.modules:
+        return None
+    from fp4engine.modules import hugging_face
 
-    That is ``nn.MultiheadAttention`` and, of transformers, ``Conv1D`` and experts in one parameter. Those that would
-    then compute something else are left out, and so are lazy ones.
+    return hugging_face
+
+
+def adoptable(model: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[[], None]]]:
+    """``(name, module, adopt)`` of every module that could follow recipes and does not yet; ``adopt()`` converts it.
+
+    These are ``nn.MultiheadAttention`` and, of transformers, ``Conv1D`` and experts in one parameter. Modules that
+    would compute something else once they are converted are left out, and so are lazy ones.
     """
+    hugging_face = _hugging_face()
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             if not TorchMultiheadAttention.refusal(module):
                 yield name, module, partial(TorchMultiheadAttention.adopt, module, name)
-        elif "transformers" in sys.modules and not isinstance(module, Gemms):
-            from fp4engine.modules import hugging_face
-
+        elif hugging_face is not None and not isinstance(module, Gemms):
             if type(module) is hugging_face.Conv1D and "forward" not in vars(module):
                 yield name, module, partial(hugging_face.FP4Conv1D.adopt, module, name)
             elif hugging_face.can_adopt_experts(module):
@@ -34,38 +44,31 @@ def adoptable(model: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[[], N
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether ``module`` is a ``Conv1D`` of transformers that follows recipes; its weight is [K, N]."""
-    if "transformers" not in sys.modules:
-        return False
-    from fp4engine.modules import hugging_face
-
-    return isinstance(module, hugging_face.FP4Conv1D)
+    hugging_face = _hugging_face()
+    return hugging_face is not None and isinstance(module, hugging_face.FP4Conv1D)
 
 
 def adopted_names(model: nn.Module) -> list[str]:
-    """Names of the modules that :func:`adoptable` offered, and that follow recipes now."""
+    """Names of the modules that ``adopt`` of :func:`adoptable` has converted."""
     return [name for name, module in model.named_modules() if _is_adopted(module)]
 
 
 def _is_adopted(module: nn.Module) -> bool:
     if isinstance(module, TorchMultiheadAttention) or is_conv1d(module):
         return True
-    if "transformers" not in sys.modules:
-        return False
-    from fp4engine.modules import hugging_face
-
-    return hugging_face.is_adopted(module)
+    hugging_face = _hugging_face()
+    return hugging_face is not None and hugging_face.is_adopted(module)
 
 
 def compute_buffers(model: nn.Module) -> None:
     """Compute what modules of transformers hold on ``meta`` and checkpoints do not: angles of rotary embeddings."""
-    if "transformers" in sys.modules:
-        from fp4engine.modules import hugging_face
-
+    hugging_face = _hugging_face()
+    if hugging_face is not None:
         hugging_face.compute_buffers(model)
 
 
 def forget_storage(model: nn.Module) -> None:
-    """Undo what models of transformers were told about weights that are stored as codes: there are none any more."""
+    """Take away the settings by which models of transformers know that their weights are stored as codes."""
     for module in model.modules():
         if vars(module).pop("quantization_method", None) is not None:
             quantizer = vars(module).get("hf_quantizer")
@@ -88,17 +91,11 @@ def adapter_names(model: nn.Module) -> list[str]:
 
 
 def release(module: nn.Module) -> bool:
-    """Undo what :func:`adoptable` offered; whether there was anything to undo."""
-    if isinstance(module, TorchMultiheadAttention):
-        module.release()
-        return True
-    if "transformers" not in sys.modules:
-        return False
-    from fp4engine.modules import hugging_face
-
-    if isinstance(module, hugging_face.FP4Conv1D):
-        module.release()
-    elif hugging_face.is_adopted(module):
+    """Undo what ``adopt`` of :func:`adoptable` did; False if ``module`` was not converted by it."""
+    hugging_face, adopted = _hugging_face(), cast(Any, module)
+    if isinstance(module, TorchMultiheadAttention) or is_conv1d(module):
+        adopted.release()
+    elif hugging_face is not None and hugging_face.is_adopted(module):
         hugging_face.release_experts(module)
     else:
         return False
@@ -121,13 +118,11 @@ def require_plain_class(name: str, module: nn.Module, action: str) -> None:
 def to_linear(module: Linear) -> nn.Linear:
     """An ``nn.Linear`` with the parameters, hooks and mode of ``module``: the inverse of ``Linear.from_linear``.
 
-    ``module.compile()`` is not handed on.
-
-    A weight that is stored as codes becomes the values that they decode to.
+    ``module.compile()`` is not handed on. A weight that is stored as codes becomes the values that they decode to.
     """
     own = vars(Gemms()).keys() - vars(nn.Module()).keys()
     new = nn.Linear.__new__(nn.Linear)
-    state = nn.Module.__getstate__(module)  # without the call that was compiled: it is module's
+    state = nn.Module.__getstate__(module)  # leaves out the compiled call, which runs module itself
     new.__dict__.update({name: value for name, value in state.items() if name not in own})
     new._parameters = dict(module._parameters)
     decode_parameters(new)

@@ -76,7 +76,7 @@ class Linear(Gemms, torch.nn.Linear):
     def from_linear(cls, module: torch.nn.Linear, name: str = "", recipe: Recipe | None = None) -> "Linear":
         """A Linear that shares the parameters, hooks and mode of ``module``; ``module.compile()`` is not handed on."""
         new = cls.__new__(cls)
-        new.__dict__.update(torch.nn.Module.__getstate__(module))  # without the call that was compiled: it is module's
+        new.__dict__.update(torch.nn.Module.__getstate__(module))  # leaves out the compiled call, which runs module
         new._configure(name, recipe, False)
         return new
 
