@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp4engine import ops
 from fp4engine.functional.call import Call
-from fp4engine.functional.shards import Part, quantize_parts, takes_draw
+from fp4engine.functional.shards import Part, quantize_parts
 from fp4engine.functional.weight_cache import Operands
 from fp4engine.ops import Operand, TiledOperand
 from fp4engine.quantizers import Quantizer
@@ -76,7 +76,7 @@ def _asked(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch
     """
     keeps_rowwise, columnwise, form = _sides(quantizer, call, needs_backward, device)
     arguments: dict[str, Any] = {"columnwise": columnwise, "rowwise_form": form}
-    if call.plan.draws_in_forward and call.shards is None and takes_draw(quantizer, arguments):
+    if call.plan.draws_in_forward and call.shards is None and quantizer.takes_draw(columnwise=columnwise):
         arguments["rng"] = ops.next_draw(device, direction="forward")
     return keeps_rowwise, arguments
 

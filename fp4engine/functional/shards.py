@@ -141,13 +141,6 @@ class Part(NamedTuple):
     given: Tensor | None = None
 
 
-def takes_draw(quantizer: Quantizer, arguments: dict[str, Any]) -> bool:
-    """Whether a side that ``arguments`` of :meth:`Quantizer.quantize` ask for needs a draw."""
-    asked = arguments.get("rowwise", True), arguments.get("columnwise", True)
-    specs = quantizer.rowwise_spec, quantizer.columnwise_spec
-    return any(wanted and spec is not None and spec.is_stochastic for wanted, spec in zip(asked, specs, strict=True))
-
-
 def quantize_parts(parts: Sequence[Part], shards: Shards) -> list[QuantizedTensor]:
     """Quantize each part as a part of its whole matrix; outer amaxes of all of them travel together."""
     asked: list[dict[str, Any]] = []
@@ -179,7 +172,7 @@ def _with_draw(part: Part, shard: Shard, shards: Shards) -> dict[str, Any]:
     """
     arguments = dict(part.arguments)
     rng = arguments.pop("rng", None)
-    if takes_draw(part.quantizer, arguments):
+    if part.quantizer.takes_draw(arguments.get("rowwise", True), arguments.get("columnwise", True)):
         rng = shards.draw(part.matrix.device, "forward") if rng is None else rng
         arguments["rng"] = rng if shard.place is None else ops.placed(rng, *shard.place)
         arguments |= {} if shards.rank is None else {"rank": shards.rank}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fp4engine import ops
 from fp4engine.formats import CastSpec
+from fp4engine.functional import LinearPlan
 from fp4engine.functional.shards import Part, Role, Shards, quantize_parts
 from fp4engine.modules import Gemms
 from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of
@@ -24,21 +25,6 @@ from fp4engine.quantizers.base import as_matrix
 from fp4engine.reference.cast import prepare
 from fp4engine.state import current_state
 from fp4engine.tensor import Operand
-
-
-class Plan(Protocol):
-    """What is read of a module's plan."""
-
-    @property
-    def input(self) -> Quantizer: ...
-    @property
-    def weight(self) -> Quantizer: ...
-    @property
-    def grad_output(self) -> Quantizer: ...
-    @property
-    def backward_override(self) -> str | None: ...
-    @property
-    def draws_in_forward(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -144,7 +130,7 @@ class _Forward(NamedTuple):
         drawn: the draw that the pass took; None if it took none.
     """
 
-    plan: Plan
+    plan: LinearPlan
     spread: Spread | None
     wholes: WholesOf | None
     matrices: dict[Role, Tensor]
@@ -193,7 +179,7 @@ def _begin(module: Gemms, watched: _Watched, inp: Any, weight: Tensor) -> Callab
     """Hear of a product that begins; what this returns hears of its end."""
     if watched.forward_seen or not (module.training and torch.is_grad_enabled()):
         return _see_nothing
-    plan: Plan | None = module.plan(current_state())
+    plan = module.plan(current_state())
     drawn = ops.coming_draw(weight.device) if plan is not None and plan.draws_in_forward else None
     return partial(_end, module, watched, plan, inp, weight, drawn)
 
@@ -205,7 +191,7 @@ def _see_nothing(output: Tensor) -> None:
 def _end(
     module: Gemms,
     watched: _Watched,
-    plan: Plan | None,
+    plan: LinearPlan | None,
     inp: Any,
     weight: Tensor,
     drawn: Tensor | None,
@@ -229,7 +215,7 @@ def _requires_grad(inp: Any) -> bool:
 
 @torch.no_grad()
 def _see_forward(
-    module: Gemms, watched: _Watched, plan: Plan | None, inp: Any, weight: Tensor, drawn: Tensor | None
+    module: Gemms, watched: _Watched, plan: LinearPlan | None, inp: Any, weight: Tensor, drawn: Tensor | None
 ) -> None:
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -257,9 +243,8 @@ def _see_forward(
     )
     for role, quantizer, needed in roles:
         both = needed and quantizer.columnwise_source == "original" and plan.backward_override is None
-        made = [quantizer.rowwise_spec, quantizer.columnwise_spec if both else None]
-        takes = any(spec is not None and spec.is_stochastic for spec in made)  # of one role at most, see _refusal
-        row, col = _see(role, matrices[role], quantizer, drawn if takes else None, spread, columnwise=both)
+        rng = drawn if quantizer.takes_draw(columnwise=both) else None  # one role at most draws, see _refusal
+        row, col = _see(role, matrices[role], quantizer, rng, spread, columnwise=both)
         assert row is not None
         rowwise.append(row)
         if col is not None:
@@ -275,7 +260,7 @@ def _see_forward(
 
 
 def _share(
-    plan: Plan, x: Tensor, weight: Tensor, group: Any, name: str
+    plan: LinearPlan, x: Tensor, weight: Tensor, group: Any, name: str
 ) -> tuple[Tensor, Tensor, Spread | None, WholesOf | None]:
     """This rank's part of input and weight, how they are spread, and what takes parts; None if they are not."""
     if not is_distributed(x, weight):
@@ -287,18 +272,18 @@ def _share(
         "weight": (features, inputs),
         "grad_output": (rows, features),
     }
-    layout = layout_of(plan, x, weight, None, name)  # pyright: ignore[reportArgumentType] (a LinearPlan)
+    layout = layout_of(plan, x, weight, None, name)
     shards = layout.shards if group is None else layout.shards.and_over(group)
     dims = tuple((mesh.get_group(dim), mesh.get_local_rank(dim)) for dim in range(mesh.ndim))
     taking = WholesOf(layout)
     return taking.part(x), taking.part(weight), Spread(shards, wholes, dims), taking
 
 
-def _refusal(module: Gemms, plan: Plan | None, inp: Any, weight: Tensor) -> str:
+def _refusal(module: Gemms, plan: LinearPlan | None, inp: Any, weight: Tensor) -> str:
     """Why a layer's operands cannot be told; empty if they can."""
     if plan is None:
         return "it computed in high precision"
-    if any(quantizer.is_stateful for quantizer in (plan.input, plan.weight, plan.grad_output)):
+    if plan.is_stateful:
         return "its scales depend on the steps before (delayed scaling)"
     if plan.input.draws_in_forward and plan.weight.draws_in_forward:
         return "both its input and its weight draw random bits in the forward pass"
@@ -327,9 +312,7 @@ def _see_backward(watched: _Watched, grads: Sequence[Tensor | None]) -> None:
     needs_dgrad, needs_wgrad = watched.needs
     if not (needs_dgrad or needs_wgrad):
         return None
-    requantized = [q for q in (plan.input, plan.weight) if q.columnwise_source == "rowwise_dequantized"]
-    draws = any(quantizer.is_stochastic for quantizer in (plan.grad_output, *requantized))
-    drawn = ops.coming_draw(grad.device) if draws else None
+    drawn = ops.coming_draw(grad.device) if plan.draws_in_backward else None
     grad = grad.detach() if forward.wholes is None else forward.wholes.part_of_grad(grad.detach())
     matrix = as_matrix(grad)
     row, col = _see("grad_output", matrix, plan.grad_output, drawn, spread, rowwise=needs_dgrad, columnwise=needs_wgrad)

@@ -105,8 +105,8 @@ class Quantizer:
         """The same quantizer, keeping what it remembers between steps in ``memory``; most remember nothing."""
         return self
 
-    def _draws(self, rowwise: bool, columnwise: bool) -> bool:
-        """Whether making these sides takes a draw."""
+    def takes_draw(self, rowwise: bool = True, columnwise: bool = True) -> bool:
+        """Whether making these sides takes a draw of the random stream."""
         asked = (self.rowwise_spec if rowwise else None, self.columnwise_spec if columnwise else None)
         return self.is_stochastic and any(spec is not None and spec.is_stochastic for spec in asked)
 
@@ -147,7 +147,7 @@ class Quantizer:
         if row_spec is not None or col_spec is not None:
             if rng is not None:
                 ops.require_draw(rng, x.device)
-            elif self._draws(rowwise, columnwise):
+            elif self.takes_draw(rowwise, columnwise):
                 rng = ops.next_draw(x.device)
             row, col = ops.quantize(
                 matrix,

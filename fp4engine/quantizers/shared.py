@@ -72,7 +72,7 @@ class SharedAmaxQuantizer(Quantizer):
     ) -> QuantizedTensor:
         """As :meth:`Quantizer.quantize`; an amax that is given is taken as it is."""
         assert isinstance(x, Tensor)  # what is cast by siblings is a parameter, not a product of the forward pass
-        if rng is None and self._draws(rowwise, columnwise):  # amax and cast rotate by the same signs
+        if rng is None and self.takes_draw(rowwise, columnwise):  # amax and cast rotate by the same signs
             rng = ops.next_draw(x.device)
         sides = {"rowwise": rowwise and rowwise_amax is None, "columnwise": columnwise and columnwise_amax is None}
         row, col = self.amax(x, **sides, rng=rng, rank=rank)
