@@ -1,4 +1,4 @@
-"""Patterns over dotted module names: the one way to say which modules, in ``convert`` and in rules."""
+"""Dotted module names, and patterns over them: the one way to say which modules, in ``convert`` and in rules."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -19,3 +19,8 @@ def _covers(pattern: Sequence[str], name: Sequence[str]) -> bool:
     if pattern[0] == "**":
         return any(_covers(pattern[1:], name[start:]) for start in range(len(name) + 1))
     return bool(name) and fnmatchcase(name[0], pattern[0]) and _covers(pattern[1:], name[1:])
+
+
+def dotted(*parts: str | None) -> str:
+    """The parts that are neither None nor empty, joined by dots."""
+    return ".".join(part for part in parts if part)

@@ -40,6 +40,31 @@ class Accumulate(torch.autograd.Function):
         return None, None
 
 
+def require_main_grad(weight: Tensor) -> Tensor:
+    """``weight.main_grad``, to which a backward pass can add.
+
+    Raises:
+        ValueError: there is none, or it is not shaped and placed like the weight.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if (
+        not isinstance(main_grad, Tensor)
+        or main_grad.shape != weight.shape
+        or main_grad.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+        or main_grad.device != weight.device
+        or main_grad.is_neg()
+    ):
+        got = main_grad
+        if isinstance(main_grad, Tensor):
+            kind = "a negated view" if main_grad.is_neg() else "a tensor"
+            got = f"{kind} {tuple(main_grad.shape)} of {main_grad.dtype} on {main_grad.device}"
+        raise ValueError(
+            "fuse_wgrad_accumulation=True needs weight.main_grad, an FP32, BF16 or FP16 tensor of shape "
+            f"{tuple(weight.shape)} on {weight.device} set before the forward pass; got {got}"
+        )
+    return main_grad
+
+
 def _require_same(now: Any, buffer: Tensor) -> None:
     """Raise if ``now``, the ``weight.main_grad`` of a backward pass, is not the ``buffer`` of its forward.
 

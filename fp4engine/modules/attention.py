@@ -12,12 +12,12 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from fp4engine.functional.attention import AttentionMask, attention, rotate
-from fp4engine.modules.gemms import dotted
 from fp4engine.modules.layernorm_linear import LayerNormLinear
 from fp4engine.modules.linear import Linear
 from fp4engine.modules.norm import LayerNorm, RMSNorm
 from fp4engine.modules.split_linear import SplitLinear
 from fp4engine.modules.te_arguments import FORWARD_NEUTRAL, refuse_unimplemented, te_device, te_init
+from fp4engine.names import dotted
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import require
 

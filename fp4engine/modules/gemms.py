@@ -13,6 +13,7 @@ from fp4engine import ops
 from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear, make_linear_plan
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.grouped_linear import Expert
+from fp4engine.functional.main_grad import require_main_grad
 from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
@@ -411,23 +412,7 @@ class Gemms(torch.nn.Module):
             raise NotImplementedError(
                 f"{name}: fuse_wgrad_accumulation is not implemented for a weight that is a DTensor"
             )
-        main_grad = getattr(weight, "main_grad", None)
-        if (
-            not isinstance(main_grad, Tensor)
-            or main_grad.shape != weight.shape
-            or main_grad.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-            or main_grad.device != weight.device
-            or main_grad.is_neg()
-        ):
-            got = main_grad
-            if isinstance(main_grad, Tensor):
-                kind = "a negated view" if main_grad.is_neg() else "a tensor"
-                got = f"{kind} {tuple(main_grad.shape)} of {main_grad.dtype} on {main_grad.device}"
-            raise ValueError(
-                "fuse_wgrad_accumulation=True needs weight.main_grad, an FP32, BF16 or FP16 tensor of shape "
-                f"{tuple(weight.shape)} on {weight.device} set before the forward pass; got {got}"
-            )
-        return main_grad
+        return require_main_grad(weight)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out of copies what is derived, who listens to this module, and factories that cannot be pickled."""
@@ -496,8 +481,3 @@ def no_step(recipe: Recipe) -> ValueError:
         "delayed scaling chooses scales when an autocast region closes, so a module cannot follow it outside; "
         f"use autocast(recipe=...) instead of recipe={recipe!r}"
     )
-
-
-def dotted(*parts: str | None) -> str:
-    """The parts that are there, joined by dots."""
-    return ".".join(part for part in parts if part)

@@ -10,10 +10,11 @@ from torch.nn import Parameter
 from fp4engine.functional.activation import Activation
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.norm import Norm
-from fp4engine.modules.gemms import Gemms, dotted
+from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.norm import InputNorm
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
+from fp4engine.names import dotted
 from fp4engine.recipe import Recipe
 
 

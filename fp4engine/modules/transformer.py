@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4engine.modules.attention import MultiheadAttention
-from fp4engine.modules.gemms import dotted
 from fp4engine.modules.layernorm_mlp import LayerNormMLP
 from fp4engine.modules.norm import LayerNorm, RMSNorm
 from fp4engine.modules.te_arguments import refuse_unimplemented
+from fp4engine.names import dotted
 from fp4engine.recipe import Recipe
 
 
