@@ -1,4 +1,4 @@
-"""Products by a parameter that another module owns, which stays in its place and keeps its name."""
+"""Products by a parameter of another module, where it stays and keeps its name."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from fp4engine.modules.quantized_weight import QuantizedWeight
 
 
 class BorrowedLinear(Gemms):
-    """``y = x W^T + b`` with parts of ``owner``'s parameter ``parameter`` [N, K]; has no parameters.
+    """``y = x W^T + b`` with rows of ``owner``'s parameter ``parameter`` [N, K]; has no parameters of its own.
 
     Args:
         name: what recipes see.
@@ -29,7 +29,7 @@ class BorrowedLinear(Gemms):
         vars(self).update(owner=owner, parameter=parameter)  # an attribute would make the owner a child of its child
 
     def borrowed(self) -> list[Parameter]:
-        """The parameters of the owner that this multiplies by or adds; none where they are computed of others."""
+        """The owner's parameters that this multiplies by or adds, without those that are computed from others."""
         return _parameters(self.owner, self.parameter)
 
     def forward(self, inp: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -38,7 +38,7 @@ class BorrowedLinear(Gemms):
 
 
 class BorrowedGroupedLinear(GroupedLinear):
-    """:class:`~fp4engine.GroupedLinear` by ``owner``'s parameter of three dimensions; has no parameters.
+    """:class:`~fp4engine.GroupedLinear` by ``owner``'s parameter of three dimensions; has no parameters of its own.
 
     Args:
         parameter: name of the weights [G, N, K], or [G, K, N] where ``transposed``.
@@ -62,7 +62,7 @@ class BorrowedGroupedLinear(GroupedLinear):
         vars(self).update(owner=owner, parameter=parameter, bias=bias, transposed=transposed)
 
     def borrowed(self) -> list[Parameter]:
-        """The parameters of the owner that this multiplies by or adds; none where they are computed of others."""
+        """The owner's parameters that this multiplies by or adds, without those that are computed from others."""
         return _parameters(self.owner, self.parameter, self.bias)
 
     @property
@@ -79,7 +79,7 @@ class BorrowedGroupedLinear(GroupedLinear):
     def forward(
         self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None
     ) -> Tensor | tuple[Tensor, list[Tensor | None]]:
-        """As :class:`~fp4engine.GroupedLinear`, and adapters of PEFT on the parameter, in high precision."""
+        """As :class:`~fp4engine.GroupedLinear`, plus what PEFT's adapters on the parameter give, in high precision."""
         output = super().forward(inp, m_splits, is_first_microbatch)
         assert isinstance(output, Tensor)
         for adapter in adapters(self.owner, self.parameter, self.transposed):
@@ -88,6 +88,6 @@ class BorrowedGroupedLinear(GroupedLinear):
 
 
 def _parameters(owner: torch.nn.Module, *names: str | None) -> list[Parameter]:
-    """Those of ``owner`` that have these names."""
+    """The parameters of ``owner`` with these names, as far as there are any."""
     found = [owner._parameters.get(name) for name in names if name is not None]
     return [parameter for parameter in found if parameter is not None]

@@ -33,14 +33,17 @@ _UNQUANTIZED = LinearRecipe(backward_override=None, backend="auto")  # both give
 
 
 Listener = Callable[[Tensor | FusedInput, Tensor], Callable[[Tensor], None]]
-"""Who hears of products: called with input and weight before one. What it returns is called with the output."""
+"""Called with input and weight before each product; the function that it returns is called with the output."""
 
 Missed = Callable[[str], None]
-"""Who is told why a product that took place was not heard of."""
+"""Called with the reason where a product takes place of which the listener is not told."""
 
 
 class Gemms(torch.nn.Module):
-    """The three GEMMs of one linear transformation. Has no parameters: a module is one, or owns some, beside its own.
+    """The three GEMMs of one linear transformation.
+
+    It has no parameters of its own: a layer with one weight inherits from it, and a layer with several has one as a
+    child for each.
 
     Args:
         name: the module's name, which recipes may match; None is the empty name.
@@ -52,7 +55,8 @@ class Gemms(torch.nn.Module):
 
     Attributes:
         executed: what really ran, see :class:`~fp4engine.functional.ExecutedGemms`.
-        draws_as: by which name, and as which replica, it draws; None: as the process does.
+        draws_as: name and replica of its own random stream, see :func:`fp4engine.distributed.draw_by_layer`; None draws
+            from the process's.
         amax_histories: what delayed scaling remembers of each role.
     """
 
@@ -95,12 +99,12 @@ class Gemms(torch.nn.Module):
 
     @property
     def unseen(self) -> str:
-        """Why the operands of its products are not those of the input and the weight; empty if they are."""
+        """Why listeners are given something else than this module multiplies; empty if they are not."""
         return ""
 
     @property
     def name(self) -> str:
-        """What recipes see; another name is another question, so it forgets what compiled code reads as answers."""
+        """What recipes see. A new name clears the plans that were kept for compiled code under the old one."""
         return self._name
 
     @name.setter
@@ -114,9 +118,9 @@ class Gemms(torch.nn.Module):
         self._plan = None
 
     def plan(self, state: AutocastState | None) -> LinearPlan | None:
-        """The plan under ``state``; None for high precision. Rebuilt when the recipe or what it reads is another.
+        """The plan under ``state``; None for high precision.
 
-        A recipe may read the module's name, and the shape of its weight.
+        It is kept until the recipe changes, or the module's name or its weight's shape, if the recipe reads these.
         """
         recipe = self.recipe if state is None else state.recipe
         if recipe is None or (state is not None and not state.enabled):
@@ -138,7 +142,7 @@ class Gemms(torch.nn.Module):
         return made.plan
 
     def _what_recipes_read(self) -> tuple[str, Any]:
-        """Name, and shape of the weight where that is a parameter: one that is computed is not computed for this."""
+        """The name, and the weight's shape: None if the weight is no parameter, since reading it would compute it."""
         weight = self._parameters.get("weight")
         return self.name, None if weight is None else weight.shape
 
@@ -147,10 +151,10 @@ class Gemms(torch.nn.Module):
         return self.shape or (() if weight is None else tuple(weight.shape))
 
     def _traced_plan(self, recipe: Recipe) -> LinearPlan:
-        """The plan for ``torch.compile``, which reads the plan and not how it is made.
+        """The plan for code that ``torch.compile`` traces, made outside the trace.
 
-        Equal modules share it, and so one graph: the trace depends on nothing of the module but its type. A recipe that
-        asks for more makes a graph for each name, or, for modules that have run by it in eager mode, for each answer.
+        Under a recipe that reads nothing of the module but its type, equal modules share a plan, and so one graph.
+        Other recipes make a graph for each name, or for each plan if the modules have run in eager mode before.
         """
         if not recipe.reads_modules:
             return traced_plan(recipe, self.module_type, "", ())
@@ -168,20 +172,20 @@ class Gemms(torch.nn.Module):
             is_first_microbatch: True quantizes the weight and keeps its operands, False reuses them while the weight
                 is unchanged, None neither; says nothing about gradients. See also :func:`fp4engine.weight_cache`.
         """
-        told = [listener(inp, weight) for listener, _ in self._listeners] if self._listeners else ()
+        hear_output = [listener(inp, weight) for listener, _ in self._listeners] if self._listeners else ()
         output = self._multiply(inp, weight, bias, is_first_microbatch)
-        for tell in told:
-            tell(output)
+        for hear in hear_output:
+            hear(output)
         return output
 
     @contextmanager
     def heard_by(self, listener: Listener, missed: Missed | None = None) -> Generator[None]:
-        """Region in which ``listener`` hears of every :meth:`multiply` of this module, and not of its copies'.
+        """Region in which ``listener`` is called for every :meth:`multiply` of this module, and not of its copies.
 
-        Such regions may lie within each other, and end in any order.
+        Such regions may be nested, and end in any order.
 
         Args:
-            missed: is told why products are not heard of that take place elsewhere, with those of other modules.
+            missed: is called for products of this module that another one computes together with its own.
         """
         heard = listener, missed
         self._listeners = (*self._listeners, heard)
@@ -194,7 +198,7 @@ class Gemms(torch.nn.Module):
                 self._listeners = tuple(left)
 
     def multiplied_elsewhere(self, reason: str) -> None:
-        """Tell who listens why they have not heard of a product."""
+        """Say that a product took place without :meth:`multiply`, and why."""
         for _, missed in self._listeners:
             if missed is not None:
                 missed(reason)
@@ -202,7 +206,7 @@ class Gemms(torch.nn.Module):
     def _multiply(
         self, inp: Tensor | FusedInput, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None
     ) -> Tensor:
-        """What :meth:`multiply` returns, with nobody told."""
+        """As :meth:`multiply`, without calling listeners."""
         state = self._state_in_force()
         plan = self._plan_under(state)
         main_grad = self._main_grad(weight) if self.fuse_wgrad_accumulation else None
@@ -242,14 +246,14 @@ class Gemms(torch.nn.Module):
     ) -> Tensor:
         """This rank's share of a linear transformation of DTensors, as the DTensor of all shares.
 
-        In eager mode the layout is kept until something changes that it depends on.
+        In eager mode the layout is kept until something that it depends on changes.
         """
         cp_group = None if state is None else state.cp_group
         if torch.compiler.is_dynamo_compiling():
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
             x, w, b = layout.parts(inp, weight, bias)
             assert x is not None and w is not None
-            shards = self._told(layout.shards, plan, state)
+            shards = self._completed(layout.shards, plan, state)
             if self._weight_amaxes is not None:
                 shards = with_amaxes(shards, weight, self._weight_amaxes, weight_amaxes_for(shards, plan))
             return layout.whole(linear(x, w, b, plan, executed=self.executed, shards=shards))
@@ -258,7 +262,7 @@ class Gemms(torch.nn.Module):
         share = self._share  # read once: a thread with another input may replace it meanwhile
         if share is None or share[0] != asked:
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
-            shards = self._told(layout.shards, plan, state)
+            shards = self._completed(layout.shards, plan, state)
             share = self._share = asked, shards, WholesOf(layout), weight_amaxes_for(shards, plan)
         _, shards, wholes, needed = share
         if self._weight_amaxes is not None:
@@ -269,22 +273,22 @@ class Gemms(torch.nn.Module):
         """The weight, if ranks share its amaxes in a forward under ``state``, and all in one way; else None.
 
         Args:
-            known: what this was last time; what of it holds is not asked for again.
+            known: what this returned last time, which is returned again while it holds.
         """
         group = None if state is None else state.amax_reduction_group
         return shared_weight(getattr(self, "weight", None), self.plan(state), group, known)
 
     def leave_weight_amaxes(self, left: WeightAmaxes | None) -> None:
-        """Leave amaxes here for the forwards that come; None takes them away."""
+        """Let forwards from now on use these amaxes; None lets them find their own."""
         self._weight_amaxes = left
 
     def _label(self) -> str:
-        """What errors call it; equal modules share one graph."""
+        """What errors call the module: by its type in compiled code, whose graph equal modules share."""
         kind = type(self).__name__
         return kind if torch.compiler.is_dynamo_compiling() else self.name or kind
 
     def _shards(self, inp: Tensor | FusedInput, plan: LinearPlan, state: AutocastState | None) -> Shards | None:
-        """What other ranks have of the matrices, and whose draws cast them; None where nobody else has anything.
+        """This rank's parts of the matrices, and by which draws they are cast; None where they are no parts.
 
         Raises:
             NotImplementedError: experts under ``cp_group``, whose rows are as many as tokens have chosen them.
@@ -292,17 +296,17 @@ class Gemms(torch.nn.Module):
         cp_group = None if state is None else state.cp_group
         if cp_group is None:
             shared = state is not None and state.amax_reduction_group is not None
-            return self._told(Shards(), plan, state) if shared or self.draws_as is not None else None
+            return self._completed(Shards(), plan, state) if shared or self.draws_as is not None else None
         if self.module_type == "grouped_linear":
             raise NotImplementedError(
                 f"{self.name or 'GroupedLinear'}: cp_group says that every rank has as many rows, and of an expert it "
                 "has those of the tokens that chose it; enter autocast without cp_group around experts"
             )
         rows = prod(inp.shape[:-1])
-        return self._told(rows_in_order(plan, cp_group, rows, inp.device, self._label()), plan, state)
+        return self._completed(rows_in_order(plan, cp_group, rows, inp.device, self._label()), plan, state)
 
-    def _told(self, shards: Shards, plan: LinearPlan, state: AutocastState | None) -> Shards:
-        """``shards``, with what the region and the module say beside."""
+    def _completed(self, shards: Shards, plan: LinearPlan, state: AutocastState | None) -> Shards:
+        """``shards`` with the region's ``amax_reduction_group`` and the module's own random stream, if they exist."""
         if state is not None and state.amax_reduction_group is not None:
             shards = shards.and_over(state.amax_reduction_group, plan.in_group)
         if self.draws_as is not None:
@@ -313,7 +317,7 @@ class Gemms(torch.nn.Module):
     def expert(
         self, inp: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
     ) -> Expert | None:
-        """What :meth:`multiply` would compute by, as one of many for :func:`grouped_linear`; None in high precision."""
+        """This module's product, for :func:`grouped_linear` to compute it with others; None in high precision."""
         state = self._state_in_force()
         plan = self._plan_under(state)
         if plan is None:
@@ -330,10 +334,10 @@ class Gemms(torch.nn.Module):
         return Expert(weight, bias, plan, self.executed, shards, cache, main_grad)
 
     def _state_in_force(self) -> AutocastState | None:
-        """The region's state; in a forward that is recomputed, what the forward that it repeats has handed over.
+        """The state of the region in force; in a recomputed forward, of the region of the forward that it repeats.
 
         Raises:
-            RuntimeError: this runs inside a backward pass, and nobody says by which recipe.
+            RuntimeError: this runs inside a backward pass, and the region that it should repeat is not known.
         """
         state = current_state()
         if torch.compiler.is_dynamo_compiling():
@@ -342,9 +346,9 @@ class Gemms(torch.nn.Module):
         if not is_recomputed():
             remember(state)
             return state
-        told = handed_over()
-        if told is not None:
-            return told.state
+        repeated = handed_over()
+        if repeated is not None:
+            return repeated.state
         if self._ran_by_recipe or state is not None:
             raise RuntimeError(
                 f"{self.name or type(self).__name__} runs inside a backward pass, outside any autocast region that was "
@@ -379,18 +383,19 @@ class Gemms(torch.nn.Module):
         return plan.repeating() if plan.is_stateful and not self._is_remembered() else plan
 
     def _is_remembered(self) -> bool:
-        """Whether this forward changes what delayed scaling remembers: not in evaluation, which leaves no trace.
+        """Whether this forward enters the amax histories of delayed scaling. In evaluation it does not.
 
-        Without gradients a module in train mode may still be trained: reentrant checkpointing runs it so.
+        A module in train mode without gradients counts as trained: reentrant checkpointing runs it that way first.
         """
         return not torch.is_inference_mode_enabled() and (self.training or torch.is_grad_enabled())
 
     def _cache(
         self, weight: Tensor, plan: LinearPlan, group: Any, is_first_microbatch: bool | None
     ) -> WeightCache | None:
-        """The cache to use; none while tracing, since a compiled region cannot hold tensors between calls.
+        """The cache of the weight's operands, if there is one.
 
-        None either for a weight that was put together for this call.
+        There is none in compiled code, which cannot hold tensors between calls, and none for a weight that was put
+        together for this call.
         """
         if isinstance(weight, QuantizedWeight):
             return stored_operands(weight, plan, group)
@@ -415,7 +420,7 @@ class Gemms(torch.nn.Module):
         return require_main_grad(weight)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out of copies what is derived, who listens to this module, and factories that cannot be pickled."""
+        """Leave out of copies what can be derived, the listeners, and plans, whose factories may not be picklable."""
         derived = {
             "_listeners": (),
             "_plan": None,
@@ -429,10 +434,10 @@ class Gemms(torch.nn.Module):
 
 
 class MadePlan(NamedTuple):
-    """The plan that a module keeps until something changes that it was made from.
+    """The plan that a module keeps until something that it was made from changes.
 
     Attributes:
-        read: of the module, what the recipe may have read.
+        read: the module's name and its weight's shape, which the recipe may have read.
     """
 
     recipe: Recipe
@@ -444,14 +449,14 @@ Input = TypeVar("Input", Tensor, Tensor | FusedInput)
 
 
 def cast_by_autocast(inp: Input) -> Input:
-    """``inp`` in the dtype of ``torch.autocast`` where that is on."""
+    """``inp`` in the dtype of ``torch.autocast``, if that is on and casts it."""
     if torch.is_autocast_enabled(inp.device.type) and inp.dtype in _CAST_BY_AUTOCAST:
         return inp.to(torch.get_autocast_dtype(inp.device.type))
     return inp
 
 
 def unusable_devices(inp: Tensor | FusedInput, weight: Tensor) -> ValueError:
-    """What to raise where ``inp`` and ``weight`` lie on two devices, or on ``meta``, where there are no values."""
+    """The error for ``inp`` and ``weight`` on two devices, or on ``meta``, where there are no values."""
     if not isinstance(inp, Tensor | FusedInput):  # NumPy's arrays have a device, too
         return ValueError(f"the input must be a tensor, got {type(inp).__name__}")
     devices = f"got the input on {str(inp.device)!r} and the weight on {str(weight.device)!r}"
@@ -476,7 +481,7 @@ def require_own_recipe(recipe: Recipe | None) -> None:
 
 
 def no_step(recipe: Recipe) -> ValueError:
-    """What to raise where a module would follow ``recipe`` outside regions, with quantizers that remember."""
+    """The error for a module that would follow ``recipe``, with delayed scaling, outside every region."""
     return ValueError(
         "delayed scaling chooses scales when an autocast region closes, so a module cannot follow it outside; "
         f"use autocast(recipe=...) instead of recipe={recipe!r}"

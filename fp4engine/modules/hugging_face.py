@@ -1,6 +1,6 @@
-"""What models of transformers multiply by that is no ``nn.Linear``: ``Conv1D``, and experts in one parameter.
+"""Modules of transformers other than ``nn.Linear`` that multiply by weights: ``Conv1D``, and experts in one parameter.
 
-Imports transformers: whoever has such a module has imported it already.
+Imports transformers, so it is imported only once a program has done so itself (:mod:`fp4engine.modules.adoption`).
 
 Legend: M tokens, G experts, T experts per token, K in_features, N out_features.
 """
@@ -27,7 +27,7 @@ class FP4Conv1D(Gemms, Conv1D):
 
     @staticmethod
     def adopt(module: Conv1D, name: str) -> None:
-        """Turn ``module`` into one, in place."""
+        """Turn ``module`` into an FP4Conv1D, in place."""
         module.__class__ = FP4Conv1D
         assert isinstance(module, FP4Conv1D)
         module._configure(name, None, False, "linear", (module.nf, module.nx))
@@ -47,13 +47,17 @@ class FP4Conv1D(Gemms, Conv1D):
 
 
 class _Projection(BorrowedGroupedLinear):
-    """One of an adopted module's two; of this file, so that who unpickles one registers :func:`experts_forward`."""
+    """One of the two products of a module that :func:`adopt_experts` converted.
+
+    It is a class of this file so that unpickling one imports the file, which registers :func:`experts_forward`.
+    """
 
 
 def can_adopt_experts(module: torch.nn.Module) -> bool:
-    """Whether ``module`` asks transformers' registry how to multiply by its experts, and can ask for this package.
+    """Whether ``module`` takes its implementation from transformers' registry, and can take the one of this package.
 
-    Not if its weights have other names than the registry's own implementations read, or are spread over processes.
+    It cannot if its weights have other names than the registry's own implementations read, or are spread over
+    processes.
     """
     if is_adopted(module) or not all(hasattr(module, name) for name in ("has_gate", "is_transposed", "num_experts")):
         return False
@@ -63,7 +67,10 @@ def can_adopt_experts(module: torch.nn.Module) -> bool:
 
 
 def _are_spread(experts: Any) -> bool:
-    """Whether processes have some of the experts each: transformers says so since 5.18; before, by a smaller number."""
+    """Whether each process has only some of the experts.
+
+    Transformers says so since 5.18; before, the module has fewer experts than its configuration.
+    """
     if hasattr(experts, "_is_expert_parallel"):
         return bool(experts._is_expert_parallel)
     config = experts.config
@@ -74,7 +81,7 @@ def _are_spread(experts: Any) -> bool:
 def adopt_experts(module: torch.nn.Module, name: str) -> None:
     """Let ``module``, which :func:`can_adopt_experts` accepts, multiply by :func:`experts_forward`.
 
-    The implementation is set in a copy of the configuration that is this module's own: experts elsewhere keep theirs.
+    The module gets a copy of its configuration that asks for this implementation, so that other experts keep theirs.
     """
     experts: Any = module
     up, biased = _up_name(module), experts.has_bias
@@ -96,7 +103,7 @@ def release_experts(module: torch.nn.Module) -> None:
 
 
 def is_adopted(module: torch.nn.Module) -> bool:
-    """Whether :func:`adopt_experts` has been here."""
+    """Whether :func:`adopt_experts` has converted ``module``."""
     return "_config_before" in vars(module)
 
 
@@ -130,10 +137,10 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 
 def compute_buffers(model: torch.nn.Module) -> None:
-    """Replace buffers on ``meta`` that no checkpoint has by what the model's own initialisation computes.
+    """Give buffers on ``meta`` that no checkpoint has the values that the model's own initialisation computes.
 
-    Left alone are those of modules with parameters that have values, which the initialisation would replace, and those
-    that it does not write.
+    Buffers that it does not write stay on ``meta``. So do those of a module with parameters that have values, since the
+    initialisation would replace these too.
     """
     if not isinstance(model, PreTrainedModel):
         return

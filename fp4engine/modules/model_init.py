@@ -32,8 +32,8 @@ def quantized_model_init(
     """Region in which modules are built with weights that are :class:`~fp4engine.QuantizedWeight`: codes and scales.
 
     There is no copy in high precision: forward and backward multiply the stored operands. Biases, norms and weights
-    that ``recipe`` keeps in high precision are plain, and so are the weights of modules that are not fp4engine's, or
-    that :func:`~fp4engine.convert` made of such.
+    that ``recipe`` keeps in high precision stay plain, and so do the weights of modules that are not fp4engine's when
+    they are built, even if :func:`~fp4engine.convert` converts them later.
 
     Args:
         enabled: False builds plain modules inside.
@@ -44,7 +44,7 @@ def quantized_model_init(
 
     Raises:
         ValueError: ``recipe`` is not a recipe; ``enabled`` is not a bool.
-        NotImplementedError: of a module that is built: ``recipe`` clips the gradient of its weight (``quartet``).
+        NotImplementedError: when a module is built whose weight ``recipe`` gives a clipped gradient (``quartet``).
 
     Source: TransformerEngine ``pytorch/quantization.py``, ``quantized_model_init``.
     """

@@ -1,7 +1,7 @@
 """Adapters that PEFT puts on a parameter of three dimensions (``target_parameters``), beside its products.
 
-While such a layer runs, PEFT makes the parameter ``W + s A B``, a parametrization. A product by that sum would cast the
-adapter to FP4 with the weight; here the weight is multiplied as it is, and the adapter in high precision.
+While such a layer runs, PEFT parametrizes the parameter as ``W + s A B``. A product by that sum would cast the adapter
+to FP4 with the weight, so here W is multiplied by itself, and the adapter in high precision.
 
 Legend: G experts, N out_features, K in_features, R rank.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def original(owner: torch.nn.Module, name: str) -> Tensor:
-    """``owner``'s parameter ``name`` without what PEFT adds to it; what else is done to it counts."""
+    """``owner``'s parameter ``name`` without PEFT's adapters; other parametrizations stay in effect."""
     chain = _chain(owner, name)
     return getattr(owner, name) if chain is None else chain.original
 

@@ -1,4 +1,4 @@
-"""A weight that is stored as the operands its products read, and is a tensor of their decoded values to all else."""
+"""A weight that is stored as operands of its products, and that other operations see as their decoded values."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,29 +16,29 @@ from fp4engine.tensor import Operand, is_transposable
 
 aten = torch.ops.aten
 STORED = ("codes", "scale_inv", "amax", "columnwise_codes", "columnwise_scale_inv", "columnwise_amax")
-"""What a stored weight consists of, by name, in order; the last three only where they are stored."""
+"""Names of the tensors that a stored weight consists of, in order; not every weight has the last three."""
 
 
 class QuantizedWeight(torch.Tensor):
-    """A matrix [N, K] that exists as codes and scales only; what ``nn.Parameter`` holds of such a weight.
-
-    It may also be a stack of such matrices, [G, N, K], whose tensors are theirs, stacked; and it may be shaped as the
-    transpose of what is multiplied: [K, N] and [G, K, N].
+    """A matrix [N, K] that exists as codes and scales only, to be held by an ``nn.Parameter``.
 
         values = element * block scale * (amax / numerator)
 
-    Operations read the values, and what they return is plain. Operations in place decode, compute and quantize what
-    comes out. ``detach``, ``clone``, ``.to()`` and ``empty_like`` give another QuantizedWeight, with the codes as they
+    It may also be a stack of such matrices, [G, N, K], which stores their stacked tensors; and it may have the shape of
+    the transpose of what is multiplied: [K, N] and [G, K, N].
+
+    Operations read the decoded values and return plain tensors. Operations in place decode, compute and quantize the
+    result. ``detach``, ``clone``, ``.to()`` and ``empty_like`` give another QuantizedWeight, with the codes as they
     are. Views are refused, since a write into one would be lost.
 
     Attributes:
         quantizer: what made the operands, and makes them again after a write.
-        codes, scale_inv, amax: of the rowwise operand.
-        columnwise_codes, columnwise_scale_inv, columnwise_amax: of the columnwise operand where it is neither the
-            transposed rowwise one (16x16 blocks) nor made of it later.
+        codes, scale_inv, amax: the rowwise operand.
+        columnwise_codes, columnwise_scale_inv, columnwise_amax: the columnwise operand; absent where that is the
+            transposed rowwise one (16x16 blocks), or is made from it when it is needed.
         transposed: True if the shape is [K, N] or [G, K, N].
-        dtype: what gradients and values have; nothing is stored in it.
-        is_frozen: True refuses writes that would have to be rounded to the casts, which is most of them.
+        dtype: the dtype of gradients and decoded values; nothing is stored in it.
+        is_frozen: True refuses writes whose values would have to be rounded, which is most of them.
     """
 
     codes: Tensor
@@ -76,7 +76,7 @@ class QuantizedWeight(torch.Tensor):
         """Quantize ``values`` [N, K], or [K, N] if ``transposed``; ``preserve`` keeps a copy of them on the CPU.
 
         Raises:
-            ValueError: they are to be kept, and are on the meta device.
+            ValueError: ``preserve`` is set, and ``values`` are on the meta device.
         """
         if preserve and values.is_meta:
             raise ValueError("preserve_high_precision_init_val=True has no values to keep under device='meta'")
@@ -86,14 +86,14 @@ class QuantizedWeight(torch.Tensor):
 
     @classmethod
     def stacked(cls, matrices: Iterable["QuantizedWeight"]) -> "QuantizedWeight":
-        """A stack [G, N, K] or [G, K, N] of equals; at least one."""
+        """A stack [G, N, K] or [G, K, N] of at least one matrix, all of one shape and cast."""
         made = list(matrices)
         tensors = [torch.stack(parts) for parts in zip(*(matrix.tensors() for matrix in made), strict=True)]
         first = made[0]
         return cls(first.quantizer, (len(made), *first.shape), first.dtype, tensors, first.transposed)
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """The values before they were quantized, on the CPU; None unless they were preserved, and once cleared."""
+        """The values before they were quantized, on the CPU; None if they were not preserved, or have been cleared."""
         return self._high_precision_init_val
 
     def clear_high_precision_init_val(self) -> None:
@@ -101,16 +101,16 @@ class QuantizedWeight(torch.Tensor):
         self._high_precision_init_val = None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is stored: the operands' tensors, in the order of the class's attributes."""
+        """The tensors that are stored, in the order of the class's attributes."""
         return tuple(vars(self)[name] for name in STORED if name in vars(self))
 
     @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Bytes of what is stored."""
+        """Bytes of the tensors that are stored."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def matrices(self) -> list["QuantizedWeight"]:
-        """What is multiplied, each [N, K] and of the tensors that are stored here: itself, or one for each expert.
+        """The matrices [N, K] that products multiply by, sharing this weight's memory: itself, or one per expert.
 
         Raises:
             RuntimeError: this is a stack or transposed, and a gradient is asked for.
@@ -130,7 +130,7 @@ class QuantizedWeight(torch.Tensor):
         return made
 
     def rows(self, rows: slice) -> "QuantizedWeight":
-        """Some rows of a matrix [N, K] in whole blocks, to be read rowwise only."""
+        """Some rows of a matrix [N, K], whole blocks of them, whose rowwise operand alone may be read."""
         codes, scale_inv, amax = self.rowwise.tensors
         assert scale_inv is not None and amax is not None
         shape = (len(range(*rows.indices(self.shape[0]))), self.shape[1])
@@ -144,16 +144,16 @@ class QuantizedWeight(torch.Tensor):
 
     @property
     def columnwise(self) -> Operand:
-        """The operand [K, N] of a matrix [N, K]: stored, or the rowwise one transposed, or its values for dgrad."""
+        """The operand [K, N] of a matrix [N, K]: stored, or the transposed rowwise one, or, uncast, its values."""
         return type(self).make_columnwise(self)
 
     def make_rowwise(self) -> Operand:
-        """:attr:`rowwise`, for code that is compiled: Dynamo reads properties of tensors whenever it checks guards."""
+        """:attr:`rowwise` as a method, for compiled code: Dynamo reads a tensor's properties at every guard check."""
         rows, cols = self.shape
         return Operand(self.quantizer.rowwise_spec, rows, cols, self.codes, self.scale_inv, self.amax)
 
     def make_columnwise(self) -> Operand:
-        """:attr:`columnwise`, likewise."""
+        """:attr:`columnwise` as a method, for the same reason."""
         spec, (rows, cols) = self.quantizer.columnwise_spec, self.shape
         if spec is None:
             return Operand.dense(self._values().T)
@@ -162,11 +162,11 @@ class QuantizedWeight(torch.Tensor):
         return Operand(spec, cols, rows, self.columnwise_codes, self.columnwise_scale_inv, self.columnwise_amax)
 
     def tiles(self) -> TiledOperand | None:
-        """What is stored, if that is one scale of each tile; here every row has its own."""
+        """The weight as codes with one scale per tile; None, since here every row stores scales of its own."""
         return None
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The values as a plain tensor of this shape, whose gradient is this weight's; ``dtype``: its own if None."""
+        """The values as a plain tensor, whose gradient goes to this weight; in its own dtype unless one is given."""
         values = _Dequantize.apply(self)
         return values if dtype is None else values.to(dtype)
 
@@ -174,9 +174,8 @@ class QuantizedWeight(torch.Tensor):
         """Refuse a plan that asks for other operands than those that are stored.
 
         Raises:
-            ValueError: the recipe in force casts weights in another way than the one that this is stored by.
-            NotImplementedError: amaxes are to be shared over a process group; the amax that is stored is the weight's
-                own.
+            ValueError: the recipe in force casts weights in another way than this one was cast.
+            NotImplementedError: ``group`` is to share amaxes, and the stored amax is this weight's own.
         """
         if casts_of(self.quantizer) != casts_of(plan.weight):
             raise ValueError(
@@ -193,7 +192,7 @@ class QuantizedWeight(torch.Tensor):
     data = property(torch.Tensor.detach, _set_data)  # torch's own setter would leave the codes as they are
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Storage of no bytes: there are no values to alias, which ``torch.compile`` asks."""
+        """A storage of no bytes: ``torch.compile`` asks whether tensors alias, and there are no values to alias."""
         return torch.UntypedStorage(0, device=self.device)
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
@@ -214,7 +213,7 @@ class QuantizedWeight(torch.Tensor):
         return weight
 
     def _write(self, values: Tensor) -> None:
-        """Become ``values``, as far as the casts let it; a weight with the same casts is copied code by code.
+        """Store ``values``, rounded by the casts; from a weight with the same casts, copy the codes as they are.
 
         Raises:
             RuntimeError: the weight is frozen, and ``values`` are not codes of the same casts.
@@ -231,7 +230,7 @@ class QuantizedWeight(torch.Tensor):
             fresh = self._encoded(values.to(self.device))
         for mine, new in zip(self.tensors(), fresh, strict=True):
             mine.copy_(new)
-            torch.autograd.graph.increment_version(mine)  # below autograd nobody does, and backward must notice
+            torch.autograd.graph.increment_version(mine)  # not done below autograd, and backward must notice the write
 
     def _encoded(self, values: Tensor) -> tuple[Tensor, ...]:
         return _encode(values.expand(self.shape), self.quantizer, self.transposed)
@@ -298,7 +297,7 @@ class QuantizedWeight(torch.Tensor):
 
 
 def decode_parameters(module: torch.nn.Module) -> list[str]:
-    """Replace the parameters of ``module`` itself that are stored as codes by their values; the names of these."""
+    """Replace parameters of ``module`` itself that are stored as codes by their values; returns their names."""
     stored = [name for name, weight in module._parameters.items() if isinstance(weight, QuantizedWeight)]
     for name in stored:
         weight = module._parameters[name]
@@ -311,7 +310,7 @@ def decode_parameters(module: torch.nn.Module) -> list[str]:
 class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: QuantizedWeight) -> Tensor:
-        ctx.set_materialize_grads(False)  # no gradient is not a gradient of zeros
+        ctx.set_materialize_grads(False)  # a missing gradient stays None instead of becoming zeros
         return weight._values()
 
     @staticmethod
@@ -320,7 +319,7 @@ class _Dequantize(torch.autograd.Function):
 
 
 class _StoredOperands(WeightCache):
-    """The cache of every :class:`QuantizedWeight`: always full, with what the weight is."""
+    """The weight cache of every :class:`QuantizedWeight`: it always holds the operands, which are the weight itself."""
 
     def get(self, weight: Tensor, plan: LinearPlan, needs_dgrad: bool, make: Make) -> Operands:
         assert isinstance(weight, QuantizedWeight)
@@ -343,7 +342,7 @@ _STORED_OPERANDS = _StoredOperands()
 
 
 def stored_operands(weight: QuantizedWeight, plan: LinearPlan, group: Any) -> WeightCache:
-    """Where :func:`~fp4engine.functional.linear` finds the operands of ``weight``, for a plan that asks for no others.
+    """The cache in which :func:`~fp4engine.functional.linear` finds the stored operands of ``weight``.
 
     Raises:
         ValueError, NotImplementedError: as :meth:`QuantizedWeight.require`.
@@ -353,17 +352,17 @@ def stored_operands(weight: QuantizedWeight, plan: LinearPlan, group: Any) -> We
 
 
 def _layout(weight: QuantizedWeight) -> tuple[Any, ...]:
-    """Equal for weights whose tensors mean the same."""
+    """A value that is equal for weights whose codes may be copied to each other."""
     return casts_of(weight.quantizer), weight.shape, weight.transposed
 
 
 def casts_of(quantizer: Quantizer) -> tuple[CastSpec | None, CastSpec | None, str]:
-    """What decides about the bytes of both operands."""
+    """The settings of ``quantizer`` that the bytes of both operands depend on."""
     return quantizer.rowwise_spec, quantizer.columnwise_spec, quantizer.columnwise_source
 
 
 def in_words(quantizer: Quantizer) -> str:
-    """Both casts, for people."""
+    """Both casts, as error messages name them."""
     labels = ("high precision" if spec is None else spec.label for spec in casts_of(quantizer)[:2])
     return " and ".join(labels)
 
@@ -398,7 +397,7 @@ def _matrix_shape(shape: Iterable[int], transposed: bool) -> tuple[int, int]:
 
 
 def _compute_on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """``func`` on decoded values; what it changes in place is quantized again."""
+    """Run ``func`` on decoded values, and quantize those that it has changed in place."""
     weights = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, QuantizedWeight)}
     values = {key: weight._values() for key, weight in weights.items()}
     plain_args, plain_kwargs = _replaced(values, (args, kwargs))
@@ -431,7 +430,7 @@ def _replaced(replacements: Mapping[int, Tensor], tree: Any) -> Any:
 def require_stored(
     tensors: Any, shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer, transposed: bool
 ) -> None:
-    """Raise a ValueError unless ``tensors`` are those of a weight of this shape and dtype by these casts."""
+    """Raise a ValueError unless ``tensors`` are what :func:`stored_as` says of these arguments."""
     if len(shape) not in (2, 3) or 0 in shape[:-2] or not dtype.is_floating_point:
         raise ValueError(
             f"a stored weight must be a floating-point matrix or a stack of them, got {dtype} of shape {tuple(shape)}"
@@ -465,10 +464,10 @@ def _rebuild(
     transposed: bool = False,
     is_frozen: bool = False,
 ) -> Tensor:
-    """Inverse of :meth:`QuantizedWeight.__reduce_ex__`; the one function that files of such weights name.
+    """Inverse of :meth:`QuantizedWeight.__reduce_ex__`, and the only function that pickled weights refer to.
 
     Raises:
-        ValueError: the tensors are not what a weight of that shape, by those casts, is stored as.
+        ValueError: ``tensors`` are not those of a weight of this shape and these casts.
     """
     columnwise_spec = None if columnwise is None else CastSpec.from_key(columnwise)
     quantizer = Quantizer(CastSpec.from_key(rowwise), columnwise_spec, columnwise_source, stream, backend)

@@ -1,10 +1,10 @@
-"""What a recomputed forward is told by the forward that it repeats: the region in force when that ran.
+"""Under which autocast region a recomputed forward runs: that of the forward that it repeats.
 
-:func:`fp4engine.checkpoint`, and :func:`recompute_contexts` for PyTorch's own, put the region in force again; then
-there is nothing to hand over. PyTorch's non-reentrant ``checkpoint`` without them runs its function a second time
-inside saved-tensor hooks that hold the record of the run that they repeat. The first run leaves its region with that
-record (:func:`remember`), and the second finds it there (:func:`handed_over`). Whoever else runs a module inside a
-backward pass is told nothing.
+:func:`fp4engine.checkpoint` puts that region in force again, and so does PyTorch's ``checkpoint`` with
+``context_fn=recompute_contexts``. Without it, PyTorch's non-reentrant ``checkpoint`` runs its function a second time
+inside saved-tensor hooks that hold a record of the first run. The first run leaves its region with that record
+(:func:`remember`), and the second reads it there (:func:`handed_over`). For a module that runs inside a backward pass
+in any other way, no region is known.
 """
 
 import inspect
@@ -19,11 +19,11 @@ import torch
 from fp4engine.state import AutocastState, Region, current_state, region_depth
 
 
-class Told(NamedTuple):
-    """The region around a checkpointed function: what modules ran in that opened none inside it.
+class Surroundings(NamedTuple):
+    """The region around a checkpointed function, in force for modules inside it that no inner region is around.
 
     Attributes:
-        state: of the region, None outside every region.
+        state: of the region; None outside every region.
         depth: how many regions were open.
     """
 
@@ -31,8 +31,8 @@ class Told(NamedTuple):
     depth: int
 
 
-_told: WeakKeyDictionary[Any, Told] = WeakKeyDictionary()
-"""By checkpoint."""
+_surroundings: WeakKeyDictionary[Any, Surroundings] = WeakKeyDictionary()
+"""By PyTorch's record of the checkpoint."""
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -48,22 +48,22 @@ def remember(state: AutocastState | None) -> None:
     """Leave ``state`` with the checkpoint whose function is running, if one is and no region was opened inside it."""
     checkpoint = _checkpoint()
     if checkpoint is not None:
-        depth, known = region_depth(), _told.get(checkpoint)
+        depth, known = region_depth(), _surroundings.get(checkpoint)
         if known is None or depth < known.depth:
-            _told[checkpoint] = Told(state, depth)
+            _surroundings[checkpoint] = Surroundings(state, depth)
 
 
-def handed_over() -> Told | None:
-    """What the run that is being repeated has left; None where nobody knows."""
+def handed_over() -> Surroundings | None:
+    """The region around the run that is being repeated; None if it is not known."""
     checkpoint = _checkpoint()
-    return None if checkpoint is None else _told.get(checkpoint)
+    return None if checkpoint is None else _surroundings.get(checkpoint)
 
 
 def _checkpoint() -> Any:
     """PyTorch's record of the non-reentrant checkpoint whose function is running or repeated; None outside.
 
-    PyTorch offers no way to ask. Its hooks hold the record; where they do not, in another version, this is None, and
-    recomputations without a region raise.
+    PyTorch offers no way to ask, but its hooks hold the record. Should another version's hooks not hold it, this is
+    None, and recomputations without a region raise.
     """
     hooks = _innermost_hooks()
     if hooks is None:

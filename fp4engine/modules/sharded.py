@@ -34,10 +34,10 @@ class Layout(NamedTuple):
     """How the DTensors of ``inp @ weight.T + bias`` are spread over a mesh.
 
     Attributes:
-        mesh: where they lie.
-        shards: what this rank has of them.
+        mesh: the mesh of all of them.
+        shards: this rank's parts of the matrices.
         shapes: of input, weight, bias and output.
-        placements: of the gradients of the first three, and of the output.
+        placements: of the gradients of input, weight and bias, and of the output.
     """
 
     mesh: Any
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
     placements: tuple[tuple[Any, ...], ...]
 
     def parts(self, *tensors: Tensor | None) -> list[Tensor | None]:
-        """This rank's parts of input, weight and bias, whose gradients reach the DTensors that they are taken of."""
+        """This rank's parts of input, weight and bias, connected by autograd to the DTensors."""
         wholes: tuple[Any, ...] = tensors
         return [
             None if whole is None else whole.to_local(grad_placements=placements)
@@ -54,7 +54,7 @@ class Layout(NamedTuple):
         ]
 
     def whole(self, part: Tensor, index: int = -1) -> Any:
-        """The DTensor of which this rank has ``part``: the output, or the gradient of one of the others."""
+        """The DTensor of which ``part`` is this rank's: the output, or by ``index`` the gradient of another tensor."""
         from torch.distributed.tensor import DTensor
 
         shape = self.shapes[index]
@@ -63,7 +63,7 @@ class Layout(NamedTuple):
 
 
 class WholesOf:
-    """Takes and makes DTensors inside one autograd node, see :class:`fp4engine.functional.shards.Wholes`."""
+    """:class:`fp4engine.functional.shards.Wholes` of DTensors."""
 
     def __init__(self, layout: Layout) -> None:
         from torch.distributed.tensor import Replicate
@@ -73,7 +73,7 @@ class WholesOf:
         self._of_grad = tuple(Replicate() if placement.is_partial() else placement for placement in output)
 
     def part(self, tensor: Tensor) -> Tensor:
-        """As :meth:`Wholes.part`; waits for a part that a collective still brings."""
+        """As :meth:`Wholes.part`; waits for a collective that still writes the part."""
         whole: Any = tensor
         local = whole.to_local()
         return local.wait() if hasattr(local, "wait") else local
@@ -107,7 +107,10 @@ def is_distributed(*tensors: Tensor | FusedInput | None) -> bool:
 
 
 def place_of(tensor: Tensor | FusedInput | None) -> tuple[Any, ...] | None:
-    """What a layout depends on of a DTensor; None of others. Equal meshes may have process groups of their own."""
+    """Everything of a DTensor that a layout depends on; None of other tensors.
+
+    Process groups are a part of it, since equal meshes may have different ones.
+    """
     from torch.distributed.tensor import DTensor
 
     if not isinstance(tensor, DTensor):
@@ -118,7 +121,7 @@ def place_of(tensor: Tensor | FusedInput | None) -> tuple[Any, ...] | None:
 
 
 def sharing_groups(weight: Any) -> tuple[Any, ...]:
-    """The process groups over which a DTensor is sharded, so that each rank has a part of it."""
+    """The process groups over which a DTensor is sharded."""
     mesh = weight.device_mesh
     return tuple([mesh.get_group(dim) for dim, placement in enumerate(weight.placements) if placement.is_shard()])
 
@@ -128,7 +131,7 @@ class _Split(NamedTuple):
 
     Attributes:
         group: the ranks.
-        size, chunk: of the whole axis, and of a rank's part (the last ranks may have less).
+        size, chunk: of the whole axis, and of one rank's part (the last ranks' parts may be smaller).
         first: where this rank's part begins.
     """
 
@@ -143,13 +146,15 @@ _AXES = {"input": ("M", "K"), "weight": ("N", "K"), "grad_output": ("M", "N")}
 
 
 def rows_in_order(plan: LinearPlan, group: Any, rows: int, device: torch.device, name: str) -> Shards:
-    """A whole weight, and ``rows`` rows of input and gradient, which follow those of the ranks before in ``group``.
+    """The shards of a rank that has the whole weight, and ``rows`` rows of input and gradient.
+
+    Its rows follow those of the ranks before it in ``group``, which have as many each.
 
     Args:
         name: of the module, for errors.
 
     Raises:
-        As :func:`layout_of`.
+        ValueError, NotImplementedError: as :func:`layout_of`.
     """
     split = _rows_split(group, rows)
     _require_whole_blocks(plan, {"M": split}, name)
@@ -165,11 +170,11 @@ def _rows_split(group: Any, rows: int) -> _Split:
 def layout_of(
     plan: LinearPlan, inp: Tensor, weight: Tensor, bias: Tensor | None, name: str, cp_group: Any = None
 ) -> Layout:
-    """How a linear transformation of DTensors by ``plan`` is spread, and what this rank has of it.
+    """How a linear transformation of DTensors by ``plan`` is spread over ranks, with this rank's parts.
 
     Args:
         name: of the module, for errors.
-        cp_group: whose ranks have, each on a mesh of its own, equally many rows of every input.
+        cp_group: ranks that have equally many rows of every input each, beside what the mesh spreads.
 
     Raises:
         ValueError: only some of the tensors are DTensors, or they lie on two meshes; or a shard's edge would cut a
@@ -241,7 +246,7 @@ def layout_of(
 
 
 def _on_one_mesh(inp: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> tuple[Any, Any, Any]:
-    """Input and weight as the DTensors that they are, and their mesh."""
+    """Input and weight, typed as DTensors, and their mesh."""
     from torch.distributed.tensor import DTensor
 
     tensors = {"input": inp, "weight": weight, "bias": bias}
@@ -260,7 +265,7 @@ def _on_one_mesh(inp: Tensor, weight: Tensor, bias: Tensor | None, name: str) ->
 
 
 def _split(mesh: Any, dim: int, size: int, inner: int) -> _Split:
-    """Of an axis of ``size`` groups of ``inner`` neighbours, cut between groups as ``torch.chunk`` cuts."""
+    """How an axis of ``size`` groups of ``inner`` neighbours is spread: between groups, as by ``torch.chunk``."""
     chunk = -(-size // mesh.size(dim))
     first = min(chunk * mesh.get_local_rank(dim), size)
     return _Split(mesh.get_group(dim), size * inner, chunk * inner, first * inner)
@@ -300,9 +305,9 @@ def _require_whole_blocks(plan: LinearPlan, splits: dict[str, _Split], name: str
 
 
 def _multiple(quantizer: Quantizer, axis: int) -> int:
-    """What a shard's rows (``axis`` 0) or columns (1) must be a multiple of, for no block, tile or word to be cut."""
+    """What a shard's rows (``axis`` 0) or columns (1) must be a multiple of, so that no block, tile or word is cut."""
     sides = (quantizer.columnwise_spec, quantizer.rowwise_spec)
-    along, across = sides[axis], sides[1 - axis]  # whose contracted axis this is, and whose is not
+    along, across = sides[axis], sides[1 - axis]  # ``axis`` is contracted in the first, and not in the second
     multiple = 1
     if along is not None and (along.block[1] or along.rotation is not None or along.is_stochastic):
         multiple = lcm(multiple, along.col_multiple)
@@ -312,23 +317,24 @@ def _multiple(quantizer: Quantizer, axis: int) -> int:
 
 
 _agreed: dict[Any, int] = {}
-"""Groups, by name and ranks, whose ranks had one seed when they first drew together, and the least of these ranks."""
+"""``names and ranks of groups -> the least of these ranks``, of groups whose ranks were found to have one seed."""
 
 
 def _drawn_by(groups: tuple[Any, ...], device: str) -> int:
-    """The rank in whose name all ranks draw that share a tensor: those of all ``groups``, which cross each other.
+    """The rank whose random bits are drawn by all ranks that share a tensor, over ``groups`` that cross each other.
+
+    Seeds are compared once for the same groups. If a rank compared them again because its own seed has changed, it
+    would wait for ranks whose seed has not.
 
     Raises:
-        ValueError: the ranks have different seeds; they would cast one tensor with different random bits. Seeds are
-            compared once for the same groups, since a rank that compared them later, because its own has changed, would
-            wait for ranks whose seed has not.
+        ValueError: the ranks have different seeds, so they would cast one tensor with different random bits.
     """
     return _agreed_rank(names_of(groups), device)
 
 
 @constant_when_traced
 def _agreed_rank(names: str, device: str) -> int:
-    """:func:`_drawn_by` of groups by their names: a trace has no groups, only what stands for them."""
+    """:func:`_drawn_by` of groups given by their names, since traced code cannot hold a process group."""
     groups = ops.groups_named(names)
     shared = tuple((name, *dist.get_process_group_ranks(g)) for name, g in zip(names.split(" "), groups, strict=True))
     if shared not in _agreed:

@@ -1,4 +1,4 @@
-"""Siblings that share one outer scale while they are trained, since servers multiply them as one matrix."""
+"""Sibling layers that train with one outer scale, because servers multiply them as one matrix."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,11 +19,11 @@ SHARED_SCALES = (
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
-"""Siblings, by the last part of their names, that servers multiply as one matrix with one outer scale."""
+"""The last parts of names of sibling layers that servers multiply as one matrix, with one outer scale."""
 
 
 def sibling_groups(names: Iterable[str], shared_scales: Iterable[Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """``name -> the names that share its scale``, itself among them, of the ``names`` that have such siblings.
+    """``name -> the names that share its scale``, itself included, of those of ``names`` that have such siblings.
 
     Args:
         names: dotted names of modules.
@@ -79,9 +79,10 @@ class _SharingFactory:
 def share_amax(
     model: torch.nn.Module, recipe: Recipe, shared_scales: Sequence[Sequence[str]] = SHARED_SCALES
 ) -> Recipe:
-    """``recipe`` for this ``model``, in which the weights of siblings are scaled by one amax, the largest of theirs.
+    """``recipe`` for this ``model``, with the weights of sibling layers scaled by the largest of their amaxes.
 
-    What is exported is then, bit for bit, what trained. To be given to ``convert``, or to ``autocast`` after it.
+    An exported checkpoint then has, bit for bit, the weights that trained. Give the result to ``convert``, or to
+    ``autocast`` after it.
 
     Args:
         model: its weights are whole in every process, or gathered by FSDP2 for their products. The amax of a sibling
@@ -112,7 +113,7 @@ def share_amax(
 
 
 def without_sharing(recipe: Recipe) -> Recipe:
-    """The recipe that :func:`share_amax` was given; any other as it is."""
+    """Undo :func:`share_amax`: the recipe that it was given. Other recipes are returned as they are."""
     if isinstance(recipe, RuledRecipe):
         rules = tuple(replace(rule, recipe=without_sharing(rule.recipe)) for rule in recipe.rules)
         return RuledRecipe(without_sharing(recipe.default), rules)

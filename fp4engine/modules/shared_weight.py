@@ -16,8 +16,8 @@ class SharedWeight(NamedTuple):
     Attributes:
         weight: a DTensor.
         plan: of the layer.
-        group: that of the autocast region, or None.
-        groups: all ranks that share.
+        group: the ``amax_reduction_group`` of the autocast region, or None.
+        groups: all process groups over which the amaxes are shared.
         found_for: see :func:`fp4engine.ops.weight_amaxes_for`.
     """
 
@@ -33,7 +33,7 @@ class WeightAmaxes(NamedTuple):
 
     Attributes:
         amaxes: by :func:`fp4engine.ops.amaxes_of`, the same on all ranks.
-        weight: that whose they are; a forward with another, such as one that was put in its place, finds its own.
+        weight: whose amaxes these are. A forward with another weight, put in the place of this one, finds its own.
         found_for: see :func:`fp4engine.ops.weight_amaxes_for`.
     """
 
@@ -46,8 +46,8 @@ def shared_weight(weight: Any, plan: LinearPlan | None, group: Any, known: Share
     """``weight``, if ranks share its amaxes in a forward by ``plan``, and all in one way; else None.
 
     Args:
-        group: that of the autocast region, or None.
-        known: what this was last time; what of it holds is not asked for again.
+        group: the ``amax_reduction_group`` of the autocast region, or None.
+        known: what this returned last time, which is returned again while it holds.
     """
     if known is not None and known.weight is weight and known.plan is plan and known.group is group:
         return known
@@ -60,14 +60,14 @@ def shared_weight(weight: Any, plan: LinearPlan | None, group: Any, known: Share
 
 
 def weight_amaxes_for(shards: Shards, plan: LinearPlan) -> str:
-    """For what the weight's amaxes have to be found; empty where none are needed."""
+    """As :func:`fp4engine.ops.weight_amaxes_for`, of the weight in ``shards``; empty if no other rank shares it."""
     if plan.casts is None or not shards.weight.groups:
         return ""
     return ops.weight_amaxes_for(plan.casts, names_of(tuple([group for group, _ in shards.weight.groups])))
 
 
 def with_amaxes(shards: Shards, weight: Tensor, left: WeightAmaxes | None, needed: str) -> Shards:
-    """``shards`` with the amaxes that were ``left``, if they are of ``weight`` and for what is ``needed``."""
+    """``shards`` with the amaxes ``left``, if they are those of ``weight`` and were found for what is ``needed``."""
     if left is None or left.weight is not weight or left.found_for != needed:
         return shards
     return shards._replace(weight_amaxes=left.amaxes)

@@ -1,4 +1,4 @@
-"""A linear transformation whose weight is one parameter, or several by name that multiply as one."""
+"""A linear transformation whose weight is one parameter, or several named ones that are multiplied as one matrix."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ ParametersSplit = Mapping[str, int] | Iterable[str] | None
 class SplitLinear(Gemms):
     """``y = x W^T + b`` with W [out_features, in_features] stored as ``parameters_split`` says.
 
-    The parts ``<name>_weight`` are put together before they are quantized, so they share one tensor scale.
+    The parts ``<name>_weight`` are concatenated before they are quantized, so they share one tensor scale.
 
     Args:
         init_method: ``init_method(weight)`` initialises each part; None draws from N(0, 0.023). Biases start at zero.

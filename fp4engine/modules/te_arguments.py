@@ -71,9 +71,9 @@ def refuse_unimplemented(module: str, arguments: dict[str, Any], neutral: dict[s
 
 
 def warn_of_third(init: Callable[P, None]) -> Callable[P, None]:
-    """``init`` of a module whose third positional argument is ``bias``, where TransformerEngine's is another.
+    """Let ``init``, whose third positional argument is ``bias``, warn where TransformerEngine's third may be meant.
 
-    It warns of a bool there, as long as arguments of TransformerEngine's stand beside it.
+    It warns of a bool in that place beside keyword arguments that only TransformerEngine has.
     """
 
     @wraps(init)

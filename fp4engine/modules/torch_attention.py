@@ -26,7 +26,7 @@ class TorchMultiheadAttention(torch.nn.MultiheadAttention):
 
     @staticmethod
     def refusal(module: torch.nn.MultiheadAttention) -> str:
-        """Why ``module`` cannot become one; empty if it can."""
+        """Why ``module`` cannot become a TorchMultiheadAttention; empty if it can."""
         if type(module) is not torch.nn.MultiheadAttention:
             return f"{type(module).__name__} may have a forward of its own"
         if not module._qkv_same_embed_dim:
@@ -39,10 +39,10 @@ class TorchMultiheadAttention(torch.nn.MultiheadAttention):
 
     @staticmethod
     def adopt(module: torch.nn.MultiheadAttention, name: str) -> None:
-        """Turn ``module``, which :meth:`refusal` accepts, into one, in place."""
+        """Turn ``module``, which :meth:`refusal` accepts, into a TorchMultiheadAttention, in place."""
         module.__class__ = TorchMultiheadAttention
         module.in_proj_gemms = BorrowedLinear(module, "in_proj_weight", f"{name}.in_proj")
-        # nn.TransformerEncoderLayer multiplies by its children's weights past them, unless a child has a hook.
+        # nn.TransformerEncoderLayer multiplies by its children's weights without calling them, unless one has a hook.
         vars(module)["_fast_path_hook"] = module.register_forward_pre_hook(_no_fast_path)
 
     def release(self) -> None:
@@ -65,7 +65,7 @@ class TorchMultiheadAttention(torch.nn.MultiheadAttention):
         """As ``nn.MultiheadAttention.forward``.
 
         Raises:
-            ValueError: ``is_causal`` without the mask that it is a hint about, or a nested tensor.
+            ValueError: ``is_causal`` is given without ``attn_mask``, or ``query`` is a nested tensor.
         """
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True is a hint about attn_mask, and needs it")
@@ -134,4 +134,4 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _no_fast_path(module: torch.nn.Module, args: Any) -> None:
-    """A hook that does nothing: that it is there makes ``nn.TransformerEncoderLayer`` call its children."""
+    """Do nothing: a child that has a hook is called by ``nn.TransformerEncoderLayer``, whatever the hook does."""

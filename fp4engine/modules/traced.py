@@ -14,10 +14,10 @@ _plans = _Plans()
 
 
 def traced_plan(recipe: Recipe, module_type: str, name: str, shape: tuple[int, ...]) -> LinearPlan:
-    """The plan by ``recipe`` of every module of a type, name and shape, which a trace may read.
+    """The plan by ``recipe`` of every module of this type, name and shape, for code that is traced.
 
     Raises:
-        RuntimeError: it remembers amaxes between steps, in the module.
+        RuntimeError: the recipe has delayed scaling, which keeps amaxes between steps.
     """
     return getattr(_plans, _leave_plan(recipe.number, module_type, name, shape))
 
@@ -28,10 +28,7 @@ def _leave_plan(recipe: int, module_type: str, name: str, shape: tuple[int, ...]
 
     Args:
         recipe: number of the recipe.
-        name, shape: of the module, where the recipe asks for them.
-
-    Raises:
-        RuntimeError: the plan remembers amaxes between steps, in the module.
+        name, shape: of the module; empty where the recipe does not read them.
     """
     key = f"{recipe} {module_type} {name} {shape}"
     if not hasattr(_plans, key):
@@ -47,10 +44,10 @@ def _leave_plan(recipe: int, module_type: str, name: str, shape: tuple[int, ...]
 
 @constant_when_traced
 def refuse_stray_recomputation() -> None:
-    """Raise if a forward is traced inside a backward pass whose region nobody has handed over.
+    """Refuse to trace a recomputed forward, whose region is not known while it is traced.
 
     Raises:
-        RuntimeError: so it is.
+        RuntimeError: this runs inside a backward pass, outside any region that was entered there.
     """
     if is_recomputed():
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Where the weights of converted modules are, that can be stored as codes."""
+"""Where a converted model has its weights that can be stored as codes."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +17,7 @@ class WeightPlace:
 
     Attributes:
         module: the module; of experts, what multiplies by all of them.
-        owner: whose parameter the weight is, the module itself or what it borrows from.
+        owner: whose parameter the weight is: the module itself, or the one that a borrowed weight belongs to.
         name: dotted name of that parameter.
         transposed: True if the parameter is [K, N] or [G, K, N], and not [N, K] or [G, N, K].
     """
@@ -34,7 +34,7 @@ class WeightPlace:
 
     @property
     def weight(self) -> Tensor | None:
-        """The parameter; None where something computes it."""
+        """The parameter; None where the weight is computed from others."""
         return self.owner._parameters.get(self.parameter)
 
     @cached_property
@@ -45,7 +45,7 @@ class WeightPlace:
 
 
 def weight_places(model: nn.Module) -> dict[str, WeightPlace]:
-    """By the names of the modules that multiply: those made of ``nn.Linear``, ``Conv1D`` and experts."""
+    """``module name -> its weight``, of the modules that ``nn.Linear``, ``Conv1D`` and experts were converted to."""
     places: dict[str, WeightPlace] = {}
     for name, module in model.named_modules():
         if isinstance(module, BorrowedGroupedLinear):
