@@ -46,7 +46,7 @@ _KERNELS = {
     "gelu": "gelu", "qgelu": "qgelu", "relu": "relu", "srelu": "srelu", "silu": "silu",
     "geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "glu": "sigmoid",
 }  # fmt: skip
-"""What kernels call the function of the first half."""
+"""``activation -> the kernels' name of the function`` of its input, or of the input's first half."""
 CLAMPED_SWIGLU = "clamped_swiglu"
 _CLAMPED_SWIGLU_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
@@ -93,13 +93,13 @@ class Activation:
         return self.name in _KERNELS and dtype in (torch.bfloat16, torch.float16)
 
     def source(self, x: Tensor, dtype: torch.dtype) -> tuple[ops.Source, None]:
-        """What stands for the value for x [M, K or 2K]; backward needs nothing beside x."""
+        """The activation of x [M, K or 2K] as a source for the cast to ``dtype``; backward needs nothing beside x."""
         return ops.Source(x, dtype, _KERNELS[self.name], self.is_gated), None
 
     def gradients(
         self, grad: Tensor, x: Tensor, parameters: tuple[Tensor | None, ...], statistics: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Gradient of x, from that of the value [M, K]."""
+        """Gradient of x from ``grad``, that of the activation's value [M, K]."""
         return (ops.activation_backward(grad, x, _KERNELS[self.name], self.is_gated),)
 
 

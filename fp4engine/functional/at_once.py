@@ -1,4 +1,4 @@
-"""Forward and backward of a linear transformation by few launches each: where that can be, and what they are told."""
+"""Forward and backward of a linear transformation in few launches each: where that is possible, and with what."""
 
 import torch
 from torch import Tensor
@@ -13,14 +13,16 @@ Shared = ops.LinearByValues | ops.LinearByOperators
 
 
 def at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.LinearByOperators | None:
-    """What computes forward and backward with few launches; None if something is kept or added to, or goes two ways.
+    """What computes forward and backward with few launches; None if single operations have to.
 
-    In a compiled graph these are two operators, unless what delayed scaling remembers is to be written, or the weight
-    is large: single operators leave more to the compiler, which then casts the input of several layers once.
+    They have to for a fused norm or activation, for a weight cache, for ``main_grad``, and where the amaxes that ranks
+    share travel over different groups. In a compiled graph each direction is one operator, unless delayed scaling has
+    to write amax histories, or the weight is large: then single operators leave more to the compiler, which casts an
+    input that several layers share once.
     """
     plan, tiles = call.plan, call.tiles
-    alone = call.function is None and (call.stored is None or tiles is not None) and call.main_grad is None
-    if plan.casts is None or not alone:
+    is_plain = call.function is None and (call.stored is None or tiles is not None) and call.main_grad is None
+    if plan.casts is None or not is_plain:
         return None
     if call.shards is not None and not _goes_at_once(call.shards, plan.casts, tiles):
         return None
@@ -39,7 +41,7 @@ def _goes_at_once(shards: Shards, casts: ops.Casts, tiles: TiledOperand | None) 
 
 
 def forward_at_once(way: Way, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, ops.Kept]:
-    """The output, and what backward needs, of a matrix ``x``."""
+    """The output for a matrix ``x``, and what backward needs."""
     plan, needs = call.plan, (call.needs_dgrad, call.needs_wgrad)
     if call.shards is not None:
         assert isinstance(way, Shared), "other ways share no amaxes"
@@ -59,7 +61,7 @@ def backward_at_once(
     bias_dtype: torch.dtype | None,
     call: Call,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias; the last only where the way computes it."""
+    """Gradients of input, weight and bias; that of the bias is None unless ``way`` computes it."""
     device, is_tiled = grad_output.device, call.tiles is not None
     if call.shards is None and isinstance(way, ops.LinearByValues):
         state = ops.live_state(device) if call.plan.draws_in_backward else None
@@ -78,7 +80,7 @@ def backward_at_once(
 
 
 def draw(call: Call, device: torch.device) -> Tensor | None:
-    """The draw of a backward pass, if it takes one."""
+    """The draw for a backward pass; None if its casts need none."""
     if not call.plan.draws_in_backward:
         return None
     if call.shards is not None:
@@ -89,7 +91,7 @@ def draw(call: Call, device: torch.device) -> Tensor | None:
 def _forward_share(
     way: Shared, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool], shards: Shards
 ) -> tuple[Tensor, ops.Kept]:
-    """One rank's part of a forward: amaxes, a collective, and the rest."""
+    """This rank's part of a forward: find amaxes, reduce them in one collective, then cast and multiply."""
     travel = shards.travelling()
     assert travel is not None, "a layer goes this way only if all amaxes of a direction travel together"
     added = bias if shards.adds_bias else None
@@ -109,7 +111,7 @@ def _backward_share(
     bias_dtype: torch.dtype | None,
     shards: Shards,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """One rank's part of a backward, likewise; the gradient of a bias only from operators."""
+    """This rank's part of a backward, in the same steps; the gradient of a bias comes from operators only."""
     travel, rank, place = shards.travelling(), shards.rank, shards.grad_output.place
     assert travel is not None, "a layer goes this way only if all amaxes of a direction travel together"
     if isinstance(way, ops.LinearByOperators):

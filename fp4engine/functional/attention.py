@@ -26,10 +26,10 @@ class AttentionMask:
     """Which keys a query may read.
 
     Attributes:
-        kind: one of :data:`MASK_TYPES`. ``causal`` aligns the diagonal to the top left corner of [S, T],
-            ``bottom_right`` to the bottom right, of padded sequences to that of what is no padding.
-        window_size: ``(left, right)``: query i reads keys ``i - left`` to ``i + right`` along that diagonal; -1 is
-            without limit.
+        kind: one of :data:`MASK_TYPES`. ``causal`` aligns the diagonal to the top left corner of [S, T], and
+            ``bottom_right`` to the bottom right one, in padded sequences to that of the part without padding.
+        window_size: ``(left, right)``: query i reads keys ``i - left`` to ``i + right`` along that diagonal; -1 sets no
+            limit.
         bottom_right_diagonal: where a window's diagonal lies if ``kind`` is not causal; None is bottom right.
 
     Raises:
@@ -66,7 +66,7 @@ class AttentionMask:
 
         Args:
             masked: True where NOT to read: [B, 1, 1, T] for padding, broadcastable to [B, H, S, T] for arbitrary.
-            padded: for padding, which queries are it, [B, 1, 1, S]; None: those that are it as keys.
+            padded: True for queries that are padding, [B, 1, 1, S]; None takes ``masked`` for queries as well.
         """
         if self.reads_mask and masked is None:
             raise ValueError(f"a {self.kind!r} mask needs attention_mask")
@@ -88,7 +88,7 @@ class AttentionMask:
         """How far to the right of each query's diagonal a key is, broadcastable to [B, H, S, T].
 
         Raises:
-            ValueError: it depends on how many queries are padding, and nobody says.
+            ValueError: it depends on how many queries are padding, and ``padded`` is None.
         """
         distance = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
         if not self._is_bottom_right():
@@ -127,7 +127,7 @@ def attention(
         query: [B, H, S, D]; key, value: [B, G, T, D] with H a multiple of G.
         masked, padded: see :meth:`AttentionMask.allowed`.
         bias: added to the scores, broadcastable to [B, H, S, T].
-        slopes: ALiBi's, [H] or [B, H]: so much of a key's distance from the query's diagonal is subtracted.
+        slopes: of ALiBi, [H] or [B, H]; each times a key's distance from the query's diagonal is subtracted.
         scale: None is 1 / sqrt(D).
 
     Returns:

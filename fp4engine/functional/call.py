@@ -1,4 +1,4 @@
-"""What a forward and its backward are told beside their tensors: one value."""
+"""The arguments of a forward and its backward beside their tensors, as one value."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,14 +15,14 @@ from fp4engine.ops import TiledOperand
 
 
 class Call(NamedTuple):
-    """What one forward and its backward are told beside their tensors.
+    """The arguments of one forward and its backward beside their tensors.
 
     Attributes:
         plan: how to compute.
         executed: where to count GEMMs.
-        shards: what this rank has of the matrices, where several ranks share them; else None.
-        stored: finds the weight's operands, or makes and keeps them, by :data:`Make`; None quantizes anew.
-        tiles: what the weight is, if it came as codes with a scale of each tile; else None.
+        shards: this rank's parts of the matrices, where several ranks share them; else None.
+        stored: :meth:`~fp4engine.functional.WeightCache.get` of the weight's cache; None quantizes the weight anew.
+        tiles: the weight as codes with one scale per tile, if it was gathered so; else None.
         main_grad: where the weight's gradient goes instead of ``weight.grad``, or None.
         needs_dgrad, needs_wgrad: which gradients a backward pass will be asked for.
         function: the norm or activation that the input still has to go through, or None.
@@ -41,5 +41,5 @@ class Call(NamedTuple):
     tiles: TiledOperand | None = None
 
     def record(self, flops: int, *names: GemmName) -> None:
-        """Count GEMMs that ran, each of so many FLOPs."""
+        """Count GEMMs that ran, each of ``flops`` FLOPs."""
         self.executed.record(self.plan.formats, flops, *names)

@@ -74,15 +74,15 @@ def cast(
     Args:
         mode: ``"virtual"`` returns the decoded values in the shape and dtype of ``x``; ``"actual"`` one value per
             element of the smallest torch dtype, with scales; ``"compress"`` packed bits, with scales.
-        compute: ``"torch"`` or ``"triton"``; where one cannot, the other is used with a warning. ``"auto"`` takes
-            Triton where it can, silently.
+        compute: ``"torch"``, or ``"triton"``, which falls back to torch with a warning where it cannot cast ``x``;
+            ``"auto"`` takes Triton where it can, without a warning.
         rng: int64 [2] ``(seed, draw)`` for stochastic specs; by default a new draw.
 
     Raises:
         ValueError: an unknown mode or compute, or something else than a CastSpec.
         NotImplementedError: ``spec`` rotates, which only means something between the two operands of a GEMM.
 
-    Source: vocabulary of ROCm/tensorcast, branch ``triton``, ``tcast/common.py``, as values instead of global modes.
+    Source: ROCm/tensorcast, branch ``triton``, ``tcast/common.py``, for the vocabulary; modes are arguments here.
     """
     for name, value, allowed in (("mode", mode, get_args(Mode)), ("compute", compute, get_args(Compute))):
         if value not in allowed:

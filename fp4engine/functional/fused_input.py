@@ -1,4 +1,4 @@
-"""The input of a linear transformation as a function of another tensor, which its cast may compute."""
+"""The input of a linear transformation as a norm or activation of another tensor, which its cast may compute."""
 
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ class FusedInput(NamedTuple):
         return self.function(self.x, *self.parameters).to(self.dtype)
 
     def fuses(self, plan: LinearPlan) -> bool:
-        """Whether kernels make ``plan.input``'s operands of the value without it; not if backward reads the value."""
+        """Whether kernels can cast by ``plan.input`` without computing the value first; not if backward reads it."""
         quantizer, rowwise, columnwise = plan.input, plan.input.rowwise_spec, plan.input.columnwise_spec
         if rowwise is None or columnwise is None or not quantizer.only_casts or quantizer.clipped_gradient:
             return False

@@ -10,11 +10,7 @@ RowTransform = Callable[[Tensor], Tensor]
 
 
 def require_counts(m_splits: Tensor, groups: int) -> None:
-    """Accept what may be ``groups`` counts, without reading them.
-
-    Raises:
-        ValueError: another shape, or no integers.
-    """
+    """Raise a ValueError unless ``m_splits`` is a vector of ``groups`` integers, whose values are not read."""
     if m_splits.ndim != 1 or len(m_splits) != groups or m_splits.is_floating_point():
         raise ValueError(
             f"m_splits must be a vector of {groups} integers, got {m_splits.dtype} of shape {tuple(m_splits.shape)}"

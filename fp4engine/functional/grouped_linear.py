@@ -47,7 +47,7 @@ class Expert(NamedTuple):
 
 
 def grouped_refusal(inp: Tensor, experts: Sequence[Expert]) -> str:
-    """Why :func:`grouped_linear` cannot give the bytes of the loop; empty if it does."""
+    """Why :func:`grouped_linear` cannot give the bytes of a loop over the experts; empty if it can."""
     weight, plan = experts[0].weight, experts[0].plan
     if any(expert.plan is not plan and expert.plan != plan for expert in experts):
         return "experts follow different recipes"
@@ -131,7 +131,7 @@ class Saved(NamedTuple):
     Attributes:
         offsets: of the experts' rows.
         inp: columnwise operand of all rows.
-        weight: columnwise operands of the weights below each other.
+        weight: columnwise operands of the weights, stacked.
     """
 
     offsets: Tensor
@@ -212,7 +212,7 @@ class GroupedLinearFunction(torch.autograd.Function):
 def _weight_gradients(
     left: Operand, right: Operand, offsets: Tensor, calls: list[Call], dtype: torch.dtype
 ) -> list[Tensor | None]:
-    """The experts' weight gradients; what stands for them where they go to ``main_grad``."""
+    """The experts' weight gradients; placeholders where they go to ``main_grad``."""
     if all(call.main_grad is None for call in calls):
         return list(ops.grouped_wgrad(left, right, offsets, out_dtype=dtype).unbind())
     shape = torch.Size((left.rows, right.rows))
@@ -226,7 +226,7 @@ def _weight_gradients(
 
 
 def _stack(operands: Sequence[Operand]) -> Operand:
-    """The experts' operands below each other, with all their amaxes."""
+    """The experts' operands, stacked, with all their amaxes."""
     first = operands[0]
     data, scale_inv, amax = zip(*(operand.tensors for operand in operands), strict=True)
     scales = None if first.scale_inv is None else torch.cat(scale_inv)
@@ -234,6 +234,6 @@ def _stack(operands: Sequence[Operand]) -> Operand:
 
 
 def _record(name: GemmName, calls: Sequence[Call], products: int) -> None:
-    """Count one product per expert. Their rows are not known here, so each is given its share of all."""
+    """Count one product per expert. The host does not know their rows, so each is counted with an equal share."""
     for call in calls:
         call.executed.record(call.plan.formats, 2 * products // len(calls), name)

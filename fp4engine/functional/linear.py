@@ -38,9 +38,9 @@ class Saved(NamedTuple):
     """What a forward keeps for its backward: only what the needed GEMMs read.
 
     Attributes:
-        inp: for wgrad: the columnwise operand, or what it is made of.
-        weight: for dgrad: likewise.
-        x, parameters, statistics: of the input's function.
+        inp: the columnwise operand of the input, for wgrad, or the operand that it will be made from.
+        weight: the same of the weight, for dgrad.
+        x, parameters, statistics: of the norm or activation that makes the input.
         inp_within, weight_within: where the cast did not saturate, see :mod:`fp4engine.functional.through_cast`.
     """
 
@@ -71,22 +71,23 @@ def linear(
         inp: [..., K], any rank >= 1, stride and number of rows; or a function that :meth:`FusedInput.fuses`.
         weight: [N, K]; bias: [N] or None.
         executed, shards: see :class:`Call`.
-        weight_cache: where to look for the weight's operands, and to leave them; None quantizes anew.
+        weight_cache: holds the weight's operands; None quantizes the weight anew.
         main_grad: FP32, BF16 or FP16 [N, K] to which wgrad adds; the weight then gets no gradient of its own.
-        wholes: what ``inp``, ``weight`` and ``bias`` are, if not plain tensors; the output is then whole as well.
+        wholes: takes this rank's parts of ``inp``, ``weight`` and ``bias`` if they are whole tensors of several ranks,
+            and makes a whole output; None for plain tensors.
 
     Returns:
         [..., N] in ``inp.dtype``.
 
     Raises:
-        ValueError: the last dimension of ``inp`` is not K, or it is nested, sparse or of MKL-DNN.
+        ValueError: the last dimension of ``inp`` is not K, or ``inp`` is nested, sparse or in MKL-DNN's layout.
     """
     function, x, parameters, dtype = (None, inp, (), inp.dtype) if isinstance(inp, Tensor) else inp
     if x.is_nested or x.layout != torch.strided:
         raise ValueError(f"inp must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
     require_features(inp, weight)
     needs_dgrad = needs_wgrad = False
-    # The first run of a reentrant checkpoint has no gradients, and draws what the second will.
+    # A reentrant checkpoint's first run has no gradients, and has to draw what the second, with gradients, repeats.
     if torch.is_grad_enabled() or (plan.draws_in_forward and ops.is_replaying()):
         needs_dgrad = x.requires_grad or any(t is not None and t.requires_grad for t in parameters)
         needs_wgrad = weight.requires_grad
@@ -133,7 +134,7 @@ def linear_wgrad(
 def linear_bgrad(grad_output: Tensor, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
     """``db[N] = sum of dy[M, N] over M``, in FP32 and in the order of :func:`fp4engine.reference.column_sums`.
 
-    Where the gradient is not quantized, it is summed as ``nn.Linear`` would.
+    A gradient that is not quantized is summed as by ``nn.Linear``.
     """
     if plan.grad_output.is_identity or plan.backward_override is not None:
         accumulation = torch.float64 if grad_output.dtype == torch.float64 else torch.float32
@@ -172,7 +173,7 @@ class LinearFunction(torch.autograd.Function):
             output, tensors = forward_at_once(way, matrix, weight, bias, call)
             call.record(2 * x.numel() * weight.shape[0], "fprop")
         ctx.save_for_backward(*tensors)
-        if x.ndim != 2:  # as nn.Linear reshapes: autograd forbids to change a view that a Function returns in place
+        if x.ndim != 2:  # no view, as in nn.Linear: autograd forbids in-place changes of a view that a Function returns
             output = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[0]))
         return output
 
@@ -208,7 +209,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 class PartFunction(torch.autograd.Function):
-    """:class:`LinearFunction` on a rank's parts of whole tensors: one node for what is else one for each tensor."""
+    """:class:`LinearFunction` on a rank's parts of whole tensors, with one autograd node for all of it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, wholes: Wholes) -> Tensor:
@@ -280,9 +281,9 @@ def _gradients(
 
 
 def refuse_second_derivative() -> None:
-    """Raise where the gradients of a backward pass are to have gradients of their own.
+    """Refuse to compute gradients that are to be differentiated again.
 
-    Quantized GEMMs have none, and PyTorch would drop without a word what goes through weights.
+    Quantized GEMMs have no second derivative, and PyTorch would silently leave out what goes through weights.
 
     Raises:
         RuntimeError: the backward pass was asked for with ``create_graph=True``.

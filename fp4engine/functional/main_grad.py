@@ -1,4 +1,4 @@
-"""Where a weight's gradient is added to a buffer of the user's, ``weight.main_grad``, by wgrad's epilogue."""
+"""Weight gradients that wgrad's epilogue adds to a buffer of the user's, ``weight.main_grad``."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class MainGrad:
-    """A buffer that the weight's gradient is added to, in FP32 before the one rounding, by wgrad's epilogue.
+    """A buffer to which the weight's gradient is added: in FP32, and rounded once.
 
-    The product runs in the autograd node of the weight (:class:`Accumulate`), which PyTorch runs only if the weight's
-    gradient is asked for; the linear transformation's node leaves the product here.
+    The node of the linear transformation leaves the product here, as a function. The autograd node of the weight
+    (:class:`Accumulate`) calls it, which PyTorch runs only if the weight's gradient is asked for.
     """
 
     def __init__(self, buffer: Tensor) -> None:
@@ -35,7 +35,7 @@ class Accumulate(torch.autograd.Function):
         if not torch.compiler.is_dynamo_compiling():
             _require_same(getattr(ctx.weight, "main_grad", None), main_grad.buffer)
         product()
-        if hasattr(ctx.weight, "grad_added_to_main_grad"):  # who looks at it has put it there
+        if hasattr(ctx.weight, "grad_added_to_main_grad"):  # set by frameworks that read it
             ctx.weight.grad_added_to_main_grad = True
         return None, None
 
@@ -68,10 +68,10 @@ def require_main_grad(weight: Tensor) -> Tensor:
 def _require_same(now: Any, buffer: Tensor) -> None:
     """Raise if ``now``, the ``weight.main_grad`` of a backward pass, is not the ``buffer`` of its forward.
 
-    Decoded values of a stored weight have none.
+    ``now`` is None for the decoded values of a stored weight.
 
     Raises:
-        RuntimeError: it is another, which would stay as it is.
+        RuntimeError: ``now`` is another tensor, which would not be written.
     """
     if now is not buffer and isinstance(now, Tensor) and now.data_ptr() != buffer.data_ptr():
         raise RuntimeError(
@@ -86,5 +86,5 @@ def add_rounded(buffer: Tensor, product: Callable[[], Tensor]) -> None:
 
 
 def no_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What stands for the gradient that :class:`Accumulate` computes: a tensor of one element that nobody reads."""
+    """A placeholder for the gradient that :class:`Accumulate` computes: a tensor of one element that is never read."""
     return torch.empty((), dtype=dtype, device=device).expand(shape)

@@ -93,7 +93,7 @@ class Norm:
         return True
 
     def source(self, x: Tensor, dtype: torch.dtype, gamma: Tensor, beta: Tensor | None) -> tuple[ops.Source, Tensor]:
-        """What stands for the norm of x [M, K] in ``dtype``, and the rows' statistics for backward."""
+        """The norm of x [M, K] as a source for the cast to ``dtype``, and the rows' statistics for backward."""
         statistics = ops.row_statistics(x, self.eps, self.has_bias)
         factor = gamma.float() + 1 if self.zero_centered_gamma else gamma
         return ops.Source(x, dtype, self.kind, False, statistics, factor, beta), statistics

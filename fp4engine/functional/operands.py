@@ -1,4 +1,4 @@
-"""Operands of the three GEMMs: cast for a forward, kept for its backward, and made of what was kept."""
+"""Operands of the three GEMMs: cast in a forward, kept for its backward, and made in backward from those kept."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -35,10 +35,10 @@ def weight_operands(weight: Tensor, call: Call) -> Operands:
 
 
 def quantize_forward(call: Call, *tensors: tuple[Literal["input", "weight"], Tensor, bool]) -> list[Operands]:
-    """Of each tensor the operand of fprop, and what to keep for backward: never a byte that nobody reads.
+    """For each tensor the operand of fprop, and the operand to keep for backward, if backward reads one.
 
     Args:
-        tensors: role, tensor, and whether the backward pass needs something of it.
+        tensors: role, tensor, and whether the backward pass needs an operand of it.
     """
     parts: list[Part] = []
     keep_rowwise: list[bool] = []
@@ -62,7 +62,7 @@ def quantize_forward(call: Call, *tensors: tuple[Literal["input", "weight"], Ten
 
 
 def quantize_source(source: ops.Source, quantizer: Quantizer, call: Call, needs_backward: bool) -> Operands:
-    """As :func:`quantize_forward`, of an input that only its cast computes."""
+    """As :func:`quantize_forward`, for an input that its cast computes from ``source``."""
     keeps_rowwise, arguments = _asked(quantizer, call, needs_backward, source.device)
     quantized = quantizer.quantize(source, **arguments)
     assert quantized.rowwise is not None
@@ -70,9 +70,9 @@ def quantize_source(source: ops.Source, quantizer: Quantizer, call: Call, needs_
 
 
 def _asked(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch.device) -> tuple[bool, dict[str, Any]]:
-    """Whether backward reads the rowwise operand, and what :meth:`Quantizer.quantize` is to do.
+    """Whether backward reads the rowwise operand, and arguments of :meth:`Quantizer.quantize`.
 
-    It takes the draw of a whole tensor, since nobody else knows that it is of a forward pass.
+    These include a draw for a whole tensor, since ``quantize`` does not know that it is called in a forward pass.
     """
     keeps_rowwise, columnwise, form = _sides(quantizer, call, needs_backward, device)
     arguments: dict[str, Any] = {"columnwise": columnwise, "rowwise_form": form}
@@ -98,7 +98,7 @@ def _sides(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch
 
 
 def _quantize(parts: Sequence[Part], call: Call) -> list[QuantizedTensor]:
-    """Quantize each part by itself, or as what it is of a tensor that other ranks share."""
+    """Quantize each part: as a tensor by itself, or as a part of a tensor that ranks share."""
     if call.shards is not None:
         return quantize_parts(parts, call.shards)
     return [part.quantizer.quantize(part.matrix, **part.arguments) for part in parts]
@@ -127,7 +127,7 @@ def quantize_grad(matrix: Tensor, call: Call, rng: Tensor | None) -> tuple[Opera
 def saved_operands(
     weight: Operand | TiledOperand | None, inp: Operand | None, call: Call, rng: Tensor | None
 ) -> tuple[Operand | None, Operand | None]:
-    """The operands of dgrad and wgrad, from whatever of weight and input was kept."""
+    """The operands of dgrad and wgrad, from what was kept of weight and input."""
     right = None if weight is None else _columnwise("weight", weight, call, rng)
     return right, None if inp is None else _columnwise("input", inp, call, rng)
 
@@ -135,7 +135,7 @@ def saved_operands(
 def _columnwise(
     role: Literal["input", "weight"], kept: Operand | TiledOperand, call: Call, rng: Tensor | None
 ) -> Operand:
-    """The backward GEMM's operand, from what of the tensor was kept."""
+    """The backward GEMM's operand of a tensor, from what was kept of it."""
     plan, quantizer = call.plan, getattr(call.plan, role)
     if isinstance(kept, TiledOperand):
         is_read_rowwise = plan.backward_override is not None or quantizer.columnwise_source != "original"

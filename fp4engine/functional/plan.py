@@ -27,8 +27,7 @@ class ExecutedGemms:
     Attributes:
         counts: ``(gemm, formats) -> times``, e.g. ``("fprop", "e2m1 x e2m1")``; see :func:`operand_formats`.
         flops: ``(gemm, formats) -> 2 M N K``, summed over those times.
-        by_torch: ``gemm -> FLOPs`` of those in high precision that :meth:`record_high_precision` counted, which
-            PyTorch's own counter sees as well.
+        by_torch: ``gemm -> FLOPs`` that :meth:`record_high_precision` counted, which PyTorch's own counter sees too.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class ExecutedGemms:
         self.by_torch: dict[str, int] = {}
 
     def record(self, formats: Mapping[GemmName, str], flops: int, *gemms: GemmName) -> None:
-        """Count one run of each of ``gemms``, of so many FLOPs. Does nothing while ``torch.compile`` traces."""
+        """Count one run, of ``flops``, of each of ``gemms``. Does nothing while ``torch.compile`` traces."""
         if torch.compiler.is_dynamo_compiling():
             return
         for gemm in gemms:
@@ -75,11 +74,12 @@ class LinearPlan:
         backward_override: see :class:`~fp4engine.recipe.Recipe`.
         backend: backend of the GEMMs.
         fast_accumulation: FP8 GEMMs that may use the tensor core's shorter accumulator.
-        draws_in_forward: whether what a forward pass makes takes a draw.
-        draws_in_backward: whether a backward pass takes a draw; one serves both GEMMs, whose streams differ by role
+        draws_in_forward: whether casts of a forward pass take draws of the random stream.
+        draws_in_backward: whether a backward pass takes a draw. One serves all its casts, whose streams differ by role
             and side.
         formats: what each GEMM multiplies, in the words of :func:`operand_formats`.
-        casts: the keys of all casts, where each makes an operand of its tensor itself and nothing more; else None.
+        casts: the keys of all casts; None unless every cast makes an operand directly from its tensor and does
+            nothing else.
         is_stateful: whether scales depend on earlier steps; then :meth:`remembering_in` makes a module's own plan.
         in_group: the roles whose amaxes are shared over an ``amax_reduction_group``.
     """
@@ -124,7 +124,7 @@ class LinearPlan:
         )
 
     def repeating(self) -> "LinearPlan":
-        """The plan of a forward that nothing is to be remembered of."""
+        """The same plan for a forward whose amaxes are not entered into histories."""
         return replace(self, input=self.input.repeating(), weight=self.weight.repeating())
 
 
@@ -167,8 +167,7 @@ def make_linear_plan(recipe: Recipe, module_type: str, name: str = "", shape: tu
     """Ask ``recipe`` for the quantizers of a module's three roles, once each. Equal answers are one object.
 
     Args:
-        name: of the module, which rules may ask for.
-        shape: of the module's weight, likewise.
+        name, shape: of the module, and of its weight, for recipes whose rules read them.
     """
     own = recipe.of(QuantizerRole(module_type, "", name, shape))
     inp, weight, grad_output = (
@@ -184,5 +183,5 @@ def make_linear_plan(recipe: Recipe, module_type: str, name: str = "", shape: tu
 
 @lru_cache(maxsize=1024)
 def _first_equal(plan: LinearPlan) -> LinearPlan:
-    """Of equal plans the first, so that what compares or guards them by identity finds them the same."""
+    """The first of all plans equal to ``plan``, so that equal plans are one object where identity is compared."""
     return plan

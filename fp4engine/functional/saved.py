@@ -13,7 +13,7 @@ Record = TypeVar("Record")
 
 
 def flatten(record: tuple[Any, ...]) -> tuple[list[Tensor | None], Structure]:
-    """The tensors of a named tuple of operands, tensors, tuples of tensors and ``None``; and what they were."""
+    """The tensors of a named tuple of operands, tensors, tuples of tensors and ``None``; and its structure."""
     tensors: list[Tensor | None] = []
     structure: list[Any] = []
     for value in record:

@@ -34,14 +34,14 @@ class Shard(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """What a rank has of the three matrices of a linear transformation, and by whose draws it casts them.
+    """One rank's parts of the three matrices of a linear transformation, and by which random bits it casts them.
 
     Attributes:
         input, weight, grad_output: of the matrices [M, K], [N, K] and [M, N].
-        rank: the rank in whose name all ranks that share the matrices draw; None: each in its own.
+        rank: the rank whose random bits all ranks that share the matrices use; None: each uses its own.
         adds_bias: False where another rank adds the bias to its part of a sum.
-        layer: the layer that draws by its own name; empty: the process draws.
-        weight_amaxes: of the whole weight, by :func:`fp4engine.ops.amaxes_of`, where all ranks have them already.
+        layer: name of the layer's own random stream; empty draws from the process's.
+        weight_amaxes: of the whole weight, by :func:`fp4engine.ops.amaxes_of`, if all ranks have them already.
     """
 
     input: Shard = Shard()
@@ -54,12 +54,12 @@ class Shards(NamedTuple):
 
     @staticmethod
     def over(group: Any) -> "Shards":
-        """Rows of input and gradient are spread over ``group``, nobody knows in which order; it has one weight."""
+        """Rows of input and gradient are spread over ``group`` in an unknown order; all its ranks have the weight."""
         rows = Shard(((group, 0),))
         return Shards(rows, rows, rows)
 
     def and_over(self, group: Any, roles: Sequence[str] = TENSOR_TYPES) -> "Shards":
-        """The same, and amaxes of ``roles`` are shared with the ranks of ``group`` beside."""
+        """The same, with the amaxes of ``roles`` shared over ``group`` as well."""
         shared: dict[str, Any] = {}
         for role in roles:
             shard: Shard = getattr(self, role)
@@ -71,7 +71,10 @@ class Shards(NamedTuple):
         return ops.next_draw(device, 1, self.layer and f"{direction}/{self.layer}", direction)
 
     def travelling(self) -> "Travel | None":
-        """Which amaxes travel, if all are of whole tensors; None if those of one direction go different ways."""
+        """Over which groups amaxes are reduced, each of a whole tensor.
+
+        None if a direction would need two collectives, since input and weight are shared over different groups.
+        """
         of_input, of_weight, of_grad = (
             tuple([group for group, _ in shard.groups]) for shard in (self.input, self.weight, self.grad_output)
         )
@@ -83,14 +86,14 @@ class Shards(NamedTuple):
 
 
 class Wholes(Protocol):
-    """Whole tensors, of which this rank has parts: what takes a part of one, and makes one of a part."""
+    """Takes this rank's parts of whole tensors that ranks share, and makes whole tensors from parts."""
 
     def part(self, tensor: Tensor) -> Tensor:
         """The rank's part of a whole tensor."""
         ...
 
     def part_of_grad(self, grad_output: Tensor) -> Tensor:
-        """The rank's part of the output's gradient, spread as the output's is to be."""
+        """The rank's part of the output's gradient, after it has been spread over ranks as the output is."""
         ...
 
     def output(self, part: Tensor) -> Tensor:
@@ -103,11 +106,11 @@ class Wholes(Protocol):
 
 
 class Travel(NamedTuple):
-    """Over which ranks the outer amaxes of both directions travel, those of one direction together.
+    """Over which process groups outer amaxes are reduced, in one collective per group and direction.
 
     Attributes:
-        shared: whether those of the input, and of the weight, are to travel.
-        forward, backward: the process groups.
+        shared: whether the input's, and whether the weight's, amaxes are reduced.
+        forward, backward: the process groups of each direction.
     """
 
     shared: tuple[bool, bool]
@@ -116,21 +119,22 @@ class Travel(NamedTuple):
 
 
 def names_of(groups: tuple[Any, ...]) -> str:
-    """The names of process groups, as operators are told them."""
+    """The names of process groups in one string, as operators take them."""
     return " ".join([group.group_name for group in groups])
 
 
 def share_of(shared: tuple[bool, bool], groups: tuple[Any, ...], given: Tensor | None = None) -> ops.Share | None:
-    """What a direction is told of those of its amaxes that are shared over ``groups``; None if there are none."""
+    """How a direction shares its amaxes over ``groups``; None if there is nothing to share."""
     if not groups and given is None:
         return None
     return ops.Share(shared, partial(ops.share_amaxes, groups=groups), given)
 
 
 class Part(NamedTuple):
-    """One matrix to be cast: by which quantizer, and how :meth:`~fp4engine.quantizers.Quantizer.quantize` is asked.
+    """One matrix to be cast.
 
     Attributes:
+        arguments: of :meth:`~fp4engine.quantizers.Quantizer.quantize`.
         given: outer amaxes of the whole matrix, see :func:`fp4engine.ops.amaxes_of`; None if they are to be found.
     """
 
@@ -142,7 +146,7 @@ class Part(NamedTuple):
 
 
 def quantize_parts(parts: Sequence[Part], shards: Shards) -> list[QuantizedTensor]:
-    """Quantize each part as a part of its whole matrix; outer amaxes of all of them travel together."""
+    """Quantize each part as a part of its whole matrix. The outer amaxes of all parts are reduced together."""
     asked: list[dict[str, Any]] = []
     amaxes: list[Tensor | None] = []
     groups: list[tuple[Any, ...]] = []
@@ -166,9 +170,9 @@ def quantize_parts(parts: Sequence[Part], shards: Shards) -> list[QuantizedTenso
 
 
 def _with_draw(part: Part, shard: Shard, shards: Shards) -> dict[str, Any]:
-    """The arguments of ``part``, with the draw that amax and cast will both read, if one is needed.
+    """The arguments of ``part``, with the draw that its amax and its cast both read, if they need one.
 
-    A backward pass has taken its draw; who asks for one here runs forward.
+    A draw that is taken here is one of a forward pass: a backward pass brings its own.
     """
     arguments = dict(part.arguments)
     rng = arguments.pop("rng", None)
@@ -180,9 +184,10 @@ def _with_draw(part: Part, shard: Shard, shards: Shards) -> dict[str, Any]:
 
 
 def _groups(spec: CastSpec | None, shard: Shard, contracted: int) -> tuple[Any, ...]:
-    """The groups over which an operand's outer amax is the largest of all ranks'.
+    """The groups over which an operand's outer amax has to be reduced.
 
-    An amax of the tensor is every rank's. That of a row is, where the row is split: along the ``contracted`` axis.
+    An amax of the whole tensor is reduced over all groups; one of a row only over those that split the row, that is,
+    the ``contracted`` axis.
     """
     if spec is None or spec.outer not in (Outer.TENSOR, Outer.ROW):
         return ()
@@ -192,7 +197,7 @@ def _groups(spec: CastSpec | None, shard: Shard, contracted: int) -> tuple[Any, 
 def _reduce(amaxes: list[Tensor | None], groups: list[tuple[Any, ...]]) -> None:
     """Make each amax the largest over its groups, by one collective for each group.
 
-    Those of whole tensors are sent as few launches send them: another rank's part may be small enough for these.
+    Amaxes of whole tensors are packed as in :mod:`fp4engine.functional.at_once`, since another rank may go that way.
     """
     for group in dict.fromkeys(group for several in groups for group in several):
         chosen = [(i, amax) for i, amax in enumerate(amaxes) if amax is not None and group in groups[i]]

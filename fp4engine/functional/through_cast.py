@@ -1,9 +1,9 @@
-"""From the gradient of what a cast decodes to, to the gradient of the tensor that was cast.
+"""From the gradient of a cast's decoded values to the gradient of the tensor that was cast.
 
     x_hat = Q(x H)      straight through:  dx = d_x_hat H^T      clipped:  dx = (d_x_hat * within) H^T
 
-A cast that does not rotate has H = 1. A product gives ``d_x_hat`` if its other operand was made of what the forward
-pass multiplied, rotated as that is; an operand that is made of the tensor itself gives ``dx``.
+A cast that does not rotate has H = 1. A backward product gives ``d_x_hat`` if its other operand was made from the
+rotated operand of the forward pass, and ``dx`` if it was made from the tensor itself.
 
 Source: arXiv 2505.14669; IST-DASLab Quartet 00ccd38, ``quantizers/mxfp4.py``, ``QuestMXFP4QuantizerFn``.
 """
@@ -22,13 +22,13 @@ from fp4engine.quantizers.base import as_matrix
 
 
 def within(x: Tensor, operand: Operand, quantizer: Quantizer, plan: LinearPlan) -> Tensor | None:
-    """Bits of the elements that the rowwise cast of ``x`` did not saturate; None if all of them get their gradient.
+    """Bits that mark the elements of ``x`` that its rowwise cast did not saturate; None if no gradient is clipped.
 
     Args:
         operand: codes and scales of ``x``.
 
     Raises:
-        NotImplementedError: ``x`` is stored as codes, of which nobody knows what saturated.
+        NotImplementedError: ``x`` is stored as codes, which do not tell what saturated.
     """
     if not quantizer.clipped_gradient or plan.backward_override is not None:
         return None
@@ -38,9 +38,9 @@ def within(x: Tensor, operand: Operand, quantizer: Quantizer, plan: LinearPlan) 
 
 
 def rotated_by(quantizer: Quantizer, plan: LinearPlan) -> str:
-    """Key of the spec by whose rotation a backward product comes out that multiplies the tensor of ``quantizer``.
+    """Key of the spec whose rotation is still in the result of a backward product with the tensor of ``quantizer``.
 
-    Empty if it comes out as the gradient itself.
+    Empty if the result is the gradient itself.
     """
     made_of_rowwise = quantizer.columnwise_source == "rowwise_dequantized"
     if plan.backward_override is not None:
@@ -57,11 +57,12 @@ def gradient(
     dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    """The gradient [rows, cols] in ``dtype``, of a product in the dtype that ``multiply`` is asked for.
+    """The gradient [rows, cols] in ``dtype``, from the product that ``multiply`` computes in a given dtype.
 
     Args:
-        rotated, within: from :func:`rotated_by`, of the product's other tensor, and :func:`within`, of its own. With
-            either the product is in FP32, and rounded once in the end.
+        rotated: from :func:`rotated_by`, of the product's other tensor.
+        within: from :func:`within`, of the tensor whose gradient this is. With either of them the product is computed
+            in FP32, and rounded once in the end.
     """
     if not rotated and within is None:
         return multiply(dtype)

@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, UntypedStorage
@@ -15,27 +15,19 @@ from fp4engine.functional.plan import LinearPlan
 from fp4engine.ops import Operand, TiledOperand
 
 Operands = tuple[Operand, Operand | TiledOperand | None]
-"""``(operand of fprop, what dgrad's is made of)``."""
+"""``(operand of fprop, operand that dgrad's is made from)``."""
 
 Make = Callable[[], Operands]
 """Quantizes the weight."""
-
-
-def _nothing() -> None:
-    """What a weak reference to nothing answers."""
-
-
-def _itself(weight: Tensor) -> Tensor:
-    return weight
 
 
 class _Kept(NamedTuple):
     """Operands of one weight, as it was.
 
     Attributes:
-        weight, storage: what they were made of, if it is still there.
+        weight, storage: return the weight and its storage, or None once these are gone.
         key: version and layout of the weight, and the plan.
-        operands: by whether a backward pass needs them.
+        operands: ``whether a backward pass needs them -> operands``.
     """
 
     weight: Callable[[], Tensor | None]
@@ -47,14 +39,15 @@ class _Kept(NamedTuple):
 class WeightCache:
     """Operands of one weight, valid while the weight is the same tensor, unwritten, under an equal plan.
 
-    Caching never changes a byte: what is drawn or depends on earlier steps is made anew. The weight is known by
-    identity, and by the memory that ``weight.data = ...`` may have given it; writes move its version counter, except
-    those of fused optimizers, of which :func:`told_of_steps` tells, and those in place through ``weight.data``.
+    Caching never changes a byte: operands that are drawn or depend on earlier steps are made anew. A weight is known by
+    identity, by its storage, since ``weight.data = ...`` gives it another, and by its version counter. Fused optimizers
+    do not move that counter, so :func:`told_of_steps` clears caches after every step. Writes in place through
+    ``weight.data`` go unnoticed.
 
-    A weight that has memory is held, since ``torch.utils.swap_tensors``, by which modules may be told to convert their
-    parameters, swaps none that is referred to weakly; another one is not swapped, which nothing here would notice.
+    A weight with a storage is referred to strongly, because ``torch.utils.swap_tensors`` refuses tensors with weak
+    references; a swapped weight has another storage. One without a storage is referred to weakly, and so never swapped.
 
-    Threads may share one: what is kept is replaced as a whole, so that nobody adds to what another has begun.
+    Threads may share a cache: an entry is replaced as a whole, so no thread adds to what another has begun.
     """
 
     def __init__(self) -> None:
@@ -67,8 +60,8 @@ class WeightCache:
     def get(self, weight: Tensor, plan: LinearPlan, needs_dgrad: bool, make: Make) -> Operands:
         """The operands of ``weight`` under ``plan``, made by ``make`` when they are not there.
 
-        Operands made for a backward pass also serve a forward without one, which gets no operand of dgrad: what a
-        forward saves must not depend on what a cache holds, or a recomputed forward would save something else.
+        Operands made for a backward pass also serve a forward without one, but that gets no operand for dgrad: if what
+        a forward saves depended on the cache, a recomputed forward might save something else.
         """
         changes = plan.weight.draws_in_forward or plan.weight.is_stateful
         if changes or weight.is_inference():  # made in inference mode: it has no version counter
@@ -76,8 +69,11 @@ class WeightCache:
         storage, layout = _memory(weight)
         key, kept = (weight._version, layout, plan), self._kept
         if kept is None or kept.weight() is not weight or kept.storage() is not storage or kept.key != key:
-            held = weakref.ref(weight) if storage is None else partial(_itself, weight)
-            kept = self._kept = _Kept(held, _nothing if storage is None else weakref.ref(storage), key, {})
+            if storage is None:
+                kept = _Kept(weakref.ref(weight), lambda: None, key, {})
+            else:
+                kept = _Kept(lambda: weight, weakref.ref(storage), key, {})
+            self._kept = kept
         if needs_dgrad not in kept.operands:
             if not needs_dgrad and True in kept.operands:
                 return kept.operands[True][0], None
@@ -85,12 +81,12 @@ class WeightCache:
         return kept.operands[needs_dgrad]
 
     def tiles(self, weight: Tensor) -> TiledOperand | None:
-        """What ``weight`` is, if it is codes with one scale of each tile, of which every call makes operands."""
+        """``weight`` as codes with one scale per tile, if it is stored so; then every call makes operands from them."""
         return None
 
 
 def _memory(weight: Tensor) -> tuple[UntypedStorage | None, tuple[Any, ...]]:
-    """The storage that holds the values of ``weight``, and where in it they lie; none of a subclass, which need not."""
+    """The storage of ``weight`` and its place in it; None and nothing of a subclass, which may have no storage."""
     if type(weight) not in (Tensor, Parameter):
         return None, ()
     return weight.untyped_storage(), (weight.storage_offset(), weight.dtype, weight.shape, weight.stride())
@@ -98,11 +94,11 @@ def _memory(weight: Tensor) -> tuple[UntypedStorage | None, tuple[Any, ...]]:
 
 _told: weakref.WeakSet[WeightCache] = weakref.WeakSet()
 _lock = threading.Lock()
-"""Held while somebody joins those, and while a thread that has stepped an optimizer clears them."""
+"""Held while a cache is added to ``_told``, and while the caches in it are cleared."""
 
 
 def microbatch_cache() -> WeightCache:
-    """A cache without a scope, for ``is_first_microbatch``: told of every optimizer step as long as it lives."""
+    """A cache without a scope, for ``is_first_microbatch``; every optimizer step clears it as long as it lives."""
     cache = WeightCache()
     with _lock:
         _told_for_good()
@@ -123,7 +119,7 @@ def _clear_told(*_: object) -> None:
 
 @contextmanager
 def told_of_steps(caches: Iterable[WeightCache]) -> Generator[None]:
-    """Region in which every step of a ``torch.optim`` optimizer clears ``caches``: a fused one moves no version."""
+    """Region in which every step of a ``torch.optim`` optimizer clears ``caches``."""
 
     def clear(*_: object) -> None:
         for cache in caches:
