@@ -1,7 +1,7 @@
-"""What training on many devices needs to know of FP4, beside what PyTorch does.
+"""FP4 in training on many devices, beside what PyTorch does.
 
-How FSDP2 gathers weights as codes, how tokens travel to experts as codes, how amaxes of split weights travel together,
-and by which random bits a layer casts wherever it is.
+FSDP2 that gathers weights as codes, tokens that travel to experts as codes, one collective for the amaxes of all
+sharded weights, and random bits that do not depend on which process a layer is on.
 """
 
 from fp4engine.distributed.all_gather import AllGatherPlan, GatheredAs, fp4_all_gather

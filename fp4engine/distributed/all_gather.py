@@ -35,7 +35,7 @@ class GatheredAs:
     Attributes:
         name: of the parameter in the model.
         shape: (N, K).
-        bytes_per_element: what goes over the wire of it; None if it is gathered in high precision.
+        bytes_per_element: sent per element of the weight; None if it is gathered in high precision.
         reason: why it is gathered in high precision; empty if it is gathered as codes.
     """
 
@@ -83,8 +83,9 @@ def fp4_all_gather(model: nn.Module, recipe: Recipe | None = None, mesh: DeviceM
 
     Args:
         model: converted, and not sharded yet.
-        recipe: what the model will run by; None is each module's own, or :func:`fp4engine.get_default_recipe`.
-        mesh: what ``fully_shard`` will be given, whose last dimension shards; None is all ranks.
+        recipe: the recipe that the model will run by; None takes each module's own, or
+            :func:`fp4engine.get_default_recipe`.
+        mesh: the mesh that ``fully_shard`` will be given, whose last dimension shards; None is all ranks.
 
     Raises:
         ValueError: ``model`` is no module, is sharded already, or this has been called for it; ``recipe`` is not a
@@ -127,10 +128,10 @@ def fp4_all_gather(model: nn.Module, recipe: Recipe | None = None, mesh: DeviceM
 
 
 def _require_alike(found: list[GatheredAs], gatherable: list[GatherableWeight], mesh: DeviceMesh | None) -> None:
-    """Compare what the ranks of ``mesh`` have found: if it is not the same, their collectives would not end.
+    """Check that all ranks of ``mesh`` gather alike, since otherwise they would wait for each other forever.
 
     Raises:
-        ValueError: on every rank, if one has found something else.
+        ValueError: on every rank, if one of them would gather otherwise.
     """
     groups = [None] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -148,7 +149,7 @@ def _require_alike(found: list[GatheredAs], gatherable: list[GatherableWeight], 
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Gemms | None, str]]:
-    """Name, module, attribute and GEMMs of each weight of a linear module; and why nobody can give the module codes."""
+    """Name, module, attribute and GEMMs of each weight of a linear module, and why the module cannot take codes."""
     for path, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             gemms, reason = (None, "") if parameter is None else _gemms(module, attribute)
@@ -157,7 +158,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Gemms | No
 
 
 def _gemms(module: nn.Module, attribute: str) -> tuple[Gemms | None, str]:
-    """What multiplies by a parameter of ``module``, or why that is not asked; neither if it is no weight."""
+    """The GEMMs that multiply by a parameter of ``module``, or why they take no codes; neither if it is no weight."""
     kind = type(module).__name__
     if isinstance(module, LayerNormMLP) and attribute in ("fc1_weight", "fc2_weight"):
         return (module.fc1 if attribute == "fc1_weight" else module.fc2), ""
@@ -178,7 +179,7 @@ def _gemms(module: nn.Module, attribute: str) -> tuple[Gemms | None, str]:
 
 
 def _why_not(weight: Any, uses: int) -> str:
-    """Why a parameter is not to be replaced by one that FSDP2 gathers as codes."""
+    """Why a parameter cannot be replaced by one that FSDP2 gathers as codes; empty if it can."""
     if uses > 1:
         return "several modules share it"
     if isinstance(weight, DTensor):
@@ -189,7 +190,7 @@ def _why_not(weight: Any, uses: int) -> str:
 
 
 def bytes_as_codes(plan: LinearPlan, shape: tuple[int, ...], ranks: int) -> tuple[int | None, str]:
-    """Bytes of the codes and block scales of a weight (N, K) that ``ranks`` share; None, and why it has to go whole."""
+    """Bytes of codes and block scales of a weight (N, K) sharded over ``ranks``; or None, and why it has no codes."""
     rows, cols = shape
     spec = plan.weight.rowwise_spec
     reason = why_not_codes(plan) or ("" if spec is None else why_not_rows(rows, ranks, spec))
@@ -208,8 +209,8 @@ def _adopt(weight: GatherableWeight) -> None:
 
 
 def _adopt_loaded(weight: GatherableWeight, module: nn.Module, incompatible_keys: Any) -> None:
-    """After ``load_state_dict(assign=True)``, which replaces the parameter by what was loaded, do as before."""
-    if not weight.is_of(module):  # but of a copy of it
+    """Adopt the parameter again after ``load_state_dict(assign=True)``, which has replaced it by a plain one."""
+    if not weight.is_of(module):  # the hook was copied along with the module
         return
     parameter = getattr(module, weight.parameter)
     weight.forget()
@@ -221,7 +222,7 @@ def _adopt_loaded(weight: GatherableWeight, module: nn.Module, incompatible_keys
 
 
 def _leave_plain(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Put plain tensors, of the same memory and with the same version, where a ``state_dict`` has shards of ours."""
+    """Replace each ShardedWeight in a ``state_dict`` by a plain tensor with the same memory and version counter."""
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
         if value is None or value is parameter:  # keep_vars=True asks for the parameter itself
@@ -233,7 +234,7 @@ def _leave_plain(module: nn.Module, state: dict[str, Any], prefix: str, local_me
 
 
 def _plain(parameter: DTensor) -> DTensor:
-    """The same shards of plain tensors."""
+    """The same DTensor with a plain tensor as its shard."""
     shard = parameter._local_tensor
     assert isinstance(shard, ShardedWeight)
     return DTensor.from_local(

@@ -9,18 +9,18 @@ from fp4engine.modules import Gemms, GroupedLinear
 
 
 def draw_by_layer(model: nn.Module, replica: int, *, prefix: str = "", first_expert: int = 0) -> tuple[str, ...]:
-    """Give every layer of ``model`` draws of its own, told apart by its name instead of by process and order.
+    """Give every layer of ``model`` a random stream of its own, by its name instead of by process and order of calls.
 
-    The k-th forward of a layer, and its k-th backward, then draw the same bits whatever else a process runs between
-    them: as a stage of any pipeline and under any of its schedules, as experts on any rank, and in one process that
-    holds the whole model. The seed is the process's own; :func:`fp4engine.get_rng_state` counts the draws by name.
+    The k-th forward of a layer, and its k-th backward, then draw the same bits whatever else the process runs between
+    them: in a stage of any pipeline under any schedule, in an expert on any rank, and in one process that holds the
+    whole model. The seed is the process's; :func:`fp4engine.get_rng_state` counts the draws by name.
 
     Args:
         model: converted, or of fp4engine's layers; a part of a model too. The names are those that
             :func:`fp4engine.convert` gave, or the layers' ``name=``.
-        replica: which of the copies of these weights this one is, 0 in one process: the rank along the data-parallel
-            dimension of the mesh. Copies draw different bits; ranks that share tensors have to tell the same one.
-        prefix: goes before the names, for parts that were converted one by one.
+        replica: which copy of these weights this is: the rank along the data-parallel dimension of the mesh, or 0 in
+            one process. Copies draw different bits; ranks that share tensors must give the same number.
+        prefix: put before the names, for parts of a model that were converted one by one.
         first_expert: the index, in the whole model, of the first expert of each ``GroupedLinear`` here.
 
     Returns:
@@ -28,7 +28,7 @@ def draw_by_layer(model: nn.Module, replica: int, *, prefix: str = "", first_exp
 
     Raises:
         ValueError: ``replica`` or ``first_expert`` is not an integer of at least 0; the model has no layer of
-            fp4engine's; a layer has no name; or two have one.
+            fp4engine's; a layer has no name; or two layers have the same.
     """
     require_model(model)
     if not isinstance(prefix, str):

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def why_not_codes(plan: LinearPlan) -> str:
-    """Why ``plan`` cannot do with the codes that ranks make of their shards; empty if it can."""
+    """Why ``plan`` cannot run on codes that ranks make of their shards; empty if it can."""
     quantizer, spec = plan.weight, plan.weight.rowwise_spec
     if spec is None:
         return "the recipe keeps the weight in high precision"
@@ -39,7 +39,7 @@ NO_VALUES = "backward_override='high_precision' multiplies the weight itself"
 
 
 def why_not_dgrad(quantizer: Quantizer) -> str:
-    """Why the codes of the weight do not make dgrad's operand; empty if they do."""
+    """Why dgrad's operand cannot be made from the weight's codes; empty if it can."""
     row, column = quantizer.rowwise_spec, quantizer.columnwise_spec
     if quantizer.columnwise_source == "rowwise_dequantized":
         return ""
@@ -51,17 +51,17 @@ def why_not_dgrad(quantizer: Quantizer) -> str:
 
 
 class GatheredWeight(QuantizedWeight):
-    """A weight [N, K] between FSDP2's unshard and reshard: what was gathered, and no values.
+    """A weight [N, K] between FSDP2's unshard and reshard: gathered codes and scales, without values.
 
-    That is codes and one scale of each block, in memory that FSDP2 frees and allocates. The operands of the products
-    are made of it where they are read, and by nobody else.
+    It has codes and one scale per block, in memory that FSDP2 frees and allocates. Products make their operands from
+    these when they read them.
 
     Attributes:
         scale_inv: bytes of the scales, one of each block: uint8 [N / block rows, blocks].
         name: of the parameter in its model.
         ranks: of the mesh over which ``fully_shard`` spreads the weight; all of them have these codes.
-        why_not_dgrad: why its codes serve only recipes with a ``backward_override``; empty if they serve others.
-        served: the last plan that they served.
+        why_not_dgrad: why only recipes with a ``backward_override`` can use the codes; empty if others can too.
+        served: the last plan that used the codes.
     """
 
     name: str = ""
@@ -70,7 +70,7 @@ class GatheredWeight(QuantizedWeight):
     served: LinearPlan | None = None
 
     def tiles(self) -> TiledOperand:
-        """What was gathered."""
+        """The gathered codes, scales and amax."""
         spec, (rows, cols) = self.quantizer.rowwise_spec, self.shape
         assert spec is not None
         return TiledOperand(spec, rows, cols, self.codes, self.scale_inv, self.amax)
@@ -83,7 +83,7 @@ class GatheredWeight(QuantizedWeight):
         """The operand [K, N], made anew of the codes.
 
         Raises:
-            ValueError: the codes do not make it.
+            ValueError: it cannot be made from the codes.
         """
         if self.why_not_dgrad or self.quantizer.columnwise_source != "original":
             self._values()
@@ -142,9 +142,9 @@ class GatheredWeight(QuantizedWeight):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = args[0] if args else None
         if isinstance(first, GatheredWeight):
-            if func is aten.as_strided.default and tuple(args[1]) == tuple(first.shape):  # FSDP2 does so to each
+            if func is aten.as_strided.default and tuple(args[1]) == tuple(first.shape):  # called by FSDP2
                 return first._like(lambda tensor: tensor)
-            if func is aten.zeros_like.default:  # what FSDP2 reduces where there is no gradient
+            if func is aten.zeros_like.default:  # FSDP2 reduces it in place of a missing gradient
                 return torch.zeros(first.shape, dtype=first.dtype, device=first.device)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -161,7 +161,7 @@ class GatheredWeight(QuantizedWeight):
         return weight
 
     def refill(self, scales: Tensor, amax: Tensor) -> None:
-        """Become what was gathered anew, whose codes FSDP2 has written: to memory that graphs refer to."""
+        """Take the scales and amax of a new gather, whose codes FSDP2 has written into this weight's memory."""
         vars(self).update(scale_inv=scales, amax=amax)
 
 

@@ -1,4 +1,4 @@
-"""Shards in high precision that FSDP2 gathers as codes, and the outer amaxes that their ranks share."""
+"""Shards in high precision that FSDP2 gathers as codes, and the outer amaxes that ranks share for them."""
 
 import weakref
 from functools import cache
@@ -21,16 +21,16 @@ aten = torch.ops.aten
 
 
 MOST_CAST = 64 << 20
-"""Bytes of shards that one launch casts: the first gather of a step does not wait for the casts of all."""
+"""Most bytes of shards that one launch casts, so that a step's first gather does not wait for all casts."""
 
 
 class Sent(NamedTuple):
     """What a rank sends of one weight.
 
     Attributes:
-        codes, scales: of its shard; the scales are bytes, one of each block.
+        codes, scales: of its shard; the scales are bytes, one per block.
         amax: of the whole weight.
-        wire, outer: what makes codes and scales, or the amax, there for the current stream.
+        wire, outer: to be read before codes and scales, or the amax, are used on the current stream.
     """
 
     codes: Tensor
@@ -43,10 +43,10 @@ class Sent(NamedTuple):
 class GatherableWeights:
     """All weights of a model that are gathered as codes: their outer amaxes, and their casts.
 
-    Both are made of many weights at once when the first is asked for. They are forgotten when the weight is
-    written to, through PyTorch's dispatcher or in memory that ``state_dict`` handed out, and all are when an optimizer
-    of ``torch.optim`` steps that has one of them. All ranks write alike, so all forget alike, and the reduction that
-    follows is the same on every rank. An optimizer of other parameters may be one rank's alone.
+    When the amax or cast of one weight is asked for, those of many are made at once. They are forgotten when the weight
+    is written to, through PyTorch's dispatcher or in memory that ``state_dict`` handed out. Those of all weights are
+    forgotten when a ``torch.optim`` optimizer steps that has one of them. All ranks write alike, so they forget alike
+    and reduce the same amaxes next. An optimizer of other parameters may exist on one rank alone, and clears nothing.
     """
 
     def __init__(self) -> None:
@@ -54,12 +54,12 @@ class GatherableWeights:
         _hear_of_steps()
 
     def clear(self) -> None:
-        """Forget all: the weights may have changed unseen."""
+        """Forget all amaxes and casts, since the weights may have changed without a new version."""
         for weight in self.all:
             weight.forget()
 
     def reduce(self) -> None:
-        """Find amaxes that are not known, with one collective per process group: one, unless there are more meshes."""
+        """Find the amaxes that are not known, with one collective per process group, which is one per mesh."""
         stale: dict[Any, list[tuple[GatherableWeight, Tensor]]] = {}
         for weight in self.all:
             parameter = weight.sharded() if weight.has_amax else None
@@ -96,7 +96,7 @@ def _hear_of_steps() -> None:
 
 
 def _forget_stepped(optimizer: Optimizer, *_: object) -> None:
-    """Forget what is known of the weights that ``optimizer`` has stepped: a fused one moves no version."""
+    """Forget amaxes and casts of models that ``optimizer`` has stepped: a fused one moves no version counter."""
     found: set[GatherableWeights] = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -131,7 +131,7 @@ def send(asked: list[tuple["GatherableWeight", "ShardedWeight"]], dtype: torch.d
 
 
 def largest_magnitudes(matrices: list[Tensor]) -> Tensor:
-    """FP32 [n]: of each matrix, all in few launches; 0 of an empty one, NaN of one with a NaN."""
+    """FP32 [n]: the largest magnitude in each matrix, 0 if it is empty and NaN if it has one; in few launches."""
     filled = [matrix if matrix.numel() else matrix.new_zeros(1) for matrix in matrices]
     return torch.stack([largest.float() for largest in torch._foreach_norm(filled, float("inf"))])
 
@@ -144,10 +144,10 @@ class ReducedAmaxes:
         self._rounded: dict[torch.dtype, tuple[tuple[Tensor, ...], Shared]] = {}
 
     def get(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Shared]:
-        """FP32 [1]: the amax of the weight rounded to ``dtype``; and what makes it there for the current stream.
+        """FP32 [1], the amax of the weight rounded to ``dtype``; and what to read before using it on another stream.
 
-        To round is monotonic, so the amax of what is rounded is the rounded amax. All are rounded when the first is
-        asked for.
+        Rounding is monotonic, so the amax of the rounded weight is the rounded amax. All amaxes are rounded when the
+        first is asked for.
         """
         if dtype not in self._rounded:
             (packed,) = self._packed.read()
@@ -172,7 +172,7 @@ class GatherableWeight:
         name: of the parameter in its model.
         module, parameter: where it is.
         quantizer: of the plan that the module runs by; its rowwise cast has the name ``spec``.
-        others, place: all weights of the model, and which one of them this is.
+        others, place: all such weights of the model, and the index of this one among them.
         has_amax: whether it has an outer amax of its own; MXFP4 has no outer scale.
     """
 
@@ -195,23 +195,23 @@ class GatherableWeight:
 
     @property
     def module(self) -> torch.nn.Module:
-        """Where the parameter is.
+        """The module of the parameter, referred to weakly.
 
-        It is not held: a shard knows its weight, and shards that FSDP2 has made views of are held where Python's
-        garbage collector does not look, which would keep the model for good.
+        Shards refer to this object, and FSDP2's views keep shards alive where Python's garbage collector does not look;
+        a strong reference to the module would keep the whole model alive.
         """
         module = self._module()
-        assert module is not None, "whoever asks has the model"
+        assert module is not None, "callers hold the model"
         return module
 
     def group_of(self, parameter: DTensor) -> tuple[Any, str]:
-        """As :func:`_shard_group`, of the sharded ``parameter``; DTensor takes longer to say so."""
+        """As :func:`_shard_group`, kept from the last call, since asking a DTensor takes longer."""
         if self._group is None or self._group[0] is not parameter.device_mesh:
             self._group = parameter.device_mesh, _shard_group(parameter)
         return self._group[1]
 
     def is_of(self, module: torch.nn.Module) -> bool:
-        """Whether the weight is one of ``module``, and not of what ``module`` is a copy of."""
+        """Whether the weight belongs to ``module``, and not to another module of which that is a copy."""
         return self._module() is module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GatherableWeight":
@@ -225,22 +225,22 @@ class GatherableWeight:
         return parameter if isinstance(parameter, DTensor) else None
 
     def forget(self) -> None:
-        """The weight may have changed."""
+        """Forget amax and cast, since the weight may have changed."""
         self._reduced = self._sent = None
 
     def know(self, reduced: ReducedAmaxes, index: int, version: int) -> None:
-        """An amax of ``reduced`` is that of the weight whose shard has this version."""
+        """Note that the amax at ``index`` of ``reduced`` is that of the weight while its shard has this version."""
         self._reduced, self._version = (reduced, index), version
 
     def is_known(self, parameter: DTensor) -> bool:
-        """Whether the amax is that of the weight as it is, the sharded ``parameter``."""
-        shard = parameter._local_tensor  # .to_local() makes a view of it, and a view of ours is not versioned
+        """Whether the known amax is that of ``parameter``, the sharded weight, as it is now."""
+        shard = parameter._local_tensor  # .to_local() returns a view, which has no version counter of its own
         return self._reduced is not None and isinstance(shard, ShardedWeight) and shard.values._version == self._version
 
     def amax(self, dtype: torch.dtype) -> tuple[Tensor, Shared] | None:
-        """The outer amax of the weight in ``dtype``, see :meth:`ReducedAmaxes.get`; None if it has none of its own.
+        """The outer amax of the weight in ``dtype``, see :meth:`ReducedAmaxes.get`; None if its cast has none.
 
-        May start the reduction.
+        Reduces amaxes over ranks if this one is not known.
         """
         if not self.has_amax:
             return None
@@ -265,14 +265,14 @@ class GatherableWeight:
         return shard
 
     def keep(self, sent: Sent, shard: "ShardedWeight", dtype: torch.dtype) -> None:
-        """Send ``sent`` until the weight changes."""
+        """Keep ``sent``, to send it again until the weight changes."""
         self._sent, self._sent_as = sent, (dtype, shard.values._version)
 
     def sent(self, shard: "ShardedWeight", dtype: torch.dtype) -> Sent:
-        """Codes, one scale of each block, and outer amax of the weight's shard in ``dtype``.
+        """Codes, one scale per block, and outer amax of the weight's shard in ``dtype``.
 
-        They are kept until the weight changes, so backward and further microbatches send what forward did. Those of a
-        copy that FSDP2 has just brought from the CPU are not: that memory is asked to be elsewhere.
+        They are kept until the weight changes, so backward and further microbatches send what forward sent. Those of a
+        copy that FSDP2 has just brought from the CPU are not kept, since offloading is to free that memory.
         """
         made_as = dtype, shard.values._version
         if self._sent is not None and self._sent_as == made_as:
@@ -286,10 +286,10 @@ class GatherableWeight:
         return self._sent
 
     def ranks_of(self, mesh: Any, shape: torch.Size, whole: torch.Size) -> int:
-        """Of ``mesh``, over which a shard of ``shape`` is spread.
+        """How many ranks ``mesh`` has, for a shard of ``shape`` of a weight of the shape ``whole``.
 
         Raises:
-            ValueError: the shard is not made of whole blocks of the rows of a weight of the shape ``whole``.
+            ValueError: such a shard does not consist of whole blocks of the weight's rows.
         """
         placed = mesh, shape, whole
         if self._placed[:3] != placed:
@@ -304,10 +304,10 @@ class GatherableWeight:
 
 
 class PreAllGather:
-    """What FSDP2 calls of a shard before a gather. It asks for the signature at every call.
+    """The function of a shard that FSDP2 calls before a gather.
 
-    To make that of a method takes longer than to send kept codes; an object that is called has its own. It does not
-    hold the shard, which holds it.
+    FSDP2 asks for its signature at every call. Deriving that of a method takes longer than sending kept codes, so this
+    is a callable object with the signature stored. It refers to its shard weakly, since the shard refers to it.
     """
 
     def __init__(self, shard: "ShardedWeight") -> None:
@@ -316,31 +316,31 @@ class PreAllGather:
     def __call__(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: torch.nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Sent]:
-        """Codes and scales of this shard, which FSDP2 sends; and what every rank knows.
+        """Codes and scales of this shard, which FSDP2 sends, and what is passed on to ``fsdp_post_all_gather``.
 
         Raises:
-            ValueError: this shard is not made of whole blocks of the weight's rows.
+            ValueError: this shard does not consist of whole blocks of the weight's rows.
         """
         shard = self._shard()
         assert shard is not None
         ranks = shard.weight.ranks_of(mesh, shard.shape, outer_size)
         sent = shard.weight.sent(shard, mp_policy.param_dtype or shard.dtype)
         sent.wire.read()
-        # On one rank FSDP2 copies what is given first, and nothing else.
+        # On one rank FSDP2 copies the first tensor, and nothing else.
         return ((sent.codes, sent.scales) if ranks > 1 else (sent.codes,)), sent
 
     __signature__ = Signature(list(signature(__call__).parameters.values())[1:])
 
 
 class ShardedWeight(torch.Tensor):
-    """A weight in high precision, and later one rank's rows of it, of which FSDP2 asks how it is gathered.
+    """A weight in high precision, later one rank's rows of it, with the hooks by which FSDP2 gathers codes.
 
-    Operations read and write ``values``, and return plain tensors, except for views and copies on another device, which
-    FSDP2 makes its shards of. Pickled and copied it is a plain tensor. A write forgets the weight's outer amax.
+    Operations read and write ``values`` and return plain tensors, except for views and copies on another device, from
+    which FSDP2 makes its shards. Pickling or copying gives a plain tensor. A write forgets the weight's outer amax.
 
     Attributes:
         values: the plain tensor.
-        weight: which one it is.
+        weight: the weight that this is, or is a shard of.
         fsdp_pre_all_gather: see :class:`PreAllGather`.
     """
 
@@ -366,7 +366,7 @@ class ShardedWeight(torch.Tensor):
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], sent: Sent, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """The weight that the module multiplies by, of all ranks' codes and scales; ``out`` is filled anew."""
+        """The weight that the module multiplies by, from all ranks' codes and scales; ``out`` is filled if given."""
         sent.outer.read()
         codes, *scales = all_gather_outputs
         if not scales:
@@ -436,9 +436,9 @@ class ShardedWeight(torch.Tensor):
 
 
 def _plain(argument: Any, shards: list[ShardedWeight]) -> Any:
-    """``argument`` of an operation with values in place of shards, which are added to ``shards``.
+    """``argument`` of an operation with each shard replaced by its values, and added to ``shards``.
 
-    Operations have tensors, lists of them, and lists of lists for collectives. An optimizer gives lists of all weights.
+    Arguments are tensors, lists of them, and for collectives lists of lists.
     """
     if isinstance(argument, ShardedWeight):
         shards.append(argument)
@@ -457,7 +457,7 @@ def _plain(argument: Any, shards: list[ShardedWeight]) -> Any:
 
 @cache
 def _written(operation: Any) -> frozenset[int | str]:
-    """Positions and names of what ``operation`` may write to; collectives do not say, so that is all they have."""
+    """Positions and names of arguments that ``operation`` may write to: all of a collective's, which does not say."""
     arguments = operation._schema.arguments
     return frozenset(
         place
@@ -468,11 +468,11 @@ def _written(operation: Any) -> frozenset[int | str]:
 
 
 _COPIES = (aten._to_copy.default, aten._pin_memory.default, aten.new_zeros.default)
-"""What FSDP2 and ``module.to`` make shards by."""
+"""Operations by which FSDP2 and ``module.to`` make shards."""
 
 
 def why_not_rows(rows: int, ranks: int, spec: CastSpec) -> str:
-    """Why shards of a weight of that many rows cannot be cast one by one; empty if they can."""
+    """Why the shards of a weight with ``rows`` rows cannot be cast one by one; empty if they can."""
     multiple = ranks * spec.block[0]
     if ranks == 1 or rows % multiple == 0:
         return ""

@@ -7,13 +7,12 @@ from torch import Tensor
 
 
 class Shared:
-    """Tensors made on the current stream, for any stream to read as long as somebody holds them.
+    """Tensors made on the current stream, to be read on any.
 
-    FSDP2 gathers on streams of its own, which run ahead of the one that computes, and on that of the caller where it is
-    asked to unshard. Two things are due before another stream reads: it waits until the tensors are written; and their
-    memory is recorded for it, as the allocator gives freed memory to the stream that it came from at once, while the
-    other may still have to read it. Each is due once for a stream: what it starts later comes behind the wait, and
-    memory that is freed waits for all that a recorded stream was given until then.
+    FSDP2 gathers on streams of its own, which run ahead of the one that computes. Before another stream may read the
+    tensors, it has to wait until they are written, and their memory has to be recorded for it: the allocator would
+    otherwise reuse freed memory on the stream that it came from while the other still has to read it. Each is done once
+    per stream, since both also cover the work that the stream is given later.
     """
 
     def __init__(self, *tensors: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""Tokens to the ranks of their experts and back, as codes and scales where that is asked for.
+"""Tokens sent to the ranks of their experts and back, as codes and scales if a quantizer is given.
 
-On the wire a token is one row of bytes: its codes, its block scales, its outer amaxes. Nothing of it belongs to other
-tokens, so ranks need no collective but the one that sends it, and what a receiver decodes does not depend on what else
-was sent. In NVFP4 that is 9/16 of a byte an element, and four bytes.
+A token travels as one row of bytes: its codes, its block scales and its outer amaxes. None of these depends on other
+tokens, so ranks need no collective but the one that sends the rows. In NVFP4 a row has 9/16 of a byte for each element,
+and four bytes.
 """
 
 from collections.abc import Sequence
@@ -34,26 +34,26 @@ def all_to_all_tokens(
 ) -> Tensor:
     """Send rows to all ranks of ``group``, and receive theirs, rank after rank; gradients go the way back.
 
-    With a quantizer, what travels are codes and scales, in one collective, and what is returned are the values that
-    they decode to. The gradient is that of the values sent: the cast is passed straight through.
+    With a quantizer, codes and scales travel, in one collective, and the values that they decode to are returned. The
+    gradient passes straight through the cast.
 
     Args:
         tokens: [M, K], a token in each row.
-        output_splits: how many rows come from each rank, as each of them tells in its ``input_splits``.
+        output_splits: how many rows come from each rank, as in that rank's ``input_splits``.
         input_splits: how many rows go to each rank; they add up to M.
         group: None is all ranks.
         quantizer: how tokens are cast for the way; None sends them as they are. Every token has to be cast by itself,
             as ``NVFP4Quantizer(row_scaled_nvfp4=True)`` does. All ranks give an equal one.
-        grad_quantizer: the same for their gradients, for which ``stochastic_rounding=True`` is there. Random bits are
-            those of this process.
+        grad_quantizer: the same for their gradients, which ``stochastic_rounding=True`` suits. Random bits are those of
+            this process.
 
     Returns:
         [sum(output_splits), K], in the dtype of ``tokens``.
 
     Raises:
         ValueError: ``tokens`` are no plain matrix of floating-point numbers; splits are not one count for each rank of
-            ``group``, or do not add up to M; this process is not in ``group``; a quantizer is something else, or its
-            cast of a token takes more than the token.
+            ``group``, or do not add up to M; this process is not in ``group``; a quantizer is something else, or does
+            not cast every token by itself.
     """
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.dtype not in _FLOATS:
         got = f"{tokens.dtype} of shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else shown(tokens)
@@ -71,7 +71,7 @@ def all_to_all_tokens(
 
 
 class _AllToAll(torch.autograd.Function):
-    """Its own backward pass: splits and quantizers change places."""
+    """An all-to-all whose backward pass is another, with splits and quantizers swapped."""
 
     @staticmethod
     def forward(
@@ -94,7 +94,7 @@ class _AllToAll(torch.autograd.Function):
 def _send(
     tokens: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | None, quantizer: Quantizer | None
 ) -> Tensor:
-    """What arrives of the other ranks' rows, decoded."""
+    """Exchange rows, cast for the way, and return those that arrive, decoded."""
     spec = None if quantizer is None else quantizer.rowwise_spec
     if quantizer is None or spec is None:
         return _exchange(tokens, received, sent, group)
@@ -132,13 +132,13 @@ def unpack(rows: Tensor, spec: CastSpec, cols: int) -> Operand:
 
 
 def bytes_of_token(quantizer: Quantizer, cols: int) -> int:
-    """What goes over the wire of a token with ``cols`` features that ``quantizer`` casts."""
+    """How many bytes a token with ``cols`` features that ``quantizer`` casts has on the wire."""
     assert quantizer.rowwise_spec is not None
     return sum(_row_bytes(quantizer.rowwise_spec, cols))
 
 
 def _of_bytes(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory of its own, aligned for ``dtype``, with the bytes of ``rows``."""
+    """A copy of the bytes of ``rows``, aligned for ``dtype``, as a tensor of it."""
     values = torch.empty(rows.shape[0], rows.shape[1] // dtype.itemsize, dtype=dtype, device=rows.device)
     values.view(torch.uint8).copy_(rows)
     return values
@@ -167,7 +167,7 @@ def _require_token_cast(name: str, quantizer: Quantizer | None) -> None:
 
 
 def _why_not_by_token(quantizer: Quantizer) -> str:
-    """What a cast of a token needs beside the token; empty if nothing."""
+    """Why ``quantizer`` does not cast every token by itself; empty if it does."""
     spec = quantizer.rowwise_spec
     if quantizer.is_stateful or not quantizer.only_casts:
         return f"{type(quantizer).__name__} needs more than its values"

@@ -15,15 +15,14 @@ from fp4engine.state import current_state, is_recomputed
 def share_weight_amaxes(model: nn.Module) -> None:
     """Find the amaxes of all weights that ranks share when a forward of ``model`` begins, and reduce them together.
 
-    Under tensor parallelism a layer else reduces its weight's amax itself, with its input's if that is shared too: one
-    collective for every layer. The bytes are the same. What is found holds until the forward ends, in which nobody may
-    write to a weight. A layer that runs outside finds its own: where a checkpoint recomputes it, or a part of the model
-    runs alone; and so does one in which another weight was put in the place of its own meanwhile.
+    Without this, under tensor parallelism every layer reduces its weight's amax itself, in a collective per layer that
+    also reduces the input's if that is shared. The bytes are the same. The amaxes hold until the forward ends, and no
+    weight may be written to until then. A layer finds its own amax when it runs outside the model's forward, because a
+    checkpoint recomputes it or a part of the model runs alone, and when its weight has been replaced meanwhile.
 
-    Call it once, after ``convert`` and ``parallelize_module``. The model, or the region of ``autocast`` in it, must not
-    be compiled as a whole, but its blocks may: the amaxes are found in eager mode. Where the recipe is another in some
-    part of the model, whose region ``model`` enters itself, or weights are gathered before their layer runs (FSDP2),
-    layers find their own as well.
+    Call it once, after ``convert`` and ``parallelize_module``. The amaxes are found in eager mode, so blocks of the
+    model may be compiled, but neither the model nor its region of ``autocast`` as a whole. Layers also find their own
+    amaxes where ``model`` itself enters a region with another recipe, or FSDP2 gathers their weights.
 
     Raises:
         ValueError: the model has no layer of fp4engine's.
@@ -38,14 +37,14 @@ def share_weight_amaxes(model: nn.Module) -> None:
 
 
 class _Hooks:
-    """What is done before a forward of the model that has ``layers``, and after it."""
+    """The forward hooks of the model that has ``layers``."""
 
     def __init__(self, layers: list[Gemms]) -> None:
         self._layers = layers
         self._known: list[SharedWeight | None] = [None] * len(layers)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy asks anew: process groups cannot be copied."""
+        """Leave out of copies what refers to process groups, which cannot be copied."""
         return {"_layers": self._layers, "_known": [None] * len(self._layers)}
 
     @torch.no_grad()
@@ -67,7 +66,7 @@ class _Hooks:
                 layer.leave_weight_amaxes(WeightAmaxes(rows, found.weight, found.found_for))
 
     def after(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """Take them away: what runs later may have other weights."""
+        """Take the amaxes away, since weights may change before the next forward."""
         if not torch.compiler.is_dynamo_compiling():
             for layer, known in zip(self._layers, self._known, strict=True):
                 if known is not None:
