@@ -23,13 +23,13 @@ class Quantizer:
     Attributes:
         rowwise_spec: cast of the operand [M, K]; None leaves the matrix unquantized.
         columnwise_spec: cast of the transposed operand [K, M]; None leaves it unquantized.
-        columnwise_source: what the columnwise operand is made of: the tensor, or the dequantized rowwise operand
-            (then it is made when the backward pass needs it).
+        columnwise_source: what the columnwise operand is made from: ``"original"``, the tensor, or
+            ``"rowwise_dequantized"``, the rowwise operand, when the backward pass needs it.
         stream: stream id of the role, see :mod:`fp4engine.reference.philox`.
         backend: ``auto``, ``reference``, ``triton`` or ``native``.
         clipped_gradient: whether the tensor gets no gradient where its rowwise cast saturated.
-        is_stochastic: True if quantizing takes a draw of the random stream.
-        draws_in_forward: True if what a forward pass makes of an input or a weight takes one.
+        is_stochastic: True if a cast takes a draw of the random stream.
+        draws_in_forward: True if a cast does that a forward pass makes of an input or a weight.
         is_identity: True if both sides stay unquantized.
 
     Raises:
@@ -58,7 +58,7 @@ class Quantizer:
         object.__setattr__(self, "is_identity", not specs)
 
     def repeating(self) -> "Quantizer":
-        """The quantizer for a forward that is recomputed: what remembers nothing is itself."""
+        """The quantizer for a forward that is recomputed: the same, unless it keeps amax histories."""
         return self
 
     def with_backend(self, backend: str) -> "Quantizer":
@@ -74,35 +74,35 @@ class Quantizer:
 
     @property
     def is_stateful(self) -> bool:
-        """True if what it does depends on the steps before."""
+        """True if scales depend on earlier steps."""
         return False
 
     @property
     def joins_group(self) -> bool:
-        """True if its amax is shared over an ``amax_reduction_group``; over the ranks that hold a tensor, always."""
+        """True if its amax is shared over an ``amax_reduction_group``; ranks that share the tensor always share it."""
         return True
 
     @property
     def only_casts(self) -> bool:
-        """True if what it launches follows from its fields and its arguments' shapes: nobody has overridden a step."""
+        """True if no subclass overrides a step, so that its casts alone say what it does."""
         own, base = type(self), Quantizer
         steps = ((own.quantize, base.quantize), (own.requantize, base.requantize), (own.amax, base.amax))
         return all(mine is general for mine, general in steps)
 
     @property
     def is_composable(self) -> bool:
-        """True if one launch may hold what it does beside other casts: nothing runs between amax and cast."""
+        """True if its casts may be part of a launch with others, since nothing else runs between amax and cast."""
         return self.only_casts
 
     def recall(self, device: torch.device) -> ops.Memory | None:
-        """For a launch that casts a tensor on ``device``: what scales it instead of its own amax, or None.
+        """The history by which a launch scales a tensor on ``device``, instead of by its own amax; None without one.
 
-        Whoever asks casts next; asking is a part of the cast.
+        To be called once for each cast, which has to follow: it counts as a part of it.
         """
         return None
 
     def remembering_in(self, memory: dict[str, Any], tensor_type: str) -> "Quantizer":
-        """The same quantizer, keeping what it remembers between steps in ``memory``; most remember nothing."""
+        """The same quantizer with its amax history kept in ``memory``; itself if it has none."""
         return self
 
     def takes_draw(self, rowwise: bool = True, columnwise: bool = True) -> bool:
@@ -126,17 +126,17 @@ class Quantizer:
         """Operands of x [..., K], any rank >= 1, stride and size.
 
         Args:
-            x: or a source for kernels, whose sides must both be cast.
+            x: a tensor, or a source that kernels compute while they cast it; then no side may stay unquantized.
             rowwise, columnwise: which sides to make; at least one.
             rng: int64 [2] ``(seed, draw)``, or [4] for a shard, see :mod:`fp4engine.reference.philox`; by default a new
                 draw is taken if one is needed.
-            rank: whose random bits to take; by default this process's.
+            rank: the rank whose random bits to take; by default this process's.
             rowwise_form, columnwise_form: packed codes, or BF16 values for immediate use by a GEMM.
             rowwise_amax, columnwise_amax: outer amax to use, FP32 as :meth:`amax` returns it.
 
         Raises:
-            ValueError: x is not floating point, has rank 0, or no side is asked for; ``rng`` is no draw for x, or an
-                amax not what :meth:`amax` returns.
+            ValueError: x is not floating point, has rank 0, or no side is asked for; ``rng`` or an amax does not have
+                the dtype, shape or device that it should have.
         """
         matrix = x if not isinstance(x, Tensor) or (x.ndim == 2 and x.dtype in _FLOATS) else as_matrix(x)
         if not (rowwise or columnwise):
@@ -189,7 +189,7 @@ class Quantizer:
         return ops.amax(as_matrix(x), *specs, rng=rng, stream=stream, backend=self.backend)
 
     def requantize(self, operand: Operand, rng: Tensor | None, form: Form = "codes") -> Operand:
-        """The columnwise operand of a tensor of which the rowwise operand was kept."""
+        """The columnwise operand of a tensor, made from its rowwise ``operand``."""
         values = operand.dequantize(torch.float32, self.backend)
         quantized = self.quantize(values, rowwise=False, rng=rng, columnwise_form=form)
         assert quantized.columnwise is not None
@@ -197,10 +197,10 @@ class Quantizer:
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """View or copy x [..., K] as [M, K].
+    """The matrix [M, K] of x [..., K], a view if possible.
 
     Raises:
-        ValueError: no tensor, rank 0 or another dtype.
+        ValueError: x is no tensor, has rank 0, or is not float16, bfloat16, float32 or float64.
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"x must be a tensor, got {type(x).__name__}")

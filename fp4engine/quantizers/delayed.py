@@ -1,4 +1,4 @@
-"""FP8 with scales from earlier steps: the one quantizer that remembers."""
+"""FP8 with scales from earlier steps: the only quantizer with a memory."""
 
 import threading
 from dataclasses import dataclass, field, replace
@@ -14,14 +14,14 @@ from fp4engine.recipe import DelayedScaling
 from fp4engine.tensor import QuantizedTensor
 
 Memory = dict[str, "AmaxHistory"]
-"""What one module remembers, by role."""
+"""``role -> amax history`` of one module."""
 
 
 class _Step:
-    """What one thread does between entering and leaving an outermost region.
+    """A step of delayed scaling: the time between entering and leaving an outermost region, on one thread.
 
     Attributes:
-        memories: of the modules that took part, by ``id``.
+        memories: of the modules that took part in it, by ``id``.
         is_open: False once the region is left.
     """
 
@@ -37,7 +37,7 @@ class _Open:
 
 
 class _Thread(threading.local):
-    """Holds an object: ``torch.compile`` drops, without a word, what is assigned to a thread's own attributes."""
+    """Holds an object, since ``torch.compile`` silently drops assignments to attributes of a ``threading.local``."""
 
     def __init__(self) -> None:
         self.open = _Open()
@@ -55,7 +55,7 @@ def begin_step() -> None:
 
 
 def end_step() -> None:
-    """Close this thread's step: modules that took part choose their next amaxes when they are used again."""
+    """Close this thread's step. Modules that took part choose their next amaxes when they are used again."""
     step, _thread.open.step = _thread.open.step, None
     if step is not None:
         step.is_open = False
@@ -68,8 +68,8 @@ class AmaxHistory:
     """Amaxes of one tensor of one module, newest first.
 
     Attributes:
-        values: FP32 [length]; ``values[0]`` collects the step that is running, later ones follow by age.
-        amax: FP32 [1], what scales are made of in this step.
+        values: FP32 [length]; ``values[0]`` is the largest amax of the running step, and older steps follow.
+        amax: FP32 [1], the amax that scales of the running step are made from.
         ended: whether the step that ``values[0]`` belongs to is over.
     """
 
@@ -81,10 +81,10 @@ class AmaxHistory:
         self._step: _Step | None = None
 
     def join(self, memory: Memory) -> None:
-        """Take part, with all of ``memory``, in the step that is open on this thread, if one is.
+        """Let all histories of ``memory``, this one among them, take part in this thread's open step, if there is one.
 
         Raises:
-            RuntimeError: another thread's step, in which this takes part, is still open.
+            RuntimeError: they take part in another thread's step, which is still open.
         """
         step = _thread.open.step
         if step is None or self._step is step:
@@ -100,9 +100,9 @@ class AmaxHistory:
             step.memories[id(memory)] = memory
 
     def record(self, current: Tensor, recipe: DelayedScaling, spec: CastSpec, backend: str = "auto") -> Tensor:
-        """Note ``current`` [1], and return the amax that this step's scale is made of.
+        """Note ``current`` [1], and return the amax that this step's scale is made from.
 
-        A tensor with an Inf or a NaN gets that instead, so that its product is not silently finite.
+        An Inf or a NaN in ``current`` is returned instead, so that the tensor's product is not silently finite.
         """
         self._follow(current.device)
         choice, chosen = "", None
@@ -113,7 +113,7 @@ class AmaxHistory:
         return ops.record_amax(self.values, self.amax, current, choice, chosen, backend)
 
     def recall(self, device: torch.device, recipe: DelayedScaling, records: bool) -> ops.Memory:
-        """What a launch needs in order to do as :meth:`record`, or :meth:`scaled_by` unless it ``records``."""
+        """What a launch needs to do the same as :meth:`record`, or as :meth:`scaled_by` if ``records`` is False."""
         self._follow(device)
         if not records:
             return ops.Memory(None, self.amax, "")
@@ -122,7 +122,7 @@ class AmaxHistory:
         return ops.Memory(self.values, self.amax, choice)
 
     def scaled_by(self, current: Tensor) -> Tensor:
-        """The amax [1] that the running step scales a tensor with amax ``current`` [1] by."""
+        """The amax [1] by which the running step scales a tensor with the amax ``current`` [1], which is not noted."""
         self._follow(current.device)
         return torch.where(current.isfinite(), self.amax, current)
 
@@ -132,13 +132,13 @@ class AmaxHistory:
                 self.values, self.amax = self.values.to(device), self.amax.to(device)
 
     def resize(self, length: int) -> None:
-        """Remember ``length`` steps from now on: forget the oldest, or make room."""
+        """Keep ``length`` steps from now on: drop the oldest, or add zeros."""
         if length != len(self.values):
             with torch.inference_mode(False):
                 self.values = torch.nn.functional.pad(self.values[:length], (0, max(length - len(self.values), 0)))
 
     def _given(self, recipe: DelayedScaling, spec: CastSpec) -> Tensor | None:
-        """The next amax [1] where functions of the recipe's choose it; None where its name says how."""
+        """The next amax [1] if functions of the recipe's choose it; None if the recipe names one of the two ways."""
         algorithm, scaling = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
         if not callable(algorithm) and scaling is None:
             return None
@@ -152,7 +152,7 @@ class AmaxHistory:
         return chosen
 
     def next_amax(self, recipe: DelayedScaling, spec: CastSpec) -> Tensor:
-        """The amax [1] that the next step would be scaled by if the running one ended now."""
+        """The amax [1] that would scale the next step if the running one ended now."""
         chosen = self._given(recipe, spec)
         if chosen is None:
             chosen = self.values.amax().view(1) if recipe.amax_compute_algo == "max" else self.values[:1]
@@ -177,13 +177,13 @@ class AmaxHistory:
 
 @dataclass(frozen=True)
 class DelayedQuantizer(Quantizer):
-    """Scales from ``history``; both operands share one amax. Compares by its casts and recipe.
+    """Scales both operands by one amax from ``history``. Compares by its casts and recipe.
 
     Attributes:
         recipe: how the amax is chosen.
-        history: the module's memory of this tensor.
-        memory: the module's histories, which are of one step.
-        records: False reads the history and leaves it as it is.
+        history: the amax history of this tensor.
+        memory: the histories of the module's tensors, which take part in the same steps.
+        records: False reads the history and does not change it.
     """
 
     recipe: DelayedScaling = field(default_factory=DelayedScaling)
@@ -203,7 +203,7 @@ class DelayedQuantizer(Quantizer):
         return AmaxHistory(self.recipe.amax_history_len, self.rowwise_spec.numerator)
 
     def repeating(self) -> "DelayedQuantizer":
-        """The same quantizer with the scales of the forward that is recomputed, which has been recorded."""
+        """The same quantizer for a forward that is recomputed, whose amax has been recorded already."""
         return replace(self, records=False)
 
     @property
@@ -224,18 +224,18 @@ class DelayedQuantizer(Quantizer):
         return type(self) is DelayedQuantizer and by_name
 
     def recall(self, device: torch.device) -> ops.Memory:
-        """The module's memory of this tensor."""
+        """The history of this tensor, as a launch takes it."""
         assert self.history is not None
         if self.records:
             self.history.join(self.memory)
         return self.history.recall(device, self.recipe, self.records)
 
     def with_backend(self, backend: str) -> "DelayedQuantizer":
-        """The same casts and the same memory, by another backend."""
+        """The same casts and the same history, by another backend."""
         return replace(self, backend=backend)
 
     def remembering_in(self, memory: dict[str, Any], tensor_type: str) -> "DelayedQuantizer":
-        """The same quantizer with the history that ``memory`` has for this role, a new one if it has none."""
+        """The same quantizer with the history that ``memory`` has for this role; a new one is added if it has none."""
         if tensor_type not in memory:
             memory[tensor_type] = self._new_history()
         history: AmaxHistory = memory[tensor_type]
@@ -249,7 +249,7 @@ class DelayedQuantizer(Quantizer):
         if torch.compiler.is_compiling():
             raise RuntimeError("DelayedScaling keeps amaxes between steps, which torch.compile cannot trace")
         assert self.history is not None
-        assert isinstance(x, Tensor)  # what remembers takes no source, see FusedInput.fuses
+        assert isinstance(x, Tensor)  # FusedInput.fuses refuses quantizers that do more than cast
         if rowwise_amax is None:
             rowwise_amax = self._own_amax(x)
         else:

@@ -26,8 +26,8 @@ class HybridQuantizer(Quantizer):
             columnwise_source: see :class:`Quantizer`; None is that of ``columnwise_quantizer``.
 
         Raises:
-            ValueError: not two quantizers; they differ in backend or stream, remember earlier steps, do more than cast,
-                or do not go together.
+            ValueError: one is no quantizer, has delayed scaling or does more than cast; or they differ in backend or
+                stream, or make operands that do not go together.
         """
         both = (rowwise_quantizer, columnwise_quantizer)
         for name, quantizer in zip(("rowwise", "columnwise"), both, strict=True):

@@ -14,11 +14,11 @@ from fp4engine.tensor import QuantizedTensor
 
 
 def _is_spread(tensor: Tensor) -> bool:
-    return type(tensor.data).__name__ == "DTensor"  # whose module takes a second to import
+    return type(tensor.data).__name__ == "DTensor"  # by name, since importing the class takes a second
 
 
 def _shared(spec: CastSpec | None, amaxes: Sequence[Tensor | None]) -> Tensor | None:
-    """Of one side of several tensors, the tensor's own first: the largest, or its own where groups have theirs."""
+    """The largest of ``amaxes`` of one side; or the first, the tensor's own, if an amax is not one number."""
     found = [amax for amax in amaxes if amax is not None]
     if spec is None or spec.outer is not Outer.TENSOR or not found:
         return found[0] if found else None
@@ -27,11 +27,11 @@ def _shared(spec: CastSpec | None, amaxes: Sequence[Tensor | None]) -> Tensor | 
 
 @dataclass(frozen=True)
 class SharedAmaxQuantizer(Quantizer):
-    """A quantizer whose outer amax is the largest of its tensor's and of ``siblings()``, where that is one number.
+    """A quantizer whose outer amax, if it is one number, is the largest of its tensor's and of ``siblings()``.
 
     Attributes:
-        siblings: returns the other tensors, as they are when something is quantized; part of the value, so it has to be
-            hashable and equal where the tensors are the same.
+        siblings: returns the other tensors, as they are when something is quantized. Quantizers are compared by it, so
+            it has to be hashable, and equal if it returns the same tensors.
     """
 
     siblings: Callable[[], Sequence[Tensor]] = field(default=tuple, repr=False)
@@ -41,13 +41,13 @@ class SharedAmaxQuantizer(Quantizer):
         return replace(self, backend=backend)
 
     def amax(self, x: Tensor, **sides: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Outer amax of the sides asked for, over ``x`` and its siblings; those that are DTensors are reduced."""
+        """Outer amax of the sides asked for, over ``x`` and its siblings; those of DTensors are reduced over ranks."""
         found = zip(*(self._amax(tensor, sides) for tensor in (x, *self.siblings())), strict=True)
         row, col = map(_shared, (self.rowwise_spec, self.columnwise_spec), found)
         return row, col
 
     def _amax(self, tensor: Tensor, sides: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
-        """Outer amaxes of one tensor, of all its shards."""
+        """Outer amaxes of one tensor, over all its shards if it is a DTensor."""
         if not _is_spread(tensor):
             return super().amax(tensor, **sides)
         spread: Any = tensor
@@ -71,8 +71,8 @@ class SharedAmaxQuantizer(Quantizer):
         **arguments: Any,
     ) -> QuantizedTensor:
         """As :meth:`Quantizer.quantize`; an amax that is given is taken as it is."""
-        assert isinstance(x, Tensor)  # what is cast by siblings is a parameter, not a product of the forward pass
-        if rng is None and self.takes_draw(rowwise, columnwise):  # amax and cast rotate by the same signs
+        assert isinstance(x, Tensor)  # a weight, and never a source
+        if rng is None and self.takes_draw(rowwise, columnwise):  # so that amax and cast rotate by the same signs
             rng = ops.next_draw(x.device)
         sides = {"rowwise": rowwise and rowwise_amax is None, "columnwise": columnwise and columnwise_amax is None}
         row, col = self.amax(x, **sides, rng=rng, rank=rank)
