@@ -1,11 +1,10 @@
 """NVFP4 by TransformerEngine's arguments."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from fp4engine.environment import read_choice
 from fp4engine.quantizers.base import Quantizer
-from fp4engine.recipe.base import BACKENDS, QParams
+from fp4engine.recipe.base import BACKENDS
 from fp4engine.recipe.nvfp4 import nvfp4_casts
 
 
@@ -67,21 +66,3 @@ class NVFP4Quantizer(Quantizer):
             random_bits=random_bits,
         )
         Quantizer.__init__(self, casts.rowwise, casts.columnwise, stream=stream, backend=backend)
-
-    @classmethod
-    def from_qparams(cls, qparams: QParams, **kwargs: Any) -> "NVFP4Quantizer":
-        """The quantizer of a role from its :class:`~fp4engine.recipe.QParams`; ``kwargs`` as in the constructor.
-
-        Raises:
-            ValueError: ``qparams`` asks for something NVFP4 scaling does not have.
-        """
-        if qparams.power_2_scale:
-            raise ValueError("power_2_scale=True does not apply to NVFP4, whose block scales are E4M3")
-        if qparams.amax_epsilon != 0.0:
-            raise ValueError(f"amax_epsilon must be 0.0 for NVFP4, got {qparams.amax_epsilon}")
-        return cls(
-            with_rht=qparams.random_hadamard_transform,
-            stochastic_rounding=qparams.stochastic_rounding,
-            with_2d_quantization=qparams.fp4_2d_quantization,
-            **kwargs,
-        )

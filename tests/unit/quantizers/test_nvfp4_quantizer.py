@@ -7,7 +7,7 @@ from fp4engine import IdentityQuantizer, NVFP4Quantizer, Quantizer, manual_seed
 from fp4engine.constants import SR_GUARD
 from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode, ScaleRule, Signs
 from fp4engine.quantizers import make_quantizer
-from fp4engine.recipe import DelayedScaling, QParams
+from fp4engine.recipe import DelayedScaling
 from fp4engine.roles import QuantizerRole
 from fp4engine.testing import assert_codes_bitwise
 
@@ -52,16 +52,6 @@ def test_arguments_go_together() -> None:
 def test_contradictions_raise(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NVFP4Quantizer(**arguments)
-
-
-def test_from_qparams() -> None:
-    qparams = QParams(random_hadamard_transform=True, stochastic_rounding=True)
-    assert NVFP4Quantizer.from_qparams(qparams) == NVFP4Quantizer(with_rht=True, stochastic_rounding=True)
-    qparams = QParams(fp4_2d_quantization=True)
-    assert NVFP4Quantizer.from_qparams(qparams, stream=2) == NVFP4Quantizer(with_2d_quantization=True, stream=2)
-    for bad in (QParams(power_2_scale=True), QParams(amax_epsilon=1e-3)):
-        with pytest.raises(ValueError, match="NVFP4"):
-            NVFP4Quantizer.from_qparams(bad)
 
 
 def test_backend_flag_is_read_at_construction(monkeypatch) -> None:
