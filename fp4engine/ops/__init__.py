@@ -5,19 +5,17 @@ from fp4engine.ops.amax_history import Memory, record_amax
 from fp4engine.ops.backend import executed_paths, refusals, refuse, reset_executed_paths
 from fp4engine.ops.cast import (
     Form,
-    activation_backward,
     amax,
     amax_shape,
     casts_supported,
     dequantize,
-    fuses,
     quantize,
     quantize_many,
     require_amax,
-    row_statistics,
     transient_form,
 )
 from fp4engine.ops.draws import Draws, coming_draw, is_replaying, live_state, next_draw
+from fp4engine.ops.fused_input import activation_backward, fuses, row_statistics
 from fp4engine.ops.gemm import gemm
 from fp4engine.ops.grouped import (
     column_sums,

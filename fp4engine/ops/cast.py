@@ -45,7 +45,7 @@ def quantize(
     """Quantize x into the operands whose spec is given.
 
     Args:
-        x: [M, K], BF16, FP16, FP32 or FP64, any strides; or a function of one that :func:`fuses`.
+        x: [M, K], BF16, FP16, FP32 or FP64, any strides; or a source that :func:`fp4engine.ops.fuses` accepts.
         rowwise, columnwise: spec of each side, None to leave it out.
         rowwise_form, columnwise_form: see :data:`Form`; ``values`` needs E2M1 elements with E4M3 scales.
         rowwise_amax, columnwise_amax: outer amax from :func:`amax` (perhaps reduced over ranks); None computes it.
@@ -105,10 +105,10 @@ def quantize(
 def quantize_many(
     matrices: Sequence[Tensor], specs: Sequence[CastSpec], amaxes: Sequence[Tensor | None], backend: str = "auto"
 ) -> list[Operand]:
-    """The rowwise operands of several matrices on one device, whose casts draw nothing: in one launch, if kernels do.
+    """The rowwise operands of several matrices on one device, made in one launch if kernels cover all of them.
 
     Args:
-        matrices, specs, amaxes: as for :func:`quantize`, as many; nothing of them is traced.
+        matrices, specs, amaxes: equally many of each, as for :func:`quantize`; no cast draws. Not to be traced.
     """
     together = [
         amax is not None and not spec.is_stochastic and _casts_together(spec.key, matrix.dtype, matrix.device, backend)
@@ -140,7 +140,7 @@ def _casts_together(key: str, dtype: torch.dtype, device: torch.device, backend:
 
 @constant_when_traced
 def _drawing(rowwise: str, columnwise: str, amax_alone: bool) -> str:
-    """The key of a side that reads the random stream; with ``amax_alone`` before its elements are rounded."""
+    """The key of a side that reads the random stream, empty if none does; of its amax if ``amax_alone``."""
     return _drawn(rowwise, columnwise, amax_alone)
 
 
@@ -155,7 +155,7 @@ def _drawn(rowwise: str, columnwise: str, amax_alone: bool) -> str:
 
 @constant_when_traced
 def _rounds_amax(rowwise: str, columnwise: str, row_missing: bool, col_missing: bool) -> bool:
-    """Whether an outer amax that is not given is to be rounded before it is used, which no cast does on its way."""
+    """Whether an outer amax that is not given has to be rounded, which a cast does not do by itself."""
     return _rounded(rowwise, columnwise, row_missing, col_missing)
 
 
@@ -174,10 +174,10 @@ def _returned_amaxes(rowwise: str, columnwise: str, row_missing: bool, col_missi
 
 @cache
 def _returned(rowwise: str, columnwise: str, row_missing: bool, col_missing: bool) -> tuple[bool, bool]:
-    """Whether a cast returns the outer amaxes of its sides: those not given.
+    """Whether a cast returns the outer amax of each side, which it does if that was not given.
 
-    Two sides that have the tensor's own and no block scales have one, which the rowwise side returns. A scalar
-    correction is folded into the amax, given or not.
+    Two sides that are scaled by the amax of the tensor itself, without block scales, share one, which the rowwise side
+    returns. A scalar correction is folded into the amax, so that is returned whether or not it was given.
     """
     row, col = (CastSpec.from_key(key) if key else None for key in (rowwise, columnwise))
     shared = row_missing and all(spec is not None and _has_amax_of_tensor(spec) for spec in (row, col))
@@ -188,15 +188,15 @@ def _returned(rowwise: str, columnwise: str, row_missing: bool, col_missing: boo
 
 
 def _has_amax_of_tensor(spec: CastSpec) -> bool:
-    """Whether one amax is all that scales a cast, and that of the tensor itself, which is its transpose's too."""
+    """Whether a cast is scaled by nothing but the amax of the tensor itself, which its transpose has too."""
     changed = spec.rotation is not None or spec.correction is not Correction.NONE
     return not (spec.block[1] or changed) and spec.outer is Outer.TENSOR
 
 
 def as_it_is(x: Tensor) -> Tensor:
-    """``x`` without its graph, and without the bit by which PyTorch negates lazily, which kernels do not read.
+    """``x`` detached, and without the bit by which PyTorch negates lazily, which kernels do not read.
 
-    Operators that are called through the dispatcher, as in compiled code, never see that bit.
+    In compiled code the dispatcher resolves that bit before it calls an operator.
     """
     if torch.compiler.is_dynamo_compiling():
         return x.detach()
@@ -214,7 +214,7 @@ def amax(
     stream: int = 0,
     backend: str = "auto",
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Phase one: outer amax of each side after its rotation, both in one read of x.
+    """Outer amax of each side after its rotation, both in one read of x: the first of a cast's two phases.
 
     Returns:
         FP32 [1], or one per row of the operand under row scaling; NaN where a NaN went in.
@@ -260,43 +260,11 @@ def dequantize(
     return run(codes, scale_inv, amax, spec.key, cols, dtype, backend)[0]
 
 
-def row_statistics(x: Tensor, eps: float, centered: bool) -> Tensor:
-    """``1 / sigma`` and, if ``centered``, the mean of each row: FP32 [2, M]; see :mod:`fp4engine.reference.norm`."""
-    run = _row_statistics if is_plain(x) else torch.ops.fp4engine.row_statistics
-    return run(as_it_is(x), eps, centered)[0]
-
-
-def activation_backward(grad: Tensor, x: Tensor, kind: str, gated: bool) -> Tensor:
-    """Gradient of x from that of the activation's value [M, K]; see :mod:`fp4engine.kernels.activation`."""
-    run = _activation_backward if is_plain(x) else torch.ops.fp4engine.activation_backward
-    return run(as_it_is(grad), as_it_is(x), kind, gated)[0]
-
-
-def fuses(tensors: list[Tensor], specs: tuple[CastSpec, CastSpec], dtype: torch.dtype, backend: str) -> bool:
-    """Whether kernels cast a function of ``tensors``, rounded to ``dtype``, by ``specs``: quantize a ``Source``.
-
-    Args:
-        tensors: x [..., K], then parameters [K] of the function.
-    """
-    x = tensors[0]
-    # Rounding to x's own dtype before is a second rounding unless that is FP32.
-    if torch.compiler.is_compiling() or x.ndim == 0 or x.dtype not in (dtype, torch.float32):
-        return False
-    for t in tensors:
-        if not is_plain(t) or t.stride(-1) != 1 or t.device != x.device or t.is_neg():
-            return False
-        if t.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return False
-    if backend == "reference" or not capability.triton_runs_on(x.device)[0]:
-        return False
-    return all(fused_casts_supported(spec.key, dtype)[0] for spec in specs)
-
-
 @constant_when_traced
 def transient_form(spec: str, device: torch.device, backend: str) -> Form:
-    """The form of an operand that a GEMM reads at once and nobody keeps, by its spec's key.
+    """The form of an operand that a GEMM reads at once and that is not kept, by its spec's key.
 
-    Where the product runs on decoded BF16 values anyway (GPUs without FP4 units), the cast writes those.
+    On GPUs without FP4 units, where the product runs on decoded BF16 values anyway, the cast writes those.
     """
     return _transient_form(spec, device, backend)
 
@@ -325,13 +293,13 @@ def casts_supported(rowwise: str, columnwise: str, dtype: torch.dtype) -> tuple[
 
 @cache
 def fused_casts_supported(key: str, dtype: torch.dtype) -> tuple[bool, str]:
-    """Whether kernels cast what they make of a matrix, or the rows of many experts, by a spec; if not, why."""
+    """Whether kernels cast norms and activations that they compute, and rows of experts, by a spec; if not, why."""
     return kernels().fuses(CastSpec.from_key(key), dtype)
 
 
 @cache
 def decode_supported(spec: str) -> tuple[bool, str]:
-    """Whether a product's own launch decodes the codes of ``spec``; others are decoded before it."""
+    """Whether a product's own launch can decode the codes of ``spec``; if not, they are decoded before it."""
     from fp4engine.kernels.dequantize import supports
 
     return supports(CastSpec.from_key(spec))
@@ -425,20 +393,6 @@ def _always() -> tuple[bool, str]:
     return True, ""
 
 
-def _row_statistics(x: Tensor, eps: float, centered: bool) -> list[Tensor]:
-    from fp4engine.kernels.norm import row_statistics
-
-    backends.record("row_statistics/triton")
-    return [row_statistics(x, eps, centered)]
-
-
-def _activation_backward(grad: Tensor, x: Tensor, kind: str, gated: bool) -> list[Tensor]:
-    from fp4engine.kernels.activation import activation_backward
-
-    backends.record("activation_backward/triton")
-    return [activation_backward(grad, x, kind, gated)]
-
-
 def codes_outputs(spec: CastSpec, rows: int, cols: int) -> list[Output]:
     """Codes and block scales of an operand [rows, cols]."""
     width = spec.padded_cols(cols)
@@ -486,16 +440,6 @@ def _dequantize_outputs(codes: Tensor, spec: str, cols: int, dtype: torch.dtype)
     return [Output((codes.shape[0], cols if parsed.rotation is None else parsed.padded_cols(cols)), dtype)]
 
 
-def _row_statistics_outputs(x: Tensor) -> list[Output]:
-    return [Output((2, x.shape[0]), torch.float32)]
-
-
-def _activation_backward_outputs(x: Tensor) -> list[Output]:
-    return [Output(tuple(x.shape), x.dtype)]
-
-
 define(_amax, _amax_outputs)
 define(_quantize, _quantize_outputs)
 define(_dequantize, _dequantize_outputs)
-define(_row_statistics, _row_statistics_outputs)
-define(_activation_backward, _activation_backward_outputs)
