@@ -46,13 +46,14 @@ from fp4engine.kernels.blocks import (
 )
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.cast_fp8 import TILE_K, TILE_M, Grid, cast_fp8_kernel
+from fp4engine.kernels.channel_figures import TILE_R as COUNTED_ROWS
+from fp4engine.kernels.channel_figures import channels_kernel, fold_channels_kernel
 from fp4engine.kernels.column_sums import COLS as SUM_COLS
 from fp4engine.kernels.column_sums import FOLDED, chunk_sums_kernel, fold_chunks_kernel
 from fp4engine.kernels.dequantize import BLOCKS, decode_kernel, dequantize_kernel
 from fp4engine.kernels.draw import draw_kernel
 from fp4engine.kernels.factor import factor_kernel
-from fp4engine.kernels.figures import TILE_R as COUNTED_ROWS
-from fp4engine.kernels.figures import channels_kernel, figures_kernel, fold_channels_kernel, fold_figures_kernel
+from fp4engine.kernels.figures import figures_kernel, fold_figures_kernel
 from fp4engine.kernels.grouped import grouped_amax_kernel, grouped_quantize_kernel, offsets_kernel
 from fp4engine.kernels.load import Prologue
 from fp4engine.kernels.norm import COLS, ROWS, row_statistics_kernel

@@ -1,11 +1,11 @@
-"""What is counted of a tensor, and of an operand made of it, each in one read; see :mod:`fp4engine.inspect.statistics`.
+"""Statistics of tensors and of their operands, each in one read; see :mod:`fp4engine.inspect.statistics`.
 
-    x -> rotate -> compare with what codes and scales stand for -> sums, histograms, the blocks with the largest errors
+    x -> rotate -> compare with decoded codes -> sums, histograms, the blocks with the largest errors
 
-A program walks over tiles and keeps what it has counted in registers: sums as FP64, histograms of 256 bytes, and for
-each block of its tile the largest errors that it has met there. A second kernel adds the programs up, in their order,
+A program walks over tiles and keeps its counts in registers: sums as FP64, histograms of 256 bytes, and for each block
+of its tile the largest errors that it has met there. A second kernel adds the counts of all programs in a fixed order,
 so that equal runs have equal figures. One launch counts several tensors and operands, each by kernels of its own, into
-two vectors: there the host's time between the kernels is what counting takes.
+two vectors, since most of the time goes into the host's work between kernels.
 
 Legend: x is [R, C], at any strides; its codes are [R, width], padded, of which the first ``cols`` columns are counted.
 """
@@ -21,13 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.formats import CastSpec
-from fp4engine.kernels.block_cast import decode_tile, largest_of_groups, load_tile, magnitudes, prepared, repeat
+from fp4engine.kernels.block_cast import decode_tile, largest_of_groups, magnitudes, prepared, repeat
 from fp4engine.kernels.block_decode import load_factor, load_scales
 from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes
+from fp4engine.kernels.channel_figures import PARTS, TILE_R, Target, add_channels
 from fp4engine.kernels.encode import block_amax, from_bits
 from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, device_facts, facts, resolver
 
-TILE_R = 32
 RANKED = 4
 """Blocks with the largest errors that are kept; four ranks are spelt out below."""
 SUMS = 8
@@ -38,12 +38,9 @@ NUMBERS = tl.constexpr(13)
 BINS = tl.constexpr(256)
 BINS_FOLDED = tl.constexpr(64)
 """Histogram entries per program of the second kernel."""
-PARTS = tl.constexpr(64)
-"""Programs of the first kernel that one of the second reads at once."""
 PROGRAMS_PER_SM = 2
-CHANNEL_PROGRAMS_PER_SM = 4
 NARROW = 16
-"""Columns of what is called a block where a cast has no block scales."""
+"""Columns of a block where a cast has no block scales."""
 
 
 @triton.jit
@@ -362,62 +359,12 @@ def supports(spec: CastSpec, dtype: torch.dtype, rows: int) -> tuple[bool, str]:
     return True, ""
 
 
-@triton.jit
-def channels_kernel(
-    x_ptr, amax_ptr, sums_ptr, R, C, stride_r, stride_c, chunk, TILE_R: tl.constexpr, TILE_C: tl.constexpr
-):
-    """Of ``chunk`` rows of 128 columns: largest finite magnitudes FP32 [chunks, C], and sums FP64 [programs, 2]."""
-    across = tl.cdiv(C, TILE_C)
-    col0 = (tl.program_id(0) % across) * TILE_C
-    first = (tl.program_id(0) // across) * chunk
-    most = tl.zeros([TILE_R, TILE_C], tl.float32)
-    squares = tl.zeros([TILE_R, TILE_C], tl.float32)
-    nonfinite = tl.zeros([TILE_R, TILE_C], tl.int32)
-    for step in range(0, tl.cdiv(tl.minimum(chunk, R - first), TILE_R)):
-        x = load_tile(x_ptr, R, C, stride_r, stride_c, first + step * TILE_R, col0, TILE_R, TILE_C)
-        is_finite = magnitudes(x) < 0x7F800000
-        x = tl.where(is_finite, tl.abs(x), 0.0)
-        most = tl.maximum(most, x)
-        squares += x * x
-        nonfinite += (~is_finite).to(tl.int32)
-    col = col0 + tl.arange(0, TILE_C)
-    tl.store(amax_ptr + (first // chunk).to(tl.int64) * C + col, tl.max(most, axis=0), mask=col < C)
-    flat: tl.constexpr = TILE_R * TILE_C
-    tl.store(sums_ptr + 2 * tl.program_id(0), tl.sum(tl.reshape(nonfinite, [flat])).to(tl.float64))
-    tl.store(sums_ptr + 2 * tl.program_id(0) + 1, tl.sum(tl.reshape(squares, [flat]).to(tl.float64)))
-
-
-@triton.jit(do_not_specialize=["first", "first_maximum"])
-def fold_channels_kernel(
-    amax_ptr, sums_ptr, out_ptr, maxima_ptr, first, first_maximum, C, chunks, programs, TILE_C: tl.constexpr,
-    PARTS: tl.constexpr,
-):  # fmt: skip
-    """Maxima of all chunks, FP64 [C]; the last program writes the two sums. Both have their place in a vector."""
-    out_ptr += first
-    maxima_ptr += first_maximum
-    if tl.program_id(0) < tl.cdiv(C, TILE_C):
-        col = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
-        most = tl.zeros([TILE_C], tl.float32)
-        amax_ptrs = amax_ptr + col
-        for _ in range(0, chunks):
-            most = tl.maximum(most, tl.load(amax_ptrs, mask=col < C, other=0.0))
-            amax_ptrs += C
-        tl.store(maxima_ptr + col, most.to(tl.float64), mask=col < C)
-    else:
-        entry = tl.arange(0, 2)[None, :]
-        sums = tl.zeros([PARTS, 2], tl.float64)
-        for start in range(0, programs, PARTS):
-            program = start + tl.arange(0, PARTS)[:, None]
-            sums += tl.load(sums_ptr + (2 * program + entry), mask=program < programs, other=0.0)
-        tl.store(out_ptr + tl.arange(0, 2), tl.sum(sums, axis=0))
-
-
 class Counted(NamedTuple):
     """An operand to be counted, of tensors or of their facts.
 
     Attributes:
-        x: [R, C], BF16, FP16 or FP32, any strides: what was cast.
-        rng: as the cast had it; None if its rotation did not ask.
+        x: [R, C], BF16, FP16 or FP32, any strides: the matrix that was cast.
+        rng: of the cast; None unless its rotation draws.
         codes, scale_inv, amax: of the operand.
         key: of its spec.
         stream: of the cast.
@@ -430,15 +377,6 @@ class Counted(NamedTuple):
     amax: Any
     key: str
     stream: int
-
-
-class Target(NamedTuple):
-    """Where figures go: the vectors, and where those of one tensor or operand begin in them."""
-
-    numbers: Place
-    maxima: Place
-    first: int
-    first_maximum: int
 
 
 @resolver
@@ -455,7 +393,7 @@ def resolve_figures(tensors: tuple[Facts, ...], operands: tuple[Counted, ...], d
     out = draft.output((sum(numbers),), torch.float64), draft.output((sum(maxima),), torch.float64)
     targets = [Target(*out, sum(numbers[:i]), sum(maxima[:i])) for i in range(len(numbers))]
     for i, x in enumerate(tensors):
-        _add_channels(draft, x, draft.inputs[i], targets[i])
+        add_channels(draft, x, draft.inputs[i], targets[i])
     for i, operand in enumerate(operands, len(tensors)):
         inputs = draft.inputs[len(tensors) + 5 * (i - len(tensors)) :][:5]
         _add_operand(draft, operand, inputs, targets[i])
@@ -496,26 +434,6 @@ def _add_operand(draft: Draft, operand: Counted, inputs: tuple[Place, ...], targ
         blocks, tiles * TILE_R * TILE_C - rows * counted, tiles * TILE_R * (TILE_C // block) - blocks,
         math.prod(operand.amax.shape), width // block, height, block, codes, scales,
         triton.next_power_of_2(programs), num_warps=4,
-    )  # fmt: skip
-
-
-def _add_channels(draft: Draft, x: Facts, place: Place, target: Target) -> None:
-    """Count a tensor [R, C], neither 0."""
-    rows, cols = x.shape
-    _, multiprocessors = device_facts(draft.device)
-    across = -(-cols // TILE_C)
-    steps = -(-rows // TILE_R)
-    chunks = min(steps, max(1, -(-CHANNEL_PROGRAMS_PER_SM * multiprocessors // across)))
-    chunk = -(-steps // chunks) * TILE_R
-    chunks = -(-rows // chunk)
-    amax = draft.scratch((chunks, cols), torch.float32)
-    sums = draft.scratch((chunks * across, 2), torch.float64)
-    draft.step(
-        channels_kernel, chunks * across, place, amax, sums, rows, cols, *x.strides, chunk, TILE_R, TILE_C, num_warps=8
-    )
-    draft.step(
-        fold_channels_kernel, across + 1, amax, sums, *target, cols, chunks, chunks * across, TILE_C, int(PARTS),
-        num_warps=4,
     )  # fmt: skip
 
 
