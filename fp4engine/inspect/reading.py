@@ -1,4 +1,4 @@
-"""Rows of a record, read from its file; what each kind of them must have is said in :data:`FIELDS`."""
+"""Reading the rows of a record from its file; :data:`FIELDS` says what each kind of row must have."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """A finite number, or None where there is none."""
+    """Whether ``value`` is a finite number, or None for a number that does not exist."""
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
 
 
@@ -64,11 +64,11 @@ FIELDS: dict[str, dict[str, Form]] = {
     "rounding": {**_OPERAND, "bias": _is_number},
     "refusal": {"layer": _is_text, "reason": _is_text},
 }
-"""Kind of row -> field -> whether a value can be that field's. Rows may have others, which nobody here reads."""
+"""``kind of row -> field -> check of its value``. Rows may have other fields, which are not read here."""
 
 
 def cut_unfinished_line(file: Path) -> None:
-    """Remove what stands behind the last end of a line in ``file``, if it is there: a process was killed there."""
+    """Remove an unfinished last line from ``file``, which a killed process leaves; do nothing without a file."""
     if not file.is_file():
         return
     with file.open("rb+") as record:

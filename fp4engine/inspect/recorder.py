@@ -23,7 +23,7 @@ from fp4engine.arguments import require_integer, require_model, require_path, re
 from fp4engine.functional.shards import Role
 from fp4engine.inspect import statistics
 from fp4engine.inspect.reading import FILE, cut_unfinished_line
-from fp4engine.inspect.rows import Row, described, is_distributed
+from fp4engine.inspect.rows import Row, described, has_process_group
 from fp4engine.inspect.statistics import Counted, Figures
 from fp4engine.inspect.watch import Seen, Spread, drawn, layers_of, watching
 from fp4engine.modules import Gemms
@@ -35,9 +35,9 @@ _encode = json.JSONEncoder(allow_nan=False).encode
 
 
 class _Stance:
-    """Compiled functions run eagerly while a region records a step.
+    """Makes compiled functions run eagerly while any region records a step.
 
-    PyTorch's stances end in the order of a stack, and the recorded steps of several regions in any order.
+    PyTorch's stances must end in reverse order, but the recorded steps of several regions end in any order.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Recorder:
         self._active.enter_context(watching(self._layers, self._heard))
 
     def _end(self, abandoned: bool = False) -> None:
-        """End a step. What was heard of it is written when the next one ends: by then the device has caught up."""
+        """End a step. Its rows are written when the next one ends, since the device has computed them by then."""
         heard, self._heard = self._heard, None
         unwritten, self._unwritten = self._unwritten, None
         self._active.close()
@@ -130,7 +130,7 @@ class Recorder:
             yield {"kind": "refusal", "layer": layer, "reason": reason}
 
     def _write(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
-        """Append rows, which are made one by one: thousands of lists at once would set off the garbage collector."""
+        """Append rows, making one at a time, since thousands of lists at once would set off the garbage collector."""
         if _rank() != 0:
             return
         lines: list[str] = []
@@ -146,7 +146,7 @@ class Recorder:
 
 
 class Heard:
-    """What a recorded step has heard of the layers.
+    """Collects the rows of a recorded step: the listener of its layers.
 
     Attributes:
         rows: in the order of the record.
@@ -182,7 +182,7 @@ class Heard:
             self._operands[layer, seen.role, seen.side] = figures, number
 
     def multiplied(self, layer: str, gemm: str, operands: tuple[Seen, Seen]) -> None:
-        """Add the rows of a product: of its tensors, if they are new, of its operands, and its own."""
+        """Add the rows of a product: of its tensors, unless they are there already, of its operands, and its own."""
         for seen in operands:
             if row := self._tensors.pop((layer, seen.role), None):
                 self.rows.append(row)
@@ -203,8 +203,8 @@ class Heard:
 
     def _product_row(self, layer: str, gemm: str, left: Seen, right: Seen) -> Row:
         spread, rows, first = left.spread, left.source.shape[0], 0
-        terms: tuple[Any, ...] = ()  # the groups whose ranks hold other terms of the sums,
-        parts: tuple[Any, ...] = ()  # and those whose ranks hold other rows or columns of the product
+        terms: tuple[Any, ...] = ()  # groups whose ranks hold other terms of the sums
+        parts: tuple[Any, ...] = ()  # groups whose ranks hold other rows or columns of the product
         if spread is not None:
             whole = spread.whole(left.role, left.side)
             if whole is not None:
@@ -220,7 +220,7 @@ class Heard:
         return Row(fields, figures, counts=spread is None or spread.is_first(*parts))
 
     def _choose(self, count: int, rows: int, first: int, here: int, device: torch.device) -> Tensor:
-        """Of ``count`` rows, evenly over the ``rows`` of an operand, those among the ``here`` from ``first`` on."""
+        """Which of ``count`` rows, spread evenly over ``rows``, are among the ``here`` rows of this rank from ``first``."""
         asked = (count, rows, first, here, device)
         if asked not in self._chosen:
             begin, end = (-(-row * count // rows) for row in (first, first + here))
@@ -386,7 +386,7 @@ def _header(recorder: Recorder, every: int) -> dict[str, Any]:
         "fp4engine": __version__,
         "torch": str(torch.__version__),
         "every": every,
-        "world_size": dist.get_world_size() if is_distributed() else 1,
+        "world_size": dist.get_world_size() if has_process_group() else 1,
         "layers": list(recorder._layers),
     }
 
@@ -400,14 +400,14 @@ def _tensorboard(folder: Path) -> Any:
 
 
 def _rank() -> int:
-    return dist.get_rank() if is_distributed() else 0
+    return dist.get_rank() if has_process_group() else 0
 
 
 def _spread_row(row: Row, spread: Spread | None, role: Role, side: str) -> Row:
-    """A row about one operand or tensor. What several ranks of a mesh hold, the first of them counts.
+    """``row`` with this rank's place in the whole operand or tensor, and whether this rank counts it.
 
-    A weight is left to the merging of ranks, since data-parallel ranks, which are on no mesh of the layer's, hold it as
-    well.
+    Of several ranks of a mesh that hold the same, the first counts it. Weights are counted by all and compared when
+    ranks are merged (:func:`fp4engine.inspect.rows.described`), since data-parallel ranks off the mesh hold them too.
     """
     if spread is None:
         return row

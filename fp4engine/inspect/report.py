@@ -131,7 +131,7 @@ def _overview(by_layer: dict[str, list[Row]], step: int) -> str:
 
 
 def _latest(rows: Sequence[Row], kind: str, place: tuple[str, ...]) -> Row | None:
-    """The row of a place; of a step that a resumed run has taken again, that of the later one."""
+    """The row of a place; the later one of two, if a resumed run has recorded the step again."""
     names = ("gemm", "role", "side")[: len(place)]
     found = (r for r in reversed(rows) if r["kind"] == kind and tuple(r.get(name) for name in names) == place)
     return next(found, None)
@@ -147,17 +147,17 @@ def _cell(row: Row | None, field: str) -> str:
 
 
 def _place(line: int, field: str, value: float) -> str:
-    """Attributes that say where a number is from."""
+    """Attributes that name the line and field of a number, and its value there."""
     return f'data-line="{line}" data-field="{field}" data-value="{value!r}"'
 
 
 def _traced(line: int, field: str, value: float) -> str:
-    """The same, also shown to who points at the number."""
+    """:func:`_place`, with a title that shows it when one points at the number."""
     return f'{_place(line, field, value)} title="{field} = {value:.6g}, line {line}"'
 
 
 def _tip(field: str, value: float, line: int) -> str:
-    """The same inside of a picture, where a title is an element."""
+    """That title inside of a picture, where it is an element."""
     return f"<title>{field} = {value:.6g}, line {line}</title>"
 
 
@@ -222,9 +222,9 @@ WIDTH, HEIGHT, LEFT, BOTTOM = 340, 180, 70, 22
 
 
 def _chart(caption: str, field: str, series: Sequence[Sequence[_Point]], every: int = 1) -> str:
-    """Lines over steps; products take ``every`` second colour.
+    """Lines over steps, in every ``every``-th colour.
 
-    Both operands of a weight often have the same figures: columnwise lines are dashed and thin, and lie on thick ones.
+    Both operands of a weight often have the same figures, so columnwise lines are dashed, thin and on top.
     """
     points = [point for line in series for point in line]
     if not points:
@@ -280,13 +280,13 @@ def _axes(field: str, values: Sequence[_Point], first: _Point, last: _Point, y: 
 
 
 def _by_value(codes: Sequence[int]) -> list[tuple[int, int]]:
-    """``(code, times)`` from the most negative value over zero to the most positive; the upper half is negative."""
+    """``(code, times)`` from the most negative value to the most positive; the upper half of the codes is negative."""
     half = len(codes) // 2
     return [(code, codes[code]) for code in (*range(len(codes) - 1, half - 1, -1), *range(half))]
 
 
 def _by_code(scale_codes: dict[str, int]) -> list[tuple[int, int]]:
-    """``(code, times)`` in the order of the codes, those between that do not occur too."""
+    """``(code, times)`` in the order of the codes, with those that do not occur in between."""
     found = {int(code): times for code, times in scale_codes.items()}
     return [(code, found.get(code, 0)) for code in range(min(found), max(found) + 1)] if found else []
 

@@ -1,4 +1,4 @@
-"""From figures on the device to what a line of ``record.jsonl`` says: brought over at once, merged over ranks."""
+"""From figures on the device to lines of ``record.jsonl``: copied to the host together, and merged over ranks."""
 
 import math
 from collections.abc import Iterator
@@ -19,12 +19,14 @@ CHANNELS = 4
 
 
 class Row(NamedTuple):
-    """What is known of a row on the host, and where its numbers are, which are still on the device.
+    """One row of a record whose numbers are still on the device.
 
     Attributes:
-        figures, number: the numbers, of these figures those of row ``number``.
+        fields: what is known of the row on the host.
+        figures, number: the row's numbers are those of row ``number`` of ``figures``.
+        spec: the cast of an operand.
         place: row and column of the whole operand at which this rank's part begins.
-        elements: how many of a tensor this rank has.
+        elements: how many elements of a tensor this rank has.
         counts: False where another rank has the same part, and counts it.
     """
 
@@ -38,7 +40,7 @@ class Row(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one rank has of a row, see :class:`Row`."""
+    """One rank's part of a row, see :class:`Row`."""
 
     place: tuple[int, int]
     elements: int
@@ -46,13 +48,13 @@ class _Part(NamedTuple):
 
 
 class _Numbers(NamedTuple):
-    """A row's numbers on the host, those of all ranks together.
+    """A row's numbers on the host, merged over all ranks.
 
     Attributes:
         sums: as in :class:`fp4engine.inspect.statistics.Figures`.
-        maxima: likewise; of a tensor what :func:`_largest_channels` says of them.
+        maxima: as there, or for a tensor the result of :func:`_largest_channels`.
         worst: blocks ``(row, col, error, signal, rank)`` of all ranks.
-        elements: how many of a tensor were counted.
+        elements: how many elements of a tensor were counted.
     """
 
     sums: list[float]
@@ -64,17 +66,17 @@ class _Numbers(NamedTuple):
 def described(rows: list[Row]) -> Iterator[dict[str, Any]]:
     """The rows as they are written.
 
-    The call merges ranks and begins to bring all numbers to the host at once. Who iterates over what it returns waits
-    for them, and makes the rows.
+    The call merges ranks and starts one copy of all numbers to the host. Iterating over the result waits for that copy
+    and makes the rows.
     """
     groups = list({id(row.figures): row.figures for row in rows}.values())
     parts = [[_Part(row.place, row.elements, row.counts) for row in rows]]
-    if is_distributed():
+    if has_process_group():
         parts = _require_equal([[row.fields for row in rows], [figures.sizes for figures in groups]], parts[0])
     if not rows:
         return iter(())
     numbers, maxima, sizes = Figures.joined(groups)
-    if is_distributed():
+    if has_process_group():
         if maxima is not None:
             dist.all_reduce(maxima, dist.ReduceOp.MAX)
         everyone = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
@@ -90,11 +92,11 @@ def described(rows: list[Row]) -> Iterator[dict[str, Any]]:
 
 
 def _condensed(maxima: Tensor, counts: list[int], are_channels: set[int]) -> list[tuple[list[int], Tensor]]:
-    """The maxima that rows need, those of equally many rows in a matrix: the rows' places, and the matrix.
+    """The maxima that rows need, as pairs of places of rows and a matrix with the maxima of each.
 
     Args:
         counts: how many maxima belong to each row.
-        are_channels: places of the rows whose maxima are those of channels, of which few are kept.
+        are_channels: places of the rows whose maxima are those of channels, of which only the largest are kept.
     """
     alike: dict[tuple[bool, int], list[int]] = {}
     for place, count in enumerate(counts):
@@ -129,13 +131,13 @@ def _described(
     condensed: list[tuple[list[int], Tensor]],
     copied: _Copy,
 ) -> Iterator[dict[str, Any]]:
-    """The rows.
+    """The rows as they are written.
 
     Args:
-        places: of the rows among ``sizes``.
-        parts: by rank, of each row.
-        condensed: whose maxima they are, and of what shape.
-        copied: the numbers of one rank behind those of another, and then the maxima.
+        places: index of each row in ``sizes``.
+        parts: ``[rank][row]``.
+        condensed: from :func:`_condensed`, for the places and shapes of the maxima.
+        copied: the numbers of all ranks, one rank after another, and then the maxima.
     """
     lengths = [size.sums + 4 * size.ranked for size in sizes]
     of_ranks, *found = copied.wait().split([len(parts) * sum(lengths), *(values.numel() for _, values in condensed)])
@@ -149,7 +151,7 @@ def _described(
 
 
 def _largest_channels(maxima: Tensor) -> Tensor:
-    """Of each tensor's channels the median of the maxima, the largest, and their places: [tensors, 1 + 2 * largest]."""
+    """The median of each tensor's channel maxima, the largest ones, and their channels: [tensors, 1 + 2 * kept]."""
     values, places = maxima.sort(dim=1, descending=True, stable=True)
     middle = maxima.shape[1] // 2
     return torch.cat([values[:, middle : middle + 1], values[:, :CHANNELS], places[:, :CHANNELS].double()], 1)
@@ -160,8 +162,8 @@ def _merged(row: Row, parts: list[_Part], of_ranks: list[list[float]], count: in
 
     Args:
         parts: of the row, by rank.
-        of_ranks: what each rank has: ``count`` sums, and then its worst blocks.
-        maxima: those of all ranks.
+        of_ranks: by rank, ``count`` sums and then the worst blocks.
+        maxima: of all ranks together.
     """
     ranks = [rank for rank, part in enumerate(parts) if part.counts]
     if row.fields.get("role") == "weight" and len(parts) > 1:
@@ -179,7 +181,7 @@ def _merged(row: Row, parts: list[_Part], of_ranks: list[list[float]], count: in
 
 
 def _once(places: list[tuple[int, int]], of_ranks: list[list[float]]) -> list[int]:
-    """The ranks whose figures count: of those that hold the same part of a weight with the same figures, the first."""
+    """The ranks whose figures count: of ranks with the same part of a weight and the same figures, only the first."""
     holders: dict[tuple[int, int], list[int]] = {}
     for rank, place in enumerate(places):
         holders.setdefault(place, []).append(rank)
@@ -188,7 +190,7 @@ def _once(places: list[tuple[int, int]], of_ranks: list[list[float]]) -> list[in
 
 
 def _require_equal(mine: Any, parts: list[Any]) -> list[list[Any]]:
-    """The parts of every rank, once it is known that all of them have recorded the same."""
+    """The parts of every rank, after checking that all ranks have recorded the same rows."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mine, parts))
     if any(theirs != mine for theirs, _ in everyone):
@@ -237,7 +239,7 @@ def _operand_fields(spec: CastSpec, numbers: _Numbers) -> dict[str, Any]:
     after_codes = len(names) + (1 << spec.element.bits)
     codes, scale_codes = sums[len(names) : after_codes], sums[after_codes:]
     occurring, times = list(compress(range(256), scale_codes)), list(filter(None, scale_codes))
-    if total["nonfinite"]:  # what they spoil decodes to no number, zeros among it, so nobody knows what was rounded
+    if total["nonfinite"]:  # values beside a NaN or an Inf decode to no number, so what was rounded to zero is unknown
         total["rounded_to_zero"] = math.nan
     amax, largest, minus_smallest = numbers.maxima
     if scale_codes:
@@ -281,6 +283,6 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def is_distributed() -> bool:
+def has_process_group() -> bool:
     """Whether there is a process group."""
     return dist.is_available() and dist.is_initialized()

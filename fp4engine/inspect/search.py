@@ -62,10 +62,10 @@ class Findings:
     """What :func:`bisect` found; ``print(findings)`` shows it as a table.
 
     Attributes:
-        high_precision_loss, recipe_loss: scores of the two runs that differ most.
+        high_precision_loss, recipe_loss: scores of the run in high precision and of the run under the whole recipe.
         culprits: in the order in which they were found, the largest gap first within a round.
-        remaining_gap: of the recipe with all culprits in high precision; NaN if no run was left to measure it.
-        recipe: that recipe.
+        remaining_gap: gap of ``recipe``; NaN if no run was left to measure it.
+        recipe: the recipe with all culprits in high precision.
         runs: how many runs were made.
         complete: False if the budget ended the search.
     """

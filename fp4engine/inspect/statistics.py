@@ -1,8 +1,8 @@
-"""What is counted of a tensor, of an operand and of a product, on the tensor's device.
+"""Statistics of tensors, operands and products, computed on the tensor's device.
 
-Everything is a sum, a maximum or a ranking, so that figures of several ranks merge into those of all of them. Nothing
-here synchronises with the host. :mod:`fp4engine.kernels.figures` counts the same, reading a tensor once, and several
-tensors and operands in one launch. Legend: an operand is ``[rows, cols]``, its last axis is contracted.
+All of them are sums, maxima or rankings, so the figures of several ranks can be merged. Nothing here synchronises with
+the host. :mod:`fp4engine.kernels.figures` computes the same in one read of each tensor, and for several tensors and
+operands in one launch. Legend: an operand is ``[rows, cols]``, its last axis is contracted.
 """
 
 import math
@@ -27,7 +27,7 @@ RANKED = 4
 """How many blocks with the largest errors are kept."""
 
 _NOT_SATURATED = 1 + 2.0**-10
-"""A value that exceeds the largest element by less was scaled onto it; the FP32 rounding of its scale did the rest."""
+"""A value counts as saturated if it exceeds the largest element by this factor: less is FP32 rounding of its scale."""
 
 OPERAND_SUMS = (
     "elements",
@@ -61,12 +61,12 @@ class Size(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """The numbers of a row, or of several, one behind the other, on the device.
+    """The numbers of one or several rows, concatenated, on the device.
 
     Attributes:
-        numbers: float64: sums, which are added over ranks, and behind them ``ranked`` blocks ``(row, col, error,
+        numbers: float64; for each row sums, which are added over ranks, and then ``ranked`` blocks ``(row, col, error,
             signal)``, largest error first.
-        maxima: float64, of which ranks take the largest; None where no row has any.
+        maxima: float64, whose maximum over ranks is taken; None where no row has any.
         sizes: of the rows, in their order.
     """
 
@@ -76,20 +76,20 @@ class Figures(NamedTuple):
 
     @staticmethod
     def of(sums: Tensor, maxima: Tensor | None = None, ranked: Tensor | None = None) -> "Figures":
-        """Of one row."""
+        """The figures of one row."""
         size = Size(sums.numel(), 0 if maxima is None else maxima.numel(), 0 if ranked is None else ranked.shape[0])
         return Figures(sums if ranked is None else torch.cat([sums, ranked.flatten()]), maxima, (size,))
 
     @staticmethod
     def joined(several: "Sequence[Figures]") -> "Figures":
-        """Those of all rows as one."""
+        """Several figures as one, with the rows of all."""
         maxima = [figures.maxima for figures in several if figures.maxima is not None]
         sizes = tuple(size for figures in several for size in figures.sizes)
         numbers = torch.cat([figures.numbers for figures in several])
         return Figures(numbers, torch.cat(maxima) if maxima else None, sizes)
 
     def among_channels(self, row: int, first: int, count: int) -> "Figures":
-        """The same where the maxima of ``row`` are those of channels from ``first`` on, of ``count``."""
+        """The same with the maxima of ``row`` put at ``first`` among ``count`` channels, zeros elsewhere."""
         assert self.maxima is not None
         parts = list(self.maxima.split([size.maxima for size in self.sizes]))
         parts[row] = torch.nn.functional.pad(parts[row], (first, count - first - parts[row].numel()))
@@ -101,9 +101,9 @@ class Counted(NamedTuple):
     """An operand to be counted.
 
     Attributes:
-        source: [rows, cols], any strides: what was cast.
-        operand: its packed codes.
-        rng, stream: as the cast had them.
+        source: [rows, cols], any strides: the matrix that was cast.
+        operand: the operand that it became.
+        rng, stream: of the cast.
     """
 
     source: Tensor
@@ -115,10 +115,10 @@ class Counted(NamedTuple):
 def figures_of(tensors: Sequence[Tensor], operands: Sequence[Counted], path: str = "auto") -> Figures:
     """A row for each matrix [M, K] of ``tensors``, and then one for each operand; at least one in all.
 
-    A tensor's are ``TENSOR_SUMS`` and, as maxima, the largest finite magnitude of each of its K channels. An operand's
-    are ``OPERAND_SUMS`` and the histograms of codes and of scales that are bytes, ``OPERAND_MAXIMA`` and the worst
-    blocks. What follows from the histogram of scales is left to the host, see :func:`scale_spread_of_bytes`. A block
-    whose values, or what they decode to, are not finite adds nothing to signal and error.
+    The row of a tensor has ``TENSOR_SUMS`` and, as maxima, the largest finite magnitude of each of its K channels. That
+    of an operand has ``OPERAND_SUMS``, histograms of codes and of scales that are bytes, ``OPERAND_MAXIMA`` and the
+    worst blocks. The host computes what follows from the histogram of scales, see :func:`scale_spread_of_bytes`. A
+    block with values or decoded values that are not finite adds nothing to signal and error.
 
     Args:
         path: a backend, see :func:`fp4engine.ops.backend.choose`.
@@ -172,7 +172,7 @@ def _by_kernels(tensors: Sequence[Tensor], operands: Sequence[Counted]) -> Figur
 
 
 def _tensor_figures(matrix: Tensor) -> Figures:
-    """In plain PyTorch."""
+    """The row of a tensor, in plain PyTorch."""
     finite = matrix.nan_to_num(0.0, 0.0, 0.0)
     squares = torch.linalg.vector_norm(finite, dim=1, dtype=_accumulated(matrix)).double().square()
     none = matrix.new_zeros(matrix.shape[1])
@@ -181,7 +181,7 @@ def _tensor_figures(matrix: Tensor) -> Figures:
 
 
 def _operand_figures(counted: Counted) -> Figures:
-    """In plain PyTorch."""
+    """The row of an operand, in plain PyTorch."""
     source, operand, rng, stream = counted
     spec = operand.spec
     assert spec is not None and operand.amax is not None and operand.scale_inv is not None
@@ -233,11 +233,11 @@ def _operand_figures(counted: Counted) -> Figures:
 def product_figures(
     sources: Sequence[Tensor], operands: Sequence[Operand], chosen: Tensor | None = None, groups: Sequence[Any] = ()
 ) -> Figures:
-    """``PRODUCT_SUMS`` of the product of two operands against that of what was cast, summed in FP32.
+    """``PRODUCT_SUMS`` of the product of two operands against that of the matrices that were cast, summed in FP32.
 
     Args:
-        sources: what was cast, left and right: [rows, cols], any strides.
-        operands: what it became, or a matrix without a cast.
+        sources: the matrices, left and right: [rows, cols], any strides.
+        operands: the operands that they became; a matrix without a cast is an operand as well.
         chosen: int64, which rows of the left one are multiplied; None is all of them.
         groups: process groups whose ranks hold parts of the contracted axis, so that the product is the sum of theirs.
     """
@@ -275,7 +275,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _quantized_product(left: Operand, right: Operand) -> Tensor:
-    """FP32 product of what operands stand for: by the step's own kernels, unless those round sums."""
+    """FP32 product of two operands: by the kernels that the step itself uses, unless these round sums."""
     if all(
         side.spec is not None and side.spec.element.storage_bits == 4 and side.spec.is_exact_in_bf16
         for side in (left, right)
@@ -287,9 +287,10 @@ def _quantized_product(left: Operand, right: Operand) -> Tensor:
 
 
 def rounding_figures(values: Tensor, decoded: list[Tensor]) -> Figures:
-    """``ROUNDING_SUMS`` over n draws: of ``|mean - x|^2`` and of ``sum |x_i - mean|^2 / (n (n - 1))``.
+    """``ROUNDING_SUMS`` over n draws: ``|x|^2``, ``|mean - x|^2`` and ``sum |x_i - mean|^2 / (n (n - 1))``.
 
-    The first expects ``|bias|^2`` plus the second, so their difference estimates the squared bias without one.
+    The expected value of the second is ``|bias|^2`` plus that of the third, so their difference estimates the squared
+    bias without bias.
     """
     count, values = len(decoded), values.float()
     mean = sum(decoded[1:], decoded[0]) / count
@@ -326,7 +327,7 @@ def scale_spread_of_bytes(
 
 @cache
 def _log2_of_bytes(scale: ElementFormat) -> dict[int, float]:
-    """The logarithms of the bytes that are positive numbers; what is not finite counts as 1."""
+    """``byte -> log2 of its value``, of positive values; a value that is not finite counts as 1."""
     values = from_stored(torch.arange(256, dtype=torch.uint8).view(scale.torch_dtype), scale).double().tolist()
     return {code: math.log2(value) if math.isfinite(value) else 0.0 for code, value in enumerate(values) if value > 0}
 
@@ -345,7 +346,7 @@ def _accumulated(tensor: Tensor) -> torch.dtype:
 
 
 def _extent(spec: CastSpec) -> tuple[int, int]:
-    """``(rows, cols)`` of what is called a block; 1x16 where the cast has no block scales."""
+    """``(rows, cols)`` of a block; 1x16 where the cast has no block scales."""
     rows, cols = spec.block
     return max(rows, 1), cols or 16
 
@@ -374,7 +375,7 @@ def _nonzero(matrix: Tensor) -> Tensor:
 
 
 def _limit(operand: Operand, spec: CastSpec) -> Tensor:
-    """What the largest element decodes to: FP32 [rows, blocks], or [rows | 1, 1] without block scales."""
+    """The decoded value of the largest element: FP32 [rows, blocks], or [rows | 1, 1] without block scales."""
     assert operand.amax is not None and operand.scale_inv is not None
     factor = outer_factor(operand.amax, spec)
     if not spec.block[1]:
@@ -385,7 +386,7 @@ def _limit(operand: Operand, spec: CastSpec) -> Tensor:
 
 
 def _saturated(values: Tensor, decoded: Tensor, limit: Tensor, spec: CastSpec) -> Tensor:
-    """How many elements became the largest and were larger than it; blocks without a scale have none."""
+    """How many elements were larger than the largest that can be stored; blocks whose scale is zero have none."""
     rows, cols = values.shape
     blocks = limit.shape[1]
     if blocks == 1 and not spec.block[1]:
@@ -418,7 +419,7 @@ def _histogram(codes: Tensor) -> Tensor:
 
 
 def _worst(error: Tensor, signal: Tensor, spec: CastSpec) -> Tensor:
-    """The blocks with the largest errors lie in the tiles of rows with the largest ones."""
+    """The blocks with the largest errors, which are looked for in the rows of blocks whose largest errors lead."""
     height, width = _extent(spec)
     if not error.numel():
         return error.new_zeros((RANKED, 4), dtype=torch.float64)

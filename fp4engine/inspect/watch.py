@@ -1,7 +1,7 @@
-"""What the layers of a model multiply at one step, seen from outside: the one place that knows how modules compute.
+"""The operands that the layers of a model multiply in one step, made once more for a listener.
 
-A watched layer computes as ever. Beside it, the operands of that very step are made once more by the layer's own
-quantizers, with the draw that the step takes, and the random stream is left where it stood.
+A watched layer computes as ever. Its operands are made a second time by its own quantizers, from the same tensors and
+with the draw that the step takes, and the random stream is left where it stood.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -33,9 +33,8 @@ class Spread:
 
     Attributes:
         shards: this rank's part of each.
-        wholes: rows and columns of the whole matrices; empty where nobody knows them, since ranks have rows of their
-            own.
-        dims: of the mesh on which the matrices lie, the process group along each dimension and this rank's place in it.
+        wholes: rows and columns of the whole matrices; empty if they are not known, since each rank has its own rows.
+        dims: the process group along each dimension of the mesh, and this rank's place in it.
     """
 
     shards: Shards
@@ -61,7 +60,7 @@ class Spread:
         return tuple(group for group, along in getattr(self.shards, role).groups if along == axis and group in mine)
 
     def is_first(self, *groups: Any) -> bool:
-        """Whether this is the first of the ranks that hold the same, where those of ``groups`` hold different parts."""
+        """Whether this rank is the first of those with the same part, if ranks of ``groups`` have different parts."""
         return all(place == 0 for group, place in self.dims if group not in groups)
 
 
@@ -73,8 +72,8 @@ class Seen:
         role: ``"input"``, ``"weight"`` or ``"grad_output"``.
         side: ``"rowwise"`` or ``"columnwise"``.
         source: the matrix [rows, cols] that was cast, contracted axis last.
-        quantizer: what made it.
-        operand: the codes, or the matrix itself where the role has no cast.
+        quantizer: of the role.
+        operand: codes and scales, or the matrix itself where the role has no cast.
         rng: int64 [2] ``(seed, draw)`` of a stochastic cast.
         spread: how ranks share the matrix; None where each has its own.
     """
@@ -108,26 +107,27 @@ class Seen:
 
 
 class Listener(Protocol):
-    """Who hears of a layer. Autocast is off while it listens."""
+    """Is called with the operands and products of layers, with ``torch.autocast`` off."""
 
     def made(self, layer: str, tensors: dict[Role, Tensor], operands: Sequence[Seen]) -> None:
-        """The matrices by role, and the operands, that a pass brings; all those of a pass at once."""
+        """The matrices by role, and the operands, of a forward or backward pass, in one call."""
 
     def multiplied(self, layer: str, gemm: str, operands: tuple[Seen, Seen]) -> None:
-        """A product of two operands, left and right, of which :meth:`made` has heard."""
+        """A product of two operands, left and right, with which :meth:`made` has been called."""
 
     def refuse(self, layer: str, reason: str) -> None:
-        """Why a layer is not seen."""
+        """A layer whose operands are not seen, and why."""
 
 
 class _Forward(NamedTuple):
-    """What a backward pass must know of its forward pass.
+    """What a backward pass needs of its forward pass.
 
     Attributes:
-        wholes: what takes this rank's part of the gradient, if it is spread.
+        wholes: takes this rank's part of the gradient, if ranks share it.
         matrices: of input and weight.
-        kept: their columnwise operands, where these are made of the matrices, else what these are made of.
-        drawn: the draw that the pass took; None if it took none.
+        kept: their columnwise operands if these are made from the matrices, else the rowwise ones that they are made
+            from.
+        drawn: the draw that the forward pass took; None if it took none.
     """
 
     plan: LinearPlan
@@ -176,7 +176,7 @@ def watching(layers: dict[str, Gemms], listener: Listener) -> Generator[None]:
 
 
 def _begin(module: Gemms, watched: _Watched, inp: Any, weight: Tensor) -> Callable[[Tensor], None]:
-    """Hear of a product that begins; what this returns hears of its end."""
+    """Called before a product; the function that this returns is called after it."""
     if watched.forward_seen or not (module.training and torch.is_grad_enabled()):
         return _see_nothing
     plan = module.plan(current_state())
@@ -185,7 +185,7 @@ def _begin(module: Gemms, watched: _Watched, inp: Any, weight: Tensor) -> Callab
 
 
 def _see_nothing(output: Tensor) -> None:
-    """The end of a product that is not the one to see."""
+    """Do nothing after a product that is not to be seen."""
 
 
 def _end(
@@ -197,7 +197,7 @@ def _end(
     drawn: Tensor | None,
     output: Tensor,
 ) -> None:
-    """See a product by ``plan``, None in high precision; its draw, if it took one, was ``drawn``."""
+    """See a product that ran by ``plan``, None in high precision, and took the draw ``drawn``, or None."""
     watched.forward_seen = True
     _see_forward(module, watched, plan, inp, weight, drawn)
     if output.requires_grad and watched.forward is not None:
@@ -262,7 +262,7 @@ def _see_forward(
 def _share(
     plan: LinearPlan, x: Tensor, weight: Tensor, group: Any, name: str
 ) -> tuple[Tensor, Tensor, Spread | None, WholesOf | None]:
-    """This rank's part of input and weight, how they are spread, and what takes parts; None if they are not."""
+    """This rank's parts of input and weight, how ranks share them, and what takes parts; None and None if alone."""
     if not is_distributed(x, weight):
         return x, weight, None if group is None else Spread(Shards.over(group)), None
     mesh: Any = getattr(weight, "device_mesh")  # noqa: B009 (a DTensor's)
@@ -280,7 +280,7 @@ def _share(
 
 
 def _refusal(module: Gemms, plan: LinearPlan | None, inp: Any, weight: Tensor) -> str:
-    """Why a layer's operands cannot be told; empty if they can."""
+    """Why a layer's operands cannot be made once more; empty if they can."""
     if plan is None:
         return "it computed in high precision"
     if plan.is_stateful:
@@ -300,11 +300,11 @@ def _refusal(module: Gemms, plan: LinearPlan | None, inp: Any, weight: Tensor) -
 @torch.no_grad()
 def _see_backward(watched: _Watched, grads: Sequence[Tensor | None]) -> None:
     if watched.forward is None:
-        return  # a backward pass that has been seen, run once more
+        return  # the second run of a backward pass that has been seen
     forward, watched.forward = watched.forward, None
     (grad,) = grads
     if grad is None:
-        return  # the products of a gradient that nobody has made are zero
+        return  # without a gradient there are no products
     plan, spread = forward.plan, forward.spread
     if plan.backward_override is not None:
         reason = f"backward_override={plan.backward_override!r} quantizes no gradient"
@@ -321,8 +321,8 @@ def _see_backward(watched: _Watched, grads: Sequence[Tensor | None]) -> None:
         products.append(("dgrad", (row, _columnwise("weight", plan.weight, forward, drawn))))
     if col is not None:
         products.append(("wgrad", (col, _columnwise("input", plan.input, forward, drawn))))
-    told = list(forward.kept.values())
-    made = [seen for _, operands in products for seen in operands if all(seen is not other for other in told)]
+    known = list(forward.kept.values())
+    made = [seen for _, operands in products for seen in operands if all(seen is not other for other in known)]
     with torch.autocast(grad.device.type, enabled=False):
         watched.listener.made(watched.name, {"grad_output": matrix}, made)
         for gemm, operands in products:
@@ -335,7 +335,7 @@ def _columnwise(role: Role, quantizer: Quantizer, forward: _Forward, drawn: Tens
     if kept is not None and kept.is_columnwise:
         return kept
     if quantizer.columnwise_source == "original":
-        own = forward.drawn if quantizer.draws_in_forward else None  # what a forward pass made takes its draw
+        own = forward.drawn if quantizer.draws_in_forward else None  # made in forward, so with its draw
         return _see_columnwise(role, matrix, quantizer, own, forward.spread)
     assert kept is not None
     operand = kept.operand if kept.spec is not None else Operand.dense(matrix)
@@ -376,7 +376,7 @@ def _see_columnwise(
 
 
 def drawn(seen: Seen, count: int) -> Iterator[Tensor]:
-    """What ``count`` other draws make of the values of ``seen``, decoded."""
+    """The decoded values of ``seen`` after ``count`` casts with other draws."""
     assert seen.rng is not None
     rng = seen.rng.clone()
     col = seen.is_columnwise

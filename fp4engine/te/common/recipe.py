@@ -20,7 +20,8 @@ from fp4engine.quantizers.delayed import DelayedQuantizer
 from fp4engine.quantizers.factory import role_stream
 from fp4engine.recipe import Format, MMParams, QParams
 from fp4engine.roles import QuantizerRole as FrozenRole
-from fp4engine.te.pytorch.quantized_tensor import DelayedScalingRequest, Quantizer, QuantizerRole
+from fp4engine.te.pytorch.quantized_tensor import Quantizer
+from fp4engine.te.pytorch.roles import DelayedScalingRequest, QuantizerRole
 
 __all__ = [
     "CustomRecipe",

@@ -23,8 +23,8 @@ from fp4engine.te.pytorch.delayed_wgrad import DelayWgrad, Run
 from fp4engine.te.pytorch.extra_state import ExtraState
 from fp4engine.te.pytorch.module_states import MODES, ModuleStates, recipe_in_force, weights_as_recorded
 from fp4engine.te.pytorch.quantization import FP8GlobalStateManager
-from fp4engine.te.pytorch.quantized_tensor import QuantizerRole
 from fp4engine.te.pytorch.recipe_state import AnyRecipe
+from fp4engine.te.pytorch.roles import QuantizerRole
 from fp4engine.te.pytorch.storage import HybridQuantizedWeight
 from fp4engine.te.pytorch.tensor import Float8Quantizer, HybridQuantizer, IdentityQuantizer
 

@@ -15,7 +15,7 @@ from fp4engine.modules.split_linear import ParametersSplit, SplitLinear
 from fp4engine.te.pytorch.base import Init, TransformerEngineBaseModule, quantizers_of, refuse_fp8_tensors
 from fp4engine.te.pytorch.norm import LayerNorm, RMSNorm
 from fp4engine.te.pytorch.padding import Fp8Padding, Fp8Unpadding
-from fp4engine.te.pytorch.quantized_tensor import QuantizerRole
+from fp4engine.te.pytorch.roles import QuantizerRole
 
 __all__ = [
     "Fp8Padding",

@@ -10,8 +10,9 @@ from fp4engine.modules.gemms import Gemms
 from fp4engine.quantizers.delayed import DelayedQuantizer
 from fp4engine.recipe import CustomRecipe
 from fp4engine.te.common.recipe import as_frozen
-from fp4engine.te.pytorch.quantized_tensor import Quantizer, QuantizerRole
+from fp4engine.te.pytorch.quantized_tensor import Quantizer
 from fp4engine.te.pytorch.recipe_state import AnyRecipe, CustomRecipeState, DelayedScalingRecipeState, RecipeState
+from fp4engine.te.pytorch.roles import QuantizerRole
 
 MODES = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
 """TransformerEngine's key of a state -> the pass that it is about."""

@@ -15,11 +15,6 @@ from fp4engine.ops.rng import state_of
 from fp4engine.quantizers.delayed import begin_step, end_step
 from fp4engine.recipe import Recipe as FrozenRecipe
 from fp4engine.te.common.recipe import Recipe, as_frozen, default_recipe
-from fp4engine.te.pytorch.quantized_tensor import (
-    DelayedScalingRequest,
-    QuantizerRequest,
-    QuantizerRole,
-)
 from fp4engine.te.pytorch.recipe_state import (
     AnyRecipe,
     CustomRecipeState,
@@ -34,6 +29,7 @@ from fp4engine.te.pytorch.recipe_state import (
     get_fp8_te_dtype,
     get_fp8_torch_dtype,
 )
+from fp4engine.te.pytorch.roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
 
 __all__ = [
     "CustomRecipeState",

@@ -6,7 +6,6 @@ it is used. A quantized tensor is a ``torch.Tensor`` of its decoded values to ev
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,47 +15,10 @@ from torch.utils._pytree import tree_map
 from fp4engine.formats import CastSpec
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
-from fp4engine.recipe import Format
 from fp4engine.tensor import Operand, is_transposable
 from fp4engine.tensor import QuantizedTensor as Operands
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class QuantizerRole:
-    """What a factory is told of the tensor that wants a quantizer; empty where it is not known.
-
-    Attributes:
-        module_type: ``"linear"`` or ``"grouped_linear"``.
-        tensor_type: ``"input"``, ``"weight"``, ``"grad_output"``.
-        name: the module's own.
-    """
-
-    module_type: str = ""
-    tensor_type: str = ""
-    name: str = ""
-
-    def __str__(self) -> str:
-        parts = [f"{field}={value}" for field, value in vars(self).items() if value]
-        return "|".join(parts) or "QuantizerRole()"
-
-
-@dataclass(frozen=True)
-class QuantizerRequest:
-    """What a factory returns in place of a quantizer that has a state of its own."""
-
-
-@dataclass(frozen=True)
-class DelayedScalingRequest(QuantizerRequest):
-    """Asks for FP8 with scales of earlier steps; fields as in :class:`fp4engine.recipe.DelayedScaling`."""
-
-    fp8_format: Format = Format.HYBRID
-    margin: int = 0
-    amax_history_len: int = 1024
-    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
-    scaling_factor_compute_algo: Callable[..., Tensor] | None = None
-    reduce_amax: bool = True
 
 
 class Quantizer:
@@ -146,10 +108,7 @@ class Quantizer:
         is_used = self.rowwise_usage or self.columnwise_usage
         if is_used and (noop_flag is None or not bool(noop_flag.any())):
             values = src.detach().to(dst.device, copy=True)  # high precision is kept as it is given
-            made, old = (
-                self._operands(values.dequantize() if isinstance(values, QuantizedTensor) else values),
-                dst.operands,
-            )
+            made, old = self._operands(values), dst.operands
             dst.operands = Operands(
                 dst.shape, dst.dtype, made.rowwise or old.rowwise, made.columnwise or old.columnwise
             )
@@ -296,14 +255,13 @@ def _tensors(side: Operand | None) -> tuple[Tensor | None, ...]:
     return (None, None, None) if side is None else side.tensors
 
 
-class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
+class QuantizedTensor(QuantizedTensorStorage, torch.Tensor, metaclass=_OrWeight):
     """Values that exist as codes and scales; every operation of PyTorch sees what they decode to.
 
     Attributes:
         operands: fp4engine's own :class:`fp4engine.tensor.QuantizedTensor`.
     """
 
-    operands: Operands
     _quantizer: Quantizer
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
@@ -370,7 +328,7 @@ class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
     def _like(self, change: Callable[[Tensor], Tensor]) -> "QuantizedTensor":
         sides = [
             None if side is None else _with_tensors(side, [None if t is None else change(t) for t in side.tensors])
-            for side in (self.operands.rowwise, self.operands.columnwise)
+            for side in self._sides()
         ]
         return self.of(Operands(self.operands.shape, self.operands.dtype, *sides), self._quantizer)
 
@@ -378,7 +336,7 @@ class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
         """What ``func`` makes of the codes, in the tensor's own dress; None where scales belong to blocks of codes."""
         found: list[list[Operand] | None] = []
         alone, shapes = True, []
-        for side, is_columnwise in ((self.operands.rowwise, False), (self.operands.columnwise, True)):
+        for side, is_columnwise in zip(self._sides(), (False, True), strict=True):
             is_strided = func is aten.as_strided.default and side is not None and side.spec is not None
             if side is None or (is_strided and is_columnwise):  # strides are those of the rowwise codes
                 found.append(None)
@@ -432,14 +390,13 @@ class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
                 )
             if func in VIEWS and (views := first._views(func, *args[1:], **kwargs)) is not None:
                 return views
-        before = list(args)
         plain_args, plain_kwargs = tree_map(_values, (tuple(args), kwargs))
         result = func(*plain_args, **plain_kwargs)
         for index, argument in enumerate(func._schema.arguments):
             written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and index < len(before) and type.__instancecheck__(QuantizedTensor, before[index]):
-                before[index].quantize_(plain_args[index])
-                result = before[index]
+            if written and index < len(args) and type.__instancecheck__(QuantizedTensor, args[index]):
+                args[index].quantize_(plain_args[index])
+                result = args[index]
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -447,12 +404,9 @@ class QuantizedTensor(torch.Tensor, metaclass=_OrWeight):
             type(self),
             self.operands.shape,
             self.operands.dtype,
-            *map(_plain, self._pair()),
+            *map(_plain, self._sides()),
             self._quantizer,
         )
-
-    def _pair(self) -> tuple[Operand | None, Operand | None]:
-        return self.operands.rowwise, self.operands.columnwise
 
 
 def _recut(side: Operand, matrix: Tensor, *, is_columnwise: bool) -> Operand:

@@ -11,11 +11,8 @@ from fp4engine.recipe import Recipe as FrozenRecipe
 from fp4engine.te.common import recipe as recipes
 from fp4engine.te.common.recipe import Format, Recipe, as_frozen
 from fp4engine.te.pytorch.constants import DType
-from fp4engine.te.pytorch.quantized_tensor import (
-    DelayedScalingRequest,
-    Quantizer,
-    QuantizerRole,
-)
+from fp4engine.te.pytorch.quantized_tensor import Quantizer
+from fp4engine.te.pytorch.roles import DelayedScalingRequest, QuantizerRole
 from fp4engine.te.pytorch.tensor import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,

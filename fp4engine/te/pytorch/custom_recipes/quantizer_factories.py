@@ -1,7 +1,7 @@
 """Factories that give each role what one of the recipes gives it."""
 
 from fp4engine.te.pytorch.constants import DType
-from fp4engine.te.pytorch.quantized_tensor import DelayedScalingRequest, QuantizerRole
+from fp4engine.te.pytorch.roles import DelayedScalingRequest, QuantizerRole
 from fp4engine.te.pytorch.tensor import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
