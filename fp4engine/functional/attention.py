@@ -149,6 +149,19 @@ def attention(
     return attend(allowed, dropout)
 
 
+def require_bias(kind: str, bias: Tensor | None) -> None:
+    """Refuse a ``core_attention_bias`` without ``core_attention_bias_type="post_scale_bias"``, and the reverse.
+
+    Raises:
+        ValueError: only one of them is given.
+    """
+    if (bias is None) == (kind == "post_scale_bias"):
+        raise ValueError(
+            "core_attention_bias goes with core_attention_bias_type='post_scale_bias' and with nothing else, "
+            f"got {'None' if bias is None else 'a tensor'} with {kind!r}"
+        )
+
+
 def rotate(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
     """Rotary position embedding: ``x cos(a) + half_turn(x) sin(a)`` on the first R of D components.
 

@@ -70,6 +70,17 @@ def refuse_unimplemented(module: str, arguments: dict[str, Any], neutral: dict[s
             raise NotImplementedError(f"{module}({name}={value!r}) is not implemented; leave it at {allowed}")
 
 
+def refuse(kind: str, **arguments: tuple[Any, Any]) -> None:
+    """Refuse arguments of ``kind``, given as ``name=(value, neutral)``, whose value is not the neutral one.
+
+    Raises:
+        NotImplementedError: there is such an argument.
+    """
+    for name, (value, neutral) in arguments.items():
+        if value is not neutral and value != neutral:
+            raise NotImplementedError(f"{kind}({name}={value!r}) is not implemented; leave it at {neutral!r}")
+
+
 def warn_of_third(init: Callable[P, None]) -> Callable[P, None]:
     """Let ``init``, whose third positional argument is ``bias``, warn where TransformerEngine's third may be meant.
 

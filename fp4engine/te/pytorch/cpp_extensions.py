@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fp4engine import ops
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
+from fp4engine.modules.te_arguments import refuse
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensorStorage, Quantizer, decoded
 from fp4engine.tensor import Operand
 
 __all__ = ["general_gemm", "general_grouped_gemm"]
@@ -51,10 +52,18 @@ def general_gemm(
         NotImplementedError: GELU, factors, or communication that overlaps.
         ValueError: a quantized tensor has not the side that the product reads.
     """
-    _refuse(gelu=(gelu, False), gelu_in=(gelu_in, None), alpha=(alpha, 1.0), ub=(ub, None))
-    _refuse(ub_type=(ub_type, None), extra_output=(extra_output, None), bulk_overlap=(bulk_overlap, False))
-    if beta is not None:
-        _refuse(beta=(beta, 1.0 if accumulate else 0.0))
+    factor = 1.0 if accumulate else 0.0
+    refuse(
+        "general_gemm",
+        gelu=(gelu, False),
+        gelu_in=(gelu_in, None),
+        alpha=(alpha, 1.0),
+        beta=(factor if beta is None else beta, factor),
+        ub=(ub, None),
+        ub_type=(ub_type, None),
+        extra_output=(extra_output, None),
+        bulk_overlap=(bulk_overlap, False),
+    )
     transposes = {"T": True, "N": False}
     if len(layout) != 2 or not set(layout) <= set(transposes):
         raise ValueError(f"general_gemm(layout=) must be 'TN', 'NN', 'NT' or 'TT', got {layout!r}")
@@ -66,7 +75,7 @@ def general_gemm(
     dtype = out_dtype or (A.dtype if out is None else out.dtype)
     bias_grad = None
     if grad and bias is not None:
-        bias_grad = _values(B).reshape(-1, B.shape[-1]).sum(0, dtype=torch.float32).to(bias.dtype)
+        bias_grad = decoded(B).reshape(-1, B.shape[-1]).sum(0, dtype=torch.float32).to(bias.dtype)
         bias = None
     with torch.no_grad():
         product = ops.gemm(
@@ -153,13 +162,3 @@ def _operand(name: str, tensor: Any, *, is_transposed: bool) -> Operand:
     if other is not None and other.spec is None:
         return Operand.dense(other.data.T.contiguous())
     raise ValueError(f"general_gemm reads the {side} side of {name}, which {tensor!r} does not have")
-
-
-def _values(tensor: Any) -> Tensor:
-    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-
-
-def _refuse(**arguments: tuple[Any, Any]) -> None:
-    for name, (value, neutral) in arguments.items():
-        if value is not neutral and value != neutral:
-            raise NotImplementedError(f"general_gemm({name}={value!r}) is not implemented; leave it at {neutral!r}")

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
-from fp4engine.functional.attention import MASK_TYPES, AttentionMask, attention
+from fp4engine.functional.attention import MASK_TYPES, AttentionMask, attention, require_bias
+from fp4engine.modules.te_arguments import refuse
 from fp4engine.recipe.base import require
 from fp4engine.te.pytorch.base import require_one_rank
 from fp4engine.te.pytorch.constants import QKV_FORMATS
@@ -43,7 +44,7 @@ class OnOneRank(torch.nn.Module):
         Raises:
             NotImplementedError: a group.
         """
-        refuse(cp_group=(cp_group, None))
+        refuse(type(self).__name__, cp_group=(cp_group, None))
 
 
 class DotProductAttention(OnOneRank, ExtraState):
@@ -93,7 +94,13 @@ class DotProductAttention(OnOneRank, ExtraState):
     ) -> None:
         super().__init__()
         require_one_rank("DotProductAttention", tp_size=tp_size, tp_group=tp_group)
-        refuse(cp_group=(cp_group, None), softmax_type=(softmax_type, "vanilla"), max_logit=(return_max_logit, False))
+        max_logit = return_max_logit or False, False
+        refuse(
+            "DotProductAttention",
+            cp_group=(cp_group, None),
+            softmax_type=(softmax_type, "vanilla"),
+            return_max_logit=max_logit,
+        )
         require("qkv_format", qkv_format, QKV_FORMATS)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if groups < 1 or num_attention_heads % groups:
@@ -156,8 +163,13 @@ class DotProductAttention(OnOneRank, ExtraState):
         Raises:
             NotImplementedError: a quantized output, packed inputs, or a function of the scores.
         """
-        refuse(fp8_output=(fp8_output, False), score_mod=(score_mod, None), qkv_layer=(qkv_layer, None))
-        refuse(kv_layer=(kv_layer, None))
+        refuse(
+            "DotProductAttention.forward",
+            fp8_output=(fp8_output or False, False),
+            score_mod=(score_mod, None),
+            qkv_layer=(qkv_layer, None),
+            kv_layer=(kv_layer, None),
+        )
         layout = qkv_format or self.qkv_format
         require("qkv_format", layout, QKV_FORMATS)
         kind = self.attn_mask_type if attn_mask_type is None else plain_kind(attn_mask_type)
@@ -170,12 +182,7 @@ class DotProductAttention(OnOneRank, ExtraState):
             slopes = alibi_slopes if alibi_slopes is not None else _slopes(self.num_attention_heads, query_layer.device)
         else:
             require("core_attention_bias_type", core_attention_bias_type, ("no_bias", "post_scale_bias"))
-        if (core_attention_bias is None) == (core_attention_bias_type == "post_scale_bias"):
-            given = "None" if core_attention_bias is None else "a tensor"
-            raise ValueError(
-                "core_attention_bias goes with core_attention_bias_type='post_scale_bias' and with nothing else, "
-                f"got {given} with {core_attention_bias_type!r}"
-            )
+        require_bias(core_attention_bias_type, core_attention_bias)
         call = _Call(self, kind, window, diagonal, core_attention_bias, slopes)
         if inference_params is not None:
             if layout == "thd":
@@ -246,12 +253,6 @@ class _Call:
         if padded is not None and "padding" in self.kind:
             context = context.masked_fill(padded.transpose(2, 3), 0.0)
         return context
-
-
-def refuse(**arguments: tuple[Any, Any]) -> None:
-    for name, (value, neutral) in arguments.items():
-        if value is not None and value is not neutral and value != neutral:
-            raise NotImplementedError(f"attention with {name}={value!r} is not implemented; leave it at {neutral!r}")
 
 
 def plain_kind(kind: str) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.modules.te_arguments import refuse
 from fp4engine.te.pytorch.multi_tensor import (
     MultiTensorApply,
     multi_tensor_applier,
@@ -79,7 +80,7 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
-        _refuse(
+        refuse(
             "FusedAdam",
             bias_correction=(bias_correction, True),
             master_weight_dtype=(master_weight_dtype, torch.float32),
@@ -197,12 +198,6 @@ class FusedSGD(_ZeroGrad, torch.optim.SGD):
         materialize_master_grads: bool = True,
         set_grad_none: bool | None = None,
     ) -> None:
-        _refuse("FusedSGD", wd_after_momentum=(wd_after_momentum, False))
+        refuse("FusedSGD", wd_after_momentum=(wd_after_momentum, False))
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
         self._to_none = True if set_grad_none is None else set_grad_none
-
-
-def _refuse(kind: str, **arguments: tuple[Any, Any]) -> None:
-    for name, (value, allowed) in arguments.items():
-        if value != allowed:
-            raise NotImplementedError(f"{kind}({name}={value!r}) is not implemented; leave it at {allowed!r}")

@@ -64,7 +64,7 @@ class Quantizer:
         """``tensor`` quantized; into ``out`` if that is given. Its gradient is that of the tensor.
 
         Args:
-            dtype: what the result passes for, by default the dtype of ``tensor``.
+            dtype: the dtype that the result has to PyTorch; by default that of ``tensor``.
         """
         if out is not None:
             return self.update_quantized(tensor, out)
@@ -81,12 +81,11 @@ class Quantizer:
         return self.tensor_class.of(self._operands(tensor), self)
 
     def alone(self, operands: Operands) -> "QuantizedTensor":
-        """A tensor of this quantizer's kind with operands that are there already."""
+        """A tensor of this quantizer's kind with the given operands."""
         return self.tensor_class.of(operands, self)
 
     def _operands(self, tensor: Tensor) -> Operands:
-        values = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-        return self.cast_sides(values, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
+        return self.cast_sides(decoded(tensor), rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
 
     def cast_sides(self, values: Tensor, **arguments: Any) -> Operands:
         """What :meth:`frozen` makes of ``values``, by random bits of PyTorch's generator for their device."""
@@ -107,8 +106,8 @@ class Quantizer:
         """
         is_used = self.rowwise_usage or self.columnwise_usage
         if is_used and (noop_flag is None or not bool(noop_flag.any())):
-            values = src.detach().to(dst.device, copy=True)  # high precision is kept as it is given
-            made, old = self._operands(values), dst.operands
+            values = src.detach().to(dst.device, copy=True)  # a copy, since high precision is kept as it is given
+            made, old = self._operands(decoded(values)), dst.operands
             dst.operands = Operands(
                 dst.shape, dst.dtype, made.rowwise or old.rowwise, made.columnwise or old.columnwise
             )
@@ -179,12 +178,12 @@ class _OrWeight(type(torch.Tensor)):
 
 
 class QuantizedTensorStorage:
-    """What has operands, be it a tensor to PyTorch or not; here it always is."""
+    """What has operands. In TransformerEngine it need not be a tensor to PyTorch; here it always is."""
 
     operands: Operands
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Forget a side with False, or make it with True: of the other's codes, or else of what they decode to.
+        """Drop a side with False, or make it with True: from the other's codes, or else from its decoded values.
 
         Raises:
             ValueError: nothing would be left.
@@ -204,12 +203,12 @@ class QuantizedTensorStorage:
         self.operands = Operands(given.shape, given.dtype, sides["rowwise"], sides["columnwise"])
 
     def _turned(self, name: str) -> Operand | None:
-        """The side ``name``, which is not there, of the one that is."""
+        """The missing side ``name``, made from the other one."""
         given = self.operands
         quantizer: Quantizer = self._quantizer  # pyright: ignore[reportAttributeAccessIssue]
         other, spec = given.rowwise or given.columnwise, getattr(quantizer.frozen(), f"{name}_spec")
         if other is not None and other.spec is not None and other.spec == spec and is_transposable(spec):
-            return other.transposed()  # by the scale that it has, whatever the quantizer's has come to
+            return other.transposed()  # keeps its scale, even if the quantizer's has changed since
         return getattr(quantizer.cast_sides(given.dequantize(), rowwise=True, columnwise=True), name)
 
     def get_usages(self) -> dict[str, bool]:
@@ -230,7 +229,7 @@ class QuantizedTensorStorage:
         return list(tensors)
 
     def get_metadata(self) -> dict[str, Any]:
-        """What is stored, side by side, with the quantizer and the dtype that the tensor passes for."""
+        """The stored tensors of both sides, the quantizer, and the dtype that the tensor has to PyTorch."""
         metadata: dict[str, Any] = {"quantizer": vars(self)["_quantizer"], "fake_dtype": self.operands.dtype}
         for name, side in zip(("rowwise", "columnwise"), self._sides(), strict=True):
             metadata |= zip((f"{name}_data", f"{name}_scale_inv", f"{name}_amax"), _tensors(side), strict=True)
@@ -286,7 +285,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor, metaclass=_OrWeight)
 
     @property
     def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What the tensor passes for; an update may change it."""
+        """The dtype that the tensor has to PyTorch; an update may change it."""
         return self.operands.dtype
 
     @property
@@ -333,7 +332,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor, metaclass=_OrWeight)
         return self.of(Operands(self.operands.shape, self.operands.dtype, *sides), self._quantizer)
 
     def _views(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """What ``func`` makes of the codes, in the tensor's own dress; None where scales belong to blocks of codes."""
+        """What ``func`` makes of the codes, as tensors of this kind; None where scales belong to blocks of codes."""
         found: list[list[Operand] | None] = []
         alone, shapes = True, []
         for side, is_columnwise in zip(self._sides(), (False, True), strict=True):
@@ -409,8 +408,13 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor, metaclass=_OrWeight)
         )
 
 
+def decoded(tensor: Tensor) -> Tensor:
+    """The values that a quantized tensor decodes to; other tensors as they are."""
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+
+
 def _recut(side: Operand, matrix: Tensor, *, is_columnwise: bool) -> Operand:
-    """The operand of a part ``matrix`` [rows, cols] of what ``side`` holds, under the same scale."""
+    """The operand of ``matrix`` [rows, cols], a part of the codes of ``side``, under the same scale."""
     rows, cols = matrix.shape
     if side.spec is None:
         return Operand.dense(matrix.T if is_columnwise else matrix)

@@ -1,5 +1,6 @@
 """TransformerEngine's quantizers, and the tensors that they make."""
 
+import math
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from fp4engine.te.pytorch.float8 import (
     MXFP8Quantizer,
     with_shared_amax,
 )
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer, rebuild
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer, decoded, rebuild
 from fp4engine.te.pytorch.storage import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
@@ -129,7 +130,7 @@ class NVFP4Quantizer(Quantizer):
 
     def get_scale_shape(self, shape: Any, columnwise: bool) -> tuple[int, int]:
         """Shape of the padded block scales of a tensor of ``shape``."""
-        rows, cols = _matrix_shape(shape)
+        rows, cols = math.prod(shape[:-1]), shape[-1]
         rows, cols = (cols, rows) if columnwise else (rows, cols)
         blocks = -(-cols // 16)
         return rows + -rows % 128, blocks + -blocks % 4
@@ -148,13 +149,6 @@ class NVFP4Quantizer(Quantizer):
         from fp4engine.te.common.recipe import NVFP4BlockScaling
 
         return NVFP4BlockScaling
-
-
-def _matrix_shape(shape: Any) -> tuple[int, int]:
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows, shape[-1]
 
 
 class IdentityQuantizer(Quantizer):
@@ -185,7 +179,7 @@ class IdentityQuantizer(Quantizer):
 
     def cast(self, tensor: Tensor) -> Tensor:
         """The values of ``tensor`` in this quantizer's dtype."""
-        values = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+        values = decoded(tensor)
         return values.to(self.dtype or values.dtype)
 
     def update_quantized(
@@ -258,7 +252,7 @@ class HybridQuantizer(Quantizer):
         return FrozenQuantizer(row, col, self.columnwise_source, stream)
 
     def _operands(self, tensor: Tensor) -> Operands:
-        values = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+        values = decoded(tensor)
         dequantized = self.columnwise_source == "rowwise_dequantized" and self.columnwise_usage
         row = col = None
         if self.rowwise_usage or dequantized:

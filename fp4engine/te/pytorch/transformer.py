@@ -8,9 +8,10 @@ from torch import Tensor
 
 from fp4engine import modules
 from fp4engine.modules.gemms import cast_by_autocast
+from fp4engine.modules.te_arguments import refuse
 from fp4engine.te.pytorch.attention import MultiheadAttention
 from fp4engine.te.pytorch.base import require_one_rank
-from fp4engine.te.pytorch.dot_product_attention import Masked, OnOneRank, Window, refuse
+from fp4engine.te.pytorch.dot_product_attention import Masked, OnOneRank, Window
 from fp4engine.te.pytorch.inference import InferenceParams
 from fp4engine.te.pytorch.module import LayerNormMLP
 from fp4engine.te.pytorch.norm import LayerNorm, RMSNorm
@@ -86,7 +87,7 @@ class TransformerLayer(OnOneRank, modules.TransformerLayer):
         recipe: Any = None,
     ) -> None:
         require_one_rank("TransformerLayer", tp_size=tp_size, tp_group=tp_group)
-        refuse(softmax_type=(softmax_type, "vanilla"))
+        refuse("TransformerLayer", softmax_type=(softmax_type, "vanilla"))
         if attn_input_format == "thd" and drop_path_rate:
             raise NotImplementedError(
                 f"TransformerLayer(drop_path_rate={drop_path_rate}) leaves out branches sample by sample, and "
