@@ -1,4 +1,4 @@
-"""Models out: checkpoints for servers, of the bytes that trained. Needs the extra ``export``."""
+"""Checkpoints for servers, with the bytes that trained. Needs the extra ``export``."""
 
 from fp4engine.export.calibration import calibrate
 from fp4engine.export.checkpoint import ExportedLayer, ExportReport, export_checkpoint

@@ -32,8 +32,8 @@ def calibrate(
         progress: draw a bar of the batches.
 
     Raises:
-        ValueError: there is no batch or no converted module, an input holds a NaN or an Inf, or a layer saw no input:
-            its scale would be a guess.
+        ValueError: there is no batch or no converted module, an input holds a NaN or an Inf, or a layer saw no input,
+            so that its scale would be a guess.
     """
     require_model(model)
     require_recipe(recipe)
@@ -70,7 +70,7 @@ def calibrate(
 
 
 def _is_served(module: nn.Module) -> bool:
-    """Whether servers may cast the input of ``module``: others own their products, or are no module of theirs."""
+    """Whether ``module`` is of a kind that servers know, whose input they may cast."""
     return isinstance(module, Linear | GroupedLinear) or is_conv1d(module)
 
 
@@ -87,7 +87,7 @@ def _evaluated(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def _watched(layers: Mapping[str, nn.Module], amaxes: dict[str, Tensor]) -> Generator[None]:
-    """Note the largest magnitude of each layer's input in ``amaxes``, FP32 []; NaN where there is one."""
+    """Region that notes the largest magnitude of each layer's input in ``amaxes``, FP32 []; NaN if it holds one."""
 
     def hook(name: str) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ from fp4engine.recipe.base import require_recipe
 from fp4engine.version import __version__
 
 Inputs = Mapping[str, float] | Literal["dynamic", "high_precision"] | None
-"""Amaxes by layer from :func:`~fp4engine.export.calibrate`, or what is done without them."""
+"""Amaxes by layer from :func:`~fp4engine.export.calibrate`, or how inputs are treated without them."""
 
 _CONFIGURATIONS = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
 TOKENIZER = (
@@ -53,7 +53,7 @@ TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files that a tokenizer consists of, where they are there."""
+"""Files that a tokenizer may consist of."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class ExportedLayer:
         name: the module's dotted name in checkpoints.
         shape: (N, K).
         cast: the weight's cast, in words.
-        amax: outer amax that the weight was scaled by; that of the group where it shares scales.
-        own_amax: outer amax of the weight itself; of gate and up of an expert, which the model multiplies as one
-            matrix, that of both.
+        amax: outer amax that the weight was scaled by: that of its group, if it shares scales.
+        own_amax: outer amax of the weight itself. Gate and up of an expert, which the model multiplies as one matrix,
+            have that of both.
         error: ``|decoded - weight| / |weight|`` (Frobenius) of what was written.
-        added_error: ``error`` less that of the weight under its own amax: what sharing a scale costs; 0 where the
-            amax is the weight's own, whose bytes are those that trained.
-        input_amax: what inputs are scaled by; None under weight-only and dynamic inputs.
+        added_error: ``error`` less the error under the weight's own amax, which is what sharing a scale costs; 0 if
+            ``amax`` is its own, so that the bytes are those that trained.
+        input_amax: amax that inputs are scaled by; None under weight-only and dynamic inputs.
         requantized: why the cast is not the recipe's; empty if it is.
     """
 
@@ -90,10 +90,10 @@ class ExportReport:
     """What :func:`export_checkpoint` wrote; ``print(report)`` shows it as a table.
 
     Attributes:
-        directory: where it lies.
+        directory: of the checkpoint.
         format: ``"compressed-tensors"`` or ``"modelopt"``.
         layers: the FP4 weights, in the model's order.
-        left_alone: ``module in checkpoints -> why it stayed as it was``, of all that the model multiplies by.
+        left_alone: ``module in checkpoints -> why it stayed as it was``, of all other modules that multiply.
         unused: names in ``weights`` that the model has no tensor for, which were not written.
     """
 
@@ -160,17 +160,17 @@ def export_checkpoint(
 
     Args:
         model: converted by :func:`fp4engine.convert`, parameters on any device, or on ``meta`` with ``weights``.
-        directory: is made; must not be there, or be empty.
+        directory: created; must not exist, or be empty.
         format: ``"compressed-tensors"`` or ``"modelopt"``.
         recipe: what the model was trained by; None takes the recipe that each module was converted with.
-        inputs: how servers cast inputs, which is asked for where the recipe casts them: amaxes by layer from
-            :func:`calibrate`, ``"dynamic"`` (block scales without an outer scale) or ``"high_precision"`` (W4A16).
+        inputs: how servers cast inputs; needed if the recipe casts them: amaxes by layer from :func:`calibrate`,
+            ``"dynamic"`` (block scales without an outer scale) or ``"high_precision"`` (W4A16).
         keep_high_precision: patterns as in :func:`fp4engine.convert`: modules to write as they are.
         shared_scales: names of siblings that share outer scales; ``()`` shares none.
         requantize: cast weights and inputs that the formats cannot hold to nearest NVFP4, and say so in the report.
         verify: read the files back before they are moved into place, see :func:`verify_checkpoint`.
-        weights: where parameters are taken from instead of the model, one at a time, by the names that the model's
-            checkpoints have: ``TensorFolder(directory)`` of what ``save_pretrained`` wrote.
+        weights: a mapping from which parameters are taken one at a time instead of from the model, by their names in
+            checkpoints: ``TensorFolder(directory)`` of what ``save_pretrained`` wrote.
         tokenizer: directory to copy a tokenizer's files from, or an object with ``save_pretrained``.
         max_shard_size: bytes of a file, and about half of the memory that writing takes.
         progress: show a bar on a terminal.

@@ -1,4 +1,4 @@
-"""``fp4engine export SOURCE DIRECTORY``: a directory that transformers reads becomes one that servers read.
+"""``fp4engine export SOURCE DIRECTORY``: from a checkpoint that transformers reads to one that servers read.
 
 The weights go from file to file one at a time, so the model never exists in memory.
 """
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Export, and print the table of layers; 2 and one line on standard error where that is refused."""
+    """Export, and print the table of layers; return 2 after one line on standard error if that is refused."""
     try:
         recipe = _recipe(args.recipe)
         weights = TensorFolder(args.source)
@@ -136,7 +136,7 @@ def _empty_model(source: Path, tensors: int) -> Any:
             model = kind(config)
         if (source / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(source)
-    except Exception as error:  # whatever a configuration makes transformers raise, which nobody lists
+    except Exception as error:  # a configuration can make transformers raise anything
         reason = f"{type(error).__name__}: {_one_line(error)}"
         raise CheckpointError(f"{path} describes no {name} that transformers can build: {reason:.300}") from error
     return model
@@ -164,7 +164,7 @@ def _inputs(value: str | None) -> Any:
 
 
 def _path(text: str) -> Path:
-    """A path, which an empty word is not: that of a shell's variable that nobody set would be the current directory."""
+    """A path. An empty word, as from an unset shell variable, is refused, since it would be the current directory."""
     if not text:
         raise argparse.ArgumentTypeError("must be a path, got ''")
     return Path(text)

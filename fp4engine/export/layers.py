@@ -35,12 +35,12 @@ class ExportLayer:
 
     Attributes:
         name: the dotted name of its module in checkpoints, which its tensors' names begin with.
-        module: the dotted name in the model of what multiplies by it; that of several experts is one.
+        module: the dotted name, in the model, of the module that multiplies by it; experts may share one.
         shape: (N, K).
-        quantizer: casts the operand that it is, or is rows of.
+        quantizer: casts the operand that this weight is, or whose rows it is a part of.
         input_spec: cast of the input in the recipe's forward pass; None: high precision.
-        group: names of the layers that share this one's outer scales, itself among them.
-        operand: names of the layers whose rows, in this order, are one operand of the model, itself among them.
+        group: names of the layers that share this one's outer scales, itself included.
+        operand: names of the layers whose rows, in this order, make one operand of the model, itself included.
         transposed: True if checkpoints have it as [K, N] in high precision, as they do ``Conv1D``.
         requantized: why the casts are not those of the recipe; empty if they are.
     """
@@ -71,7 +71,7 @@ class ExportLayer:
 
 @dataclass(frozen=True)
 class _Casts:
-    """What a module of the model does, for all pieces of its weight."""
+    """How a module of the model casts its weight and its input."""
 
     quantizer: Quantizer
     input_spec: CastSpec | None
@@ -145,7 +145,7 @@ def _casts(
     recipe: Recipe | None,
     requantize: bool,
 ) -> _Casts | None:
-    """Quantizer of the weight, cast of the input and note; None for high precision."""
+    """How the module ``name`` casts; None if its weight stays in high precision."""
     recipe = recipe or gemms.recipe
     if recipe is None:
         raise ValueError(
@@ -187,7 +187,7 @@ def _casts(
 
 
 def _layers(name: str, module: nn.Module, casts: _Casts, pieces: Sequence[Piece]) -> dict[str, ExportLayer]:
-    """The layers of checkpoints that hold what ``module`` multiplies by."""
+    """The layers that ``module``'s weight consists of in checkpoints, by name."""
     spec = casts.quantizer.rowwise_spec
     assert spec is not None
     transposed = is_conv1d(module)
@@ -249,7 +249,7 @@ def _require_patterns(linears: Iterable[str], patterns: Sequence[str]) -> None:
 
 
 def _refuse_tied(model: nn.Module, sources: Iterable[str]) -> None:
-    """Raise if a parameter that is to be FP4, of those named, is also one of another module, which would lose it."""
+    """Raise if a parameter in ``sources``, which are to be FP4, is also one of another module, which would lose it."""
     owners: defaultdict[Tensor, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[parameter].append(name)
@@ -267,7 +267,7 @@ def _refuse_tied(model: nn.Module, sources: Iterable[str]) -> None:
 def _groups(
     layers: Mapping[str, ExportLayer], left_alone: Mapping[str, str], shared_scales: Iterable[Sequence[str]]
 ) -> dict[str, tuple[str, ...]]:
-    """``name -> the names that share its scales``, itself among them: siblings, and parts of one operand."""
+    """``name -> the names that share its scales``, itself included: siblings, and parts of one operand."""
     siblings = sibling_groups((*layers, *left_alone), shared_scales)
     for names in siblings.values():
         quantized = [name for name in names if name not in left_alone]
@@ -280,7 +280,7 @@ def _groups(
     groups: dict[str, tuple[str, ...]] = {}
     for name, layer in layers.items():
         together = dict.fromkeys((*layer.operand, *siblings.get(name, ())))
-        for other in tuple(together):  # a sibling brings along what is one operand with it
+        for other in tuple(together):  # and the layers that are one operand with a sibling
             together |= dict.fromkeys(layers[other].operand)
         groups[name] = tuple(together)
     return groups
@@ -294,7 +294,7 @@ class Amaxes:
         self._found: dict[str, Tensor] = {}
 
     def of(self, names: Iterable[str]) -> Tensor:
-        """The largest of the layers ``names``, on the CPU."""
+        """The largest amax of the layers ``names``, on the CPU."""
         return torch.stack([self._one(name) for name in names]).amax(0)
 
     def _one(self, name: str) -> Tensor:

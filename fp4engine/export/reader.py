@@ -1,4 +1,4 @@
-"""Reading checkpoints that nobody vouches for: JSON and safetensors only, every name, dtype and shape checked.
+"""Reading checkpoints from untrusted sources: JSON and safetensors only, every name, dtype and shape checked.
 
 Legend: N out_features, K in_features of a weight [N, K].
 """
@@ -36,13 +36,13 @@ _OPEN_FILES = 2
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is damaged, incomplete or not what it says; names the file and the tensor."""
+    """A checkpoint is damaged, incomplete or not what it says; the message names the file and the tensor."""
 
 
 class TensorFolder(Mapping[str, Tensor]):
     """The tensors of a directory of safetensors files, by name, read when they are asked for.
 
-    Two files at most stay open, so that what has been read of the others is no longer in this process's memory.
+    Two files at most stay open, so that pages of the others are no longer mapped into memory.
 
     Args:
         directory: holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it names.
@@ -110,7 +110,7 @@ class TensorFolder(Mapping[str, Tensor]):
         return len(self._where)
 
     def described(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Safetensors' name of the dtype, and the shape, of a tensor that is not read for it."""
+        """Safetensors' name of a tensor's dtype, and its shape, without reading the tensor."""
         part = self._open(self._where[name]).get_slice(name)
         return part.get_dtype(), tuple(part.get_shape())
 
@@ -195,7 +195,7 @@ class ServedCheckpoint:
         return (reference.decode(codes, scales, CastSpec()) * self.form.factor(outer)).to(dtype)
 
     def input_amax(self, layer: str) -> float | None:
-        """The amax that the layer's inputs are scaled by, as the stored scale tells it; None if none is stored."""
+        """The amax that the layer's inputs are scaled by, from the stored scale; None if none is stored."""
         name = f"{layer}.{self.form.input_scale}"
         if name not in self.tensors:
             return None
@@ -203,7 +203,7 @@ class ServedCheckpoint:
 
 
 def _format_of(directory: Path) -> tuple[ServingFormat, dict[str, Any], tuple[str, ...]]:
-    """The format of a checkpoint, its configuration, and the modules that this leaves alone."""
+    """The format of a checkpoint, its configuration, and the modules that the configuration leaves alone."""
     modelopt = directory / MODELOPT.config_file
     if modelopt.exists():
         settings = _section(modelopt, "quantization")

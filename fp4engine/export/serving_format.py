@@ -25,7 +25,7 @@ from fp4engine.reference.scaling import divide, encode_scale
 
 @dataclass(frozen=True, slots=True)
 class ServingFormat:
-    """Where a format puts what an operand consists of.
+    """The names under which a format stores the tensors of an operand.
 
     Attributes:
         name: what users call it.
@@ -80,7 +80,7 @@ FORMATS = {form.name: form for form in (COMPRESSED_TENSORS, MODELOPT)}
 """Both by name."""
 
 WEIGHT_ONLY, STATIC, DYNAMIC = "weight-only", "static", "dynamic"
-"""What happens to a layer's input: nothing; its outer amax is calibrated; there is no outer scale."""
+"""How a layer's input is cast: not at all; with a calibrated outer amax; without an outer scale."""
 
 PACKED = "nvfp4-pack-quantized"
 _ALGORITHMS = {STATIC: "NVFP4", WEIGHT_ONLY: "W4A16_NVFP4"}
@@ -155,7 +155,7 @@ def modelopt_config(schemes: Mapping[str, str], ignore: Sequence[str], version: 
 
 
 def described_scheme(settings: Mapping[str, Any], form: ServingFormat, layer: str) -> str:
-    """What a configuration makes servers do to the inputs of ``layer``, whose weight it has to describe as NVFP4.
+    """How servers cast the inputs of ``layer`` by a configuration, which has to describe its weight as NVFP4.
 
     Args:
         settings: section of the format's configuration file.
@@ -206,7 +206,7 @@ def _arguments(dynamic: bool | str) -> dict[str, Any]:
 
 
 def is_ignored(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a configuration's list of modules has the module ``name``; ``re:`` begins an expression.
+    """Whether ``patterns``, a configuration's list of modules, has the module ``name``; ``re:`` begins an expression.
 
     Raises:
         ValueError: what follows is no expression.

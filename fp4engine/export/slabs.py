@@ -1,7 +1,7 @@
-"""Work on large weights a few rows at a time, one thread for each part.
+"""Work on large weights in slabs of a few rows, each by one thread.
 
-Operations on parts that a core's cache holds are several times as fast as on whole weights, and threads that take a
-part each do not wait for each other at the end of every operation.
+Operations on slabs that fit into a core's cache are several times as fast as on whole weights, and threads with a slab
+each do not wait for each other at the end of every operation.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ _ELEMENTS = 1 << 19
 
 
 class Slabs:
-    """While it is open, operations of PyTorch have one thread, and :meth:`map` has as many as they had before."""
+    """While it is open, operations of PyTorch run on one thread, and :meth:`map` on as many as these used before."""
 
     def __enter__(self) -> "Slabs":
         self._threads = torch.get_num_threads()
@@ -33,9 +33,9 @@ class Slabs:
         torch.set_num_threads(self._threads)
 
     def map(self, function: Callable[[slice], T], weight: Tensor, height: int) -> Iterable[T]:
-        """``function`` of every slab, in order: rows of ``weight`` [N, K], ``height`` or a multiple of it at a time.
+        """``function`` of every slab, in order: a multiple of ``height`` rows of ``weight`` [N, K].
 
-        Weights that are not on a CPU are one slab.
+        A weight that is not on a CPU is one slab.
         """
         rows, cols = weight.shape
         step = max(_ELEMENTS // cols // height, 1) * height if weight.device.type == "cpu" else rows
@@ -45,7 +45,7 @@ class Slabs:
 
 def _quiet(function: Callable[[slice], Any]) -> Callable[[slice], Any]:
     def without_gradients(rows: slice) -> Any:
-        with torch.no_grad():  # which every thread says for itself
+        with torch.no_grad():  # a setting of each thread
             return function(rows)
 
     return without_gradients

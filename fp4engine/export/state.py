@@ -10,7 +10,7 @@ from fp4engine.modules.sharded import is_distributed
 
 
 class ModelState:
-    """The model's state as checkpoints have it: what several names share comes once, values from elsewhere if told so.
+    """The model's tensors as checkpoints have them; a tensor with several names comes once.
 
     Args:
         weights: values by the names that they have in checkpoints; None takes the model's own.

@@ -32,7 +32,7 @@ from fp4engine.state import autocast
 
 @dataclass(frozen=True)
 class Verification:
-    """What :func:`verify_checkpoint` compared; nothing differed, or it would have raised.
+    """What :func:`verify_checkpoint` has compared and found equal.
 
     Attributes:
         layers: FP4 weights compared.
@@ -71,7 +71,7 @@ def verify_checkpoint(
     have to be the same bits.
 
     Raises:
-        CheckpointError: anything differs, is missing or is too much; the message names the first such tensor.
+        CheckpointError: a tensor differs, is missing or should not be there; the message names the first one.
         ImportError: ``compressed_tensors`` is not installed.
     """
     state = ModelState(model, weights)
@@ -88,7 +88,7 @@ def compare(
     slabs: Slabs,
     progress: bool,
 ) -> Verification:
-    """As :func:`verify_checkpoint`, of what was resolved already."""
+    """As :func:`verify_checkpoint`, with the layers and tensors that it has found."""
     checkpoint = ServedCheckpoint(directory)
     _same_names(checkpoint, layers, left_alone, state)
     amaxes = Amaxes(layers, state, slabs)
@@ -139,7 +139,7 @@ def independent_values(form: ServingFormat, codes: Tensor, scales: Tensor) -> Te
 def _operand(
     layer: ExportLayer, layers: Mapping[str, ExportLayer], state: ModelState, amax: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Codes and block scales of the layer, out of the whole operand that the model multiplies by, cast in one call."""
+    """Codes and block scales of the layer: its rows of the whole operand of the model, which is cast in one call."""
     parts = [layers[name].weight(state).detach() for name in layer.operand]
     own = parts[layer.operand.index(layer.name)]
     if isinstance(own, QuantizedWeight) and torch.equal(own.tensors()[2].cpu(), amax):
@@ -209,9 +209,9 @@ def logits_difference(
     Args:
         model: a ``PreTrainedModel`` with FP32 parameters.
         batch: ``input_ids``.
-        reader: who decodes. Transformers' own reader rounds weights to BF16, which is all that should differ; it has
-            none for ModelOpt and for ``Conv1D``, and leaves the outer scale of experts out (transformers 5.23).
-            ``"fp4engine"`` is :class:`ServedCheckpoint`, in FP32.
+        reader: whose code decodes the checkpoint. That of transformers rounds weights to BF16, which should be the
+            only difference; it reads neither ModelOpt nor ``Conv1D``, and leaves out the outer scale of experts
+            (transformers 5.23). ``"fp4engine"`` is :class:`ServedCheckpoint`, in FP32.
 
     Raises:
         ValueError: the parameters are not FP32, whose rounding would hide what is compared; ``reader`` cannot read the

@@ -20,8 +20,8 @@ SINGLE = "model.safetensors"
 def whole_directory(directory: Path) -> Generator[Path]:
     """A new directory to write into, which becomes ``directory`` when the block ends and is removed when it raises.
 
-    It lies beside ``directory``, hidden, and is called ``.<name>.<random>.incomplete``. What was written is on the disk
-    before the name changes.
+    It is a hidden directory ``.<name>.<random>.incomplete`` beside ``directory``. Its files are synced to the disk
+    before it is renamed.
 
     Raises:
         ValueError: ``directory`` is there and not empty, or is a file.
