@@ -52,15 +52,6 @@ def short_validation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(30):
-        (folder / f"{number}.txt").write_text(f"file {number}: " + "the quick brown fox; " * (number + 5))
-    return folder
-
-
-@pytest.fixture
 def corpus(texts: Path) -> Corpus:
     return load_corpus(str(texts), SMALL.sequence + 1, torch.device("cpu"))
 

@@ -48,15 +48,6 @@ def process_wide_settings() -> Iterator[None]:
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(30):
-        (folder / f"{number}.txt").write_text(f"file {number}: " + "the quick brown fox; " * (number + 5))
-    return folder
-
-
-@pytest.fixture
 def arguments(tmp_path: Path, texts: Path) -> list[str]:
     return [*TINY, "--data", str(texts), "--tokens", str(TOKENS), "--runs", str(tmp_path / "runs")]
 
