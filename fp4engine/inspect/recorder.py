@@ -220,7 +220,7 @@ class Heard:
         return Row(fields, figures, counts=spread is None or spread.is_first(*parts))
 
     def _choose(self, count: int, rows: int, first: int, here: int, device: torch.device) -> Tensor:
-        """Which of ``count`` rows, spread evenly over ``rows``, this rank has: it has ``here`` rows from ``first`` on."""
+        """Which of ``count`` rows, spread evenly over ``rows``, this rank has, with ``here`` rows from ``first`` on."""
         asked = (count, rows, first, here, device)
         if asked not in self._chosen:
             begin, end = (-(-row * count // rows) for row in (first, first + here))
