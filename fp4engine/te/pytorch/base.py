@@ -61,10 +61,10 @@ class TransformerEngineBaseModule(ExtraState):
         rng_tracker_name: str | None = None,
         delay_wgrad_compute: bool = False,
     ) -> None:
-        """What has to be known before the constructor of fp4engine's module runs.
+        """Prepare the module before the constructor of fp4engine's module runs.
 
         Args:
-            alone: arguments that ask for nothing on one rank.
+            alone: arguments that are accepted on one rank only.
         """
         torch.nn.Module.__init__(self)
         require_one_rank(type(self).__name__, **alone)
@@ -75,18 +75,18 @@ class TransformerEngineBaseModule(ExtraState):
         self._delayed: list[Callable[[], None]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out of copies the weight gradients that wait: they go to the weights of this module."""
+        """Leave out of copies the weight gradients still to be computed, which belong to this module's weights."""
         base: Any = super()
         return {**base.__getstate__(), "_delayed": []}
 
     def _built(self, bias: bool) -> None:
-        """What has to be done after the constructor of fp4engine's module has run."""
+        """Complete the module after the constructor of fp4engine's module has run."""
         self.use_bias, self._is_built = bias, True
         if isinstance(self._stored_by, CustomRecipe):
             self._dress_weights(self._stored_by)
 
     def _dress_weights(self, recipe: CustomRecipe) -> None:
-        """Let weights be of the classes that TransformerEngine gives what the recipe's factory answers for them."""
+        """Give weights the classes that TransformerEngine gives them for the quantizers of the recipe's factory."""
         factory: Any = recipe.qfactory.factory if isinstance(recipe.qfactory, Answering) else recipe.qfactory
         slots = self.get_quantizer_roles(fwd=True, num_quantizers=0)
         roles = [role for role in slots if role is not None and role.tensor_type == "weight"]
@@ -100,10 +100,10 @@ class TransformerEngineBaseModule(ExtraState):
                 dressed.__class__, dressed.made_by = HybridQuantizedWeight, quantizer
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise; a module on ``meta`` gets memory first, where TransformerEngine would place it.
+        """Initialise the parameters; those on ``meta`` get memory first, where TransformerEngine would place them.
 
         Args:
-            defer_init: True leaves everything as it is.
+            defer_init: True does nothing.
         """
         if defer_init:
             return
@@ -137,8 +137,8 @@ class TransformerEngineBaseModule(ExtraState):
         """``forward(inp, *arguments)`` in the dtype of ``torch.autocast``, by the states of the recipe in force.
 
         Args:
-            arguments: of which the last is ``is_first_microbatch``. If it is False, delayed scaling goes on with the
-                weight's scale of the first microbatch, and notes no amax of it.
+            arguments: the last is ``is_first_microbatch``. If it is False, delayed scaling keeps the weight's scale of
+                the first microbatch, and notes no amax of it.
         """
         inp = cast_by_autocast(inp)
         frozen = None if torch.compiler.is_compiling() else recipe_in_force()
@@ -163,7 +163,7 @@ class TransformerEngineBaseModule(ExtraState):
             return self._shown_after_backward(self._forward(forward, inp, *arguments))
 
     def _forward(self, forward: Callable[..., Any], inp: Tensor, *arguments: Any) -> Any:
-        """``forward(inp, *arguments)``; weight gradients wait if they are to."""
+        """``forward(inp, *arguments)``; weight gradients are left to :meth:`backward_dw` if they are delayed."""
         if not (self.delay_wgrad_compute and torch.is_grad_enabled()):
             return forward(inp, *arguments)
         weights = {name: weight for name, weight in self.named_parameters() if weight.requires_grad}
@@ -172,17 +172,17 @@ class TransformerEngineBaseModule(ExtraState):
             return forward(inp, *arguments)
         run = Run(forward, arguments, self._delayed, list(later.values()))
         now = [weight for name, weight in weights.items() if name not in later]
-        trained = inp.new_empty(0).requires_grad_()  # an input may need no gradient, and the output does all the same
+        trained = inp.new_empty(0).requires_grad_()  # so that the output needs a gradient even if no input does
         outputs = DelayWgrad.apply(run, trained, inp, *now)
         return run.assemble(outputs)
 
     def _multiply(
         self, inp: Tensor | FusedInput, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None
     ) -> Tensor:
-        """As in fp4engine's modules; quantizers that multiply what they make are used as they are.
+        """As in fp4engine's modules, unless the quantizers have a product of their own, which is then used.
 
         Raises:
-            NotImplementedError: these are to add to ``weight.main_grad``.
+            NotImplementedError: such a product would have to add to ``weight.main_grad``.
         """
         states = None if torch.compiler.is_compiling() or recipe_in_force() is None else self._states
         own = None if states is None else states.own_product()
@@ -198,10 +198,10 @@ class TransformerEngineBaseModule(ExtraState):
         return output if bias is None else output + bias.to(output.dtype)
 
     def _follow(self, frozen: Recipe) -> None:
-        """Let states be those of the recipe in force, ``frozen``, and stored weights be ones that it multiplies.
+        """Bring the states in line with ``frozen``, the recipe in force, and check stored weights against it.
 
         Raises:
-            RuntimeError: weights are stored by another one.
+            RuntimeError: weights are stored by another recipe.
         """
         if self._ran_by is frozen and self._is_current:
             return
@@ -220,7 +220,7 @@ class TransformerEngineBaseModule(ExtraState):
             self._check_saved_input()
 
     def _quantizers_by(self, frozen: Recipe) -> list[Any]:
-        """What quantizes the tensors of both passes by the recipe in force."""
+        """The quantizers of the tensors of both passes by the recipe in force."""
         if frozen.custom():
             assert self._states is not None
             return [quantizer for of_pass in self._states.quantizers.values() for quantizer in of_pass]
@@ -248,10 +248,10 @@ class TransformerEngineBaseModule(ExtraState):
         self._stored_by = frozen
 
     def _check_saved_input(self) -> None:
-        """Tell what TransformerEngine tells of recipes under which an input cannot be quantized again.
+        """Warn or raise, as TransformerEngine does, if the recipe cannot quantize an input a second time.
 
         Raises:
-            ValueError: delayed scaling, by which the second scale would be another one.
+            ValueError: under delayed scaling, whose second scale would be another one.
         """
         assert self._ran_by is not None
         if isinstance(self._ran_by, DelayedScaling):
@@ -280,13 +280,13 @@ class TransformerEngineBaseModule(ExtraState):
         self._is_current = value
 
     def init_fp8_meta_tensors(self, recipe: AnyRecipe) -> None:
-        """Make :attr:`fp8_meta` and :attr:`quantizers` of ``recipe``; tensors of the same shape stay what they are."""
+        """Make :attr:`fp8_meta` and :attr:`quantizers` for ``recipe``; tensors of the same shape are kept."""
         roles = {key: self.get_quantizer_roles(fwd=mode == "forward", num_quantizers=0) for key, mode in MODES.items()}
         self._states = ModuleStates(recipe, roles, self._states)
         self._is_current = True
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
-        """What the tensors of one pass are; those that the next module takes are as it has been told."""
+        """The roles of the tensors of one pass; output and input gradient have those that were set."""
         kind, name = getattr(self, "module_type", "linear"), getattr(self, "name", "") or ""
         if fwd:
             return [QuantizerRole(kind, "input", name), QuantizerRole(kind, "weight", name), self.output_quantizer_role]
@@ -294,7 +294,7 @@ class TransformerEngineBaseModule(ExtraState):
 
     @property
     def output_quantizer_role(self) -> QuantizerRole | None:
-        """What a custom recipe's factory is told of the output: None, or what is written here."""
+        """The role of the output that a custom recipe's factory is asked with: None until it is set."""
         return self._output_role
 
     @output_quantizer_role.setter
@@ -321,7 +321,7 @@ class TransformerEngineBaseModule(ExtraState):
             self._states.exchange(self._computed_by())
 
     def _shown_after_backward(self, output: Any) -> Any:
-        """``output``; when it is differentiated, what histories have learnt is shown in :attr:`fp8_meta`."""
+        """``output``; after its backward pass the amax histories are copied to :attr:`fp8_meta`."""
         first = output[0] if isinstance(output, tuple) else output
         if first.requires_grad:
             engine: Any = torch.autograd.Variable._execution_engine
@@ -345,7 +345,7 @@ class TransformerEngineBaseModule(ExtraState):
     def fp8_meta(self) -> dict[str, Any]:
         """The recipe of the last forward, and its states ``scaling_fwd`` and ``scaling_bwd``.
 
-        Under delayed scaling these show what the module remembers, and may be written before the next forward.
+        Under delayed scaling these show the module's amax histories, and may be written before the next forward.
         """
         return self._made().meta
 
@@ -366,7 +366,7 @@ def _draws(quantizer: Any) -> bool:
 
 
 def quantizers_of(gemms: Any) -> dict[str, list[Any]]:
-    """The quantizers that one linear transformation computes by, one per slot; None where none has run."""
+    """The quantizers of the last forward of one linear transformation, one per slot; None before the first."""
     plan = None if gemms._plan is None else gemms._plan.plan
     if plan is None:
         return {"scaling_fwd": [None] * 3, "scaling_bwd": [None] * 2}
@@ -383,10 +383,10 @@ def materialize(module: torch.nn.Module) -> None:
 
 
 def require_one_rank(kind: str, **arguments: Any) -> None:
-    """Accept arguments that would spread a layer over ranks, as long as there is one.
+    """Refuse arguments that would spread a layer over several ranks.
 
     Raises:
-        NotImplementedError: there are more.
+        NotImplementedError: there are several ranks, or ``symmetric_ar_type``.
     """
     size, group = arguments.pop("tp_size", 1), arguments.pop("tp_group", None)
     if isinstance(group, torch.distributed.ProcessGroup):
@@ -399,10 +399,10 @@ def require_one_rank(kind: str, **arguments: Any) -> None:
 
 
 def refuse_fp8_tensors(kind: str, fp8_output: bool | None, fp8_grad: bool | None) -> None:
-    """Refuse to pass quantized tensors from module to module.
+    """Refuse arguments that ask to pass quantized tensors from module to module.
 
     Raises:
-        NotImplementedError: it is asked for.
+        NotImplementedError: one of them is True.
     """
     for name, value in (("fp8_output", fp8_output), ("fp8_grad", fp8_grad)):
         if value:

@@ -26,7 +26,7 @@ Masked = Tensor | tuple[Tensor, Tensor] | None
 
 
 class OnOneRank(torch.nn.Module):
-    """What a script tells attention, and the layer around it, of the ranks that share it: one."""
+    """The methods by which a script sets the ranks that share a module; accepts one rank only."""
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Accept a group of one rank.
@@ -226,7 +226,7 @@ class DotProductAttention(OnOneRank, ExtraState):
 
 
 class _Call:
-    """One attention, with everything settled but the tensors."""
+    """The arguments of one call of attention, without the tensors."""
 
     def __init__(
         self, module: DotProductAttention, kind: str, window: Window, diagonal: bool | None, bias: Any, slopes: Any
@@ -236,7 +236,7 @@ class _Call:
         self.scale = module.softmax_scale
 
     def one(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention [S, H, D] of one sequence, of which everything counts."""
+        """Attention [S, H, D] of one sequence without padding."""
         kind = self.kind.replace("padding_", "").replace("padding", "no_mask")
         alone = _Call.__new__(_Call)
         vars(alone).update(vars(self), kind=kind)
@@ -256,7 +256,7 @@ class _Call:
 
 
 def plain_kind(kind: str) -> str:
-    """TransformerEngine accepts the words of a mask in any order, joined by commas too."""
+    """A mask's name as here, from TransformerEngine's, whose words may be in any order and joined by commas."""
     words = set(kind.replace(",", "_").split("_"))
     if words in ({"padding", "causal"}, {"padding", "causal", "bottom", "right"}):
         return "padding_causal_bottom_right" if "bottom" in words else "padding_causal"
@@ -267,7 +267,7 @@ def check_set_window_size(attn_mask_type: str, window_size: Window = None) -> tu
     """The window of a mask: None becomes all that the mask lets through, and a causal window ends at 0.
 
     Raises:
-        ValueError: a mask that is none, or a window of negative sizes other than -1.
+        ValueError: an unknown mask, or a window that does not suit it.
     """
     kind = plain_kind(attn_mask_type)
     require("attn_mask_type", kind, MASK_TYPES)

@@ -38,9 +38,9 @@ class Linear(TransformerEngineBaseModule, SplitLinear):
     """``y = x W^T + b``; arguments of ``transformer_engine.pytorch.Linear``, in its order.
 
     Args:
-        save_original_input: what backward reads is the same bytes either way; recipes that could not make these again
-            warn or raise, as there.
-        recipe: fp4engine's own: what to follow outside regions.
+        save_original_input: changes no byte. Recipes that could not quantize the input a second time warn or raise, as
+            in TransformerEngine.
+        recipe: an argument of fp4engine's: the recipe to follow outside regions.
         sequence_parallel, tp_group, tp_size, parallel_mode, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad,
         ub_bulk_dgrad, ub_bulk_wgrad, ub_name: without effect on one rank; more raise.
         get_rng_state_tracker, rng_tracker_name: weights are initialised by that tracker's state of that name.
@@ -388,7 +388,7 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
             self.register_parameter(kind, torch.nn.Parameter(torch.stack([part.detach() for part in parts])))
 
     def _joined(self) -> list[str]:
-        """Which parameters are one for all slices."""
+        """The kinds of parameters that are one for all slices."""
         return ["weight"] * self.single_grouped_weight + ["bias"] * self.single_grouped_bias
 
     @property
@@ -407,7 +407,7 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
             super().reset_parameters(defer_init)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any, **others: Any) -> None:
-        """Take one entry for all slices, or one for each, whichever this module has not."""
+        """Load files of either form: one entry for all slices, or one for each."""
         for kind in ("weight", "bias") if self.use_bias else ("weight",):
             whole, parts = prefix + kind, [f"{prefix}{kind}{index}" for index in range(self.num_gemms)]
             if kind in self._joined() and whole not in state_dict and all(part in state_dict for part in parts):
@@ -450,11 +450,7 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
 
 
 def _require_place(name: str, place: Tensor, written: Tensor) -> None:
-    """Accept a tensor that ``written`` fits into.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raise a ValueError unless ``place`` has the shape and dtype of ``written``."""
     if place.shape != written.shape or place.dtype != written.dtype:
         raise ValueError(
             f"GroupedLinear.forward({name}=) must be {written.dtype} {list(written.shape)}, "

@@ -56,7 +56,7 @@ class ModuleStates:
         return given
 
     def own_product(self) -> tuple[Quantizer, Quantizer, Quantizer] | None:
-        """Quantizers of input, weight and grad_output, if they multiply what they make themselves.
+        """Quantizers of input, weight and grad_output, if they have a product of their own (``qgemm``).
 
         Raises:
             ValueError: some of them do, and some do not.
@@ -74,7 +74,7 @@ class ModuleStates:
         return three if all(custom) else None
 
     def _remembering(self) -> list[tuple[str, list[int], DelayedScalingRecipeState]]:
-        """Key, slots and state of what delayed scaling remembers."""
+        """Key, slots and state of the tensors under delayed scaling."""
         found: list[tuple[str, list[int], DelayedScalingRecipeState]] = []
         for key in MODES:
             made: RecipeState = self.meta[key]
@@ -90,10 +90,10 @@ class ModuleStates:
         return bool(self._remembering())
 
     def exchange(self, computed_by: Mapping[str, Sequence[Any]]) -> None:
-        """Let histories be what a script has written into ``scale`` and ``amax_history``, or else show them there.
+        """Copy what a script has written into ``scale`` and ``amax_history`` to the histories, or else these to them.
 
         Args:
-            computed_by: the quantizers that the module computes by, one per slot, None where there is none.
+            computed_by: the quantizers that the module uses, one per slot, None where there is none.
         """
         for key, slots, made in self._remembering():
             columns = [computed_by[key][slot] for slot in slots]
@@ -108,7 +108,7 @@ def recipe_in_force() -> state.Recipe | None:
 
 @contextmanager
 def weights_as_recorded(parts: Iterable[Gemms], recipe: state.Recipe) -> Generator[None]:
-    """Region in which delayed scaling scales weights as when it last noted them, and notes nothing of them."""
+    """Region in which delayed scaling keeps the scales of weights and notes no amax of them."""
     changed: list[tuple[Gemms, Any]] = []
     for part in parts:
         made = part._plan

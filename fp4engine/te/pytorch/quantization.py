@@ -67,11 +67,11 @@ class _Thread(threading.local):
     """What is in force on one thread.
 
     Attributes:
-        given: of every region that is open, innermost last, its state and its recipe as it was given.
-        stores_by: the recipe by which weights are being stored as codes.
-        keeps_init_val: whether their initial values are being kept.
-        is_seeded: whether random bits of the outermost region in force are those of PyTorch's generator.
-        to_show: what to call when the outermost region is left.
+        given: state and recipe, as it was given, of every open region, innermost last.
+        stores_by: the recipe by which new modules store their weights as codes.
+        keeps_init_val: whether these weights keep their initial values.
+        is_seeded: whether the random stream has been seeded from PyTorch's generator in the open outermost region.
+        to_show: functions to call when the outermost region is left.
     """
 
     def __init__(self) -> None:  # not class attributes, as in fp4engine.state
@@ -86,7 +86,7 @@ _thread = _Thread()
 
 
 class _Available(Protocol):
-    """A question whose answer comes alone, or with a reason that is empty."""
+    """A function that answers yes, with an empty reason if one is asked for."""
 
     @overload
     def __call__(self, return_reason: Literal[False] = False) -> bool: ...
@@ -238,7 +238,7 @@ def fp8_model_init(
 
 
 def _default_sf_compute(amax: Tensor, scale: Tensor, fp8_max: float, margin: int) -> Tensor:
-    """``scale`` becomes ``fp8_max / amax / 2^margin``, at most the largest FP32; as it was where amax says nothing."""
+    """Set ``scale`` to ``fp8_max / amax / 2^margin``, at most the largest FP32, where amax is positive and finite."""
     chosen = (fp8_max / amax / 2.0**margin).clamp(max=torch.finfo(torch.float32).max)
     return scale.copy_(torch.where(amax.isfinite() & (amax > 0), chosen, scale))
 
@@ -262,13 +262,13 @@ def _amax_and_scale_update(  # pyright: ignore[reportUnusedFunction]: scripts th
 
 
 class FP8GlobalStateManager:
-    """What a script may ask about the region in force. All but :meth:`reset` and :meth:`seed` reads."""
+    """What a script may ask about the region in force."""
 
     @classmethod
     def seed(cls, device: torch.device) -> None:
-        """Let the random stream of ``device`` begin where PyTorch's generator for it says, once in an outermost region.
+        """Seed the random stream of ``device`` from PyTorch's generator for it, once in an outermost region.
 
-        So ``torch.manual_seed`` and ``torch.set_rng_state`` repeat what a module rounds stochastically.
+        After ``torch.manual_seed`` or ``torch.set_rng_state``, a module then repeats its stochastic rounding.
         """
         place = torch.empty(0, dtype=torch.int64, device=device)
         if _thread.is_seeded or state.in_backward() or place.is_meta or type(place) is not Tensor:
@@ -278,20 +278,20 @@ class FP8GlobalStateManager:
 
     @classmethod
     def reset(cls) -> None:
-        """Forget the region in force, as a test does between two others."""
+        """Leave all open regions, as tests do between each other."""
         while state.region_depth():
             state.Region(state.current_state()).__exit__(None, None, None)
         _thread.__init__()
 
     @classmethod
     def show_when_left(cls, show: Callable[[], None]) -> None:
-        """Call ``show`` when the outermost region is left; not for a recomputation, which the forward's own shows."""
+        """Call ``show`` when the outermost region is left; in a recomputation do nothing, as its forward did this."""
         if show not in _thread.to_show and not state.in_backward():
             _thread.to_show.append(show)
 
     @classmethod
     def show(cls) -> None:
-        """The outermost region has been left: modules show what they remember."""
+        """Let modules show their amax histories, after the outermost region has been left."""
         waiting, _thread.to_show = _thread.to_show, []
         for show in waiting:
             show()

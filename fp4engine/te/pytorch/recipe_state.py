@@ -1,4 +1,4 @@
-"""What a recipe comes to for the tensors of one module: TransformerEngine's recipe states."""
+"""TransformerEngine's recipe states: the quantizers, and scales, of a module's tensors by a recipe."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +55,7 @@ BACKWARD_TYPES = ("grad_output", "grad_input")
 
 
 class RecipeState:
-    """What a recipe comes to for the tensors of one module and one pass.
+    """The quantizers, and scales, of the tensors of one module and one pass.
 
     Args:
         recipe: of either kind.
@@ -109,7 +109,7 @@ class RecipeState:
         raise ValueError(f"recipe must be one of {', '.join(_STATES)}, got {recipe!r}; see fp4engine.make_quantizer")
 
     def inherit_state_from(self, other: "RecipeState") -> bool:
-        """Go on with the tensors of a state that this one replaces; False where there are none that fit."""
+        """Take over the tensors of a state that this one replaces; False if there are none that fit."""
         return False
 
     def make_quantizers(self) -> list[Any]:
@@ -124,7 +124,7 @@ class RecipeState:
         return QuantizerRole() if role is None else role
 
     def _slot_tensor_type(self, index: int) -> str:
-        """What the tensor is: as its role says, or by its place."""
+        """The type of the tensor in a slot: from its role, or else from its place."""
         known = self._slot_role(index).tensor_type
         places = FORWARD_TYPES if self.mode == "forward" else BACKWARD_TYPES
         return known if known in self._KNOWN_TENSOR_TYPES else places[index % len(places)]
@@ -176,15 +176,14 @@ class Float8BlockScalingRecipeState(RecipeState):
 
 
 class DelayedScalingRecipeState(RecipeState):
-    """As the others; a scale per tensor, and the amaxes that scales are chosen by.
+    """A recipe state with a scale per tensor, and the amaxes that scales are chosen by.
 
-    Both tensors show what a module remembers, and what is written into them before a forward is what it remembers from
-    then on. (A scale for gradients is chosen anew from their history, as that is.)
+    Both tensors show a module's amax histories, and values written into them before a forward replace these. (A scale
+    for gradients is then chosen anew from the history.)
 
     Attributes:
         scale: FP32 [num_quantizers].
-        amax_history: FP32 [amax_history_len, num_quantizers]; row 0 is the step that is running, the last row the one
-            before it.
+        amax_history: FP32 [amax_history_len, num_quantizers]; row 0 is the running step, the last row the one before.
     """
 
     def __init__(self, recipe: AnyRecipe, **arguments: Any) -> None:
@@ -257,7 +256,7 @@ class CustomRecipeState(RecipeState):
     _earlier: DelayedScalingRecipeState | None = None
 
     def inherit_state_from(self, other: RecipeState) -> bool:
-        """Go on with the requests' state, if the factory asks for the same again."""
+        """Keep the requests' state, for the case that the factory asks for the same again."""
         self._earlier = other.delayed if isinstance(other, CustomRecipeState) else None
         return self._earlier is not None
 

@@ -16,7 +16,7 @@ from fp4engine.tensor import QuantizedTensor as Operands
 
 
 class NVFP4TensorStorage(QuantizedTensorStorage):
-    """NVFP4 by TransformerEngine's attributes: what it stores, as views or copies of what is stored here."""
+    """NVFP4 by TransformerEngine's attributes, which are views or copies of the tensors that are stored here."""
 
     _quantizer: Quantizer
     _fp4_dtype = DType.kFloat4E2M1
@@ -180,7 +180,7 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, QuantizedTensor):
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
-    """High precision in the dress of a quantized tensor: one set of values, which serves both sides."""
+    """High precision as a quantized tensor: one set of values, which serves both sides."""
 
     @property
     def _hp_data(self) -> Tensor:
@@ -230,10 +230,10 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return known[name][1]
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Forget a side with False; True asks that it be there.
+        """Drop a side with False; True requires that it is there.
 
         Raises:
-            RuntimeError: it is not; then nothing has changed.
+            RuntimeError: it is not there; then nothing has changed.
         """
         sides: dict[str, Operand | None] = {"rowwise": self.operands.rowwise, "columnwise": self.operands.columnwise}
         wanted = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
@@ -244,7 +244,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         self.operands = Operands(self.operands.shape, self.operands.dtype, **kept)
 
     def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
-        """What both sides return, one after the other."""
+        """The data tensors of both sides, one after the other."""
         asked = {"rowwise": rowwise_data, "columnwise": columnwise_data}
         parts = [self._side(name).get_data_tensors() for name in asked if asked[name] and self._side(name) is not None]
         return tuple(tensor for part in parts for tensor in (part if isinstance(part, tuple) else (part,)))
