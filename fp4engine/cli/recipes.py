@@ -9,6 +9,7 @@ import argparse
 import json
 from pathlib import Path
 
+from fp4engine.accounting.table import table
 from fp4engine.recipe import Recipe, zoo
 from fp4engine.recipe.linear import GEMM_OPERANDS
 
@@ -39,9 +40,8 @@ def _listing() -> str:
     measured: dict[str, dict[str, str]] = json.loads(text)
     columns = [["", *zoo.ZOO]]
     columns += [[preset, *(gaps.get(name, "") for name in zoo.ZOO)] for preset, gaps in measured.items()]
-    widths = [max(map(len, column)) for column in columns]
-    rows = zip(*columns, ["", *(row.source.replace("`", "") for row in zoo.ZOO.values())], strict=True)
-    lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows]
+    header, *rows = zip(*columns, ["", *(row.source.replace("`", "") for row in zoo.ZOO.values())], strict=True)
+    lines = table(header, rows).splitlines()
     about = ["Gaps to BF16 in percent, with standard errors: docs/leaderboard.md."] if measured else []
     return "\n".join([*lines[not measured :], "", *about, "fp4engine recipes NAME shows the casts of one of them."])
 

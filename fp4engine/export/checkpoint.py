@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fp4engine.accounting.table import table
 from fp4engine.arguments import require_integer, require_model, require_path
 from fp4engine.constants import FLT_MAX
 from fp4engine.export.layers import Amaxes, ExportLayer, encode, export_layers
@@ -110,18 +111,15 @@ class ExportReport:
 
     def __str__(self) -> str:
         header = ("layer", "N x K", "cast", "amax", "error", "added by sharing", "input amax", "note")
-        rows = [header, *map(_row, self.layers), *((name, *("",) * 6, why) for name, why in self.left_alone.items())]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        others = [(name, *("",) * 6, why) for name, why in self.left_alone.items()]
+        lines = [table(header, [*map(_row, self.layers), *others])]
         if self.unused:
             lines.append(f"{len(self.unused)} tensors of weights are none of the model's, e.g. {self.unused[0]!r}")
-        return "\n".join(
-            (
-                *lines,
-                f"{len(self.layers)} weights in FP4, {len(self.rescaled)} of them rescaled by a sibling's amax, "
-                f"{len(self.left_alone)} modules left alone: {self.format} in {self.directory}",
-            )
+        lines.append(
+            f"{len(self.layers)} weights in FP4, {len(self.rescaled)} of them rescaled by a sibling's amax, "
+            f"{len(self.left_alone)} modules left alone: {self.format} in {self.directory}"
         )
+        return "\n".join(lines)
 
 
 def _row(layer: ExportedLayer) -> tuple[str, ...]:

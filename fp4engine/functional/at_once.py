@@ -6,7 +6,6 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.functional.call import Call
 from fp4engine.functional.shards import Shards, names_of, share_of
-from fp4engine.ops import TiledOperand
 
 Way = ops.LinearAtOnce | ops.LinearByOperators
 Shared = ops.LinearByValues | ops.LinearByOperators
@@ -24,7 +23,9 @@ def at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.Lin
     is_plain = call.function is None and (call.stored is None or tiles is not None) and call.main_grad is None
     if plan.casts is None or not is_plain:
         return None
-    if call.shards is not None and not _goes_at_once(call.shards, plan.casts, tiles):
+    if call.shards is not None and (
+        tiles is not None or not ops.can_share(plan.casts) or call.shards.travelling() is None
+    ):
         return None
     if not torch.compiler.is_dynamo_compiling():
         found = ops.linear_at_once(plan.casts, x, weight, tiles)
@@ -33,11 +34,6 @@ def at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.Lin
     if plan.is_stateful or not is_taken or not ops.is_bound_by_host(weight):
         return None
     return ops.LinearByOperators(ops.key_of(plan.casts), weight.dtype)
-
-
-def _goes_at_once(shards: Shards, casts: ops.Casts, tiles: TiledOperand | None) -> bool:
-    """Whether the parts that ranks have can be cast with few launches."""
-    return tiles is None and ops.can_share(casts) and shards.travelling() is not None
 
 
 def forward_at_once(way: Way, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, ops.Kept]:

@@ -174,7 +174,8 @@ def _by_kernels(tensors: Sequence[Tensor], operands: Sequence[Counted]) -> Figur
 def _tensor_figures(matrix: Tensor) -> Figures:
     """The row of a tensor, in plain PyTorch."""
     finite = matrix.nan_to_num(0.0, 0.0, 0.0)
-    squares = torch.linalg.vector_norm(finite, dim=1, dtype=_accumulated(matrix)).double().square()
+    wide = torch.promote_types(matrix.dtype, torch.float32)
+    squares = torch.linalg.vector_norm(finite, dim=1, dtype=wide).double().square()
     none = matrix.new_zeros(matrix.shape[1])
     largest = torch.linalg.vector_norm(finite, float("inf"), 0) if matrix.shape[0] else none
     return Figures.of(_vector([(finite != matrix).sum(), squares.sum()]), largest.double())
@@ -215,7 +216,7 @@ def _operand_figures(counted: Counted) -> Figures:
         stored = from_stored(scales, spec.scale)
         underflow = ((stored == 0) & (block_amax > 0)).sum()
         overflow = (stored >= bound) & (block_amax > limit[:: max(spec.block[0], 1)] * (17 / 16))
-        sums += [_count(scales), underflow, overflow.sum()]
+        sums += [none + scales.numel(), underflow, overflow.sum()]
         if scales.element_size() == 1:  # the host makes the rest of the histogram
             histograms.append(_histogram(scales.contiguous().view(torch.uint8)))
             sums += [none] * 3
@@ -332,17 +333,8 @@ def _log2_of_bytes(scale: ElementFormat) -> dict[int, float]:
     return {code: math.log2(value) if math.isfinite(value) else 0.0 for code, value in enumerate(values) if value > 0}
 
 
-def _count(tensor: Tensor) -> Tensor:
-    return torch.full((), tensor.numel(), dtype=torch.float64, device=tensor.device)
-
-
 def _vector(entries: list[Tensor]) -> Tensor:
     return torch.stack([entry.double() for entry in entries])
-
-
-def _accumulated(tensor: Tensor) -> torch.dtype:
-    """The dtype that sums over ``tensor`` are taken in."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _extent(spec: CastSpec) -> tuple[int, int]:

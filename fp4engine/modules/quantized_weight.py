@@ -122,7 +122,8 @@ class QuantizedWeight(torch.Tensor):
                 "weights of experts and Conv1D that are stored as codes are frozen and have no gradient; call "
                 "weight.requires_grad_(False), or fp4engine.dequantize_weights(model) to train them"
             )
-        shape = _matrix_shape(self.shape, self.transposed)
+        *_, first, last = self.shape
+        shape = (last, first) if self.transposed else (first, last)
         experts = zip(*self.tensors(), strict=True) if len(self.shape) == 3 else [self.tensors()]
         made = [QuantizedWeight(self.quantizer, shape, self.dtype, tensors) for tensors in experts]
         for matrix in made:
@@ -388,12 +389,6 @@ def stored_as(
     *groups, rows, cols = shape
     parts = _encode(torch.empty(rows, cols, dtype=dtype, device="meta"), quantizer, transposed)
     return tuple(torch.empty((*groups, *part.shape), dtype=part.dtype, device="meta") for part in parts)
-
-
-def _matrix_shape(shape: Iterable[int], transposed: bool) -> tuple[int, int]:
-    """(N, K)."""
-    first, last = tuple(shape)[-2:]
-    return (last, first) if transposed else (first, last)
 
 
 def _compute_on_values(func: Any, args: Any, kwargs: Any) -> Any:

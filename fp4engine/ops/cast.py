@@ -378,7 +378,7 @@ def _quantize(
 def _dequantize(
     codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: str, cols: int, dtype: torch.dtype, backend: str
 ) -> list[Tensor]:
-    if backends.choose("dequantize", codes.device, backend, (), _always) == "triton":
+    if backends.choose("dequantize", codes.device, backend, (), backends.always) == "triton":
         if decode_supported(spec)[0]:
             from fp4engine.kernels.dequantize import dequantize
         else:
@@ -386,11 +386,6 @@ def _dequantize(
 
         return [dequantize(codes, scale_inv, amax, spec, cols, dtype)]
     return [reference.dequantize(codes, scale_inv, amax, CastSpec.from_key(spec), cols, dtype)]
-
-
-def _always() -> tuple[bool, str]:
-    """Some kernel decodes whatever a cast makes."""
-    return True, ""
 
 
 def codes_outputs(spec: CastSpec, rows: int, cols: int) -> list[Output]:
