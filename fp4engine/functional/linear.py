@@ -104,8 +104,18 @@ def linear(
 
 
 def require_features(inp: Tensor | FusedInput, weight: Tensor) -> None:
-    """Raise a ValueError unless ``inp`` is [..., K] for a weight [N, K]."""
-    shape = inp.shape
+    """Accept ``inp`` [..., K] for a weight [N, K].
+
+    Raises:
+        ValueError: it has another shape.
+        RuntimeError: ``torch.jit.trace`` records the call, which it would take for that of other values.
+    """
+    shape: tuple[Any, ...] = inp.shape
+    if shape and isinstance(shape[-1], Tensor):  # so are sizes seen while it records
+        raise RuntimeError(
+            "torch.jit.trace cannot record a module that computes by a recipe; use torch.compile or torch.export, or "
+            "trace inside autocast(enabled=False)"
+        )
     if len(shape) == 0 or shape[-1] != weight.shape[1]:
         raise ValueError(
             f"inp must have shape [..., in_features={weight.shape[1]}], got {tuple(shape)} "

@@ -74,7 +74,6 @@ class Gemms(torch.nn.Module):
         module_type: str = "linear",
         shape: tuple[int, ...] = (),
     ) -> None:
-        require_own_recipe(recipe)
         self._answers: dict[tuple[int, tuple[int, ...]], LinearPlan] = {}
         self.name = name
         self.recipe = recipe
@@ -106,6 +105,16 @@ class Gemms(torch.nn.Module):
     def name(self, name: str | None) -> None:
         self._name = name or ""
         self._answers.clear()
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """What the module follows outside autocast regions; None is high precision."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe | None) -> None:
+        require_own_recipe(recipe)
+        self._recipe = recipe
 
     def forget_plan(self) -> None:
         """Drop histories and the plan that uses them; the next forward makes a plan anew."""
