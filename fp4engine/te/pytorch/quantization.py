@@ -251,7 +251,7 @@ def _amax_and_scale_update(  # pyright: ignore[reportUnusedFunction]: scripts th
     amax_history: Tensor, scale: Tensor, fp8_max: float, recipe: AnyRecipe
 ) -> None:
     """End a step: choose ``scale`` [n] by ``amax_history`` [length, n], whose first row is the step, and move it on."""
-    given: Any = as_frozen(recipe)
+    given: Any = recipe
     amax: Any
     if callable(given.amax_compute_algo):
         amax = given.amax_compute_algo(amax_history)
