@@ -62,7 +62,7 @@ def linear(
     executed: ExecutedGemms | None = None,
     shards: Shards | None = None,
     weight_cache: WeightCache | None = None,
-    main_grad: Tensor | None = None,
+    main_grad: MainGrad | None = None,
     wholes: Wholes | None = None,
 ) -> Tensor:
     """Linear transformation by ``plan``, differentiable once.
@@ -72,7 +72,7 @@ def linear(
         weight: [N, K]; bias: [N] or None.
         executed, shards: see :class:`Call`.
         weight_cache: where to look for the weight's operands, and to leave them; None quantizes anew.
-        main_grad: FP32, BF16 or FP16 [N, K] to which wgrad adds; the weight then gets no gradient of its own.
+        main_grad: where wgrad goes; the weight then gets no gradient of its own.
         wholes: what ``inp``, ``weight`` and ``bias`` are, if not plain tensors; the output is then whole as well.
 
     Returns:
@@ -90,14 +90,13 @@ def linear(
     if torch.is_grad_enabled() or (plan.draws_in_forward and ops.is_replaying()):
         needs_dgrad = x.requires_grad or any(t is not None and t.requires_grad for t in parameters)
         needs_wgrad = weight.requires_grad
-    box = None if main_grad is None else MainGrad(main_grad)
     executed = ExecutedGemms() if executed is None else executed
     stored = tiles = None
     if weight_cache is not None:
         stored, tiles = partial(weight_cache.get, weight), weight_cache.tiles(weight)
-    call = Call(plan, executed, shards, stored, box, needs_dgrad, needs_wgrad, function, dtype, tiles)
-    if box is not None:
-        weight = Accumulate.apply(weight, box)
+    call = Call(plan, executed, shards, stored, main_grad, needs_dgrad, needs_wgrad, function, dtype, tiles)
+    if main_grad is not None:
+        weight = Accumulate.apply(weight, main_grad)
     if wholes is not None:
         return PartFunction.apply(x, weight, bias, call, wholes)
     return LinearFunction.apply(x, weight, bias, call, *parameters)

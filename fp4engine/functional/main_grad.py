@@ -10,12 +10,16 @@ from torch import Tensor
 class MainGrad:
     """A buffer that the weight's gradient is added to, in FP32 before the one rounding, by wgrad's epilogue.
 
+    Args:
+        buffer: FP32, BF16 or FP16, shaped like the weight.
+        overwrites: forget what the buffer holds. So does a weight whose attribute ``overwrite_main_grad`` is true.
+
     The product runs in the autograd node of the weight (:class:`Accumulate`), which PyTorch runs only if the weight's
     gradient is asked for; the linear transformation's node leaves the product here.
     """
 
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
+    def __init__(self, buffer: Tensor, overwrites: bool = False) -> None:
+        self.buffer, self.overwrites = buffer, overwrites
         self.product: Callable[[], Any] | None = None
 
 
@@ -34,6 +38,8 @@ class Accumulate(torch.autograd.Function):
         assert product is not None, "the linear transformation's backward comes first"
         if not torch.compiler.is_dynamo_compiling():
             _require_same(getattr(ctx.weight, "main_grad", None), main_grad.buffer)
+        if main_grad.overwrites or getattr(ctx.weight, "overwrite_main_grad", False):
+            main_grad.buffer.zero_()
         product()
         if hasattr(ctx.weight, "grad_added_to_main_grad"):  # who looks at it has put it there
             ctx.weight.grad_added_to_main_grad = True

@@ -13,6 +13,7 @@ from fp4engine import ops
 from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear, make_linear_plan
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.grouped_linear import Expert
+from fp4engine.functional.main_grad import MainGrad
 from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
@@ -53,7 +54,10 @@ class Gemms(torch.nn.Module):
         executed: what really ran, see :class:`~fp4engine.functional.ExecutedGemms`.
         draws_as: by which name, and as which replica, it draws; None: as the process does.
         amax_histories: what delayed scaling remembers of each role.
+        first_overwrites: whether the gradient of a first microbatch replaces what ``weight.main_grad`` holds.
     """
+
+    first_overwrites = False
 
     def __init__(
         self,
@@ -213,7 +217,7 @@ class Gemms(torch.nn.Module):
         """What :meth:`multiply` returns, with nobody told."""
         state = self._state_in_force()
         plan = self._plan_under(state)
-        main_grad = self._main_grad(weight) if self.fuse_wgrad_accumulation else None
+        main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
         if plan is None:
             if isinstance(weight, QuantizedWeight):
                 weight = weight.dequantize()
@@ -334,7 +338,7 @@ class Gemms(torch.nn.Module):
         group = None if state is None else state.amax_reduction_group
         shards = self._shards(inp, plan, state)
         cache = self._cache(weight, plan, group, is_first_microbatch)
-        main_grad = self._main_grad(weight) if self.fuse_wgrad_accumulation else None
+        main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
         return Expert(weight, bias, plan, self.executed, shards, cache, main_grad)
 
     def _state_in_force(self) -> AutocastState | None:
@@ -412,7 +416,7 @@ class Gemms(torch.nn.Module):
             self._microbatch_cache = microbatch_cache()
         return self._microbatch_cache
 
-    def _main_grad(self, weight: Tensor) -> Tensor | None:
+    def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> MainGrad | None:
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return None
         if is_distributed(weight):
@@ -436,7 +440,7 @@ class Gemms(torch.nn.Module):
                 "fuse_wgrad_accumulation=True needs weight.main_grad, an FP32, BF16 or FP16 tensor of shape "
                 f"{tuple(weight.shape)} on {weight.device} set before the forward pass; got {got}"
             )
-        return main_grad
+        return MainGrad(main_grad, self.first_overwrites and bool(is_first_microbatch))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out of copies what is derived, who listens to this module, and factories that cannot be pickled."""

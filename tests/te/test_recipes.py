@@ -69,7 +69,7 @@ def test_what_no_recipe_has_is_refused_where_it_is_given() -> None:
     recipe = NVFP4BlockScaling()
     with pytest.raises(AttributeError, match="NVFP4BlockScaling has no field 'disable_rth' to assign to; its fields"):
         recipe.disable_rth = True
-    with pytest.raises(ValueError, match="fp8_gemm_fprop must be one of MMParams.* got 'fast'"):
+    with pytest.raises(ValueError, match=r"fp8_gemm_fprop must be one of MMParams.* got 'fast'"):
         Float8CurrentScaling(fp8_gemm_fprop="fast")
     with pytest.raises(ValueError, match="scaling_factor_compute_algo must be a function, got 'x'"):
         DelayedScaling(scaling_factor_compute_algo="x")

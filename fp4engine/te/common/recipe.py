@@ -156,8 +156,8 @@ class _OfOneColumn:
 class DelayedScaling(Recipe):
     """See :class:`fp4engine.recipe.DelayedScaling`.
 
-    ``amax_compute_algo``, where it is a function, is called as TransformerEngine calls it: with amaxes [len, tensors], of
-    one tensor at a time.
+    ``amax_compute_algo``, where it is a function, is called as TransformerEngine calls it, with amaxes [len, tensors],
+    but of one tensor at a time.
     """
 
     frozen_class = frozen.DelayedScaling

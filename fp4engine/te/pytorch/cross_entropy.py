@@ -5,6 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp4engine.arguments import require_member
 from fp4engine.te.pytorch.base import require_one_rank
 
 
@@ -26,6 +27,8 @@ def parallel_cross_entropy(
     Raises:
         NotImplementedError: more ranks.
     """
+    if dist_process_group is not None:
+        require_member("dist_process_group", dist_process_group)
     require_one_rank("parallel_cross_entropy", tp_group=dist_process_group)
     reduction = "mean" if reduce_loss else "none"
     scores = inp.float().flatten(0, -2)

@@ -12,6 +12,8 @@ from fp4engine.checkpoint import checkpoint as recompute
 from fp4engine.environment import read_flag
 from fp4engine.modules.model_init import refuse_parts
 from fp4engine.modules.split_linear import ParametersSplit, SplitLinear
+from fp4engine.recipe.base import require
+from fp4engine.te.common.recipe import as_frozen
 from fp4engine.te.pytorch.base import Init, TransformerEngineBaseModule, quantizers_of, refuse_fp8_tensors
 from fp4engine.te.pytorch.norm import LayerNorm, RMSNorm
 from fp4engine.te.pytorch.padding import Fp8Padding, Fp8Unpadding
@@ -40,7 +42,7 @@ class Linear(TransformerEngineBaseModule, SplitLinear):
     Args:
         save_original_input: what backward reads is the same bytes either way; recipes that could not make these again
             warn or raise, as there.
-        recipe: fp4engine's own: what to follow outside regions.
+        recipe: fp4engine's own: what to follow outside regions, of either kind.
         sequence_parallel, tp_group, tp_size, parallel_mode, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad,
         ub_bulk_dgrad, ub_bulk_wgrad, ub_name: without effect on one rank; more raise.
         get_rng_state_tracker, rng_tracker_name: weights are initialised by that tracker's state of that name.
@@ -83,6 +85,7 @@ class Linear(TransformerEngineBaseModule, SplitLinear):
         recipe: Any = None,
     ) -> None:
         alone = {"tp_group": tp_group, "tp_size": tp_size, "symmetric_ar_type": symmetric_ar_type}
+        alone["parallel_mode"] = parallel_mode
         self._begin(alone, get_rng_state_tracker, rng_tracker_name, delay_wgrad_compute)
         SplitLinear.__init__(
             self,
@@ -96,7 +99,7 @@ class Linear(TransformerEngineBaseModule, SplitLinear):
             device=device,
             name=name,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            recipe=recipe,
+            recipe=None if recipe is None else as_frozen(recipe),
         )
         self.save_original_input = save_original_input
         self._built(bias)
@@ -161,6 +164,7 @@ class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
         recipe: Any = None,
     ) -> None:
         alone = {"tp_group": tp_group, "tp_size": tp_size, "symmetric_ar_type": symmetric_ar_type}
+        alone["parallel_mode"] = parallel_mode
         self._begin(alone, get_rng_state_tracker, None, delay_wgrad_compute)
         modules.LayerNormLinear.__init__(
             self,
@@ -178,7 +182,7 @@ class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
             device=device,
             name=name,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            recipe=recipe,
+            recipe=None if recipe is None else as_frozen(recipe),
         )
         self._built(bias)
 
@@ -269,7 +273,7 @@ class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
             device=device,
             name=name,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            recipe=recipe,
+            recipe=None if recipe is None else as_frozen(recipe),
         )
         self.checkpoint = checkpoint
         self._built(bias)
@@ -364,9 +368,9 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
                     "GroupedLinear(single_grouped_weight=True) with fuse_wgrad_accumulation=True is not implemented; "
                     "leave one of them out"
                 )
-        self._begin(
-            {"tp_group": tp_group, "tp_size": tp_size}, get_rng_state_tracker, rng_tracker_name, delay_wgrad_compute
-        )
+        require("use_grouped_tensor", use_grouped_tensor, (None, False, True))
+        alone = {"tp_group": tp_group, "tp_size": tp_size, "parallel_mode": parallel_mode}
+        self._begin(alone, get_rng_state_tracker, rng_tracker_name, delay_wgrad_compute)
         modules.GroupedLinear.__init__(
             self,
             num_gemms,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from fp4engine.arguments import shown
 from fp4engine.formats import CastSpec
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
@@ -104,6 +105,8 @@ class Quantizer:
         Args:
             dtype: what the result passes for, by default the dtype of ``tensor``.
         """
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{type(self).__name__} quantizes a tensor, got {shown(tensor)}")
         if out is not None:
             return self.update_quantized(tensor, out)
         tensor = tensor.contiguous() if dtype is None else tensor.to(dtype)
@@ -116,7 +119,8 @@ class Quantizer:
 
     def quantize_impl(self, tensor: Tensor) -> "QuantizedTensor":
         """``tensor`` quantized, without autograd."""
-        return self.tensor_class.of(self._operands(tensor), self)
+        operands = self._operands(tensor)
+        return self.tensor_class.of(operands, self)
 
     def alone(self, operands: Operands) -> "QuantizedTensor":
         """A tensor of this quantizer's kind with operands that are there already."""
@@ -142,7 +146,14 @@ class Quantizer:
         """Let ``dst`` become ``src`` quantized, unless ``noop_flag`` holds something other than zero.
 
         A side that is not in use stays as it is.
+
+        Raises:
+            ValueError: ``dst`` is no quantized tensor, or has another shape.
         """
+        if not isinstance(dst, QuantizedTensor):
+            raise ValueError(f"{type(self).__name__} writes into a QuantizedTensor, got {type(dst).__name__}")
+        if src.shape[-1:] != dst.shape[-1:] or src.numel() != dst.numel():
+            raise ValueError(f"a tensor {list(src.shape)} cannot be quantized into one {list(dst.shape)}")
         is_used = self.rowwise_usage or self.columnwise_usage
         if is_used and (noop_flag is None or not bool(noop_flag.any())):
             values = src.detach().to(dst.device, copy=True)  # high precision is kept as it is given
