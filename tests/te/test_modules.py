@@ -423,3 +423,20 @@ def test_a_recipe_of_either_kind_is_a_modules_own() -> None:
     with autocast(recipe=recipe):
         assert torch.equal(layer(x), alone)
     assert layer.recipe == recipe.frozen
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_bias_that_is_returned_is_of_the_outputs_dtype(name) -> None:
+    module, x = MAKE[name](return_bias=True), torch.randn(16, 32)
+    assert forward(module, x)[1] is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16), autocast(recipe=Float8CurrentScaling()):
+        output, bias = forward(module, x)
+    biases = bias if isinstance(bias, list) else [bias]
+    assert {output.dtype, *(one.dtype for one in biases)} == {torch.bfloat16}
+    sum(one.sum() for one in biases).backward()
+    returned = [
+        p for key, p in module.named_parameters() if "bias" in key and key not in ("fc1_bias", "layer_norm_bias")
+    ]
+    assert all(parameter.grad is not None for parameter in returned)
+    without = forward(MAKE[name](return_bias=True, bias=False), x)[1]
+    assert without in (None, [None, None])

@@ -220,3 +220,9 @@ def test_quantizers_say_what_they_were_given() -> None:
     assert NVFP4Quantizer(nvfp4_e4m3_max=256).nvfp4_e4m3_max == 448
     with pytest.raises(NotImplementedError, match="define frozen"):
         Quantizer()(x)
+
+
+def test_the_dtype_that_a_quantizer_is_told_rounds_nothing() -> None:
+    x, quantizer = torch.randn(16, 32), NVFP4Quantizer()
+    told, plain = quantizer.quantize(x, dtype=torch.bfloat16), quantizer.quantize(x)
+    assert told.dtype == plain.dtype == torch.float32 and torch.equal(told.dequantize(), plain.dequantize())

@@ -159,6 +159,16 @@ class TransformerEngineBaseModule(ExtraState):
         with weights_as_recorded([part for part in self.modules() if isinstance(part, Gemms)], frozen):
             return self._run_by(frozen, forward, inp, *arguments)
 
+    def _returned(self, result: Any) -> Any:
+        """``result`` of a forward, whose bias, where one is returned, is of the output's dtype."""
+        if not getattr(self, "return_bias", False):
+            return result
+        output, bias, *rest = result
+        dtype: torch.dtype = output.dtype
+        if isinstance(bias, list):
+            return (output, [None if one is None else one.to(dtype) for one in bias], *rest)
+        return (output, None if bias is None else bias.to(dtype), *rest)
+
     def _run_by(self, frozen: Recipe, forward: Callable[..., Any], inp: Tensor, *arguments: Any) -> Any:
         self._follow(frozen)
         if self._draws:

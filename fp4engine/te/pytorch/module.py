@@ -117,7 +117,7 @@ class Linear(TransformerEngineBaseModule, SplitLinear):
             NotImplementedError: a quantized output or gradient is asked for.
         """
         refuse_fp8_tensors("Linear", fp8_output, fp8_grad)
-        return self._run(super().forward, inp, is_first_microbatch)
+        return self._returned(self._run(super().forward, inp, is_first_microbatch))
 
 
 class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
@@ -199,7 +199,7 @@ class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
             NotImplementedError: a quantized output or gradient is asked for.
         """
         refuse_fp8_tensors("LayerNormLinear", fp8_output, fp8_grad)
-        return self._run(super().forward, inp, is_first_microbatch)
+        return self._returned(self._run(super().forward, inp, is_first_microbatch))
 
     def reset_layer_norm_parameters(self) -> None:
         """Let the norm be the identity."""
@@ -299,8 +299,8 @@ class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
             def forward(inp: Tensor, is_first_microbatch: bool | None) -> Any:
                 return recompute(once, inp, is_first_microbatch, use_reentrant=False)
 
-            return self._run(forward, inp, is_first_microbatch)
-        return self._run(super().forward, inp, is_first_microbatch)
+            return self._returned(self._run(forward, inp, is_first_microbatch))
+        return self._returned(self._run(super().forward, inp, is_first_microbatch))
 
     def reset_layer_norm_parameters(self) -> None:
         """Let the norm be the identity."""
@@ -450,7 +450,7 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
         if out is not None:
             _require_place("out", out, output)
             output = _WriteInto.apply(output, out)
-        return (output, *rest) if rest else output
+        return self._returned((output, *rest)) if rest else output
 
 
 def _require_place(name: str, place: Tensor, written: Tensor) -> None:

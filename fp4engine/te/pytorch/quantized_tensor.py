@@ -103,13 +103,13 @@ class Quantizer:
         """``tensor`` quantized; into ``out`` if that is given. Its gradient is that of the tensor.
 
         Args:
-            dtype: what the result passes for, by default the dtype of ``tensor``.
+            dtype: without effect, as there: the result passes for the dtype of ``tensor``.
         """
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{type(self).__name__} quantizes a tensor, got {shown(tensor)}")
         if out is not None:
             return self.update_quantized(tensor, out)
-        tensor = tensor.contiguous() if dtype is None else tensor.to(dtype)
+        tensor = tensor.contiguous()
         if torch.is_grad_enabled() and tensor.requires_grad:
             return _Quantize.apply(tensor, self.quantize_impl)  # pyright: ignore[reportReturnType]
         return self.quantize_impl(tensor.detach())
