@@ -328,6 +328,11 @@ def test_padded_experts() -> None:
 
 def test_cross_entropy_and_optimizers_are_pytorchs() -> None:
     scores, labels = torch.randn(2, 3, 7), torch.randint(7, (2, 3))
+    labels[0, 1] = 9
+    mean = parallel_cross_entropy(scores, labels, 0.1, True, ignore_idx=9)
+    want = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=9, label_smoothing=0.1)
+    assert torch.allclose(mean, want) and parallel_cross_entropy(scores, labels * 0 + 9, 0.0, True, None, 9) == 0
+    labels[0, 1] = 0
     losses = parallel_cross_entropy(scores, labels)
     assert torch.allclose(losses, F.cross_entropy(scores.transpose(1, 2), labels, reduction="none"))
     mine, theirs = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))

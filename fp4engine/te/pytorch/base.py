@@ -26,7 +26,7 @@ from fp4engine.te.pytorch.delayed_wgrad import DelayWgrad, Run
 from fp4engine.te.pytorch.extra_state import ExtraState
 from fp4engine.te.pytorch.module_states import MODES, ModuleStates, recipe_in_force, weights_as_recorded
 from fp4engine.te.pytorch.quantization import FP8GlobalStateManager
-from fp4engine.te.pytorch.quantized_tensor import QuantizerRole
+from fp4engine.te.pytorch.quantized_tensor import QuantizerRole, require_role
 from fp4engine.te.pytorch.recipe_state import AnyRecipe
 from fp4engine.te.pytorch.storage import HybridQuantizedWeight
 from fp4engine.te.pytorch.tensor import Float8Quantizer, HybridQuantizer, IdentityQuantizer
@@ -319,6 +319,7 @@ class TransformerEngineBaseModule(ExtraState):
 
     @output_quantizer_role.setter
     def output_quantizer_role(self, role: QuantizerRole | None) -> None:
+        require_role("output_quantizer_role", role)
         if role != self._output_role:
             self._output_role, self._is_current = role, False
 
@@ -329,6 +330,7 @@ class TransformerEngineBaseModule(ExtraState):
 
     @grad_input_quantizer_role.setter
     def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
+        require_role("grad_input_quantizer_role", role)
         if role != self._grad_input_role:
             self._grad_input_role, self._is_current = role, False
 

@@ -144,8 +144,9 @@ get_default_fp8_recipe = get_default_recipe
 
 def get_align_size_for_quantization(recipe: AnyRecipe) -> int:
     """What TransformerEngine pads rows of grouped GEMMs to; fp4engine's need no padding."""
+    given = as_frozen(recipe)
     if recipe.custom():
-        return as_frozen(recipe).quantization_alignment  # pyright: ignore[reportAttributeAccessIssue]
+        return given.quantization_alignment  # pyright: ignore[reportAttributeAccessIssue]
     if recipe.mxfp8():
         return 32
     return 128 if recipe.nvfp4() else 16

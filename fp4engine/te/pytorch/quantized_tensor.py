@@ -43,6 +43,16 @@ class QuantizerRole:
         return "|".join(parts) or "QuantizerRole()"
 
 
+def require_role(name: str, role: Any) -> None:
+    """Accept a role, and None for one that is not known.
+
+    Raises:
+        ValueError: the argument ``name`` is something else.
+    """
+    if role is not None and not isinstance(role, QuantizerRole):
+        raise ValueError(f"{name} must be a QuantizerRole or None, got {shown(role)}")
+
+
 @dataclass(frozen=True)
 class QuantizerRequest:
     """What a factory returns in place of a quantizer that has a state of its own."""
