@@ -287,3 +287,11 @@ def test_keys_and_values_must_be_as_many(query, key, value) -> None:
     for name in ("attention_type", "attn_mask_type"):
         with pytest.raises(ValueError, match=f"{name} must be one of"):
             DotProductAttention(4, 16, **{name: "x"})
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+@pytest.mark.parametrize("axes", [2, 4])
+def test_an_input_has_three_axes(layout, axes) -> None:
+    module = MultiheadAttention(32, 4, qkv_format=layout)
+    with pytest.raises(ValueError, match=f"and features, got {axes} axes"):
+        module(torch.ones(*[2] * (axes - 1), 32))
