@@ -14,6 +14,7 @@ from fp4engine.te.common.recipe import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    Recipe,
 )
 from fp4engine.te.pytorch import DelayedScalingRequest, Linear, autocast
 from fp4engine.te.pytorch.quantization import _amax_and_scale_update
@@ -67,6 +68,7 @@ def test_what_no_recipe_has_is_refused_where_it_is_given() -> None:
     with pytest.raises(TypeError, match="NVFP4BlockScaling: got an unexpected keyword argument 'disable_rth'"):
         NVFP4BlockScaling(disable_rth=True)
     recipe = NVFP4BlockScaling()
+    assert isinstance(recipe, Recipe) and not Recipe().nvfp4()
     with pytest.raises(AttributeError, match="NVFP4BlockScaling has no field 'disable_rth' to assign to; its fields"):
         recipe.disable_rth = True
     with pytest.raises(ValueError, match=r"fp8_gemm_fprop must be one of MMParams.* got 'fast'"):

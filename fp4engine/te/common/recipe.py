@@ -49,7 +49,7 @@ class Recipe:
     frozen_class: ClassVar[type[frozen.Recipe]] = frozen.Recipe
     by_place: ClassVar[tuple[str, ...]] = ()
     """Arguments that may be given without their name, in TransformerEngine's order."""
-    _signature: ClassVar[inspect.Signature]
+    _signature: ClassVar[inspect.Signature] = inspect.Signature()
     _fields: dict[str, Any]
     _frozen: frozen.Recipe | None
 
