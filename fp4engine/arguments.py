@@ -6,6 +6,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -68,6 +69,16 @@ def require_callable(name: str, function: Callable[..., Any]) -> None:
     """
     if not callable(function):
         raise ValueError(f"{name} must be a function, got {shown(function)}")
+
+
+def require_member(name: str, group: Any) -> None:
+    """Raise unless ``group``, an argument of that name, is a process group of which this process is a rank.
+
+    Raises:
+        ValueError: it is something else, or the group of others.
+    """
+    if not isinstance(group, torch.distributed.ProcessGroup) or torch.distributed.get_rank(group) < 0:
+        raise ValueError(f"{name} must be a process group that this rank belongs to, got {group!r}")
 
 
 def shown(value: object) -> str:

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 NOT_IMPLEMENTED = {
+    "NVTE_USE_FAST_MATH": "quotients and rotated values are rounded as they are without it, on every machine",
     "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH": "4over6 compares exact errors, so that every machine chooses alike",
 }
 """Flags of TransformerEngine's that would change numbers, and why they cannot: only unset or ``"0"``."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fp4engine.arguments import require_member
 from fp4engine.ops import RandomStream, get_rng_state, manual_seed, set_rng_state
 from fp4engine.ops.draws import backward_pass
 from fp4engine.quantizers.delayed import begin_step, end_step
@@ -217,16 +218,6 @@ def _may_remember(recipe: Recipe) -> bool:
     return recipe.is_delayed or (recipe.reads_modules and not torch.compiler.is_dynamo_compiling())
 
 
-def _require_member(name: str, group: Any) -> None:
-    """Raise unless ``group``, an argument of that name, is a process group of which this process is a rank.
-
-    Raises:
-        ValueError: it is something else, or the group of others.
-    """
-    if not isinstance(group, torch.distributed.ProcessGroup) or torch.distributed.get_rank(group) < 0:
-        raise ValueError(f"{name} must be a process group that this rank belongs to, got {group!r}")
-
-
 class autocast(Region):
     """Region in which fp4engine's modules compute by ``recipe``.
 
@@ -243,7 +234,8 @@ class autocast(Region):
             as one process would that has them below each other, in the order of the group.
 
     Raises:
-        ValueError: ``recipe`` is not a :class:`~fp4engine.recipe.Recipe`, or ``enabled`` not a bool.
+        ValueError: ``recipe`` is not a :class:`~fp4engine.recipe.Recipe`, ``enabled`` not a bool, or a group none that
+            this rank belongs to.
         NotImplementedError: ``calibrating`` with delayed scaling.
 
     Source: TransformerEngine ``pytorch/quantization.py``, ``autocast``.
@@ -267,8 +259,9 @@ class autocast(Region):
             raise NotImplementedError("autocast(calibrating=True) is not implemented for delayed scaling; leave it out")
         if not torch.compiler.is_dynamo_compiling():
             recipe = numbered(recipe.number)  # of equal recipes the first: torch.compile guards on which object it is
-        if cp_group is not None:
-            _require_member("cp_group", cp_group)
+        for name, group in (("amax_reduction_group", amax_reduction_group), ("cp_group", cp_group)):
+            if group is not None:
+                require_member(name, group)
         super().__init__(AutocastState(enabled, recipe, bool(calibrating), amax_reduction_group, cp_group))
 
 

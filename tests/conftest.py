@@ -161,6 +161,16 @@ def kernel_device() -> str:
 
 
 @pytest.fixture
+def group_of_one() -> Iterator[torch.distributed.ProcessGroup]:
+    """The process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    yield group
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def forget_answers() -> Iterator[Callable[[], None]]:
     """Forgets what the package has answered about devices, which only tests change; runs once more at the end."""
 

@@ -198,6 +198,11 @@ def _layers(name: str, module: nn.Module, casts: _Casts, pieces: Sequence[Piece]
                 f"{name!r} multiplies by {piece.source!r}, which checkpoints hold as {piece.name!r} "
                 f"{list(piece.shape)}; servers know no FP4 form of it: pass keep_high_precision=[{name!r}]"
             )
+        if 0 in piece.shape:
+            raise ValueError(
+                f"{name!r} multiplies by {piece.source!r} {list(piece.shape)}, which has no values to write: pass "
+                f"keep_high_precision=[{name!r}]"
+            )
         if piece.rows is not None and any(row % spec.block[0] for row in piece.rows):
             raise ValueError(
                 f"{name!r} multiplies by {spec.block[0]}x{spec.block[1]} blocks of {piece.source!r}, and checkpoints "

@@ -4,7 +4,7 @@ Plain ones map [..., H] to [..., H]. Gated ones map [..., 2H] to [..., H]: the f
 multiplies it. ``gelu`` is the tanh approximation, as in TransformerEngine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4engine import ops
+from fp4engine.arguments import shown
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -71,9 +72,12 @@ class Activation:
         if self.name not in known:
             raise ValueError(f"activation must be one of {', '.join(map(repr, known))}, got {self.name!r}")
         allowed = set(_CLAMPED_SWIGLU_DEFAULTS) if self.name == CLAMPED_SWIGLU else set[str]()
-        if unknown := set(self.params or {}) - allowed:
+        given: Any = self.params or {}
+        if not isinstance(given, Mapping) or not all(isinstance(value, int | float) for value in given.values()):
+            raise ValueError(f"activation_params must be numbers by their names, got {shown(given)}")
+        if unknown := set(given) - allowed:
             words = ", ".join(sorted(allowed)) or "none"
-            raise ValueError(f"activation_params of {self.name!r} are {words}; got {', '.join(sorted(unknown))}")
+            raise ValueError(f"activation_params of {self.name!r} are {words}; got {', '.join(map(str, unknown))}")
 
     @property
     def is_gated(self) -> bool:

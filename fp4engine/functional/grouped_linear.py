@@ -43,7 +43,7 @@ class Expert(NamedTuple):
     executed: ExecutedGemms
     shards: Shards | None
     weight_cache: WeightCache | None
-    main_grad: Tensor | None
+    main_grad: MainGrad | None
 
 
 def grouped_refusal(inp: Tensor, experts: Sequence[Expert]) -> str:
@@ -115,8 +115,7 @@ def grouped_linear(inp: Tensor, counts: Tensor, experts: Sequence[Expert]) -> Te
         needs = (inp.requires_grad, any(expert.weight.requires_grad for expert in experts))
     calls: list[Call] = []
     weights: list[Tensor] = []
-    for weight, _, plan, executed, _, cache, buffer in experts:
-        main_grad = None if buffer is None else MainGrad(buffer)
+    for weight, _, plan, executed, _, cache, main_grad in experts:
         stored = None if cache is None else partial(cache.get, weight)
         call = Call(plan, executed, None, stored, main_grad, *needs, None, inp.dtype)
         calls.append(call)

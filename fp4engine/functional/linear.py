@@ -62,7 +62,7 @@ def linear(
     executed: ExecutedGemms | None = None,
     shards: Shards | None = None,
     weight_cache: WeightCache | None = None,
-    main_grad: Tensor | None = None,
+    main_grad: MainGrad | None = None,
     wholes: Wholes | None = None,
 ) -> Tensor:
     """Linear transformation by ``plan``, differentiable once.
@@ -72,7 +72,7 @@ def linear(
         weight: [N, K]; bias: [N] or None.
         executed, shards: see :class:`Call`.
         weight_cache: holds the weight's operands; None quantizes the weight anew.
-        main_grad: FP32, BF16 or FP16 [N, K] to which wgrad adds; the weight then gets no gradient of its own.
+        main_grad: where wgrad goes; the weight then gets no gradient of its own.
         wholes: takes this rank's parts of ``inp``, ``weight`` and ``bias`` if they are whole tensors of several ranks,
             and makes a whole output; None for plain tensors.
 
@@ -91,22 +91,31 @@ def linear(
     if torch.is_grad_enabled() or (plan.draws_in_forward and ops.is_replaying()):
         needs_dgrad = x.requires_grad or any(t is not None and t.requires_grad for t in parameters)
         needs_wgrad = weight.requires_grad
-    box = None if main_grad is None else MainGrad(main_grad)
     executed = ExecutedGemms() if executed is None else executed
     stored = tiles = None
     if weight_cache is not None:
         stored, tiles = partial(weight_cache.get, weight), weight_cache.tiles(weight)
-    call = Call(plan, executed, shards, stored, box, needs_dgrad, needs_wgrad, function, dtype, tiles)
-    if box is not None:
-        weight = Accumulate.apply(weight, box)
+    call = Call(plan, executed, shards, stored, main_grad, needs_dgrad, needs_wgrad, function, dtype, tiles)
+    if main_grad is not None:
+        weight = Accumulate.apply(weight, main_grad)
     if wholes is not None:
         return PartFunction.apply(x, weight, bias, call, wholes)
     return LinearFunction.apply(x, weight, bias, call, *parameters)
 
 
 def require_features(inp: Tensor | FusedInput, weight: Tensor) -> None:
-    """Raise a ValueError unless ``inp`` is [..., K] for a weight [N, K]."""
-    shape = inp.shape
+    """Accept ``inp`` [..., K] for a weight [N, K].
+
+    Raises:
+        ValueError: it has another shape.
+        RuntimeError: ``torch.jit.trace`` records the call, which it would take for that of other values.
+    """
+    shape: tuple[Any, ...] = inp.shape
+    if shape and isinstance(shape[-1], Tensor):  # so are sizes seen while it records
+        raise RuntimeError(
+            "torch.jit.trace cannot record a module that computes by a recipe; use torch.compile or torch.export, or "
+            "trace inside autocast(enabled=False)"
+        )
     if len(shape) == 0 or shape[-1] != weight.shape[1]:
         raise ValueError(
             f"inp must have shape [..., in_features={weight.shape[1]}], got {tuple(shape)} "

@@ -10,12 +10,16 @@ from torch import Tensor
 class MainGrad:
     """A buffer to which the weight's gradient is added: in FP32, and rounded once.
 
+    Args:
+        buffer: FP32, BF16 or FP16, shaped like the weight.
+        overwrites: forget what the buffer holds. So does a weight whose attribute ``overwrite_main_grad`` is true.
+
     The node of the linear transformation leaves the product here, as a function. The autograd node of the weight
     (:class:`Accumulate`) calls it, which PyTorch runs only if the weight's gradient is asked for.
     """
 
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
+    def __init__(self, buffer: Tensor, overwrites: bool = False) -> None:
+        self.buffer, self.overwrites = buffer, overwrites
         self.product: Callable[[], Any] | None = None
 
 
@@ -34,6 +38,8 @@ class Accumulate(torch.autograd.Function):
         assert product is not None, "the linear transformation's backward comes first"
         if not torch.compiler.is_dynamo_compiling():
             _require_same(getattr(ctx.weight, "main_grad", None), main_grad.buffer)
+        if main_grad.overwrites or getattr(ctx.weight, "overwrite_main_grad", False):
+            main_grad.buffer.zero_()
         product()
         if hasattr(ctx.weight, "grad_added_to_main_grad"):  # set by frameworks that read it
             ctx.weight.grad_added_to_main_grad = True

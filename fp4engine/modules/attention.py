@@ -269,7 +269,14 @@ class MultiheadAttention(torch.nn.Module):
         return query, key, value, normalized
 
     def _split(self, projected: Tensor, heads_per_group: tuple[int, ...]) -> list[Tensor]:
-        """[.., .., sum(heads_per_group) G D] -> tensors [B, heads G, length, D]."""
+        """[.., .., sum(heads_per_group) G D] -> tensors [B, heads G, length, D].
+
+        Raises:
+            ValueError: it has not three axes.
+        """
+        if projected.ndim != 3:
+            axes = {"bshd": "batch, sequence", "sbhd": "sequence, batch"}[self.qkv_format]
+            raise ValueError(f"an input of attention must have the axes {axes} and features, got {projected.ndim} axes")
         groups, size = self.num_gqa_groups, self.head_size
         leading = projected.shape[:2]
         if self.interleaved:

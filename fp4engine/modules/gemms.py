@@ -13,7 +13,7 @@ from fp4engine import ops
 from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear, make_linear_plan
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.grouped_linear import Expert
-from fp4engine.functional.main_grad import require_main_grad
+from fp4engine.functional.main_grad import MainGrad, require_main_grad
 from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
@@ -58,7 +58,10 @@ class Gemms(torch.nn.Module):
         draws_as: name and replica of its own random stream, see :func:`fp4engine.distributed.draw_by_layer`; None draws
             from the process's.
         amax_histories: what delayed scaling remembers of each role.
+        first_overwrites: whether the gradient of a first microbatch replaces what ``weight.main_grad`` holds.
     """
+
+    first_overwrites = False
 
     def __init__(
         self,
@@ -79,7 +82,6 @@ class Gemms(torch.nn.Module):
         module_type: str = "linear",
         shape: tuple[int, ...] = (),
     ) -> None:
-        require_own_recipe(recipe)
         self._answers: dict[tuple[int, tuple[int, ...]], LinearPlan] = {}
         self.name = name
         self.recipe = recipe
@@ -111,6 +113,16 @@ class Gemms(torch.nn.Module):
     def name(self, name: str | None) -> None:
         self._name = name or ""
         self._answers.clear()
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """What the module follows outside autocast regions; None is high precision."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe | None) -> None:
+        require_own_recipe(recipe)
+        self._recipe = recipe
 
     def forget_plan(self) -> None:
         """Drop histories and the plan that uses them; the next forward makes a plan anew."""
@@ -209,7 +221,7 @@ class Gemms(torch.nn.Module):
         """As :meth:`multiply`, without calling listeners."""
         state = self._state_in_force()
         plan = self._plan_under(state)
-        main_grad = self._main_grad(weight) if self.fuse_wgrad_accumulation else None
+        main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
         if plan is None:
             if isinstance(weight, QuantizedWeight):
                 weight = weight.dequantize()
@@ -330,7 +342,7 @@ class Gemms(torch.nn.Module):
         group = None if state is None else state.amax_reduction_group
         shards = self._shards(inp, plan, state)
         cache = self._cache(weight, plan, group, is_first_microbatch)
-        main_grad = self._main_grad(weight) if self.fuse_wgrad_accumulation else None
+        main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
         return Expert(weight, bias, plan, self.executed, shards, cache, main_grad)
 
     def _state_in_force(self) -> AutocastState | None:
@@ -409,7 +421,7 @@ class Gemms(torch.nn.Module):
             self._microbatch_cache = microbatch_cache()
         return self._microbatch_cache
 
-    def _main_grad(self, weight: Tensor) -> Tensor | None:
+    def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> MainGrad | None:
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return None
         if is_distributed(weight):
@@ -417,7 +429,7 @@ class Gemms(torch.nn.Module):
             raise NotImplementedError(
                 f"{name}: fuse_wgrad_accumulation is not implemented for a weight that is a DTensor"
             )
-        return require_main_grad(weight)
+        return MainGrad(require_main_grad(weight), self.first_overwrites and bool(is_first_microbatch))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out of copies what can be derived, the listeners, and plans, whose factories may not be picklable."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fp4engine.arguments import require_integer
 from fp4engine.functional.activation import Activation
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.norm import Norm
@@ -77,6 +78,8 @@ class LayerNormMLP(InputNorm):
         **te_arguments: Any,
     ) -> None:
         refuse_unimplemented("LayerNormMLP", te_arguments)
+        hidden_size = require_integer("hidden_size", hidden_size, 0)
+        ffn_hidden_size = require_integer("ffn_hidden_size", ffn_hidden_size, 0)
         super().__init__()
         self.norm = Norm(normalization, eps, zero_centered_gamma)
         self.activation = Activation(activation, activation_params)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fp4engine.arguments import require_integer
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import refuse_parts, store_weight
@@ -53,6 +54,8 @@ class SplitLinear(Gemms):
         refuse_unimplemented(kind, te_arguments)
         if fuse_wgrad_accumulation and parameters_split is not None:
             raise NotImplementedError(f"{kind}(fuse_wgrad_accumulation=True) needs parameters_split=None")
+        in_features = require_integer("in_features", in_features, 0)
+        out_features = require_integer("out_features", out_features, 0)
         super().__init__(name, recipe, fuse_wgrad_accumulation, shape=(out_features, in_features))
         self.in_features, self.out_features = in_features, out_features
         self.return_bias = return_bias
@@ -105,11 +108,13 @@ def _parts(parameters_split: ParametersSplit, out_features: int) -> dict[str, in
     """``parameter prefix -> rows``."""
     if parameters_split is None:
         return {"": out_features}
-    if isinstance(parameters_split, Mapping):
-        sizes = dict(parameters_split)
-    else:
-        names = tuple(parameters_split)
-        sizes = dict.fromkeys(names, out_features // max(len(names), 1))
-    if not sizes or sum(sizes.values()) != out_features:
-        raise ValueError(f"parameters_split must add up to out_features={out_features}, got {parameters_split!r}")
-    return {f"{name.rstrip('_')}_": rows for name, rows in sizes.items()}
+    given: Any = parameters_split
+    names: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    prefixes = [f"{name.rstrip('_')}_" for name in names if isinstance(name, str) and name is not given]
+    if len(set(prefixes)) != len(names):
+        raise ValueError(f"parameters_split must be {{name: rows}}, or names that differ, got {given!r}")
+    rows = given.values() if isinstance(given, Mapping) else [out_features // max(len(names), 1)] * len(names)
+    sizes = [require_integer("rows of parameters_split", size, 0) for size in rows]
+    if not sizes or sum(sizes) != out_features:
+        raise ValueError(f"parameters_split must add up to out_features={out_features}, got {given!r}")
+    return dict(zip(prefixes, sizes, strict=True))

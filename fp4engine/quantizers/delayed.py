@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import ops
+from fp4engine.arguments import shown
 from fp4engine.formats import CastSpec
 from fp4engine.quantizers.base import Quantizer, as_matrix
 from fp4engine.recipe import DelayedScaling
@@ -62,6 +63,18 @@ def end_step() -> None:
         for memory in step.memories.values():
             for history in memory.values():
                 history.ended = True
+
+
+def _one_element(name: str, returned: Any) -> Tensor:
+    """What a function of the recipe's has returned, as [1].
+
+    Raises:
+        ValueError: it is no tensor of one element.
+    """
+    if not isinstance(returned, Tensor) or returned.numel() != 1:
+        got = f"a tensor {list(returned.shape)}" if isinstance(returned, Tensor) else shown(returned)
+        raise ValueError(f"{name} must return a tensor of one element for the amaxes of one tensor, got {got}")
+    return returned.view(1)
 
 
 class AmaxHistory:
@@ -143,12 +156,13 @@ class AmaxHistory:
         if not callable(algorithm) and scaling is None:
             return None
         if callable(algorithm):
-            chosen = algorithm(self.values).to(torch.float32).view(1)
+            chosen = _one_element("amax_compute_algo", algorithm(self.values)).to(torch.float32)
         else:
             chosen = self.values[:1].clone() if algorithm == "most_recent" else self.values.amax().view(1)
         if scaling is not None:
             largest = torch.full_like(self.amax, spec.element.max_value)
-            chosen = spec.numerator / scaling(chosen, spec.numerator / self.amax, largest, recipe)
+            scale = scaling(chosen, spec.numerator / self.amax, largest, recipe)
+            chosen = spec.numerator / _one_element("scaling_factor_compute_algo", scale)
         return chosen
 
     def next_amax(self, recipe: DelayedScaling, spec: CastSpec) -> Tensor:

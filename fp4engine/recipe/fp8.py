@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fp4engine.arguments import require_integer
+from fp4engine.arguments import require_callable, require_integer
 from fp4engine.environment import flag
 from fp4engine.formats import E4M3, E5M2, CastSpec, ElementFormat, ScaleRule, fp8, fp8_block, mx
 from fp4engine.recipe.base import Format, MMParams, QParams, Recipe, require, require_object
@@ -64,6 +64,8 @@ class Float8CurrentScaling(_FP8Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
+        for gemm in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            require(gemm, getattr(self, gemm), (FAST, SPLIT))
 
     @property
     def fp8_quant_fwd_inp(self) -> QParams:
@@ -126,8 +128,8 @@ class DelayedScaling(_FP8Recipe):
         super().__post_init__()
         self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
         require("backward_override", self.backward_override, (None,))
-        if not callable(self.scaling_factor_compute_algo):
-            require("scaling_factor_compute_algo", self.scaling_factor_compute_algo, (None,))
+        if self.scaling_factor_compute_algo is not None:
+            require_callable("scaling_factor_compute_algo", self.scaling_factor_compute_algo)
         if not callable(self.amax_compute_algo):
             require("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
 

@@ -94,8 +94,10 @@ def _late(ours: ModuleType, stands_for: str, name: str) -> Any:
             return importlib.import_module(f"{stands_for}.{name}")
         except ModuleNotFoundError:
             pass
+    absent: dict[str, str] = vars(ours).get("ABSENT", {})
+    why = f", since {absent[name]}" if name in absent else ""
     raise AttributeError(
-        f"{stands_for} has no {name!r} here: fp4engine stands in for TransformerEngine in this process "
+        f"{stands_for} has no {name!r} here{why}: fp4engine stands in for TransformerEngine in this process "
         "(docs/coming-from-te.md lists what there is)"
     )
 

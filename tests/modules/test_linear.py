@@ -429,3 +429,22 @@ def test_inference_gives_the_training_output_and_keeps_no_graph(context) -> None
         again = layer(inp)
     assert not got.requires_grad
     assert torch.equal(got, want) and torch.equal(again, want)
+
+
+def test_what_is_assigned_to_recipe_is_a_recipe() -> None:
+    layer = te.Linear(32, 16)
+    with pytest.raises(ValueError, match=r"recipe must be an fp4engine.recipe.Recipe .* got 'nvfp4'"):
+        layer.recipe = "nvfp4"
+    layer.recipe = NVFP4
+    assert copy.deepcopy(layer).recipe == NVFP4 == pickle.loads(pickle.dumps(layer)).recipe
+
+
+def test_torch_jit_trace_is_refused_where_a_recipe_is_in_force() -> None:
+    layer, inp = te.Linear(32, 16), torch.randn(8, 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own
+        with te.autocast(recipe=NVFP4), pytest.raises(RuntimeError, match=r"torch\.jit\.trace cannot record a module"):
+            torch.jit.trace(layer, inp)
+        with te.autocast(enabled=False):
+            traced = torch.jit.trace(layer, inp)
+    assert torch.equal(traced(2 * inp), layer(2 * inp))

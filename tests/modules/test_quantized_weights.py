@@ -526,11 +526,11 @@ def test_crafted_descriptions_are_refused():
             rebuild(*(value if index == place else old for index, old in enumerate(arguments)))
 
 
-def test_amaxes_are_not_shared_over_a_group():
+def test_amaxes_are_not_shared_over_a_group(group_of_one):
     layer = build(MODULES["Linear"])
     with (
         pytest.raises(NotImplementedError, match="amax_reduction_group"),
-        fp4engine.autocast(recipe=RECIPE, amax_reduction_group=object()),
+        fp4engine.autocast(recipe=RECIPE, amax_reduction_group=group_of_one),
     ):
         layer(torch.ones(4, 40))
 

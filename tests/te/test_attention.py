@@ -269,3 +269,29 @@ def test_masks_and_biases_go_with_their_words(kind, arguments, message) -> None:
 def test_packed_tokens_have_no_samples_to_drop() -> None:
     with pytest.raises(NotImplementedError, match=r"drop_path_rate=0.1.* attn_input_format='thd'"):
         TransformerLayer(32, 64, HEADS, attn_input_format="thd", drop_path_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "value"),
+    [
+        ((8, 2, 4, 16), (4, 2, 2, 16), (8, 2, 2, 16)),
+        ((8, 2, 4, 16), (8, 2, 4, 16), (8, 2, 2, 16)),
+        ((8, 2, 2, 16), (8, 2, 2, 16), (8, 2, 2, 16)),
+        ((8, 2, 4, 8), (8, 2, 2, 8), (8, 2, 2, 16)),
+    ],
+)
+def test_keys_and_values_must_be_as_many(query, key, value) -> None:
+    attend = DotProductAttention(4, 16, num_gqa_groups=2)
+    with pytest.raises(ValueError, match=r"query_layer must end in \[4, 16\], key_layer and value_layer in \[2, 16\]"):
+        attend(torch.ones(query), torch.ones(key), torch.ones(value))
+    for name in ("attention_type", "attn_mask_type"):
+        with pytest.raises(ValueError, match=f"{name} must be one of"):
+            DotProductAttention(4, 16, **{name: "x"})
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+@pytest.mark.parametrize("axes", [2, 4])
+def test_an_input_has_three_axes(layout, axes) -> None:
+    module = MultiheadAttention(32, 4, qkv_format=layout)
+    with pytest.raises(ValueError, match=f"and features, got {axes} axes"):
+        module(torch.ones(*[2] * (axes - 1), 32))

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -327,6 +328,11 @@ def test_padded_experts() -> None:
 
 def test_cross_entropy_and_optimizers_are_pytorchs() -> None:
     scores, labels = torch.randn(2, 3, 7), torch.randint(7, (2, 3))
+    labels[0, 1] = 9
+    mean = parallel_cross_entropy(scores, labels, 0.1, True, ignore_idx=9)
+    want = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=9, label_smoothing=0.1)
+    assert torch.allclose(mean, want) and parallel_cross_entropy(scores, labels * 0 + 9, 0.0, True, None, 9) == 0
+    labels[0, 1] = 0
     losses = parallel_cross_entropy(scores, labels)
     assert torch.allclose(losses, F.cross_entropy(scores.transpose(1, 2), labels, reduction="none"))
     mine, theirs = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
@@ -356,3 +362,86 @@ def test_norms_do_not_depend_on_how_the_input_lies_in_memory(norm) -> None:
         module(values).square().sum().backward()
         grads.append(module.weight.grad)
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
+def test_the_first_microbatch_overwrites_main_grad(name, delayed) -> None:
+    torch.manual_seed(1)
+    x, recipe = torch.randn(16, 32), Float8CurrentScaling()
+    module = MAKE[name](fuse_wgrad_accumulation=True, delay_wgrad_compute=delayed)
+    weights = [weight for weight in module.parameters() if weight.ndim == 2]
+
+    def step(is_first: bool | None, start: float) -> list[torch.Tensor]:
+        for weight in weights:
+            weight.main_grad = torch.full_like(weight, start)
+        splits = ([8, 8],) if isinstance(module, GroupedLinear) else ()
+        with autocast(recipe=recipe):
+            output = module(x, *splits, is_first_microbatch=is_first)
+        output.sum().backward()
+        module.backward_dw()
+        return [weight.main_grad for weight in weights]
+
+    alone = step(None, 0.0)
+    assert all(map(torch.equal, step(True, 7.0), alone))
+    assert all(torch.equal(grad, other + 7.0) for grad, other in zip(step(False, 7.0), alone, strict=True))
+    for weight in weights:
+        weight.overwrite_main_grad = True
+    assert all(map(torch.equal, step(None, 7.0), alone))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Linear(32, 48, parallel_mode="diagonal"), "parallel_mode must be one of 'row', 'column', None"),
+        (lambda: Linear(32, 48, tp_group="x"), "tp_group must be a process group that this rank belongs to, got 'x'"),
+        (lambda: Linear(32, 48, tp_size="1"), "tp_size must be an integer of at least 1, got '1'"),
+        (lambda: Linear(32, 48, get_rng_state_tracker=CudaRNGStatesTracker()), "get_rng_state_tracker must be a func"),
+        (lambda: Linear("32", 48), "in_features must be an integer of at least 0, got '32'"),
+        (lambda: Linear(32, 48, parameters_split=(16, 32)), "parameters_split must be .* got (16, 32)"),
+        (lambda: Linear(32, 48, parameters_split=("q", "q")), "parameters_split must be .* got ('q', 'q')"),
+        (lambda: Linear(32, 48, parameters_split={"q": -1, "k": 49}), "rows of parameters_split must be .* got -1"),
+        (lambda: Linear(32, 48)("x"), "Linear.forward(inp=) must be a tensor, got 'x'"),
+        (lambda: LayerNormLinear(32, 48, parallel_mode="x"), "parallel_mode must be one of"),
+        (lambda: LayerNormMLP(32, 64.0), "ffn_hidden_size must be an integer of at least 0, got 64.0"),
+        (
+            lambda: LayerNormMLP(32, 64, activation="clamped_swiglu", activation_params={"limit": "7"}),
+            "activation_params must be numbers by their names, got {'limit': '7'}",
+        ),
+        (lambda: GroupedLinear(2, 32, 48, parallel_mode="x"), "parallel_mode must be one of"),
+        (lambda: GroupedLinear(2, 32, 48, use_grouped_tensor="x"), "use_grouped_tensor must be one of"),
+        (lambda: Linear(32, 48).set_extra_state(torch.ones(3)), "_extra_state must be bytes .* got torch.float32"),
+        (lambda: Fp8Padding(2, align_size=0), "align_size must be an integer of at least 1, got 0"),
+        (lambda: checkpoint("x", torch.ones(2)), "function must be a function, got 'x'"),
+        (lambda: parallel_cross_entropy(torch.ones(1, 1, 2), torch.zeros(1, 1), 0.0, False, "x"), "dist_process_group"),
+    ],
+)
+def test_what_is_given_wrong_is_named(make, message) -> None:
+    with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
+        make()
+
+
+def test_a_recipe_of_either_kind_is_a_modules_own() -> None:
+    x, recipe = torch.randn(16, 32), MXFP8BlockScaling()
+    layer = Linear(32, 48, recipe=recipe)
+    alone = layer(x)
+    with autocast(recipe=recipe):
+        assert torch.equal(layer(x), alone)
+    assert layer.recipe == recipe.frozen
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_bias_that_is_returned_is_of_the_outputs_dtype(name) -> None:
+    module, x = MAKE[name](return_bias=True), torch.randn(16, 32)
+    assert forward(module, x)[1] is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16), autocast(recipe=Float8CurrentScaling()):
+        output, bias = forward(module, x)
+    biases = bias if isinstance(bias, list) else [bias]
+    assert {output.dtype, *(one.dtype for one in biases)} == {torch.bfloat16}
+    sum(one.sum() for one in biases).backward()
+    returned = [
+        p for key, p in module.named_parameters() if "bias" in key and key not in ("fc1_bias", "layer_norm_bias")
+    ]
+    assert all(parameter.grad is not None for parameter in returned)
+    without = forward(MAKE[name](return_bias=True, bias=False), x)[1]
+    assert without in (None, [None, None])

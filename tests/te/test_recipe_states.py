@@ -286,3 +286,20 @@ def test_recipes_are_dataclasses_to_their_readers() -> None:
     recipe = recipes.NVFP4BlockScaling(disable_rht=True)
     assert dataclasses.replace(recipe, disable_rht=False) == recipes.NVFP4BlockScaling()
     assert dataclasses.asdict(recipe)["disable_rht"] is True
+
+
+def test_states_say_what_they_were_given() -> None:
+    for arguments, message in (
+        ({"recipe": "nvfp4"}, "recipe must be one of"),
+        ({"recipe": recipes.NVFP4BlockScaling(), "num_quantizers": "3"}, "num_quantizers must be an integer"),
+        (
+            {"recipe": recipes.NVFP4BlockScaling(), "roles": ["input"]},
+            "roles must be a QuantizerRole or None, got 'input'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RecipeState.create(**{"mode": "forward", **arguments})
+    layer = Linear(16, 16)
+    for name in ("output_quantizer_role", "grad_input_quantizer_role"):
+        with pytest.raises(ValueError, match=f"{name} must be a QuantizerRole or None, got 'x'"):
+            setattr(layer, name, "x")

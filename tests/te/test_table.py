@@ -12,6 +12,7 @@ from fp4engine.te.common import recipe
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from-te.md"
 ROW = re.compile(r"^\| `(?P<name>[\w.]+)(?:\((?P<arguments>[\w, ]*)\))?` \| (?P<verdict>.+) \|$", re.MULTILINE)
 VERDICTS = ("same", "same name, differs ", "no, ")
+PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 ROWS = [match.groupdict() for match in ROW.finditer(PAGE.read_text())]
 
 
@@ -32,7 +33,8 @@ def test_the_table_is_whole() -> None:
 def test_what_is_the_same_is_there_with_its_arguments(row) -> None:
     thing = found(row["name"])
     if row["verdict"].startswith("no, "):
-        assert thing is None
+        with pytest.raises(AttributeError, match=f"has no '{row['name']}', since {pytorch.ABSENT[row['name']]}"):
+            getattr(pytorch, row["name"])
         return
     assert thing is not None
     if row["arguments"] is not None:
@@ -41,11 +43,12 @@ def test_what_is_the_same_is_there_with_its_arguments(row) -> None:
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in given.values())
         missing = [name for name in theirs if name not in given]
         assert not missing or (takes_any and "raise" in row["verdict"]), missing
-        if not row["name"].startswith("recipe."):  # dataclasses, which are called by keyword
-            positional = [
-                name for name in theirs if name in given and given[name].kind is not inspect.Parameter.KEYWORD_ONLY
-            ]
-            assert [name for name in given if name in positional] == positional
+        positional = [
+            name for name in theirs if name in given and given[name].kind is not inspect.Parameter.KEYWORD_ONLY
+        ]
+        assert [name for name in given if name in positional] == positional
+        if row["name"].startswith("recipe."):
+            assert [name for name, parameter in given.items() if parameter.kind in PLACED] == theirs
 
 
 def test_what_is_exported_is_in_the_table() -> None:

@@ -17,6 +17,7 @@ from fp4engine.te.pytorch import (
     Linear,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    Quantizer,
     autocast,
     quantized_model_init,
 )
@@ -197,3 +198,31 @@ def test_a_side_that_is_made_of_the_other_has_its_scale(kept) -> None:
     row, col = tensor.operands.rowwise, tensor.operands.columnwise
     assert torch.equal(row.dequantize(), col.dequantize().T) and torch.equal(row.amax, col.amax)
     assert amax == 0
+
+
+def test_quantizers_say_what_they_were_given() -> None:
+    x, e4m3 = torch.ones(16, 32), DType.kFloat8E4M3
+    nvfp4 = NVFP4Quantizer()
+    for make, message in (
+        (lambda: NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=300), "nvfp4_e4m3_max must be one of"),
+        (lambda: NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_4over6_err_mode="x"), "nvfp4_4over6_err_mode must be"),
+        (lambda: NVFP4Quantizer(row_scaled_nvfp4=True, with_2d_quantization=True), "row_scaled_nvfp4=True goes with"),
+        (lambda: NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group="x")(x), "amax_reduction_group must"),
+        (lambda: nvfp4("x"), "NVFP4Quantizer quantizes a tensor, got 'x'"),
+        (lambda: nvfp4.quantize(x, out=nvfp4(x[:8])), r"a tensor \[16, 32\] cannot be quantized into one \[8, 32\]"),
+        (lambda: nvfp4.quantize(x, out=x), "NVFP4Quantizer writes into a QuantizedTensor, got Tensor"),
+        (lambda: Float8Quantizer(1.0, torch.zeros(1), e4m3), r"Float8Quantizer\(scale=\) must be a tensor of one"),
+        (lambda: Float8CurrentScalingQuantizer(torch.float8_e5m2), r"write TE_DType\[torch.float8_e5m2\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+    assert NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_4over6_err_mode="mse").nvfp4_4over6_err_mode == "MSE"
+    assert NVFP4Quantizer(nvfp4_e4m3_max=256).nvfp4_e4m3_max == 448
+    with pytest.raises(NotImplementedError, match="define frozen"):
+        Quantizer()(x)
+
+
+def test_the_dtype_that_a_quantizer_is_told_rounds_nothing() -> None:
+    x, quantizer = torch.randn(16, 32), NVFP4Quantizer()
+    told, plain = quantizer.quantize(x, dtype=torch.bfloat16), quantizer.quantize(x)
+    assert told.dtype == plain.dtype == torch.float32 and torch.equal(told.dequantize(), plain.dequantize())

@@ -231,7 +231,8 @@ def test_threads_of_a_loop_have_regions_of_their_own():
     assert asyncio.run(main()) == SECOND
 
 
+@pytest.mark.parametrize("name", ["amax_reduction_group", "cp_group"])
 @pytest.mark.parametrize("group", ["cp", 3, torch.distributed.GroupMember.NON_GROUP_MEMBER])
-def test_cp_group_is_a_group_of_this_rank(group):
-    with pytest.raises(ValueError, match="cp_group must be a process group that this rank belongs to, got"):
-        fp4engine.autocast(cp_group=group)
+def test_a_group_is_one_of_this_rank(name, group):
+    with pytest.raises(ValueError, match=f"{name} must be a process group that this rank belongs to, got"):
+        fp4engine.autocast(**{name: group})

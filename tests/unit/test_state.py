@@ -90,12 +90,11 @@ def test_the_default_recipe_is_read_when_the_region_is_made(monkeypatch) -> None
     assert te.get_default_recipe() == NVFP4BlockScaling(disable_rht=False)
 
 
-def test_arguments() -> None:
-    with te.autocast(True, True, FIRST, "group"):
-        state = current_state()
-    assert (state.enabled, state.calibrating, state.recipe, state.amax_reduction_group) == (True, True, FIRST, "group")
-    with te.fp8_autocast(enabled=True, fp8_recipe=SECOND, fp8_group="group"):
-        assert in_force() == SECOND and current_state().amax_reduction_group == "group"
+def test_arguments(group_of_one) -> None:
+    with te.autocast(True, True, FIRST, group_of_one):
+        assert current_state() == AutocastState(True, FIRST, True, group_of_one)
+    with te.fp8_autocast(enabled=True, fp8_recipe=SECOND, fp8_group=group_of_one):
+        assert in_force() == SECOND and current_state().amax_reduction_group is group_of_one
     with pytest.raises(ValueError, match="recipe must be"):
         te.autocast(recipe="nvfp4")
     with pytest.raises(ValueError, match=r"enabled must be True or False, .* a recipe goes in recipe="):
@@ -273,11 +272,11 @@ def test_a_stochastic_cast_on_meta_leaves_the_state_readable():
     assert "meta" not in te.get_rng_state()["draws"]
 
 
-def test_the_older_spelling_takes_the_newer_names():
+def test_the_older_spelling_takes_the_newer_names(group_of_one):
     with pytest.warns(UserWarning, match="fp8_autocast without a recipe computes by NVFP4"):
         te.fp8_autocast(enabled=True)
-    with te.fp8_autocast(enabled=True, recipe=SECOND, amax_reduction_group="group"):
-        assert current_state() == AutocastState(True, SECOND, False, "group")
+    with te.fp8_autocast(enabled=True, recipe=SECOND, amax_reduction_group=group_of_one):
+        assert current_state() == AutocastState(True, SECOND, False, group_of_one)
     with pytest.raises(ValueError, match="fp8_recipe and recipe"):
         te.fp8_autocast(fp8_recipe=FIRST, recipe=SECOND)
     with pytest.raises(ValueError, match="fp8_group"):

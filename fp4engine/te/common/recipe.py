@@ -42,27 +42,37 @@ class Recipe:
     """What may be assigned to, and the frozen recipe that it comes to.
 
     Raises:
+        AttributeError: an assignment to what is no field.
+        TypeError: of a constructor, for arguments that there are not.
         ValueError: of a constructor, for arguments that the frozen recipe refuses; of a use, for assigned ones.
     """
 
     frozen_class: ClassVar[type[frozen.Recipe]] = frozen.Recipe
+    by_place: ClassVar[tuple[str, ...]] = ()
+    """Arguments that may be given without their name, in TransformerEngine's order."""
+    _signature: ClassVar[inspect.Signature] = inspect.Signature()
     _fields: dict[str, Any]
     _frozen: frozen.Recipe | None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.__signature__ = inspect.signature(cls.frozen_class)  # pyright: ignore[reportAttributeAccessIssue]
+        known = dict(inspect.signature(cls.frozen_class).parameters)
+        placed = [known.pop(name).replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in cls.by_place]
+        named = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in known.values()]
+        cls._signature = inspect.Signature([*placed, *named])
+        cls.__signature__ = cls._signature  # pyright: ignore[reportAttributeAccessIssue]
         fields = cls.frozen_class.__dataclass_fields__.items()  # for dataclasses.replace, fields and asdict
         cls.__dataclass_fields__ = {name: field for name, field in fields if not name.startswith(("_", "fp4_quant_"))}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        made = self._make(*args, **kwargs)
-        names = [name for name in made.__dataclass_fields__ if not name.startswith("_")]
-        given = dict(zip([name for name in names if name not in ("backward_override", "backend")], args, strict=False))
-        vars(self).update(_fields=given | kwargs, _frozen=made)
+        try:
+            fields = self._signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}: {error}") from None
+        vars(self).update(_fields=fields, _frozen=self._make(**fields))
 
-    def _make(self, *args: Any, **fields: Any) -> frozen.Recipe:
-        return self.frozen_class(*args, **fields)
+    def _make(self, **fields: Any) -> frozen.Recipe:
+        return self.frozen_class(**fields)
 
     @property
     def frozen(self) -> frozen.Recipe:
@@ -79,6 +89,9 @@ class Recipe:
         return fields[name] if name in fields else getattr(self.frozen, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._signature.parameters:
+            known = ", ".join(self._signature.parameters)
+            raise AttributeError(f"{type(self).__name__} has no field {name!r} to assign to; its fields are {known}")
         self._fields[name] = value
         vars(self)["_frozen"] = None
 
@@ -126,46 +139,118 @@ class Recipe:
         return cls.frozen_class.custom()
 
 
+@dataclass(frozen=True)
+class _OfOneColumn:
+    """A function of amaxes as TransformerEngine lays them, called with those of one tensor, newest first.
+
+    Attributes:
+        algorithm: ``history [len, tensors] -> amax [tensors]``; row 0 is the step that has ended, and the oldest comes
+            next.
+    """
+
+    algorithm: Callable[[torch.Tensor], Any]
+
+    def __call__(self, history: torch.Tensor) -> Any:
+        return self.algorithm(torch.cat((history[:1], history[1:].flip(0)))[:, None])
+
+
 class DelayedScaling(Recipe):
-    """See :class:`fp4engine.recipe.DelayedScaling`."""
+    """See :class:`fp4engine.recipe.DelayedScaling`.
+
+    ``amax_compute_algo``, where it is a function, is called as TransformerEngine calls it, with amaxes [len, tensors],
+    but of one tensor at a time.
+    """
 
     frozen_class = frozen.DelayedScaling
+    by_place = (
+        "margin",
+        "fp8_format",
+        "amax_history_len",
+        "amax_compute_algo",
+        "scaling_factor_compute_algo",
+        "reduce_amax",
+        "fp8_dpa",
+        "fp8_mha",
+        "backward_override",
+    )
+
+    def _make(self, **fields: Any) -> frozen.Recipe:
+        if callable(algorithm := fields.get("amax_compute_algo")):
+            fields["amax_compute_algo"] = _OfOneColumn(algorithm)
+        return super()._make(**fields)
 
 
 class Float8CurrentScaling(Recipe):
     """See :class:`fp4engine.recipe.Float8CurrentScaling`."""
 
     frozen_class = frozen.Float8CurrentScaling
+    by_place = (
+        "use_power_2_scales",
+        "fp8_format",
+        "fp8_gemm_fprop",
+        "fp8_gemm_dgrad",
+        "fp8_gemm_wgrad",
+        "fp8_dpa",
+        "fp8_mha",
+        "backward_override",
+    )
 
 
 class Float8BlockScaling(Recipe):
     """See :class:`fp4engine.recipe.Float8BlockScaling`."""
 
     frozen_class = frozen.Float8BlockScaling
+    by_place = (
+        "use_f32_scales",
+        "fp8_format",
+        "x_block_scaling_dim",
+        "w_block_scaling_dim",
+        "grad_block_scaling_dim",
+        "fp8_gemm_fprop",
+        "fp8_gemm_dgrad",
+        "fp8_gemm_wgrad",
+        "fp8_dpa",
+        "fp8_mha",
+        "backward_override",
+    )
 
 
 class MXFP8BlockScaling(Recipe):
     """See :class:`fp4engine.recipe.MXFP8BlockScaling`."""
 
     frozen_class = frozen.MXFP8BlockScaling
+    by_place = ("margin", "fp8_format", "fp8_dpa", "fp8_mha", "backward_override", "enable_2d_quantization")
 
 
 class NVFP4BlockScaling(Recipe):
     """See :class:`fp4engine.recipe.NVFP4BlockScaling`."""
 
     frozen_class = frozen.NVFP4BlockScaling
+    by_place = (
+        "disable_rht",
+        "disable_stochastic_rounding",
+        "disable_2d_quantization",
+        "row_scaled_activation",
+        "nvfp4_4over6",
+        "nvfp4_4over6_e4m3_use_256",
+        "nvfp4_4over6_err_mode",
+        "fp4_format",
+        "fp8_format",
+        "fp8_dpa",
+        "fp8_mha",
+        "backward_override",
+    )
 
 
 class CustomRecipe(Recipe):
     """See :class:`fp4engine.recipe.CustomRecipe`; a factory may return quantizers and requests of this package."""
 
     frozen_class = frozen.CustomRecipe
+    by_place = ("qfactory", "fp8_format", "fp8_dpa", "fp8_mha", "backward_override", "quantization_alignment")
 
-    def _make(self, *args: Any, **fields: Any) -> frozen.Recipe:
-        if args:
-            fields["qfactory"], args = args[0], args[1:]
+    def _make(self, **fields: Any) -> frozen.Recipe:
         factory = fields.pop("qfactory")
-        return frozen.CustomRecipe(Answering(factory) if callable(factory) else factory, *args, **fields)
+        return super()._make(qfactory=Answering(factory) if callable(factory) else factory, **fields)
 
 
 class _Given(threading.local):
@@ -218,7 +303,7 @@ class Answering:
 
 
 def _delayed(request: DelayedScalingRequest, role: FrozenRole) -> FrozenQuantizer:
-    recipe = frozen.DelayedScaling(**vars(request))
+    recipe: Any = DelayedScaling(**vars(request)).frozen
     casts = recipe.casts(role.tensor_type)
     return DelayedQuantizer(casts.rowwise, casts.columnwise, stream=role_stream(role), recipe=recipe)
 

@@ -1,5 +1,7 @@
 """What ``transformer_engine.pytorch`` exports, as far as fp4engine has it; ``docs/coming-from-te.md`` lists all."""
 
+from typing import Any
+
 from fp4engine.te import common
 from fp4engine.te.pytorch import optimizers
 from fp4engine.te.pytorch.attention import (
@@ -83,6 +85,25 @@ from fp4engine.te.pytorch.utils import (
     get_device_compute_capability,
     interleave_glu_tensor,
 )
+
+_ONE_RANK = "a layer lies on one rank, and there is no communication to overlap"
+ABSENT = {
+    "CusolverMpCtx": "cuSOLVERMp is not used",
+    "FusedMLAQUpProjRopeQuant": "it is one fused CUDA kernel of multi-latent attention, whose parts are there",
+    "ManualOffloadSynchronizer": "PyTorch moves activations by itself",
+    "UserBufferQuantizationMode": _ONE_RANK,
+    "destroy_ub": _ONE_RANK,
+    "initialize_ub": _ONE_RANK,
+    "newton_schulz": "cuSOLVERMp is not used",
+    "ops": "modules fuse by themselves, and torch.nn.Sequential of them says the same",
+}
+"""Names of TransformerEngine's that are not here, and why."""
+
+
+def __getattr__(name: str) -> Any:
+    why = f", since {ABSENT[name]}" if name in ABSENT else ""
+    raise AttributeError(f"{__name__} has no {name!r}{why}; docs/coming-from-te.md lists what there is")
+
 
 __all__ = [
     "CudaRNGStatesTracker",

@@ -9,22 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4engine.arguments import require_callable, require_integer, require_member, shown
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.modules.gemms import Gemms, cast_by_autocast
 from fp4engine.modules.quantized_weight import QuantizedWeight, casts_of
 from fp4engine.modules.te_arguments import te_device
 from fp4engine.quantizers.factory import make_quantizer
 from fp4engine.recipe import CustomRecipe, DelayedScaling, Recipe
+from fp4engine.recipe.base import require
 from fp4engine.roles import TENSOR_TYPES
 from fp4engine.roles import QuantizerRole as FrozenRole
 from fp4engine.te.common.recipe import Answering, answered, as_frozen
+from fp4engine.te.pytorch.constants import GemmParallelModes
 from fp4engine.te.pytorch.custom_recipes.gemm import custom_linear
 from fp4engine.te.pytorch.delayed_wgrad import DelayWgrad, Run
 from fp4engine.te.pytorch.extra_state import ExtraState
 from fp4engine.te.pytorch.module_states import MODES, ModuleStates, recipe_in_force, weights_as_recorded
 from fp4engine.te.pytorch.quantization import FP8GlobalStateManager
 from fp4engine.te.pytorch.recipe_state import AnyRecipe
-from fp4engine.te.pytorch.roles import QuantizerRole
+from fp4engine.te.pytorch.roles import QuantizerRole, require_role
 from fp4engine.te.pytorch.storage import HybridQuantizedWeight
 from fp4engine.te.pytorch.tensor import Float8Quantizer, HybridQuantizer, IdentityQuantizer
 
@@ -68,6 +71,8 @@ class TransformerEngineBaseModule(ExtraState):
         """
         torch.nn.Module.__init__(self)
         require_one_rank(type(self).__name__, **alone)
+        if get_rng_state_tracker is not None:
+            require_callable("get_rng_state_tracker", get_rng_state_tracker)
         if get_rng_state_tracker is not None and rng_tracker_name is not None:
             self._init_context = partial(_forked, get_rng_state_tracker, rng_tracker_name)
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -82,6 +87,9 @@ class TransformerEngineBaseModule(ExtraState):
     def _built(self, bias: bool) -> None:
         """Complete the module after the constructor of fp4engine's module has run."""
         self.use_bias, self._is_built = bias, True
+        for part in self.modules():
+            if isinstance(part, Gemms):
+                part.first_overwrites = True
         if isinstance(self._stored_by, CustomRecipe):
             self._dress_weights(self._stored_by)
 
@@ -140,6 +148,8 @@ class TransformerEngineBaseModule(ExtraState):
             arguments: the last is ``is_first_microbatch``. If it is False, delayed scaling keeps the weight's scale of
                 the first microbatch, and notes no amax of it.
         """
+        if not isinstance(inp, Tensor):
+            raise ValueError(f"{type(self).__name__}.forward(inp=) must be a tensor, got {shown(inp)}")
         inp = cast_by_autocast(inp)
         frozen = None if torch.compiler.is_compiling() else recipe_in_force()
         if frozen is None:
@@ -148,6 +158,16 @@ class TransformerEngineBaseModule(ExtraState):
             return self._run_by(frozen, forward, inp, *arguments)
         with weights_as_recorded([part for part in self.modules() if isinstance(part, Gemms)], frozen):
             return self._run_by(frozen, forward, inp, *arguments)
+
+    def _returned(self, result: Any) -> Any:
+        """``result`` of a forward, whose bias, where one is returned, is of the output's dtype."""
+        if not getattr(self, "return_bias", False):
+            return result
+        output, bias, *rest = result
+        dtype: torch.dtype = output.dtype
+        if isinstance(bias, list):
+            return (output, [None if one is None else one.to(dtype) for one in bias], *rest)
+        return (output, None if bias is None else bias.to(dtype), *rest)
 
     def _run_by(self, frozen: Recipe, forward: Callable[..., Any], inp: Tensor, *arguments: Any) -> Any:
         self._follow(frozen)
@@ -299,6 +319,7 @@ class TransformerEngineBaseModule(ExtraState):
 
     @output_quantizer_role.setter
     def output_quantizer_role(self, role: QuantizerRole | None) -> None:
+        require_role("output_quantizer_role", role)
         if role != self._output_role:
             self._output_role, self._is_current = role, False
 
@@ -309,6 +330,7 @@ class TransformerEngineBaseModule(ExtraState):
 
     @grad_input_quantizer_role.setter
     def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
+        require_role("grad_input_quantizer_role", role)
         if role != self._grad_input_role:
             self._grad_input_role, self._is_current = role, False
 
@@ -387,15 +409,17 @@ def require_one_rank(kind: str, **arguments: Any) -> None:
 
     Raises:
         NotImplementedError: there are several ranks, or ``symmetric_ar_type``.
+        ValueError: a size, a group or a mode that is none.
     """
-    size, group = arguments.pop("tp_size", 1), arguments.pop("tp_group", None)
-    if isinstance(group, torch.distributed.ProcessGroup):
+    size, group = require_integer("tp_size", arguments.get("tp_size", 1), 1), arguments.get("tp_group")
+    if group is not None:
+        require_member("tp_group", group)
         size = max(size, group.size())
     if size != 1:
         raise NotImplementedError(f"{kind}(tp_size={size}) is not implemented: a layer lies on one rank; leave it at 1")
-    for name, value in arguments.items():
-        if name == "symmetric_ar_type" and value is not None:
-            raise NotImplementedError(f"{kind}({name}={value!r}) is not implemented; leave it at None")
+    require("parallel_mode", arguments.get("parallel_mode"), GemmParallelModes)
+    if (kept := arguments.get("symmetric_ar_type")) is not None:
+        raise NotImplementedError(f"{kind}(symmetric_ar_type={kept!r}) is not implemented; leave it at None")
 
 
 def refuse_fp8_tensors(kind: str, fp8_output: bool | None, fp8_grad: bool | None) -> None:

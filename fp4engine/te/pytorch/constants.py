@@ -26,7 +26,13 @@ class DType(IntEnum):
 
     @classmethod
     def cast(cls, dtype: "DType | int") -> "DType":
-        """The member with the number of ``dtype``."""
+        """The member with the number of ``dtype``.
+
+        Raises:
+            ValueError: there is none, as for the names of PyTorch, which ``TE_DType`` translates.
+        """
+        if isinstance(dtype, torch.dtype):
+            raise ValueError(f"a DType is asked for, and {dtype} is PyTorch's; write TE_DType[{dtype}]")
         return cls(int(dtype))
 
 
@@ -55,9 +61,9 @@ AttnMaskTypes = MASK_TYPES
 QKV_FORMATS = ("sbhd", "bshd", "thd")
 """Axes of queries, keys and values: sequence, batch, heads, head size; ``t`` is the tokens of all sequences."""
 AttnTypes = ("self", "cross")
-AttnBiasTypes = ("post_scale_bias", "no_bias", "alibi")
+AttnBiasTypes = ("pre_scale_bias", "post_scale_bias", "no_bias", "alibi")
 LayerTypes = ("encoder", "decoder")
-GemmParallelModes = (None,)
+GemmParallelModes = ("row", "column", None)
 MXFP8_BLOCK_SCALING_SIZE = 32
 NVFP4_BLOCK_SCALING_SIZE = 16
 dist_group_type = torch.distributed.ProcessGroup if torch.distributed.is_available() else object

@@ -5,6 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp4engine.arguments import require_member
 from fp4engine.te.pytorch.base import require_one_rank
 
 
@@ -17,7 +18,7 @@ def parallel_cross_entropy(
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
 ) -> Tensor:
-    """FP32 losses of scores [B, S, V] and labels [B, S]; their mean with ``reduce_loss``.
+    """FP32 losses of scores [B, S, V] and labels [B, S]; with ``reduce_loss`` the mean of those that count, 0 of none.
 
     Args:
         dist_process_group: only of one rank.
@@ -26,10 +27,12 @@ def parallel_cross_entropy(
     Raises:
         NotImplementedError: more ranks.
     """
+    if dist_process_group is not None:
+        require_member("dist_process_group", dist_process_group)
     require_one_rank("parallel_cross_entropy", tp_group=dist_process_group)
-    reduction = "mean" if reduce_loss else "none"
+    reduction = "sum" if reduce_loss else "none"
     scores = inp.float().flatten(0, -2)
     loss = F.cross_entropy(
         scores, target.reshape(-1), ignore_index=ignore_idx, reduction=reduction, label_smoothing=label_smoothing
     )
-    return loss if reduce_loss else loss.view(target.shape)
+    return loss / (target != ignore_idx).sum().clamp(min=1) if reduce_loss else loss.view(target.shape)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fp4engine.arguments import require_callable
 from fp4engine.checkpoint import checkpoint as _checkpoint
 from fp4engine.te.pytorch.quantization import FP8GlobalStateManager
 
@@ -79,7 +80,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         distribute_saved_activations: only False.
         tp_group: without effect.
     """
+    require_callable("function", function)
     tracker = kwargs.pop("get_rng_state_tracker", None)
+    if tracker is not None:
+        require_callable("get_rng_state_tracker", tracker)
     kwargs.pop("tp_group", None)
     if torch.compiler.is_compiling() and tracker is None:
         return _checkpoint(function, *args, **kwargs)

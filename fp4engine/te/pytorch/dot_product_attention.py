@@ -17,7 +17,7 @@ from fp4engine.functional.attention import MASK_TYPES, AttentionMask, attention,
 from fp4engine.modules.te_arguments import refuse
 from fp4engine.recipe.base import require
 from fp4engine.te.pytorch.base import require_one_rank
-from fp4engine.te.pytorch.constants import QKV_FORMATS
+from fp4engine.te.pytorch.constants import QKV_FORMATS, AttnTypes
 from fp4engine.te.pytorch.extra_state import ExtraState
 from fp4engine.te.pytorch.inference import InferenceParams
 
@@ -102,6 +102,8 @@ class DotProductAttention(OnOneRank, ExtraState):
             return_max_logit=max_logit,
         )
         require("qkv_format", qkv_format, QKV_FORMATS)
+        require("attn_mask_type", plain_kind(attn_mask_type), MASK_TYPES)
+        require("attention_type", attention_type, AttnTypes)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if groups < 1 or num_attention_heads % groups:
             raise ValueError(f"num_attention_heads={num_attention_heads} must be a multiple of num_gqa_groups={groups}")
@@ -170,6 +172,7 @@ class DotProductAttention(OnOneRank, ExtraState):
             qkv_layer=(qkv_layer, None),
             kv_layer=(kv_layer, None),
         )
+        self._require_shapes(query_layer, key_layer, value_layer)
         layout = qkv_format or self.qkv_format
         require("qkv_format", layout, QKV_FORMATS)
         kind = self.attn_mask_type if attn_mask_type is None else plain_kind(attn_mask_type)
@@ -223,6 +226,26 @@ class DotProductAttention(OnOneRank, ExtraState):
         else:
             context = call(query, key, value, attention_mask)
         return context.permute(0, 2, 1, 3).flatten(2) if layout == "bshd" else context.permute(2, 0, 1, 3).flatten(2)
+
+    def _require_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Accept what can be attended to, with heads and head sizes as the module has them.
+
+        Raises:
+            ValueError: other shapes, which PyTorch may read past the end of.
+        """
+        of_keys = (self.num_gqa_groups, self.hidden_size_per_attention_head_k)
+        of_values = (self.num_gqa_groups, self.hidden_size_per_attention_head_v)
+        if (
+            key.shape[:-1] != value.shape[:-1]
+            or query.shape[-2:] != (self.num_attention_heads, of_keys[1])
+            or key.shape[-2:] != of_keys
+            or value.shape[-2:] != of_values
+        ):
+            raise ValueError(
+                f"query_layer must end in [{self.num_attention_heads}, {of_keys[1]}], key_layer and value_layer in "
+                f"{list(of_keys)} and {list(of_values)} behind the same axes; got {list(query.shape)}, "
+                f"{list(key.shape)} and {list(value.shape)}"
+            )
 
 
 class _Call:

@@ -24,7 +24,12 @@ class ExtraState(torch.nn.Module):
         """Go on with what :meth:`get_extra_state` returned; what TransformerEngine has pickled is not read.
 
         Warns if that was about delayed scaling, which then begins anew.
+
+        Raises:
+            ValueError: neither.
         """
+        if isinstance(state, Tensor) and state.dtype != torch.uint8:
+            raise ValueError(f"_extra_state must be bytes in a tensor of torch.uint8, got {state.dtype}")
         data = bytes(state.cpu().tolist()) if isinstance(state, Tensor) else b""
         if data.startswith(b"{"):
             set_amax_history(self, json.loads(data))

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4engine.arguments import require_member, shown
 from fp4engine.formats import ScaleRule, fp8, fp8_block, mx
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.reference import round_outer_amax
@@ -24,6 +25,8 @@ def _fp8_element(name: str, dtype: DType | int) -> Any:
 def with_shared_amax(quantizer: Quantizer, tensor: Tensor, group: Any) -> Operands:
     """Operands whose outer amaxes are the largest over the ranks of ``group``."""
     sides: dict[str, Any] = {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
+    if group is not None:
+        require_member("amax_reduction_group", group)
     row, col = quantizer.frozen().amax(tensor, **sides)
     for amax in (row, col):
         if amax is not None:
@@ -46,6 +49,7 @@ class Float8Quantizer(Quantizer):
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         _fp8_element("Float8Quantizer", fp8_dtype)
+        _require_number("Float8Quantizer", scale=scale, amax=amax)
         self.scale, self.amax, self.dtype = scale, amax, DType.cast(fp8_dtype)
 
     def frozen(self, stream: int = 0) -> FrozenQuantizer:
@@ -149,8 +153,8 @@ class Float8CurrentScalingQuantizer(Quantizer):
             return with_shared_amax(self, tensor, self.amax_reduction_group)
         if not self.use_existing_amax:
             return super()._operands(tensor)
-        if self.amax is None:
-            raise ValueError("Float8CurrentScalingQuantizer(use_existing_amax=True) needs amax=, got None")
+        _require_number("Float8CurrentScalingQuantizer", amax=self.amax)
+        assert self.amax is not None
         sides: dict[str, Any] = {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
         frozen = self.frozen()
         assert frozen.rowwise_spec is not None
@@ -168,6 +172,12 @@ class Float8CurrentScalingQuantizer(Quantizer):
         from fp4engine.te.common.recipe import Float8CurrentScaling
 
         return Float8CurrentScaling
+
+
+def _require_number(name: str, **tensors: Any) -> None:
+    for argument, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.numel() != 1:
+            raise ValueError(f"{name}({argument}=) must be a tensor of one element, got {shown(tensor)}")
 
 
 def _refuse_epsilon(name: str, amax_epsilon: float) -> None:

@@ -12,6 +12,8 @@ from fp4engine.checkpoint import checkpoint as recompute
 from fp4engine.environment import read_flag
 from fp4engine.modules.model_init import refuse_parts
 from fp4engine.modules.split_linear import ParametersSplit, SplitLinear
+from fp4engine.recipe.base import require
+from fp4engine.te.common.recipe import as_frozen
 from fp4engine.te.pytorch.base import Init, TransformerEngineBaseModule, quantizers_of, refuse_fp8_tensors
 from fp4engine.te.pytorch.norm import LayerNorm, RMSNorm
 from fp4engine.te.pytorch.padding import Fp8Padding, Fp8Unpadding
@@ -40,7 +42,7 @@ class Linear(TransformerEngineBaseModule, SplitLinear):
     Args:
         save_original_input: changes no byte. Recipes that could not quantize the input a second time warn or raise, as
             in TransformerEngine.
-        recipe: an argument of fp4engine's: the recipe to follow outside regions.
+        recipe: an argument of fp4engine's: the recipe to follow outside regions, of either package's kind.
         sequence_parallel, tp_group, tp_size, parallel_mode, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad,
         ub_bulk_dgrad, ub_bulk_wgrad, ub_name: without effect on one rank; more raise.
         get_rng_state_tracker, rng_tracker_name: weights are initialised by that tracker's state of that name.
@@ -83,6 +85,7 @@ class Linear(TransformerEngineBaseModule, SplitLinear):
         recipe: Any = None,
     ) -> None:
         alone = {"tp_group": tp_group, "tp_size": tp_size, "symmetric_ar_type": symmetric_ar_type}
+        alone["parallel_mode"] = parallel_mode
         self._begin(alone, get_rng_state_tracker, rng_tracker_name, delay_wgrad_compute)
         SplitLinear.__init__(
             self,
@@ -96,7 +99,7 @@ class Linear(TransformerEngineBaseModule, SplitLinear):
             device=device,
             name=name,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            recipe=recipe,
+            recipe=None if recipe is None else as_frozen(recipe),
         )
         self.save_original_input = save_original_input
         self._built(bias)
@@ -114,7 +117,7 @@ class Linear(TransformerEngineBaseModule, SplitLinear):
             NotImplementedError: a quantized output or gradient is asked for.
         """
         refuse_fp8_tensors("Linear", fp8_output, fp8_grad)
-        return self._run(super().forward, inp, is_first_microbatch)
+        return self._returned(self._run(super().forward, inp, is_first_microbatch))
 
 
 class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
@@ -161,6 +164,7 @@ class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
         recipe: Any = None,
     ) -> None:
         alone = {"tp_group": tp_group, "tp_size": tp_size, "symmetric_ar_type": symmetric_ar_type}
+        alone["parallel_mode"] = parallel_mode
         self._begin(alone, get_rng_state_tracker, None, delay_wgrad_compute)
         modules.LayerNormLinear.__init__(
             self,
@@ -178,7 +182,7 @@ class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
             device=device,
             name=name,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            recipe=recipe,
+            recipe=None if recipe is None else as_frozen(recipe),
         )
         self._built(bias)
 
@@ -195,7 +199,7 @@ class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
             NotImplementedError: a quantized output or gradient is asked for.
         """
         refuse_fp8_tensors("LayerNormLinear", fp8_output, fp8_grad)
-        return self._run(super().forward, inp, is_first_microbatch)
+        return self._returned(self._run(super().forward, inp, is_first_microbatch))
 
     def reset_layer_norm_parameters(self) -> None:
         """Let the norm be the identity."""
@@ -269,7 +273,7 @@ class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
             device=device,
             name=name,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            recipe=recipe,
+            recipe=None if recipe is None else as_frozen(recipe),
         )
         self.checkpoint = checkpoint
         self._built(bias)
@@ -295,8 +299,8 @@ class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
             def forward(inp: Tensor, is_first_microbatch: bool | None) -> Any:
                 return recompute(once, inp, is_first_microbatch, use_reentrant=False)
 
-            return self._run(forward, inp, is_first_microbatch)
-        return self._run(super().forward, inp, is_first_microbatch)
+            return self._returned(self._run(forward, inp, is_first_microbatch))
+        return self._returned(self._run(super().forward, inp, is_first_microbatch))
 
     def reset_layer_norm_parameters(self) -> None:
         """Let the norm be the identity."""
@@ -364,9 +368,9 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
                     "GroupedLinear(single_grouped_weight=True) with fuse_wgrad_accumulation=True is not implemented; "
                     "leave one of them out"
                 )
-        self._begin(
-            {"tp_group": tp_group, "tp_size": tp_size}, get_rng_state_tracker, rng_tracker_name, delay_wgrad_compute
-        )
+        require("use_grouped_tensor", use_grouped_tensor, (None, False, True))
+        alone = {"tp_group": tp_group, "tp_size": tp_size, "parallel_mode": parallel_mode}
+        self._begin(alone, get_rng_state_tracker, rng_tracker_name, delay_wgrad_compute)
         modules.GroupedLinear.__init__(
             self,
             num_gemms,
@@ -446,7 +450,7 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
         if out is not None:
             _require_place("out", out, output)
             output = _WriteInto.apply(output, out)
-        return (output, *rest) if rest else output
+        return self._returned((output, *rest)) if rest else output
 
 
 def _require_place(name: str, place: Tensor, written: Tensor) -> None:

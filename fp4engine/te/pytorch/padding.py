@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fp4engine.arguments import require_integer
 from fp4engine.te.pytorch.quantization import FP8GlobalStateManager, get_align_size_for_quantization
 
 
@@ -18,6 +19,8 @@ class Fp8Padding(torch.nn.Module):
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
+        if align_size is not None:
+            align_size = require_integer("align_size", align_size, 1)
         self.num_gemms, self.align_size = num_gemms, align_size
 
     def forward(self, inp: Tensor, m_splits: list[int]) -> tuple[Tensor, list[int]]:

@@ -140,8 +140,9 @@ get_default_fp8_recipe = get_default_recipe
 
 def get_align_size_for_quantization(recipe: AnyRecipe) -> int:
     """What TransformerEngine pads rows of grouped GEMMs to; fp4engine's need no padding."""
+    given = as_frozen(recipe)
     if recipe.custom():
-        return as_frozen(recipe).quantization_alignment  # pyright: ignore[reportAttributeAccessIssue]
+        return given.quantization_alignment  # pyright: ignore[reportAttributeAccessIssue]
     if recipe.mxfp8():
         return 32
     return 128 if recipe.nvfp4() else 16
@@ -247,7 +248,7 @@ def _amax_and_scale_update(  # pyright: ignore[reportUnusedFunction]: scripts th
     amax_history: Tensor, scale: Tensor, fp8_max: float, recipe: AnyRecipe
 ) -> None:
     """End a step: choose ``scale`` [n] by ``amax_history`` [length, n], whose first row is the step, and move it on."""
-    given: Any = as_frozen(recipe)
+    given: Any = recipe
     amax: Any
     if callable(given.amax_compute_algo):
         amax = given.amax_compute_algo(amax_history)

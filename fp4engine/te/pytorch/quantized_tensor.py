@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from fp4engine.arguments import shown
 from fp4engine.formats import CastSpec
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
@@ -64,11 +65,13 @@ class Quantizer:
         """``tensor`` quantized; into ``out`` if that is given. Its gradient is that of the tensor.
 
         Args:
-            dtype: the dtype that the result has to PyTorch; by default that of ``tensor``.
+            dtype: without effect, as in TransformerEngine: the result has the dtype of ``tensor`` to PyTorch.
         """
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{type(self).__name__} quantizes a tensor, got {shown(tensor)}")
         if out is not None:
             return self.update_quantized(tensor, out)
-        tensor = tensor.contiguous() if dtype is None else tensor.to(dtype)
+        tensor = tensor.contiguous()
         if torch.is_grad_enabled() and tensor.requires_grad:
             return _Quantize.apply(tensor, self.quantize_impl)  # pyright: ignore[reportReturnType]
         return self.quantize_impl(tensor.detach())
@@ -78,7 +81,8 @@ class Quantizer:
 
     def quantize_impl(self, tensor: Tensor) -> "QuantizedTensor":
         """``tensor`` quantized, without autograd."""
-        return self.tensor_class.of(self._operands(tensor), self)
+        operands = self._operands(tensor)
+        return self.tensor_class.of(operands, self)
 
     def alone(self, operands: Operands) -> "QuantizedTensor":
         """A tensor of this quantizer's kind with the given operands."""
@@ -103,7 +107,14 @@ class Quantizer:
         """Let ``dst`` become ``src`` quantized, unless ``noop_flag`` holds something other than zero.
 
         A side that is not in use stays as it is.
+
+        Raises:
+            ValueError: ``dst`` is no quantized tensor, or has another shape.
         """
+        if not isinstance(dst, QuantizedTensor):
+            raise ValueError(f"{type(self).__name__} writes into a QuantizedTensor, got {type(dst).__name__}")
+        if src.shape[-1:] != dst.shape[-1:] or src.numel() != dst.numel():
+            raise ValueError(f"a tensor {list(src.shape)} cannot be quantized into one {list(dst.shape)}")
         is_used = self.rowwise_usage or self.columnwise_usage
         if is_used and (noop_flag is None or not bool(noop_flag.any())):
             values = src.detach().to(dst.device, copy=True)  # a copy, since high precision is kept as it is given

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4engine.arguments import require_integer
 from fp4engine.quantizers.delayed import DelayedQuantizer
 from fp4engine.recipe import Recipe as FrozenRecipe
 from fp4engine.te.common import recipe as recipes
 from fp4engine.te.common.recipe import Format, Recipe, as_frozen
 from fp4engine.te.pytorch.constants import DType
 from fp4engine.te.pytorch.quantized_tensor import Quantizer
-from fp4engine.te.pytorch.roles import DelayedScalingRequest, QuantizerRole
+from fp4engine.te.pytorch.roles import DelayedScalingRequest, QuantizerRole, require_role
 from fp4engine.te.pytorch.tensor import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -65,7 +66,7 @@ class RecipeState:
         roles: of the tensors, which win over their places; None for a tensor leaves it to its place.
 
     Raises:
-        ValueError: another mode, or roles that are not as many as the quantizers.
+        ValueError: no recipe, another mode, or roles that are none, or not as many as the quantizers.
     """
 
     _KNOWN_TENSOR_TYPES = (*FORWARD_TYPES, *BACKWARD_TYPES)
@@ -81,6 +82,9 @@ class RecipeState:
     ) -> None:
         if mode not in ("forward", "backward"):
             raise ValueError(f"mode must be 'forward' or 'backward', got {mode!r}")
+        num_quantizers = require_integer("num_quantizers", num_quantizers, 0)
+        for role in roles or ():
+            require_role("roles", role)
         if roles is not None and len(roles) != num_quantizers:
             raise ValueError(
                 f"RecipeState requires roles to match num_quantizers={num_quantizers}, got {len(roles)} roles"
@@ -103,6 +107,7 @@ class RecipeState:
         Raises:
             ValueError: TransformerEngine has no such recipe; ``fp4engine.make_quantizer`` answers for every one.
         """
+        as_frozen(recipe)
         for name, cls in _STATES.items():
             if getattr(recipe, name)():
                 return cls(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)

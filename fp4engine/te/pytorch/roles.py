@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from fp4engine.arguments import shown
 from fp4engine.recipe import Format
 
 
@@ -25,6 +27,16 @@ class QuantizerRole:
     def __str__(self) -> str:
         parts = [f"{field}={value}" for field, value in vars(self).items() if value]
         return "|".join(parts) or "QuantizerRole()"
+
+
+def require_role(name: str, role: Any) -> None:
+    """Accept a role, and None for one that is not known.
+
+    Raises:
+        ValueError: the argument ``name`` is something else.
+    """
+    if role is not None and not isinstance(role, QuantizerRole):
+        raise ValueError(f"{name} must be a QuantizerRole or None, got {shown(role)}")
 
 
 @dataclass(frozen=True)

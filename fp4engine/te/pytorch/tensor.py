@@ -99,8 +99,10 @@ class NVFP4Quantizer(Quantizer):
         self.with_rht, self.with_post_rht_amax = with_rht, with_post_rht_amax
         self.with_2d_quantization, self.stochastic_rounding = with_2d_quantization, stochastic_rounding
         self.row_scaled_nvfp4, self.nvfp4_use_4over6 = row_scaled_nvfp4, nvfp4_use_4over6
-        self.nvfp4_e4m3_max, self.nvfp4_4over6_err_mode = nvfp4_e4m3_max, nvfp4_4over6_err_mode
+        self.nvfp4_e4m3_max = nvfp4_e4m3_max if nvfp4_use_4over6 else 448
+        self.nvfp4_4over6_err_mode = str(nvfp4_4over6_err_mode).upper()
         self.with_random_sign_mask = with_random_sign_mask
+        self.frozen()  # raises for what does not go together
 
     def frozen(self, stream: int = 0) -> FrozenQuantizer:
         bound = self.nvfp4_e4m3_max if self.nvfp4_use_4over6 else 448

@@ -283,6 +283,9 @@ def test_weights_that_cannot_be_served_are_refused_by_name(tmp_path) -> None:
     with pytest.raises(ValueError, match="in_features=24, and both formats hold whole blocks of 16"):
         export_checkpoint(ragged, tmp_path / "out")
     fused = nn.Sequential(fp4engine.LayerNormLinear(16, 16, recipe=WEIGHT_ONLY))
+    empty = nn.Sequential(fp4engine.Linear(32, 0, recipe=WEIGHT_ONLY))
+    with pytest.raises(ValueError, match=r"multiplies by '0.weight' \[0, 32\], which has no values to write"):
+        export_checkpoint(empty, tmp_path / "out")
     with pytest.raises(ValueError, match="'0' is a LayerNormLinear, whose parameters no server knows"):
         export_checkpoint(fused, tmp_path / "out")
     broken = converted()

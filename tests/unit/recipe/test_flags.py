@@ -60,8 +60,8 @@ def test_names_that_are_read_and_those_of_others_are_left_alone(monkeypatch) -> 
         assert NVFP4BlockScaling().disable_rht
 
 
-def test_fast_math_is_refused_by_name(monkeypatch) -> None:
-    name = "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH"
+@pytest.mark.parametrize("name", ["NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "NVTE_USE_FAST_MATH"])
+def test_fast_math_is_refused_by_name(monkeypatch, name) -> None:
     monkeypatch.setenv(name, "1")
     for make in (NVFP4BlockScaling, LinearRecipe):
         with pytest.raises(ValueError, match=f"{name}='1' is not implemented.*'0'"):

@@ -171,13 +171,6 @@ def test_trains_on_a_gpu(recipe) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.fixture(scope="module")
-def group_of_one():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
-
-
 def test_sharing_amaxes_in_a_group_of_one_changes_no_byte(recipe, group_of_one) -> None:
     layer, inp = fp4engine.Linear(40, 48), torch.randn(33, 40, requires_grad=True)
     results = []
