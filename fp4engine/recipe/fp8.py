@@ -64,6 +64,8 @@ class Float8CurrentScaling(_FP8Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
+        for gemm in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            require(gemm, getattr(self, gemm), (FAST, SPLIT))
 
     @property
     def fp8_quant_fwd_inp(self) -> QParams:
