@@ -47,9 +47,10 @@ class _Kept(NamedTuple):
 class WeightCache:
     """Operands of one weight, valid while the weight is the same tensor, unwritten, under an equal plan.
 
-    Caching never changes a byte: what is drawn or depends on earlier steps is made anew. The weight is known by
-    identity, and by the memory that ``weight.data = ...`` may have given it; writes move its version counter, except
-    those of fused optimizers, of which :func:`told_of_steps` tells, and those in place through ``weight.data``.
+    Caching never changes a byte: what is drawn, depends on earlier steps, or is made by a quantizer that does more than
+    cast, and may read what is not in the weight, is made anew. The weight is known by identity, and by the memory that
+    ``weight.data = ...`` may have given it; writes move its version counter, except those of fused optimizers, of which
+    :func:`told_of_steps` tells, and those in place through ``weight.data``.
 
     A weight that has memory is held, since ``torch.utils.swap_tensors``, by which modules may be told to convert their
     parameters, swaps none that is referred to weakly; another one is not swapped, which nothing here would notice.
@@ -70,7 +71,8 @@ class WeightCache:
         Operands made for a backward pass also serve a forward without one, which gets no operand of dgrad: what a
         forward saves must not depend on what a cache holds, or a recomputed forward would save something else.
         """
-        changes = plan.weight.draws_in_forward or plan.weight.is_stateful
+        quantizer = plan.weight
+        changes = quantizer.draws_in_forward or quantizer.is_stateful or not quantizer.only_casts
         if changes or weight.is_inference():  # made in inference mode: it has no version counter
             return make()
         storage, layout = _memory(weight)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fp4engine
+from fp4engine.export import share_amax
 from fp4engine.formats import CastSpec, RoundingMode
 from fp4engine.functional import make_linear_plan, weight_cache
 from fp4engine.recipe import Casts, DelayedScaling, LinearRecipe, NVFP4BlockScaling
@@ -146,6 +147,20 @@ def test_what_changes_from_call_to_call_is_not_cached(layer, batches, recipe):
                 with fp4engine.autocast(recipe=recipe):
                     outputs.append(module(batch).detach())
     assert_same(outputs[:3], outputs[3:])
+
+
+def test_weights_that_share_an_amax_are_quantized_every_time():
+    """A write to one of the siblings moves no version of the others', whose scales it changes."""
+    model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(48, 32), "k_proj": torch.nn.Linear(48, 32)})
+    fp4engine.convert(model, share_amax(model, NVFP4BlockScaling()))
+    inp = torch.randn(8, 48)
+    with fp4engine.weight_cache(model):
+        before = model["q_proj"](inp)
+        with torch.no_grad():
+            model["k_proj"].weight.mul_(37)
+        cached = model["q_proj"](inp)
+    assert not torch.equal(before, cached)
+    assert torch.equal(cached, model["q_proj"](inp))
 
 
 def test_weights_made_in_inference_mode_are_quantized_every_time(batches):
