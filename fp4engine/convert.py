@@ -101,11 +101,13 @@ def revert(model: nn.Module) -> None:
 
     Raises:
         ValueError: ``model`` is a :class:`fp4engine.Linear` itself, or nothing below it was converted; a module was
-            parametrized since, or its forward was replaced on the object, as Accelerate's hooks do.
+            parametrized since, a list or a bound method holds it besides, or its forward was replaced on the object, as
+            Accelerate's hooks do.
     """
     require_model(model)
     if isinstance(model, Linear):
         raise ValueError("revert swaps the modules inside a model, and this model is itself an fp4engine.Linear")
+    held = _held_besides(model)
     for name, module in model.named_modules():
         if not (isinstance(module, (Linear, TorchMultiheadAttention)) or is_conv1d(module)):
             continue
@@ -114,6 +116,8 @@ def revert(model: nn.Module) -> None:
                 f"the forward of {name!r} was replaced on the object, and goes on multiplying as before; delete the "
                 "attribute first, after accelerate.hooks.remove_hook_from_submodules(model) where that put it there"
             )
+        if module in held:
+            raise ValueError(f"{name!r} would go on following recipes: {held[module]}")
         require_plain_class(name, module, "revert")
     swaps: dict[nn.Module, nn.Module] = {m: to_linear(m) for m in model.modules() if isinstance(m, Linear)}
     modules = list(model.modules())

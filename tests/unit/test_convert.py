@@ -191,6 +191,12 @@ def test_modules_that_are_held_past_their_names_are_left_alone_with_a_reason(hol
     text = "ModuleDict.layers holds it too, which a swap does not reach; make that an nn.ModuleList"
     assert reasons == {"a": text, "b": text}
     assert isinstance(model["c"], fp4engine.Linear)
+    vars(model)["layers"] = hold(model["a"], model["c"])
+    with pytest.raises(ValueError, match=re.escape(f"'c' would go on following recipes: {text}")):
+        fp4engine.revert(model)
+    del vars(model)["layers"]
+    fp4engine.revert(model)
+    assert type(model["c"]) is nn.Linear
 
 
 def test_kept_attention_is_left_alone_with_its_output_projection() -> None:
