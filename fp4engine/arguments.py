@@ -61,6 +61,16 @@ def require_integer(name: str, value: Any, least: int | None = None, most: int |
     return number
 
 
+def require_rate(name: str, value: Any) -> None:
+    """Raise a ValueError unless ``value`` of the argument ``name`` is a number from 0 to 1."""
+    try:
+        fits = 0 <= value <= 1
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{name} must be a number from 0 to 1, got {shown(value)}")
+
+
 def require_callable(name: str, function: Callable[..., Any]) -> None:
     """Raise unless the argument ``name`` can be called.
 

@@ -4,9 +4,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import itemgetter
+from types import MethodType
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from fp4engine.accounting.executed import count_high_precision, stop_counting
 from fp4engine.accounting.planned import (
@@ -99,11 +101,13 @@ def revert(model: nn.Module) -> None:
 
     Raises:
         ValueError: ``model`` is a :class:`fp4engine.Linear` itself, or nothing below it was converted; a module was
-            parametrized since, or its forward was replaced on the object, as Accelerate's hooks do.
+            parametrized since, a list or a bound method holds it besides, or its forward was replaced on the object, as
+            Accelerate's hooks do.
     """
     require_model(model)
     if isinstance(model, Linear):
         raise ValueError("revert swaps the modules inside a model, and this model is itself an fp4engine.Linear")
+    held = _held_besides(model)
     for name, module in model.named_modules():
         if not (isinstance(module, (Linear, TorchMultiheadAttention)) or is_conv1d(module)):
             continue
@@ -112,6 +116,8 @@ def revert(model: nn.Module) -> None:
                 f"the forward of {name!r} was replaced on the object, and goes on multiplying as before; delete the "
                 "attribute first, after accelerate.hooks.remove_hook_from_submodules(model) where that put it there"
             )
+        if module in held:
+            raise ValueError(f"{name!r} would go on following recipes: {held[module]}")
         require_plain_class(name, module, "revert")
     swaps: dict[nn.Module, nn.Module] = {m: to_linear(m) for m in model.modules() if isinstance(m, Linear)}
     modules = list(model.modules())
@@ -193,7 +199,7 @@ def _reasons(
     kept: dict[str, str],
 ) -> dict[str, str]:
     """Why each linear module is left alone; empty if it is not."""
-    never_called = is_never_called(model)
+    never_called, held = is_never_called(model), _held_besides(model)
     reasons: dict[str, str] = {}
     for name, module in linears.items():
         if isinstance(module, Gemms):
@@ -203,7 +209,7 @@ def _reasons(
         elif module in never_called:
             reason = "nn.MultiheadAttention reads its weight and never calls it"
         else:
-            reason = _obstacle(module)
+            reason = _obstacle(module) or held.get(module, "")
             if not reason and module_filter_fn is not None and not module_filter_fn(module, name):
                 reason = "module_filter_fn said no"
         reasons[name] = reason
@@ -246,6 +252,19 @@ def _obstacle(module: nn.Linear) -> str:
     if is_lazy(weight):
         return "its weight has no shape yet (lazy); run the model once first"
     return ""
+
+
+def _held_besides(model: nn.Module) -> dict[nn.Module, str]:
+    """Linear modules that a module has in a list or as a bound method too, and why a swap would miss calls of them."""
+    held: dict[nn.Module, str] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            for leaf in tree_leaves(value) if name != "_modules" else ():
+                called = leaf.__self__ if isinstance(leaf, MethodType) else leaf
+                if isinstance(called, nn.Linear) and called is not module:
+                    where = f"{type(module).__name__}.{name}"
+                    held[called] = f"{where} holds it too, which a swap does not reach; make that an nn.ModuleList"
+    return held
 
 
 def _linear_numel(module: nn.Module) -> int:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp4engine.arguments import require_integer
+
 MASK_TYPES = (
     "no_mask",
     "causal",
@@ -33,7 +35,7 @@ class AttentionMask:
         bottom_right_diagonal: where a window's diagonal lies if ``kind`` is not causal; None is bottom right.
 
     Raises:
-        ValueError: unknown kind, or a window that contradicts a causal kind.
+        ValueError: unknown kind, or a window that is none or contradicts a causal kind.
     """
 
     kind: str = "causal"
@@ -43,6 +45,10 @@ class AttentionMask:
     def __post_init__(self) -> None:
         if self.kind not in MASK_TYPES:
             raise ValueError(f"mask type must be one of {', '.join(map(repr, MASK_TYPES))}, got {self.kind!r}")
+        if len(self.window) != 2:
+            raise ValueError(f"window_size of a mask must be two integers, got {self.window_size}")
+        for size in self.window:
+            require_integer("each of window_size", size, -1)
         if self.is_causal and self.window[1] != 0:
             raise ValueError(f"window_size of a {self.kind!r} mask must end at 0, got {self.window_size}")
 
@@ -70,6 +76,8 @@ class AttentionMask:
         """
         if self.reads_mask and masked is None:
             raise ValueError(f"a {self.kind!r} mask needs attention_mask")
+        if self.reads_mask and masked is not None and masked.dtype != torch.bool:
+            raise ValueError(f"attention_mask must be boolean, True where NOT to attend, got {masked.dtype}")
         allowed = ~masked if self.reads_mask and masked is not None else None
         left, right = self.window
         if left < 0 and right < 0:
@@ -172,12 +180,12 @@ def rotate(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
         interleaved: pairs are neighbours instead of the two halves of R.
 
     Raises:
-        ValueError: angles of fewer positions than S, or R > D.
+        ValueError: angles of fewer positions than S, R > D, or an odd R.
     """
-    if angles.shape[0] < x.shape[2] or angles.shape[-1] > x.shape[-1]:
+    if angles.shape[0] < x.shape[2] or angles.shape[-1] > x.shape[-1] or angles.shape[-1] % 2:
         raise ValueError(
-            f"rotary_pos_emb must have angles of {x.shape[2]} or more positions and of {x.shape[-1]} or fewer "
-            f"components, [S, 1 or B, 1, R], got {list(angles.shape)}"
+            f"rotary_pos_emb must have angles of {x.shape[2]} or more positions and of an even number of components, "
+            f"{x.shape[-1]} or fewer, [S, 1 or B, 1, R], got {list(angles.shape)}"
         )
     angles = angles[: x.shape[2]].permute(1, 2, 0, 3)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)

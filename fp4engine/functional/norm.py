@@ -74,8 +74,14 @@ class Norm:
         return 0.0 if self.zero_centered_gamma else 1.0
 
     def __call__(self, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
-        """Normalise x [..., *gamma.shape]; the bits of PyTorch's own function where dtypes agree and gamma is plain."""
+        """Normalise x [..., *gamma.shape]; the bits of PyTorch's own function where dtypes agree and gamma is plain.
+
+        Raises:
+            ValueError: x holds integers or booleans, which the values would be rounded to.
+        """
         dtype = x.dtype
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"x must be floating point, got {dtype}")
         if self.zero_centered_gamma or dtype != gamma.dtype:
             # In BF16, 1 + gamma would keep eight bits of gamma.
             wide = torch.promote_types(torch.promote_types(dtype, gamma.dtype), torch.float32)

@@ -39,10 +39,11 @@ class _Kept(NamedTuple):
 class WeightCache:
     """Operands of one weight, valid while the weight is the same tensor, unwritten, under an equal plan.
 
-    Caching never changes a byte: operands that are drawn or depend on earlier steps are made anew. A weight is known by
-    identity, by its storage, since ``weight.data = ...`` gives it another, and by its version counter. Fused optimizers
-    do not move that counter, so :func:`told_of_steps` clears caches after every step. Writes in place through
-    ``weight.data`` go unnoticed.
+    Caching never changes a byte: operands are made anew if they are drawn, depend on earlier steps, or come from a
+    quantizer that does more than cast, which may read what is not in the weight. A weight is known by identity, by its
+    storage, since ``weight.data = ...`` gives it another, and by its version counter. Fused optimizers do not move that
+    counter, so :func:`told_of_steps` clears caches after every step. Writes in place through ``weight.data`` go
+    unnoticed.
 
     A weight with a storage is referred to strongly, because ``torch.utils.swap_tensors`` refuses tensors with weak
     references; a swapped weight has another storage. One without a storage is referred to weakly, and so never swapped.
@@ -63,7 +64,8 @@ class WeightCache:
         Operands made for a backward pass also serve a forward without one, but that gets no operand for dgrad: if what
         a forward saves depended on the cache, a recomputed forward might save something else.
         """
-        changes = plan.weight.draws_in_forward or plan.weight.is_stateful
+        quantizer = plan.weight
+        changes = quantizer.draws_in_forward or quantizer.is_stateful or not quantizer.only_casts
         if changes or weight.is_inference():  # made in inference mode: it has no version counter
             return make()
         storage, layout = _memory(weight)

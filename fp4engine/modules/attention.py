@@ -11,6 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from fp4engine.arguments import require_integer, require_rate
 from fp4engine.functional.attention import AttentionMask, attention, require_bias, rotate
 from fp4engine.modules.layernorm_linear import LayerNormLinear
 from fp4engine.modules.linear import Linear
@@ -117,13 +118,16 @@ class MultiheadAttention(torch.nn.Module):
             raise NotImplementedError("MultiheadAttention(qkv_format='thd') is not implemented; use 'sbhd' or 'bshd'")
         require("qkv_format", qkv_format, ("sbhd", "bshd"))
         require("attention_type", attention_type, ("self", "cross"))
-        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        require_rate("attention_dropout", attention_dropout)
+        num_attention_heads = require_integer("num_attention_heads", num_attention_heads, 1)
+        groups = require_integer("num_gqa_groups", num_attention_heads if num_gqa_groups is None else num_gqa_groups, 1)
+        kv_channels = None if kv_channels is None else require_integer("kv_channels", kv_channels, 1)
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ValueError(
                 f"hidden_size={hidden_size} must be a multiple of num_attention_heads={num_attention_heads}, "
                 "or kv_channels be given"
             )
-        if groups < 1 or num_attention_heads % groups:
+        if num_attention_heads % groups:
             raise ValueError(f"num_attention_heads={num_attention_heads} must be a multiple of num_gqa_groups={groups}")
         super().__init__()
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups

@@ -96,7 +96,7 @@ class Gemms(torch.nn.Module):
         self._ran_by_recipe = False
         self._share: tuple[Any, Shards, WholesOf, str] | None = None
         self._weight_amaxes: WeightAmaxes | None = None
-        self._weight_cache: WeightCache | None = None
+        self._weight_caches: tuple[WeightCache, ...] = ()
         self._microbatch_cache: WeightCache | None = None
 
     @property
@@ -411,12 +411,13 @@ class Gemms(torch.nn.Module):
         """
         if isinstance(weight, QuantizedWeight):
             return stored_operands(weight, plan, group)
-        if is_first_microbatch is None and self._weight_cache is None:
+        caches = self._weight_caches  # read once: a region on another thread may end meanwhile
+        if is_first_microbatch is None and not caches:
             return None
         if torch.compiler.is_dynamo_compiling() or not isinstance(weight, torch.nn.Parameter):
             return None
         if is_first_microbatch is None:
-            return self._weight_cache
+            return caches[-1]
         if is_first_microbatch or self._microbatch_cache is None:
             self._microbatch_cache = microbatch_cache()
         return self._microbatch_cache
@@ -439,7 +440,7 @@ class Gemms(torch.nn.Module):
             "_answers": {},
             "_share": None,
             "_weight_amaxes": None,
-            "_weight_cache": None,
+            "_weight_caches": (),
             "_microbatch_cache": None,
         }
         return {**vars(self), **derived}

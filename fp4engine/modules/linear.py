@@ -1,5 +1,6 @@
 """``nn.Linear`` whose three GEMMs follow the recipe in force."""
 
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -99,12 +100,17 @@ class Linear(Gemms, torch.nn.Linear):
         return self.multiply(input, self.weight, self.bias, is_first_microbatch)
 
 
+_lock = threading.Lock()
+"""Held while regions of :func:`weight_cache` begin and end, which threads may do at once."""
+
+
 @contextmanager
 def weight_cache(model: torch.nn.Module) -> Generator[None]:
     """Region in which each module below ``model`` quantizes its weight once, e.g. around accumulation.
 
     An entry is dropped when its weight is written to or replaced; every entry is dropped when a ``torch.optim``
-    optimizer steps and when the region ends. Cached and uncached passes give the same bytes.
+    optimizer steps and when the region ends. Cached and uncached passes give the same bytes. Such regions may lie
+    within each other, and end in any order.
 
     Raises:
         ValueError: ``model`` is no module.
@@ -112,12 +118,15 @@ def weight_cache(model: torch.nn.Module) -> Generator[None]:
     require_model(model)
     layers = [module for module in model.modules() if isinstance(module, Gemms)]
     caches = [WeightCache() for _ in layers]
-    outer = [layer._weight_cache for layer in layers]
-    for layer, cache in zip(layers, caches, strict=True):
-        layer._weight_cache = cache
+    with _lock:
+        for layer, cache in zip(layers, caches, strict=True):
+            layer._weight_caches = (*layer._weight_caches, cache)
     try:
         with told_of_steps(caches):
             yield
     finally:
-        for layer, cache in zip(layers, outer, strict=True):
-            layer._weight_cache = cache
+        with _lock:
+            for layer, cache in zip(layers, caches, strict=True):
+                left = vars(layer).get("_weight_caches", ())  # a module that was reverted meanwhile has none
+                if cache in left:
+                    layer._weight_caches = tuple(other for other in left if other is not cache)

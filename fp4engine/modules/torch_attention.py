@@ -65,7 +65,8 @@ class TorchMultiheadAttention(torch.nn.MultiheadAttention):
         """As ``nn.MultiheadAttention.forward``.
 
         Raises:
-            ValueError: ``is_causal`` is given without ``attn_mask``, or ``query`` is a nested tensor.
+            ValueError: ``is_causal`` is given without ``attn_mask``, or inputs are nested or have shapes and dtypes that
+                ``nn.MultiheadAttention`` refuses too.
         """
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True is a hint about attn_mask, and needs it")
@@ -74,13 +75,18 @@ class TorchMultiheadAttention(torch.nn.MultiheadAttention):
                 "a converted nn.MultiheadAttention takes no nested tensors: pass key_padding_mask; of an "
                 "nn.TransformerEncoder, which makes them in evaluation, set use_nested_tensor = False"
             )
+        if query.dim() not in (2, 3) or key.dim() != query.dim() or key.shape[:-1] != value.shape[:-1]:
+            raise _unfit(query, key, value)
         batched, batch_first = query.dim() == 3, self.batch_first
         q, k, v = self._projected(query, key, value)  # [..., E] each, in the caller's layout
         if not batched:
             q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         elif not batch_first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        mask = self._mask(attn_mask, key_padding_mask, q, k.shape[1])
+        if q.shape[0] != k.shape[0]:
+            raise _unfit(query, key, value)
+        padding = key_padding_mask if batched or key_padding_mask is None else key_padding_mask[None]
+        mask = self._mask(attn_mask, padding, q, k.shape[1])
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         weights = None
@@ -117,13 +123,33 @@ class TorchMultiheadAttention(torch.nn.MultiheadAttention):
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, keys: int) -> Tensor | None:
         """What is added to the scores [B, H, L, S], broadcastable; None for nothing."""
-        mask = None if attn_mask is None else _additive(attn_mask, q.dtype)
-        if mask is not None and mask.dim() == 3:
-            mask = mask.view(q.shape[0], self.num_heads, q.shape[1], keys)
+        (batch, queries), heads, mask = q.shape[:2], self.num_heads, None
+        if attn_mask is not None:
+            _require_mask("attn_mask", attn_mask, (queries, keys), (batch * heads, queries, keys))
+            mask = _additive(attn_mask, q.dtype)
+            mask = mask.view(batch, heads, queries, keys) if mask.dim() == 3 else mask
         if padding is None:
             return mask
-        padding = _additive(padding, q.dtype).view(q.shape[0], 1, 1, keys)
+        _require_mask("key_padding_mask", padding, (batch, keys))
+        padding = _additive(padding, q.dtype).view(batch, 1, 1, keys)
         return padding if mask is None else mask + padding
+
+
+def _unfit(query: Tensor, key: Tensor, value: Tensor) -> ValueError:
+    """What to raise for inputs that do not go together."""
+    shapes = " and ".join(str(tuple(x.shape)) for x in (query, key, value))
+    return ValueError(
+        "query, key and value must be of one batch or all without one, and value as long as key, got shapes " + shapes
+    )
+
+
+def _require_mask(name: str, mask: Tensor, *shapes: tuple[int, ...]) -> None:
+    """Raise a ValueError unless ``mask`` is boolean or floating point, and of one of ``shapes``."""
+    if tuple(mask.shape) not in shapes or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise ValueError(
+            f"{name} must be boolean or floating point, of shape {' or '.join(map(str, shapes))}, "
+            f"got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp4engine.arguments import require_rate
 from fp4engine.modules.attention import MultiheadAttention
 from fp4engine.modules.layernorm_mlp import LayerNormMLP
 from fp4engine.modules.norm import LayerNorm, RMSNorm
@@ -42,7 +43,7 @@ class TransformerLayer(torch.nn.Module):
 
     Raises:
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
-        ValueError: arguments that contradict each other.
+        ValueError: arguments that contradict each other, or rates that are none.
     """
 
     __call__: Callable[..., Tensor]
@@ -99,6 +100,8 @@ class TransformerLayer(torch.nn.Module):
                 "parallel_attention_mlp=True goes with layer_type='encoder' and without "
                 "apply_residual_connection_post_layernorm and output_layernorm"
             )
+        require_rate("hidden_dropout", hidden_dropout)
+        require_rate("drop_path_rate", drop_path_rate)
         super().__init__()
         self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate
         self.batch_dim = 0 if attn_input_format == "bshd" else 1
@@ -232,7 +235,7 @@ class TransformerLayer(torch.nn.Module):
             shape = [1] * branch.ndim
             shape[self.batch_dim] = branch.shape[self.batch_dim]
             kept = torch.rand(shape, dtype=torch.float32, device=branch.device) >= self.drop_path_rate
-            branch = branch * (kept.float() / (1 - self.drop_path_rate)).to(branch.dtype)
+            branch = branch * (kept.float() / (1 - self.drop_path_rate or 1)).to(branch.dtype)
         return residual + branch
 
 

@@ -150,6 +150,17 @@ class RandomStream:
                 _entered.pop()
                 self._change_places()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies are made of.
+
+        Raises:
+            RuntimeError: the stream is in force, and what it has drawn lies elsewhere.
+        """
+        with lock:
+            if self._is_in_force:
+                raise RuntimeError("this random stream is in force; leave its region before copying or saving it")
+            return dict(vars(self))
+
     def _change_places(self) -> None:
         """Swap contents with what is in force: the module's own containers stay, in which compiled code looks."""
         self._is_in_force = not self._is_in_force

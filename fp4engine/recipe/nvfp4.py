@@ -181,6 +181,16 @@ def nvfp4_casts(
     """
     require("nvfp4_e4m3_max", nvfp4_e4m3_max, (448, 256))
     require("nvfp4_4over6_err_mode", nvfp4_4over6_err_mode, ERROR_MODES)
+    for switch, value in (
+        ("with_rht", with_rht),
+        ("with_2d_quantization", with_2d_quantization),
+        ("stochastic_rounding", stochastic_rounding),
+        ("row_scaled_nvfp4", row_scaled_nvfp4),
+        ("nvfp4_use_4over6", nvfp4_use_4over6),
+        ("with_random_sign_mask", with_random_sign_mask),
+        ("guarded", guarded),
+    ):
+        require(switch, value, (False, True))
     if row_scaled_nvfp4 and with_2d_quantization:
         raise ValueError("row_scaled_nvfp4=True goes with 1x16 blocks, got with_2d_quantization=True")
     if nvfp4_use_4over6 and stochastic_rounding:

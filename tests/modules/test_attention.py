@@ -75,7 +75,7 @@ def test_a_diagonal_that_padding_decides_needs_both_masks():
     assert attention(key, key, value, mask, masked).isfinite().all()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (5, 1, 1, 8), (6, 1, 1, 10)])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (5, 1, 1, 8), (6, 1, 1, 10), (6, 1, 1, 3)])
 def test_too_few_angles_or_too_many_components_are_refused(shape):
     with pytest.raises(ValueError, match="rotary_pos_emb must have angles of 6 or more positions"):
         rotate(torch.randn(1, 2, 6, 8), torch.zeros(shape))
@@ -104,15 +104,33 @@ def test_rotary_embedding_turns_pairs(interleaved):
     close(rotate(x, angles, interleaved), expected)
 
 
-@pytest.mark.parametrize("mask", [("diagonal", None), ("causal", (3, 1)), ("padding_causal", (-1, -1))])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        ("diagonal", None),
+        ("causal", (3, 1)),
+        ("padding_causal", (-1, -1)),
+        ("causal", (-2, 0)),
+        ("no_mask", (2.5, 0)),
+        ("no_mask", (1, 1, 1)),
+    ],
+)
 def test_bad_masks_raise(mask):
-    with pytest.raises(ValueError, match="mask"):
+    with pytest.raises(ValueError, match=r"mask|window_size"):
         AttentionMask(*mask)
 
 
 def test_padding_without_a_mask_raises():
     with pytest.raises(ValueError, match="needs attention_mask"):
         attention(*qkv(), AttentionMask("padding"))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+@pytest.mark.parametrize("kind", [kind for kind in MASK_TYPES if AttentionMask(kind).reads_mask])
+def test_masks_of_ones_and_zeros_are_refused(kind, dtype):
+    masked = torch.zeros(3, 1, 1, 9, dtype=dtype)
+    with pytest.raises(ValueError, match="attention_mask must be boolean, True where NOT to attend, got torch"):
+        attention(*qkv(), AttentionMask(kind), masked, padded=torch.zeros(3, 1, 1, 6, dtype=torch.bool))
 
 
 def project(module, inp):
@@ -289,6 +307,11 @@ def test_drop_path_leaves_out_whole_branches():
     assert torch.equal(layer._add(torch.zeros_like(inp), inp), inp)
 
 
+def test_a_rate_of_one_leaves_out_every_branch():
+    layer, inp = make_layer(drop_path_rate=1.0), torch.randn(6, 2, 32)
+    assert torch.equal(layer(inp), inp)
+
+
 ATTENTION_KEYS = {
     (False, False): ["qkv.query_weight", "qkv.key_weight", "qkv.value_weight", "proj.weight"],
     (False, True): ["qkv.weight", "proj.weight"],
@@ -389,6 +412,12 @@ def test_unknown_and_contradicting_arguments_raise():
         {"num_gqa_groups": 3},
         {"num_gqa_groups": 0},
         {"num_attention_heads": 3},
+        {"num_attention_heads": 0},
+        {"kv_channels": 0},
+        {"hidden_dropout": 1.5},
+        {"attention_dropout": -0.1},
+        {"drop_path_rate": 2},
+        {"drop_path_rate": "0.1"},
         {"qk_norm_type": "BatchNorm"},
         {"self_attn_mask_type": "diagonal"},
     ):

@@ -68,6 +68,14 @@ def test_norm_is_pytorchs_own(make, dtype):
     assert isinstance(mine, type(theirs))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("make", [LayerNorm, RMSNorm])
+def test_a_norm_of_integers_is_refused(make, dtype):
+    """Its values would be rounded to integers again."""
+    with pytest.raises(ValueError, match="x must be floating point, got torch"):
+        make(24)(torch.ones(4, 24, dtype=dtype))
+
+
 def as_norm(module, kind):
     """The norm inside ``module``: what it returns, and its parameters."""
     if isinstance(module, (LayerNorm, RMSNorm)):

@@ -155,3 +155,30 @@ def test_refusals() -> None:
     nested = torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(4, 32)])
     with pytest.raises(ValueError, match="takes no nested tensors"):
         converted(nested, nested, nested)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize(
+    ("shapes", "masks"),
+    [
+        ([(5, 3), (7, 3), (7, 3)], {"key_padding_mask": torch.zeros(7, 3, dtype=torch.bool)}),
+        ([(5, 3), (7, 3), (7, 3)], {"key_padding_mask": torch.zeros(3, 7, dtype=torch.int64)}),
+        ([(5, 3), (7, 3), (7, 3)], {"attn_mask": torch.zeros(5, 7, dtype=torch.uint8)}),
+        ([(5, 3), (7, 3), (7, 3)], {"attn_mask": torch.zeros(1, 7)}),
+        ([(5, 3), (7, 3), (7, 3)], {"attn_mask": torch.zeros(3, 4, 5, 7)}),
+        ([(5,), (7,), (7,)], {"key_padding_mask": torch.zeros(1, 7, dtype=torch.bool)}),
+        ([(5, 3), (7, 1), (7, 1)], {}),
+        ([(5, 3), (7, 3), (2, 3)], {}),
+        ([(5,), (7, 3), (7, 3)], {}),
+        ([(2, 5, 3), (2, 7, 3), (2, 7, 3)], {}),
+    ],
+    ids=str,
+)
+def test_what_torch_refuses_is_refused(shapes, masks, need_weights) -> None:
+    """Converted, integers would be added to the scores, and a transposed mask read as if it were none."""
+    module = attention()
+    x = [torch.randn(*shape, 32) for shape in shapes]
+    with pytest.raises((AssertionError, RuntimeError)):
+        module(*x, need_weights=need_weights, **masks)
+    with pytest.raises(ValueError, match=f"{next(iter(masks), 'query, key and value')} must be"):
+        convert(module)(*x, need_weights=need_weights, **masks)

@@ -173,6 +173,32 @@ def test_modules_that_a_swap_would_change_are_left_alone_with_a_reason(
         assert reason in reasons["odd"]
 
 
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda a, b: [a, b],
+        lambda a, b: ({"inner": [a]}, b),
+        lambda a, b: {"first": a.forward, "second": b},
+        lambda a, b: [a.__call__, b.forward],
+    ],
+    ids=["list", "nested", "mapping", "methods"],
+)
+def test_modules_that_are_held_past_their_names_are_left_alone_with_a_reason(hold) -> None:
+    """The list would go on multiplying by the modules that it has, in high precision, and the plan say FP4."""
+    model = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(16, 16), "c": nn.Linear(16, 16)})
+    vars(model)["layers"] = hold(model["a"], model["b"])
+    reasons = left_alone(fp4engine.convert(model))
+    text = "ModuleDict.layers holds it too, which a swap does not reach; make that an nn.ModuleList"
+    assert reasons == {"a": text, "b": text}
+    assert isinstance(model["c"], fp4engine.Linear)
+    vars(model)["layers"] = hold(model["a"], model["c"])
+    with pytest.raises(ValueError, match=re.escape(f"'c' would go on following recipes: {text}")):
+        fp4engine.revert(model)
+    del vars(model)["layers"]
+    fp4engine.revert(model)
+    assert type(model["c"]) is nn.Linear
+
+
 def test_kept_attention_is_left_alone_with_its_output_projection() -> None:
     model = nn.TransformerEncoderLayer(16, 2, 32)
     reasons = left_alone(fp4engine.convert(model, keep_high_precision=["self_attn.in_proj_weight"]))

@@ -1,6 +1,8 @@
 """A draw is a value of its own: threads, recomputations, fake tensors, tracers, impossible states."""
 
+import copy
 import itertools
+import pickle
 import threading
 from contextlib import nullcontext
 from functools import partial
@@ -316,6 +318,18 @@ def test_a_stream_is_entered_once_and_left_after_an_error():
     assert fp4engine.get_rng_state()["seed"] == 5
     with pytest.raises(ValueError, match="seed must be an int"):
         fp4engine.RandomStream("7")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_stream_is_copied_with_its_draws_and_not_while_in_force():
+    """What it has drawn lies elsewhere then: a copy would have the process's own draws, and never be entered."""
+    stream = fp4engine.RandomStream(7)
+    with stream.in_force():
+        ops.next_draw(CPU)
+        with pytest.raises(RuntimeError, match="leave its region before copying or saving it"):
+            copy.deepcopy(stream)
+    for duplicate in (copy.deepcopy(stream), pickle.loads(pickle.dumps(stream)), stream):
+        with duplicate.in_force():
+            assert ops.next_draw(CPU).tolist() == [7, 2]
 
 
 def test_two_threads_cannot_put_streams_in_force_at_once():
