@@ -65,7 +65,7 @@ class TorchMultiheadAttention(torch.nn.MultiheadAttention):
         """As ``nn.MultiheadAttention.forward``.
 
         Raises:
-            ValueError: ``is_causal`` is given without ``attn_mask``, or inputs are nested or have shapes and dtypes that
+            ValueError: ``is_causal`` is given without ``attn_mask``, or inputs are nested or of shapes and dtypes that
                 ``nn.MultiheadAttention`` refuses too.
         """
         if is_causal and attn_mask is None:
