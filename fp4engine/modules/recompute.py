@@ -9,6 +9,7 @@ in any other way, no region is known.
 
 import inspect
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -64,8 +65,7 @@ def _checkpoint() -> Any:
     PyTorch offers no way to ask, but its hooks hold the record. Should another version's hooks not hold it, this is
     None, and recomputations without a region raise.
     """
-    ask = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
-    hooks = None if ask is None else ask(True)
+    hooks = _innermost_hooks()
     if hooks is None:
         return None
     for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
@@ -74,3 +74,9 @@ def _checkpoint() -> Any:
         if type(held).__name__ == "_CheckpointFrame":
             return held
     return None
+
+
+def _innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The saved-tensor hooks in force, ``(pack, unpack)``."""
+    ask = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+    return None if ask is None else ask(True)
