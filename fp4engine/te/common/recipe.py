@@ -180,20 +180,22 @@ class DelayedScaling(Recipe):
         return super()._make(**fields)
 
 
+_GEMMS_AND_ATTENTION = (
+    "fp8_gemm_fprop",
+    "fp8_gemm_dgrad",
+    "fp8_gemm_wgrad",
+    "fp8_dpa",
+    "fp8_mha",
+    "backward_override",
+)
+"""What two recipes take last, in this order."""
+
+
 class Float8CurrentScaling(Recipe):
     """See :class:`fp4engine.recipe.Float8CurrentScaling`."""
 
     frozen_class = frozen.Float8CurrentScaling
-    by_place = (
-        "use_power_2_scales",
-        "fp8_format",
-        "fp8_gemm_fprop",
-        "fp8_gemm_dgrad",
-        "fp8_gemm_wgrad",
-        "fp8_dpa",
-        "fp8_mha",
-        "backward_override",
-    )
+    by_place = ("use_power_2_scales", "fp8_format", *_GEMMS_AND_ATTENTION)
 
 
 class Float8BlockScaling(Recipe):
@@ -206,12 +208,7 @@ class Float8BlockScaling(Recipe):
         "x_block_scaling_dim",
         "w_block_scaling_dim",
         "grad_block_scaling_dim",
-        "fp8_gemm_fprop",
-        "fp8_gemm_dgrad",
-        "fp8_gemm_wgrad",
-        "fp8_dpa",
-        "fp8_mha",
-        "backward_override",
+        *_GEMMS_AND_ATTENTION,
     )
 
 
