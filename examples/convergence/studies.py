@@ -255,7 +255,7 @@ VARIANTS = {
     "Quartet II, OsciReset": with_resets(zoo.make("quartet2"), "Quartet II"),
     "TetraJet-v2, OsciReset": with_resets(zoo.make("tetrajet2"), "TetraJet-v2"),
     "forward 1x16": forward_only(ONE_D),
-    "forward 1x16 + 4/6": forward_only(ONE_D.replace(**FOUR_OVER_SIX)),
+    "forward 1x16 + 4/6": forward_only(FINE),
     "forward 16x16": forward_only(DEFAULT),
     "forward 16x16 + 4/6": forward_only(DEFAULT.replace(**FOUR_OVER_SIX)),
 }

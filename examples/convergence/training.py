@@ -27,7 +27,7 @@ import fp4engine
 from convergence import two_terms
 from convergence.fused import FusedGPT
 from convergence.results import of_settings
-from convergence.studies import HIGH_PRECISION, VARIANTS, Conditions
+from convergence.studies import HIGH_PRECISION, VARIANTS, Conditions, Variant
 from fp4engine.optimizer_hooks import OsciReset
 from fp4engine.recipe import Recipe
 from gpt import checkpoint
@@ -271,7 +271,7 @@ class Training:
         header = {
             "variant": self.variant,
             "recipe": json.loads(self.schedule.to_json()),
-            **({"resets": dataclasses.asdict(resets)} if (resets := VARIANTS[self.variant].resets) else {}),
+            **beside_the_recipe(VARIANTS[self.variant]),
             **environment(self.settings, self.feed.corpus),
             "seconds": round(self.seconds, 2),
         }
@@ -311,6 +311,12 @@ def precision(recipe: Recipe, device: torch.device) -> Generator[None]:
     high_precision = torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if on_gpu else nullcontext()
     with high_precision, fp4engine.autocast(enabled=recipe != HIGH_PRECISION, recipe=recipe):
         yield
+
+
+def beside_the_recipe(variant: Variant) -> dict[str, Any]:
+    """What a variant does that its recipe does not say; nothing of what it leaves out."""
+    told = {"resets": variant.resets and dataclasses.asdict(variant.resets), "two_terms": variant.two_terms}
+    return {name: value for name, value in told.items() if value}
 
 
 def thinned(losses: list[float]) -> Iterator[dict[str, Any]]:

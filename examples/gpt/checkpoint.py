@@ -102,7 +102,7 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *m
             torch.cuda.set_rng_state(state["cuda_rng"])
         fp4engine.set_rng_state(state["fp4_rng"])
         fp4engine.set_amax_history(model, state["amax_history"])
-        for part, saved in zip(more, state["more"], strict=True):
+        for part, saved in zip(more, state.get("more", []), strict=True):
             part.load_state_dict(saved)
     except Exception as error:  # whatever a damaged file makes its reader raise
         why = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -221,6 +221,8 @@ def test_oscillating_weights_are_reset_late_in_a_run_that_may_stop_within_a_wind
 def test_two_terms_are_a_second_product_in_fprop_alone(role: str, corpus: Corpus) -> None:
     plain, two = (Training(SMALL, name, Feed(corpus)) for name in ("1x16 + 4/6", f"1x16 + 4/6, two-term {role}s"))
     assert list(plain.model.state_dict()) == list(two.model.state_dict())
+    said = [training.beside_the_recipe(VARIANTS[one.variant]) for one in (plain, two)]
+    assert said == [{}, {"two_terms": role}]
     recipe, seen = two.recipe, {}
     layers = [training.model.blocks[0].mlp.up for training in (plain, two)]
     torch.manual_seed(0)
