@@ -150,9 +150,10 @@ def without_cast_of(role: str) -> Variant:
     return always(combine(forward, FINE), f"what is left where fprop's {role} has no error")
 
 
-def with_two_terms(role: str) -> Variant:
+def with_two_terms(role: str, resets: Resets | None = None) -> Variant:
     """1x16 blocks with 4/6, and in fprop a second product, of what the cast of one operand leaves."""
-    return Variant(lambda settings: FINE, two_terms=role, source=f"this project: fprop's {role} as a sum of two casts")
+    source = f"this project: fprop's {role} as a sum of two casts" + (", and OsciReset" if resets else "")
+    return Variant(lambda settings: FINE, two_terms=role, resets=resets, source=source)
 
 
 def late_switch(then: Recipe) -> Variant:
@@ -250,6 +251,7 @@ VARIANTS = {
     "1x16 + 4/6, OsciReset": with_resets(FINE, "the same"),
     "1x16 + 4/6, two-term weights": with_two_terms("weight"),
     "1x16 + 4/6, two-term inputs": with_two_terms("input"),
+    "1x16 + 4/6, two-term inputs, OsciReset": with_two_terms("input", Resets()),
     "1x16 + 4/6, exact weights": without_cast_of("weight"),
     "1x16 + 4/6, exact inputs": without_cast_of("input"),
     "Quartet II, OsciReset": with_resets(zoo.make("quartet2"), "Quartet II"),
@@ -331,6 +333,7 @@ STUDIES = {
             "1x16 + 4/6, exact inputs",
             "1x16 + 4/6, two-term weights",
             "1x16 + 4/6, two-term inputs",
+            "1x16 + 4/6, two-term inputs, OsciReset",
             "Quartet II",
             "Quartet II, OsciReset",
             "TetraJet-v2",

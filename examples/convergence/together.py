@@ -132,7 +132,7 @@ class Together:
         except Exception:
             self.live.pop(run, None)
             self.tell(Outcome("failed", run, traceback=traceback.format_exc()))
-            if torch.cuda.is_initialized():
+            if torch.device(run.settings.device).type == "cuda":
                 torch.cuda.synchronize()
 
     def _begin(self, run: Run) -> None:

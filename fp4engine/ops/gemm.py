@@ -125,8 +125,8 @@ def _supports(left: str, right: str, out_dtype: torch.dtype, plain: torch.dtype 
         spec = CastSpec.from_key(key) if key else None
         if spec is not None and not spec.is_exact_in_bf16 and not spec.factor_group:
             return False, f"values of {key} are not exact in BF16"
-    if not (left and right) and (out_dtype, plain) != (torch.bfloat16, torch.bfloat16):
-        return False, f"a {plain} operand that is not quantized, or its {out_dtype} product, is not BF16"
+    if not (left and right) and plain != torch.bfloat16:
+        return False, f"a {plain} operand that is not quantized is not BF16"
     return out_dtype in (torch.bfloat16, torch.float16, torch.float32), f"output dtype {out_dtype}"
 
 

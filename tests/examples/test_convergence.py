@@ -256,16 +256,15 @@ def test_a_run_that_fails_takes_no_other_with_it_unless_cuda_keeps_the_error(
 ) -> None:
     runs = [Run(SMALL, variant) for variant in ("nvfp4", BASELINE, "MXFP8")]
     runs[0].path(tmp_path).with_name(f"{runs[0].path(tmp_path).name}.partial").mkdir(parents=True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # whatever tests before this one did
     told = [outcome for outcome in train(runs, corpus, tmp_path, at_once=2) if outcome.run is not None]
     assert [(str(outcome.run), outcome.kind) for outcome in told] == [
         ("nvfp4, seed 0", "failed"), ("bf16, seed 0", "finished"), ("MXFP8, seed 0", "finished"),
     ]  # fmt: skip
     assert "IsADirectoryError" in told[0].traceback
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(together, "Training", MagicMock(side_effect=RuntimeError("of a kernel")))
     monkeypatch.setattr(torch.cuda, "synchronize", MagicMock(side_effect=RuntimeError("CUDA error")))
     with pytest.raises(RuntimeError, match="CUDA error"):
-        train(runs, corpus, tmp_path, at_once=2)
+        train([Run(dataclasses.replace(SMALL, device="cuda"), "nvfp4")], corpus, tmp_path)
 
 
 def test_nothing_is_begun_that_would_not_end_in_time(corpus: Corpus, tmp_path: Path) -> None:
