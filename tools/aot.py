@@ -106,6 +106,7 @@ BLOCK_CASTS = (
     ("tetrajet2", "grad_output", 1, "codes"),
     ("ufp4", "grad_output", 0, "codes"),
     ("amdfp4", "weight", 0, "codes"),
+    ("nvfp4_two_term_input", "input", 0, "values"),
     ("amdfp4", "grad_output", 1, "values"),
     ("mxfp4", "grad_output", 1, "values"),
     ("mxfp4_hadamard", "weight", 1, "codes"),

@@ -69,7 +69,7 @@ class ExecutedReport:
     @property
     def fp4_gemms(self) -> int:
         """GEMMs with both operands in FP4."""
-        return self.counts[FP4_FORMATS]
+        return _of_fp4(self.counts)
 
     @property
     def high_precision_gemms(self) -> int:
@@ -83,7 +83,7 @@ class ExecutedReport:
         Of one step that is everything that multiplied; without a step, linear modules only.
         """
         flops = self.flops
-        return flops[FP4_FORMATS] / flops.total() if flops.total() else float("nan")
+        return _of_fp4(flops) / flops.total() if flops.total() else float("nan")
 
     def __str__(self) -> str:
         rows = [(m.name, *(_times(m.counts, gemm) for gemm in GEMMS)) for m in self.modules]
@@ -212,7 +212,7 @@ def _departures(
     planned_in_fp4 = False
     for name, module in linear_modules(model):
         planned = plan_module(name, module, "", recipe)
-        if FP4_FORMATS not in planned.formats or any(covers(pattern, name) for pattern in patterns):
+        if FP4_FORMATS.isdisjoint(planned.formats) or any(covers(pattern, name) for pattern in patterns):
             continue
         planned_in_fp4 = True
         owner = model.get_submodule(name)
@@ -262,6 +262,10 @@ def _record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 def _new(after: Mapping[Any, int], before: Mapping[Any, int]) -> dict[Any, int]:
     """What was added, without zeros."""
     return {key: value - before.get(key, 0) for key, value in after.items() if value != before.get(key, 0)}
+
+
+def _of_fp4(by_formats: Counter[str]) -> int:
+    return sum(value for formats, value in by_formats.items() if formats in FP4_FORMATS)
 
 
 def _by_formats(tables: Iterable[_Table]) -> Counter[str]:

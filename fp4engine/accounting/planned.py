@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp4engine.accounting.table import table
-from fp4engine.formats import E2M1
+from fp4engine.formats import E2M1, TWO_E2M1
 from fp4engine.functional import make_linear_plan
 from fp4engine.functional.plan import GEMMS, HIGH_PRECISION
 from fp4engine.modules import Gemms, GroupedLinear, LayerNormMLP
@@ -20,7 +20,8 @@ from fp4engine.modules.torch_attention import TorchMultiheadAttention
 from fp4engine.recipe import Recipe
 from fp4engine.state import get_default_recipe
 
-FP4_FORMATS = f"{E2M1} x {E2M1}"
+FP4_FORMATS = frozenset(f"{left} x {right}" for left in (E2M1, TWO_E2M1) for right in (E2M1, TWO_E2M1))
+"""Formats of a GEMM that is one product of FP4 operands, or the sum of several."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class PlannedModule:
     @property
     def fp4_flops_per_token(self) -> int:
         """The part of :attr:`flops_per_token` whose operands are both FP4."""
-        return self.flops_per_token * self.formats.count(FP4_FORMATS) // len(GEMMS)
+        return self.flops_per_token * sum(formats in FP4_FORMATS for formats in self.formats) // len(GEMMS)
 
 
 @dataclass(frozen=True)

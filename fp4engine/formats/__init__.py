@@ -1,7 +1,21 @@
 """Element formats and casts as data."""
 
 from fp4engine.formats.cast_spec import CastSpec, Correction, Outer, Rotation, RoundingMode, ScaleRule, Signs
-from fp4engine.formats.elements import E1M2, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, FP32, UE5M3, ElementFormat
+from fp4engine.formats.elements import (
+    E1M2,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    E8M0,
+    FORMATS,
+    FP32,
+    SECOND_TERM,
+    TWO_E2M1,
+    UE5M3,
+    ElementFormat,
+)
 from fp4engine.formats.presets import fp8, fp8_block, mx, mx_ocp_floor
 
 __all__ = [
@@ -14,6 +28,8 @@ __all__ = [
     "E8M0",
     "FORMATS",
     "FP32",
+    "SECOND_TERM",
+    "TWO_E2M1",
     "UE5M3",
     "CastSpec",
     "Correction",

@@ -12,8 +12,23 @@ from itertools import chain
 from numbers import Real
 from typing import Any
 
+import torch
+
 from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
-from fp4engine.formats.elements import E1M2, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, FP32, UE5M3, ElementFormat
+from fp4engine.formats.elements import (
+    E1M2,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    E8M0,
+    FORMATS,
+    FP32,
+    TWO_E2M1,
+    UE5M3,
+    ElementFormat,
+)
 
 
 class RoundingMode(Enum):
@@ -215,8 +230,25 @@ class CastSpec:
     @property
     def is_exact_in_bf16(self) -> bool:
         """True if ``element * block scale`` has at most 8 significant bits: BF16 tensor cores multiply it exactly."""
-        significant = self.element.mantissa_bits + 1 + (self.scale.mantissa_bits + 1 if self.block[1] else 0)
+        significant = self.element.significant_bits + (self.scale.mantissa_bits + 1 if self.block[1] else 0)
         return significant <= 8 and self.outer is not Outer.BLOCK128
+
+    @property
+    def is_exact_in_fp16(self) -> bool:
+        """True if ``element * block scale`` is in FP16's range and has at most 11 significant bits.
+
+        Only E4M3 block scales have a range so short.
+        """
+        significant = self.element.significant_bits + self.scale.mantissa_bits + 1
+        in_range = self.scale == E4M3 and self.element in (E1M2, E2M1, TWO_E2M1, E2M3)
+        return in_range and significant <= 11 and self.outer is not Outer.BLOCK128
+
+    @property
+    def values_dtype(self) -> torch.dtype | None:
+        """In what ``element * block scale`` is multiplied without a rounding: BF16, else FP16, else None."""
+        if self.is_exact_in_bf16:
+            return torch.bfloat16
+        return torch.float16 if self.is_exact_in_fp16 else None
 
     @property
     def factor_group(self) -> int:
@@ -319,8 +351,10 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
         yield f"block must be (0, 0) or (rows >= 1, cols in 16, 32, 64, 128), got {spec.block}"
     if spec.random_bits not in (8, 16):
         yield f"random_bits must be 8 or 16, got {spec.random_bits}"
-    if spec.element not in (E1M2, E2M1, E2M3, E3M2, E4M3, E5M2):
-        yield f"element must be e1m2, e2m1, e2m3, e3m2, e4m3 or e5m2, got {spec.element}"
+    if spec.element not in (E1M2, E2M1, TWO_E2M1, E2M3, E3M2, E4M3, E5M2):
+        yield f"element must be e1m2, e2m1, 2e2m1, e2m3, e3m2, e4m3 or e5m2, got {spec.element}"
+    if spec.element == TWO_E2M1:
+        yield from _complaints_of_two_terms(spec)
     if spec.scale not in (E4M3, UE5M3, E8M0, FP32):
         yield f"scale must be e4m3, ue5m3, e8m0 or fp32, got {spec.scale}"
     if not 0 < spec.target < float("inf"):
@@ -360,6 +394,21 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
         yield (
             f"correction={spec.correction.value} is rounded into e4m3 scales of 1x16 blocks, "
             f"got scale={spec.scale} and block={spec.block}"
+        )
+
+
+def _complaints_of_two_terms(spec: CastSpec) -> Iterator[str]:
+    if spec.scale != E4M3 or spec.scale_rule is not ScaleRule.AMAX or spec.target != E2M1_MAX:
+        yield (
+            "element=2e2m1 needs scale=e4m3, scale_rule=amax and target=6, the first term's largest, "
+            f"got {spec.scale}, {spec.scale_rule.value} and {spec.target}"
+        )
+    if spec.outer is Outer.BLOCK128:
+        yield "element=2e2m1 is multiplied in FP16, which leaves no room for outer=1x128"
+    if spec.rounding is not RoundingMode.EVEN or spec.correction is not Correction.NONE:
+        yield (
+            "element=2e2m1 is rounded to nearest, ties to even, and has nothing to correct, "
+            f"got rounding={spec.rounding.value} and correction={spec.correction.value}"
         )
 
 

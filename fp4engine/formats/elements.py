@@ -10,13 +10,15 @@ import torch
 class ElementFormat:
     """A small float: sign, ``exponent_bits`` biased by ``bias``, ``mantissa_bits``.
 
-    ``value = (-1)^s * 2^(e - bias) * (1 + m / 2^mantissa_bits)``, subnormal at ``e == 0``.
+    ``value = (-1)^s * 2^(e - bias) * (1 + m / 2^mantissa_bits)``, subnormal at ``e == 0``. A code of two terms holds
+    two of these, the first in its low bits, and its value is ``first + second / 8``.
 
     Attributes:
         name: lower-case standard name, unique; what a :class:`CastSpec` key prints.
         exponent_bits, mantissa_bits, bias: the bit layout, most significant first after the sign.
         max_value: largest finite magnitude.
         signed: False for pure scales (E8M0, UE5M3).
+        terms: 1 or 2.
     """
 
     name: str
@@ -25,11 +27,25 @@ class ElementFormat:
     bias: int
     max_value: float
     signed: bool = True
+    terms: int = 1
 
     @property
     def bits(self) -> int:
         """Bits of one code."""
-        return self.exponent_bits + self.mantissa_bits + self.signed
+        return (self.exponent_bits + self.mantissa_bits + self.signed) * self.terms
+
+    @property
+    def significant_bits(self) -> int:
+        """Significant bits that hold any value: of two terms, from the largest's first to the least step's."""
+        if self.terms == 1:
+            return self.mantissa_bits + 1
+        least = 1 - self.bias - self.mantissa_bits - SECOND_TERM.bit_length() + 1
+        return self.max_exponent - least + 1
+
+    @property
+    def term(self) -> "ElementFormat":
+        """The format of the first term; the format itself if it has but one."""
+        return self if self.terms == 1 else FORMATS[self.name.removeprefix("2")]
 
     @property
     def storage_bits(self) -> int:
@@ -53,9 +69,15 @@ class ElementFormat:
         return self.name
 
 
+SECOND_TERM = 8
+"""What the second of two terms is divided by: nearest rounding to E2M1 leaves at most 1, which eight times is 8, and
+codes reach 6. The squared error is then least among powers of two, and sums times an E4M3 scale are exact in FP16."""
+
 E1M2 = ElementFormat("e1m2", 1, 2, 1, 1.75)
 """The uniform 4-bit grid: every multiple of 0.25 up to 1.75, which scaled is INT4 without -8."""
 E2M1 = ElementFormat("e2m1", 2, 1, 1, 6.0)
+TWO_E2M1 = ElementFormat("2e2m1", 2, 1, 1, 6.75, terms=2)
+"""The sum of two E2M1 codes, the second of what the first leaves: a product by it is two FP4 products."""
 E2M3 = ElementFormat("e2m3", 2, 3, 1, 7.5)
 E3M2 = ElementFormat("e3m2", 3, 2, 3, 28.0)
 E4M3 = ElementFormat("e4m3", 4, 3, 7, 448.0)
@@ -68,7 +90,7 @@ Source: OCP E5M3; PTX ISA 9.4, ``ue5m3``.
 """
 FP32 = ElementFormat("fp32", 8, 23, 127, 3.4028234663852886e38)
 
-FORMATS = {f.name: f for f in (E1M2, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, UE5M3, FP32)}
+FORMATS = {f.name: f for f in (E1M2, E2M1, TWO_E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, UE5M3, FP32)}
 """All formats by name."""
 
 _TORCH_DTYPES = {

@@ -415,13 +415,16 @@ def store_sums(y, q, sums_ptr, R, width, row0, col0, CAST: tl.constexpr, TILE_R:
 
 @triton.jit
 def pack(codes, decode_scale, CAST: tl.constexpr, HARDWARE: tl.constexpr):
-    """What 16 neighbours are stored as: 2 words of codes, 4 of codes that have a byte each, or 8 of BF16 values."""
+    """What 16 neighbours are stored as: 2 words of codes, 4 of codes that have a byte each, or 8 of values."""
     words = ()
     if CAST.values:
         for i in tl.static_range(0, 16, 2):
             low = decode_tile(codes[i], CAST) * decode_scale
             high = decode_tile(codes[i + 1], CAST) * decode_scale
-            words = words + (pack_bf16(low, high, HARDWARE),)
+            if CAST.half:
+                words = words + (pack_fp16(low, high),)
+            else:
+                words = words + (pack_bf16(low, high, HARDWARE),)
     else:
         BITS: tl.constexpr = 4 if CAST.packed else 8  # pyright: ignore[reportAssignmentType]
         for first in tl.static_range(0, 16, 32 // BITS):
@@ -441,6 +444,13 @@ def pack_bf16(low, high, HARDWARE: tl.constexpr):
         )
     else:
         return (to_bits(round_bf16(low)) >> 16) | (to_bits(round_bf16(high)) & 0xFFFF0000)
+
+
+@triton.jit
+def pack_fp16(low, high):
+    """Both FP32 values, which FP16 holds, in one word."""
+    low_bits = low.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return low_bits | (high.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Codes of any cast back to values, tile by tile; :mod:`fp4engine.kernels.dequantize` reads NVFP4 faster.
 
-values[r, c] = element(code) * block scale                   for a product, in BF16
+values[r, c] = element(code) * block scale                   for a product, in BF16 or FP16
 x_hat[r, c]  = round(values * fl(A / numerator))             for users, and for casts made of a saved operand
 """
 
@@ -118,11 +118,15 @@ def resolve_block_decode(
     return draft.launch()
 
 
-def block_decode(codes: Tensor, scale_inv: Tensor, key: str) -> Tensor:
-    """Values without their FP32 factors, outer or of blocks: BF16 [rows, padded cols], the padding decoded too."""
+def block_decode(codes: Tensor, scale_inv: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+    """Values without their FP32 factors, outer or of blocks: [rows, padded cols], the padding decoded too.
+
+    Args:
+        dtype: which holds them exactly, BF16 or FP16.
+    """
     width = codes.shape[1] * (2 if CastSpec.from_key(key).element.storage_bits == 4 else 1)
     tensors = (codes, scale_inv, None)
-    launch = resolve_block_decode(tuple(map(facts, tensors)), codes.device, key, width, torch.bfloat16)
+    launch = resolve_block_decode(tuple(map(facts, tensors)), codes.device, key, width, dtype)
     return launch(*tensors)[0]
 
 

@@ -40,7 +40,7 @@ class BlockCast:
 
     Attributes:
         grid: of the elements; scale_grid: of block scales in UE5M3, and in E4M3 that are rounded stochastically.
-        packed: whether two codes share a byte; values: whether BF16 values are written, not codes.
+        packed: whether two codes share a byte; values: whether values are written, not codes; half: in FP16, not BF16.
         height, width: of a block.
         scale: format of the block scales: ``"e4m3"``, ``"ue5m3"``, ``"e8m0"`` or ``"fp32"``.
         rule: value of the scale rule.
@@ -59,6 +59,7 @@ class BlockCast:
     scale_grid: Grid
     packed: bool
     values: bool
+    half: bool
     height: int
     width: int
     scale: str
@@ -94,6 +95,7 @@ class BlockCast:
             scale_grid=Grid.of(UE5M3 if spec.scale == UE5M3 else E4M3),
             packed=spec.element.storage_bits == 4,
             values=form == "values",
+            half=spec.values_dtype == torch.float16,
             height=spec.block[0],
             width=spec.block[1],
             scale=spec.scale.name,
@@ -171,7 +173,7 @@ def block_cast_kernel(
     Args:
         amax_ptr: outer amaxes; or ``parts`` of a tensor's, if ``whole_ptr`` is there; None where the tile finds them.
         whole_ptr: where the outer amaxes go if they are not given.
-        data_ptr: codes, two to a byte if ``CAST.packed``, or BF16 values.
+        data_ptr: codes, two to a byte if ``CAST.packed``, or values.
         scale_ptr: stored block scales; FP32 scales that :func:`align_kernel` will store if aligned.
         sums_ptr: under a scalar correction, FP64 ``<y,y>`` of each group and then ``<y,q>``.
         largest_ptr: the largest block scale, if aligned.

@@ -10,12 +10,14 @@ from functools import cache
 import triton
 import triton.language as tl
 
-from fp4engine.formats import E2M1, ElementFormat
+from fp4engine.formats import E2M1, SECOND_TERM, ElementFormat
 from fp4engine.kernels.encode import STEP_HALF_BITS, even_code, from_bits, to_bits
 
 INTEGERS = tl.constexpr(2.0**23)
 """Adding this rounds a smaller number to an integer, ties to even, which is then the low bits."""
 INTEGERS_BITS = tl.constexpr(0x4B000000)
+EIGHTH = tl.constexpr(1 / SECOND_TERM)
+EIGHTFOLD = tl.constexpr(float(SECOND_TERM))
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +29,7 @@ class Grid:
         mantissa: mantissa bits.
         bias: of the exponent.
         largest, largest_code: largest magnitude and its code.
+        terms: of a code; all of the above are of one of them.
     """
 
     bits: int
@@ -35,19 +38,31 @@ class Grid:
     largest: float
     largest_code: int
     is_e2m1: bool
+    terms: int
 
     @staticmethod
     @cache
     def of(element: ElementFormat) -> "Grid":
-        exponent, mantissa = element.max_exponent, element.mantissa_bits
-        fraction = element.max_value / 2.0**exponent - 1
-        code = ((exponent + element.bias) << mantissa) + int(fraction * (1 << mantissa))
-        bits = element.exponent_bits + mantissa + 1
-        return Grid(bits, mantissa, element.bias, element.max_value, code, element == E2M1)
+        term = element.term
+        exponent, mantissa = term.max_exponent, term.mantissa_bits
+        fraction = term.max_value / 2.0**exponent - 1
+        code = ((exponent + term.bias) << mantissa) + int(fraction * (1 << mantissa))
+        bits = term.exponent_bits + mantissa + 1
+        return Grid(bits, mantissa, term.bias, term.max_value, code, term == E2M1, element.terms)
 
 
 @triton.jit
 def encode_element(v, random, GRID: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr):
+    """Codes of FP32 ``v``, see :func:`encode_term`; of two terms, the second of eight times what the first leaves."""
+    code = encode_term(v, random, GRID, ROUNDING, RANDOM_BITS)
+    if GRID.terms == 2:
+        rest = (v - decode_term(code, GRID)) * EIGHTFOLD
+        code = code | (encode_term(rest, random, GRID, ROUNDING, RANDOM_BITS) << GRID.bits)
+    return code
+
+
+@triton.jit
+def encode_term(v, random, GRID: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr):
     """Codes of FP32 ``v``, saturating: uint32.
 
     NaN and -0.0 become code 0, a negative that rounds to zero keeps its sign.
@@ -105,7 +120,18 @@ def e2m1_code(a, random, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr):
 
 @triton.jit
 def decode_element(code, GRID: tl.constexpr):
-    """FP32 values of uint32 ``code``, exact.
+    """FP32 values of uint32 ``code``, exact."""
+    if GRID.terms == 2:
+        BELOW: tl.constexpr = (1 << GRID.bits) - 1
+        value = decode_term(code & BELOW, GRID) + decode_term(code >> GRID.bits, GRID) * EIGHTH
+    else:
+        value = decode_term(code, GRID)
+    return value
+
+
+@triton.jit
+def decode_term(code, GRID: tl.constexpr):
+    """FP32 values of uint32 ``code`` of one term, exact.
 
     Exponent and mantissa, put where FP32 keeps the end of its own exponent and the start of its mantissa, are the value
     times a power of two, subnormals included.

@@ -5,20 +5,25 @@
 The outer scales never touch the operands; they meet in ``alpha``, in the epilogue.
 """
 
+from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fp4engine import capability, reference
-from fp4engine.formats import E2M1, E4M3, CastSpec, Outer
+from fp4engine.formats import E2M1, E4M3, SECOND_TERM, CastSpec, Outer
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.cast import decode_supported
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define, is_plain
 from fp4engine.tracing import constant_when_traced
+
+if TYPE_CHECKING:
+    from fp4engine.kernels import gemm_native
 
 
 def gemm(
@@ -120,14 +125,26 @@ def _dense(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dt
 
 @cache
 def _supports(left: str, right: str, out_dtype: torch.dtype, plain: torch.dtype | None) -> tuple[bool, str]:
-    """Whether the BF16 tensor-core product is exact for operands of these specs and roundings."""
-    for key in (left, right):
-        spec = CastSpec.from_key(key) if key else None
-        if spec is not None and not spec.is_exact_in_bf16 and not spec.factor_group:
-            return False, f"values of {key} are not exact in BF16"
+    """Whether the tensor-core product in BF16 or FP16 is exact for operands of these specs and roundings."""
+    specs = [CastSpec.from_key(key) for key in (left, right) if key]
+    if values_dtype(left, right) == torch.float16:
+        for spec in specs:
+            if not spec.is_exact_in_fp16:
+                return False, f"one operand needs FP16, and values of {spec.key} are not exact there"
+        return len(specs) == 2, f"one operand needs FP16, and the other is {plain} that is not quantized"
+    for spec in specs:
+        if not spec.is_exact_in_bf16 and not spec.factor_group:
+            return False, f"values of {spec.key} are not exact in BF16"
     if not (left and right) and plain != torch.bfloat16:
         return False, f"a {plain} operand that is not quantized is not BF16"
     return out_dtype in (torch.bfloat16, torch.float16, torch.float32), f"output dtype {out_dtype}"
+
+
+@cache
+def values_dtype(left: str, right: str) -> torch.dtype:
+    """In what kernels multiply the values of operands of these specs' keys: FP16 if one of them asks for it."""
+    specs = [CastSpec.from_key(key) for key in (left, right) if key]
+    return torch.float16 if any(spec.values_dtype == torch.float16 for spec in specs) else torch.bfloat16
 
 
 @cache
@@ -169,25 +186,32 @@ def _native_supports(specs: list[CastSpec | None], device: torch.device) -> tupl
     if not units:
         return False, reason
     for spec in specs:
-        if spec is None or (spec.element, spec.scale) != (E2M1, E4M3) or spec.outer not in (Outer.TENSOR, Outer.ROW):
+        is_fp4 = spec is not None and (spec.element.term, spec.scale) == (E2M1, E4M3)
+        if spec is None or not is_fp4 or spec.outer not in (Outer.TENSOR, Outer.ROW):
             what = "an unquantized operand" if spec is None else spec.key
             return False, f"FP4 tensor cores multiply E2M1 with E4M3 block scales, got {what}"
     return True, ""
 
 
-def _ready(operand: Operand, key: str, path: str) -> Operand:
-    """The operand as the ``path``'s product takes it: values, FP32 for the reference, or codes that kernels decode."""
+def _ready(operand: Operand, key: str, path: str, dtype: torch.dtype) -> Operand:
+    """The operand as the ``path``'s product takes it: values, FP32 for the reference, or codes that kernels decode.
+
+    Args:
+        dtype: of the values that kernels multiply.
+    """
     spec, _, _, data, scale_inv, amax = operand
     if spec is not None and path == "triton":
-        if scale_inv is not None and decode_supported(key)[0]:
+        if scale_inv is not None and dtype == torch.bfloat16 and decode_supported(key)[0]:
             return operand
-        if scale_inv is None and data.stride(1) == 1:
+        if scale_inv is None and data.dtype == dtype and data.stride(1) == 1:
             return operand
     if spec is None:
-        data = data.to(torch.bfloat16) if path == "triton" else data
+        data = data.to(dtype) if path == "triton" else data
         amax = torch.ones(1, dtype=torch.float32, device=data.device)
     elif scale_inv is not None and path == "triton":
-        data, scale_inv = _decoded(data, scale_inv, key), None
+        data, scale_inv = _decoded(data, scale_inv, key, dtype), None
+    elif path == "triton":
+        data = data.to(dtype)
     elif scale_inv is not None:
         data, scale_inv = reference.decode(data, scale_inv, spec), None
     if spec is not None and spec.outer is Outer.BLOCK128:
@@ -199,11 +223,11 @@ def _ready(operand: Operand, key: str, path: str) -> Operand:
     return operand._replace(data=data, scale_inv=scale_inv, amax=amax)
 
 
-def _decoded(data: Tensor, scale_inv: Tensor, key: str) -> Tensor:
-    """Values of codes, BF16, without FP32 factors."""
+def _decoded(data: Tensor, scale_inv: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+    """Values of codes in ``dtype``, without FP32 factors."""
     from fp4engine.kernels.block_decode import block_decode
 
-    return block_decode(data, scale_inv, key)
+    return block_decode(data, scale_inv, key, dtype)
 
 
 def _product(
@@ -226,15 +250,13 @@ def _product(
     path, reason, numerator, factored = product_path(*asked)
     backends.enter("gemm", path, reason, backend)
     if path == "native":
-        from fp4engine.kernels import gemm_native
-
-        left_codes, right_codes = (gemm_native.Codes._make(operand.tensors) for operand in (left, right))
-        return gemm_native.gemm(left_codes, right_codes, numerator, bias=bias, out_dtype=out_dtype, out=out)
+        return _native(left, right, numerator, bias, out_dtype, out)
     if path == "triton" and bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     if factored:
         return _factored(left, left_key, right, right_key, numerator, bias, out_dtype, out)
-    left, right = _ready(left, left_key, path), _ready(right, right_key, path)
+    dtype = values_dtype(left_key, right_key)
+    left, right = _ready(left, left_key, path, dtype), _ready(right, right_key, path, dtype)
     if path == "triton":
         products = _gemm_kernels()
         inputs = (left.data, left.scale_inv, left.amax, right.data, right.scale_inv, right.amax, bias, out)
@@ -248,6 +270,37 @@ def _product(
     if out is None:
         return reference.gemm(*values, alpha, bias, out_dtype)
     return out.copy_(out.float() + reference.gemm(*values, alpha, bias, torch.float32))
+
+
+def _native(
+    left: Operand, right: Operand, numerator: float, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None
+) -> Tensor:
+    """By FP4 tensor cores: one product for each pair of terms, added in FP32 and rounded once."""
+    from fp4engine.kernels import gemm_native
+
+    products = [(a, b, factor * other) for a, factor in _terms(left) for b, other in _terms(right)]
+    first, second, _ = products[0]
+    if len(products) == 1:
+        return gemm_native.gemm(first, second, numerator, bias=bias, out_dtype=out_dtype, out=out)
+    total = gemm_native.gemm(first, second, numerator, out_dtype=torch.float32)
+    for first, second, factor in products[1:]:
+        gemm_native.gemm(first, second, numerator * factor, out=total)
+    if bias is not None:
+        total += bias
+    return total.to(out_dtype) if out is None else out.copy_(out.float() + total)
+
+
+def _terms(operand: Operand) -> Iterator[tuple["gemm_native.Codes", float]]:
+    """Codes of each term, and what its products are divided by."""
+    from fp4engine.kernels import gemm_native
+
+    spec, _, _, data, scale_inv, amax = operand
+    assert spec is not None and scale_inv is not None and amax is not None
+    if spec.element.terms == 1:
+        yield gemm_native.Codes(data, scale_inv, amax), 1.0
+    else:
+        yield gemm_native.Codes(reference.pack(data & 0xF), scale_inv, amax), 1.0
+        yield gemm_native.Codes(reference.pack(data >> 4), scale_inv, amax), float(SECOND_TERM)
 
 
 def _fp8_blocks(
@@ -287,8 +340,9 @@ def _factored(
                 operand = operand._replace(amax=torch.ones(1, dtype=torch.float32, device=operand.data.device))
             assert factors is not None, "values with FP32 block scales have been rounded"
         if operand.scale_inv is not None:
-            operand = operand._replace(data=_decoded(operand.data, operand.scale_inv, key), scale_inv=None)
-        operand = _ready(operand, key, "triton")
+            values = _decoded(operand.data, operand.scale_inv, key, torch.bfloat16)
+            operand = operand._replace(data=values, scale_inv=None)
+        operand = _ready(operand, key, "triton", torch.bfloat16)
         inputs += [operand.data, factors, operand.amax]
         factors_of.append(gemm_factors.Factors(spec.factor_group if spec else 0, numerator_of_factors))
     inputs += [bias, out]

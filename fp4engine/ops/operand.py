@@ -17,7 +17,8 @@ class Operand(NamedTuple):
     Attributes:
         spec: how ``data`` was cast; None for an unquantized matrix.
         rows, cols: logical shape.
-        data: codes (uint8), or BF16 values without the outer factor, or the matrix itself if ``spec`` is None.
+        data: codes (uint8), or values without the outer factor (in ``spec.values_dtype``, BF16 or FP16), or the matrix
+            itself if ``spec`` is None.
         scale_inv: block scales [rows, blocks], row-major; None unless ``data`` holds codes.
         amax: FP32 outer amax, [1] or [rows]; None if ``spec`` is None.
     """

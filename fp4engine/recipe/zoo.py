@@ -22,6 +22,7 @@ from fp4engine.formats import (
     E3M2,
     E4M3,
     FP32,
+    TWO_E2M1,
     UE5M3,
     CastSpec,
     Correction,
@@ -49,6 +50,8 @@ STOCHASTIC = NEAREST.replace(rounding=RoundingMode.STOCHASTIC)
 GUARDED = STOCHASTIC.replace(target=E2M1_MAX * SR_GUARD)
 """Never saturates, hence exactly unbiased (Quartet II, section C.1)."""
 FOUR_OVER_SIX = NEAREST.replace(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, scale_bound=E4M3_BOUND_4OVER6)
+TWO_TERMS = NEAREST.replace(element=TWO_E2M1)
+"""The sum of two casts, the second of what the first leaves, under an eighth of its block scale."""
 ROWS = NEAREST.replace(outer=Outer.ROW)
 """One outer scale per row (per token), so that a row's codes do not depend on the batch."""
 RHT16 = Rotation(16)
@@ -123,6 +126,14 @@ def _nvidia(
         input=rotated_wgrad(NEAREST, rotation),
         weight=weight or same(TILES),
         grad_output=rotated_wgrad(gradient, rotation),
+    )
+
+
+def _two_term_input() -> LinearRecipe:
+    return LinearRecipe(
+        input=Casts(TWO_TERMS, NEAREST.replace(rotation=RHT16)),
+        weight=same(FOUR_OVER_SIX),
+        grad_output=rotated_wgrad(STOCHASTIC, RHT16),
     )
 
 
@@ -256,6 +267,11 @@ ZOO: dict[str, Row] = {
         lambda: _fresh(FOUR_OVER_SIX, SCALAR, 128),
         "this project: nearest 4/6 under fresh signs, one scalar correction in the epilogue",
         "not proven unbiased; outliers leave a floor",
+    ),
+    "nvfp4_two_term_input": Row(
+        _two_term_input,
+        "this project: fprop reads the input as a sum of two casts, and 1x16 weights under 4/6; backward is NVIDIA's",
+        "fprop is two FP4 products; without FP4 units it is one, in FP16",
     ),
     "tetrajet2": Row(
         lambda: _fresh(NEAREST.replace(outer=Outer.BLOCK128), TETRAJET_STOCHASTIC, 16),

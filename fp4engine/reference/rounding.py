@@ -13,14 +13,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fp4engine.formats import ElementFormat, RoundingMode
+from fp4engine.formats import SECOND_TERM, ElementFormat, RoundingMode
 
 
 def encode(values: Tensor, element: ElementFormat, rounding: RoundingMode, random: Tensor | None, bits: int) -> Tensor:
     """Codes of ``values``, saturating at the format's largest magnitude.
 
     A negative value that rounds to zero keeps its sign bit; -0.0 becomes code 0, and so does NaN (whose scale is
-    then NaN). See :func:`_stochastic` for ``random`` and ``bits``.
+    then NaN). See :func:`_stochastic` for ``random`` and ``bits``. Of two terms, the second encodes eight times what
+    the first leaves, which is exact in FP32.
 
     Args:
         values: FP32, any shape.
@@ -28,6 +29,11 @@ def encode(values: Tensor, element: ElementFormat, rounding: RoundingMode, rando
     Returns:
         uint8 codes of the same shape, sign in bit ``element.bits - 1``.
     """
+    if element.terms == 2:
+        values, term = values + 0.0, element.term
+        first = encode(values, term, rounding, random, bits)
+        rest = (values - decode(first, term)) * SECOND_TERM
+        return first | encode(rest, term, rounding, random, bits) << term.bits
     # In place, since fresh memory costs more than these operations do; and none that takes elements one by one.
     values = torch.nan_to_num(values, nan=0.0).add_(0.0)  # -0.0 + 0.0 is 0.0
     negative = values.view(torch.int32) >> 31  # -1 where it is, 0 elsewhere
@@ -91,6 +97,9 @@ def max_code(element: ElementFormat) -> int:
 
 @cache
 def _table(element: ElementFormat, device: torch.device) -> Tensor:
+    if element.terms == 2:
+        term = _table(element.term, device)
+        return (term + term[:, None] / SECOND_TERM).flatten()
     positive = torch.tensor(_values_of(element), device=device, dtype=torch.float32)
     return torch.cat([positive, -positive])
 

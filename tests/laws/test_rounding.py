@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp4engine.formats import E1M2, E2M1, E2M3, E3M2, E4M3, E5M2, ElementFormat, RoundingMode
+from fp4engine.formats import E1M2, E2M1, E2M3, E3M2, E4M3, E5M2, TWO_E2M1, ElementFormat, RoundingMode
 from fp4engine.reference.rounding import decode, encode, max_code, pack, unpack
 
 FORMATS = (E1M2, E2M1, E2M3, E3M2, E4M3, E5M2)
@@ -161,3 +161,27 @@ def test_pack_and_unpack(rows: int, pairs: int, seed: int) -> None:
     assert packed.shape == (rows, pairs)
     assert torch.equal(packed & 15, codes[:, 0::2]), "the even column is in the low nibble"
     assert torch.equal(unpack(packed), codes)
+
+
+@given(values=anywhere(E2M1))
+def test_the_second_term_is_eight_times_what_the_first_leaves(values: Tensor) -> None:
+    codes = rounded(values, TWO_E2M1)
+    first = rounded(values, E2M1)
+    assert torch.equal(codes & 0xF, first)
+    assert torch.equal(codes >> 4, rounded((values - decode(first, E2M1)) * 8, E2M1))
+    error = (decode(codes, TWO_E2M1) - values).abs()
+    bound = torch.where((values - decode(first, E2M1)).abs() > 0.75, 0.25, 0.125)  # 8 * 0.75 is E2M1's largest
+    largest = TWO_E2M1.max_value
+    assert (error[values.abs() <= largest] <= bound[values.abs() <= largest]).all()
+    assert (decode(codes[values.abs() > largest], TWO_E2M1).abs() == largest).all()
+
+
+def test_sums_of_two_terms_times_a_block_scale_are_exact_in_fp16() -> None:
+    every = decode(torch.arange(256, dtype=torch.uint8), TWO_E2M1)
+    scales = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = every[:, None] * scales
+    assert every.max() == TWO_E2M1.max_value == 6.75
+    assert torch.equal(values.half().float(), values)
+    for element in (E1M2, E2M1, E2M3):  # what they may be multiplied by
+        values = grid(element)[:, None] * scales
+        assert torch.equal(values.half().float(), values)

@@ -22,6 +22,7 @@ from fp4engine.formats import (
     E4M3,
     E5M2,
     FP32,
+    TWO_E2M1,
     UE5M3,
     CastSpec,
     Correction,
@@ -94,6 +95,7 @@ MAIN = tuple(
         ("tetrajet2", "grad_output", "rowwise"),
         ("ufp4", "input", "rowwise"),
         ("amdfp4", "input", "rowwise"),
+        ("nvfp4_two_term_input", "input", "rowwise"),
         ("quartet", "input", "rowwise"),
         ("mxfp4_tseng", "grad_output", "columnwise"),
         ("mxfp8", "input", "rowwise"),
@@ -102,6 +104,7 @@ MAIN = tuple(
     for key in [getattr(zoo.make(row).casts(role), side).key]
 )
 """One cast of each kind."""
+EXACT_IN = {BF16: "is_exact_in_bf16", torch.float16: "is_exact_in_fp16"}
 
 
 def needs_blocks(spec: CastSpec) -> bool:
@@ -126,7 +129,7 @@ def check(x: torch.Tensor, spec: CastSpec, device: str, amax: float | None = Non
             given = torch.full(ops.amax_shape(spec, *operand.shape), amax)
         want = reference.quantize(operand, spec, amax=given, rng=DRAW, stream=STREAM | side)
         on_device = None if given is None else given.to(device)
-        for form in ("codes", "values") if spec.block[1] and spec.is_exact_in_bf16 else ("codes",):
+        for form in ("codes", "values") if spec.block[1] and spec.values_dtype is not None else ("codes",):
             specs = [None, None]
             specs[side] = spec
             got = ops.quantize(
@@ -139,7 +142,8 @@ def check(x: torch.Tensor, spec: CastSpec, device: str, amax: float | None = Non
                 same_values(got.scale_inv, want.scale_inv, f"scales of {what}")
                 same_values(got.data, want.codes, f"codes of {what}")
             else:
-                same_values(got.data, reference.decode(want.codes, want.scale_inv, spec).to(BF16), f"values of {what}")
+                values = reference.decode(want.codes, want.scale_inv, spec)
+                same_values(got.data, values.to(spec.values_dtype), f"values of {what}")
 
 
 @pytest.mark.parametrize("spec", [spec for spec in BOOK.values() if needs_blocks(spec)], ids=str)
@@ -203,9 +207,10 @@ def test_decoding(kernel_device, spec):
     for dtype in (torch.float32, BF16):
         got = ops.dequantize(*on_device, spec, 150, dtype, backend="triton")
         same_values(got, reference.dequantize(*cast, spec, 150, dtype), spec.key)
-    if spec.is_exact_in_bf16:
+    for dtype in [dtype for dtype in (BF16, torch.float16) if getattr(spec, EXACT_IN[dtype])]:
         values = reference.decode(cast.codes, cast.scale_inv, spec)
-        same_values(block_decode(*on_device[:2], spec.key), values.to(BF16), spec.key)
+        assert torch.equal(values.nan_to_num(), values.nan_to_num().to(dtype).float())
+        same_values(block_decode(*on_device[:2], spec.key, dtype), values.to(dtype), spec.key)
 
 
 def test_what_no_kernel_covers_is_named():
@@ -244,7 +249,7 @@ def test_a_linear_layer_of_every_row(kernel_device, row):
         assert torch.equal(left, right)
 
 
-FACTORED = {
+SPECIAL = {
     "1x128 outer, both": (CastSpec(outer=Outer.BLOCK128), CastSpec(outer=Outer.BLOCK128)),
     "FP32 scales, both": (UNIFORM, UNIFORM.replace(block=(1, 32))),
     "FP32 scales and 1x128 outer": (UNIFORM, CastSpec(outer=Outer.BLOCK128)),
@@ -252,26 +257,29 @@ FACTORED = {
     "FP8 blocks and unquantized": (fp8_block(E4M3, 1, power_of_two=False), None),
     "FP8 blocks, FP32 scales": (fp8_block(E4M3, 1, power_of_two=False), fp8_block(E4M3, 128, power_of_two=False)),
     "FP8 blocks, powers of two": (fp8_block(E4M3, 1, power_of_two=True), fp8_block(E4M3, 1, power_of_two=True)),
+    "two terms and one": (CastSpec(TWO_E2M1), CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, scale_bound=256.0)),
+    "two terms, by rows": (CastSpec(), CastSpec(TWO_E2M1, outer=Outer.ROW)),
 }
+"""Products that BF16 values without factors do not make."""
 
 
-LARGE = ((300, 520, 1100), (2100, 2560, 520), (256, 272, 128))
+LARGE = ((300, 520, 1100), (2100, 2560, 520), (256, 272, 128), (136, 144, 16_400))
 SHAPES = (*LARGE, (70, 33, 300)) if torch.cuda.is_available() else ((70, 33, 300),)
 """Of products; the large ones are for kernels that only a GPU runs."""
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", FACTORED)
-def test_products_of_operands_with_fp32_factors(kernel_device, name, shape):
+@pytest.mark.parametrize("name", SPECIAL)
+def test_products_with_fp32_factors_or_in_fp16(kernel_device, name, shape):
     """As exact as a sum in FP32, with a bias, and added to a buffer; on a GPU by each of its kernels."""
     m, n, k = shape
     dense = [make("outliers", rows, k, BF16).to(kernel_device) for rows in (m, n)]
     operands = []
-    for x, spec in zip(dense, FACTORED[name], strict=True):
+    for x, spec in zip(dense, SPECIAL[name], strict=True):
         operands.append(ops.Operand.dense(x) if spec is None else ops.quantize(x, spec, None, backend="triton")[0])
     left, right = (operand.dequantize(torch.float32)[:, :k].double() for operand in operands)
     bias = torch.randn(n, device=kernel_device)
-    dtype = torch.float32 if None not in FACTORED[name] else BF16
+    dtype = torch.float32 if None not in SPECIAL[name] else BF16
     bound = (left.abs() @ right.abs().T) * 2.0**-18 + 1e-5
     ops.reset_executed_paths()
     out = ops.gemm(*operands, out_dtype=dtype, bias=bias.to(dtype), backend="triton")
@@ -312,7 +320,7 @@ def test_fp8_tensor_cores_multiply_blocks(name, shape):
     m, n, k = shape
     dense = [make("outliers", rows, k, BF16).cuda() for rows in (m, n)]
     dense[0][5, 7] = torch.nan
-    left, right = (ops.quantize(x, spec, None)[0] for x, spec in zip(dense, FACTORED[name], strict=True))
+    left, right = (ops.quantize(x, spec, None)[0] for x, spec in zip(dense, SPECIAL[name], strict=True))
     first, second = (operand.dequantize(torch.float32)[:, :k].double() for operand in (left, right))
     bias = torch.randn(n, device="cuda")
     ops.reset_executed_paths()

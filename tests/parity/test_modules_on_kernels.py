@@ -15,7 +15,7 @@ from fp4engine.quantizers import reference_quantizer
 from fp4engine.recipe import Casts, CustomRecipe, LinearRecipe, NVFP4BlockScaling, zoo
 
 RECIPE = NVFP4BlockScaling()
-OTHERS = ("fp8_current", "nvfp4_forward_fp8_backward")
+OTHERS = ("fp8_current", "nvfp4_forward_fp8_backward", "nvfp4_two_term_input")
 
 
 def results(layer, inp, recipe):

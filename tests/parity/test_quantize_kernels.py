@@ -64,7 +64,7 @@ def make(distribution: str, rows: int, cols: int, dtype: torch.dtype) -> torch.T
 def assert_same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     assert got.shape == want.shape and got.dtype == want.dtype, what
     got, want = got.cpu(), want.cpu()
-    if got.dtype in (torch.bfloat16, torch.float32):
+    if got.dtype in (torch.bfloat16, torch.float16, torch.float32):
         same = (got.isnan() & want.isnan()) | (got == want) & (got.signbit() == want.signbit())
     else:
         same = got.view(torch.uint8) == want.view(torch.uint8)

@@ -15,7 +15,7 @@ import torch
 import fp4engine
 from fp4engine import capability, ops
 from fp4engine.kernels import gemm_native
-from fp4engine.recipe import NVFP4BlockScaling
+from fp4engine.recipe import NVFP4BlockScaling, zoo
 
 BF16 = torch.bfloat16
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -135,3 +135,26 @@ def test_steps_of_every_backend(kernel_device, backend, kind):
     results = steps(layer, x, QUIET(backend=backend, **options), 4)
     for result in results[1:]:
         assert all(torch.equal(actual, first) for actual, first in zip(result, results[0], strict=True))
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, torch.float32], ids=str)
+def test_two_terms_are_two_products_of_fp4_tensor_cores(kernel_device, fp4_units, out_dtype):
+    if kernel_device != "cpu":
+        pytest.skip("a GPU's own units, or their absence, are not to be mocked")
+    recipe = zoo.make("nvfp4_two_term_input")
+    specs = [recipe.casts(role).rowwise for role in ("input", "weight")]
+    left, right = (
+        ops.quantize(torch.randn(rows, 96), spec, None)[0] for rows, spec in zip((40, 24), specs, strict=True)
+    )
+    bias, buffer = torch.randn(24), torch.randn(40, 24).to(out_dtype)
+    exact = left.dequantize().double() @ right.dequantize().double().T
+    ops.reset_executed_paths()
+    for operands, want in (((left, right), exact), ((right, left), exact.T)):
+        got = ops.gemm(*operands, out_dtype=out_dtype)
+        torch.testing.assert_close(got, want.to(out_dtype), rtol=2**-7, atol=1e-4)
+    got = ops.gemm(left, right, out_dtype=out_dtype, bias=bias)
+    torch.testing.assert_close(got, (exact + bias).to(out_dtype), rtol=2**-7, atol=1e-4)
+    want = (exact + buffer).to(out_dtype)
+    ops.gemm(left, right, out_dtype=out_dtype, out=buffer)
+    torch.testing.assert_close(buffer, want, rtol=2**-7, atol=1e-4)
+    assert ops.executed_paths() == {"gemm/native": 4}

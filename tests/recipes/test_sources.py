@@ -161,6 +161,15 @@ def four_over_six(x: Tensor, draws: Draws, *, tile: int = 1, mse: bool = False) 
     )
 
 
+def two_terms(x: Tensor, draws: Draws) -> Cast:
+    """Its first term is the cast of NVFP4, its second the elements nearest to eight times what is left."""
+    first = nvfp4(x, draws)
+    encode = fp32(2688.0) / x.abs().max()
+    v = x * spread(fp32(1.0) / (first.scales * (fp32(1.0) / encode)), x)
+    second = nearest((v - first.elements) * 8, E2M1, "even")
+    return first._replace(elements=first.elements + second / 8)
+
+
 # Quartet 00ccd38, mxfp4_forward_kernel
 
 
@@ -413,6 +422,7 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
     "quartet2_cuda": fresh(SIX_MSE, quartet_cuda, 128),
     "quartet2_eden16": fresh(SIX_MSE, quartet_algorithm_1, 128),
     "rht128_4over6_scalar": fresh(SIX_MSE, four_six_scalar, 128),
+    "nvfp4_two_term_input": ((two_terms, rotated(16, FIXED, nvfp4), OWN), both(SIX_MSE), wgrad(STOCHASTIC)),
     "tetrajet2": fresh(partial(tetrajet, sr=False), tetrajet, 16),
     "fp4_all_the_way": ((nvfp4, STOCHASTIC, OWN), PLAIN, both(STOCHASTIC)),
     "ufp4": (both(UNIFORM), both(UNIFORM), both(rotated(16, FIXED, partial(ufp4, sr=True)))),

@@ -11,6 +11,7 @@ from fp4engine.formats import (
     E4M3,
     E8M0,
     FORMATS,
+    TWO_E2M1,
     UE5M3,
     CastSpec,
     Correction,
@@ -78,6 +79,12 @@ def test_other_strings_are_no_keys(key: str) -> None:
         ({"correction": Correction.EDEN16, "rounding": RoundingMode.STOCHASTIC}, "does not go with rounding"),
         ({"scale_rule": ScaleRule.FOUR_OVER_SIX_MSE, "block": (3, 16)}, "block rows must be a power of two"),
         ({"scale_rule": ScaleRule.FOUR_OVER_SIX_MSE, "block": (7, 32)}, "block rows must be a power of two"),
+        ({"element": TWO_E2M1, "scale": UE5M3}, "2e2m1 needs scale=e4m3"),
+        ({"element": TWO_E2M1, "scale_rule": ScaleRule.ALIGNED}, "2e2m1 needs scale=e4m3, scale_rule=amax"),
+        ({"element": TWO_E2M1, "target": 6.75}, "target=6, the first term's largest, got .* 6.75"),
+        ({"element": TWO_E2M1, "rounding": RoundingMode.STOCHASTIC}, "2e2m1 is rounded to nearest"),
+        ({"element": TWO_E2M1, "correction": Correction.SCALAR}, "2e2m1 is rounded to nearest"),
+        ({"element": TWO_E2M1, "outer": Outer.BLOCK128}, "no room for outer=1x128"),
     ],
 )
 def test_contradictions_raise(changes: dict, message: str) -> None:
