@@ -244,11 +244,9 @@ class CastSpec:
         return in_range and significant <= 11 and self.outer is not Outer.BLOCK128
 
     @property
-    def values_dtype(self) -> torch.dtype | None:
-        """In what ``element * block scale`` is multiplied without a rounding: BF16, else FP16, else None."""
-        if self.is_exact_in_bf16:
-            return torch.bfloat16
-        return torch.float16 if self.is_exact_in_fp16 else None
+    def values_dtype(self) -> torch.dtype:
+        """In what ``element * block scale`` is written and multiplied: FP16 where BF16 would round it, else BF16."""
+        return torch.float16 if self.is_exact_in_fp16 and not self.is_exact_in_bf16 else torch.bfloat16
 
     @property
     def factor_group(self) -> int:

@@ -129,7 +129,6 @@ def _block_target(
         data = draft.output((rows, width * spec.element.storage_bits // 8), torch.uint8)
         scale_inv = draft.output((rows, width // spec.block[1]), spec.scale.torch_dtype)
     else:
-        assert spec.values_dtype is not None, "no dtype of products holds the values"
         data = draft.output((rows, width), spec.values_dtype)
     if given is None or spec.correction is Correction.SCALAR:
         outer = {Outer.ROW: (rows,), Outer.BLOCK128: (rows, width // 128)}

@@ -277,7 +277,8 @@ def _transient_form(key: str, device: torch.device, backend: str) -> Form:
     multiplied = False
     if backend in ("auto", "native"):
         multiplied = capability.fp4_units(device)[0] or gemm_fp8.has_blocks(key, device)
-    return "values" if not multiplied and spec.block[1] and spec.values_dtype is not None else "codes"
+    is_exact = spec.is_exact_in_bf16 or spec.is_exact_in_fp16
+    return "values" if not multiplied and spec.block[1] and is_exact else "codes"
 
 
 @cache
@@ -369,7 +370,7 @@ def _quantize(
         if forms[side] == "codes":
             outputs += [data, scale_inv]
         else:
-            outputs.append(reference.decode(data, scale_inv, spec).to(_values_dtype(spec)))
+            outputs.append(reference.decode(data, scale_inv, spec).to(spec.values_dtype))
         if returned[side]:
             outputs.append(amax)
     return outputs
@@ -386,13 +387,6 @@ def _dequantize(
 
         return [dequantize(codes, scale_inv, amax, spec, cols, dtype)]
     return [reference.dequantize(codes, scale_inv, amax, CastSpec.from_key(spec), cols, dtype)]
-
-
-def _values_dtype(spec: CastSpec) -> torch.dtype:
-    """Dtype of the form ``"values"``."""
-    dtype = spec.values_dtype
-    assert dtype is not None, f"no dtype of products holds the values of {spec.key}"
-    return dtype
 
 
 def codes_outputs(spec: CastSpec, rows: int, cols: int) -> list[Output]:
@@ -429,7 +423,7 @@ def _quantize_outputs(
             continue
         spec = CastSpec.from_key(key)
         if forms[side] == "values":
-            outputs.append(Output((shape[0], spec.padded_cols(shape[1])), _values_dtype(spec)))
+            outputs.append(Output((shape[0], spec.padded_cols(shape[1])), spec.values_dtype))
         else:
             outputs += codes_outputs(spec, *shape)
         if returned[side]:

@@ -143,8 +143,8 @@ def _supports(left: str, right: str, out_dtype: torch.dtype, plain: torch.dtype 
 @cache
 def values_dtype(left: str, right: str) -> torch.dtype:
     """In what kernels multiply the values of operands of these specs' keys: FP16 if one of them asks for it."""
-    specs = [CastSpec.from_key(key) for key in (left, right) if key]
-    return torch.float16 if any(spec.values_dtype == torch.float16 for spec in specs) else torch.bfloat16
+    dtypes = {CastSpec.from_key(key).values_dtype for key in (left, right) if key}
+    return torch.float16 if torch.float16 in dtypes else torch.bfloat16
 
 
 @cache
