@@ -83,6 +83,7 @@ QUEST = mx(E2M1, ScaleRule.STD, RoundingMode.ZERO).replace(rotation=Rotation(32,
 """QuEST's cast: rotated, scaled by the deviation of each block, and what is beyond 6 is clipped."""
 MXFP4_EVEN = mx(E2M1, ScaleRule.OPTION3)
 """AMD's rule "even" for scales: the amax rounded to the element's mantissa, ties up."""
+MXFP4_EVEN_H16 = MXFP4_EVEN.replace(rotation=H16)
 
 WIDE = NEAREST.replace(scale=UE5M3, scale_bound=UE5M3.max_value, outer=Outer.NONE)
 """Block scales of so wide a range that no outer scale is needed, and no pass over the tensor to find one."""
@@ -154,8 +155,8 @@ def _mxfp4(forward: CastSpec, gradient: CastSpec, rotation: Rotation, weight: Ca
     )
 
 
-def _amd(gradient: CastSpec) -> LinearRecipe:
-    return _mxfp4(MXFP4_EVEN, gradient, H16, MXFP4_EVEN.replace(block=(32, 32)))
+def _amd(gradient: CastSpec, rotation: Rotation = H16) -> LinearRecipe:
+    return _mxfp4(MXFP4_EVEN, gradient, rotation, MXFP4_EVEN.replace(block=(32, 32)))
 
 
 def _amd_wide() -> LinearRecipe:
@@ -180,6 +181,32 @@ def _quartet() -> LinearRecipe:
 
 def _uniform(forward: CastSpec, gradient: CastSpec) -> LinearRecipe:
     return LinearRecipe(input=same(forward), weight=same(forward), grad_output=same(gradient))
+
+
+def _requantized(forward: CastSpec, backward: CastSpec) -> LinearRecipe:
+    """Every backward operand cast by ``backward``, from what the forward pass saved; nothing is rotated."""
+    role = from_forward(forward, backward)
+    return LinearRecipe(input=role, weight=role, grad_output=same(backward))
+
+
+def _aware(inp: CastSpec, weight: CastSpec) -> LinearRecipe:
+    """Quantization-aware training: a backward pass in high precision, through what the forward pass multiplied."""
+    return LinearRecipe(input=from_forward(inp, None), weight=from_forward(weight, None))
+
+
+def _aware_of_clipping(forward: CastSpec) -> LinearRecipe:
+    role = Casts(forward, None, "rowwise_dequantized", clipped_gradient=True)
+    return LinearRecipe(input=role, weight=role)
+
+
+def _four_over_six_everywhere() -> LinearRecipe:
+    """4/6 for gradients too, whose stochastic rounding makes it biased."""
+    return LinearRecipe(
+        input=rotated_wgrad(FOUR_OVER_SIX, RHT16),
+        weight=same(FOUR_OVER_SIX.replace(block=(BLOCK_SIZE, BLOCK_SIZE))),
+        grad_output=rotated_wgrad(FOUR_OVER_SIX.replace(rounding=RoundingMode.STOCHASTIC), RHT16),
+        allow_biased=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +246,12 @@ ZOO: dict[str, Row] = {
         lambda: NVFP4BlockScaling(nvfp4_4over6="all", disable_rht=True, disable_stochastic_rounding=True),
         'torchao `four_over_six_linear` (pull request 4851), `backward_override="quantized"`',
         "gradients biased: nearest rounding",
+    ),
+    "nvfp4_4over6_stochastic": Row(
+        _four_over_six_everywhere,
+        "fouroversix dadfad6, `FourOverSixLinear` with `keep_master_weights=True`, `weight_scale_2d=True`",
+        "gradients biased: their 4/6 chooses after the draw; both candidates of a block round by the same bits, where "
+        "the source draws for each",
     ),
     "nvfp4_guarded": Row(
         lambda: _nvidia(gradient=GUARDED),
@@ -278,6 +311,18 @@ ZOO: dict[str, Row] = {
         "arXiv 2510.27527; TetraJet-v2 ca5953f",
         "the products alone; OsciReset and OutControl are `fp4engine.optimizer_hooks`",
     ),
+    "tetrajet2_simplified": Row(
+        lambda: _fresh(NEAREST.replace(rounding=RoundingMode.AWAY), GUARDED, 32),
+        "IST-DASLab Quartet-II 8776a90, the TetraJet-v2 that arXiv 2601.22813 compares with (`schemes/tetrajetv2.py`)",
+        "one outer scale per tensor, guarded, rotations of 32: not TetraJet-v2's own casts; signs drawn for each GEMM, "
+        "where the source draws once per backward pass",
+    ),
+    "tetrajet": Row(
+        lambda: _requantized(MXFP4, MXFP4_SR),
+        "arXiv 2502.20853; TetraJet-MXFP4Training bbe9bd6 with `--mxscale 1`",
+        "the products alone, without Q-EMA and Q-Ramping; scales are exact, where the code rounds their logarithms to "
+        "BF16, and a few scales come out half as large",
+    ),
     "fp4_all_the_way": Row(
         lambda: LinearRecipe(input=Casts(NEAREST, STOCHASTIC), weight=same(NEAREST), grad_output=same(STOCHASTIC)),
         "arXiv 2505.19115 (split rounding)",
@@ -308,6 +353,17 @@ ZOO: dict[str, Row] = {
         lambda: _amd(MXFP4_EVEN.replace(rounding=RoundingMode.STOCHASTIC)),
         "AMD Primus-Turbo a6a16cd, `gemm_fp4` with `use_gradient_sr=True`",
         "gradients biased: the scale rule clips",
+    ),
+    "mxfp4_alto": Row(
+        lambda: _amd(MXFP4_EVEN.replace(rounding=RoundingMode.STOCHASTIC), Rotation(32)),
+        'AMD ALTO 74e251d, `scheme: "mxfp4"` of `models/gpt_oss/configs/lpt_recipe.yaml`',
+        "gradients biased: the scale rule clips; signs drawn once, where the source draws and permutes anew; its "
+        "de-oscillation is `OsciReset`, with other settings",
+    ),
+    "mxfp4_hadamard_everywhere": Row(
+        lambda: _uniform(MXFP4_EVEN_H16, MXFP4_EVEN_H16),
+        "ROCm TransformerEngine (pull request 537), `MXFP4BlockScaling(use_hadamard=True)`",
+        "gradients biased: nearest rounding, and the scale rule clips",
     ),
     "mxfp4_tseng": Row(
         lambda: _fresh(None, MXFP4_TSENG, 64),
@@ -360,11 +416,35 @@ ZOO: dict[str, Row] = {
         "TransformerEngine `high_precision_fwd_mxfp8_bwd_factory`",
     ),
     "nvfp4_forward_high_precision_backward": Row(
-        lambda: LinearRecipe(input=from_forward(ROWS, None), weight=from_forward(NEAREST, None)),
-        "TransformerEngine `nvfp4_row_scaled_fwd_high_precision_bwd_factory`",
+        lambda: _aware(ROWS, NEAREST),
+        "TransformerEngine `nvfp4_row_scaled_fwd_high_precision_bwd_factory`; NeMo RL (pull request 3566), see "
+        "`nemo_rl_experts`",
+    ),
+    "nvfp4_4over6_forward_high_precision_backward": Row(
+        lambda: _aware(FOUR_OVER_SIX.replace(outer=Outer.ROW), FOUR_OVER_SIX),
+        "Miles 31f1ca9, NVFP4 with dequantized backward and four-over-six (`docs/advanced/low-precision.md`)",
+    ),
+    "nvfp4_forward_original_backward": Row(
+        lambda: LinearRecipe(input=Casts(ROWS), weight=Casts(NEAREST)),
+        "Miles 31f1ca9, `scripts/run_qwen3_30b_a3b.py --train-nvfp4`",
+        "the backward pass knows nothing of the forward one's rounding",
+    ),
+    "nvfp4_qat": Row(
+        lambda: _aware(NEAREST, NEAREST),
+        "torchao 36027d8, `NVFP4FakeQuantizeConfig()` for inputs and weights",
+        "block scales go down to 2^-9, where the source's least is 2^-6",
+    ),
+    "mxfp4_qat": Row(
+        lambda: _aware(MXFP4, MXFP4),
+        "torchao 36027d8, `MXFakeQuantizeConfig()` for inputs and weights",
+    ),
+    "mxfp4_quest": Row(
+        lambda: _aware_of_clipping(QUEST),
+        "IST-DASLab FP-Quant d2e3092, `FPQuantConfig(backward_dtype=BF16)` with master weights and pseudoquantization",
+        "no 1e-8 is added to deviations",
     ),
     "mxfp8_forward_high_precision_backward": Row(
-        lambda: LinearRecipe(input=from_forward(MXFP8, None), weight=from_forward(MXFP8, None)),
+        lambda: _aware(MXFP8, MXFP8),
         "TransformerEngine `mxfp8_fwd_high_precision_bwd_factory`",
     ),
     "nvfp4_weight_only": Row(
@@ -433,3 +513,25 @@ def deepseek_v4_experts(default: Recipe | None = None) -> RuledRecipe:
     Source: DeepSeek-V4 technical report, section on FP4 quantization-aware training.
     """
     return RuledRecipe(default or make("fp8_block"), (Rule(make("mxfp4_weight_fp8"), "**.experts"),))
+
+
+def nemo_rl_experts(blocks: int, recipe: Recipe | None = None) -> RuledRecipe:
+    """Reinforcement learning with routed experts in NVFP4, and high precision elsewhere.
+
+    Modules below ``experts`` follow ``recipe``, but for the first two and the last four layers.
+
+    Args:
+        blocks: layers of the network; 48 in the published model.
+        recipe: None is the framework's own, row ``nvfp4_forward_high_precision_backward``.
+
+    Source: NVIDIA NeMo RL, pull request 3566, ``grpo-qwen3-30ba3b-base-8n4g-megatron-te-nvfp4-pertoken``.
+    """
+    high = LinearRecipe()
+    return RuledRecipe(
+        high,
+        (
+            Rule(high, "**", blocks=(0, 2)),
+            Rule(high, "**", blocks=(blocks - 4, blocks)),
+            Rule(recipe or make("nvfp4_forward_high_precision_backward"), "**.experts"),
+        ),
+    )

@@ -186,7 +186,15 @@ def test_double_blocks_hold_amplitudes_that_one_tensor_scale_loses() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["quartet2", "quartet2_eden16", "rht128_4over6_scalar", "tetrajet2", "mxfp4_tseng"],
+    [
+        "quartet2",
+        "quartet2_eden16",
+        "rht128_4over6_scalar",
+        "tetrajet2",
+        "tetrajet2_simplified",
+        "tetrajet",
+        "mxfp4_tseng",
+    ],
 )
 def test_gradients_are_unbiased_about_the_saved_operands(name: str) -> None:
     """E[dx] = dy W^, E[dw] = dy^T X^ with W^ and X^ what the forward pass multiplied."""
@@ -211,6 +219,47 @@ def test_gradients_are_unbiased_about_the_saved_operands(name: str) -> None:
     for gemm in range(2):
         assert 10 < errors[1][gemm] < 80
         assert errors[64][gemm] < 1.4 * errors[8][gemm] / 8
+
+
+@pytest.mark.parametrize("name", ["nvfp4_qat", "mxfp4_qat", "nvfp4_4over6_forward_high_precision_backward"])
+def test_gradients_of_aware_training_are_those_of_what_the_forward_multiplied(name: str) -> None:
+    """dx = dy W^, dw = dy^T X^, by the chain rule straight through the casts."""
+    recipe = zoo.make(name)
+    layer = fp4engine.Linear(128, 128, bias=False)
+    inp, grad = gaussian(64, 128, 1).requires_grad_(), gaussian(64, 128, 2)
+    saved = [
+        decoded(value.detach(), spec)
+        for value, spec in ((inp, recipe.input.rowwise), (layer.weight, recipe.weight.rowwise))
+    ]
+    with fp4engine.autocast(recipe=recipe):
+        output = layer(inp)
+    dx, dw = torch.autograd.grad(output, (inp, layer.weight), grad)
+    torch.testing.assert_close(output, saved[0] @ saved[1].T)
+    torch.testing.assert_close(dx, grad @ saved[1])
+    torch.testing.assert_close(dw, grad.T @ saved[0])
+
+
+def test_gradients_of_quest_stop_where_its_casts_saturated() -> None:
+    """FP-Quant's backward pass: the gradient of what was rotated, where it was below 6, rotated back."""
+    spec = zoo.QUEST
+    layer = fp4engine.Linear(64, 32, bias=False)
+    inp, grad = (gaussian(32, 64, 1) * 3).requires_grad_(), gaussian(32, 32, 2)
+    signs = torch.ones(32)
+    rotated, casts = {}, {}
+    for name, value in (("x", inp.detach()), ("w", layer.weight.detach())):
+        rotated[name] = hadamard.rotate(value, signs, torch.float32)
+        casts[name] = reference.quantize(value, spec)
+    hat = {name: reference.dequantize(*cast, spec, 64, torch.float32) for name, cast in casts.items()}
+    within = {
+        name: rotated[name].abs() < 6 * cast.scale_inv.float().repeat_interleave(32, 1) for name, cast in casts.items()
+    }
+    assert all(0.5 < float(mask.float().mean()) < 1 for mask in within.values())
+    with fp4engine.autocast(recipe=zoo.make("mxfp4_quest")):
+        output = layer(inp)
+    dx, dw = torch.autograd.grad(output, (inp, layer.weight), grad)
+    torch.testing.assert_close(output, hat["x"] @ hat["w"].T)
+    for got, want in ((dx, grad @ hat["w"] * within["x"]), (dw, grad.T @ hat["x"] * within["w"])):
+        torch.testing.assert_close(got, hadamard.rotate(want, signs, torch.float32))
 
 
 def test_the_backward_operands_come_from_what_the_forward_saved() -> None:

@@ -136,13 +136,16 @@ def nvfp4(x: Tensor, draws: Draws, *, tile: int = 1, per_row: bool = False, sr: 
     return Cast(elements, scales, amax / fp32(2688.0))
 
 
-def four_over_six(x: Tensor, draws: Draws, *, tile: int = 1, mse: bool = False) -> Cast:
-    amax = x.abs().max()
+def four_over_six(
+    x: Tensor, draws: Draws, *, tile: int = 1, per_row: bool = False, mse: bool = False, sr: bool = False
+) -> Cast:
+    amax = x.abs().amax(1, keepdim=True) if per_row else x.abs().max()
     encode = fp32(1536.0) / amax
     base = block_amax(x, 16, tile) / fp32(6.0) * encode
     candidates = []
     for scales in (e4m3(base), e4m3(base * 1.5)):
-        elements = nearest(x * spread(fp32(1.0) / (scales * (fp32(1.0) / encode)), x), E2M1, "even")
+        v = x * spread(fp32(1.0) / (scales * (fp32(1.0) / encode)), x)
+        elements = stochastic(v, E2M1, draws.elements(x)) if sr else nearest(v, E2M1, "even")
         difference = blocks_of(elements * spread(scales, x) * amax / fp32(1536.0) - x, 16)
         errors = difference * difference if mse else difference.abs()
         error = torch.zeros_like(scales)
@@ -170,7 +173,14 @@ def two_terms(x: Tensor, draws: Draws) -> Cast:
     return first._replace(elements=first.elements + second / 8)
 
 
-# Quartet 00ccd38, mxfp4_forward_kernel
+def torchao_nvfp4(x: Tensor, draws: Draws) -> Cast:
+    """torchao 36027d8, ``nvfp4_quantize`` with ``per_tensor_amax_to_scale``."""
+    outer = x.abs().max() / fp32(2688.0)
+    scales = e4m3((block_amax(x, 16) / 6.0 / outer).clamp(min=2.0**-6))
+    return Cast(nearest(x * spread((1.0 / outer) / scales, x), E2M1, "even"), scales, outer, exact=False)
+
+
+# Quartet 00ccd38, mxfp4_forward_kernel; FP-Quant d2e3092 has the same one
 
 
 def quest(x: Tensor, draws: Draws) -> Cast:
@@ -321,6 +331,18 @@ def mxfp4(x: Tensor, draws: Draws, *, rule: str, ties: str = "even", sr: bool = 
     return Cast(elements, scales, fp32(1.0))
 
 
+def tetrajet_mx(x: Tensor, draws: Draws, *, sr: bool = False) -> Cast:
+    """TetraJet-MXFP4Training bbe9bd6, ``SymmQuantizer_Torch`` with ``MXScale=1``, logarithms exact."""
+    scales = torch.exp2(torch.ceil(torch.log2(2 * block_amax(x, 32).double() / 12))).float()
+    sign, a = x.sign(), (x / spread(scales, x)).abs().double()
+    exponent = torch.exp2(torch.floor(torch.log2(a)).clamp(min=0))
+    whole = torch.floor(a / exponent)
+    fraction = (a / exponent - whole) * 2
+    fraction = torch.floor(fraction + draws.elements(x)) if sr else fraction.round()
+    elements = (sign * exponent * (whole + fraction / 2)).clamp(-6, 6).float()
+    return Cast(elements, scales, fp32(1.0))
+
+
 def tseng(x: Tensor, draws: Draws) -> Cast:
     """arXiv 2502.20586: three quarters of the value, stochastically; the product is multiplied by 16/9."""
     scales = power_of_two(block_amax(x, 32), "floor")
@@ -373,6 +395,7 @@ E4M3_TENSOR = partial(fp8_tensor, to=e4m3, largest=448.0)
 E5M2_TENSOR = partial(fp8_tensor, to=e5m2, largest=57344.0)
 MX_UP = partial(mxfp4, rule="up")
 MX_EVEN = partial(mxfp4, rule="even")
+TETRAJET_SR = partial(tetrajet_mx, sr=True)
 OCP = partial(mxfp4, rule="floor", ties="away")
 FP6_E2M3 = partial(mxfp6, grid=E2M3, largest_binade=2)
 FP6_E3M2 = partial(mxfp6, grid=E3M2, largest_binade=4)
@@ -384,6 +407,7 @@ def both(cast: Transcription) -> Role:
 
 
 UNIFORM = rotated(16, FIXED, ufp4)
+EVEN_H16 = rotated(16, NONE, MX_EVEN)
 
 
 def wgrad(cast: Transcription, size: int = 16, signs: Signs = FIXED) -> Role:
@@ -410,6 +434,11 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
     "nvfp4_4over6": (wgrad(SIX_MSE), both(partial(four_over_six, mse=True, tile=16)), wgrad(STOCHASTIC)),
     "nvfp4_4over6_no_rht": (both(SIX_MAE), both(partial(four_over_six, tile=16)), both(STOCHASTIC)),
     "nvfp4_4over6_nearest": (both(SIX_MAE), both(partial(four_over_six, tile=16)), both(nvfp4)),
+    "nvfp4_4over6_stochastic": (
+        wgrad(SIX_MSE),
+        both(partial(four_over_six, mse=True, tile=16)),
+        wgrad(partial(four_over_six, mse=True, sr=True)),
+    ),
     "nvfp4_guarded": nvidia(gradient=guarded),
     "nvfp4_1d_weight": nvidia(weight=(nvfp4, nvfp4, SAVED)),
     "nvfp4_rht32": nvidia(32),
@@ -424,12 +453,20 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
     "rht128_4over6_scalar": fresh(SIX_MSE, four_six_scalar, 128),
     "nvfp4_two_term_input": ((two_terms, rotated(16, FIXED, nvfp4), OWN), both(SIX_MSE), wgrad(STOCHASTIC)),
     "tetrajet2": fresh(partial(tetrajet, sr=False), tetrajet, 16),
+    "tetrajet2_simplified": fresh(partial(quartet_forward, four_six=False), guarded, 32),
+    "tetrajet": ((tetrajet_mx, TETRAJET_SR, SAVED), (tetrajet_mx, TETRAJET_SR, SAVED), both(TETRAJET_SR)),
     "fp4_all_the_way": ((nvfp4, STOCHASTIC, OWN), PLAIN, both(STOCHASTIC)),
     "ufp4": (both(UNIFORM), both(UNIFORM), both(rotated(16, FIXED, partial(ufp4, sr=True)))),
     "amdfp4": (wgrad(amdfp4, 32), both(partial(amdfp4, tile=16)), wgrad(partial(amdfp4, sr=True), 32)),
     "mxfp4": (wgrad(MX_UP, 32), both(MX_UP), wgrad(partial(MX_UP, sr=True), 32)),
     "mxfp4_hadamard": amd(MX_EVEN),
     "mxfp4_hadamard_stochastic": amd(partial(MX_EVEN, sr=True)),
+    "mxfp4_alto": (
+        wgrad(MX_EVEN, 32),
+        both(partial(mxfp4, rule="even", tile=32)),
+        wgrad(partial(MX_EVEN, sr=True), 32),
+    ),
+    "mxfp4_hadamard_everywhere": (both(EVEN_H16), both(EVEN_H16), both(EVEN_H16)),
     "mxfp4_tseng": fresh(high, tseng, 64),
     "mxfp4_ocp": (both(OCP), both(OCP), both(OCP)),
     "mxfp6": (both(FP6_E2M3), both(FP6_E2M3), both(FP6_E3M2)),
@@ -465,6 +502,19 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
     "nvfp4_forward_high_precision_backward": (
         (partial(nvfp4, per_row=True), high, SAVED),
         (nvfp4, high, SAVED),
+        both(high),
+    ),
+    "nvfp4_4over6_forward_high_precision_backward": (
+        (partial(four_over_six, mse=True, per_row=True), high, SAVED),
+        (SIX_MSE, high, SAVED),
+        both(high),
+    ),
+    "nvfp4_forward_original_backward": ((partial(nvfp4, per_row=True), high, OWN), (nvfp4, high, OWN), both(high)),
+    "nvfp4_qat": ((torchao_nvfp4, high, SAVED), (torchao_nvfp4, high, SAVED), both(high)),
+    "mxfp4_qat": ((MX_UP, high, SAVED), (MX_UP, high, SAVED), both(high)),
+    "mxfp4_quest": (
+        (rotated(32, NONE, quest), high, SAVED),
+        (rotated(32, NONE, quest), high, SAVED),
         both(high),
     ),
     "mxfp8_forward_high_precision_backward": ((mxfp8, high, SAVED), (mxfp8, high, SAVED), both(high)),

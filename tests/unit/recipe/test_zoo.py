@@ -123,6 +123,60 @@ def test_experts_alone_have_four_bit_weights_in_deepseek_v4() -> None:
     assert recipe_from_json(recipe.to_json()) == recipe
 
 
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("model.layers.1.mlp.experts.17.up_proj", "high_precision"),
+        ("model.layers.2.mlp.experts.17.up_proj", "nvfp4_forward_high_precision_backward"),
+        ("model.layers.2.mlp.shared_expert.up_proj", "high_precision"),
+        ("model.layers.2.mlp.gate", "high_precision"),
+        ("model.layers.2.self_attn.q_proj", "high_precision"),
+        ("model.layers.43.mlp.experts", "nvfp4_forward_high_precision_backward"),
+        ("model.layers.44.mlp.experts", "high_precision"),
+        ("model.layers.47.mlp.experts.0.down_proj", "high_precision"),
+    ],
+)
+def test_precision_map_of_nemo_rl(name: str, row: str) -> None:
+    assert zoo.nemo_rl_experts(blocks=48).of(QuantizerRole("linear", "weight", name, (64, 48))) == zoo.make(row)
+
+
+def test_experts_of_nemo_rl_take_another_row() -> None:
+    own = zoo.make("nvfp4_4over6_forward_high_precision_backward")
+    role = QuantizerRole("linear", "weight", "model.layers.2.mlp.experts.17.up_proj", (64, 48))
+    recipe = zoo.nemo_rl_experts(blocks=48, recipe=own)
+    assert recipe.of(role) == own
+    assert recipe_from_json(recipe.to_json()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("row", "switches"),
+    [
+        ("nvfp4_forward_high_precision_backward", {"backward_override": "dequantized"}),
+        ("nvfp4_forward_original_backward", {"backward_override": "high_precision"}),
+        (
+            "nvfp4_4over6_forward_high_precision_backward",
+            {"backward_override": "dequantized", "nvfp4_4over6": "all", "nvfp4_4over6_err_mode": "MSE"},
+        ),
+    ],
+)
+def test_rows_for_reinforcement_learning_are_what_their_switches_come_to(row: str, switches: dict[str, str]) -> None:
+    """A step by the row, and one by TransformerEngine's switches that the source sets: the same bytes."""
+    switched = NVFP4BlockScaling(
+        disable_rht=True,
+        disable_stochastic_rounding=True,
+        disable_2d_quantization=True,
+        row_scaled_activation=True,
+        **switches,
+    )
+    layer, inp = fp4engine.Linear(48, 32), torch.randn(16, 48, requires_grad=True)
+    steps = []
+    for recipe in (zoo.make(row), switched):
+        with fp4engine.autocast(recipe=recipe):
+            output = layer(inp)
+        steps.append((output, *torch.autograd.grad(output.square().sum(), (inp, layer.weight, layer.bias))))
+    assert all(torch.equal(left, right) for left, right in zip(*steps, strict=True))
+
+
 @pytest.mark.parametrize(("binades", "lossless"), [(14, True), (15, False)])
 def test_fp8_blocks_hold_four_bit_weights_while_scales_differ_little(binades: int, lossless: bool) -> None:
     """What lets DeepSeek-V4 run the FP4 weights of both passes as FP8."""
