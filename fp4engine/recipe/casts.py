@@ -68,3 +68,16 @@ def unclippable(rowwise: CastSpec | None, other_source: ColumnwiseSource) -> str
         "clipped_gradient tells which rotated elements saturated, so the gradient has to come rotated: the other "
         f"tensor's columnwise_source must be 'rowwise_dequantized', got {other_source!r}"
     )
+
+
+def untaken(columnwise_source: ColumnwiseSource, clipped_gradient: bool) -> str:
+    """Why ``grad_output`` cannot have these; empty if it can.
+
+    Both its operands are made in the backward pass from the gradient itself, which has no gradient of its own.
+    """
+    if columnwise_source != "original":
+        return (
+            "grad_output.columnwise_source must be 'original', for both its operands are made of the gradient at once, "
+            f"got {columnwise_source!r}"
+        )
+    return "grad_output.clipped_gradient must be False, for no gradient of it is taken" if clipped_gradient else ""

@@ -13,7 +13,7 @@ from typing import Any
 
 from fp4engine.formats import CastSpec, Correction, RoundingMode, Signs
 from fp4engine.recipe.base import Recipe, require_object
-from fp4engine.recipe.casts import Casts, unclippable
+from fp4engine.recipe.casts import Casts, unclippable, untaken
 from fp4engine.roles import TENSOR_TYPES
 
 GEMM_OPERANDS = {
@@ -73,7 +73,10 @@ class LinearRecipe(Recipe):
             if left != right:
                 yield f"{gemm} needs {names} rotated alike, or H H^T does not cancel: got {left} and {right}"
             if left is not None and left.signs.is_fresh and left.signs is not _FRESH.get(gemm):
-                yield f"{gemm} takes signs {_FRESH.get(gemm, Signs.FIXED)}, got {left.signs} on {names}"
+                words = ", ".join(str(signs) for signs in (Signs.FIXED, Signs.NONE, _FRESH.get(gemm)) if signs)
+                yield f"{gemm} takes signs {words}, got {left.signs} on {names}"
+        if wrong := untaken(self.grad_output.columnwise_source, self.grad_output.clipped_gradient):
+            yield wrong
         for role in ("input", "weight"):
             casts = self.casts(role)
             other = self.weight if role == "input" else self.input

@@ -5,8 +5,9 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 import fp4engine
+from fp4engine.formats import CastSpec
 from fp4engine.functional import make_linear_plan
-from fp4engine.recipe import NVFP4BlockScaling
+from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
 from fp4engine.recipe.zoo import ZOO
 
 FORMATS = {
@@ -33,3 +34,15 @@ def test_modules_with_equal_answers_share_one_plan() -> None:
     assert make_linear_plan(NVFP4BlockScaling(disable_rht=True), "linear") is not plan
     with pytest.raises(FrozenInstanceError):
         plan.backend = "reference"
+
+
+@pytest.mark.parametrize("changes", [{"columnwise_source": "rowwise_dequantized"}, {"clipped_gradient": True}])
+def test_what_a_gradient_does_not_take_is_refused_from_factories_too(changes: dict) -> None:
+    """It was ignored: both operands were made of the gradient itself."""
+
+    def qfactory(role):
+        given = changes if role.tensor_type == "grad_output" else {}
+        return fp4engine.Quantizer(CastSpec(), CastSpec(), **given)
+
+    with pytest.raises(ValueError, match=r"grad_output\.c.* must be"):
+        make_linear_plan(CustomRecipe(qfactory=qfactory), "linear")

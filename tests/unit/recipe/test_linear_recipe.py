@@ -32,8 +32,17 @@ FRESH = RN.replace(rotation=Rotation(128, Signs.WGRAD))
                 "input": Casts(RN, FRESH.replace(rotation=Rotation(128, Signs.DGRAD)), "rowwise_dequantized"),
                 "grad_output": Casts(RN, FRESH.replace(rotation=Rotation(128, Signs.DGRAD))),
             },
-            "wgrad takes signs Signs.WGRAD, got Signs.DGRAD",
+            "wgrad takes signs Signs.FIXED, Signs.NONE, Signs.WGRAD, got Signs.DGRAD",
         ),
+        (
+            {"input": Casts(FRESH), "weight": Casts(FRESH)},
+            "fprop takes signs Signs.FIXED, Signs.NONE, got Signs.WGRAD",
+        ),
+        (
+            {"grad_output": Casts(RN, RN, "rowwise_dequantized")},
+            "grad_output.columnwise_source must be 'original', .* got 'rowwise_dequantized'",
+        ),
+        ({"grad_output": Casts(RN, RN, clipped_gradient=True)}, "grad_output.clipped_gradient must be False"),
         (
             {"grad_output": Casts(zoo.FOUR_OVER_SIX.replace(rounding=RoundingMode.STOCHASTIC))},
             "grad_output.rowwise has 4over6 with stochastic rounding, which is biased; allow_biased=True accepts it",
