@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fp4engine.formats import CastSpec, Correction, Outer
+from fp4engine.formats import CastSpec, Correction, Outer, RoundingMode, ScaleRule
 from fp4engine.kernels import blocks, cast_fp8, quantize
 from fp4engine.kernels.amax import amax_size, resolve_amax
 from fp4engine.kernels.cast import Side
@@ -20,8 +20,26 @@ Keys = tuple[str, str]
 """Keys of the rowwise and the columnwise spec, empty for a side that is not asked for."""
 
 
+WORDS = {
+    "scale_rule": (
+        *(ScaleRule.AMAX, ScaleRule.FOUR_OVER_SIX_MAE, ScaleRule.FOUR_OVER_SIX_MSE, ScaleRule.ALIGNED, ScaleRule.STD),
+        *(ScaleRule.FLOOR, ScaleRule.CEIL, ScaleRule.MIDMAX, ScaleRule.OPTION3, ScaleRule.TOPBINADE),
+    ),
+    "rounding": (
+        *(RoundingMode.EVEN, RoundingMode.AWAY, RoundingMode.ZERO, RoundingMode.TRUNCATE, RoundingMode.STOCHASTIC),
+    ),
+    "outer": (Outer.TENSOR, Outer.ROW, Outer.BLOCK128, Outer.NONE),
+    "correction": (Correction.NONE, Correction.EDEN16, Correction.EDEN128, Correction.SCALAR),
+}
+"""What kernels compute, by the field of a spec. A member that is new to its enumeration is to be added here with its
+kernel; until then the reference casts by it."""
+
+
 def supports(spec: CastSpec, dtype: torch.dtype) -> tuple[bool, str]:
     """Whether kernels cast matrices of ``dtype`` by ``spec``, and if not, why."""
+    for field, words in WORDS.items():
+        if (word := getattr(spec, field)) not in words:
+            return False, f"the Triton kernels do not cover {field}={word.value}"
     return blocks.supports(spec, dtype) if spec.block[1] else cast_fp8.supports(spec, dtype)
 
 

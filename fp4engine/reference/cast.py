@@ -75,8 +75,10 @@ def quantize(
         scale_inv, codes = _power_of_two(values, spec, rng, stream)
     elif spec.scale_rule.is_four_over_six:
         scale_inv, codes = _four_over_six(values, amax, spec, rng, stream)
-    else:
+    elif spec.scale_rule is ScaleRule.AMAX:
         scale_inv, codes = _two_level(values, amax, spec, rng, stream)
+    else:
+        raise NotImplementedError(f"the reference has no block scales for scale_rule={spec.scale_rule.value}")
     if values.numel() and spec.correction is Correction.SCALAR:
         amax = amax * _shrinkage(values, codes, scale_inv, amax, spec)
     elif values.numel() and spec.correction is not Correction.NONE:

@@ -44,8 +44,10 @@ def power_of_two_scale(amax: Tensor, element: ElementFormat, rule: ScaleRule) ->
         up = mantissa >= 2 - 2.0 ** -(element.mantissa_bits + 1)
     elif rule is ScaleRule.TOPBINADE:
         up = mantissa > element.max_value / binade
-    else:
+    elif rule is ScaleRule.CEIL:
         up = mantissa > 1
+    else:
+        raise NotImplementedError(f"the reference has no power of two for scale_rule={rule.value}")
     biased = exponent - 1 - element.max_exponent + 127 + up
     return torch.where(amax == 0, 0, biased.clamp(0, 254)).to(torch.int32)
 
