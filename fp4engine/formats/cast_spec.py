@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
-from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -187,8 +186,8 @@ class CastSpec:
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for complaint in chain(_wrong_kinds(self), _complaints(self)):
-            raise ValueError(f"CastSpec {complaint}")
+        if complaints := list(_wrong_kinds(self)) or list(_complaints(self)):
+            raise ValueError(f"CastSpec {'; '.join(complaints)}")
         for name in ("scale_bound", "target"):  # equal numbers print alike
             object.__setattr__(self, name, float(getattr(self, name)))
         values = (getattr(self, f.name) for f in fields(self) if f.init)
@@ -357,10 +356,15 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
         yield f"scale must be e4m3, ue5m3, e8m0 or fp32, got {spec.scale}"
     if not 0 < spec.target < float("inf"):
         yield f"target must be a positive element value, got {spec.target}"
+    if spec.target == E2M1_MAX and spec.element != E2M1:
+        yield (
+            f"target=6, the default, is the largest value of e2m1 and no aim for element={spec.element}, "
+            f"whose largest is {spec.element.max_value:g}"
+        )
     if not 0 < spec.scale_bound <= (spec.scale.max_value if spec.scale in BOUNDED else 1.0):
         yield (
             "scale_bound must be in (0, 448] for e4m3 scales, in (0, 114688] for ue5m3 and 1 for others, "
-            f"got {spec.scale_bound}"
+            f"got {spec.scale_bound} for {spec.scale}"
         )
     if (spec.scale == E8M0) != spec.scale_rule.is_power_of_two:
         yield (

@@ -12,6 +12,7 @@ tensor (numerics, "Random Hadamard transform"), and an operand of dequantized va
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_BOUND_4OVER6, SR_GUARD
@@ -472,7 +473,9 @@ def make(name: str, **changes: Any) -> Recipe:
         ValueError: no such row.
     """
     if name not in ZOO:
-        raise ValueError(f"name must be one of {', '.join(ZOO)}, got {name!r}")
+        nearest = get_close_matches(name, ZOO, n=1, cutoff=0.0) if isinstance(name, str) else []
+        meant = f" (did you mean {nearest[0]}?)" if nearest else ""
+        raise ValueError(f"name must be one of {', '.join(ZOO)}, got {name!r}{meant}")
     recipe = ZOO[name].build()
     return recipe.replace(**changes) if changes else recipe
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp4engine.formats import (
+    E1M2,
     E4M3,
     E8M0,
     FORMATS,
@@ -66,6 +67,7 @@ def test_other_strings_are_no_keys(key: str) -> None:
     ("changes", "message"),
     [
         ({"random_bits": 4}, "random_bits must be 8 or 16"),
+        ({"element": E1M2}, "target=6, the default, .* no aim for element=e1m2, whose largest is 1.75"),
         ({"scale": E8M0, "scale_bound": 1.0}, "does not go with scale"),
         ({"scale_rule": ScaleRule.FLOOR}, "does not go with scale"),
         ({"scale_bound": 449.0}, "scale_bound must be in"),
@@ -92,6 +94,11 @@ def test_contradictions_raise(changes: dict, message: str) -> None:
         CastSpec(**changes)
     with pytest.raises(ValueError, match="Rotation size"):
         Rotation(24)
+
+
+def test_all_that_contradicts_itself_is_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"scale_bound must be in .* for e8m0; scale_rule=amax .*; .* outer"):
+        CastSpec(scale=E8M0)
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,9 @@ def test_fp8_blocks_hold_four_bit_weights_while_scales_differ_little(binades: in
 
 
 def test_unknown_row_names_what_there_is() -> None:
-    with pytest.raises(ValueError, match=r"name must be one of high_precision, nvfp4, .*got 'nvfp5'"):
+    with pytest.raises(
+        ValueError, match=r"name must be one of high_precision, nvfp4, .*got 'nvfp5' \(did you mean nvfp4\?\)"
+    ):
         zoo.make("nvfp5")
 
 
