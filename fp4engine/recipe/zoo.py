@@ -423,7 +423,7 @@ ZOO: dict[str, Row] = {
     ),
     "nvfp4_4over6_forward_high_precision_backward": Row(
         lambda: _aware(FOUR_OVER_SIX.replace(outer=Outer.ROW), FOUR_OVER_SIX),
-        "Miles 31f1ca9, NVFP4 with dequantized backward and four-over-six (`docs/advanced/low-precision.md`)",
+        "Miles 31f1ca9, its guide to low precision: NVFP4 with dequantized backward and four-over-six",
     ),
     "nvfp4_forward_original_backward": Row(
         lambda: LinearRecipe(input=Casts(ROWS), weight=Casts(NEAREST)),
