@@ -47,7 +47,8 @@ def row(name: str) -> str:
     for pair in GEMM_OPERANDS.values():
         cells.append(" · ".join(operand(getattr(recipe.casts(role), side)) for role, side in pair))
     requantized = [role for role in TENSOR_TYPES if recipe.casts(role).columnwise_source == "rowwise_dequantized"]
-    cells.append("saved " + ", ".join(requantized) if requantized else "originals")
+    kept = any(recipe.casts(role).columnwise_source == "saved_original" for role in TENSOR_TYPES)
+    cells.append("saved " + ", ".join(requantized) if requantized else "saved original input" if kept else "originals")
     cells += [path(recipe), zoo.ZOO[name].source, zoo.ZOO[name].limits]
     return f"| {' | '.join(cells)} |"
 

@@ -55,7 +55,7 @@ def quantize_forward(call: Call, *tensors: tuple[Literal["input", "weight"], Ten
         assert rowwise is not None
         if keep_rowwise[i]:
             kept = rowwise
-        elif tensors[i][2] and call.plan.backward_override == "high_precision":
+        elif tensors[i][2] and _keeps_original(parts[i].quantizer, call):
             kept = Operand.dense(parts[i].matrix)
         operands.append((rowwise, kept))
     return operands
@@ -81,6 +81,11 @@ def _asked(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch
     return keeps_rowwise, arguments
 
 
+def _keeps_original(quantizer: Quantizer, call: Call) -> bool:
+    override = call.plan.backward_override
+    return override == "high_precision" or (override is None and quantizer.columnwise_source == "saved_original")
+
+
 def _sides(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch.device) -> tuple[bool, bool, ops.Form]:
     """Whether backward reads the rowwise operand; whether it reads the columnwise one; the rowwise one's form."""
     override = call.plan.backward_override
@@ -88,7 +93,7 @@ def _sides(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch
         keeps_rowwise = keeps_columnwise = False
     elif override is None:
         keeps_rowwise = quantizer.columnwise_source == "rowwise_dequantized"
-        keeps_columnwise = not keeps_rowwise
+        keeps_columnwise = quantizer.columnwise_source == "original"
     else:
         keeps_rowwise, keeps_columnwise = override == "dequantized", False
     clips = quantizer.clipped_gradient and (call.needs_dgrad or call.needs_wgrad)
@@ -142,14 +147,15 @@ def _columnwise(
         kept = (kept.rowwise if is_read_rowwise else kept.columnwise)(quantizer.backend)
     if plan.backward_override is not None:
         return Operand.dense(kept.dequantize(call.dtype, plan.backend).T)
-    if quantizer.columnwise_source != "rowwise_dequantized":
+    if quantizer.columnwise_source == "original":
         return kept
     spec = quantizer.columnwise_spec
     form = "codes" if spec is None else ops.transient_form(spec.key, kept.data.device, plan.backend)
-    if call.shards is None:
+    saved = quantizer.columnwise_source == "saved_original"
+    if call.shards is None and not saved:
         return quantizer.requantize(kept, rng, form)
-    values = kept.dequantize(torch.float32, quantizer.backend)
+    values = kept.data if saved else kept.dequantize(torch.float32, quantizer.backend)
     asked = {"rowwise": False, "rng": rng, "columnwise_form": form}
-    (quantized,) = quantize_parts([Part(role, quantizer, values, asked)], call.shards)
+    (quantized,) = _quantize([Part(role, quantizer, values, asked)], call)
     assert quantized.columnwise is not None
     return quantized.columnwise

@@ -12,7 +12,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.ops import Casts
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.recipe import Recipe
-from fp4engine.recipe.casts import unclippable, untaken
+from fp4engine.recipe.casts import unclippable, unsaved, untaken
 from fp4engine.roles import TENSOR_TYPES, QuantizerRole
 
 GemmName = Literal["fprop", "dgrad", "wgrad"]
@@ -105,7 +105,9 @@ class LinearPlan:
                 raise ValueError(wrong)
         if wrong := untaken(self.grad_output.columnwise_source, self.grad_output.clipped_gradient):
             raise ValueError(wrong)
-        sources = [q for q in (self.input, self.weight) if q.columnwise_source == "rowwise_dequantized"]
+        if wrong := unsaved(self.weight.columnwise_source):
+            raise ValueError(wrong)
+        sources = [q for q in (self.input, self.weight) if q.columnwise_source != "original"]
         stochastic = any(quantizer.is_stochastic for quantizer in (self.grad_output, *sources))
         object.__setattr__(self, "draws_in_forward", self.input.draws_in_forward or self.weight.draws_in_forward)
         object.__setattr__(self, "draws_in_backward", stochastic and self.backward_override is None)

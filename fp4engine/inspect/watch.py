@@ -249,7 +249,7 @@ def _see_forward(
         rowwise.append(row)
         if col is not None:
             kept[role] = col
-        elif quantizer.columnwise_source != "original":
+        elif quantizer.columnwise_source == "rowwise_dequantized":
             kept[role] = row
     watched.forward = _Forward(plan, spread, wholes, matrices, kept, drawn)
     left, right = rowwise
@@ -337,6 +337,8 @@ def _columnwise(role: Role, quantizer: Quantizer, forward: _Forward, drawn: Tens
     if quantizer.columnwise_source == "original":
         own = forward.drawn if quantizer.draws_in_forward else None  # made in forward, so with its draw
         return _see_columnwise(role, matrix, quantizer, own, forward.spread)
+    if quantizer.columnwise_source == "saved_original":
+        return _see_columnwise(role, matrix, quantizer, drawn, forward.spread)
     assert kept is not None
     operand = kept.operand if kept.spec is not None else Operand.dense(matrix)
     values = operand.dequantize(torch.float32)

@@ -24,7 +24,8 @@ class Quantizer:
         rowwise_spec: cast of the operand [M, K]; None leaves the matrix unquantized.
         columnwise_spec: cast of the transposed operand [K, M]; None leaves it unquantized.
         columnwise_source: what the columnwise operand is made from: ``"original"``, the tensor, or
-            ``"rowwise_dequantized"``, the rowwise operand, when the backward pass needs it.
+            ``"rowwise_dequantized"``, the rowwise operand, when the backward pass needs it, or ``"saved_original"``,
+            the tensor, then.
         stream: stream id of the role, see :mod:`fp4engine.reference.philox`.
         backend: ``auto``, ``reference``, ``triton`` or ``native``.
         clipped_gradient: whether the tensor gets no gradient where its rowwise cast saturated.

@@ -5,8 +5,8 @@ from typing import Literal
 
 from fp4engine.formats import CastSpec
 
-ColumnwiseSource = Literal["original", "rowwise_dequantized"]
-COLUMNWISE_SOURCES: tuple[ColumnwiseSource, ...] = ("original", "rowwise_dequantized")
+ColumnwiseSource = Literal["original", "rowwise_dequantized", "saved_original"]
+COLUMNWISE_SOURCES: tuple[ColumnwiseSource, ...] = ("original", "rowwise_dequantized", "saved_original")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class Casts:
         columnwise: cast of the transposed operand [K, M]; None leaves it in high precision.
         columnwise_source: what the columnwise operand is made of: the tensor itself, or the dequantized rowwise
             operand that the forward pass saved (then it is made anew in the backward pass). What is made of a rotated
-            one gives the other tensor's gradient rotated too, and that is rotated back.
+            one gives the other tensor's gradient rotated too, and that is rotated back. ``"saved_original"`` saves
+            an input as it is, and makes the operand of it in the backward pass, which draws its signs.
         clipped_gradient: whether this tensor gets no gradient where its rowwise cast saturated; otherwise gradients
             pass the cast straight through.
 
@@ -68,6 +69,13 @@ def unclippable(rowwise: CastSpec | None, other_source: ColumnwiseSource) -> str
         "clipped_gradient tells which rotated elements saturated, so the gradient has to come rotated: the other "
         f"tensor's columnwise_source must be 'rowwise_dequantized', got {other_source!r}"
     )
+
+
+def unsaved(columnwise_source: ColumnwiseSource) -> str:
+    """Why a weight cannot have this source; empty if it can."""
+    if columnwise_source != "saved_original":
+        return ""
+    return "weight.columnwise_source='saved_original' is for inputs; a weight's is 'original' or 'rowwise_dequantized'"
 
 
 def untaken(columnwise_source: ColumnwiseSource, clipped_gradient: bool) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fp4engine.formats import CastSpec, Correction, RoundingMode, Signs
 from fp4engine.recipe.base import Recipe, require_object
-from fp4engine.recipe.casts import Casts, unclippable, untaken
+from fp4engine.recipe.casts import Casts, unclippable, unsaved, untaken
 from fp4engine.roles import TENSOR_TYPES
 
 GEMM_OPERANDS = {
@@ -77,16 +77,19 @@ class LinearRecipe(Recipe):
                 yield f"{gemm} takes signs {words}, got {left.signs} on {names}"
         if wrong := untaken(self.grad_output.columnwise_source, self.grad_output.clipped_gradient):
             yield wrong
+        if wrong := unsaved(self.weight.columnwise_source):
+            yield wrong
         for role in ("input", "weight"):
             casts = self.casts(role)
             other = self.weight if role == "input" else self.input
             if casts.clipped_gradient and (wrong := unclippable(casts.rowwise, other.columnwise_source)):
                 yield f"{role}.{wrong}"
             fresh = casts.columnwise is not None and casts.columnwise.rotation and casts.columnwise.rotation.signs
-            if fresh and fresh.is_fresh and casts.columnwise_source != "rowwise_dequantized":
+            if fresh and fresh.is_fresh and casts.columnwise_source == "original":
+                other = " or 'saved_original'" if role == "input" else ""
                 yield (
                     f"{role}.columnwise has freshly drawn signs, which it shares with grad_output in backward: "
-                    f"columnwise_source must be 'rowwise_dequantized', got {casts.columnwise_source!r}"
+                    f"columnwise_source must be 'rowwise_dequantized'{other}, got 'original'"
                 )
 
     def _bias_complaints(self) -> Iterator[str]:

@@ -47,12 +47,14 @@ NEAREST = CastSpec()
 """NVFP4 in 1x16 blocks, nearest even."""
 TILES = NEAREST.replace(block=(BLOCK_SIZE, BLOCK_SIZE))
 """One block scale per 16x16, so that both layouts of a weight agree."""
+NEAREST_AWAY = NEAREST.replace(rounding=RoundingMode.AWAY)
 STOCHASTIC = NEAREST.replace(rounding=RoundingMode.STOCHASTIC)
 GUARDED = STOCHASTIC.replace(target=E2M1_MAX * SR_GUARD)
 """Never saturates, hence exactly unbiased (Quartet II, section C.1)."""
 FOUR_OVER_SIX = NEAREST.replace(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, scale_bound=E4M3_BOUND_4OVER6)
 TWO_TERMS = NEAREST.replace(element=TWO_E2M1)
 """The sum of two casts, the second of what the first leaves, under an eighth of its block scale."""
+FOUR_OVER_SIX_AWAY = FOUR_OVER_SIX.replace(rounding=RoundingMode.AWAY)
 ROWS = NEAREST.replace(outer=Outer.ROW)
 """One outer scale per row (per token), so that a row's codes do not depend on the batch."""
 RHT16 = Rotation(16)
@@ -156,8 +158,8 @@ def _mxfp4(forward: CastSpec, gradient: CastSpec, rotation: Rotation, weight: Ca
     )
 
 
-def _amd(gradient: CastSpec, rotation: Rotation = H16) -> LinearRecipe:
-    return _mxfp4(MXFP4_EVEN, gradient, rotation, MXFP4_EVEN.replace(block=(32, 32)))
+def _amd(gradient: CastSpec) -> LinearRecipe:
+    return _mxfp4(MXFP4_EVEN, gradient, H16, MXFP4_EVEN.replace(block=(32, 32)))
 
 
 def _amd_wide() -> LinearRecipe:
@@ -207,6 +209,23 @@ def _four_over_six_everywhere() -> LinearRecipe:
         weight=same(FOUR_OVER_SIX.replace(block=(BLOCK_SIZE, BLOCK_SIZE))),
         grad_output=rotated_wgrad(FOUR_OVER_SIX.replace(rounding=RoundingMode.STOCHASTIC), RHT16),
         allow_biased=True,
+    )
+
+
+def _fresh_wgrad(
+    inp: CastSpec, weight: CastSpec, gradient: CastSpec, size: int, backward: CastSpec | None = None
+) -> LinearRecipe:
+    """Wgrad rotated by fresh signs: the input is cast once more in the backward pass, from what it was.
+
+    Args:
+        weight: of a row; its blocks are made square.
+        backward: of the input in wgrad, None as in fprop.
+    """
+    rotation = Rotation(size, Signs.WGRAD)
+    return LinearRecipe(
+        input=Casts(inp, (backward or inp).replace(rotation=rotation), "saved_original"),
+        weight=same(weight.replace(block=(weight.block[1], weight.block[1]))),
+        grad_output=rotated_wgrad(gradient, rotation),
     )
 
 
@@ -271,6 +290,16 @@ ZOO: dict[str, Row] = {
         "arXiv 2509.25149, appendix E (no signs)",
         "worse than random signs at 12B",
     ),
+    "nvfp4_fresh": Row(
+        lambda: _fresh_wgrad(NEAREST_AWAY, NEAREST_AWAY.replace(scale_bound=447.99), GUARDED, 16),
+        "IST-DASLab Quartet-II 8776a90, NVIDIA's recipe as arXiv 2601.22813 compares with it (`schemes/nvidia.py`)",
+        "gradients guarded and signs fresh: not NVIDIA's own casts",
+    ),
+    "nvfp4_fresh_4over6": Row(
+        lambda: _fresh_wgrad(FOUR_OVER_SIX_AWAY, FOUR_OVER_SIX_AWAY, GUARDED, 16, backward=NEAREST_AWAY),
+        "IST-DASLab Quartet-II 8776a90, `schemes/nvidia.py` with `four_over_six=True`",
+        "4/6 in the forward pass and dgrad's weight alone",
+    ),
     "quartet": Row(
         _quartet,
         "arXiv 2505.14669, algorithm 1; constants and ties of IST-DASLab Quartet 00ccd38, `QuestMXFP4Quantizer` and "
@@ -279,12 +308,12 @@ ZOO: dict[str, Row] = {
         "nothing. No 1e-8 is added to deviations",
     ),
     "quartet2": Row(
-        lambda: _fresh(FOUR_OVER_SIX.replace(rounding=RoundingMode.AWAY), EDEN, 128),
+        lambda: _fresh(FOUR_OVER_SIX_AWAY, EDEN, 128),
         "arXiv 2601.22813; IST-DASLab Quartet-II 8776a90, the training code (`schemes/quartet_2.py`)",
         "signs drawn for each GEMM, where the authors draw once per backward pass",
     ),
     "quartet2_no_4over6": Row(
-        lambda: _fresh(NEAREST.replace(rounding=RoundingMode.AWAY), EDEN, 128),
+        lambda: _fresh(NEAREST_AWAY, EDEN, 128),
         "arXiv 2601.22813, table 1; the training code with `four_over_six=False`",
         "signs drawn for each GEMM, where the authors draw once per backward pass",
     ),
@@ -313,7 +342,7 @@ ZOO: dict[str, Row] = {
         "the products alone; OsciReset and OutControl are `fp4engine.optimizer_hooks`",
     ),
     "tetrajet2_simplified": Row(
-        lambda: _fresh(NEAREST.replace(rounding=RoundingMode.AWAY), GUARDED, 32),
+        lambda: _fresh(NEAREST_AWAY, GUARDED, 32),
         "IST-DASLab Quartet-II 8776a90, the TetraJet-v2 that arXiv 2601.22813 compares with (`schemes/tetrajetv2.py`)",
         "one outer scale per tensor, guarded, rotations of 32: not TetraJet-v2's own casts; signs drawn for each GEMM, "
         "where the source draws once per backward pass",
@@ -356,10 +385,9 @@ ZOO: dict[str, Row] = {
         "gradients biased: the scale rule clips",
     ),
     "mxfp4_alto": Row(
-        lambda: _amd(MXFP4_EVEN.replace(rounding=RoundingMode.STOCHASTIC), Rotation(32)),
+        lambda: _fresh_wgrad(MXFP4_EVEN, MXFP4_EVEN, MXFP4_EVEN.replace(rounding=RoundingMode.STOCHASTIC), 32),
         'AMD ALTO 74e251d, `scheme: "mxfp4"` of `models/gpt_oss/configs/lpt_recipe.yaml`',
-        "gradients biased: the scale rule clips; signs drawn once, where the source draws and permutes anew; its "
-        "de-oscillation is `OsciReset`, with other settings",
+        "gradients biased: the scale rule clips; the source permutes within a rotation, too",
     ),
     "mxfp4_hadamard_everywhere": Row(
         lambda: _uniform(MXFP4_EVEN_H16, MXFP4_EVEN_H16),

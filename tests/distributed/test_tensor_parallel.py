@@ -32,6 +32,7 @@ NAN = float("nan")
 ROWS = (
     "nvfp4", "nvfp4_row_scaled", "nvfp4_1d_weight", "nvfp4_rht128", "quartet2", "quartet2_cuda", "tetrajet2",
     "mxfp4_hadamard_stochastic", "fp8_current", "fp8_delayed", "fp8_block", "nvfp4_forward_mxfp8_backward",
+    "nvfp4_fresh",
 )  # fmt: skip
 NEAREST = NVFP4BlockScaling(disable_stochastic_rounding=True)
 

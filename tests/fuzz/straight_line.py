@@ -205,12 +205,12 @@ class Linear:
             grad = grad[:, :width] * ((values == 0) | (values.abs() < limit))[:, :width]
         if rotation is not None:
             grad = rotate_back(grad, rotation)
-        return grad[:, : own.matrix.shape[1]].to(dtype)
+        return grad[:, : own.matrix.shape[1]].to(dtype).contiguous()  # an activation rounds by layout
 
     def _backward_rng(self, casts: Casts) -> Tensor | None:
         """One draw for everything in a backward pass, where any of it may need one."""
         sources = [self.settings.casts(role) for role in ROLES[:2]]
-        every = [casts, *(source for source in sources if source.columnwise_source == "rowwise_dequantized")]
+        every = [casts, *(source for source in sources if source.columnwise_source != "original")]
         specs = [spec for cast in every for spec in (cast.rowwise, cast.columnwise) if spec is not None]
         stochastic = self.override is None and any(spec.is_stochastic for spec in specs)
         return self.settings.stream.draw() if stochastic else None
@@ -222,7 +222,9 @@ class Linear:
             return Side(None, row.dequantized(self.x.dtype).T)
         if col is not None:
             return col
-        spec, values = self.settings.casts(role).columnwise, row.dequantized(torch.float32)
+        casts = self.settings.casts(role)
+        saved = casts.columnwise_source == "saved_original"
+        spec, values = casts.columnwise, tensor if saved else row.dequantized(torch.float32)
         return self.settings.side(values.T, spec, role, True, rng if spec and spec.is_stochastic else None)
 
     def _bias_gradient(self, dy: Tensor, casts: Casts) -> Tensor:

@@ -239,6 +239,27 @@ def test_gradients_of_aware_training_are_those_of_what_the_forward_multiplied(na
     torch.testing.assert_close(dw, grad.T @ saved[0])
 
 
+def test_an_input_that_is_saved_as_it_is_is_rotated_anew_in_every_backward_pass() -> None:
+    """E[dw] = dy^T X, of the input and not of what the forward pass multiplied, up to what nearest rounding leaves."""
+    fp4engine.manual_seed(11)
+    recipe = zoo.make("nvfp4_fresh")
+    layer = fp4engine.Linear(128, 128, bias=False)
+    inp, grad = gaussian(128, 128, 1).requires_grad_(), gaussian(128, 128, 2)
+    kept = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        fp4engine.autocast(recipe=recipe),
+    ):
+        output = layer(inp)
+    assert any(tensor.data_ptr() == inp.data_ptr() for tensor in kept)
+    draws = [torch.autograd.grad(output, layer.weight, grad, retain_graph=True)[0] for _ in range(64)]
+    assert not torch.equal(draws[0], draws[1])
+    mean = torch.stack(draws).mean(0)
+    exact = thousandths(mean, grad.T @ inp.detach())
+    assert exact < 1.4 * thousandths(draws[0], grad.T @ inp.detach()) / 64 + 0.1
+    assert exact < 0.2 * thousandths(mean, grad.T @ decoded(inp.detach(), recipe.input.rowwise))
+
+
 def test_gradients_of_quest_stop_where_its_casts_saturated() -> None:
     """FP-Quant's backward pass: the gradient of what was rotated, where it was below 6, rotated back."""
     spec = zoo.QUEST

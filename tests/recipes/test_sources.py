@@ -206,15 +206,16 @@ def guarded(x: Tensor, draws: Draws) -> Cast:
     return Cast(stochastic(x / spread(scales * outer, x), E2M1, draws.elements(x)), scales, outer, exact=False)
 
 
-def quartet_forward(x: Tensor, draws: Draws, *, four_six: bool = True) -> Cast:
-    """``rtn_1x16s_fp4_kernel``."""
-    outer = x.abs().max() / (256.0 if four_six else 448.0) / 6.0
+def quartet_forward(x: Tensor, draws: Draws, *, four_six: bool = True, tile: int = 1) -> Cast:
+    """``rtn_1x16s_fp4_kernel`` and ``rtn_16x16s_fp4_kernel``."""
+    outer = x.abs().max() / (256.0 if four_six else 447.99 if tile > 1 else 448.0) / 6.0
     candidates = []
     for stretch in (1.0, 1.5) if four_six else (1.0,):
-        scales = e4m3(block_amax(x, 16) / 6.0 * stretch / outer)
+        scales = e4m3(block_amax(x, 16, tile) / 6.0 * stretch / outer)
         scales = torch.where(scales == 0, 1.0, scales)
         elements = nearest(x / spread(scales * outer, x), E2M1, "away")
         error = blocks_of(x - elements * spread(scales * outer, x), 16).square().sum(2)
+        error = error.unflatten(0, (-1, tile)).sum(1).repeat_interleave(tile, 0)
         candidates.append((elements, scales, error))
     elements, scales, error = candidates[0]
     if four_six:
@@ -423,6 +424,11 @@ def fresh(forward: Transcription, backward: Transcription, size: int) -> tuple[R
     return (forward, wgrad_cast, SAVED), (forward, dgrad_cast, SAVED), (dgrad_cast, wgrad_cast, OWN)
 
 
+def quartet_nvidia(forward: Transcription) -> tuple[Role, Role, Role]:
+    plain = rotated(16, WGRAD, partial(quartet_forward, four_six=False))
+    return (forward, plain, OWN), both(partial(forward, tile=16)), (guarded, rotated(16, WGRAD, guarded), OWN)
+
+
 def amd(gradient: Transcription) -> tuple[Role, Role, Role]:
     return wgrad(MX_EVEN, 16, NONE), both(partial(mxfp4, rule="even", tile=32)), wgrad(gradient, 16, NONE)
 
@@ -445,6 +451,8 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
     "nvfp4_rht64": nvidia(64),
     "nvfp4_rht128": nvidia(128),
     "nvfp4_hadamard": nvidia(16, NONE),
+    "nvfp4_fresh": quartet_nvidia(partial(quartet_forward, four_six=False)),
+    "nvfp4_fresh_4over6": quartet_nvidia(quartet_forward),
     "quartet": fresh(rotated(32, NONE, quest), tseng, 32),
     "quartet2": fresh(quartet_forward, quartet_eden, 128),
     "quartet2_no_4over6": fresh(partial(quartet_forward, four_six=False), quartet_eden, 128),
@@ -462,9 +470,9 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
     "mxfp4_hadamard": amd(MX_EVEN),
     "mxfp4_hadamard_stochastic": amd(partial(MX_EVEN, sr=True)),
     "mxfp4_alto": (
-        wgrad(MX_EVEN, 32),
+        wgrad(MX_EVEN, 32, WGRAD),
         both(partial(mxfp4, rule="even", tile=32)),
-        wgrad(partial(MX_EVEN, sr=True), 32),
+        wgrad(partial(MX_EVEN, sr=True), 32, WGRAD),
     ),
     "mxfp4_hadamard_everywhere": (both(EVEN_H16), both(EVEN_H16), both(EVEN_H16)),
     "mxfp4_tseng": fresh(high, tseng, 64),

@@ -25,7 +25,7 @@ FRESH = RN.replace(rotation=Rotation(128, Signs.WGRAD))
         ),
         (
             {"input": Casts(RN, FRESH), "grad_output": Casts(RN, FRESH)},
-            "columnwise_source must be 'rowwise_dequantized', got 'original'",
+            "columnwise_source must be 'rowwise_dequantized' or 'saved_original', got 'original'",
         ),
         (
             {
@@ -43,6 +43,7 @@ FRESH = RN.replace(rotation=Rotation(128, Signs.WGRAD))
             "grad_output.columnwise_source must be 'original', .* got 'rowwise_dequantized'",
         ),
         ({"grad_output": Casts(RN, RN, clipped_gradient=True)}, "grad_output.clipped_gradient must be False"),
+        ({"weight": Casts(RN, RN, "saved_original")}, "weight.columnwise_source='saved_original' is for inputs"),
         (
             {"grad_output": Casts(zoo.FOUR_OVER_SIX.replace(rounding=RoundingMode.STOCHASTIC))},
             "grad_output.rowwise has 4over6 with stochastic rounding, which is biased; allow_biased=True accepts it",
@@ -65,7 +66,10 @@ def test_biased_combinations_by_name() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"columnwise_source": "copy"}, "must be one of 'original', 'rowwise_dequantized', got 'copy'"),
+        (
+            {"columnwise_source": "copy"},
+            "must be one of 'original', 'rowwise_dequantized', 'saved_original', got 'copy'",
+        ),
         (
             {"columnwise": RN, "clipped_gradient": True},
             "clipped_gradient=True needs a rowwise cast in blocks, whose scales tell what saturated, got None",
