@@ -134,12 +134,12 @@ def main() -> None:
             pass
     print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
     print(
-        f"{'row':38}" + "".join(f"{f'{i} -> {o}':>14} {'ratio':>6} {'saved MB':>9} {'peak MB':>8}" for i, o in LAYERS)
+        f"{'row':46}" + "".join(f"{f'{i} -> {o}':>14} {'ratio':>6} {'saved MB':>9} {'peak MB':>8}" for i, o in LAYERS)
     )
     rows = []
     for name in arguments.rows:
         check(name)
-        line = f"{name:38}"
+        line = f"{name:46}"
         for fan_in, fan_out in LAYERS:
             rows.append(measure(name, fan_in, fan_out))
             row = rows[-1]

@@ -121,7 +121,7 @@ def main() -> None:
     write_csv(results, output / "recipe_errors.csv")
     draw_picture(results, output / "recipe_errors.png")
     for name, by_distribution in results.items():
-        print(f"{name:40}", *(f"{value:6.1f}" for values in by_distribution.values() for value in values))
+        print(f"{name:46}", *(f"{value:6.1f}" for values in by_distribution.values() for value in values))
 
 
 if __name__ == "__main__":
