@@ -356,10 +356,10 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
         yield f"scale must be e4m3, ue5m3, e8m0 or fp32, got {spec.scale}"
     if not 0 < spec.target < float("inf"):
         yield f"target must be a positive element value, got {spec.target}"
-    if spec.target == E2M1_MAX and spec.element != E2M1:
+    if spec.target == E2M1_MAX > spec.element.max_value:
         yield (
-            f"target=6, the default, is the largest value of e2m1 and no aim for element={spec.element}, "
-            f"whose largest is {spec.element.max_value:g}"
+            f"target=6, the default, is the largest value of e2m1 and beyond that of element={spec.element}, "
+            f"{spec.element.max_value:g}"
         )
     if not 0 < spec.scale_bound <= (spec.scale.max_value if spec.scale in BOUNDED else 1.0):
         yield (

@@ -67,7 +67,7 @@ def test_other_strings_are_no_keys(key: str) -> None:
     ("changes", "message"),
     [
         ({"random_bits": 4}, "random_bits must be 8 or 16"),
-        ({"element": E1M2}, "target=6, the default, .* no aim for element=e1m2, whose largest is 1.75"),
+        ({"element": E1M2}, "target=6, the default, .* beyond that of element=e1m2, 1.75"),
         ({"scale": E8M0, "scale_bound": 1.0}, "does not go with scale"),
         ({"scale_rule": ScaleRule.FLOOR}, "does not go with scale"),
         ({"scale_bound": 449.0}, "scale_bound must be in"),
