@@ -1,11 +1,14 @@
 """Seconds of a step, and bytes that it sends, from what the step did."""
 
+import math
+
 from torch import nn
 
-from fp4engine.accounting.planned import linear_shape
+from fp4engine.accounting.planned import FP4_FORMATS, linear_shape
 from fp4engine.estimate.gpus import GPU, HOST, SHARES
 from fp4engine.estimate.request import Request
 from fp4engine.estimate.trace import Step
+from fp4engine.formats import FORMATS
 from fp4engine.functional import make_linear_plan
 from fp4engine.modules import Gemms, Linear
 
@@ -38,8 +41,9 @@ def seconds_of(
 
 def _peak(gpu: GPU, formats: str) -> float:
     """FLOP/s of the tensor cores that multiply operands of ``formats``, such as ``"e2m1 x e2m1"``."""
-    if formats == "e2m1 x e2m1":
-        return gpu.fp4 or gpu.bf16
+    if formats in FP4_FORMATS:  # FP4 tensor cores multiply one pair of terms at a time, others all at once
+        products = math.prod(FORMATS[part].terms for part in formats.split(" x "))
+        return gpu.fp4 / products if gpu.fp4 else gpu.bf16
     eight_bits = all(part in ("e4m3", "e5m2") for part in formats.split(" x "))
     return (gpu.fp8 if eight_bits else None) or gpu.bf16
 

@@ -278,7 +278,7 @@ class CastSpec:
             self.scale.name if self.scale == UE5M3 else "",
             "" if self.scale_rule is ScaleRule.AMAX else self.scale_rule.value.replace("_", " "),
             "" if self.rounding is RoundingMode.EVEN else self.rounding.value,
-            "" if self.target == self.element.max_value else f"to {self.target:.3g}",
+            "" if self.target == self.element.term.max_value else f"to {self.target:.3g}",
             f"outer {self.outer.value}" if self.outer in (Outer.ROW, Outer.BLOCK128) else "",
             self.rotation.label if self.rotation else "",
             "" if self.correction is Correction.NONE else self.correction.value,

@@ -230,6 +230,14 @@ def test_predictions_are_marked() -> None:
     assert len(estimate(SMALL, recipe=zoo.make("nvfp4"), sequence=32, gpu="B200").notes) == 2
 
 
+def test_two_terms_are_two_products_where_there_are_fp4_units() -> None:
+    def seconds(row: str, gpu: str) -> float:
+        return estimate(SMALL, recipe=zoo.make(row), sequence=2048, gpu=gpu, host_microseconds=0).seconds
+
+    assert seconds("nvfp4_two_term_input", "B200") > seconds("nvfp4", "B200")
+    assert seconds("nvfp4_two_term_input", "H200") == seconds("nvfp4", "H200")
+
+
 @pytest.mark.parametrize("name", ["fp8_delayed", "ufp4"])
 def test_the_time_of_a_recipe_that_was_not_measured_is_marked(name: str) -> None:
     rows = ("fp8_current", "high_precision", name)
