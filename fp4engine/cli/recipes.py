@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fp4engine.accounting.table import table
 from fp4engine.recipe import Recipe, zoo
+from fp4engine.recipe.casts import ColumnwiseSource
 from fp4engine.recipe.linear import GEMM_OPERANDS
 
 LEADERBOARD = Path(__file__).with_name("leaderboard.json")
@@ -59,10 +60,16 @@ def _one(name: str, recipe: Recipe) -> str:
     return "\n".join(lines)
 
 
+_MADE_OF: dict[ColumnwiseSource, str] = {
+    "original": "",
+    "rowwise_dequantized": ", made of the rowwise operand",
+    "saved_original": ", made of the saved tensor in the backward pass",
+}
+
+
 def _label(recipe: Recipe, role: str, side: str) -> str:
     casts = recipe.casts(role)
     spec = casts.rowwise if side == "rowwise" else casts.columnwise
     if spec is None:
         return "high precision"
-    made_of = ", made of the rowwise operand" if side == "columnwise" and casts.columnwise_source != "original" else ""
-    return spec.label + made_of
+    return spec.label + (_MADE_OF[casts.columnwise_source] if side == "columnwise" else "")

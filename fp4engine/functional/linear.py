@@ -125,12 +125,12 @@ def require_features(inp: Tensor | FusedInput, weight: Tensor) -> None:
 
 def linear_fprop(inp: Operand, weight: Operand, bias: Tensor | None, call: Call, dtype: torch.dtype) -> Tensor:
     """``y[M, N] = x[M, K] @ w[N, K].T + b``."""
-    return _gemm("fprop", inp, _computed_in(weight, dtype), call, dtype, bias)
+    return _gemm("fprop", inp, computed_in(weight, dtype), call, dtype, bias)
 
 
 def linear_dgrad(grad_output: Operand, weight: Operand, call: Call, dtype: torch.dtype) -> Tensor:
     """``dx[M, K] = dy[M, N] @ w[N, K]``: grad_output rowwise, weight columnwise."""
-    return _gemm("dgrad", grad_output, _computed_in(weight, dtype), call, dtype)
+    return _gemm("dgrad", grad_output, computed_in(weight, dtype), call, dtype)
 
 
 def linear_wgrad(
@@ -151,7 +151,7 @@ def linear_bgrad(grad_output: Tensor, plan: LinearPlan, dtype: torch.dtype) -> T
     return ops.bias_gradient(grad_output, dtype, plan.backend)
 
 
-def _computed_in(weight: Operand, dtype: torch.dtype) -> Operand:
+def computed_in(weight: Operand, dtype: torch.dtype) -> Operand:
     """A weight that is not quantized in the layer's dtype, as ``nn.Linear`` takes it under ``torch.autocast``."""
     return weight if weight.spec is not None else Operand.dense(weight.data.to(dtype))
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fp4engine.arguments import require_integer, require_model, require_path, require_patterns
+from fp4engine.formats import CastSpec
 from fp4engine.functional.shards import Role
 from fp4engine.inspect import statistics
 from fp4engine.inspect.reading import FILE, cut_unfinished_line
@@ -61,6 +62,11 @@ class _Stance:
 
 
 _stance = _Stance()
+
+
+def _rounds_alike(spec: CastSpec) -> bool:
+    """Whether a stochastic cast's draws are of one tensor: fresh signs rotate it anew at each."""
+    return spec.is_stochastic and not (spec.rotation and spec.rotation.signs.is_fresh)
 
 
 class Recorder:
@@ -193,7 +199,7 @@ class Heard:
             figures, number = self._operands[layer, seen.role, seen.side]
             row = Row({"kind": "operand", **fields, "cast": seen.spec.label}, figures, number, seen.spec)
             self.rows.append(_spread_row(row, seen.spread, seen.role, seen.side))
-            if self._draws and seen.spec.is_stochastic and seen.quantizer.columnwise_source == "original":
+            if self._draws and _rounds_alike(seen.spec) and seen.quantizer.columnwise_source == "original":
                 decoded = list(drawn(seen, self._draws))
                 figures = statistics.rounding_figures(seen.prepared()[:, : decoded[0].shape[1]], decoded)
                 row = Row({"kind": "rounding", **fields, "draws": self._draws}, figures)
@@ -269,8 +275,8 @@ def record(
       blocks as ``[row, col, share of the operand's error, sqnr_db, rank]``;
     - ``gemm``, per layer: ``snr_db`` and ``relative_error`` of the product of the operands against the product of the
       tensors that were cast, both summed in FP32, over ``rows`` evenly chosen rows of ``of_rows``;
-    - ``rounding``, per stochastic operand and only with ``draws``: ``bias``, an estimate of
-      ``|E[x_hat] - x|^2 / |x|^2``, and ``noise``, the mean over draws of ``|x_hat - x|^2 / |x|^2``;
+    - ``rounding``, per stochastic operand and only with ``draws``, unless each draw rotates it otherwise: ``bias``, an
+      estimate of ``|E[x_hat] - x|^2 / |x|^2``, and ``noise``, the mean over draws of ``|x_hat - x|^2 / |x|^2``;
     - ``refusal``: a layer that was asked for and not seen in this step, and why.
 
     Args:

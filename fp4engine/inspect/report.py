@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+import torch
+
+from fp4engine.formats import FORMATS
+from fp4engine.reference.rounding import decode
+
 Row = dict[str, Any]
 
 OPERANDS = (
@@ -195,7 +200,7 @@ def _layer(name: str, rows: Sequence[Row]) -> str:
         for operand, color in zip(OPERANDS, COLORS, strict=True)
         if (row := _latest(now, "operand", operand)) is not None
     ]
-    codes = [_histogram(row, "codes", _by_value(row["codes"]), color) for row, color in shown]
+    codes = [_histogram(row, "codes", _by_value(row["cast"], row["codes"]), color) for row, color in shown]
     scales = [_histogram(row, "scale_codes", _by_code(row["scale_codes"]), color) for row, color in shown]
     return (
         f"<details><summary>{escape(name)}</summary>"
@@ -279,10 +284,11 @@ def _axes(field: str, values: Sequence[_Point], first: _Point, last: _Point, y: 
     return lines + steps
 
 
-def _by_value(codes: Sequence[int]) -> list[tuple[int, int]]:
-    """``(code, times)`` from the most negative value to the most positive; the upper half of the codes is negative."""
-    half = len(codes) // 2
-    return [(code, codes[code]) for code in (*range(len(codes) - 1, half - 1, -1), *range(half))]
+def _by_value(cast: str, codes: Sequence[int]) -> list[tuple[int, int]]:
+    """``(code, times)`` from the most negative value to the most positive, by the format that ``cast`` begins with."""
+    values = decode(torch.arange(len(codes), dtype=torch.uint8), FORMATS[cast.split()[0]])
+    order = sorted(range(len(codes)), key=lambda code: (float(values[code]), not values[code].signbit()))
+    return [(code, codes[code]) for code in order]
 
 
 def _by_code(scale_codes: dict[str, int]) -> list[tuple[int, int]]:

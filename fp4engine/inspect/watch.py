@@ -6,7 +6,7 @@ with the draw that the step takes, and the random stream is left where it stood.
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +17,7 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.formats import CastSpec
 from fp4engine.functional import LinearPlan
+from fp4engine.functional.linear import computed_in
 from fp4engine.functional.shards import Part, Role, Shards, quantize_parts
 from fp4engine.modules import Gemms
 from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of
@@ -245,6 +246,8 @@ def _see_forward(
         both = needed and quantizer.columnwise_source == "original" and plan.backward_override is None
         rng = drawn if quantizer.takes_draw(columnwise=both) else None  # one role at most draws, see _refusal
         row, col = _see(role, matrices[role], quantizer, rng, spread, columnwise=both)
+        if role == "weight":
+            row, col = (seen and replace(seen, operand=computed_in(seen.operand, dtype)) for seen in (row, col))
         assert row is not None
         rowwise.append(row)
         if col is not None:

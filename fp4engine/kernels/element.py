@@ -28,17 +28,19 @@ class Grid:
         bits: of a code, the sign in the highest; formats without one have a bit more, which is never set.
         mantissa: mantissa bits.
         bias: of the exponent.
-        largest, largest_code: largest magnitude and its code.
+        largest_term, largest_code: largest magnitude and its code.
         terms: of a code; all of the above are of one of them.
+        largest: magnitude of all terms together.
     """
 
     bits: int
     mantissa: int
     bias: int
-    largest: float
+    largest_term: float
     largest_code: int
     is_e2m1: bool
     terms: int
+    largest: float
 
     @staticmethod
     @cache
@@ -48,7 +50,7 @@ class Grid:
         fraction = term.max_value / 2.0**exponent - 1
         code = ((exponent + term.bias) << mantissa) + int(fraction * (1 << mantissa))
         bits = term.exponent_bits + mantissa + 1
-        return Grid(bits, mantissa, term.bias, term.max_value, code, term == E2M1, element.terms)
+        return Grid(bits, mantissa, term.bias, term.max_value, code, term == E2M1, element.terms, element.max_value)
 
 
 @triton.jit
@@ -72,7 +74,7 @@ def encode_term(v, random, GRID: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BI
         ROUNDING: value of a :class:`fp4engine.formats.RoundingMode`.
     """
     v = tl.where(v == v, v, 0.0)
-    a = tl.minimum(tl.abs(v), GRID.largest)
+    a = tl.minimum(tl.abs(v), GRID.largest_term)
     if GRID.is_e2m1 and (ROUNDING == "even" or ROUNDING == "away" or ROUNDING == "stochastic"):
         code = e2m1_code(a, random, ROUNDING, RANDOM_BITS)
     elif ROUNDING == "stochastic":

@@ -5,6 +5,7 @@
 The outer scales never touch the operands; they meet in ``alpha``, in the epilogue.
 """
 
+import itertools
 from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
@@ -126,18 +127,22 @@ def _dense(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dt
 @cache
 def _supports(left: str, right: str, out_dtype: torch.dtype, plain: torch.dtype | None) -> tuple[bool, str]:
     """Whether the tensor-core product in BF16 or FP16 is exact for operands of these specs and roundings."""
+    if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False, f"output dtype {out_dtype}"
     specs = [CastSpec.from_key(key) for key in (left, right) if key]
     if values_dtype(left, right) == torch.float16:
         for spec in specs:
             if not spec.is_exact_in_fp16:
                 return False, f"one operand needs FP16, and values of {spec.key} are not exact there"
-        return len(specs) == 2, f"one operand needs FP16, and the other is {plain} that is not quantized"
+        if len(specs) == 1:
+            return False, f"one operand needs FP16, and the other is {plain} that is not quantized"
+        return True, ""
     for spec in specs:
         if not spec.is_exact_in_bf16 and not spec.factor_group:
             return False, f"values of {spec.key} are not exact in BF16"
     if not (left and right) and plain != torch.bfloat16:
         return False, f"a {plain} operand that is not quantized is not BF16"
-    return out_dtype in (torch.bfloat16, torch.float16, torch.float32), f"output dtype {out_dtype}"
+    return True, ""
 
 
 @cache
@@ -278,7 +283,8 @@ def _native(
     """By FP4 tensor cores: one product for each pair of terms, added in FP32 and rounded once."""
     from fp4engine.kernels import gemm_native
 
-    products = [(a, b, factor * other) for a, factor in _terms(left) for b, other in _terms(right)]
+    pairs = itertools.product(_terms(left), _terms(right))
+    products = [(a, b, factor * other) for (a, factor), (b, other) in pairs]
     first, second, _ = products[0]
     if len(products) == 1:
         return gemm_native.gemm(first, second, numerator, bias=bias, out_dtype=out_dtype, out=out)

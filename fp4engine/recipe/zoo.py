@@ -333,7 +333,7 @@ ZOO: dict[str, Row] = {
     ),
     "nvfp4_two_term_input": Row(
         _two_term_input,
-        "this project: fprop reads the input as a sum of two casts, and 1x16 weights under 4/6; backward is NVIDIA's",
+        "this project: fprop's input is a sum of two casts, and weights are 1x16 under 4/6; the rest is NVIDIA's",
         "fprop is two FP4 products; without FP4 units it is one, in FP16",
     ),
     "tetrajet2": Row(

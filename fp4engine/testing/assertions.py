@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fp4engine.reference import unpack
+from fp4engine.reference.rounding import decode
 from fp4engine.tensor import Operand
 
 
@@ -23,7 +24,7 @@ def assert_codes_bitwise(got: Operand, want: Operand) -> None:
 def assert_codes_adjacent(got: Operand, want: Operand) -> None:
     """Every element is at most one step of its grid from its partner; +0 and -0 are no step apart."""
     _assert_comparable(got, want)
-    steps = (_signed_codes(got) - _signed_codes(want)).abs()
+    steps = (_ranks(got) - _ranks(want)).abs()
     assert bool((steps <= 1).all()), f"{int((steps > 1).sum())} of {steps.numel()} elements are more than a step apart"
 
 
@@ -46,12 +47,14 @@ def _scale_bits(operand: Operand) -> Tensor:
     return operand.scale_inv.view(torch.uint8)
 
 
-def _signed_codes(operand: Operand) -> Tensor:
+def _ranks(operand: Operand) -> Tensor:
+    """Places of the codes' values among all values of the format; both zeros have one."""
     assert operand.spec is not None
-    codes = operand.codes if operand.spec.element.storage_bits == 8 else unpack(operand.codes)
-    sign_bit = 1 << (operand.spec.element.bits - 1)
-    magnitude = (codes & (sign_bit - 1)).int()
-    return torch.where(codes >= sign_bit, -magnitude, magnitude)
+    element = operand.spec.element
+    codes = operand.codes if element.storage_bits == 8 else unpack(operand.codes)
+    every = decode(torch.arange(1 << element.bits, dtype=torch.uint8, device=codes.device), element)
+    _, ranks = every.unique(return_inverse=True)
+    return ranks[codes.int()]
 
 
 def _assert_equal(name: str, got: Tensor, want: Tensor) -> None:

@@ -101,3 +101,17 @@ def test_a_weight_that_is_not_quantized_is_autocast_as_in_pytorch(kernel_device)
         made.append((output, x.grad))
     for left, right in zip(*made, strict=True):
         assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_two_term_input"])
+def test_products_in_fp64_are_the_references(kernel_device, name):
+    recipe = zoo.make(name)
+    left, right = (
+        ops.quantize(torch.randn(rows, 32, device=kernel_device), recipe.casts(role).rowwise, None)[0]
+        for rows, role in ((40, "input"), (24, "weight"))
+    )
+    ops.reset_executed_paths()
+    assert ops.gemm(left, right, out_dtype=torch.float64).dtype == torch.float64
+    assert ops.executed_paths() == {"gemm/reference": 1}
+    with pytest.raises(RuntimeError, match=r"output dtype torch\.float64"):
+        ops.gemm(left, right, out_dtype=torch.float64, backend="triton")

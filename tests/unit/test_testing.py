@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from fp4engine import NVFP4Quantizer
+from fp4engine.formats import TWO_E2M1
+from fp4engine.ops import Operand
 from fp4engine.testing import assert_codes_adjacent, assert_codes_bitwise, assert_scales_adjacent
 
 
@@ -41,6 +43,19 @@ def test_two_steps_are_not_adjacent() -> None:
         assert_codes_adjacent(changed("data", 2), operand())
     with pytest.raises(AssertionError, match="more than a step apart"):
         assert_scales_adjacent(changed("scale_inv", 2), operand())
+
+
+def test_neighbours_of_two_terms_are_those_in_value() -> None:
+    ones = NVFP4Quantizer()(torch.ones(1, 16)).rowwise
+    assert ones is not None and ones.spec is not None
+    spec = ones.spec.replace(element=TWO_E2M1)
+
+    def of(code: int) -> Operand:
+        return ones._replace(spec=spec, data=torch.full((1, 16), code, dtype=torch.uint8))
+
+    assert_codes_adjacent(of(0x02), of(0x92))  # 1 and 1 - 1/16
+    with pytest.raises(AssertionError, match="more than a step apart"):
+        assert_codes_adjacent(of(0x07), of(0x08))  # 6 and -0
 
 
 def test_other_shapes_do_not_compare() -> None:

@@ -31,6 +31,8 @@ def test_recipes_lists_the_book_and_prints_one_as_json(capsys) -> None:
     assert recipe_from_json(capsys.readouterr().out) == zoo.make("quartet2")
     assert main(["recipes", "quartet2"]) == 0
     assert ", made of the rowwise operand" in capsys.readouterr().out
+    assert main(["recipes", "nvfp4_fresh"]) == 0
+    assert "input columnwise: e2m1 1x16 away rht16*, made of the saved tensor" in capsys.readouterr().out
 
 
 def test_a_terminal_that_lacks_a_sign_gets_its_number() -> None:

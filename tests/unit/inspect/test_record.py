@@ -17,12 +17,16 @@ from torch import nn
 
 import fp4engine
 from fp4engine import LayerNormMLP, inspect, ops
+from fp4engine.formats import TWO_E2M1, CastSpec
 from fp4engine.inspect import recorder as recorder_module
-from fp4engine.inspect import statistics
+from fp4engine.inspect import report, statistics
 from fp4engine.inspect.recorder import scalars
+from fp4engine.inspect.watch import layers_of, watching
+from fp4engine.ops import Operand
 from fp4engine.quantizers import Quantizer
-from fp4engine.recipe import Rule, RuledRecipe, zoo
+from fp4engine.recipe import Casts, LinearRecipe, Rule, RuledRecipe, zoo
 from fp4engine.reference import unpack
+from fp4engine.reference.rounding import decode
 
 
 class Model(nn.Module):
@@ -281,6 +285,42 @@ def test_stochastic_rounding_without_saturation_shows_no_bias(tmp_path: Path) ->
     train(zoo.make("nvfp4_guarded"), 1, tmp_path, layers="first", draws=32)
     (row,) = rows_of(tmp_path, "rounding")
     assert abs(row["bias"]) < 0.1 * row["noise"] / 32 * 10 and row["noise"] > 0.01
+
+
+def test_draws_that_rotate_anew_are_not_averaged(tmp_path: Path) -> None:
+    train(zoo.make("nvfp4_fresh"), 1, tmp_path, layers="**.fc2", draws=2)
+    assert {row["gemm"] for row in rows_of(tmp_path, "rounding")} == {"dgrad"}
+
+
+def test_a_weight_that_is_not_quantized_is_seen_as_autocast_takes_it() -> None:
+    seen: dict[str, Operand] = {}
+
+    class Keep:
+        def made(self, *_) -> None: ...
+        def refuse(self, layer, reason) -> None:
+            pytest.fail(reason)
+
+        def multiplied(self, layer, gemm, operands) -> None:
+            seen.update((f"{gemm} {operand.role}", operand.operand) for operand in operands)
+
+    model = nn.Sequential(nn.Linear(64, 48, bias=False))
+    fp4engine.convert(model)
+    recipe = LinearRecipe(input=Casts(CastSpec()), grad_output=Casts(CastSpec()))
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    with watching(layers_of(model), Keep()):
+        with fp4engine.autocast(recipe=recipe), torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        y.float().sum().backward()
+    assert seen["fprop weight"].data.dtype == seen["dgrad weight"].data.dtype == torch.bfloat16
+    assert model[0].weight.dtype == torch.float32
+
+
+def test_codes_of_two_terms_stand_in_the_order_of_their_values() -> None:
+    times = list(range(256))
+    values = decode(torch.tensor([code for code, _ in report._by_value("2e2m1 1x16", times)]).to(torch.uint8), TWO_E2M1)
+    assert torch.equal(values, values.sort().values)
+    order = [code for code, _ in report._by_value("e2m1 1x16", times[:16])]
+    assert order == [15, 14, 13, 12, 11, 10, 9, 8, 0, 1, 2, 3, 4, 5, 6, 7]
 
 
 def test_the_bias_of_saturation_is_seen(tmp_path: Path) -> None:
