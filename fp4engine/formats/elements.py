@@ -18,7 +18,7 @@ class ElementFormat:
         exponent_bits, mantissa_bits, bias: the bit layout, most significant first after the sign.
         max_value: largest finite magnitude.
         signed: False for pure scales (E8M0, UE5M3).
-        terms: 1 or 2.
+        each: the format of both terms, where a code holds two; None where it holds one value.
     """
 
     name: str
@@ -27,7 +27,17 @@ class ElementFormat:
     bias: int
     max_value: float
     signed: bool = True
-    terms: int = 1
+    each: "ElementFormat | None" = None
+
+    @property
+    def terms(self) -> int:
+        """How many codes of :attr:`term` a code holds: 1 or 2."""
+        return 1 if self.each is None else 2
+
+    @property
+    def term(self) -> "ElementFormat":
+        """The format of the first term; the format itself if it has but one."""
+        return self.each or self
 
     @property
     def bits(self) -> int:
@@ -41,11 +51,6 @@ class ElementFormat:
             return self.mantissa_bits + 1
         least = 1 - self.bias - self.mantissa_bits - SECOND_TERM.bit_length() + 1
         return self.max_exponent - least + 1
-
-    @property
-    def term(self) -> "ElementFormat":
-        """The format of the first term; the format itself if it has but one."""
-        return self if self.terms == 1 else FORMATS[self.name.removeprefix("2")]
 
     @property
     def storage_bits(self) -> int:
@@ -76,7 +81,7 @@ codes reach 6. The squared error is then least among powers of two, and sums tim
 E1M2 = ElementFormat("e1m2", 1, 2, 1, 1.75)
 """The uniform 4-bit grid: every multiple of 0.25 up to 1.75, which scaled is INT4 without -8."""
 E2M1 = ElementFormat("e2m1", 2, 1, 1, 6.0)
-TWO_E2M1 = ElementFormat("2e2m1", 2, 1, 1, 6.75, terms=2)
+TWO_E2M1 = ElementFormat("2e2m1", 2, 1, 1, 6.75, each=E2M1)
 """The sum of two E2M1 codes, the second of what the first leaves: a product by it is two FP4 products."""
 E2M3 = ElementFormat("e2m3", 2, 3, 1, 7.5)
 E3M2 = ElementFormat("e3m2", 3, 2, 3, 28.0)
