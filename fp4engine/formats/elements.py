@@ -46,11 +46,11 @@ class ElementFormat:
 
     @property
     def significant_bits(self) -> int:
-        """Significant bits that hold any value: of two terms, from the largest's first to the least step's."""
+        """Significant bits that hold any value; every sum of two terms is a multiple of the second's least step."""
         if self.terms == 1:
             return self.mantissa_bits + 1
-        least = 1 - self.bias - self.mantissa_bits - SECOND_TERM.bit_length() + 1
-        return self.max_exponent - least + 1
+        least = 2.0 ** (1 - self.bias - self.mantissa_bits) / SECOND_TERM
+        return int(self.max_value / least).bit_length()
 
     @property
     def storage_bits(self) -> int:

@@ -124,20 +124,16 @@ def requantized(forward: CastSpec | None, backward: CastSpec, size: int, signs: 
 
 
 def _nvidia(
-    *, rotation: Rotation | None = RHT16, weight: Casts | None = None, gradient: CastSpec = STOCHASTIC
+    *,
+    rotation: Rotation | None = RHT16,
+    fprop_input: CastSpec = NEAREST,
+    weight: Casts | None = None,
+    gradient: CastSpec = STOCHASTIC,
 ) -> LinearRecipe:
     return LinearRecipe(
-        input=rotated_wgrad(NEAREST, rotation),
+        input=Casts(fprop_input, NEAREST.replace(rotation=rotation)),
         weight=weight or same(TILES),
         grad_output=rotated_wgrad(gradient, rotation),
-    )
-
-
-def _two_term_input() -> LinearRecipe:
-    return LinearRecipe(
-        input=Casts(TWO_TERMS, NEAREST.replace(rotation=RHT16)),
-        weight=same(FOUR_OVER_SIX),
-        grad_output=rotated_wgrad(STOCHASTIC, RHT16),
     )
 
 
@@ -332,7 +328,7 @@ ZOO: dict[str, Row] = {
         "not proven unbiased; outliers leave a floor",
     ),
     "nvfp4_two_term_input": Row(
-        _two_term_input,
+        lambda: _nvidia(fprop_input=TWO_TERMS, weight=same(FOUR_OVER_SIX)),
         "this project: fprop's input is a sum of two casts, and weights are 1x16 under 4/6; the rest is NVIDIA's",
         "fprop is two FP4 products; without FP4 units it is one, in FP16",
     ),
