@@ -47,9 +47,7 @@ class FusedInput(NamedTuple):
         quantizer, rowwise, columnwise = plan.input, plan.input.rowwise_spec, plan.input.columnwise_spec
         if rowwise is None or columnwise is None or not quantizer.only_casts or quantizer.clipped_gradient:
             return False
-        if plan.backward_override is None and quantizer.columnwise_source == "saved_original":
-            return False
-        if plan.backward_override == "high_precision" or not (rowwise.block[1] and columnwise.block[1]):
+        if plan.keeps_original(quantizer) or not (rowwise.block[1] and columnwise.block[1]):
             return False
         tensors = [t for t in (self.x, *self.parameters) if t is not None]
         return self.function.is_fusable(self.dtype) and ops.fuses(

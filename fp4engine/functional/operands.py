@@ -55,7 +55,7 @@ def quantize_forward(call: Call, *tensors: tuple[Literal["input", "weight"], Ten
         assert rowwise is not None
         if keep_rowwise[i]:
             kept = rowwise
-        elif tensors[i][2] and _keeps_original(parts[i].quantizer, call):
+        elif tensors[i][2] and call.plan.keeps_original(parts[i].quantizer):
             kept = Operand.dense(parts[i].matrix)
         operands.append((rowwise, kept))
     return operands
@@ -79,11 +79,6 @@ def _asked(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch
     if call.plan.draws_in_forward and call.shards is None and quantizer.takes_draw(columnwise=columnwise):
         arguments["rng"] = ops.next_draw(device, direction="forward")
     return keeps_rowwise, arguments
-
-
-def _keeps_original(quantizer: Quantizer, call: Call) -> bool:
-    override = call.plan.backward_override
-    return override == "high_precision" or (override is None and quantizer.columnwise_source == "saved_original")
 
 
 def _sides(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch.device) -> tuple[bool, bool, ops.Form]:

@@ -118,6 +118,12 @@ class LinearPlan:
         in_group = tuple(role for role, own in zip(TENSOR_TYPES, roles, strict=True) if own.joins_group)
         object.__setattr__(self, "in_group", in_group)
 
+    def keeps_original(self, quantizer: Quantizer) -> bool:
+        """Whether the backward pass reads the tensor of a role as it was in the forward pass."""
+        if self.backward_override is None:
+            return quantizer.columnwise_source == "saved_original"
+        return self.backward_override == "high_precision"
+
     def remembering_in(self, memory: dict[str, Any]) -> "LinearPlan":
         """The plan of one module, which keeps in ``memory`` what its quantizers remember between steps."""
         return replace(
