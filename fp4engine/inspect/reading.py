@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4engine.arguments import require_path
+from fp4engine.formats import FORMATS, ElementFormat
 
 FILE = "record.jsonl"
 
@@ -17,6 +18,15 @@ Form = Callable[[Any], bool]
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def element_of(cast: str) -> ElementFormat | None:
+    """The format that the label of a cast begins with; None if it begins with none."""
+    return FORMATS.get(cast.partition(" ")[0])
+
+
+def _is_cast(value: Any) -> bool:
+    return isinstance(value, str) and element_of(value) is not None
 
 
 def _is_count(value: Any) -> bool:
@@ -55,7 +65,7 @@ FIELDS: dict[str, dict[str, Form]] = {
     "operand": {
         **_OPERAND,
         **dict.fromkeys(_NUMBERS, _is_number),
-        "cast": _is_text,
+        "cast": _is_cast,
         "codes": _are(_is_count),
         "scale_codes": _is_histogram,
         "worst": _are(_are_each(_is_count, _is_count, _is_number, _is_number, _is_count)),
@@ -128,4 +138,8 @@ def _fault(row: Any) -> str:
             return f"a row of kind {row['kind']!r} needs {name!r}"
         if not fits(row[name]):
             return f"{name!r} of a row of kind {row['kind']!r} cannot be {row[name]!r:.80}"
+    if row["kind"] == "operand":
+        element, found = element_of(row["cast"]), len(row["codes"])
+        if element is not None and found > 1 << element.bits:
+            return f"{element} has {1 << element.bits} codes, and 'codes' has {found}"
     return ""

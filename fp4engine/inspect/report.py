@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fp4engine.formats import FORMATS
+from fp4engine.inspect.reading import element_of
 from fp4engine.reference.rounding import decode
 
 Row = dict[str, Any]
@@ -285,8 +285,10 @@ def _axes(field: str, values: Sequence[_Point], first: _Point, last: _Point, y: 
 
 
 def _by_value(cast: str, codes: Sequence[int]) -> list[tuple[int, int]]:
-    """``(code, times)`` from the most negative value to the most positive, by the format that ``cast`` begins with."""
-    values = decode(torch.arange(len(codes), dtype=torch.uint8), FORMATS[cast.split()[0]])
+    """``(code, times)`` from the most negative value to the most positive."""
+    element = element_of(cast)
+    assert element is not None, "reading refuses such a row"
+    values = decode(torch.arange(len(codes), dtype=torch.uint8), element)
     order = sorted(range(len(codes)), key=lambda code: (float(values[code]), not values[code].signbit()))
     return [(code, codes[code]) for code in order]
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,6 +148,14 @@ def test_a_config_that_cannot_be_read_is_named(content: str, said: str, tmp_path
 RUN = b'{"step": 0, "kind": "run", "every": 1, "world_size": 1}\n'
 
 
+def operand_row(**changed: Any) -> bytes:
+    row = {"step": 0, "kind": "operand", "layer": "fc", "gemm": "fprop", "role": "input", "side": "rowwise"}
+    numbers = ("amax", "sqnr_db", "zeros", "rounded_to_zero", "saturated", "scale_underflow", "scale_overflow")
+    row |= dict.fromkeys((*numbers, "scale_spread_octaves", "scale_range_octaves"))
+    row |= {"cast": "e2m1 1x16", "codes": [1] * 16, "scale_codes": {}, "worst": [], **changed}
+    return json.dumps(row).encode() + b"\n"
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -162,6 +171,8 @@ RUN = b'{"step": 0, "kind": "run", "every": 1, "world_size": 1}\n'
         RUN + b'{"step": 0, "kind": "gemm", "layer": "fc", "gemm": "fprop", "snr_db": "much"}\n',
         RUN + b'{"step": 0, "kind": "gemm", "layer": "fc", "gemm": "fprop", "snr_db": NaN}\n',
         RUN + b'{"step": true, "kind": "refusal", "layer": "fc", "reason": "none"}\n',
+        RUN + operand_row(cast="e9m9 1x16"),
+        RUN + operand_row(codes=[1] * 17),
         RUN + b'{"step": 0, "kind": "tensor", "layer": "fc", "role": "input", "channels": [[1]]}\n',
     ],
 )
@@ -171,6 +182,11 @@ def test_a_record_that_cannot_be_read_is_named(content: bytes, tmp_path: Path, c
         main(["report", str(tmp_path)])
     error = capsys.readouterr().err
     assert left.value.code == 2 and error.count("\n") == 1 and "record.jsonl" in error
+
+
+def test_a_row_of_an_operand_is_read(tmp_path: Path) -> None:
+    (tmp_path / "record.jsonl").write_bytes(RUN + operand_row())
+    assert main(["report", str(tmp_path)]) == 0
 
 
 def test_a_report_that_cannot_be_written_leaves_the_files_alone(tmp_path: Path, capsys, monkeypatch) -> None:
