@@ -156,6 +156,15 @@ def with_two_terms(role: str, resets: Resets | None = None) -> Variant:
     return Variant(lambda settings: FINE, two_terms=role, resets=resets, source=source)
 
 
+def two_terms_of(*roles: str) -> LinearRecipe:
+    """`nvfp4_two_term_input`, but that fprop reads the operands of these roles as sums of two casts, and no other."""
+    recipe = zoo.make("nvfp4_two_term_input")
+    for role in ("input", "weight"):
+        spec = zoo.TWO_TERMS if role in roles else zoo.FOUR_OVER_SIX
+        recipe = recipe.replace(**{role: dataclasses.replace(recipe.casts(role), rowwise=spec)})
+    return recipe
+
+
 def late_switch(then: Recipe) -> Variant:
     """NVFP4 until `SWITCH_AT` of the steps, `then` for the rest."""
     return Variant(
@@ -238,6 +247,7 @@ VARIANTS = {
     "MXFP4, AMD, SR": book("mxfp4_hadamard_stochastic"),
     "MXFP4, Tseng": book("mxfp4_tseng"),
     "MXFP8": book("mxfp8"),
+    "MXFP8 forward": book("mxfp8_forward_nvfp4_backward"),
     "FP8 delayed": book("fp8_delayed"),
     "FP8 current": book("fp8_current"),
     "Nemotron's map": nemotron_map(),
@@ -251,6 +261,10 @@ VARIANTS = {
     "1x16 + 4/6, OsciReset": with_resets(FINE, "the same"),
     "two-term inputs": book("nvfp4_two_term_input"),
     "two-term inputs, OsciReset": with_resets(zoo.make("nvfp4_two_term_input"), "`nvfp4_two_term_input`"),
+    "two-term weights": always(two_terms_of("weight"), "fprop's weight as a sum of two casts"),
+    "two-term inputs and weights": always(
+        two_terms_of("input", "weight"), "both of fprop's operands as sums of two casts"
+    ),
     "1x16 + 4/6, two-term weights": with_two_terms("weight"),
     "1x16 + 4/6, two-term inputs": with_two_terms("input"),
     "1x16 + 4/6, two-term inputs, OsciReset": with_two_terms("input", Resets()),
@@ -338,6 +352,9 @@ STUDIES = {
             "1x16 + 4/6, two-term inputs, OsciReset",
             "two-term inputs",
             "two-term inputs, OsciReset",
+            "two-term weights",
+            "two-term inputs and weights",
+            "MXFP8 forward",
             "Quartet II",
             "Quartet II, OsciReset",
             "TetraJet-v2",
@@ -362,6 +379,7 @@ STUDIES = {
             "nvfp4, 1x16 weights",
             "forward 16x16",
             "backward only",
+            "MXFP8 forward",
             "MXFP4",
             "MXFP4, AMD",
             "MXFP4, Tseng",
