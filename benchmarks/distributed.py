@@ -5,9 +5,10 @@
 
 The model is the GPT of training.py. `one` is one GPU, `fsdp` FSDP2 with weights gathered in BF16, `fsdp_fp4` FSDP2 with
 weights gathered as codes, `tp` tensor and sequence parallelism, `fsdp_tp` both, tensor parallelism over two. Compiled
-is each block on its own. Parameters are in BF16; or in FP32, which FSDP2 gathers for BF16 and the others multiply under
-torch.autocast. Gradients are reduced in FP32. `8b` has the sizes of Llama-3-8B, random tokens, checkpointed blocks and
-AdamW with moments in BF16; its ten steps learn one batch.
+is each block on its own; `tp-graph` replays a whole step of compiled blocks, its collectives too, as one CUDA graph.
+Parameters are in BF16; or in FP32, which FSDP2 gathers for BF16 and the others multiply under torch.autocast. Gradients
+are reduced in FP32. `8b` has the sizes of Llama-3-8B, random tokens and checkpointed blocks; its ten steps learn one
+batch. AdamW's moments are in the parameters' dtype, or with `--optimizer adamw8bit` in 8 bits, by torchao.
 
 Modes run in the order in which they are named, and the file is written after every row: a run that is cut off, or out
 of --seconds, keeps what it has. The report adds what `fp4engine estimate` predicts for the wire, and needs no GPU.
@@ -85,6 +86,7 @@ MODES = {
     "8b": [("fsdp_fp4", "nvfp4"), ("fsdp", "bf16")],
     "one-compiled": ONE,
     "tp-compiled": TP,
+    "tp-graph": TP,
     "fp8": FP8,
     "fp8-compiled": FP8,
     "fsdp_tp": FSDP_TP,
@@ -92,10 +94,9 @@ MODES = {
 }
 """Mode -> layouts and precisions, by default in this order; those of FSDP2 x TP on four GPUs and more."""
 
-BARS = {("fsdp", False): 0.87, ("fsdp", True): 0.85, ("fsdp_fp4", False): 0.87, ("fsdp_fp4", True): 0.88}
-BARS |= {("tp", compiled): 0.82 for compiled in (False, True)}
-BARS |= {("fsdp_tp", compiled): 0.87 for compiled in (False, True)}
-"""Layout, and whether blocks are compiled -> required tokens per second of NVFP4 over BF16."""
+EAGER_BARS = {"fsdp": 0.87, "fsdp_fp4": 0.87, "tp": 0.82, "fsdp_tp": 0.87}
+BARS = {**EAGER_BARS, "fsdp": 0.85, "fsdp_fp4": 0.88}
+"""Layout -> required tokens per second of NVFP4 over BF16, where blocks are compiled."""
 SCALING = 0.9
 """Required of FSDP2, over as many times one GPU."""
 
@@ -223,15 +224,42 @@ def checkpointed(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return partial(fp4engine.checkpoint, block, use_reentrant=False)
 
 
-def measure(run: Run, name: str, layout: str, precision: str, compiled: bool) -> dict[str, Any]:
-    """Seconds of a step, peak bytes, the loss, and in eager mode what one more step sends."""
+def optimizer_of(run: Run, model: nn.Module, captured: bool) -> torch.optim.Optimizer:
+    """AdamW by --optimizer; its fused step can be captured in a CUDA graph, that of 8-bit moments compiles itself."""
+    if run.arguments.optimizer == "adamw8bit":
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(model.parameters(), lr=1e-4)
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=captured)
+
+
+def captured_step(run: Run, step: Callable[[], None]) -> Callable[[], None]:
+    """``step`` as one CUDA graph, which replays its collectives too; the step has run before.
+
+    Other threads may call CUDA while this one captures: NCCL's watches for collectives that do not end.
+    """
+    run.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
+
+
+def measure(run: Run, name: str, layout: str, precision: str, mode: str) -> dict[str, Any]:
+    """Seconds of a step, peak bytes, the loss, and in eager mode what one more step sends.
+
+    Args:
+        mode: "eager", "compiled" or "graph".
+    """
+    compiled, captured = mode != "eager", mode == "graph"
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     gc.collect()
     before = torch.cuda.memory_allocated() if run.is_cuda else 0  # what compiled rows before this one left
     recipe, sizes = PRECISIONS[precision], SIZES[name]
     model = build(run, name, layout, recipe, compiled)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = optimizer_of(run, model, captured)
     replicas = {"one": 1, "tp": 1, "fsdp_tp": run.ranks // 2}.get(layout, run.ranks)
     generator = torch.Generator().manual_seed(run.rank * replicas // run.ranks)
     vocabulary = ARCHITECTURES[name].vocabulary
@@ -260,7 +288,12 @@ def measure(run: Run, name: str, layout: str, precision: str, compiled: bool) ->
     first = time.perf_counter() - begin
     if run.is_cuda:
         torch.cuda.reset_peak_memory_stats()
+    if captured:
+        step = captured_step(run, step)
+        step()
     seconds = timed(run, step, LARGE_STEPS - warm_up if is_large else steps)
+    if run.arguments.profile:
+        profiled(run, step, f"{name}-{layout}-{mode}-{precision}")
     row = {
         "seconds": statistics.median(seconds),
         "slowest": max(seconds),
@@ -277,6 +310,20 @@ def measure(run: Run, name: str, layout: str, precision: str, compiled: bool) ->
             step()
         row["wire"] = wire.table()
     return row
+
+
+def profiled(run: Run, step: Callable[[], None], name: str) -> None:
+    """Write what two steps spend on the host and on the device, by name, in falling order; rank 0 alone looks."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA][: 1 + run.is_cuda]
+    with torch.profiler.profile(activities=activities) if run.rank == 0 else nullcontext() as profile:
+        for _ in range(2):
+            step()
+        run.synchronize()
+    if profile is not None:
+        averages = profile.key_averages()
+        orders = ("self_cpu_time_total", "self_device_time_total")[: 1 + run.is_cuda]
+        tables = [averages.table(sort_by=order, row_limit=40, max_name_column_width=70) for order in orders]
+        (run.arguments.out / f"{name}.txt").write_text("\n".join(tables))
 
 
 def timed(run: Run, step: Callable[[], None], steps: int) -> list[float]:
@@ -296,14 +343,14 @@ def timed(run: Run, step: Callable[[], None], steps: int) -> list[float]:
     return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(ends)]
 
 
-def row_of(run: Run, name: str, layout: str, precision: str, compiled: bool) -> dict[str, Any]:
+def row_of(run: Run, name: str, layout: str, precision: str, mode: str) -> dict[str, Any]:
     """One row, with the slowest rank's time and the largest peak; or what went wrong."""
-    row: dict[str, Any] = dict(model=name, layout=layout, compiled=compiled, precision=precision)
-    row["parameters"] = run.arguments.parameters
+    row: dict[str, Any] = dict(model=name, layout=layout, mode=mode, precision=precision)
+    row |= {"parameters": run.arguments.parameters, "optimizer": run.arguments.optimizer}
     found: dict[str, Any] = {}
     try:
         if layout != "one" or run.rank == 0:
-            found = measure(run, name, layout, precision, compiled)
+            found = measure(run, name, layout, precision, mode)
     except Exception as error:  # the other rows are still of use
         found = {"error": f"{type(error).__name__}: {error}"[:500]}
         print(f"rank {run.rank}: {traceback.format_exc()}", file=sys.stderr, flush=True)
@@ -366,7 +413,8 @@ def train_all(arguments: argparse.Namespace) -> int:
             if run.is_over():
                 print(f"out of time: {mode}, {layout}, {precision}", flush=True) if run.rank == 0 else None
                 continue
-            row = row_of(run, names.get(mode, arguments.model), layout, precision, mode.endswith("-compiled"))
+            how = next((how for how in ("compiled", "graph") if mode.endswith(f"-{how}")), "eager")
+            row = row_of(run, names.get(mode, arguments.model), layout, precision, how)
             is_right = is_right and "error" not in row
             record["rows"].append(row)
             write(run, record)
@@ -390,20 +438,20 @@ HEADER = """| model | layout | mode | precision | tokens/s | of BF16 | required 
 
 def line(row: dict[str, Any], rows: Sequence[dict[str, Any]], ranks: int) -> str:
     """A row of the Markdown table; shares are of BF16 and of one GPU in the same mode."""
-    mode = "compiled" if row["compiled"] else "eager"
-    cells = [row["model"], row["layout"], mode, row["precision"]]
+    cells = [row["model"], row["layout"], row["mode"], row["precision"]]
     if "error" in row:
         return f"| {' | '.join(cells)} | {row['error']} |"
     alike = {
         (other["layout"], other["precision"]): other
         for other in rows
-        if "error" not in other and all(other[key] == row[key] for key in ("model", "compiled", "parameters"))
+        if "error" not in other and all(other[key] == row[key] for key in ("model", "mode", "parameters", "optimizer"))
     }
     base = alike.get(("fsdp" if row["layout"] == "fsdp_fp4" else row["layout"], "bf16"))
     single = alike.get(("one", row["precision"])) if row["layout"] in ("fsdp", "fsdp_fp4") else None
     speed, peak = row["tokens_per_second"], row["peak_bytes"] / 2**30
     is_ours = base is not None and row["precision"] == "nvfp4" and row["model"] not in ("8b", "tiny_llama")
-    bar = BARS.get((row["layout"], row["compiled"])) if is_ours else None
+    bars = EAGER_BARS if row["mode"] == "eager" else BARS
+    bar = bars.get(row["layout"]) if is_ours else None
     cells += [
         f"{speed:,.0f}",
         f"{speed / base['tokens_per_second']:.3f}" if base else "",
@@ -482,8 +530,12 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES))
     parser.add_argument("--model", choices=("1b", "85m", "tiny"), default="1b", help="of all modes but 8b")
     parser.add_argument("--parameters", choices=("bf16", "fp32"), default="bf16", help="what the optimizer steps")
+    parser.add_argument("--optimizer", choices=("adamw", "adamw8bit"), default="adamw")
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of a row")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after so many")
+    parser.add_argument(
+        "--profile", action="store_true", help="say in a file beside the result where each row's time goes"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--report", type=Path, help="print the tables of this file, and train nothing")

@@ -6,10 +6,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)]
+"""Of process groups: on the CPU, and where there are two GPUs, on these."""
+
 _destroy = dist.destroy_process_group
+
+
+def device_of(backend: str, rank: int = 0) -> torch.device:
+    """Where the tensors of a rank are."""
+    return torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+
+
+def take_device(backend: str, rank: int) -> None:
+    """Make a rank's device the one of all tensors that its process makes from here on."""
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(device_of(backend, rank))
 
 
 @contextmanager

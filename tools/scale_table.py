@@ -109,7 +109,7 @@ def recorded(name: str, layout: str) -> dict[str, Any]:
     (row,) = (
         row
         for row in rows
-        if (row["model"], row["layout"], row["precision"], row["compiled"]) == ("1b", layout, "nvfp4", False)
+        if (row["model"], row["layout"], row["precision"], row["mode"]) == ("1b", layout, "nvfp4", "eager")
     )
     return row
 

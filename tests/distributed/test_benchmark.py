@@ -35,22 +35,22 @@ def test_the_run_on_several_gpus_is_right_on_two_processes(tmp_path):
     assert list(compared) == ["TP=2", "TP=2 with SP", "FSDP2=2, BF16 gather", "FSDP2=2, FP4 gather"]
     assert all(row["equal"] and row["operands"] == 12 for row in compared.values())
 
-    rows = {(row["model"], row["layout"], row["compiled"], row["precision"]): row for row in record["rows"]}
+    rows = {(row["model"], row["layout"], row["mode"], row["precision"]): row for row in record["rows"]}
     assert len(rows) == 3 + 3 + 2 + 2 + 2 and all(row["tokens_per_second"] > 0 for row in rows.values())
-    high, low = (rows["tiny", layout, False, "nvfp4"]["losses"] for layout in ("fsdp", "fsdp_fp4"))
+    high, low = (rows["tiny", layout, "eager", "nvfp4"]["losses"] for layout in ("fsdp", "fsdp_fp4"))
     assert high == low
-    large = rows["tiny_llama", "fsdp_fp4", False, "nvfp4"]["losses"]
+    large = rows["tiny_llama", "fsdp_fp4", "eager", "nvfp4"]["losses"]
     assert large[1] < large[0]
 
     for layout, precision in (("fsdp", "bf16"), ("fsdp", "nvfp4"), ("fsdp_fp4", "nvfp4")):
-        row = rows["tiny", layout, False, precision]
+        row = rows["tiny", layout, "eager", precision]
         sent = {kind: 0 for kind in ("all_gather", "reduce_scatter", "all_reduce")}
         for entry in row["wire"]:
             sent[entry["collective"]] += entry["sent"]
         assert sent["all_gather"] == row["wire_predicted"]["weights"]
         assert sent["reduce_scatter"] == row["wire_predicted"]["gradients"]
         assert sent["all_reduce"] == (4 * 10 if layout == "fsdp_fp4" else 0)  # ten weights' amaxes
-    row = rows["tiny", "tp", False, "nvfp4"]
+    row = rows["tiny", "tp", "eager", "nvfp4"]
     activations = sum(entry["sent"] for entry in row["wire"] if entry["dtype"] == "bfloat16")
     ends, norms = 5 * 128 * 256 * 2 // 2, 5 * 256 * 2  # embedding, head and logits; gradients of five norms
     assert activations == row["wire_predicted"]["activations"] + ends + norms

@@ -1,4 +1,4 @@
-"""Pipeline, context and expert parallelism on two processes (gloo, CPU): every operand is that of one process."""
+"""Pipeline and expert parallelism on two processes, by gloo and by NCCL: every operand is that of one process."""
 
 import hashlib
 import importlib
@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from fp4engine.distributed import draw_by_layer
 from fp4engine.integrations import TrainingState
 from fp4engine.modules import Gemms
 from fp4engine.recipe import NVFP4BlockScaling, zoo
-from tests.ranks import process_group
+from tests.ranks import BACKENDS, device_of, process_group, take_device
 
 WORLD = 2
 
@@ -38,15 +39,19 @@ class Operands:
             if isinstance(module, Gemms)
         }
         self._calls: Counter[str] = Counter()
-        self._functional = importlib.import_module("fp4engine.functional.linear")
+        functional = importlib.import_module("fp4engine.functional.linear")
+        self._product = functional._gemm
+        one_by_one = mock.patch.object(functional, "at_once", lambda *_: None)  # kernels of a whole layer show nothing
+        self._patches = mock.patch.object(functional, "_gemm", self._watched), one_by_one
 
     def __enter__(self) -> dict[str, str]:
-        self._product = self._functional._gemm
-        self._functional._gemm = self._watched
+        for patch in self._patches:
+            patch.start()
         return self.found
 
     def __exit__(self, *_) -> None:
-        self._functional._gemm = self._product
+        for patch in self._patches:
+            patch.stop()
 
     def _watched(self, name, left, right, call, *arguments, **options):
         layer = f"{self._names[id(call.executed)]} {name}"
@@ -59,7 +64,7 @@ class Operands:
 def digest(*tensors: torch.Tensor) -> str:
     hashed = hashlib.sha256()
     for tensor in tensors:
-        hashed.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        hashed.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()
 
 
@@ -119,7 +124,7 @@ def make_stage(part: nn.Module, index: int, parts: int) -> PipelineStage:
     """Told of what size its tensors are, it runs nothing to find out."""
     first, later = (torch.empty(ROWS, WIDTH, requires_grad=needs) for needs in (False, True))
     inputs = (first if index == 0 else later,)
-    return PipelineStage(part, index, parts, torch.device("cpu"), input_args=inputs, output_args=(later,))
+    return PipelineStage(part, index, parts, torch.get_default_device(), input_args=inputs, output_args=(later,))
 
 
 def train_by_stages(rank: int, kind, recipe, by_layer=True, cached=False, folder=None):
@@ -215,22 +220,35 @@ def experts(rank: int, folder: str):
 CHECKS = {"pipelines": pipelines, "experts": experts}
 
 
-def run(rank: int, folder: str) -> None:
-    with process_group(rank, WORLD, f"{folder}/store"):
+def run(rank: int, folder: str, backend: str) -> None:
+    take_device(backend, rank)
+    with process_group(rank, WORLD, f"{folder}/store", backend):
         results = {name: check(rank, folder) for name, check in CHECKS.items()}
     torch.save(results, f"{folder}/{rank}.pt")
 
 
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(backend, tmp_path_factory):
     return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path):
+def ranks(backend, folder: Path):
     """What each rank found."""
-    mp.spawn(run, (str(folder),), WORLD)
+    mp.spawn(run, (str(folder), backend), WORLD)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+
+
+@pytest.fixture(autouse=True)
+def on_the_first_device(backend):
+    """Where one process does what the ranks have done."""
+    with device_of(backend):
+        yield
 
 
 @pytest.fixture(autouse=True)

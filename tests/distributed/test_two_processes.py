@@ -16,7 +16,7 @@ from fp4engine.modules.shared_amax import share_amax
 from fp4engine.quantizers import make_quantizer
 from fp4engine.recipe import NVFP4BlockScaling, zoo
 from fp4engine.roles import QuantizerRole
-from tests.ranks import process_group
+from tests.ranks import BACKENDS, device_of, process_group
 
 WORLD = 2
 NAN, INF = float("nan"), float("inf")
@@ -32,9 +32,8 @@ def make_model(device: str = "cpu") -> torch.nn.Module:
 
 
 def run(rank: int, folder: str, backend: str) -> None:
-    device = "cpu"
+    device = str(device_of(backend, rank))
     if backend == "nccl":
-        device = f"cuda:{rank}"
         torch.cuda.set_device(rank)
     with process_group(rank, WORLD, f"{folder}/store", backend):
         results = {name: check(rank, device) for name, check in CHECKS.items()}
@@ -193,7 +192,7 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)])
+@pytest.fixture(scope="module", params=BACKENDS)
 def ranks(request, tmp_path_factory):
     """What each rank found."""
     folder: Path = tmp_path_factory.mktemp("ranks")
