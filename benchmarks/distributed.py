@@ -323,6 +323,7 @@ def profiled(run: Run, step: Callable[[], None], name: str) -> None:
         averages = profile.key_averages()
         orders = ("self_cpu_time_total", "self_device_time_total")[: 1 + run.is_cuda]
         tables = [averages.table(sort_by=order, row_limit=40, max_name_column_width=70) for order in orders]
+        run.arguments.out.mkdir(parents=True, exist_ok=True)
         (run.arguments.out / f"{name}.txt").write_text("\n".join(tables))
 
 

@@ -28,6 +28,9 @@ WIDTH, HIDDEN, BATCH, SEQUENCE = 256, 1024, 2, 128
 TOLERANCE = 1e-6
 RECIPE = NVFP4BlockScaling()
 
+Operands = list[tuple[str, Operand]]
+"""Product and side, and what was multiplied."""
+
 PARALLEL = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 SEQUENCE_PARALLEL = {
     "norm": SequenceParallel(),
@@ -59,7 +62,7 @@ def make_block(device: str) -> nn.Module:
 
 
 @contextmanager
-def products() -> Generator[list[tuple[str, Operand]]]:
+def products() -> Generator[Operands]:
     """Region in which every operand of every product is noted, as codes."""
     linear = importlib.import_module("fp4engine.functional.linear")
     product, operands = linear._gemm, []
@@ -84,14 +87,18 @@ def copied(operand: Operand) -> Operand:
 
 
 def train(
-    block: nn.Module, device: str, data: int, part: Callable[[Tensor], Tensor]
-) -> tuple[list[Tensor], list[tuple[str, Operand]]]:
-    """One step: output, gradient of the input and of every parameter; and the operands of all products."""
+    block: nn.Module, device: str, data: int, part: Callable[[Tensor], Tensor], **region: Any
+) -> tuple[list[Tensor], Operands]:
+    """One step: output, gradient of the input and of every parameter; and the operands of all products.
+
+    Args:
+        region: what else ``fp4engine.autocast`` is told.
+    """
     fp4engine.manual_seed(3)
     generator = torch.Generator().manual_seed(10 + data)
     whole, direction = torch.randn(2, BATCH, SEQUENCE, WIDTH, generator=generator).to(device).unbind()
     x = part(whole).clone().requires_grad_()
-    with products() as operands, fp4engine.autocast(recipe=RECIPE):
+    with products() as operands, fp4engine.autocast(recipe=RECIPE, **region):
         y = block(x)
         y.backward(part(direction))
     return [y.detach(), x.grad, *(whole_of(parameter.grad) for parameter in block.parameters())], operands
@@ -101,7 +108,7 @@ def whole_of(tensor: Any) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def alone(device: str, data: int, rank: int) -> tuple[list[Tensor], list[tuple[str, Operand]]]:
+def alone(device: str, data: int, rank: int) -> tuple[list[Tensor], Operands]:
     """The step of one process that draws in the name of ``rank``."""
     with mock.patch.object(dist, "get_rank", lambda *_: rank):
         return train(make_block(device), device, data, lambda tensor: tensor)
@@ -130,18 +137,23 @@ def compare(device: str, block: nn.Module, dp: DeviceMesh | None, tp: DeviceMesh
     results, parts = train(block, device, data, part)
     first = dist.get_rank() if tp is None else int(tp.mesh.min())
     expected, wholes = alone(device, data, first)
-    names = [label for label, _ in wholes]
-    assert [label for label, _ in parts] == names
+    y, dx, *gradients = expected
+    for gradient in gradients if replicas > 1 else ():
+        dist.all_reduce(gradient)  # over ranks that share a replica too, which all have the same
+        gradient /= dist.get_world_size()
+    return compared(parts, wholes, results, [part(y), part(dx), *gradients], index, ranks)
+
+
+def compared(
+    parts: Operands, wholes: Operands, results: list[Tensor], wanted: list[Tensor], index: int, ranks: int
+) -> dict[str, Any]:
+    """Which operands are not part ``index`` of ``ranks`` of the whole, and how far results are from those wanted."""
+    assert [label for label, _ in parts] == [label for label, _ in wholes]
     wrong = [
         f"{label} of product {number // 2}"
         for number, ((label, mine), (_, whole)) in enumerate(zip(parts, wholes, strict=True))
         if differs(mine, whole, index, ranks)
     ]
-    y, dx, *gradients = expected
-    for gradient in gradients if replicas > 1 else ():
-        dist.all_reduce(gradient)  # over ranks that share a replica too, which all have the same
-        gradient /= dist.get_world_size()
-    wanted = [part(y), part(dx), *gradients]
     distances = [float((a - b).norm() / b.norm()) for a, b in zip(results, wanted, strict=True)]
     return {"operands": len(parts), "different": wrong, "distance": max(distances)}
 
@@ -168,8 +180,19 @@ def layouts(device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         fully_shard(block, mesh=square["dp"])
         return compare(device, block, square["dp"], square["tp"], True)
 
+    def in_context() -> Any:
+        """Each rank has the rows of one sequence that follow those of the ranks before it, and the whole weights."""
+        rank, group = dist.get_rank(), line.get_group()
+        part: Callable[[Tensor], Tensor] = lambda tensor: tensor.flatten(0, 1).chunk(ranks)[rank][None]
+        (y, dx, *gradients), parts = train(make_block(device), device, 0, part, cp_group=group)
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=group)
+        (whole_y, whole_dx, *expected), wholes = alone(device, 0, 0)
+        return compared(parts, wholes, [y, dx, *gradients], [part(whole_y), part(whole_dx), *expected], rank, ranks)
+
     yield f"TP={ranks}", lambda: tensor_parallel(False)
     yield f"TP={ranks} with SP", lambda: tensor_parallel(True)
+    yield f"CP={ranks}", in_context
     yield f"FSDP2={ranks}, BF16 gather", lambda: sharded(False)
     yield f"FSDP2={ranks}, FP4 gather", lambda: sharded(True)
     if ranks >= 4:

@@ -32,7 +32,7 @@ def test_the_run_on_several_gpus_is_right_on_two_processes(tmp_path):
     record = json.loads((tmp_path / "distributed.json").read_text())
 
     compared = {row["layout"]: row for row in record["bytes"]}
-    assert list(compared) == ["TP=2", "TP=2 with SP", "FSDP2=2, BF16 gather", "FSDP2=2, FP4 gather"]
+    assert list(compared) == ["TP=2", "TP=2 with SP", "CP=2", "FSDP2=2, BF16 gather", "FSDP2=2, FP4 gather"]
     assert all(row["equal"] and row["operands"] == 12 for row in compared.values())
 
     rows = {(row["model"], row["layout"], row["mode"], row["precision"]): row for row in record["rows"]}

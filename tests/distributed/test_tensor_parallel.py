@@ -1,7 +1,4 @@
-"""Tensor parallelism by DTensor, and context parallelism: every operand is that of one process.
-
-On two processes, by gloo and by NCCL, and on four by gloo.
-"""
+"""Tensor parallelism by DTensor on two and four processes (gloo, CPU): every operand is that of one process."""
 
 import importlib
 import re
@@ -28,7 +25,7 @@ from fp4engine.distributed import share_weight_amaxes
 from fp4engine.modules import sharded
 from fp4engine.modules.shared_amax import share_amax
 from fp4engine.recipe import DelayedScaling, NVFP4BlockScaling, zoo
-from tests.ranks import BACKENDS, process_group, take_device
+from tests.ranks import process_group
 
 WORLD = 2
 NAN = float("nan")
@@ -89,14 +86,16 @@ def multiplied(step):
     """What ``step()`` returns, and the operands of its products."""
     functional = importlib.import_module("fp4engine.functional.linear")
     product, operands = functional._gemm, []
-    one_by_one = mock.patch.object(functional, "at_once", lambda *_: None)  # kernels of a whole layer show nothing
 
     def watched(name, left, right, *arguments, **options):
         operands.extend(((f"{name} left", left), (f"{name} right", right)))
         return product(name, left, right, *arguments, **options)
 
-    with mock.patch.object(functional, "_gemm", watched), one_by_one:
+    functional._gemm = watched
+    try:
         return step(), operands
+    finally:
+        functional._gemm = product
 
 
 def differing(part, whole, rank: int, world: int = WORLD) -> bool:
@@ -584,22 +583,21 @@ def one_process():
     return {**by_row, "step": by_row["nvfp4"][0], "siblings": together, "attention": attended}
 
 
-def run(rank: int, folder: str, backend: str) -> None:
+def run(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    take_device(backend, rank)
     alone = one_process()
-    with process_group(rank, WORLD, f"{folder}/store", backend):
-        mesh = init_device_mesh(torch.get_default_device().type, (WORLD,))
+    with process_group(rank, WORLD, f"{folder}/store"):
+        mesh = init_device_mesh("cpu", (WORLD,))
         results = {name: check(rank, mesh, alone) for name, check in CHECKS.items()}
     torch.save(results, f"{folder}/{rank}.pt")
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def ranks(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
     """What each rank found."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run, (str(folder), request.param), WORLD)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True, map_location="cpu") for rank in range(WORLD)]
+    mp.spawn(run, (str(folder),), WORLD)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 
 @pytest.mark.parametrize("spread", ["operands", "sequence", "together", "context"])
