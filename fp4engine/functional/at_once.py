@@ -1,4 +1,4 @@
-"""Forward and backward of a linear transformation in few launches each: where that is possible, and with what."""
+"""Forward and backward of a linear transformation in few launches each, for layers that allow it."""
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ Shared = ops.LinearByValues | ops.LinearByOperators
 def at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.LinearByOperators | None:
     """What computes forward and backward with few launches; None if single operations have to.
 
-    They have to for a fused norm or activation, for a weight cache, for ``main_grad``, and where the amaxes that ranks
-    share travel over different groups. In a compiled graph each direction is one operator, unless delayed scaling has
-    to write amax histories, or the weight is large: then single operators leave more to the compiler, which casts an
-    input that several layers share once.
+    Single operations are needed for a fused norm or activation, a weight cache, ``main_grad``, and amaxes that ranks
+    share over different groups. In a compiled graph each direction is one operator, unless delayed scaling has to write
+    amax histories, or the weight is large. For a large weight there are operators for the single operations, so that
+    the compiler casts an input that several layers share only once.
     """
     plan, tiles = call.plan, call.tiles
     is_plain = call.function is None and (call.stored is None or tiles is not None) and call.main_grad is None
@@ -57,7 +57,7 @@ def backward_at_once(
     bias_dtype: torch.dtype | None,
     call: Call,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias; that of the bias is None unless ``way`` computes it."""
+    """Gradients of input, weight and bias; the gradient of the bias is None unless ``way`` computes it."""
     device, is_tiled = grad_output.device, call.tiles is not None
     if call.shards is None and isinstance(way, ops.LinearByValues):
         state = ops.live_state(device) if call.plan.draws_in_backward else None
@@ -107,7 +107,7 @@ def _backward_share(
     bias_dtype: torch.dtype | None,
     shards: Shards,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """This rank's part of a backward, in the same steps; the gradient of a bias comes from operators only."""
+    """This rank's part of a backward, in the same steps. Only operators compute the gradient of a bias."""
     travel, rank, place = shards.travelling(), shards.rank, shards.grad_output.place
     assert travel is not None, "a layer goes this way only if all amaxes of a direction travel together"
     if isinstance(way, ops.LinearByOperators):

@@ -38,8 +38,8 @@ class Saved(NamedTuple):
     """What a forward keeps for its backward: only what the needed GEMMs read.
 
     Attributes:
-        inp: the columnwise operand of the input, for wgrad, or the operand that it will be made from.
-        weight: the same of the weight, for dgrad.
+        inp: the columnwise operand of the input, for wgrad, or the operand from which backward makes it.
+        weight: the same for the weight, for dgrad.
         x, parameters, statistics: of the norm or activation that makes the input.
         inp_within, weight_within: where the cast did not saturate, see :mod:`fp4engine.functional.through_cast`.
     """
@@ -72,8 +72,8 @@ def linear(
         weight: [N, K]; bias: [N] or None.
         executed, shards: see :class:`Call`.
         weight_cache: holds the weight's operands; None quantizes the weight anew.
-        main_grad: where wgrad goes; the weight then gets no gradient of its own.
-        wholes: takes this rank's parts of ``inp``, ``weight`` and ``bias`` if they are whole tensors of several ranks,
+        main_grad: the buffer to which wgrad is added; the weight then gets no gradient of its own.
+        wholes: if ``inp``, ``weight`` and ``bias`` are whole tensors of several ranks, takes this rank's parts of them
             and makes a whole output; None for plain tensors.
 
     Returns:
@@ -87,7 +87,7 @@ def linear(
         raise ValueError(f"inp must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
     require_features(inp, weight)
     needs_dgrad = needs_wgrad = False
-    # A reentrant checkpoint's first run has no gradients, and has to draw what the second, with gradients, repeats.
+    # The first run of a reentrant checkpoint has no gradients, but has to take the draws that the second run repeats.
     if torch.is_grad_enabled() or (plan.draws_in_forward and ops.is_replaying()):
         needs_dgrad = x.requires_grad or any(t is not None and t.requires_grad for t in parameters)
         needs_wgrad = weight.requires_grad
@@ -108,10 +108,10 @@ def require_features(inp: Tensor | FusedInput, weight: Tensor) -> None:
 
     Raises:
         ValueError: it has another shape.
-        RuntimeError: ``torch.jit.trace`` records the call, which it would take for that of other values.
+        RuntimeError: ``torch.jit.trace`` records the call; the recording would be wrong for other values.
     """
     shape: tuple[Any, ...] = inp.shape
-    if shape and isinstance(shape[-1], Tensor):  # so are sizes seen while it records
+    if shape and isinstance(shape[-1], Tensor):  # while torch.jit.trace records, sizes are tensors
         raise RuntimeError(
             "torch.jit.trace cannot record a module that computes by a recipe; use torch.compile or torch.export, or "
             "trace inside autocast(enabled=False)"
@@ -143,7 +143,7 @@ def linear_wgrad(
 def linear_bgrad(grad_output: Tensor, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
     """``db[N] = sum of dy[M, N] over M``, in FP32 and in the order of :func:`fp4engine.reference.column_sums`.
 
-    A gradient that is not quantized is summed as by ``nn.Linear``.
+    A gradient that is not quantized is summed in PyTorch's order, as in ``nn.Linear``.
     """
     if plan.grad_output.is_identity or plan.backward_override is not None:
         accumulation = torch.float64 if grad_output.dtype == torch.float64 else torch.float32
@@ -152,7 +152,7 @@ def linear_bgrad(grad_output: Tensor, plan: LinearPlan, dtype: torch.dtype) -> T
 
 
 def computed_in(weight: Operand, dtype: torch.dtype) -> Operand:
-    """A weight that is not quantized in the layer's dtype, as ``nn.Linear`` takes it under ``torch.autocast``."""
+    """The weight; if it is not quantized, in the layer's dtype, as ``nn.Linear`` casts it under ``torch.autocast``."""
     return weight if weight.spec is not None else Operand.dense(weight.data.to(dtype))
 
 
@@ -187,7 +187,7 @@ class LinearFunction(torch.autograd.Function):
             output, tensors = forward_at_once(way, matrix, weight, bias, call)
             call.record(2 * x.numel() * weight.shape[0], "fprop")
         ctx.save_for_backward(*tensors)
-        if x.ndim != 2:  # no view, as in nn.Linear: autograd forbids in-place changes of a view that a Function returns
+        if x.ndim != 2:  # not a view, since autograd forbids in-place changes of a view that a Function returns
             output = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[0]))
         return output
 
@@ -243,7 +243,7 @@ class PartFunction(torch.autograd.Function):
 def _forward_by_operations(
     x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, parameters: tuple[Any, ...]
 ) -> tuple[Tensor, Saved]:
-    """The output as a matrix, and what backward needs; one operation after the other."""
+    """The output as a matrix, and what backward needs, by single operations."""
     plan, function = call.plan, call.function
     statistics = inp_within = weight_within = None
     if function is None:
@@ -268,7 +268,7 @@ def _forward_by_operations(
 def _gradients(
     grad_output: Tensor, saved: Saved, call: Call, rng: Tensor | None, in_features: int, weight_dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the input and of the weight, one operation after the other."""
+    """Gradients of the input and of the weight, by single operations."""
     grad_input, grad_weight, backend = None, None, call.plan.backend
     left, left_t = quantize_grad(grad_output, call, rng)
     weight, inp = saved_operands(saved.weight, saved.inp, call, rng)
@@ -297,7 +297,7 @@ def _gradients(
 def refuse_second_derivative() -> None:
     """Refuse to compute gradients that are to be differentiated again.
 
-    Quantized GEMMs have no second derivative, and PyTorch would silently leave out what goes through weights.
+    Quantized GEMMs have no second derivative, and PyTorch would silently leave out the part that goes through weights.
 
     Raises:
         RuntimeError: the backward pass was asked for with ``create_graph=True``.

@@ -1,4 +1,4 @@
-"""Operands of the three GEMMs: cast in a forward, kept for its backward, and made in backward from those kept."""
+"""Operands of the three GEMMs: cast in a forward, kept for its backward, or made in backward from kept ones."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from fp4engine.tensor import QuantizedTensor
 
 
 def forward_operands(x: Tensor, weight: Tensor, call: Call) -> tuple[Operands, Operands]:
-    """What the three products need of ``x`` and of ``weight``."""
+    """The operands of ``x`` and of ``weight`` for the three products."""
     inp = ("input", x, call.needs_wgrad)
     if call.stored is not None:
         return quantize_forward(call, inp)[0], weight_operands(weight, call)
@@ -26,7 +26,7 @@ def forward_operands(x: Tensor, weight: Tensor, call: Call) -> tuple[Operands, O
 
 
 def weight_operands(weight: Tensor, call: Call) -> Operands:
-    """What fprop and dgrad need of ``weight``: quantized now, or found where it is stored."""
+    """The operands of ``weight`` for fprop and dgrad: quantized now, or taken from where they are stored."""
 
     def make() -> Operands:
         return quantize_forward(call, ("weight", weight, call.needs_dgrad))[0]
@@ -35,7 +35,7 @@ def weight_operands(weight: Tensor, call: Call) -> Operands:
 
 
 def quantize_forward(call: Call, *tensors: tuple[Literal["input", "weight"], Tensor, bool]) -> list[Operands]:
-    """For each tensor the operand of fprop, and the operand to keep for backward, if backward reads one.
+    """For each tensor the operand of fprop, and the operand to keep for backward if backward needs one.
 
     Args:
         tensors: role, tensor, and whether the backward pass needs an operand of it.
@@ -62,7 +62,7 @@ def quantize_forward(call: Call, *tensors: tuple[Literal["input", "weight"], Ten
 
 
 def quantize_source(source: ops.Source, quantizer: Quantizer, call: Call, needs_backward: bool) -> Operands:
-    """As :func:`quantize_forward`, for an input that its cast computes from ``source``."""
+    """As :func:`quantize_forward`, for an input that the cast itself computes from ``source``."""
     keeps_rowwise, arguments = _asked(quantizer, call, needs_backward, source.device)
     quantized = quantizer.quantize(source, **arguments)
     assert quantized.rowwise is not None
@@ -70,9 +70,10 @@ def quantize_source(source: ops.Source, quantizer: Quantizer, call: Call, needs_
 
 
 def _asked(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch.device) -> tuple[bool, dict[str, Any]]:
-    """Whether backward reads the rowwise operand, and arguments of :meth:`Quantizer.quantize`.
+    """Whether backward reads the rowwise operand, and arguments for :meth:`Quantizer.quantize`.
 
-    These include a draw for a whole tensor, since ``quantize`` does not know that it is called in a forward pass.
+    The arguments include the draw, unless there are shards, since ``quantize`` does not know that it is called in a
+    forward pass.
     """
     keeps_rowwise, columnwise, form = _sides(quantizer, call, needs_backward, device)
     arguments: dict[str, Any] = {"columnwise": columnwise, "rowwise_form": form}
@@ -105,7 +106,7 @@ def _quantize(parts: Sequence[Part], call: Call) -> list[QuantizedTensor]:
 
 
 def quantize_grad(matrix: Tensor, call: Call, rng: Tensor | None) -> tuple[Operand | None, Operand | None]:
-    """Both operands of the gradient, in one pass where it is quantized."""
+    """Both operands of the gradient; if it is quantized, both are made in one pass."""
     plan = call.plan
     if plan.backward_override is not None:
         return Operand.dense(matrix), Operand.dense(matrix.T)
@@ -135,7 +136,7 @@ def saved_operands(
 def _columnwise(
     role: Literal["input", "weight"], kept: Operand | TiledOperand, call: Call, rng: Tensor | None
 ) -> Operand:
-    """The backward GEMM's operand of a tensor, from what was kept of it."""
+    """The operand of a tensor for its backward GEMM, made from what was kept of the tensor."""
     plan, quantizer = call.plan, getattr(call.plan, role)
     if isinstance(kept, TiledOperand):
         is_read_rowwise = plan.backward_override is not None or quantizer.columnwise_source != "original"

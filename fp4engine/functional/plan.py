@@ -1,4 +1,4 @@
-"""What a linear module needs to know for one forward and its backward, resolved once."""
+"""What a linear module needs to know for one forward and its backward, found once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ class ExecutedGemms:
     Attributes:
         counts: ``(gemm, formats) -> times``, e.g. ``("fprop", "e2m1 x e2m1")``; see :func:`operand_formats`.
         flops: ``(gemm, formats) -> 2 M N K``, summed over those times.
-        by_torch: ``gemm -> FLOPs`` that :meth:`record_high_precision` counted, which PyTorch's own counter sees too.
+        by_torch: ``gemm -> FLOPs`` that :meth:`record_high_precision` counted; PyTorch's counter counts them as well.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class ExecutedGemms:
         self.by_torch: dict[str, int] = {}
 
     def record(self, formats: Mapping[GemmName, str], flops: int, *gemms: GemmName) -> None:
-        """Count one run, of ``flops``, of each of ``gemms``. Does nothing while ``torch.compile`` traces."""
+        """Count one run of each of ``gemms``, of ``flops`` FLOPs each. Does nothing while ``torch.compile`` traces."""
         if torch.compiler.is_dynamo_compiling():
             return
         for gemm in gemms:
@@ -75,12 +75,12 @@ class LinearPlan:
         backend: backend of the GEMMs.
         fast_accumulation: FP8 GEMMs that may use the tensor core's shorter accumulator.
         draws_in_forward: whether casts of a forward pass take draws of the random stream.
-        draws_in_backward: whether a backward pass takes a draw. One serves all its casts, whose streams differ by role
-            and side.
-        formats: what each GEMM multiplies, in the words of :func:`operand_formats`.
+        draws_in_backward: whether a backward pass takes a draw. One draw serves all of its casts, since their stream
+            ids differ by role and side.
+        formats: the element formats of each GEMM, as :func:`operand_formats` names them.
         casts: the keys of all casts; None unless every cast makes an operand directly from its tensor and does
             nothing else.
-        is_stateful: whether scales depend on earlier steps; then :meth:`remembering_in` makes a module's own plan.
+        is_stateful: whether scales depend on earlier steps; :meth:`remembering_in` then makes a plan for one module.
         in_group: the roles whose amaxes are shared over an ``amax_reduction_group``.
     """
 
@@ -174,10 +174,10 @@ def _keys(quantizer: Quantizer) -> tuple[str, str] | None:
 
 
 def make_linear_plan(recipe: Recipe, module_type: str, name: str = "", shape: tuple[int, ...] = ()) -> LinearPlan:
-    """Ask ``recipe`` for the quantizers of a module's three roles, once each. Equal answers are one object.
+    """Ask ``recipe`` for the quantizers of a module's three roles, once each. Equal plans are one object.
 
     Args:
-        name, shape: of the module, and of its weight, for recipes whose rules read them.
+        name, shape: the module's name and its weight's shape, for recipes whose rules read them.
     """
     own = recipe.of(QuantizerRole(module_type, "", name, shape))
     inp, weight, grad_output = (

@@ -1,7 +1,7 @@
-"""Operands of tensors that several ranks hold together: cast on each rank as one process would cast the whole.
+"""Operands of tensors that several ranks hold together: each rank casts its part as one process would cast the whole.
 
-Two things of a cast depend on more than the rank's own part: the outer amax, which is the largest of all parts, and the
-random bits, which belong to an element's place in the whole tensor.
+Two inputs of a cast depend on more than the rank's own part: the outer amax, which is the largest over all parts, and
+the random bits, which belong to an element's place in the whole tensor.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,10 @@ class Shard(NamedTuple):
     """One rank's part of a matrix.
 
     Attributes:
-        groups: pairs of a process group, and the axis of the matrix along which its ranks hold different parts.
-        place: row and column of the whole matrix at which the part begins; None where they are not known, and each rank
-            draws as if its part were the whole.
+        groups: pairs of a process group and the axis of the matrix along which the ranks of the group have different
+            parts.
+        place: row and column of the whole matrix at which the part begins; None if they are not known, and then each
+            rank draws as if its part were the whole.
     """
 
     groups: tuple[tuple[Any, int], ...] = ()
@@ -34,14 +35,15 @@ class Shard(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """One rank's parts of the three matrices of a linear transformation, and by which random bits it casts them.
+    """One rank's parts of the three matrices of a linear transformation, and the random bits by which it casts them.
 
     Attributes:
-        input, weight, grad_output: of the matrices [M, K], [N, K] and [M, N].
-        rank: the rank whose random bits all ranks that share the matrices use; None: each uses its own.
-        adds_bias: False where another rank adds the bias to its part of a sum.
-        layer: name of the layer's own random stream; empty draws from the process's.
-        weight_amaxes: of the whole weight, by :func:`fp4engine.ops.amaxes_of`, if all ranks have them already.
+        input, weight, grad_output: the parts of the matrices [M, K], [N, K] and [M, N].
+        rank: the rank whose random bits all ranks that share the matrices draw; None if each draws its own.
+        adds_bias: False if the output is a sum over ranks and another rank adds the bias.
+        layer: name of the layer's own random stream; empty to draw from the process's stream.
+        weight_amaxes: outer amaxes of the whole weight, by :func:`fp4engine.ops.amaxes_of`, if all ranks have them
+            already.
     """
 
     input: Shard = Shard()
@@ -54,7 +56,7 @@ class Shards(NamedTuple):
 
     @staticmethod
     def over(group: Any) -> "Shards":
-        """Rows of input and gradient are spread over ``group`` in an unknown order; all its ranks have the weight."""
+        """Rows of input and gradient are spread over ``group`` in an unknown order; each rank has the weight."""
         rows = Shard(((group, 0),))
         return Shards(rows, rows, rows)
 
@@ -71,9 +73,9 @@ class Shards(NamedTuple):
         return ops.next_draw(device, 1, self.layer and f"{direction}/{self.layer}", direction)
 
     def travelling(self) -> "Travel | None":
-        """Over which groups amaxes are reduced, each of a whole tensor.
+        """The groups over which amaxes are reduced, if each is of a whole tensor.
 
-        None if a direction would need two collectives, since input and weight are shared over different groups.
+        None if the forward would need two collectives, since input and weight are shared over different groups.
         """
         of_input, of_weight, of_grad = (
             tuple([group for group, _ in shard.groups]) for shard in (self.input, self.weight, self.grad_output)
@@ -93,7 +95,7 @@ class Wholes(Protocol):
         ...
 
     def part_of_grad(self, grad_output: Tensor) -> Tensor:
-        """The rank's part of the output's gradient, after it has been spread over ranks as the output is."""
+        """The rank's part of the output's gradient, which is first spread over the ranks as the output is."""
         ...
 
     def output(self, part: Tensor) -> Tensor:
@@ -106,7 +108,7 @@ class Wholes(Protocol):
 
 
 class Travel(NamedTuple):
-    """Over which process groups outer amaxes are reduced, in one collective per group and direction.
+    """The process groups over which outer amaxes are reduced, in one collective per group and direction.
 
     Attributes:
         shared: whether the input's, and whether the weight's, amaxes are reduced.
@@ -124,7 +126,7 @@ def names_of(groups: tuple[Any, ...]) -> str:
 
 
 def share_of(shared: tuple[bool, bool], groups: tuple[Any, ...], given: Tensor | None = None) -> ops.Share | None:
-    """How a direction shares its amaxes over ``groups``; None if there is nothing to share."""
+    """The :class:`fp4engine.ops.Share` of a direction over ``groups``; None if there is nothing to share."""
     if not groups and given is None:
         return None
     return ops.Share(shared, partial(ops.share_amaxes, groups=groups), given)
@@ -134,8 +136,8 @@ class Part(NamedTuple):
     """One matrix to be cast.
 
     Attributes:
-        arguments: of :meth:`~fp4engine.quantizers.Quantizer.quantize`.
-        given: outer amaxes of the whole matrix, see :func:`fp4engine.ops.amaxes_of`; None if they are to be found.
+        arguments: for :meth:`~fp4engine.quantizers.Quantizer.quantize`.
+        given: outer amaxes of the whole matrix, see :func:`fp4engine.ops.amaxes_of`; None if they have to be found.
     """
 
     role: Role
@@ -172,7 +174,7 @@ def quantize_parts(parts: Sequence[Part], shards: Shards) -> list[QuantizedTenso
 def _with_draw(part: Part, shard: Shard, shards: Shards) -> dict[str, Any]:
     """The arguments of ``part``, with the draw that its amax and its cast both read, if they need one.
 
-    A draw that is taken here is one of a forward pass: a backward pass brings its own.
+    A backward pass has taken its draw before, so a draw that is taken here belongs to a forward pass.
     """
     arguments = dict(part.arguments)
     rng = arguments.pop("rng", None)
@@ -186,8 +188,8 @@ def _with_draw(part: Part, shard: Shard, shards: Shards) -> dict[str, Any]:
 def _groups(spec: CastSpec | None, shard: Shard, contracted: int) -> tuple[Any, ...]:
     """The groups over which an operand's outer amax has to be reduced.
 
-    An amax of the whole tensor is reduced over all groups; one of a row only over those that split the row, that is,
-    the ``contracted`` axis.
+    The amax of a whole tensor is reduced over all groups. The amax of a row is reduced only over the groups that split
+    the row, which lies along the ``contracted`` axis.
     """
     if spec is None or spec.outer not in (Outer.TENSOR, Outer.ROW):
         return ()
@@ -195,9 +197,10 @@ def _groups(spec: CastSpec | None, shard: Shard, contracted: int) -> tuple[Any, 
 
 
 def _reduce(amaxes: list[Tensor | None], groups: list[tuple[Any, ...]]) -> None:
-    """Make each amax the largest over its groups, by one collective for each group.
+    """Replace each amax by the largest over its groups, in one collective for each group.
 
-    Amaxes of whole tensors are packed as in :mod:`fp4engine.functional.at_once`, since another rank may go that way.
+    Amaxes of whole tensors are packed as in :mod:`fp4engine.functional.at_once`, since another rank may run that code
+    for its part of the same layer.
     """
     for group in dict.fromkeys(group for several in groups for group in several):
         chosen = [(i, amax) for i, amax in enumerate(amaxes) if amax is not None and group in groups[i]]

@@ -2,8 +2,8 @@
 
 A question is everything that the answer depends on: the operation, its constants, and the :class:`Facts` of each
 tensor. A resolver, one function per operation, drafts the answer: which buffers to allocate, and which kernels to start
-on what. Resolvers are pure, so a bounded cache stands in front of each (:func:`resolver`). Nothing of this package
-reaches a GPU, or Triton's interpreter, in another way.
+with which arguments. Resolvers are pure, so each has a bounded cache (:func:`resolver`). All code of this package
+reaches a GPU, or Triton's interpreter, through a launch.
 
     launch = resolve_cast((facts(x), ...), x.device, ...)        outputs = launch(x, ...)
 """
@@ -26,14 +26,14 @@ from triton.runtime.jit import JITFunction
 from fp4engine.kernels.target import hardware_of
 
 ALIGNMENT = 16
-"""Bytes: Triton compiles another kernel for addresses that are not multiples of this; the copy engine refuses them."""
+"""Bytes. For other addresses than multiples of this, Triton compiles another kernel; the copy engine refuses them."""
 
 MOST_QUESTIONS = 4096
-"""Answers that one resolver remembers: a run whose row counts never repeat must not grow without end."""
+"""Answers that one resolver remembers: the memory of a run whose row counts never repeat must not grow forever."""
 
 
 class Facts(NamedTuple):
-    """What a launch may depend on of a tensor: everything but its values, its address and its device.
+    """The properties of a tensor that a launch may depend on: everything but its values, its address and its device.
 
     Attributes:
         shape, strides: in elements.
@@ -47,26 +47,26 @@ class Facts(NamedTuple):
 
     @property
     def row_stride(self) -> int:
-        """Elements from one row of a matrix to the next; that of a single row means nothing and may be anything."""
+        """Elements from one row of a matrix to the next. That of a single row means nothing and is not used."""
         return self.strides[0] if self.shape[0] > 1 else self.shape[1]
 
     @property
     def is_column_major(self) -> bool:
-        """True if the transposed matrix is the better one to walk."""
+        """True if the elements of a column, and not those of a row, lie side by side in memory."""
         return self.strides[1] != 1 and self.strides[0] == 1
 
     @property
     def transposed(self) -> "Facts":
-        """Of the transposed view of a matrix."""
+        """The facts of the transposed view of a matrix."""
         return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
 
 
 _SLICE = 256
-"""Bytes: where buffers begin that share an allocation, as PyTorch's allocator places them."""
+"""Bytes. Buffers that share an allocation begin at multiples of this, as those of PyTorch's allocator do."""
 
 
 def _allocation(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """What makes a contiguous tensor: ``torch.empty`` would take half as long again."""
+    """A function that makes a contiguous tensor, with strides given: ``torch.empty`` takes half as long again."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))
@@ -77,10 +77,10 @@ _new = tuple.__new__
 
 
 def facts(tensor: Tensor | None) -> Facts | None:
-    """The facts of ``tensor``; None of None."""
+    """The facts of ``tensor``; None for None."""
     if tensor is None:
         return None
-    # What Facts(...) does, without a call of Python: this runs some thirty times in a linear layer's step.
+    # The same as Facts(...), without a call of Python: this runs some thirty times in a linear layer's step.
     return _new(Facts, (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT == 0))
 
 
@@ -93,17 +93,19 @@ def resolver(function: Resolver) -> Resolver:
 
 
 class Place(NamedTuple):
-    """A tensor of a launch, by its position among the inputs and then the buffers."""
+    """A tensor of a launch, by its position in the list of its inputs followed by its buffers."""
 
     position: int
 
 
 class Block(NamedTuple):
-    """A tensor as a kernel gets it, if not whole: ``describe(tensor)`` is a part, or the copy engine's descriptor.
+    """An argument that a kernel gets in place of a whole tensor: a part of it, or a descriptor for the copy engine.
 
     Attributes:
-        at: the same of the tensor's address, which is all that a compiled kernel's launcher asks for, or how many bytes
-            behind it a part begins; None where ``describe`` has to have the tensor, which then has memory of its own.
+        describe: makes the argument from the tensor.
+        at: makes the argument from the address of the tensor, since the launcher of a compiled kernel needs no more; or
+            says how many bytes behind that address the part begins. None if only ``describe`` can make the argument;
+            then the tensor gets an allocation of its own.
     """
 
     place: Place
@@ -115,7 +117,7 @@ class Step(NamedTuple):
     """One kernel to start: ``kernel[(programs,)](*arguments, **options)``.
 
     Attributes:
-        arguments: the kernel's, in its order; tensors and matrices as :class:`Place` and :class:`Block`.
+        arguments: the kernel's arguments in its order; a tensor is a :class:`Place` or a :class:`Block`.
     """
 
     kernel: Any
@@ -125,11 +127,11 @@ class Step(NamedTuple):
 
 
 class Draft:
-    """A launch while a resolver writes it.
+    """A launch that a resolver is still writing.
 
     Args:
-        device: where it runs.
-        inputs: how many tensors it will be called with.
+        device: where the launch will run.
+        inputs: how many tensors the launch will be called with.
     """
 
     def __init__(self, device: torch.device, inputs: int) -> None:
@@ -140,18 +142,18 @@ class Draft:
         self._steps: list[Step] = []
 
     def scratch(self, shape: tuple[int, ...], dtype: torch.dtype) -> Place:
-        """A buffer, contiguous and uninitialised, that lives as long as the call."""
+        """A contiguous, uninitialised buffer that lives as long as the call."""
         self._buffers.append((shape, dtype))
         return Place(len(self.inputs) + len(self._buffers) - 1)
 
     def output(self, shape: tuple[int, ...], dtype: torch.dtype) -> Place:
-        """A buffer that is returned, in the order of declaration."""
+        """A buffer that the call returns; outputs are returned in the order of their declaration."""
         place = self.scratch(shape, dtype)
         self._outputs.append(place.position)
         return place
 
     def step(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-        """Start ``kernel`` on a one-dimensional grid; nothing for no programs.
+        """Add a kernel to start, on a one-dimensional grid of ``programs``; add nothing if there are none.
 
         FP contraction is off: a fused multiply-add rounds once where the contract (docs/numerics.md) rounds twice.
         """
@@ -159,12 +161,12 @@ class Draft:
             self._steps.append(Step(kernel, programs, arguments, {"enable_fp_fusion": False, **options}))
 
     def launch(self) -> "Launch":
-        """The answer."""
+        """The finished launch."""
         return Launch(self.device, len(self.inputs), tuple(self._buffers), tuple(self._outputs), tuple(self._steps))
 
 
 class Launch:
-    """What a question resolves to; called with the tensors it was asked about, it allocates, starts and returns.
+    """The answer to a question. Called with the question's tensors, it allocates buffers, starts kernels and returns.
 
     Attributes:
         outputs: shape and dtype of what a call returns.
@@ -205,7 +207,7 @@ class Launch:
         self._started: list[tuple[Any, ...]] | None = None
 
     def _position(self, argument: Any, order: dict[int, int], blocks: int) -> int:
-        """Where ``argument`` lies in a call's list: inputs, whole buffers, parts, descriptors, constants."""
+        """The index of ``argument`` in the list of a call: inputs, whole buffers, parts, blocks, constants."""
         if isinstance(argument, Place):
             return order[argument.position]
         if isinstance(argument, Block):
@@ -217,19 +219,19 @@ class Launch:
     def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
         """Allocate the buffers, start the kernels, return the outputs. Does not wait for the device.
 
-        One function, since each call of Python in it is made some ten times in a linear layer's step.
+        This is one long function, since a call of Python in it would be made some ten times in a linear layer's step.
         """
         index, started = self._index, self._started
         if index is not None and index != torch.cuda.current_device():
-            with torch.cuda.device(index):  # Triton launches on the current device, whatever it is given
+            with torch.cuda.device(index):  # Triton launches on the current device, wherever its arguments lie
                 return self(*inputs)
         outputs = [allocate() for allocate in self._whole]
         if started is None or _is_watched():
             self._start_by_triton([*inputs, *outputs])
             return outputs[: len(self.outputs)]
-        # Addresses: a tensor is asked for its own once, not by every kernel.
+        # Addresses, each asked for once and not once per kernel.
         passed: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in (*inputs, *outputs)]
-        if self._room is not None:  # what only these kernels see is one allocation
+        if self._room is not None:  # all scratch buffers without a descriptor are one allocation
             room = self._room()
             address = room.data_ptr()
             passed += [address + offset for offset in self._offsets]
@@ -248,17 +250,21 @@ class Launch:
         return outputs
 
     def _start_by_triton(self, values: list[Any]) -> None:
-        """Start the kernels on inputs and whole buffers as Triton documents it, and keep what it compiled."""
+        """Start the kernels by Triton's documented call, ``kernel[grid](...)``, and keep what Triton compiled.
+
+        Args:
+            values: the inputs, then the whole buffers.
+        """
         values += [allocate() for allocate in self._parts]
         values += [describe(values[place]) for place, describe, _ in self._blocks]
         values += self._constants
         calls = [(step, arguments(values)) for step, arguments in zip(self.steps, self._arguments, strict=True)]
         is_jit = all(isinstance(step.kernel, JITFunction) for step in self.steps)
         if is_jit and not self._is_compiled:
-            Context().run(_compile_side_by_side, calls)  # where a failure leaves Triton's mode set
+            Context().run(_compile_side_by_side, calls)  # in a context of its own: a failure leaves Triton's mode set
             self._is_compiled = True
         compiled = [step.kernel[(step.programs,)](*arguments, **step.options) for step, arguments in calls]
-        if not compiled:  # nothing was started, so nothing says that a driver is there
+        if not compiled:  # no kernel was started, so there may be no driver
             return
         if is_jit and all(map(_can_run, compiled)):
             self._started = [
@@ -268,7 +274,7 @@ class Launch:
 
 
 def _compile_side_by_side(calls: Sequence[tuple[Step, tuple[Any, ...]]]) -> None:
-    """Compile what Triton has not met yet, a thread for each kernel: seconds each, most of them outside Python."""
+    """Compile kernels that Triton has not compiled yet, each in a thread: it takes seconds, mostly outside Python."""
     if len(calls) < 2:
         return
     with ThreadPoolExecutor(len(calls)) as threads, AsyncCompileMode(threads):
@@ -277,7 +283,7 @@ def _compile_side_by_side(calls: Sequence[tuple[Step, tuple[Any, ...]]]) -> None
 
 
 def _is_watched() -> bool:
-    """Whether a profiler has asked Triton to tell it of launches, which only Triton's own call does."""
+    """Whether a profiler has asked Triton to be told of launches, which only ``kernel[grid](...)`` does."""
     for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
         if getattr(hook, "calls", hook):
             return True
@@ -291,9 +297,9 @@ _RUN = (
 
 
 def _can_run(compiled: Any) -> bool:
-    """Whether a compiled kernel's ``run`` takes what :class:`Launch` passes; Triton does not promise it.
+    """Whether a compiled kernel's ``run`` takes the arguments that :class:`Launch` passes; Triton does not promise it.
 
-    Without it every call goes through ``kernel[grid](...)``, which takes about ten times as long.
+    If it does not, every call goes through ``kernel[grid](...)``, which takes about ten times as long.
     """
     run = getattr(compiled, "run", None)
     return run is not None and hasattr(compiled, "packed_metadata") and _takes_launches(type(run))
@@ -324,11 +330,11 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 WIDTHS = (1024, 512, 256, 128, 64)
-"""Columns of a tile of what is read by rows alone."""
+"""Columns of a tile, for kernels that read a matrix only by its rows."""
 
 
 def fitting(length: int, *sizes: int) -> int:
-    """Of some sizes of a tile, the one that leaves the least of the last tile empty along ``length``; or the first."""
+    """The size of a tile that leaves the least of the last tile along ``length`` empty; of equal ones, the first."""
     return min(sizes, key=lambda size: -length % size)
 
 
@@ -336,7 +342,7 @@ class Tiles(NamedTuple):
     """A grid of tiles over a matrix.
 
     Attributes:
-        programs: number of tiles, each a program's.
+        programs: number of tiles; each is one program's.
         constants: TILE_M, TILE_K, EVEN (no tile is cut off), HARDWARE.
     """
 

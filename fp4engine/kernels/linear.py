@@ -3,12 +3,13 @@
     forward     x, w cast both ways; y = x . w^T + b              x^T, w^T kept as codes
     backward    dy cast both ways; x^T, w^T decoded; dx = dy . w;  dw = dy^T . x
 
-A weight that came as codes is not cast: one kernel gives every row its tiles' scales, or transposes, and one decodes.
-PyTorch multiplies FP8 codes; there, the casts write the factors of the products that follow them, or a kernel writes
-their block scales as those products read them.
+A weight that is given as codes with a scale for each tile is not cast. One kernel gives every row the scales of its
+tiles (forward), or transposes codes and scales (backward), and one kernel decodes. FP8 codes are multiplied by PyTorch
+after the launch. The launch casts, and writes the factors that those products need, or their block scales in the order
+in which PyTorch reads them.
 
-The kernels are those of the single operations, so the bytes are theirs. What is gained is the host's time between them:
-one question instead of one for each operation, and one allocation for all that nobody else sees.
+The kernels are those of the single operations, so the bytes are the same. A single launch saves time of the host: it
+asks one question in place of one per operation, and makes one allocation for all buffers that only its kernels see.
 
 Legend: x is [M, K], w [N, K], y and dy [M, N].
 """
@@ -53,7 +54,11 @@ Shape = tuple[int, int]
 
 
 class Values(NamedTuple):
-    """An operand as a product reads it: BF16 values, their outer amax, and the numerator that amax maps to."""
+    """An operand as a product reads it: BF16 values, and their outer factor ``amax / numerator``.
+
+    Attributes:
+        by_rows: whether each row has an amax.
+    """
 
     matrix: Matrix
     amax: Place | Block
@@ -62,7 +67,7 @@ class Values(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """An operand of codes in a launch."""
+    """An operand in codes, as a tensor of a launch."""
 
     shape: Shape
     key: str
@@ -83,15 +88,15 @@ def resolve_forward(
     shared: tuple[bool, bool] = (False, False),
     is_given: bool = False,
 ) -> Launch:
-    """``(x, w, bias, amaxes, w's) -> [x's codes, scale_inv, amax][, w's], y``.
+    """``(x, w, bias, amaxes, amaxes of w) -> [x^T's codes, scale_inv, amax][, w^T's codes, scale_inv, amax], y``.
 
     Args:
         keys: of the specs of x, x^T, w and w^T; empty for a transposed operand that backward does not need.
         streams: stream ids of x and w.
         dtype: of y.
-        shared: of x and w, whether ``amaxes`` has the outer amaxes of their casts, in the order of ``keys`` and as
-            :func:`resolve_amaxes` makes them; they are then not returned.
-        is_given: whether those of w and w^T are in a tensor of their own, likewise.
+        shared: for x and for w, whether ``amaxes`` has the outer amaxes of its casts. ``amaxes`` is in the order of
+            ``keys``, as :func:`resolve_amaxes` makes it. An amax that is given is not returned.
+        is_given: whether the input ``amaxes of w`` has the outer amaxes of w and w^T, likewise.
     """
     draft = Draft(device, inputs=5)
     amaxes = _rows(draft.inputs[3], [shared[index // 2] and key != "" for index, key in enumerate(keys)])
@@ -113,10 +118,10 @@ def resolve_tiled_forward(
     stream: int,
     dtype: torch.dtype,
 ) -> Launch:
-    """``(x, w's codes, tile scales, amax, bias) -> [x's codes, scale_inv, amax], y``.
+    """``(x, w's codes, tile scales, amax, bias) -> [x^T's codes, scale_inv, amax], y``.
 
     Args:
-        tiles: w's codes and tile scales, which nobody casts.
+        tiles: facts of w's codes and tile scales, which were cast before.
         keys: of the specs of x, x^T and w; x^T's is empty if backward does not need it.
         stream: stream id of x.
         dtype: of y.
@@ -146,18 +151,19 @@ def resolve_backward(
     placed: bool = False,
     live: Facts | None = None,
 ) -> Launch:
-    """``(dy, x's codes, scale_inv, amax, w's, rng, amaxes) -> [dx][, dw]``.
+    """``(dy, x^T's codes, scale_inv, amax, w^T's codes, scale_inv, amax, rng, amaxes) -> [dx][, dw]``.
 
     Args:
         ins: K.
-        keys: of the specs of dy, dy^T, x^T and w^T; empty for one that was not kept, whose product is not wanted.
-        has_rng: whether a draw is given.
+        keys: of the specs of dy, dy^T, x^T and w^T; x^T's or w^T's is empty if that operand was not kept, and then the
+            product that reads it is not computed.
+        has_rng: whether ``rng`` is given.
         stream: stream id of dy.
         dtypes: of dx and dw.
-        tiles: w's codes, not transposed, and tile scales, where these are what was kept.
-        shared: whether the outer amaxes of dy's casts are given, as :func:`resolve_amaxes` makes them.
-        placed: whether the draw says where dy lies in the whole.
-        live: of the random stream's state, if that is given and the draw is to be taken of it.
+        tiles: facts of w's codes, not transposed, and of its tile scales, if these were kept in place of w^T's.
+        shared: whether ``amaxes`` has the outer amaxes of dy's casts, as :func:`resolve_amaxes` makes them.
+        placed: whether ``rng`` says where dy begins in the whole matrix.
+        live: facts of the random stream's state, if ``rng`` is that state and the launch takes the draw from it.
     """
     (rows, outs), (row_key, col_key, inp_key, weight_key) = grad.shape, keys
     draft = Draft(device, inputs=9)
@@ -189,7 +195,7 @@ def resolve_backward(
 def resolve_amaxes(tensors: tuple[Facts, ...], device: torch.device, keys: tuple[str, ...]) -> Launch:
     """``(*tensors) -> amaxes``: FP32 [sides, AMAX_STRIDE], whose first column has the outer amax of each side.
 
-    Nobody reads the other columns.
+    The other columns are not read.
 
     Args:
         keys: of the rowwise and the columnwise spec of each tensor; empty for a side that is not asked for.
@@ -203,7 +209,7 @@ def resolve_amaxes(tensors: tuple[Facts, ...], device: torch.device, keys: tuple
 
 
 def _rows(amaxes: Place, given: Iterable[bool]) -> list[Block | None]:
-    """Of every side the row of ``amaxes`` [sides, AMAX_STRIDE] that is its own; None of those that have none."""
+    """For each side its row of ``amaxes`` [sides, AMAX_STRIDE]; None for a side that has none there."""
     index = itertools.count()
     return [_row(amaxes, next(index)) if is_given else None for is_given in given]
 
@@ -220,9 +226,10 @@ def _cast_forward(
     stream: int,
     amaxes: Sequence[Block | None] = (None, None),
 ) -> Values:
-    """Cast a tensor: its rowwise values for the product that follows, its columnwise codes as outputs.
+    """Cast a tensor: its rowwise operand to values for the next product, its columnwise one to codes that are outputs.
 
-    By its own outer amaxes, or by ``amaxes``.
+    Args:
+        amaxes: outer amaxes of both sides; None lets a side find its own.
     """
     of_row, amax = amaxes
     row = _scratch_side(draft, keys[0], 0, tensor.shape, of_row)
@@ -241,7 +248,7 @@ def _cast_forward(
 def _scratch_side(
     draft: Draft, key: str, bit: int, shape: Shape, amax: Block | None = None, placed: bool = False
 ) -> Target:
-    """A side cast to values that only this launch sees, by its own outer amax or the one given."""
+    """A side that is cast to values in scratch buffers, by its own outer amax or by ``amax``."""
     side = Side.of(CastSpec.from_key(key), "values", bit, placed)
     data, scale_inv = draft.scratch(*data_of(side, *shape)), draft.scratch(*scales_of(*shape))
     own = draft.scratch((amax_size(side, shape[0]),), torch.float32) if amax is None else amax
@@ -255,7 +262,7 @@ def _values(target: Target, key: str, shape: Shape) -> Values:
 
 
 def _transposed(draft: Draft, shape: Shape, key: str) -> Transposed:
-    """Codes and scales of the operand w^T [K, N], of w's codes and tile scales as they are kept."""
+    """Codes and scales of the operand w^T [K, N], made from the kept codes and tile scales of w."""
     spec, (cols, rows) = CastSpec.from_key(key), shape
     side = Side.of(spec, "codes", 1)
     made = Transposed(draft.scratch(*data_of(side, *shape)), draft.scratch(*scales_of(*shape)))
@@ -264,7 +271,7 @@ def _transposed(draft: Draft, shape: Shape, key: str) -> Transposed:
 
 
 def _decoded(draft: Draft, stored: list[Stored]) -> list[Values]:
-    """Operands of codes as values, by one kernel."""
+    """Decode operands to values, all by one kernel."""
     codes: list[Codes] = []
     values: list[Values] = []
     for (rows, cols), key, data, scale_inv, amax in stored:
@@ -289,16 +296,17 @@ def _multiply(draft: Draft, left: Values, right: Values, dtype: torch.dtype, bia
 
 
 Pasts = tuple[Past | None, ...]
-"""Of each tensor delayed scaling's memory, None of one that is scaled by its own amax; empty where all are."""
+"""For each tensor the memory of delayed scaling; None if it is scaled by its own amax; empty if all of them are."""
 
 
 @resolver
 def resolve_fp8_forward(
     x: Facts, weight: Facts, pasts: Pasts, device: torch.device, keys: tuple[str, str, str, str]
 ) -> Launch:
-    """``(x, w, x's values and amax, w's) -> x's codes, w's, alpha, one[, x^T's codes, amax][, w^T's codes, amax]``.
+    """``(x, w, memory of x, memory of w) -> x's codes, w's, alpha, one[, x^T's codes, amax][, w^T's codes, amax]``.
 
-    Codes are PyTorch's FP8; their product is multiplied by alpha and one. Values and amax are delayed scaling's memory.
+    Codes are PyTorch's FP8; their product is multiplied by alpha and one. A memory is two tensors, the values and the
+    amax of delayed scaling.
 
     Args:
         keys: as in :func:`resolve_forward`; FP8 with one scale per tensor.
@@ -331,10 +339,10 @@ def resolve_fp8_forward(
 
 @resolver
 def resolve_fp8_backward(grad: Facts, pasts: Pasts, device: torch.device, keys: tuple[str, str, str, str]) -> Launch:
-    """``(dy, x's amax, w's, dy's values and amax) -> one[, dy's codes, alpha][, dy^T's codes, alpha]``.
+    """``(dy, x's amax, w's amax, memory of dy) -> one[, dy's codes, alpha][, dy^T's codes, alpha]``.
 
     Args:
-        keys: as in :func:`resolve_backward`; empty for a tensor whose product is not wanted.
+        keys: as in :func:`resolve_backward`.
     """
     draft = Draft(device, inputs=5)
     one = draft.output((1, 1), torch.float32)
@@ -359,7 +367,7 @@ def _cast_fp8(
     past: Past | None,
     memory: tuple[Place, Place],
 ) -> None:
-    """Cast both sides by their one amax: that of the tensor, or the one that ``past`` says."""
+    """Cast both sides by one amax: that of the tensor, or the one that the memory ``past`` gives."""
     if past is not None:
         amax = (row or col).amax
         add_record(draft, past, memory, cast_fp8.add_largest(draft, reading), amax)
@@ -369,7 +377,7 @@ def _cast_fp8(
 
 @resolver
 def resolve_blocks_forward(x: Facts, weight: Facts, device: torch.device, keys: tuple[str, str, str, str]) -> Launch:
-    """``(x, w) -> x's codes[, x^T's, scale_inv, amax], w's codes[, w^T's, scale_inv, amax], x's scales, w's scales``.
+    """``(x, w) -> x's codes[, x^T's codes, scale_inv, amax], w's codes[, w^T's, scale_inv, amax], x's scales, w's``.
 
     Codes are uint8; the scales at the end are those of :mod:`fp4engine.kernels.block_scales`.
 
@@ -390,12 +398,11 @@ def resolve_blocks_forward(x: Facts, weight: Facts, device: torch.device, keys: 
 def resolve_blocks_backward(
     grad: Facts, ins: int, device: torch.device, keys: tuple[str, str, str, str], has_rng: bool, stream: int
 ) -> Launch:
-    """``(dy, x's scale_inv, w's, rng) -> [dy's codes, dy's scales, w's][, dy^T's codes, dy^T's scales, x's]``.
+    """``(dy, x^T's scale_inv, w^T's, rng) -> [dy's codes, dy's scales, w^T's][, dy^T's codes, dy^T's scales, x^T's]``.
 
     Args:
         ins: K.
-        keys: as in :func:`resolve_backward`; empty for a tensor whose product is not wanted.
-        has_rng, stream: likewise.
+        keys, has_rng, stream: as in :func:`resolve_backward`.
     """
     draft = Draft(device, inputs=4)
     for side, (other, place) in enumerate(((keys[3], draft.inputs[2]), (keys[2], draft.inputs[1]))):
@@ -418,7 +425,7 @@ def _cast_blocks(
     rng: Place | None = None,
     stream: int = 0,
 ) -> Scales:
-    """Cast one side to codes in blocks; the codes are an output, and of what is kept also scales and amax."""
+    """Cast one side to codes in blocks. The codes are an output; if the operand is kept, so are scales and amax."""
     spec = CastSpec.from_key(key)
     operand = tensor.transposed if side else tensor
     rows, width = operand.shape[0], spec.padded_cols(operand.shape[1])

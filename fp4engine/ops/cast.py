@@ -1,7 +1,7 @@
-"""Casts: one read of x makes both of its operands; and back, with :func:`dequantize`.
+"""Casts: :func:`quantize` makes both operands of x in one read of it, and :func:`dequantize` decodes an operand.
 
-A spec travels as its key, so an operator's schema shows what it does. Legend: x is ``[M, K]``; the rowwise operand is
-x, the columnwise operand x.T, contracted axis last in both.
+Operators get a spec as its key, a string that describes the cast. Legend: x is ``[M, K]``; the rowwise operand is x,
+the columnwise operand x.T; both have the contracted axis last.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from fp4engine.ops.operation import Output, define, is_plain
 from fp4engine.tracing import constant_when_traced
 
 Form = Literal["codes", "values"]
-"""What an operand is written as: packed codes and scales, or the BF16 values that they decode to."""
+"""How an operand is written: as packed codes and scales, or as the 16-bit values that they decode to."""
 
 _COLUMNWISE = 1
-"""Side bit of a stream id."""
+"""The side bit of the stream id of a columnwise operand."""
 
 
 def quantize(
@@ -47,7 +47,7 @@ def quantize(
     Args:
         x: [M, K], BF16, FP16, FP32 or FP64, any strides; or a source that :func:`fp4engine.ops.fuses` accepts.
         rowwise, columnwise: spec of each side, None to leave it out.
-        rowwise_form, columnwise_form: see :data:`Form`; ``values`` needs E2M1 elements with E4M3 scales.
+        rowwise_form, columnwise_form: see :data:`Form`; ``values`` needs values that are exact in 16 bits.
         rowwise_amax, columnwise_amax: outer amax from :func:`amax` (perhaps reduced over ranks); None computes it.
         rng: int64 [2] ``(seed, draw)``, or [4] for a shard, see :mod:`fp4engine.reference.philox`; needed if a spec is
             stochastic.
@@ -108,7 +108,7 @@ def quantize_many(
     """The rowwise operands of several matrices on one device, made in one launch if kernels cover all of them.
 
     Args:
-        matrices, specs, amaxes: equally many of each, as for :func:`quantize`; no cast draws. Not to be traced.
+        matrices, specs, amaxes: equally many of each, as for :func:`quantize`; no cast may draw. Not to be traced.
     """
     together = [
         amax is not None and not spec.is_stochastic and _casts_together(spec.key, matrix.dtype, matrix.device, backend)
@@ -140,7 +140,7 @@ def _casts_together(key: str, dtype: torch.dtype, device: torch.device, backend:
 
 @constant_when_traced
 def _drawing(rowwise: str, columnwise: str, amax_alone: bool) -> str:
-    """The key of a side that reads the random stream, empty if none does; of its amax if ``amax_alone``."""
+    """The key of a side whose cast draws random bits, or whose amax does if ``amax_alone``; empty if there is none."""
     return _drawn(rowwise, columnwise, amax_alone)
 
 
@@ -155,7 +155,7 @@ def _drawn(rowwise: str, columnwise: str, amax_alone: bool) -> str:
 
 @constant_when_traced
 def _rounds_amax(rowwise: str, columnwise: str, row_missing: bool, col_missing: bool) -> bool:
-    """Whether an outer amax that is not given has to be rounded, which a cast does not do by itself."""
+    """Whether an outer amax that is not given has to be rounded. A cast does not do that; :func:`amax` does."""
     return _rounded(rowwise, columnwise, row_missing, col_missing)
 
 
@@ -174,10 +174,11 @@ def _returned_amaxes(rowwise: str, columnwise: str, row_missing: bool, col_missi
 
 @cache
 def _returned(rowwise: str, columnwise: str, row_missing: bool, col_missing: bool) -> tuple[bool, bool]:
-    """Whether a cast returns the outer amax of each side, which it does if that was not given.
+    """Whether a cast returns the outer amax of each side, which it does if the amax was not given.
 
-    Two sides that are scaled by the amax of the tensor itself, without block scales, share one, which the rowwise side
-    returns. A scalar correction is folded into the amax, so that is returned whether or not it was given.
+    There are two exceptions. Two sides that are scaled by the amax of the tensor itself, without block scales, share
+    one amax, which the rowwise side returns. A scalar correction changes the amax, so the amax is then returned whether
+    or not it was given.
     """
     row, col = (CastSpec.from_key(key) if key else None for key in (rowwise, columnwise))
     shared = row_missing and all(spec is not None and _has_amax_of_tensor(spec) for spec in (row, col))
@@ -188,15 +189,15 @@ def _returned(rowwise: str, columnwise: str, row_missing: bool, col_missing: boo
 
 
 def _has_amax_of_tensor(spec: CastSpec) -> bool:
-    """Whether a cast is scaled by nothing but the amax of the tensor itself, which its transpose has too."""
+    """Whether a cast is scaled by nothing but the amax of the tensor itself, which is also that of its transpose."""
     changed = spec.rotation is not None or spec.correction is not Correction.NONE
     return not (spec.block[1] or changed) and spec.outer is Outer.TENSOR
 
 
 def as_it_is(x: Tensor) -> Tensor:
-    """``x`` detached, and without the bit by which PyTorch negates lazily, which kernels do not read.
+    """``x`` detached, and with PyTorch's lazy negation carried out, since kernels do not read the bit that marks it.
 
-    In compiled code the dispatcher resolves that bit before it calls an operator.
+    In compiled code the dispatcher carries out the negation before it calls an operator.
     """
     if torch.compiler.is_dynamo_compiling():
         return x.detach()
@@ -214,13 +215,13 @@ def amax(
     stream: int = 0,
     backend: str = "auto",
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Outer amax of each side after its rotation, both in one read of x: the first of a cast's two phases.
+    """The outer amax of each side after its rotation, both in one read of x: the first of the two phases of a cast.
 
     Returns:
         FP32 [1], or one per row of the operand under row scaling; NaN where a NaN went in.
 
     Raises:
-        ValueError: a cast rotates by fresh signs or corrects its scales, and there is no ``rng``.
+        ValueError: a cast rotates by fresh signs or corrects its scales, and ``rng`` is None.
     """
     x = as_it_is(x)
     run = _amax if is_plain(x) else torch.ops.fp4engine.amax
@@ -241,7 +242,7 @@ def amax_shape(spec: CastSpec, rows: int, cols: int) -> tuple[int, ...]:
 def require_amax(
     name: str, amax: Tensor | None, spec: CastSpec | None, rows: int, cols: int, device: torch.device
 ) -> None:
-    """Raise a ValueError unless ``amax``, if given and used, is of an operand [rows, cols] cast by ``spec``."""
+    """Raise a ValueError unless ``amax``, if given, is an outer amax of an operand [rows, cols] cast by ``spec``."""
     if amax is None or spec is None:
         return
     shape = amax_shape(spec, rows, cols)
@@ -262,9 +263,9 @@ def dequantize(
 
 @constant_when_traced
 def transient_form(spec: str, device: torch.device, backend: str) -> Form:
-    """The form of an operand that a GEMM reads at once and that is not kept, by its spec's key.
+    """The form of an operand that a GEMM reads at once and that is not kept, given the key of its spec.
 
-    On GPUs without FP4 units, where the product runs on decoded values anyway, the cast writes those.
+    On GPUs without FP4 units the product reads decoded values, so the cast writes values.
     """
     return _transient_form(spec, device, backend)
 
@@ -283,7 +284,7 @@ def _transient_form(key: str, device: torch.device, backend: str) -> Form:
 
 @cache
 def casts_supported(rowwise: str, columnwise: str, dtype: torch.dtype) -> tuple[bool, str]:
-    """Whether kernels cover the sides asked for; if not, the first refusal."""
+    """Whether kernels cover the casts of the sides that are asked for; if not, the first refusal."""
     for key in (rowwise, columnwise):
         if key:
             ok, reason = kernels().supports(CastSpec.from_key(key), dtype)
@@ -294,13 +295,13 @@ def casts_supported(rowwise: str, columnwise: str, dtype: torch.dtype) -> tuple[
 
 @cache
 def fused_casts_supported(key: str, dtype: torch.dtype) -> tuple[bool, str]:
-    """Whether kernels cast norms and activations that they compute, and rows of experts, by a spec; if not, why."""
+    """Whether kernels of a spec cast norms and activations that they compute, and rows of experts; if not, why."""
     return kernels().fuses(CastSpec.from_key(key), dtype)
 
 
 @cache
 def decode_supported(spec: str) -> tuple[bool, str]:
-    """Whether a product's own launch can decode the codes of ``spec``; if not, they are decoded before it."""
+    """Whether the launch of a product can decode the codes of ``spec``; if not, they are decoded before that launch."""
     from fp4engine.kernels.dequantize import supports
 
     return supports(CastSpec.from_key(spec))
@@ -315,7 +316,7 @@ def kernels() -> ModuleType:
 
 
 def _sides(x: Tensor, rowwise: str, columnwise: str) -> list[tuple[int, Tensor, CastSpec]]:
-    """``(side, operand, spec)`` of the sides asked for."""
+    """``(side, operand, spec)`` of the sides that are asked for."""
     sides = []
     if rowwise:
         sides.append((0, x, CastSpec.from_key(rowwise)))

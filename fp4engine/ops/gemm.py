@@ -1,8 +1,8 @@
-"""Products: the TN GEMM of two operands, whatever each is stored as.
+"""Products: the TN GEMM of two operands, in whichever form each is stored.
 
     y[m, n] = round(alpha * sum_k left[m, k] * right[n, k] + bias[n])
 
-The outer scales never touch the operands; they meet in ``alpha``, in the epilogue.
+The outer scales are not multiplied into the operands; ``alpha`` is made from them and multiplied in the epilogue.
 """
 
 import itertools
@@ -42,12 +42,12 @@ def gemm(
     Two unquantized operands multiply as ``torch.nn.functional.linear`` would, bit for bit.
 
     Args:
-        left, right: operands that contract their last axes; ``cols`` must agree.
+        left, right: operands, whose last axes are contracted; their ``cols`` must be equal.
         out_dtype: dtype of the result; ignored when ``out`` is given.
         bias: [right.rows] or None, added in FP32 before the rounding.
         out: gradient buffer [left.rows, right.rows] to add the product to, in FP32 before the one rounding.
         backend: see :func:`fp4engine.ops.backend.choose`.
-        fast_accumulation: FP8 products may keep their sums in the tensor core's shorter accumulator.
+        fast_accumulation: whether FP8 products may keep their sums in the tensor core's shorter accumulator.
     """
     if left.cols != right.cols:
         raise ValueError(
@@ -147,7 +147,7 @@ def _supports(left: str, right: str, out_dtype: torch.dtype, plain: torch.dtype 
 
 @cache
 def values_dtype(left: str, right: str) -> torch.dtype:
-    """In what kernels multiply the values of operands of these specs' keys: FP16 if one of them asks for it."""
+    """The dtype in which kernels multiply values of operands of these specs' keys: FP16 if one of them needs it."""
     dtypes = {CastSpec.from_key(key).values_dtype for key in (left, right) if key}
     return torch.float16 if torch.float16 in dtypes else torch.bfloat16
 
@@ -162,9 +162,11 @@ def product_path(
     backend: str,
     plain: torch.dtype | None = None,
 ) -> tuple[str, str, float, bool]:
-    """Which implementation multiplies, why no faster one does, the product of the operands' numerators.
+    """How two operands are multiplied.
 
-    Last, whether Triton's is the one for operands with FP32 factors.
+    Returns:
+        The implementation, empty if ``backend`` allows none; why a faster one is not used; the product of the operands'
+        numerators; whether it is Triton's kernel for operands with FP32 factors.
 
     Args:
         left, right: keys of the operands' specs, empty for an unquantized one.
@@ -199,7 +201,7 @@ def _native_supports(specs: list[CastSpec | None], device: torch.device) -> tupl
 
 
 def _ready(operand: Operand, key: str, path: str, dtype: torch.dtype) -> Operand:
-    """The operand as the ``path``'s product takes it: values, FP32 for the reference, or codes that kernels decode.
+    """The operand as the product of ``path`` reads it: values (FP32 for the reference), or codes that kernels decode.
 
     Args:
         dtype: of the values that kernels multiply.
@@ -229,7 +231,7 @@ def _ready(operand: Operand, key: str, path: str, dtype: torch.dtype) -> Operand
 
 
 def _decoded(data: Tensor, scale_inv: Tensor, key: str, dtype: torch.dtype) -> Tensor:
-    """Values of codes in ``dtype``, without FP32 factors."""
+    """The values that codes decode to, in ``dtype`` and without FP32 factors."""
     from fp4engine.kernels.block_decode import block_decode
 
     return block_decode(data, scale_inv, key, dtype)
@@ -269,7 +271,7 @@ def _product(
         made = products.resolve_product(asked, device, numerator, out_dtype)(*inputs)
         return made[0] if out is None else out
     assert left.amax is not None and right.amax is not None
-    width = min(left.data.shape[1], right.data.shape[1])  # what one has more is padding
+    width = min(left.data.shape[1], right.data.shape[1])  # the columns that only one of them has are padding
     values = (left.data[:, :width], right.data[:, :width])
     alpha = reference.gemm_factor(left.amax, right.amax, numerator)
     if out is None:
@@ -280,7 +282,7 @@ def _product(
 def _native(
     left: Operand, right: Operand, numerator: float, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None
 ) -> Tensor:
-    """By FP4 tensor cores: one product for each pair of terms, added in FP32 and rounded once."""
+    """Multiply on FP4 tensor cores: one product for each pair of terms, added in FP32 and rounded once."""
     from fp4engine.kernels import gemm_native
 
     pairs = itertools.product(_terms(left), _terms(right))
@@ -297,7 +299,7 @@ def _native(
 
 
 def _terms(operand: Operand) -> Iterator[tuple["gemm_native.Codes", float]]:
-    """Codes of each term, and what its products are divided by."""
+    """The codes of each term, and the number by which products with them are divided."""
     from fp4engine.kernels import gemm_native
 
     spec, _, _, data, scale_inv, amax = operand
@@ -312,7 +314,7 @@ def _terms(operand: Operand) -> Iterator[tuple["gemm_native.Codes", float]]:
 def _fp8_blocks(
     left: Operand, right: Operand, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None
 ) -> Tensor:
-    """A product of FP8 codes with a block scale for each sum of the tensor cores; the outer factor is 1."""
+    """A product of FP8 codes with block scales, which multiply sums of 128 terms; the outer factor is 1."""
     backends.record("gemm/fp8")
     assert left.scale_inv is not None and right.scale_inv is not None and right.spec is not None
     height = right.spec.block[0]
@@ -332,7 +334,7 @@ def _factored(
     out_dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
-    """A product of operands one of which, or both, have an FP32 factor for every few terms."""
+    """A product in which one operand or both have an FP32 factor for every few terms."""
     from fp4engine.kernels import gemm_factors
 
     inputs: list[Tensor | None] = []
@@ -368,7 +370,7 @@ def _gemm_kernels() -> ModuleType:
 
 
 def _operand(key: str, data: Tensor, scale_inv: Tensor | None, amax: Tensor | None) -> Operand:
-    """An operand whose logical width nobody asks for."""
+    """An operand for a product, which does not need its logical width."""
     return Operand(CastSpec.from_key(key) if key else None, data.shape[0], data.shape[1], data, scale_inv, amax)
 
 

@@ -1,4 +1,4 @@
-"""One declaration of an operation for its four readers: eager code, the operator's schema, its fake, the compiler."""
+"""Operations, each declared once for eager code, the schema of its operator, the fake implementation, the compiler."""
 
 from collections.abc import Callable
 from inspect import signature
@@ -18,18 +18,21 @@ class Output(NamedTuple):
 
 
 Outputs = Callable[..., list[Output]]
-"""What an operation returns, from the arguments that it names. Fakes are made of it; a test holds backends to it."""
+"""Says which tensors an operation returns, given some of its arguments.
+
+Fake implementations are made from it, and a test compares it with the results of every backend.
+"""
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
-"""Types of tensors that have memory which a kernel may be given, unless something traces."""
+"""Types of tensors whose memory a kernel may read, unless something traces."""
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether eager code may pass by PyTorch's dispatcher with ``tensor``.
+    """Whether eager code may call an implementation with ``tensor`` directly, without PyTorch's dispatcher.
 
-    The dispatcher of a Python operator costs more host time than a kernel's launch, and the implementation is what it
-    would reach. What traces, and tensor subclasses, get the operator.
+    Dispatching a Python operator costs more host time than launching a kernel, and leads to the same implementation.
+    Code that is traced, and tensor subclasses, need the operator.
     """
     return type(tensor) in PLAIN and not torch.compiler.is_dynamo_compiling()
 
@@ -39,16 +42,17 @@ def define(
     outputs: Outputs | None,
     mutates_args: tuple[str, ...] = (),
 ) -> Any:
-    """``torch.ops.fp4engine.<name of run, without its underscore>``, for every device. It knows no gradients.
+    """``torch.ops.fp4engine.<name of run, without its underscore>``, for every device, without gradients.
 
-    ``torch.library.custom_op`` does the same, and on every call also looks for aliases and does bookkeeping that these
-    operations do not need: 19 us a call on one CPU, 5 without. A compiled model makes thousands of calls per second.
+    ``torch.library.custom_op`` does the same, but on every call it also looks for aliases and does bookkeeping that
+    these operations do not need: a call takes 19 us on one CPU, and 5 us here. A compiled model makes thousands of
+    calls per second.
 
     Args:
-        run: annotated, from which the schema is made; returns one contiguous tensor, or several, none of them twice: a
-            list, or if it writes to tensors, a tuple, since a compiler takes no list from what does.
-        outputs: of some of its arguments, by their names; None if it returns nothing.
-        mutates_args: names of the tensors that it writes to.
+        run: the implementation. Its annotations make the schema. It returns one contiguous tensor, or several different
+            ones: as a list, or as a tuple if it writes to tensors, since a compiler does not accept a list then.
+        outputs: takes some of the arguments of ``run``, by their names; None if ``run`` returns nothing.
+        mutates_args: names of the tensors that ``run`` writes to.
     """
     name = run.__name__.lstrip("_")
     returned, names = signature(run).return_annotation, list(signature(run).parameters)

@@ -1,9 +1,9 @@
-"""The random stream's whole state: ``(seed, draw)``, an int64 [2] tensor per device, and per layer with its own draws.
+"""The whole state of the random stream: ``(seed, draw)``, an int64 [2] tensor for each device.
 
-A draw is taken by adding to the draw number on the device, so that a CUDA-graph replay advances it and nothing
-synchronises. What a draw returns is a tensor of its own, which no later draw changes. PyTorch's generators are neither
-read nor advanced; the seed defaults to ``torch.initial_seed()``. Data-parallel ranks share ``(seed, draw)`` and differ
-in their stream ids.
+A layer that draws by its own name has such a state of its own. Taking a draw adds to the draw number on the device, so
+that a replayed CUDA graph advances it and nothing waits for the device. A draw is a tensor of its own, which no later
+draw changes. PyTorch's generators are neither read nor advanced; the seed defaults to ``torch.initial_seed()``.
+Data-parallel ranks have the same ``(seed, draw)`` and different stream ids.
 """
 
 import hashlib
@@ -26,17 +26,17 @@ _DRAWS = 1 << 63
 """A draw number is an int64 that is not negative."""
 
 _drew: dict[torch.device, torch.cuda.Stream] = {}
-"""The stream that drew last, where Triton does not run."""
+"""The CUDA stream that drew last, on devices on which Triton does not run."""
 
 lock = threading.RLock()
-"""Held while anything below is read or changed, a state on its device too: threads take draws one after the other."""
+"""Held while anything below, or a state on its device, is read or changed: threads take draws one after the other."""
 _states: dict[str, Tensor] = {}
-"""By device, ``"cpu"``; what has draws of its own has its name behind, ``"cpu/backward/layers.0.up"``."""
+"""By device, ``"cpu"``, or for a stream with a name by device and name, ``"cpu/backward/layers.0.up"``."""
 _seed: list[int] = []
 _pending: dict[str, int] = {}
-"""Draws to continue from, by device or by kind of device, and name, where nothing has been drawn yet."""
+"""Draw numbers to continue from, for streams that have not drawn yet: by device or kind of device, and name."""
 _entered: list[int] = []
-"""The threads that have put a stream of their own in force, the innermost last."""
+"""The threads that have put a :class:`RandomStream` in force, the innermost last."""
 
 
 def manual_seed(seed: int) -> None:
@@ -65,7 +65,7 @@ def current_seed() -> int:
 def get_rng_state() -> dict[str, Any]:
     """``{"seed": int, "draws": {device: int}}``: plain values, all that a bit-exact resume of one process needs.
 
-    Waits for the draws that any CUDA stream has been asked to take.
+    Waits until all CUDA streams have taken the draws that they were asked for.
     """
     with lock:
         for state in _states.values():
@@ -77,8 +77,8 @@ def get_rng_state() -> dict[str, Any]:
 def set_rng_state(state: dict[str, Any]) -> None:
     """Continue from what :func:`get_rng_state` returned, there or on another machine.
 
-    A device that nothing has been drawn on yet, here or at all, keeps its draw until something is. A kind of device
-    without an index, ``"cuda"``, stands for the one device of that kind that this process draws on.
+    The draw number of a device on which this process has not drawn yet is kept until it does. A kind of device without
+    an index, ``"cuda"``, stands for the one device of that kind on which this process draws.
 
     Raises:
         ValueError: ``state`` is not of that form, a draw is not in [0, 2^63), or a kind of device could be one of
@@ -107,9 +107,10 @@ class RandomStream:
         with stream.in_force():
             loss.backward()
 
-    While it is in force, every thread draws from it, that of a backward pass too, and :func:`manual_seed`,
-    :func:`get_rng_state` and :func:`set_rng_state` speak of it. A CUDA graph that is captured meanwhile draws from it
-    in every replay, whatever is in force by then. So models that one process trains in turn draw what each would alone.
+    While it is in force, every thread draws from it, also the thread of a backward pass, and :func:`manual_seed`,
+    :func:`get_rng_state` and :func:`set_rng_state` are about it. A CUDA graph that is captured while it is in force
+    draws from it in every replay, whichever stream is then in force. So models that one process trains in turn draw the
+    same bits as if each were trained alone.
 
     Args:
         seed: any integer; its low 64 bits are the Philox key.
@@ -127,7 +128,7 @@ class RandomStream:
 
     @contextmanager
     def in_force(self) -> Generator[None]:
-        """A region that draws from this stream; regions of different streams nest, those of one thread at a time.
+        """A region that draws from this stream. Regions of different streams may be nested, but by one thread only.
 
         Raises:
             RuntimeError: this stream is in force already, or another thread has put one in force.
@@ -151,10 +152,10 @@ class RandomStream:
                 self._change_places()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies are made of.
+        """The attributes, for copies.
 
         Raises:
-            RuntimeError: the stream is in force, and what it has drawn lies elsewhere.
+            RuntimeError: the stream is in force; its state is then held by the module and not by this object.
         """
         with lock:
             if self._is_in_force:
@@ -162,7 +163,7 @@ class RandomStream:
             return dict(vars(self))
 
     def _change_places(self) -> None:
-        """Swap contents with what is in force: the module's own containers stay, in which compiled code looks."""
+        """Swap contents with the state in force. The containers stay the same objects, which compiled code reads."""
         self._is_in_force = not self._is_in_force
         outside = dict(_states), dict(_pending), list(_seed)
         _states.clear()
@@ -174,24 +175,24 @@ class RandomStream:
 
 
 def state_of(device: torch.device, name: str = "") -> Tensor:
-    """The live state of ``device``, int64 [2], which exists from here on; or of what draws there by ``name``."""
+    """The live state, int64 [2], of the stream on ``device``, or of the stream ``name`` there. Made if need be."""
     return _states[_started(device, name)]
 
 
 def device_and_name(key: str) -> tuple[str, str]:
-    """Of a key of ``get_rng_state()["draws"]`` the device, and what stands behind it."""
+    """Of a key of ``get_rng_state()["draws"]`` the device, and the rest: a slash and a name, or nothing."""
     device, slash, name = key.partition("/")
     return device, slash + name
 
 
 def advance(state: Tensor, count: int) -> Tensor:
-    """Add ``count`` to the draw number of ``state`` and return what it is then, int64 [2] ``(key, draw)``, for good.
+    """Add ``count`` to the draw number of ``state``, and return the draw, a new int64 [2] ``(key, draw)``.
 
         key = seed + (draw >> 32) * KEY_STEP        modulo 2^64
 
-    The generator counts 32 bits of a draw, so each 2^32 draws have a key of their own. The kernel adds atomically, so
-    that CUDA streams may draw at the same time. A CUDA device on which Triton does not run adds and copies in two
-    launches, for which it waits for the stream that drew before.
+    The counter of the generator holds 32 bits of a draw number, so each 2^32 draws have a key of their own. The kernel
+    adds atomically, so that CUDA streams may draw at the same time. On a CUDA device without Triton, adding and copying
+    are two launches, before which the current stream waits for the stream that drew last.
     """
     with lock:
         if capability.triton_runs_on(state.device)[0]:
@@ -203,14 +204,14 @@ def advance(state: Tensor, count: int) -> Tensor:
 
 
 def coming(state: Tensor) -> Tensor:
-    """What :func:`advance` by one would return; ``state`` stays as it is, and nothing waits for its device."""
+    """The draw that :func:`advance` by one would return. Neither changes ``state`` nor waits for its device."""
     draw = state.clone()
     draw[1] += 1
     return _keyed(draw)
 
 
 def _keyed(draw: Tensor) -> Tensor:
-    """``draw``, a state's copy, in which the key of the draw takes the seed's place, see :func:`advance`."""
+    """Replace the seed in ``draw``, a copy of a state, by the key of the draw, see :func:`advance`."""
     draw[0] += (draw[1] >> 32) * KEY_STEP
     return draw
 
@@ -223,7 +224,7 @@ def _kernel() -> Callable[[Tensor, int], Tensor]:
 
 
 def _take_turns(device: torch.device) -> None:
-    """The current stream of ``device`` waits for the one that drew before."""
+    """Let the current stream of ``device`` wait for the stream that drew last."""
     current = torch.cuda.current_stream(device)
     before = _drew.get(device)
     if before is not None and before != current:
@@ -232,7 +233,7 @@ def _take_turns(device: torch.device) -> None:
 
 
 def rank_bits(rank: int | None = None) -> int:
-    """``rank`` in its place within a stream id; by default this process's, which is 0 outside ``torch.distributed``."""
+    """``rank`` as bits of a stream id; None is this process's rank, which is 0 outside ``torch.distributed``."""
     if rank is not None:
         return rank << _RANK_SHIFT
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -241,7 +242,7 @@ def rank_bits(rank: int | None = None) -> int:
 
 
 def placed(rng: Tensor, row: int, col: int) -> Tensor:
-    """The draw ``rng`` [2] for a shard that begins at ``row`` and ``col`` of the whole matrix: int64 [4]."""
+    """The draw ``rng`` [2] with the ``row`` and ``col`` at which a shard begins in the whole matrix: int64 [4]."""
     step = col - row
     if step == 0:
         place = rng.new_full((2,), row)
@@ -261,10 +262,10 @@ def require_draw(rng: Tensor, device: torch.device) -> None:
 
 @constant_when_traced
 def _started(device: torch.device, name: str) -> str:
-    """The key of a stream of the device, which exists from here on; ``torch.compile`` then finds it as a global.
+    """The key of a stream on ``device``, which is made if need be; traced code then finds it as a global.
 
     Raises:
-        RuntimeError: it does not exist yet and cannot be made, since tensors made now have no memory.
+        RuntimeError: the stream does not exist, and cannot be made because tensors that are made now have no memory.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -298,18 +299,18 @@ def _write(key: str, state: Tensor, draw: int) -> None:
 
 
 def _number_of(name: str) -> int:
-    """What is added to the seed for ``name``: 64 bits of its BLAKE2 hash, 0 for none."""
+    """The number that the seed of the stream ``name`` has added: 64 bits of the name's BLAKE2 hash; 0 for no name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") if name else 0
 
 
 def _wait_for(state: Tensor) -> None:
-    """Wait for the work of every stream of the state's device."""
+    """Wait until all CUDA streams of the state's device have done their work."""
     if state.is_cuda:
         torch.cuda.synchronize(state.device)
 
 
 def _device_named(key: Any) -> str:
-    """The key in ``_states`` or ``_pending`` of a device, and maybe a name, that a saved state has."""
+    """The key in ``_states`` or ``_pending`` for a key of a saved state."""
     text, name = device_and_name(key) if isinstance(key, str) else ("", "")
     try:
         device = torch.device(text)

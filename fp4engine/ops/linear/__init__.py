@@ -1,7 +1,7 @@
-"""A linear layer's forward, and its backward, each at once: where the host is the limit.
+"""A linear layer's forward, and its backward, each as few launches: for layers in which the host is the limit.
 
-Where kernels cover all casts, those of one direction are one launch. The bytes are those of :mod:`fp4engine.ops.cast`
-and :mod:`fp4engine.ops.gemm`, whose kernels run. Legend: x is [M, K], weight [N, K].
+If kernels cover all casts of a layer, the casts of one direction are one launch. It starts the kernels of
+:mod:`fp4engine.ops.cast` and :mod:`fp4engine.ops.gemm`, so the bytes are theirs. Legend: x is [M, K], weight [N, K].
 """
 
 from fp4engine.ops.linear.by_values import LinearByValues

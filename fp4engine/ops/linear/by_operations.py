@@ -15,7 +15,7 @@ from fp4engine.ops.tiles import TiledOperand
 
 
 class LinearByOperations(Way):
-    """By single operations, which cover everything: what an operator does that no launch covers."""
+    """By single operations, which cover every cast: the way of an operator whose layer no single launch covers."""
 
     def forward(
         self,
@@ -56,10 +56,10 @@ class LinearByOperations(Way):
         rng: Tensor | None = None,
         stream: int = 0,
     ) -> list[Tensor | None]:
-        """As :meth:`LinearByValues._shared_amaxes`, of each side of ``keys`` one by itself; None if it is not shared.
+        """As :meth:`LinearByValues._shared_amaxes`, but a list: one amax for each side of ``keys``, None if not shared.
 
         Args:
-            rng, stream: what those casts will draw by.
+            rng, stream: the draw and stream id of those casts.
         """
         found: list[Tensor | None] = []
         for i, tensor in enumerate(tensors):
@@ -117,7 +117,7 @@ class LinearByOperations(Way):
         given: Given,
         transient: bool = False,
     ) -> tuple[Operand | None, Operand | None]:
-        """Both operands, as far as they are wanted; the columnwise one is kept, unless it is ``transient`` too."""
+        """The operands that are asked for; the columnwise one is in codes, to be kept, unless it is ``transient``."""
         row_key, col_key = keys
         backend, device = self.casts.backend, tensor.device
         return quantize(

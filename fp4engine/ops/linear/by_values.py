@@ -15,7 +15,7 @@ from fp4engine.ops.rng import lock as draw_lock
 from fp4engine.ops.tiles import TiledOperand
 
 MOST_HELD = 64 << 20
-"""Bytes of values that one launch may hold longer than single operations would."""
+"""Bytes of values that a single launch may hold longer than single operations would hold them."""
 
 
 class LinearByValues(Way):
@@ -23,7 +23,7 @@ class LinearByValues(Way):
 
     @staticmethod
     def takes(rows: int, outs: int, ins: int) -> bool:
-        """Whether the layer is small: a large one gains nothing, and one launch holds all its operands at once."""
+        """Whether the layer is small: a large one saves no time, and one launch holds all of its operands at once."""
         return 2 * min(rows, outs) * ins <= MOST_HELD
 
     @staticmethod
@@ -57,8 +57,8 @@ class LinearByValues(Way):
         """``y = x @ weight.T + bias``, and the operands that backward needs: of x for wgrad, of weight for dgrad.
 
         Args:
-            weight: to be cast; or what it was cast to, which is then what backward needs.
-            memories: of x and weight, where delayed scaling scales them.
+            weight: values to be cast; or the codes and tile scales of a cast, which are then kept for backward too.
+            memories: of x and weight, if delayed scaling scales them.
             share: which amaxes ranks share.
         """
         if isinstance(weight, TiledOperand):
@@ -85,7 +85,7 @@ class LinearByValues(Way):
         return y, both(kept, needs_dgrad, needs_wgrad)
 
     def _shared_amaxes(self, tensors: tuple[Tensor, ...], keys: tuple[str, ...], share: Share) -> Tensor:
-        """FP32 [sides, any], first in each row the outer amax of a side that is shared, as all ranks have it.
+        """FP32 [sides, any]: each row begins with the outer amax of a shared side, reduced over the ranks.
 
         Args:
             tensors: x and weight, or the gradient.
@@ -126,18 +126,18 @@ class LinearByValues(Way):
         is_tiled: bool = False,
         is_live: bool = False,
     ) -> Gradients:
-        """``dx = dy @ weight`` and ``dw = dy.T @ x``, each in its dtype, if what it needs was kept.
+        """``dx = dy @ weight`` and ``dw = dy.T @ x``, each in its dtype, or None if its operand was not kept.
 
         Args:
             grad_output: [M, N].
-            kept: from :meth:`forward`; of one operand at least.
+            kept: from :meth:`forward`; at least one of the two operands.
             ins: K.
-            rng: int64 [2], the draw of a stochastic cast; or [4] of a shard.
-            memory: of ``grad_output``, where delayed scaling scales it.
-            rank: in whose name to draw; by default this process's.
-            share: says, if there is one, that ranks share the amaxes of ``grad_output``.
-            is_tiled: whether the weight came as tiles.
-            is_live: whether ``rng`` is no draw yet, but :func:`fp4engine.ops.live_state`, of which to take one.
+            rng: int64 [2], the draw of a stochastic cast; or [4], the draw of a shard.
+            memory: of ``grad_output``, if delayed scaling scales it.
+            rank: the rank whose random bits are drawn; by default this process's.
+            share: if given, ranks share the amaxes of ``grad_output``.
+            is_tiled: whether the weight was given as codes and tile scales.
+            is_live: whether ``rng`` is :func:`fp4engine.ops.live_state`, from which the launch takes a draw.
         """
         kernels, inp, weight = linear_kernels(), kept[0], kept[3]
         grad_output = as_it_is(grad_output)

@@ -1,7 +1,7 @@
 """A linear layer's forward, and its backward, as one operator each: for code that ``torch.compile`` traces.
 
-How many launches a direction takes is decided when it runs (:mod:`fp4engine.ops.linear.choice`), so that a graph knows
-nothing of the number of rows. Legend: x is [M, K], weight [N, K].
+An operator decides when it runs how many launches it makes (:mod:`fp4engine.ops.linear.choice`), so that a graph does
+not depend on the number of rows. Legend: x is [M, K], weight [N, K].
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ class LinearByOperators(NamedTuple):
     """By two operators, one for each direction.
 
     Attributes:
-        casts: their key.
-        weight_dtype: of the weight.
+        casts: the key of the layer's casts.
+        weight_dtype: dtype of the weight.
     """
 
     casts: str
@@ -54,9 +54,9 @@ class LinearByOperators(NamedTuple):
         """As :meth:`LinearByValues.forward`.
 
         Args:
-            shared: of x and of weight, whether their amaxes are to be found and reduced over ``groups``.
-            groups: names, with a space between them; empty if nothing is to be reduced.
-            given: weight's amaxes, see :class:`fp4engine.ops.linear.Share`.
+            shared: for x and for weight, whether the amaxes are to be found and reduced over ``groups``.
+            groups: names of process groups, with a space between them; empty if nothing is to be reduced.
+            given: amaxes of the weight, see :class:`fp4engine.ops.linear.Share`.
         """
         x, bias = x.detach(), bias if bias is None else bias.detach()
         if isinstance(weight, TiledOperand):
@@ -93,12 +93,13 @@ class LinearByOperators(NamedTuple):
         groups: str = "",
         is_tiled: bool = False,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """As :meth:`LinearByValues.backward`; last the gradient of a bias of ``bias_dtype``, None without one.
+        """As :meth:`LinearByValues.backward`, followed by the gradient of a bias of ``bias_dtype``, None without one.
 
         Args:
-            place: of ``grad_output`` in the whole, if it is part of one.
-            rank: in whose name to draw.
-            groups: names of those whose ranks share the amaxes of ``grad_output``, with a space between them.
+            place: row and column at which ``grad_output`` begins in the whole matrix, if it is a part of one.
+            rank: the rank whose random bits are drawn.
+            groups: names of the process groups whose ranks share the amaxes of ``grad_output``, with a space between
+                them.
         """
         inp, weight = kept[0], kept[3]
         if is_tiled and weight is not None:
@@ -117,14 +118,14 @@ class LinearByOperators(NamedTuple):
 
 
 def bias_gradient(grad_output: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
-    """``db[N] = sum of dy[M, N] over M``, in FP32, or FP64 as it came, and in the order of the reference."""
+    """``db[N] = sum of dy[M, N] over M``: in FP32 in the order of the reference, or in FP64 if dy is FP64."""
     if grad_output.dtype == torch.float64:
         return grad_output.sum(0).to(dtype)
     return column_sums(grad_output, backend=backend)[0].to(dtype)
 
 
 def is_bound_by_host(weight: Tensor) -> bool:
-    """Whether a compiled layer is to be one operator each way: small with any number of rows, which may be dynamic."""
+    """Whether a compiled layer is one operator each way: it must be small with any number of rows, which may change."""
     return LinearByValues.takes(weight.shape[0], *weight.shape)
 
 
@@ -136,7 +137,7 @@ def key_of(casts: Casts) -> str:
 
 @constant_when_traced
 def weight_amaxes_for(casts: Casts, groups: str) -> str:
-    """What amaxes of a weight are found for: by which casts, over which groups, by their names in any order."""
+    """A key for the amaxes of a weight: the casts and the names of the groups for which they are found, sorted."""
     return " ".join([*casts.weight, *sorted(groups.split(" "))])
 
 
@@ -175,8 +176,8 @@ def _linear_share_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``y``, codes and block scales of x^T and of w^T, the amax that is this rank's, and those reduced, [sides, any].
 
-    With an empty tensor for what is not there. Waits for the other ranks, if there are groups, in the order that
-    :func:`fp4engine.ops.reduce.turn_of` gives.
+    An output that does not exist is an empty tensor. If there are groups, the operator waits for the other ranks; the
+    tensor of :func:`fp4engine.ops.turn.turn_of` keeps such operators in one order.
     """
     (rows, ins), outs = x.shape, weight.shape[0]
     way = way_of(Casts.from_key(casts), (rows, outs, ins), x.dtype, weight.dtype, x.device)
@@ -238,7 +239,7 @@ def _linear_share_backward(
     place: Sequence[int] | None,
     rank: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias, an empty tensor for one that is not wanted.
+    """Gradients of x, weight and bias; one that is not asked for is an empty tensor.
 
     If there are groups, waits as :func:`_linear_share_forward` does.
     """
@@ -276,10 +277,10 @@ def _all_gradients(
     bias_dtype: torch.dtype | None,
     **told: Any,
 ) -> list[Tensor]:
-    """Gradients of x and of weight, as far as what they need was kept, and of a bias of ``bias_dtype``.
+    """Gradients of x and of weight, if the operand for them was kept, and of a bias of ``bias_dtype``, if it is given.
 
     Args:
-        told: what else the way is told.
+        told: further arguments of the way's ``backward``.
     """
     gradients: list[Tensor | None] = [*way.backward(grad_output, kept, ins, rng, dtypes, **told)]
     if bias_dtype is not None:
@@ -371,7 +372,7 @@ def _gradient_outputs(
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
 ) -> list[Output]:
-    """What :func:`_all_gradients` returns; ``ins`` is K if the gradient of x is among it."""
+    """What :func:`_all_gradients` returns; ``ins`` is K, or None if the gradient of x is not asked for."""
     rows, outs = grad_output.shape
     outputs: list[Output] = []
     if ins is not None:

@@ -17,22 +17,23 @@ from fp4engine.ops.rng import rank_bits
 
 Gradients = tuple[Tensor | None, Tensor | None]
 Kept = Sequence[Tensor | None]
-"""What backward needs: data, block scales and amax of x^T for wgrad, then of w^T for dgrad; None of what it needs not.
+"""What backward needs: data, block scales and amax of x^T for wgrad, then of w^T for dgrad; None where it needs none.
 
-A weight that came as tiles is kept as it came: its codes, the scales of its tiles and its amax.
+A weight that was given as tiles is kept as it was given: its codes, the scales of its tiles and its amax.
 """
 Memories = tuple[Memory | None, Memory | None]
 Given = Sequence[Tensor | None]
-"""Outer amaxes of both sides of a tensor that were found before; None of a side that is to find its own."""
+"""Outer amaxes of both sides of a tensor that were found before; None for a side that has to find its own."""
 
 
 class Share(NamedTuple):
     """Which outer amaxes of a direction several ranks share.
 
     Attributes:
-        of: whether those of x, and of weight, are to be found and reduced; or those of both sides of the gradient.
-        reduce: makes amaxes, FP32 [sides, any], the largest over these ranks, in place.
-        given: those of weight's casts, as all ranks have them already, see :func:`fp4engine.ops.linear.amaxes_of`.
+        of: in a forward, whether the amaxes of x, and those of the weight, are found and reduced here. In a backward,
+            both are True, and stand for the gradient.
+        reduce: replaces amaxes, FP32 [sides, any], by the largest over these ranks, in place.
+        given: amaxes of the weight's casts that all ranks have already, see :func:`fp4engine.ops.linear.amaxes_of`.
     """
 
     of: tuple[bool, bool]
@@ -48,7 +49,7 @@ class Casts(NamedTuple):
         streams: stream ids of the roles.
         backend: see :func:`fp4engine.ops.backend.choose`.
         fast_accumulation: of fprop, dgrad and wgrad, see :func:`fp4engine.ops.gemm`.
-        is_stateful: whether scales of some are made of amaxes of earlier steps.
+        is_stateful: whether scales of some casts depend on amaxes of earlier steps.
     """
 
     inp: tuple[str, str]
@@ -60,7 +61,7 @@ class Casts(NamedTuple):
     is_stateful: bool = False
 
     def products(self, dtype: torch.dtype, weight_dtype: torch.dtype) -> list[tuple[str, str, torch.dtype]]:
-        """Keys of left and right, and the result's dtype, of fprop, dgrad and wgrad."""
+        """For fprop, dgrad and wgrad: the keys of the left and the right operand, and the dtype of the result."""
         return [
             (self.inp[0], self.weight[0], dtype),
             (self.grad_output[0], self.weight[1], dtype),
@@ -69,7 +70,7 @@ class Casts(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The casts as operators take them: a string that says everything, in this process and in every other."""
+        """The casts as operators take them: a string from which any process can make the casts again."""
         fields = [",".join(map(str, map(int, numbers))) for numbers in (self.streams, self.fast_accumulation)]
         return " ".join([*self.inp, *self.weight, *self.grad_output, *fields, self.backend])
 
@@ -85,7 +86,7 @@ class Casts(NamedTuple):
 
 @cache
 def shares_amaxes(casts: Casts) -> bool:
-    """Whether ranks can share all outer amaxes of FP4 casts: each is one number of a whole tensor, and no more."""
+    """Whether ranks can share all outer amaxes of FP4 casts: each must be one number that belongs to a whole tensor."""
     specs = [CastSpec.from_key(key) for key in (*casts.inp, *casts.weight, *casts.grad_output)]
     return not casts.is_stateful and all(
         spec.block[1] > 0 and spec.outer is Outer.TENSOR and spec.correction is not Correction.SCALAR for spec in specs
@@ -93,11 +94,11 @@ def shares_amaxes(casts: Casts) -> bool:
 
 
 class Way:
-    """How a layer is computed.
+    """A way to compute a layer.
 
     Attributes:
-        casts: of its tensors.
-        inp_spec, weight_spec: of the operands that backward needs.
+        casts: the casts of the layer's tensors.
+        inp_spec, weight_spec: the specs of the operands that backward needs.
     """
 
     def __init__(self, casts: Casts) -> None:
@@ -105,29 +106,29 @@ class Way:
         self.inp_spec, self.weight_spec = CastSpec.from_key(casts.inp[1]), CastSpec.from_key(casts.weight[1])
 
     def forward_keys(self, needs_dgrad: bool, needs_wgrad: bool) -> tuple[str, str, str, str]:
-        """Of x, x^T, w and w^T; empty for a transposed operand that backward does not need."""
+        """Keys of x, x^T, w and w^T; empty for a transposed operand that backward does not need."""
         (row_x, col_x), (row_w, col_w) = self.casts.inp, self.casts.weight
         return row_x, col_x * needs_wgrad, row_w, col_w * needs_dgrad
 
     def backward_keys(self, inp: Tensor | None, weight: Tensor | None) -> tuple[str, str, str, str]:
-        """Of dy, dy^T, x^T and w^T; empty for an operand that was not kept, whose product is not wanted."""
+        """Keys of dy, dy^T, x^T and w^T; empty if x^T or w^T was not kept, since its product is then not asked for."""
         row, col = self.casts.grad_output
         return row, col, "" if inp is None else self.casts.inp[1], "" if weight is None else self.casts.weight[1]
 
     def backward_stream(self, rng: Tensor | None, rank: int | None = None) -> int:
-        """Stream id of the gradient's cast, if it draws with the ``rank`` in whose name: by default this process's."""
+        """Stream id of the gradient's cast. If the cast draws, it contains ``rank``, by default this process's."""
         stream = self.casts.streams[2]
         return stream if rng is None else stream | rank_bits(rank)
 
 
 def both(kept: list[Any], needs_dgrad: bool, needs_wgrad: bool) -> Kept:
-    """``kept``, with nothing in the place of an operand that backward does not need."""
+    """``kept``, with None in the place of an operand that backward does not need."""
     absent = [None, None, None]
     return kept if needs_dgrad and needs_wgrad else absent * (not needs_wgrad) + kept + absent * (not needs_dgrad)
 
 
 def row_of(amaxes: Tensor, index: int) -> Tensor:
-    """The amax [1] that begins a row of ``amaxes`` [sides, any]."""
+    """The amax [1] at the beginning of a row of ``amaxes`` [sides, any]."""
     return amaxes.as_strided((1,), (1,), amaxes.storage_offset() + index * amaxes.shape[1])
 
 
