@@ -81,6 +81,7 @@ MODES = {
     "bytes": (),
     "fsdp": FSDP,
     "fsdp-compiled": FSDP,
+    "fsdp-graph": FSDP,
     "one": ONE,
     "tp": TP,
     "8b": [("fsdp_fp4", "nvfp4"), ("fsdp", "bf16")],
