@@ -3,7 +3,8 @@
     make bench                               all of them, results in benchmarks/results
     make bench ARGS="quantize step"          some of them
 
-Each checks its bytes before it times anything. A failure stops the run with that benchmark's exit code.
+Those of casts, products, layers and recipes check their results against the reference before they time anything; host,
+training and record do not. A failure stops the run with that benchmark's exit code.
 """
 
 import argparse

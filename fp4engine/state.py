@@ -1,7 +1,7 @@
-"""The global state manager: which recipe is in force, right now, on this thread.
+"""The global state manager: which recipe is in force on this thread.
 
-One frozen :class:`AutocastState` per thread. Modules read it once per forward; a backward pass never does, because
-everything it needs travels in the module's plan.
+Each thread has one frozen :class:`AutocastState` in force, or none. A module reads it once per forward. A backward pass
+never reads it, because the plan of the forward contains everything that the backward pass needs.
 """
 
 import asyncio
@@ -58,10 +58,10 @@ class AutocastState:
 
 
 class _Watch:
-    """Sees whether an asyncio task gives way to another while a region that it has entered is open.
+    """Notices if an asyncio task awaits while a region that it has entered is open.
 
-    All tasks of a loop run on one thread, and would see that region. The loop runs what is scheduled before it comes
-    back to a task that has given way.
+    All tasks of a loop run on one thread, so other tasks would then see that region. The watch schedules a callback. If
+    the task awaits, the loop runs the callback before it returns to the task.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -74,7 +74,7 @@ class _Watch:
 
 
 def _watch() -> _Watch | None:
-    """A watch over the region that is being entered; None where no task could give way."""
+    """A watch over the region that is being entered; None outside asyncio loops and in compiled code."""
     if torch.compiler.is_dynamo_compiling():
         return None
     try:
@@ -84,10 +84,11 @@ def _watch() -> _Watch | None:
 
 
 class _Regions:
-    """What is in force on one thread.
+    """The regions of one thread.
 
-    ``backward`` is the backward pass inside which it was entered, -1 for none; ``outer`` what to go back to;
-    ``delayed`` whether a recipe that may remember has been in force since the outermost region was entered.
+    ``state`` is the state in force. ``backward`` is the backward pass inside which the innermost region was entered, -1
+    for none. ``outer`` holds the regions to which the thread returns. ``delayed`` says whether a recipe that may have
+    delayed scaling has been in force since the outermost region was entered.
     """
 
     def __init__(self) -> None:
@@ -98,7 +99,7 @@ class _Regions:
 
 
 class _Thread(threading.local):
-    """Holds an object: ``torch.compile`` drops, without a word, what is assigned to a thread's own attributes."""
+    """Holds an object, because ``torch.compile`` silently drops assignments to attributes of a ``threading.local``."""
 
     def __init__(self) -> None:  # not class attributes: torch.compile's guards look into the thread's own dictionary
         self.regions = _Regions()
@@ -120,8 +121,8 @@ def in_backward() -> bool:
 def is_recomputed() -> bool:
     """Whether this thread is inside a backward pass and the region in force is not one entered within it.
 
-    That is where activation checkpointing recomputes a forward whose own region may have closed long ago. For eager
-    code, and for what runs while ``torch.compile`` traces; not to be traced itself.
+    Activation checkpointing recomputes a forward in this situation, and the forward's own region may have closed long
+    ago. This function may be called by eager code and while ``torch.compile`` traces, but may not be traced itself.
     """
     return backward_pass() not in (-1, _thread.regions.backward)
 
@@ -146,16 +147,16 @@ _default: list[NVFP4BlockScaling] = []
 
 @constant_when_traced
 def _read_default_recipe() -> None:
-    """Leave the default recipe where ``torch.compile`` can find it; it cannot follow how a recipe is made."""
+    """Store the default recipe in a global. ``torch.compile`` can read the global, but cannot trace making a recipe."""
     _default[:] = [NVFP4BlockScaling()]
 
 
 class Region(ContextDecorator):
-    """Context manager that puts ``state`` in force, None being the state outside every region. Decorates too.
+    """Context manager and decorator that puts ``state`` in force; None is the state outside every region.
 
     Raises:
         RuntimeError: on leaving, if an asyncio task awaited inside, or the region is not open on this thread.
-        ValueError: of a generator or coroutine function that it is to decorate, whose body runs after the region.
+        ValueError: when it decorates a generator or coroutine function, whose body would run after the region.
     """
 
     def __init__(self, state: AutocastState | None) -> None:
@@ -197,10 +198,10 @@ class Region(ContextDecorator):
                 )
 
     def _become_innermost(self, regions: _Regions) -> None:
-        """Let this region be as if it had been entered last, in whichever order generators and tasks leave theirs.
+        """Make this region the innermost one, since generators and tasks may leave their regions in any order.
 
         Raises:
-            RuntimeError: it is not open on this thread.
+            RuntimeError: this region is not open on this thread.
         """
         outer = regions.outer
         after = next((i for i in reversed(range(1, len(outer))) if outer[i][0] is self._state), None)
@@ -214,28 +215,29 @@ class Region(ContextDecorator):
 
 
 def _may_remember(recipe: Recipe) -> bool:
-    """Whether modules may keep amaxes between steps by ``recipe``; a factory's quantizers may, and do not say."""
+    """Whether modules may keep amaxes between steps under ``recipe``; quantizers of a factory may do so unannounced."""
     return recipe.is_delayed or (recipe.reads_modules and not torch.compiler.is_dynamo_compiling())
 
 
 class autocast(Region):
     """Region in which fp4engine's modules compute by ``recipe``.
 
-    Nests, restores on exceptions, can be entered again after use and while in use, and is traceable by
-    ``torch.compile(fullgraph=True)``. Threads do not see each other's regions, and CUDA streams play no part. The tasks
-    of an asyncio loop share their thread's: leaving a region inside which a task awaited raises a RuntimeError.
+    Regions can be nested, are left on exceptions, can be entered again after use and while in use, and can be traced by
+    ``torch.compile(fullgraph=True)``. A region belongs to its thread, and does not depend on CUDA streams. The tasks of
+    an asyncio loop share the regions of their thread: leaving a region inside which a task awaited raises a
+    RuntimeError.
 
     Args:
         enabled: False makes modules compute in high precision inside.
         calibrating: accepted for TransformerEngine's callers; see :class:`AutocastState`.
         recipe: None means :func:`get_default_recipe`, read when the region object is made.
         amax_reduction_group: process group whose ranks share outer amaxes.
-        cp_group: process group of context parallelism: each rank has equally many rows of every input, and all cast
-            as one process would that has them below each other, in the order of the group.
+        cp_group: process group of context parallelism. Each rank has equally many rows of every input, and the ranks
+            cast like one process whose matrix holds the rows of all ranks, in the order of the group.
 
     Raises:
-        ValueError: ``recipe`` is not a :class:`~fp4engine.recipe.Recipe`, ``enabled`` not a bool, or a group none that
-            this rank belongs to.
+        ValueError: ``recipe`` is not a :class:`~fp4engine.recipe.Recipe`, ``enabled`` is not a bool, or this rank does
+            not belong to a group.
         NotImplementedError: ``calibrating`` with delayed scaling.
 
     Source: TransformerEngine ``pytorch/quantization.py``, ``autocast``.
@@ -258,7 +260,7 @@ class autocast(Region):
         if calibrating and recipe.is_delayed:
             raise NotImplementedError("autocast(calibrating=True) is not implemented for delayed scaling; leave it out")
         if not torch.compiler.is_dynamo_compiling():
-            recipe = numbered(recipe.number)  # of equal recipes the first: torch.compile guards on which object it is
+            recipe = numbered(recipe.number)  # the first of all equal recipes, since torch.compile guards on identity
         for name, group in (("amax_reduction_group", amax_reduction_group), ("cp_group", cp_group)):
             if group is not None:
                 require_member(name, group)
@@ -278,7 +280,8 @@ def fp8_autocast(
 
     ``fp8_recipe`` is ``recipe`` and ``fp8_group`` is ``amax_reduction_group``; the others are the same.
 
-    Enabled without a recipe, it warns: TransformerEngine's default is an FP8 recipe, and :class:`autocast`'s is NVFP4.
+    It warns if it is enabled without a recipe, since TransformerEngine's default is an FP8 recipe, and that of
+    :class:`autocast` is NVFP4.
 
     Raises:
         ValueError: an argument is given under both of its names.

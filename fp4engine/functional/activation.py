@@ -47,7 +47,7 @@ _KERNELS = {
     "gelu": "gelu", "qgelu": "qgelu", "relu": "relu", "srelu": "srelu", "silu": "silu",
     "geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "glu": "sigmoid",
 }  # fmt: skip
-"""``activation -> the kernels' name of the function`` of its input, or of the input's first half."""
+"""``activation -> name in the kernels`` of the function that is applied to the input, or to its first half."""
 CLAMPED_SWIGLU = "clamped_swiglu"
 _CLAMPED_SWIGLU_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
@@ -93,11 +93,11 @@ class Activation:
         return GATED[self.name](activated) * gate
 
     def is_fusable(self, dtype: torch.dtype) -> bool:
-        """Whether kernels compute it in ``dtype``; their exponential is good for 16 bits."""
+        """Whether kernels compute it in ``dtype``: in 16 bits only, for which their exponential is accurate enough."""
         return self.name in _KERNELS and dtype in (torch.bfloat16, torch.float16)
 
     def source(self, x: Tensor, dtype: torch.dtype) -> tuple[ops.Source, None]:
-        """The activation of x [M, K or 2K] as a source for the cast to ``dtype``; backward needs nothing beside x."""
+        """The activation of x [M, K or 2K] as a source for the cast to ``dtype``, and None: backward needs only x."""
         return ops.Source(x, dtype, _KERNELS[self.name], self.is_gated), None
 
     def gradients(

@@ -28,14 +28,14 @@ class AttentionMask:
     """Which keys a query may read.
 
     Attributes:
-        kind: one of :data:`MASK_TYPES`. ``causal`` aligns the diagonal to the top left corner of [S, T], and
-            ``bottom_right`` to the bottom right one, in padded sequences to that of the part without padding.
+        kind: one of :data:`MASK_TYPES`. ``causal`` kinds align the diagonal to the top left corner of [S, T], and
+            ``bottom_right`` kinds to the bottom right corner; in padded sequences, to that of the part without padding.
         window_size: ``(left, right)``: query i reads keys ``i - left`` to ``i + right`` along that diagonal; -1 sets no
             limit.
         bottom_right_diagonal: where a window's diagonal lies if ``kind`` is not causal; None is bottom right.
 
     Raises:
-        ValueError: unknown kind, or a window that is none or contradicts a causal kind.
+        ValueError: unknown kind, or a window that is not a pair of integers or contradicts a causal kind.
     """
 
     kind: str = "causal"
@@ -68,7 +68,7 @@ class AttentionMask:
     def allowed(
         self, masked: Tensor | None, queries: int, keys: int, device: torch.device, padded: Tensor | None = None
     ) -> Tensor | None:
-        """Boolean, broadcastable to [B, H, S, T], True where a query reads a key; None if it reads all.
+        """Boolean, broadcastable to [B, H, S, T], True where a query reads a key; None if all queries read all keys.
 
         Args:
             masked: True where NOT to read: [B, 1, 1, T] for padding, broadcastable to [B, H, S, T] for arbitrary.
@@ -93,10 +93,10 @@ class AttentionMask:
     def distance(
         self, masked: Tensor | None, queries: int, keys: int, device: torch.device, padded: Tensor | None = None
     ) -> Tensor:
-        """How far to the right of each query's diagonal a key is, broadcastable to [B, H, S, T].
+        """How far a key lies to the right of its query's diagonal, broadcastable to [B, H, S, T].
 
         Raises:
-            ValueError: it depends on how many queries are padding, and ``padded`` is None.
+            ValueError: the distance depends on how many queries are padding, and ``padded`` is None.
         """
         distance = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
         if not self._is_bottom_right():
@@ -129,14 +129,15 @@ def attention(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """``softmax(q k^T * scale + bias) v``; a query that may read nothing gives zeros.
+    """``softmax(q k^T * scale + bias) v``; the output of a query that may read no key is zeros.
 
     Args:
         query: [B, H, S, D]; key, value: [B, G, T, D] with H a multiple of G.
         masked, padded: see :meth:`AttentionMask.allowed`.
         bias: added to the scores, broadcastable to [B, H, S, T].
-        slopes: of ALiBi, [H] or [B, H]; each times a key's distance from the query's diagonal is subtracted.
-        scale: None is 1 / sqrt(D).
+        slopes: of ALiBi, [H] or [B, H]; the slope times the distance of a key from the query's diagonal is subtracted
+            from the score.
+        scale: None means 1 / sqrt(D).
 
     Returns:
         [B, H, S, D].
@@ -177,7 +178,8 @@ def rotate(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
         x: [B, H, S, D].
         angles: [S or more, 1 or B, 1, R] in radians, each angle twice, as TransformerEngine's
             ``RotaryPositionEmbedding`` makes them.
-        interleaved: pairs are neighbours instead of the two halves of R.
+        interleaved: whether a pair of components that are rotated together are neighbours. Otherwise they are R / 2
+            apart.
 
     Raises:
         ValueError: angles of fewer positions than S, R > D, or an odd R.

@@ -1,4 +1,4 @@
-"""The arguments of a forward and its backward beside their tensors, as one value."""
+"""All arguments of a forward and its backward except their tensors, as one value."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,18 +15,18 @@ from fp4engine.ops import TiledOperand
 
 
 class Call(NamedTuple):
-    """The arguments of one forward and its backward beside their tensors.
+    """All arguments of one forward and its backward except their tensors.
 
     Attributes:
         plan: how to compute.
         executed: where to count GEMMs.
         shards: this rank's parts of the matrices, where several ranks share them; else None.
         stored: :meth:`~fp4engine.functional.WeightCache.get` of the weight's cache; None quantizes the weight anew.
-        tiles: the weight as codes with one scale per tile, if it was gathered so; else None.
+        tiles: the weight as codes with one scale per tile, if it was gathered in that form; else None.
         main_grad: where the weight's gradient goes instead of ``weight.grad``, or None.
-        needs_dgrad, needs_wgrad: which gradients a backward pass will be asked for.
+        needs_dgrad, needs_wgrad: whether a backward pass may be asked for the gradient of the input, and of the weight.
         function: the norm or activation that the input still has to go through, or None.
-        dtype: of the function's value.
+        dtype: of the input, or of the value of ``function``.
     """
 
     plan: LinearPlan

@@ -74,8 +74,8 @@ def cast(
     Args:
         mode: ``"virtual"`` returns the decoded values in the shape and dtype of ``x``; ``"actual"`` one value per
             element of the smallest torch dtype, with scales; ``"compress"`` packed bits, with scales.
-        compute: ``"torch"``, or ``"triton"``, which falls back to torch with a warning where it cannot cast ``x``;
-            ``"auto"`` takes Triton where it can, without a warning.
+        compute: ``"torch"``; ``"triton"``, which falls back to torch with a warning if Triton cannot cast ``x``; or
+            ``"auto"``, which does the same without a warning.
         rng: int64 [2] ``(seed, draw)`` for stochastic specs; by default a new draw.
 
     Raises:

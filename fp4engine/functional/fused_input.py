@@ -1,4 +1,4 @@
-"""The input of a linear transformation as a norm or activation of another tensor, which its cast may compute."""
+"""An input of a linear transformation that is a norm or activation of a tensor, which the cast may compute."""
 
 from typing import Any, NamedTuple
 
@@ -15,10 +15,10 @@ class FusedInput(NamedTuple):
     """``function(x, *parameters)`` rounded to ``dtype``, not computed yet.
 
     Attributes:
-        function: a norm of [..., K], or an activation to [..., K].
-        x: what it reads.
+        function: a norm of [..., K], or an activation with values [..., K].
+        x: the tensor that the function reads.
         parameters: gamma and beta of a norm.
-        dtype: of the value.
+        dtype: of the function's value.
     """
 
     function: Norm | Activation
@@ -39,11 +39,11 @@ class FusedInput(NamedTuple):
         return self._replace(dtype=dtype)
 
     def tensor(self) -> Tensor:
-        """The value, by PyTorch's own functions."""
+        """The value of the function, computed by PyTorch's own functions."""
         return self.function(self.x, *self.parameters).to(self.dtype)
 
     def fuses(self, plan: LinearPlan) -> bool:
-        """Whether kernels can cast by ``plan.input`` without computing the value first; not if backward reads it."""
+        """Whether kernels can cast the value by ``plan.input`` while they compute it; not if backward reads it."""
         quantizer, rowwise, columnwise = plan.input, plan.input.rowwise_spec, plan.input.columnwise_spec
         if rowwise is None or columnwise is None or not quantizer.only_casts or quantizer.clipped_gradient:
             return False

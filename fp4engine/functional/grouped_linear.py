@@ -1,9 +1,9 @@
-"""Many linear transformations of one size, each for its own rows, whose counts never leave the device.
+"""Many linear transformations of one size, each for its own rows; the counts of rows never leave the device.
 
     y_e = x_e W_e^T + b_e      x = [x_0; x_1; ...; rows of no expert]
 
-The bytes of a loop of :func:`~fp4engine.functional.linear` over the slices x_e, in a number of kernels that grows with
-the number of experts only where weights are quantized.
+The bytes are those of a loop of :func:`~fp4engine.functional.linear` over the slices x_e. The number of kernels grows
+with the number of experts only where weights are quantized.
 
 Legend: M rows in all, G experts, K in_features, N out_features.
 """
@@ -29,7 +29,7 @@ from fp4engine.quantizers.base import as_matrix
 
 
 class Expert(NamedTuple):
-    """One of the transformations.
+    """One of the linear transformations.
 
     Attributes:
         weight: [N, K].
@@ -100,10 +100,11 @@ def grouped_linear(inp: Tensor, counts: Tensor, experts: Sequence[Expert]) -> Te
     Args:
         inp: [..., K], seen as [M, K]; what :func:`grouped_refusal` accepts.
         counts: integers [G] on the device of ``inp``: rows of each expert, in order. The host never reads them. Rows
-            past their sum are no expert's; if one is negative or the sum exceeds M, no row is an expert's.
+            past the sum of the counts belong to no expert. If a count is negative or the sum exceeds M, no row belongs
+            to an expert.
 
     Returns:
-        [..., N] in ``inp.dtype``; NaN in the rows that are no expert's, and so is the gradient of ``inp`` there.
+        [..., N] in ``inp.dtype``. In rows that belong to no expert, the output and the gradient of ``inp`` are NaN.
 
     Raises:
         ValueError: the last dimension of ``inp`` is not K.
@@ -211,7 +212,7 @@ class GroupedLinearFunction(torch.autograd.Function):
 def _weight_gradients(
     left: Operand, right: Operand, offsets: Tensor, calls: list[Call], dtype: torch.dtype
 ) -> list[Tensor | None]:
-    """The experts' weight gradients; placeholders where they go to ``main_grad``."""
+    """The experts' weight gradients; a placeholder for a gradient that is added to ``main_grad``."""
     if all(call.main_grad is None for call in calls):
         return list(ops.grouped_wgrad(left, right, offsets, out_dtype=dtype).unbind())
     shape = torch.Size((left.rows, right.rows))
@@ -225,7 +226,7 @@ def _weight_gradients(
 
 
 def _stack(operands: Sequence[Operand]) -> Operand:
-    """The experts' operands, stacked, with all their amaxes."""
+    """The experts' operands stacked into one, with an amax for each expert."""
     first = operands[0]
     data, scale_inv, amax = zip(*(operand.tensors for operand in operands), strict=True)
     scales = None if first.scale_inv is None else torch.cat(scale_inv)
@@ -233,6 +234,6 @@ def _stack(operands: Sequence[Operand]) -> Operand:
 
 
 def _record(name: GemmName, calls: Sequence[Call], products: int) -> None:
-    """Count one product per expert. The host does not know their rows, so each is counted with an equal share."""
+    """Count one product per expert, each with an equal share, since the host does not know the rows of an expert."""
     for call in calls:
         call.executed.record(call.plan.formats, 2 * products // len(calls), name)

@@ -8,14 +8,15 @@ from torch import Tensor
 
 
 class MainGrad:
-    """A buffer to which the weight's gradient is added: in FP32, and rounded once.
+    """A buffer to which the weight's gradient is added, in FP32 and with one rounding.
 
     Args:
         buffer: FP32, BF16 or FP16, shaped like the weight.
-        overwrites: forget what the buffer holds. So does a weight whose attribute ``overwrite_main_grad`` is true.
+        overwrites: whether to clear the buffer first. It is also cleared if the attribute ``overwrite_main_grad`` of
+            the weight is true.
 
-    The node of the linear transformation leaves the product here, as a function. The autograd node of the weight
-    (:class:`Accumulate`) calls it, which PyTorch runs only if the weight's gradient is asked for.
+    The autograd node of the linear transformation stores wgrad here as a function, ``product``. The autograd node of
+    the weight (:class:`Accumulate`) calls it. PyTorch runs that node only if the weight's gradient is asked for.
     """
 
     def __init__(self, buffer: Tensor, overwrites: bool = False) -> None:
@@ -47,7 +48,7 @@ class Accumulate(torch.autograd.Function):
 
 
 def require_main_grad(weight: Tensor) -> Tensor:
-    """``weight.main_grad``, to which a backward pass can add.
+    """``weight.main_grad``, checked to be a buffer to which a backward pass can add.
 
     Raises:
         ValueError: there is none, or it is not shaped and placed like the weight.
@@ -77,7 +78,7 @@ def _require_same(now: Any, buffer: Tensor) -> None:
     ``now`` is None for the decoded values of a stored weight.
 
     Raises:
-        RuntimeError: ``now`` is another tensor, which would not be written.
+        RuntimeError: ``now`` is another tensor, to which nothing would be added.
     """
     if now is not buffer and isinstance(now, Tensor) and now.data_ptr() != buffer.data_ptr():
         raise RuntimeError(
@@ -92,5 +93,5 @@ def add_rounded(buffer: Tensor, product: Callable[[], Tensor]) -> None:
 
 
 def no_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A placeholder for the gradient that :class:`Accumulate` computes: a tensor of one element that is never read."""
+    """A placeholder of ``shape`` for the gradient that :class:`Accumulate` computes: one element that is never read."""
     return torch.empty((), dtype=dtype, device=device).expand(shape)

@@ -15,7 +15,8 @@ NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 class LayerNormFunction(torch.autograd.Function):
     """``F.layer_norm`` of a 16-bit tensor on a CPU, with gradients that are summed in FP32 and rounded once.
 
-    PyTorch's own kernel sums the parameters' gradients in their dtype there, and loses rows to a growing sum.
+    On CPUs PyTorch's kernel sums the gradients of the parameters in 16 bits. As the sum grows, it rounds away the terms
+    of further rows.
     """
 
     generate_vmap_rule = True
@@ -70,14 +71,16 @@ class Norm:
 
     @property
     def initial_gamma(self) -> float:
-        """What gamma starts at, so that the factor is one."""
+        """The initial gamma, with which the factor is one."""
         return 0.0 if self.zero_centered_gamma else 1.0
 
     def __call__(self, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
-        """Normalise x [..., *gamma.shape]; the bits of PyTorch's own function where dtypes agree and gamma is plain.
+        """Normalise x [..., *gamma.shape].
+
+        If x and gamma have one dtype and gamma is not zero-centred, the bits are those of PyTorch's own function.
 
         Raises:
-            ValueError: x holds integers or booleans, which the values would be rounded to.
+            ValueError: x holds integers or booleans, to which the result would be rounded.
         """
         dtype = x.dtype
         if not (dtype.is_floating_point or dtype.is_complex):
@@ -113,7 +116,7 @@ class Norm:
         given = (x, gamma) if beta is None else (x, gamma, beta)
         if x.is_cuda:
             grads = self._gradients_by_statistics(grad, given, statistics)
-        else:  # PyTorch takes statistics on GPUs only, and sums the parameters' gradients in their own dtype on CPUs
+        else:  # on CPUs PyTorch has no kernel for RMSNorm, and sums the gradients of parameters in their own dtype
             dtypes = [t.dtype for t in given]
             wide = torch.promote_types(torch.promote_types(x.dtype, gamma.dtype), torch.float32)
             given = tuple(t.detach().to(wide).requires_grad_() for t in given)

@@ -1,4 +1,4 @@
-"""From the gradient of a cast's decoded values to the gradient of the tensor that was cast.
+"""The gradient of a tensor that was cast, from the gradient of the decoded values of its cast.
 
     x_hat = Q(x H)      straight through:  dx = d_x_hat H^T      clipped:  dx = (d_x_hat * within) H^T
 
@@ -60,9 +60,9 @@ def gradient(
     """The gradient [rows, cols] in ``dtype``, from the product that ``multiply`` computes in a given dtype.
 
     Args:
-        rotated: from :func:`rotated_by`, of the product's other tensor.
-        within: from :func:`within`, of the tensor whose gradient this is. With either of them the product is computed
-            in FP32, and rounded once in the end.
+        rotated: from :func:`rotated_by`, for the other tensor of the product.
+        within: from :func:`within`, for the tensor whose gradient this is. If either is given, the product is computed
+            in FP32, and the gradient is rounded once at the end.
     """
     if not rotated and within is None:
         return multiply(dtype)
@@ -70,7 +70,7 @@ def gradient(
 
 
 def _is_fake(x: Tensor) -> bool:
-    """Whether ``x`` is what an estimate traces with, for which PyTorch has no public name: asked of subclasses only."""
+    """Whether ``x`` is a fake tensor, with which an estimate traces. PyTorch has no public name for these."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(x, FakeTensor)

@@ -15,17 +15,17 @@ from fp4engine.functional.plan import LinearPlan
 from fp4engine.ops import Operand, TiledOperand
 
 Operands = tuple[Operand, Operand | TiledOperand | None]
-"""``(operand of fprop, operand that dgrad's is made from)``."""
+"""``(operand of fprop, operand from which that of dgrad is made, or None)``."""
 
 Make = Callable[[], Operands]
 """Quantizes the weight."""
 
 
 class _Kept(NamedTuple):
-    """Operands of one weight, as it was.
+    """Operands of one weight, and what identifies the weight from which they were made.
 
     Attributes:
-        weight, storage: return the weight and its storage, or None once these are gone.
+        weight, storage: functions that return the weight and its storage, or None if these no longer exist.
         key: version and layout of the weight, and the plan.
         operands: ``whether a backward pass needs them -> operands``.
     """
@@ -39,16 +39,17 @@ class _Kept(NamedTuple):
 class WeightCache:
     """Operands of one weight, valid while the weight is the same tensor, unwritten, under an equal plan.
 
-    Caching never changes a byte: operands are made anew if they are drawn, depend on earlier steps, or come from a
-    quantizer that does more than cast, which may read what is not in the weight. A weight is known by identity, by its
-    storage, since ``weight.data = ...`` gives it another, and by its version counter. Fused optimizers do not move that
-    counter, so :func:`told_of_steps` clears caches after every step. Writes in place through ``weight.data`` go
-    unnoticed.
+    Caching never changes a byte. Operands are not cached if their cast draws random bits or depends on earlier steps,
+    or if their quantizer does more than cast: it may read something that is not in the weight. The cache recognises its
+    weight by identity, by its storage (``weight.data = ...`` changes that), and by its version counter. Fused
+    optimizers do not change the counter, so :func:`told_of_steps` clears caches after every step. The cache cannot
+    notice writes in place through ``weight.data``.
 
-    A weight with a storage is referred to strongly, because ``torch.utils.swap_tensors`` refuses tensors with weak
-    references; a swapped weight has another storage. One without a storage is referred to weakly, and so never swapped.
+    The cache refers to a weight that has a storage strongly, because ``torch.utils.swap_tensors`` refuses tensors with
+    weak references. It notices a swap by the other storage. It refers to a weight without a storage weakly; such a
+    weight cannot be swapped.
 
-    Threads may share a cache: an entry is replaced as a whole, so no thread adds to what another has begun.
+    Threads may share a cache. An entry is replaced as a whole, so no thread adds to an entry that another has begun.
     """
 
     def __init__(self) -> None:
@@ -59,10 +60,11 @@ class WeightCache:
         self._kept = None
 
     def get(self, weight: Tensor, plan: LinearPlan, needs_dgrad: bool, make: Make) -> Operands:
-        """The operands of ``weight`` under ``plan``, made by ``make`` when they are not there.
+        """The operands of ``weight`` under ``plan``, made by ``make`` if they are not cached.
 
-        Operands made for a backward pass also serve a forward without one, but that gets no operand for dgrad: if what
-        a forward saves depended on the cache, a recomputed forward might save something else.
+        A forward without a backward pass may use operands that were made for one with a backward pass, but gets no
+        operand for dgrad. Otherwise what a forward saves would depend on the cache, and a recomputed forward might save
+        something else.
         """
         quantizer = plan.weight
         changes = quantizer.draws_in_forward or quantizer.is_stateful or not quantizer.only_casts
@@ -83,12 +85,12 @@ class WeightCache:
         return kept.operands[needs_dgrad]
 
     def tiles(self, weight: Tensor) -> TiledOperand | None:
-        """``weight`` as codes with one scale per tile, if it is stored so; then every call makes operands from them."""
+        """``weight`` as codes with one scale per tile, if it is stored so; every call makes operands from them."""
         return None
 
 
 def _memory(weight: Tensor) -> tuple[UntypedStorage | None, tuple[Any, ...]]:
-    """The storage of ``weight`` and its place in it; None and nothing of a subclass, which may have no storage."""
+    """The storage of ``weight`` and its layout there; ``(None, ())`` for a subclass, which may have no storage."""
     if type(weight) not in (Tensor, Parameter):
         return None, ()
     return weight.untyped_storage(), (weight.storage_offset(), weight.dtype, weight.shape, weight.stride())
@@ -100,7 +102,7 @@ _lock = threading.Lock()
 
 
 def microbatch_cache() -> WeightCache:
-    """A cache without a scope, for ``is_first_microbatch``; every optimizer step clears it as long as it lives."""
+    """A cache without a scope, for ``is_first_microbatch``; every optimizer step clears it as long as it exists."""
     cache = WeightCache()
     with _lock:
         _told_for_good()

@@ -1,4 +1,4 @@
-"""What every module with a weight does: run its three GEMMs by the recipe in force."""
+"""The part that all modules with a weight have in common: they run their three GEMMs by the recipe in force."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -26,37 +26,37 @@ from fp4engine.recipe.base import require_recipe
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed
 
 _CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
-"""What ``torch.autocast`` casts; it leaves float64 and integers as they are."""
+"""The dtypes that ``torch.autocast`` casts; it leaves float64 and integers as they are."""
 
 _UNQUANTIZED = LinearRecipe(backward_override=None, backend="auto")  # both given: an import reads no flag
-"""High precision, bit for bit, by a plan: for a gradient that goes to ``main_grad``."""
+"""High precision, bit for bit, but by a plan, which a gradient that goes to ``main_grad`` needs."""
 
 
 Listener = Callable[[Tensor | FusedInput, Tensor], Callable[[Tensor], None]]
-"""Called with input and weight before each product; the function that it returns is called with the output."""
+"""Called with input and weight before each product. It returns a function, which is called with the output."""
 
 Missed = Callable[[str], None]
-"""Called with the reason where a product takes place of which the listener is not told."""
+"""Called with a reason when a product takes place that the listener cannot be told of."""
 
 
 class Gemms(torch.nn.Module):
     """The three GEMMs of one linear transformation.
 
-    It has no parameters of its own: a layer with one weight inherits from it, and a layer with several has one as a
-    child for each.
+    This class has no parameters of its own. A layer with one weight inherits from it. A layer with several weights has
+    a child of this class for each.
 
     Args:
         name: the module's name, which recipes may match; None is the empty name.
         recipe: recipe to follow where no autocast region is active; None means high precision there.
         fuse_wgrad_accumulation: wgrad adds to the buffer ``weight.main_grad`` (FP32, BF16 or FP16, shaped like the
             weight) in its epilogue, and ``weight.grad`` stays None.
-        module_type: what recipes see as :attr:`QuantizerRole.module_type`.
-        shape: (N, K) of the weight, where the module has none of its own.
+        module_type: the :attr:`QuantizerRole.module_type` that recipes see.
+        shape: (N, K) of the weight, if the module has no weight of its own.
 
     Attributes:
-        executed: what really ran, see :class:`~fp4engine.functional.ExecutedGemms`.
-        draws_as: name and replica of its own random stream, see :func:`fp4engine.distributed.draw_by_layer`; None draws
-            from the process's.
+        executed: the GEMMs that ran, see :class:`~fp4engine.functional.ExecutedGemms`.
+        draws_as: name and replica of the module's own random stream, see
+            :func:`fp4engine.distributed.draw_by_layer`; None if it draws from the process's stream.
         amax_histories: what delayed scaling remembers of each role.
         first_overwrites: whether the gradient of a first microbatch replaces what ``weight.main_grad`` holds.
     """
@@ -101,12 +101,12 @@ class Gemms(torch.nn.Module):
 
     @property
     def unseen(self) -> str:
-        """Why listeners are given something else than this module multiplies; empty if they are not."""
+        """Why listeners get other tensors than this module multiplies; empty if they get the same."""
         return ""
 
     @property
     def name(self) -> str:
-        """What recipes see. A new name clears the plans that were kept for compiled code under the old one."""
+        """The name that recipes see. A new name clears the plans that compiled code found under the old name."""
         return self._name
 
     @name.setter
@@ -116,7 +116,7 @@ class Gemms(torch.nn.Module):
 
     @property
     def recipe(self) -> Recipe | None:
-        """What the module follows outside autocast regions; None is high precision."""
+        """The recipe that the module follows outside autocast regions; None is high precision."""
         return self._recipe
 
     @recipe.setter
@@ -132,14 +132,15 @@ class Gemms(torch.nn.Module):
     def plan(self, state: AutocastState | None) -> LinearPlan | None:
         """The plan under ``state``; None for high precision.
 
-        It is kept until the recipe changes, or the module's name or its weight's shape, if the recipe reads these.
+        The module keeps the plan until the recipe changes, or the module's name or its weight's shape if the recipe
+        reads these.
         """
         recipe = self.recipe if state is None else state.recipe
         if recipe is None or (state is not None and not state.enabled):
             return None
         if torch.compiler.is_dynamo_compiling():
             return self._traced_plan(recipe)
-        made = self._plan  # read once: a thread in another region may replace it meanwhile
+        made = self._plan  # read once, since a thread in another region may replace it
         if (
             made is None
             or (made.recipe is not recipe and made.recipe != recipe)
@@ -154,7 +155,7 @@ class Gemms(torch.nn.Module):
         return made.plan
 
     def _what_recipes_read(self) -> tuple[str, Any]:
-        """The name, and the weight's shape: None if the weight is no parameter, since reading it would compute it."""
+        """The name and the weight's shape; None if the weight is no parameter, since reading it would compute it."""
         weight = self._parameters.get("weight")
         return self.name, None if weight is None else weight.shape
 
@@ -165,8 +166,8 @@ class Gemms(torch.nn.Module):
     def _traced_plan(self, recipe: Recipe) -> LinearPlan:
         """The plan for code that ``torch.compile`` traces, made outside the trace.
 
-        Under a recipe that reads nothing of the module but its type, equal modules share a plan, and so one graph.
-        Other recipes make a graph for each name, or for each plan if the modules have run in eager mode before.
+        If the recipe reads nothing of the module but its type, equal modules share a plan, and so one graph. Under
+        other recipes each name makes a graph; if the modules have run in eager mode before, each plan makes a graph.
         """
         if not recipe.reads_modules:
             return traced_plan(recipe, self.module_type, "", ())
@@ -181,8 +182,9 @@ class Gemms(torch.nn.Module):
         """``inp @ weight.T + bias``: [..., K] -> [..., N].
 
         Args:
-            is_first_microbatch: True quantizes the weight and keeps its operands, False reuses them while the weight
-                is unchanged, None neither; says nothing about gradients. See also :func:`fp4engine.weight_cache`.
+            is_first_microbatch: True quantizes the weight and keeps its operands; False reuses kept operands while the
+                weight is unchanged; None does neither. It has no effect on gradients, except that they overwrite
+                ``main_grad`` in a module with ``first_overwrites``. See also :func:`fp4engine.weight_cache`.
         """
         hear_output = [listener(inp, weight) for listener, _ in self._listeners] if self._listeners else ()
         output = self._multiply(inp, weight, bias, is_first_microbatch)
@@ -192,25 +194,25 @@ class Gemms(torch.nn.Module):
 
     @contextmanager
     def heard_by(self, listener: Listener, missed: Missed | None = None) -> Generator[None]:
-        """Region in which ``listener`` is called for every :meth:`multiply` of this module, and not of its copies.
+        """Region in which ``listener`` is called for every :meth:`multiply` of this module, but not of its copies.
 
-        Such regions may be nested, and end in any order.
+        Such regions may be nested, and may end in any order.
 
         Args:
-            missed: is called for products of this module that another one computes together with its own.
+            missed: called for products of this module that another module computes together with its own.
         """
         heard = listener, missed
         self._listeners = (*self._listeners, heard)
         try:
             yield
         finally:
-            left = list(vars(self).get("_listeners", ()))  # a module that was reverted meanwhile has none
+            left = list(vars(self).get("_listeners", ()))  # a module that was reverted in the region has none
             if heard in left:
                 left.remove(heard)
                 self._listeners = tuple(left)
 
     def multiplied_elsewhere(self, reason: str) -> None:
-        """Say that a product took place without :meth:`multiply`, and why."""
+        """Tell listeners that a product took place without :meth:`multiply`, and why."""
         for _, missed in self._listeners:
             if missed is not None:
                 missed(reason)
@@ -282,28 +284,28 @@ class Gemms(torch.nn.Module):
         return linear(inp, weight, bias, plan, executed=self.executed, shards=shards, wholes=wholes)
 
     def shared_weight(self, state: AutocastState | None, known: SharedWeight | None) -> SharedWeight | None:
-        """The weight, if ranks share its amaxes in a forward under ``state``, and all in one way; else None.
+        """The weight, if ranks share all of its amaxes in one way in a forward under ``state``; else None.
 
         Args:
-            known: what this returned last time, which is returned again while it holds.
+            known: what this method returned last time, which is returned again while it is valid.
         """
         group = None if state is None else state.amax_reduction_group
         return shared_weight(getattr(self, "weight", None), self.plan(state), group, known)
 
     def leave_weight_amaxes(self, left: WeightAmaxes | None) -> None:
-        """Let forwards from now on use these amaxes; None lets them find their own."""
+        """Let the next forwards use these amaxes; None lets each find its own."""
         self._weight_amaxes = left
 
     def _label(self) -> str:
-        """What errors call the module: by its type in compiled code, whose graph equal modules share."""
+        """The module's name in errors; in compiled code its type, since equal modules share a graph."""
         kind = type(self).__name__
         return kind if torch.compiler.is_dynamo_compiling() else self.name or kind
 
     def _shards(self, inp: Tensor | FusedInput, plan: LinearPlan, state: AutocastState | None) -> Shards | None:
-        """This rank's parts of the matrices, and by which draws they are cast; None where they are no parts.
+        """This rank's parts of the matrices, and the draws by which they are cast; None if the matrices are whole.
 
         Raises:
-            NotImplementedError: experts under ``cp_group``, whose rows are as many as tokens have chosen them.
+            NotImplementedError: experts under ``cp_group``, whose number of rows differs between ranks.
         """
         cp_group = None if state is None else state.cp_group
         if cp_group is None:
@@ -329,7 +331,7 @@ class Gemms(torch.nn.Module):
     def expert(
         self, inp: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
     ) -> Expert | None:
-        """This module's product, for :func:`grouped_linear` to compute it with others; None in high precision."""
+        """This module's product as data, for :func:`grouped_linear` to compute with others; None in high precision."""
         state = self._state_in_force()
         plan = self._plan_under(state)
         if plan is None:
@@ -346,10 +348,10 @@ class Gemms(torch.nn.Module):
         return Expert(weight, bias, plan, self.executed, shards, cache, main_grad)
 
     def _state_in_force(self) -> AutocastState | None:
-        """The state of the region in force; in a recomputed forward, of the region of the forward that it repeats.
+        """The state of the region in force. In a recomputed forward, that is the region of the forward that it repeats.
 
         Raises:
-            RuntimeError: this runs inside a backward pass, and the region that it should repeat is not known.
+            RuntimeError: the module runs inside a backward pass, and the region that it should repeat is not known.
         """
         state = current_state()
         if torch.compiler.is_dynamo_compiling():
@@ -376,7 +378,7 @@ class Gemms(torch.nn.Module):
 
         Raises:
             RuntimeError: a recomputation cannot repeat its draws.
-            ValueError: the module's own recipe has delayed scaling, and there is no region.
+            ValueError: the module follows its own recipe outside regions, and that has delayed scaling.
         """
         plan = self.plan(state)
         if plan is None or torch.compiler.is_dynamo_compiling():
@@ -395,9 +397,10 @@ class Gemms(torch.nn.Module):
         return plan.repeating() if plan.is_stateful and not self._is_remembered() else plan
 
     def _is_remembered(self) -> bool:
-        """Whether this forward enters the amax histories of delayed scaling. In evaluation it does not.
+        """Whether this forward adds to the amax histories of delayed scaling. In evaluation it does not.
 
-        A module in train mode without gradients counts as trained: reentrant checkpointing runs it that way first.
+        A module in train mode without gradients does add to them, since the first run of reentrant checkpointing is
+        without gradients.
         """
         return not torch.is_inference_mode_enabled() and (self.training or torch.is_grad_enabled())
 
@@ -406,12 +409,12 @@ class Gemms(torch.nn.Module):
     ) -> WeightCache | None:
         """The cache of the weight's operands, if there is one.
 
-        There is none in compiled code, which cannot hold tensors between calls, and none for a weight that was put
-        together for this call.
+        There is none in compiled code, which cannot hold tensors between calls, and none for a weight that is put
+        together anew for each call.
         """
         if isinstance(weight, QuantizedWeight):
             return stored_operands(weight, plan, group)
-        caches = self._weight_caches  # read once: a region on another thread may end meanwhile
+        caches = self._weight_caches  # read once, since a region on another thread may end
         if is_first_microbatch is None and not caches:
             return None
         if torch.compiler.is_dynamo_compiling() or not isinstance(weight, torch.nn.Parameter):
@@ -433,7 +436,7 @@ class Gemms(torch.nn.Module):
         return MainGrad(require_main_grad(weight), self.first_overwrites and bool(is_first_microbatch))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out of copies what can be derived, the listeners, and plans, whose factories may not be picklable."""
+        """The attributes for copies, without listeners, and without plans, whose factories may not be picklable."""
         derived = {
             "_listeners": (),
             "_plan": None,
@@ -447,7 +450,7 @@ class Gemms(torch.nn.Module):
 
 
 class MadePlan(NamedTuple):
-    """The plan that a module keeps until something that it was made from changes.
+    """A plan that a module keeps until something changes from which the plan was made.
 
     Attributes:
         read: the module's name and its weight's shape, which the recipe may have read.
@@ -462,14 +465,14 @@ Input = TypeVar("Input", Tensor, Tensor | FusedInput)
 
 
 def cast_by_autocast(inp: Input) -> Input:
-    """``inp`` in the dtype of ``torch.autocast``, if that is on and casts it."""
+    """``inp`` in the dtype of ``torch.autocast``, if ``torch.autocast`` is on and casts tensors of this dtype."""
     if torch.is_autocast_enabled(inp.device.type) and inp.dtype in _CAST_BY_AUTOCAST:
         return inp.to(torch.get_autocast_dtype(inp.device.type))
     return inp
 
 
 def unusable_devices(inp: Tensor | FusedInput, weight: Tensor) -> ValueError:
-    """The error for ``inp`` and ``weight`` on two devices, or on ``meta``, where there are no values."""
+    """The error for ``inp`` and ``weight`` on different devices, or on ``meta``, where tensors have no values."""
     if not isinstance(inp, Tensor | FusedInput):  # NumPy's arrays have a device, too
         return ValueError(f"the input must be a tensor, got {type(inp).__name__}")
     devices = f"got the input on {str(inp.device)!r} and the weight on {str(weight.device)!r}"
@@ -483,10 +486,10 @@ def unusable_devices(inp: Tensor | FusedInput, weight: Tensor) -> ValueError:
 
 
 def require_own_recipe(recipe: Recipe | None) -> None:
-    """Accept what a module may follow outside autocast regions.
+    """Accept a recipe that a module may follow outside autocast regions.
 
     Raises:
-        ValueError: not a recipe, or one with delayed scaling.
+        ValueError: ``recipe`` is not a recipe, or has delayed scaling.
     """
     require_recipe(recipe)
     if recipe is not None and recipe.is_delayed:

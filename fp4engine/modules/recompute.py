@@ -1,10 +1,10 @@
-"""Under which autocast region a recomputed forward runs: that of the forward that it repeats.
+"""A recomputed forward runs in the autocast region of the forward that it repeats.
 
 :func:`fp4engine.checkpoint` puts that region in force again, and so does PyTorch's ``checkpoint`` with
-``context_fn=recompute_contexts``. Without it, PyTorch's non-reentrant ``checkpoint`` runs its function a second time
-inside saved-tensor hooks that hold a record of the first run. The first run leaves its region with that record
-(:func:`remember`), and the second reads it there (:func:`handed_over`). For a module that runs inside a backward pass
-in any other way, no region is known.
+``context_fn=recompute_contexts``. Without that argument, PyTorch's non-reentrant ``checkpoint`` runs its function a
+second time inside saved-tensor hooks that hold a record of the first run. The first run stores its region with that
+record (:func:`remember`), and the second run reads it there (:func:`handed_over`). If a module runs inside a backward
+pass in any other way, its region is not known.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from fp4engine.state import AutocastState, Region, current_state, region_depth
 
 
 class Surroundings(NamedTuple):
-    """The region around a checkpointed function, in force for modules inside it that no inner region is around.
+    """The region around a checkpointed function. It applies to modules inside the function, except in inner regions.
 
     Attributes:
         state: of the region; None outside every region.
@@ -32,7 +32,7 @@ class Surroundings(NamedTuple):
 
 
 _surroundings: WeakKeyDictionary[Any, Surroundings] = WeakKeyDictionary()
-"""By PyTorch's record of the checkpoint."""
+"""``PyTorch's record of a checkpoint -> the region around it``."""
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -45,7 +45,7 @@ def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 
 def remember(state: AutocastState | None) -> None:
-    """Leave ``state`` with the checkpoint whose function is running, if one is and no region was opened inside it."""
+    """Store ``state`` with the checkpoint whose function is running, if no region was opened inside the function."""
     checkpoint = _checkpoint()
     if checkpoint is not None:
         depth, known = region_depth(), _surroundings.get(checkpoint)
@@ -62,8 +62,8 @@ def handed_over() -> Surroundings | None:
 def _checkpoint() -> Any:
     """PyTorch's record of the non-reentrant checkpoint whose function is running or repeated; None outside.
 
-    PyTorch offers no way to ask, but its hooks hold the record. Should another version's hooks not hold it, this is
-    None, and recomputations without a region raise.
+    PyTorch has no function for this, but its hooks hold the record. If the hooks of another version do not hold it,
+    this returns None, and recomputations without a region raise.
     """
     hooks = _innermost_hooks()
     if hooks is None:

@@ -1,6 +1,6 @@
-"""Tensor parallelism: what the placements of DTensors say about the three products of a linear transformation.
+"""Tensor parallelism: from the placements of DTensors to a rank's parts of the three products of a linear layer.
 
-``parallelize_module`` makes a weight a DTensor and hands over the input as one. Along each dimension of the mesh,
+``parallelize_module`` makes the weight a DTensor, and passes the input as a DTensor. Along each dimension of the mesh,
 
     weight        input              output               it is
     Shard(0)      Replicate()        Shard(-1)            ColwiseParallel
@@ -34,10 +34,10 @@ class Layout(NamedTuple):
     """How the DTensors of ``inp @ weight.T + bias`` are spread over a mesh.
 
     Attributes:
-        mesh: the mesh of all of them.
+        mesh: the mesh on which all of them lie.
         shards: this rank's parts of the matrices.
-        shapes: of input, weight, bias and output.
-        placements: of the gradients of input, weight and bias, and of the output.
+        shapes: shapes of input, weight, bias and output.
+        placements: placements of the gradients of input, weight and bias, and of the output.
     """
 
     mesh: Any
@@ -54,7 +54,7 @@ class Layout(NamedTuple):
         ]
 
     def whole(self, part: Tensor, index: int = -1) -> Any:
-        """The DTensor of which ``part`` is this rank's: the output, or by ``index`` the gradient of another tensor."""
+        """The DTensor whose part on this rank is ``part``: the output, or by ``index`` another tensor's gradient."""
         from torch.distributed.tensor import DTensor
 
         shape = self.shapes[index]
@@ -107,9 +107,9 @@ def is_distributed(*tensors: Tensor | FusedInput | None) -> bool:
 
 
 def place_of(tensor: Tensor | FusedInput | None) -> tuple[Any, ...] | None:
-    """Everything of a DTensor that a layout depends on; None of other tensors.
+    """Everything of a DTensor on which a layout depends; None for other tensors.
 
-    Process groups are a part of it, since equal meshes may have different ones.
+    This includes the process groups, since equal meshes may have different groups.
     """
     from torch.distributed.tensor import DTensor
 
@@ -130,9 +130,10 @@ class _Split(NamedTuple):
     """How an axis is spread over ranks.
 
     Attributes:
-        group: the ranks.
-        size, chunk: of the whole axis, and of one rank's part (the last ranks' parts may be smaller).
-        first: where this rank's part begins.
+        group: the process group of the ranks.
+        size: length of the whole axis.
+        chunk: length of one rank's part; the parts of the last ranks may be shorter.
+        first: index at which this rank's part begins.
     """
 
     group: Any
@@ -148,7 +149,7 @@ _AXES = {"input": ("M", "K"), "weight": ("N", "K"), "grad_output": ("M", "N")}
 def rows_in_order(plan: LinearPlan, group: Any, rows: int, device: torch.device, name: str) -> Shards:
     """The shards of a rank that has the whole weight, and ``rows`` rows of input and gradient.
 
-    Its rows follow those of the ranks before it in ``group``, which have as many each.
+    Every rank of ``group`` has the same number of rows, and the rows of the ranks follow each other in its order.
 
     Args:
         name: of the module, for errors.
@@ -174,7 +175,7 @@ def layout_of(
 
     Args:
         name: of the module, for errors.
-        cp_group: ranks that have equally many rows of every input each, beside what the mesh spreads.
+        cp_group: ranks that have equally many rows of every input, in addition to the axes that the mesh spreads.
 
     Raises:
         ValueError: only some of the tensors are DTensors, or they lie on two meshes; or a shard's edge would cut a
@@ -265,7 +266,7 @@ def _on_one_mesh(inp: Tensor, weight: Tensor, bias: Tensor | None, name: str) ->
 
 
 def _split(mesh: Any, dim: int, size: int, inner: int) -> _Split:
-    """How an axis of ``size`` groups of ``inner`` neighbours is spread: between groups, as by ``torch.chunk``."""
+    """How an axis of ``size`` runs of ``inner`` neighbours is spread: whole runs, as ``torch.chunk`` spreads them."""
     chunk = -(-size // mesh.size(dim))
     first = min(chunk * mesh.get_local_rank(dim), size)
     return _Split(mesh.get_group(dim), size * inner, chunk * inner, first * inner)
@@ -280,7 +281,7 @@ def _shard(splits: dict[str, _Split], rows: str, cols: str) -> Shard:
 
 
 def _require_whole_blocks(plan: LinearPlan, splits: dict[str, _Split], name: str) -> None:
-    """Raise where a cast of ``plan`` needs more of a tensor than a rank has."""
+    """Raise if a cast of ``plan`` needs more of a tensor than a rank has."""
     for role, axes in _AXES.items():
         quantizer: Quantizer = getattr(plan, role)
         for axis, letter in enumerate(axes):
@@ -305,7 +306,7 @@ def _require_whole_blocks(plan: LinearPlan, splits: dict[str, _Split], name: str
 
 
 def _multiple(quantizer: Quantizer, axis: int) -> int:
-    """What a shard's rows (``axis`` 0) or columns (1) must be a multiple of, so that no block, tile or word is cut."""
+    """A shard's rows (``axis`` 0) or columns (1) must be a multiple of this, so that no block, tile or word is cut."""
     sides = (quantizer.columnwise_spec, quantizer.rowwise_spec)
     along, across = sides[axis], sides[1 - axis]  # ``axis`` is contracted in the first, and not in the second
     multiple = 1
@@ -317,14 +318,14 @@ def _multiple(quantizer: Quantizer, axis: int) -> int:
 
 
 _agreed: dict[Any, int] = {}
-"""``names and ranks of groups -> the least of these ranks``, of groups whose ranks were found to have one seed."""
+"""``names and ranks of groups -> the lowest of these ranks``, for groups whose ranks were found to have one seed."""
 
 
 def _drawn_by(groups: tuple[Any, ...], device: str) -> int:
     """The rank whose random bits are drawn by all ranks that share a tensor, over ``groups`` that cross each other.
 
-    Seeds are compared once for the same groups. If a rank compared them again because its own seed has changed, it
-    would wait for ranks whose seed has not.
+    Seeds are compared once for the same groups. If a rank compared them again after its own seed has changed, it would
+    wait forever for ranks whose seed has not changed.
 
     Raises:
         ValueError: the ranks have different seeds, so they would cast one tensor with different random bits.
