@@ -4,8 +4,8 @@
     backward    dy cast both ways; x^T, w^T decoded; dx = dy . w;  dw = dy^T . x
 
 A weight that came as codes is not cast: one kernel gives every row its tiles' scales, or transposes, and one decodes.
-PyTorch multiplies FP8 codes; there, the casts write the factors of the products that follow them, or a kernel writes
-their block scales as those products read them.
+PyTorch multiplies FP8 codes, but for small products (:func:`fp4engine.ops.gemm_fp8.is_small`); there, the casts write
+the factors of the products that follow them, or a kernel writes their block scales as those products read them.
 
 The kernels are those of the single operations, so the bytes are theirs. What is gained is the host's time between them:
 one question instead of one for each operation, and one allocation for all that nobody else sees.
@@ -14,7 +14,7 @@ Legend: x is [M, K], w [N, K], y and dy [M, N].
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from fp4engine.constants import AMAX_STRIDE, BLOCK_SIZE
 from fp4engine.formats import CastSpec
 from fp4engine.kernels import blocks, cast_fp8
 from fp4engine.kernels.amax import add_folded_amax, amax_size
-from fp4engine.kernels.amax_history import Past, add_record
+from fp4engine.kernels.amax_history import History, Past
 from fp4engine.kernels.block_scales import Scales, add_block_scales
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.dequantize import Codes, add_decode
@@ -53,7 +53,7 @@ Shape = tuple[int, int]
 
 
 class Values(NamedTuple):
-    """An operand as a product reads it: BF16 values, their outer amax, and the numerator that amax maps to."""
+    """An operand as a product reads it: BF16 values or FP8 codes, their outer amax, the numerator that amax maps to."""
 
     matrix: Matrix
     amax: Place | Block
@@ -294,77 +294,100 @@ Pasts = tuple[Past | None, ...]
 
 @resolver
 def resolve_fp8_forward(
-    x: Facts, weight: Facts, pasts: Pasts, device: torch.device, keys: tuple[str, str, str, str]
+    x: Facts,
+    weight: Facts,
+    bias: Facts | None,
+    pasts: Pasts,
+    device: torch.device,
+    keys: tuple[str, str, str, str],
+    dtype: torch.dtype | None,
 ) -> Launch:
-    """``(x, w, x's values and amax, w's) -> x's codes, w's, alpha, one[, x^T's codes, amax][, w^T's codes, amax]``.
+    """``(x, w, bias, x's values and amax, w's) -> [x^T's codes, amax][, w^T's codes, amax], y``.
 
-    Codes are PyTorch's FP8; their product is multiplied by alpha and one. Values and amax are delayed scaling's memory.
+    Or, where PyTorch multiplies, ``x's codes, w's, alpha, one`` in front and no y. Codes are PyTorch's FP8; their
+    product is multiplied by alpha and one. Values and amax are delayed scaling's memory.
 
     Args:
         keys: as in :func:`resolve_forward`; FP8 with one scale per tensor.
+        dtype: of y; None where PyTorch multiplies.
     """
-    draft = Draft(device, inputs=6)
-    left: cast_fp8.Target | None = None
+    draft = Draft(device, inputs=7)
+    make = draft.output if dtype is None else draft.scratch
     specs = [CastSpec.from_key(key) for key in keys[::2]]
-    rowwise = [
-        draft.output((tensor.shape[0], spec.padded_cols(tensor.shape[1])), spec.element.torch_dtype)
-        for tensor, spec in zip((x, weight), specs, strict=True)
-    ]
-    alpha, one = (draft.output((1, 1), torch.float32) for _ in range(2))
-    for i, (tensor, spec, data) in enumerate(zip((x, weight), specs, rowwise, strict=True)):
-        (rows, cols), col_key, col = tensor.shape, keys[2 * i + 1], None
+    rowwise = [_codes(make, spec, tensor.shape) for tensor, spec in zip((x, weight), specs, strict=True)]
+    factors = [make((1, 1), torch.float32) for _ in range(2)] if dtype is None else []
+    operands: list[Values] = []
+    for i, (tensor, spec, codes) in enumerate(zip((x, weight), specs, rowwise, strict=True)):
+        col_key, col, factor = keys[2 * i + 1], None, None
         if col_key:
             col_spec = CastSpec.from_key(col_key)
-            codes = draft.output((cols, col_spec.padded_cols(rows)), col_spec.element.torch_dtype)
+            kept = _codes(draft.output, col_spec, tensor.shape[::-1])
             amax = draft.output((1,), torch.float32)
-            col = cast_fp8.Target(col_spec, amax, False, codes)
+            col = cast_fp8.Target(col_spec, amax, False, kept.place)
         else:
             amax = draft.scratch((1,), torch.float32)
-        factor = None
-        if left is not None:
-            factor = Factor(left.amax, left.spec.numerator * spec.numerator, alpha, one)
-        left = cast_fp8.Target(spec, amax, False, data, factor)
-        memory = draft.inputs[2 + 2 * i], draft.inputs[3 + 2 * i]
-        _cast_fp8(draft, Reading(tensor, None, draft.inputs[i]), left, col, pasts[i] if pasts else None, memory)
+        operands.append(Values(codes, amax, False, spec.numerator))
+        if i == 1 and dtype is None:
+            factor = Factor(operands[0].amax, operands[0].numerator * spec.numerator, *factors)
+        row = cast_fp8.Target(spec, amax, False, codes.place, factor)
+        cast_fp8.add_cast(draft, Reading(tensor, None, draft.inputs[i]), row, col, _history(draft, pasts, i, 3))
+    if dtype is not None:
+        _multiply(draft, *operands, dtype, draft.inputs[2] if bias else None)
     return draft.launch()
 
 
 @resolver
-def resolve_fp8_backward(grad: Facts, pasts: Pasts, device: torch.device, keys: tuple[str, str, str, str]) -> Launch:
-    """``(dy, x's amax, w's, dy's values and amax) -> one[, dy's codes, alpha][, dy^T's codes, alpha]``.
+def resolve_fp8_backward(
+    grad: Facts,
+    ins: int,
+    pasts: Pasts,
+    device: torch.device,
+    keys: tuple[str, str, str, str],
+    dtypes: tuple[torch.dtype, torch.dtype] | None,
+) -> Launch:
+    """``(dy, x's codes, amax, w's, dy's values and amax) -> [dx][, dw]``.
+
+    Or, where PyTorch multiplies, ``one[, dy's codes, alpha][, dy^T's codes, alpha]``.
 
     Args:
+        ins: K.
         keys: as in :func:`resolve_backward`; empty for a tensor whose product is not wanted.
+        dtypes: of dx and dw; None where PyTorch multiplies.
     """
-    draft = Draft(device, inputs=5)
-    one = draft.output((1, 1), torch.float32)
+    draft = Draft(device, inputs=7)
+    make = draft.output if dtypes is None else draft.scratch
+    one = make((1, 1), torch.float32)
     amax = draft.scratch((1,), torch.float32)
     targets: list[cast_fp8.Target | None] = [None, None]
-    for side, (other, shape) in enumerate(((keys[3], grad.shape), (keys[2], grad.shape[::-1]))):
-        if other:
-            spec = CastSpec.from_key(keys[side])
-            codes = draft.output((shape[0], spec.padded_cols(shape[1])), spec.element.torch_dtype)
-            numerator = spec.numerator * CastSpec.from_key(other).numerator
-            factor = Factor(draft.inputs[2 - side], numerator, draft.output((1, 1), torch.float32), one)
-            targets[side] = cast_fp8.Target(spec, amax, False, codes, factor)
-    _cast_fp8(draft, Reading(grad), *targets, pasts[0] if pasts else None, draft.inputs[3:])
+    products: list[tuple[Values, Values, torch.dtype]] = []
+    for side, (other_key, shape, first) in enumerate(((keys[3], grad.shape, 3), (keys[2], grad.shape[::-1], 1))):
+        if other_key:
+            spec, other_spec = CastSpec.from_key(keys[side]), CastSpec.from_key(other_key)
+            codes, factor = _codes(make, spec, shape), None
+            other, other_amax = draft.inputs[first : first + 2]
+            if dtypes is None:
+                factor = Factor(other_amax, spec.numerator * other_spec.numerator, make((1, 1), torch.float32), one)
+            else:
+                left = Values(codes, amax, False, spec.numerator)
+                kept = _codes(lambda *_, place=other: place, other_spec, (ins, shape[1]))
+                products.append((left, Values(kept, other_amax, False, other_spec.numerator), dtypes[side]))
+            targets[side] = cast_fp8.Target(spec, amax, False, codes.place, factor)
+    cast_fp8.add_cast(draft, Reading(grad), *targets, _history(draft, pasts, 0, 5))
+    for left, right, dtype in products:
+        _multiply(draft, left, right, dtype)
     return draft.launch()
 
 
-def _cast_fp8(
-    draft: Draft,
-    reading: Reading,
-    row: cast_fp8.Target | None,
-    col: cast_fp8.Target | None,
-    past: Past | None,
-    memory: tuple[Place, Place],
-) -> None:
-    """Cast both sides by their one amax: that of the tensor, or the one that ``past`` says."""
-    if past is not None:
-        amax = (row or col).amax
-        add_record(draft, past, memory, cast_fp8.add_largest(draft, reading), amax)
-        row, col = (target and target._replace(is_given=True) for target in (row, col))
-    cast_fp8.add_cast(draft, reading, row, col)
+def _history(draft: Draft, pasts: Pasts, index: int, first: int) -> History | None:
+    """Of one tensor, if it has one; values and amaxes of all are inputs from the ``first`` on."""
+    past, place = pasts[index] if pasts else None, first + 2 * index
+    return None if past is None else History(past, draft.inputs[place : place + 2])
+
+
+def _codes(make: Callable[[Shape, torch.dtype], Place], spec: CastSpec, shape: Shape) -> Matrix:
+    """Codes of FP8 of an operand of this shape, at the place that ``make`` makes."""
+    stored, dtype = (shape[0], spec.padded_cols(shape[1])), spec.element.torch_dtype
+    return Matrix(make(stored, dtype), Facts(stored, (stored[1], 1), dtype, True))
 
 
 @resolver
