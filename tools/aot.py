@@ -121,6 +121,8 @@ FP8_CASTS = (("E4M3 row+col", FP8, FP8), ("E5M2 rowwise", BF8, None), ("E4M3 row
 NO_FACTORS = {
     f"{side}_{name}": None for side in ("row", "col") for name in ("other_ptr", "numerator", "alpha_ptr", "one_ptr")
 }
+NO_HISTORY = {"values_ptr": None, "past_amax_ptr": None, "scaled_by_ptr": None, "length": 0, "CHOICE": "", "ROOM": 1}
+"""Constants of the kernels of an amax and of a cast, unless a case is ``with_history``: under delayed scaling."""
 GIVEN = {"row_whole_ptr": None, "col_whole_ptr": None}
 """Constants of a cast whose amaxes are there, and not in parts."""
 POINTERS = {
@@ -137,6 +139,7 @@ POINTERS = {
     "tile_scale_ptr": "*u8", "histogram_ptr": "*i32", "ranked_ptr": "*fp32", "place_ptr": "*i32",
     "maxima_ptr": "*fp64", "bits_ptr": "*u8", "worst_ptr": "*fp64", "left_ptr": "*u8", "left_out_ptr": "*fp32",
     "right_ptr": "*u8", "right_out_ptr": "*fp32",
+    "past_amax_ptr": "*fp32", "scaled_by_ptr": "*fp32",
     "whole_ptr": "*fp32", "largest_ptr": "*fp32", "sums_ptr": "*fp64",
 }  # fmt: skip
 OUTPUTS = {
@@ -161,6 +164,8 @@ def compile_for(kernel: Any, target: GPUTarget, constants: dict[str, Any], dtype
         types["data_ptr"] = "*bf16" if cast.values else "*u8"
     if "HARDWARE" in kernel.arg_names:
         constants = constants | {"HARDWARE": hardware_of(target.arch) if target.backend == "cuda" else 0}
+    if "past_amax_ptr" in kernel.arg_names and "with_history" not in constants:
+        constants = NO_HISTORY | constants
     if "stride_k" in kernel.arg_names:
         constants = constants | {"stride_k": 1}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -245,8 +250,13 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         shared = {"SHARED": True, "col_whole_ptr": None}
         table.append((f"cast {name}, one amax", cast_fp8_kernel, NO_FACTORS | sides | shared, "bf16"))
         table.append((f"cast {name}, factors", cast_fp8_kernel, sides | shared, "bf16"))
+        delayed = NO_FACTORS | sides | shared | {"with_history": True}
+        table.append((f"cast {name}, delayed", cast_fp8_kernel, delayed, "bf16"))
         given = NO_FACTORS | sides | GIVEN | {"SHARED": False}
         table.append((f"cast {name}, amaxes given", cast_fp8_kernel, given, "bf16"))
+    history = {"CHOICE": "max", "ROOM": 1024, "with_history": True, "col_amax_ptr": None, "col_whole_ptr": None}
+    largest = NO_PROLOGUE | history | {"ROW": Side.of(CastSpec(), "codes", 0), "COL": None}
+    table.append(("amax, delayed", amax_kernel, largest | tile_of(amax.tile_shape(None)), "bf16"))
     for name, row, col, output, dtype in GROUPED_CASTS:
         tile_m, tile_k = tile_shape(row and Side.of(row, output, 0), col and Side.of(col, output, 1))
         tile = {"TILE_M": tile_m, "TILE_K": tile_k, "GROUPS": 16}
@@ -271,9 +281,7 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         table.append((name, decode_kernel, absent | {"PER_PROGRAM": BLOCKS}, "bf16"))
     table.append(("draw", draw_kernel, {}, "bf16"))
     for choice in ("", "max", "most_recent", "given"):
-        record = {"CHOICE": choice, "ROOM": 1024}
-        table.append((f"record amax {choice}", record_kernel, record, "bf16"))
-    table.append(("recall amax", record_kernel, record | {"values_ptr": None, "CHOICE": ""}, "bf16"))
+        table.append((f"record amax {choice}", record_kernel, {"CHOICE": choice, "ROOM": 1024}, "bf16"))
     table.append(("factor", factor_kernel, {}, "bf16"))
     for height in (1, 128):
         constants = {"HEIGHT": height, "SCALES": SCALES}

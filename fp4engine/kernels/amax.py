@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.formats import CastSpec
+from fp4engine.kernels.amax_history import History, choose
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.encode import NAN, block_amax, from_bits, hadamard_amax, operand_amax, round_pair, to_bits
 from fp4engine.kernels.launch import (
@@ -185,11 +186,13 @@ def largest(
 @triton.jit(do_not_specialize=["M"])
 def amax_kernel(
     x_ptr, statistics_ptr, gamma_ptr, beta_ptr, y_ptr, row_amax_ptr, row_whole_ptr, col_amax_ptr, col_whole_ptr,
-    M, K, stride_m, stride_k,
+    values_ptr, past_amax_ptr, M, K, stride_m, stride_k, length, CHOICE: tl.constexpr, ROOM: tl.constexpr,
     ROW: tl.constexpr, COL: tl.constexpr, PROLOGUE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
     EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Maxima of every tile.
+
+    ``values_ptr`` and what comes with it: of :func:`fp4engine.kernels.amax_history.choose`; None without a history.
 
     ``*_amax_ptr``: a part for each program, or zeros for each row of the operand.
     ``*_whole_ptr``: where :func:`whole_amax` will look for the amax of the tensor, or None.
@@ -197,6 +200,9 @@ def amax_kernel(
     """
     let_next_begin(HARDWARE)
     wait_for_previous(HARDWARE)
+    if values_ptr is not None:
+        if tl.program_id(0) == 0:
+            choose(values_ptr, past_amax_ptr, None, length, CHOICE, ROOM)
     PER_ROW: tl.constexpr = (ROW is not None and ROW.per_row) or (COL is not None and COL.per_row)  # pyright: ignore[reportAssignmentType]
     dtype: tl.constexpr = x_ptr.dtype.element_ty if PROLOGUE is None else PROLOGUE.dtype
     source = (x_ptr, statistics_ptr, gamma_ptr, beta_ptr, stride_m, stride_k)
@@ -253,9 +259,15 @@ Pair = tuple[Any | None, Any | None]
 
 
 def add_amax(
-    draft: Draft, source: Reading, row: Side | None, col: Side | None, amaxes: Pair, y: Place | None = None
+    draft: Draft,
+    source: Reading,
+    row: Side | None,
+    col: Side | None,
+    amaxes: Pair,
+    y: Place | None = None,
+    history: History | None = None,
 ) -> Maxima:
-    """Take the maxima of the sides, and write the matrix to ``y`` on the way.
+    """Take the maxima of the sides, and write the matrix to ``y`` on the way; begin a step of ``history``.
 
     Args:
         amaxes: where an amax for each row goes; one per tensor is left in parts, and :func:`whole_amax` puts it there.
@@ -264,7 +276,7 @@ def add_amax(
     hardware, multiprocessors = device_facts(draft.device)
     overlap = overlapping(hardware)
     tiles = Tiles.of(source.shape, draft.device, *tile_shape(col, source.prologue, cols, source.x.dtype.itemsize))
-    programs = min(tiles.programs, 8 * multiprocessors, MOST_PARTS)
+    programs = max(min(tiles.programs, 8 * multiprocessors, MOST_PARTS), 1)  # one says that an empty matrix has 0
     sizes = [length if side is not None and side.per_row else 0 for side, length in ((row, rows), (col, cols))]
     if any(sizes):
         cleared = [amax if size else None for amax, size in zip(amaxes, sizes, strict=True)]
@@ -276,11 +288,12 @@ def add_amax(
         for parts, (_, amax) in zip(in_parts, asked, strict=True)
     )
     row_whole, col_whole = (amax if parts else None for parts, (_, amax) in zip(in_parts, asked, strict=True))
+    places, constants = (history.places, history.constants) if history else ((None, None), (0, "", 1))
     # 128 registers per thread: 4 programs live on an SM, and 8 take turns without a rest; SiLU would take 168.
     options = {"maxnreg": 128} if source.prologue is not None and source.x.dtype.itemsize == 2 else {}
     draft.step(
-        amax_kernel, programs, *source.places, y, row_max, row_whole, col_max, col_whole, rows, cols,
-        *source.x.strides, row, col, source.prologue, *tiles.constants, num_warps=4, **options, **overlap,
+        amax_kernel, programs, *source.places, y, row_max, row_whole, col_max, col_whole, *places, rows, cols,
+        *source.x.strides, *constants, row, col, source.prologue, *tiles.constants, num_warps=4, **options, **overlap,
     )  # fmt: skip
     return Maxima(row_max, col_max, programs)
 

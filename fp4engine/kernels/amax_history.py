@@ -1,13 +1,16 @@
-"""A step of delayed scaling's memory in one kernel: see :mod:`fp4engine.reference.amax_history`."""
+"""A step of delayed scaling's memory: see :mod:`fp4engine.reference.amax_history`.
 
-from typing import NamedTuple
+In a launch it takes no kernel. The one of a tensor's amax begins the step, since it reads nothing of the memory; the
+one of the cast, which follows, notes that amax, and all of its programs read what the first wrote. By itself it is one.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4engine.kernels.amax import Maxima, largest_part
 from fp4engine.kernels.encode import NAN, from_bits, to_bits
 from fp4engine.kernels.launch import ALIGNMENT, Draft, Facts, Launch, Place, facts, resolver
 
@@ -15,37 +18,50 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def record_kernel(
-    values_ptr, amax_ptr, current_ptr, chosen_ptr, out_ptr, length, parts,
-    CHOICE: tl.constexpr, ROOM: tl.constexpr,
-):  # fmt: skip
-    """One program.
+def choose(values_ptr, amax_ptr, chosen_ptr, length, CHOICE: tl.constexpr, ROOM: tl.constexpr):
+    """Begin a step, by one program: write its amax, and age the values. Nothing where ``CHOICE`` is empty.
 
-    ``values_ptr``: None leaves the memory as it is. ``current_ptr``: parts of the tensor's amax.
     ``chosen_ptr``: read where ``CHOICE`` is "given". ``ROOM``: a power of two, ``length`` or more.
     """
-    amax = tl.load(amax_ptr)
-    current = from_bits(largest_part(current_ptr, parts).to(tl.uint32, bitcast=True))
-    if values_ptr is not None:
+    if CHOICE != "":
         index = tl.arange(0, ROOM)
         values = tl.load(values_ptr + index, mask=index < length, other=0.0)
-        newest = tl.load(values_ptr)
-        if CHOICE != "":
-            if CHOICE == "max":  # as integers, magnitudes have NaN above all
-                bits = (to_bits(values) & 0x7FFFFFFF).to(tl.int32, bitcast=True)
-                chosen = from_bits(tl.max(bits, axis=0).to(tl.uint32, bitcast=True))
-            elif CHOICE == "most_recent":
-                chosen = newest
-            else:
-                chosen = tl.load(chosen_ptr)
-            amax = tl.where((chosen > 0.0) & (chosen < INFINITY), chosen, amax)
-            newest = tl.zeros_like(newest)
-            tl.debug_barrier()  # every thread has read before one writes
-            tl.store(values_ptr + 1 + index, values, mask=index + 1 < length)
-            tl.store(amax_ptr, amax)
-        tl.debug_barrier()
-        tl.store(values_ptr, tl.maximum(newest, current, propagate_nan=NAN))
-    tl.store(out_ptr, tl.where(tl.abs(current) < INFINITY, amax, current))
+        if CHOICE == "max":  # as integers, magnitudes have NaN above all
+            bits = (to_bits(values) & 0x7FFFFFFF).to(tl.int32, bitcast=True)
+            chosen = from_bits(tl.max(bits, axis=0).to(tl.uint32, bitcast=True))
+        elif CHOICE == "most_recent":
+            chosen = tl.load(values_ptr)
+        else:
+            chosen = tl.load(chosen_ptr)
+        amax = tl.where((chosen > 0.0) & (chosen < INFINITY), chosen, tl.load(amax_ptr))
+        tl.debug_barrier()  # every thread has read before one writes
+        tl.store(values_ptr + 1 + index, values, mask=index + 1 < length)
+        tl.store(values_ptr, 0.0)
+        tl.store(amax_ptr, amax)
+
+
+@triton.jit
+def note(values_ptr, current):
+    """Note a tensor's amax, by one program; what its threads read of each other changes nothing."""
+    tl.store(values_ptr, tl.maximum(tl.load(values_ptr), current, propagate_nan=NAN))
+
+
+@triton.jit
+def recall(amax_ptr, current):
+    """What a tensor of the amax ``current`` is scaled by."""
+    return tl.where(tl.abs(current) < INFINITY, tl.load(amax_ptr), current)
+
+
+@triton.jit
+def record_kernel(
+    values_ptr, amax_ptr, current_ptr, chosen_ptr, out_ptr, length, CHOICE: tl.constexpr, ROOM: tl.constexpr
+):
+    """One program."""
+    choose(values_ptr, amax_ptr, chosen_ptr, length, CHOICE, ROOM)
+    tl.debug_barrier()
+    current = tl.load(current_ptr)
+    note(values_ptr, current)
+    tl.store(out_ptr, recall(amax_ptr, current))
 
 
 class Past(NamedTuple):
@@ -69,20 +85,27 @@ class Past(NamedTuple):
         return Past(length, (address % ALIGNMENT == 0, amax.data_ptr() % ALIGNMENT == 0), choice)
 
 
-def add_record(
-    draft: Draft, past: Past, memory: tuple[Place, Place], current: Maxima, out: Place, chosen: Place | None = None
-) -> None:
-    """Write to ``out`` what a tensor is scaled by, and note its amax.
+class History(NamedTuple):
+    """Delayed scaling's memory of a tensor in a launch: begun by the kernel of its amax, noted in by that of its cast.
 
-    Args:
+    Attributes:
+        past: what it was when it was asked about.
         memory: its values and its amax.
-        current: parts of the tensor's amax.
     """
-    values, amax = memory
-    draft.step(
-        record_kernel, 1, values if past.length else None, amax, current.row, chosen, out, past.length, current.parts,
-        past.choice, triton.next_power_of_2(max(past.length, 1)), num_warps=4,
-    )  # fmt: skip
+
+    past: Past
+    memory: tuple[Place, ...]
+
+    @property
+    def places(self) -> tuple[Place | None, Place]:
+        """The values, None where nothing is to be noted, and the amax."""
+        values, amax = self.memory
+        return values if self.past.length else None, amax
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """The last arguments of :func:`choose`."""
+        return self.past.length, self.past.choice, triton.next_power_of_2(max(self.past.length, 1))
 
 
 @resolver
@@ -91,7 +114,8 @@ def resolve_record(past: Past, current: Facts, chosen: Facts | None, device: tor
     draft = Draft(device, inputs=4)
     values, amax, whole, given = draft.inputs
     out = draft.output((1,), torch.float32)
-    add_record(draft, past, (values, amax), Maxima(whole, None, 1), out, given)
+    constants = History(past, (values, amax)).constants
+    draft.step(record_kernel, 1, values, amax, whole, given if chosen else None, out, *constants, num_warps=4)
     return draft.launch()
 
 

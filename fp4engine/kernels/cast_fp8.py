@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from fp4engine.formats import E4M3, E5M2, CastSpec, Correction, Outer, RoundingMode
-from fp4engine.kernels.amax import Maxima, add_amax, add_zeros, whole_amax
+from fp4engine.kernels.amax import Maxima, add_amax, whole_amax
+from fp4engine.kernels.amax_history import History, note, recall
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.encode import outer_encode_scale, to_bits
 from fp4engine.kernels.factor import Factor, store_factor
@@ -74,11 +75,20 @@ def encode_fp8(x, scale, GRID: tl.constexpr):
 
 
 @triton.jit
-def load_amax(amax_ptr, whole_ptr, parts):
+def load_amax(amax_ptr, whole_ptr, parts, values_ptr, past_amax_ptr, scaled_by_ptr):
+    """What a side is scaled by: its amax, there or in parts; or what the history says, which notes that amax."""
     if whole_ptr is None:
         return tl.load(amax_ptr)
     else:
-        return whole_amax(amax_ptr, whole_ptr, parts)
+        amax = whole_amax(amax_ptr, whole_ptr, parts)
+        if past_amax_ptr is not None:
+            current = amax
+            amax = recall(past_amax_ptr, current)
+            if tl.program_id(0) == 0:
+                tl.store(scaled_by_ptr, amax)
+                if values_ptr is not None:
+                    note(values_ptr, current)
+        return amax
 
 
 @triton.jit
@@ -93,6 +103,7 @@ def note_factor(amax, other_amax_ptr, numerator, alpha_ptr, one_ptr):
 def cast_fp8_kernel(
     x_ptr, row_amax_ptr, row_whole_ptr, row_ptr, row_other_ptr, row_numerator, row_alpha_ptr, row_one_ptr,
     col_amax_ptr, col_whole_ptr, col_ptr, col_other_ptr, col_numerator, col_alpha_ptr, col_one_ptr,
+    values_ptr, past_amax_ptr, scaled_by_ptr,
     M, K, stride_m, stride_k, row_width, col_width, tiles_k, parts,
     ROW: tl.constexpr, COL: tl.constexpr, SHARED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
@@ -101,6 +112,8 @@ def cast_fp8_kernel(
 
     ``*_amax_ptr``: a side's outer amax; or, where ``*_whole_ptr`` is given, its parts, and the amax is written there.
     ``*_alpha_ptr``: where the factor of a side's product with the operand of amax ``*_other_ptr`` goes, or None.
+    ``past_amax_ptr``: of a history, whose kernel of the amax came before; or None. ``values_ptr``: of it, or None where
+    nothing is to be noted. ``scaled_by_ptr``: where what both sides are scaled by goes.
     ``SHARED``: the amax is the same for both sides; ``col_amax_ptr`` is not read.
     """
     row = (tl.program_id(0) // tiles_k) * TILE_M + tl.arange(0, TILE_M)[:, None]
@@ -108,14 +121,14 @@ def cast_fp8_kernel(
     offsets = row.to(tl.int64) * stride_m + col.to(tl.int64) * stride_k
     x = tl.load(x_ptr + offsets, mask=(row < M) & (col < K), other=0.0).to(tl.float32)
     if ROW is not None:
-        amax = load_amax(row_amax_ptr, row_whole_ptr, parts)
+        amax = load_amax(row_amax_ptr, row_whole_ptr, parts, values_ptr, past_amax_ptr, scaled_by_ptr)
         note_factor(amax, row_other_ptr, row_numerator, row_alpha_ptr, row_one_ptr)
         code = encode_fp8(x, outer_encode_scale(amax, ROW.numerator), ROW)
         codes = row_ptr.to(tl.pointer_type(tl.uint8))
         tl.store(codes + (row.to(tl.int64) * row_width + col), code, mask=(row < M) & (col < row_width))
     if COL is not None:
         if ROW is None or not SHARED:
-            amax = load_amax(col_amax_ptr, col_whole_ptr, parts)
+            amax = load_amax(col_amax_ptr, col_whole_ptr, parts, values_ptr, past_amax_ptr, scaled_by_ptr)
         note_factor(amax, col_other_ptr, col_numerator, col_alpha_ptr, col_one_ptr)
         if ROW is None or COL != ROW or not SHARED:
             code = encode_fp8(x, outer_encode_scale(amax, COL.numerator), COL)
@@ -160,21 +173,21 @@ class Target(NamedTuple):
     factor: Factor | None = None
 
 
-def add_largest(draft: Draft, reading: Reading, whole: Place | None = None) -> Maxima:
-    """Take the largest magnitude of a matrix, which goes to ``whole``; of an empty one that is zero."""
-    if 0 in reading.shape:
-        zero = draft.scratch((1,), torch.float32)
-        add_zeros(draft, [zero, whole], [1, 1])
-        return Maxima(zero, None, 1)
-    source = reading if not reading.x.is_column_major else reading._replace(x=reading.x.transposed)
-    return add_amax(draft, source, Side.of(CastSpec(), "codes", 0), None, (whole, None))
+def add_cast(
+    draft: Draft, reading: Reading, row: Target | None, col: Target | None, history: History | None = None
+) -> None:
+    """Cast the sides that have a target; the largest magnitude of x, the same for both, is taken if one lacks it.
 
-
-def add_cast(draft: Draft, reading: Reading, row: Target | None, col: Target | None) -> None:
-    """Cast the sides that have a target; the largest magnitude of x, the same for both, is taken if one lacks it."""
+    With a history, what both are scaled by, for which they have one place, is not that magnitude but what it says.
+    """
     rows, cols = reading.shape
     missing = [target.amax for target in (row, col) if target is not None and not target.is_given]  # one, if any
-    maxima = add_largest(draft, reading, missing[0]) if missing else Maxima(None, None, 0)
+    own, maxima = None, Maxima(None, None, 0)
+    if missing:
+        own = missing[0] if history is None else draft.scratch((1,), torch.float32)
+        source = reading if not reading.x.is_column_major else reading._replace(x=reading.x.transposed)
+        maxima = add_amax(draft, source, Side.of(CastSpec(), "codes", 0), None, (own, None), None, history)
+    past = (None, None, None) if history is None else (*history.places, missing[0])
     shared = row is not None and col is not None and row.amax == col.amax
     row_width = row.spec.padded_cols(cols) if row else 0
     col_width = col.spec.padded_cols(rows) if col else 0
@@ -185,11 +198,11 @@ def add_cast(draft: Draft, reading: Reading, row: Target | None, col: Target | N
         if target is None:
             targets += [None] * 7
             continue
-        whole = None if target.is_given or (shared and target is col) else target.amax
+        whole = None if target.is_given or (shared and target is col) else own
         targets += [target.amax if target.is_given else maxima.row, whole, target.data]
         targets += target.factor or [None] * 4
     draft.step(
-        cast_fp8_kernel, tiles, reading.place, *targets, rows, cols, *reading.x.strides, row_width, col_width, tiles_k,
-        maxima.parts, Grid.of(row.spec) if row else None, Grid.of(col.spec) if col else None,
+        cast_fp8_kernel, tiles, reading.place, *targets, *past, rows, cols, *reading.x.strides, row_width, col_width,
+        tiles_k, maxima.parts, Grid.of(row.spec) if row else None, Grid.of(col.spec) if col else None,
         shared, TILE_M, TILE_K, num_warps=4,
     )  # fmt: skip

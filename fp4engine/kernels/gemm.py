@@ -14,7 +14,8 @@ Kernels with one epilogue, fastest first; :func:`gemm` takes the first that fits
 - :mod:`fp4engine.kernels.gemm_split`: sm_90 and newer, a small output and at least 16,384 terms per sum.
 - :mod:`fp4engine.kernels.gemm_hopper`: sm_90, 16-byte aligned rows, enough output for its 128x256 tiles.
 - ``_gemm_tma_kernel``: sm_90 and newer, persistent, operands through the bulk tensor copy engine.
-- ``_gemm_plain_kernel``: masked loads; from sm_80 on, any stride, and in Triton's CPU interpreter.
+- ``_gemm_plain_kernel``: masked loads; from sm_80 on, any stride, and in Triton's CPU interpreter. It also reads codes
+  of FP8 with one scale per tensor, whose values are exact in BF16.
 """
 
 import logging
@@ -85,6 +86,13 @@ def _gemm_tma_kernel(
 
 
 @triton.jit
+def load_values(ptrs, mask):
+    """Values as they are stored; codes of FP8 in BF16, where each is exact."""
+    values = tl.load(ptrs, mask=mask, other=0.0)
+    return values.to(tl.bfloat16) if values.dtype.is_fp8() else values
+
+
+@triton.jit
 def product(
     left_ptr, right_ptr, rows, cols, M, N, K, stride_left, stride_right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -96,8 +104,8 @@ def product(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for done in range(0, K, BLOCK_K):
         in_k = k[None, :] < K - done
-        left = tl.load(left_ptrs, mask=(rows < M)[:, None] & in_k, other=0.0)
-        right = tl.load(right_ptrs, mask=(cols < N)[:, None] & in_k, other=0.0)
+        left = load_values(left_ptrs, (rows < M)[:, None] & in_k)
+        right = load_values(right_ptrs, (cols < N)[:, None] & in_k)
         if INTERPRETED:  # the interpreter's dot multiplies BF16 bit patterns
             left = left.to(tl.float32)
             right = right.to(tl.float32)
@@ -283,6 +291,7 @@ def add_gemm(
     """Multiply in a launch, into a new output or added to ``out``; by the first kernel that fits.
 
     Args:
+        left, right: values; or codes of FP8, which ``_gemm_plain_kernel`` alone reads.
         by_rows: whether left and right have an outer amax for each row.
     """
     flags = Flags(*by_rows, bias is not None, out is not None)
@@ -294,7 +303,8 @@ def add_gemm(
     if 0 in (m, n):
         return
     copied = k > 0 and capability_of(draft.device) >= (9, 0) and left.is_aligned and right.is_aligned
-    if copied and not _is_tiny(m, n, k):
+    is_fp8 = left.facts.dtype.itemsize == 1  # only small products of such are asked for
+    if copied and not is_fp8 and not _is_tiny(m, n, k):
         _add_copied(draft, product)
     else:
         _add_plain(draft, product, _TINY_TILES if copied else _PLAIN_TILES if min(m, n) >= 128 else SMALL_TILES)

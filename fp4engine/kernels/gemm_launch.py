@@ -37,7 +37,7 @@ class Product(NamedTuple):
     """One product in a launch: ``out = alpha * left @ right.T + bias``, or the same added to ``out``.
 
     Attributes:
-        left, right: BF16 values [M, K] and [N, K], contiguous along K.
+        left, right: BF16 values, or codes of FP8, [M, K] and [N, K], contiguous along K.
         out: [M, N], contiguous along N.
         left_amax, right_amax, bias: what the epilogue reads.
         numerator: product of the operands' numerators.

@@ -4,9 +4,10 @@
     backward    dy cast both ways; x^T, w^T decoded; dx = dy . w;  dw = dy^T . x
 
 A weight that is given as codes with a scale for each tile is not cast. One kernel gives every row the scales of its
-tiles (forward), or transposes codes and scales (backward), and one kernel decodes. FP8 codes are multiplied by PyTorch
-after the launch. The launch casts, and writes the factors that those products need, or their block scales in the order
-in which PyTorch reads them.
+tiles (forward), or transposes codes and scales (backward), and one kernel decodes. Small products of FP8 codes with one
+scale per tensor (:func:`fp4engine.ops.gemm_fp8.is_small`) are kernels of the launch. PyTorch multiplies other FP8 codes
+after the launch. The launch then casts, and writes the factors that those products need, or their block scales in the
+order in which PyTorch reads them.
 
 The kernels are those of the single operations, so the bytes are the same. A single launch saves time of the host: it
 asks one question in place of one per operation, and makes one allocation for all buffers that only its kernels see.
@@ -15,7 +16,7 @@ Legend: x is [M, K], w [N, K], y and dy [M, N].
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from fp4engine.constants import AMAX_STRIDE, BLOCK_SIZE
 from fp4engine.formats import CastSpec
 from fp4engine.kernels import blocks, cast_fp8
 from fp4engine.kernels.amax import add_folded_amax, amax_size
-from fp4engine.kernels.amax_history import Past, add_record
+from fp4engine.kernels.amax_history import History, Past
 from fp4engine.kernels.block_scales import Scales, add_block_scales
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.dequantize import Codes, add_decode
@@ -54,7 +55,7 @@ Shape = tuple[int, int]
 
 
 class Values(NamedTuple):
-    """An operand as a product reads it: BF16 values, and their outer factor ``amax / numerator``.
+    """An operand as a product reads it: BF16 values or FP8 codes, and their outer factor ``amax / numerator``.
 
     Attributes:
         by_rows: whether each row has an amax.
@@ -301,78 +302,101 @@ Pasts = tuple[Past | None, ...]
 
 @resolver
 def resolve_fp8_forward(
-    x: Facts, weight: Facts, pasts: Pasts, device: torch.device, keys: tuple[str, str, str, str]
+    x: Facts,
+    weight: Facts,
+    bias: Facts | None,
+    pasts: Pasts,
+    device: torch.device,
+    keys: tuple[str, str, str, str],
+    dtype: torch.dtype | None,
 ) -> Launch:
-    """``(x, w, memory of x, memory of w) -> x's codes, w's, alpha, one[, x^T's codes, amax][, w^T's codes, amax]``.
+    """``(x, w, bias, memory of x, memory of w) -> [x^T's codes, amax][, w^T's codes, amax], y``.
 
-    Codes are PyTorch's FP8; their product is multiplied by alpha and one. A memory is two tensors, the values and the
-    amax of delayed scaling.
+    If PyTorch multiplies, the outputs begin with x's codes, w's, alpha and one, and there is no y. Codes are PyTorch's
+    FP8; their product is multiplied by alpha and one. A memory is two tensors, the values and the amax of delayed
+    scaling.
 
     Args:
         keys: as in :func:`resolve_forward`; FP8 with one scale per tensor.
+        dtype: of y; None where PyTorch multiplies.
     """
-    draft = Draft(device, inputs=6)
-    left: cast_fp8.Target | None = None
+    draft = Draft(device, inputs=7)
+    make = draft.output if dtype is None else draft.scratch
     specs = [CastSpec.from_key(key) for key in keys[::2]]
-    rowwise = [
-        draft.output((tensor.shape[0], spec.padded_cols(tensor.shape[1])), spec.element.torch_dtype)
-        for tensor, spec in zip((x, weight), specs, strict=True)
-    ]
-    alpha, one = (draft.output((1, 1), torch.float32) for _ in range(2))
-    for i, (tensor, spec, data) in enumerate(zip((x, weight), specs, rowwise, strict=True)):
-        (rows, cols), col_key, col = tensor.shape, keys[2 * i + 1], None
+    rowwise = [_codes(make, spec, tensor.shape) for tensor, spec in zip((x, weight), specs, strict=True)]
+    factors = [make((1, 1), torch.float32) for _ in range(2)] if dtype is None else []
+    operands: list[Values] = []
+    for i, (tensor, spec, codes) in enumerate(zip((x, weight), specs, rowwise, strict=True)):
+        col_key, col, factor = keys[2 * i + 1], None, None
         if col_key:
             col_spec = CastSpec.from_key(col_key)
-            codes = draft.output((cols, col_spec.padded_cols(rows)), col_spec.element.torch_dtype)
+            kept = _codes(draft.output, col_spec, tensor.shape[::-1])
             amax = draft.output((1,), torch.float32)
-            col = cast_fp8.Target(col_spec, amax, False, codes)
+            col = cast_fp8.Target(col_spec, amax, False, kept.place)
         else:
             amax = draft.scratch((1,), torch.float32)
-        factor = None
-        if left is not None:
-            factor = Factor(left.amax, left.spec.numerator * spec.numerator, alpha, one)
-        left = cast_fp8.Target(spec, amax, False, data, factor)
-        memory = draft.inputs[2 + 2 * i], draft.inputs[3 + 2 * i]
-        _cast_fp8(draft, Reading(tensor, None, draft.inputs[i]), left, col, pasts[i] if pasts else None, memory)
+        operands.append(Values(codes, amax, False, spec.numerator))
+        if i == 1 and dtype is None:
+            factor = Factor(operands[0].amax, operands[0].numerator * spec.numerator, *factors)
+        row = cast_fp8.Target(spec, amax, False, codes.place, factor)
+        cast_fp8.add_cast(draft, Reading(tensor, None, draft.inputs[i]), row, col, _history(draft, pasts, i, 3))
+    if dtype is not None:
+        _multiply(draft, *operands, dtype, draft.inputs[2] if bias else None)
     return draft.launch()
 
 
 @resolver
-def resolve_fp8_backward(grad: Facts, pasts: Pasts, device: torch.device, keys: tuple[str, str, str, str]) -> Launch:
-    """``(dy, x's amax, w's amax, memory of dy) -> one[, dy's codes, alpha][, dy^T's codes, alpha]``.
+def resolve_fp8_backward(
+    grad: Facts,
+    ins: int,
+    pasts: Pasts,
+    device: torch.device,
+    keys: tuple[str, str, str, str],
+    dtypes: tuple[torch.dtype, torch.dtype] | None,
+) -> Launch:
+    """``(dy, x^T's codes, amax, w^T's codes, amax, memory of dy) -> [dx][, dw]``.
+
+    If PyTorch multiplies, the outputs are ``one[, dy's codes, alpha][, dy^T's codes, alpha]``.
 
     Args:
+        ins: K.
         keys: as in :func:`resolve_backward`.
+        dtypes: of dx and dw; None if PyTorch multiplies.
     """
-    draft = Draft(device, inputs=5)
-    one = draft.output((1, 1), torch.float32)
+    draft = Draft(device, inputs=7)
+    make = draft.output if dtypes is None else draft.scratch
+    one = make((1, 1), torch.float32)
     amax = draft.scratch((1,), torch.float32)
     targets: list[cast_fp8.Target | None] = [None, None]
-    for side, (other, shape) in enumerate(((keys[3], grad.shape), (keys[2], grad.shape[::-1]))):
-        if other:
-            spec = CastSpec.from_key(keys[side])
-            codes = draft.output((shape[0], spec.padded_cols(shape[1])), spec.element.torch_dtype)
-            numerator = spec.numerator * CastSpec.from_key(other).numerator
-            factor = Factor(draft.inputs[2 - side], numerator, draft.output((1, 1), torch.float32), one)
-            targets[side] = cast_fp8.Target(spec, amax, False, codes, factor)
-    _cast_fp8(draft, Reading(grad), *targets, pasts[0] if pasts else None, draft.inputs[3:])
+    products: list[tuple[Values, Values, torch.dtype]] = []
+    for side, (other_key, shape, first) in enumerate(((keys[3], grad.shape, 3), (keys[2], grad.shape[::-1], 1))):
+        if other_key:
+            spec, other_spec = CastSpec.from_key(keys[side]), CastSpec.from_key(other_key)
+            codes, factor = _codes(make, spec, shape), None
+            other, other_amax = draft.inputs[first : first + 2]
+            if dtypes is None:
+                factor = Factor(other_amax, spec.numerator * other_spec.numerator, make((1, 1), torch.float32), one)
+            else:
+                left = Values(codes, amax, False, spec.numerator)
+                kept = _codes(lambda *_, place=other: place, other_spec, (ins, shape[1]))
+                products.append((left, Values(kept, other_amax, False, other_spec.numerator), dtypes[side]))
+            targets[side] = cast_fp8.Target(spec, amax, False, codes.place, factor)
+    cast_fp8.add_cast(draft, Reading(grad), *targets, _history(draft, pasts, 0, 5))
+    for left, right, dtype in products:
+        _multiply(draft, left, right, dtype)
     return draft.launch()
 
 
-def _cast_fp8(
-    draft: Draft,
-    reading: Reading,
-    row: cast_fp8.Target | None,
-    col: cast_fp8.Target | None,
-    past: Past | None,
-    memory: tuple[Place, Place],
-) -> None:
-    """Cast both sides by one amax: that of the tensor, or the one that the memory ``past`` gives."""
-    if past is not None:
-        amax = (row or col).amax
-        add_record(draft, past, memory, cast_fp8.add_largest(draft, reading), amax)
-        row, col = (target and target._replace(is_given=True) for target in (row, col))
-    cast_fp8.add_cast(draft, reading, row, col)
+def _history(draft: Draft, pasts: Pasts, index: int, first: int) -> History | None:
+    """The history of tensor ``index``, if it has one. From input ``first`` on, each tensor has values and an amax."""
+    past, place = pasts[index] if pasts else None, first + 2 * index
+    return None if past is None else History(past, draft.inputs[place : place + 2])
+
+
+def _codes(make: Callable[[Shape, torch.dtype], Place], spec: CastSpec, shape: Shape) -> Matrix:
+    """FP8 codes of an operand of ``shape``, in the buffer that ``make`` declares."""
+    stored, dtype = (shape[0], spec.padded_cols(shape[1])), spec.element.torch_dtype
+    return Matrix(make(stored, dtype), Facts(stored, (stored[1], 1), dtype, True))
 
 
 @resolver

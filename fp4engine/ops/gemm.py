@@ -47,7 +47,7 @@ def gemm(
         bias: [right.rows] or None, added in FP32 before the rounding.
         out: gradient buffer [left.rows, right.rows] to add the product to, in FP32 before the one rounding.
         backend: see :func:`fp4engine.ops.backend.choose`.
-        fast_accumulation: whether FP8 products may keep their sums in the tensor core's shorter accumulator.
+        fast_accumulation: whether FP8 tensor cores may keep their sums in their shorter accumulator.
     """
     if left.cols != right.cols:
         raise ValueError(
@@ -57,7 +57,9 @@ def gemm(
     if left.spec is None and right.spec is None:
         return _dense(left.data, right.data, bias, out_dtype, out)
     left_key, right_key = "" if left.spec is None else left.spec.key, "" if right.spec is None else right.spec.key
-    if _multiplies_fp8(left_key, right_key, left.data.device) and backend in ("auto", "native"):
+    by_fp8 = _multiplies_fp8(left_key, right_key, left.data.device) and backend in ("auto", "native")
+    is_small = by_fp8 and gemm_fp8.is_small(left.rows, right.rows, left.cols, backend)
+    if by_fp8 and not (is_small and _kernels_run(left.data.device)):
         return _fp8(left, right, bias, out_dtype, out, fast_accumulation)
     if is_plain(left.data):
         return _product(left, left_key, right, right_key, bias, out_dtype, out, backend)
@@ -79,6 +81,11 @@ def _multiplies_fp8(left: str, right: str, device: torch.device) -> bool:
     if refusal:
         raise ValueError(refusal)
     return multiplies
+
+
+@constant_when_traced
+def _kernels_run(device: torch.device) -> bool:
+    return capability.triton_runs_on(device)[0]
 
 
 @cache
@@ -107,9 +114,8 @@ def _fp8(
     alpha, one = (_scales if plain else torch.ops.fp4engine.scales)(
         left.amax, right.amax, left.spec.numerator * right.spec.numerator
     )
-    codes = [operand.data.view(operand.spec.element.torch_dtype) for operand in (left, right) if operand.spec]
     dtype = out_dtype if out is None else torch.float32
-    product = gemm_fp8.multiply(codes[0], codes[1], alpha, one, bias, dtype, fast_accumulation)
+    product = gemm_fp8.multiply(_codes(left).data, _codes(right).data, alpha, one, bias, dtype, fast_accumulation)
     return product if out is None else out.copy_(out.float() + product)
 
 
@@ -230,6 +236,12 @@ def _ready(operand: Operand, key: str, path: str, dtype: torch.dtype) -> Operand
     return operand._replace(data=data, scale_inv=scale_inv, amax=amax)
 
 
+def _codes(operand: Operand) -> Operand:
+    """An operand of FP8 with one scale per tensor, as the kernels read its codes."""
+    assert operand.spec is not None
+    return operand._replace(data=operand.data.view(operand.spec.element.torch_dtype), scale_inv=None)
+
+
 def _decoded(data: Tensor, scale_inv: Tensor, key: str, dtype: torch.dtype) -> Tensor:
     """The values that codes decode to, in ``dtype`` and without FP32 factors."""
     from fp4engine.kernels.block_decode import block_decode
@@ -263,7 +275,10 @@ def _product(
     if factored:
         return _factored(left, left_key, right, right_key, numerator, bias, out_dtype, out)
     dtype = values_dtype(left_key, right_key)
-    left, right = _ready(left, left_key, path, dtype), _ready(right, right_key, path, dtype)
+    if path == "triton" and backend == "auto" and gemm_fp8.supports(left_key, right_key, device)[0]:
+        left, right = _codes(left), _codes(right)  # of a small product, or PyTorch would multiply
+    else:
+        left, right = _ready(left, left_key, path, dtype), _ready(right, right_key, path, dtype)
     if path == "triton":
         products = _gemm_kernels()
         inputs = (left.data, left.scale_inv, left.amax, right.data, right.scale_inv, right.amax, bias, out)

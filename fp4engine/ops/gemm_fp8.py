@@ -33,6 +33,19 @@ def supports(left: str, right: str, device: torch.device) -> tuple[bool, str]:
     return capability.fp8_units(device)
 
 
+LONGEST = 256
+"""The largest M, N and K of a product that a kernel computes, in BF16 and FP32; a multiple of what K is padded to."""
+
+
+def is_small(rows: int, columns: int, terms: int, backend: str) -> bool:
+    """Whether a product with one scale per tensor is a kernel's, which can be part of a launch, and not PyTorch's.
+
+    PyTorch's takes 16 us of the host, and its operands are tensors of their own; a kernel more in a launch takes 9. Up
+    to :data:`LONGEST` the GPU waits for the host in either case, and a program has four steps of 64 terms.
+    """
+    return backend == "auto" and columns <= LONGEST and terms <= LONGEST and rows <= LONGEST
+
+
 TERMS = 128
 """Terms that share a block scale."""
 

@@ -9,7 +9,7 @@ from torch.nn.functional import ScalingType
 
 import fp4engine
 from fp4engine import capability, ops
-from fp4engine.formats import E4M3, fp8_block
+from fp4engine.formats import E4M3, E5M2, fp8, fp8_block
 from fp4engine.functional import WeightCache, make_linear_plan
 from fp4engine.kernels.launch import Launch
 from fp4engine.modules import Gemms
@@ -240,9 +240,13 @@ FP8_RECIPES = {
 }
 
 
-@pytest.fixture
-def fp8_units(kernel_device, monkeypatch, forget_answers):
-    """FP8 tensor cores; PyTorch's own product stands for them on a CPU. Leaves what each product was asked for."""
+@pytest.fixture(params=[gemm_fp8.LONGEST, 0], ids=["kernels multiply", "PyTorch multiplies"])
+def fp8_units(request, kernel_device, monkeypatch, forget_answers):
+    """FP8 tensor cores; PyTorch's own product stands for them on a CPU. Leaves what each of its products was asked for.
+
+    Products are a kernel's up to the size that is the parameter, which is one that all of these tests have, or none.
+    """
+    monkeypatch.setattr(gemm_fp8, "LONGEST", request.param)
     if kernel_device == "cpu":
         monkeypatch.setattr(capability, "fp8_units", lambda device: (True, "mocked"))
         forget_answers()
@@ -251,7 +255,8 @@ def fp8_units(kernel_device, monkeypatch, forget_answers):
     multiply, asked = torch._scaled_mm, []
 
     def noted(left, right, **options):
-        asked.append((left.dtype, right.dtype, options["out_dtype"], options["use_fast_accum"]))
+        if not torch.compiler.is_dynamo_compiling():
+            asked.append((left.dtype, right.dtype, options["out_dtype"], options["use_fast_accum"]))
         return multiply(left, right, **options)
 
     monkeypatch.setattr(torch, "_scaled_mm", noted)
@@ -269,9 +274,70 @@ def test_fp8_shapes(fp8_units, kernel_device, monkeypatch, shape, bias):
 def test_fp8_recipes(fp8_units, kernel_device, monkeypatch, options):
     recipe = Float8CurrentScaling(**options)
     assert_one_launch_is_many(monkeypatch, recipe, SHAPES["even"], device=kernel_device, kind=LinearByFP8)
+    if gemm_fp8.LONGEST:
+        assert not fp8_units
+        return
     assert len(fp8_units) == 12 and fp8_units[:6] == fp8_units[6:]
     fast = [not recipe.mm_params(gemm).use_split_accumulator for gemm in ("fprop", "dgrad", "wgrad")]
     assert [fast_accumulation for *_, fast_accumulation in fp8_units] == fast * 4
+
+
+LIMIT = 64
+"""Stands for the largest size of an FP8 product that a kernel computes."""
+
+
+@pytest.mark.parametrize("beyond", [None, 0, 1, 2], ids=["small", "rows", "ins", "outs"])
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling()], ids=["current", "delayed"])
+def test_fp8_products_are_kernels_up_to_a_size(fp8_units, kernel_device, monkeypatch, recipe, beyond):
+    """Of a layer all or none, at once as operation by operation; PyTorch's are the same up to the order of sums."""
+    shape = [LIMIT] * 3
+    if beyond is not None:
+        shape[beyond] += 16
+    monkeypatch.setattr(gemm_fp8, "LONGEST", LIMIT)
+    assert_one_launch_is_many(monkeypatch, recipe, shape, device=kernel_device, kind=LinearByFP8)
+    outputs, ran, *_ = run(recipe, shape, device=kernel_device)
+    assert ran["gemm/triton" if beyond is None else "gemm/fp8"] == 3
+    assert len(fp8_units) == (0 if beyond is None else 18)
+    monkeypatch.setattr(gemm_fp8, "LONGEST", 0)
+    others, ran, *_ = run(recipe, shape, device=kernel_device)
+    assert ran["gemm/fp8"] == 3
+    for ours, theirs in zip(outputs, others, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=1e-3 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)
+def test_every_fp8_code_is_its_value_in_a_product(fp8_units, kernel_device, element):
+    """Times one, in FP32."""
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    codes = torch.where(codes.view(element.torch_dtype).float().isfinite(), codes, 0)
+    ones = torch.eye(16).to(torch.float8_e4m3fn).view(torch.uint8)
+    operands = []
+    for data, kind in ((codes, element), (ones, E4M3)):
+        spec = fp8(kind)
+        rest = torch.empty(16, 0, dtype=spec.scale.torch_dtype), torch.full((1,), spec.numerator)
+        operands.append(ops.Operand(spec, 16, 16, *(tensor.to(kernel_device) for tensor in (data, *rest))))
+    product = ops.gemm(*operands, out_dtype=torch.float32)
+    assert torch.equal(product.cpu(), codes.view(element.torch_dtype).float())
+
+
+@pytest.mark.no_poison
+def test_fp8_products_of_a_graph_by_single_operators_are_those_of_eager_code(fp8_units, kernel_device, monkeypatch):
+    """For rows that are few and for rows that are many."""
+    monkeypatch.setattr(gemm_fp8, "LONGEST", min(gemm_fp8.LONGEST, LIMIT))
+    monkeypatch.setattr(ops, "is_bound_by_host", lambda weight: False)
+    torch._dynamo.reset()
+    layer = fp4engine.Linear(48, 32, dtype=torch.bfloat16, device=kernel_device)
+    call, results = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True), []
+    for rows in (16, 80, 24, 96):
+        for run_layer in (layer, call):
+            layer.zero_grad()
+            x = torch.linspace(-3, 5, rows * 48, device=kernel_device).view(rows, 48).bfloat16().requires_grad_()
+            with fp4engine.autocast(recipe=Float8CurrentScaling()):
+                y = run_layer(x)
+            y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
+            results.append((y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
+        for ours, theirs in zip(*results[-2:], strict=True):
+            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
@@ -463,7 +529,8 @@ def test_delayed_forwards_that_are_not_remembered(fp8_units, kernel_device, monk
 def test_functions_that_choose_an_amax_take_single_operations(fp8_units, kernel_device, monkeypatch, options):
     monkeypatch.setattr(ops, "linear_at_once", None)
     _, ran, *_ = run(DelayedScaling(**options), SHAPES["even"], device=kernel_device)
-    assert ran["record_amax/triton"] == ran["quantize/triton"] == ran["gemm/fp8"] == 3
+    product = "gemm/triton" if gemm_fp8.LONGEST else "gemm/fp8"
+    assert ran["record_amax/triton"] == ran["quantize/triton"] == ran[product] == 3
 
 
 def test_what_is_shared_stored_or_added_to_takes_single_operations(kernel_device, monkeypatch):

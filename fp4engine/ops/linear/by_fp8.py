@@ -1,4 +1,4 @@
-"""A linear layer by PyTorch's FP8 products: with one scale per tensor, and with block scales."""
+"""A linear layer in FP8: with one scale per tensor, and with block scales, whose products are PyTorch's."""
 
 from typing import Any
 
@@ -19,7 +19,10 @@ _ABSENT = (None, None, None, None)
 
 
 class LinearByFP8(Way):
-    """By PyTorch's FP8 products: casts, and the factors of the products that follow, are one launch each way."""
+    """With one scale per tensor: casts and small products are one launch each way.
+
+    PyTorch multiplies what is not small (:func:`fp4engine.ops.gemm_fp8.is_small`); the casts then write the factors.
+    """
 
     @staticmethod
     def takes(rows: int, outs: int, ins: int) -> bool:
@@ -53,11 +56,19 @@ class LinearByFP8(Way):
         assert isinstance(weight, Tensor), "what comes as tiles is FP4"
         x, weight = as_it_is(x), as_it_is(weight)
         keys = self.forward_keys(needs_dgrad, needs_wgrad)
-        pasts, recalled = ((), _ABSENT) if memories is None else _recalled(*memories)
-        asked = (kernels.facts(x), kernels.facts(weight), pasts, x.device, keys)
-        codes, weight_codes, alpha, one, *made = kernels.resolve_fp8_forward(*asked)(x, weight, *recalled)
-        backends.record("quantize/triton", "quantize/triton", "gemm/fp8")
-        y = gemm_fp8.multiply(codes, weight_codes, alpha, one, bias, x.dtype, self.casts.fast_accumulation[0])
+        pasts, recalled, paths = ((), _ABSENT, ()) if memories is None else _recalled(*memories)
+        (rows, ins), outs = x.shape, weight.shape[0]
+        is_small = gemm_fp8.is_small(rows, outs, ins, self.casts.backend)
+        bias = bias if bias is None else bias.contiguous()
+        facts, dtype = kernels.facts, x.dtype if is_small else None
+        asked = (facts(x), facts(weight), facts(bias), pasts, x.device, keys, dtype)
+        made = kernels.resolve_fp8_forward(*asked)(x, weight, bias, *recalled)
+        backends.record(*paths, "quantize/triton", "quantize/triton", "gemm/triton" if is_small else "gemm/fp8")
+        if is_small:
+            *made, y = made
+        else:
+            codes, weight_codes, alpha, one, *made = made
+            y = gemm_fp8.multiply(codes, weight_codes, alpha, one, bias, x.dtype, self.casts.fast_accumulation[0])
         return y, both(unscaled(made), needs_dgrad, needs_wgrad)
 
     def backward(
@@ -73,10 +84,17 @@ class LinearByFP8(Way):
         kernels, (inp, _, inp_amax, weight, _, weight_amax) = linear_kernels(), kept
         grad_output = as_it_is(grad_output)
         keys = self.backward_keys(inp, weight)
-        pasts, recalled = ((), _ABSENT[:2]) if memory is None else _recalled(memory)
-        asked = (kernels.facts(grad_output), pasts, grad_output.device, keys)
-        one, *outputs = kernels.resolve_fp8_backward(*asked)(grad_output, inp_amax, weight_amax, *recalled)
-        backends.record("quantize/triton", *("gemm/fp8",) * (len(outputs) // 2))
+        pasts, recalled, paths = ((), _ABSENT[:2], ()) if memory is None else _recalled(memory)
+        rows, outs = grad_output.shape
+        is_small = gemm_fp8.is_small(rows, outs, ins, self.casts.backend)
+        asked = (kernels.facts(grad_output), ins, pasts, grad_output.device, keys, dtypes if is_small else None)
+        launch = kernels.resolve_fp8_backward(*asked)
+        outputs = launch(grad_output, inp, inp_amax, weight, weight_amax, *recalled)
+        products = (weight is not None) + (inp is not None)
+        backends.record(*paths, "quantize/triton", *("gemm/triton" if is_small else "gemm/fp8",) * products)
+        if is_small:
+            return None if weight is None else outputs[0], None if inp is None else outputs[-1]
+        one, *outputs = outputs
         _, *fast = self.casts.fast_accumulation
         dx = dw = None
         if weight is not None:
@@ -164,17 +182,21 @@ def unscaled(made: list[Tensor]) -> list[Tensor | None]:
     return kept
 
 
-def _recalled(*memories: Memory | None) -> tuple[tuple[Any, ...], list[Tensor | None]]:
-    """What a launch is asked about memories that it will recall; and of each values and amax."""
+def _recalled(*memories: Memory | None) -> tuple[tuple[Any, ...], list[Tensor | None], list[str]]:
+    """What a launch is asked about memories that it will recall; of each values and amax; and what will have run."""
     past_of = linear_kernels().Past.of
     pasts: list[Any] = []
     tensors: list[Tensor | None] = []
+    paths: list[str] = []
     for memory in memories:
         if memory is None:
             pasts.append(None)
             tensors += None, None
             continue
-        pasts.append(past_of(*memory))
-        tensors += memory[:2]
-        backends.record(*("amax/triton", "record_amax/triton")[: 1 if memory.values is None else 2])
-    return tuple(pasts), tensors
+        values, amax, choice = memory
+        pasts.append(past_of(values, amax, choice))
+        tensors += values, amax
+        paths.append("amax/triton")
+        if values is not None:
+            paths.append("record_amax/triton")
+    return tuple(pasts), tensors, paths

@@ -312,9 +312,9 @@ def step(layer, x, recipe=None):
     y.backward(torch.ones_like(y))
 
 
-def problem(bias=False):
-    layer = fp4engine.Linear(64, 64, bias=bias, dtype=BF16)
-    return layer, torch.randn(64, 64, dtype=BF16, requires_grad=True)
+def problem(bias=False, size=64):
+    layer = fp4engine.Linear(size, size, bias=bias, dtype=BF16)
+    return layer, torch.randn(64, size, dtype=BF16, requires_grad=True)
 
 
 @pytest.mark.no_poison
@@ -333,21 +333,36 @@ def test_a_module_is_ten_frames_in_six_files_from_its_first_launch(on_stubs):
 @pytest.fixture
 def fp8_units(on_stubs, monkeypatch):
     """FP8 tensor cores, whose products do nothing."""
-    fp8 = import_module("fp4engine.ops.gemm_fp8")
+    fp8, products = import_module("fp4engine.ops.gemm_fp8"), []
     monkeypatch.setattr(fp8, "supports", lambda left, right, device: (":0x0:" in left and ":0x0:" in right, ""))
-    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **options: a.new_empty((64, 64), dtype=BF16))
+
+    def product(left, right, **options):
+        products.append(options)
+        return left.new_empty((left.shape[0], right.shape[1]), dtype=BF16)
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    return products
 
 
 @pytest.mark.no_poison
 @pytest.mark.parametrize(
-    ("recipe", "most", "draws"),
-    [(NVFP4BlockScaling(), 10, 1), (Float8CurrentScaling(), 6, 0), (DelayedScaling(), 9, 0)],
+    ("recipe", "size", "most", "draws", "products"),
+    [
+        (NVFP4BlockScaling(), 64, 10, 1, 0),
+        (Float8CurrentScaling(), 64, 9, 0, 0),
+        (DelayedScaling(), 64, 9, 0, 0),
+        (Float8CurrentScaling(), 512, 6, 0, 3),
+        (DelayedScaling(), 512, 6, 0, 3),
+    ],
 )
-def test_a_step_starts_so_many_kernels_and_takes_its_draws(on_stubs, fp8_units, recipe, most, draws):
-    layer, x = problem()
+def test_a_step_starts_so_many_kernels_and_takes_its_draws(on_stubs, fp8_units, recipe, size, most, draws, products):
+    """``products``: how many PyTorch computes."""
+    layer, x = problem(size=size)
     for _ in range(2):
         on_stubs.clear()
+        fp8_units.clear()
         step(layer, x, recipe)
+    assert len(fp8_units) == products
     kernels = Counter(s.kernel.__name__ for started, _ in on_stubs for s in started.steps)
     assert kernels.pop("draw_kernel", 0) == draws
     assert kernels.total() <= most, kernels
@@ -391,7 +406,7 @@ def test_a_step_by_block_scales_is_two_launches_and_three_products(on_stubs, mon
 
 @pytest.mark.no_poison
 @pytest.mark.parametrize(
-    ("recipe", "most"), [(NVFP4BlockScaling(), 123), (Float8CurrentScaling(), 120), (DelayedScaling(), 156)]
+    ("recipe", "most"), [(NVFP4BlockScaling(), 123), (Float8CurrentScaling(), 117), (DelayedScaling(), 150)]
 )
 def test_calls_of_python_in_a_step(fp8_units, monkeypatch, recipe, most):
     """A stand-in for the host's time that is the same on every machine."""

@@ -321,8 +321,11 @@ def test_a_state_of_another_form_changes_no_history(change: dict) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(64, 128, 96), (17, 33, 5), (1, 15, 16)])
-def test_scaled_mm_is_the_reference_product(shape: tuple[int, int, int], out_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", [(64, 128, 96), (17, 33, 5), (1, 15, 16), (256, 256, 256)])
+@pytest.mark.parametrize(("backend", "ran"), [("auto", "gemm/triton"), ("native", "gemm/fp8")])
+def test_fp8_products_are_the_reference_product(
+    shape: tuple[int, int, int], out_dtype: torch.dtype, backend: str, ran: str
+) -> None:
     """Up to the order of FP32 sums: at most twice the rounding of the output dtype."""
     rows, contracted, columns = shape
     x, w = torch.randn(rows, contracted, device="cuda"), torch.randn(columns, contracted, device="cuda")
@@ -330,8 +333,8 @@ def test_scaled_mm_is_the_reference_product(shape: tuple[int, int, int], out_dty
     quantizers = [make_quantizer(Float8CurrentScaling(), QuantizerRole("linear", role)) for role in ("input", "weight")]
     left, right = (q.quantize(value, columnwise=False).rowwise for q, value in zip(quantizers, (x, w), strict=True))
     fp4engine.ops.reset_executed_paths()
-    product = fp4engine.ops.gemm(left, right, out_dtype=out_dtype, bias=bias)
-    assert fp4engine.ops.executed_paths() == {"gemm/fp8": 1}
+    product = fp4engine.ops.gemm(left, right, out_dtype=out_dtype, bias=bias, backend=backend)
+    assert fp4engine.ops.executed_paths() == {ran: 1}
     exact = left.dequantize(torch.float64) @ right.dequantize(torch.float64).T + bias
     tolerance = 2 * torch.finfo(out_dtype).eps if out_dtype == torch.bfloat16 else 1e-3
     torch.testing.assert_close(product.double(), exact, rtol=tolerance, atol=tolerance * float(exact.abs().max()))
