@@ -313,8 +313,8 @@ class Gemms(torch.nn.Module):
             return self._completed(Shards(), plan, state) if shared or self.draws_as is not None else None
         if self.module_type == "grouped_linear":
             raise NotImplementedError(
-                f"{self.name or 'GroupedLinear'}: cp_group says that every rank has as many rows, and of an expert it "
-                "has those of the tokens that chose it; enter autocast without cp_group around experts"
+                f"{self.name or 'GroupedLinear'}: cp_group says that every rank has equally many rows, but that "
+                "is not so for the rows of an expert; enter autocast without cp_group around experts"
             )
         rows = prod(inp.shape[:-1])
         return self._completed(rows_in_order(plan, cp_group, rows, inp.device, self._label()), plan, state)

@@ -218,7 +218,7 @@ def layout_of(
             letter, size = split
             if letter in splits:
                 raise NotImplementedError(
-                    f"{name}: {letter} is sharded along two dimensions of {mesh}, and may be of one"
+                    f"{name}: {letter} is sharded along two dimensions of {mesh}, and may be sharded along one only"
                 )
             splits[letter] = _split(mesh, dim, size, inner)
         outputs.append(output)
@@ -291,8 +291,9 @@ def _require_whole_blocks(plan: LinearPlan, splits: dict[str, _Split], name: str
             for spec in (quantizer.rowwise_spec, quantizer.columnwise_spec):
                 if spec is not None and spec.correction is Correction.SCALAR:
                     raise NotImplementedError(
-                        f"{name}: {role} is sharded, and one correction is to be made of all elements ({spec.label}); "
-                        "keep the module in high precision or leave it out of parallelize_module or cp_group"
+                        f"{name}: {role} is sharded, but its cast makes one correction from all elements "
+                        f"({spec.label}); keep the module in high precision or leave it out of parallelize_module or "
+                        "cp_group"
                     )
             multiple = _multiple(quantizer, axis)
             if split.chunk % multiple:
@@ -344,8 +345,8 @@ def _agreed_rank(names: str, device: str) -> int:
         if least_seed != seeds:
             ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})
             raise ValueError(
-                f"the ranks {ranks} share tensors, and the random streams of all that do have different seeds, this "
-                f"one {seed}; give all of them one, by torch.manual_seed or fp4engine.manual_seed"
+                f"the ranks {ranks} share tensors, but their random streams have different seeds (here {seed}); give "
+                "all of them one seed, by torch.manual_seed or fp4engine.manual_seed"
             )
         _agreed[shared] = least
     return _agreed[shared]

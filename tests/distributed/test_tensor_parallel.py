@@ -665,14 +665,14 @@ def test_placements_are_read_once(ranks):
 
 SAID = {
     "cut": "ValueError: Linear: N=80 is sharded into parts of 40, .* blocks of 16 that weight .* a multiple of 32",
-    "seed": r"ValueError: the ranks \[0, 1\] share .* have different seeds, this one 10[01]; give all of them one",
+    "seed": r"ValueError: the ranks \[0, 1\] share .* have different seeds \(here 10[01]\); give all of them one",
     "bias": r"NotImplementedError: Linear: a bias placed \(Replicate\(\),\) .* has to be placed \(Shard\(dim=0\),\)",
     "plain": "ValueError: Linear: input must be a DTensor as weight and bias is",
     "placements": r"NotImplementedError: Linear: an input of shape \(4, 8, 64\) placed \(Shard\(dim=1\),\)",
     "main_grad": "NotImplementedError: Linear: fuse_wgrad_accumulation",
     "rows": "ValueError: Linear: M=48 is sharded into parts of 24, which would cut the blocks of 16 .* multiple of 32",
-    "experts": "NotImplementedError: GroupedLinear: cp_group says that every rank has as many rows",
-    "correction": "NotImplementedError: Linear: weight is sharded, and one correction is to be made of all elements",
+    "experts": "NotImplementedError: GroupedLinear: cp_group says that every rank has equally many rows",
+    "correction": "NotImplementedError: Linear: weight is sharded, but its cast makes one correction from all elements",
 }
 
 
@@ -771,4 +771,4 @@ def test_operands_of_four_ranks_are_parts_of_those_of_one_process(four_ranks, la
 
 def test_another_seed_on_one_rank_is_refused_on_every_rank(four_ranks):
     for rank, (_, _, said) in enumerate(four_ranks):
-        assert f"this one {7 if rank == 0 else 3};" in said
+        assert f"(here {7 if rank == 0 else 3});" in said

@@ -181,7 +181,7 @@ def _linear_share_forward(
     """
     (rows, ins), outs = x.shape, weight.shape[0]
     way = way_of(Casts.from_key(casts), (rows, outs, ins), x.dtype, weight.dtype, x.device)
-    assert isinstance(way, LinearByValues | LinearByOperations), "who shares amaxes has asked shares_amaxes"
+    assert isinstance(way, LinearByValues | LinearByOperations), "what shares amaxes passes shares_amaxes"
     reduced: list[Tensor] = []
 
     def reduce(amaxes: Tensor) -> None:
@@ -245,7 +245,7 @@ def _linear_share_backward(
     """
     kept, dtypes = (inp, inp_scale_inv, inp_amax, weight, weight_scale_inv, weight_amax), (dtype, weight_dtype)
     way, ins = _way_back(casts, grad_output, kept, dtypes)
-    assert isinstance(way, LinearByValues | LinearByOperations), "who has a shard has asked shares_amaxes"
+    assert isinstance(way, LinearByValues | LinearByOperations), "what has shards passes shares_amaxes"
     share = Share((True, True), partial(share_amaxes, groups=groups_named(groups))) if groups else None
     drawn = rng if rng is None or place is None else placed(rng, *place)
     dx, dw = way.backward(grad_output, kept, ins, drawn, dtypes, rank=rank, share=share)
