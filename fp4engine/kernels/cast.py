@@ -34,6 +34,7 @@ from fp4engine.kernels.encode import (
     stochastic_magnitude,
     to_e4m3,
 )
+from fp4engine.kernels.words import WORDS, amax_of_words, cast_words, words_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +66,11 @@ class Side:
     def rounds_values(self) -> bool:
         """Whether elements are rounded to magnitudes in FP32 at once: where nobody asks for their codes."""
         return self.words == 8 and self.error is None
+
+    @property
+    def fits_words(self) -> bool:
+        """Whether :mod:`fp4engine.kernels.words` can cast this side."""
+        return self.error is None and self.random_bits != 16
 
     @staticmethod
     def of(spec: CastSpec, output: str, bit: int, sharded: bool = False) -> "Side":
@@ -126,6 +132,8 @@ def tile_sum(e, OUTER: tl.constexpr, INNER: tl.constexpr):
 def products_stay_normal(outer_amax, SIDE: tl.constexpr, dtype: tl.constexpr):
     """True if no product of a cast but 0 itself rounds to 0, so that they may be computed in fewer steps.
 
+    An amax below 2^-100 is left out, so that reciprocals of a block's scales need no branch for numbers out of range.
+
     ``enc >= numerator / (448 A)``, and ``enc >= 2^-16`` keeps products of BF16 values (2^-133 or more) above 2^-149:
     :func:`scale_elements` may fuse. Under 4over6 what is divided is 0 or at least ``2^-10 A``, see :func:`quotient`.
     """
@@ -134,7 +142,7 @@ def products_stay_normal(outer_amax, SIDE: tl.constexpr, dtype: tl.constexpr):
     elif SIDE.error is not None:
         return (outer_amax < 64.0 * SIDE.numerator) & (outer_amax > 2.0**-80)
     else:
-        return outer_amax < 64.0 * SIDE.numerator
+        return (outer_amax < 64.0 * SIDE.numerator) & (outer_amax > 2.0**-100)
 
 
 @triton.jit
@@ -257,9 +265,16 @@ def cast_block(
         OUTER, INNER: a position's shape as [OUTER, 16, INNER] with a tile's rows in the middle, if ``SIDE.tiled``.
         FUSED: whether :func:`products_stay_normal`.
     """
+    NATIVE: tl.constexpr = E2M1 & HARDWARE and SIDE.words == 2 and not SIDE.random_bits
+    BF16: tl.constexpr = tl.bfloat16 == DTYPE
+    IN_WORDS: tl.constexpr = FUSED and WORDS & HARDWARE and BF16 and SIDE.fits_words and not NATIVE  # pyright: ignore[reportAssignmentType]
     if SIDE.signs is not None:
         x = rotate(x, SIDE, DTYPE, HARDWARE)
-    amax = block_amax(x)
+    if IN_WORDS:
+        x = words_of(x)
+        amax = amax_of_words(x)
+    else:
+        amax = block_amax(x)
     if SIDE.tiled:
         amax = tile_amax(amax, OUTER, INNER)
     random = ()
@@ -270,16 +285,19 @@ def cast_block(
         random = random_words(rng_ptr, block, row, stream | SIDE.bit, amax)
         if SIDE.random_bits == 16:
             low_random = random_words(rng_ptr, block, row, (stream | SIDE.bit) ^ 16, amax)
-    outer_scale = outer_encode_scale(outer_amax, SIDE.numerator)
-    if SIDE.error is not None:
+    if IN_WORDS:
+        scale_inv, words = cast_words(x, amax, outer_amax, random, SIDE, HARDWARE)
+    elif SIDE.error is not None:
+        outer_scale = outer_encode_scale(outer_amax, SIDE.numerator)
         scale_inv, words = four_over_six(
             x, amax, outer_amax, outer_scale, random, low_random, SIDE, OUTER, INNER, FUSED, HARDWARE
         )
     else:
+        outer_scale = outer_encode_scale(outer_amax, SIDE.numerator)
         scale = amax * (outer_scale * (1.0 / SIDE.target))
         scale_inv, decode_scale, v, codes = candidate(x, scale, outer_scale, random, low_random, SIDE, FUSED, HARDWARE)
         words = pack_elements(v, codes, decode_scale, SIDE, HARDWARE)
-    if SIDE.words == 2:
+    if SIDE.words == 2 and not IN_WORDS:
         # Codes under a NaN scale are 0.
         broken = scale_inv == E4M3_NAN
         words = tl.where(broken, 0, words[0]), tl.where(broken, 0, words[1])

@@ -203,7 +203,7 @@ def outer_encode_scale(amax, numerator: tl.constexpr):
 def to_e4m3(x, HARDWARE: tl.constexpr):
     """Bits of the nearest E4M3 (ties to even) of ``x >= 0``, saturating at 448; NaN is 0x7F. uint8."""
     if E4M3 & HARDWARE:
-        return tl.minimum(x, E4M3_MAX, propagate_nan=NAN).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # cvt.rn.satfinite
     else:
         clamped = tl.minimum(x, E4M3_MAX)
         bits = to_bits(clamped)
@@ -276,7 +276,12 @@ def even_magnitude(v):
     The grid's step at ``a = |v|`` is half the power of two below ``a``, and 1/2 below 1. A number is rounded to a
     multiple of a step by adding, and taking off again, another one whose unit in the last place is the step.
     """
-    a = tl.minimum(tl.abs(v), 6.0)
+    return even_magnitude_of(tl.minimum(tl.abs(v), 6.0))
+
+
+@triton.jit
+def even_magnitude_of(a):
+    """:func:`even_magnitude` of ``0 <= a < 7``."""
     power = (to_bits(a) & 0x7F800000).to(tl.int32, bitcast=True)
     rounder = tl.maximum(power + ROUNDER, 0x3F800000 + ROUNDER).to(tl.float32, bitcast=True)  # one instruction
     return (a + rounder) - rounder
@@ -342,7 +347,7 @@ def random_words(rng_ptr, block, row, stream, like):
     # Always 0. It ties the counter to the data's layout: otherwise the words are made in another one and converted
     # through shared memory, which costs more than making them.
     zero = tl.where(like < 0.0, 1, 0).to(tl.uint32)
-    return philox(seed, zero + block.to(tl.uint32), zero + row.to(tl.uint32), zero + draw, zero + stream)
+    return philox(seed, zero + block.to(tl.uint32), row.to(tl.uint32), draw, stream)
 
 
 @triton.jit

@@ -83,14 +83,14 @@ def load_rows(
     row = tl.arange(0, TILE_M // 16)[:, None] * 16
     col = tl.arange(0, TILE_K)[None, :]
     x_ptr += row0.to(tl.int64) * stride_m + col0.to(tl.int64) * stride_k
-    offsets = row * stride_m + col * stride_k
+    x_ptr += row * stride_m + col * stride_k
     x = ()
     for i in tl.static_range(16):
         if EVEN:
-            x = x + (wide(tl.load(x_ptr + (offsets + i * stride_m))),)
+            x = x + (wide(tl.load(x_ptr + i * stride_m)),)
         else:
             mask = (col < K - col0) & (row + i < M - row0)
-            x = x + (wide(tl.load(x_ptr + (offsets + i * stride_m), mask=mask, other=0.0)),)
+            x = x + (wide(tl.load(x_ptr + i * stride_m, mask=mask, other=0.0)),)
     return x
 
 

@@ -8,6 +8,8 @@ E2M1 = 4
 """``cvt.rn.satfinite.e2m1x2.f32``: sm_100, sm_103, sm_120, sm_121."""
 OVERLAP = 8
 """Programmatic dependent launch: a kernel may begin while the one before it ends. sm_90 and later."""
+WORDS = 16
+"""Arithmetic on words of two BF16 values, with maxima of magnitudes: sm_86 and later."""
 
 
 def hardware_of(capability: int) -> int:
@@ -17,4 +19,5 @@ def hardware_of(capability: int) -> int:
         | E4M3 * (capability >= 89)
         | OVERLAP * (capability >= 90)
         | E2M1 * (capability >= 100)
+        | WORDS * (capability >= 86)
     )
