@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -21,7 +20,7 @@ from fp4engine.distributed import draw_by_layer
 from fp4engine.integrations import TrainingState
 from fp4engine.modules import Gemms
 from fp4engine.recipe import NVFP4BlockScaling, zoo
-from tests.ranks import process_group
+from tests.ranks import process_group, spawn
 
 WORLD = 2
 
@@ -229,7 +228,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder: Path):
     """What each rank found."""
-    mp.spawn(run, (str(folder),), WORLD)
+    spawn(run, (str(folder),), WORLD)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 
