@@ -39,11 +39,11 @@ train: $(INSTALLED)
 test: interpret test-main
 
 test-main: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 # A process of its own: Triton decides at import whether its kernels are compiled or interpreted.
 interpret: $(INSTALLED)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) tests/parity
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/parity
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,14 +1,24 @@
-"""What every rank does that a test starts: join a process group, and leave it so that gloo's threads survive."""
+"""How a test starts ranks, and what each of them does: join a process group, and leave it so that gloo survives."""
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import set_forkserver_preload
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+
+IMPORTED = (
+    "functorch.compile",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+)
+"""What ranks import, before they are forked."""
 
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)]
 """Of process groups: on the CPU, and where there are two GPUs, on these."""
@@ -26,6 +36,24 @@ def take_device(backend: str, rank: int) -> None:
     if backend == "nccl":
         torch.cuda.set_device(rank)
         torch.set_default_device(device_of(backend, rank))
+
+
+def spawn(function: Callable[..., None], arguments: tuple[Any, ...], world: int) -> None:
+    """``function(rank, *arguments)`` in ``world`` processes; raises what one of them raises.
+
+    Each is forked off a process that has imported PyTorch and done nothing else, since the import takes seconds. Where
+    there is a GPU each is started anew: PyTorch may have asked for the GPU at import, and CUDA survives no fork.
+    """
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    set_forkserver_preload(list(IMPORTED))
+    mp.start_processes(_run, (dict(os.environ), function, arguments), world, start_method=method)
+
+
+def _run(rank: int, environment: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """The environment is the test's, and not that in which the process was that others are forked off."""
+    os.environ.clear()
+    os.environ.update(environment)
+    function(rank, *arguments)
 
 
 @contextmanager

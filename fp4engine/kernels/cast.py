@@ -265,9 +265,9 @@ def cast_block(
         OUTER, INNER: a position's shape as [OUTER, 16, INNER] with a tile's rows in the middle, if ``SIDE.tiled``.
         FUSED: whether :func:`products_stay_normal`.
     """
-    NATIVE: tl.constexpr = E2M1 & HARDWARE and SIDE.words == 2 and not SIDE.random_bits
-    BF16: tl.constexpr = tl.bfloat16 == DTYPE
-    IN_WORDS: tl.constexpr = FUSED and WORDS & HARDWARE and BF16 and SIDE.fits_words and not NATIVE  # pyright: ignore[reportAssignmentType]
+    NATIVE: tl.constexpr = E2M1 & HARDWARE and SIDE.words == 2 and not SIDE.random_bits  # pyright: ignore[reportAssignmentType]
+    IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE  # pyright: ignore[reportAssignmentType]
+    IN_WORDS: tl.constexpr = FUSED and WORDS & HARDWARE and IS_BF16 and SIDE.fits_words and not NATIVE  # pyright: ignore[reportAssignmentType]
     if SIDE.signs is not None:
         x = rotate(x, SIDE, DTYPE, HARDWARE)
     if IN_WORDS:

@@ -25,7 +25,14 @@ from fp4engine.kernels.cast import Side, products_stay_normal
 from fp4engine.kernels.encode import NAN, block_amax, operand_amax
 from fp4engine.kernels.launch import Draft, Facts, Launch, Place, device_facts, facts, resolver
 from fp4engine.kernels.load import load_blocks, load_rows
-from fp4engine.kernels.quantize import cast_columnwise, cast_rowwise, data_of, scales_of, tile_shape
+from fp4engine.kernels.quantize import (
+    cast_columnwise,
+    cast_rowwise,
+    data_of,
+    hardware_reading,
+    scales_of,
+    tile_shape,
+)
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
@@ -197,8 +204,8 @@ def resolve_grouped_cast(
     tile_m, tile_k = tile_shape(row, col)
     draft.step(
         grouped_quantize_kernel, max_tiles(rows, groups, tile_m) * -(-cols // tile_k), x_place, offsets_place, *targets,
-        rng_place if rng else None, cols, x.strides[0], groups, stream, row, col, size, tile_m, tile_k, hardware,
-        num_warps=4,
+        rng_place if rng else None, cols, x.strides[0], groups, stream, row, col, size, tile_m, tile_k,
+        hardware_reading(x, cols, hardware), num_warps=4,
     )  # fmt: skip
     return draft.launch()
 

@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
@@ -27,7 +26,7 @@ from fp4engine.formats import (
     mx,
 )
 from fp4engine.recipe import DelayedScaling, zoo
-from tests.ranks import process_group
+from tests.ranks import process_group, spawn
 
 WIDTH = 40
 NAN, INF = float("nan"), float("inf")
@@ -217,7 +216,7 @@ def run(rank: int, folder: str, world: int) -> None:
 def ranks(request, tmp_path_factory):
     """What each rank found."""
     folder, world = tmp_path_factory.mktemp("ranks"), request.param
-    mp.spawn(run, (str(folder), world), world)
+    spawn(run, (str(folder), world), world)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 

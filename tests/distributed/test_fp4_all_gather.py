@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,7 +30,7 @@ import fp4engine
 from fp4engine.distributed import fp4_all_gather, sharded_weight
 from fp4engine.functional import make_linear_plan
 from fp4engine.recipe import NVFP4BlockScaling, zoo
-from tests.ranks import process_group
+from tests.ranks import process_group, spawn
 
 DEFAULT = NVFP4BlockScaling()
 AS_CODES = [
@@ -584,7 +583,7 @@ def run(rank: int, folder: str, world: int) -> None:
 
 
 def ranks_of(folder: Path, world: int) -> list[dict[str, Any]]:
-    mp.spawn(run, (str(folder), world), world)
+    spawn(run, (str(folder), world), world)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
@@ -762,7 +761,7 @@ def test_streams_do_not_take_each_others_memory(tmp_path: Path, world: int, devi
     """FSDP2 gathers ahead on streams of its own; a model of many weights has the losses of one gathered whole."""
     if device == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
-    mp.spawn(save_losses, (str(tmp_path), world, device, width, layers), world)
+    spawn(save_losses, (str(tmp_path), world, device, width, layers), world)
     for rank in range(world):
         whole, codes = torch.load(tmp_path / f"{rank}.pt")
         assert codes.isfinite().all() and torch.equal(whole, codes)

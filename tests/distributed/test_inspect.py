@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
@@ -13,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fp4engine
 from fp4engine import inspect
 from fp4engine.recipe import NVFP4BlockScaling
-from tests.ranks import process_group
+from tests.ranks import process_group, spawn
 
 RECIPE = NVFP4BlockScaling(disable_stochastic_rounding=True, row_scaled_activation=True)
 
@@ -50,7 +49,7 @@ def run(rank: int, folder: str) -> None:
 
 
 def test_two_ranks_of_fsdp2_record_what_one_would(tmp_path: Path) -> None:
-    mp.spawn(run, (str(tmp_path),), nprocs=2)
+    spawn(run, (str(tmp_path),), 2)
     step(make_model(), batch(), str(tmp_path / "one"))
     two, one = (inspect.read(tmp_path / name) for name in ("two", "one"))
     assert two[0]["world_size"] == 2 and len(two) == len(one)
@@ -144,7 +143,7 @@ def assert_close(mine: dict, theirs: dict, ignored: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("layout", ["tp", "sequence", "rows"])
 def test_tensor_parallel_ranks_record_what_one_process_would(tmp_path: Path, layout: str) -> None:
-    mp.spawn(run_block, (str(tmp_path), layout, 2), nprocs=2)
+    spawn(run_block, (str(tmp_path), layout, 2), 2)
     train_block(None, str(tmp_path / "one"))
     several, one = (inspect.read(tmp_path / name)[1:] for name in ("several", "one"))
     assert {row["kind"] for row in one} == {"tensor", "operand", "gemm", "rounding"}
@@ -154,7 +153,7 @@ def test_tensor_parallel_ranks_record_what_one_process_would(tmp_path: Path, lay
 
 
 def test_ranks_of_fsdp2_and_tensor_parallelism_count_everything_once(tmp_path: Path) -> None:
-    mp.spawn(run_block, (str(tmp_path), "fsdp_tp", 4), nprocs=4)
+    spawn(run_block, (str(tmp_path), "fsdp_tp", 4), 4)
     train_block(None, str(tmp_path / "batches"))
     several, one = (inspect.read(tmp_path / name)[1:] for name in ("several", "batches"))
     assert len(several) == len(one)

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,7 +14,7 @@ import fp4engine
 from fp4engine.distributed import fp4_all_gather
 from fp4engine.integrations import TrainingState
 from fp4engine.recipe import NVFP4BlockScaling
-from tests.ranks import process_group
+from tests.ranks import process_group, spawn
 
 SAVED_BY, GOES_ON = 2, ("plain", "async")
 NEAREST = NVFP4BlockScaling(disable_stochastic_rounding=True)
@@ -96,7 +95,7 @@ def run(rank: int, folder: str, world: int) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("reshard"))
-    mp.spawn(run, (folder, SAVED_BY), SAVED_BY)
+    spawn(run, (folder, SAVED_BY), SAVED_BY)
     return folder
 
 
@@ -118,6 +117,6 @@ def test_one_process_goes_on(folder):
 
 
 def test_four_ranks_go_on(folder):
-    mp.spawn(run, (folder, 4), 4)
+    spawn(run, (folder, 4), 4)
     for rank in range(4):
         check(folder, torch.load(f"{folder}/4-{rank}.pt", weights_only=True), 4)

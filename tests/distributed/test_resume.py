@@ -15,14 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 
 import fp4engine
 from fp4engine import ops
 from fp4engine.integrations import TrainingState
 from fp4engine.ops import rng
 from fp4engine.recipe import DelayedScaling, NVFP4BlockScaling
-from tests.ranks import process_group
+from tests.ranks import process_group, spawn
 
 accelerate = pytest.importorskip("accelerate", reason="needs the extra `integrations`")
 lightning = pytest.importorskip("lightning.pytorch", reason="needs the extra `integrations`")
@@ -237,7 +236,7 @@ def ranks(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP says that it saves in one process
         dcp.save({"fp4": TrainingState(model)}, checkpoint_id=folder / "one")
-    mp.spawn(run, (str(folder),), WORLD)
+    spawn(run, (str(folder),), WORLD)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -22,7 +21,7 @@ from fp4engine.distributed import draw_by_layer
 from fp4engine.integrations import TrainingState
 from fp4engine.modules import Gemms
 from fp4engine.recipe import NVFP4BlockScaling, zoo
-from tests.ranks import BACKENDS, device_of, process_group, take_device
+from tests.ranks import BACKENDS, device_of, process_group, spawn, take_device
 
 WORLD = 2
 
@@ -240,7 +239,7 @@ def folder(backend, tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(backend, folder: Path):
     """What each rank found."""
-    mp.spawn(run, (str(folder), backend), WORLD)
+    spawn(run, (str(folder), backend), WORLD)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 

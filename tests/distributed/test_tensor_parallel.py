@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.utils import counters
@@ -25,7 +24,7 @@ from fp4engine.distributed import share_weight_amaxes
 from fp4engine.modules import sharded
 from fp4engine.modules.shared_amax import share_amax
 from fp4engine.recipe import DelayedScaling, NVFP4BlockScaling, zoo
-from tests.ranks import process_group
+from tests.ranks import process_group, spawn
 
 WORLD = 2
 NAN = float("nan")
@@ -596,7 +595,7 @@ def run(rank: int, folder: str) -> None:
 def ranks(tmp_path_factory):
     """What each rank found."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run, (str(folder),), WORLD)
+    spawn(run, (str(folder),), WORLD)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 
@@ -756,7 +755,7 @@ def run_four(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("four")
-    mp.spawn(run_four, (str(folder),), 4)
+    spawn(run_four, (str(folder),), 4)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
 
 

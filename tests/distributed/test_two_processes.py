@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +15,7 @@ from fp4engine.modules.shared_amax import share_amax
 from fp4engine.quantizers import make_quantizer
 from fp4engine.recipe import NVFP4BlockScaling, zoo
 from fp4engine.roles import QuantizerRole
-from tests.ranks import BACKENDS, device_of, process_group
+from tests.ranks import BACKENDS, device_of, process_group, spawn
 
 WORLD = 2
 NAN, INF = float("nan"), float("inf")
@@ -196,7 +195,7 @@ CHECKS = {
 def ranks(request, tmp_path_factory):
     """What each rank found."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run, (str(folder), request.param), WORLD)
+    spawn(run, (str(folder), request.param), WORLD)
     return [torch.load(folder / f"{rank}.pt", weights_only=True, map_location="cpu") for rank in range(WORLD)]
 
 

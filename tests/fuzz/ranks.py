@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 import fp4engine
@@ -25,7 +24,7 @@ from tests.fuzz.cases import (
     make_batches,
     make_module,
 )
-from tests.ranks import process_group
+from tests.ranks import process_group, spawn
 
 WORLD = 2
 
@@ -104,5 +103,5 @@ def work(rank: int, folder: str, seed: int, first: int, cases: int) -> None:
 
 def run(folder: Path, seed: int, first: int, cases: int) -> list[str]:
     """What is wrong on either rank."""
-    mp.spawn(work, (str(folder), seed, first, cases), WORLD)
+    spawn(work, (str(folder), seed, first, cases), WORLD)
     return [line for rank in range(WORLD) for line in Path(folder, f"{rank}.txt").read_text().splitlines()]

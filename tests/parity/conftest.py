@@ -1,6 +1,10 @@
-"""What several files of kernel tests read from kernels."""
+"""What several files of kernel tests read from kernels, and Triton's interpreter without its repetitions."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from functools import cache
+from inspect import ismodule
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +13,40 @@ from fp4engine.formats import CastSpec, Rotation
 from fp4engine.functional.activation import Activation
 
 DEFAULT_SIDES = (CastSpec(), CastSpec(rotation=Rotation()))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patched_once_per_launch() -> Iterator[None]:
+    """Triton's interpreter replaces the functions of its language once per launch.
+
+    By itself it does so again whenever one device function calls another, which takes a third of the time.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from triton.runtime import interpreter
+
+    language = (interpreter.tl, interpreter.tl.core)
+    patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set[Any]()
+
+    @cache
+    def modules_of(function: Any) -> set[Any]:
+        return {value for value in function.__globals__.values() if ismodule(value) and value in language}
+
+    def patch_what_is_left(function: Any) -> Any:
+        if modules_of(function) <= patched:
+            return None  # only a launch reads the answer, and patches first
+        patched.update(modules_of(function))
+        return patch(function)
+
+    def launch_unpatched(self: Any, *arguments: Any, **options: Any) -> None:
+        patched.clear()
+        launch(self, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter, "_patch_lang", patch_what_is_left)
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_unpatched)
+        yield
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import fp4engine
@@ -19,7 +18,7 @@ from fp4engine.distributed import draw_by_layer
 from fp4engine.integrations import TrainingState
 from fp4engine.optimizer_hooks import OsciReset, OutControl, outlier_recipe
 from fp4engine.recipe import LinearRecipe, Recipe, recipe_from_json, zoo
-from tests.ranks import process_group
+from tests.ranks import process_group, spawn
 from tests.recipes.test_sources import Draws, mxfp8, tetrajet
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -492,7 +491,7 @@ def test_ranks_choose_the_same_channels_and_cast_as_one_process(tmp_path: Path) 
     torch.manual_seed(6)
     x, dy = torch.randn(64, 64), torch.randn(64, 32)
     torch.save((x, dy), tmp_path / "inputs")
-    mp.spawn(on_a_rank, (str(tmp_path),), 2)
+    spawn(on_a_rank, (str(tmp_path),), 2)
     ranks = [torch.load(tmp_path / str(rank)) for rank in range(2)]
     assert all(re.match("group must be the process group", said) for said, *_ in ranks)
     order = (ranks[0][2] + ranks[1][2]).argsort(descending=True, stable=True)
