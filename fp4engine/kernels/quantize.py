@@ -173,14 +173,15 @@ def _options(reading: Reading, hardware: int, *sides: Side | None) -> dict[str, 
     return {} if any(side.random_bits or side.words != 2 for side in asked) else {"maxnreg": 80}
 
 
-def hardware_reading(x: Facts, cols: int, hardware: int) -> int:
-    """``hardware``, without :data:`WORDS` if rows of ``x``, of which ``cols`` columns are cast, are read by elements.
+def hardware_reading(reading: Reading, hardware: int) -> int:
+    """``hardware``, without :data:`WORDS` for a cast behind a prologue, or one that does not read 16 bytes at a time.
 
-    Triton reads 16 bytes at once only if it knows that addresses, strides and ``cols`` are multiples of 16. Casts in
+    Triton reads 16 bytes at once only if it knows that addresses, strides and columns are multiples of 16. Casts in
     words that read by elements wrote wrong values on an H200, though their PTX is right (benchmarks/notes/quantize.md).
     """
-    is_wide = x.aligned and x.strides[1] == 1 and x.strides[0] % 16 == 0 and cols % 16 == 0
-    return hardware if is_wide else hardware & ~WORDS
+    x, columns = reading.x, reading.shape[1]
+    is_wide = x.aligned and x.strides[1] == 1 and x.strides[0] % 16 == 0 and columns % 16 == 0
+    return hardware if is_wide and reading.prologue is None else hardware & ~WORDS
 
 
 def data_of(side: Side, rows: int, cols: int) -> tuple[tuple[int, int], torch.dtype]:
@@ -263,7 +264,7 @@ def add_cast(
     hardware, multiprocessors = device_facts(draft.device)
     if tiles.programs < multiprocessors:
         tiles = Tiles.of(reading.shape, draft.device, *shape_of(small=True))
-    hardware = hardware_reading(reading.x, reading.shape[1], hardware)
+    hardware = hardware_reading(reading, hardware)
     targets: list[Place | Block | None] = []
     for target, amax, gone in ((row, maxima.row, missing[0]), (col, maxima.col, missing[1])):
         in_parts = target is not None and gone and not target.side.per_row
