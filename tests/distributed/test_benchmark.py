@@ -26,7 +26,7 @@ def started(*arguments: str) -> str:
 @pytest.mark.slow
 def test_the_run_on_several_gpus_is_right_on_two_processes(tmp_path):
     run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, "--device", "cpu")
-    modes = ("bytes", "fsdp", "fsdp-compiled", "one", "tp", "8b", "fsdp_tp")
+    modes = ("bytes", "fsdp", "fsdp-compiled", "one", "tp", "tp-compiled", "8b", "fsdp_tp")
     started(*run, "--model", "tiny", "--steps", "1", "--out", str(tmp_path), "--modes", *modes)
     printed = started(SCRIPT, "--report", str(tmp_path / "distributed.json"))
     record = json.loads((tmp_path / "distributed.json").read_text())
@@ -36,7 +36,7 @@ def test_the_run_on_several_gpus_is_right_on_two_processes(tmp_path):
     assert all(row["equal"] and row["operands"] == 12 for row in compared.values())
 
     rows = {(row["model"], row["layout"], row["mode"], row["precision"]): row for row in record["rows"]}
-    assert len(rows) == 3 + 3 + 2 + 2 + 2 and all(row["tokens_per_second"] > 0 for row in rows.values())
+    assert len(rows) == 3 + 3 + 2 + 2 + 2 + 2 and all(row["tokens_per_second"] > 0 for row in rows.values())
     high, low = (rows["tiny", layout, "eager", "nvfp4"]["losses"] for layout in ("fsdp", "fsdp_fp4"))
     assert high == low
     large = rows["tiny_llama", "fsdp_fp4", "eager", "nvfp4"]["losses"]
