@@ -1,9 +1,11 @@
-"""Device functions: the cast of a block that is eight words of two BF16 values each.
+"""Device functions: the cast of a block of 16 BF16 values that is kept as eight words of two values each.
 
-A word's two values take one instruction where FP32 takes two: maximum, sign, stochastic rounding, product with the
-block scale. Nearest even stays in FP32, since it must know every bit of ``fl(x * enc)``. The bytes are those of
-:func:`fp4engine.kernels.cast.cast_block`, which comes here where a GPU has ``WORDS`` and products stay normal; the
-interpreter does not. ``even_code`` and the like are explained in :mod:`fp4engine.kernels.encode`.
+One instruction on a word does what takes two in FP32: a maximum, a sign, a stochastic rounding, a product with the
+block scale. Rounding to nearest even stays in FP32, since it depends on every bit of ``fl(x * enc)``. The bytes are the
+same as without words. :func:`fp4engine.kernels.cast.cast_block` calls :func:`cast_words` if the GPU has
+:data:`~fp4engine.kernels.target.WORDS` and products stay normal. Triton's interpreter never does, since these functions
+are PTX; ``tests/unit/kernels/test_words.py`` runs the PTX on the CPU. The roundings themselves are explained in
+:mod:`fp4engine.kernels.encode`.
 """
 
 import triton
@@ -24,44 +26,47 @@ from fp4engine.kernels.target import WORDS as _WORDS
 WORDS = tl.constexpr(_WORDS)
 SIGNS = tl.constexpr(0x80008000)
 STEP = tl.constexpr(1.5 * 2**23)
-"""Adding it to a number rounds that to an integer, which is then in the low bits."""
+"""A number to which it is added is rounded to an integer, and the low bits of the sum are that integer."""
 HALF_BITS = tl.constexpr(0x38003800)
 """1/2 in both halves, FP16."""
 
 
 @triton.jit
 def on_words(ASM: tl.constexpr, a, b, c):
-    """One instruction of PTX, ``$0`` from ``$1`` to ``$3``."""
+    """The word ``$0`` that the PTX instruction ``ASM`` makes of the words ``$1``, ``$2`` and ``$3``."""
     return tl.inline_asm_elementwise(ASM, "=r,r,r,r", [a, b, c], dtype=tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
 def bytes_of(a, b, SELECTOR: tl.constexpr):
-    """Four bytes of ``a``, 0 to 3, and ``b``, 4 to 7, the lowest named by the last digit of ``SELECTOR``."""
+    """Four bytes of the eight that ``a`` (0 to 3) and ``b`` (4 to 7) have.
+
+    The last hexadecimal digit of ``SELECTOR`` names the lowest byte of the result.
+    """
     return on_words("prmt.b32 $0, $1, $2, " + SELECTOR + ";", a, b, a)
 
 
 @triton.jit
 def fused(a, b, c):
-    """``a * b + c`` of BF16, rounded once."""
+    """``a * b + c`` in BF16, rounded once, for both values of the words."""
     return on_words("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c)
 
 
 @triton.jit
 def of_magnitudes(WHICH: tl.constexpr, a, b):
-    """The smaller or the larger magnitude, with the product of both signs."""
+    """The smaller (``min``) or the larger magnitude of each pair of values, with the product of the pair's signs."""
     return on_words(WHICH + ".xorsign.abs.bf16x2 $0, $1, $2;", a, b, b)
 
 
 @triton.jit
 def both(word, value: tl.constexpr):
-    """A constant like ``word``."""
+    """The constant ``value`` in the shape of ``word``."""
     return tl.zeros_like(word) + value
 
 
 @triton.jit
 def words_of(x):
-    """The words of 16 FP32 tensors that BF16 holds, with +0.0 for -0.0: it has no sign in E2M1."""
+    """Eight words of 16 FP32 tensors whose values BF16 holds. -0.0 becomes +0.0, since E2M1 codes it without a sign."""
     words = ()
     for i in tl.static_range(0, 16, 2):
         word = (to_bits(x[i]) >> 16) | (to_bits(x[i + 1]) & 0xFFFF0000)
@@ -71,7 +76,7 @@ def words_of(x):
 
 @triton.jit
 def half_of(word, i: tl.constexpr):
-    """FP32 value of one half."""
+    """The value in the lower (``i`` = 0) or the upper half of a word, in FP32."""
     return from_bits(word & 0xFFFF0000 if i else word << 16)
 
 
@@ -91,7 +96,7 @@ def amax_of_words(words):
 def quick_reciprocal(x):
     """``fl(1 / x)`` for x from 2^-126 to 2^126; NaN for 0.
 
-    These are the steps that PTX's own reciprocal takes there, without its branch for other x.
+    PTX's own reciprocal takes the same steps for such x, after a branch that looks for others.
     """
     r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     return tl.fma(r, tl.fma(x * -1.0, r, 1.0), r)  # Triton's -x is 0 - x, an instruction
@@ -99,7 +104,7 @@ def quick_reciprocal(x):
 
 @triton.jit
 def quick_quotient(DIVIDEND: tl.constexpr, x):
-    """``fl(DIVIDEND / x)`` for x from 2^-100 to 2^100: as :func:`quick_reciprocal`, those of PTX's division."""
+    """``fl(DIVIDEND / x)`` for x from 2^-100 to 2^100, in the steps of PTX's division but for its branch."""
     r = quick_reciprocal(x)
     q = r * DIVIDEND
     return tl.fma(r, tl.fma(x * -1.0, q, DIVIDEND), q)
@@ -107,9 +112,10 @@ def quick_quotient(DIVIDEND: tl.constexpr, x):
 
 @triton.jit
 def even_code_of(a):
-    """As :func:`fp4engine.kernels.encode.even_code` of ``0 <= a < 7``, in the lowest bits of ``STEP``'s pattern.
+    """The code of :func:`fp4engine.kernels.encode.even_code` for ``0 <= a < 7``, in the low bits of the result.
 
-    The factors bring all three lines to one exponent, so that no offset is left to take off.
+    The factors give all three sums one exponent, so the least of them as integers has the code, and no offset is left
+    to take off.
     """
     half = tl.fma(a, 2.0, STEP).to(tl.int32, bitcast=True)
     one = (a + (STEP + 2)).to(tl.int32, bitcast=True)
@@ -119,7 +125,10 @@ def even_code_of(a):
 
 @triton.jit
 def magnitude_of(word, i: tl.constexpr, encode_scale):
-    """``fl(|x| * enc)`` of one half. In PTX, since the compiler masks a sign that the product takes off for nothing."""
+    """``fl(|x| * enc)`` of one half of a word.
+
+    It is written in PTX because the product can ignore the sign at no cost, and the compiler would mask it first.
+    """
     return tl.inline_asm_elementwise(
         "{.reg .f32 a; abs.f32 a, $1; mul.rn.f32 $0, a, $2;}", "=f,f,f",
         [half_of(word, i), encode_scale], dtype=tl.float32, is_pure=True, pack=1,
@@ -128,7 +137,7 @@ def magnitude_of(word, i: tl.constexpr, encode_scale):
 
 @triton.jit
 def odd_and_even(words, first: tl.constexpr):
-    """The high bytes of both halves of four words: those of high halves, and those of low halves."""
+    """Two words of high bytes: of the upper halves of four words, and of their lower halves."""
     a = bytes_of(words[first], words[first + 1], "0x7351")
     b = bytes_of(words[first + 2], words[first + 3], "0x7351")
     return bytes_of(a, b, "0x7632"), bytes_of(a, b, "0x5410")
@@ -158,10 +167,10 @@ def even_value(word, encode_scale, scales, signs):
 
 @triton.jit
 def stochastic_word(word, random, encode_scale, i: tl.constexpr):
-    """Both halves ``y = max(a, (a + 1) / 2)`` in FP16 with half a random step on, see :func:`stochastic_code`.
+    """Both values ``y = max(a, (a + 1) / 2)`` in FP16, plus the centred random byte, as in ``stochastic_code``.
 
-    Of the fraction the random byte meets the first ten bits, which FP16 has; bits below them carry nothing. E2M1's
-    magnitude code is the half less ``HALF_BITS``, from bit 9.
+    The random byte is added to the first ten bits of the fraction, which FP16 has; no bit below them can carry into
+    these. From bit 9 on, a half less ``HALF_BITS`` is E2M1's magnitude code.
     """
     low = magnitude_of(word, 0, encode_scale)
     high = magnitude_of(word, 1, encode_scale)
@@ -189,9 +198,9 @@ def pack_stochastic_words(words, random, encode_scale, first: tl.constexpr):
 
 @triton.jit
 def stochastic_value(word, random, encode_scale, scale, scales, signs, i: tl.constexpr):
-    """A word of BF16 values ``e2m1 * scale``: ``min(y, 2y - 1) * scale`` of the rounded ``y``.
+    """A word of BF16 values ``e2m1 * scale``, which are ``min(y, 2y - 1) * scale`` of the rounded ``y``.
 
-    FP16's exponent and first fraction bit, shifted to their places in BF16, are ``2^-112 y`` there.
+    FP16's exponent and first fraction bit, shifted to where BF16 has them, are ``2^-112 y`` in BF16.
     """
     y = (stochastic_word(word, random, encode_scale, i) >> 3) & 0x0FC00FC0
     least = fused(y, scales, both(word, 0x80008000))
@@ -201,15 +210,15 @@ def stochastic_value(word, random, encode_scale, scale, scales, signs, i: tl.con
 
 @triton.jit
 def to_pair(value):
-    """A word of an FP32 value that BF16 holds, twice."""
+    """A word that has an FP32 value, which BF16 holds, in both halves."""
     return bytes_of(to_bits(value), to_bits(value), "0x7632")
 
 
 @triton.jit
 def pack_words(words, random, encode_scale, scale, broken, SIDE: tl.constexpr):
-    """Words of codes, or of BF16 values.
+    """The words to store: two of codes, or eight of BF16 values.
 
-    ``broken``: where ``scale`` is NaN. Codes are 0 then, and values have no sign.
+    ``broken``: whether a block's scale is NaN. Its codes are then 0, and its values have no sign.
     """
     out = ()
     if SIDE.words == 2:
@@ -233,9 +242,10 @@ def pack_words(words, random, encode_scale, scale, broken, SIDE: tl.constexpr):
 
 @triton.jit
 def at_most(words, whole_scale):
-    """What is larger than the BF16 number below ``6.5 / enc`` becomes it: 6 in E2M1 as before, and never 7 or more.
+    """Magnitudes are limited to the largest BF16 number below ``6.5 / enc``, which is rounded to 6 in E2M1.
 
-    In words it takes half an instruction, where a minimum of codes or magnitudes takes one. ``enc`` is at most FLT_MAX.
+    So :func:`even_code_of` never sees 7 or more. The limit takes half an instruction per value here, and one after the
+    product. ``enc`` is at most FLT_MAX.
     """
     limit = to_pair(tl.maximum(whole_scale * 6.5, 6.5 * 2.0**-128))
     out = ()
@@ -246,7 +256,7 @@ def at_most(words, whole_scale):
 
 @triton.jit
 def cast_words(words, amax, outer_amax, random, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
-    """Scale bits and packed words of blocks whose amax is ``amax`` and outer amax between 2^-100 and 2^17."""
+    """Scale bits and packed words of blocks with the amax ``amax``, under an outer amax from 2^-100 to 2^17."""
     outer_scale = quick_quotient(SIDE.numerator, outer_amax)
     scale_inv = to_e4m3(amax * (outer_scale * (1.0 / SIDE.target)), HARDWARE)
     scale = from_e4m3(scale_inv, HARDWARE)
