@@ -1,7 +1,8 @@
 """A step of delayed scaling's memory: see :mod:`fp4engine.reference.amax_history`.
 
-In a launch it takes no kernel. The one of a tensor's amax begins the step, since it reads nothing of the memory; the
-one of the cast, which follows, notes that amax, and all of its programs read what the first wrote. By itself it is one.
+In a launch of casts the step needs no kernel of its own. The amax kernel chooses the amax that the cast scales by and
+ages the history (:func:`choose`), since neither depends on the amax that it finds. The cast kernel follows, and notes
+that amax (:func:`note`). A single operation does both in :func:`record_kernel`.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ INFINITY = tl.constexpr(float("inf"))
 
 @triton.jit
 def choose(values_ptr, amax_ptr, chosen_ptr, length, CHOICE: tl.constexpr, ROOM: tl.constexpr):
-    """Begin a step, by one program: write its amax, and age the values. Nothing where ``CHOICE`` is empty.
+    """Begin a step, in one program: write the amax to scale by, and age the values. Nothing for an empty ``CHOICE``.
 
     ``chosen_ptr``: read where ``CHOICE`` is "given". ``ROOM``: a power of two, ``length`` or more.
     """
@@ -42,13 +43,13 @@ def choose(values_ptr, amax_ptr, chosen_ptr, length, CHOICE: tl.constexpr, ROOM:
 
 @triton.jit
 def note(values_ptr, current):
-    """Note a tensor's amax, by one program; what its threads read of each other changes nothing."""
+    """Note a tensor's amax, in one program. Threads may read what others have written: the maximum is the same."""
     tl.store(values_ptr, tl.maximum(tl.load(values_ptr), current, propagate_nan=NAN))
 
 
 @triton.jit
 def recall(amax_ptr, current):
-    """What a tensor of the amax ``current`` is scaled by."""
+    """The amax that a tensor is scaled by whose own amax is ``current``."""
     return tl.where(tl.abs(current) < INFINITY, tl.load(amax_ptr), current)
 
 
@@ -86,10 +87,10 @@ class Past(NamedTuple):
 
 
 class History(NamedTuple):
-    """Delayed scaling's memory of a tensor in a launch: begun by the kernel of its amax, noted in by that of its cast.
+    """Delayed scaling's memory of a tensor in a launch, for the kernels of its amax and of its cast.
 
     Attributes:
-        past: what it was when it was asked about.
+        past: length and choice of the memory, which the launch is resolved for.
         memory: its values and its amax.
     """
 
@@ -98,7 +99,7 @@ class History(NamedTuple):
 
     @property
     def places(self) -> tuple[Place | None, Place]:
-        """The values, None where nothing is to be noted, and the amax."""
+        """The values, or None if nothing is to be noted, and the amax."""
         values, amax = self.memory
         return values if self.past.length else None, amax
 

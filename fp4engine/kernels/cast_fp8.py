@@ -76,7 +76,10 @@ def encode_fp8(x, scale, GRID: tl.constexpr):
 
 @triton.jit
 def load_amax(amax_ptr, whole_ptr, parts, values_ptr, past_amax_ptr, scaled_by_ptr):
-    """What a side is scaled by: its amax, there or in parts; or what the history says, which notes that amax."""
+    """The amax that a side is scaled by: its own, which is there whole or in parts, or the one that the history gives.
+
+    With a history, the first program notes the side's own amax in it.
+    """
     if whole_ptr is None:
         return tl.load(amax_ptr)
     else:
@@ -178,7 +181,7 @@ def add_cast(
 ) -> None:
     """Cast the sides that have a target; the largest magnitude of x, the same for both, is taken if one lacks it.
 
-    With a history, what both are scaled by, for which they have one place, is not that magnitude but what it says.
+    With a history, both sides are scaled by the amax that it gives, which goes to the one place that they share.
     """
     rows, cols = reading.shape
     missing = [target.amax for target in (row, col) if target is not None and not target.is_given]  # one, if any
