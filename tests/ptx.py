@@ -248,6 +248,10 @@ class Program:
                 found = (found << (np.uint64(64) - length)).view(np.int64) >> (np.uint64(64) - length).astype(np.int64)
             return found.view(np.uint64) & np.uint64((1 << bits) - 1)
         operands = [read(source, bits) for source in sources]
+        if kind == "shf":
+            assert words[:2] == ["l", "wrap"], "words are shifted otherwise"
+            low, high, count = operands
+            return (high << np.uint64(32) | low) << (count & np.uint64(31)) >> np.uint64(32) & np.uint64(0xFFFFFFFF)
         if kind in ("shl", "shr"):
             operands[1] = self.value(sources[1]).astype(operands[0].dtype)
         if kind == "mul" and "hi" in words:
@@ -265,11 +269,12 @@ def parsed(ptx: str) -> tuple[list[Line], dict[str, int]]:
     lines: list[Line] = []
     labels: dict[str, int] = {}
     body = re.sub(r"//[^\n]*", "", ptx[ptx.index("{", ptx.index(".entry")) + 1 :])
+    body = re.sub(r"^\s*\.(loc|pragma|file)[^\n]*", "", body, flags=re.M).replace("::cta", "")
     for statement in re.split(r";|(?<=:)\n", body):
-        text = re.sub(r"^\s*(\.(loc|pragma|file)[^\n]*\n\s*)*", "", statement).strip()
+        text = statement.strip()
         while match := re.match(r"(\$\w+):\s*", text):
             labels[match[1]] = len(lines)
-            text = re.sub(r"^(\.loc[^\n]*\n\s*)*", "", text[match.end() :]).strip()
+            text = text[match.end() :].strip()
         text = re.sub(r"^[{}\s]+(?=[a-z@.])", "", text)
         match = re.match(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.]*)\s*(.*)", text, re.S)
         if match is None:
