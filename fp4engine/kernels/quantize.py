@@ -177,7 +177,8 @@ def hardware_reading(reading: Reading, hardware: int) -> int:
     """``hardware``, without :data:`WORDS` for a cast behind a prologue, or one that does not read 16 bytes at a time.
 
     Triton reads 16 bytes at once only if it knows that addresses, strides and columns are multiples of 16. Casts in
-    words that read by elements wrote wrong values on an H200, though their PTX is right (benchmarks/notes/quantize.md).
+    words that read by elements write wrong values, since ptxas reads a register that nothing has written
+    (benchmarks/notes/quantize.md).
     """
     x, columns = reading.x, reading.shape[1]
     is_wide = x.aligned and x.strides[1] == 1 and x.strides[0] % 16 == 0 and columns % 16 == 0
