@@ -104,10 +104,11 @@ class Program:
     def _move(self, kind: str, words: list[str], operands: list[str], mask: np.ndarray) -> None:
         size = int(words[-1][1:]) // 8
         names, address = (operands[0], operands[1]) if kind == "ld" else (operands[1], operands[0])
-        base, _, offset = address.strip("[] ").partition("+")
-        at = self.value(base.strip(), 64).astype(np.int64) + int(offset or "0", 0)
+        at = self._address(address)
         memory = self.shared if "shared" in words else self.memory
-        for index, register in enumerate(name.strip() for name in names.strip("{} ").split(",")):
+        registers = [name.strip() for name in names.strip("{} ").split(",")]
+        assert not (at[mask] % (size * len(registers))).any(), "misaligned address"
+        for index, register in enumerate(registers):
             places = (at + index * size)[:, None] + np.arange(size)
             if "shared" in words:
                 self._meet(kind, places[mask], np.flatnonzero(mask) // WARP)
@@ -117,6 +118,10 @@ class Program:
                 self.write(register, found.view(np.uint64)[:, 0], mask)
             else:
                 memory[places[mask]] = self.value(register, 64).view(np.uint8).reshape(128, 8)[mask, :size]
+
+    def _address(self, operand: str) -> np.ndarray:
+        base, _, offset = operand.strip("[] ").partition("+")
+        return self.value(base.strip(), 64).astype(np.int64) + int(offset or "0", 0)
 
     def _meet(self, kind: str, places: np.ndarray, warps: np.ndarray) -> None:
         """Note whether warps touch the same shared memory with no barrier between, and one of them writes."""
@@ -130,7 +135,8 @@ class Program:
 
     def _store_matrix(self, operands: list[str]) -> None:
         """``stmatrix``: 8x8 elements of 16 bits; lane 8 j + i has the address of row i of matrix j."""
-        address = self.value(operands[0].strip("[] "), 64).astype(np.int64)
+        address = self._address(operands[0])
+        assert not (address % 16).any(), "misaligned address"
         for index, register in enumerate(name.strip() for name in operands[1].strip("{} ").split(",")):
             for thread in range(128):
                 warp, lane = divmod(thread, WARP)
@@ -187,13 +193,17 @@ class Program:
     def _compare(self, how: str, type_: str, sources: list[str]) -> np.ndarray:
         if type_ == "f32":
             a, b = (self.number_of(source) for source in sources)
+        elif type_ == "f16":
+            a, b = (self.value(source, 16).astype(np.uint16).view(np.float16) for source in sources)
         else:
             read = self.signed if type_[0] == "s" else self.value
             a, b = (read(source, int(type_[1:])) for source in sources)
+        if how == "nan":
+            return np.isnan(a) | np.isnan(b)
         compare = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
         compare |= {"eq": np.equal, "ne": np.not_equal}
         found = compare[how[:2]](a, b)
-        return found | np.isnan(a) | np.isnan(b) if type_ == "f32" and how.endswith("u") else found
+        return found | np.isnan(a) | np.isnan(b) if type_[0] == "f" and how.endswith("u") else found
 
     def _converted(self, words: list[str], sources: list[str]) -> np.ndarray:
         name = ".".join(words)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fp4engine.kernels.encode import (
-    E4M3_NAN,
+    E4M3,
     FLT_MAX,
     NAN,
     even_magnitude_of,
@@ -108,6 +108,29 @@ def quick_quotient(DIVIDEND: tl.constexpr, x):
     r = quick_reciprocal(x)
     q = r * DIVIDEND
     return tl.fma(r, tl.fma(x * -1.0, q, DIVIDEND), q)
+
+
+@triton.jit
+def scale_code(x, HARDWARE: tl.constexpr):
+    """:func:`fp4engine.kernels.encode.to_e4m3`, each number converted beside a 0.
+
+    PTX converts two numbers at once, and ``x.to(tl.float8e4nv)`` gives it two. Where the codes meet in a word again,
+    ptxas 12.8 and 12.9 lose some of them (benchmarks/notes/quantize.md).
+    """
+    if E4M3 & HARDWARE:
+        code = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 codes;
+            .reg .f32 zero;
+            mov.f32 zero, 0f00000000;
+            cvt.rn.satfinite.e4m3x2.f32 codes, zero, $1;
+            cvt.u32.u16 $0, codes;
+            }""",
+            "=r,f", [x], dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+        return code.to(tl.uint8)
+    else:
+        return to_e4m3(x, HARDWARE)
 
 
 @triton.jit
@@ -258,11 +281,11 @@ def at_most(words, whole_scale):
 def cast_words(words, amax, outer_amax, random, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
     """Scale bits and packed words of blocks with the amax ``amax``, under an outer amax from 2^-100 to 2^17."""
     outer_scale = quick_quotient(SIDE.numerator, outer_amax)
-    scale_inv = to_e4m3(amax * (outer_scale * (1.0 / SIDE.target)), HARDWARE)
+    scale_inv = scale_code(amax * (outer_scale * (1.0 / SIDE.target)), HARDWARE)
     scale = from_e4m3(scale_inv, HARDWARE)
     whole_scale = scale * quick_reciprocal(outer_scale)
     # The minimum of NaN, which is a reciprocal of 0 here, and FLT_MAX is FLT_MAX.
     encode_scale = tl.minimum(quick_reciprocal(whole_scale), FLT_MAX)
     if not SIDE.random_bits:
         words = at_most(words, whole_scale)
-    return scale_inv, pack_words(words, random, encode_scale, scale, scale_inv == E4M3_NAN, SIDE)
+    return scale_inv, pack_words(words, random, encode_scale, scale, scale != scale, SIDE)
