@@ -5,10 +5,11 @@
 
 The model is the GPT of training.py. `one` is one GPU, `fsdp` FSDP2 with weights gathered in BF16, `fsdp_fp4` FSDP2 with
 weights gathered as codes, `tp` tensor and sequence parallelism, `fsdp_tp` both, tensor parallelism over two. Compiled
-is each block on its own; `tp-graph` replays a whole step of compiled blocks, its collectives too, as one CUDA graph.
-Parameters are in BF16; or in FP32, which FSDP2 gathers for BF16 and the others multiply under torch.autocast. Gradients
-are reduced in FP32. `8b` has the sizes of Llama-3-8B, random tokens and checkpointed blocks; its ten steps learn one
-batch. AdamW's moments are in the parameters' dtype, or with `--optimizer adamw8bit` in 8 bits, by torchao.
+is each block on its own; `fsdp-graph` and `tp-graph` replay a whole step of compiled blocks, its collectives too, as
+one CUDA graph. Parameters are in BF16; or in FP32, which FSDP2 gathers for BF16 and the others multiply under
+torch.autocast. Gradients are reduced in FP32. `8b` has the sizes of Llama-3-8B, random tokens and checkpointed blocks;
+its ten steps learn one batch. AdamW's moments are in the parameters' dtype, or with `--optimizer adamw8bit` in 8 bits,
+by torchao.
 
 Modes run in the order in which they are named, and the file is written after every row: a run that is cut off, or out
 of --seconds, keeps what it has. The report adds what `fp4engine estimate` predicts for the wire, and needs no GPU.
