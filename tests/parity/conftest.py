@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from inspect import ismodule
 from typing import Any
@@ -16,17 +17,18 @@ DEFAULT_SIDES = (CastSpec(), CastSpec(rotation=Rotation()))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def patched_once_per_launch() -> Iterator[None]:
-    """Triton's interpreter replaces the functions of its language once per launch.
+def quick_interpreter() -> Iterator[None]:
+    """Triton's interpreter replaces the functions of its language once per launch, and looks for no overflow.
 
-    By itself it does so again whenever one device function calls another, which takes a third of the time.
+    By itself it does so again whenever one device function calls another, which takes a third of the time. It also
+    repeats every sum and product of integers in 64 bits, to compare, and looks at the comparison under ``debug`` alone.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
     from triton.runtime import interpreter
 
-    language = (interpreter.tl, interpreter.tl.core)
+    builder, language = interpreter.interpreter_builder, (interpreter.tl, interpreter.tl.core)
     patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set[Any]()
 
     @cache
@@ -44,6 +46,7 @@ def patched_once_per_launch() -> Iterator[None]:
         launch(self, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         monkeypatch.setattr(interpreter, "_patch_lang", patch_what_is_left)
         monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_unpatched)
         yield
