@@ -198,8 +198,8 @@ class Program:
         else:
             read = self.signed if type_[0] == "s" else self.value
             a, b = (read(source, int(type_[1:])) for source in sources)
-        if how == "nan":
-            return np.isnan(a) | np.isnan(b)
+        if how in ("nan", "num"):
+            return (np.isnan(a) | np.isnan(b)) == (how == "nan")
         compare = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
         compare |= {"eq": np.equal, "ne": np.not_equal}
         found = compare[how[:2]](a, b)

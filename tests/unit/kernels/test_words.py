@@ -36,9 +36,9 @@ PLACES = {name: 0x8000 * (index + 1) for index, name in enumerate(
 )} | {"row_amax_ptr": 0x100, "col_amax_ptr": 0x200, "rng_ptr": 0x300}  # fmt: skip
 
 
-def compiled(row: CastSpec, col: CastSpec, form: str, registers: int) -> str:
+def compiled(row: CastSpec, col: CastSpec, form: str, registers: int, capability: int) -> str:
     sides = {"ROW": Side.of(row, form, 0), "COL": Side.of(col, form, 1)}
-    constants = sides | {"TILE_M": 64, "TILE_K": 128, "EVEN": False, "HARDWARE": hardware_of(90), "stride_k": 1}
+    constants = sides | {"TILE_M": 64, "TILE_K": 128, "EVEN": False, "HARDWARE": hardware_of(capability), "stride_k": 1}
     if not row.is_stochastic:
         constants["rng_ptr"] = None
     for name in ("PROLOGUE", "statistics_ptr", "gamma_ptr", "beta_ptr", "row_whole_ptr", "col_whole_ptr"):
@@ -50,7 +50,7 @@ def compiled(row: CastSpec, col: CastSpec, form: str, registers: int) -> str:
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(quantize_kernel, signature, constants, attributes)
     options = {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": registers}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
 
 
 def run(ptx: str, x: torch.Tensor, amaxes: list[torch.Tensor], rng: torch.Tensor, draws: bool) -> np.ndarray:
@@ -79,18 +79,16 @@ def values(name: str) -> torch.Tensor:
     return x.bfloat16()
 
 
-@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter does not compile")
-@pytest.mark.parametrize("form", ["codes", "values"])
-@pytest.mark.parametrize("name", CASTS)
-def test_bytes_are_the_references(name, form):
+def hold(name: str, form: str, x: torch.Tensor, amaxes: list[torch.Tensor] | None = None, capability: int = 90) -> None:
+    """Whether the cast of ``x``, by its own amaxes or those given, has the reference's bytes."""
     row, col, registers = CASTS[name]
-    x, rng = values(name), torch.tensor([0x1234_5678_9ABC, 77])
+    rng = torch.tensor([0x1234_5678_9ABC, 77])
     wanted = [
-        reference.quantize(operand, spec, rng=rng, stream=STREAM | side)
+        reference.quantize(operand, spec, amax=amaxes[side] if amaxes else None, rng=rng, stream=STREAM | side)
         for side, (operand, spec) in enumerate(((x, row), (x.T, col)))
     ]
-    amaxes = [want.amax for want in wanted]
-    memory = run(compiled(row, col, form, registers), x, amaxes, rng, row.is_stochastic)
+    ptx = compiled(row, col, form, registers, capability)
+    memory = run(ptx, x, [want.amax for want in wanted], rng, row.is_stochastic)
     for side, spec, want in zip(("row", "col"), (row, col), wanted, strict=True):
         data = want.codes
         if form == "values":
@@ -102,6 +100,27 @@ def test_bytes_are_the_references(name, form):
             expected = tensor.contiguous().view(torch.uint8).flatten().numpy()
             found = memory[PLACES[pointer] : PLACES[pointer] + len(expected)]
             assert (found == expected).all(), (side, pointer, int((found != expected).sum()), len(expected))
+
+
+compiles = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter does not compile")
+
+
+@compiles
+@pytest.mark.parametrize("form", ["codes", "values"])
+@pytest.mark.parametrize("name", CASTS)
+def test_bytes_are_the_references(name, form):
+    hold(name, form, values(name))
+
+
+@compiles
+@pytest.mark.parametrize("capability", [86, 90], ids=["sm_86, without E4M3 conversions", "sm_90"])
+@pytest.mark.parametrize("name", ["default forward", "default backward"])
+def test_nan_and_infinity_under_an_amax_that_is_given(name, capability):
+    """A finite amax sends the block of a NaN through words, where its scale is NaN and its codes are 0."""
+    x = values(name)
+    amaxes = [operand.float().abs().max().reshape(1) for operand in (x, x)]
+    x[17, 21], x[40, 100], x[41, 3] = float("nan"), float("inf"), float("-inf")
+    hold(name, "codes", x, amaxes, capability)
 
 
 def reading(**other) -> Reading:
