@@ -2,6 +2,7 @@
 # requirements.lock, so `make train` and `make test` work in a fresh clone.
 PYTHON  ?= python3
 WORKERS ?= 2
+GPUS    ?= 80 86 89 90
 ARGS    ?=
 
 BIN       := .venv/bin
@@ -9,7 +10,7 @@ INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup train test test-main interpret lint format types docs aot bench gpu clean
+.PHONY: help setup train test test-main interpret emulate lint format types docs aot bench gpu clean
 
 help:
 	@echo "make train [ARGS=...]   train a small GPT in NVFP4 beside its BF16 twin (ARGS=--help lists the options)"
@@ -18,6 +19,7 @@ help:
 	@echo "make types              strict type check"
 	@echo "make docs               documentation, warnings as errors, into docs/_build/html"
 	@echo "make interpret          only the kernel parity tests under Triton's interpreter (CPU)"
+	@echo "make emulate [GPUS=89]  casts as ptxas compiles them for Ampere, Ada and Hopper, run by NumPy; an hour for all four"
 	@echo "make aot                compile the kernels ahead of time for GPUs that are not here"
 	@echo "make bench [ARGS=...]   benchmarks (a GPU makes them meaningful)"
 	@echo "make gpu                what only a GPU can show: parity, GPU tests, benchmarks, the 10m preset"
@@ -44,6 +46,11 @@ test-main: $(INSTALLED)
 # A process of its own: Triton decides at import whether its kernels are compiled or interpreted.
 interpret: $(INSTALLED)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/parity
+
+EMULATED = $(addprefix tests/parity/test_,quantize_kernels.py dequantize_kernel.py transpose_kernel.py)
+
+emulate: $(INSTALLED)
+	for gpu in $(GPUS); do EMULATED_GPU=$$gpu $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(EMULATED) || exit 1; done
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

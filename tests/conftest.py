@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._triton import has_triton
 
 from tests import ranks
+from tests.answers import forget
 
 # Dynamo looks torch's functions up by identity, once: it has to see the real torch.empty, not the poisoned one.
 get_torch_obj_rule_map()
@@ -35,6 +36,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton runs kernels in Python on the CPU in this process (`make interpret`)."""
+
+EMULATED = os.environ.get("EMULATED_GPU")
+"""The compute capability, such as 89, of a GPU whose instructions NumPy runs in this process (`make emulate`)."""
 
 POISON_BYTE = 0xFF
 """As float32 and bfloat16 eight or more set bits at the top are a NaN, and so is 0xFF in E4M3 and E5M2."""
@@ -150,10 +154,22 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.fixture(scope="session")
+def emulated_gpu() -> Iterator[bool]:
+    """Whether tensors on the CPU are on a GPU as far as Triton knows, which is emulated (`make emulate`)."""
+    if EMULATED is None:
+        yield False
+        return
+    from tests.emulated_gpu import emulated
+
+    with emulated(int(EMULATED)):
+        yield True
+
+
 @pytest.fixture
-def kernel_device() -> str:
+def kernel_device(emulated_gpu) -> str:
     """Where Triton kernels run in this process; skips when nowhere."""
-    if INTERPRETED:
+    if INTERPRETED or emulated_gpu:
         return "cpu"
     if not torch.cuda.is_available():
         pytest.skip("Triton kernels need a CUDA device, or TRITON_INTERPRET=1 (make interpret)")
@@ -172,15 +188,7 @@ def group_of_one() -> Iterator[torch.distributed.ProcessGroup]:
 
 @pytest.fixture
 def forget_answers() -> Iterator[Callable[[], None]]:
-    """Forgets what the package has answered about devices, which only tests change; runs once more at the end."""
-
-    def forget() -> None:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("fp4engine."):
-                for value in vars(module).values():
-                    if callable(getattr(value, "cache_clear", None)):
-                        value.cache_clear()
-
+    """Forgets what the package has answered about devices; runs once more at the end."""
     yield forget
     forget()
 

@@ -23,7 +23,7 @@ from triton import AsyncCompileMode, knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from fp4engine.kernels.target import hardware_of
+from fp4engine.kernels.target import E4M3, PAIRS, hardware_of
 
 ALIGNMENT = 16
 """Bytes. For other addresses than multiples of this, Triton compiles another kernel; the copy engine refuses them."""
@@ -183,7 +183,7 @@ class Launch:
     ) -> None:
         self.outputs = [buffers[index - inputs] for index in outputs]
         self.steps = steps
-        self._index = device.index if device.type == "cuda" else None
+        self._device, self._index = device, device.index if device.type == "cuda" else None
         described = [argument for step in steps for argument in step.arguments if type(argument) is Block]
         tensors = {block.place.position for block in described if block.at is None}
         whole = [*outputs, *sorted(tensors.difference(outputs, range(inputs)))]
@@ -256,6 +256,8 @@ class Launch:
             values: the inputs, then the whole buffers.
         """
         values += [allocate() for allocate in self._parts]
+        if not knows_fp8(self._device):
+            values = [as_bytes(tensor) for tensor in values]
         values += [describe(values[place]) for place, describe, _ in self._blocks]
         values += self._constants
         calls = [(step, arguments(values)) for step, arguments in zip(self.steps, self._arguments, strict=True)]
@@ -321,6 +323,18 @@ def device_facts(device: torch.device) -> tuple[int, int]:
         return 0, 4
     properties = torch.cuda.get_device_properties(device)
     return hardware_of(10 * properties.major + properties.minor), properties.multi_processor_count
+
+
+def knows_fp8(device: torch.device) -> bool:
+    """Whether Triton has types of FP8 there; for sm_80 and sm_86 it refuses a kernel that is passed one."""
+    hardware, _ = device_facts(device)
+    return bool(hardware & E4M3 or not hardware & PAIRS)
+
+
+def as_bytes(tensor: Tensor | None) -> Tensor | None:
+    """A tensor of FP8 as bytes, which is how all kernels read it but those for FP8 tensor cores."""
+    is_fp8 = tensor is not None and tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+    return tensor.view(torch.uint8) if is_fp8 else tensor
 
 
 @cache

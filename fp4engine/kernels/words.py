@@ -2,17 +2,16 @@
 
 One instruction on a word does what takes two in FP32: a maximum, a sign, a stochastic rounding, a product with the
 block scale. Rounding to nearest even stays in FP32, since it depends on every bit of ``fl(x * enc)``. The bytes are the
-same as without words. :func:`fp4engine.kernels.cast.cast_block` calls :func:`cast_words` if the GPU has
-:data:`~fp4engine.kernels.target.WORDS` and products stay normal. Triton's interpreter never does, since these functions
-are PTX; ``tests/unit/kernels/test_words.py`` runs the PTX on the CPU. The roundings themselves are explained in
-:mod:`fp4engine.kernels.encode`.
+same as without words. :func:`fp4engine.kernels.cast.cast_block` keeps blocks as words if the GPU has
+:data:`~fp4engine.kernels.target.WORDS`, and calls :func:`cast_words` if products stay normal too. Triton's interpreter
+never does, since these functions are PTX; ``tests/parity/test_emulated_gpus.py`` runs them on emulated GPUs. The
+roundings themselves are explained in :mod:`fp4engine.kernels.encode`.
 """
 
 import triton
 import triton.language as tl
 
 from fp4engine.kernels.encode import (
-    E4M3,
     FLT_MAX,
     NAN,
     even_magnitude_of,
@@ -81,6 +80,15 @@ def half_of(word, i: tl.constexpr):
 
 
 @triton.jit
+def elements_of(words):
+    """The 16 values of eight words, in FP32."""
+    x = ()
+    for i in tl.static_range(8):
+        x = x + (half_of(words[i], 0), half_of(words[i], 1))
+    return x
+
+
+@triton.jit
 def amax_of_words(words):
     """As :func:`fp4engine.kernels.encode.block_amax`."""
     m = words
@@ -108,29 +116,6 @@ def quick_quotient(DIVIDEND: tl.constexpr, x):
     r = quick_reciprocal(x)
     q = r * DIVIDEND
     return tl.fma(r, tl.fma(x * -1.0, q, DIVIDEND), q)
-
-
-@triton.jit
-def scale_code(x, HARDWARE: tl.constexpr):
-    """:func:`fp4engine.kernels.encode.to_e4m3`, each number converted beside a 0.
-
-    PTX converts two numbers at once, and ``x.to(tl.float8e4nv)`` gives it two. Where the codes meet in a word again,
-    ptxas 12.8 and 12.9 lose some of them (benchmarks/notes/quantize.md).
-    """
-    if E4M3 & HARDWARE:
-        code = tl.inline_asm_elementwise(
-            """{
-            .reg .b16 codes;
-            .reg .f32 zero;
-            mov.f32 zero, 0f00000000;
-            cvt.rn.satfinite.e4m3x2.f32 codes, zero, $1;
-            cvt.u32.u16 $0, codes;
-            }""",
-            "=r,f", [x], dtype=tl.uint32, is_pure=True, pack=1,
-        )  # fmt: skip
-        return code.to(tl.uint8)
-    else:
-        return to_e4m3(x, HARDWARE)
 
 
 @triton.jit
@@ -281,7 +266,7 @@ def at_most(words, whole_scale):
 def cast_words(words, amax, outer_amax, random, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
     """Scale bits and packed words of blocks with the amax ``amax``, under an outer amax from 2^-100 to 2^17."""
     outer_scale = quick_quotient(SIDE.numerator, outer_amax)
-    scale_inv = scale_code(amax * (outer_scale * (1.0 / SIDE.target)), HARDWARE)
+    scale_inv = to_e4m3(amax * (outer_scale * (1.0 / SIDE.target)), HARDWARE)
     scale = from_e4m3(scale_inv, HARDWARE)
     whole_scale = scale * quick_reciprocal(outer_scale)
     # The minimum of NaN, which is a reciprocal of 0 here, and FLT_MAX is FLT_MAX.
