@@ -34,7 +34,7 @@ from fp4engine.kernels.encode import (
     stochastic_magnitude,
     to_e4m3,
 )
-from fp4engine.kernels.words import WORDS, amax_of_words, cast_words, words_of
+from fp4engine.kernels.words import WORDS, amax_of_words, cast_words, elements_of, words_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Side:
     @property
     def fits_words(self) -> bool:
         """Whether :mod:`fp4engine.kernels.words` can cast this side."""
-        return self.error is None and self.random_bits != 16
+        return self.error is None and self.random_bits != 16 and not self.per_row
 
     @staticmethod
     def of(spec: CastSpec, output: str, bit: int, sharded: bool = False) -> "Side":
@@ -149,7 +149,7 @@ def products_stay_normal(outer_amax, SIDE: tl.constexpr, dtype: tl.constexpr):
 def scale_elements(x, encode_scale, FUSED: tl.constexpr):
     """``fl(x * enc) + 0``: adding 0 turns -0.0 into +0.0, whose code is 0. One instruction instead of two if fused."""
     v = ()
-    for i in tl.static_range(16):
+    for i in tl.static_range(len(x)):
         if FUSED:
             v = v + (tl.fma(x[i], encode_scale, 0.0),)
         else:
@@ -158,13 +158,16 @@ def scale_elements(x, encode_scale, FUSED: tl.constexpr):
 
 
 @triton.jit
-def encode_elements(v, random, low_random, SIDE: tl.constexpr):
-    """Magnitude codes as :func:`stochastic_code` or :func:`even_code` gives them, or magnitudes in FP32."""
+def encode_elements(v, random, low_random, FIRST: tl.constexpr, SIDE: tl.constexpr):
+    """Magnitude codes as :func:`stochastic_code` or :func:`even_code` gives them, or magnitudes in FP32.
+
+    ``FIRST`` is the position of ``v[0]`` in its block.
+    """
     TOP: tl.constexpr = 22 if SIDE.rounds_values else 28  # pyright: ignore[reportAssignmentType]
     codes = ()
-    for i in tl.static_range(16):
+    for i in tl.static_range(len(v)):
         if SIDE.random_bits:
-            bits = random_bits(random, low_random, i, SIDE.random_bits, TOP)
+            bits = random_bits(random, low_random, FIRST + i, SIDE.random_bits, TOP)
             if SIDE.rounds_values:
                 codes = codes + (stochastic_magnitude(v[i], bits, SIDE.random_bits),)
             else:
@@ -183,22 +186,43 @@ def magnitudes_of(codes, SIDE: tl.constexpr):
         return codes
     else:
         m = ()
-        for i in tl.static_range(16):
+        for i in tl.static_range(len(codes)):
             m = m + (magnitude(codes[i], SIDE.random_bits > 0),)
         return m
 
 
 @triton.jit
 def pack_elements(v, codes, scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
-    """The words of one block."""
+    """The words of as many elements: eight codes in each, or two values."""
     if SIDE.words == 8:
         return pack_values(magnitudes_of(codes, SIDE), v, scale)
-    elif SIDE.random_bits:
-        return pack_stochastic(codes, v, 0), pack_stochastic(codes, v, 8)
-    elif E2M1 & HARDWARE:
-        return pack_native(v, 0), pack_native(v, 8)
     else:
-        return pack_even(codes, v, 0), pack_even(codes, v, 8)
+        words = ()
+        for first in tl.static_range(0, len(v), 8):
+            if SIDE.random_bits:
+                words = words + (pack_stochastic(codes, v, first),)
+            elif E2M1 & HARDWARE:
+                words = words + (pack_native(v, first),)
+            else:
+                words = words + (pack_even(codes, v, first),)
+        return words
+
+
+@triton.jit
+def cast_elements(
+    x, scale, encode_scale, random, low_random, SIDE: tl.constexpr, FUSED: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """The words of one block, one after the other: what an element needed is given back before the next word."""
+    COUNT: tl.constexpr = 16 // SIDE.words
+    words = ()
+    for first in tl.static_range(0, 16, COUNT):
+        part = ()
+        for i in tl.static_range(COUNT):
+            part = part + (x[first + i],)
+        v = scale_elements(part, encode_scale, FUSED)
+        codes = encode_elements(v, random, low_random, first, SIDE)
+        words = words + pack_elements(v, codes, scale, SIDE, HARDWARE)
+    return words
 
 
 @triton.jit
@@ -216,15 +240,35 @@ def candidate_error(x, codes, scale, outer_amax, SIDE: tl.constexpr, FUSED: tl.c
 
 
 @triton.jit
+def scales_of(scale, outer_scale, HARDWARE: tl.constexpr):
+    """Stored scale, its value, and what elements are multiplied by, for one unrounded block scale."""
+    scale_inv = to_e4m3(scale, HARDWARE)
+    decode_scale = from_e4m3(scale_inv, HARDWARE)
+    return scale_inv, decode_scale, element_encode_scale(decode_scale, reciprocal(outer_scale, HARDWARE), HARDWARE)
+
+
+@triton.jit
 def candidate(
     x, scale, outer_scale, random, low_random, SIDE: tl.constexpr, FUSED: tl.constexpr, HARDWARE: tl.constexpr
 ):
     """Stored scale, its value, scaled elements and codes for one unrounded block scale."""
-    scale_inv = to_e4m3(scale, HARDWARE)
-    decode_scale = from_e4m3(scale_inv, HARDWARE)
-    encode_scale = element_encode_scale(decode_scale, reciprocal(outer_scale, HARDWARE), HARDWARE)
+    scale_inv, decode_scale, encode_scale = scales_of(scale, outer_scale, HARDWARE)
     v = scale_elements(x, encode_scale, FUSED)
-    return scale_inv, decode_scale, v, encode_elements(v, random, low_random, SIDE)
+    return scale_inv, decode_scale, v, encode_elements(v, random, low_random, 0, SIDE)
+
+
+@triton.jit
+def draw_block(rng_ptr, block, row, stream, like, SIDE: tl.constexpr):
+    """Random words of the blocks, and those of the lower bits if 16 are asked for; see :func:`random_words`."""
+    random = ()
+    low_random = ()
+    if SIDE.random_bits:
+        if SIDE.sharded:
+            block, row = in_the_whole(rng_ptr, block, row, stream | SIDE.bit)
+        random = random_words(rng_ptr, block, row, stream | SIDE.bit, like)
+        if SIDE.random_bits == 16:
+            low_random = random_words(rng_ptr, block, row, (stream | SIDE.bit) ^ 16, like)
+    return random, low_random
 
 
 @triton.jit
@@ -267,27 +311,22 @@ def cast_block(
     """
     NATIVE: tl.constexpr = E2M1 & HARDWARE and SIDE.words == 2 and not SIDE.random_bits  # pyright: ignore[reportAssignmentType]
     IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE  # pyright: ignore[reportAssignmentType]
-    IN_WORDS: tl.constexpr = FUSED and WORDS & HARDWARE and IS_BF16 and SIDE.fits_words and not NATIVE  # pyright: ignore[reportAssignmentType]
+    AS_WORDS: tl.constexpr = WORDS & HARDWARE and IS_BF16 and SIDE.fits_words and not NATIVE  # pyright: ignore[reportAssignmentType]
+    IN_WORDS: tl.constexpr = FUSED and AS_WORDS  # pyright: ignore[reportAssignmentType]
     if SIDE.signs is not None:
         x = rotate(x, SIDE, DTYPE, HARDWARE)
-    if IN_WORDS:
+    if AS_WORDS:
         x = words_of(x)
         amax = amax_of_words(x)
     else:
         amax = block_amax(x)
     if SIDE.tiled:
         amax = tile_amax(amax, OUTER, INNER)
-    random = ()
-    low_random = ()
-    if SIDE.random_bits:
-        if SIDE.sharded:
-            block, row = in_the_whole(rng_ptr, block, row, stream | SIDE.bit)
-        random = random_words(rng_ptr, block, row, stream | SIDE.bit, amax)
-        if SIDE.random_bits == 16:
-            low_random = random_words(rng_ptr, block, row, (stream | SIDE.bit) ^ 16, amax)
     if IN_WORDS:
+        random, _ = draw_block(rng_ptr, block, row, stream, amax, SIDE)
         scale_inv, words = cast_words(x, amax, outer_amax, random, SIDE, HARDWARE)
     elif SIDE.error is not None:
+        random, low_random = draw_block(rng_ptr, block, row, stream, amax, SIDE)
         outer_scale = outer_encode_scale(outer_amax, SIDE.numerator)
         scale_inv, words = four_over_six(
             x, amax, outer_amax, outer_scale, random, low_random, SIDE, OUTER, INNER, FUSED, HARDWARE
@@ -295,8 +334,10 @@ def cast_block(
     else:
         outer_scale = outer_encode_scale(outer_amax, SIDE.numerator)
         scale = amax * (outer_scale * (1.0 / SIDE.target))
-        scale_inv, decode_scale, v, codes = candidate(x, scale, outer_scale, random, low_random, SIDE, FUSED, HARDWARE)
-        words = pack_elements(v, codes, decode_scale, SIDE, HARDWARE)
+        scale_inv, decode_scale, encode_scale = scales_of(scale, outer_scale, HARDWARE)
+        random, low_random = draw_block(rng_ptr, block, row, stream, encode_scale, SIDE)
+        x = elements_of(x) if AS_WORDS else x
+        words = cast_elements(x, decode_scale, encode_scale, random, low_random, SIDE, FUSED, HARDWARE)
     if SIDE.words == 2 and not IN_WORDS:
         # Codes under a NaN scale are 0.
         broken = scale_inv == E4M3_NAN

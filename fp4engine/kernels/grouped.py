@@ -24,12 +24,11 @@ from fp4engine.kernels.amax import add_zeros, bits_of_largest, store_amax
 from fp4engine.kernels.cast import Side, products_stay_normal
 from fp4engine.kernels.encode import NAN, block_amax, operand_amax
 from fp4engine.kernels.launch import Draft, Facts, Launch, Place, device_facts, facts, resolver
-from fp4engine.kernels.load import Reading, load_blocks, load_rows
+from fp4engine.kernels.load import load_blocks, load_rows
 from fp4engine.kernels.quantize import (
     cast_columnwise,
     cast_rowwise,
     data_of,
-    hardware_reading,
     scales_of,
     tile_shape,
 )
@@ -205,7 +204,7 @@ def resolve_grouped_cast(
     draft.step(
         grouped_quantize_kernel, max_tiles(rows, groups, tile_m) * -(-cols // tile_k), x_place, offsets_place, *targets,
         rng_place if rng else None, cols, x.strides[0], groups, stream, row, col, size, tile_m, tile_k,
-        hardware_reading(Reading(x), hardware), num_warps=4,
+        hardware, num_warps=4,
     )  # fmt: skip
     return draft.launch()
 

@@ -158,30 +158,16 @@ def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
 
 
 def _options(reading: Reading, hardware: int, *sides: Side | None) -> dict[str, int]:
-    """Registers per thread: as few as cost no spill where products stay normal, so that more warps fit an SM.
+    """Registers per thread: 80 for nearest codes in words, so that 24 warps fit an SM; else as many as ptxas takes.
 
-    In words, 80 let 24 warps fit and not 20, 3% on an H200; 96 let 20 fit under SR; behind a norm, 128 are faster by
-    3%. 128 under 4over6, where a thread has one block, so that both candidates fit and 16 warps do.
+    No build may keep registers in memory: ptxas 12.8 and 12.9 then compute some addresses from registers that they have
+    overwritten (benchmarks/notes/quantize.md).
     """
     asked = [side for side in sides if side is not None]
-    if any(side.error for side in asked):
-        return {"maxnreg": 128}
-    if reading.x.dtype.itemsize != 2 or any(side.per_row for side in asked):
-        return {}
-    if hardware & WORDS and reading.dtype == torch.bfloat16 and all(side.fits_words for side in asked):
-        if reading.prologue is not None:
-            return {"maxnreg": 128}
-        return {"maxnreg": 96 if any(side.random_bits for side in asked) else 80}
-    return {} if any(side.random_bits or side.words != 2 for side in asked) else {"maxnreg": 80}
-
-
-def hardware_reading(reading: Reading, hardware: int) -> int:
-    """``hardware``, without :data:`WORDS` for a cast that does not read 16 bytes at a time.
-
-    In words and read by elements, a cast with few registers ends in a misaligned address, and with many it does not;
-    the cause is not known (benchmarks/notes/quantize.md).
-    """
-    return hardware if reading.is_wide else hardware & ~WORDS
+    in_words = hardware & WORDS and reading.dtype == torch.bfloat16 and reading.prologue is None
+    if in_words and all(side.fits_words and side.words == 2 and not side.random_bits for side in asked):
+        return {"maxnreg": 80}
+    return {}
 
 
 def data_of(side: Side, rows: int, cols: int) -> tuple[tuple[int, int], torch.dtype]:
@@ -264,7 +250,6 @@ def add_cast(
     hardware, multiprocessors = device_facts(draft.device)
     if tiles.programs < multiprocessors:
         tiles = Tiles.of(reading.shape, draft.device, *shape_of(small=True))
-    hardware = hardware_reading(reading, hardware)
     targets: list[Place | Block | None] = []
     for target, amax, gone in ((row, maxima.row, missing[0]), (col, maxima.col, missing[1])):
         in_parts = target is not None and gone and not target.side.per_row
