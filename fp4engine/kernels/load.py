@@ -68,12 +68,6 @@ class Reading(NamedTuple):
         return self.x.dtype if self.prologue is None else self.prologue.torch_dtype
 
     @property
-    def is_wide(self) -> bool:
-        """Whether Triton knows that x, its rows and their length are multiples of 16, and reads 16 bytes at once."""
-        lengths = (self.x.strides[0], self.shape[1])
-        return self.x.aligned and self.x.strides[1] == 1 and not any(length % 16 for length in lengths)
-
-    @property
     def places(self) -> tuple[Place | None, ...]:
         """The kernels' arguments ``x, statistics, gamma, beta``."""
         if self.prologue is None or not self.prologue.is_norm:
