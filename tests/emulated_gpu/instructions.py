@@ -229,6 +229,13 @@ class Instructions(Registers):
         first, second, a, b, also = operands
         self._decide(first, second, compared(words[0], self.number(a), self.number(b)), also, words, mask)
 
+    def fset(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
+        """A comparison as 1 or 0 in FP32."""
+        target, a, b, also = operands
+        _, how, join = words
+        found = LOGIC[join](compared(how, self.number(a), self.number(b)), self.flag(also))
+        self.write(target, found.astype(np.float32), mask)
+
     def dsetp(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
         first, second, a, b, also = operands
         found = compared(words[0], self.number(a, np.float64), self.number(b, np.float64))
@@ -256,13 +263,15 @@ class Instructions(Registers):
 
     def p2r(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
         """Predicates as bits of a byte of a register."""
-        target, _, source, chosen = operands
+        target, which, source, chosen = operands
         found = self.value(source)
         for index in range(7):
             if int(chosen, 0) >> index & 1:
                 bit = np.uint64(1 << index + (8 * int(words[0][1:]) if words else 0))
-                found = found & ~bit | self.flag(f"P{index}") * bit
+                found = found & ~bit | self.flag(f"{which.removesuffix('R')}{index}") * bit
         self.write(target, found, mask)
+
+    up2ur = p2r
 
     def r2p(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
         register, _, byte = operands[1].partition(".B")
@@ -374,6 +383,9 @@ class Instructions(Registers):
             found = to_e4m3(low) | (to_e4m3(high) << np.uint64(8)) | (self.value(sources[-1]) << np.uint64(16) & MASK)
         else:
             high, low = (self.number(source) for source in sources)
+            if "RELU" in to:
+                to = tuple(word for word in to if word != "RELU")
+                high, low = (np.where(number > 0, number, np.float32(0)) for number in (high, low))
             if to == ("BF16", "PACK_AB"):
                 found = to_bf16(low.astype(np.float64)) | (to_bf16(high.astype(np.float64)) << np.uint64(16))
             else:

@@ -10,7 +10,7 @@ from tests.emulated_gpu.instructions import Instructions
 from tests.emulated_gpu.registers import WARP, after, require_whole_warps, warps_of
 
 SHARED = 1 << 16
-STACK = 0x1000
+STACK = 0x4000
 """Bytes of local memory; a stack grows downwards from its end."""
 MOST_STEPS = 1_000_000
 PARAMETERS = {80: 0x160, 86: 0x160, 89: 0x160, 90: 0x210}
