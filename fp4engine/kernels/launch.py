@@ -10,6 +10,7 @@ reaches a GPU, or Triton's interpreter, through a launch.
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
@@ -275,9 +276,13 @@ class Launch:
             ]
 
 
+_PARSES_IN_THREADS = sys.version_info >= (3, 11, 8)
+"""Before, CPython counts the depth of a syntax tree for all threads together, and now and then raises SystemError."""
+
+
 def _compile_side_by_side(calls: Sequence[tuple[Step, tuple[Any, ...]]]) -> None:
     """Compile kernels that Triton has not compiled yet, each in a thread: it takes seconds, mostly outside Python."""
-    if len(calls) < 2:
+    if len(calls) < 2 or not _PARSES_IN_THREADS:
         return
     with ThreadPoolExecutor(len(calls)) as threads, AsyncCompileMode(threads):
         for step, arguments in calls:

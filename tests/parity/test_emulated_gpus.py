@@ -16,47 +16,42 @@ from tests.parity.test_quantize_kernels import SPECS, STREAM, assert_same, make,
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CASES = [
-    # capability, casts, dtype, distribution, shape; 70 columns are read one by one, 144 eight at once
-    (80, "default forward", BF16, "normal", (33, 144)),
-    (80, "default backward", BF16, "normal", (33, 144)),
-    (86, "default backward", BF16, "normal", (33, 144)),
-    (86, "16x16", BF16, "huge", (33, 144)),
-    (89, "default backward", FP32, "normal", (80, 144)),
-    (89, "4over6 mae", BF16, "normal", (80, 144)),
-    (89, "default forward", BF16, "wide", (33, 144)),
-    (90, "default forward", BF16, "zeros", (33, 144)),
-    (90, "default backward", BF16, "normal", (33, 144)),
-    (90, "default backward", BF16, "zeros", (33, 70)),
-    (90, "16x16", BF16, "normal", (33, 70)),
-    (90, "row-scaled", BF16, "normal", (33, 144)),
+    # capability, casts, dtype, distribution, shape, form; 70 columns are read one by one, 144 eight at once
+    (80, "default forward", BF16, "normal", (33, 144), "values"),
+    (80, "default backward", BF16, "normal", (33, 144), "codes"),
+    (86, "default backward", BF16, "normal", (33, 144), "values"),
+    (86, "16x16", BF16, "huge", (33, 144), "codes"),
+    (89, "default backward", FP32, "normal", (80, 144), "codes"),
+    (89, "4over6 mae", BF16, "normal", (80, 144), "codes"),
+    (90, "default forward", BF16, "zeros", (33, 144), "codes"),
+    (90, "default backward", BF16, "normal", (33, 144), "values"),
+    (90, "default backward", BF16, "zeros", (33, 70), "codes"),
+    (90, "16x16", BF16, "normal", (33, 70), "values"),
+    (90, "row-scaled", BF16, "normal", (33, 144), "codes"),
 ]
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
 
 
-def hold(x: torch.Tensor, name: str, amaxes: tuple[torch.Tensor | None, ...] = (None, None)) -> None:
-    """Codes and values of ``x``, and its amaxes unless they are given, are the reference's."""
+def hold(x: torch.Tensor, name: str, form: str, amaxes: tuple[torch.Tensor | None, ...] = (None, None)) -> None:
+    """Codes and scales of ``x``, or values, and its amaxes unless they are given, are the reference's."""
     specs, rng = SPECS[name], torch.tensor([0x1234_5678_9ABC, 77])
-    wanted = [
-        reference.quantize(operand, spec, amax=amax, rng=rng, stream=STREAM | side)
-        for side, (operand, spec, amax) in enumerate(zip((x, x.T), specs, amaxes, strict=True))
-    ]
-    for form in ("codes", "values"):
-        *found, row, row_scales, col, col_scales = run(x, *specs, rng, form, amaxes)
-        for side, (data, scales) in enumerate(((row, row_scales), (col, col_scales))):
-            want, what = wanted[side], f"{form} of {name}, side {side}"
-            assert_same(found[side], want.amax, f"amax, {what}")
-            if form == "codes":
-                assert_same(scales, want.scale_inv, f"scales, {what}")
-                assert_same(data, want.codes, what)
-            else:
-                assert_same(data, reference.decode(want.codes, want.scale_inv, specs[side]).bfloat16(), what)
+    *found, row, row_scales, col, col_scales = run(x, *specs, rng, form, amaxes)
+    for side, (data, scales) in enumerate(((row, row_scales), (col, col_scales))):
+        operand, spec = (x, x.T)[side], specs[side]
+        want = reference.quantize(operand, spec, amax=amaxes[side], rng=rng, stream=STREAM | side)
+        assert_same(found[side], want.amax, f"amax, side {side}")
+        if form == "codes":
+            assert_same(scales, want.scale_inv, f"scales, side {side}")
+            assert_same(data, want.codes, f"codes, side {side}")
+        else:
+            assert_same(data, reference.decode(want.codes, want.scale_inv, spec).bfloat16(), f"values, side {side}")
 
 
-@pytest.mark.parametrize(("capability", "name", "dtype", "distribution", "shape"), CASES)
-def test_bytes_are_the_references(capability, name, dtype, distribution, shape):
+@pytest.mark.parametrize(("capability", "name", "dtype", "distribution", "shape", "form"), CASES)
+def test_bytes_are_the_references(capability, name, dtype, distribution, shape, form):
     with emulated(capability):
-        hold(make(distribution, *shape, dtype), name)
+        hold(make(distribution, *shape, dtype), name, form)
 
 
 @pytest.mark.parametrize("capability", [86, 90], ids=["without E4M3 conversions", "with"])
@@ -66,7 +61,7 @@ def test_nan_and_infinity_under_an_amax_that_is_given(capability):
     amaxes = tuple(operand.float().abs().max().reshape(1) for operand in (x, x))
     x[17, 21], x[30, 100], x[31, 3] = float("nan"), float("inf"), float("-inf")
     with emulated(capability):
-        hold(x, "default backward", amaxes)
+        hold(x, "default backward", "codes", amaxes)
 
 
 def test_an_amax_of_both_sides():

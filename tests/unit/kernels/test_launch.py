@@ -127,6 +127,7 @@ def test_what_is_compiled_is_given_addresses_in_the_same_order(monkeypatch):
 
 def test_kernels_are_compiled_side_by_side_by_the_first_call_alone(monkeypatch):
     """By a profiler's leave: calls that Triton is to see go through it every time, and compile nothing again."""
+    monkeypatch.setattr(launch, "_PARSES_IN_THREADS", True)
     monkeypatch.setattr(launch, "JITFunction", Compiled)
     monkeypatch.setattr(launch, "_is_watched", lambda: True)
     kernel, draft = Compiled(), Draft(torch.device("cpu"), inputs=1)
@@ -137,6 +138,17 @@ def test_kernels_are_compiled_side_by_side_by_the_first_call_alone(monkeypatch):
         made(x)
     assert kernel.warmed == kernel.started[:2] and len(kernel.started) == 6
     assert [grid for grid, _, _ in kernel.warmed] == [(3,), (5,)]
+
+
+def test_a_python_that_cannot_parse_in_threads_compiles_one_kernel_after_the_other(monkeypatch):
+    """CPython before 3.11.8 raised SystemError in a launch's first call: "AST constructor recursion depth mismatch"."""
+    monkeypatch.setattr(launch, "_PARSES_IN_THREADS", False)
+    monkeypatch.setattr(launch, "JITFunction", Compiled)
+    kernel, draft = Compiled(), Draft(torch.device("cpu"), inputs=1)
+    for programs in (3, 5):
+        draft.step(kernel, programs, *draft.inputs)
+    draft.launch()(torch.zeros(2))
+    assert not kernel.warmed and len(kernel.started) == 2
 
 
 def test_a_kernel_that_does_not_compile_leaves_the_next_launch_able_to(monkeypatch):
@@ -160,6 +172,7 @@ def test_a_kernel_that_does_not_compile_leaves_the_next_launch_able_to(monkeypat
         def warmup(self, *arguments, grid, **options):
             active.get().wrong = True
 
+    monkeypatch.setattr(launch, "_PARSES_IN_THREADS", True)
     monkeypatch.setattr(launch, "AsyncCompileMode", Mode)
     monkeypatch.setattr(launch, "JITFunction", Compiled)
     for kind in (Wrong, Compiled, Wrong, Compiled):
