@@ -19,7 +19,7 @@ help:
 	@echo "make types              strict type check"
 	@echo "make docs               documentation, warnings as errors, into docs/_build/html"
 	@echo "make interpret          only the kernel parity tests under Triton's interpreter (CPU)"
-	@echo "make emulate [GPUS=89]  casts as ptxas compiles them for Ampere, Ada and Hopper, run by NumPy; an hour for all four"
+	@echo "make emulate [GPUS=89]  casts as ptxas compiles them for Ampere, Ada and Hopper, run by NumPy"
 	@echo "make aot                compile the kernels ahead of time for GPUs that are not here"
 	@echo "make bench [ARGS=...]   benchmarks (a GPU makes them meaningful)"
 	@echo "make gpu                what only a GPU can show: parity, GPU tests, benchmarks, the 10m preset"
