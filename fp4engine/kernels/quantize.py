@@ -160,8 +160,8 @@ def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
 def _options(reading: Reading, hardware: int, *sides: Side | None) -> dict[str, int]:
     """Registers per thread: 80 for nearest codes in words, so that 24 warps fit an SM; else as many as ptxas takes.
 
-    No build may keep registers in memory: ptxas 12.8 and 12.9 then compute some addresses from registers that they have
-    overwritten (benchmarks/notes/quantize.md).
+    Builds without a cap keep no registers in memory. Where they do, ptxas 12.8 and 12.9 may compute addresses from
+    registers that they have overwritten (benchmarks/notes/quantize.md). Under the cap, builds keep up to 64 bytes.
     """
     asked = [side for side in sides if side is not None]
     in_words = hardware & WORDS and reading.dtype == torch.bfloat16 and reading.prologue is None
