@@ -8,8 +8,8 @@ run on a GPU of AMD's.
 
 Fails if a kernel does not compile, if the sm_100 PTX of a nearest-even cast lacks the native E2M1 conversion, if a
 kernel that overlaps its predecessor does not wait for it, if the warps that fold an amax wait for each other, if a
-cast for NVIDIA's GPUs keeps registers in memory (the cap on nearest codes in words is left out here), or if a kernel
-needs more shared memory than AMD's GPUs have.
+cast, an amax or a norm's statistics keep registers in memory on NVIDIA's GPUs, or if a kernel needs more shared memory
+than AMD's GPUs have.
 """
 
 import argparse
@@ -126,6 +126,8 @@ NO_FACTORS = {
 }
 NO_HISTORY = {"values_ptr": None, "past_amax_ptr": None, "scaled_by_ptr": None, "length": 0, "CHOICE": "", "ROOM": 1}
 """Constants of the kernels of an amax and of a cast, unless a case is ``with_history``: under delayed scaling."""
+ODD_WIDTH = {"odd_width": True}
+"""Rows that are no multiple of 16 elements: Triton knows no alignment of their addresses. No kernel's constant."""
 GIVEN = {"row_whole_ptr": None, "col_whole_ptr": None}
 """Constants of a cast whose amaxes are there, and not in parts."""
 POINTERS = {
@@ -157,7 +159,7 @@ ALIGNED = ("stride_m", "stride_dy", "stride_x", "H", "stride_r", "stride_c", "R"
 
 
 def compile_for(kernel: Any, target: GPUTarget, constants: dict[str, Any], dtype: str = "bf16") -> Any:
-    """``kernel`` for an aligned, contiguous input; what is not a pointer or constant is an int32."""
+    """``kernel`` for a contiguous input at an aligned address; what is not a pointer or constant is an int32."""
     types = POINTERS | {"x_ptr": f"*{dtype}", "numerator": "fp32"}
     types["out_ptr"] = OUTPUTS.get(kernel.__name__, types["out_ptr"])
     cast = constants.get("CAST")
@@ -171,13 +173,14 @@ def compile_for(kernel: Any, target: GPUTarget, constants: dict[str, Any], dtype
         constants = NO_HISTORY | constants
     if "stride_k" in kernel.arg_names:
         constants = constants | {"stride_k": 1}
+    widths = () if "odd_width" in constants else ALIGNED
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     aligned = [
         i
         for i, n in enumerate(kernel.arg_names)
         if signature[n].startswith("*")
-        or (n in ALIGNED and signature[n] != "constexpr" and not kernel.params[i].do_not_specialize)
+        or (n in widths and signature[n] != "constexpr" and not kernel.params[i].do_not_specialize)
     ]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     warps = 8 if kernel in (block_amax_kernel, figures_kernel, channels_kernel) else 4
@@ -229,6 +232,8 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     cut_off = NO_PROLOGUE | sides | tile_of(tile_shape(sides["ROW"], sides["COL"]), even=False)
     table.append(("quantize cut off", quantize_kernel, cut_off, "bf16"))
     table.append(("amax cut off", amax_kernel, cut_off, "bf16"))
+    for name, kernel in (("quantize", quantize_kernel), ("amax", amax_kernel)):
+        table.append((f"{name} odd width", kernel, cut_off | ODD_WIDTH, "bf16"))
     small = tile_of(tile_shape(sides["ROW"], sides["COL"], small=True))
     for name, given in (("amaxes given", GIVEN), ("small", {})):
         table.append((f"quantize {name}", quantize_kernel, NO_PROLOGUE | sides | given | small, "bf16"))
@@ -241,10 +246,11 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         table.append((f"amax {kind}", amax_kernel, largest, "bf16"))
         chunk = {"EPS": 1e-5, "CENTERED": kind == "LayerNorm", "ROWS": ROWS, "COLS": COLS, "STEPS": 9}
         table.append((f"statistics {kind}", row_statistics_kernel, chunk, "bf16"))
+        table.append((f"statistics {kind}, odd width", row_statistics_kernel, chunk | ODD_WIDTH, "bf16"))
     for kind in ("silu", "gelu"):
         activation = NO_PROLOGUE | {"PROLOGUE": Prologue.of(kind, torch.bfloat16, True)}
         activation.pop("y_ptr")
-        largest = sides | activation | tile_of(amax.tile_shape(sides["COL"]))
+        largest = sides | activation | tile_of(amax.tile_shape(sides["COL"], activation["PROLOGUE"]))
         table.append((f"amax {kind}", amax_kernel, largest, "bf16"))
         constants = {"KIND": kind, "GATED": True, "BLOCK": BLOCK}
         table.append((f"backward {kind}", activation_backward_kernel, constants, "bf16"))
@@ -318,8 +324,15 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
 
 OVERLAPPING = (clear_kernel, amax_kernel, fold_kernel, quantize_kernel)
 """Kernels that are launched with :func:`fp4engine.kernels.overlap.overlapping`."""
-CAST_KERNELS = (quantize_kernel, grouped_quantize_kernel, block_cast_kernel, cast_fp8_kernel)
-"""Kernels that must keep no register in memory, with as many registers as ptxas takes."""
+IN_REGISTERS = (
+    amax_kernel,
+    block_cast_kernel,
+    cast_fp8_kernel,
+    grouped_quantize_kernel,
+    quantize_kernel,
+    row_statistics_kernel,
+)
+"""Kernels that must keep no register in memory: where they do, ptxas 12.8 and 12.9 compute wrong addresses at times."""
 FIRST_USE = re.compile(r"griddepcontrol\.wait|\b(?:ld|st|atom|red|cp)\.\S*global")
 """A wait for the predecessor, or what must not come before it: any use of global memory."""
 SINGLE = re.compile(r"\bld\.global\.(?:\w+\.)*[bu]16\b")
@@ -366,9 +379,10 @@ def compile_case(index: int, target: str) -> tuple[str, str]:
         return line, f"{name}, {where}: does not wait for its predecessor before it uses memory"
     if kernel is fold_kernel and BARRIER.search(ptx or compiled.asm.get("amdgcn", "")):
         return line, f"{name}, {where}: warps wait for each other where some of them may not come (whole_amax)"
-    if kernel in CAST_KERNELS and capability and (size := spills(compiled.asm["cubin"])):
-        return line, f"{name}, {where}: keeps {size} bytes of registers in memory, where ptxas computes wrong addresses"
-    is_large = kernel in (amax_kernel, quantize_kernel) and constants["TILE_M"] * constants["TILE_K"] >= 8192
+    if kernel in IN_REGISTERS and capability and (size := spills(compiled.asm["cubin"])):
+        return line, f"{name}, {where}: keeps {size} bytes of registers in memory"
+    is_aligned = kernel in (amax_kernel, quantize_kernel) and "odd_width" not in constants
+    is_large = is_aligned and constants["TILE_M"] * constants["TILE_K"] >= 8192
     if is_large and SINGLE.search(ptx):  # in a smaller tile a thread has one element of each row
         return line, f"{name}, {where}: reads x element by element"
     sides = [side for side in (constants.get("ROW"), constants.get("COL")) if side is not None]

@@ -231,13 +231,17 @@ def tile_shape(
 ) -> tuple[int, int]:
     """Rows and columns of a tile of a matrix with ``cols`` columns, of elements of ``itemsize`` bytes.
 
-    What is read as it lies, rowwise, and has 16 bits an element, is read in larger tiles. Where columns have a gamma in
-    registers, there are fewer.
+    What is read as it lies, rowwise, and has 16 bits an element, is read in larger tiles, and a gated activation in
+    smaller ones: it needs the registers. Where columns have a gamma in registers, there are fewer.
     """
-    if col is not None:
-        size, width = 8192, 64 if prologue is not None and prologue.is_norm else fitting(cols, 128, 64)
+    is_norm = prologue is not None and prologue.is_norm
+    if prologue is not None and prologue.gated:
+        size = 4096
+    elif col is not None or prologue is not None or itemsize > 2:
+        size = 8192
     else:
-        size, width = 8192 if prologue is not None or itemsize > 2 else 16384, fitting(cols, *WIDTHS)
+        size = 16384
+    width = fitting(cols, *(WIDTHS if col is None else (64,) if is_norm else (128, 64)))
     return size // width, width
 
 
@@ -276,7 +280,10 @@ def add_amax(
     hardware, multiprocessors = device_facts(draft.device)
     overlap = overlapping(hardware)
     tiles = Tiles.of(source.shape, draft.device, *tile_shape(col, source.prologue, cols, source.x.dtype.itemsize))
-    programs = max(min(tiles.programs, 8 * multiprocessors, MOST_PARTS), 1)  # one says that an empty matrix has 0
+    # As many as run on a multiprocessor at once on sm_90, or twice as many: 5 of a gated activation, else 4.
+    per_multiprocessor = 5 if source.prologue is not None and source.prologue.gated else 8
+    programs = min(tiles.programs, per_multiprocessor * multiprocessors, MOST_PARTS)
+    programs = max(programs, 1)  # one says that an empty matrix has 0
     sizes = [length if side is not None and side.per_row else 0 for side, length in ((row, rows), (col, cols))]
     if any(sizes):
         cleared = [amax if size else None for amax, size in zip(amaxes, sizes, strict=True)]
@@ -289,11 +296,9 @@ def add_amax(
     )
     row_whole, col_whole = (amax if parts else None for parts, (_, amax) in zip(in_parts, asked, strict=True))
     places, constants = (history.places, history.constants) if history else ((None, None), (0, "", 1))
-    # 128 registers per thread: 4 programs live on an SM, and 8 take turns without a rest; SiLU would take 168.
-    options = {"maxnreg": 128} if source.prologue is not None and source.x.dtype.itemsize == 2 else {}
     draft.step(
         amax_kernel, programs, *source.places, y, row_max, row_whole, col_max, col_whole, *places, rows, cols,
-        *source.x.strides, *constants, row, col, source.prologue, *tiles.constants, num_warps=4, **options, **overlap,
+        *source.x.strides, *constants, row, col, source.prologue, *tiles.constants, num_warps=4, **overlap,
     )  # fmt: skip
     return Maxima(row_max, col_max, programs)
 

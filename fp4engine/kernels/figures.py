@@ -427,7 +427,7 @@ def _add_operand(draft: Draft, operand: Counted, inputs: tuple[Place, ...], targ
     draft.step(
         figures_kernel, programs, *source, *parts, rows, cols, *operand.x.strides, width, counted, operand.stream,
         programs, spec.largest_scale, height, block, BlockCast.of(spec, "codes", 0), TILE_R, TILE_C, hardware,
-        num_warps=8, maxnreg=128,
+        num_warps=8,
     )  # fmt: skip
     draft.step(
         fold_figures_kernel, 1 + 2 * int(BINS) // int(BINS_FOLDED), *parts, amax, *target, programs, rows * counted,

@@ -113,17 +113,17 @@ def spread_kernel(
     tl.store(place, tl.trans(factor), mask=(group < wanted)[:, None] & (row < stride)[None, :])
 
 
-SPREAD_ROWS, SPREAD_GROUPS = 128, 16
+SPREAD_ROWS, SPREAD_GROUPS = 256, 16
 
 
 def _add_spread(
     draft: Draft, factor: Place | None, facts: Facts | None, factors: Factors, terms: int
 ) -> tuple[Place | None, int]:
-    """``F`` of one operand whose sum has ``terms`` terms, and of a group more, and its stride; (None, 0) for none."""
+    """``F`` of one operand whose sum has ``terms`` terms, and its stride; (None, 0) for none."""
     if factor is None or facts is None:
         return None, 0
     rows, groups = facts.shape
-    wanted, stride = -(-terms // factors.group) + 1, -(-rows // SPREAD_ROWS) * SPREAD_ROWS
+    wanted, stride = terms // factors.group, -(-rows // SPREAD_ROWS) * SPREAD_ROWS
     spread = draft.scratch((wanted, stride), torch.float32)
     draft.step(
         spread_kernel, stride // SPREAD_ROWS * -(-wanted // SPREAD_GROUPS), factor, spread, rows,

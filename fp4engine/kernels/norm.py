@@ -22,8 +22,7 @@ ROWS, COLS = 2, 512
 def pairwise_sum(x, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr):
     """[ROWS, COLS = 2^STEPS] -> [ROWS]: neighbours first."""
     for step in tl.static_range(STEPS):
-        even, odd = tl.split(tl.reshape(x, [ROWS, COLS >> (step + 1), 2]))
-        x = even + odd
+        x = tl.sum(tl.reshape(x, [ROWS, COLS >> (step + 1), 2]), 2)
     return tl.reshape(x, [ROWS])
 
 

@@ -25,7 +25,6 @@ from fp4engine.kernels.encode import stack
 from fp4engine.kernels.launch import WIDTHS, Block, Draft, Facts, Place, Tiles, device_facts, fitting
 from fp4engine.kernels.load import Prologue, Reading, read_blocks, read_rows
 from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_previous
-from fp4engine.kernels.target import WORDS
 
 
 @triton.jit
@@ -157,19 +156,6 @@ def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
     return True, ""
 
 
-def _options(reading: Reading, hardware: int, *sides: Side | None) -> dict[str, int]:
-    """Registers per thread: 80 for nearest codes in words, so that 24 warps fit an SM; else as many as ptxas takes.
-
-    Builds without a cap keep no registers in memory. Where they do, ptxas 12.8 and 12.9 may compute addresses from
-    registers that they have overwritten (benchmarks/notes/quantize.md). Under the cap, builds keep up to 64 bytes.
-    """
-    asked = [side for side in sides if side is not None]
-    in_words = hardware & WORDS and reading.dtype == torch.bfloat16 and reading.prologue is None
-    if in_words and all(side.fits_words and side.words == 2 and not side.random_bits for side in asked):
-        return {"maxnreg": 80}
-    return {}
-
-
 def data_of(side: Side, rows: int, cols: int) -> tuple[tuple[int, int], torch.dtype]:
     """Shape and dtype of the codes or values of an operand of ``rows`` by ``cols``."""
     blocks = -(-cols // BLOCK_SIZE)
@@ -258,5 +244,5 @@ def add_cast(
     draft.step(
         quantize_kernel, tiles.programs, *reading.places, *targets, rng, *reading.shape, *reading.x.strides, stream,
         maxima.parts, row_side, col_side, reading.prologue, *tiles.constants[:-1], hardware,
-        num_warps=4, **_options(reading, hardware, row_side, col_side), **overlapping(hardware),
+        num_warps=4, **overlapping(hardware),
     )  # fmt: skip
