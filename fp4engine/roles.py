@@ -1,9 +1,13 @@
-"""What a tensor is to the module that asks for a quantizer."""
+"""What a tensor is to the module that asks for a quantizer, and the products that a module makes of tensors."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 TENSOR_TYPES = ("input", "weight", "grad_output")
 """The tensor roles of a linear module, in the order of their random streams."""
+GemmName = Literal["fprop", "dgrad", "wgrad"]
+GEMMS: tuple[GemmName, ...] = get_args(GemmName)
+"""The products of a linear module."""
 
 
 @dataclass(frozen=True, slots=True)

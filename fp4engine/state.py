@@ -168,6 +168,11 @@ class Region(ContextDecorator):
                 f"autocast cannot decorate {func.__qualname__}, a generator or coroutine function: its body runs after "
                 "the call, when the region is closed; enter autocast in the body"
             )
+        if inspect.isclass(func):
+            raise ValueError(
+                f"autocast cannot decorate {func.__qualname__}, a class, which would become a function; decorate its "
+                "methods"
+            )
         return super().__call__(func)
 
     def __enter__(self) -> None:
@@ -236,8 +241,8 @@ class autocast(Region):
             cast like one process whose matrix holds the rows of all ranks, in the order of the group.
 
     Raises:
-        ValueError: ``recipe`` is not a :class:`~fp4engine.recipe.Recipe`, ``enabled`` is not a bool, or this rank does
-            not belong to a group.
+        ValueError: ``recipe`` is not a :class:`~fp4engine.recipe.Recipe`, ``enabled`` or ``calibrating`` is not a bool,
+            or this rank does not belong to a group.
         NotImplementedError: ``calibrating`` with delayed scaling.
 
     Source: TransformerEngine ``pytorch/quantization.py``, ``autocast``.
@@ -252,8 +257,9 @@ class autocast(Region):
         *,
         cp_group: Any = None,
     ) -> None:
-        if not isinstance(enabled, bool):  # a recipe in its place would enable the default one
-            raise ValueError(f"enabled must be True or False, got {enabled!r}; a recipe goes in recipe=")
+        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
+            if not isinstance(value, bool):  # a recipe in its place would be the default one
+                raise ValueError(f"{name} must be True or False, got {value!r}; a recipe goes in recipe=")
         if recipe is None:
             recipe = get_default_recipe()
         require_recipe(recipe)
@@ -264,7 +270,7 @@ class autocast(Region):
         for name, group in (("amax_reduction_group", amax_reduction_group), ("cp_group", cp_group)):
             if group is not None:
                 require_member(name, group)
-        super().__init__(AutocastState(enabled, recipe, bool(calibrating), amax_reduction_group, cp_group))
+        super().__init__(AutocastState(enabled, recipe, calibrating, amax_reduction_group, cp_group))
 
 
 def fp8_autocast(

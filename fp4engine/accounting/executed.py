@@ -13,10 +13,11 @@ from fp4engine.accounting.planned import FP4_FORMATS, is_never_called, linear_mo
 from fp4engine.accounting.table import table
 from fp4engine.arguments import require_callable, require_model, require_patterns
 from fp4engine.functional import ExecutedGemms
-from fp4engine.functional.plan import GEMMS, HIGH_PRECISION
+from fp4engine.functional.plan import HIGH_PRECISION
 from fp4engine.modules import GroupedLinear, Linear
 from fp4engine.names import covers
 from fp4engine.recipe import Recipe
+from fp4engine.roles import GEMMS
 
 _Table = dict[tuple[str, str], int]
 

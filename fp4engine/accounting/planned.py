@@ -13,11 +13,12 @@ from torch.nn.parameter import is_lazy
 from fp4engine.accounting.table import table
 from fp4engine.formats import E2M1, TWO_E2M1
 from fp4engine.functional import make_linear_plan
-from fp4engine.functional.plan import GEMMS, HIGH_PRECISION
+from fp4engine.functional.plan import HIGH_PRECISION
 from fp4engine.modules import Gemms, GroupedLinear, LayerNormMLP
 from fp4engine.modules.borrowed import BorrowedGroupedLinear, BorrowedLinear
 from fp4engine.modules.torch_attention import TorchMultiheadAttention
 from fp4engine.recipe import Recipe
+from fp4engine.roles import GEMMS
 from fp4engine.state import get_default_recipe
 
 FP4_FORMATS = frozenset(f"{left} x {right}" for left in (E2M1, TWO_E2M1) for right in (E2M1, TWO_E2M1))
@@ -99,10 +100,10 @@ class ConversionPlan:
         """FLOPs of FP4 GEMMs over FLOPs of all GEMMs with weights, every module and matrix seeing every token once.
 
         A parameter does not tell how many of its experts a token sees, so :attr:`matrices` count whole: the share is
-        then a lower bound. ``executed_gemms(model, step)`` counts what really runs.
+        then a lower bound. ``executed_gemms(model, step)`` counts what really runs. NaN without FLOPs.
         """
         total = sum(item.flops_per_token for item in (*self.modules, *self.matrices))
-        return sum(module.fp4_flops_per_token for module in self.modules) / total
+        return sum(module.fp4_flops_per_token for module in self.modules) / total if total else math.nan
 
     @property
     def summary(self) -> str:

@@ -92,6 +92,8 @@ def _watched(layers: Mapping[str, nn.Module], amaxes: dict[str, Tensor]) -> Gene
     def hook(name: str) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inp = args[0] if args else kwargs["inp" if isinstance(module, GroupedLinear) else "input"]
+            if not isinstance(inp, Tensor):
+                raise ValueError(f"the input of {name!r} must be a tensor, got {type(inp).__name__}")
             if inp.numel():
                 amax = inp.detach().abs().amax().float()
                 amaxes[name] = torch.maximum(amaxes[name], amax) if name in amaxes else amax

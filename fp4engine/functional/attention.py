@@ -3,6 +3,7 @@
 Legend: B batch, S query length, T key length, H query heads, G key-value groups, D head size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,7 +46,7 @@ class AttentionMask:
     def __post_init__(self) -> None:
         if self.kind not in MASK_TYPES:
             raise ValueError(f"mask type must be one of {', '.join(map(repr, MASK_TYPES))}, got {self.kind!r}")
-        if len(self.window) != 2:
+        if not isinstance(self.window, Sequence) or len(self.window) != 2:
             raise ValueError(f"window_size of a mask must be two integers, got {self.window_size}")
         for size in self.window:
             require_integer("each of window_size", size, -1)
@@ -76,8 +77,9 @@ class AttentionMask:
         """
         if self.reads_mask and masked is None:
             raise ValueError(f"a {self.kind!r} mask needs attention_mask")
-        if self.reads_mask and masked is not None and masked.dtype != torch.bool:
-            raise ValueError(f"attention_mask must be boolean, True where NOT to attend, got {masked.dtype}")
+        if self.reads_mask and getattr(masked, "dtype", None) != torch.bool:
+            given = getattr(masked, "dtype", type(masked).__name__)
+            raise ValueError(f"attention_mask must be boolean, True where NOT to attend, got {given}")
         allowed = ~masked if self.reads_mask and masked is not None else None
         left, right = self.window
         if left < 0 and right < 0:
@@ -182,8 +184,10 @@ def rotate(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
             apart.
 
     Raises:
-        ValueError: angles of fewer positions than S, R > D, or an odd R.
+        ValueError: no tensor, angles of fewer positions than S, R > D, or an odd R.
     """
+    if not isinstance(angles, Tensor):
+        raise ValueError(f"rotary_pos_emb must be a tensor of angles, or a pair of them, got {type(angles).__name__}")
     if angles.shape[0] < x.shape[2] or angles.shape[-1] > x.shape[-1] or angles.shape[-1] % 2:
         raise ValueError(
             f"rotary_pos_emb must have angles of {x.shape[2]} or more positions and of an even number of components, "

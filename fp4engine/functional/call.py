@@ -8,10 +8,11 @@ import torch
 from fp4engine.functional.activation import Activation
 from fp4engine.functional.main_grad import MainGrad
 from fp4engine.functional.norm import Norm
-from fp4engine.functional.plan import ExecutedGemms, GemmName, LinearPlan
+from fp4engine.functional.plan import ExecutedGemms, LinearPlan
 from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import Make, Operands
 from fp4engine.ops import TiledOperand
+from fp4engine.roles import GemmName
 
 
 class Call(NamedTuple):

@@ -17,15 +17,16 @@ from torch import Tensor
 
 from fp4engine import ops
 from fp4engine.functional.call import Call
-from fp4engine.functional.linear import refuse_second_derivative, require_features
+from fp4engine.functional.linear import refuse_second_derivative, require_bias, require_features
 from fp4engine.functional.main_grad import Accumulate, MainGrad, no_gradient
 from fp4engine.functional.operands import weight_operands
-from fp4engine.functional.plan import ExecutedGemms, GemmName, LinearPlan
+from fp4engine.functional.plan import ExecutedGemms, LinearPlan
 from fp4engine.functional.saved import flatten, unflatten
 from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import WeightCache
 from fp4engine.ops import Operand
 from fp4engine.quantizers.base import as_matrix
+from fp4engine.roles import GemmName
 
 
 class Expert(NamedTuple):
@@ -107,7 +108,7 @@ def grouped_linear(inp: Tensor, counts: Tensor, experts: Sequence[Expert]) -> Te
         [..., N] in ``inp.dtype``. In rows that belong to no expert, the output and the gradient of ``inp`` are NaN.
 
     Raises:
-        ValueError: the last dimension of ``inp`` is not K.
+        ValueError: the last dimension of ``inp`` is not K, or :func:`require_bias` refuses a bias.
     """
     first = experts[0]
     require_features(inp, first.weight)
@@ -116,7 +117,9 @@ def grouped_linear(inp: Tensor, counts: Tensor, experts: Sequence[Expert]) -> Te
         needs = (inp.requires_grad, any(expert.weight.requires_grad for expert in experts))
     calls: list[Call] = []
     weights: list[Tensor] = []
-    for weight, _, plan, executed, _, cache, main_grad in experts:
+    for index, (weight, bias, plan, executed, _, cache, main_grad) in enumerate(experts):
+        if bias is not None:
+            require_bias(bias, weight, f"bias{index}")
         stored = None if cache is None else partial(cache.get, weight)
         call = Call(plan, executed, None, stored, main_grad, *needs, None, inp.dtype)
         calls.append(call)

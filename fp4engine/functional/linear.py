@@ -25,13 +25,14 @@ from fp4engine.functional.operands import (
     saved_operands,
     weight_operands,
 )
-from fp4engine.functional.plan import ExecutedGemms, GemmName, LinearPlan
+from fp4engine.functional.plan import ExecutedGemms, LinearPlan
 from fp4engine.functional.saved import flatten, unflatten
 from fp4engine.functional.shards import Shards, Wholes
 from fp4engine.functional.through_cast import gradient, rotated_by, within
 from fp4engine.functional.weight_cache import WeightCache
 from fp4engine.ops import Operand, TiledOperand
 from fp4engine.quantizers.base import as_matrix
+from fp4engine.roles import GemmName
 
 
 class Saved(NamedTuple):
@@ -80,12 +81,15 @@ def linear(
         [..., N] in ``inp.dtype``.
 
     Raises:
-        ValueError: the last dimension of ``inp`` is not K, or ``inp`` is nested, sparse or in MKL-DNN's layout.
+        ValueError: the last dimension of ``inp`` is not K, ``inp`` is nested, sparse or in MKL-DNN's layout, or
+            :func:`require_bias` refuses the bias.
     """
     function, x, parameters, dtype = (None, inp, (), inp.dtype) if isinstance(inp, Tensor) else inp
     if x.is_nested or x.layout != torch.strided:
         raise ValueError(f"inp must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
     require_features(inp, weight)
+    if bias is not None:
+        require_bias(bias, weight)
     needs_dgrad = needs_wgrad = False
     # The first run of a reentrant checkpoint has no gradients, but has to take the draws that the second run repeats.
     if torch.is_grad_enabled() or (plan.draws_in_forward and ops.is_replaying()):
@@ -121,6 +125,23 @@ def require_features(inp: Tensor | FusedInput, weight: Tensor) -> None:
             f"inp must have shape [..., in_features={weight.shape[1]}], got {tuple(shape)} "
             f"for weight {tuple(weight.shape)}"
         )
+
+
+BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def require_bias(bias: Tensor, weight: Tensor, name: str = "bias") -> None:
+    """Accept ``bias`` [N] for a weight [N, K].
+
+    Raises:
+        ValueError: it has another shape, lies elsewhere, or holds no floating-point numbers.
+    """
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name} must have shape [out_features={weight.shape[0]}], got {list(bias.shape)}")
+    if bias.device != weight.device:
+        raise ValueError(f"{name} must be on the weight's device, {weight.device}, got one on {bias.device}")
+    if bias.dtype not in BIAS_DTYPES:
+        raise ValueError(f"{name} must be {', '.join(str(d)[6:] for d in BIAS_DTYPES)}, got {str(bias.dtype)[6:]}")
 
 
 def linear_fprop(inp: Operand, weight: Operand, bias: Tensor | None, call: Call, dtype: torch.dtype) -> Tensor:

@@ -51,7 +51,8 @@ def require_main_grad(weight: Tensor) -> Tensor:
     """``weight.main_grad``, checked to be a buffer to which a backward pass can add.
 
     Raises:
-        ValueError: there is none, or it is not shaped and placed like the weight.
+        ValueError: there is none, it is not shaped and placed like the weight, or the elements of a row do not lie
+            side by side, each in a place of its own.
     """
     main_grad = getattr(weight, "main_grad", None)
     if (
@@ -60,16 +61,27 @@ def require_main_grad(weight: Tensor) -> Tensor:
         or main_grad.dtype not in (torch.float32, torch.bfloat16, torch.float16)
         or main_grad.device != weight.device
         or main_grad.is_neg()
+        or not _has_rows(main_grad)
     ):
         got = main_grad
         if isinstance(main_grad, Tensor):
             kind = "a negated view" if main_grad.is_neg() else "a tensor"
             got = f"{kind} {tuple(main_grad.shape)} of {main_grad.dtype} on {main_grad.device}"
+            got += f" with strides {main_grad.stride()}"
         raise ValueError(
             "fuse_wgrad_accumulation=True needs weight.main_grad, an FP32, BF16 or FP16 tensor of shape "
-            f"{tuple(weight.shape)} on {weight.device} set before the forward pass; got {got}"
+            f"{tuple(weight.shape)} on {weight.device} whose rows are contiguous, set before the forward pass; "
+            f"got {got}"
         )
     return main_grad
+
+
+def _has_rows(matrix: Tensor) -> bool:
+    """Whether the elements of each row of a strided [N, K] lie side by side, and no two elements in one place."""
+    rows, cols = matrix.shape
+    if matrix.layout != torch.strided:
+        return False
+    return (cols <= 1 or matrix.stride(1) == 1) and (rows <= 1 or matrix.stride(0) >= cols)
 
 
 def _require_same(now: Any, buffer: Tensor) -> None:

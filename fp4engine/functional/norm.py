@@ -1,6 +1,8 @@
 """Normalisation of the last axes, with TransformerEngine's zero-centred gamma."""
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -54,7 +56,7 @@ class Norm:
         zero_centered_gamma: whether gamma is stored less one.
 
     Raises:
-        ValueError: unknown kind.
+        ValueError: unknown kind, or an ``eps`` that is no number of at least 0.
     """
 
     kind: str
@@ -64,6 +66,8 @@ class Norm:
     def __post_init__(self) -> None:
         if self.kind not in NORMALIZATIONS:
             raise ValueError(f"normalization must be {' or '.join(map(repr, NORMALIZATIONS))}, got {self.kind!r}")
+        if not isinstance(self.eps, Real) or not 0 <= self.eps < math.inf:
+            raise ValueError(f"eps must be a finite number of at least 0, got {self.eps!r}")
 
     @property
     def has_bias(self) -> bool:

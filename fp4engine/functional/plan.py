@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,8 @@ from fp4engine.ops import Casts
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.casts import unclippable, unsaved, untaken
-from fp4engine.roles import TENSOR_TYPES, QuantizerRole
+from fp4engine.roles import GEMMS, TENSOR_TYPES, GemmName, QuantizerRole
 
-GemmName = Literal["fprop", "dgrad", "wgrad"]
-GEMMS: tuple[GemmName, ...] = get_args(GemmName)
 HIGH_PRECISION = "high_precision"
 _HIGH_PRECISION = dict.fromkeys(GEMMS, HIGH_PRECISION)
 
@@ -181,7 +179,7 @@ def make_linear_plan(recipe: Recipe, module_type: str, name: str = "", shape: tu
     """
     own = recipe.of(QuantizerRole(module_type, "", name, shape))
     inp, weight, grad_output = (
-        make_quantizer(own, QuantizerRole(module_type, role, name, shape)) for role in TENSOR_TYPES[:3]
+        make_quantizer(own, QuantizerRole(module_type, role, name, shape)) for role in TENSOR_TYPES
     )
     fast: frozenset[GemmName] = frozenset(gemm for gemm in GEMMS if not own.mm_params(gemm).use_split_accumulator)
     plan = LinearPlan(own, inp, weight, grad_output, own.backward_override, own.backend, fast)

@@ -270,6 +270,10 @@ class MultiheadAttention(torch.nn.Module):
                 raise ValueError("attention_type='cross' needs encoder_output, got None")
             (query,) = self._split(projected, (ratio,))
             key, value = self._split(self.key_value(encoder_output, is_first_microbatch), (1, 1))
+            if len(key) != len(query):
+                raise ValueError(
+                    f"encoder_output must have a batch of {len(query)}, as hidden_states has, got {len(key)}"
+                )
         return query, key, value, normalized
 
     def _split(self, projected: Tensor, heads_per_group: tuple[int, ...]) -> list[Tensor]:
@@ -284,11 +288,14 @@ class MultiheadAttention(torch.nn.Module):
         groups, size = self.num_gqa_groups, self.head_size
         leading = projected.shape[:2]
         if self.interleaved:
-            parts = projected.view(*leading, groups, -1, size).split(heads_per_group, dim=-2)
+            parts = projected.view(*leading, groups, sum(heads_per_group), size).split(heads_per_group, dim=-2)
         else:
             parts = projected.split([heads * groups * size for heads in heads_per_group], dim=-1)
         order = (0, 2, 1, 3) if self.qkv_format == "bshd" else (1, 2, 0, 3)
-        return [part.reshape(*leading, -1, size).permute(order) for part in parts]
+        return [
+            part.reshape(*leading, heads * groups, size).permute(order)
+            for part, heads in zip(parts, heads_per_group, strict=True)
+        ]
 
     def _position(
         self, query: Tensor, key: Tensor, rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None

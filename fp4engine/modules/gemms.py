@@ -22,7 +22,7 @@ from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of, place
 from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes, shared_weight, weight_amaxes_for, with_amaxes
 from fp4engine.modules.traced import refuse_stray_recomputation, traced_plan
 from fp4engine.recipe import LinearRecipe, Recipe
-from fp4engine.recipe.base import require_recipe
+from fp4engine.recipe.base import require, require_recipe
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed
 
 _CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -83,6 +83,9 @@ class Gemms(torch.nn.Module):
         shape: tuple[int, ...] = (),
     ) -> None:
         self._answers: dict[tuple[int, tuple[int, ...]], LinearPlan] = {}
+        if name is not None and not isinstance(name, str):
+            raise ValueError(f"name must be a string or None, got {name!r}")
+        require("fuse_wgrad_accumulation", fuse_wgrad_accumulation, (False, True))
         self.name = name
         self.recipe = recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -232,7 +235,7 @@ class Gemms(torch.nn.Module):
                 output = F.linear(inp, weight, bias)
                 self.executed.record_high_precision(inp, weight)
                 return output
-        if getattr(inp, "device", None) != weight.device or weight.is_meta:
+        if getattr(inp, "device", None) != getattr(weight, "device", "") or weight.is_meta:
             raise unusable_devices(inp, weight)
         inp = cast_by_autocast(inp)
         group = None if state is None else state.amax_reduction_group
@@ -473,8 +476,9 @@ def cast_by_autocast(inp: Input) -> Input:
 
 def unusable_devices(inp: Tensor | FusedInput, weight: Tensor) -> ValueError:
     """The error for ``inp`` and ``weight`` on different devices, or on ``meta``, where tensors have no values."""
-    if not isinstance(inp, Tensor | FusedInput):  # NumPy's arrays have a device, too
-        return ValueError(f"the input must be a tensor, got {type(inp).__name__}")
+    for name, value in (("input", inp), ("weight", weight)):
+        if not isinstance(value, Tensor | FusedInput):  # NumPy's arrays have a device, too
+            return ValueError(f"the {name} must be a tensor, got {type(value).__name__}")
     devices = f"got the input on {str(inp.device)!r} and the weight on {str(weight.device)!r}"
     if weight.is_meta:
         remedy = "give the layer values with .to_empty(device=...) and load_state_dict"

@@ -106,6 +106,9 @@ class GroupedLinear(torch.nn.Module):
                 then rows past the sum of the counts become NaN, and all rows where they cannot be counts. Other
                 tensors are copied to the host, once for forward and backward.
             is_first_microbatch: as in :meth:`fp4engine.Linear.forward`.
+
+        Raises:
+            ValueError: weights of different shapes, or counts that do not add up to the rows of ``inp``.
         """
         output = self._grouped(inp, m_splits, is_first_microbatch) if isinstance(m_splits, Tensor) else None
         if output is None:
@@ -118,9 +121,14 @@ class GroupedLinear(torch.nn.Module):
 
     def _parts(self) -> list[tuple[Gemms, Tensor, Tensor | None]]:
         """Per slice its products, its weight and the bias that they add."""
+        weights = self.weights
+        for index, weight in enumerate(weights):
+            if weight.shape != weights[0].shape:
+                given = f"got {tuple(weight.shape)} beside {tuple(weights[0].shape)} of weight0"
+                raise ValueError(f"all experts must have one shape: weight{index} {given}")
         biases = [None if self.return_bias else bias for bias in self.biases]
         gemms = [module for module in self.gemms if isinstance(module, Gemms)]
-        return list(zip(gemms, self.weights, biases, strict=True))
+        return list(zip(gemms, weights, biases, strict=True))
 
     def _grouped(self, inp: Tensor, counts: Tensor, is_first_microbatch: bool | None) -> Tensor | None:
         """The slices together, by counts that stay on the device; None where only a loop can compute them."""

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import require_model
+from fp4engine.arguments import require_integer, require_model
 from fp4engine.functional import WeightCache
 from fp4engine.functional.weight_cache import told_of_steps
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import store_weight
-from fp4engine.modules.te_arguments import refuse_unimplemented, warn_of_third
+from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, warn_of_third
 from fp4engine.recipe import Recipe
 
 
@@ -36,6 +36,9 @@ class Linear(Gemms, torch.nn.Linear):
 
     Raises:
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
+        TypeError: an argument that neither library knows.
+        ValueError: sizes that are no integers of at least 0, a ``dtype`` beside another ``params_dtype``, a ``recipe``
+            that is none or has delayed scaling, or a flag that is no bool.
 
     Attributes:
         executed: what really ran, see :class:`~fp4engine.functional.ExecutedGemms`.
@@ -61,12 +64,12 @@ class Linear(Gemms, torch.nn.Linear):
         **te_arguments: Any,
     ) -> None:
         refuse_unimplemented("Linear", te_arguments)
+        in_features = require_integer("in_features", in_features, 0)
+        out_features = require_integer("out_features", out_features, 0)
         if params_dtype is not None:
             if dtype is not None and dtype != params_dtype:
                 raise ValueError(f"dtype and params_dtype are the same thing, got {dtype} and {params_dtype}")
-            dtype = params_dtype
-            if device is None and torch.cuda.is_available():
-                device = "cuda"
+            dtype, device = params_dtype, te_device(device)
         if init_method is not None:
             self.init_method = init_method  # nn.Linear's constructor initialises
         torch.nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
@@ -91,11 +94,17 @@ class Linear(Gemms, torch.nn.Linear):
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """``input @ weight.T + bias``: [..., in_features] -> [..., out_features].
+        """``input @ weight.T + bias``: [..., in_features] -> [..., out_features], in the dtype of ``input``.
 
         Args:
+            input: FP16, BF16, FP32 or FP64, any rank of at least 1, stride and number of rows. Under
+                ``torch.autocast`` it is cast first, as by ``nn.Linear``.
             is_first_microbatch: True quantizes the weight and keeps its operands, False reuses them while the weight
                 is unchanged, None neither; says nothing about gradients. See also :func:`fp4engine.weight_cache`.
+
+        Raises:
+            ValueError: ``input``, ``weight`` and ``bias`` have no values on one device, do not fit each other in
+                shape, or hold no floating-point numbers.
         """
         return self.multiply(input, self.weight, self.bias, is_first_microbatch)
 

@@ -199,6 +199,10 @@ class QuantizedWeight(torch.Tensor):
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
         raise _no_view("__dlpack__")
 
+    def is_shared(self) -> bool:
+        """Whether all that is stored lies in shared memory."""
+        return all(tensor.is_shared() for tensor in self.tensors())
+
     def share_memory_(self) -> "QuantizedWeight":
         """Move what is stored to shared memory."""
         for tensor in self.tensors():

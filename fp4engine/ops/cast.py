@@ -105,7 +105,7 @@ def quantize(
 def quantize_many(
     matrices: Sequence[Tensor], specs: Sequence[CastSpec], amaxes: Sequence[Tensor | None], backend: str = "auto"
 ) -> list[Operand]:
-    """The rowwise operands of several matrices on one device, made in one launch if kernels cover all of them.
+    """The rowwise operands of several matrices on one device, made in one launch if FP4 kernels cover all of them.
 
     Args:
         matrices, specs, amaxes: equally many of each, as for :func:`quantize`; no cast may draw. Not to be traced.
@@ -135,7 +135,8 @@ def quantize_many(
 def _casts_together(key: str, dtype: torch.dtype, device: torch.device, backend: str) -> bool:
     if backends.decide(device, backend, (key, "", dtype), casts_supported)[0] != "triton":
         return False
-    return fused_casts_supported(key, dtype)[0] and CastSpec.from_key(key).outer is Outer.TENSOR
+    spec = CastSpec.from_key(key)
+    return fused_casts_supported(key, dtype)[0] and spec.block[1] > 0 and spec.outer is Outer.TENSOR
 
 
 @constant_when_traced

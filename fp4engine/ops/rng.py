@@ -81,8 +81,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
     an index, ``"cuda"``, stands for the one device of that kind on which this process draws.
 
     Raises:
-        ValueError: ``state`` is not of that form, a draw is not in [0, 2^63), or a kind of device could be one of
-            several; nothing is changed then.
+        ValueError: ``state`` is not of that form, a draw is not in [0, 2^63), a device draws no bits, or a kind of
+            device could be one of several; nothing is changed then.
     """
     if not isinstance(state, dict) or set(state) != {"seed", "draws"} or not isinstance(state["draws"], dict):
         raise ValueError(f"state must be {{'seed': int, 'draws': {{device: int}}}}, got {state!r}")
@@ -91,7 +91,13 @@ def set_rng_state(state: dict[str, Any]) -> None:
         name: require_integer(f"state['draws'][{name!r}]", draw, 0, _DRAWS - 1) for name, draw in state["draws"].items()
     }
     with lock:
-        draws = {_device_named(name): draw for name, draw in draws.items()}
+        keys = {name: _device_named(name) for name in draws}
+        for name, key in keys.items():
+            text, rest = device_and_name(key)
+            twice = [other for other in keys if other != name and keys[other] in (key, text.partition(":")[0] + rest)]
+            if twice:
+                raise ValueError(f"state['draws'] names one device twice, as {twice[0]!r} and as {name!r}")
+        draws = {keys[name]: draw for name, draw in draws.items()}
         manual_seed(seed)
         for device, draw in draws.items():
             if device in _states:
@@ -316,8 +322,10 @@ def _device_named(key: Any) -> str:
         device = torch.device(text)
     except RuntimeError:
         device = None
-    if device is None or str(device) != text:
+    if device is None or str(device) != text or device.type == "meta":
         raise ValueError(f"state['draws'] must name devices as 'cpu', 'cuda' or 'cuda:0', got {key!r}")
+    if device.type == "cpu":  # there is one, and it has no index
+        return f"cpu{name}"
     known = [other for other in _states if device_and_name(other)[1] == name]
     known = [other for other in known if torch.device(device_and_name(other)[0]).type == device.type]
     if device.index is not None or key in _states or not known:

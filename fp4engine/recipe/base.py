@@ -20,7 +20,7 @@ from fp4engine.arguments import require_integer
 from fp4engine.environment import choice
 from fp4engine.formats import CastSpec
 from fp4engine.recipe.casts import Casts
-from fp4engine.roles import QuantizerRole
+from fp4engine.roles import GEMMS, QuantizerRole
 
 BACKWARD_OVERRIDES = ("high_precision", "dequantized")
 BACKENDS = ("auto", "reference", "triton", "native")
@@ -130,7 +130,7 @@ class Recipe:
         require("backward_override", self.backward_override, (None, *BACKWARD_OVERRIDES))
         require("backend", self.backend, BACKENDS)
         for field in dataclasses.fields(self):
-            if field.type in (bool, "bool"):
+            if field.type is bool:
                 require(field.name, getattr(self, field.name), (False, True))
         self._take_number()
 
@@ -180,12 +180,17 @@ class Recipe:
         """What happens to ``"input"``, ``"weight"`` or ``"grad_output"``.
 
         Raises:
-            ValueError: this recipe has no such answer.
+            ValueError: another word, or this recipe has no such answer.
         """
         raise ValueError(f"no casts are known for recipe {type(self).__name__}; use CustomRecipe(qfactory=...)")
 
     def mm_params(self, gemm: str) -> MMParams:
-        """Options of the GEMM ``"fprop"``, ``"dgrad"`` or ``"wgrad"``."""
+        """Options of the GEMM ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
+
+        Raises:
+            ValueError: another word.
+        """
+        require("gemm", gemm, GEMMS)
         return MMParams()
 
     @classmethod
@@ -243,7 +248,10 @@ class Recipe:
     @classmethod
     def _from_plain(cls, name: str, value: Any) -> Any:
         """Undo :func:`_to_plain` for the field ``name``; recipes with nested fields extend it."""
-        return Format(value) if name.endswith("_format") else value
+        if not name.endswith("_format"):
+            return value
+        require(name, value, tuple(str(word.value) for word in Format))
+        return Format(value)
 
     def to_json(self) -> str:
         """The recipe as one JSON object; :func:`recipe_from_json` reads it back to an equal recipe."""

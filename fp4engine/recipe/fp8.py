@@ -14,6 +14,7 @@ from fp4engine.environment import flag
 from fp4engine.formats import E4M3, E5M2, CastSpec, ElementFormat, ScaleRule, fp8, fp8_block, mx
 from fp4engine.recipe.base import Format, MMParams, QParams, Recipe, require, require_object
 from fp4engine.recipe.casts import Casts
+from fp4engine.roles import GEMMS, TENSOR_TYPES
 
 FP8_FORMATS = (Format.HYBRID, Format.E4M3, Format.E5M2)
 FAST = MMParams(use_split_accumulator=False)
@@ -37,6 +38,7 @@ class _FP8Recipe(Recipe):
 
 
 def _element(fp8_format: Format, tensor_type: str) -> ElementFormat:
+    require("tensor_type", tensor_type, TENSOR_TYPES)
     if fp8_format is Format.HYBRID:
         return E5M2 if tensor_type == "grad_output" else E4M3
     return E5M2 if fp8_format is Format.E5M2 else E4M3
@@ -89,6 +91,7 @@ class Float8CurrentScaling(_FP8Recipe):
 
     def mm_params(self, gemm: str) -> MMParams:
         """The option of that GEMM."""
+        require("gemm", gemm, GEMMS)
         return {"fprop": self.fp8_gemm_fprop, "dgrad": self.fp8_gemm_dgrad, "wgrad": self.fp8_gemm_wgrad}[gemm]
 
 
@@ -140,6 +143,7 @@ class DelayedScaling(_FP8Recipe):
 
     def mm_params(self, gemm: str) -> MMParams:
         """Fast accumulation in fprop, as TransformerEngine does."""
+        require("gemm", gemm, GEMMS)
         return FAST if gemm == "fprop" else SPLIT
 
     @property
@@ -204,12 +208,12 @@ class Float8BlockScaling(_FP8Recipe):
 
     def casts(self, tensor_type: str) -> Casts:
         """Both operands alike."""
+        element = _element(self.fp8_format, tensor_type)
         dim = {
             "input": self.x_block_scaling_dim,
             "weight": self.w_block_scaling_dim,
             "grad_output": self.grad_block_scaling_dim,
         }[tensor_type]
-        element = _element(self.fp8_format, tensor_type)
         spec = fp8_block(element, 128 if dim == 2 else 1, power_of_two=not self.use_f32_scales)
         return Casts(spec, spec)
 

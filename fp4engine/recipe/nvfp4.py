@@ -19,6 +19,7 @@ from fp4engine.environment import choice, flag
 from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode, ScaleRule, Signs
 from fp4engine.recipe.base import Format, QParams, Recipe, require, require_keys
 from fp4engine.recipe.casts import Casts
+from fp4engine.roles import TENSOR_TYPES
 
 SCOPES = ("none", "weights", "activations", "all")
 ERROR_MODES = ("MAE", "MSE")
@@ -114,6 +115,7 @@ class NVFP4BlockScaling(Recipe):
 
     def quantizer_arguments(self, tensor_type: str) -> dict[str, Any]:
         """What :class:`~fp4engine.NVFP4Quantizer` is made with for ``"input"``, ``"weight"`` or ``"grad_output"``."""
+        require("tensor_type", tensor_type, TENSOR_TYPES)
         name, scope = {
             "input": ("fp4_quant_fwd_inp", "activations"),
             "weight": ("fp4_quant_fwd_weight", "weights"),
@@ -158,7 +160,8 @@ def _qparams(recipe: NVFP4BlockScaling, name: str) -> QParams:
 
 
 for _name in _ROLES:  # an attribute beside an argument of one name: dataclasses know no other way
-    setattr(NVFP4BlockScaling, _name, property(partial(_qparams, name=_name), doc=f"What becomes of {_name[11:]}."))
+    _doc = f"What becomes of {_name.removeprefix('fp4_quant_')}."
+    setattr(NVFP4BlockScaling, _name, property(partial(_qparams, name=_name), doc=_doc))
 
 
 def nvfp4_casts(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from numbers import Real
 from typing import Any, ClassVar
 
 from fp4engine.arguments import require_integer
@@ -165,12 +166,13 @@ def final_blocks(total: int, fraction: float) -> tuple[int, int]:
     """The last ``ceil(fraction * total)`` of ``total`` blocks, for :attr:`Rule.blocks`.
 
     Raises:
-        ValueError: no blocks, or a fraction outside (0, 1].
+        ValueError: ``total`` is no integer of at least 1, or a fraction outside (0, 1].
 
     Source: arXiv 2509.25149 keeps about 15% of linear layers, mostly the last, in BF16.
     """
-    if total < 1 or not 0 < fraction <= 1:
-        raise ValueError(f"needs total >= 1 and 0 < fraction <= 1, got total={total} and fraction={fraction}")
+    total = require_integer("total", total, 1)
+    if not isinstance(fraction, Real) or not 0 < fraction <= 1:
+        raise ValueError(f"fraction must be a number above 0 and at most 1, got {fraction!r}")
     count = math.ceil(fraction * total - 1e-9)  # 0.07 * 100 is 7.000000000000001
     return total - max(count, 1), total
 

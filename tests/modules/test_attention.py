@@ -113,6 +113,7 @@ def test_rotary_embedding_turns_pairs(interleaved):
         ("causal", (-2, 0)),
         ("no_mask", (2.5, 0)),
         ("no_mask", (1, 1, 1)),
+        ("no_mask", 5),
     ],
 )
 def test_bad_masks_raise(mask):
@@ -123,6 +124,36 @@ def test_bad_masks_raise(mask):
 def test_padding_without_a_mask_raises():
     with pytest.raises(ValueError, match="needs attention_mask"):
         attention(*qkv(), AttentionMask("padding"))
+
+
+def test_what_is_no_tensor_is_refused_by_name():
+    layer, inp = TransformerLayer(16, 16, 2, self_attn_mask_type="padding"), torch.randn(3, 1, 16)
+    with pytest.raises(ValueError, match=r"attention_mask must be boolean, .* got str"):
+        layer(inp, attention_mask="x")
+    with pytest.raises(ValueError, match=r"rotary_pos_emb must be a tensor of angles, .* got str"):
+        layer(inp, attention_mask=torch.zeros(1, 1, 1, 3, dtype=torch.bool), rotary_pos_emb="x")
+
+
+@pytest.mark.parametrize("batches", [(1, 3), (2, 1)], ids=str)
+def test_cross_attention_is_between_equal_batches(batches):
+    layer = TransformerLayer(16, 16, 2, layer_type="decoder")
+    hidden, encoded = torch.randn(3, batches[0], 16), torch.randn(5, batches[1], 16)
+    with pytest.raises(ValueError, match=f"encoder_output must have a batch of {batches[0]}, .* got {batches[1]}"):
+        layer(hidden, encoder_output=encoded)
+
+
+@pytest.mark.parametrize("shape", [(0, 6, 16), (2, 0, 16)], ids=str)
+@pytest.mark.parametrize("recipe", [None, NVFP4BlockScaling()], ids=["high precision", "NVFP4"])
+def test_no_rows_give_no_rows(shape, recipe):
+    inp = torch.randn(shape, requires_grad=True)
+    for layer in (
+        MultiheadAttention(16, 2, qkv_format="bshd"),
+        TransformerLayer(16, 16, 2, attn_input_format="bshd", fuse_qkv_params=True),
+    ):
+        with fp4engine.autocast(recipe is not None, recipe=recipe):
+            output = layer(inp)
+        output.sum().backward()
+        assert output.shape == inp.grad.shape == shape
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])

@@ -178,6 +178,65 @@ def test_main_grad_is_written_only_if_the_weights_gradient_is_asked_for(how: str
     assert torch.equal(layer.weight.main_grad, once + once)
 
 
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.zeros(16, 64)[:, ::2],
+        torch.zeros(32, 16).T,
+        torch.zeros(32).expand(16, 32),
+        torch.zeros(16, 32).to_sparse(),
+    ],
+    ids=["every second column", "transposed", "expanded", "sparse"],
+)
+def test_a_main_grad_whose_rows_do_not_lie_in_memory_is_refused(buffer: Tensor) -> None:
+    """Kernels would write beside it."""
+    layer = te.Linear(32, 16, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = buffer
+    with te.autocast(recipe=NVFP4), pytest.raises(ValueError, match=r"weight\.main_grad, .* whose rows are contiguous"):
+        layer(torch.randn(4, 32))
+
+
+def test_a_main_grad_may_be_a_part_of_a_wider_buffer() -> None:
+    layer = te.Linear(32, 16, fuse_wgrad_accumulation=True)
+    whole = torch.zeros(16, 48)
+    layer.weight.main_grad = whole[:, :32]
+    with te.autocast(recipe=NVFP4):
+        layer(torch.randn(4, 32)).sum().backward()
+    assert whole[:, :32].any() and not whole[:, 32:].any()
+
+
+BIASES = {
+    "too short": (torch.zeros(3), r"bias must have shape \[out_features=16\], got \[3\]"),
+    "too long": (torch.zeros(32), r"got \[32\]"),
+    "one number": (torch.zeros(1), r"got \[1\]"),
+    "a matrix": (torch.zeros(4, 16), r"got \[4, 16\]"),
+    "complex": (
+        torch.zeros(16, dtype=torch.complex64),
+        "bias must be float16, bfloat16, float32, float64, got complex64",
+    ),
+    "integers": (torch.zeros(16, dtype=torch.int32), "got int32"),
+    "without values": (torch.zeros(16, device="meta"), "bias must be on the weight's device, cpu, got one on meta"),
+}
+
+
+@pytest.mark.parametrize("kind", BIASES)
+@pytest.mark.parametrize("counts", [None, [3, 1], torch.tensor([3, 1])], ids=["Linear", "a loop", "grouped"])
+def test_a_bias_that_cannot_be_added_is_refused(kind: str, counts: Any) -> None:
+    bias, message = BIASES[kind]
+    layer = te.Linear(32, 16) if counts is None else te.GroupedLinear(2, 32, 16, device="cpu")
+    name = "bias" if counts is None else "bias1"
+    arguments = () if counts is None else (counts,)
+    with torch.no_grad(), te.autocast(recipe=NVFP4), pytest.raises(ValueError, match=message):
+        torch.func.functional_call(layer, {name: bias}, (torch.randn(4, 32), *arguments))
+
+
+def test_a_weight_that_is_gone_is_named() -> None:
+    layer = te.Linear(32, 16)
+    layer.weight = None
+    with te.autocast(recipe=NVFP4), pytest.raises(ValueError, match="the weight must be a tensor, got NoneType"):
+        layer(torch.randn(4, 32))
+
+
 @pytest.mark.parametrize("shape", [(16,), (4, 16), (2, 4, 16)], ids=str)
 def test_the_output_may_be_changed_in_place(shape: tuple[int, ...]) -> None:
     layer, grads = te.Linear(16, 16), []
@@ -269,6 +328,25 @@ def test_constructor_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match="recipe must be"):
         te.Linear(4, 4, recipe="nvfp4")
     assert te.Linear(4, 4, params_dtype=torch.bfloat16).weight.dtype == torch.bfloat16
+    for name, arguments in (
+        ("in_features", (True, 4)),
+        ("out_features", (4, 2.0)),
+        ("fuse_wgrad_accumulation", (4, 4, True, None, None, "no")),
+        ("name", (4, 4, True, None, None, False, 3)),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            _linear(*arguments)
+
+
+def _linear(n: int, k: int, bias=True, device=None, dtype=None, fuse_wgrad_accumulation=False, name=None) -> te.Linear:
+    return te.Linear(n, k, bias, device, dtype, fuse_wgrad_accumulation=fuse_wgrad_accumulation, name=name)
+
+
+def test_transformer_engines_dtype_leaves_the_default_device_alone(monkeypatch) -> None:
+    """Where CUDA is the default only because nothing else was said."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with torch.device("meta"):
+        assert te.Linear(4, 4, params_dtype=torch.bfloat16).weight.is_meta
 
 
 def test_a_third_argument_beside_those_of_transformer_engine_is_warned_of() -> None:

@@ -431,7 +431,8 @@ def test_assigned_and_shared_data_reach_the_codes():
     assert (weight.dequantize() == 1).all()
     weight.data.mul_(2)
     assert (weight.dequantize() == 2).all()
-    assert weight.share_memory_().codes.is_shared()
+    assert not weight.is_shared()
+    assert weight.share_memory_().codes.is_shared() and weight.is_shared()
 
 
 @pytest.fixture

@@ -252,6 +252,16 @@ def test_weights_stored_as_codes(kernel_device):
     assert is_grouped()
 
 
+@pytest.mark.parametrize("counts", [[7, 13], torch.tensor([7, 13])], ids=["a loop", "grouped"])
+def test_experts_of_different_shapes_are_refused(kernel_device, counts):
+    layer = make(2, 32, 16, kernel_device)
+    layer.weight1 = torch.nn.Parameter(torch.randn(8, 32, device=kernel_device, dtype=BF16))
+    counts = counts.to(kernel_device) if isinstance(counts, torch.Tensor) else counts
+    inp = torch.randn(20, 32, device=kernel_device, dtype=BF16)
+    with fp4engine.autocast(recipe=RECIPE), pytest.raises(ValueError, match=r"weight1 got \(8, 32\) beside \(16, 32\)"):
+        layer(inp, counts)
+
+
 def test_no_rows_and_wrong_features(kernel_device):
     layer = make(2, 16, 16, kernel_device)
     counts = torch.tensor([0, 0], device=kernel_device)

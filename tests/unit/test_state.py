@@ -99,6 +99,8 @@ def test_arguments(group_of_one) -> None:
         te.autocast(recipe="nvfp4")
     with pytest.raises(ValueError, match=r"enabled must be True or False, .* a recipe goes in recipe="):
         te.autocast(FIRST)
+    with pytest.raises(ValueError, match=r"calibrating must be True or False, .* a recipe goes in recipe="):
+        te.autocast(True, FIRST)
 
 
 def test_regions_decorate() -> None:
@@ -108,6 +110,11 @@ def test_regions_decorate() -> None:
 
     assert inside() == inside() == FIRST
     assert in_force() is None
+
+
+def test_regions_decorate_no_class() -> None:
+    with pytest.raises(ValueError, match="cannot decorate int, a class"):
+        te.autocast(recipe=FIRST)(int)
 
 
 def test_regions_decorate_nothing_whose_body_runs_later() -> None:

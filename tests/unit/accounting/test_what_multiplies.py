@@ -113,6 +113,12 @@ def test_what_is_no_linear_module_is_in_the_plan_and_in_the_count() -> None:
     assert report.fp4_share == 3 * 2 * TOKENS * HEAD / report.flops.total() < 0.1
 
 
+@pytest.mark.parametrize("layer", [torch.nn.LazyLinear(4), torch.nn.Linear(0, 4), torch.nn.Linear(4, 0)], ids=str)
+def test_a_plan_without_products_is_printed(layer: torch.nn.Module) -> None:
+    plan = fp4engine.convert(torch.nn.Sequential(layer))
+    assert "nan% of linear FLOPs planned in FP4" in str(plan)
+
+
 def test_a_model_of_linear_modules_has_nothing_else_in_its_plan() -> None:
     model = llama()
     plan = fp4engine.convert(model, keep_high_precision=["lm_head"])

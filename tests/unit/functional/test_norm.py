@@ -8,6 +8,12 @@ from fp4engine.functional.norm import Norm
 from fp4engine.reference.norm import row_statistics
 
 
+@pytest.mark.parametrize("eps", ["x", -1.0, float("nan"), float("inf"), None], ids=repr)
+def test_an_eps_that_is_no_number_of_at_least_zero_is_refused(eps) -> None:
+    with pytest.raises(ValueError, match="eps must be a finite number of at least 0, got"):
+        Norm("RMSNorm", eps)
+
+
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_by_statistics_are_rounded_once(dtype: torch.dtype, zero_centered: bool) -> None:

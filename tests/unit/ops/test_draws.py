@@ -144,7 +144,26 @@ def test_an_impossible_draw_changes_nothing(device, draw):
     assert ops.next_draw(CPU).tolist() == [5, 2]
 
 
-@pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:-1", "cuda:x", 0, None], ids=repr)
+def test_the_cpu_has_no_index():
+    fp4engine.set_rng_state({"seed": 6, "draws": {"cpu:0": 3, "cpu:0/layer": 4}})
+    assert fp4engine.get_rng_state()["draws"] == {"cpu": 3, "cpu/layer": 4}
+    assert ops.next_draw(CPU).tolist() == [6, 4]
+
+
+@pytest.mark.parametrize("names", [("cpu", "cpu:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda"), ("cuda/a", "cuda:0/a")])
+def test_a_device_that_is_named_twice_changes_nothing(names):
+    with pytest.raises(ValueError, match=r"state\['draws'\] names one device twice"):
+        fp4engine.set_rng_state({"seed": 6, "draws": dict.fromkeys(names, 3)})
+    assert fp4engine.get_rng_state() == {"seed": 5, "draws": {}}
+
+
+def test_devices_and_names_that_differ_are_not_one():
+    draws = {"cuda:0": 1, "cuda:1": 2, "cuda:0/a": 3, "cuda/b": 4, "cpu": 5}
+    fp4engine.set_rng_state({"seed": 6, "draws": draws})
+    assert fp4engine.get_rng_state()["draws"] == draws
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "meta", 0, None], ids=repr)
 def test_a_device_that_cannot_be_changes_nothing(name):
     with pytest.raises(ValueError, match="must name devices"):
         fp4engine.set_rng_state({"seed": 6, "draws": {name: 3}})

@@ -64,6 +64,14 @@ def test_keys_and_values_of_another_kind_are_named(data, message: str) -> None:
         recipe_from_json(json.dumps({"recipe": "LinearRecipe", **data}))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "key"), [("NVFP4BlockScaling", "fp4_format"), ("Float8CurrentScaling", "fp8_format")]
+)
+def test_a_format_that_is_none_is_named(recipe: str, key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key} must be one of 'e2m1', .*'hybrid', got 'x'"):
+        recipe_from_json(json.dumps({"recipe": recipe, key: "x"}))
+
+
 @pytest.mark.parametrize("text", ["", "{", "nonsense", None, b"{}", 3])
 def test_what_is_no_json_is_shown(text) -> None:
     with pytest.raises(ValueError, match="text must be the JSON that"):

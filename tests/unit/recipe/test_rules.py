@@ -48,8 +48,11 @@ def test_final_blocks_rounds_up() -> None:
     assert final_blocks(10, 0.1) == (9, 10)
     assert final_blocks(100, 0.07) == (93, 100)
     assert final_blocks(10, 1e-12) == (9, 10)
-    with pytest.raises(ValueError, match=r"0 < fraction <= 1, got total=10 and fraction=1.5"):
+    with pytest.raises(ValueError, match=r"fraction must be a number above 0 and at most 1, got 1\.5"):
         final_blocks(10, 1.5)
+    for total in (0, 32.0, "x"):
+        with pytest.raises(ValueError, match=r"total must be an integer of at least 1, got"):
+            final_blocks(total, 0.1)
 
 
 def test_modules_follow_their_own_rule() -> None:

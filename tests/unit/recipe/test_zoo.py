@@ -116,6 +116,25 @@ def test_precision_map_of_nemotron_3_super(name: str, row: str) -> None:
     assert zoo.nemotron_3_super(blocks=88).of(QuantizerRole("linear", "weight", name, (64, 48))) == zoo.make(row)
 
 
+@pytest.mark.parametrize("name", [["nvfp4"], None, 3, "nvfp5"], ids=repr)
+def test_what_is_no_row_is_refused(name) -> None:
+    with pytest.raises(ValueError, match=r"name must be one of high_precision, nvfp4, .* got"):
+        zoo.make(name)
+
+
+@pytest.mark.parametrize("blocks", ["x", 88.0, 0], ids=repr)
+def test_a_count_of_blocks_that_is_none_is_refused(blocks) -> None:
+    with pytest.raises(ValueError, match="must be an integer of at least 1, got"):
+        zoo.nemotron_3_super(blocks)
+
+
+def test_other_roles_and_products_than_a_layer_has_are_refused(recipe) -> None:
+    with pytest.raises(ValueError, match=r"'grad_output', got 'foo'|depend on the module"):
+        recipe.casts("foo")
+    with pytest.raises(ValueError, match="gemm must be one of 'fprop', 'dgrad', 'wgrad', got 'foo'"):
+        recipe.mm_params("foo")
+
+
 def test_experts_alone_have_four_bit_weights_in_deepseek_v4() -> None:
     recipe = zoo.deepseek_v4_experts()
     for name, row in (("layers.3.ffn.experts.17.w1", "mxfp4_weight_fp8"), ("layers.3.attn.wq_a", "fp8_block")):
