@@ -73,16 +73,18 @@ def test_hopper_kernel_uses_wgmma_and_the_copy_engine(out_dtype, bias, accumulat
 @pytest.mark.parametrize(("left", "right"), [(128, 128), (128, 0), (0, 16), (32, 16)])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_hopper_kernel_with_factors(left, right, out_dtype):
+    terms = min(group for group in (left, right) if group)
     signature = COMMON | {
         "left_desc": block_type(gemm_hopper.LEFT_BLOCK, torch.bfloat16),
-        "right_desc": block_type(gemm_hopper.RIGHT_BLOCK, torch.bfloat16),
+        "right_desc": block_type(gemm_factors_hopper.right_block(terms), torch.bfloat16),
         "out_desc": block_type(gemm_factors_hopper.OUT_BLOCK, out_dtype),
         "left_factor_ptr": "*fp32", "right_factor_ptr": "*fp32", "stride_left": "i32", "stride_right": "i32",
     }  # fmt: skip
     constants = dict(
-        LEFT_GROUP=left, RIGHT_GROUP=right, TERMS=min(group for group in (left, right) if group), LEFT_ROWS=True,
+        LEFT_GROUP=left, RIGHT_GROUP=right, TERMS=terms, LEFT_ROWS=True,
         RIGHT_ROWS=False, HAS_BIAS=False, bias_ptr=None, ACCUMULATE=True, GROUP=gemm_hopper.GROUP_M,
-        STAGES=gemm_factors_hopper.STAGES, LOADER_WARPS=gemm_factors_hopper.LOADER_WARPS,
+        STAGES=gemm_factors_hopper.STAGES, WIDTH=gemm_factors_hopper.WIDTH,
+        LOADER_WARPS=gemm_factors_hopper.LOADER_WARPS,
         PRODUCER_REGISTERS=gemm_hopper.PRODUCER_REGISTERS,
         CONSUMER_REGISTERS=gemm_hopper.CONSUMER_REGISTERS,
     )  # fmt: skip
