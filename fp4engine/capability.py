@@ -38,7 +38,7 @@ def triton_runs_on(device: torch.device) -> tuple[bool, str]:
     if device.type == "cpu" and read_flag("TRITON_INTERPRET", False):
         return True, "Triton's interpreter, asked for by TRITON_INTERPRET=1"
     if device.type != "cuda":
-        return False, f"Triton kernels need a CUDA device, the tensor is on {device.type}"
+        return False, f"Triton kernels need a CUDA device, the device is {device.type}"
     if reason := _by_amd(device):
         return False, reason
     major, minor = torch.cuda.get_device_capability(device)

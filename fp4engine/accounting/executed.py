@@ -136,10 +136,10 @@ def assert_quantized(
 ) -> None:
     """Assert that ``model`` multiplies in FP4 what it was to, and that nothing multiplies unseen.
 
-    Without ``min_fraction``: every linear module that ``recipe`` plans in FP4 ran, each of its GEMMs in the planned
-    formats, and every other matrix of the model is kept in high precision by name. With it: at least this share of
-    the FLOPs ran in FP4; with a ``step`` of all FLOPs, without one of those in linear modules, which then have to be
-    all that multiplies by a matrix.
+    Without ``min_fraction``: every linear module that ``recipe`` plans in FP4 ran, those of its GEMMs that ran did so
+    in the planned formats, and every other matrix of the model is kept in high precision by name. With it: at least
+    this share of the FLOPs ran in FP4; with a ``step`` of all FLOPs, without one of those in linear modules, which then
+    have to be all that multiplies by a matrix.
 
     Args:
         step: as in :func:`executed_gemms`; None asserts about all that ran since the conversion.

@@ -122,7 +122,7 @@ def require_features(inp: Tensor | FusedInput, weight: Tensor) -> None:
         )
     if len(shape) == 0 or shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"inp must have shape [..., in_features={weight.shape[1]}], got {tuple(shape)} "
+            f"the input must have shape [..., in_features={weight.shape[1]}], got {tuple(shape)} "
             f"for weight {tuple(weight.shape)}"
         )
 

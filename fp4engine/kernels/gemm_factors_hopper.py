@@ -199,7 +199,7 @@ def factored_hopper_kernel(
     ROWS: gl.constexpr = left_desc.block_shape[0]
     TILE_N: gl.constexpr = right_desc.block_shape[0]
     TILE_K: gl.constexpr = right_desc.block_shape[1]
-    GROUPS: gl.constexpr = TILE_K // TERMS if TERMS < TILE_K else 1
+    GROUPS: gl.constexpr = (TILE_K + TERMS - 1) // TERMS
     plain: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
     left_ring = gl.allocate_shared_memory(left_desc.dtype, [2 * STAGES, ROWS, TILE_K], left_desc.layout)
     right_ring = gl.allocate_shared_memory(right_desc.dtype, [STAGES, TILE_N, TILE_K], right_desc.layout)

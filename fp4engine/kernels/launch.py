@@ -1,9 +1,9 @@
-"""The one door to a device: a question about tensors is resolved to a :class:`Launch` once, and launched many times.
+"""How kernels are started: a question about tensors is resolved to a :class:`Launch` once, and launched many times.
 
 A question is everything that the answer depends on: the operation, its constants, and the :class:`Facts` of each
 tensor. A resolver, one function per operation, drafts the answer: which buffers to allocate, and which kernels to start
-with which arguments. Resolvers are pure, so each has a bounded cache (:func:`resolver`). All code of this package
-reaches a GPU, or Triton's interpreter, through a launch.
+with which arguments. Resolvers are pure, so each has a bounded cache (:func:`resolver`). No kernel of
+this package reaches a GPU, or Triton's interpreter, in another way; products of PyTorch's own are calls of PyTorch.
 
     launch = resolve_cast((facts(x), ...), x.device, ...)        outputs = launch(x, ...)
 """

@@ -2,10 +2,11 @@
 
     rowwise:    codes, scale_inv = cast(x)        columnwise:    codes, scale_inv = cast(x.T)
 
-A program owns a tile of 16 G rows and C columns. The rowwise half reads it as blocks along the columns, two 16-byte
-loads per block and one block per thread; the columnwise half reads it again, from L1, as 16 row vectors per group of 16
-rows, so that a thread holds whole columns of blocks. Only the columnwise output is transposed, through shared memory
-and after packing, 8 times smaller than x.
+A program owns a tile of TILE_M rows and TILE_K columns, whole groups of 16 rows if there is a columnwise half
+(:func:`tile_shape`). The rowwise half reads it as blocks along the columns, two 16-byte loads per block and one block
+per thread; the columnwise half reads it again, from L1, as 16 row vectors per group of 16 rows, so that a thread holds
+whole columns of blocks. Only the columnwise output is transposed, through shared memory and after packing, 8 times
+smaller than x.
 
 Legend: x is [M, K]; rowwise operand [M, K], columnwise operand [K, M].
 """
@@ -152,7 +153,7 @@ def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
     )
     for covered, what in checks:
         if not covered:
-            return False, f"the Triton kernels do not cover {what}"
+            return False, f"the kernels that cast both sides at once do not cover {what}"
     return True, ""
 
 

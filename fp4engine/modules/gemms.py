@@ -82,7 +82,8 @@ class Gemms(torch.nn.Module):
         module_type: str = "linear",
         shape: tuple[int, ...] = (),
     ) -> None:
-        self._answers: dict[tuple[int, tuple[int, ...]], LinearPlan] = {}
+        # By the number of the recipe and the weight's shape, of recipes that read the module.
+        self._plans_for_tracing: dict[tuple[int, tuple[int, ...]], LinearPlan] = {}
         if name is not None and not isinstance(name, str):
             raise ValueError(f"name must be a string or None, got {name!r}")
         require("fuse_wgrad_accumulation", fuse_wgrad_accumulation, (False, True))
@@ -109,13 +110,13 @@ class Gemms(torch.nn.Module):
 
     @property
     def name(self) -> str:
-        """The name that recipes see. A new name clears the plans that compiled code found under the old name."""
+        """The name that recipes see. Compiled code asks anew for the plan of a module with a new name."""
         return self._name
 
     @name.setter
     def name(self, name: str | None) -> None:
         self._name = name or ""
-        self._answers.clear()
+        self._plans_for_tracing.clear()
 
     @property
     def recipe(self) -> Recipe | None:
@@ -152,13 +153,13 @@ class Gemms(torch.nn.Module):
             read = self._what_recipes_read()
             plan = make_linear_plan(recipe, self.module_type, self.name, self._shape())
             if recipe.reads_modules and not plan.is_stateful:
-                self._answers[recipe.number, self._shape()] = plan
+                self._plans_for_tracing[recipe.number, self._shape()] = plan
             plan = plan.remembering_in(self.amax_histories) if plan.is_stateful else plan
             made = self._plan = MadePlan(recipe, plan, read)
         return made.plan
 
     def _what_recipes_read(self) -> tuple[str, Any]:
-        """The name and the weight's shape; None if the weight is no parameter, since reading it would compute it."""
+        """The name, and the weight's shape: None if the weight is no parameter, since reading it would compute it."""
         weight = self._parameters.get("weight")
         return self.name, None if weight is None else weight.shape
 
@@ -175,8 +176,8 @@ class Gemms(torch.nn.Module):
         if not recipe.reads_modules:
             return traced_plan(recipe, self.module_type, "", ())
         shape = self._shape()
-        if (recipe.number, shape) in self._answers:
-            return self._answers[recipe.number, shape]
+        if (recipe.number, shape) in self._plans_for_tracing:
+            return self._plans_for_tracing[recipe.number, shape]
         return traced_plan(recipe, self.module_type, self.name, shape)
 
     def multiply(
@@ -443,7 +444,7 @@ class Gemms(torch.nn.Module):
         derived = {
             "_listeners": (),
             "_plan": None,
-            "_answers": {},
+            "_plans_for_tracing": {},
             "_share": None,
             "_weight_amaxes": None,
             "_weight_caches": (),

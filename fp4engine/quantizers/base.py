@@ -208,7 +208,7 @@ def as_matrix(x: Tensor) -> Tensor:
     if x.ndim == 0:
         raise ValueError("x must have at least one dimension, got a scalar tensor")
     if x.dtype not in _FLOATS:
-        raise ValueError(f"x must be float16, bfloat16, float32 or float64, got {x.dtype}")
+        raise ValueError(f"the tensor must be float16, bfloat16, float32 or float64, got {x.dtype}")
     if x.ndim == 2:
         return x
     return x[None] if x.ndim == 1 else x.flatten(0, -2)

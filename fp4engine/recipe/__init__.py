@@ -6,7 +6,6 @@ from fp4engine.recipe.base import (
     MMParams,
     QParams,
     Recipe,
-    numbered,
     recipe_from_json,
     say_how_to_change,
 )
@@ -35,7 +34,6 @@ __all__ = [
     "ScheduledRecipe",
     "combine",
     "final_blocks",
-    "numbered",
     "recipe_from_json",
     "zoo",
 ]

@@ -88,6 +88,10 @@ class QParams:
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("power_2_scale", "random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization"):
+            require(name, getattr(self, name), (False, True))
+
 
 def require(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Raise ``ValueError`` naming the argument unless ``value`` is one of ``allowed``."""

@@ -52,8 +52,8 @@ class LinearRecipe(Recipe):
         for role in TENSOR_TYPES:
             if not isinstance(getattr(self, role), Casts):
                 raise ValueError(f"{role} must be a Casts, got {getattr(self, role)!r}")
-        for complaint in (*self._rotation_complaints(), *self._bias_complaints()):
-            raise ValueError(complaint)
+        if complaints := [*self._rotation_complaints(), *self._bias_complaints()]:
+            raise ValueError(complaints[0])
 
     def casts(self, tensor_type: str) -> Casts:
         """The casts of a role."""

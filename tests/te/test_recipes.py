@@ -112,3 +112,12 @@ def test_what_functions_of_amaxes_return_is_checked(name, returned, shown) -> No
     words = re.escape(f"{name} must return a tensor of one element for the amaxes of one tensor, got {shown}")
     with torch.no_grad(), autocast(recipe=recipe), pytest.raises(ValueError, match=words):
         layer(torch.ones(16, 16))
+
+
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(), frozen.MXFP8BlockScaling()], ids=["TransformerEngine", "fp4engine"]
+)
+def test_a_recipe_in_the_place_of_a_flag_is_refused(recipe) -> None:
+    for arguments, name in (((recipe,), "enabled"), ((True, recipe), "calibrating")):
+        with pytest.raises(ValueError, match=f"{name} must be True or False, got .* a recipe goes in recipe="):
+            autocast(*arguments)

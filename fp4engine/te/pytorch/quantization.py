@@ -156,6 +156,9 @@ class autocast(state.autocast):
         calibrating: noted, and without effect: modules run in high precision or by the recipe as ``enabled`` says.
         recipe: None is :func:`get_default_recipe`.
         amax_reduction_group: as there.
+
+    Raises:
+        ValueError: a recipe in the place of ``enabled`` or ``calibrating``.
     """
 
     def __init__(
@@ -166,8 +169,11 @@ class autocast(state.autocast):
         amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:
+        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
+            if isinstance(value, AnyRecipe):  # which is true, and would leave the default one in force
+                raise ValueError(f"{name} must be True or False, got {value!r}; a recipe goes in recipe=")
         chosen = as_frozen(default_recipe() if recipe is None else recipe)
-        super().__init__(bool(enabled), calibrating and not chosen.is_delayed, chosen, amax_reduction_group)
+        super().__init__(bool(enabled), bool(calibrating) and not chosen.is_delayed, chosen, amax_reduction_group)
         self._given = recipe
         self._steps = chosen.custom()
 
