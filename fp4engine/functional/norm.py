@@ -84,11 +84,13 @@ class Norm:
         If x and gamma have one dtype and gamma is not zero-centred, the bits are those of PyTorch's own function.
 
         Raises:
-            ValueError: x holds integers or booleans, to which the result would be rounded.
+            ValueError: x holds integers or booleans, to which the result would be rounded, or gamma or beta does not
+                fit it.
         """
         dtype = x.dtype
         if not (dtype.is_floating_point or dtype.is_complex):
             raise ValueError(f"x must be floating point, got {dtype}")
+        _require_parameters(x, gamma, beta)
         if self.zero_centered_gamma or dtype != gamma.dtype:
             # In BF16, 1 + gamma would keep eight bits of gamma.
             wide = torch.promote_types(torch.promote_types(dtype, gamma.dtype), torch.float32)
@@ -106,7 +108,12 @@ class Norm:
         return True
 
     def source(self, x: Tensor, dtype: torch.dtype, gamma: Tensor, beta: Tensor | None) -> tuple[ops.Source, Tensor]:
-        """The norm of x [M, K] as a source for the cast to ``dtype``, and the rows' statistics for backward."""
+        """The norm of x [M, K] as a source for the cast to ``dtype``, and the rows' statistics for backward.
+
+        Raises:
+            ValueError: gamma or beta does not fit x.
+        """
+        _require_parameters(x, gamma, beta)
         statistics = ops.row_statistics(x, self.eps, self.has_bias)
         factor = gamma.float() + 1 if self.zero_centered_gamma else gamma
         return ops.Source(x, dtype, self.kind, False, statistics, factor, beta), statistics
@@ -146,3 +153,15 @@ class Norm:
         else:
             grads = torch.ops.aten._fused_rms_norm_backward(grad, x, shape, rstd, gamma, [True, True])
         return tuple(t.to(dtype) for t, dtype in zip(grads, dtypes, strict=True))
+
+
+def _require_parameters(x: Tensor, gamma: Tensor, beta: Tensor | None) -> None:
+    """Raise a ValueError unless gamma and beta, which users know as weight and bias, fit the last dimensions of x."""
+    for name, parameter in (("weight", gamma), ("bias", beta)):
+        if parameter is None:
+            continue
+        if parameter.shape != x.shape[x.ndim - gamma.ndim :] or not gamma.ndim:
+            shape = f"the last dimensions of an input {list(x.shape)}"
+            raise ValueError(f"the {name} of a norm must have the shape of {shape}, got {list(parameter.shape)}")
+        if not parameter.is_floating_point() and not x.is_complex():
+            raise ValueError(f"the {name} of a norm must be floating point, got {parameter.dtype}")

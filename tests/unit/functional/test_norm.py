@@ -14,6 +14,24 @@ def test_an_eps_that_is_no_number_of_at_least_zero_is_refused(eps) -> None:
         Norm("RMSNorm", eps)
 
 
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        (torch.ones(7), r"must have the shape of the last dimensions of an input \[8, 32\], got \[7\]"),
+        (torch.ones(1), r"got \[1\]"),
+        (torch.ones(32, dtype=torch.complex64), r"must be floating point, got torch\.complex64"),
+        (torch.ones(32, dtype=torch.int64), r"must be floating point, got torch\.int64"),
+    ],
+)
+def test_parameters_that_do_not_fit_are_refused(kind: str, parameter: torch.Tensor, message: str) -> None:
+    norm, x, fits = Norm(kind, 1e-5), torch.randn(8, 32), torch.ones(32)
+    for parameters in [(parameter, None), (fits, parameter)][: 1 + norm.has_bias]:
+        for compute in (norm, lambda x, *given: norm.source(x, x.dtype, *given)):
+            with pytest.raises(ValueError, match=f"of a norm {message}" if message[0] == "m" else message):
+                compute(x, *parameters)
+
+
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_by_statistics_are_rounded_once(dtype: torch.dtype, zero_centered: bool) -> None:
