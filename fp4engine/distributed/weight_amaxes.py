@@ -73,6 +73,6 @@ class _Hooks:
                     layer.leave_weight_amaxes(None)
 
 
-def _casts(found: SharedWeight) -> ops.Casts:
+def _casts(found: SharedWeight) -> ops.LayerCasts:
     assert found.plan.casts is not None, "amaxes are shared of casts that a layer makes itself"
     return found.plan.casts

@@ -7,7 +7,7 @@ from fp4engine import ops
 from fp4engine.functional.call import Call
 from fp4engine.functional.shards import Shards, names_of, share_of
 
-Way = ops.LinearAtOnce | ops.LinearByOperators
+LinearWay = ops.LinearAtOnce | ops.LinearByOperators
 Shared = ops.LinearByValues | ops.LinearByOperators
 
 
@@ -36,7 +36,9 @@ def at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.Lin
     return ops.LinearByOperators(ops.key_of(plan.casts), weight.dtype)
 
 
-def forward_at_once(way: Way, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, ops.Kept]:
+def forward_at_once(
+    way: LinearWay, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call
+) -> tuple[Tensor, ops.Kept]:
     """The output for a matrix ``x``, and what backward needs."""
     plan, needs = call.plan, (call.needs_dgrad, call.needs_wgrad)
     if call.shards is not None:
@@ -49,7 +51,7 @@ def forward_at_once(way: Way, x: Tensor, weight: Tensor, bias: Tensor | None, ca
 
 
 def backward_at_once(
-    way: Way,
+    way: LinearWay,
     grad_output: Tensor,
     kept: ops.Kept,
     ins: int,

@@ -224,14 +224,15 @@ class LinearFunction(torch.autograd.Function):
         if needs_dgrad or needs_wgrad:
             if ctx.at_once is not None:
                 dtypes, bias_dtype = (call.dtype, ctx.weight_dtype), ctx.bias_dtype if needs_bias else None
-                asked = (ctx.at_once, grad_output, ctx.saved_tensors, ctx.inp_shape[-1], dtypes, bias_dtype, call)
-                grad_input, grad_weight, grad_bias = backward_at_once(*asked)
+                grad_input, grad_weight, grad_bias = backward_at_once(
+                    ctx.at_once, grad_output, ctx.saved_tensors, ctx.inp_shape[-1], dtypes, bias_dtype, call
+                )
                 names = ("dgrad", "wgrad")[not needs_dgrad : 1 + needs_wgrad]
                 call.record(2 * grad_output.numel() * ctx.inp_shape[-1], *names)
             else:
                 saved = unflatten(Saved, ctx.structure, ctx.saved_tensors)
-                asked = (grad_output, saved, call, draw(call, grad_output.device), ctx.inp_shape[-1], ctx.weight_dtype)
-                grad_input, grad_weight = _gradients(*asked)
+                rng = draw(call, grad_output.device)
+                grad_input, grad_weight = _gradients(grad_output, saved, call, rng, ctx.inp_shape[-1], ctx.weight_dtype)
                 if function is not None and grad_input is not None:
                     assert saved.x is not None
                     gradients = function.gradients(grad_input, as_matrix(saved.x), saved.parameters, saved.statistics)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp4engine.formats import CastSpec
-from fp4engine.ops import Casts
+from fp4engine.ops import LayerCasts
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.casts import unclippable, unsaved, untaken
@@ -93,7 +93,7 @@ class LinearPlan:
     draws_in_backward: bool = field(init=False, repr=False, compare=False)
     is_stateful: bool = field(init=False, repr=False, compare=False)
     formats: dict[GemmName, str] = field(init=False, repr=False, compare=False)
-    casts: Casts | None = field(init=False, repr=False, compare=False)
+    casts: LayerCasts | None = field(init=False, repr=False, compare=False)
     in_group: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ def _gemm_formats(plan: LinearPlan) -> dict[GemmName, str]:
     }
 
 
-def _casts(plan: LinearPlan) -> Casts | None:
+def _casts(plan: LinearPlan) -> LayerCasts | None:
     roles = (plan.input, plan.weight, plan.grad_output)
     if plan.backward_override is not None or plan.draws_in_forward or any(q.clipped_gradient for q in roles):
         return None
@@ -161,7 +161,7 @@ def _casts(plan: LinearPlan) -> Casts | None:
         return None
     streams = plan.input.stream, plan.weight.stream, plan.grad_output.stream
     fprop, dgrad, wgrad = (gemm in plan.fast_accumulation for gemm in GEMMS)
-    return Casts(inp, weight, grad_output, streams, plan.backend, (fprop, dgrad, wgrad), plan.is_stateful)
+    return LayerCasts(inp, weight, grad_output, streams, plan.backend, (fprop, dgrad, wgrad), plan.is_stateful)
 
 
 def _keys(quantizer: Quantizer) -> tuple[str, str] | None:

@@ -20,7 +20,7 @@ Keys = tuple[str, str]
 """Keys of the rowwise and the columnwise spec, empty for a side that is not asked for."""
 
 
-WORDS = {
+COVERED = {
     "scale_rule": (
         *(ScaleRule.AMAX, ScaleRule.FOUR_OVER_SIX_MAE, ScaleRule.FOUR_OVER_SIX_MSE, ScaleRule.ALIGNED, ScaleRule.STD),
         *(ScaleRule.FLOOR, ScaleRule.CEIL, ScaleRule.MIDMAX, ScaleRule.OPTION3, ScaleRule.TOPBINADE),
@@ -37,7 +37,7 @@ kernel; until then the reference casts by it."""
 
 def supports(spec: CastSpec, dtype: torch.dtype) -> tuple[bool, str]:
     """Whether kernels cast matrices of ``dtype`` by ``spec``, and if not, why."""
-    for field, words in WORDS.items():
+    for field, words in COVERED.items():
         if (word := getattr(spec, field)) not in words:
             return False, f"the Triton kernels do not cover {field}={word.value}"
     return blocks.supports(spec, dtype) if spec.block[1] else cast_fp8.supports(spec, dtype)

@@ -27,8 +27,8 @@ from fp4engine.ops.grouped import (
     grouped_wgrad_accumulate,
 )
 from fp4engine.ops.linear import (
-    Casts,
     Kept,
+    LayerCasts,
     LinearAtOnce,
     LinearByOperators,
     LinearByValues,
@@ -58,7 +58,7 @@ from fp4engine.ops.tiles import TiledOperand
 from fp4engine.ops.turn import Direction
 
 __all__ = [
-    "Casts",
+    "LayerCasts",
     "Direction",
     "Draws",
     "Form",

@@ -14,10 +14,10 @@ from fp4engine.ops.linear.operators import (
     key_of,
     weight_amaxes_for,
 )
-from fp4engine.ops.linear.way import Casts, Kept, Share
+from fp4engine.ops.linear.way import Kept, LayerCasts, Share
 
 __all__ = [
-    "Casts",
+    "LayerCasts",
     "Kept",
     "LinearAtOnce",
     "LinearByOperators",

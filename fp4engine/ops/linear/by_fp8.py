@@ -11,7 +11,7 @@ from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import as_it_is, casts_supported
-from fp4engine.ops.linear.way import Casts, Gradients, Kept, Memories, Way, both, linear_kernels
+from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Memories, Way, both, linear_kernels
 from fp4engine.ops.tiles import TiledOperand
 
 _ABSENT = (None, None, None, None)
@@ -30,7 +30,7 @@ class LinearByFP8(Way):
         return True
 
     @staticmethod
-    def covers(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> bool:
+    def covers(casts: LayerCasts, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the FP8 kernel casts every operand, by its own unrounded amax, and every product is FP8."""
         if casts.backend not in ("auto", "native") or not capability.triton_runs_on(device)[0]:
             return False
@@ -113,7 +113,7 @@ class LinearByFP8Blocks(Way):
         return rows % 4 == outs % 16 == ins % 16 == 0 and min(rows, outs, ins) > gemm_fp8.TERMS
 
     @staticmethod
-    def covers(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> bool:
+    def covers(casts: LayerCasts, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the kernels of block casts cover every operand, and every product is one of FP8 by block scales."""
         if casts.is_stateful or casts.backend not in ("auto", "native") or not capability.triton_runs_on(device)[0]:
             return False

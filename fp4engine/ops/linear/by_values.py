@@ -10,7 +10,7 @@ from fp4engine.ops import backend as backends
 from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import as_it_is, decode_supported, transient_form
 from fp4engine.ops.gemm import product_path
-from fp4engine.ops.linear.way import Casts, Gradients, Kept, Memories, Share, Way, both, linear_kernels, row_of
+from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Memories, Share, Way, both, linear_kernels, row_of
 from fp4engine.ops.rng import lock as draw_lock
 from fp4engine.ops.tiles import TiledOperand
 
@@ -27,7 +27,7 @@ class LinearByValues(Way):
         return 2 * min(rows, outs) * ins <= MOST_HELD
 
     @staticmethod
-    def covers(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> bool:
+    def covers(casts: LayerCasts, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> bool:
         """Whether :mod:`fp4engine.kernels.quantize` casts every operand, and every product is one of values."""
         transient = (casts.inp[0], casts.weight[0], *casts.grad_output)
         if casts.is_stateful or any(transient_form(key, device, casts.backend) != "values" for key in transient):

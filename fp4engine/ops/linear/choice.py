@@ -12,7 +12,7 @@ from fp4engine.ops.cast import amax, as_it_is
 from fp4engine.ops.linear.by_fp8 import LinearByFP8, LinearByFP8Blocks
 from fp4engine.ops.linear.by_operations import LinearByOperations
 from fp4engine.ops.linear.by_values import LinearByValues
-from fp4engine.ops.linear.way import Casts, linear_kernels
+from fp4engine.ops.linear.way import LayerCasts, linear_kernels
 from fp4engine.ops.operation import PLAIN
 from fp4engine.ops.reduce import packed_amaxes
 from fp4engine.ops.tiles import TiledOperand
@@ -22,7 +22,9 @@ Sizes = tuple[int, int, int]
 """``(rows, outs, ins)``: M, N and K."""
 
 
-def linear_at_once(casts: Casts, x: Tensor, weight: Tensor, tiles: TiledOperand | None = None) -> LinearAtOnce | None:
+def linear_at_once(
+    casts: LayerCasts, x: Tensor, weight: Tensor, tiles: TiledOperand | None = None
+) -> LinearAtOnce | None:
     """What computes ``x @ weight.T`` and its gradients with few launches; None where single operations have to.
 
     Not for code that is traced.
@@ -40,7 +42,7 @@ def linear_at_once(casts: Casts, x: Tensor, weight: Tensor, tiles: TiledOperand 
 
 
 def way_of(
-    casts: Casts, sizes: Sizes, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
+    casts: LayerCasts, sizes: Sizes, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
 ) -> LinearAtOnce | LinearByOperations:
     """What computes a layer of plain tensors: few launches, or single operations where these do not take it."""
     found = covering(casts, dtype, weight_dtype, device)
@@ -48,7 +50,9 @@ def way_of(
 
 
 @cache
-def covering(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> LinearAtOnce | None:
+def covering(
+    casts: LayerCasts, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
+) -> LinearAtOnce | None:
     """What computes layers of some sizes by few launches; None if nothing covers the casts."""
     for left, right, _ in casts.products(dtype, weight_dtype):
         if CastSpec.from_key(left).rotation != CastSpec.from_key(right).rotation:
@@ -59,7 +63,7 @@ def covering(casts: Casts, dtype: torch.dtype, weight_dtype: torch.dtype, device
     return None
 
 
-def amaxes_of(weights: Sequence[Tensor], casts: Sequence[Casts]) -> Tensor:
+def amaxes_of(weights: Sequence[Tensor], casts: Sequence[LayerCasts]) -> Tensor:
     """FP32 [2 n, AMAX_STRIDE], first in two rows the outer amaxes that both casts of a weight need, none negative.
 
     Args:

@@ -19,7 +19,7 @@ from fp4engine.ops.linear.by_fp8 import LinearByFP8, unscaled
 from fp4engine.ops.linear.by_operations import LinearByOperations
 from fp4engine.ops.linear.by_values import LinearByValues
 from fp4engine.ops.linear.choice import LinearAtOnce, covering, way_of
-from fp4engine.ops.linear.way import Casts, Kept, Memories, Share, both, shares_amaxes
+from fp4engine.ops.linear.way import Kept, LayerCasts, Memories, Share, both, shares_amaxes
 from fp4engine.ops.operation import Output, define
 from fp4engine.ops.reduce import groups_named, share_amaxes
 from fp4engine.ops.rng import placed
@@ -130,19 +130,19 @@ def is_bound_by_host(weight: Tensor) -> bool:
 
 
 @constant_when_traced
-def key_of(casts: Casts) -> str:
+def key_of(casts: LayerCasts) -> str:
     """The key of ``casts``, for code that may be traced."""
     return casts.key
 
 
 @constant_when_traced
-def weight_amaxes_for(casts: Casts, groups: str) -> str:
+def weight_amaxes_for(casts: LayerCasts, groups: str) -> str:
     """A key for the amaxes of a weight: the casts and the names of the groups for which they are found, sorted."""
     return " ".join([*casts.weight, *sorted(groups.split(" "))])
 
 
 @constant_when_traced
-def can_share(casts: Casts) -> bool:
+def can_share(casts: LayerCasts) -> bool:
     """As :func:`fp4engine.ops.linear.way.shares_amaxes`, for code that may be traced."""
     return shares_amaxes(casts)
 
@@ -156,7 +156,7 @@ def _linear_forward(
     needs_wgrad: bool,
 ) -> list[Tensor]:
     (rows, ins), outs = x.shape, weight.shape[0]
-    way = way_of(Casts.from_key(casts), (rows, outs, ins), x.dtype, weight.dtype, x.device)
+    way = way_of(LayerCasts.from_key(casts), (rows, outs, ins), x.dtype, weight.dtype, x.device)
     y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad)
     return [y.contiguous(), *_there(kept)]
 
@@ -180,7 +180,7 @@ def _linear_share_forward(
     tensor of :func:`fp4engine.ops.turn.turn_of` keeps such operators in one order.
     """
     (rows, ins), outs = x.shape, weight.shape[0]
-    way = way_of(Casts.from_key(casts), (rows, outs, ins), x.dtype, weight.dtype, x.device)
+    way = way_of(LayerCasts.from_key(casts), (rows, outs, ins), x.dtype, weight.dtype, x.device)
     assert isinstance(way, LinearByValues | LinearByOperations), "what shares amaxes passes shares_amaxes"
     reduced: list[Tensor] = []
 
@@ -264,7 +264,7 @@ def _way_back(
     """What computes the gradients, and K."""
     rows, outs = grad_output.shape
     ins = next(codes.shape[0] for codes in (kept[0], kept[3]) if codes is not None)
-    return way_of(Casts.from_key(casts), (rows, outs, ins), *dtypes, grad_output.device), ins
+    return way_of(LayerCasts.from_key(casts), (rows, outs, ins), *dtypes, grad_output.device), ins
 
 
 def _all_gradients(
@@ -291,7 +291,7 @@ def _all_gradients(
 def _linear_forward_outputs(
     x: Tensor, weight: Tensor, casts: str, needs_dgrad: bool, needs_wgrad: bool
 ) -> list[Output]:
-    own, (rows, cols), outs = Casts.from_key(casts), x.shape, weight.shape[0]
+    own, (rows, cols), outs = LayerCasts.from_key(casts), x.shape, weight.shape[0]
     by_fp8 = isinstance(covering(own, x.dtype, weight.dtype, x.device), LinearByFP8)
     outputs = [Output((rows, outs), x.dtype)]
     for key, length, needed in ((own.inp[1], rows, needs_wgrad), (own.weight[1], outs, needs_dgrad)):
@@ -394,7 +394,7 @@ def _tiled_linear_forward(
     weight_dtype: torch.dtype,
     needs_wgrad: bool,
 ) -> list[Tensor]:
-    own, (rows, ins), outs = Casts.from_key(casts), x.shape, codes.shape[0]
+    own, (rows, ins), outs = LayerCasts.from_key(casts), x.shape, codes.shape[0]
     weight = TiledOperand(CastSpec.from_key(own.weight[0]), outs, ins, codes, scales, amax)
     way = way_of(own, (rows, outs, ins), x.dtype, weight_dtype, x.device)
     y, kept = way.forward(x, weight, bias, False, needs_wgrad)
@@ -417,14 +417,14 @@ def _tiled_linear_backward(
     bias_dtype: torch.dtype | None,
 ) -> list[Tensor]:
     rows, outs = grad_output.shape
-    way = way_of(Casts.from_key(casts), (rows, outs, ins), dtype, weight_dtype, grad_output.device)
+    way = way_of(LayerCasts.from_key(casts), (rows, outs, ins), dtype, weight_dtype, grad_output.device)
     kept = inp, inp_scale_inv, inp_amax, codes, scales, amax
     return _all_gradients(way, grad_output, kept, ins, rng, (dtype, weight_dtype), bias_dtype, is_tiled=True)
 
 
 def _tiled_linear_forward_outputs(x: Tensor, codes: Tensor, casts: str, needs_wgrad: bool) -> list[Output]:
     rows, cols = x.shape
-    kept = _kept_outputs(CastSpec.from_key(Casts.from_key(casts).inp[1]), cols, rows) if needs_wgrad else []
+    kept = _kept_outputs(CastSpec.from_key(LayerCasts.from_key(casts).inp[1]), cols, rows) if needs_wgrad else []
     return [Output((rows, codes.shape[0]), x.dtype), *kept]
 
 

@@ -41,7 +41,7 @@ class Share(NamedTuple):
     given: Tensor | None = None
 
 
-class Casts(NamedTuple):
+class LayerCasts(NamedTuple):
     """The six casts of a linear layer and what else its products depend on.
 
     Attributes:
@@ -70,22 +70,27 @@ class Casts(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The casts as operators take them: a string from which any process can make the casts again."""
+        """The casts as operators take them: a string from which any process can make the casts again.
+
+        Casts that depend on earlier steps have none: operators are for compiled code, which refuses delayed scaling.
+        """
         fields = [",".join(map(str, map(int, numbers))) for numbers in (self.streams, self.fast_accumulation)]
         return " ".join([*self.inp, *self.weight, *self.grad_output, *fields, self.backend])
 
     @staticmethod
     @cache
-    def from_key(key: str) -> "Casts":
+    def from_key(key: str) -> "LayerCasts":
         """The casts that printed ``key``."""
         row_x, col_x, row_w, col_w, row_g, col_g, streams, fast, backend = key.split(" ")
         of_x, of_w, of_g = map(int, streams.split(","))
         fprop, dgrad, wgrad = (number == "1" for number in fast.split(","))
-        return Casts((row_x, col_x), (row_w, col_w), (row_g, col_g), (of_x, of_w, of_g), backend, (fprop, dgrad, wgrad))
+        return LayerCasts(
+            (row_x, col_x), (row_w, col_w), (row_g, col_g), (of_x, of_w, of_g), backend, (fprop, dgrad, wgrad)
+        )
 
 
 @cache
-def shares_amaxes(casts: Casts) -> bool:
+def shares_amaxes(casts: LayerCasts) -> bool:
     """Whether ranks can share all outer amaxes of FP4 casts: each must be one number that belongs to a whole tensor."""
     specs = [CastSpec.from_key(key) for key in (*casts.inp, *casts.weight, *casts.grad_output)]
     return not casts.is_stateful and all(
@@ -101,7 +106,7 @@ class Way:
         inp_spec, weight_spec: the specs of the operands that backward needs.
     """
 
-    def __init__(self, casts: Casts) -> None:
+    def __init__(self, casts: LayerCasts) -> None:
         self.casts = casts
         self.inp_spec, self.weight_spec = CastSpec.from_key(casts.inp[1]), CastSpec.from_key(casts.weight[1])
 

@@ -82,7 +82,7 @@ LAYERS = {
 def test_fakes_of_a_layers_operators_tell_the_truth(recipe, needs_dgrad, needs_wgrad, shape) -> None:
     rows, ins, outs = shape
     casts = make_linear_plan(recipe, "linear").casts
-    assert casts is not None and ops.Casts.from_key(casts.key) == casts
+    assert casts is not None and ops.LayerCasts.from_key(casts.key) == casts
     x, weight, grad = torch.randn(rows, ins).bfloat16(), torch.randn(outs, ins), torch.randn(rows, outs).bfloat16()
     needs = (needs_dgrad, needs_wgrad)
     forward, backward = torch.ops.fp4engine.linear_forward, torch.ops.fp4engine.linear_backward

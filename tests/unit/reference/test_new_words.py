@@ -25,8 +25,8 @@ def test_the_reference_refuses_a_scale_rule_that_it_does_not_know(spec: CastSpec
 )
 def test_kernels_cover_the_words_that_they_name(field: str, members: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that is missing among them goes to the reference; kernels took it for another one."""
-    assert set(casts.WORDS[field]) == set(members)
+    assert set(casts.COVERED[field]) == set(members)
     assert casts.supports(CastSpec(), torch.bfloat16)[0]
-    monkeypatch.setitem(casts.WORDS, field, ())
+    monkeypatch.setitem(casts.COVERED, field, ())
     covered, why = casts.supports(CastSpec(), torch.bfloat16)
     assert not covered and f"{field}=" in why
