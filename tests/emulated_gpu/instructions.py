@@ -255,6 +255,19 @@ class Instructions(Registers):
         for target, x, y in zip(targets, a, b, strict=True):
             self.write(target, join(compared(words[0], x, y), self.flag(also)), mask)
 
+    def vote(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
+        """Whether a predicate is true of any thread of the warp that is here, or of all."""
+        target, *joined, condition = operands
+        assert len(operands) == 2 or joined == ["UPT"] and condition == "PT", operands
+        warps = (self.flag(condition) & mask).reshape(-1, WARP), mask.reshape(-1, WARP)
+        if len(operands) == 3:  # a word with a bit of each thread that is here
+            found = (warps[0] * (np.uint64(1) << np.arange(WARP, dtype=np.uint64))).sum(1)
+        else:
+            found = {"ANY": warps[0].any(1), "ALL": (warps[0] == warps[1]).all(1)}[words[0]]
+        self.write(target, found.repeat(WARP), mask)
+
+    voteu = vote
+
     def plop3(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
         *targets, a, b, c, first, second = operands
         case = self.flag(a) * 4 + self.flag(b) * 2 + self.flag(c)

@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.emulated_gpu.code import Code, Line
 from tests.emulated_gpu.instructions import Instructions
-from tests.emulated_gpu.registers import WARP, after, require_whole_warps, warps_of
+from tests.emulated_gpu.registers import FLAG, WARP, after, require_whole_warps, warps_of
 
 SHARED = 1 << 16
 STACK = 0x4000
@@ -74,6 +74,8 @@ class Program(Instructions):
         if kind == "EXIT":
             self._alive &= ~mask
         elif kind in ("BRA", "CALL"):
+            for condition in filter(FLAG.fullmatch, line.operands[:-1]):  # beside the guard
+                mask = mask & self.flag(condition)
             self._at[mask] = self.code.labels[line.operands[-1].strip("`()")]
         elif kind == "RET":
             self._at[mask] = self.value(line.operands[0].split()[0])[mask].astype(int)
