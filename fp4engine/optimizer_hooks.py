@@ -415,12 +415,17 @@ class OutControl(_StepHook):
         self._controlled = {}
 
     def _stepped(self, index: int) -> None:
-        for layer in self._controlled.values():
+        for name, layer in self._controlled.items():
             if index == self.start:
                 layer.norms = torch.zeros(layer.in_features, dtype=torch.float32, device=layer.weight.device)
             elif index == self.start + self.steps and layer.norms is not None:
                 if self.group is not None:
                     dist.all_reduce(layer.norms, group=self.group)
+                if not (layer.norms.isfinite().all() and layer.norms.any()):
+                    raise RuntimeError(
+                        f"OutControl cannot tell which channels of {name!r} are outlying: it saw no forward in train "
+                        f"mode with numbers other than 0 between steps {self.start} and {index}, or NaN or infinity"
+                    )
                 order = layer.norms.argsort(descending=True, stable=True)
                 layer.channels = order[: self._count(layer)], order[self._count(layer) :]
                 layer.norms = None

@@ -89,11 +89,13 @@ def fp4_all_gather(model: nn.Module, recipe: Recipe | None = None, mesh: DeviceM
 
     Raises:
         ValueError: ``model`` is no module, is sharded already, or this has been called for it; ``recipe`` is not a
-            recipe; no ``mesh`` is given, and ``torch.distributed`` is not initialised; or the ranks, which have to call
-            this together, would not gather alike.
+            recipe; ``mesh`` is no DeviceMesh; no ``mesh`` is given, and ``torch.distributed`` is not initialised; or
+            the ranks, which have to call this together, would not gather alike.
     """
     require_model(model)
     require_recipe(recipe)
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("model is sharded already; call fp4_all_gather before fully_shard")
     if any(isinstance(parameter, ShardedWeight) for parameter in model.parameters()):

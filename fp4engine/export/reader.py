@@ -137,8 +137,9 @@ class ServedCheckpoint:
     def __init__(self, directory: str | Path) -> None:
         self.tensors = TensorFolder(directory)
         self.form, settings, self.ignored = _format_of(self.tensors.directory)
-        suffix = f".{self.form.block_scales}"
-        self.layers = tuple(name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix))
+        suffixes = [f".{part}" for part in self.form.weight_parts if part != "weight"]  # which others have, too
+        found = (name.removesuffix(suffix) for name in self.tensors for suffix in suffixes if name.endswith(suffix))
+        self.layers = tuple(dict.fromkeys(found))
         for layer in self.layers:
             self._check(layer)
             self._check_description(layer, settings)

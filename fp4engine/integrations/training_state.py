@@ -91,8 +91,11 @@ def _is_of_a_rank(state: Any) -> bool:
     return (
         isinstance(state, dict)
         and isinstance(state.get("rng"), dict)
+        and isinstance(state["rng"].get("seed"), int)
         and isinstance(state["rng"].get("draws"), dict)
+        and all(isinstance(draw, int) for draw in state["rng"]["draws"].values())
         and isinstance(state.get("amax_history"), dict)
+        and all(isinstance(history, dict) for history in state["amax_history"].values())
     )
 
 

@@ -5,8 +5,11 @@ import subprocess
 import tempfile
 from typing import Any, NamedTuple
 
+import numpy as np
 from triton import knobs
 
+SECTION = re.compile(r"\s*\.section\s+([\w.$]+)")
+BYTES = re.compile(r"\.byte\s+(.*)")
 LABEL = re.compile(r"\s*(\.L_x_\d+|\$[\w$]+):")
 INSTRUCTION = re.compile(
     r"\s+/\*(?P<place>[0-9a-f]{4,})\*/\s+(?:@(?P<negated>!?)(?P<guard>U?P\d|U?PT)\s+)?"
@@ -40,6 +43,7 @@ class Code:
     Attributes:
         lines: the instructions by their addresses.
         labels: the addresses of what can be jumped to.
+        constants: bytes that the compiler has put beside the code, constant bank 2.
     """
 
     def __init__(self, cubin: bytes, capability: int) -> None:
@@ -47,7 +51,16 @@ class Code:
         self.labels: dict[str, int] = {}
         found: list[tuple[int, Any]] = []
         waiting: list[str] = []
+        self.constants = np.zeros(0, np.uint8)
+        section = ""
         for text in disassembled(cubin).splitlines():
+            if match := SECTION.match(text):
+                section = match[1]
+            if section.startswith(".nv.constant2") and (match := BYTES.search(text)):
+                values = [int(value, 0) for value in match[1].split(",")]
+                self.constants = np.append(self.constants, np.array(values, np.uint8))
+            if not section.startswith(".text"):
+                continue
             if label := LABEL.match(text):
                 waiting.append(label[1])
             match = INSTRUCTION.match(text)
@@ -67,5 +80,5 @@ def disassembled(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        command = [knobs.nvidia.nvdisasm.path, file.name]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout

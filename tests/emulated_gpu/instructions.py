@@ -153,6 +153,13 @@ class Instructions(Registers):
             found = both.view(np.int64) >> by.astype(np.int64) if "S64" in words else both >> by
         self.write(target, found, mask)
 
+    def flo(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
+        """The place of the highest bit that is set."""
+        assert words == ("U32",), words
+        found = self.value(operands[1])
+        place = np.frexp(found.astype(np.float64))[1] - 1
+        self.write(operands[0], np.where(found == 0, -1, place).astype(np.int64).view(np.uint64) & MASK, mask)
+
     def sgxt(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
         target, source, count = operands
         bits = int(count, 0)
@@ -199,10 +206,13 @@ class Instructions(Registers):
         self.write(target, np.where(self.flag(least), np.minimum(total, other), np.maximum(total, other)), mask)
 
     def redux(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
-        """The least or largest of a warp."""
-        require_whole_warps(mask)
-        each = (self.signed if "S32" in words else self.value)(operands[1]).reshape(-1, WARP)
-        found = {"MAX": each.max(1), "MIN": each.min(1)}[words[0]]
+        """The least or largest of the threads of a warp that are here."""
+        each, here = (self.signed if "S32" in words else self.value)(operands[1]), mask.reshape(-1, WARP)
+        largest, least = each.max(), each.min()
+        found = {
+            "MAX": np.where(here, each.reshape(-1, WARP), least).max(1),
+            "MIN": np.where(here, each.reshape(-1, WARP), largest).min(1),
+        }[words[0]]
         self.write(operands[0], found.repeat(WARP), mask)
 
     def shfl(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
@@ -258,7 +268,7 @@ class Instructions(Registers):
     def vote(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
         """Whether a predicate is true of any thread of the warp that is here, or of all."""
         target, *joined, condition = operands
-        assert len(operands) == 2 or joined == ["UPT"] and condition == "PT", operands
+        assert len(operands) == 2 or (joined == ["UPT"] and condition == "PT"), operands
         warps = (self.flag(condition) & mask).reshape(-1, WARP), mask.reshape(-1, WARP)
         if len(operands) == 3:  # a word with a bit of each thread that is here
             found = (warps[0] * (np.uint64(1) << np.arange(WARP, dtype=np.uint64))).sum(1)
@@ -371,9 +381,14 @@ class Instructions(Registers):
         target, source = operands
         if words == ("F64", "F32"):
             self.write_pair(target, self.number(source).astype(np.float64).view(np.uint64), mask)
+        elif words == ("F64", "F16"):
+            register, _, half = source.partition(".H")
+            word = self.value(register) >> np.uint64(16 if half == "1" else 0)
+            self.write_pair(target, from_fp16(word & np.uint64(0xFFFF)).view(np.uint64), mask)
         elif words == ("F32", "F64"):
             self.write(target, self.number(source, np.float64).astype(np.float32), mask)
         else:
+            assert words in (("BF16", "F32"), ("F16", "F32")), words
             number = self.number(source)
             half = to_bf16(number.astype(np.float64)) if words[0] == "BF16" else joined(number, number * 0)
             self.write(target, half & np.uint64(0xFFFF), mask)

@@ -40,7 +40,7 @@ class Program(Instructions):
             place += -place % len(argument)
             constants[place : place + len(argument)] = np.frombuffer(argument, np.uint8)
             place += len(argument)
-        super().__init__(threads, constants, number)
+        super().__init__(threads, {0: constants, 2: code.constants}, number)
         self.code, self.memory, self.number_of_program = code, memory, number
         self._shared = np.zeros(SHARED, np.uint8)
         self._local = np.zeros((threads, STACK), np.uint8)

@@ -18,10 +18,10 @@ class Registers:
 
     Attributes:
         threads: how many.
-        constants: bank 0.
+        constants: the bytes of constant banks 0 and 2.
     """
 
-    def __init__(self, threads: int, constants: np.ndarray, seed: int) -> None:
+    def __init__(self, threads: int, constants: dict[int, np.ndarray], seed: int) -> None:
         self.threads, self.constants = threads, constants
         self._held: dict[str, np.ndarray] = {}
         self._junk = np.random.default_rng(seed)
@@ -74,8 +74,8 @@ class Registers:
         if operand[0] in "-~" and not re.match(r"-\d", operand):
             found = self.value(operand[1:], bits)
             return (~found if operand[0] == "~" else np.uint64(0) - found) & np.uint64((1 << bits) - 1)
-        if match := re.fullmatch(r"c\[0x0\]\[(0x[0-9a-f]+)\]", operand):
-            word = self.constants[int(match[1], 16) :][: bits // 8]
+        if match := re.fullmatch(r"c\[(0x[02])\]\[(0x[0-9a-f]+)\]", operand):
+            word = self.constants[int(match[1], 16)][int(match[2], 16) :][: bits // 8]
             return np.full(self.threads, int.from_bytes(word.tobytes(), "little"), np.uint64)
         if operand.lstrip("U").startswith("R"):
             return self.register(operand)

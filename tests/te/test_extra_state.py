@@ -69,3 +69,23 @@ def test_pickles_of_transformer_engine_are_not_read(state, warns, recwarn) -> No
     assert [str(warning.message).startswith("Linear: the checkpoint's _extra_state") for warning in recwarn] == (
         [True] if warns else []
     )
+
+
+def test_what_remembers_nothing_makes_a_used_module_forget() -> None:
+    """A module that is rolled back to a state before delayed scaling began; its outputs were zeros."""
+    x, recipe = torch.randn(32, 32), recipes.DelayedScaling()
+    layer = Linear(32, 32)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    for scale in (1e30, 1.0):
+        with autocast(recipe=recipe):
+            layer(x * scale).sum().backward()
+    layer.load_state_dict(before)
+    fresh = Linear(32, 32)
+    fresh.load_state_dict(before)
+    with torch.no_grad(), autocast(recipe=recipe):
+        assert torch.equal(layer(x), fresh(x))
+
+
+def test_damaged_bytes_are_refused() -> None:
+    with pytest.raises(ValueError, match="_extra_state is neither JSON nor a pickle"):
+        Linear(32, 32).set_extra_state(torch.zeros(400, dtype=torch.uint8))

@@ -90,3 +90,11 @@ def test_what_cannot_be_multiplied_is_refused_by_name() -> None:
         general_gemm(NVFP4Quantizer(columnwise=False)(a), b.T, layout="NN")
     with pytest.raises(ValueError, match="m_splits"):
         general_grouped_gemm([a], [b], [torch.empty(64, 48)], [None], torch.float32, single_output=True)
+
+
+def test_an_output_of_another_shape_is_refused() -> None:
+    a, b = torch.randn(16, 32), torch.randn(4, 32)
+    with pytest.raises(ValueError, match=r"out must have shape \[4, 16\], got \[16, 4\]"):
+        general_gemm(a, b, out=torch.zeros(16, 4))
+    with pytest.raises(ValueError, match="A, B and out must be equally many, got 2, 2 and 1"):
+        general_grouped_gemm([a, a], [b, b], [torch.zeros(4, 16)], [None, None], torch.float32)

@@ -312,6 +312,9 @@ def test_experts_get_their_rows_and_give_them_back(map_type) -> None:
     assert torch.allclose(merged, x * weights.sum(1, keepdim=True), atol=1e-6)
     merged.sum().backward()
     assert torch.allclose(x.grad, weights.sum(1, keepdim=True).expand(-1, 8), atol=1e-6)
+    if map_type == "mask":
+        with pytest.raises(ValueError, match="the two are of other routes"):
+            moe_unpermute(rows, row_map, weights.flip(0), x.shape, map_type)
 
 
 def test_padded_experts() -> None:

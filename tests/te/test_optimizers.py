@@ -90,3 +90,30 @@ def test_norms_and_scales_of_many_tensors(dtype) -> None:
     assert flag == 1
     with pytest.raises(RuntimeError, match="one length"):
         multi_tensor_applier(multi_tensor_scale, flag, [parts, parts[:1]], 1.0)
+
+
+def test_masters_are_made_where_a_loaded_state_has_none() -> None:
+    param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    plain = torch.optim.AdamW([param], 1e-5, weight_decay=0.0)
+    param.grad = torch.ones_like(param)
+    plain.step()
+    param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    fused = FusedAdam([param], 1e-5, weight_decay=0.0, master_weights=True)
+    fused.load_state_dict(plain.state_dict())
+    for _ in range(1000):
+        param.grad = torch.ones_like(param)
+        fused.step()
+    assert "master_param" in fused.state[param] and param[0] < 0.995
+
+
+@pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3.0)], ids=repr)
+def test_a_loaded_state_may_lack_maxima_and_count_in_numbers(step) -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    moments = {"exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
+    fused = FusedAdam([param], 1e-3)
+    state = fused.state_dict()
+    state["param_groups"][0]["amsgrad"] = True
+    fused.load_state_dict({"state": {0: {"step": step, **moments}}, "param_groups": state["param_groups"]})
+    param.grad = torch.ones_like(param)
+    fused.step()
+    assert fused.state[param]["step"] == 4 and fused.state[param]["max_exp_avg_sq"].any()

@@ -1,5 +1,6 @@
 """Recipes as TransformerEngine's scripts make and change them."""
 
+import copy
 import re
 
 import pytest
@@ -121,3 +122,10 @@ def test_a_recipe_in_the_place_of_a_flag_is_refused(recipe) -> None:
     for arguments, name in (((recipe,), "enabled"), ((True, recipe), "calibrating")):
         with pytest.raises(ValueError, match=f"{name} must be True or False, got .* a recipe goes in recipe="):
             autocast(*arguments)
+
+
+def test_a_shallow_copy_is_a_recipe_of_its_own() -> None:
+    recipe = NVFP4BlockScaling()
+    other = copy.copy(recipe)
+    other.disable_rht = True
+    assert not recipe.disable_rht and not recipe.frozen.disable_rht and other.frozen.disable_rht

@@ -266,6 +266,17 @@ def test_until_channels_are_chosen_and_outside_regions_nothing_changes() -> None
         assert torch.equal(net(x), plain(x))
 
 
+@pytest.mark.parametrize(("training", "value"), [(False, 1.0), (True, float("nan")), (True, 0.0)])
+def test_channels_are_not_chosen_by_nothing(training: bool, value: float) -> None:
+    layer = fp4engine.Linear(64, 64).train(training)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.0)
+    OutControl(layer, optimizer, start=0, steps=2, multiple=16)
+    with pytest.raises(RuntimeError, match=r"cannot tell which channels of '' are outlying: .* between steps 0 and 2"):
+        for _ in range(4):
+            layer(torch.full((8, 64), value)).sum().backward()
+            optimizer.step()
+
+
 def test_products_of_outlying_channels_are_the_source_s() -> None:
     """``NVFP4_mix_MXFP8_..._Padding128``: fprop and wgrad by transcriptions, dgrad within its stochastic error."""
     torch.manual_seed(5)

@@ -96,7 +96,7 @@ class Recipe:
         vars(self)["_frozen"] = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_fields": self._fields, "_frozen": None}
+        return {"_fields": dict(self._fields), "_frozen": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

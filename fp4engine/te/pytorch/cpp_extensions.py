@@ -86,6 +86,8 @@ def general_gemm(
             out=out.view(-1, out.shape[-1]) if accumulate and out is not None else None,
             fast_accumulation=not use_split_accumulator,
         )
+        if out is not None and (out.numel() != product.numel() or out.shape[-1:] != product.shape[-1:]):
+            raise ValueError(f"out must have shape {[*B.shape[:-1], product.shape[-1]]}, got {list(out.shape)}")
         if out is not None and not accumulate:
             out.copy_(product.view(out.shape))
         result = out if out is not None else product if transposes_b else product.view(*B.shape[:-1], -1)
@@ -120,10 +122,12 @@ def general_grouped_gemm(
         m_splits: rows of each result in ``out[0]``, if ``single_output``.
 
     Raises:
-        ValueError: ``single_output`` without ``m_splits``.
+        ValueError: ``single_output`` without ``m_splits``, or not as many results as pairs.
     """
     if single_output and m_splits is None:
         raise ValueError("general_grouped_gemm(single_output=True) needs m_splits, the rows of each result")
+    if not single_output and not len(A) == len(B) == len(out):
+        raise ValueError(f"A, B and out must be equally many, got {len(A)}, {len(B)} and {len(out)}")
     places = out[0].split(list(m_splits)) if single_output and m_splits is not None else out
     biases = bias if use_bias and bias is not None else [None] * len(A)
     grads: list[Tensor | None] = []

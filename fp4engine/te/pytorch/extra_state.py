@@ -9,6 +9,9 @@ from torch import Tensor
 
 from fp4engine.modules.amax_history import get_amax_history, set_amax_history
 
+PICKLED = b"\x80"
+"""What pickles begin with."""
+
 
 class ExtraState(torch.nn.Module):
     """A module with an entry ``_extra_state``: bytes of what delayed scaling remembers, none for other recipes."""
@@ -23,7 +26,7 @@ class ExtraState(torch.nn.Module):
     def set_extra_state(self, state: Any) -> None:
         """Go on with what :meth:`get_extra_state` returned; what TransformerEngine has pickled is not read.
 
-        Warns if that was about delayed scaling, which then begins anew.
+        Warns if that was about delayed scaling, which then begins anew, as it does without bytes.
 
         Raises:
             ValueError: neither.
@@ -31,9 +34,11 @@ class ExtraState(torch.nn.Module):
         if isinstance(state, Tensor) and state.dtype != torch.uint8:
             raise ValueError(f"_extra_state must be bytes in a tensor of torch.uint8, got {state.dtype}")
         data = bytes(state.cpu().tolist()) if isinstance(state, Tensor) else b""
-        if data.startswith(b"{"):
-            set_amax_history(self, json.loads(data))
-        elif b"amax_history" in data or not (state is None or isinstance(state, Tensor)):
+        is_pickled = data.startswith(PICKLED) or not (state is None or isinstance(state, Tensor))
+        if data and not data.startswith(b"{") and not is_pickled:
+            raise ValueError(f"_extra_state is neither JSON nor a pickle, it begins with {data[:16]!r}")
+        set_amax_history(self, json.loads(data) if data.startswith(b"{") else {})
+        if (b"amax_history" in data and is_pickled) or not (state is None or isinstance(state, Tensor)):
             warnings.warn(
                 f"{type(self).__name__}: the checkpoint's _extra_state was pickled by TransformerEngine and is not "
                 "read; delayed scaling begins with a history of its own",

@@ -143,7 +143,9 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
     def _state_of(self, param: Tensor, amsgrad: bool) -> dict[str, Tensor]:
         """What is remembered of ``param``: steps, moments and master, all FP32."""
         state: dict[str, Tensor] = self.state[param]
-        if not state:
+        moments = (*MOMENTS, "max_exp_avg_sq") if amsgrad else MOMENTS
+        wanted = {"step", *moments, *(["master_param"] if self.master_weights else [])}
+        if not wanted <= state.keys():  # at first, or if another optimizer's state was loaded
             is_stored = isinstance(param, (QuantizedWeight, QuantizedTensor))
             if is_stored and not self.master_weights:
                 raise RuntimeError(
@@ -151,11 +153,11 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
                     "small updates away; give it master_weights=True"
                 )
             values = (param.dequantize() if is_stored else param).detach().float()
-            state["step"] = torch.zeros((), dtype=torch.float32, device=values.device)
-            for moment in (*MOMENTS, "max_exp_avg_sq") if amsgrad else MOMENTS:
-                state[moment] = torch.zeros_like(values, memory_format=torch.preserve_format)
+            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=values.device))
+            for moment in moments:
+                state.setdefault(moment, torch.zeros_like(values, memory_format=torch.preserve_format))
             if self.master_weights:
-                state["master_param"] = values.clone()
+                state.setdefault("master_param", values.clone())
         return state
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
@@ -169,7 +171,7 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
         params = [param for group in self.param_groups for param in group["params"]]
         for name, param in zip(names, params, strict=True):
             for key, value in state_dict["state"].get(name, {}).items():
-                self.state[param][key] = value.detach().to(param.device, torch.float32, copy=True)
+                self.state[param][key] = torch.as_tensor(value).detach().to(param.device, torch.float32, copy=True)
 
 
 class FusedSGD(_ZeroGrad, torch.optim.SGD):

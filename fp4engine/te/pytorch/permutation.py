@@ -96,6 +96,7 @@ def moe_unpermute(
 
     Raises:
         NotImplementedError: ``pad_offsets``; drop the padding with ``Fp8Unpadding`` first.
+        ValueError: ``merging_probs`` that are not zero exactly where ``row_id_map`` sends no token.
     """
     require("map_type", map_type, MAP_TYPES)
     if pad_offsets is not None:
@@ -116,6 +117,8 @@ def moe_unpermute(
                 f"merging_probs must be zero where a token does not go: {tokens.shape[0]} of them are not, "
                 f"for {places.shape[0]} rows"
             )
+        if not torch.equal(tokens, places):
+            raise ValueError("merging_probs are not zero where row_id_map sends no token: the two are of other routes")
         rows = inp * weights[tokens, experts][:, None]
     shape = tuple(inp.shape) if restore_shape is None else tuple(restore_shape)
     total = torch.zeros(shape, dtype=torch.promote_types(rows.dtype, torch.float32), device=inp.device)

@@ -110,18 +110,20 @@ class Quantizer:
 
         Raises:
             ValueError: ``dst`` is no quantized tensor, or has another shape.
+            NotImplementedError: it is a view of another one.
         """
         if not isinstance(dst, QuantizedTensor):
             raise ValueError(f"{type(self).__name__} writes into a QuantizedTensor, got {type(dst).__name__}")
+        if dst._is_part:
+            raise _lost("a write into a view")
         if src.shape[-1:] != dst.shape[-1:] or src.numel() != dst.numel():
             raise ValueError(f"a tensor {list(src.shape)} cannot be quantized into one {list(dst.shape)}")
         is_used = self.rowwise_usage or self.columnwise_usage
         if is_used and (noop_flag is None or not bool(noop_flag.any())):
             values = src.detach().to(dst.device, copy=True)  # a copy, since high precision is kept as it is given
             made, old = self._operands(decoded(values)), dst.operands
-            dst.operands = Operands(
-                dst.shape, dst.dtype, made.rowwise or old.rowwise, made.columnwise or old.columnwise
-            )
+            sides = _written(old.rowwise, made.rowwise), _written(old.columnwise, made.columnwise)
+            dst.operands = Operands(dst.shape, dst.dtype, *sides)
         return dst
 
     def make_empty(
@@ -268,11 +270,15 @@ def _tensors(side: Operand | None) -> tuple[Tensor | None, ...]:
 class QuantizedTensor(QuantizedTensorStorage, torch.Tensor, metaclass=_OrWeight):
     """Values that exist as codes and scales; every operation of PyTorch sees what they decode to.
 
+    Operations in place decode, compute and quantize the result, which what was detached from the tensor shares. Views
+    are refused, but for those whose codes can be parted; into these nothing can be written.
+
     Attributes:
         operands: fp4engine's own :class:`fp4engine.tensor.QuantizedTensor`.
     """
 
     _quantizer: Quantizer
+    _is_part: bool = False
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
@@ -371,6 +377,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor, metaclass=_OrWeight)
             self.of(Operands(shape, self.dtype, *sides), self._quantizer)
             for shape, *sides in zip(shapes, row, col, strict=True)
         ]
+        for view in views:
+            view._is_part = True
         return views[0] if alone else views
 
     @classmethod
@@ -400,13 +408,20 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor, metaclass=_OrWeight)
                 )
             if func in VIEWS and (views := first._views(func, *args[1:], **kwargs)) is not None:
                 return views
+            if func.is_view and any(side is not None and side.spec is not None for side in first._sides()):
+                raise _lost(f"{func}, which makes a view")
         plain_args, plain_kwargs = tree_map(_values, (tuple(args), kwargs))
         result = func(*plain_args, **plain_kwargs)
         for index, argument in enumerate(func._schema.arguments):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and index < len(args) and type.__instancecheck__(QuantizedTensor, args[index]):
-                args[index].quantize_(plain_args[index])
-                result = args[index]
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            plain = plain_args[index] if index < len(args) else plain_kwargs.get(argument.name)
+            several = isinstance(given, list | tuple)
+            for one, values in zip(given, plain, strict=True) if several else [(given, plain)]:
+                if type.__instancecheck__(QuantizedTensor, one):
+                    one.quantize_(values)
+                    result = result if several else one  # operations on lists return nothing
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -416,6 +431,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor, metaclass=_OrWeight)
             self.operands.dtype,
             *map(_plain, self._sides()),
             self._quantizer,
+            self.requires_grad,
+            isinstance(self, torch.nn.Parameter),
         )
 
 
@@ -453,19 +470,53 @@ def _values(leaf: Any) -> Any:
     return leaf
 
 
+def _written(old: Operand | None, new: Operand | None) -> Operand | None:
+    """``new`` in the memory of ``old``, which detached tensors share; a side that is not new stays as it is."""
+    if old is None or new is None:
+        return new or old
+    if old.key != new.key or list(map(_form, old.tensors)) != list(map(_form, new.tensors)):
+        return new
+    for one, other in zip(old.tensors, new.tensors, strict=True):
+        if one is not None and other is not None:
+            one.copy_(other)
+    return old
+
+
+def _form(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+def _lost(operation: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{operation} of a tensor that is stored as codes is not implemented, since what is written into it would be "
+        "lost; call .dequantize() for the values, and .copy_(values) or .quantize_(values) to change all of them"
+    )
+
+
 def _plain(side: Operand | None) -> Any:
     return None if side is None else (side.key, side.rows, side.cols, *side.tensors)
 
 
 def rebuild(
-    cls: type[QuantizedTensor], shape: torch.Size, dtype: torch.dtype, row: Any, col: Any, quantizer: Quantizer
+    cls: type[QuantizedTensor],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    row: Any,
+    col: Any,
+    quantizer: Quantizer,
+    requires_grad: bool = False,
+    is_parameter: bool = False,
 ) -> QuantizedTensor:
-    """The tensor that was pickled."""
+    """The tensor or parameter that was pickled."""
     sides = [
         None if side is None else Operand(CastSpec.from_key(side[0]) if side[0] else None, *side[1:])
         for side in (row, col)
     ]
-    return cls.of(Operands(shape, dtype, *sides), quantizer)
+    tensor = cls.of(Operands(shape, dtype, *sides), quantizer)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)  # pyright: ignore[reportReturnType]
+    tensor.requires_grad_(requires_grad)
+    return tensor
 
 
 def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:

@@ -616,6 +616,17 @@ def test_an_input_scale_that_is_missing_is_found(tmp_path, form) -> None:
         ServedCheckpoint(tmp_path / "out")
 
 
+@pytest.mark.parametrize("index", [1, 2], ids=["block scales", "outer scale"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_scales_of_a_weight_that_are_missing_are_found(tmp_path, form, index) -> None:
+    export_checkpoint(converted(), tmp_path / "out", form)
+    path = tmp_path / "out" / "model.safetensors"
+    part = f"{LAYER}.{ServedCheckpoint(tmp_path / 'out').form.weight_parts[index]}"
+    save_file({name: tensor for name, tensor in load_file(path).items() if name != part}, path)
+    with pytest.raises(CheckpointError, match=f"'{LAYER}' has no '{part}'"):
+        ServedCheckpoint(tmp_path / "out")
+
+
 def test_no_bar_where_there_is_no_terminal(tmp_path, capfd) -> None:
     export_checkpoint(converted(), tmp_path / "out")
     assert "export" not in capfd.readouterr().err
