@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.emulated_gpu.code import Line
-from tests.emulated_gpu.registers import FLAG, MASK, WARP, Registers, after, require_whole_warps
+from tests.emulated_gpu.registers import FLAG, MASK, WARP, Registers, after
 from tests.emulated_gpu.rounding import (
     COMPARISONS,
     compared,
@@ -56,6 +56,7 @@ class Instructions(Registers):
     def s2r(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
         thread = np.arange(self.threads, dtype=np.uint64)
         known = {"SR_TID.X": thread, "SR_LANEID": thread % np.uint64(WARP), "SR_CgaCtaId": thread * np.uint64(0)}
+        known["SR_LTMASK"] = (np.uint64(1) << known["SR_LANEID"]) - np.uint64(1)
         known["SR_CTAID.X"] = np.full(self.threads, self.number_of_program, np.uint64)
         self.write(operands[0], known[operands[1]], mask)
 
@@ -160,6 +161,12 @@ class Instructions(Registers):
         place = np.frexp(found.astype(np.float64))[1] - 1
         self.write(operands[0], np.where(found == 0, -1, place).astype(np.int64).view(np.uint64) & MASK, mask)
 
+    def popc(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
+        """How many bits are set."""
+        assert not words, words
+        bits = np.unpackbits(self.value(operands[1]).view(np.uint8).reshape(-1, 8), axis=1)
+        self.write(operands[0], bits.sum(1).astype(np.uint64), mask)
+
     def sgxt(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
         target, source, count = operands
         bits = int(count, 0)
@@ -216,10 +223,10 @@ class Instructions(Registers):
         self.write(operands[0], found.repeat(WARP), mask)
 
     def shfl(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
-        require_whole_warps(mask)
         _, target, source, where, _ = operands
         thread, place = np.arange(self.threads), self.value(where).astype(int)
         partner = {"BFLY": thread ^ place, "IDX": thread // WARP * WARP + place % WARP}[words[0]]
+        assert (mask[partner] | ~mask).all(), "a thread reads from one that is not here"
         self.write(target, self.value(source)[partner], mask)
 
     # Predicates

@@ -101,8 +101,25 @@ class Program(Instructions):
             assert line.name[2:4] == ("MAX", "S32"), line.name
             at = self._address(line, line.operands[0], mask, 4)[mask]
             np.maximum.at(self.memory.view(np.int32), at // 4, self.signed(line.operands[1])[mask])
+        elif kind == "ATOMG":
+            self._add(line, mask)
         elif kind not in WITHOUT_EFFECT:
             self.compute(line, mask)
+
+    def _add(self, line: Line, mask: np.ndarray) -> None:
+        """Threads add to memory one after the other, and each gets what was there before."""
+        assert line.name[1:4] == ("E", "ADD", "64"), line.name
+        _, target, address, source = line.operands
+        at, added, before = (
+            self._address(line, address, mask, 8) // 8,
+            self.pair(source),
+            np.zeros(self.threads, np.uint64),
+        )
+        words = self.memory.view(np.uint64)
+        for thread in np.flatnonzero(mask):
+            before[thread] = words[at[thread]]
+            words[at[thread]] += added[thread]
+        self.write_pair(target, before, mask)
 
     def _meet(self, name: str, mask: np.ndarray) -> None:
         """Threads of a warp wait until all of them that are to meet are here."""

@@ -1,6 +1,6 @@
 """Casts on GPUs that are not here equal the reference: what ptxas has made for sm_80, sm_86, sm_89 and sm_90 (NumPy).
 
-``make emulate`` runs all tests of ``test_quantize_kernels.py`` so, for one GPU at a time.
+``make emulate`` runs all tests of several files so, for one GPU at a time.
 """
 
 import pytest
@@ -11,7 +11,9 @@ pytest.importorskip("triton")
 import triton
 
 from fp4engine import ops, reference
+from fp4engine.formats import E4M3, CastSpec, fp8
 from tests.emulated_gpu import emulated
+from tests.parity import test_block_casts as block_casts
 from tests.parity.test_quantize_kernels import SPECS, STREAM, assert_same, make, run
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -62,6 +64,30 @@ def test_nan_and_infinity_under_an_amax_that_is_given(capability):
     x[17, 21], x[30, 100], x[31, 3] = float("nan"), float("inf"), float("-inf")
     with emulated(capability):
         hold(x, "default backward", "codes", amaxes)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_fp8_of_an_infinity(capability):
+    """Its amax is infinite, so the scale is 1; that branch has a predicate beside its guard."""
+    x, spec = make("normal", 17, 63, BF16), fp8(E4M3)
+    x[3, 5] = float("inf")
+    with emulated(capability):
+        row, col = ops.quantize(x, spec, spec, backend="triton")
+        (again, _) = ops.quantize(x, spec, None, rowwise_amax=row.amax, backend="triton")
+    for found, operand in ((row, x), (col, x.T), (again, x)):
+        assert_same(found.data, reference.quantize(operand, spec).codes, "codes")
+
+
+@pytest.mark.parametrize(
+    ("capability", "key", "dtype"),
+    [
+        (80, "e2m1:1x32:e8m0:std:1.0:6.0:none:zero:8:rht32-none:none", torch.float16),
+        (89, "e2m1:1x16:e4m3:aligned:256.0:6.072106261859582:tensor:even:8:rht128-dgrad:eden16", BF16),
+    ],
+)
+def test_casts_into_blocks(capability, key, dtype):
+    with emulated(capability):
+        block_casts.check(make("normal", 20, 144, dtype), CastSpec.from_key(key), "cpu", sides=(0,))
 
 
 def test_an_amax_of_both_sides():
