@@ -443,7 +443,7 @@ class OutControl(_StepHook):
         """Continue from what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: another form, or other layers.
+            ValueError: another form, other layers, or a state of a later step without channels.
         """
 
         def fits_norms(layer: Linear, kept: Sequence[Tensor]) -> bool:
@@ -454,7 +454,13 @@ class OutControl(_StepHook):
                 return False
             return torch.cat([t.cpu() for t in kept]).sort().values.tolist() == list(range(layer.in_features))
 
-        self.step = self._require_own(state_dict, norms=fits_norms, channels=fits_channels)
+        step = self._require_own(state_dict, norms=fits_norms, channels=fits_channels)
+        if step > self.start and self._controlled and not (state_dict["norms"] or state_dict["channels"]):
+            raise ValueError(
+                f"the state is of step {step}, when no channels had been looked at, and this hook looks at them from "
+                f"step {self.start} on: it would never choose any; give it a start of at least {step}"
+            )
+        self.step = step
         for name, layer in self._controlled.items():
             norms, channels = state_dict["norms"].get(name), state_dict["channels"].get(name)
             device = layer.weight.device

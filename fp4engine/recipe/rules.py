@@ -43,7 +43,7 @@ class Rule:
         ):
             raise ValueError(f"blocks must be (first, end) with 0 <= first < end, got {self.blocks!r}")
         if self.narrower_than is not None:
-            object.__setattr__(self, "narrower_than", require_integer("narrower_than", self.narrower_than))
+            object.__setattr__(self, "narrower_than", require_integer("narrower_than", self.narrower_than, 1))
 
     def matches(self, role: QuantizerRole) -> bool:
         """Whether ``role`` belongs to a module that this rule is about.

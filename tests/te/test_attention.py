@@ -295,3 +295,17 @@ def test_an_input_has_three_axes(layout, axes) -> None:
     module = MultiheadAttention(32, 4, qkv_format=layout)
     with pytest.raises(ValueError, match=f"and features, got {axes} axes"):
         module(torch.ones(*[2] * (axes - 1), 32))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"start_positions": torch.tensor([-1])}, r"start_positions must be at least 0, got \[-1\]"),
+        ({"cp_size": 2, "cp_rank": 5}, "cp_rank must be an integer from 0 to 1, got 5"),
+        ({"cp_size": 0}, "cp_size must be an integer of at least 1, got 0"),
+    ],
+)
+def test_places_that_no_angle_has_are_refused(arguments, message) -> None:
+    angles = RotaryPositionEmbedding(8)(16)
+    with pytest.raises(ValueError, match=message):
+        apply_rotary_pos_emb(torch.ones(4, 1, 2, 8), angles, **arguments)

@@ -103,3 +103,9 @@ def test_a_checkpoint_tells_of_its_two_runs(use_reentrant) -> None:
     checkpoint(body, torch.randn(16, 16, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
     assert told == [(False, True, False), (False, True, True)]
     assert layer.weight.grad is not None
+
+
+def test_fewer_experts_than_groups_are_refused() -> None:
+    logits = torch.tensor([[9.0, 1, 2, 1, 3, 4, 5, 6]])
+    with pytest.raises(ValueError, match="topk must be at least group_topk=2, got 1"):
+        fused_topk_with_score_function(logits, 1, True, 4, 2, None, "sigmoid", None)

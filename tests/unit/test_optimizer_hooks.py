@@ -277,6 +277,17 @@ def test_channels_are_not_chosen_by_nothing(training: bool, value: float) -> Non
             optimizer.step()
 
 
+def test_a_state_past_the_window_without_channels_is_refused() -> None:
+    def hook(start: int) -> OutControl:
+        layer = fp4engine.Linear(64, 64)
+        return OutControl(layer, torch.optim.SGD(layer.parameters(), 0.0), start=start, steps=2, multiple=16)
+
+    state = hook(500).state_dict() | {"step": 100}
+    with pytest.raises(ValueError, match=r"the state is of step 100, .* from step 50 on: it would never choose any"):
+        hook(50).load_state_dict(state)
+    hook(100).load_state_dict(state)
+
+
 def test_products_of_outlying_channels_are_the_source_s() -> None:
     """``NVFP4_mix_MXFP8_..._Padding128``: fprop and wgrad by transcriptions, dgrad within its stochastic error."""
     torch.manual_seed(5)

@@ -6,6 +6,7 @@ Legend: B batch, S sequence length, H heads, D head size, R components that are 
 import torch
 from torch import Tensor
 
+from fp4engine.arguments import require_integer
 from fp4engine.functional.attention import rotate
 from fp4engine.modules.te_arguments import te_device
 from fp4engine.recipe.base import require
@@ -73,9 +74,14 @@ def apply_rotary_pos_emb(
         cp_size, cp_rank: rank ``cp_rank`` of ``cp_size`` has the sequences' parts ``cp_rank`` and, from behind, again.
 
     Raises:
-        ValueError: another format, ``"thd"`` without ``cu_seqlens``, or too few angles.
+        ValueError: another format, ``"thd"`` without ``cu_seqlens``, too few angles, a negative start, or a rank that
+            is none of ``cp_size``.
     """
     require("tensor_format", tensor_format, QKV_FORMATS)
+    require_integer("cp_size", cp_size, 1)
+    require_integer("cp_rank", cp_rank, 0, cp_size - 1)
+    if start_positions is not None and bool((start_positions < 0).any()):
+        raise ValueError(f"start_positions must be at least 0, got {start_positions.tolist()}")
 
     def turned(x: Tensor, start: int) -> Tensor:  # x [S, H, D]
         length, here = x.shape[0], freqs[start:]

@@ -113,6 +113,8 @@ def _shares(scores: Tensor) -> Tensor:
 def _choose(scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> Tensor:
     """Indices [T, k] of the chosen experts."""
     if group_topk and num_groups:
+        if topk < group_topk:
+            raise ValueError(f"topk must be at least group_topk={group_topk}, got {topk}")
         groups = scores.unflatten(-1, (num_groups, -1))
         best = groups.topk(topk // group_topk, dim=-1).values.sum(-1).topk(group_topk, dim=-1).indices
         is_open = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=scores.device).scatter(-1, best, True)

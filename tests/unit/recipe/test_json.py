@@ -98,7 +98,9 @@ def test_a_step_that_is_no_whole_number_is_refused(step) -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [{"name": 3}, {"blocks": (1.0, 2.0)}, {"blocks": [0, 1]}, {"narrower_than": "64"}], ids=str
+    "rule",
+    [{"name": 3}, {"blocks": (1.0, 2.0)}, {"blocks": [0, 1]}, {"narrower_than": "64"}, {"narrower_than": -3}],
+    ids=str,
 )
 def test_a_rule_of_other_kinds_is_refused(rule) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(rule))} must be"):
