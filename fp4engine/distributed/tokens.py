@@ -18,9 +18,8 @@ from fp4engine.arguments import shown
 from fp4engine.formats import CastSpec, Correction, Outer
 from fp4engine.ops.cast import amax_shape
 from fp4engine.quantizers import Quantizer
+from fp4engine.quantizers.base import FLOATS
 from fp4engine.tensor import Operand
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def all_to_all_tokens(
@@ -55,7 +54,7 @@ def all_to_all_tokens(
             ``group``, or do not add up to M; this process is not in ``group``; a quantizer is something else, or does
             not cast every token by itself.
     """
-    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.dtype not in _FLOATS:
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.dtype not in FLOATS:
         got = f"{tokens.dtype} of shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else shown(tokens)
         raise ValueError(f"tokens must be a matrix [M, K] of float16, bfloat16, float32 or float64, got {got}")
     if isinstance(tokens, DTensor):

@@ -75,12 +75,14 @@ class AttentionMask:
             masked: True where NOT to read: [B, 1, 1, T] for padding, broadcastable to [B, H, S, T] for arbitrary.
             padded: True for queries that are padding, [B, 1, 1, S]; None takes ``masked`` for queries as well.
         """
-        if self.reads_mask and masked is None:
-            raise ValueError(f"a {self.kind!r} mask needs attention_mask")
-        if self.reads_mask and getattr(masked, "dtype", None) != torch.bool:
-            given = getattr(masked, "dtype", type(masked).__name__)
-            raise ValueError(f"attention_mask must be boolean, True where NOT to attend, got {given}")
-        allowed = ~masked if self.reads_mask and masked is not None else None
+        allowed = None
+        if self.reads_mask:
+            if masked is None:
+                raise ValueError(f"a {self.kind!r} mask needs attention_mask")
+            given = masked.dtype if isinstance(masked, Tensor) else type(masked).__name__
+            if given != torch.bool:
+                raise ValueError(f"attention_mask must be boolean, True where NOT to attend, got {given}")
+            allowed = ~masked
         left, right = self.window
         if left < 0 and right < 0:
             return allowed
@@ -160,7 +162,7 @@ def attention(
     return attend(allowed, dropout)
 
 
-def require_bias(kind: str, bias: Tensor | None) -> None:
+def require_core_attention_bias(kind: str, bias: Tensor | None) -> None:
     """Refuse a ``core_attention_bias`` without ``core_attention_bias_type="post_scale_bias"``, and the reverse.
 
     Raises:

@@ -31,7 +31,7 @@ from fp4engine.functional.shards import Shards, Wholes
 from fp4engine.functional.through_cast import gradient, rotated_by, within
 from fp4engine.functional.weight_cache import WeightCache
 from fp4engine.ops import Operand, TiledOperand
-from fp4engine.quantizers.base import as_matrix
+from fp4engine.quantizers.base import FLOATS, as_matrix
 from fp4engine.roles import GemmName
 
 
@@ -127,9 +127,6 @@ def require_features(inp: Tensor | FusedInput, weight: Tensor) -> None:
         )
 
 
-BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
 def require_bias(bias: Tensor, weight: Tensor, name: str = "bias") -> None:
     """Accept ``bias`` [N] for a weight [N, K].
 
@@ -140,8 +137,8 @@ def require_bias(bias: Tensor, weight: Tensor, name: str = "bias") -> None:
         raise ValueError(f"{name} must have shape [out_features={weight.shape[0]}], got {list(bias.shape)}")
     if bias.device != weight.device:
         raise ValueError(f"{name} must be on the weight's device, {weight.device}, got one on {bias.device}")
-    if bias.dtype not in BIAS_DTYPES:
-        raise ValueError(f"{name} must be {', '.join(str(d)[6:] for d in BIAS_DTYPES)}, got {str(bias.dtype)[6:]}")
+    if bias.dtype not in FLOATS:
+        raise ValueError(f"{name} must be {', '.join(str(dtype)[6:] for dtype in FLOATS)}, got {str(bias.dtype)[6:]}")
 
 
 def linear_fprop(inp: Operand, weight: Operand, bias: Tensor | None, call: Call, dtype: torch.dtype) -> Tensor:

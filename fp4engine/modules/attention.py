@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from fp4engine.arguments import require_integer, require_rate
-from fp4engine.functional.attention import AttentionMask, attention, require_bias, rotate
+from fp4engine.functional.attention import AttentionMask, attention, require_core_attention_bias, rotate
 from fp4engine.modules.layernorm_linear import LayerNormLinear
 from fp4engine.modules.linear import Linear
 from fp4engine.modules.norm import LayerNorm, RMSNorm
@@ -222,7 +222,7 @@ class MultiheadAttention(torch.nn.Module):
         refuse_unimplemented("MultiheadAttention.forward", te_arguments, FORWARD_NEUTRAL)
         if core_attention_bias_type not in ("no_bias", "post_scale_bias"):
             raise NotImplementedError(f"core_attention_bias_type={core_attention_bias_type!r} is not implemented")
-        require_bias(core_attention_bias_type, core_attention_bias)
+        require_core_attention_bias(core_attention_bias_type, core_attention_bias)
         if encoder_output is not None and self.attention_type == "self":
             raise ValueError("encoder_output goes with attention_type='cross', this is 'self'")
         mask = AttentionMask(

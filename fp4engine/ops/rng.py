@@ -92,11 +92,13 @@ def set_rng_state(state: dict[str, Any]) -> None:
     }
     with lock:
         keys = {name: _device_named(name) for name in draws}
-        for name, key in keys.items():
+        named: dict[str, str] = {}
+        for key, name in sorted((key, name) for name, key in keys.items()):  # "cuda" before "cuda:0"
             text, rest = device_and_name(key)
-            twice = [other for other in keys if other != name and keys[other] in (key, text.partition(":")[0] + rest)]
-            if twice:
-                raise ValueError(f"state['draws'] names one device twice, as {twice[0]!r} and as {name!r}")
+            for known in (key, text.partition(":")[0] + rest):
+                if known in named:
+                    raise ValueError(f"state['draws'] names one device twice, as {named[known]!r} and as {name!r}")
+            named[key] = name
         draws = {keys[name]: draw for name, draw in draws.items()}
         manual_seed(seed)
         for device, draw in draws.items():

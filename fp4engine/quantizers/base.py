@@ -13,7 +13,7 @@ from fp4engine.recipe.base import BACKENDS, require
 from fp4engine.recipe.casts import Casts, ColumnwiseSource
 from fp4engine.tensor import Operand, QuantizedTensor
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Quantizer:
             ValueError: x is not floating point, has rank 0, or no side is asked for; ``rng`` or an amax does not have
                 the dtype, shape or device that it should have.
         """
-        matrix = x if not isinstance(x, Tensor) or (x.ndim == 2 and x.dtype in _FLOATS) else as_matrix(x)
+        matrix = x if not isinstance(x, Tensor) or (x.ndim == 2 and x.dtype in FLOATS) else as_matrix(x)
         if not (rowwise or columnwise):
             raise ValueError("quantize needs rowwise=True or columnwise=True, got neither")
         row_spec = self.rowwise_spec if rowwise else None
@@ -207,7 +207,7 @@ def as_matrix(x: Tensor) -> Tensor:
         raise ValueError(f"x must be a tensor, got {type(x).__name__}")
     if x.ndim == 0:
         raise ValueError("x must have at least one dimension, got a scalar tensor")
-    if x.dtype not in _FLOATS:
+    if x.dtype not in FLOATS:
         raise ValueError(f"the tensor must be float16, bfloat16, float32 or float64, got {x.dtype}")
     if x.ndim == 2:
         return x

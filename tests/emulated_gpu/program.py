@@ -110,12 +110,8 @@ class Program(Instructions):
         """Threads add to memory one after the other, and each gets what was there before."""
         assert line.name[1:4] == ("E", "ADD", "64"), line.name
         _, target, address, source = line.operands
-        at, added, before = (
-            self._address(line, address, mask, 8) // 8,
-            self.pair(source),
-            np.zeros(self.threads, np.uint64),
-        )
-        words = self.memory.view(np.uint64)
+        at, added = self._address(line, address, mask, 8) // 8, self.pair(source)
+        before, words = np.zeros(self.threads, np.uint64), self.memory.view(np.uint64)
         for thread in np.flatnonzero(mask):
             before[thread] = words[at[thread]]
             words[at[thread]] += added[thread]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
-from fp4engine.functional.attention import MASK_TYPES, AttentionMask, attention, require_bias
+from fp4engine.functional.attention import MASK_TYPES, AttentionMask, attention, require_core_attention_bias
 from fp4engine.modules.te_arguments import refuse
 from fp4engine.recipe.base import require
 from fp4engine.te.pytorch.base import require_one_rank
@@ -185,7 +185,7 @@ class DotProductAttention(OnOneRank, ExtraState):
             slopes = alibi_slopes if alibi_slopes is not None else _slopes(self.num_attention_heads, query_layer.device)
         else:
             require("core_attention_bias_type", core_attention_bias_type, ("no_bias", "post_scale_bias"))
-        require_bias(core_attention_bias_type, core_attention_bias)
+        require_core_attention_bias(core_attention_bias_type, core_attention_bias)
         call = _Call(self, kind, window, diagonal, core_attention_bias, slopes)
         if inference_params is not None:
             if layout == "thd":

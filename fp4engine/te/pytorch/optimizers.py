@@ -115,7 +115,8 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
         for group in self.param_groups:
             name = "decoupled_grad" if self.use_decoupled_grad else "grad"
             params: list[Tensor] = [param for param in group["params"] if getattr(param, name, None) is not None]
-            states = [self._state_of(param, group["amsgrad"]) for param in params]
+            moments = (*MOMENTS, "max_exp_avg_sq") if group["amsgrad"] else MOMENTS
+            states = [self._state_of(param, moments) for param in params]
             wide = [self.state[param].get("master_param", param.detach()).float() for param in params]
             adam(
                 wide,
@@ -140,12 +141,11 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
                     param.copy_(values)
         return loss
 
-    def _state_of(self, param: Tensor, amsgrad: bool) -> dict[str, Tensor]:
+    def _state_of(self, param: Tensor, moments: tuple[str, ...]) -> dict[str, Tensor]:
         """What is remembered of ``param``: steps, moments and master, all FP32."""
         state: dict[str, Tensor] = self.state[param]
-        moments = (*MOMENTS, "max_exp_avg_sq") if amsgrad else MOMENTS
-        wanted = {"step", *moments, *(["master_param"] if self.master_weights else [])}
-        if not wanted <= state.keys():  # at first, or if another optimizer's state was loaded
+        lacks_master = self.master_weights and "master_param" not in state
+        if lacks_master or not state.keys() >= {"step", *moments}:  # at first, or another optimizer's state was loaded
             is_stored = isinstance(param, (QuantizedWeight, QuantizedTensor))
             if is_stored and not self.master_weights:
                 raise RuntimeError(
@@ -156,8 +156,8 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
             state.setdefault("step", torch.zeros((), dtype=torch.float32, device=values.device))
             for moment in moments:
                 state.setdefault(moment, torch.zeros_like(values, memory_format=torch.preserve_format))
-            if self.master_weights:
-                state.setdefault("master_param", values.clone())
+            if lacks_master:
+                state["master_param"] = values.clone()
         return state
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
