@@ -19,7 +19,13 @@ from fp4engine import ops
 from fp4engine.accounting.table import table
 from fp4engine.arguments import require_model
 from fp4engine.distributed.gathered_weight import why_not_codes
-from fp4engine.distributed.sharded_weight import GatherableWeight, GatherableWeights, ShardedWeight, why_not_rows
+from fp4engine.distributed.sharded_weight import (
+    GatherableWeight,
+    GatherableWeights,
+    ShardedWeight,
+    shard_of,
+    why_not_rows,
+)
 from fp4engine.functional import LinearPlan, make_linear_plan
 from fp4engine.modules import Gemms, GroupedLinear, LayerNormMLP, Linear, QuantizedWeight
 from fp4engine.modules.split_linear import SplitLinear
@@ -237,10 +243,8 @@ def _leave_plain(module: nn.Module, state: dict[str, Any], prefix: str, local_me
 
 def _plain(parameter: DTensor) -> DTensor:
     """The same DTensor with a plain tensor as its shard."""
-    shard = parameter._local_tensor
-    assert isinstance(shard, ShardedWeight)
     return DTensor.from_local(
-        shard.values.detach(),
+        shard_of(parameter).values.detach(),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

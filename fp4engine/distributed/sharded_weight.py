@@ -60,19 +60,17 @@ class GatherableWeights:
 
     def reduce(self) -> None:
         """Find the amaxes that are not known, with one collective per process group, which is one per mesh."""
-        stale: dict[Any, list[tuple[GatherableWeight, Tensor]]] = {}
+        stale: dict[Any, list[tuple[GatherableWeight, DTensor]]] = {}
         for weight in self.all:
             parameter = weight.sharded() if weight.has_amax else None
             if parameter is not None and not weight.is_known(parameter):
-                shard = parameter._local_tensor
-                assert isinstance(shard, ShardedWeight)
-                stale.setdefault(weight.group_of(parameter), []).append((weight, shard.values))
-        for (group, device), shards in stale.items():
-            packed = largest_magnitudes([values for _, values in shards]).to(device)
+                stale.setdefault(weight.group_of(parameter), []).append((weight, parameter))
+        for (group, device), parameters in stale.items():
+            packed = largest_magnitudes([shard_of(parameter).values for _, parameter in parameters]).to(device)
             ops.all_reduce_amax(packed, group)
             reduced = ReducedAmaxes(packed)
-            for index, (weight, values) in enumerate(shards):
-                weight.know(reduced, index, values._version)
+            for index, (weight, parameter) in enumerate(parameters):
+                weight.know(reduced, index, version_of(parameter))
 
     def cast(self, first: "GatherableWeight", dtype: torch.dtype) -> None:
         """Cast the shard of ``first``, and some behind it that were last sent in ``dtype`` and have changed since."""
@@ -86,8 +84,8 @@ class GatherableWeights:
             if asked and size > MOST_CAST:
                 break
             asked.append((weight, shard))
-        for (weight, shard), sent in zip(asked, send(asked, dtype), strict=True):
-            weight.keep(sent, shard, dtype)
+        for (weight, _), sent in zip(asked, send(asked, dtype), strict=True):
+            weight.keep(sent, dtype)
 
 
 @cache
@@ -101,7 +99,7 @@ def _forget_stepped(optimizer: Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             shard = parameter._local_tensor if isinstance(parameter, DTensor) else None
-            if isinstance(shard, ShardedWeight):
+            if isinstance(shard, ShardedWeight) and shard.weight is not None:
                 found.add(shard.weight.others)
     for others in found:
         others.clear()
@@ -158,6 +156,18 @@ class ReducedAmaxes:
         return rounded[index], shared
 
 
+def shard_of(parameter: DTensor) -> "ShardedWeight":
+    """This rank's part of a sharded weight. ``.to_local()`` would return a view, which has no version of its own."""
+    shard = parameter._local_tensor
+    assert isinstance(shard, ShardedWeight)
+    return shard
+
+
+def version_of(parameter: DTensor) -> tuple[int, int]:
+    """Another one after every write: compiled code counts its writes at the parameter, eager code at its values."""
+    return parameter._version, shard_of(parameter).values._version
+
+
 def _shard_group(parameter: DTensor) -> tuple[Any, str]:
     """The process group over which ``parameter`` is sharded, and the type of device on which it communicates."""
     spread = [index for index, placement in enumerate(parameter.placements) if not placement.is_replicate()]
@@ -185,9 +195,9 @@ class GatherableWeight:
         self.spec: CastSpec = quantizer.rowwise_spec
         self.has_amax = self.spec.outer is Outer.TENSOR
         self._reduced: tuple[ReducedAmaxes, int] | None = None
-        self._version = 0
+        self._version = (0, 0)
         self._sent: Sent | None = None
-        self._sent_as: tuple[torch.dtype, int] | None = None
+        self._sent_as: tuple[torch.dtype, tuple[int, int]] | None = None
         self._placed: tuple[Any, ...] = ()
         self._group: tuple[Any, tuple[Any, str]] | None = None
         self.place = len(others.all)
@@ -222,20 +232,21 @@ class GatherableWeight:
         """The parameter while it is sharded; None before ``fully_shard``, and while it is gathered."""
         module = self._module()
         parameter = None if module is None else module._parameters.get(self.parameter)
-        return parameter if isinstance(parameter, DTensor) else None
+        if isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, ShardedWeight):
+            return parameter
+        return None
 
     def forget(self) -> None:
         """Forget amax and cast, since the weight may have changed."""
         self._reduced = self._sent = None
 
-    def know(self, reduced: ReducedAmaxes, index: int, version: int) -> None:
-        """Note that the amax at ``index`` of ``reduced`` is that of the weight while its shard has this version."""
+    def know(self, reduced: ReducedAmaxes, index: int, version: tuple[int, int]) -> None:
+        """Note that the amax at ``index`` of ``reduced`` is that of the weight while its parameter has this version."""
         self._reduced, self._version = (reduced, index), version
 
     def is_known(self, parameter: DTensor) -> bool:
         """Whether the known amax is that of ``parameter``, the sharded weight, as it is now."""
-        shard = parameter._local_tensor  # .to_local() returns a view, which has no version counter of its own
-        return self._reduced is not None and isinstance(shard, ShardedWeight) and shard.values._version == self._version
+        return self._reduced is not None and version_of(parameter) == self._version
 
     def amax(self, dtype: torch.dtype) -> tuple[Tensor, Shared] | None:
         """The outer amax of the weight in ``dtype``, see :meth:`ReducedAmaxes.get`; None if its cast has none.
@@ -257,16 +268,15 @@ class GatherableWeight:
         if self._sent_as is None or self._sent_as[0] != dtype:
             return None
         parameter = self.sharded()
-        shard = None if parameter is None else parameter._local_tensor
-        if not isinstance(shard, ShardedWeight) or (
-            self._sent is not None and self._sent_as[1] == shard.values._version
-        ):
+        if parameter is None or (self._sent is not None and self._sent_as[1] == version_of(parameter)):
             return None
-        return shard
+        return shard_of(parameter)
 
-    def keep(self, sent: Sent, shard: "ShardedWeight", dtype: torch.dtype) -> None:
+    def keep(self, sent: Sent, dtype: torch.dtype) -> None:
         """Keep ``sent``, to send it again until the weight changes."""
-        self._sent, self._sent_as = sent, (dtype, shard.values._version)
+        parameter = self.sharded()
+        assert parameter is not None
+        self._sent, self._sent_as = sent, (dtype, version_of(parameter))
 
     def sent(self, shard: "ShardedWeight", dtype: torch.dtype) -> Sent:
         """Codes, one scale per block, and outer amax of the weight's shard in ``dtype``.
@@ -274,14 +284,12 @@ class GatherableWeight:
         They are kept until the weight changes, so backward and further microbatches send what forward sent. Those of a
         copy that FSDP2 has just brought from the CPU are not kept, since offloading is to free that memory.
         """
-        made_as = dtype, shard.values._version
-        if self._sent is not None and self._sent_as == made_as:
-            return self._sent
         parameter = self.sharded()
         if parameter is None or parameter._local_tensor is not shard:
             return send([(self, shard)], dtype)[0]
-        self._sent, self._sent_as = None, (dtype, -1)
-        self.others.cast(self, dtype)
+        if self._sent is None or self._sent_as != (dtype, version_of(parameter)):
+            self._sent, self._sent_as = None, (dtype, (-1, -1))
+            self.others.cast(self, dtype)
         assert self._sent is not None
         return self._sent
 
@@ -323,8 +331,10 @@ class PreAllGather:
         """
         shard = self._shard()
         assert shard is not None
-        ranks = shard.weight.ranks_of(mesh, shard.shape, outer_size)
-        sent = shard.weight.sent(shard, mp_policy.param_dtype or shard.dtype)
+        weight = shard.weight
+        assert weight is not None
+        ranks = weight.ranks_of(mesh, shard.shape, outer_size)
+        sent = weight.sent(shard, mp_policy.param_dtype or shard.dtype)
         sent.wire.read()
         # On one rank FSDP2 copies the first tensor, and nothing else.
         return ((sent.codes, sent.scales) if ranks > 1 else (sent.codes,)), sent
@@ -340,17 +350,18 @@ class ShardedWeight(torch.Tensor):
 
     Attributes:
         values: the plain tensor.
-        weight: the weight that this is, or is a shard of.
+        weight: the weight that this is, or is a shard of. A compiler traces a stand-in, which has None, so that all
+            shards of one shape share a graph.
         fsdp_pre_all_gather: see :class:`PreAllGather`.
     """
 
     values: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    weight: GatherableWeight
+    weight: GatherableWeight | None
     fsdp_pre_all_gather: PreAllGather
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def __new__(cls: type["ShardedWeight"], values: Tensor, weight: GatherableWeight) -> "ShardedWeight":
+    def __new__(cls: type["ShardedWeight"], values: Tensor, weight: GatherableWeight | None) -> "ShardedWeight":
         """Wrap ``values``."""
         shard = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -367,6 +378,8 @@ class ShardedWeight(torch.Tensor):
         self, all_gather_outputs: tuple[Tensor, ...], sent: Sent, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """The weight that the module multiplies by, from all ranks' codes and scales; ``out`` is filled if given."""
+        owner = self.weight
+        assert owner is not None
         sent.outer.read()
         codes, *scales = all_gather_outputs
         if not scales:
@@ -376,9 +389,9 @@ class ShardedWeight(torch.Tensor):
             out.refill(scales[0], sent.amax)
             return None
         shape = codes.shape[0], self.shape[1]
-        weight = GatheredWeight.of(self.weight.quantizer, shape, param_dtype, (codes, scales[0], sent.amax))
-        weight.name = self.weight.name
-        parameter = self.weight.sharded()
+        weight = GatheredWeight.of(owner.quantizer, shape, param_dtype, (codes, scales[0], sent.amax))
+        weight.name = owner.name
+        parameter = owner.sharded()
         if parameter is not None:
             weight.ranks = frozenset(parameter.device_mesh.mesh.flatten().tolist())
         return weight, []
@@ -402,7 +415,8 @@ class ShardedWeight(torch.Tensor):
                 changed += shards[first:]
         result = func(*plain_args, **plain_kwargs)
         for shard in changed:
-            shard.weight.forget()
+            if shard.weight is not None:
+                shard.weight.forget()
         if result is None:
             return None
         if func.is_view or func in _COPIES or (func is aten.empty_like.default and kwargs.get("device") is not None):
@@ -413,11 +427,11 @@ class ShardedWeight(torch.Tensor):
         return tree_map_only(Tensor, lambda tensor: ours.get(id(tensor), tensor), result)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["values"], self.weight
+        return ["values"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "ShardedWeight":
-        return ShardedWeight(inner["values"], context)
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> "ShardedWeight":
+        return ShardedWeight(inner["values"], None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copy = self.values.detach().clone()
@@ -432,7 +446,7 @@ class ShardedWeight(torch.Tensor):
         return plain.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"ShardedWeight({self.weight.name!r}, {self.values!r})"
+        return f"ShardedWeight({self.weight and self.weight.name!r}, {self.values!r})"
 
 
 def _plain(argument: Any, shards: list[ShardedWeight]) -> Any:

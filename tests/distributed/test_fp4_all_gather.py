@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -209,6 +210,23 @@ def compiled(rank: int):
             block.compile(backend="aot_eager")
         found.append(train(shard(model, fp4), rank, steps=2))
     return same(*found)
+
+
+def written_by_graphs(rank: int):
+    """Outputs between writes by compiled code, as a compiled optimizer makes them, and how many graphs there are."""
+    outputs, graphs = [], []
+    for fp4 in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        shrink = torch.compile(lambda tensor: tensor.mul_(0.5), fullgraph=True, dynamic=False, backend="aot_eager")
+        model = shard(make_model(), fp4)
+        for _ in range(3):
+            with torch.no_grad(), fp4engine.autocast(recipe=DEFAULT):
+                outputs.append(model(torch.ones(32, 64)))
+                for parameter in model.parameters():
+                    shrink(parameter.detach())
+        graphs.append(counters["stats"]["unique_graphs"])
+    return same(outputs[:3], outputs[3:]), graphs
 
 
 def kept(rank: int):
@@ -559,9 +577,9 @@ def reasons(rank: int):
 CHECKS = {
     check.__name__: check
     for check in (
-        three_steps, recipes, modules, frozen, offloaded, fused, checkpointed, compiled, kept, evaluated, wire,
-        operands, casts, dropped, released, broadcast, nan, plain, assigned, from_meta, refused, misplaced, stepped,
-        unlike, copied, reasons,
+        three_steps, recipes, modules, frozen, offloaded, fused, checkpointed, compiled, written_by_graphs, kept,
+        evaluated, wire, operands, casts, dropped, released, broadcast, nan, plain, assigned, from_meta, refused,
+        misplaced, stepped, unlike, copied, reasons,
     )
 }  # fmt: skip
 
@@ -643,6 +661,10 @@ def test_graphs_keep_no_operand_of_a_weight_that_is_gathered_again(ranks):
 
 def test_shards_are_told_of_collectives_that_write_to_them(ranks):
     assert all(rank["broadcast"] == [True, True] for rank in ranks)
+
+
+def test_compiled_code_writes_to_all_shards_of_a_shape_by_one_graph_and_is_noticed(ranks):
+    assert all(rank["written_by_graphs"] == (True, [2, 2]) for rank in ranks)
 
 
 def test_nan_in_one_shard_reaches_all_ranks(ranks):
