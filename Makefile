@@ -19,7 +19,7 @@ help:
 	@echo "make types              strict type check"
 	@echo "make docs               documentation, warnings as errors, into docs/_build/html"
 	@echo "make interpret          only the kernel parity tests under Triton's interpreter (CPU)"
-	@echo "make emulate [GPUS=89]  casts as ptxas compiles them for Ampere, Ada and Hopper, run by NumPy"
+	@echo "make emulate [GPUS=89]  casts and products as ptxas compiles them for Ampere, Ada and Hopper, run by NumPy"
 	@echo "make aot                compile the kernels ahead of time for GPUs that are not here"
 	@echo "make bench [ARGS=...]   benchmarks (a GPU makes them meaningful)"
 	@echo "make gpu                what only a GPU can show: parity, GPU tests, benchmarks, the 10m preset"
@@ -47,7 +47,8 @@ test-main: $(INSTALLED)
 interpret: $(INSTALLED)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/parity
 
-EMULATED = $(addprefix tests/parity/test_,quantize_kernels.py dequantize_kernel.py transpose_kernel.py cast_fp8_kernel.py)
+EMULATED = $(addprefix tests/parity/test_,quantize_kernels.py dequantize_kernel.py transpose_kernel.py cast_fp8_kernel.py \
+             gemm_kernel.py)
 
 emulate: $(INSTALLED)
 	for gpu in $(GPUS); do EMULATED_GPU=$$gpu $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(EMULATED) || exit 1; done

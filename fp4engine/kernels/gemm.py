@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from fp4engine import capability
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.kernels import gemm_split
 from fp4engine.kernels.dequantize import Codes, add_decode
@@ -171,13 +172,7 @@ def supports(
     for tensor in (right, left_amax, right_amax, bias, out):
         if tensor is not None and tensor.device != left.device:
             return False, f"all tensors must be on one device, got {left.device} and {tensor.device}"
-    if INTERPRETED:
-        return True, ""
-    if not left.is_cuda:
-        return False, f"needs a CUDA device, got {left.device}"
-    if capability_of(left.device) < (8, 0):
-        return False, f"BF16 tensor cores need compute capability 8.0, {left.device} has {capability_of(left.device)}"
-    return True, ""
+    return capability.triton_runs_on(left.device)
 
 
 def gemm(

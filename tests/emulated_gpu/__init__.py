@@ -10,9 +10,11 @@ been at hand. With :func:`emulated` Triton compiles for such a GPU and starts ke
     registers     operands
     rounding      floating-point numbers
 
-It knows the instructions that casts and amaxes have. NVIDIA documents their names only; what each does was found by
-programs whose bytes are known from GPUs. Registers begin with numbers that mean nothing, so that one which is read
-before it is written shows. The time that instructions take is not looked at, so waits that are missing do not show.
+It knows the instructions of casts and amaxes, and before sm_90 those of products too. NVIDIA documents their names
+only; what each does was found by programs whose bytes are known from GPUs. Registers begin with numbers that mean
+nothing, so that one which is read before it is written shows. Copies into shared memory arrive as late as a program
+allows; the time of other instructions is not looked at, so waits for them that are missing do not show. Tensor cores
+add exactly and round once.
 """
 
 from tests.emulated_gpu.gpu import emulated

@@ -119,6 +119,8 @@ def emulated(capability: int) -> Iterator[None]:
         for module in modules:
             if hasattr(module, "device_facts"):
                 patch.setattr(module, "device_facts", lambda device: facts)
+            if hasattr(module, "capability_of"):
+                patch.setattr(module, "capability_of", lambda device: divmod(capability, 10))
         forget()
         yield
     forget()

@@ -5,12 +5,13 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.emulated_gpu.code import Line
-from tests.emulated_gpu.registers import FLAG, MASK, WARP, Registers, after
+from tests.emulated_gpu.registers import FLAG, MASK, WARP, Registers, after, require_whole_warps
 from tests.emulated_gpu.rounding import (
     COMPARISONS,
     compared,
     extreme,
     flushed,
+    from_bf16,
     from_e4m3,
     from_fp16,
     fused,
@@ -366,6 +367,36 @@ class Instructions(Registers):
         terms = [self.number(operand, np.float64) for operand in operands[1:]]
         found = np.array([fused(*each) for each in zip(*terms, strict=True)])
         self.write_pair(operands[0], found.view(np.uint64), mask)
+
+    # Tensor cores
+
+    def hmma(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
+        """``a[16, 16] @ b[16, 8] + c[16, 8]`` of a warp, exact and then rounded once.
+
+        A GPU rounds in between, in a way of its own; what is the same everywhere does not depend on it. Lane 4 g + t
+        has rows g and g + 8 of c and of the target, in columns 2 t and 2 t + 1; rows g and g + 8 of a and column g of
+        b, in terms 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of the sum, two of them in a register.
+        """
+        assert words in (("16816", "F32", "BF16"), ("16816", "F32")), words
+        require_whole_warps(mask)
+        target, left, right, added = operands
+        warps, lane = self.threads // WARP, np.arange(WARP)
+        g, t = lane // 4, 2 * (lane % 4)
+        a, b, c = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8)), np.zeros((warps, 16, 8))
+        from_half = from_bf16 if "BF16" in words else from_fp16
+        for half in range(2):
+            for index, (row, term) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
+                bits = self.register(after(left, index)) >> np.uint64(16 * half) & np.uint64(0xFFFF)
+                a[:, g + row, t + term + half] = from_half(bits).reshape(warps, WARP)
+            for index, term in enumerate((0, 8)):
+                bits = self.register(after(right, index)) >> np.uint64(16 * half) & np.uint64(0xFFFF)
+                b[:, t + term + half, g] = from_half(bits).reshape(warps, WARP)
+            for index, row in enumerate((0, 8)):
+                c[:, g + row, t + half] = self.number(after(added, 2 * index + half)).reshape(warps, WARP)
+        found = (a @ b + c).astype(np.float32)
+        for half in range(2):
+            for index, row in enumerate((0, 8)):
+                self.write(after(target, 2 * index + half), found[:, g + row, t + half].reshape(-1), mask)
 
     # Conversions
 

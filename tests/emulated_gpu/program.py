@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,22 @@ STACK = 0x4000
 MOST_STEPS = 1_000_000
 PARAMETERS = {80: 0x160, 86: 0x160, 89: 0x160, 90: 0x210}
 """Where the first parameter of a kernel is in constant bank 0, by compute capability."""
-WITHOUT_EFFECT = ("NOP", "PREEXIT", "ACQBULK", "DEPBAR", "MEMBAR", "ERRBAR", "CGAERRBAR", "CCTL", "YIELD")
+WITHOUT_EFFECT = ("NOP", "PREEXIT", "ACQBULK", "MEMBAR", "ERRBAR", "CGAERRBAR", "CCTL", "YIELD")
+
+
+class Copy(NamedTuple):
+    """Bytes on their way from memory to shared memory.
+
+    Attributes:
+        threads: who copies.
+        groups: of each thread's copies, the number of the group of this one.
+        places, data: of each thread, where its bytes go, and what they are.
+    """
+
+    threads: np.ndarray
+    groups: np.ndarray
+    places: np.ndarray
+    data: np.ndarray
 
 
 class Program(Instructions):
@@ -44,6 +60,8 @@ class Program(Instructions):
         self.code, self.memory, self.number_of_program = code, memory, number
         self._shared = np.zeros(SHARED, np.uint8)
         self._local = np.zeros((threads, STACK), np.uint8)
+        self._copies: list[Copy] = []
+        self._groups = np.zeros(threads, int)  # of copies that each thread has closed
         self._at = np.full(threads, next(iter(code.lines)))
         self._waits = np.full(threads, "", dtype="<U8")  # for what, if anything
         self._alive = np.ones(threads, bool)
@@ -95,6 +113,12 @@ class Program(Instructions):
             self._meet("warp", mask)
         elif kind in ("LDG", "STG", "LDS", "STS", "LDL", "STL"):
             self._move(line, mask)
+        elif kind == "LDGSTS":
+            self._begin_copy(line, mask)
+        elif kind == "LDGDEPBAR":
+            self._groups[mask] += 1
+        elif kind == "DEPBAR":
+            self._end_copies(int(line.operands[1], 0), mask)
         elif kind in ("LDSM", "STSM"):
             self._move_matrix(line, mask)
         elif kind in ("RED", "REDG"):
@@ -161,6 +185,30 @@ class Program(Instructions):
             data = np.stack([self.register(after(register, word)).astype(np.uint32) for word in range(count)], 1)
             memory[index] = data.view(np.uint8)[mask, :size]
 
+    def _begin_copy(self, line: Line, mask: np.ndarray) -> None:
+        """Begin to copy from memory to shared memory; zeros for threads whose predicate is false."""
+        size = next((int(word) // 8 for word in line.name if word in ("64", "128")), 4)
+        target, source, *condition = line.operands
+        places, origins = (self._address(line, operand, mask, size)[mask][:, None] for operand in (target, source))
+        places, origins = places + np.arange(size), origins + np.arange(size)
+        threads, reads = np.flatnonzero(mask), self.flag(condition[0] if condition else "PT")[mask]
+        assert ((places >= 0) & (places < SHARED)).all(), f"address out of bounds at {line.place:#x}"
+        self._share(False, places, threads)
+        data = np.zeros_like(places, np.uint8)
+        data[reads] = self.memory[origins[reads]]
+        self._copies.append(Copy(threads, self._groups[threads], places, data))
+
+    def _end_copies(self, most: int, mask: np.ndarray) -> None:
+        """Wait until threads have at most so many groups of copies on their way. No copy ends before it has to."""
+        waiting = []
+        for copy in self._copies:
+            ends = mask[copy.threads] & (copy.groups < self._groups[copy.threads] - most)
+            self._share(False, copy.places[ends], copy.threads[ends])
+            self._shared[copy.places[ends]] = copy.data[ends]
+            if not ends.all():
+                waiting.append(Copy(*(field[~ends] for field in copy)))
+        self._copies = waiting
+
     def _move_matrix(self, line: Line, mask: np.ndarray) -> None:
         """8x8 elements of 16 bits; lane 8 j + i has the address of row i of matrix j.
 
@@ -188,7 +236,10 @@ class Program(Instructions):
                 self._shared[places] = self.register(name).astype(np.uint32).view(np.uint8).reshape(-1, 4)[mask]
 
     def _share(self, loads: bool, places: np.ndarray, threads: np.ndarray) -> None:
-        """Warps that touch the same shared memory with no barrier between must only read."""
+        """Warps that touch the same shared memory with no barrier between must only read.
+
+        A copy touches it twice: when it begins and when it ends.
+        """
         warp = np.broadcast_to(threads[:, None] // WARP, places.shape)
         for when, who in [self._writer] if loads else [self._writer, self._reader]:
             meet = (when[places] == self._barriers) & (who[places] != warp)

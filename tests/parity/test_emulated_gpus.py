@@ -1,4 +1,4 @@
-"""Casts on GPUs that are not here equal the reference: what ptxas has made for sm_80, sm_86, sm_89 and sm_90 (NumPy).
+"""Kernels on GPUs that are not here equal the reference: what ptxas has made for sm_80, sm_86, sm_89 and sm_90 (NumPy).
 
 ``make emulate`` runs all tests of several files so, for one GPU at a time.
 """
@@ -10,10 +10,13 @@ pytest.importorskip("triton")
 
 import triton
 
+import fp4engine
 from fp4engine import ops, reference
 from fp4engine.formats import E4M3, CastSpec, fp8
+from fp4engine.recipe import NVFP4BlockScaling
 from tests.emulated_gpu import emulated
 from tests.parity import test_block_casts as block_casts
+from tests.parity import test_gemm_kernel as gemm
 from tests.parity.test_quantize_kernels import SPECS, STREAM, assert_same, make, run
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -96,3 +99,35 @@ def test_an_amax_of_both_sides():
         found = ops.amax(x, *SPECS["default forward"], backend="triton")
     for side, (operand, spec, amax) in enumerate(zip((x, x.T), SPECS["default forward"], found, strict=True)):
         assert_same(amax, reference.amax(operand, spec), f"side {side}")
+
+
+@pytest.mark.parametrize(("capability", "shape"), [(80, (130, 129, 80)), (89, (33, 40, 48))])
+def test_products(capability, shape):
+    """Of large tiles and of small ones; of integers, whose sums are exact in any order."""
+    m, n, k = shape
+    operands = gemm.integers(m, k), gemm.integers(n, k, seed=3), gemm.amax(m), gemm.amax(), gemm.NUMERATOR
+    with emulated(capability):
+        found = gemm.gemm(*operands, out_dtype=FP32)
+    gemm.assert_same_bytes(found, gemm.contract(*operands, out_dtype=FP32))
+
+
+@pytest.mark.parametrize("capability", [86])
+def test_a_step_of_a_layer(capability):
+    """Its products are the reference's to FP32's order of summation."""
+
+    def step() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        fp4engine.manual_seed(5)
+        layer, inp = fp4engine.Linear(37, 23, dtype=FP32), torch.randn(19, 37, requires_grad=True)
+        with fp4engine.autocast(recipe=NVFP4BlockScaling()):
+            y = layer(inp)
+            y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape))
+        gradients = [tensor.grad for tensor in (inp, layer.weight, layer.bias)]
+        return [y.detach(), *(gradient for gradient in gradients if gradient is not None)]
+
+    expected = step()
+    ops.reset_executed_paths()
+    with emulated(capability):
+        found = step()
+    assert {path.split("/")[1] for path in ops.executed_paths()} == {"triton"}
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
