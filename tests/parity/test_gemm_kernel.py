@@ -1,12 +1,9 @@
 """The GEMM kernels against float64 products and against the contract's epilogue, step by step.
 
-On a GPU these run in this process; elsewhere the same tests run on small shapes in Triton's CPU interpreter, in a
-child process, because the interpreter is chosen when a kernel is defined.
+Runs on a GPU, and on small shapes on the CPU in Triton's interpreter: ``TRITON_INTERPRET=1 pytest tests/parity``.
 """
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -76,17 +73,6 @@ def assert_same_bytes(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def frobenius(actual: torch.Tensor, exact: torch.Tensor) -> float:
     return float((actual.double() - exact).norm() / exact.norm())
-
-
-def test_all_of_this_file_in_the_interpreter():
-    if ON_GPU or INTERPRET:
-        pytest.skip("the tests below run in this process")
-    child = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
-    assert " passed" in child.stdout
 
 
 @KERNEL_RUNS
