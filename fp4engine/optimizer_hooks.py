@@ -23,7 +23,7 @@ from fp4engine.formats import Rotation, Signs
 from fp4engine.functional import LinearPlan, linear, make_linear_plan
 from fp4engine.modules import Linear
 from fp4engine.modules.adoption import require_plain_class
-from fp4engine.modules.gemms import cast_by_autocast
+from fp4engine.modules.inputs import cast_by_autocast
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.modules.sharded import is_distributed
 from fp4engine.quantizers import Quantizer

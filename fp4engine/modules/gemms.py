@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from fp4engine.functional.grouped_linear import Expert
 from fp4engine.functional.main_grad import MainGrad, require_main_grad
 from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import microbatch_cache
+from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
 from fp4engine.modules.recompute import handed_over, remember
 from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of, place_of, rows_in_order
@@ -24,9 +25,6 @@ from fp4engine.modules.traced import refuse_stray_recomputation, traced_plan
 from fp4engine.recipe import LinearRecipe, Recipe
 from fp4engine.recipe.base import require, require_recipe
 from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed
-
-_CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
-"""The dtypes that ``torch.autocast`` casts; it leaves float64 and integers as they are."""
 
 _UNQUANTIZED = LinearRecipe(backward_override=None, backend="auto")  # both given: an import reads no flag
 """High precision, bit for bit, but by a plan, which a gradient that goes to ``main_grad`` needs."""
@@ -463,31 +461,6 @@ class MadePlan(NamedTuple):
     recipe: Recipe
     plan: LinearPlan
     read: tuple[str, Any]
-
-
-Input = TypeVar("Input", Tensor, Tensor | FusedInput)
-
-
-def cast_by_autocast(inp: Input) -> Input:
-    """``inp`` in the dtype of ``torch.autocast``, if ``torch.autocast`` is on and casts tensors of this dtype."""
-    if torch.is_autocast_enabled(inp.device.type) and inp.dtype in _CAST_BY_AUTOCAST:
-        return inp.to(torch.get_autocast_dtype(inp.device.type))
-    return inp
-
-
-def unusable_devices(inp: Tensor | FusedInput, weight: Tensor) -> ValueError:
-    """The error for ``inp`` and ``weight`` on different devices, or on ``meta``, where tensors have no values."""
-    for name, value in (("input", inp), ("weight", weight)):
-        if not isinstance(value, Tensor | FusedInput):  # NumPy's arrays have a device, too
-            return ValueError(f"the {name} must be a tensor, got {type(value).__name__}")
-    devices = f"got the input on {str(inp.device)!r} and the weight on {str(weight.device)!r}"
-    if weight.is_meta:
-        remedy = "give the layer values with .to_empty(device=...) and load_state_dict"
-    elif inp.device.type == "meta":
-        remedy = "give it an input with values"
-    else:
-        remedy = f"move the layer with .to({str(inp.device)!r}), or the input with .to({str(weight.device)!r})"
-    return ValueError(f"input and weight must be on one device that has values, {devices}; {remedy}")
 
 
 def require_own_recipe(recipe: Recipe | None) -> None:

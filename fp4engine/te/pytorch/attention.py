@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp4engine import modules
 from fp4engine.modules.attention import L2Normalization
-from fp4engine.modules.gemms import cast_by_autocast
+from fp4engine.modules.inputs import cast_by_autocast
 from fp4engine.recipe.base import require
 from fp4engine.te.pytorch.base import require_one_rank
 from fp4engine.te.pytorch.constants import QKV_FORMATS

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fp4engine.arguments import require_callable, require_integer, require_member, shown
 from fp4engine.functional.fused_input import FusedInput
-from fp4engine.modules.gemms import Gemms, cast_by_autocast
+from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.inputs import cast_by_autocast
 from fp4engine.modules.quantized_weight import QuantizedWeight, casts_of
 from fp4engine.modules.te_arguments import te_device
 from fp4engine.quantizers.factory import make_quantizer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import modules
-from fp4engine.modules.gemms import cast_by_autocast
+from fp4engine.modules.inputs import cast_by_autocast
 from fp4engine.modules.te_arguments import refuse
 from fp4engine.te.pytorch.attention import MultiheadAttention
 from fp4engine.te.pytorch.base import require_one_rank
