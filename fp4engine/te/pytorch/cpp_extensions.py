@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fp4engine import ops
 from fp4engine.modules.te_arguments import refuse
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensorStorage, Quantizer, decoded
+from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
+from fp4engine.te.pytorch.quantized_tensor import Quantizer, decoded
 from fp4engine.tensor import Operand
 
 __all__ = ["general_gemm", "general_grouped_gemm"]

@@ -9,8 +9,9 @@ from torch.nn.functional import pad
 from fp4engine.formats import E2M1
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.reference import swizzle_scales
+from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.constants import DType
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
