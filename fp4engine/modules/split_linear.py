@@ -21,7 +21,7 @@ ParametersSplit = Mapping[str, int] | Iterable[str] | None
 class SplitLinear(Gemms):
     """``y = x W^T + b`` with W [out_features, in_features] stored as ``parameters_split`` says.
 
-    The parts ``<name>_weight`` are concatenated before they are quantized, so they share one tensor scale.
+    The parts ``<name>_weight`` are concatenated before they are quantized, so they share one outer scale.
 
     Args:
         init_method: ``init_method(weight)`` initialises each part; None draws from N(0, 0.023). Biases start at zero.

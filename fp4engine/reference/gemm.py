@@ -1,4 +1,4 @@
-"""The one GEMM contract: TN, FP32 accumulation, tensor scales in the epilogue.
+"""The one GEMM contract: TN, FP32 accumulation, outer scales in the epilogue.
 
 y[m, n] = round(alpha * sum_k left[m, k] * right[n, k] + bias[n])
 alpha   = fl(fl(A_left * A_right) / (numerator_left * numerator_right))
