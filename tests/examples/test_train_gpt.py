@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ STEPS = 12
 TOKENS = 2 * 16 * STEPS
 
 
-@pytest.fixture(autouse=True)
-def process_wide_settings() -> Iterator[None]:
+@contextmanager
+def own_settings() -> Iterator[None]:
     """Undo what main() sets for the whole process; one thread, as in the processes that are started here."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
@@ -47,9 +48,35 @@ def process_wide_settings() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def process_wide_settings() -> Iterator[None]:
+    with own_settings():
+        yield
+
+
+def command(texts: Path, runs: Path) -> list[str]:
+    return [*TINY, "--data", str(texts), "--tokens", str(TOKENS), "--runs", str(runs)]
+
+
 @pytest.fixture
 def arguments(tmp_path: Path, texts: Path) -> list[str]:
-    return [*TINY, "--data", str(texts), "--tokens", str(TOKENS), "--runs", str(tmp_path / "runs")]
+    return command(texts, tmp_path / "runs")
+
+
+@pytest.fixture(scope="module")
+def whole(shared_texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing broke, in both precisions."""
+    runs = tmp_path_factory.mktemp("runs")
+    with own_settings():
+        assert train_gpt.main([*command(shared_texts, runs), "--name", "whole"]) == 0
+    return runs / "whole"
+
+
+@pytest.fixture
+def finished(whole: Path, shared_texts: Path, tmp_path: Path) -> list[str]:
+    """Arguments of a run of the test's own, ``runs/a``, that has just ended."""
+    shutil.copytree(whole, tmp_path / "runs" / "a")
+    return [*command(shared_texts, tmp_path / "runs"), "--name", "a"]
 
 
 def losses(run: Path, precision: str = "nvfp4") -> list[dict[str, float]]:
@@ -106,13 +133,12 @@ def test_a_pipe_gets_lines_with_the_time_that_is_left(arguments, capsys, monkeyp
     assert [training.duration(seconds) for seconds in (0.2, 61, 7261)] == ["1 s", "1 min 1 s", "2 h 1 min"]
 
 
-def test_precisions_share_weights_and_data(arguments: list[str], tmp_path: Path) -> None:
-    assert train_gpt.main([*arguments, "--name", "a"]) == 0
-    first = [losses(tmp_path / "runs" / "a", precision)[0]["loss"] for precision in ("bf16", "nvfp4")]
+def test_precisions_share_weights_and_data(arguments: list[str], whole: Path, tmp_path: Path) -> None:
+    first = [losses(whole, precision)[0]["loss"] for precision in ("bf16", "nvfp4")]
     assert first[0] == pytest.approx(first[1], rel=0.01)
     assert train_gpt.main([*arguments, "--name", "b", "--precision", "nvfp4,bf16"]) == 0
     for precision in ("bf16", "nvfp4"):
-        assert losses(tmp_path / "runs" / "a", precision) == losses(tmp_path / "runs" / "b", precision)
+        assert losses(whole, precision) == losses(tmp_path / "runs" / "b", precision)
 
 
 def test_the_loss_goes_down(arguments: list[str], tmp_path: Path) -> None:
@@ -181,11 +207,10 @@ class Killed(Exception):
 
 @pytest.mark.parametrize("call", range(1, 7))
 def test_a_crash_inside_a_checkpoint_leaves_the_one_before(
-    call: int, arguments: list[str], tmp_path: Path, monkeypatch
+    call: int, arguments: list[str], whole: Path, tmp_path: Path, monkeypatch
 ) -> None:
     """Fail at each sync around the second checkpoint: metrics, three files, their folder, and after the renaming."""
     argv = [*arguments, "--precision", "nvfp4"]
-    assert train_gpt.main([*argv, "--name", "whole"]) == 0
     saves = itertools.count(1)
     sync = checkpoint.sync
 
@@ -202,7 +227,7 @@ def test_a_crash_inside_a_checkpoint_leaves_the_one_before(
     steps = [path.name for path in checkpoint.checkpoints(run / "nvfp4" / "checkpoints")]
     assert steps == (["step-00000004", "step-00000008"] if call == 6 else ["step-00000004"])
     assert train_gpt.main(["--runs", str(tmp_path / "runs"), "--name", "broken", "--resume"]) == 0
-    assert losses(run) == losses(tmp_path / "runs" / "whole")
+    assert losses(run) == losses(whole)
 
 
 def same_run(one: Path, other: Path) -> None:
@@ -232,8 +257,7 @@ def test_two_processes_are_never_in_one_folder(arguments: list[str], tmp_path: P
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments_change_nothing(arguments: list[str], tmp_path: Path, pytestconfig) -> None:
-    assert train_gpt.main([*arguments, "--name", "whole"]) == 0
+def test_kills_at_random_moments_change_nothing(arguments, whole: Path, tmp_path: Path, pytestconfig) -> None:
     argv = [*arguments, "--name", "broken"]
     broken, moments = tmp_path / "runs" / "broken", random.Random(14)
     kills, most = 0, pytestconfig.getoption("--kills")
@@ -246,7 +270,7 @@ def test_kills_at_random_moments_change_nothing(arguments: list[str], tmp_path: 
             kills += 1
         output, error = child.communicate()
         assert child.returncode in (0, -signal.SIGKILL), output + error
-    same_run(broken, tmp_path / "runs" / "whole")
+    same_run(broken, whole)
 
 
 class FullDisk:
@@ -279,9 +303,8 @@ class FullDisk:
 
 @pytest.mark.parametrize("first", [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 20, 30, 35])
 def test_a_full_disk_is_one_line_and_the_run_continues_bit_for_bit(
-    first: int, arguments: list[str], tmp_path: Path, monkeypatch, capsys
+    first: int, arguments: list[str], whole: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    assert train_gpt.main([*arguments, "--name", "whole"]) == 0
     argv, run = [*arguments, "--name", "broken"], tmp_path / "runs" / "broken"
     with monkeypatch.context() as patch:
         disk = FullDisk(patch, first)
@@ -292,7 +315,7 @@ def test_a_full_disk_is_one_line_and_the_run_continues_bit_for_bit(
     if first > 4:
         assert not list(run.rglob("*.partial")), "half a file fills the disk"
     assert train_gpt.main([*argv, "--resume"] if (run / "config.json").exists() else argv) == 0
-    same_run(run, tmp_path / "runs" / "whole")
+    same_run(run, whole)
 
 
 def test_a_file_that_the_system_refuses_to_write_is_one_line(arguments: list[str], tmp_path: Path) -> None:
@@ -314,35 +337,31 @@ def test_a_file_that_the_system_refuses_to_write_is_one_line(arguments: list[str
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"precision": "bf16"}', "\xff", None], ids=repr)
 def test_a_broken_result_is_refused_in_one_line(
-    content: str | None, arguments: list[str], tmp_path: Path, capsys
+    content: str | None, finished: list[str], tmp_path: Path, capsys
 ) -> None:
-    argv = [*arguments, "--precision", "bf16", "--name", "a"]
-    assert train_gpt.main(argv) == 0
     result = tmp_path / "runs" / "a" / "bf16" / "result.json"
-    whole = json.loads(result.read_text())
-    result.write_bytes((json.dumps({**whole, "peak_memory": "much"}) if content is None else content).encode("latin-1"))
-    capsys.readouterr()
-    error = refusal([*argv, "--resume"], capsys)
+    before = json.loads(result.read_text())
+    result.write_bytes(
+        (json.dumps({**before, "peak_memory": "much"}) if content is None else content).encode("latin-1")
+    )
+    error = refusal([*finished, "--resume"], capsys)
     assert f"{result} does not hold the result of a run" in error
     assert "delete it to have it made again" in error
     result.unlink()
-    assert train_gpt.main([*argv, "--resume"]) == 0
-    assert json.loads(result.read_text())["validation_loss"] == whole["validation_loss"]
+    assert train_gpt.main([*finished, "--resume"]) == 0
+    assert json.loads(result.read_text())["validation_loss"] == before["validation_loss"]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"recipe": "Unheard"}', '{"recipe": "RuledRecipe"}', "\xff", None])
 def test_a_broken_recipe_is_refused_in_one_line(
-    content: str | None, arguments: list[str], tmp_path: Path, capsys
+    content: str | None, finished: list[str], tmp_path: Path, capsys
 ) -> None:
-    argv = [*arguments, "--precision", "nvfp4", "--name", "a"]
-    assert train_gpt.main(argv) == 0
     (tmp_path / "runs" / "a" / "nvfp4" / "result.json").unlink()
     recipe = tmp_path / "runs" / "a" / "nvfp4" / "recipe.json"
     recipe.unlink()
     if content is not None:
         recipe.write_bytes(content.encode("latin-1"))
-    capsys.readouterr()
-    error = refusal([*argv, "--resume"], capsys)
+    error = refusal([*finished, "--resume"], capsys)
     assert f"{recipe} {'is missing' if content is None else 'does not hold a recipe'}" in error
     assert "put back the one that the run began with, or begin another run" in error
 
@@ -373,46 +392,38 @@ def test_a_folder_that_holds_no_run(arguments: list[str], tmp_path: Path, capsys
     [{"layers": "2"}, {"layers": 0}, {"compile": 1}, {"precision": ["fp3"]}, {"extra": 1}, {"seed": None}],
     ids=str,
 )
-def test_a_config_of_another_form_is_refused(change, arguments: list[str], tmp_path: Path, capsys) -> None:
-    argv = [*arguments, "--precision", "bf16", "--name", "a"]
-    assert train_gpt.main(argv) == 0
+@pytest.mark.usefixtures("finished")
+def test_a_config_of_another_form_is_refused(change, tmp_path: Path, capsys) -> None:
     config = tmp_path / "runs" / "a" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
-    capsys.readouterr()
     assert "does not hold the settings of a run" in refusal(["--runs", str(tmp_path / "runs"), "--resume"], capsys)
 
 
 @pytest.mark.parametrize(
     "content",
-    ["[]\n", '{"loss": 3}\n', '{"step": 1, "loss": 3.0}\n', "", None],
-    ids=["list", "no step", "one", "none", "twice"],
+    ["no metrics\n", "[]\n", '{"loss": 3}\n', '{"step": 1, "loss": 3.0}\n', "", None],
+    ids=["no JSON", "list", "no step", "one", "none", "twice"],
 )
 def test_metrics_that_do_not_fit_the_checkpoint_are_refused(
-    content: str | None, arguments: list[str], tmp_path: Path, capsys
+    content: str | None, finished: list[str], tmp_path: Path, capsys
 ) -> None:
-    argv = [*arguments, "--precision", "bf16", "--name", "a"]
-    assert train_gpt.main(argv) == 0
     run = tmp_path / "runs" / "a" / "bf16"
     (run / "result.json").unlink()
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text() * 2 if content is None else content)
-    capsys.readouterr()
-    assert f"{metrics} is damaged" in refusal([*argv, "--resume"], capsys)
+    assert f"{metrics} is damaged" in refusal([*finished, "--resume"], capsys)
 
 
 def test_a_checkpoint_without_digests_or_of_another_step_is_refused(
-    arguments: list[str], tmp_path: Path, capsys
+    finished: list[str], tmp_path: Path, capsys
 ) -> None:
-    argv = [*arguments, "--precision", "bf16", "--name", "a"]
-    assert train_gpt.main(argv) == 0
     (tmp_path / "runs" / "a" / "bf16" / "result.json").unlink()
     newest = checkpoint.checkpoints(tmp_path / "runs" / "a" / "bf16" / "checkpoints")[-1]
     newest.rename(newest.with_name("step-00000013"))
-    capsys.readouterr()
-    assert "damaged (it is that of step 12)" in refusal([*argv, "--resume"], capsys)
+    assert "damaged (it is that of step 12)" in refusal([*finished, "--resume"], capsys)
     newest.with_name("step-00000013").rename(newest)
     (newest / "sha256.json").write_text("{}")
-    assert f"checkpoint {newest} is damaged" in refusal([*argv, "--resume"], capsys)
+    assert f"checkpoint {newest} is damaged" in refusal([*finished, "--resume"], capsys)
 
 
 @pytest.mark.gpu
@@ -437,35 +448,21 @@ def test_on_cuda_a_run_continues_bit_for_bit(arguments: list[str], tmp_path: Pat
         assert losses(tmp_path / "runs" / "broken", precision) == expected
 
 
-def test_metrics_that_are_damaged_are_refused(arguments: list[str], tmp_path: Path, capsys) -> None:
-    argv = [*arguments, "--precision", "bf16", "--name", "a"]
-    assert train_gpt.main(argv) == 0
-    run = tmp_path / "runs" / "a"
-    (run / "bf16" / "result.json").unlink()
-    (run / "bf16" / "metrics.jsonl").write_text("no metrics\n")
-    capsys.readouterr()
-    assert "metrics.jsonl is damaged" in refusal([*argv, "--resume"], capsys)
-
-
-def test_resuming_a_finished_run_only_reports(arguments: list[str], tmp_path: Path, monkeypatch) -> None:
-    assert train_gpt.main([*arguments, "--name", "a"]) == 0
+def test_resuming_a_finished_run_only_reports(finished: list[str], tmp_path: Path, monkeypatch) -> None:
     run = tmp_path / "runs" / "a"
     report = (run / "report.md").read_text()
     monkeypatch.delattr(training.Trainer, "train")
-    assert train_gpt.main([*arguments, "--name", "a", "--resume"]) == 0
+    assert train_gpt.main([*finished, "--resume"]) == 0
     assert (run / "report.md").read_text() == report
 
 
-def test_a_resumed_run_keeps_the_recipe_it_began_with(arguments: list[str], tmp_path: Path, monkeypatch) -> None:
-    argv = [*arguments, "--precision", "nvfp4"]
-    assert train_gpt.main([*argv, "--name", "whole"]) == 0
-    run = tmp_path / "runs" / "broken"
-    assert train_gpt.main([*argv, "--name", "broken"]) == 0
+def test_a_resumed_run_keeps_the_recipe_it_began_with(finished, whole: Path, tmp_path: Path, monkeypatch) -> None:
+    run = tmp_path / "runs" / "a"
     (run / "nvfp4" / "result.json").unlink()
     shutil.rmtree(run / "nvfp4" / "checkpoints" / "step-00000012")
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "1")
-    assert train_gpt.main([*argv, "--name", "broken", "--resume"]) == 0
-    assert losses(run) == losses(tmp_path / "runs" / "whole")
+    assert train_gpt.main([*finished, "--resume"]) == 0
+    assert losses(run) == losses(whole)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "training.pt", "sha256.json"])
@@ -478,21 +475,18 @@ def test_a_resumed_run_keeps_the_recipe_it_began_with(arguments: list[str], tmp_
     ids=["cut off", "one bit"],
 )
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_works(
-    file: str, damage: Callable[[bytes], bytes], arguments: list[str], tmp_path: Path, capsys
+    file: str, damage: Callable[[bytes], bytes], finished: list[str], tmp_path: Path, capsys
 ) -> None:
-    argv = [*arguments, "--precision", "bf16", "--name", "a"]
-    assert train_gpt.main(argv) == 0
     run = tmp_path / "runs" / "a"
     before = losses(run, "bf16")
     (run / "bf16" / "result.json").unlink()
     older, newest = checkpoint.checkpoints(run / "bf16" / "checkpoints")
     (newest / file).write_bytes(damage((newest / file).read_bytes()))
-    capsys.readouterr()
-    error = refusal([*argv, "--resume"], capsys)
+    error = refusal([*finished, "--resume"], capsys)
     assert f"checkpoint {newest} is damaged" in error
     assert f"delete it to continue from the one before, {older.name}" in error
     shutil.rmtree(newest)
-    assert train_gpt.main([*argv, "--resume"]) == 0
+    assert train_gpt.main([*finished, "--resume"]) == 0
     assert losses(run, "bf16") == before
 
 
