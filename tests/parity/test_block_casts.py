@@ -161,13 +161,13 @@ def test_casts_that_no_row_has(kernel_device, spec):
 @pytest.mark.parametrize("distribution", ["wide", "tiny", "huge", "zeros", "ties", "largest"])
 @pytest.mark.parametrize("spec", MAIN, ids=str)
 def test_distributions(kernel_device, spec, distribution):
-    check(make(distribution, 18, 150, BF16), spec, kernel_device, sides=(0,))
+    check(make(distribution, 10, 150, BF16), spec, kernel_device, sides=(0,))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("spec", [*MAIN, *OTHERS[-2:]], ids=str)
 def test_not_finite(kernel_device, spec, value):
-    x = make("normal", 17, 140, BF16)
+    x = make("normal", 9, 140, BF16)
     x[3, 5] = value
     check(x, spec, kernel_device, sides=(0,))
 

@@ -182,9 +182,15 @@ def assert_compiled_is_eager(monkeypatch, recipe, shape, device, kind, x_grad=Tr
 
 @pytest.mark.no_poison
 @pytest.mark.parametrize("options", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("shape", [SHAPES["even"], SHAPES["ragged"], SHAPES["3-D"]], ids=str)
-def test_compiled(kernel_device, monkeypatch, options, shape):
-    assert_compiled_is_eager(monkeypatch, NVFP4BlockScaling(**options), shape, kernel_device, LinearByValues)
+def test_compiled_recipes(kernel_device, monkeypatch, options):
+    arguments = NVFP4BlockScaling(**options), SHAPES["ragged"], kernel_device, LinearByValues
+    assert_compiled_is_eager(monkeypatch, *arguments)
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("shape", [SHAPES["even"], SHAPES["3-D"]], ids=str)
+def test_compiled_shapes(kernel_device, monkeypatch, shape):
+    assert_compiled_is_eager(monkeypatch, NVFP4BlockScaling(), shape, kernel_device, LinearByValues)
 
 
 @pytest.mark.no_poison
