@@ -34,7 +34,7 @@ def split_sizes(m_splits: Sequence[int] | Tensor, groups: int, rows: int) -> lis
         sizes = [index(size) for size in m_splits]
     if len(sizes) != groups or min(sizes, default=0) < 0 or sum(sizes) != rows:
         raise ValueError(
-            f"m_splits must be {groups} non-negative counts that add up to the {rows} rows of inp, got {sizes}"
+            f"m_splits must be {groups} non-negative counts that add up to the {rows} rows of the input, got {sizes}"
         )
     return sizes
 
@@ -52,7 +52,7 @@ def grouped(inp: Tensor, m_splits: Sequence[int] | Tensor, transforms: Sequence[
     """
     if not isinstance(inp, Tensor) or inp.ndim == 0:
         got = "a scalar tensor" if isinstance(inp, Tensor) else type(inp).__name__
-        raise ValueError(f"inp must be a tensor of at least one dimension, got {got}")
+        raise ValueError(f"the input must be a tensor of at least one dimension, got {got}")
     matrix = inp.reshape(-1, inp.shape[-1])
     slices = matrix.split(split_sizes(m_splits, len(transforms), matrix.shape[0]))
     outputs = [transform(rows) for transform, rows in zip(transforms, slices, strict=True)]

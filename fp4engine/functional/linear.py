@@ -86,7 +86,7 @@ def linear(
     """
     function, x, parameters, dtype = (None, inp, (), inp.dtype) if isinstance(inp, Tensor) else inp
     if x.is_nested or x.layout != torch.strided:
-        raise ValueError(f"inp must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
+        raise ValueError(f"the input must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
     require_features(inp, weight)
     if bias is not None:
         require_bias(bias, weight)

@@ -375,7 +375,7 @@ def test_a_third_argument_beside_those_of_transformer_engine_is_warned_of() -> N
     ids=["int", "scalar", "wide", "sparse", "mkldnn", "nested", "list", "None"],
 )
 def test_inputs_that_cannot_be_multiplied_are_refused(inp: Any, recipe: Recipe) -> None:
-    with te.autocast(recipe=recipe), pytest.raises(ValueError, match=r"(inp|the input|the tensor) must"):
+    with te.autocast(recipe=recipe), pytest.raises(ValueError, match=r"the (input|tensor) must"):
         te.Linear(16, 8)(inp)
 
 
