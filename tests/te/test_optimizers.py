@@ -117,3 +117,36 @@ def test_a_loaded_state_may_lack_maxima_and_count_in_numbers(step) -> None:
     param.grad = torch.ones_like(param)
     fused.step()
     assert fused.state[param]["step"] == 4 and fused.state[param]["max_exp_avg_sq"].any()
+
+
+def test_zero_grad_is_about_the_gradients_that_are_read() -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    param.grad, param.decoupled_grad = torch.ones(4), torch.ones(4)
+    optimizer = FusedAdam([param], use_decoupled_grad=True)
+    optimizer.zero_grad(set_to_none=False)
+    assert not param.decoupled_grad.any() and param.grad.all()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert param.decoupled_grad is None and param.grad.all() and param.all()
+
+
+def test_a_state_of_transformer_engines_goes_on() -> None:
+    """It has the steps in the group, and neither ``decoupled_weight_decay`` nor what else is PyTorch's own."""
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    mine, theirs = (FusedAdam([param], weight_decay=0.1) for param in params)
+    steps(mine, params[:1])
+    saved = copy.deepcopy(mine.state_dict())
+    count = int(saved["state"][0].pop("step"))
+    kept = ("lr", "betas", "eps", "weight_decay", "params")
+    group = {key: saved["param_groups"][0][key] for key in kept}
+    saved["param_groups"] = [{**group, "bias_correction": True, "step": count}]
+    with torch.no_grad():
+        params[1].copy_(params[0])
+    theirs.load_state_dict(saved)
+    steps(mine, params[:1])
+    steps(theirs, params[1:])
+    assert torch.equal(*params) and torch.equal(mine.state[params[0]]["step"], theirs.state[params[1]]["step"])
+    assert "step" not in theirs.param_groups[0]
+    del saved["param_groups"][0]["step"]
+    with pytest.raises(ValueError, match="no 'step'"):
+        theirs.load_state_dict(saved)

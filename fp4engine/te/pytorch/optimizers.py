@@ -51,7 +51,7 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
         bias_correction: only True.
         master_weights: keep FP32 copies of the parameters, which are what is trained; parameters that are stored as
             codes need them.
-        use_decoupled_grad: read gradients from ``decoupled_grad`` instead of ``grad``.
+        use_decoupled_grad: read gradients from ``decoupled_grad`` instead of ``grad``; ``zero_grad`` drops those.
         store_param_remainders: only False.
         master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype: only FP32.
         set_grad_none: what ``zero_grad`` does by default.
@@ -160,17 +160,49 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
                 state["master_param"] = values.clone()
         return state
 
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As PyTorch's, of the gradients that :meth:`step` reads: not of ``grad`` with ``use_decoupled_grad``."""
+        if not self.use_decoupled_grad:
+            super().zero_grad(set_to_none)
+            return
+        to_none = self._to_none if set_to_none is None else set_to_none
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if to_none:
+                param.decoupled_grad = None
+            elif getattr(param, "decoupled_grad", None) is not None:
+                param.decoupled_grad.zero_()
+
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """What is remembered of ``param``: ``"exp_avg"``, ``"exp_avg_sq"`` or ``"master_param"``, FP32."""
         return self.state[param][state_name]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As PyTorch's, which would cast what is remembered to the parameters' dtype; here it stays FP32."""
-        super().load_state_dict(state_dict)
-        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        """As PyTorch's, which would cast what is remembered to the parameters' dtype; here it stays FP32.
+
+        A state of TransformerEngine's counts steps by group, and does not say ``adam_w_mode``. What a group does not
+        say stays as it is.
+
+        Raises:
+            NotImplementedError: a group says ``bias_correction=False``.
+            ValueError: moments without a number of steps, by which their bias is corrected.
+        """
+        own = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        theirs = state_dict["param_groups"]
+        groups = [{**mine, **group} for mine, group in zip(own, theirs, strict=False)] + theirs[len(own) :]
+        states = dict(state_dict["state"])
+        for group in groups:
+            refuse("FusedAdam", bias_correction=(group.get("bias_correction", True), True))
+            steps = group.pop("step", None)
+            for name in group["params"]:
+                if states.get(name) and states[name].get("step", steps) is None:
+                    raise ValueError(f"the state of parameter {name!r} has no 'step', and neither has its group")
+                if states.get(name):
+                    states[name] = {"step": steps, **states[name]}
+        super().load_state_dict({**state_dict, "state": states, "param_groups": groups})
+        names = [name for group in groups for name in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for name, param in zip(names, params, strict=True):
-            for key, value in state_dict["state"].get(name, {}).items():
+            for key, value in states.get(name, {}).items():
                 self.state[param][key] = torch.as_tensor(value).detach().to(param.device, torch.float32, copy=True)
 
 
