@@ -175,7 +175,7 @@ def require_core_attention_bias(kind: str, bias: Tensor | None) -> None:
         )
 
 
-def rotate(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
+def rotate(x: Tensor, angles: Tensor, interleaved: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
     """Rotary position embedding: ``x cos(a) + half_turn(x) sin(a)`` on the first R of D components.
 
     Args:
@@ -184,6 +184,7 @@ def rotate(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
             ``RotaryPositionEmbedding`` makes them.
         interleaved: whether a pair of components that are rotated together are neighbours. Otherwise they are R / 2
             apart.
+        dtype: of the arithmetic, or that of ``x`` if it is wider; the result, which has the latter, is rounded once.
 
     Raises:
         ValueError: no tensor, angles of fewer positions than S, R > D, or an odd R.
@@ -196,11 +197,12 @@ def rotate(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
             f"{x.shape[-1]} or fewer, [S, 1 or B, 1, R], got {list(angles.shape)}"
         )
     angles = angles[: x.shape[2]].permute(1, 2, 0, 3)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    turned, rest = x[..., : angles.shape[-1]], x[..., angles.shape[-1] :]
+    dtype = torch.promote_types(x.dtype, dtype)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    turned, rest = x[..., : angles.shape[-1]].to(dtype), x[..., angles.shape[-1] :]
     if interleaved:
         half_turn = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
     else:
         first, second = turned.chunk(2, dim=-1)
         half_turn = torch.cat((-second, first), dim=-1)
-    return torch.cat((turned * cos + half_turn * sin, rest), dim=-1)
+    return torch.cat(((turned * cos + half_turn * sin).to(x.dtype), rest), dim=-1)

@@ -102,6 +102,7 @@ def test_rotary_embedding_turns_pairs(interleaved):
         turned = torch.complex(x[..., a], x[..., b]) * turn
         expected[..., a], expected[..., b] = turned.real, turned.imag
     close(rotate(x, angles, interleaved), expected)
+    assert torch.equal(rotate(x.bfloat16(), angles), rotate(x.bfloat16().float(), angles).bfloat16())
 
 
 @pytest.mark.parametrize(

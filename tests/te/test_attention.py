@@ -119,6 +119,18 @@ def test_rotary_embedding_by_layout() -> None:
     assert torch.allclose(longer(8), angles / 2)
 
 
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("starts", [None, [0, 3]])
+def test_a_fused_rotation_is_rounded_once(tensor_format, starts) -> None:
+    x = torch.randn((6, 2, SIZE) if tensor_format == "thd" else (2, 2, 2, SIZE)).bfloat16()
+    options = {"start_positions": None if starts is None else torch.tensor(starts), "tensor_format": tensor_format}
+    options["cu_seqlens"] = torch.tensor([0, 2, 6]) if tensor_format == "thd" else None
+    angles = RotaryPositionEmbedding(SIZE)(8)
+    wide = apply_rotary_pos_emb(x.float(), angles, **options).bfloat16()
+    assert torch.equal(apply_rotary_pos_emb(x, angles, fused=True, **options), wide)
+    assert not torch.equal(apply_rotary_pos_emb(x, angles, **options), wide)
+
+
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
 def test_generating_token_by_token_is_reading_all_at_once(layout) -> None:
     torch.manual_seed(0)

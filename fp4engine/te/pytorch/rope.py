@@ -69,7 +69,7 @@ def apply_rotary_pos_emb(
     Args:
         freqs: angles [S or more, 1, 1, R].
         start_positions: [B], the position of each sequence's first token; None is zero.
-        fused: without effect on the numbers.
+        fused: compute in FP32 and round once, as attention modules do, instead of in the dtype of ``t``.
         cu_seqlens: [B + 1], where sequences begin and end in ``"thd"``.
         cp_size, cp_rank: rank ``cp_rank`` of ``cp_size`` has the sequences' parts ``cp_rank`` and, from behind, again.
 
@@ -83,6 +83,8 @@ def apply_rotary_pos_emb(
     if start_positions is not None and bool((start_positions < 0).any()):
         raise ValueError(f"start_positions must be at least 0, got {start_positions.tolist()}")
 
+    dtype = torch.float32 if fused else t.dtype
+
     def turned(x: Tensor, start: int) -> Tensor:  # x [S, H, D]
         length, here = x.shape[0], freqs[start:]
         if length * cp_size > here.shape[0]:
@@ -91,7 +93,7 @@ def apply_rotary_pos_emb(
             half, end = length // 2, length * cp_size
             front = here[cp_rank * half : (cp_rank + 1) * half]
             here = torch.cat((front, here[end - (cp_rank + 1) * half : end - cp_rank * half]))
-        return rotate(x.transpose(0, 1)[None], here, interleaved)[0].transpose(0, 1)
+        return rotate(x.transpose(0, 1)[None], here, interleaved, dtype)[0].transpose(0, 1)
 
     if tensor_format == "thd":
         if cu_seqlens is None:
@@ -103,7 +105,7 @@ def apply_rotary_pos_emb(
     if start_positions is None and cp_size == 1:
         order = (0, 2, 1, 3) if tensor_format == "bshd" else (1, 2, 0, 3)
         back = (0, 2, 1, 3) if tensor_format == "bshd" else (2, 0, 1, 3)
-        return rotate(t.permute(order), freqs, interleaved).permute(back)
+        return rotate(t.permute(order), freqs, interleaved, dtype).permute(back)
     axis = 0 if tensor_format == "bshd" else 1
     starts = [0] * t.shape[axis] if start_positions is None else start_positions.tolist()
     parts = t.unbind(axis)
