@@ -312,19 +312,45 @@ def test_experts_get_their_rows_and_give_them_back(map_type) -> None:
     assert torch.allclose(merged, x * weights.sum(1, keepdim=True), atol=1e-6)
     merged.sum().backward()
     assert torch.allclose(x.grad, weights.sum(1, keepdim=True).expand(-1, 8), atol=1e-6)
-    if map_type == "mask":
-        with pytest.raises(ValueError, match="the two are of other routes"):
-            moe_unpermute(rows, row_map, weights.flip(0), x.shape, map_type)
+    with pytest.raises(ValueError, match="row_id_map must be what moe_permute"):
+        moe_unpermute(rows, row_map, weights, x.shape, {"mask": "index", "index": "mask"}[map_type])
+    with pytest.raises(ValueError, match="an older name of merging_probs"):
+        moe_unpermute(rows, row_map, weights, x.shape, map_type, weights)
+
+
+def test_probabilities_are_read_where_a_token_goes_zeros_too() -> None:
+    x, mask = torch.randn(6, 8).bfloat16(), torch.rand(6, 4).argsort() < 2
+    rows, row_map = moe_permute(x, mask)
+    everywhere = torch.rand(6, 4).bfloat16()
+    everywhere[mask.nonzero()[0].tolist()] = 0.0
+    merged = moe_unpermute(rows, row_map, everywhere, x.shape)
+    assert torch.equal(merged, (x.float() * (everywhere * mask).float().sum(1, keepdim=True)).bfloat16())
+    with pytest.raises(ValueError, match=r"merging_probs must be \[6, E\]"):
+        moe_unpermute(rows, row_map, everywhere[:5], x.shape)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("map_type", ["mask", "index"])
+def test_rows_that_were_not_kept_add_nothing(map_type, weighted) -> None:
+    chosen = torch.tensor([[0], [1], [1], [0]])
+    routing = chosen if map_type == "index" else torch.zeros(4, 2).scatter_(1, chosen, 1.0)
+    x, weights = torch.randn(4, 8), torch.full((4, routing.shape[1]), 0.5) if weighted else None
+    rows, row_map = moe_permute(x, routing, 3, map_type=map_type)
+    merged = moe_unpermute(rows, row_map, weights, x.shape, map_type)
+    kept = torch.tensor([[1.0], [1.0], [0.0], [1.0]])
+    assert torch.equal(merged, x * kept / (2 if weighted else 1))
 
 
 def test_padded_experts() -> None:
     x, mask = torch.randn(5, 3), torch.tensor([[1, 0], [1, 1], [0, 1], [1, 0], [0, 1]])
     probs = torch.rand(5, 2) * mask
-    rows, row_probs, _, offsets, counts = moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 4)
+    rows, row_probs, row_map, offsets, counts = moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 4)
     assert counts.tolist() == [4, 4] and offsets.tolist() == [0, 1]
     plain, plain_probs, _ = moe_permute_with_probs(x, probs, mask)
     keep = [0, 1, 2, 4, 5, 6]
     assert torch.equal(rows[keep], plain) and torch.equal(row_probs[keep], plain_probs) and not rows[[3, 7]].any()
+    merged = moe_unpermute(rows, row_map, probs, x.shape, pad_offsets=offsets)
+    assert torch.allclose(merged, x * probs.sum(1, keepdim=True))
     sizes, order = torch.tensor([2, 3]), torch.tensor([1, 0])
     assert torch.equal(moe_sort_chunks_by_index(x, sizes, order), torch.cat([x[2:], x[:2]]))
 

@@ -3,8 +3,6 @@
 Legend: T tokens, E experts, P rows after sorting, C hidden size.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,8 +22,8 @@ def moe_permute(
         max_token_num: without effect.
 
     Returns:
-        Rows [P, C], and the row map that :func:`moe_unpermute` takes: int [P], for each row the token that it is, or
-        under ``"index"`` the place ``token * k + choice``.
+        Rows [P, C], and the row map that :func:`moe_unpermute` takes, of all rows, those that are not kept last: int
+        [2, P], the token and the expert of each, or under ``"index"`` int [P], the place ``token * k + choice``.
     """
     require("map_type", map_type, MAP_TYPES)
     if routing_map.shape[0] != inp.shape[0]:
@@ -33,17 +31,12 @@ def moe_permute(
     if map_type == "index":
         choices = routing_map.shape[1] if routing_map.ndim > 1 else 1
         places = torch.argsort(routing_map.reshape(-1), stable=True)
-        places = places[:num_out_tokens] if num_out_tokens > 0 else places
-        return inp.index_select(0, places // choices), places.to(torch.int32)
-    tokens, _ = _routed(routing_map)
-    tokens = tokens[:num_out_tokens] if num_out_tokens > 0 else tokens
-    return inp.index_select(0, tokens), tokens.to(torch.int32)
-
-
-def _routed(routing_map: Tensor) -> tuple[Tensor, Tensor]:
-    """Token and expert of each row, expert by expert."""
-    experts, tokens = routing_map.bool().T.nonzero(as_tuple=True)
-    return tokens, experts
+        tokens, row_map = places // choices, places
+    else:
+        experts, tokens = routing_map.bool().T.nonzero(as_tuple=True)
+        row_map = torch.stack((tokens, experts))
+    kept = tokens[:num_out_tokens] if num_out_tokens > 0 else tokens
+    return inp.index_select(0, kept), row_map.to(torch.int32)
 
 
 def moe_permute_with_probs(
@@ -51,8 +44,8 @@ def moe_permute_with_probs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`moe_permute` by mask, with ``probs`` [T, E] of each row [P] as the second of three results."""
     rows, row_map = moe_permute(inp, routing_map, num_out_tokens)
-    tokens, experts = _routed(routing_map)
-    return rows, probs[tokens, experts][: rows.shape[0]], row_map
+    tokens, experts = row_map.long()[:, : rows.shape[0]]
+    return rows, probs[tokens, experts], row_map
 
 
 def moe_permute_and_pad_with_probs(
@@ -70,12 +63,16 @@ def moe_permute_and_pad_with_probs(
     offsets = torch.cumsum(target - counts, 0) - (target - counts)
     if bool((target == counts).all()):
         return rows, row_probs, row_map, None, target
-    _, experts = _routed(routing_map)
-    place = torch.arange(rows.shape[0], device=rows.device) + offsets[experts]
+    place = _moved(row_map[1].long(), offsets)
     size = int(target.sum())
     padded = rows.new_zeros(size, rows.shape[1]).index_copy(0, place, rows)
     padded_probs = row_probs.new_zeros(size).index_copy(0, place, row_probs)
     return padded, padded_probs, row_map, offsets, target
+
+
+def _moved(experts: Tensor, offsets: Tensor) -> Tensor:
+    """Where rows of ``experts`` lie once each expert's have moved by its offset."""
+    return torch.arange(experts.shape[0], device=experts.device) + offsets[experts]
 
 
 def moe_unpermute(
@@ -90,39 +87,45 @@ def moe_unpermute(
     """The sum, for each token, of its rows in ``inp`` [P, C], each times its probability if those are given.
 
     Args:
-        merging_probs: [T, E] under ``"mask"``, with zeros where a token does not go; [T, k] under ``"index"``.
+        row_id_map: of :func:`moe_permute`, which may be of more rows than ``inp`` has: the others were not kept.
+        merging_probs: [T, E] under ``"mask"``, read where a token goes; [T, k] under ``"index"``.
         restore_shape: [T, C]; None is that of ``inp``.
         probs: older name of ``merging_probs``.
+        pad_offsets: by how much each expert's rows moved in :func:`moe_permute_and_pad_with_probs`; None if none did.
 
     Raises:
-        NotImplementedError: ``pad_offsets``; drop the padding with ``Fp8Unpadding`` first.
-        ValueError: ``merging_probs`` that are not zero exactly where ``row_id_map`` sends no token.
+        ValueError: a row map of the other ``map_type``, ``pad_offsets`` under ``"index"``, or ``merging_probs`` that
+            are given twice or not for each of T tokens.
     """
     require("map_type", map_type, MAP_TYPES)
-    if pad_offsets is not None:
-        raise NotImplementedError("moe_unpermute(pad_offsets=) is not implemented; drop the padding first")
+    is_mask = map_type == "mask"
+    if row_id_map.ndim != 1 + is_mask:
+        raise ValueError(
+            f"row_id_map must be what moe_permute(map_type={map_type!r}) returned, got {list(row_id_map.shape)}"
+        )
+    if probs is not None and merging_probs is not None:
+        raise ValueError("probs is an older name of merging_probs; give one of them")
     weights = probs if merging_probs is None else merging_probs
-    places = row_id_map.long()
-    if map_type == "index":
+    wide = torch.promote_types(inp.dtype, torch.float32)
+    if not is_mask:
+        if pad_offsets is not None:
+            raise ValueError('pad_offsets needs map_type="mask"')
+        places = row_id_map.long()
+        each = inp.new_zeros(places.shape[0], inp.shape[1]).index_copy(0, places[: inp.shape[0]], inp)
         if weights is None:
-            return inp.new_zeros(places.shape[0], inp.shape[1]).index_copy(0, places[: inp.shape[0]], inp)
-        each = inp.new_zeros(weights.numel(), inp.shape[1]).index_copy(0, places[: inp.shape[0]], inp)
-        merged = each.view(*weights.shape, -1) * weights[..., None].to(torch.promote_types(weights.dtype, inp.dtype))
-        return merged.sum(1).to(inp.dtype)
-    rows: Any = inp
-    if weights is not None:
-        tokens, experts = _routed(weights != 0)
-        if tokens.shape[0] != places.shape[0]:
-            raise ValueError(
-                f"merging_probs must be zero where a token does not go: {tokens.shape[0]} of them are not, "
-                f"for {places.shape[0]} rows"
-            )
-        if not torch.equal(tokens, places):
-            raise ValueError("merging_probs are not zero where row_id_map sends no token: the two are of other routes")
-        rows = inp * weights[tokens, experts][:, None]
+            return each
+        return (each.view(*weights.shape, -1) * weights[..., None].to(wide)).sum(1).to(inp.dtype)
+    tokens, experts = row_id_map.long()
+    rows = inp.to(wide) if pad_offsets is None else inp.index_select(0, _moved(experts, pad_offsets)).to(wide)
+    tokens, experts = tokens[: rows.shape[0]], experts[: rows.shape[0]]
     shape = tuple(inp.shape) if restore_shape is None else tuple(restore_shape)
-    total = torch.zeros(shape, dtype=torch.promote_types(rows.dtype, torch.float32), device=inp.device)
-    return total.index_add(0, places, rows.to(total.dtype)).to(inp.dtype)
+    if weights is not None:
+        if weights.ndim != 2 or weights.shape[0] != shape[0]:
+            raise ValueError(
+                f"merging_probs must be [{shape[0]}, E], as restore_shape has tokens, got {list(weights.shape)}"
+            )
+        rows = rows * weights[tokens, experts][:, None]
+    return torch.zeros(shape, dtype=wide, device=inp.device).index_add(0, tokens, rows.to(wide)).to(inp.dtype)
 
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
