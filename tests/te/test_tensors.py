@@ -226,6 +226,15 @@ def test_a_given_scale_does_not_hide_what_is_not_finite(value: float) -> None:
     assert not given.amax.isfinite()
 
 
+def test_a_given_scale_and_its_amax_may_be_numbers_without_a_dimension() -> None:
+    x, scale, amax = torch.randn(4, 32), torch.tensor(20.0), torch.tensor(0.5)
+    quantizer = Float8Quantizer(scale, amax, DType.kFloat8E4M3)
+    with_dimension = Float8Quantizer(scale.view(1), torch.zeros(1), DType.kFloat8E4M3)
+    assert torch.equal(quantizer(x).dequantize(), with_dimension(x).dequantize()) and amax == x.abs().max()
+    quantizer.calibrate(2 * x)
+    assert amax == 2 * x.abs().max()
+
+
 def test_an_existing_amax_is_scaled_by_a_power_of_two_where_one_is_asked_for() -> None:
     quantizer = Float8CurrentScalingQuantizer(
         DType.kFloat8E4M3, use_existing_amax=True, amax=torch.full((1,), 4.0), force_pow_2_scales=True

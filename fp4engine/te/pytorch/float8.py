@@ -38,7 +38,7 @@ class Float8Quantizer(Quantizer):
     """FP8 by a scale that is given: ``code = fp8(x * scale)``. ``amax`` collects the largest magnitude seen.
 
     Args:
-        scale, amax: FP32 [1].
+        scale, amax: one number each, FP32.
         fp8_dtype: ``DType.kFloat8E4M3`` or ``kFloat8E5M2``.
     """
 
@@ -57,7 +57,7 @@ class Float8Quantizer(Quantizer):
         return _GivenScale(spec, spec, stream=stream).by(self.scale, self.amax)
 
     def calibrate(self, tensor: Tensor) -> None:
-        self.amax.copy_(torch.maximum(self.amax, _largest(tensor).to(self.amax.device)))
+        _collect(self.amax, _largest(tensor))
 
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
@@ -72,6 +72,11 @@ def _largest(tensor: Tensor) -> Tensor:
     """The largest magnitude, FP32 [1]; NaN if there is one, 0 of nothing."""
     values = tensor.detach()
     return values.abs().amax().float().view(1) if values.numel() else values.new_zeros(1, dtype=torch.float32)
+
+
+def _collect(amax: Tensor, own: Tensor) -> None:
+    """Let ``amax``, one number, be the larger of itself and ``own`` [1]."""
+    amax.view(1).copy_(torch.maximum(amax.view(1), own.to(amax.device)))
 
 
 def _unless_not_finite(own: Tensor, given: Tensor) -> Tensor:
@@ -97,7 +102,7 @@ class _GivenScale(FrozenQuantizer):
     def quantize(self, x: Any, **arguments: Any) -> Operands:
         assert self.rowwise_spec is not None
         own = _largest(x)
-        self.collected.copy_(torch.maximum(self.collected, own.to(self.collected.device)))
+        _collect(self.collected, own)
         amax = _unless_not_finite(own, (self.rowwise_spec.numerator / self.scale).view(1).to(x.device))
         given: dict[str, Any] = arguments | {"rowwise_amax": amax, "columnwise_amax": amax}
         return super().quantize(x, **given)
