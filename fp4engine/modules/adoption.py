@@ -118,12 +118,12 @@ def require_plain_class(name: str, module: nn.Module, action: str) -> None:
 def to_linear(module: Linear) -> nn.Linear:
     """An ``nn.Linear`` with the parameters, hooks and mode of ``module``: the inverse of ``Linear.from_linear``.
 
-    ``module.compile()`` is not handed on. A weight that is stored as codes becomes the values that they decode to.
+    ``module.compile()`` is not handed on. A weight that is stored as codes becomes the values that they decode to. The
+    two share the dictionary of their parameters, in which FSDP2 puts gathered ones by way of the module it was given.
     """
     own = vars(Gemms()).keys() - vars(nn.Module()).keys()
     new = nn.Linear.__new__(nn.Linear)
     state = nn.Module.__getstate__(module)  # leaves out the compiled call, which runs module itself
     new.__dict__.update({name: value for name, value in state.items() if name not in own})
-    new._parameters = dict(module._parameters)
     decode_parameters(new)
     return new

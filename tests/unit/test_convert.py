@@ -10,6 +10,8 @@ import safetensors.torch
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -536,6 +538,21 @@ def test_what_was_compiled_by_itself_computes_as_what_it_became() -> None:
     assert torch.equal(model(x), plain(x))
     fp4engine.revert(model)
     assert torch.equal(model(x), high)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_sharded_model_is_converted_and_reverted(group_of_one, each) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    x, model = torch.randn(4, 16), nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    high = model(x)
+    for module in (*model, model) if each else (model,):
+        fully_shard(module, mesh=mesh)
+    fp4engine.convert(model, NVFP4BlockScaling())
+    assert not torch.equal(model(x), high)
+    fp4engine.revert(model)
+    output = model(x)
+    output.sum().backward()
+    assert torch.equal(output, high) and all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_revert_refuses_a_forward_that_was_replaced_on_the_object() -> None:
