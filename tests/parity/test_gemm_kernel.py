@@ -11,10 +11,13 @@ import torch
 pytest.importorskip("triton")
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+EMULATED = os.environ.get("EMULATED_GPU")
 ON_GPU = torch.cuda.is_available() and not INTERPRET
 DEVICE = "cuda" if ON_GPU else "cpu"
 NUMERATOR = 2688.0 * 2688.0
 KERNEL_RUNS = pytest.mark.usefixtures("kernel_device")
+NOT_EMULATED = pytest.mark.skipif(EMULATED is not None, reason="the copy engine is not emulated")
+pytestmark = pytest.mark.skipif(EMULATED == "90", reason="the copy engine of sm_90 is not emulated")
 
 SHAPES = [(1, 1, 16), (1, 17, 32), (15, 63, 48), (17, 40, 16), (63, 33, 64), (33, 72, 128)]
 if ON_GPU:
@@ -170,6 +173,7 @@ def test_nan_in_a_value_reaches_its_row():
 
 
 @KERNEL_RUNS
+@NOT_EMULATED
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_split_sum(parts, accumulate):
