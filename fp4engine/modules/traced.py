@@ -12,6 +12,8 @@ class _Plans:
 
 
 _plans = _Plans()
+_attributes: dict[tuple[int, str, str, tuple[int, ...]], str] = {}
+"""``what _leave_plan was asked -> the attribute with the answer``; Dynamo takes no name with a dot, as modules have."""
 
 
 def traced_plan(recipe: Recipe, module_type: str, name: str, shape: tuple[int, ...]) -> LinearPlan:
@@ -31,16 +33,18 @@ def _leave_plan(recipe: int, module_type: str, name: str, shape: tuple[int, ...]
         recipe: number of the recipe.
         name, shape: of the module; empty where the recipe does not read them.
     """
-    key = f"{recipe} {module_type} {name} {shape}"
-    if not hasattr(_plans, key):
+    asked = recipe, module_type, name, shape
+    if asked not in _attributes:
         plan = make_linear_plan(numbered(recipe), module_type, name, shape)
         if plan.is_stateful:
             raise RuntimeError(
                 "DelayedScaling keeps amaxes between steps, which torch.compile cannot trace; use "
                 "Float8CurrentScaling, or leave its layers out of compiled code, by torch.compiler.disable"
             )
-        setattr(_plans, key, plan)
-    return key
+        attribute = f"plan{len(_attributes)}"
+        setattr(_plans, attribute, plan)
+        _attributes[asked] = attribute
+    return _attributes[asked]
 
 
 @constant_when_traced

@@ -278,10 +278,11 @@ def test_two_recipes_inside_one_compiled_function():
 
 
 @pytest.mark.no_poison
-def test_a_recipe_with_rules_inside_one_compiled_function():
+@pytest.mark.parametrize("prefix", ["", "blocks.0."])
+def test_a_recipe_with_rules_inside_one_compiled_function(prefix):
     torch._dynamo.reset()
-    recipe = RuledRecipe(RECIPES[0], (Rule(RECIPES[1], name="1"),))
-    layers = nn.Sequential(fp4engine.Linear(16, 16, name="0"), fp4engine.Linear(16, 16, name="1"))
+    recipe = RuledRecipe(RECIPES[0], (Rule(RECIPES[1], name=f"{prefix}1"),))
+    layers = nn.Sequential(*(fp4engine.Linear(16, 16, name=f"{prefix}{index}") for index in range(2)))
     call = torch.compile(layers, fullgraph=True, backend="aot_eager")
     x = torch.randn(20, 16)
     with fp4engine.autocast(recipe=recipe):
