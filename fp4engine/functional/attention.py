@@ -74,14 +74,17 @@ class AttentionMask:
         Args:
             masked: True where NOT to read: [B, 1, 1, T] for padding, broadcastable to [B, H, S, T] for arbitrary.
             padded: True for queries that are padding, [B, 1, 1, S]; None takes ``masked`` for queries as well.
+
+        Raises:
+            ValueError: a mask that is needed and missing, not boolean, or of another shape under padding.
         """
         allowed = None
         if self.reads_mask:
             if masked is None:
                 raise ValueError(f"a {self.kind!r} mask needs attention_mask")
-            given = masked.dtype if isinstance(masked, Tensor) else type(masked).__name__
-            if given != torch.bool:
-                raise ValueError(f"attention_mask must be boolean, True where NOT to attend, got {given}")
+            self._require_mask(masked, keys)
+            if padded is not None:
+                self._require_mask(padded, queries)
             allowed = ~masked
         left, right = self.window
         if left < 0 and right < 0:
@@ -93,6 +96,17 @@ class AttentionMask:
         if right >= 0:
             inside &= distance <= right
         return inside if allowed is None else allowed & inside
+
+    def _require_mask(self, masked: Tensor, length: int) -> None:
+        """Accept a mask tensor; under padding it is that of ``length`` queries or keys, the same for all others."""
+        given = masked.dtype if isinstance(masked, Tensor) else type(masked).__name__
+        if given != torch.bool:
+            raise ValueError(f"attention_mask must be boolean, True where NOT to attend, got {given}")
+        if "padding" in self.kind and tuple(masked.shape[1:]) != (1, 1, length):
+            raise ValueError(
+                f"attention_mask of a {self.kind!r} mask must have the shape [batch, 1, 1, {length}], "
+                f"got {list(masked.shape)}"
+            )
 
     def distance(
         self, masked: Tensor | None, queries: int, keys: int, device: torch.device, padded: Tensor | None = None
@@ -187,11 +201,12 @@ def rotate(x: Tensor, angles: Tensor, interleaved: bool = False, dtype: torch.dt
         dtype: of the arithmetic, or that of ``x`` if it is wider; the result, which has the latter, is rounded once.
 
     Raises:
-        ValueError: no tensor, angles of fewer positions than S, R > D, or an odd R.
+        ValueError: no tensor of that form, angles of fewer positions than S, R > D, or an odd R.
     """
     if not isinstance(angles, Tensor):
         raise ValueError(f"rotary_pos_emb must be a tensor of angles, or a pair of them, got {type(angles).__name__}")
-    if angles.shape[0] < x.shape[2] or angles.shape[-1] > x.shape[-1] or angles.shape[-1] % 2:
+    fits = angles.ndim == 4 and angles.shape[0] >= x.shape[2] and angles.shape[1] in (1, x.shape[0])
+    if not fits or angles.shape[-1] > x.shape[-1] or angles.shape[-1] % 2:
         raise ValueError(
             f"rotary_pos_emb must have angles of {x.shape[2]} or more positions and of an even number of components, "
             f"{x.shape[-1]} or fewer, [S, 1 or B, 1, R], got {list(angles.shape)}"

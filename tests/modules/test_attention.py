@@ -75,7 +75,18 @@ def test_a_diagonal_that_padding_decides_needs_both_masks():
     assert attention(key, key, value, mask, masked).isfinite().all()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (5, 1, 1, 8), (6, 1, 1, 10), (6, 1, 1, 3)])
+@pytest.mark.parametrize("shape", [(9, 9), (3, 1, 9, 9), (3, 1, 1, 1), (3, 4, 1, 9)], ids=str)
+def test_a_padding_mask_has_one_row_for_each_sample(shape):
+    """[B, T] was taken for [S, T] where there are as many samples as queries."""
+    query, key, value = qkv(queries=9)
+    masked = torch.zeros(3, 1, 1, 9, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"of a 'padding' mask must have the shape \[batch, 1, 1, 9\], got"):
+        attention(query, key, value, AttentionMask("padding"), torch.zeros(shape, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"must have the shape \[batch, 1, 1, 9\], got"):
+        attention(query, key, value, AttentionMask("padding"), masked, padded=torch.zeros(shape, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("shape", [(), (6, 8), (6, 2, 1, 8), (1, 1, 1, 8), (5, 1, 1, 8), (6, 1, 1, 10), (6, 1, 1, 3)])
 def test_too_few_angles_or_too_many_components_are_refused(shape):
     with pytest.raises(ValueError, match="rotary_pos_emb must have angles of 6 or more positions"):
         rotate(torch.randn(1, 2, 6, 8), torch.zeros(shape))
