@@ -55,14 +55,16 @@ def outer_amax(x: Tensor, spec: CastSpec) -> Tensor:
 def round_outer_amax(amax: Tensor, spec: CastSpec) -> Tensor:
     """``amax`` itself, or rounded up to ``numerator * 2^k`` where the outer scale is to be a power of two.
 
-    ``k`` is at least -127, so that ``2^-k`` is an FP32 number. Where ``numerator * 2^k`` is none, ``amax`` stays.
+    ``k`` is at least -127, so that ``2^-k`` is an FP32 number. Where ``numerator * 2^k`` or ``amax / numerator`` is
+    none, ``amax`` stays.
     """
     if spec.block[1] or not spec.scale_rule.is_power_of_two:
         return amax
-    fraction, exponent = torch.frexp(divide(amax, spec.numerator))
+    quotient = divide(amax, spec.numerator)
+    fraction, exponent = torch.frexp(quotient)
     exponent = torch.where(fraction == 0, _LEAST_EXPONENT, exponent - (fraction == 0.5).to(exponent.dtype))
     rounded = torch.ldexp(torch.full_like(amax, spec.numerator), exponent.clamp(min=_LEAST_EXPONENT))
-    return torch.where((amax == 0) | ~amax.isfinite() | ~rounded.isfinite(), amax, rounded)
+    return torch.where((amax == 0) | ~quotient.isfinite() | ~rounded.isfinite(), amax, rounded)
 
 
 def _amax(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp4engine import NVFP4Quantizer, Quantizer, ops
-from fp4engine.formats import E4M3, E5M2, E8M0, CastSpec, Correction, ElementFormat, Outer, ScaleRule, fp8
+from fp4engine.formats import E2M1, E4M3, E5M2, E8M0, CastSpec, Correction, ElementFormat, Outer, ScaleRule, fp8
 from fp4engine.reference.cast import prepare
 from fp4engine.tensor import Operand
 from fp4engine.testing import assert_codes_bitwise
@@ -216,6 +216,13 @@ def test_power_of_two_scales_at_both_ends_of_fp32_decode_to_what_was_cast(elemen
     for side in (quantized.rowwise, quantized.columnwise):
         error = side.dequantize().double() / value - 1
         assert error.abs().max() <= 2.0 ** -(element.mantissa_bits + 1)
+
+
+def test_an_amax_whose_quotient_is_beyond_fp32_is_not_rounded_to_a_small_one() -> None:
+    """frexp gives infinity the exponent 0, and 3e38 was cast as 0.75."""
+    spec = fp8(E2M1, power_of_two=True, margin=3)
+    operand = Quantizer(spec).quantize(torch.full((1, 32), 3e38), columnwise=False).rowwise
+    assert operand.amax == torch.tensor(3e38) and not operand.dequantize().isfinite().any()
 
 
 @pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)
