@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from types import ModuleType
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -55,8 +55,8 @@ def quantize(
         backend: see :func:`fp4engine.ops.backend.choose`.
 
     Raises:
-        ValueError: x is no matrix of floating-point numbers, no side is asked for, or an amax is not what :func:`amax`
-            returns.
+        ValueError: x is no matrix of floating-point numbers, no side is asked for, a form is unknown or would round, or
+            an amax is not what :func:`amax` returns.
     """
     if isinstance(x, Tensor):
         if x.ndim != 2 or not x.is_floating_point():
@@ -74,6 +74,8 @@ def quantize(
         require_amax("rowwise_amax", rowwise_amax, rowwise, rows, cols, x.device)
         require_amax("columnwise_amax", columnwise_amax, columnwise, cols, rows, x.device)
     row_key, col_key = "" if rowwise is None else rowwise.key, "" if columnwise is None else columnwise.key
+    if not rowwise_form == columnwise_form == "codes":
+        _require_forms(row_key, col_key, rowwise_form, columnwise_form)
     if rng is None and (drawing := _drawing(row_key, col_key, False)):
         raise ValueError(f"a stochastic cast needs rng=(seed, draw), got None (spec {drawing})")
     row_amax, col_amax = None if rowwise is None else rowwise_amax, None if columnwise is None else columnwise_amax
@@ -247,11 +249,23 @@ def require_amax(
     if amax is None or spec is None:
         return
     shape = amax_shape(spec, rows, cols)
+    wanted = f"{name} must be torch.float32 {list(shape)} on {device}, got "
+    if not isinstance(amax, Tensor):
+        raise ValueError(f"{wanted}{amax!r}")
     if amax.dtype != torch.float32 or tuple(amax.shape) != shape or amax.device != device:
-        raise ValueError(
-            f"{name} must be torch.float32 {list(shape)} on {device}, got {amax.dtype} {list(amax.shape)} on "
-            f"{amax.device}"
-        )
+        raise ValueError(f"{wanted}{amax.dtype} {list(amax.shape)} on {amax.device}")
+
+
+@constant_when_traced
+def _require_forms(rowwise: str, columnwise: str, rowwise_form: str, columnwise_form: str) -> None:
+    """Raise a ValueError unless casts, given by their keys, can be written in these forms."""
+    for name, key, form in (("rowwise", rowwise, rowwise_form), ("columnwise", columnwise, columnwise_form)):
+        if form not in get_args(Form):
+            raise ValueError(f"{name}_form must be one of {', '.join(map(repr, get_args(Form)))}, got {form!r}")
+        if key and form == "values":
+            spec = CastSpec.from_key(key)
+            if not (spec.is_exact_in_bf16 or spec.is_exact_in_fp16):
+                raise ValueError(f"{name}_form='values' needs values that are exact in 16 bits, got {spec!r}")
 
 
 def dequantize(

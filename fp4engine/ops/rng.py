@@ -241,9 +241,13 @@ def _take_turns(device: torch.device) -> None:
 
 
 def rank_bits(rank: int | None = None) -> int:
-    """``rank`` as bits of a stream id; None is this process's rank, which is 0 outside ``torch.distributed``."""
+    """``rank`` as bits of a stream id; None is this process's rank, which is 0 outside ``torch.distributed``.
+
+    Raises:
+        ValueError: ``rank`` is no integer that the id has bits for.
+    """
     if rank is not None:
-        return rank << _RANK_SHIFT
+        return require_integer("rank", rank, 0, (1 << 32 - _RANK_SHIFT) - 1) << _RANK_SHIFT
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0
     return torch.distributed.get_rank() << _RANK_SHIFT

@@ -14,6 +14,8 @@ from fp4engine.recipe.casts import Casts, ColumnwiseSource
 from fp4engine.tensor import Operand, QuantizedTensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+STREAMS = tuple(range(0, 16, 2))
+"""Stream ids of roles; the other bits of an id say side, purpose and rank."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Quantizer:
         is_identity: True if both sides stay unquantized.
 
     Raises:
-        ValueError: an unknown backend, or sides that :class:`~fp4engine.recipe.Casts` refuses.
+        ValueError: an unknown backend, a stream id that is not a role's, or sides that
+            :class:`~fp4engine.recipe.Casts` refuses.
     """
 
     rowwise_spec: CastSpec | None = None
@@ -50,6 +53,7 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         require("backend", self.backend, BACKENDS)
+        require("stream", self.stream, STREAMS)
         Casts(self.rowwise_spec, self.columnwise_spec, self.columnwise_source, self.clipped_gradient)  # raises
         # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
         specs = [spec for spec in (self.rowwise_spec, self.columnwise_spec) if spec is not None]
@@ -137,9 +141,10 @@ class Quantizer:
 
         Raises:
             ValueError: x is not floating point, has rank 0, or no side is asked for; ``rng`` or an amax does not have
-                the dtype, shape or device that it should have.
+                the dtype, shape or device that it should have; ``rank`` is none, or a form is none of the operand's.
         """
-        matrix = x if not isinstance(x, Tensor) or (x.ndim == 2 and x.dtype in FLOATS) else as_matrix(x)
+        ready = x.ndim == 2 and x.dtype in FLOATS if isinstance(x, Tensor) else isinstance(x, ops.Source)
+        matrix = x if ready else as_matrix(x)
         if not (rowwise or columnwise):
             raise ValueError("quantize needs rowwise=True or columnwise=True, got neither")
         row_spec = self.rowwise_spec if rowwise else None

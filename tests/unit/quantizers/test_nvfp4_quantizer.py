@@ -5,7 +5,7 @@ import torch
 
 from fp4engine import IdentityQuantizer, NVFP4Quantizer, Quantizer, manual_seed
 from fp4engine.constants import SR_GUARD
-from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode, ScaleRule, Signs
+from fp4engine.formats import E4M3, CastSpec, Outer, Rotation, RoundingMode, ScaleRule, Signs, fp8_block
 from fp4engine.quantizers import make_quantizer
 from fp4engine.recipe import DelayedScaling
 from fp4engine.roles import QuantizerRole
@@ -149,6 +149,7 @@ AMAXES = {
     "shape": (NVFP4Quantizer(), torch.ones(()), r"float32 \[1\] on cpu, got torch\.float32 \[\] on cpu"),
     "rows": (NVFP4Quantizer(), torch.ones(8), r"float32 \[1\] on cpu, got torch\.float32 \[8\]"),
     "no rows": (NVFP4Quantizer(row_scaled_nvfp4=True), torch.ones(1), r"float32 \[8\] on cpu, got"),
+    "number": (NVFP4Quantizer(), 1.0, r"float32 \[1\] on cpu, got 1\.0"),
     "device": (
         NVFP4Quantizer(),
         torch.ones(1, device="meta"),
@@ -166,6 +167,33 @@ def test_an_amax_of_another_kind_is_refused(case: str, side: str) -> None:
         quantizer.quantize(x, **{f"{side}_amax": amax})
     other = {"rowwise": "columnwise", "columnwise": "rowwise"}[side]
     quantizer.quantize(x, **{f"{side}_amax": amax, side: False, other: True})  # of a side that nobody asks for
+
+
+@pytest.mark.parametrize("stream", [1, 16, 256, -2, True, 2.0, "grad_output", None], ids=repr)
+def test_a_stream_that_is_no_roles_is_refused(stream) -> None:
+    """Its bits are those of a side, a purpose or a rank: both sides of stream 1 drew alike."""
+    for make in (Quantizer, NVFP4Quantizer):
+        with pytest.raises(ValueError, match=r"stream must be one of 0, 2, .*, got"):
+            make(stream=stream)
+
+
+def test_arguments_of_a_cast_that_mean_nothing_are_refused() -> None:
+    x, drawing = torch.randn(4, 32), NVFP4Quantizer(stochastic_rounding=True)
+    for made in (None, 1.0, x.numpy()):
+        with pytest.raises(ValueError, match=f"x must be a tensor, got {type(made).__name__}"):
+            drawing.quantize(made)
+    for rank in (-1, 0.5, "0", 2**24):
+        with pytest.raises(ValueError, match=r"rank must be an integer from 0 to 16,777,215, got"):
+            drawing.quantize(x, rank=rank, rng=torch.tensor([0, 0]))
+    with pytest.raises(ValueError, match="columnwise_form must be one of 'codes', 'values', got 'code'"):
+        drawing.quantize(x, columnwise_form="code")
+
+
+@pytest.mark.parametrize("spec", [fp8_block(E4M3, 1, power_of_two=False), CastSpec(outer=Outer.BLOCK128)], ids=str)
+def test_values_that_16_bits_would_round_are_refused(spec: CastSpec) -> None:
+    quantizer = Quantizer(spec, spec, backend="reference")
+    with pytest.raises(ValueError, match="rowwise_form='values' needs values that are exact in 16 bits"):
+        quantizer.quantize(torch.randn(4, 128), rowwise_form="values")
 
 
 def test_what_delayed_scaling_is_to_remember_is_checked_too() -> None:
