@@ -19,7 +19,7 @@ from fp4engine.accounting.planned import (
     other_matrices,
     plan_module,
 )
-from fp4engine.arguments import require_model, require_patterns
+from fp4engine.arguments import require_callable, require_integer, require_model, require_patterns
 from fp4engine.modules import Gemms, Linear
 from fp4engine.modules.adoption import (
     adapter_names,
@@ -34,6 +34,7 @@ from fp4engine.modules.gemms import require_own_recipe
 from fp4engine.modules.torch_attention import TorchMultiheadAttention
 from fp4engine.names import covers
 from fp4engine.recipe import Recipe, RuledRecipe
+from fp4engine.recipe.base import require
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 
@@ -68,7 +69,8 @@ def convert(
     Raises:
         ValueError: ``model`` is an ``nn.Linear`` or has no linear module, a pattern covers none or one that is
             fp4engine's already, modules cannot follow ``recipe`` outside regions (it is a schedule, or has delayed
-            scaling), or a rule of it matches no module. The model is then as it was.
+            scaling), a rule of it matches no module, or another argument is of another kind. The model is then as it
+            was.
     """
     require_model(model)
     if isinstance(model, nn.Linear):
@@ -77,6 +79,9 @@ def convert(
             "use fp4engine.Linear.from_linear(model)"
         )
     require_own_recipe(recipe)
+    if module_filter_fn is not None:
+        require_callable("module_filter_fn", module_filter_fn)
+    require("adapters", adapters, (False, True))
     patterns = require_patterns("keep_high_precision", keep_high_precision)
     adopted: list[nn.Module] = []
     try:
@@ -179,6 +184,7 @@ def last_blocks(model: nn.Module, count: int) -> tuple[str, ...]:
     Raises:
         ValueError: there is no such list, or it has fewer than ``count`` blocks.
     """
+    require_model(model)
     lists = [
         (_linear_numel(module), name, len(module))
         for name, module in model.named_modules()
@@ -187,7 +193,7 @@ def last_blocks(model: nn.Module, count: int) -> tuple[str, ...]:
     if not lists:
         raise ValueError("last_blocks looks for an nn.ModuleList of blocks, and the model has none; write patterns")
     _, name, length = max(lists, key=itemgetter(0))
-    if not 0 <= count <= length:
+    if (count := require_integer("count", count, 0)) > length:
         raise ValueError(f"count must be between 0 and the {length} blocks of {name!r}, got {count}")
     return tuple(f"{name}.{index}" for index in range(length - count, length))
 

@@ -19,7 +19,7 @@ from fp4engine.frozen_weights import StoredWeights, quantize_weights
 from fp4engine.functional.cast import cast
 from fp4engine.modules.shared_amax import SHARED_SCALES, share_amax, sibling_groups
 from fp4engine.recipe import Casts, LinearRecipe, Recipe
-from fp4engine.recipe.base import require_recipe
+from fp4engine.recipe.base import require, require_recipe
 
 NVFP4 = CastSpec()
 
@@ -49,10 +49,12 @@ def prepare(
         keep_high_precision: as in :func:`fp4engine.convert`.
 
     Raises:
-        ValueError: ``clip`` is not in (0, 1], or given beside ``recipe``; what ``convert`` refuses.
+        ValueError: ``inputs`` is not a bool; ``clip`` is not in (0, 1], or given beside ``recipe``; what ``convert``
+            refuses.
     """
     require_model(model)
     require_recipe(recipe)
+    require("inputs", inputs, (False, True))
     if not isinstance(clip, int | float) or not 0 < clip <= 1 or (recipe is not None and (clip != 1 or not inputs)):
         raise ValueError(
             f"clip must be in (0, 1], and goes with recipe=None as inputs does, got {clip!r} and {recipe!r}"

@@ -119,6 +119,7 @@ class MultiheadAttention(torch.nn.Module):
         require("qkv_format", qkv_format, ("sbhd", "bshd"))
         require("attention_type", attention_type, ("self", "cross"))
         require_rate("attention_dropout", attention_dropout)
+        hidden_size = require_integer("hidden_size", hidden_size, 0)
         num_attention_heads = require_integer("num_attention_heads", num_attention_heads, 1)
         groups = require_integer("num_gqa_groups", num_attention_heads if num_gqa_groups is None else num_gqa_groups, 1)
         kv_channels = None if kv_channels is None else require_integer("kv_channels", kv_channels, 1)

@@ -12,7 +12,7 @@ from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.quantizers import Quantizer
 from fp4engine.recipe import Recipe
-from fp4engine.recipe.base import require_recipe
+from fp4engine.recipe.base import require, require_recipe
 from fp4engine.state import get_default_recipe
 
 
@@ -43,13 +43,14 @@ def quantized_model_init(
             ``weight.get_high_precision_init_val()``, until ``weight.clear_high_precision_init_val()``.
 
     Raises:
-        ValueError: ``recipe`` is not a recipe; ``enabled`` is not a bool.
+        ValueError: ``recipe`` is not a recipe; ``enabled`` or ``preserve_high_precision_init_val`` is not a bool.
         NotImplementedError: when a module is built whose weight ``recipe`` gives a clipped gradient (``quartet``).
 
     Source: TransformerEngine ``pytorch/quantization.py``, ``quantized_model_init``.
     """
     if not isinstance(enabled, bool):  # a recipe in its place would be ignored
         raise ValueError(f"enabled must be True or False, got {enabled!r}; a recipe goes in recipe=")
+    require("preserve_high_precision_init_val", preserve_high_precision_init_val, (False, True))
     recipe = get_default_recipe() if recipe is None else recipe
     require_recipe(recipe)
     init = _ModelInit(recipe, preserve_high_precision_init_val) if enabled else None

@@ -107,6 +107,13 @@ class InputNorm(torch.nn.Module):
             torch.nn.init.zeros_(self.layer_norm_bias)
 
     def _normalize(self, inp: Tensor) -> FusedInput:
+        """The norm of ``inp``, not computed yet.
+
+        Raises:
+            ValueError: ``inp`` is no tensor.
+        """
+        if not isinstance(inp, Tensor):
+            raise ValueError(f"the input must be a tensor, got {type(inp).__name__}")
         return FusedInput(self.norm, inp, (self.layer_norm_weight, self.layer_norm_bias), inp.dtype)
 
 

@@ -339,6 +339,14 @@ def test_bad_splits_raise(m_splits):
         GroupedLinear(3, 16, 16)(torch.randn(4, 16), m_splits)
 
 
+@pytest.mark.parametrize("inp", [None, numpy.zeros((4, 16)), [1.0]], ids=["none", "array", "list"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_modules_behind_a_norm_take_tensors(inp, enabled):
+    for module in (LayerNormLinear(16, 16), LayerNormMLP(16, 16), TransformerLayer(16, 16, 2)):
+        with fp4engine.autocast(enabled), pytest.raises(ValueError, match="the input must be a tensor, got"):
+            module(inp)
+
+
 @pytest.mark.parametrize("inp", [None, numpy.zeros((4, 16)), torch.tensor(1.0)], ids=["none", "array", "scalar"])
 @pytest.mark.parametrize("m_splits", [[1, 2, 1], torch.tensor([1, 2, 1])], ids=["list", "tensor"])
 @pytest.mark.parametrize("enabled", [True, False])

@@ -412,12 +412,30 @@ def test_the_tables_are_for_reading() -> None:
     assert str(fp4engine.executed_gemms(model)).endswith("no GEMM was counted; nan% of FLOPs in FP4")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"module_filter_fn": ["lm_head"]}, r"module_filter_fn must be a function, got \['lm_head'\]"),
+        ({"adapters": ["lora_A"]}, r"adapters must be one of False, True, got \['lora_A'\]"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(arguments: dict, message: str) -> None:
+    model = Model(1)
+    with pytest.raises(ValueError, match=message):
+        fp4engine.convert(model, **arguments)
+    assert not any(isinstance(module, fp4engine.Linear) for module in model.modules())
+
+
 def test_last_blocks() -> None:
     model = Model(12)
     assert fp4engine.last_blocks(model, 2) == ("layers.10", "layers.11")
     assert fp4engine.last_blocks(model, 0) == ()
     with pytest.raises(ValueError, match="between 0 and the 12 blocks"):
         fp4engine.last_blocks(model, 13)
+    with pytest.raises(ValueError, match="count must be an integer of at least 0, got '1'"):
+        fp4engine.last_blocks(model, "1")
+    with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module, got 2"):
+        fp4engine.last_blocks(2, model)
     with pytest.raises(ValueError, match=r"no|none"):
         fp4engine.last_blocks(nn.Sequential(nn.Linear(2, 2)), 1)
 

@@ -137,6 +137,8 @@ def cast_input(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_refusals() -> None:
+    with pytest.raises(ValueError, match="inputs must be one of False, True, got 'dynamic'"):
+        qat.prepare(llama(), inputs="dynamic")
     with pytest.raises(ValueError, match="clip must be"):
         qat.prepare(llama(), clip=0)
     with pytest.raises(ValueError, match="clip must be"):

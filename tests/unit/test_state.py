@@ -97,6 +97,11 @@ def test_arguments(group_of_one) -> None:
         assert in_force() == SECOND and current_state().amax_reduction_group is group_of_one
     with pytest.raises(ValueError, match="recipe must be"):
         te.autocast(recipe="nvfp4")
+    with (
+        pytest.raises(ValueError, match="preserve_high_precision_init_val must be one of False, True, got 'yes'"),
+        te.quantized_model_init(preserve_high_precision_init_val="yes"),
+    ):
+        pass
     with pytest.raises(ValueError, match=r"enabled must be True or False, .* a recipe goes in recipe="):
         te.autocast(FIRST)
     with pytest.raises(ValueError, match=r"calibrating must be True or False, .* a recipe goes in recipe="):
