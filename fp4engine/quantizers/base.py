@@ -143,8 +143,7 @@ class Quantizer:
             ValueError: x is not floating point, has rank 0, or no side is asked for; ``rng`` or an amax does not have
                 the dtype, shape or device that it should have; ``rank`` is none, or a form is none of the operand's.
         """
-        ready = x.ndim == 2 and x.dtype in FLOATS if isinstance(x, Tensor) else isinstance(x, ops.Source)
-        matrix = x if ready else as_matrix(x)
+        matrix = x if isinstance(x, ops.Source) else as_matrix(x)
         if not (rowwise or columnwise):
             raise ValueError("quantize needs rowwise=True or columnwise=True, got neither")
         row_spec = self.rowwise_spec if rowwise else None
