@@ -23,7 +23,6 @@ from fp4engine.distributed.sharded_weight import (
     GatherableWeight,
     GatherableWeights,
     ShardedWeight,
-    shard_of,
     why_not_rows,
 )
 from fp4engine.functional import LinearPlan, make_linear_plan
@@ -243,8 +242,10 @@ def _leave_plain(module: nn.Module, state: dict[str, Any], prefix: str, local_me
 
 def _plain(parameter: DTensor) -> DTensor:
     """The same DTensor with a plain tensor as its shard."""
+    shard = parameter._local_tensor
+    assert isinstance(shard, ShardedWeight)
     return DTensor.from_local(
-        shard_of(parameter).values.detach(),
+        shard.values.detach(),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

@@ -24,6 +24,10 @@ MOST_CAST = 64 << 20
 """Most bytes of shards that one launch casts, so that a step's first gather does not wait for all casts."""
 
 
+Version = tuple[int, int]
+"""Of a sharded weight: of its parameter, and of its shard's values. A write by compiled code moves the former alone."""
+
+
 class Sent(NamedTuple):
     """What a rank sends of one weight.
 
@@ -60,32 +64,36 @@ class GatherableWeights:
 
     def reduce(self) -> None:
         """Find the amaxes that are not known, with one collective per process group, which is one per mesh."""
-        stale: dict[Any, list[tuple[GatherableWeight, DTensor]]] = {}
+        stale: dict[Any, list[tuple[GatherableWeight, DTensor, Tensor]]] = {}
         for weight in self.all:
             parameter = weight.sharded() if weight.has_amax else None
             if parameter is not None and not weight.is_known(parameter):
-                stale.setdefault(weight.group_of(parameter), []).append((weight, parameter))
-        for (group, device), parameters in stale.items():
-            packed = largest_magnitudes([shard_of(parameter).values for _, parameter in parameters]).to(device)
+                shard: Any = parameter._local_tensor
+                stale.setdefault(weight.group_of(parameter), []).append((weight, parameter, shard.values))
+        for (group, device), shards in stale.items():
+            packed = largest_magnitudes([values for *_, values in shards]).to(device)
             ops.all_reduce_amax(packed, group)
             reduced = ReducedAmaxes(packed)
-            for index, (weight, parameter) in enumerate(parameters):
-                weight.know(reduced, index, version_of(parameter))
+            for index, (weight, parameter, values) in enumerate(shards):
+                weight.know(reduced, index, (parameter._version, values._version))
 
     def cast(self, first: "GatherableWeight", dtype: torch.dtype) -> None:
         """Cast the shard of ``first``, and some behind it that were last sent in ``dtype`` and have changed since."""
         asked: list[tuple[GatherableWeight, ShardedWeight]] = []
+        versions: list[Version] = []
         device, backend, size = None, first.quantizer.backend, 0
         for weight in self.all[first.place :]:
-            shard = weight.due(dtype)
-            if shard is None or weight.quantizer.backend != backend or device not in (None, shard.device):
+            due = weight.due(dtype)
+            if due is None or weight.quantizer.backend != backend or device not in (None, due[0].device):
                 continue
+            shard, version = due
             device, size = shard.device, size + shard.values.nbytes
             if asked and size > MOST_CAST:
                 break
             asked.append((weight, shard))
-        for (weight, _), sent in zip(asked, send(asked, dtype), strict=True):
-            weight.keep(sent, dtype)
+            versions.append(version)
+        for (weight, _), version, sent in zip(asked, versions, send(asked, dtype), strict=True):
+            weight.keep(sent, dtype, version)
 
 
 @cache
@@ -156,18 +164,6 @@ class ReducedAmaxes:
         return rounded[index], shared
 
 
-def shard_of(parameter: DTensor) -> "ShardedWeight":
-    """This rank's part of a sharded weight. ``.to_local()`` would return a view, which has no version of its own."""
-    shard = parameter._local_tensor
-    assert isinstance(shard, ShardedWeight)
-    return shard
-
-
-def version_of(parameter: DTensor) -> tuple[int, int]:
-    """Another one after every write: compiled code counts its writes at the parameter, eager code at its values."""
-    return parameter._version, shard_of(parameter).values._version
-
-
 def _shard_group(parameter: DTensor) -> tuple[Any, str]:
     """The process group over which ``parameter`` is sharded, and the type of device on which it communicates."""
     spread = [index for index, placement in enumerate(parameter.placements) if not placement.is_replicate()]
@@ -197,7 +193,7 @@ class GatherableWeight:
         self._reduced: tuple[ReducedAmaxes, int] | None = None
         self._version = (0, 0)
         self._sent: Sent | None = None
-        self._sent_as: tuple[torch.dtype, tuple[int, int]] | None = None
+        self._sent_as: tuple[torch.dtype, Version] | None = None
         self._placed: tuple[Any, ...] = ()
         self._group: tuple[Any, tuple[Any, str]] | None = None
         self.place = len(others.all)
@@ -240,13 +236,14 @@ class GatherableWeight:
         """Forget amax and cast, since the weight may have changed."""
         self._reduced = self._sent = None
 
-    def know(self, reduced: ReducedAmaxes, index: int, version: tuple[int, int]) -> None:
-        """Note that the amax at ``index`` of ``reduced`` is that of the weight while its parameter has this version."""
+    def know(self, reduced: ReducedAmaxes, index: int, version: Version) -> None:
+        """Note that the amax at ``index`` of ``reduced`` is that of the weight while it has this version."""
         self._reduced, self._version = (reduced, index), version
 
     def is_known(self, parameter: DTensor) -> bool:
         """Whether the known amax is that of ``parameter``, the sharded weight, as it is now."""
-        return self._reduced is not None and version_of(parameter) == self._version
+        shard: Any = parameter._local_tensor  # .to_local() returns a view, which has no version counter of its own
+        return self._reduced is not None and (parameter._version, shard.values._version) == self._version
 
     def amax(self, dtype: torch.dtype) -> tuple[Tensor, Shared] | None:
         """The outer amax of the weight in ``dtype``, see :meth:`ReducedAmaxes.get`; None if its cast has none.
@@ -263,31 +260,31 @@ class GatherableWeight:
         reduced, index = self._reduced
         return reduced.get(index, dtype)
 
-    def due(self, dtype: torch.dtype) -> "ShardedWeight | None":
-        """The shard, if it was last sent in ``dtype`` and has changed since."""
+    def due(self, dtype: torch.dtype) -> "tuple[ShardedWeight, Version] | None":
+        """The shard and its version, if it was last sent in ``dtype`` and has changed since."""
         if self._sent_as is None or self._sent_as[0] != dtype:
             return None
         parameter = self.sharded()
-        if parameter is None or (self._sent is not None and self._sent_as[1] == version_of(parameter)):
+        if parameter is None:
             return None
-        return shard_of(parameter)
+        shard: Any = parameter._local_tensor
+        version = parameter._version, shard.values._version
+        return None if self._sent is not None and self._sent_as[1] == version else (shard, version)
 
-    def keep(self, sent: Sent, dtype: torch.dtype) -> None:
+    def keep(self, sent: Sent, dtype: torch.dtype, version: Version) -> None:
         """Keep ``sent``, to send it again until the weight changes."""
-        parameter = self.sharded()
-        assert parameter is not None
-        self._sent, self._sent_as = sent, (dtype, version_of(parameter))
+        self._sent, self._sent_as = sent, (dtype, version)
 
-    def sent(self, shard: "ShardedWeight", dtype: torch.dtype) -> Sent:
-        """Codes, one scale per block, and outer amax of the weight's shard in ``dtype``.
+    def sent(self, shard: "ShardedWeight", dtype: torch.dtype, module: torch.nn.Module) -> Sent:
+        """Codes, one scale per block, and outer amax of the weight's shard in ``dtype``, for ``module``, whose it is.
 
         They are kept until the weight changes, so backward and further microbatches send what forward sent. Those of a
         copy that FSDP2 has just brought from the CPU are not kept, since offloading is to free that memory.
         """
-        parameter = self.sharded()
-        if parameter is None or parameter._local_tensor is not shard:
+        parameter = module._parameters.get(self.parameter)
+        if not isinstance(parameter, DTensor) or parameter._local_tensor is not shard:
             return send([(self, shard)], dtype)[0]
-        if self._sent is None or self._sent_as != (dtype, version_of(parameter)):
+        if self._sent is None or self._sent_as != (dtype, (parameter._version, shard.values._version)):
             self._sent, self._sent_as = None, (dtype, (-1, -1))
             self.others.cast(self, dtype)
         assert self._sent is not None
@@ -334,7 +331,7 @@ class PreAllGather:
         weight = shard.weight
         assert weight is not None
         ranks = weight.ranks_of(mesh, shard.shape, outer_size)
-        sent = weight.sent(shard, mp_policy.param_dtype or shard.dtype)
+        sent = weight.sent(shard, mp_policy.param_dtype or shard.dtype, module)
         sent.wire.read()
         # On one rank FSDP2 copies the first tensor, and nothing else.
         return ((sent.codes, sent.scales) if ranks > 1 else (sent.codes,)), sent
