@@ -145,6 +145,7 @@ def test_views_of_one_scale_are_quantized_and_views_of_blocks_are_refused() -> N
 
 WRITES = {
     "data": lambda tensor, values: tensor.data.copy_(values),
+    "new data": lambda tensor, values: setattr(tensor, "data", values),
     "detached": lambda tensor, values: tensor.detach().copy_(values),
     "out": lambda tensor, values: torch.mul(values, 1.0, out=tensor),
     "a list": lambda tensor, values: torch._foreach_copy_([tensor], [values]),
@@ -170,6 +171,15 @@ def test_what_is_written_is_there_or_refused(kind, way: str) -> None:
         assert "lost" in str(refused) and torch.equal(tensor.dequantize(), before)
     else:
         assert torch.equal(tensor.dequantize(), values)
+
+
+@pytest.mark.parametrize("kind", [NVFP4Quantizer(), MXFP8Quantizer(DType.kFloat8E4M3)], ids=["NVFP4", "MXFP8"])
+def test_data_of_the_same_kind_is_taken_as_it_is(kind) -> None:
+    tensor, other = kind(torch.randn(32, 32)), kind(torch.randn(32, 32))
+    tensor.data = other
+    assert torch.equal(tensor.dequantize(), other.dequantize()) and torch.equal(tensor.data, other)
+    with pytest.raises(ValueError, match=r"a tensor \[8, 8\] cannot be quantized into one \[32, 32\]"):
+        tensor.data = torch.ones(8, 8)
 
 
 def test_an_optimizer_of_lists_trains_codes() -> None:

@@ -261,6 +261,17 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor, metaclass=_OrWeight)
         """Become ``tensor`` quantized."""
         return self._quantizer.update_quantized(tensor, self, noop_flag=noop_flag)
 
+    def _set_data(self, values: Tensor) -> None:
+        """Take the codes of a tensor of this kind as they are; quantize other values."""
+        if isinstance(values, type(self)) and (values.shape, values.device) == (self.shape, self.device):
+            given = values.operands
+            self.operands = Operands(self.shape, self.dtype, given.rowwise, given.columnwise)
+            self._quantizer = values._quantizer.copy()
+        else:
+            self.quantize_(values)
+
+    data = property(torch.Tensor.detach, _set_data)  # torch's own setter would leave the codes as they are
+
     def _get_quantizer(self) -> Quantizer:
         return self._quantizer
 
