@@ -46,7 +46,7 @@ def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 def remember(state: AutocastState | None) -> None:
     """Store ``state`` with the checkpoint whose function is running, if no region was opened inside the function."""
-    checkpoint = _checkpoint()
+    checkpoint = checkpoint_in_force()
     if checkpoint is not None:
         depth, known = region_depth(), _surroundings.get(checkpoint)
         if known is None or depth < known.depth:
@@ -55,11 +55,11 @@ def remember(state: AutocastState | None) -> None:
 
 def handed_over() -> Surroundings | None:
     """The region around the run that is being repeated; None if it is not known."""
-    checkpoint = _checkpoint()
+    checkpoint = checkpoint_in_force()
     return None if checkpoint is None else _surroundings.get(checkpoint)
 
 
-def _checkpoint() -> Any:
+def checkpoint_in_force() -> Any:
     """PyTorch's record of the non-reentrant checkpoint whose function is running or repeated; None outside.
 
     PyTorch has no function for this, but its hooks hold the record. If the hooks of another version do not hold it,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from fp4engine.te.common import recipe as recipes
 from fp4engine.te.pytorch import (
@@ -13,6 +14,7 @@ from fp4engine.te.pytorch import (
     MXFP8Quantizer,
     NVFP4Quantizer,
     autocast,
+    checkpoint,
 )
 
 
@@ -94,3 +96,37 @@ def test_regions_inside_one_take_one_number_of_the_generator() -> None:
     torch.set_rng_state(state)
     torch.empty(2, dtype=torch.int64).random_()
     assert torch.equal(torch.get_rng_state(), after)
+
+
+CHECKPOINTS = {
+    "reentrant": checkpoint,
+    "not": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "torch's": lambda block, x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("way", CHECKPOINTS)
+@pytest.mark.parametrize("region", ["around", "inside"])
+def test_dropout_in_a_checkpoint_repeats_its_mask(way: str, region: str) -> None:
+    blocks = [torch.nn.Sequential(Linear(32, 32), torch.nn.Dropout(0.3), Linear(32, 32)) for _ in range(2)]
+
+    def inside(block):
+        def run(x):
+            with autocast(recipe=recipes.NVFP4BlockScaling()):
+                return block(x)
+
+        return run
+
+    def gradient(call):
+        torch.manual_seed(7)
+        x = torch.linspace(-1, 1, 1024).view(32, 32).requires_grad_()
+        if region == "inside":
+            y = call(inside(blocks[1]), call(inside(blocks[0]), x))
+        else:
+            with autocast(recipe=recipes.NVFP4BlockScaling()):
+                y = call(blocks[1], call(blocks[0], x))
+        y.square().mean().backward()
+        return y, x.grad, torch.get_rng_state()
+
+    plain = gradient(lambda block, x: block(x))
+    assert all(map(torch.equal, gradient(CHECKPOINTS[way]), plain))

@@ -1,16 +1,19 @@
 """Regions, availability, and what TransformerEngine lets a script read of the state in force."""
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Literal, Protocol, overload
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
 from fp4engine import state
 from fp4engine.modules import model_init
+from fp4engine.modules.recompute import checkpoint_in_force
+from fp4engine.ops.draws import backward_pass
 from fp4engine.ops.rng import state_of
 from fp4engine.quantizers.delayed import begin_step, end_step
 from fp4engine.recipe import Recipe as FrozenRecipe
@@ -71,6 +74,7 @@ class _Thread(threading.local):
         stores_by: the recipe by which new modules store their weights as codes.
         keeps_init_val: whether these weights keep their initial values.
         is_seeded: whether the random stream has been seeded from PyTorch's generator in the open outermost region.
+        repeats: the checkpoint whose function runs again, and the backward pass that runs it.
         to_show: functions to call when the outermost region is left.
     """
 
@@ -79,10 +83,14 @@ class _Thread(threading.local):
         self.stores_by: FrozenRecipe | None = None
         self.keeps_init_val = False
         self.is_seeded = False
+        self.repeats: tuple[Any, int] | None = None
         self.to_show: list[Callable[[], None]] = []
 
 
 _thread = _Thread()
+
+_began_seeded: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""``PyTorch's record of a checkpoint -> is_seeded`` when a module inside it first asked for a seed."""
 
 
 class _Available(Protocol):
@@ -178,7 +186,7 @@ class autocast(state.autocast):
         self._steps = chosen.custom()
 
     def __enter__(self) -> "autocast":  # pyright: ignore[reportIncompatibleMethodOverride]
-        if state.current_state() is None and not state.in_backward():
+        if state.current_state() is None:
             _thread.is_seeded = False
         super().__enter__()
         _thread.given.append((self._state, self._given))
@@ -268,6 +276,20 @@ def _amax_and_scale_update(  # pyright: ignore[reportUnusedFunction]: scripts th
     amax_history[0].zero_()
 
 
+def _follow_checkpoint() -> None:
+    """Let what a non-reentrant checkpoint of PyTorch runs again find ``is_seeded`` as it was the first time."""
+    checkpoint = checkpoint_in_force()
+    if checkpoint is None:
+        return
+    if not state.in_backward():
+        _began_seeded.setdefault(checkpoint, _thread.is_seeded)
+        return
+    repeats = ref(checkpoint), backward_pass()
+    if _thread.repeats != repeats:
+        _thread.repeats = repeats
+        _thread.is_seeded = _began_seeded.get(checkpoint, _thread.is_seeded)
+
+
 class FP8GlobalStateManager:
     """What a script may ask about the region in force."""
 
@@ -275,13 +297,32 @@ class FP8GlobalStateManager:
     def seed(cls, device: torch.device) -> None:
         """Seed the random stream of ``device`` from PyTorch's generator for it, once in an outermost region.
 
-        After ``torch.manual_seed`` or ``torch.set_rng_state``, a module then repeats its stochastic rounding.
+        After ``torch.manual_seed`` or ``torch.set_rng_state``, a module then repeats its stochastic rounding. A
+        recomputation takes as much of the generator as its forward took, so that dropout after it repeats its mask, and
+        leaves the stream as it is.
         """
         place = torch.empty(0, dtype=torch.int64, device=device)
-        if _thread.is_seeded or state.in_backward() or place.is_meta or type(place) is not Tensor:
+        if place.is_meta or type(place) is not Tensor:
             return
-        _thread.is_seeded = True
-        state_of(device).random_()
+        _follow_checkpoint()
+        if not _thread.is_seeded:
+            _thread.is_seeded = True
+            stream = state_of(device)
+            (torch.empty_like(stream) if state.in_backward() else stream).random_()
+
+    @classmethod
+    @contextmanager
+    def seeded(cls, is_seeded: bool | None) -> Generator[bool]:
+        """Run again what began with ``is_seeded``, or, if that is None, run for the first time; gives how it began."""
+        before = _thread.is_seeded
+        if is_seeded is None:
+            yield before
+            return
+        _thread.is_seeded = is_seeded
+        try:
+            yield is_seeded
+        finally:
+            _thread.is_seeded = before
 
     @classmethod
     def reset(cls) -> None:
