@@ -37,7 +37,7 @@ def calibrate(
     """
     require_model(model)
     require_recipe(recipe)
-    if not isinstance(batches, Iterable):
+    if not isinstance(batches, Iterable) or isinstance(batches, Mapping):
         raise ValueError(f"batches must be a sequence of batches, got {batches!r:.80}")
     layers = {name: module for name, module in model.named_modules() if _is_served(module)}
     if not layers:

@@ -197,7 +197,7 @@ def export_checkpoint(
     schemes = {name: _scheme(layer, layers, inputs, requantize) for name, layer in layers.items()}
     if inputs not in (None, "high_precision") and set(schemes.values()) == {WEIGHT_ONLY}:
         raise ValueError("inputs has scales, and the recipe casts no input: leave it out, or pass the recipe that does")
-    configuration = _configuration(form, model, schemes, list(left_alone))
+    configuration = _configuration(form, model, tensors, schemes, list(left_alone))
     with whole_directory(target) as made, Slabs() as slabs:
         writer = ShardWriter(made, max_shard_size)
         entries = _write(writer, form, layers, schemes, inputs, tensors, slabs, progress)
@@ -285,13 +285,15 @@ def _scheme(layer: ExportLayer, layers: Mapping[str, ExportLayer], inputs: Input
 
 
 def _configuration(
-    form: ServingFormat, model: nn.Module, schemes: Mapping[str, str], ignore: Sequence[str]
+    form: ServingFormat, model: nn.Module, tensors: ModelState, schemes: Mapping[str, str], ignore: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """``file name -> contents``."""
     config: Any = getattr(model, "config", None)
     described: dict[str, Any] = {}
     if hasattr(config, "to_dict"):
-        described = {**config.to_dict(), "architectures": [type(model).__name__]}  # as save_pretrained does
+        dtypes = (tensors[name].dtype for name in tensors.names)
+        dtype = next((str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.is_floating_point), None)
+        described = {**config.to_dict(), "architectures": [type(model).__name__], "dtype": dtype}  # as save_pretrained
         described.pop("quantization_config", None)  # of weights that are stored as codes in the model
     if form is COMPRESSED_TENSORS:
         return {form.config_file: {**described, "quantization_config": compressed_tensors_config(schemes, ignore)}}

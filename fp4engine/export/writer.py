@@ -20,13 +20,18 @@ SINGLE = "model.safetensors"
 def whole_directory(directory: Path) -> Generator[Path]:
     """A new directory to write into, which becomes ``directory`` when the block ends and is removed when it raises.
 
-    It is a hidden directory ``.<name>.<random>.incomplete`` beside ``directory``. Its files are synced to the disk
-    before it is renamed.
+    It is a hidden directory ``.<name>.<random>.incomplete`` beside ``directory``, or beside what a link of that name
+    points to. Its files are synced to the disk before it is renamed.
 
     Raises:
-        ValueError: ``directory`` is there and not empty, or is a file.
+        ValueError: ``directory`` is there and not empty, is a file, or is the current directory.
     """
     _require_absent(directory)
+    directory = directory.resolve()
+    if directory == Path.cwd():
+        raise ValueError(
+            f"directory must not be the current one, which a new one would replace, got {str(directory)!r}"
+        )
     directory.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.", suffix=".incomplete"))
     try:

@@ -185,6 +185,8 @@ def test_calibration_refuses_to_guess() -> None:
     model = converted(NVFP4BlockScaling())
     with pytest.raises(ValueError, match="at least one batch"):
         calibrate(model, [])
+    with pytest.raises(ValueError, match="batches must be a sequence of batches"):
+        calibrate(model, {"input_ids": tokens()})
     with pytest.raises(ValueError, match="has no converted module"):
         calibrate(llama(), [tokens()])
 
@@ -430,6 +432,31 @@ def test_what_is_there_is_never_overwritten(tmp_path) -> None:
     assert (tmp_path / "out" / "precious").read_text() == "x" and len(list(tmp_path.iterdir())) == 1
     (tmp_path / "empty").mkdir()
     export_checkpoint(converted(), tmp_path / "empty")
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_is_followed(tmp_path, is_there) -> None:
+    if is_there:
+        (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk")
+    export_checkpoint(converted(), tmp_path / "out")
+    assert (tmp_path / "out").is_symlink() and ServedCheckpoint(tmp_path / "disk").layers
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", "out"}
+
+
+def test_the_current_directory_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="directory must not be the current one"):
+        export_checkpoint(converted(), ".")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_configuration_says_the_dtype_of_the_other_tensors(tmp_path, form) -> None:
+    model = converted()
+    assert model.config.dtype != torch.bfloat16
+    export_checkpoint(model.bfloat16(), tmp_path / "out", form)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 class TestHostile:
