@@ -5,6 +5,7 @@
 :func:`prepare` makes every product of a whole model such a one, and :func:`finalize` leaves what will be served.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4engine.accounting import ConversionPlan
-from fp4engine.arguments import require_model
+from fp4engine.arguments import require_model, shown
 from fp4engine.convert import convert
 from fp4engine.formats import CastSpec
 from fp4engine.frozen_weights import StoredWeights, quantize_weights
@@ -49,8 +50,8 @@ def prepare(
         keep_high_precision: as in :func:`fp4engine.convert`.
 
     Raises:
-        ValueError: ``inputs`` is not a bool; ``clip`` is not in (0, 1], or given beside ``recipe``; what ``convert``
-            refuses.
+        ValueError: ``inputs`` is not a bool; ``clip`` is not in (0, 1], or given beside ``recipe``; a recipe that
+            takes no ``backward_override="dequantized"``; what ``convert`` refuses.
     """
     require_model(model)
     require_recipe(recipe)
@@ -62,7 +63,13 @@ def prepare(
     if recipe is None:
         weight = NVFP4 if clip == 1 else NVFP4.replace(target=NVFP4.target / clip)
         recipe = LinearRecipe(input=Casts(NVFP4 if inputs else None), weight=Casts(weight), backend="auto")
-    recipe = recipe.replace(backward_override="dequantized")
+    try:
+        recipe = recipe.replace(backward_override="dequantized")
+    except ValueError as error:
+        raise ValueError(
+            f"recipe must be one whose backward pass can run on dequantized operands, with keep_high_precision for "
+            f"exceptions, got {recipe!r} ({error})"
+        ) from error
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if sibling_groups(linears, shared_scales):
         recipe = share_amax(model, recipe, shared_scales)
@@ -88,16 +95,21 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0
         temperature: T > 0.
 
     Raises:
-        ValueError: another shape, or a temperature that is not positive.
+        ValueError: no tensors of one shape, or a temperature that is no positive finite number.
 
     Source: Hinton et al., arXiv 1503.02531.
     """
-    if student.shape != teacher.shape or not temperature > 0:
+    for name, logits in (("student", student), ("teacher", teacher)):
+        if not isinstance(logits, Tensor) or not logits.ndim:
+            raise ValueError(f"{name} must be a tensor of logits [..., classes], got {shown(logits)}")
+    if student.shape != teacher.shape:
         raise ValueError(
-            f"student and teacher must have one shape, and temperature be positive, got {tuple(student.shape)}, "
-            f"{tuple(teacher.shape)} and {temperature}"
+            f"student and teacher must have one shape, got {tuple(student.shape)} and {tuple(teacher.shape)}"
         )
-    softened, wanted = ((x / temperature).flatten(0, -2).log_softmax(-1) for x in (student, teacher.detach()))
+    if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be a positive finite number, got {shown(temperature)}")
+    rows = (x.reshape(-1, x.shape[-1]) / temperature for x in (student, teacher.detach()))
+    softened, wanted = (x.log_softmax(-1) for x in rows)
     divergence = nn.functional.kl_div(softened, wanted, reduction="batchmean", log_target=True)
     return divergence * temperature**2
 

@@ -153,6 +153,15 @@ def test_refusals() -> None:
         share_amax(llama(), zoo.make("mxfp4"))
     with pytest.raises(ValueError, match="one shape"):
         qat.distillation_loss(torch.zeros(2, 3), torch.zeros(2, 4))
+    for temperature in (0, float("inf"), float("nan"), "2"):
+        with pytest.raises(ValueError, match="temperature must be a positive finite number"):
+            qat.distillation_loss(torch.zeros(2, 3), torch.zeros(2, 3), temperature)
+    for logits in (torch.tensor(1.0), [1.0, 2.0]):
+        with pytest.raises(ValueError, match=r"student must be a tensor of logits"):
+            qat.distillation_loss(logits, torch.zeros(2))
+    for recipe in (RuledRecipe(NVFP4BlockScaling()), DelayedScaling()):
+        with pytest.raises(ValueError, match="recipe must be one whose backward pass can run on dequantized operands"):
+            qat.prepare(torch.nn.Sequential(torch.nn.Linear(16, 16)), recipe)
 
 
 def test_distillation_is_the_divergence_of_the_softened_distributions() -> None:
@@ -163,6 +172,7 @@ def test_distillation_is_the_divergence_of_the_softened_distributions() -> None:
     loss.backward()
     assert student.grad is not None
     assert qat.distillation_loss(teacher, teacher) == 0
+    assert torch.equal(qat.distillation_loss(student[0], teacher[0]), qat.distillation_loss(student[:1], teacher[:1]))
 
 
 def test_weights_only_recipe_of_a_linear_recipe() -> None:
