@@ -130,3 +130,20 @@ def test_dropout_in_a_checkpoint_repeats_its_mask(way: str, region: str) -> None
 
     plain = gradient(lambda block, x: block(x))
     assert all(map(torch.equal, gradient(CHECKPOINTS[way]), plain))
+
+
+@pytest.mark.parametrize("way", CHECKPOINTS)
+def test_dropout_beside_a_module_that_is_a_checkpoint_repeats_its_mask(way: str) -> None:
+    mlp, dropout = LayerNormMLP(32, 64), torch.nn.Dropout(0.3)
+
+    def gradient(call):
+        torch.manual_seed(7)
+        x = torch.linspace(-1, 1, 1024).view(32, 32).requires_grad_()
+        with autocast(recipe=recipes.NVFP4BlockScaling()):
+            y = call(lambda x: dropout(mlp(x)), x)
+        y.square().mean().backward()
+        return x.grad
+
+    plain = gradient(lambda block, x: block(x))
+    mlp.checkpoint = True
+    assert torch.equal(gradient(CHECKPOINTS[way]), plain)
