@@ -9,9 +9,11 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 
 from fp4engine.accounting import ConversionPlan
+from fp4engine.arguments import shown
 from fp4engine.convert import ModuleFilter, convert
 from fp4engine.integrations.training_state import TrainingState
 from fp4engine.recipe import Recipe
+from fp4engine.recipe.base import require_recipe
 from fp4engine.state import autocast, get_default_recipe
 
 
@@ -27,6 +29,9 @@ class NVFP4Precision(Precision):
         compute_dtype: dtype of everything that is not an FP4 GEMM, by ``torch.autocast``; None leaves it alone.
         module_filter_fn, keep_high_precision: as in :func:`fp4engine.convert`.
 
+    Raises:
+        ValueError: ``recipe`` is no recipe, or ``compute_dtype`` no dtype.
+
     Attributes:
         plan: what was converted; None before the trainer has set the model up.
     """
@@ -41,6 +46,9 @@ class NVFP4Precision(Precision):
         module_filter_fn: ModuleFilter | None = None,
         keep_high_precision: Sequence[str] = (),
     ) -> None:
+        require_recipe(recipe)
+        if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):
+            raise ValueError(f"compute_dtype must be a torch.dtype or None, got {shown(compute_dtype)}")
         self.recipe = get_default_recipe() if recipe is None else recipe
         self.compute_dtype = compute_dtype
         self.module_filter_fn = module_filter_fn

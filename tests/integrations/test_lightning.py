@@ -98,3 +98,9 @@ class TestLightning:
         trainer.save_checkpoint(tmp_path / "half.ckpt")
         with pytest.warns(UserWarning, match="the checkpoint has no FP4 training state.*NVFP4Precision"):
             fit(tmp_path, 10, NVFP4Precision(), tmp_path / "half.ckpt")
+
+    def test_arguments_of_another_kind_are_refused(self):
+        with pytest.raises(ValueError, match=r"recipe must be an fp4engine\.recipe\.Recipe"):
+            NVFP4Precision("nvfp4")
+        with pytest.raises(ValueError, match=r"compute_dtype must be a torch\.dtype or None, got 'bf16'"):
+            NVFP4Precision(compute_dtype="bf16")
