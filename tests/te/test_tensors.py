@@ -178,8 +178,18 @@ def test_data_of_the_same_kind_is_taken_as_it_is(kind) -> None:
     tensor, other = kind(torch.randn(32, 32)), kind(torch.randn(32, 32))
     tensor.data = other
     assert torch.equal(tensor.dequantize(), other.dequantize()) and torch.equal(tensor.data, other)
-    with pytest.raises(ValueError, match=r"a tensor \[8, 8\] cannot be quantized into one \[32, 32\]"):
+    with pytest.raises(ValueError, match=r"the data of a tensor \[32, 32\] cannot be one \[8, 8\]"):
         tensor.data = torch.ones(8, 8)
+
+
+@pytest.mark.parametrize("kind", [NVFP4Quantizer(), MXFP8Quantizer(DType.kFloat8E4M3)], ids=["NVFP4", "MXFP8"])
+def test_a_module_takes_its_codes_to_another_dtype(kind) -> None:
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(kind(torch.full((32, 32), 2.0)))
+    weight = module.to(torch.bfloat16).weight
+    assert weight.dtype == torch.bfloat16 and weight.requires_grad and type(weight) is kind.tensor_class
+    weight.dequantize().sum().backward()
+    assert weight.grad.dtype == torch.bfloat16 and torch.equal(weight.dequantize(), torch.full_like(weight.grad, 2.0))
 
 
 def test_an_optimizer_of_lists_trains_codes() -> None:

@@ -262,13 +262,12 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor, metaclass=_OrWeight)
         return self._quantizer.update_quantized(tensor, self, noop_flag=noop_flag)
 
     def _set_data(self, values: Tensor) -> None:
-        """Take the codes of a tensor of this kind as they are; quantize other values."""
-        if isinstance(values, type(self)) and (values.shape, values.device) == (self.shape, self.device):
-            given = values.operands
-            self.operands = Operands(self.shape, self.dtype, given.rowwise, given.columnwise)
-            self._quantizer = values._quantizer.copy()
-        else:
-            self.quantize_(values)
+        """Take codes and dtype of a tensor of this kind as they are; quantize other values, and take their dtype."""
+        if values.shape != self.shape:
+            raise ValueError(f"the data of a tensor {list(self.shape)} cannot be one {list(values.shape)}")
+        taken = values if isinstance(values, type(self)) else self._quantizer.quantize_impl(decoded(values.detach()))
+        torch.Tensor.data.__set__(self, taken)  # pyright: ignore[reportAttributeAccessIssue]
+        self.operands, self._quantizer = taken.operands, taken._quantizer.copy()
 
     data = property(torch.Tensor.detach, _set_data)  # torch's own setter would leave the codes as they are
 
