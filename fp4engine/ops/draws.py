@@ -28,6 +28,20 @@ class _Source(threading.local):
 _source = _Source()
 
 
+class _Seeding(threading.local):
+    """What :mod:`fp4engine.te` remembers of a thread's outermost region, and a checkpoint repeats.
+
+    Attributes:
+        is_done: whether the stream has been seeded from PyTorch's generator there, which takes one number of it.
+    """
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+
+seeding = _Seeding()
+
+
 def next_draw(device: torch.device, count: int = 1, name: str = "", direction: Direction | None = None) -> Tensor:
     """Advance the stream of ``device`` by ``count`` draws: int64 [2] ``(seed, draw)``, the last of them.
 
@@ -83,11 +97,13 @@ class Draws:
     """The draws taken inside the first ``with draws.repeated()`` are taken again inside every later one.
 
     They are kept as values. Draws that other threads take meanwhile, and what a device's stream has come to since, play
-    no part. Contexts nest: what is taken in an inner one is asked of the outer one.
+    no part. Contexts nest: what is taken in an inner one is asked of the outer one. A later one begins with
+    :data:`seeding` as the first began.
     """
 
     def __init__(self) -> None:
         self._taken: list[tuple[int, Tensor]] | None = None
+        self._began_seeded = False
 
     @contextmanager
     def repeated(self) -> Generator[None]:
@@ -96,17 +112,20 @@ class Draws:
         Raises:
             RuntimeError: later, and more is drawn than was remembered, or something else.
         """
-        outer = _source.take, _source.repeated
+        outer, is_seeded = (_source.take, _source.repeated), None
         if self._taken is None:
-            self._taken = []
+            self._taken, self._began_seeded = [], seeding.is_done
             _source.take = _remembering(self._taken, _source.take)
         else:
+            is_seeded, seeding.is_done = seeding.is_done, self._began_seeded
             _source.repeated = deque(self._taken)
             _source.take = _repeating(_source.repeated)
         try:
             yield
         finally:
             _source.take, _source.repeated = outer
+            if is_seeded is not None:
+                seeding.is_done = is_seeded
 
 
 def _remembering(

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
+import fp4engine
 from fp4engine.te.common import recipe as recipes
 from fp4engine.te.pytorch import (
     DType,
@@ -100,6 +101,7 @@ def test_regions_inside_one_take_one_number_of_the_generator() -> None:
 
 CHECKPOINTS = {
     "reentrant": checkpoint,
+    "fp4engine's": fp4engine.checkpoint,
     "not": lambda block, x: checkpoint(block, x, use_reentrant=False),
     "torch's": lambda block, x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False),
 }

@@ -91,7 +91,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Repeated:
-    """A function that, when it runs again, finds the tracker's states and ``is_seeded`` as it found them first.
+    """A function that, when it runs again, finds the tracker's states as it found them first.
 
     Both runs are told by :class:`activation_recompute_forward`.
     """
@@ -99,11 +99,9 @@ class _Repeated:
     def __init__(self, function: Callable[..., Any], get_tracker: Callable[[], CudaRNGStatesTracker]) -> None:
         self.function, self.get_tracker = function, get_tracker
         self.states: dict[str, Tensor] | None = None
-        self.is_seeded: bool | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        phase = activation_recompute_forward(activation_recompute=True, recompute_phase=self.states is not None)
-        with phase, FP8GlobalStateManager.seeded(self.is_seeded) as self.is_seeded:
+        with activation_recompute_forward(activation_recompute=True, recompute_phase=self.states is not None):
             return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

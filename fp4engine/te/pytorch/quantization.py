@@ -1,8 +1,8 @@
 """Regions, availability, and what TransformerEngine lets a script read of the state in force."""
 
 import threading
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, Protocol, overload
 from weakref import WeakKeyDictionary, ref
@@ -13,7 +13,7 @@ from torch import Tensor
 from fp4engine import state
 from fp4engine.modules import model_init
 from fp4engine.modules.recompute import checkpoint_in_force
-from fp4engine.ops.draws import backward_pass
+from fp4engine.ops.draws import backward_pass, seeding
 from fp4engine.ops.rng import state_of
 from fp4engine.quantizers.delayed import begin_step, end_step
 from fp4engine.recipe import Recipe as FrozenRecipe
@@ -73,7 +73,6 @@ class _Thread(threading.local):
         given: state and recipe, as it was given, of every open region, innermost last.
         stores_by: the recipe by which new modules store their weights as codes.
         keeps_init_val: whether these weights keep their initial values.
-        is_seeded: whether the random stream has been seeded from PyTorch's generator in the open outermost region.
         repeats: the checkpoint whose function runs again, and the backward pass that runs it.
         to_show: functions to call when the outermost region is left.
     """
@@ -82,7 +81,6 @@ class _Thread(threading.local):
         self.given: list[tuple[state.AutocastState | None, AnyRecipe | None]] = []
         self.stores_by: FrozenRecipe | None = None
         self.keeps_init_val = False
-        self.is_seeded = False
         self.repeats: tuple[Any, int] | None = None
         self.to_show: list[Callable[[], None]] = []
 
@@ -90,7 +88,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 _began_seeded: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-"""``PyTorch's record of a checkpoint -> is_seeded`` when a module inside it first asked for a seed."""
+"""``PyTorch's record of a checkpoint -> seeding.is_done`` when a module inside it first asked for a seed."""
 
 
 class _Available(Protocol):
@@ -187,7 +185,7 @@ class autocast(state.autocast):
 
     def __enter__(self) -> "autocast":  # pyright: ignore[reportIncompatibleMethodOverride]
         if state.current_state() is None:
-            _thread.is_seeded = False
+            seeding.is_done = False
         super().__enter__()
         _thread.given.append((self._state, self._given))
         if self._steps and not state.in_backward():
@@ -277,17 +275,17 @@ def _amax_and_scale_update(  # pyright: ignore[reportUnusedFunction]: scripts th
 
 
 def _follow_checkpoint() -> None:
-    """Let what a non-reentrant checkpoint of PyTorch runs again find ``is_seeded`` as it was the first time."""
+    """Let what a non-reentrant checkpoint of PyTorch runs again find ``seeding`` as it was the first time."""
     checkpoint = checkpoint_in_force()
     if checkpoint is None:
         return
     if not state.in_backward():
-        _began_seeded.setdefault(checkpoint, _thread.is_seeded)
+        _began_seeded.setdefault(checkpoint, seeding.is_done)
         return
     repeats = ref(checkpoint), backward_pass()
     if _thread.repeats != repeats:
         _thread.repeats = repeats
-        _thread.is_seeded = _began_seeded.get(checkpoint, _thread.is_seeded)
+        seeding.is_done = _began_seeded.get(checkpoint, seeding.is_done)
 
 
 class FP8GlobalStateManager:
@@ -305,24 +303,10 @@ class FP8GlobalStateManager:
         if place.is_meta or type(place) is not Tensor:
             return
         _follow_checkpoint()
-        if not _thread.is_seeded:
-            _thread.is_seeded = True
+        if not seeding.is_done:
+            seeding.is_done = True
             stream = state_of(device)
             (torch.empty_like(stream) if state.in_backward() else stream).random_()
-
-    @classmethod
-    @contextmanager
-    def seeded(cls, is_seeded: bool | None) -> Generator[bool]:
-        """Run again what began with ``is_seeded``, or, if that is None, run for the first time; gives how it began."""
-        before = _thread.is_seeded
-        if is_seeded is None:
-            yield before
-            return
-        _thread.is_seeded = is_seeded
-        try:
-            yield is_seeded
-        finally:
-            _thread.is_seeded = before
 
     @classmethod
     def reset(cls) -> None:
@@ -330,6 +314,7 @@ class FP8GlobalStateManager:
         while state.region_depth():
             state.Region(state.current_state()).__exit__(None, None, None)
         _thread.__init__()
+        seeding.is_done = False
 
     @classmethod
     def show_when_left(cls, show: Callable[[], None]) -> None:
