@@ -19,6 +19,9 @@ RECIPE = NVFP4BlockScaling()
 OTHER = NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True)
 STOCHASTIC = CustomRecipe(qfactory=lambda role: NVFP4Quantizer(stochastic_rounding=True))
 REENTRANT = pytest.mark.parametrize("use_reentrant", [True, False])
+OLDER_LOSE_HOOKS = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13", reason="an error inside makes PyTorch fail once more, and lose its hooks"
+)
 
 
 def plain(function, *args, **kwargs):
@@ -161,12 +164,38 @@ def test_checkpoint_inside_checkpoint(blocks, use_reentrant):
     assert_same(gradients(blocks, nested(blocks, checkpoint)), gradients(blocks, nested(blocks, plain)))
 
 
-@pytest.mark.skipif(
-    TorchVersion(torch.__version__) < "2.13", reason="an error inside makes PyTorch fail once more, and lose its hooks"
-)
+@OLDER_LOSE_HOOKS
 def test_a_checkpoint_inside_a_recomputation_is_another_one_that_nobody_tells(blocks):
     with pytest.raises(RuntimeError, match=NOBODY_KNOWS):
         gradients(blocks, nested(blocks, partial(torch_checkpoint, use_reentrant=False)))
+
+
+def inside(outer, blocks, use_reentrant):
+    """``outer`` checkpoint around blocks, each of which is one of fp4engine's."""
+    within = through(blocks, partial(fp4engine.checkpoint, use_reentrant=use_reentrant))
+    return lambda inp: outer(within, inp)
+
+
+@WAYS
+@REENTRANT
+def test_checkpoints_inside_any_other(blocks, checkpoint, use_reentrant):
+    expected = gradients(blocks, through(blocks, plain))
+    assert_same(gradients(blocks, inside(checkpoint, blocks, use_reentrant)), expected)
+
+
+@REENTRANT
+def test_checkpoints_inside_one_that_nobody_tells_raise(blocks, use_reentrant):
+    outer = partial(torch_checkpoint, use_reentrant=True)
+    with pytest.raises(RuntimeError, match=NOBODY_KNOWS):
+        gradients(blocks, inside(outer, blocks, use_reentrant))
+
+
+@OLDER_LOSE_HOOKS
+@REENTRANT
+def test_checkpoints_inside_a_plain_one_refuse_draws_in_the_forward(blocks, use_reentrant):
+    outer = partial(torch_checkpoint, use_reentrant=False)
+    with pytest.raises(RuntimeError, match=r"does not repeat; use fp4engine\.checkpoint"):
+        gradients(blocks, inside(outer, blocks, use_reentrant), STOCHASTIC)
 
 
 @WAYS
