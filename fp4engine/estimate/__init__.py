@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from fp4engine.arguments import require_patterns
 from fp4engine.estimate.costs import host_seconds, largest_unit, seconds_of, wire
-from fp4engine.estimate.decoder import MODELS, Architecture, Decoder, from_config
+from fp4engine.estimate.decoder import MODELS, Architecture, Decoder, add_lora, from_config
 from fp4engine.estimate.gpus import GPU, GPUS
 from fp4engine.estimate.memory import traced
 from fp4engine.estimate.request import Request, of_sizes, require_settings, without_memory
@@ -104,13 +104,17 @@ def estimate(
                 "lora_rank are for an Architecture"
             )
         request = Request(None, lambda: without_memory(model), loss, keep=keep, **step)
-        whole = sum(parameter.numel() for parameter in model.parameters())
+        numbers = _numbers(model)
     elif loss is not None:
         raise ValueError("loss goes with a module of your own; an Architecture has its own loss")
     else:
         request = of_sizes(model.split(tp) if tp > 1 else model, keep, step)
         with torch.device("meta"):
-            whole = sum(parameter.numel() for parameter in Decoder(model, lambda block: block).parameters())
+            whole = Decoder(model, lambda block: block)
+            numbers = _numbers(whole)
+            if lora_rank:
+                add_lora(whole, lora_rank, torch.float32)
+                numbers = numbers[0], _numbers(whole)[1]
     try:
         known = traced(request)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -118,16 +122,21 @@ def estimate(
             f"loss(model) asks for values of a tensor, by {error.func}, and an estimate's tensors have none: give the "
             "module an input that routes nothing by values, such as counts in a list"
         ) from error
-    return _assemble(request, name, whole, *known)
+    return _assemble(request, name, numbers, *known)
+
+
+def _numbers(model: nn.Module) -> tuple[int, int]:
+    """How many parameters ``model`` has, and how many of them are trained."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def _assemble(
-    request: Request, name: str, whole: int, model: nn.Module, step: Step, linears: dict[str, Any]
+    request: Request, name: str, numbers: tuple[int, int], model: nn.Module, step: Step, linears: dict[str, Any]
 ) -> Estimate:
     gpu, fsdp = request.gpu, request.fsdp
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    numel = sum(parameter.numel() for parameter in trained)
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total, numel = _numbers(model)  # of one rank of tensor parallelism
     if fsdp == 1:
         held = sum(parameter.nbytes for parameter in model.parameters())
         gradients = sum(parameter.nbytes for parameter in trained)
@@ -146,7 +155,7 @@ def _assemble(
     seconds, useful = seconds_of(model, step, linears["flops"], gpu, optimizer_bytes)
     seconds = max(seconds, host_seconds(request, linears["flops"]))
     return Estimate(
-        _label(request, name, whole, model), whole, numel, held, gradients, states, linears["bytes"], rest, temporary,
+        _label(request, name, numbers[0], model), *numbers, held, gradients, states, linears["bytes"], rest, temporary,
         peak, request.tokens, seconds, useful / (seconds * gpu.bf16), wire(request, model, numel), gpu,
         tuple(_notes(request)),
     )  # fmt: skip

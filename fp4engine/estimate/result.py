@@ -11,7 +11,8 @@ class Estimate:
 
     Attributes:
         label: model, recipe and sizes, in one line.
-        parameters: number of parameters of the whole model; ``trained`` of them get gradients.
+        parameters: number of parameters of the whole model, adapters left out.
+        trained: how many parameters of the whole model, or of its adapters, get gradients.
         parameter_bytes, gradient_bytes, optimizer_bytes: on one GPU.
         saved_by_linears: what linear layers keep from forward to backward, beyond parameters.
         saved_by_rest: what everything else keeps.

@@ -220,6 +220,9 @@ def test_checkpointing_lora_and_sharding_change_what_they_should() -> None:
     assert both.parameter_bytes == pytest.approx(lora.parameter_bytes / 8, abs=1)
     split = estimate(SMALL, recipe=zoo.make("nvfp4"), sequence=64, tp=2)
     assert split.parameters == plain.parameters and split.parameter_bytes < plain.parameter_bytes
+    assert split.trained == split.parameters
+    adapters = estimate(SMALL, recipe=zoo.make("nvfp4"), sequence=64, tp=2, lora_rank=4)
+    assert (adapters.trained, adapters.parameters) == (lora.trained, lora.parameters)
     assert any("computed and not compared" in note for note in split.notes)
 
 
