@@ -5,9 +5,10 @@ multiplies by it, and ``config.json`` says by which casts and which recipe: noth
 module tells transformers how to read them.
 """
 
+import fnmatch
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from fp4engine.arguments import shown
 from fp4engine.convert import convert
 from fp4engine.formats import CastSpec
 from fp4engine.modules import Linear, QuantizedWeight
@@ -29,6 +31,8 @@ from fp4engine.recipe import recipe_from_json
 
 METHOD = "fp4engine"
 """What ``config.json`` calls it."""
+
+_CODES = f".weight_{STORED[0]}"
 
 _CASTS = ("rowwise", "columnwise", "columnwise_source", "stream", "backend")
 
@@ -59,6 +63,8 @@ class StoredWeightsConfig(QuantizationConfigMixin):
             ValueError: the description is of something else.
         """
         found: dict[str, Quantizer] = {}
+        if not isinstance(self.weights, list):
+            raise ValueError(f"config.json has no casts of stored weights: weights={shown(self.weights)} is no list")
         for entry in self.weights:
             try:
                 row, col, source, stream, backend = (entry[name] for name in _CASTS)
@@ -101,7 +107,11 @@ class StoredWeightsQuantizer(HfQuantizer):
         return state, {}
 
     def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files: Any = None, **_: Any) -> None:
-        """Convert the model, and put the parts of stored weights in the weights' places."""
+        """Convert the model, and put the parts of stored weights in the weights' places.
+
+        Raises:
+            ValueError: ``config.json`` describes something else than the model and the files.
+        """
         config = self.quantization_config
         recipe = None if config.recipe is None else recipe_from_json(json.dumps(config.recipe))
         stored = config.quantizers()
@@ -124,7 +134,7 @@ class StoredWeightsQuantizer(HfQuantizer):
             absent._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
             place.owner.register_parameter(place.parameter, None)
             vars(place.owner)[place.parameter] = absent
-        _require_safetensors(checkpoint_files)
+        _require_described(checkpoint_files, stored)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         """Make the weights of their parts.
@@ -205,15 +215,25 @@ def _names_in(model: Any, names: Iterable[str]) -> dict[str, str]:
     return {name: f"{prefix}{name}" for name in names}
 
 
-def _require_safetensors(files: Any) -> None:
-    """Raise unless ``files`` are safetensors files that can be read."""
+def _require_described(files: Any, stored: Mapping[str, Quantizer]) -> None:
+    """Raise unless ``files`` are safetensors files that can be read, with the codes of no more weights than ``stored``.
+
+    The others would stay at random. Names are not compared, since transformers may rename them.
+    """
     from safetensors import SafetensorError, safe_open
 
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         raise ValueError(f"weights that are stored as codes are read from safetensors files only, got {files!r:.80}")
+    coded: list[str] = []
     for file in files:
         try:
-            with safe_open(file, framework="pt"):
-                pass
+            with safe_open(file, framework="pt") as opened:
+                coded += fnmatch.filter(opened.keys(), f"*{_CODES}")
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is truncated or no safetensors file: {error}") from error
+    if len(coded) > len(stored):
+        odd = next(name for name in sorted(coded) if name.removesuffix(_CODES) not in stored)
+        raise ValueError(
+            f"the files have the codes of {len(coded)} weights, {odd!r} among them, and the weights of "
+            f"quantization_config in config.json say by which casts {len(stored)} are stored: save the model anew"
+        )

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import subprocess
 import sys
 import weakref
@@ -361,6 +362,26 @@ class TestHostile:
         config["quantization_config"][key] = value
         path.write_text(json.dumps(config))
         with pytest.raises(ValueError, match=words):
+            self.load(folder)
+
+    @pytest.mark.parametrize("weights", ["absent", None, [], "some", "these", 3])
+    def test_codes_that_are_not_described(self, folder, weights) -> None:
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        said = config["quantization_config"]
+        if weights == "absent":
+            del said["weights"]
+        elif weights == "some":
+            said["weights"][0]["modules"].remove(LAYER)
+        else:
+            said["weights"] = weights
+        path.write_text(json.dumps(config))
+        refused = r"codes of 14 weights, '.*\.weight_codes' among them, .* 0 are stored: save the model anew"
+        if weights == "some":
+            refused = rf"'{re.escape(LAYER)}\.weight_codes' among them, .* 13 are stored"
+        elif weights in ("these", 3):
+            refused = rf"{weights!r} is no list"
+        with pytest.raises(ValueError, match=refused):
             self.load(folder)
 
     def test_a_layer_that_is_none(self, folder) -> None:
