@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fp4engine import reference
-from fp4engine.arguments import require_path
+from fp4engine.arguments import require_path, shown
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.export.serving_format import (
     COMPRESSED_TENSORS,
@@ -191,7 +191,13 @@ class ServedCheckpoint:
         return self.tensors[codes], self.tensors[scales], self._outer(outer)
 
     def weight(self, layer: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``element * block scale * factor`` of a layer's weight, rounded once to ``dtype``: [N, K]."""
+        """``element * block scale * factor`` of a layer's weight, rounded once to ``dtype``: [N, K].
+
+        Raises:
+            ValueError: ``dtype`` is no floating-point dtype of PyTorch's.
+        """
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype must be a floating-point torch.dtype, got {shown(dtype)}")
         codes, scales, outer = self.operand(layer)
         return (reference.decode(codes, scales, CastSpec()) * self.form.factor(outer)).to(dtype)
 

@@ -325,6 +325,9 @@ def test_zeros_and_stored_weights(tmp_path) -> None:
         checkpoint = ServedCheckpoint(tmp_path / form)
         assert torch.equal(checkpoint.operand("a")[0], model["a"].weight.codes)
         assert torch.equal(checkpoint.weight("zero"), torch.zeros(16, 32))
+        for dtype in (torch.int8, torch.bool, torch.complex64, None, "bfloat16"):
+            with pytest.raises(ValueError, match=rf"dtype must be a floating-point torch\.dtype, got {dtype!r}"):
+                checkpoint.weight("a", dtype)
         assert torch.equal(checkpoint.tensors["b.weight"], model["b"].weight)
 
 
