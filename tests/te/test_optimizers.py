@@ -150,3 +150,15 @@ def test_a_state_of_transformer_engines_goes_on() -> None:
     del saved["param_groups"][0]["step"]
     with pytest.raises(ValueError, match="no 'step'"):
         theirs.load_state_dict(saved)
+
+
+def test_no_group_is_trained_without_bias_correction() -> None:
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    group = {"params": params[:1], "bias_correction": False}
+    refusal = pytest.raises(NotImplementedError, match=r"FusedAdam\(bias_correction=False\) is not implemented")
+    with refusal:
+        FusedAdam([group])
+    optimizer = FusedAdam([{**group, "bias_correction": True}])
+    with refusal:
+        optimizer.add_param_group({"params": params[1:], "bias_correction": False})
+    assert len(optimizer.param_groups) == 1

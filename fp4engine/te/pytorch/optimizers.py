@@ -48,7 +48,7 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, capturable: as there.
-        bias_correction: only True.
+        bias_correction: only True, in groups of parameters too.
         master_weights: keep FP32 copies of the parameters, which are what is trained; parameters that are stored as
             codes need them.
         use_decoupled_grad: read gradients from ``decoupled_grad`` instead of ``grad``; ``zero_grad`` drops those.
@@ -100,6 +100,16 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
         )
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
         self._to_none = True if set_grad_none is None else set_grad_none
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As PyTorch's.
+
+        Raises:
+            NotImplementedError: the group says ``bias_correction=False``.
+        """
+        if isinstance(param_group, dict):  # PyTorch refuses what is none
+            refuse("FusedAdam", bias_correction=(param_group.get("bias_correction", True), True))
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
