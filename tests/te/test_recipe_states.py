@@ -207,6 +207,44 @@ def test_stored_bytes_by_transformer_engines_attributes() -> None:
     assert torch.equal(codes * fp8._scale_inv, fp8.dequantize())
 
 
+@pytest.mark.parametrize(
+    ("shape", "dim", "rowwise", "columnwise"),
+    [
+        ((256, 512), 2, (2, 4), (4, 4)),
+        ((256, 512), 1, (4, 256), (2, 512)),
+        ((2, 65, 130), 2, (2, 4), (2, 4)),
+        ((2, 65, 130), 1, (2, 132), (2, 132)),
+        ((7,), 1, (1, 4), (1, 8)),
+        ((0, 128), 2, (0, 4), (1, 0)),
+    ],
+)
+def test_shapes_of_blocks_are_transformer_engines(shape, dim, rowwise, columnwise) -> None:
+    """Worked out by hand after ``Float8BlockQuantizer.get_scale_shape`` there."""
+    quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=dim)
+    assert quantizer.get_scale_shape(shape, columnwise=False) == rowwise
+    assert quantizer.get_scale_shape(torch.Size(shape), columnwise=True) == columnwise
+    assert quantizer.get_columnwise_shape(shape) == (shape[-1], *shape[:-1])
+    assert quantizer.get_columnwise_shape(()) == NVFP4Quantizer.get_columnwise_shape(()) == ()
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_a_tensor_without_dimensions_is_refused(name) -> None:
+    quantizer, refusal = (
+        QUANTIZERS[name].copy(),
+        pytest.raises(ValueError, match=r"at least one dimension, got shape \(\)"),
+    )
+    with refusal:
+        quantizer(torch.tensor(1.0))
+    with refusal:
+        quantizer.make_empty(())
+    with refusal:
+        quantizer.quantize(torch.tensor(1.0), out=quantizer.make_empty((1,)))
+    for shaped in ("get_scale_shape", "convert_shape_for_fp4"):
+        if hasattr(quantizer, shaped):
+            with refusal:
+                getattr(quantizer, shaped)((), *[False] * (shaped == "get_scale_shape"))
+
+
 @pytest.mark.parametrize("make", [NVFP4Quantizer, lambda: MXFP8Quantizer(DType.kFloat8E4M3)], ids=["nvfp4", "mxfp8"])
 def test_scales_may_lie_as_tensor_cores_read_them(make) -> None:
     quantizer, x = make(), torch.randn(130, 96)

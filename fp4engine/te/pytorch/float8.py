@@ -10,7 +10,7 @@ from fp4engine.formats import ScaleRule, fp8, fp8_block, mx
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.reference import round_outer_amax
 from fp4engine.te.pytorch.constants import ELEMENTS, DType
-from fp4engine.te.pytorch.quantized_tensor import Quantizer
+from fp4engine.te.pytorch.quantized_tensor import Quantizer, matrix_shape, transposed_shape
 from fp4engine.te.pytorch.storage import Float8BlockwiseQTensor, Float8Tensor, MXFP8Tensor
 from fp4engine.tensor import QuantizedTensor as Operands
 
@@ -261,6 +261,22 @@ class Float8BlockQuantizer(Quantizer):
         element = _fp8_element("Float8BlockQuantizer", self.dtype)
         spec = fp8_block(element, 128 if self.block_scaling_dim == 2 else 1, power_of_two=self.force_pow_2_scales)
         return FrozenQuantizer(spec, spec, stream=stream)
+
+    def get_scale_shape(self, shape: Any, columnwise: bool) -> tuple[int, int]:
+        """Shape in which TransformerEngine lays the scales of a tensor of ``shape``, its last axis padded to fours.
+
+        Scales of tensors here are [rows, blocks], without padding.
+        """
+        rows, cols = matrix_shape(shape)
+        rows, cols = (cols, rows) if columnwise else (rows, cols)
+        blocks = -(-cols // self.block_len)
+        outer, inner = (blocks, rows) if self.block_scaling_dim == 1 else (-(-rows // self.block_len), blocks)
+        return outer, inner + -inner % 4
+
+    @staticmethod
+    def get_columnwise_shape(shape: Any) -> tuple[int, ...]:
+        """Shape of the transposed tensor."""
+        return transposed_shape(shape)
 
     def is_requantization_safe(self) -> bool:
         return True

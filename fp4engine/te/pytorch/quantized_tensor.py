@@ -5,6 +5,7 @@ it is used. A quantized tensor is a ``torch.Tensor`` of its decoded values to ev
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -82,9 +83,13 @@ class Quantizer:
 
         Args:
             dtype: without effect, as in TransformerEngine: the result has the dtype of ``tensor`` to PyTorch.
+
+        Raises:
+            ValueError: ``tensor`` is none, or has no dimension.
         """
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{type(self).__name__} quantizes a tensor, got {shown(tensor)}")
+        matrix_shape(tensor.shape)
         if out is not None:
             return self.update_quantized(tensor, out)
         tensor = tensor.contiguous()
@@ -132,6 +137,7 @@ class Quantizer:
             raise ValueError(f"{type(self).__name__} writes into a QuantizedTensor, got {type(dst).__name__}")
         if dst._is_part:
             raise _lost("a write into a view")
+        matrix_shape(src.shape)
         if src.shape[-1:] != dst.shape[-1:] or src.numel() != dst.numel():
             raise ValueError(f"a tensor {list(src.shape)} cannot be quantized into one {list(dst.shape)}")
         is_used = self.rowwise_usage or self.columnwise_usage
@@ -154,8 +160,10 @@ class Quantizer:
         """A tensor with memory for both sides that are in use, holding zeros."""
         if pin_memory:
             raise NotImplementedError("make_empty(pin_memory=True) is not implemented; leave it out")
+        shape = tuple(shape)
+        matrix_shape(shape)
         place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        empty = self.quantize_impl(torch.zeros(tuple(shape), dtype=dtype, device=place))
+        empty = self.quantize_impl(torch.zeros(shape, dtype=dtype, device=place))
         empty.requires_grad_(requires_grad)
         return empty
 
@@ -383,6 +391,22 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor, metaclass=_OrWeight)
             self.requires_grad,
             isinstance(self, torch.nn.Parameter),
         )
+
+
+def matrix_shape(shape: Any) -> tuple[int, int]:
+    """``(M, K)`` of the matrix that a tensor [..., K] of ``shape`` is quantized as.
+
+    Raises:
+        ValueError: it has no dimension.
+    """
+    if len(shape) == 0:
+        raise ValueError("what is quantized must have at least one dimension, got shape (); reshape it to (1,)")
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def transposed_shape(shape: Any) -> tuple[int, ...]:
+    """``shape`` with the last axis first."""
+    return (*shape[-1:], *shape[:-1])
 
 
 def decoded(tensor: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """TransformerEngine's quantizers, and the tensors that they make."""
 
-import math
 from typing import Any
 
 import torch
@@ -19,7 +18,14 @@ from fp4engine.te.pytorch.float8 import (
     MXFP8Quantizer,
     with_shared_amax,
 )
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer, decoded, rebuild
+from fp4engine.te.pytorch.quantized_tensor import (
+    QuantizedTensor,
+    Quantizer,
+    decoded,
+    matrix_shape,
+    rebuild,
+    transposed_shape,
+)
 from fp4engine.te.pytorch.storage import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
@@ -132,7 +138,7 @@ class NVFP4Quantizer(Quantizer):
 
     def get_scale_shape(self, shape: Any, columnwise: bool) -> tuple[int, int]:
         """Shape of the padded block scales of a tensor of ``shape``."""
-        rows, cols = math.prod(shape[:-1]), shape[-1]
+        rows, cols = matrix_shape(shape)
         rows, cols = (cols, rows) if columnwise else (rows, cols)
         blocks = -(-cols // 16)
         return rows + -rows % 128, blocks + -blocks % 4
@@ -140,11 +146,12 @@ class NVFP4Quantizer(Quantizer):
     @staticmethod
     def get_columnwise_shape(shape: Any) -> tuple[int, ...]:
         """Shape of the transposed tensor, without which columnwise codes make no sense."""
-        return (shape[-1], *shape[:-1]) if len(shape) else ()
+        return transposed_shape(shape)
 
     @staticmethod
     def convert_shape_for_fp4(shape: Any) -> tuple[int, ...]:
         """Shape of the packed codes."""
+        matrix_shape(shape)
         return (*shape[:-1], shape[-1] // 2)
 
     def _get_compatible_recipe(self) -> Any:
