@@ -38,9 +38,10 @@ def require_path(name: str, path: str | os.PathLike[str]) -> Path:
     """The argument ``name`` as a path.
 
     Raises:
-        ValueError: neither a string nor a path, or an empty string, as of a shell's variable that nobody set.
+        ValueError: neither a string nor a path, an empty string, as of a shell's variable that nobody set, or one with
+            a zero character, which no file's name has.
     """
-    if not isinstance(path, str | os.PathLike) or path == "":
+    if not isinstance(path, str | os.PathLike) or path == "" or "\0" in str(path):
         raise ValueError(f"{name} must be a path, got {shown(path)}")
     return Path(path)
 

@@ -29,6 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     path = folder / "report.html" if arguments.out is None else require_path("--out", arguments.out)
     if path.exists() and path.samefile(source / FILE if source.is_dir() else source):
         raise ValueError(f"--out must be another file than the record, got {arguments.out!r}")
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        raise ValueError(f"--out must be a file in a folder that is there, got {str(path)!r}")
     _write(path.resolve(), page.encode(errors="backslashreplace"))  # names of files may be no text
     print(path)
     return 0

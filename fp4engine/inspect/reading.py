@@ -116,7 +116,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
             row = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"line {line} of {file} is not JSON: {error}") from error
-        if wrong := _fault(row):
+        if wrong := fault_of(row):
             raise ValueError(f"line {line} of {file} is no row of a record: {wrong}")
         rows.append({**row, "line": line})
     if not rows or rows[0]["kind"] != "run":
@@ -126,7 +126,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _fault(row: Any) -> str:
+def fault_of(row: Any) -> str:
     """Why ``row`` is no row of a record; empty if it is one."""
     if not isinstance(row, dict) or not _is_count(row.get("step")) or not _is_text(row.get("kind")):
         return "it needs a step and a kind"

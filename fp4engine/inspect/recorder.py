@@ -292,7 +292,8 @@ def record(
         tensorboard: also write scalars as TensorBoard events into ``out``.
 
     Raises:
-        ValueError: an argument outside its words, a pattern that matches no layer, a model without layers.
+        ValueError: an argument outside its words, a pattern that matches no layer, a model without layers, an ``out``
+            that cannot be made.
         ImportError: ``tensorboard=True`` where ``torch.utils.tensorboard`` cannot be imported.
         RuntimeError: a second optimizer that holds parameters of the model takes a step while ``optimizer`` is None; a
             recorded step is captured in a CUDA graph; the ranks recorded different layers.
@@ -314,7 +315,7 @@ def record(
     writer = _tensorboard(folder) if tensorboard and _rank() == 0 else None
     recorder = Recorder(model, folder, every, patterns, first_step, draws, shadow_rows, writer)
     with _steps_told_by(optimizer, model, recorder):
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(folder)
         if _rank() == 0:
             cut_unfinished_line(recorder.path)
         recorder._write(first_step, [_header(recorder, every)])
@@ -336,6 +337,20 @@ def record(
             "an optimizer; with optimizer='by hand' the loop calls step()",
             stacklevel=3,
         )
+
+
+def _make_folder(folder: Path) -> None:
+    """Make ``folder``, which is to hold a record.
+
+    Raises:
+        ValueError: it cannot be made, or a folder has the record's name.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out must be a folder, and {str(folder)!r} cannot be made: {error}") from error
+    if (folder / FILE).is_dir():
+        raise ValueError(f"out must be a folder for the file {FILE}, and in {str(folder)!r} that is a folder")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Every number on the page sits in an element that names the line of ``record.json
 """
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from typing import Any
 
 import torch
 
-from fp4engine.inspect.reading import element_of
+from fp4engine.arguments import shown
+from fp4engine.inspect.reading import element_of, fault_of
 from fp4engine.reference.rounding import decode
 
 Row = dict[str, Any]
@@ -70,8 +72,18 @@ def html(rows: Sequence[Row], title: str) -> str:
     """The page about ``rows``, which :func:`fp4engine.inspect.read` returned.
 
     Raises:
-        ValueError: there is no recorded step in them, or no row about the run.
+        ValueError: ``rows`` are something else, there is no recorded step in them, or no row about the run; ``title``
+            is no string.
     """
+    if isinstance(rows, str | os.PathLike):
+        raise ValueError(f"rows must be what fp4engine.inspect.read({shown(rows)}) returns, got the path itself")
+    if not isinstance(rows, Sequence):
+        raise ValueError(f"rows must be a list, as fp4engine.inspect.read returns it, got {shown(rows)}")
+    for row in rows:
+        if wrong := fault_of(row) or ("" if "line" in row else "it needs 'line'"):
+            raise ValueError(f"rows must be what fp4engine.inspect.read returns, got {shown(row)} among them: {wrong}")
+    if not isinstance(title, str):
+        raise ValueError(f"title must be a string, got {shown(title)}")
     if not any(row["kind"] == "run" for row in rows):
         raise ValueError("rows must have the row of kind 'run' that a record begins with; leave it among them")
     found = [row for row in rows if row["kind"] not in ("run", "refusal")]

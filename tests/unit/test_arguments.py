@@ -52,6 +52,9 @@ def hybrid(**options: object) -> object:
     return fp4engine.HybridQuantizer(**{"rowwise_quantizer": own, "columnwise_quantizer": own} | options)
 
 
+RUN = {"step": 0, "kind": "run", "every": 1, "world_size": 1, "line": 1}
+
+
 def record(model: object, out: object, **options: object) -> None:
     with inspect.record(model, out, **options):
         pass
@@ -126,6 +129,19 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
         (lambda: qat.prepare(nn.Sequential(nn.Linear(32, 32)), clip="half"), "clip must be .* got 'half'"),
         (lambda: record(make_model(), None), "out must be a path, got None"),
         (lambda: record(make_model(), __file__), "out must be a folder, and .* is a file"),
+        (lambda: record(make_model(), "a\0b"), r"out must be a path, got 'a\\x00b'"),
+        (
+            lambda: record(make_model(), Path(__file__) / "x"),
+            r"out must be a folder, and .*/x' cannot be made: .*Not a dir",
+        ),
+        (lambda: inspect.html("runs/look", "t"), r"rows must be what .*read\('runs/look'\) returns, got the path"),
+        (lambda: inspect.html(Path("runs"), "t"), "rows must be what .* returns, got the path itself"),
+        (lambda: inspect.html(None, "t"), "rows must be a list, as .* returns it, got None"),
+        (lambda: inspect.html(iter([RUN]), "t"), "rows must be a list, as .* returns it, got <list_iterator"),
+        (lambda: inspect.html([3], "t"), "rows must be what .* returns, got 3 among them: it needs a step and a kind"),
+        (lambda: inspect.html([{**RUN, "every": "x"}], "t"), "got .* among them: 'every' of a row .* cannot be 'x'"),
+        (lambda: inspect.html([{key: RUN[key] for key in RUN if key != "line"}], "t"), "among them: it needs 'line'"),
+        (lambda: inspect.html([RUN], None), "title must be a string, got None"),
         (lambda: record(make_model(), "never", layers=3), "layers must be a sequence of patterns, .* got 3"),
         (lambda: bisect(3, make_model(), RECIPE), "make_run must be a function, got 3"),
         (lambda: bisect(lambda recipe: None, make_model(), RECIPE), "make_run must return the losses .* got None"),

@@ -200,6 +200,11 @@ def test_a_report_that_cannot_be_written_leaves_the_files_alone(tmp_path: Path, 
             main(["report", str(source), "--out", str(record)])
         assert left.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
+    for place in (tmp_path, tmp_path / "nowhere" / "page.html"):
+        with pytest.raises(SystemExit) as left:
+            main(["report", str(record), "--out", str(place)])
+        assert "--out must be a file in a folder that is there, got " in capsys.readouterr().err
+
     def fill(path: Path, content: bytes) -> None:
         with path.open("wb") as file:
             file.write(content[:100])

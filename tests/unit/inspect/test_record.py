@@ -762,6 +762,14 @@ def test_a_report_needs_the_row_about_the_run(tmp_path: Path) -> None:
         inspect.html(rows_of(tmp_path, "gemm"), "products only")
 
 
+def test_a_folder_by_the_name_of_the_record_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "record.jsonl").mkdir()
+    with pytest.raises(
+        ValueError, match=r"out must be a folder for the file record\.jsonl, and in .* that is a folder"
+    ):
+        train(zoo.make("nvfp4"), 1, tmp_path, layers="first", every=1)
+
+
 def test_the_report_shows_the_later_of_two_rows_of_a_step(tmp_path: Path) -> None:
     for _ in range(2):  # as a run that is resumed takes steps again
         train(zoo.make("nvfp4"), 1, tmp_path, layers="first", every=1)
