@@ -82,6 +82,12 @@ def require_callable(name: str, function: Callable[..., Any]) -> None:
         raise ValueError(f"{name} must be a function, got {shown(function)}")
 
 
+def require_data(tensor: torch.Tensor, values: object) -> None:
+    """Raise a TypeError, as PyTorch does, unless ``values``, which ``tensor.data`` is set to, are a tensor."""
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"the data of a {type(tensor).__name__} must be a tensor, got {shown(values)}")
+
+
 def require_member(name: str, group: Any) -> None:
     """Raise unless ``group``, an argument of that name, is a process group of which this process is a rank.
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fp4engine.arguments import require_data
 from fp4engine.formats import CastSpec
 from fp4engine.functional import LinearPlan, WeightCache
 from fp4engine.functional.weight_cache import Make, Operands
@@ -187,6 +188,7 @@ class QuantizedWeight(torch.Tensor):
             raise NotImplementedError("amax_reduction_group is not implemented for weights of quantized_model_init")
 
     def _set_data(self, values: Tensor) -> None:
+        require_data(self, values)
         with torch.no_grad():
             self.copy_(values)
 

@@ -428,6 +428,8 @@ def test_meta_device_then_reset_parameters(make):
 def test_assigned_and_shared_data_reach_the_codes():
     weight = build(MODULES["Linear"]).weight
     weight.data = torch.ones(24, 40)
+    with pytest.raises(TypeError, match="the data of a QuantizedWeight must be a tensor, got 3"):
+        weight.data = 3
     assert (weight.dequantize() == 1).all()
     weight.data.mul_(2)
     assert (weight.dequantize() == 2).all()

@@ -180,6 +180,10 @@ def test_data_of_the_same_kind_is_taken_as_it_is(kind) -> None:
     assert torch.equal(tensor.dequantize(), other.dequantize()) and torch.equal(tensor.data, other)
     with pytest.raises(ValueError, match=r"the data of a tensor \[32, 32\] cannot be one \[8, 8\]"):
         tensor.data = torch.ones(8, 8)
+    for value in (3, None, [1.0]):
+        with pytest.raises(TypeError, match=r"the data of a \w+Tensor must be a tensor, got (3|None|\[1\.0\])$"):
+            tensor.data = value
+    assert torch.equal(tensor.dequantize(), other.dequantize())
 
 
 @pytest.mark.parametrize("kind", [NVFP4Quantizer(), MXFP8Quantizer(DType.kFloat8E4M3)], ids=["NVFP4", "MXFP8"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from fp4engine.arguments import shown
+from fp4engine.arguments import require_data, shown
 from fp4engine.formats import CastSpec
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
@@ -271,6 +271,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor, metaclass=_OrWeight)
 
     def _set_data(self, values: Tensor) -> None:
         """Take codes and dtype of a tensor of this kind as they are; quantize other values, and take their dtype."""
+        require_data(self, values)
         if values.shape != self.shape:
             raise ValueError(f"the data of a tensor {list(self.shape)} cannot be one {list(values.shape)}")
         taken = values if isinstance(values, type(self)) else self._quantizer.quantize_impl(decoded(values.detach()))
