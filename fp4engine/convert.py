@@ -1,10 +1,12 @@
 """Whole models: swap ``nn.Linear`` for :class:`fp4engine.Linear`, and say what will multiply and what will not."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from types import MethodType
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -33,6 +35,7 @@ from fp4engine.modules.adoption import (
 from fp4engine.modules.gemms import require_own_recipe
 from fp4engine.modules.torch_attention import TorchMultiheadAttention
 from fp4engine.names import covers
+from fp4engine.quantizers.base import FLOATS
 from fp4engine.recipe import Recipe, RuledRecipe
 from fp4engine.recipe.base import require
 
@@ -257,7 +260,30 @@ def _obstacle(module: nn.Linear) -> str:
         return "its weight is computed (parametrized), not a parameter"
     if is_lazy(weight):
         return "its weight has no shape yet (lazy); run the model once first"
+    if weight.dtype not in FLOATS:
+        return f"its weight is {weight.dtype}, which no recipe casts"
+    if lost := _own_attributes(type(module)):
+        return f"{kind} has {lost[0]!r} of its own, which a swap would lose"
     return ""
+
+
+class _Constructed:
+    """What a class has that says nothing but how its objects are made."""
+
+    size: int
+
+    def __init__(self) -> None:
+        self.size = 0
+
+
+def _own_attributes(kind: type[nn.Linear]) -> list[str]:
+    """Names of what ``kind`` and its bases have beside ``nn.Linear``.
+
+    Left out are a constructor, which has run, and what ``fully_shard`` gives to a class, whose work is done by hooks.
+    """
+    of_fsdp2: type[Any] | tuple[()] = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    bases = [base for base in kind.__mro__ if base not in nn.Linear.__mro__ and not issubclass(base, of_fsdp2)]
+    return [name for base in bases for name in vars(base) if name not in vars(_Constructed)]
 
 
 def _held_besides(model: nn.Module) -> dict[nn.Module, str]:

@@ -141,9 +141,23 @@ class OwnForward(nn.Linear):
         return super().forward(input) * 2
 
 
-class OnlyMoreMethods(nn.Linear):
+class MoreMethods(nn.Linear):
     def describe(self) -> str:
         return "a plain Linear with a method"
+
+
+class MoreAttributes(nn.Linear):
+    tag = "head"
+
+
+class OnlyAConstructor(nn.Linear):
+    """It has no more than this."""
+
+    tag: str
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.tag = "head"
 
 
 def replaced_forward() -> nn.Linear:
@@ -159,7 +173,11 @@ def replaced_forward() -> nn.Linear:
         (replaced_forward, "forward was replaced"),
         (lambda: parametrizations.weight_norm(nn.Linear(16, 16)), "weight is computed"),
         (lambda: nn.LazyLinear(16), "no shape yet"),
-        (lambda: OnlyMoreMethods(16, 16), ""),
+        (lambda: MoreMethods(16, 16), "MoreMethods has 'describe' of its own, which a swap would lose"),
+        (lambda: MoreAttributes(16, 16), "MoreAttributes has 'tag' of its own, which a swap would lose"),
+        (lambda: nn.Linear(16, 16, dtype=torch.complex64), "its weight is torch.complex64, which no recipe casts"),
+        (lambda: OnlyAConstructor(16, 16), ""),
+        (lambda: nn.modules.linear.NonDynamicallyQuantizableLinear(16, 16), ""),
     ],
 )
 def test_modules_that_a_swap_would_change_are_left_alone_with_a_reason(
@@ -170,6 +188,7 @@ def test_modules_that_a_swap_would_change_are_left_alone_with_a_reason(
     reasons = left_alone(fp4engine.convert(model))
     assert isinstance(model["plain"], fp4engine.Linear)
     assert isinstance(model["odd"], fp4engine.Linear) != bool(reason)
+    assert not hasattr(module, "tag") or model["odd"].tag == "head"
     if reason:
         assert model["odd"] is module
         assert reason in reasons["odd"]
