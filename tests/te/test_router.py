@@ -55,6 +55,25 @@ def test_groups_are_chosen_by_the_sum_of_their_best() -> None:
     assert routes.tolist() == [[False, False, True, True, False, False]]
 
 
+@pytest.mark.parametrize(
+    ("num_groups", "group_topk", "said"),
+    [
+        (3, None, "num_groups and group_topk go together, got num_groups=3, group_topk=None"),
+        (None, 1, "num_groups and group_topk go together, got num_groups=None, group_topk=1"),
+        (4, 1, "num_groups must divide the 6 experts and be at least group_topk=1, got 4"),
+        (2, 3, "num_groups must divide the 6 experts and be at least group_topk=3, got 2"),
+        (3, 3, "topk must be at least group_topk=3, got 2"),
+        (-3, 1, "num_groups must be an integer of at least 1, got -3"),
+        (3, 1.5, "group_topk must be an integer of at least 1, got 1.5"),
+    ],
+)
+def test_groups_that_do_not_go_together_are_refused(num_groups, group_topk, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        fused_topk_with_score_function(torch.randn(4, 6), 2, True, num_groups, group_topk, None, "softmax", None)
+    _, routes = fused_topk_with_score_function(torch.randn(4, 6), 2, True, 0, 0, None, "softmax", None)
+    assert routes.sum() == 8
+
+
 def test_the_auxiliary_loss() -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, 4, requires_grad=True)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp4engine.arguments import require_integer
 from fp4engine.recipe.base import require
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -35,7 +36,7 @@ def fused_topk_with_score_function(
         logits: [T, E], FP32 or 16 bits.
         use_pre_softmax: with ``"softmax"``, over all experts instead of the chosen ones.
         num_groups, group_topk: choose among the experts of ``group_topk`` of ``num_groups`` equal groups, those whose
-            ``topk / group_topk`` best experts have the highest sum.
+            ``topk / group_topk`` best experts have the highest sum; None or 0, both, for one group of all.
         scaling_factor: what probabilities are multiplied by.
         score_function: ``"softmax"``; or ``"sigmoid"`` or ``"sqrtsoftplus"``, whose probabilities are divided by their
             sum where ``topk > 1``.
@@ -49,7 +50,8 @@ def fused_topk_with_score_function(
         for those that are, or ``topk_indices``.
 
     Raises:
-        ValueError: another ``score_function``.
+        ValueError: another ``score_function``; one of ``num_groups`` and ``group_topk`` without the other, or such that
+            do not fit the experts or ``topk``.
         NotImplementedError: another format, or a histogram.
     """
     require("score_function", score_function, SCORE_FUNCTIONS)
@@ -112,7 +114,16 @@ def _shares(scores: Tensor) -> Tensor:
 
 def _choose(scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> Tensor:
     """Indices [T, k] of the chosen experts."""
-    if group_topk and num_groups:
+    if bool(num_groups) != bool(group_topk):
+        raise ValueError(f"num_groups and group_topk go together, got num_groups={num_groups}, group_topk={group_topk}")
+    if num_groups and group_topk:
+        num_groups = require_integer("num_groups", num_groups, 1)
+        group_topk = require_integer("group_topk", group_topk, 1)
+        if scores.shape[-1] % num_groups or group_topk > num_groups:
+            raise ValueError(
+                f"num_groups must divide the {scores.shape[-1]} experts and be at least group_topk={group_topk}, "
+                f"got {num_groups}"
+            )
         if topk < group_topk:
             raise ValueError(f"topk must be at least group_topk={group_topk}, got {topk}")
         groups = scores.unflatten(-1, (num_groups, -1))
