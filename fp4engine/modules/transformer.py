@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4engine.arguments import require_rate
+from fp4engine.arguments import require_rate, shown
 from fp4engine.modules.attention import MultiheadAttention
 from fp4engine.modules.layernorm_mlp import LayerNormMLP
 from fp4engine.modules.norm import LayerNorm, RMSNorm
@@ -43,7 +43,8 @@ class TransformerLayer(torch.nn.Module):
 
     Raises:
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
-        ValueError: arguments that contradict each other, or rates that are none.
+        ValueError: arguments that contradict each other, such as cross-attention's of an encoder, or rates that are
+            none.
     """
 
     __call__: Callable[..., Tensor]
@@ -99,6 +100,12 @@ class TransformerLayer(torch.nn.Module):
             raise ValueError(
                 "parallel_attention_mlp=True goes with layer_type='encoder' and without "
                 "apply_residual_connection_post_layernorm and output_layernorm"
+            )
+        if layer_type == "encoder":
+            _refuse_cross_attention(
+                enc_dec_attn_mask_type=None if enc_dec_attn_mask_type == "no_mask" else enc_dec_attn_mask_type,
+                enc_dec_window_size=enc_dec_window_size,
+                enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal,
             )
         require_rate("hidden_dropout", hidden_dropout)
         require_rate("drop_path_rate", drop_path_rate)
@@ -195,10 +202,16 @@ class TransformerLayer(torch.nn.Module):
             arguments: others of :meth:`MultiheadAttention.forward`, for self- and cross-attention alike.
 
         Raises:
-            ValueError: ``encoder_output`` is given to an encoder.
+            ValueError: ``encoder_output``, or what is of cross-attention, is given to an encoder.
         """
-        if encoder_output is not None and self.inter_attention is None:
-            raise ValueError("encoder_output goes with layer_type='decoder', this is 'encoder'")
+        if self.inter_attention is None:
+            _refuse_cross_attention(
+                encoder_output=encoder_output,
+                enc_dec_attn_mask=enc_dec_attn_mask,
+                enc_dec_attn_mask_type=enc_dec_attn_mask_type,
+                enc_dec_window_size=enc_dec_window_size,
+                enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+            )
         attended = self.self_attention(
             hidden_states,
             attention_mask,
@@ -237,6 +250,13 @@ class TransformerLayer(torch.nn.Module):
             kept = torch.rand(shape, dtype=torch.float32, device=branch.device) >= self.drop_path_rate
             branch = branch * (kept.float() / (1 - self.drop_path_rate or 1)).to(branch.dtype)
         return residual + branch
+
+
+def _refuse_cross_attention(**arguments: Any) -> None:
+    """Raise a ValueError if one of ``arguments``, which an encoder has no use for, is given."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} goes with layer_type='decoder', this is 'encoder'; got {shown(value)}")
 
 
 _ATTENTION_ARGUMENTS = (

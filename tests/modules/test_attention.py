@@ -1,6 +1,7 @@
 """Attention and transformer layers against plain PyTorch, their masks, and TransformerEngine's keys."""
 
 import math
+import re
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from fp4engine.functional.attention import MASK_TYPES, AttentionMask, attention,
 from fp4engine.modules.attention import MultiheadAttention
 from fp4engine.modules.transformer import TransformerLayer
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
+from fp4engine.te.pytorch import TransformerLayer as TETransformerLayer
 
 RECIPE = NVFP4BlockScaling()
 IDENTITY = CustomRecipe(qfactory=lambda role: IdentityQuantizer())
@@ -496,3 +498,19 @@ def test_a_returned_bias_is_left_out_and_the_projections_hooks_are_called(bias):
         expected = whole(x)
     assert called and (added is parts.proj.bias if bias else added is None)
     torch.testing.assert_close(output if added is None else output + added, expected)
+
+
+@pytest.mark.parametrize("layer_class", [TransformerLayer, TETransformerLayer])
+def test_an_encoder_refuses_what_is_of_cross_attention(layer_class) -> None:
+    words = {"enc_dec_attn_mask_type": "causal", "enc_dec_window_size": (1, 0), "enc_dec_bottom_right_diagonal": True}
+    for name, value in words.items():
+        said = re.escape(f"{name} goes with layer_type='decoder', this is 'encoder'; got {value!r}")
+        refusal = pytest.raises(ValueError, match=said)
+        with refusal:
+            layer_class(16, 32, 2, **{name: value})
+        layer_class(16, 32, 2, layer_type="decoder", **{name: value})
+        with refusal:
+            layer_class(16, 32, 2)(torch.randn(3, 1, 16), **{name: value})
+    for name in ("encoder_output", "enc_dec_attn_mask"):
+        with pytest.raises(ValueError, match=f"{name} goes with layer_type='decoder', this is 'encoder'"):
+            layer_class(16, 32, 2)(torch.randn(3, 1, 16), **{name: torch.zeros(3, 1, 16)})
