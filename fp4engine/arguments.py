@@ -62,6 +62,12 @@ def require_integer(name: str, value: Any, least: int | None = None, most: int |
     return number
 
 
+def require_bool(name: str, value: Any) -> None:
+    """Raise a ValueError unless ``value`` of the argument ``name`` is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {shown(value)}")
+
+
 def require_rate(name: str, value: Any) -> None:
     """Raise a ValueError unless ``value`` of the argument ``name`` is a number from 0 to 1."""
     try:

@@ -39,6 +39,7 @@ SIDEWAYS = {
     ("qat", "convert"),  # quantization-aware training converts the model, and stores its weights in the end
     ("qat", "frozen_weights"),
     ("frozen_weights", "integrations"),  # stored weights of a model of transformers are for its save_pretrained
+    ("formats", "arguments"),  # what a preset is asked is checked as everywhere
     ("formats", "constants"),  # formats are data about constants
     ("capability", "environment"),  # whether kernels run on the CPU is asked of TRITON_INTERPRET
 }

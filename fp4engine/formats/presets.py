@@ -1,7 +1,11 @@
 """CastSpecs of the formats that have names of their own; NVFP4 is ``CastSpec()``."""
 
+from fp4engine.arguments import require_bool, require_integer
 from fp4engine.formats.cast_spec import CastSpec, Outer, RoundingMode, ScaleRule
 from fp4engine.formats.elements import E8M0, FP32, ElementFormat
+
+LARGEST_MARGIN = 126
+"""Beyond, ``max / 2^margin`` of a format would be no normal FP32 number."""
 
 
 def mx(
@@ -46,8 +50,13 @@ def fp8(element: ElementFormat, *, power_of_two: bool = False, margin: int = 0) 
 
     Args:
         power_of_two: round ``max / A`` down to a power of two.
-        margin: binades left free above the amax.
+        margin: binades left free above the amax, 0 to 126.
+
+    Raises:
+        ValueError: ``element`` is no format, ``power_of_two`` no bool, or ``margin`` none of these integers.
     """
+    require_bool("power_of_two", power_of_two)
+    margin = require_integer("margin", margin, 0, LARGEST_MARGIN)
     return CastSpec(
         element=element,
         block=(0, 0),
@@ -63,7 +72,11 @@ def fp8_block(element: ElementFormat, rows: int, *, power_of_two: bool = True) -
 
     Args:
         rows: 1 or 128.
+
+    Raises:
+        ValueError: ``element`` is no format, ``power_of_two`` no bool, or ``rows`` no size of a block.
     """
+    require_bool("power_of_two", power_of_two)
     return CastSpec(
         element=element,
         block=(rows, 128),

@@ -29,10 +29,10 @@ _source = _Source()
 
 
 class _Seeding(threading.local):
-    """What :mod:`fp4engine.te` remembers of a thread's outermost region, and a checkpoint repeats.
+    """What modules that seed the stream from PyTorch's generator know of their thread; a checkpoint repeats it.
 
     Attributes:
-        is_done: whether the stream has been seeded from PyTorch's generator there, which takes one number of it.
+        is_done: whether they have done so in the outermost region, which takes one number of the generator.
     """
 
     def __init__(self) -> None:

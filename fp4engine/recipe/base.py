@@ -5,11 +5,13 @@ A recipe answers "what should happen to this role?". It holds no tensors and kno
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 from itertools import count
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -80,6 +82,9 @@ class QParams:
         random_hadamard_transform: rotate the COLUMNWISE operand (wgrad) in groups of 16.
         stochastic_rounding: round elements stochastically, both directions.
         fp4_2d_quantization: one block scale per 16x16 tile instead of 1x16.
+
+    Raises:
+        ValueError: ``amax_epsilon`` is no finite number of at least 0, or another one no bool.
     """
 
     power_2_scale: bool = False
@@ -91,6 +96,10 @@ class QParams:
     def __post_init__(self) -> None:
         for name in ("power_2_scale", "random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization"):
             require(name, getattr(self, name), (False, True))
+        epsilon = self.amax_epsilon
+        is_number = isinstance(epsilon, Real) and not isinstance(epsilon, bool)
+        if not (is_number and 0 <= float(epsilon) < math.inf):
+            raise ValueError(f"amax_epsilon must be a finite number of at least 0, got {epsilon!r}")
 
 
 def require(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

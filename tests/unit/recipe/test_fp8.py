@@ -7,7 +7,7 @@ import torch
 
 import fp4engine
 from fp4engine import reference
-from fp4engine.formats import E4M3, E5M2, E8M0, FP32, fp8
+from fp4engine.formats import E4M3, E5M2, E8M0, FP32, fp8, fp8_block
 from fp4engine.quantizers import make_quantizer
 from fp4engine.quantizers.delayed import AmaxHistory
 from fp4engine.recipe import (
@@ -18,6 +18,7 @@ from fp4engine.recipe import (
     Format,
     MMParams,
     MXFP8BlockScaling,
+    QParams,
     RuledRecipe,
     recipe_from_json,
 )
@@ -58,6 +59,20 @@ def test_element_per_role(cls, fp8_format: Format, forward, gradient) -> None:
         (Float8BlockScaling, {"x_block_scaling_dim": 3}, "x_block_scaling_dim must be one of 1, 2, got 3"),
         (Float8BlockScaling, {"x_block_scaling_dim": 2}, "at most one may be 2"),
         (MXFP8BlockScaling, {"margin": 2}, "margin must be one of 0, got 2"),
+        (Float8CurrentScaling, {"use_power_2_scales": 1}, "use_power_2_scales must be one of False, True, got 1"),
+        *(
+            (QParams, {"amax_epsilon": epsilon}, f"amax_epsilon must be a finite number of at least 0, got {epsilon!r}")
+            for epsilon in (-1e-3, float("nan"), float("inf"), "0", None, True)
+        ),
+        *(
+            (partial(fp8, E4M3), {"margin": margin}, f"margin must be an integer from 0 to 126, got {margin!r}")
+            for margin in (-1, 2.5, 127, 1100, float("nan"), "1", True)
+        ),
+        *(
+            (preset, {"power_of_two": value}, f"power_of_two must be True or False, got {value!r}")
+            for preset in (partial(fp8, E4M3), partial(fp8_block, E4M3, 1))
+            for value in (1, None, "yes")
+        ),
     ],
 )
 def test_wrong_arguments(cls, arguments, message: str) -> None:
