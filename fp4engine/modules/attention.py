@@ -64,7 +64,7 @@ class MultiheadAttention(torch.nn.Module):
 
     Raises:
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
-        ValueError: sizes that do not fit, or unknown words.
+        ValueError: sizes that do not fit, unknown words, or flags that are no bools.
     """
 
     __call__: Callable[..., Tensor]  # for type checkers; a tuple of tensors where a return_ flag asks for one
@@ -118,6 +118,8 @@ class MultiheadAttention(torch.nn.Module):
             raise NotImplementedError("MultiheadAttention(qkv_format='thd') is not implemented; use 'sbhd' or 'bshd'")
         require("qkv_format", qkv_format, ("sbhd", "bshd"))
         require("attention_type", attention_type, ("self", "cross"))
+        require("return_bias", return_bias, (False, True))
+        require("return_layernorm_output", return_layernorm_output, (False, True))
         require_rate("attention_dropout", attention_dropout)
         hidden_size = require_integer("hidden_size", hidden_size, 0)
         num_attention_heads = require_integer("num_attention_heads", num_attention_heads, 1)

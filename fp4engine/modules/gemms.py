@@ -187,7 +187,12 @@ class Gemms(torch.nn.Module):
             is_first_microbatch: True quantizes the weight and keeps its operands; False reuses kept operands while the
                 weight is unchanged; None does neither. It has no effect on gradients, except that they overwrite
                 ``main_grad`` in a module with ``first_overwrites``. See also :func:`fp4engine.weight_cache`.
+
+        Raises:
+            ValueError: ``is_first_microbatch`` is none of these.
         """
+        if is_first_microbatch is not None:
+            require("is_first_microbatch", is_first_microbatch, (None, False, True))
         hear_output = [listener(inp, weight) for listener, _ in self._listeners] if self._listeners else ()
         output = self._multiply(inp, weight, bias, is_first_microbatch)
         for hear in hear_output:
@@ -334,6 +339,8 @@ class Gemms(torch.nn.Module):
         self, inp: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
     ) -> Expert | None:
         """This module's product as data, for :func:`grouped_linear` to compute with others; None in high precision."""
+        if is_first_microbatch is not None:
+            require("is_first_microbatch", is_first_microbatch, (None, False, True))
         state = self._state_in_force()
         plan = self._plan_under(state)
         if plan is None:

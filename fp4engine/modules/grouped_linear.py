@@ -17,6 +17,7 @@ from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
 from fp4engine.recipe import Recipe
+from fp4engine.recipe.base import require
 
 
 class GroupedLinear(torch.nn.Module):
@@ -38,7 +39,7 @@ class GroupedLinear(torch.nn.Module):
 
     Raises:
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
-        ValueError: ``num_gemms`` is less than one, or a size is no integer or negative.
+        ValueError: ``num_gemms`` is less than one, a size is no integer or negative, or ``return_bias`` is no bool.
     """
 
     __call__: Callable[..., Tensor | tuple[Tensor, list[Tensor | None]]]
@@ -61,6 +62,7 @@ class GroupedLinear(torch.nn.Module):
     ) -> None:
         refuse_unimplemented("GroupedLinear", te_arguments)
         num_gemms = require_integer("num_gemms", num_gemms, 1)
+        require("return_bias", return_bias, (False, True))
         in_features = require_integer("in_features", in_features, 0)
         out_features = require_integer("out_features", out_features, 0)
         super().__init__()

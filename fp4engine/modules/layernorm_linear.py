@@ -8,6 +8,7 @@ from torch import Tensor
 from fp4engine.functional.norm import Norm
 from fp4engine.modules.norm import InputNorm
 from fp4engine.modules.split_linear import SplitLinear
+from fp4engine.recipe.base import require
 
 
 class LayerNormLinear(InputNorm, SplitLinear):
@@ -30,7 +31,7 @@ class LayerNormLinear(InputNorm, SplitLinear):
 
     Raises:
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
-        ValueError: the parts do not add up to ``out_features``.
+        ValueError: the parts do not add up to ``out_features``, or a flag is no bool.
     """
 
     __call__: Callable[..., Tensor]  # for type checkers; a tuple of tensors where a return_ flag asks for one
@@ -47,6 +48,7 @@ class LayerNormLinear(InputNorm, SplitLinear):
         **arguments: Any,
     ) -> None:
         self.norm = Norm(normalization, eps, zero_centered_gamma)
+        require("return_layernorm_output", return_layernorm_output, (False, True))
         self.return_layernorm_output = return_layernorm_output
         super().__init__(in_features, out_features, **arguments)
 

@@ -17,6 +17,7 @@ from fp4engine.modules.norm import InputNorm
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
 from fp4engine.names import dotted
 from fp4engine.recipe import Recipe
+from fp4engine.recipe.base import require
 
 
 class LayerNormMLP(InputNorm):
@@ -44,6 +45,7 @@ class LayerNormMLP(InputNorm):
 
     Raises:
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
+        ValueError: a size that is none, an unknown word, or a flag that is no bool.
     """
 
     fc1: Gemms
@@ -78,6 +80,8 @@ class LayerNormMLP(InputNorm):
         **te_arguments: Any,
     ) -> None:
         refuse_unimplemented("LayerNormMLP", te_arguments)
+        require("return_bias", return_bias, (False, True))
+        require("return_layernorm_output", return_layernorm_output, (False, True))
         hidden_size = require_integer("hidden_size", hidden_size, 0)
         ffn_hidden_size = require_integer("ffn_hidden_size", ffn_hidden_size, 0)
         super().__init__()

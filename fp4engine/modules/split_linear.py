@@ -13,6 +13,7 @@ from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import refuse_parts, store_weight
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
 from fp4engine.recipe import Recipe
+from fp4engine.recipe.base import require
 
 ParametersSplit = Mapping[str, int] | Iterable[str] | None
 """``{name: rows}``, or names that share the rows evenly; None for one parameter ``weight``."""
@@ -31,7 +32,7 @@ class SplitLinear(Gemms):
 
     Raises:
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
-        ValueError: the parts do not add up to ``out_features``.
+        ValueError: the parts do not add up to ``out_features``, or ``return_bias`` is no bool.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class SplitLinear(Gemms):
         refuse_unimplemented(kind, te_arguments)
         if fuse_wgrad_accumulation and parameters_split is not None:
             raise NotImplementedError(f"{kind}(fuse_wgrad_accumulation=True) needs parameters_split=None")
+        require("return_bias", return_bias, (False, True))
         in_features = require_integer("in_features", in_features, 0)
         out_features = require_integer("out_features", out_features, 0)
         super().__init__(name, recipe, fuse_wgrad_accumulation, shape=(out_features, in_features))

@@ -19,6 +19,7 @@ from fp4engine.te.pytorch import (
     LayerNormLinear,
     LayerNormMLP,
     Linear,
+    MultiheadAttention,
     RMSNorm,
     TransformerLayer,
     autocast,
@@ -474,3 +475,27 @@ def test_a_bias_that_is_returned_is_of_the_outputs_dtype(name) -> None:
     assert all(parameter.grad is not None for parameter in returned)
     without = forward(MAKE[name](return_bias=True, bias=False), x)[1]
     assert without in (None, [None, None])
+
+
+@pytest.mark.parametrize("value", [1, "no", torch.tensor(False), None], ids=repr)
+@pytest.mark.parametrize("name", [*MAKE, "MultiheadAttention"])
+def test_flags_are_booleans(name, value) -> None:
+    make = MAKE.get(name, lambda **arguments: MultiheadAttention(32, 2, **arguments))
+    flags = ["return_bias"] if name in ("Linear", "GroupedLinear") else ["return_bias", "return_layernorm_output"]
+    for flag in flags:
+        with pytest.raises(ValueError, match=re.escape(f"{flag} must be one of False, True, got {value!r}")):
+            make(**{flag: value})
+
+
+@pytest.mark.parametrize("value", [1, "no", torch.tensor(False)], ids=repr)
+@pytest.mark.parametrize("name", [*MAKE, "grouped on the device", "TransformerLayer"])
+@pytest.mark.parametrize("recipe", [None, MXFP8BlockScaling()], ids=["high", "mxfp8"])
+def test_the_first_microbatch_is_told_by_a_boolean(name, value, recipe) -> None:
+    counts = {"GroupedLinear": ([2, 2],), "grouped on the device": (torch.tensor([2, 2]),)}.get(name, ())
+    if name == "TransformerLayer":
+        module, x = TransformerLayer(32, 64, 2), torch.randn(4, 1, 32)
+    else:
+        module, x = MAKE["GroupedLinear" if counts else name](), torch.randn(4, 32)
+    refusal = rf"is_first_microbatch must be one of None, False, True, got {re.escape(repr(value))}"
+    with autocast(enabled=recipe is not None, recipe=recipe), pytest.raises(ValueError, match=refusal):
+        module(x, *counts, is_first_microbatch=value)
