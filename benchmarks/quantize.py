@@ -25,6 +25,7 @@ from fp4engine.kernels.amax import amax
 from fp4engine.kernels.casts import resolve_cast
 from fp4engine.kernels.dequantize import decode, dequantize
 from fp4engine.kernels.launch import facts
+from fp4engine.kernels.source import Asked
 
 RESULTS = Path(__file__).parent / "results"
 STREAM = 32
@@ -124,8 +125,8 @@ def measure(shape: tuple[int, int], rng: Tensor) -> dict[str, float]:
 def parts_of_a_call(x: Tensor, one: Tensor) -> dict[str, Callable[[], object]]:
     """What a rowwise quantize cannot do without: two outputs, and the launch, resolved before, that allocates them."""
     inputs = (x, None, None, None, one, None, None)
-    keys, forms = (PLAIN.key, ""), ("codes", "codes")
-    launch = resolve_cast(tuple(map(facts, inputs)), x.device, "", False, x.dtype, keys, forms, False, STREAM)
+    asked = Asked(PLAIN.key, "", "codes", "codes", "triton", "", False, x.dtype)
+    launch = resolve_cast(tuple(map(facts, inputs)), x.device, asked, False, STREAM)
     return {
         "two torch.empty": lambda: [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in launch.outputs],
         "launch": lambda: launch(*inputs),

@@ -15,6 +15,7 @@ from fp4engine.kernels.cast import Side
 from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolver
 from fp4engine.kernels.load import Prologue, Reading
 from fp4engine.kernels.quantize import Target
+from fp4engine.kernels.source import Asked
 
 Keys = tuple[str, str]
 """Keys of the rowwise and the columnwise spec, empty for a side that is not asked for."""
@@ -55,11 +56,7 @@ def fuses(spec: CastSpec, dtype: torch.dtype) -> tuple[bool, str]:
 def resolve_cast(
     tensors: tuple[Facts | None, ...],
     device: torch.device,
-    kind: str,
-    gated: bool,
-    dtype: torch.dtype,
-    keys: Keys,
-    forms: tuple[str, str],
+    asked: Asked,
     shared: bool,
     stream: int,
 ) -> Launch:
@@ -70,22 +67,20 @@ def resolve_cast(
 
     Args:
         tensors: facts of the inputs; those that are not there are None.
-        kind, gated, dtype: what is cast, see :class:`fp4engine.kernels.source.Source`; ``""`` for x itself.
-        keys: what :func:`supports`.
-        forms: ``"codes"`` or ``"values"``, of each side.
+        asked: with keys of what :func:`supports`.
         shared: whether both given amaxes are one tensor.
         stream: stream id of the role.
     """
     x = tensors[0]
     assert x is not None
     draft = Draft(device, inputs=7)
-    reading = Reading(x, Prologue.of(kind, dtype, gated) if kind else None)
+    reading = Reading(x, Prologue.of(asked.kind, asked.dtype, asked.gated) if asked.kind else None)
     rows, cols = reading.shape
     fp4: list[Target | None] = [None, None]
     fp8: list[cast_fp8.Target | None] = [None, None]
     others: list[blocks.Target] = []
     sharded = tensors[6] is not None and tensors[6].shape == (4,)
-    for bit, (key, form, shape) in enumerate(zip(keys, forms, ((rows, cols), (cols, rows)), strict=True)):
+    for bit, ((key, form), shape) in enumerate(zip(asked.sides, ((rows, cols), (cols, rows)), strict=True)):
         if not key:
             continue
         spec, given = CastSpec.from_key(key), tensors[4 + bit] is not None
@@ -164,15 +159,15 @@ def amaxes(x: Tensor, keys: Keys, rng: Tensor | None, stream: int) -> list[Tenso
         return resolve_amax(facts(x), x.device, *_with_blocks(keys))(x)
     found: list[Tensor] = []
     inputs = (x, None, None, None, None, None, rng)
-    asked = tuple(None if tensor is None else facts(tensor) for tensor in inputs)
+    tensors = tuple(None if tensor is None else facts(tensor) for tensor in inputs)
     for bit, key in enumerate(keys):
         if key:
             spec = CastSpec.from_key(key)
             if spec.correction is Correction.SCALAR:  # what it corrects by is folded in by the cast itself
                 spec = spec.replace(correction=Correction.NONE)
             alone = (spec.key, "") if bit == 0 else ("", spec.key)
-            launch = resolve_cast(asked, x.device, "", False, x.dtype, alone, ("codes", "codes"), False, stream)
-            found.append(launch(*inputs)[-1])
+            asked = Asked(*alone, "codes", "codes", "", "", False, x.dtype)
+            found.append(resolve_cast(tensors, x.device, asked, False, stream)(*inputs)[-1])
     return found
 
 

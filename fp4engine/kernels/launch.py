@@ -185,6 +185,7 @@ class Launch:
         self.outputs = [buffers[index - inputs] for index in outputs]
         self.steps = steps
         self._device, self._index = device, device.index if device.type == "cuda" else None
+        self._may_be_elsewhere = device.type == "cuda" and torch.cuda.device_count() > 1
         described = [argument for step in steps for argument in step.arguments if type(argument) is Block]
         tensors = {block.place.position for block in described if block.at is None}
         whole = [*outputs, *sorted(tensors.difference(outputs, range(inputs)))]
@@ -223,7 +224,7 @@ class Launch:
         This is one long function, since a call of Python in it would be made some ten times in a linear layer's step.
         """
         index, started = self._index, self._started
-        if index is not None and index != torch.cuda.current_device():
+        if self._may_be_elsewhere and index != torch.cuda.current_device():
             with torch.cuda.device(index):  # Triton launches on the current device, wherever its arguments lie
                 return self(*inputs)
         outputs = [allocate() for allocate in self._whole]

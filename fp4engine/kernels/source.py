@@ -1,5 +1,6 @@
-"""What cast kernels read: a matrix, or what a norm or an activation makes of one. Imports no Triton."""
+"""What casts read, a matrix or what a norm or an activation makes of one, and are asked for. Imports no Triton."""
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -33,3 +34,41 @@ class Source(NamedTuple):
     @property
     def device(self) -> torch.device:
         return self.x.device
+
+
+class Asked(NamedTuple):
+    """What is asked of a cast, but for its tensors and its stream id.
+
+    Attributes:
+        rowwise, columnwise: keys of the specs, empty for a side that is not to be made.
+        rowwise_form, columnwise_form: ``"codes"`` or ``"values"``, see :data:`fp4engine.ops.Form`.
+        backend: see :func:`fp4engine.ops.backend.choose`.
+        kind, gated, dtype: of the :class:`Source`; ``""``, False and the dtype of a matrix that is cast as it is.
+    """
+
+    rowwise: str
+    columnwise: str
+    rowwise_form: str
+    columnwise_form: str
+    backend: str
+    kind: str
+    gated: bool
+    dtype: torch.dtype
+
+    @property
+    def sides(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        """Key and form of the rowwise side and of the columnwise side."""
+        return (self.rowwise, self.rowwise_form), (self.columnwise, self.columnwise_form)
+
+    @property
+    def key(self) -> str:
+        """This as operators take it: the dispatcher takes less time over one argument than over eight."""
+        *words, gated, dtype = self
+        return " ".join([*words, str(int(gated)), str(dtype).removeprefix("torch.")])
+
+    @staticmethod
+    @cache
+    def from_key(key: str) -> "Asked":
+        """What printed ``key``."""
+        *words, gated, dtype = key.split(" ")
+        return Asked(*words, gated == "1", getattr(torch, dtype))

@@ -6,16 +6,16 @@ the columnwise operand x.T; both have the contracted axis last.
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import chain
+from itertools import chain, count
 from types import ModuleType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fp4engine import capability, reference
 from fp4engine.formats import CastSpec, Correction, Outer, RoundingMode
-from fp4engine.kernels.source import Source
+from fp4engine.kernels.source import Asked, Source
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.operand import Operand
@@ -58,49 +58,57 @@ def quantize(
         ValueError: x is no matrix of floating-point numbers, no side is asked for, a form is unknown or would round, or
             an amax is not what :func:`amax` returns.
     """
+    statistics = gamma = beta = None
+    kind, gated = "", False
     if isinstance(x, Tensor):
         if x.ndim != 2 or not x.is_floating_point():
             raise ValueError(f"x must be a floating-point matrix [M, K], got {x.dtype} of shape {tuple(x.shape)}")
-        x = as_it_is(x)
-        read = (x, "", False, x.dtype, None, None, None)
-    elif not isinstance(x, Source):
-        raise ValueError(f"x must be a tensor, got {type(x).__name__}")
+        matrix = as_it_is(x)
+    elif isinstance(x, Source):
+        matrix, kind, gated, statistics, gamma, beta = as_it_is(x.x), x.kind, x.gated, x.statistics, x.gamma, x.beta
     else:
-        read = (as_it_is(x.x), x.kind, x.gated, x.dtype, x.statistics, x.gamma, x.beta)
+        raise ValueError(f"x must be a tensor, got {type(x).__name__}")
     if rowwise is None and columnwise is None:
         raise ValueError("quantize needs rowwise or columnwise, got neither")
-    if rowwise_amax is not None or columnwise_amax is not None:
-        rows, cols = x.shape
-        require_amax("rowwise_amax", rowwise_amax, rowwise, rows, cols, x.device)
-        require_amax("columnwise_amax", columnwise_amax, columnwise, cols, rows, x.device)
-    row_key, col_key = "" if rowwise is None else rowwise.key, "" if columnwise is None else columnwise.key
-    if not rowwise_form == columnwise_form == "codes":
-        _require_forms(row_key, col_key, rowwise_form, columnwise_form)
-    if rng is None and (drawing := _drawing(row_key, col_key, False)):
-        raise ValueError(f"a stochastic cast needs rng=(seed, draw), got None (spec {drawing})")
-    row_amax, col_amax = None if rowwise is None else rowwise_amax, None if columnwise is None else columnwise_amax
-    if _rounds_amax(row_key, col_key, row_amax is None, col_amax is None):
+    rows, cols = x.shape
+    row_key, row_amax = ("", None) if rowwise is None else (rowwise.key, rowwise_amax)
+    col_key, col_amax = ("", None) if columnwise is None else (columnwise.key, columnwise_amax)
+    if row_amax is not None:
+        require_amax("rowwise_amax", row_amax, rowwise, rows, cols, matrix.device)
+    if col_amax is not None:
+        require_amax("columnwise_amax", col_amax, columnwise, cols, rows, matrix.device)
+    inputs = (matrix, statistics, gamma, beta, row_amax, col_amax, rng)
+    parts = (row_key, col_key, rowwise_form, columnwise_form, backend, kind, gated, x.dtype)
+    lacks = (row_amax is None, col_amax is None, rng is None)
+    if is_direct := is_plain(matrix):
+        asked = Asked(*parts)
+        layout = _laid_out(asked, *lacks)
+    else:
+        asked, layout = _laid_out_when_traced(*lacks, *parts)
+    if layout is None:
         assert isinstance(x, Tensor)
         own = amax(x, rowwise, columnwise, rng=rng, stream=stream, backend=backend)
-        row_amax, col_amax = own[0] if row_amax is None else row_amax, own[1] if col_amax is None else col_amax
-    run = _quantize if is_plain(read[0]) else torch.ops.fp4engine.quantize
-    outputs = iter(
-        run(*read, row_key, col_key, rowwise_form, columnwise_form, row_amax, col_amax, rng, stream, backend)
-    )
-    returned = _returned_amaxes(row_key, col_key, row_amax is None, col_amax is None)
-    rows, cols = x.shape
+        return quantize(
+            x,
+            rowwise,
+            columnwise,
+            rowwise_form=rowwise_form,
+            columnwise_form=columnwise_form,
+            rowwise_amax=own[0] if row_amax is None else row_amax,
+            columnwise_amax=own[1] if col_amax is None else col_amax,
+            rng=rng,
+            stream=stream,
+            backend=backend,
+        )
+    cast: Any = _cast if is_direct else torch.ops.fp4engine.quantize
+    made: list[Any] = [*cast(*inputs, stream, asked), None, row_amax, col_amax]
     row = col = None
     if rowwise is not None:
-        data, scale_inv = next(outputs), next(outputs) if rowwise_form == "codes" else None
-        row = Operand(rowwise, rows, cols, data, scale_inv, next(outputs) if returned[0] else row_amax)
+        data, scale_inv, outer = layout[0]
+        row = Operand(rowwise, rows, cols, made[data], made[scale_inv], made[outer])
     if columnwise is not None:
-        data, scale_inv = next(outputs), next(outputs) if columnwise_form == "codes" else None
-        if returned[1]:
-            col_amax = next(outputs)
-        elif col_amax is None:
-            assert row is not None
-            col_amax = row.amax
-        col = Operand(columnwise, cols, rows, data, scale_inv, col_amax)
+        data, scale_inv, outer = layout[1]
+        col = Operand(columnwise, cols, rows, made[data], made[scale_inv], made[outer])
     return row, col
 
 
@@ -156,39 +164,52 @@ def _drawn(rowwise: str, columnwise: str, amax_alone: bool) -> str:
     return ""
 
 
-@constant_when_traced
-def _rounds_amax(rowwise: str, columnwise: str, row_missing: bool, col_missing: bool) -> bool:
-    """Whether an outer amax that is not given has to be rounded. A cast does not do that; :func:`amax` does."""
-    return _rounded(rowwise, columnwise, row_missing, col_missing)
-
-
-@cache
-def _rounded(rowwise: str, columnwise: str, row_missing: bool, col_missing: bool) -> bool:
-    missing = [key for key, is_missing in ((rowwise, row_missing), (columnwise, col_missing)) if key and is_missing]
-    specs = [CastSpec.from_key(key) for key in missing]
-    return any(not spec.block[1] and spec.scale_rule.is_power_of_two for spec in specs)
+Layout = tuple[tuple[int, int, int], tuple[int, int, int]]
+"""Where the data, the block scales and the outer amax of each side are, in a list of what a cast returns followed by
+None and by the amax that was given for each side."""
 
 
 @constant_when_traced
-def _returned_amaxes(rowwise: str, columnwise: str, row_missing: bool, col_missing: bool) -> tuple[bool, bool]:
-    """:func:`_returned`, for code that may be traced."""
-    return _returned(rowwise, columnwise, row_missing, col_missing)
+def _laid_out_when_traced(
+    row_missing: bool, col_missing: bool, no_draw: bool, *parts: Any
+) -> tuple[str, Layout | None]:
+    """The key and the layout of what is asked, whose parts are given one by one: Dynamo would lose a named tuple's."""
+    asked = Asked(*parts)
+    return asked.key, _laid_out(asked, row_missing, col_missing, no_draw)
 
 
 @cache
-def _returned(rowwise: str, columnwise: str, row_missing: bool, col_missing: bool) -> tuple[bool, bool]:
-    """Whether a cast returns the outer amax of each side, which it does if the amax was not given.
+def _laid_out(asked: Asked, row_missing: bool, col_missing: bool, no_draw: bool) -> Layout | None:
+    """Where a cast puts what it makes; None if it lacks an outer amax that has to be rounded, which :func:`amax` does.
 
-    There are two exceptions. Two sides that are scaled by the amax of the tensor itself, without block scales, share
-    one amax, which the rowwise side returns. A scalar correction changes the amax, so the amax is then returned whether
-    or not it was given.
+    A cast returns the outer amax of each side if it was not given. There are two exceptions. Two sides that are scaled
+    by the amax of the tensor itself, without block scales, share one amax, which the rowwise side returns. A scalar
+    correction changes the amax, so the amax is then returned whether or not it was given.
+
+    Raises:
+        ValueError: a form is unknown or would round, or the cast draws random bits and there is no draw.
     """
-    row, col = (CastSpec.from_key(key) if key else None for key in (rowwise, columnwise))
-    shared = row_missing and all(spec is not None and _has_amax_of_tensor(spec) for spec in (row, col))
-    return (
-        row is not None and (row_missing or row.correction is Correction.SCALAR),
-        col is not None and ((col_missing and not shared) or col.correction is Correction.SCALAR),
-    )
+    _require_forms(asked)
+    if no_draw and (drawing := _drawn(asked.rowwise, asked.columnwise, False)):
+        raise ValueError(f"a stochastic cast needs rng=(seed, draw), got None (spec {drawing})")
+    missing, nowhere, given = (row_missing, col_missing), -3, (-2, -1)
+    specs = [CastSpec.from_key(key) if key else None for key, _ in asked.sides]
+    shared = all(missing) and all(spec is not None and _has_amax_of_tensor(spec) for spec in specs)
+    places, made = [], count()
+    for side, (spec, (_, form)) in enumerate(zip(specs, asked.sides, strict=True)):
+        if spec is None:
+            places.append((nowhere, nowhere, nowhere))
+            continue
+        if missing[side] and not spec.block[1] and spec.scale_rule.is_power_of_two:
+            return None
+        data = next(made)
+        scale_inv = next(made) if form == "codes" else nowhere
+        if shared and side == 1:
+            outer = places[0][2]
+        else:
+            outer = next(made) if missing[side] or spec.correction is Correction.SCALAR else given[side]
+        places.append((data, scale_inv, outer))
+    return places[0], places[1]
 
 
 def _has_amax_of_tensor(spec: CastSpec) -> bool:
@@ -249,17 +270,18 @@ def require_amax(
     if amax is None or spec is None:
         return
     shape = amax_shape(spec, rows, cols)
-    wanted = f"{name} must be torch.float32 {list(shape)} on {device}, got "
-    if not isinstance(amax, Tensor):
-        raise ValueError(f"{wanted}{amax!r}")
-    if amax.dtype != torch.float32 or tuple(amax.shape) != shape or amax.device != device:
-        raise ValueError(f"{wanted}{amax.dtype} {list(amax.shape)} on {amax.device}")
+    if isinstance(amax, Tensor):
+        if amax.dtype == torch.float32 and amax.shape == shape and amax.device == device:
+            return
+        got = f"{amax.dtype} {list(amax.shape)} on {amax.device}"
+    else:
+        got = repr(amax)
+    raise ValueError(f"{name} must be torch.float32 {list(shape)} on {device}, got {got}")
 
 
-@constant_when_traced
-def _require_forms(rowwise: str, columnwise: str, rowwise_form: str, columnwise_form: str) -> None:
-    """Raise a ValueError unless casts, given by their keys, can be written in these forms."""
-    for name, key, form in (("rowwise", rowwise, rowwise_form), ("columnwise", columnwise, columnwise_form)):
+def _require_forms(asked: Asked) -> None:
+    """Raise a ValueError unless the casts can be written in the forms that are asked for."""
+    for name, (key, form) in zip(("rowwise", "columnwise"), asked.sides, strict=True):
         if form not in get_args(Form):
             raise ValueError(f"{name}_form must be one of {', '.join(map(repr, get_args(Form)))}, got {form!r}")
         if key and form == "values":
@@ -351,43 +373,49 @@ def _amax(x: Tensor, rowwise: str, columnwise: str, rng: Tensor | None, stream: 
 
 def _quantize(
     x: Tensor,
-    kind: str,
-    gated: bool,
-    dtype: torch.dtype,
     statistics: Tensor | None,
     gamma: Tensor | None,
     beta: Tensor | None,
-    rowwise: str,
-    columnwise: str,
-    rowwise_form: str,
-    columnwise_form: str,
     rowwise_amax: Tensor | None,
     columnwise_amax: Tensor | None,
     rng: Tensor | None,
     stream: int,
-    backend: str,
+    asked: str,
 ) -> list[Tensor]:
-    path = backends.choose("quantize", x.device, backend, (rowwise, columnwise, dtype), casts_supported)
-    forms = (rowwise_form, columnwise_form)
-    if path == "triton":
+    return _cast(x, statistics, gamma, beta, rowwise_amax, columnwise_amax, rng, stream, Asked.from_key(asked))
+
+
+def _cast(
+    x: Tensor,
+    statistics: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    rowwise_amax: Tensor | None,
+    columnwise_amax: Tensor | None,
+    rng: Tensor | None,
+    stream: int,
+    asked: Asked,
+) -> list[Tensor]:
+    """What is asked for, by a kernel where one covers it; in the order of its layout."""
+    question = (asked.rowwise, asked.columnwise, asked.dtype)
+    if backends.choose("quantize", x.device, asked.backend, question, casts_supported) == "triton":
         inputs = (x, statistics, gamma, beta, rowwise_amax, columnwise_amax, rng)
-        shared = rowwise_amax is not None and rowwise_amax is columnwise_amax
         casts = kernels()
-        asked = tuple([None if tensor is None else casts.facts(tensor) for tensor in inputs])
-        keys = (rowwise, columnwise)
-        launch = casts.resolve_cast(asked, x.device, kind, gated, dtype, keys, forms, shared, stream)
-        return launch(*inputs)
-    assert not kind, "only kernels compute a function while they cast it"
+        tensors = tuple([None if tensor is None else casts.facts(tensor) for tensor in inputs])
+        shared = rowwise_amax is not None and rowwise_amax is columnwise_amax
+        return casts.resolve_cast(tensors, x.device, asked, shared, stream)(*inputs)
+    assert not asked.kind, "only kernels compute a function while they cast it"
     given = (rowwise_amax, columnwise_amax)
-    returned = _returned_amaxes(rowwise, columnwise, rowwise_amax is None, columnwise_amax is None)
+    layout = _laid_out(asked, rowwise_amax is None, columnwise_amax is None, rng is None)
+    assert layout is not None, "quantize rounds an amax before it casts by it"
     outputs: list[Tensor] = []
-    for side, operand, spec in _sides(x, rowwise, columnwise):
+    for side, operand, spec in _sides(x, asked.rowwise, asked.columnwise):
         data, scale_inv, amax = reference.quantize(operand, spec, amax=given[side], rng=rng, stream=stream | side)
-        if forms[side] == "codes":
+        if asked.sides[side][1] == "codes":
             outputs += [data, scale_inv]
         else:
             outputs.append(reference.decode(data, scale_inv, spec).to(spec.values_dtype))
-        if returned[side]:
+        if layout[side][2] == len(outputs):
             outputs.append(amax)
     return outputs
 
@@ -422,27 +450,25 @@ def _amax_outputs(x: Tensor, rowwise: str, columnwise: str) -> list[Output]:
 
 def _quantize_outputs(
     x: Tensor,
-    gated: bool,
-    rowwise: str,
-    columnwise: str,
-    rowwise_form: str,
-    columnwise_form: str,
     rowwise_amax: Tensor | None,
     columnwise_amax: Tensor | None,
+    rng: Tensor | None,
+    asked: str,
 ) -> list[Output]:
+    question = Asked.from_key(asked)
+    layout = _laid_out(question, rowwise_amax is None, columnwise_amax is None, rng is None)
+    assert layout is not None, "quantize rounds an amax before it calls the operator"
     outputs: list[Output] = []
-    forms = (rowwise_form, columnwise_form)
-    returned = _returned_amaxes(rowwise, columnwise, rowwise_amax is None, columnwise_amax is None)
-    rows, cols = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
-    for side, (key, shape) in enumerate(((rowwise, (rows, cols)), (columnwise, (cols, rows)))):
+    rows, cols = x.shape[0], x.shape[1] // 2 if question.gated else x.shape[1]
+    for (key, form), shape, (_, _, outer) in zip(question.sides, ((rows, cols), (cols, rows)), layout, strict=True):
         if not key:
             continue
         spec = CastSpec.from_key(key)
-        if forms[side] == "values":
+        if form == "values":
             outputs.append(Output((shape[0], spec.padded_cols(shape[1])), spec.values_dtype))
         else:
             outputs += codes_outputs(spec, *shape)
-        if returned[side]:
+        if outer == len(outputs):
             outputs.append(_amax_output(spec, *shape))
     return outputs
 
