@@ -141,17 +141,19 @@ class Together:
 
     def _round(self) -> None:
         """Some steps of every run, and then a look at each."""
-        begin, before = time.time(), {run: training.step for run, training in self.live.items()}
+        begin = time.time()
+        before = {run: (training.step, len(training.validation)) for run, training in self.live.items()}
         is_warm = all(training.is_warm for training in self.live.values())
         on_gpu = any(training.on_gpu for training in self.live.values())
         for work in (*[Training.train_step] * (STEPS_PER_LOOK if on_gpu else 1), Training.settle):
             for run in list(self.live):
                 self._attempt(run, lambda run, work=work: work(self.live[run]))
         seconds = time.time() - begin
-        steps = sum(training.step - before[run] for run, training in self.live.items())
+        steps = sum(training.step - before[run][0] for run, training in self.live.items())
+        validated = any(len(training.validation) > before[run][1] for run, training in self.live.items())
         variants = {run.variant for run in self.live}
-        if is_warm and steps:
-            for variant in variants if len(variants) == 1 else variants - self.pace.keys():
+        if is_warm and steps:  # a validation ends a round, which then has few steps and takes long
+            for variant in variants if len(variants) == 1 and not validated else variants - self.pace.keys():
                 known = self.pace.get(variant, seconds / steps)
                 self.pace[variant] = PACE_MEMORY * known + (1 - PACE_MEMORY) * seconds / steps
         self.tell(Outcome("steps", steps=steps))

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -295,6 +296,20 @@ def test_a_run_that_turns_out_too_slow_is_stopped_and_faster_ones_go_on(corpus, 
     assert [(outcome.kind, outcome.run) for outcome in told] == [("stopped", slow)] and list(crew.live) == [fast]
     crew._stop_what_would_not_end()
     assert len(told) == 1
+
+
+def test_a_round_with_a_validation_does_not_slow_the_pace(corpus: Corpus, tmp_path: Path, monkeypatch) -> None:
+    """Such a round may be one step and a validation: by its pace a run that would end in time was stopped."""
+    crew = Together(corpus, tmp_path, tmp_path, Limits(steps=SMALL.steps), lambda outcome: None)
+    clock = iter(range(0, 1_000_000, 100))
+    monkeypatch.setattr(together, "time", SimpleNamespace(time=lambda: next(clock)))
+    monkeypatch.setattr(Training, "is_warm", True)
+    training = crew.live[Run(SMALL, BASELINE)] = Training(SMALL, BASELINE, crew.feed)
+    training.step, crew.pace = SMALL.evaluate_every - 1, {BASELINE: 1.0}
+    crew._round()
+    assert training.validation and crew.pace == {BASELINE: 1.0}
+    crew._round()
+    assert crew.pace[BASELINE] > 1.0
 
 
 def test_where_a_stopped_run_waits_depends_on_all_that_it_is(tmp_path: Path) -> None:
