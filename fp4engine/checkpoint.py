@@ -1,7 +1,7 @@
 """Activation checkpointing whose recomputation is the forward over again: same recipe, same random bits."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,9 +9,9 @@ import torch.utils.checkpoint
 from torch.utils._pytree import tree_map
 
 from fp4engine.arguments import require_callable
-from fp4engine.modules.recompute import handed_over, remember
+from fp4engine.modules.recompute import region_in_force
 from fp4engine.ops import Draws, is_replaying
-from fp4engine.state import Region, current_state, in_backward, is_recomputed
+from fp4engine.state import in_backward
 
 _TORCH_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
@@ -54,7 +54,7 @@ def checkpoint(
         if value:
             raise NotImplementedError(f"checkpoint({name}={value!r}) is not implemented; leave it out")
     options = {name: kwargs.pop(name) for name in _TORCH_OPTIONS if name in kwargs}
-    region, draws = _region_in_force(), Draws()
+    region, draws = region_in_force(), Draws()
     is_replayed = torch.is_grad_enabled() and (not in_backward() or is_replaying())
     # without gradients nothing is run again; and draws of what PyTorch's checkpoint runs again are others, so refused
     repeats = draws.repeated if is_replayed else nullcontext
@@ -64,21 +64,6 @@ def checkpoint(
             return tree_map(_no_leaf, function(*args, **kwargs))
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **options)
-
-
-def _region_in_force() -> AbstractContextManager[Any]:
-    """The region in force, to be entered again; where PyTorch's checkpoint runs this again, that of the first run.
-
-    Where nobody knows it, no region is entered, so that modules refuse to run.
-    """
-    state = current_state()
-    if torch.compiler.is_dynamo_compiling():
-        return Region(state)
-    if not is_recomputed():
-        remember(state)
-        return Region(state)
-    repeated = handed_over()
-    return nullcontext() if repeated is None else Region(repeated.state)
 
 
 def _no_leaf(output: Any) -> Any:

@@ -10,13 +10,14 @@ pass in any other way, its region is not known.
 import inspect
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from fp4engine.state import AutocastState, Region, current_state, region_depth
+from fp4engine.ops.draws import seeding
+from fp4engine.state import AutocastState, Region, current_state, is_recomputed, region_depth
 
 
 class Surroundings(NamedTuple):
@@ -34,19 +35,57 @@ class Surroundings(NamedTuple):
 _surroundings: WeakKeyDictionary[Any, Surroundings] = WeakKeyDictionary()
 """``PyTorch's record of a checkpoint -> the region around it``."""
 
+_began_seeded: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""``PyTorch's record of a checkpoint -> seeding.is_done`` before the first module of its first run."""
+
+_begun: WeakSet[Any] = WeakSet()
+"""PyTorch's hooks of the repeats whose first module has been reached."""
+
 
 def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The ``context_fn`` of ``torch.utils.checkpoint``: a recomputation runs in the region in force now.
 
     For example ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_contexts})``.
     """
+    return region_in_force(), _Repeated(region_in_force())
+
+
+class _Repeated:
+    """``region``, to be entered again, with :data:`~fp4engine.ops.draws.seeding` as it is when this is made."""
+
+    def __init__(self, region: AbstractContextManager[Any]) -> None:
+        self.region, self.began_seeded, self.seeded = region, seeding.is_done, False
+
+    def __enter__(self) -> None:
+        self.seeded, seeding.is_done = seeding.is_done, self.began_seeded
+        self.region.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self.region.__exit__(*error)
+        finally:
+            seeding.is_done = self.seeded
+
+
+def region_in_force() -> AbstractContextManager[Any]:
+    """The region in force, to be entered again; where PyTorch's checkpoint runs this again, that of the first run.
+
+    Where nobody knows it, no region is entered, so that modules refuse to run.
+    """
     state = current_state()
-    return Region(state), Region(state)
+    if torch.compiler.is_dynamo_compiling():
+        return Region(state)
+    follow_seeding()
+    if not is_recomputed():
+        remember(state)
+        return Region(state)
+    repeated = handed_over()
+    return nullcontext() if repeated is None else Region(repeated.state)
 
 
 def remember(state: AutocastState | None) -> None:
     """Store ``state`` with the checkpoint whose function is running, if no region was opened inside the function."""
-    checkpoint = checkpoint_in_force()
+    checkpoint, _ = _checkpoint_in_force()
     if checkpoint is not None:
         depth, known = region_depth(), _surroundings.get(checkpoint)
         if known is None or depth < known.depth:
@@ -55,25 +94,41 @@ def remember(state: AutocastState | None) -> None:
 
 def handed_over() -> Surroundings | None:
     """The region around the run that is being repeated; None if it is not known."""
-    checkpoint = checkpoint_in_force()
+    checkpoint, _ = _checkpoint_in_force()
     return None if checkpoint is None else _surroundings.get(checkpoint)
 
 
-def checkpoint_in_force() -> Any:
-    """PyTorch's record of the non-reentrant checkpoint whose function is running or repeated; None outside.
+def follow_seeding() -> None:
+    """Let a repeat by PyTorch's non-reentrant checkpoint begin with ``seeding`` as the first run did.
 
-    PyTorch has no function for this, but its hooks hold the record. If the hooks of another version do not hold it,
-    this returns None, and recomputations without a region raise.
+    To be called before the first module of either run. See :data:`fp4engine.ops.draws.seeding`.
+    """
+    checkpoint, repeat = _checkpoint_in_force()
+    if checkpoint is None:
+        return
+    if repeat is None:
+        _began_seeded.setdefault(checkpoint, seeding.is_done)
+    elif repeat not in _begun:
+        _begun.add(repeat)
+        seeding.is_done = _began_seeded.get(checkpoint, seeding.is_done)
+
+
+def _checkpoint_in_force() -> tuple[Any, Any]:
+    """PyTorch's record of the non-reentrant checkpoint whose function runs or is repeated, and its hook for a repeat.
+
+    The hook is None in the first run; both are None outside. PyTorch has no function for this, but its hooks hold the
+    record: those of the first run itself, those of a repeat by a weak reference. If the hooks of another version do not
+    hold it, both are None, and recomputations without a region raise.
     """
     hooks = _innermost_hooks()
     if hooks is None:
-        return None
+        return None, None
     for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
-        held = cell.cell_contents
-        held = held() if isinstance(held, weakref.ref) else held
+        held, is_repeat = cell.cell_contents, isinstance(cell.cell_contents, weakref.ref)
+        held = held() if is_repeat else held
         if type(held).__name__ == "_CheckpointFrame":
-            return held
-    return None
+            return held, hooks[0] if is_repeat else None
+    return None, None
 
 
 def _innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

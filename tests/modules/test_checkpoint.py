@@ -183,6 +183,14 @@ def test_checkpoints_inside_any_other(blocks, checkpoint, use_reentrant):
     assert_same(gradients(blocks, inside(checkpoint, blocks, use_reentrant)), expected)
 
 
+def test_checkpoints_with_contexts_inside_a_plain_one_run_again_by_the_recipe_of_the_forward(blocks):
+    """They ran again in high precision: in the outer checkpoint's repeat there was no region to hand on."""
+    told = partial(torch_checkpoint, use_reentrant=False, context_fn=fp4engine.recompute_contexts)
+    within, outer = through(blocks, told), partial(torch_checkpoint, use_reentrant=False)
+    expected = gradients(blocks, through(blocks, plain))
+    assert_same(gradients(blocks, lambda inp: outer(within, inp)), expected)
+
+
 @REENTRANT
 def test_checkpoints_inside_one_that_nobody_tells_raise(blocks, use_reentrant):
     outer = partial(torch_checkpoint, use_reentrant=True)

@@ -149,3 +149,33 @@ def test_dropout_beside_a_module_that_is_a_checkpoint_repeats_its_mask(way: str)
     plain = gradient(lambda block, x: block(x))
     mlp.checkpoint = True
     assert torch.equal(gradient(CHECKPOINTS[way]), plain)
+
+
+TOLD = {
+    **{way: call for way, call in CHECKPOINTS.items() if way != "torch's"},
+    "torch's, told": lambda block, x: torch.utils.checkpoint.checkpoint(
+        block, x, use_reentrant=False, context_fn=fp4engine.recompute_contexts
+    ),
+}
+
+
+@pytest.mark.parametrize("outer", CHECKPOINTS)
+@pytest.mark.parametrize("inner", TOLD)
+def test_dropout_in_a_checkpoint_inside_another_repeats_its_mask(outer: str, inner: str) -> None:
+    blocks = [torch.nn.Sequential(Linear(32, 32), torch.nn.Dropout(0.3)) for _ in range(3)]
+
+    def gradient(around, within):
+        def stage(x):
+            for block in blocks:
+                x = x + within(block, x)
+            return x
+
+        torch.manual_seed(7)
+        x = torch.linspace(-1, 1, 1024).view(32, 32).requires_grad_()
+        with autocast(recipe=recipes.NVFP4BlockScaling()):
+            y = around(stage, x)
+        y.square().mean().backward()
+        return x.grad
+
+    expected = gradient(lambda block, x: block(x), lambda block, x: block(x))
+    assert torch.equal(gradient(CHECKPOINTS[outer], TOLD[inner]), expected)

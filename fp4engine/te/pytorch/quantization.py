@@ -5,15 +5,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, Protocol, overload
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
 from fp4engine import state
 from fp4engine.modules import model_init
-from fp4engine.modules.recompute import checkpoint_in_force
-from fp4engine.ops.draws import backward_pass, seeding
+from fp4engine.modules.recompute import follow_seeding
+from fp4engine.ops.draws import seeding
 from fp4engine.ops.rng import state_of
 from fp4engine.quantizers.delayed import begin_step, end_step
 from fp4engine.recipe import Recipe as FrozenRecipe
@@ -73,7 +72,6 @@ class _Thread(threading.local):
         given: state and recipe, as it was given, of every open region, innermost last.
         stores_by: the recipe by which new modules store their weights as codes.
         keeps_init_val: whether these weights keep their initial values.
-        repeats: the checkpoint whose function runs again, and the backward pass that runs it.
         to_show: functions to call when the outermost region is left.
     """
 
@@ -81,14 +79,10 @@ class _Thread(threading.local):
         self.given: list[tuple[state.AutocastState | None, AnyRecipe | None]] = []
         self.stores_by: FrozenRecipe | None = None
         self.keeps_init_val = False
-        self.repeats: tuple[Any, int] | None = None
         self.to_show: list[Callable[[], None]] = []
 
 
 _thread = _Thread()
-
-_began_seeded: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-"""``PyTorch's record of a checkpoint -> seeding.is_done`` when a module inside it first asked for a seed."""
 
 
 class _Available(Protocol):
@@ -274,20 +268,6 @@ def _amax_and_scale_update(  # pyright: ignore[reportUnusedFunction]: scripts th
     amax_history[0].zero_()
 
 
-def _follow_checkpoint() -> None:
-    """Let what a non-reentrant checkpoint of PyTorch runs again find ``seeding`` as it was the first time."""
-    checkpoint = checkpoint_in_force()
-    if checkpoint is None:
-        return
-    if not state.in_backward():
-        _began_seeded.setdefault(checkpoint, seeding.is_done)
-        return
-    repeats = ref(checkpoint), backward_pass()
-    if _thread.repeats != repeats:
-        _thread.repeats = repeats
-        seeding.is_done = _began_seeded.get(checkpoint, seeding.is_done)
-
-
 class FP8GlobalStateManager:
     """What a script may ask about the region in force."""
 
@@ -302,7 +282,7 @@ class FP8GlobalStateManager:
         place = torch.empty(0, dtype=torch.int64, device=device)
         if place.is_meta or type(place) is not Tensor:
             return
-        _follow_checkpoint()
+        follow_seeding()
         if not seeding.is_done:
             seeding.is_done = True
             stream = state_of(device)
