@@ -63,6 +63,19 @@ def test_stored_weights_need_masters_and_follow_them() -> None:
     assert torch.equal(params[0].dequantize(), expected.dequantize())
 
 
+def test_master_weights_are_not_loaded_by_an_optimizer_that_has_none() -> None:
+    """It trained them, and parameters in FP32 never moved again."""
+    params = [torch.randn(8).requires_grad_()]
+    optimizer, without = FusedAdam(params, lr=1e-2, master_weights=True), FusedAdam(params, lr=1e-2)
+    steps(optimizer, params)
+    with pytest.raises(ValueError, match="master_weights=True, or leave 'master_param' out"):
+        without.load_state_dict(optimizer.state_dict())
+    assert not without.state
+    before = params[0].detach().clone()
+    steps(without, params)
+    assert not torch.equal(params[0], before)
+
+
 def test_what_is_loaded_stays_in_fp32() -> None:
     params = [torch.randn(8).bfloat16().requires_grad_()]
     optimizer = FusedAdam(params, lr=1e-3, master_weights=True)

@@ -127,7 +127,8 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
             params: list[Tensor] = [param for param in group["params"] if getattr(param, name, None) is not None]
             moments = (*MOMENTS, "max_exp_avg_sq") if group["amsgrad"] else MOMENTS
             states = [self._state_of(param, moments) for param in params]
-            wide = [self.state[param].get("master_param", param.detach()).float() for param in params]
+            held = [self.state[param]["master_param"] if self.master_weights else param.detach() for param in params]
+            wide = [values.float() for values in held]
             adam(
                 wide,
                 [getattr(param, name).float() for param in params],
@@ -194,8 +195,14 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
 
         Raises:
             NotImplementedError: a group says ``bias_correction=False``.
-            ValueError: moments without a number of steps, by which their bias is corrected.
+            ValueError: moments without a number of steps, by which their bias is corrected; or master weights, and this
+                optimizer has none.
         """
+        if not self.master_weights and any("master_param" in state for state in state_dict["state"].values()):
+            raise ValueError(
+                "state_dict has master weights ('master_param'), and FusedAdam(master_weights=False) trains the "
+                "parameters themselves; give it master_weights=True, or leave 'master_param' out"
+            )
         own = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         theirs = state_dict["param_groups"]
         groups = [{**mine, **group} for mine, group in zip(own, theirs, strict=False)] + theirs[len(own) :]
