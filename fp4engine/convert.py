@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import itemgetter
 from types import MethodType
 from typing import Any
@@ -65,15 +66,16 @@ def convert(
             module alone.
         keep_high_precision: names to leave alone with everything below them, as :func:`fp4engine.names.covers` reads
             patterns: ``*`` is one segment or part of one, ``**`` any number of them. Linear modules, and the plan's
-            :attr:`~fp4engine.ConversionPlan.matrices`, which stay in high precision anyway.
+            :attr:`~fp4engine.ConversionPlan.matrices`, which stay in high precision anyway. A module that has several
+            names is left alone if a pattern covers one of them.
         adapters: convert the adapters of PEFT's layers too, whose GEMMs are narrow; otherwise they stay as they are,
             as they do when they are added to a converted model.
 
     Raises:
         ValueError: ``model`` is an ``nn.Linear`` or has no linear module, a pattern covers none or one that is
             fp4engine's already, modules cannot follow ``recipe`` outside regions (it is a schedule, or has delayed
-            scaling), a rule of it matches no module, or another argument is of another kind. The model is then as it
-            was.
+            scaling), a rule of it matches no module, or one name of a module and not another, or another argument is
+            of another kind. The model is then as it was.
     """
     require_model(model)
     if isinstance(model, nn.Linear):
@@ -88,9 +90,11 @@ def convert(
     patterns = require_patterns("keep_high_precision", keep_high_precision)
     adopted: list[nn.Module] = []
     try:
+        called = _names(model)
         for name, module, adopt in list(adoptable(model)):
-            names = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
-            kept = any(covers(pattern, own) for pattern in patterns for own in (name, *names))
+            own = [parameter for parameter, _ in module.named_parameters(recurse=False)]
+            names = [other for alias in called[name] for other in (alias, *(f"{alias}.{part}" for part in own))]
+            kept = any(covers(pattern, other) for pattern in patterns for other in names)
             if not kept and (module_filter_fn is None or module_filter_fn(module, name)):
                 adopt()
                 adopted.append(module)
@@ -149,12 +153,15 @@ def _convert_linears(
 ) -> ConversionPlan:
     """:func:`convert`, once everything else has been adopted."""
     linears = dict(linear_modules(model))
+    called = _names(model)
     if not linears:
         raise ValueError(f"there is no nn.Linear below this {type(model).__name__}: nothing to convert")
     if isinstance(recipe, RuledRecipe):
-        recipe.check([module.name if isinstance(module, Gemms) else name for name, module in linears.items()])
+        names = [[m.name] if isinstance(m, Gemms) else called[name] for name, m in linears.items()]
+        recipe.check(chain.from_iterable(names))
+        _require_one_rule(recipe, names)
     matrices = other_matrices(model)
-    kept = _kept(linears, matrices, patterns)
+    kept = _kept(linears, matrices, patterns, called)
     if not adapters:
         kept |= {name: "an adapter; adapters=True converts it" for name in adapter_names(model) if name in linears}
     reasons = _reasons(model, linears, module_filter_fn, kept)
@@ -225,12 +232,42 @@ def _reasons(
     return reasons
 
 
-def _kept(linears: dict[str, nn.Linear | Gemms], matrices: Iterable[str], patterns: tuple[str, ...]) -> dict[str, str]:
-    """``name -> "kept by" the pattern that keeps it``, of linear modules and of other matrices."""
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """``name -> all names`` of each module and parameter, which has several if several modules hold it."""
+    found: dict[int, list[str]] = {}
+    for name, held in chain(
+        model.named_modules(remove_duplicate=False), model.named_parameters(remove_duplicate=False)
+    ):
+        found.setdefault(id(held), []).append(name)
+    return {names[0]: names for names in found.values()}
+
+
+def _require_one_rule(recipe: RuledRecipe, called: list[list[str]]) -> None:
+    """Raise a ValueError if a module's names fall under different rules, since the module follows one recipe."""
+    for names in called:
+        matched = [
+            [replace(rule, name="**", blocks=None) for rule in recipe.rules if rule.matches_name(name)]
+            for name in names
+        ]
+        for name, rules in zip(names, matched, strict=True):
+            if rules != matched[0]:
+                raise ValueError(
+                    f"{names[0]!r} and {name!r} are one module, and the recipe's rules for these names differ; "
+                    "write rules that match both or neither"
+                )
+
+
+def _kept(
+    linears: dict[str, nn.Linear | Gemms],
+    matrices: Iterable[str],
+    patterns: tuple[str, ...],
+    called: dict[str, list[str]],
+) -> dict[str, str]:
+    """``name -> "kept by" the pattern that keeps it``, of linear modules and other matrices, by any of their names."""
     names = [*linears, *matrices]
     kept: dict[str, str] = {}
     for pattern in patterns:
-        covered = [name for name in names if covers(pattern, name)]
+        covered = [name for name in names if any(covers(pattern, alias) for alias in called[name])]
         if not covered:
             deeper = f"**.{pattern}"  # patterns begin at the top of the model
             meant = f"; did you mean {deeper!r}?" if any(covers(deeper, name) for name in names) else ""

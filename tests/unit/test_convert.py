@@ -605,3 +605,32 @@ def test_revert_refuses_a_forward_that_was_replaced_on_the_object() -> None:
     del model[0].forward
     fp4engine.revert(model)
     assert type(model[0]) is nn.Linear and not torch.equal(model(x), expected)
+
+
+class Shared(torch.nn.Module):
+    """One linear module by the names ``trunk`` and ``head.0``."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = torch.nn.Linear(32, 32)
+        self.head = torch.nn.Sequential(self.trunk, torch.nn.Linear(32, 32))
+
+
+def test_a_module_with_two_names_is_kept_by_either():
+    for pattern in ("head", "trunk"):
+        model = Shared()
+        plan = fp4engine.convert(model, keep_high_precision=[pattern])
+        assert {item.name: item.reason for item in plan.modules}["trunk"] == f"kept by '{pattern}'"
+        assert type(model.trunk) is torch.nn.Linear and model.head[0] is model.trunk
+
+
+def test_rules_that_match_one_of_two_names_are_refused():
+    model = Shared()
+    for name in ("head.0", "trunk"):
+        recipe = RuledRecipe(NVFP4BlockScaling(), (Rule(LinearRecipe(), name),))
+        with pytest.raises(ValueError, match=r"'trunk' and 'head\.0' are one module"):
+            fp4engine.convert(model, recipe)
+    assert type(model.trunk) is torch.nn.Linear
+    both = tuple(Rule(LinearRecipe(), name) for name in ("head.0", "trunk"))
+    for rules in (both, (Rule(LinearRecipe(), "**"),)):
+        fp4engine.convert(Shared(), RuledRecipe(NVFP4BlockScaling(), rules))
