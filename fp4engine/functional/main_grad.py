@@ -1,6 +1,7 @@
 """Weight gradients that wgrad's epilogue adds to a buffer of the user's, ``weight.main_grad``."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ class MainGrad:
         buffer: FP32, BF16 or FP16, shaped like the weight.
         overwrites: whether to clear the buffer first. It is also cleared if the attribute ``overwrite_main_grad`` of
             the weight is true.
+        later: takes a function that adds; None: the backward pass adds at once.
 
     The autograd node of the linear transformation stores wgrad here as a function, ``product``. The autograd node of
     the weight (:class:`Accumulate`) calls it. PyTorch runs that node only if the weight's gradient is asked for.
     """
 
-    def __init__(self, buffer: Tensor, overwrites: bool = False) -> None:
-        self.buffer, self.overwrites = buffer, overwrites
+    def __init__(self, buffer: Tensor, overwrites: bool = False, later: list[Callable[[], None]] | None = None) -> None:
+        self.buffer, self.overwrites, self.later = buffer, overwrites, later
         self.product: Callable[[], Any] | None = None
 
 
@@ -37,14 +39,21 @@ class Accumulate(torch.autograd.Function):
         main_grad: MainGrad = ctx.main_grad
         product, main_grad.product = main_grad.product, None
         assert product is not None, "the linear transformation's backward comes first"
-        if not torch.compiler.is_dynamo_compiling():
-            _require_same(getattr(ctx.weight, "main_grad", None), main_grad.buffer)
-        if main_grad.overwrites or getattr(ctx.weight, "overwrite_main_grad", False):
-            main_grad.buffer.zero_()
-        product()
-        if hasattr(ctx.weight, "grad_added_to_main_grad"):  # set by frameworks that read it
-            ctx.weight.grad_added_to_main_grad = True
+        if main_grad.later is None:
+            _add(product, main_grad, ctx.weight)
+        else:
+            main_grad.later.append(partial(_add, product, main_grad, ctx.weight))
         return None, None
+
+
+def _add(product: Callable[[], Any], main_grad: MainGrad, weight: Any) -> None:
+    if not torch.compiler.is_dynamo_compiling():
+        _require_same(getattr(weight, "main_grad", None), main_grad.buffer)
+    if main_grad.overwrites or getattr(weight, "overwrite_main_grad", False):
+        main_grad.buffer.zero_()
+    product()
+    if hasattr(weight, "grad_added_to_main_grad"):  # set by frameworks that read it
+        weight.grad_added_to_main_grad = True
 
 
 def require_main_grad(weight: Tensor) -> Tensor:

@@ -57,9 +57,11 @@ class Gemms(torch.nn.Module):
             :func:`fp4engine.distributed.draw_by_layer`; None if it draws from the process's stream.
         amax_histories: what delayed scaling remembers of each role.
         first_overwrites: whether the gradient of a first microbatch replaces what ``weight.main_grad`` holds.
+        later: takes functions that add to ``weight.main_grad``; None: backward passes add at once.
     """
 
     first_overwrites = False
+    later: list[Callable[[], None]] | None = None
 
     def __init__(
         self,
@@ -442,7 +444,8 @@ class Gemms(torch.nn.Module):
             raise NotImplementedError(
                 f"{name}: fuse_wgrad_accumulation is not implemented for a weight that is a DTensor"
             )
-        return MainGrad(require_main_grad(weight), self.first_overwrites and bool(is_first_microbatch))
+        overwrites = self.first_overwrites and bool(is_first_microbatch)
+        return MainGrad(require_main_grad(weight), overwrites, self.later)
 
     def __getstate__(self) -> dict[str, Any]:
         """The attributes for copies, without listeners, and without plans, whose factories may not be picklable."""

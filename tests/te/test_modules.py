@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fp4engine
-from fp4engine.te.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from fp4engine.te.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from fp4engine.te.pytorch import (
     CudaRNGStatesTracker,
     Fp8Padding,
@@ -47,13 +47,16 @@ def forward(module, x):
 
 
 @pytest.mark.parametrize("name", MAKE)
-@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["high", "fp8"])
+@pytest.mark.parametrize(
+    "recipe", [None, Float8CurrentScaling(), NVFP4BlockScaling()], ids=["high", "fp8", "stochastic"]
+)
 @pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
 def test_delayed_weight_gradients_are_those_at_once(name, recipe, fused) -> None:
     x = torch.randn(16, 32)
     found = []
     for delayed in (False, True):
         torch.manual_seed(1)
+        fp4engine.manual_seed(1)
         module = MAKE[name](delay_wgrad_compute=delayed, fuse_wgrad_accumulation=fused)
         if fused:
             for key, weight in module.named_parameters():
@@ -66,8 +69,12 @@ def test_delayed_weight_gradients_are_those_at_once(name, recipe, fused) -> None
         y.square().sum().backward()
         if delayed:
             assert all(weight.grad is None for weight in module.parameters() if weight.ndim == 2)
+            assert not fused or all((w.main_grad == 1).all() for w in module.parameters() if w.ndim == 2)
             assert module.need_backward_dw()
             module.backward_dw()
+        if recipe is not None:
+            ran = [part.executed.counts for part in module.modules() if getattr(part, "executed", None)]
+            assert all(set(counts.values()) <= {1, 2} for counts in ran) and ran
         grads = [weight.main_grad if fused and weight.ndim == 2 else weight.grad for weight in module.parameters()]
         assert not fused or all(w.grad_added_to_main_grad for w in module.parameters() if w.ndim == 2)
         found.append([y.detach(), inp.grad, *grads])

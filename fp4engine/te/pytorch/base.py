@@ -79,6 +79,7 @@ class TransformerEngineBaseModule(ExtraState):
         self.delay_wgrad_compute = delay_wgrad_compute
         self._stored_by = FP8GlobalStateManager.stores_by()
         self._delayed: list[Callable[[], None]] = []
+        self._additions: list[Callable[[], None]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out of copies the weight gradients still to be computed, which belong to this module's weights."""
@@ -91,6 +92,7 @@ class TransformerEngineBaseModule(ExtraState):
         for part in self.modules():
             if isinstance(part, Gemms):
                 part.first_overwrites = True
+                part.later = self._additions if self.delay_wgrad_compute else None
         if isinstance(self._stored_by, CustomRecipe):
             self._dress_weights(self._stored_by)
 
@@ -138,7 +140,7 @@ class TransformerEngineBaseModule(ExtraState):
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients of the oldest backward pass for which this has not been done."""
+        """Give the weights the gradients of the oldest backward pass for which this has not been done."""
         if self.delay_wgrad_compute and self._delayed:
             self._delayed.pop(0)()
 
@@ -191,7 +193,7 @@ class TransformerEngineBaseModule(ExtraState):
         later = {name: weight for name, weight in weights.items() if not name.startswith("layer_norm")}
         if not later:
             return forward(inp, *arguments)
-        run = Run(forward, arguments, self._delayed, list(later.values()))
+        run = Run(forward, arguments, self._delayed, list(later.values()), self._additions)
         now = [weight for name, weight in weights.items() if name not in later]
         trained = inp.new_empty(0).requires_grad_()  # so that the output needs a gradient even if no input does
         outputs = DelayWgrad.apply(run, trained, inp, *now)

@@ -1,4 +1,8 @@
-"""Weight gradients that wait until ``backward_dw()`` is called."""
+"""Weight gradients that wait until ``backward_dw()`` is called.
+
+They are computed in the backward pass, from the gradient that it casts for the gradient of the input, since a cast of
+their own would draw other random bits. What is added to ``main_grad`` is multiplied later, by the operands of then.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,12 +12,23 @@ from torch import Tensor
 
 
 class Run:
-    """One forward whose weight gradients wait."""
+    """One forward whose weight gradients wait.
+
+    Attributes:
+        queue: what ``backward_dw()`` is to do, a function for each backward pass.
+        additions: where the layers put what is to be added to ``main_grad``.
+    """
 
     def __init__(
-        self, forward: Callable[..., Any], arguments: tuple[Any, ...], queue: list[Any], weights: list[Tensor]
+        self,
+        forward: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        queue: list[Callable[[], None]],
+        weights: list[Tensor],
+        additions: list[Callable[[], None]],
     ) -> None:
         self.forward, self.arguments, self.queue, self.weights = forward, arguments, queue, weights
+        self.additions = additions
         self.result: Any = None
         self.inputs: list[Tensor] = []
         self.waiting = 0
@@ -51,21 +66,27 @@ class Run:
                 "backward_dw() has computed the weight gradients of this forward, which frees what it kept; call it "
                 "after the last backward pass through the forward"
             )
-        outputs = self._outputs()
         asked = [tensor for tensor in (*self.inputs, *self.now) if tensor.requires_grad]
-        found = iter(torch.autograd.grad(outputs, asked, grads, retain_graph=True, allow_unused=True) if asked else ())
+        made = torch.autograd.grad(
+            self._outputs(), [*asked, *self.weights], grads, retain_graph=True, allow_unused=True
+        )
+        found, of_weights = iter(made[: len(asked)]), made[len(asked) :]
+        additions = self.additions.copy()
+        self.additions.clear()
+        self.waiting += 1
 
-        def weight_gradients() -> None:
+        def give() -> None:
             self.waiting -= 1
-            self.is_spent = not self.waiting
-            kept = not self.is_spent
-            made = torch.autograd.grad(outputs, self.weights, grads, retain_graph=kept, allow_unused=True)
-            for weight, grad in zip(self.weights, made, strict=True):
+            for add in additions:
+                add()
+            for weight, grad in zip(self.weights, of_weights, strict=True):
                 if grad is not None:
                     weight.grad = grad if weight.grad is None else weight.grad + grad
+            if not self.waiting:
+                self.is_spent = True
+                self.result, self.inputs, self.now = None, [], []
 
-        self.waiting += 1
-        self.queue.append(weight_gradients)
+        self.queue.append(give)
         return [next(found) if tensor.requires_grad else None for tensor in (*self.inputs, *self.now)]
 
 

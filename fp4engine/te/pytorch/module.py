@@ -46,7 +46,7 @@ class Linear(TransformerEngineBaseModule, SplitLinear):
         sequence_parallel, tp_group, tp_size, parallel_mode, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad,
         ub_bulk_dgrad, ub_bulk_wgrad, ub_name: without effect on one rank; more raise.
         get_rng_state_tracker, rng_tracker_name: weights are initialised by that tracker's state of that name.
-        delay_wgrad_compute: weight gradients are computed by :meth:`backward_dw`.
+        delay_wgrad_compute: weight gradients reach the weights by :meth:`backward_dw`.
 
     Raises:
         NotImplementedError: more than one rank, or ``symmetric_ar_type``.
