@@ -76,9 +76,10 @@ def quantize_weights(
     places = weight_places(model)
     quantizers, left_alone = _quantizers(model, places, recipe)
     if not quantizers:
+        reasons = "".join(f"; {name}: {reason}" for name, reason in list(left_alone.items())[:3])
         raise ValueError(
             f"no weight of this {type(model).__name__} is to be stored as codes: fp4engine.convert(model, recipe) "
-            "comes first, or pass recipe= with a weight that is quantized"
+            f"comes first, or pass recipe= with a weight that is quantized{reasons}"
         )
     if weights is not None and any(isinstance(made, SharedAmaxQuantizer) for made in quantizers.values()):
         raise ValueError(

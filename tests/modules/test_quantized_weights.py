@@ -569,3 +569,11 @@ def test_values_cannot_be_preserved_on_the_meta_device():
         fp4engine.quantized_model_init(preserve_high_precision_init_val=True),
     ):
         Linear(16, 16, device="meta")
+
+
+def test_a_model_of_one_shared_weight_is_told_why_nothing_is_stored():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    fp4engine.convert(model, RECIPE)
+    with pytest.raises(ValueError, match=r"0: it is also 1\.weight; 1: it is also 0\.weight"):
+        fp4engine.quantize_weights(model)

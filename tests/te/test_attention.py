@@ -156,6 +156,32 @@ def test_generating_token_by_token_is_reading_all_at_once(layout) -> None:
     assert set(cache.cache[1]) == {9}
 
 
+@pytest.mark.parametrize("arguments", [{}, {"layer_type": "decoder", "layer_number": 1}], ids=["layers", "decoder"])
+def test_attentions_that_would_share_a_cache_are_refused(arguments) -> None:
+    """Without a layer_number, or with cross-attention, they read each other's keys."""
+    layers = [TransformerLayer(32, 64, HEADS, attn_input_format="bshd", **arguments).eval() for _ in range(2)]
+    cache, x = InferenceParams(2, 8, qkv_format="bshd"), torch.randn(2, 3, 32)
+    cache.pre_step(OrderedDict({0: 3, 1: 3}))
+    others = {"encoder_output": torch.randn(2, 5, 32)} if arguments else {}
+    with pytest.raises(ValueError, match="holds 3 tokens of sequence 0, where pre_step was told of 0"):
+        for layer in layers:
+            x = layer(x, inference_params=cache, **others)
+
+
+def test_rotary_embedding_of_padded_sequences_begins_where_they_do() -> None:
+    torch.manual_seed(0)
+    module = MultiheadAttention(32, HEADS, qkv_format="thd", attn_mask_type="padding_causal", attention_dropout=0.0)
+    ends, padded = torch.tensor([0, 4, 10]).int(), torch.tensor([0, 6, 14]).int()
+    x, angles = torch.randn(14, 32), RotaryPositionEmbedding(8)(16)
+    rows = torch.tensor([*range(4), *range(6, 12)])
+    expected = module(x[rows], rotary_pos_emb=angles, cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    found = module(
+        x, rotary_pos_emb=angles, cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded, pad_between_seqs=True,
+    )  # fmt: skip
+    assert torch.allclose(found[rows], expected, atol=1e-6)
+
+
 def test_packed_inputs_go_through_a_module() -> None:
     torch.manual_seed(0)
     packed = MultiheadAttention(32, HEADS, num_gqa_groups=GROUPS, qkv_format="thd", attn_mask_type="padding_causal")

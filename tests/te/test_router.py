@@ -128,3 +128,14 @@ def test_fewer_experts_than_groups_are_refused() -> None:
     logits = torch.tensor([[9.0, 1, 2, 1, 3, 4, 5, 6]])
     with pytest.raises(ValueError, match="topk must be at least group_topk=2, got 1"):
         fused_topk_with_score_function(logits, 1, True, 4, 2, None, "sigmoid", None)
+    for unused in ({"qb_bin_bounds": torch.zeros(2)}, {"qb_histogram_mode": "two_kernel"}):
+        with pytest.raises(NotImplementedError, match=next(iter(unused))):
+            fused_topk_with_score_function(logits, 1, False, None, None, None, "sigmoid", None, **unused)
+    with pytest.raises(ValueError, match="got score_function='softmax'"):
+        fused_topk_with_score_function(logits, 1, False, None, None, None, "softmax", torch.zeros(4))
+
+
+def test_a_scaling_factor_of_zero_is_one() -> None:
+    """And no lack of one."""
+    gates, chosen = fused_topk_with_score_function(torch.randn(2, 4), 2, False, None, None, 0.0, "softmax", None)
+    assert not gates.any() and chosen.sum() == 4

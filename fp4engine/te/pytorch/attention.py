@@ -195,10 +195,13 @@ class MultiheadAttention(OnOneRank, modules.MultiheadAttention):
         if rotary_pos_emb is not None:
             pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             starts = None if inference_params is None else inference_params.get_seqlens_pre_step()
-            lengths = cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+            of_query, of_key = cu_seqlens_q, cu_seqlens_kv
+            if pad_between_seqs is not False and cu_seqlens_q_padded is not None:
+                of_query, of_key = cu_seqlens_q_padded, cu_seqlens_kv_padded
+            ends = of_query, of_query if of_key is None else of_key
             query, key = (
-                apply_rotary_pos_emb(t, angles, self.layout, starts, self.rotary_pos_interleaved, cu_seqlens=ends)
-                for t, angles, ends in zip((query, key), pair, lengths, strict=True)
+                apply_rotary_pos_emb(t, angles, self.layout, starts, self.rotary_pos_interleaved, cu_seqlens=end)
+                for t, angles, end in zip((query, key), pair, ends, strict=True)
             )
         if not self.qk_norm_before_rope:
             query, key = self._normalize(query, key)

@@ -78,11 +78,22 @@ class InferenceParams:
         return torch.tensor(list(self.sequences_pre_step.values()), dtype=torch.int32, device=te_device(None))
 
     def step(self, layer_number: Any, new_k: list[Tensor], new_v: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """All keys and values [T, G, D] of each sequence, with the new ones at their end."""
+        """All keys and values [T, G, D] of each sequence, with the new ones at their end.
+
+        Raises:
+            ValueError: the layer has other lengths than :meth:`pre_step` was told, as where two layers have one number.
+        """
         layer = self.cache.setdefault(layer_number, {})
         whole: list[tuple[Tensor, Tensor]] = []
         for name, key, value in zip(self.sequences, new_k, new_v, strict=True):
             old = layer.get(name)
+            held, wanted = 0 if old is None else len(old[0]), self.sequences_pre_step[name]
+            if held != wanted:
+                raise ValueError(
+                    f"the cache of layer_number={layer_number!r} holds {held} tokens of sequence {name!r}, where "
+                    f"pre_step was told of {wanted}; each layer needs a layer_number of its own and one call per "
+                    "step, and cross-attention has no cache"
+                )
             if old is not None:
                 key, value = torch.cat((old[0], key)), torch.cat((old[1], value))
             layer[name] = key, value

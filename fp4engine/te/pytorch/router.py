@@ -50,24 +50,31 @@ def fused_topk_with_score_function(
         for those that are, or ``topk_indices``.
 
     Raises:
-        ValueError: another ``score_function``; one of ``num_groups`` and ``group_topk`` without the other, or such that
-            do not fit the experts or ``topk``.
+        ValueError: another ``score_function``; ``expert_bias`` beside ``"softmax"``; one of ``num_groups`` and
+            ``group_topk`` without the other, or such that do not fit the experts or ``topk``.
         NotImplementedError: another format, or a histogram.
     """
     require("score_function", score_function, SCORE_FUNCTIONS)
     _refuse_formats(routing_map_format)
-    if qb_histogram is not None:
-        raise NotImplementedError("fused_topk_with_score_function(qb_histogram=) is not implemented; leave it out")
+    for name, value in (
+        ("qb_histogram", qb_histogram), ("qb_bin_bounds", qb_bin_bounds), ("qb_histogram_mode", qb_histogram_mode),
+    ):  # fmt: skip
+        if value is not None:
+            raise NotImplementedError(f"fused_topk_with_score_function({name}=) is not implemented; leave it out")
+    if expert_bias is not None and score_function == "softmax":
+        raise ValueError(
+            "expert_bias needs score_function='sigmoid' or 'sqrtsoftplus', got score_function='softmax'; leave it out"
+        )
     is_late = score_function == "softmax" and not use_pre_softmax
     scores = logits.float() if is_late else _scores(logits, score_function)
-    biased = scores if expert_bias is None or score_function == "softmax" else scores + expert_bias
+    biased = scores if expert_bias is None else scores + expert_bias
     chosen = _choose(biased, topk, num_groups, group_topk)
     probs = scores.gather(-1, chosen)
     if is_late:
         probs = probs.softmax(-1)
     elif score_function != "softmax" and topk > 1:
         probs = _shares(probs)
-    if scaling_factor:
+    if scaling_factor is not None:
         probs = probs * scaling_factor
     gates = torch.zeros_like(logits).scatter(-1, chosen, probs.to(logits.dtype))
     return gates, _routing_map(chosen, logits) if topk_indices is None else topk_indices.copy_(chosen)
