@@ -77,9 +77,12 @@ def quantize(
         require_amax("rowwise_amax", row_amax, rowwise, rows, cols, matrix.device)
     if col_amax is not None:
         require_amax("columnwise_amax", col_amax, columnwise, cols, rows, matrix.device)
+    if not rowwise_form == columnwise_form == "codes":
+        _require_forms(row_key, col_key, rowwise_form, columnwise_form)
     inputs = (matrix, statistics, gamma, beta, row_amax, col_amax, rng)
     parts = (row_key, col_key, rowwise_form, columnwise_form, backend, kind, gated, x.dtype)
     lacks = (row_amax is None, col_amax is None, rng is None)
+    asked: Any  # for the operator, its key
     if is_direct := is_plain(matrix):
         asked = Asked(*parts)
         layout = _laid_out(asked, *lacks)
@@ -100,8 +103,8 @@ def quantize(
             stream=stream,
             backend=backend,
         )
-    cast: Any = _cast if is_direct else torch.ops.fp4engine.quantize
-    made: list[Any] = [*cast(*inputs, stream, asked), None, row_amax, col_amax]
+    outputs = _cast(inputs, stream, asked) if is_direct else torch.ops.fp4engine.quantize(*inputs, stream, asked)
+    made: list[Any] = [*outputs, None, row_amax, col_amax]
     row = col = None
     if rowwise is not None:
         data, scale_inv, outer = layout[0]
@@ -164,6 +167,9 @@ def _drawn(rowwise: str, columnwise: str, amax_alone: bool) -> str:
     return ""
 
 
+Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""What a cast reads: x, statistics, gamma, beta, the amax that is given for each side, and the draw."""
+
 Layout = tuple[tuple[int, int, int], tuple[int, int, int]]
 """Where the data, the block scales and the outer amax of each side are, in a list of what a cast returns followed by
 None and by the amax that was given for each side."""
@@ -187,9 +193,8 @@ def _laid_out(asked: Asked, row_missing: bool, col_missing: bool, no_draw: bool)
     correction changes the amax, so the amax is then returned whether or not it was given.
 
     Raises:
-        ValueError: a form is unknown or would round, or the cast draws random bits and there is no draw.
+        ValueError: the cast draws random bits, and there is no draw.
     """
-    _require_forms(asked)
     if no_draw and (drawing := _drawn(asked.rowwise, asked.columnwise, False)):
         raise ValueError(f"a stochastic cast needs rng=(seed, draw), got None (spec {drawing})")
     missing, nowhere, given = (row_missing, col_missing), -3, (-2, -1)
@@ -279,9 +284,10 @@ def require_amax(
     raise ValueError(f"{name} must be torch.float32 {list(shape)} on {device}, got {got}")
 
 
-def _require_forms(asked: Asked) -> None:
-    """Raise a ValueError unless the casts can be written in the forms that are asked for."""
-    for name, (key, form) in zip(("rowwise", "columnwise"), asked.sides, strict=True):
+@constant_when_traced
+def _require_forms(rowwise: str, columnwise: str, rowwise_form: str, columnwise_form: str) -> None:
+    """Raise a ValueError unless casts, given by their keys, can be written in these forms."""
+    for name, key, form in (("rowwise", rowwise, rowwise_form), ("columnwise", columnwise, columnwise_form)):
         if form not in get_args(Form):
             raise ValueError(f"{name}_form must be one of {', '.join(map(repr, get_args(Form)))}, got {form!r}")
         if key and form == "values":
@@ -382,24 +388,15 @@ def _quantize(
     stream: int,
     asked: str,
 ) -> list[Tensor]:
-    return _cast(x, statistics, gamma, beta, rowwise_amax, columnwise_amax, rng, stream, Asked.from_key(asked))
+    inputs = (x, statistics, gamma, beta, rowwise_amax, columnwise_amax, rng)
+    return _cast(inputs, stream, Asked.from_key(asked))
 
 
-def _cast(
-    x: Tensor,
-    statistics: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    rowwise_amax: Tensor | None,
-    columnwise_amax: Tensor | None,
-    rng: Tensor | None,
-    stream: int,
-    asked: Asked,
-) -> list[Tensor]:
+def _cast(inputs: Inputs, stream: int, asked: Asked) -> list[Tensor]:
     """What is asked for, by a kernel where one covers it; in the order of its layout."""
+    x, _, _, _, rowwise_amax, columnwise_amax, rng = inputs
     question = (asked.rowwise, asked.columnwise, asked.dtype)
     if backends.choose("quantize", x.device, asked.backend, question, casts_supported) == "triton":
-        inputs = (x, statistics, gamma, beta, rowwise_amax, columnwise_amax, rng)
         casts = kernels()
         tensors = tuple([None if tensor is None else casts.facts(tensor) for tensor in inputs])
         shared = rowwise_amax is not None and rowwise_amax is columnwise_amax
