@@ -18,13 +18,13 @@ from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
-from fp4engine.modules.recompute import handed_over, remember
+from fp4engine.modules.recompute import followed_state
 from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of, place_of, rows_in_order
 from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes, shared_weight, weight_amaxes_for, with_amaxes
 from fp4engine.modules.traced import refuse_stray_recomputation, traced_plan
 from fp4engine.recipe import LinearRecipe, Recipe
 from fp4engine.recipe.base import require, require_recipe
-from fp4engine.state import AutocastState, current_state, in_backward, is_recomputed
+from fp4engine.state import AutocastState, current_state, in_backward
 
 _UNQUANTIZED = LinearRecipe(backward_override=None, backend="auto")  # both given: an import reads no flag
 """High precision, bit for bit, but by a plan, which a gradient that goes to ``main_grad`` needs."""
@@ -364,16 +364,12 @@ class Gemms(torch.nn.Module):
         Raises:
             RuntimeError: the module runs inside a backward pass, and the region that it should repeat is not known.
         """
-        state = current_state()
         if torch.compiler.is_dynamo_compiling():
             refuse_stray_recomputation()
+            return current_state()
+        state, is_known = followed_state()
+        if is_known:
             return state
-        if not is_recomputed():
-            remember(state)
-            return state
-        repeated = handed_over()
-        if repeated is not None:
-            return repeated.state
         if self._ran_by_recipe or state is not None:
             raise RuntimeError(
                 f"{self.name or type(self).__name__} runs inside a backward pass, outside any autocast region that was "

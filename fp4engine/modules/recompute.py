@@ -3,7 +3,7 @@
 :func:`fp4engine.checkpoint` puts that region in force again, and so does PyTorch's ``checkpoint`` with
 ``context_fn=recompute_contexts``. Without that argument, PyTorch's non-reentrant ``checkpoint`` runs its function a
 second time inside saved-tensor hooks that hold a record of the first run. The first run stores its region with that
-record (:func:`remember`), and the second run reads it there (:func:`handed_over`). If a module runs inside a backward
+record, and the second run reads it there (:func:`followed_state`). If a module runs inside a backward
 pass in any other way, its region is not known.
 """
 
@@ -72,18 +72,27 @@ def region_in_force() -> AbstractContextManager[Any]:
 
     Where nobody knows it, no region is entered, so that modules refuse to run.
     """
-    state = current_state()
     if torch.compiler.is_dynamo_compiling():
-        return Region(state)
+        return Region(current_state())
     follow_seeding()
+    state, is_known = followed_state()
+    return Region(state) if is_known else nullcontext()
+
+
+def followed_state() -> tuple[AutocastState | None, bool]:
+    """The state of the region in force, in a repeat that of the first run, and whether it is known.
+
+    A first run stores the state for its repeats. If it is not known, the state is that in force.
+    """
+    state = current_state()
     if not is_recomputed():
-        remember(state)
-        return Region(state)
-    repeated = handed_over()
-    return nullcontext() if repeated is None else Region(repeated.state)
+        _remember(state)
+        return state, True
+    repeated = _handed_over()
+    return (state, False) if repeated is None else (repeated.state, True)
 
 
-def remember(state: AutocastState | None) -> None:
+def _remember(state: AutocastState | None) -> None:
     """Store ``state`` with the checkpoint whose function is running, if no region was opened inside the function."""
     checkpoint, _ = _checkpoint_in_force()
     if checkpoint is not None:
@@ -92,7 +101,7 @@ def remember(state: AutocastState | None) -> None:
             _surroundings[checkpoint] = Surroundings(state, depth)
 
 
-def handed_over() -> Surroundings | None:
+def _handed_over() -> Surroundings | None:
     """The region around the run that is being repeated; None if it is not known."""
     checkpoint, _ = _checkpoint_in_force()
     return None if checkpoint is None else _surroundings.get(checkpoint)

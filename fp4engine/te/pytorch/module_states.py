@@ -7,7 +7,7 @@ from typing import Any
 
 from fp4engine import state
 from fp4engine.modules.gemms import Gemms
-from fp4engine.modules.recompute import handed_over, remember
+from fp4engine.modules.recompute import followed_state
 from fp4engine.quantizers.delayed import DelayedQuantizer
 from fp4engine.recipe import CustomRecipe
 from fp4engine.te.common.recipe import as_frozen
@@ -103,11 +103,7 @@ class ModuleStates:
 
 def recipe_in_force() -> state.Recipe | None:
     """The frozen recipe of the region in force, or of the one that is repeated; None where nothing is quantized."""
-    current = state.current_state()
-    if not state.is_recomputed():
-        remember(current)  # for modules that are a checkpoint by themselves, whose products know only that one
-    elif (repeated := handed_over()) is not None:
-        current = repeated.state
+    current, _ = followed_state()  # and is stored for products in modules that are a checkpoint by themselves
     return current.recipe if current is not None and current.enabled else None
 
 
