@@ -82,6 +82,17 @@ def test_delayed_weight_gradients_are_those_at_once(name, recipe, fused) -> None
         assert torch.equal(mine, theirs)
 
 
+def test_additions_of_a_backward_pass_that_failed_are_dropped() -> None:
+    module, x = LayerNormMLP(32, 64, delay_wgrad_compute=True, fuse_wgrad_accumulation=True), torch.randn(16, 32)
+    for weight in (module.fc1_weight, module.fc2_weight):
+        weight.main_grad = torch.zeros_like(weight)
+    y = module(x)
+    module._additions.append(lambda: pytest.fail("it was of another backward pass"))
+    y.sum().backward()
+    module.backward_dw()
+    assert module.fc1_weight.main_grad.any() and not module._additions
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_weight_gradients_wait_where_the_input_has_none(name) -> None:
     x, found = torch.randn(16, 32), []

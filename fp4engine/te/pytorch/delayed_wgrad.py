@@ -1,7 +1,8 @@
 """Weight gradients that wait until ``backward_dw()`` is called.
 
 They are computed in the backward pass, from the gradient that it casts for the gradient of the input, since a cast of
-their own would draw other random bits. What is added to ``main_grad`` is multiplied later, by the operands of then.
+their own would draw other random bits. What is added to ``main_grad`` is multiplied when it is added, from the operands
+that the backward pass cast.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,6 +68,7 @@ class Run:
                 "after the last backward pass through the forward"
             )
         asked = [tensor for tensor in (*self.inputs, *self.now) if tensor.requires_grad]
+        self.additions.clear()  # of a backward pass that failed midway
         made = torch.autograd.grad(
             self._outputs(), [*asked, *self.weights], grads, retain_graph=True, allow_unused=True
         )

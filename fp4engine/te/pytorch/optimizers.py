@@ -155,14 +155,14 @@ class FusedAdam(_ZeroGrad, torch.optim.Adam):
     def _state_of(self, param: Tensor, moments: tuple[str, ...]) -> dict[str, Tensor]:
         """What is remembered of ``param``: steps, moments and master, all FP32."""
         state: dict[str, Tensor] = self.state[param]
+        is_stored = isinstance(param, (QuantizedWeight, QuantizedTensor))
+        if is_stored and not self.master_weights:
+            raise RuntimeError(
+                f"FusedAdam(master_weights=False) does not train a {type(param).__name__}, whose codes would round "
+                "small updates away; give it master_weights=True"
+            )
         lacks_master = self.master_weights and "master_param" not in state
         if lacks_master or not state.keys() >= {"step", *moments}:  # at first, or another optimizer's state was loaded
-            is_stored = isinstance(param, (QuantizedWeight, QuantizedTensor))
-            if is_stored and not self.master_weights:
-                raise RuntimeError(
-                    f"FusedAdam(master_weights=False) does not train a {type(param).__name__}, whose codes would round "
-                    "small updates away; give it master_weights=True"
-                )
             values = (param.dequantize() if is_stored else param).detach().float()
             state.setdefault("step", torch.zeros((), dtype=torch.float32, device=values.device))
             for moment in moments:
