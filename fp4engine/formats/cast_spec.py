@@ -248,6 +248,15 @@ class CastSpec:
         return torch.float16 if self.is_exact_in_fp16 and not self.is_exact_in_bf16 else torch.bfloat16
 
     @property
+    def decoded_dtype(self) -> torch.dtype:
+        """In what all that codes decode to is exact, however small: BF16 or, where an outer scale is multiplied, FP32.
+
+        8-bit elements under the smallest E8M0 scales are below BF16's range, so they decode to FP32 too.
+        """
+        is_exact = self.is_exact_in_bf16 and self.element.storage_bits == 4 and self.outer is Outer.NONE
+        return torch.bfloat16 if is_exact else torch.float32
+
+    @property
     def factor_group(self) -> int:
         """Neighbours that share an FP32 factor without which their values are exact in BF16; 0 for none.
 

@@ -120,14 +120,20 @@ def _fp8(
 
 
 def _dense(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    dtype = out_dtype if out is None else torch.float32
     with torch.autocast(left.device.type, enabled=False):  # the dtype is the caller's, also in a backward pass
-        if out is not None:
-            added = bias if bias is None else bias.float()
-            product = torch.nn.functional.linear(left.to(torch.float32), right.to(torch.float32), added)
-            return out.copy_(out.float() + product)
-        return torch.nn.functional.linear(
-            left.to(out_dtype), right.to(out_dtype), bias if bias is None else bias.to(out_dtype)
-        )
+        if dtype == torch.float32 and _tensor_cores_sum_in_fp32(left, right):
+            product = torch.mm(left, right.t(), out_dtype=torch.float32)
+            product = product if bias is None else product.add_(bias)
+        else:
+            added = bias if bias is None else bias.to(dtype)
+            product = torch.nn.functional.linear(left.to(dtype), right.to(dtype), added)
+    return product if out is None else out.copy_(out.float() + product)
+
+
+def _tensor_cores_sum_in_fp32(left: Tensor, right: Tensor) -> bool:
+    """Whether PyTorch multiplies the two as they are: products of 16-bit numbers are exact in FP32."""
+    return left.is_cuda and left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16)
 
 
 @cache

@@ -62,6 +62,11 @@ class Operand(NamedTuple):
         """Bytes of all its tensors."""
         return sum(t.nbytes for t in (self.data, self.scale_inv, self.amax) if t is not None)
 
+    @property
+    def decoded_dtype(self) -> torch.dtype:
+        """In what :meth:`dequantize` loses nothing: see :attr:`CastSpec.decoded_dtype`."""
+        return self.data.dtype if self.spec is None else self.spec.decoded_dtype
+
     def dequantize(self, dtype: torch.dtype = torch.float32, backend: str = "auto") -> Tensor:
         """``element * block scale * (amax / numerator)`` rounded once: [rows, cols]; as stored if rotated."""
         if self.spec is None:

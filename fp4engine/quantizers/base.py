@@ -195,7 +195,7 @@ class Quantizer:
 
     def requantize(self, operand: Operand, rng: Tensor | None, form: Form = "codes") -> Operand:
         """The columnwise operand of a tensor, made from its rowwise ``operand``."""
-        values = operand.dequantize(torch.float32, self.backend)
+        values = operand.dequantize(operand.decoded_dtype, self.backend)
         quantized = self.quantize(values, rowwise=False, rng=rng, columnwise_form=form)
         assert quantized.columnwise is not None
         return quantized.columnwise
