@@ -148,7 +148,7 @@ def linear_fprop(inp: Operand, weight: Operand, bias: Tensor | None, call: Call,
 
 def linear_dgrad(grad_output: Operand, weight: Operand, call: Call, dtype: torch.dtype) -> Tensor:
     """``dx[M, K] = dy[M, N] @ w[N, K]``: grad_output rowwise, weight columnwise."""
-    return _gemm("dgrad", grad_output, computed_in(weight, dtype), call, dtype)
+    return _gemm("dgrad", grad_output, computed_in(weight, call.dtype), call, dtype)
 
 
 def linear_wgrad(

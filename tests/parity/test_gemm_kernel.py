@@ -322,4 +322,4 @@ def test_unquantized_operands_are_summed_in_fp32(wanted, dtype):
     operands = Operand.dense(left), Operand.dense(right.T.contiguous().T)
     made = product(*operands, out_dtype=torch.float32, bias=bias, out=start)
     assert made.dtype == torch.float32 and (start is None or made.data_ptr() == start.data_ptr())
-    assert frobenius(made, exact) < 2e-7  # TF32 would be 3e-4 off, and a sum in BF16 2e-3
+    assert frobenius(made, exact) < 1e-5  # TF32 would be 3e-4 off, and a sum in BF16 2e-3
