@@ -22,7 +22,7 @@ from fp4engine.accounting.planned import (
     other_matrices,
     plan_module,
 )
-from fp4engine.arguments import require_callable, require_integer, require_model, require_patterns
+from fp4engine.arguments import require_bool, require_callable, require_integer, require_model, require_patterns
 from fp4engine.modules import Gemms, Linear
 from fp4engine.modules.adoption import (
     adapter_names,
@@ -38,7 +38,6 @@ from fp4engine.modules.torch_attention import TorchMultiheadAttention
 from fp4engine.names import covers
 from fp4engine.quantizers.base import FLOATS
 from fp4engine.recipe import Recipe, RuledRecipe
-from fp4engine.recipe.base import require
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 
@@ -86,7 +85,7 @@ def convert(
     require_own_recipe(recipe)
     if module_filter_fn is not None:
         require_callable("module_filter_fn", module_filter_fn)
-    require("adapters", adapters, (False, True))
+    require_bool("adapters", adapters)
     patterns = require_patterns("keep_high_precision", keep_high_precision)
     adopted: list[nn.Module] = []
     try:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from fp4engine.accounting import ConversionPlan
-from fp4engine.arguments import require_model, shown
+from fp4engine.arguments import require_bool, require_model, shown
 from fp4engine.convert import convert
 from fp4engine.formats import CastSpec
 from fp4engine.frozen_weights import StoredWeights, quantize_weights
 from fp4engine.functional.cast import cast
 from fp4engine.modules.shared_amax import SHARED_SCALES, share_amax, sibling_groups
 from fp4engine.recipe import Casts, LinearRecipe, Recipe
-from fp4engine.recipe.base import require, require_recipe
+from fp4engine.recipe.base import require_recipe
 
 NVFP4 = CastSpec()
 
@@ -55,7 +55,7 @@ def prepare(
     """
     require_model(model)
     require_recipe(recipe)
-    require("inputs", inputs, (False, True))
+    require_bool("inputs", inputs)
     if not isinstance(clip, int | float) or not 0 < clip <= 1 or (recipe is not None and (clip != 1 or not inputs)):
         raise ValueError(
             f"clip must be in (0, 1], and goes with recipe=None as inputs does, got {clip!r} and {recipe!r}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from fp4engine.arguments import require_patterns
+from fp4engine.arguments import require_bool, require_patterns
 from fp4engine.estimate.costs import host_seconds, largest_unit, seconds_of, wire
 from fp4engine.estimate.decoder import MODELS, Architecture, Decoder, add_lora, from_config
 from fp4engine.estimate.gpus import GPU, GPUS
@@ -85,8 +85,7 @@ def estimate(
         "fp4_all_gather": fp4_all_gather, "host_microseconds": host_microseconds,
     }  # fmt: skip
     for flag, value in (("checkpointing", checkpointing), ("fp4_all_gather", fp4_all_gather)):
-        if not isinstance(value, bool):
-            raise ValueError(f"{flag} must be True or False, got {value!r:.80}")
+        require_bool(flag, value)
     if fp4_all_gather and (fsdp == 1 or tp > 1 or recipe is None):
         raise ValueError(
             "fp4_all_gather=True needs fsdp of at least 2, tp=1 (weights that tensor parallelism splits are gathered "

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4engine.arguments import require_integer, require_path
+from fp4engine.arguments import require_bool, require_integer, require_path
 
 LARGEST = 1 << 24
 """The most that a size may be."""
@@ -60,8 +60,8 @@ class Architecture:
     def __post_init__(self) -> None:
         for name in ("gated", "bias", "qkv_bias", "projection_bias", "tied", "fused_qkv", "head_norm"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and (name not in ("qkv_bias", "projection_bias") or value is not None):
-                raise ValueError(f"{name} must be True or False, got {value!r:.80}")
+            if value is not None or name not in ("qkv_bias", "projection_bias"):
+                require_bool(name, value)
         for name in ("layers", "width", "heads", "ffn", "vocabulary", "kv_heads", "head_dim", "positions"):
             value = getattr(self, name)
             if value is not None or name not in ("kv_heads", "head_dim"):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4engine.arguments import require_integer
+from fp4engine.arguments import require_integer, require_one_of
 from fp4engine.checkpoint import checkpoint
 from fp4engine.estimate.decoder import LARGEST, Architecture, Decoder, add_lora
 from fp4engine.estimate.gpus import GPU, GPUS
@@ -79,8 +79,7 @@ def require_settings(
     )
     words = {"parameters": (parameters, ("fp32", "bf16")), "optimizer": (optimizer, STATES), "gpu": (gpu, GPUS)}
     for name, (value, allowed) in words.items():
-        if value not in tuple(allowed):
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        require_one_of(name, value, allowed)
     return sizes
 
 

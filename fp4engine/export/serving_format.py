@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4engine.arguments import require_one_of
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.reference.scaling import divide, encode_scale
 
@@ -92,8 +93,7 @@ def serving_format(name: str) -> ServingFormat:
     Raises:
         ValueError: there is none.
     """
-    if name not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, got {name!r}")
+    require_one_of("format", name, FORMATS)
     return FORMATS[name]
 
 

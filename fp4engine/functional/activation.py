@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4engine import ops
-from fp4engine.arguments import shown
+from fp4engine.arguments import require_one_of, shown
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -69,8 +69,7 @@ class Activation:
 
     def __post_init__(self) -> None:
         known = (*PLAIN, *GATED, CLAMPED_SWIGLU)
-        if self.name not in known:
-            raise ValueError(f"activation must be one of {', '.join(map(repr, known))}, got {self.name!r}")
+        require_one_of("activation", self.name, known)
         allowed = set(_CLAMPED_SWIGLU_DEFAULTS) if self.name == CLAMPED_SWIGLU else set[str]()
         given: Any = self.params or {}
         if not isinstance(given, Mapping) or not all(isinstance(value, int | float) for value in given.values()):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4engine.arguments import require_integer
+from fp4engine.arguments import require_integer, require_one_of
 
 MASK_TYPES = (
     "no_mask",
@@ -44,8 +44,7 @@ class AttentionMask:
     bottom_right_diagonal: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in MASK_TYPES:
-            raise ValueError(f"mask type must be one of {', '.join(map(repr, MASK_TYPES))}, got {self.kind!r}")
+        require_one_of("mask type", self.kind, MASK_TYPES)
         if not isinstance(self.window, Sequence) or len(self.window) != 2:
             raise ValueError(f"window_size of a mask must be two integers, got {self.window_size}")
         for size in self.window:

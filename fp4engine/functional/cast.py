@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import capability, ops, reference
+from fp4engine.arguments import require_one_of
 from fp4engine.formats import E4M3, E5M2, CastSpec
 from fp4engine.quantizers import Quantizer
 
@@ -85,8 +86,7 @@ def cast(
     Source: ROCm/tensorcast, branch ``triton``, ``tcast/common.py``, for the vocabulary; modes are arguments here.
     """
     for name, value, allowed in (("mode", mode, get_args(Mode)), ("compute", compute, get_args(Compute))):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        require_one_of(name, value, allowed)
     if not isinstance(spec, CastSpec):
         raise ValueError(f"spec must be an fp4engine.formats.CastSpec, got {spec!r}")
     if spec.rotation is not None:

@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from fp4engine.arguments import require_integer, require_rate
+from fp4engine.arguments import require_bool, require_integer, require_one_of, require_rate
 from fp4engine.functional.attention import AttentionMask, attention, require_core_attention_bias, rotate
 from fp4engine.modules.layernorm_linear import LayerNormLinear
 from fp4engine.modules.linear import Linear
@@ -20,7 +20,6 @@ from fp4engine.modules.split_linear import SplitLinear
 from fp4engine.modules.te_arguments import FORWARD_NEUTRAL, refuse_unimplemented, te_device, te_init
 from fp4engine.names import dotted
 from fp4engine.recipe import Recipe
-from fp4engine.recipe.base import require
 
 
 class L2Normalization(torch.nn.Module):
@@ -116,10 +115,10 @@ class MultiheadAttention(torch.nn.Module):
         refuse_unimplemented("MultiheadAttention", te_arguments)
         if qkv_format == "thd":
             raise NotImplementedError("MultiheadAttention(qkv_format='thd') is not implemented; use 'sbhd' or 'bshd'")
-        require("qkv_format", qkv_format, ("sbhd", "bshd"))
-        require("attention_type", attention_type, ("self", "cross"))
-        require("return_bias", return_bias, (False, True))
-        require("return_layernorm_output", return_layernorm_output, (False, True))
+        require_one_of("qkv_format", qkv_format, ("sbhd", "bshd"))
+        require_one_of("attention_type", attention_type, ("self", "cross"))
+        require_bool("return_bias", return_bias)
+        require_bool("return_layernorm_output", return_layernorm_output)
         require_rate("attention_dropout", attention_dropout)
         hidden_size = require_integer("hidden_size", hidden_size, 0)
         num_attention_heads = require_integer("num_attention_heads", num_attention_heads, 1)
@@ -325,6 +324,6 @@ class MultiheadAttention(torch.nn.Module):
         if kind == "L2Normalization":
             norm = L2Normalization(eps)
             return norm, norm
-        require("qk_norm_type", kind, (None, "L2Normalization", "RMSNorm", "LayerNorm"))
+        require_one_of("qk_norm_type", kind, (None, "L2Normalization", "RMSNorm", "LayerNorm"))
         make = self.norm_classes[kind]
         return make(self.head_size, eps, **place), make(self.head_size, eps, **place)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4engine import ops
+from fp4engine.arguments import require_bool, require_one_of
 from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear, make_linear_plan
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.grouped_linear import Expert
@@ -23,7 +24,7 @@ from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of, place
 from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes, shared_weight, weight_amaxes_for, with_amaxes
 from fp4engine.modules.traced import refuse_stray_recomputation, traced_plan
 from fp4engine.recipe import LinearRecipe, Recipe
-from fp4engine.recipe.base import require, require_recipe
+from fp4engine.recipe.base import require_recipe
 from fp4engine.state import AutocastState, current_state, in_backward
 
 _UNQUANTIZED = LinearRecipe(backward_override=None, backend="auto")  # both given: an import reads no flag
@@ -86,7 +87,7 @@ class Gemms(torch.nn.Module):
         self._plans_for_tracing: dict[tuple[int, tuple[int, ...]], LinearPlan] = {}
         if name is not None and not isinstance(name, str):
             raise ValueError(f"name must be a string or None, got {name!r}")
-        require("fuse_wgrad_accumulation", fuse_wgrad_accumulation, (False, True))
+        require_bool("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         self.name = name
         self.recipe = recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -194,7 +195,7 @@ class Gemms(torch.nn.Module):
             ValueError: ``is_first_microbatch`` is none of these.
         """
         if is_first_microbatch is not None:
-            require("is_first_microbatch", is_first_microbatch, (None, False, True))
+            require_one_of("is_first_microbatch", is_first_microbatch, (None, False, True))
         hear_output = [listener(inp, weight) for listener, _ in self._listeners] if self._listeners else ()
         output = self._multiply(inp, weight, bias, is_first_microbatch)
         for hear in hear_output:
@@ -342,7 +343,7 @@ class Gemms(torch.nn.Module):
     ) -> Expert | None:
         """This module's product as data, for :func:`grouped_linear` to compute with others; None in high precision."""
         if is_first_microbatch is not None:
-            require("is_first_microbatch", is_first_microbatch, (None, False, True))
+            require_one_of("is_first_microbatch", is_first_microbatch, (None, False, True))
         state = self._state_in_force()
         plan = self._plan_under(state)
         if plan is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fp4engine import ops
-from fp4engine.arguments import require_integer
+from fp4engine.arguments import require_bool, require_integer
 from fp4engine.functional.grouped import grouped, require_counts
 from fp4engine.functional.grouped_linear import grouped_linear, grouped_refusal
 from fp4engine.modules.gemms import Gemms
@@ -17,7 +17,6 @@ from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
 from fp4engine.recipe import Recipe
-from fp4engine.recipe.base import require
 
 
 class GroupedLinear(torch.nn.Module):
@@ -62,7 +61,7 @@ class GroupedLinear(torch.nn.Module):
     ) -> None:
         refuse_unimplemented("GroupedLinear", te_arguments)
         num_gemms = require_integer("num_gemms", num_gemms, 1)
-        require("return_bias", return_bias, (False, True))
+        require_bool("return_bias", return_bias)
         in_features = require_integer("in_features", in_features, 0)
         out_features = require_integer("out_features", out_features, 0)
         super().__init__()

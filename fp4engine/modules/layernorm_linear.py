@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from fp4engine.arguments import require_bool
 from fp4engine.functional.norm import Norm
 from fp4engine.modules.norm import InputNorm
 from fp4engine.modules.split_linear import SplitLinear
-from fp4engine.recipe.base import require
 
 
 class LayerNormLinear(InputNorm, SplitLinear):
@@ -48,7 +48,7 @@ class LayerNormLinear(InputNorm, SplitLinear):
         **arguments: Any,
     ) -> None:
         self.norm = Norm(normalization, eps, zero_centered_gamma)
-        require("return_layernorm_output", return_layernorm_output, (False, True))
+        require_bool("return_layernorm_output", return_layernorm_output)
         self.return_layernorm_output = return_layernorm_output
         super().__init__(in_features, out_features, **arguments)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fp4engine.arguments import require_integer
+from fp4engine.arguments import require_bool, require_integer
 from fp4engine.functional.activation import Activation
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.norm import Norm
@@ -17,7 +17,6 @@ from fp4engine.modules.norm import InputNorm
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
 from fp4engine.names import dotted
 from fp4engine.recipe import Recipe
-from fp4engine.recipe.base import require
 
 
 class LayerNormMLP(InputNorm):
@@ -80,8 +79,8 @@ class LayerNormMLP(InputNorm):
         **te_arguments: Any,
     ) -> None:
         refuse_unimplemented("LayerNormMLP", te_arguments)
-        require("return_bias", return_bias, (False, True))
-        require("return_layernorm_output", return_layernorm_output, (False, True))
+        require_bool("return_bias", return_bias)
+        require_bool("return_layernorm_output", return_layernorm_output)
         hidden_size = require_integer("hidden_size", hidden_size, 0)
         ffn_hidden_size = require_integer("ffn_hidden_size", ffn_hidden_size, 0)
         super().__init__()

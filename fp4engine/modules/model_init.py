@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from fp4engine.arguments import require_bool
 from fp4engine.functional import make_linear_plan
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.quantizers import Quantizer
 from fp4engine.recipe import Recipe
-from fp4engine.recipe.base import require, require_recipe
+from fp4engine.recipe.base import require_recipe
 from fp4engine.state import get_default_recipe
 
 
@@ -50,7 +51,7 @@ def quantized_model_init(
     """
     if not isinstance(enabled, bool):  # a recipe in its place would be ignored
         raise ValueError(f"enabled must be True or False, got {enabled!r}; a recipe goes in recipe=")
-    require("preserve_high_precision_init_val", preserve_high_precision_init_val, (False, True))
+    require_bool("preserve_high_precision_init_val", preserve_high_precision_init_val)
     recipe = get_default_recipe() if recipe is None else recipe
     require_recipe(recipe)
     init = _ModelInit(recipe, preserve_high_precision_init_val) if enabled else None

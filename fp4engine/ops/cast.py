@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import capability, reference
+from fp4engine.arguments import require_one_of
 from fp4engine.formats import CastSpec, Correction, Outer, RoundingMode
 from fp4engine.kernels.source import Asked, Source
 from fp4engine.ops import backend as backends
@@ -288,8 +289,7 @@ def require_amax(
 def _require_forms(rowwise: str, columnwise: str, rowwise_form: str, columnwise_form: str) -> None:
     """Raise a ValueError unless casts, given by their keys, can be written in these forms."""
     for name, key, form in (("rowwise", rowwise, rowwise_form), ("columnwise", columnwise, columnwise_form)):
-        if form not in get_args(Form):
-            raise ValueError(f"{name}_form must be one of {', '.join(map(repr, get_args(Form)))}, got {form!r}")
+        require_one_of(f"{name}_form", form, get_args(Form))
         if key and form == "values":
             spec = CastSpec.from_key(key)
             if not (spec.is_exact_in_bf16 or spec.is_exact_in_fp16):

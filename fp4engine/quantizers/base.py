@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from fp4engine import ops
+from fp4engine.arguments import require_one_of
 from fp4engine.formats import CastSpec
 from fp4engine.ops import Form
-from fp4engine.recipe.base import BACKENDS, require
+from fp4engine.recipe.base import BACKENDS
 from fp4engine.recipe.casts import Casts, ColumnwiseSource
 from fp4engine.tensor import Operand, QuantizedTensor
 
@@ -52,8 +53,8 @@ class Quantizer:
     is_identity: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require("backend", self.backend, BACKENDS)
-        require("stream", self.stream, STREAMS)
+        require_one_of("backend", self.backend, BACKENDS)
+        require_one_of("stream", self.stream, STREAMS)
         Casts(self.rowwise_spec, self.columnwise_spec, self.columnwise_source, self.clipped_gradient)  # raises
         # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
         specs = [spec for spec in (self.rowwise_spec, self.columnwise_spec) if spec is not None]

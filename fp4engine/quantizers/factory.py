@@ -1,5 +1,6 @@
 """The only path from a recipe to a quantizer."""
 
+from fp4engine.arguments import require_one_of
 from fp4engine.quantizers.base import Quantizer
 from fp4engine.quantizers.delayed import DelayedQuantizer
 from fp4engine.quantizers.nvfp4 import NVFP4Quantizer
@@ -17,9 +18,7 @@ def make_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer:
         raise ValueError(f"recipe must be an fp4engine.recipe.Recipe, got {recipe!r}")
     if not isinstance(role, QuantizerRole):
         raise ValueError(f"role must be a QuantizerRole, got {role!r}")
-    if role.tensor_type not in TENSOR_TYPES:
-        allowed = ", ".join(repr(word) for word in TENSOR_TYPES)
-        raise ValueError(f"role.tensor_type must be one of {allowed}, got {role.tensor_type!r}")
+    require_one_of("role.tensor_type", role.tensor_type, TENSOR_TYPES)
     recipe = recipe.of(role)
     if isinstance(recipe, CustomRecipe):
         return _ask_factory(recipe, role)

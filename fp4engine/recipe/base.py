@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 
 from fp4engine import formats
-from fp4engine.arguments import require_integer
+from fp4engine.arguments import require_bool, require_integer, require_one_of
 from fp4engine.environment import choice
 from fp4engine.formats import CastSpec
 from fp4engine.recipe.casts import Casts
@@ -69,7 +69,7 @@ class MMParams:
     use_split_accumulator: bool = True
 
     def __post_init__(self) -> None:
-        require("use_split_accumulator", self.use_split_accumulator, (False, True))
+        require_bool("use_split_accumulator", self.use_split_accumulator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +95,11 @@ class QParams:
 
     def __post_init__(self) -> None:
         for name in ("power_2_scale", "random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization"):
-            require(name, getattr(self, name), (False, True))
+            require_bool(name, getattr(self, name))
         epsilon = self.amax_epsilon
         is_number = isinstance(epsilon, Real) and not isinstance(epsilon, bool)
         if not (is_number and 0 <= float(epsilon) < math.inf):
             raise ValueError(f"amax_epsilon must be a finite number of at least 0, got {epsilon!r}")
-
-
-def require(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """Raise ``ValueError`` naming the argument unless ``value`` is one of ``allowed``."""
-    if not any(value is word or (type(value) is type(word) and value == word) for word in allowed):
-        words = ", ".join(repr(word) for word in allowed)
-        raise ValueError(f"{name} must be one of {words}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +133,11 @@ class Recipe:
             Recipe.registry[cls.__name__] = cls
 
     def __post_init__(self) -> None:
-        require("backward_override", self.backward_override, (None, *BACKWARD_OVERRIDES))
-        require("backend", self.backend, BACKENDS)
+        require_one_of("backward_override", self.backward_override, (None, *BACKWARD_OVERRIDES))
+        require_one_of("backend", self.backend, BACKENDS)
         for field in dataclasses.fields(self):
             if field.type is bool:
-                require(field.name, getattr(self, field.name), (False, True))
+                require_bool(field.name, getattr(self, field.name))
         self._take_number()
 
     def _take_number(self) -> None:
@@ -203,7 +196,7 @@ class Recipe:
         Raises:
             ValueError: another word.
         """
-        require("gemm", gemm, GEMMS)
+        require_one_of("gemm", gemm, GEMMS)
         return MMParams()
 
     @classmethod
@@ -263,7 +256,7 @@ class Recipe:
         """Undo :func:`_to_plain` for the field ``name``; recipes with nested fields extend it."""
         if not name.endswith("_format"):
             return value
-        require(name, value, tuple(str(word.value) for word in Format))
+        require_one_of(name, value, tuple(str(word.value) for word in Format))
         return Format(value)
 
     def to_json(self) -> str:

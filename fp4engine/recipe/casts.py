@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from fp4engine.arguments import require_bool, require_one_of
 from fp4engine.formats import CastSpec
 
 ColumnwiseSource = Literal["original", "rowwise_dequantized", "saved_original"]
@@ -45,11 +46,8 @@ class Casts:
         for name, spec in (("rowwise", self.rowwise), ("columnwise", self.columnwise)):
             if spec is not None and not isinstance(spec, CastSpec):
                 raise ValueError(f"{name} must be an fp4engine.formats.CastSpec or None, got {spec!r}")
-        if not isinstance(self.clipped_gradient, bool):
-            raise ValueError(f"clipped_gradient must be True or False, got {self.clipped_gradient!r}")
-        if self.columnwise_source not in COLUMNWISE_SOURCES:
-            allowed = ", ".join(map(repr, COLUMNWISE_SOURCES))
-            raise ValueError(f"columnwise_source must be one of {allowed}, got {self.columnwise_source!r}")
+        require_bool("clipped_gradient", self.clipped_gradient)
+        require_one_of("columnwise_source", self.columnwise_source, COLUMNWISE_SOURCES)
         if self.clipped_gradient and (self.rowwise is None or not self.rowwise.block[1]):
             raise ValueError(
                 "clipped_gradient=True needs a rowwise cast in blocks, whose scales tell what saturated, "

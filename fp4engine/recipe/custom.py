@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fp4engine.arguments import require_integer
-from fp4engine.recipe.base import Format, Recipe, require
+from fp4engine.arguments import require_integer, require_one_of
+from fp4engine.recipe.base import Format, Recipe
 from fp4engine.roles import QuantizerRole
 
 
@@ -37,6 +37,6 @@ class CustomRecipe(Recipe):
         super().__post_init__()
         if not callable(self.qfactory):
             raise ValueError(f"qfactory must be callable as qfactory(role) -> Quantizer, got {self.qfactory!r}")
-        require("fp8_format", self.fp8_format, tuple(Format))
-        require("fp8_dpa", self.fp8_dpa, (False,))
-        require("fp8_mha", self.fp8_mha, (False,))
+        require_one_of("fp8_format", self.fp8_format, tuple(Format))
+        require_one_of("fp8_dpa", self.fp8_dpa, (False,))
+        require_one_of("fp8_mha", self.fp8_mha, (False,))

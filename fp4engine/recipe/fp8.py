@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fp4engine.arguments import require_callable, require_integer
+from fp4engine.arguments import require_callable, require_integer, require_one_of
 from fp4engine.environment import flag
 from fp4engine.formats import E4M3, E5M2, CastSpec, ElementFormat, ScaleRule, fp8, fp8_block, mx
-from fp4engine.recipe.base import Format, MMParams, QParams, Recipe, require, require_object
+from fp4engine.recipe.base import Format, MMParams, QParams, Recipe, require_object
 from fp4engine.recipe.casts import Casts
 from fp4engine.roles import GEMMS, TENSOR_TYPES
 
@@ -26,9 +26,9 @@ class _FP8Recipe(Recipe):
     """What the FP8 recipes share. ``HYBRID`` is E4M3 forward and E5M2 for gradients."""
 
     def _check(self, fp8_format: Format, fp8_dpa: bool, fp8_mha: bool) -> None:
-        require("fp8_format", fp8_format, FP8_FORMATS)
-        require("fp8_dpa", fp8_dpa, (False,))
-        require("fp8_mha", fp8_mha, (False,))
+        require_one_of("fp8_format", fp8_format, FP8_FORMATS)
+        require_one_of("fp8_dpa", fp8_dpa, (False,))
+        require_one_of("fp8_mha", fp8_mha, (False,))
 
     @classmethod
     def _from_plain(cls, name: str, value: Any) -> Any:
@@ -38,7 +38,7 @@ class _FP8Recipe(Recipe):
 
 
 def _element(fp8_format: Format, tensor_type: str) -> ElementFormat:
-    require("tensor_type", tensor_type, TENSOR_TYPES)
+    require_one_of("tensor_type", tensor_type, TENSOR_TYPES)
     if fp8_format is Format.HYBRID:
         return E5M2 if tensor_type == "grad_output" else E4M3
     return E5M2 if fp8_format is Format.E5M2 else E4M3
@@ -67,7 +67,7 @@ class Float8CurrentScaling(_FP8Recipe):
         super().__post_init__()
         self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
         for gemm in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
-            require(gemm, getattr(self, gemm), (FAST, SPLIT))
+            require_one_of(gemm, getattr(self, gemm), (FAST, SPLIT))
 
     @property
     def fp8_quant_fwd_inp(self) -> QParams:
@@ -91,7 +91,7 @@ class Float8CurrentScaling(_FP8Recipe):
 
     def mm_params(self, gemm: str) -> MMParams:
         """The option of that GEMM."""
-        require("gemm", gemm, GEMMS)
+        require_one_of("gemm", gemm, GEMMS)
         return {"fprop": self.fp8_gemm_fprop, "dgrad": self.fp8_gemm_dgrad, "wgrad": self.fp8_gemm_wgrad}[gemm]
 
 
@@ -130,11 +130,11 @@ class DelayedScaling(_FP8Recipe):
         object.__setattr__(self, "amax_history_len", length)
         super().__post_init__()
         self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
-        require("backward_override", self.backward_override, (None,))
+        require_one_of("backward_override", self.backward_override, (None,))
         if self.scaling_factor_compute_algo is not None:
             require_callable("scaling_factor_compute_algo", self.scaling_factor_compute_algo)
         if not callable(self.amax_compute_algo):
-            require("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
+            require_one_of("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
 
     def casts(self, tensor_type: str) -> Casts:
         """Both operands alike."""
@@ -143,7 +143,7 @@ class DelayedScaling(_FP8Recipe):
 
     def mm_params(self, gemm: str) -> MMParams:
         """Fast accumulation in fprop, as TransformerEngine does."""
-        require("gemm", gemm, GEMMS)
+        require_one_of("gemm", gemm, GEMMS)
         return FAST if gemm == "fprop" else SPLIT
 
     @property
@@ -185,9 +185,9 @@ class Float8BlockScaling(_FP8Recipe):
             "grad_block_scaling_dim": self.grad_block_scaling_dim,
         }
         for name, dim in dims.items():
-            require(name, dim, (1, 2))
+            require_one_of(name, dim, (1, 2))
         for gemm in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
-            require(gemm, getattr(self, gemm), (SPLIT,))
+            require_one_of(gemm, getattr(self, gemm), (SPLIT,))
         if list(dims.values()).count(2) > 1:
             raise ValueError(f"two operands in 128x128 blocks would meet in one GEMM; at most one may be 2, got {dims}")
 
@@ -238,7 +238,7 @@ class MXFP8BlockScaling(_FP8Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
-        require("margin", self.margin, (0,))
+        require_one_of("margin", self.margin, (0,))
 
     def casts(self, tensor_type: str) -> Casts:
         """Both operands alike."""

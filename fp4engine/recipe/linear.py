@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fp4engine.arguments import require_one_of
 from fp4engine.formats import CastSpec, Correction, RoundingMode, Signs
-from fp4engine.recipe.base import Recipe, require, require_object
+from fp4engine.recipe.base import Recipe, require_object
 from fp4engine.recipe.casts import Casts, unclippable, unsaved, untaken
 from fp4engine.roles import TENSOR_TYPES
 
@@ -57,7 +58,7 @@ class LinearRecipe(Recipe):
 
     def casts(self, tensor_type: str) -> Casts:
         """The casts of a role."""
-        require("tensor_type", tensor_type, TENSOR_TYPES)
+        require_one_of("tensor_type", tensor_type, TENSOR_TYPES)
         return {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}[tensor_type]
 
     def operands(self) -> Iterator[tuple[str, str, CastSpec | None]]:

@@ -14,10 +14,11 @@ from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
+from fp4engine.arguments import require_bool, require_one_of
 from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_BOUND_4OVER6, E4M3_MAX, SR_GUARD
 from fp4engine.environment import choice, flag
 from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode, ScaleRule, Signs
-from fp4engine.recipe.base import Format, QParams, Recipe, require, require_keys
+from fp4engine.recipe.base import Format, QParams, Recipe, require_keys
 from fp4engine.recipe.casts import Casts
 from fp4engine.roles import TENSOR_TYPES
 
@@ -76,13 +77,13 @@ class NVFP4BlockScaling(Recipe):
         given = dict(zip(_ROLES, (fp4_quant_fwd_inp, fp4_quant_fwd_weight, fp4_quant_bwd_grad), strict=True))
         self._follow({name: qparams for name, qparams in given.items() if qparams is not None})
         super().__post_init__()
-        require("nvfp4_4over6", self.nvfp4_4over6, SCOPES)
-        require("nvfp4_4over6_e4m3_use_256", self.nvfp4_4over6_e4m3_use_256, SCOPES)
-        require("nvfp4_4over6_err_mode", self.nvfp4_4over6_err_mode, ERROR_MODES)
-        require("fp4_format", self.fp4_format, (Format.E2M1,))
-        require("fp8_format", self.fp8_format, (Format.E4M3,))
-        require("fp8_dpa", self.fp8_dpa, (False,))
-        require("fp8_mha", self.fp8_mha, (False,))
+        require_one_of("nvfp4_4over6", self.nvfp4_4over6, SCOPES)
+        require_one_of("nvfp4_4over6_e4m3_use_256", self.nvfp4_4over6_e4m3_use_256, SCOPES)
+        require_one_of("nvfp4_4over6_err_mode", self.nvfp4_4over6_err_mode, ERROR_MODES)
+        require_one_of("fp4_format", self.fp4_format, (Format.E2M1,))
+        require_one_of("fp8_format", self.fp8_format, (Format.E4M3,))
+        require_one_of("fp8_dpa", self.fp8_dpa, (False,))
+        require_one_of("fp8_mha", self.fp8_mha, (False,))
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with ``changes`` applied; the environment is not read again.
@@ -115,7 +116,7 @@ class NVFP4BlockScaling(Recipe):
 
     def quantizer_arguments(self, tensor_type: str) -> dict[str, Any]:
         """What :class:`~fp4engine.NVFP4Quantizer` is made with for ``"input"``, ``"weight"`` or ``"grad_output"``."""
-        require("tensor_type", tensor_type, TENSOR_TYPES)
+        require_one_of("tensor_type", tensor_type, TENSOR_TYPES)
         name, scope = {
             "input": ("fp4_quant_fwd_inp", "activations"),
             "weight": ("fp4_quant_fwd_weight", "weights"),
@@ -182,8 +183,8 @@ def nvfp4_casts(
     Raises:
         ValueError: arguments outside their words, or that contradict each other.
     """
-    require("nvfp4_e4m3_max", nvfp4_e4m3_max, (448, 256))
-    require("nvfp4_4over6_err_mode", nvfp4_4over6_err_mode, ERROR_MODES)
+    require_one_of("nvfp4_e4m3_max", nvfp4_e4m3_max, (448, 256))
+    require_one_of("nvfp4_4over6_err_mode", nvfp4_4over6_err_mode, ERROR_MODES)
     for switch, value in (
         ("with_rht", with_rht),
         ("with_2d_quantization", with_2d_quantization),
@@ -193,7 +194,7 @@ def nvfp4_casts(
         ("with_random_sign_mask", with_random_sign_mask),
         ("guarded", guarded),
     ):
-        require(switch, value, (False, True))
+        require_bool(switch, value)
     if row_scaled_nvfp4 and with_2d_quantization:
         raise ValueError("row_scaled_nvfp4=True goes with 1x16 blocks, got with_2d_quantization=True")
     if nvfp4_use_4over6 and stochastic_rounding:

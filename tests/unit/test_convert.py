@@ -435,7 +435,7 @@ def test_the_tables_are_for_reading() -> None:
     ("arguments", "message"),
     [
         ({"module_filter_fn": ["lm_head"]}, r"module_filter_fn must be a function, got \['lm_head'\]"),
-        ({"adapters": ["lora_A"]}, r"adapters must be one of False, True, got \['lora_A'\]"),
+        ({"adapters": ["lora_A"]}, r"adapters must be True or False, got \['lora_A'\]"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(arguments: dict, message: str) -> None:

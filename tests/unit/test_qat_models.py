@@ -137,7 +137,7 @@ def cast_input(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="inputs must be one of False, True, got 'dynamic'"):
+    with pytest.raises(ValueError, match="inputs must be True or False, got 'dynamic'"):
         qat.prepare(llama(), inputs="dynamic")
     with pytest.raises(ValueError, match="clip must be"):
         qat.prepare(llama(), clip=0)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from fp4engine import modules
+from fp4engine.arguments import require_one_of
 from fp4engine.modules.attention import L2Normalization
 from fp4engine.modules.inputs import cast_by_autocast
-from fp4engine.recipe.base import require
 from fp4engine.te.pytorch.base import require_one_rank
 from fp4engine.te.pytorch.constants import QKV_FORMATS
 from fp4engine.te.pytorch.dot_product_attention import DotProductAttention, Masked, OnOneRank, Window, plain_kind
@@ -100,7 +100,7 @@ class MultiheadAttention(OnOneRank, modules.MultiheadAttention):
         recipe: Any = None,
     ) -> None:
         require_one_rank("MultiheadAttention", tp_size=tp_size, tp_group=tp_group)
-        require("qkv_format", qkv_format, QKV_FORMATS)
+        require_one_of("qkv_format", qkv_format, QKV_FORMATS)
         kind = plain_kind(attn_mask_type)
         super().__init__(
             hidden_size,

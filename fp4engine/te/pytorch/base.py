@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import require_callable, require_integer, require_member, shown
+from fp4engine.arguments import require_callable, require_integer, require_member, require_one_of, shown
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.inputs import cast_by_autocast
@@ -17,7 +17,6 @@ from fp4engine.modules.quantized_weight import QuantizedWeight, casts_of
 from fp4engine.modules.te_arguments import te_device
 from fp4engine.quantizers.factory import make_quantizer
 from fp4engine.recipe import CustomRecipe, DelayedScaling, Recipe
-from fp4engine.recipe.base import require
 from fp4engine.roles import TENSOR_TYPES
 from fp4engine.roles import QuantizerRole as FrozenRole
 from fp4engine.te.common.recipe import Answering, answered, as_frozen
@@ -420,7 +419,7 @@ def require_one_rank(kind: str, **arguments: Any) -> None:
         size = max(size, group.size())
     if size != 1:
         raise NotImplementedError(f"{kind}(tp_size={size}) is not implemented: a layer lies on one rank; leave it at 1")
-    require("parallel_mode", arguments.get("parallel_mode"), GemmParallelModes)
+    require_one_of("parallel_mode", arguments.get("parallel_mode"), GemmParallelModes)
     if (kept := arguments.get("symmetric_ar_type")) is not None:
         raise NotImplementedError(f"{kind}(symmetric_ar_type={kept!r}) is not implemented; leave it at None")
 

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
+from fp4engine.arguments import require_one_of
 from fp4engine.functional.attention import MASK_TYPES, AttentionMask, attention, require_core_attention_bias
 from fp4engine.modules.te_arguments import refuse
-from fp4engine.recipe.base import require
 from fp4engine.te.pytorch.base import require_one_rank
 from fp4engine.te.pytorch.constants import QKV_FORMATS, AttnTypes
 from fp4engine.te.pytorch.extra_state import ExtraState
@@ -101,9 +101,9 @@ class DotProductAttention(OnOneRank, ExtraState):
             softmax_type=(softmax_type, "vanilla"),
             return_max_logit=max_logit,
         )
-        require("qkv_format", qkv_format, QKV_FORMATS)
-        require("attn_mask_type", plain_kind(attn_mask_type), MASK_TYPES)
-        require("attention_type", attention_type, AttnTypes)
+        require_one_of("qkv_format", qkv_format, QKV_FORMATS)
+        require_one_of("attn_mask_type", plain_kind(attn_mask_type), MASK_TYPES)
+        require_one_of("attention_type", attention_type, AttnTypes)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if groups < 1 or num_attention_heads % groups:
             raise ValueError(f"num_attention_heads={num_attention_heads} must be a multiple of num_gqa_groups={groups}")
@@ -174,7 +174,7 @@ class DotProductAttention(OnOneRank, ExtraState):
         )
         self._require_shapes(query_layer, key_layer, value_layer)
         layout = qkv_format or self.qkv_format
-        require("qkv_format", layout, QKV_FORMATS)
+        require_one_of("qkv_format", layout, QKV_FORMATS)
         kind = self.attn_mask_type if attn_mask_type is None else plain_kind(attn_mask_type)
         window = window_size or self.window_size
         if window is not None:
@@ -184,7 +184,7 @@ class DotProductAttention(OnOneRank, ExtraState):
         if core_attention_bias_type == "alibi":
             slopes = alibi_slopes if alibi_slopes is not None else _slopes(self.num_attention_heads, query_layer.device)
         else:
-            require("core_attention_bias_type", core_attention_bias_type, ("no_bias", "post_scale_bias"))
+            require_one_of("core_attention_bias_type", core_attention_bias_type, ("no_bias", "post_scale_bias"))
         require_core_attention_bias(core_attention_bias_type, core_attention_bias)
         call = _Call(self, kind, window, diagonal, core_attention_bias, slopes)
         if inference_params is not None:
@@ -293,7 +293,7 @@ def check_set_window_size(attn_mask_type: str, window_size: Window = None) -> tu
         ValueError: an unknown mask, or a window that does not suit it.
     """
     kind = plain_kind(attn_mask_type)
-    require("attn_mask_type", kind, MASK_TYPES)
+    require_one_of("attn_mask_type", kind, MASK_TYPES)
     is_causal = "causal" in kind
     if window_size is None:
         return -1, 0 if is_causal else -1

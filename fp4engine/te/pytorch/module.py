@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fp4engine import modules
+from fp4engine.arguments import require_one_of
 from fp4engine.checkpoint import checkpoint as recompute
 from fp4engine.environment import read_flag
 from fp4engine.modules.model_init import refuse_parts
 from fp4engine.modules.split_linear import ParametersSplit, SplitLinear
-from fp4engine.recipe.base import require
 from fp4engine.te.common.recipe import as_frozen
 from fp4engine.te.pytorch.base import Init, TransformerEngineBaseModule, quantizers_of, refuse_fp8_tensors
 from fp4engine.te.pytorch.norm import LayerNorm, RMSNorm
@@ -368,7 +368,7 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
                     "GroupedLinear(single_grouped_weight=True) with fuse_wgrad_accumulation=True is not implemented; "
                     "leave one of them out"
                 )
-        require("use_grouped_tensor", use_grouped_tensor, (None, False, True))
+        require_one_of("use_grouped_tensor", use_grouped_tensor, (None, False, True))
         alone = {"tp_group": tp_group, "tp_size": tp_size, "parallel_mode": parallel_mode}
         self._begin(alone, get_rng_state_tracker, rng_tracker_name, delay_wgrad_compute)
         modules.GroupedLinear.__init__(

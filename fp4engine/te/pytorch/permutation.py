@@ -6,7 +6,7 @@ Legend: T tokens, E experts, P rows after sorting, C hidden size.
 import torch
 from torch import Tensor
 
-from fp4engine.recipe.base import require
+from fp4engine.arguments import require_one_of
 
 MAP_TYPES = ("mask", "index")
 
@@ -25,7 +25,7 @@ def moe_permute(
         Rows [P, C], and the row map that :func:`moe_unpermute` takes, of all rows, those that are not kept last: int
         [2, P], the token and the expert of each, or under ``"index"`` int [P], the place ``token * k + choice``.
     """
-    require("map_type", map_type, MAP_TYPES)
+    require_one_of("map_type", map_type, MAP_TYPES)
     if routing_map.shape[0] != inp.shape[0]:
         raise ValueError(f"routing_map must have a row for each of {inp.shape[0]} tokens, got {routing_map.shape[0]}")
     if map_type == "index":
@@ -97,7 +97,7 @@ def moe_unpermute(
         ValueError: a row map of the other ``map_type``, ``pad_offsets`` under ``"index"``, or ``merging_probs`` that
             are given twice or not for each of T tokens.
     """
-    require("map_type", map_type, MAP_TYPES)
+    require_one_of("map_type", map_type, MAP_TYPES)
     is_mask = map_type == "mask"
     if row_id_map.ndim != 1 + is_mask:
         raise ValueError(

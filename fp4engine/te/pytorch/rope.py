@@ -6,10 +6,9 @@ Legend: B batch, S sequence length, H heads, D head size, R components that are 
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import require_integer
+from fp4engine.arguments import require_integer, require_one_of
 from fp4engine.functional.attention import rotate
 from fp4engine.modules.te_arguments import te_device
-from fp4engine.recipe.base import require
 from fp4engine.te.pytorch.constants import QKV_FORMATS
 
 
@@ -77,7 +76,7 @@ def apply_rotary_pos_emb(
         ValueError: another format, ``"thd"`` without ``cu_seqlens``, too few angles, a negative start, or a rank that
             is none of ``cp_size``.
     """
-    require("tensor_format", tensor_format, QKV_FORMATS)
+    require_one_of("tensor_format", tensor_format, QKV_FORMATS)
     require_integer("cp_size", cp_size, 1)
     require_integer("cp_rank", cp_rank, 0, cp_size - 1)
     if start_positions is not None and bool((start_positions < 0).any()):

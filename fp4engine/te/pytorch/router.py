@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4engine.arguments import require_integer
-from fp4engine.recipe.base import require
+from fp4engine.arguments import require_integer, require_one_of
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 
@@ -54,7 +53,7 @@ def fused_topk_with_score_function(
             ``group_topk`` without the other, or such that do not fit the experts or ``topk``.
         NotImplementedError: another format, or a histogram.
     """
-    require("score_function", score_function, SCORE_FUNCTIONS)
+    require_one_of("score_function", score_function, SCORE_FUNCTIONS)
     _refuse_formats(routing_map_format)
     for name, value in (
         ("qb_histogram", qb_histogram), ("qb_bin_bounds", qb_bin_bounds), ("qb_histogram_mode", qb_histogram_mode),
@@ -89,7 +88,7 @@ def fused_compute_score_for_moe_aux_loss(
         ValueError: another ``score_function``.
         NotImplementedError: another format.
     """
-    require("score_function", score_function, SCORE_FUNCTIONS)
+    require_one_of("score_function", score_function, SCORE_FUNCTIONS)
     _refuse_formats(routing_map_format)
     scores = _scores(logits, score_function)
     if score_function != "softmax":

@@ -33,7 +33,7 @@ SIDES = {"rowwise": KEY, "columnwise": KEY}
         ({"recipe": "Float8CurrentScaling", "fp8_gemm_fprop": 3}, "fp8_gemm_fprop must be an object of use_split"),
         (
             {"recipe": "Float8CurrentScaling", "fp8_gemm_fprop": {"use_split_accumulator": "no"}},
-            "use_split_accumulator must be one of False, True, got 'no'",
+            "use_split_accumulator must be True or False, got 'no'",
         ),
         ({"recipe": "RuledRecipe"}, "RuledRecipe cannot be made of .*default"),
         ({"recipe": "RuledRecipe", "default": {"recipe": "LinearRecipe"}, "rules": 3}, "rules must be a list, got 3"),

@@ -49,7 +49,7 @@ FRESH = RN.replace(rotation=Rotation(128, Signs.WGRAD))
             "grad_output.rowwise has 4over6 with stochastic rounding, which is biased; allow_biased=True accepts it",
         ),
         ({"grad_output": Casts(zoo.EDEN)}, "correction=eden128 without freshly drawn signs"),
-        ({"allow_biased": "yes"}, "allow_biased must be one of False, True, got 'yes'"),
+        ({"allow_biased": "yes"}, "allow_biased must be True or False, got 'yes'"),
         ({"backend": "cuda"}, "backend must be one of 'auto', 'reference', 'triton', 'native', got 'cuda'"),
     ],
 )
