@@ -239,6 +239,7 @@ def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
         (spec.block[1] > 0, f"element={spec.element} per {spec.outer.value}, as it is cast here"),
         (spec.block[0] in (1, 16, 32, 64, 128), f"block={spec.block}"),
         (not four_over_six or spec.block[1] == BLOCK_SIZE, f"4over6 in blocks of {spec.block}"),
+        (not aligned or spec.block[1] == BLOCK_SIZE, f"aligned scales of blocks of {spec.block}"),
         (not aligned or (spec.element == E2M1 and spec.outer is Outer.TENSOR), f"aligned scales of {spec.label}"),
         (not scalar or (spec.outer is Outer.TENSOR and not aligned), f"a scalar correction of {spec.label}"),
     )

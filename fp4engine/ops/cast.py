@@ -50,6 +50,7 @@ def quantize(
         rowwise, columnwise: spec of each side, None to leave it out.
         rowwise_form, columnwise_form: see :data:`Form`; ``values`` needs values that are exact in 16 bits.
         rowwise_amax, columnwise_amax: outer amax from :func:`amax` (perhaps reduced over ranks); None computes it.
+            Without an outer scale it is the constant that stands for it, whatever is given.
         rng: int64 [2] ``(seed, draw)``, or [4] for a shard, see :mod:`fp4engine.reference.philox`; needed if a spec is
             stochastic.
         stream: stream id of the role, side bit 0.
@@ -76,8 +77,10 @@ def quantize(
     col_key, col_amax = ("", None) if columnwise is None else (columnwise.key, columnwise_amax)
     if row_amax is not None:
         require_amax("rowwise_amax", row_amax, rowwise, rows, cols, matrix.device)
+        row_amax = None if rowwise is None or rowwise.outer is Outer.NONE else row_amax
     if col_amax is not None:
         require_amax("columnwise_amax", col_amax, columnwise, cols, rows, matrix.device)
+        col_amax = None if columnwise is None or columnwise.outer is Outer.NONE else col_amax
     if not rowwise_form == columnwise_form == "codes":
         _require_forms(row_key, col_key, rowwise_form, columnwise_form)
     inputs = (matrix, statistics, gamma, beta, row_amax, col_amax, rng)

@@ -58,7 +58,8 @@ def quantize(
 
     Args:
         x: floating point, any stride; arithmetic is FP32 from its own values.
-        amax: outer amax to use instead of the operand's own, in the shape that :func:`amax` gives.
+        amax: outer amax to use instead of the operand's own, in the shape that :func:`amax` gives; without an outer
+            scale it is not looked at.
         rng: int64 [2] ``(seed, draw)``, or [4] for a shard, see :mod:`philox`; needed if ``spec.is_stochastic``.
         stream: stream id of role and side.
     """
@@ -67,7 +68,7 @@ def quantize(
     values = prepare(x, spec, rng, stream)
     if spec.scale_rule is ScaleRule.ALIGNED:
         return _aligned(values, amax, spec, rng, stream)
-    if amax is None:
+    if amax is None or spec.outer is Outer.NONE:
         amax = scaling.outer_amax(values, spec)
     if not spec.block[1]:
         scale_inv, codes = _outer_only(values, amax, spec, rng, stream)

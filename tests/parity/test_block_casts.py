@@ -190,6 +190,18 @@ def test_outer_amax_on_its_own_and_given(kernel_device, spec):
     same_values(got, reference.amax(x, spec, DRAW, STREAM), spec.key)
 
 
+@pytest.mark.parametrize("spec", [OTHERS[-2], CastSpec(scale=UE5M3, outer=Outer.NONE), mx(E2M1)], ids=str)
+def test_an_amax_is_not_looked_at_without_an_outer_scale(kernel_device, spec):
+    x, amax = make("normal", 20, 40, BF16), torch.tensor([300.0])
+    want = reference.quantize(x, spec)
+    (got, _) = ops.quantize(x.to(kernel_device), spec, None, rowwise_amax=amax.to(kernel_device), backend="triton")
+    for cast in (ops.quantize(x, spec, None, rowwise_amax=amax, backend="reference")[0], got):
+        same_values(cast.data, want.codes, spec.key)
+        same_values(cast.scale_inv, want.scale_inv, spec.key)
+        same_values(cast.amax, want.amax, spec.key)
+    assert torch.equal(reference.quantize(x, spec, amax=amax).amax, want.amax)
+
+
 def test_each_side_by_the_kernel_that_covers_it(kernel_device):
     """An unrotated side beside one that is rotated by 128, and one in FP8."""
     x = make("normal", 40, 70, BF16)
@@ -220,6 +232,7 @@ def test_what_no_kernel_covers_is_named():
         (mx(E2M1).replace(block=(24, 32)), "block"),
         (CastSpec(correction=Correction.SCALAR, outer=Outer.ROW), "scalar correction"),
         (CastSpec(scale_rule=ScaleRule.ALIGNED, outer=Outer.ROW), "aligned"),
+        (CastSpec(block=(1, 32), scale_rule=ScaleRule.ALIGNED), "aligned"),  # whose values are decoded in blocks of 16
     ):
         ok, reason = casts.supports(spec, BF16)
         assert not ok and word in reason
