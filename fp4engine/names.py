@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from glob import escape
 
 
 def covers(pattern: str, name: str) -> bool:
@@ -19,6 +20,11 @@ def _covers(pattern: Sequence[str], name: Sequence[str]) -> bool:
     if pattern[0] == "**":
         return any(_covers(pattern[1:], name[start:]) for start in range(len(name) + 1))
     return bool(name) and fnmatchcase(name[0], pattern[0]) and _covers(pattern[1:], name[1:])
+
+
+def literal(name: str) -> str:
+    """The pattern that covers the module ``name`` and what is below it, whatever characters the name has."""
+    return escape(name)
 
 
 def dotted(*parts: str | None) -> str:

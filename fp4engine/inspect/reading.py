@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -30,12 +31,14 @@ def _is_cast(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def _is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite number, or None for a number that does not exist."""
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
+    """Whether ``value`` is a number that FP64 holds, or None for a number that does not exist."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) <= sys.float_info.max
+    return value is None or (isinstance(value, float) and math.isfinite(value))
 
 
 def _are(form: Form) -> Form:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fp4engine.arguments import require_integer, require_model, require_path, require_patterns
+from fp4engine.arguments import require_bool, require_integer, require_model, require_path, require_patterns
 from fp4engine.formats import CastSpec
 from fp4engine.functional.shards import Role
 from fp4engine.inspect import statistics
@@ -95,7 +95,7 @@ class Recorder:
         self._heard: Heard | None = None
         self._unwritten: tuple[int, Iterator[dict[str, Any]]] | None = None
         self._active = ExitStack()
-        self._recorded = False
+        self._recorded = self._ended = False
 
     @property
     def is_recording(self) -> bool:
@@ -103,7 +103,13 @@ class Recorder:
         return self._heard is not None
 
     def step(self) -> None:
-        """End a step, and begin the next; an optimizer's step does so by itself unless ``optimizer="by hand"``."""
+        """End a step, and begin the next; an optimizer's step does so by itself unless ``optimizer="by hand"``.
+
+        Raises:
+            RuntimeError: the region has ended.
+        """
+        if self._ended:
+            raise RuntimeError("the region of inspect.record has ended, so it has no further steps; call step() inside")
         self._end()
         self.step_number += 1
         self._begin()
@@ -120,6 +126,7 @@ class Recorder:
         """End a step. Its rows are written when the next one ends, since the device has computed them by then."""
         heard, self._heard = self._heard, None
         unwritten, self._unwritten = self._unwritten, None
+        self._ended = abandoned  # the region's last step is
         self._active.close()
         try:
             if heard is not None and not abandoned:
@@ -308,6 +315,7 @@ def record(
     if optimizer is not None and optimizer != "by hand" and not isinstance(optimizer, Optimizer):
         raise ValueError(f"optimizer must be an optimizer, 'by hand' or None, got {optimizer!r}")
     require_model(model)
+    require_bool("tensorboard", tensorboard)
     folder = require_path("out", out)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out must be a folder, and {str(folder)!r} is a file")

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import require_callable, require_model, require_patterns, shown
+from fp4engine.arguments import require_bool, require_callable, require_integer, require_model, require_patterns, shown
 from fp4engine.formats import CastSpec
 from fp4engine.inspect.watch import layers_of
-from fp4engine.names import covers
+from fp4engine.names import covers, literal
 from fp4engine.recipe import Casts, LinearRecipe, Recipe, Rule, RuledRecipe
 from fp4engine.recipe.base import require_recipe
 from fp4engine.recipe.linear import GEMM_OPERANDS
@@ -186,7 +186,7 @@ def last_quarter(losses: Sequence[float]) -> float:
         raise ValueError(said)
     try:
         values = [float(loss) for loss in losses]
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(said) from error
     if not values:
         raise ValueError("make_run must return the losses of its steps, got none")
@@ -214,7 +214,7 @@ def bisect(
             depend on nothing but the recipe: same checkpoint, same batches, same seeds.
         model: a converted model, for its layers' names and sizes; it is not run and may be on ``meta``.
         recipe: what is suspected; None is ``get_default_recipe()``.
-        budget: the most runs to make.
+        budget: the most runs to make, at least the two that are compared.
         tolerance: a gap below this is none; None is a twentieth of the recipe's gap, or, where the recipe diverges, a
             hundredth of the loss in high precision.
         refine: also tell which GEMMs of a layer, and which of their operands, cause its gap.
@@ -225,8 +225,8 @@ def bisect(
     """
     recipe = _plain(recipe)
     require_callable("make_run", make_run)
-    if type(budget) is not int or budget < 2:
-        raise ValueError(f"budget must be at least 2 runs, the two that are compared, got {budget!r}")
+    require_bool("refine", refine)
+    budget = require_integer("budget", budget, 2)
     if tolerance is not None and not (isinstance(tolerance, int | float) and 0 <= tolerance < math.inf):
         raise ValueError(f"tolerance must be a finite number of at least 0, or None, got {tolerance!r}")
     names = list(_flops(model))
@@ -346,9 +346,10 @@ def sensitivity(
         raise ValueError(f"share must be between 0 and 1, got {share!r}")
     flops = _flops(model)
     members = _members(list(flops), units)
-    if type(budget) is not int or budget < len(members) + 3:
+    budget = require_integer("budget", budget)
+    if budget < len(members) + 3:
         raise ValueError(
-            f"budget={budget!r} does not suffice for {len(members)} units, which take {len(members) + 3} runs; "
+            f"budget={budget} does not suffice for {len(members)} units, which take {len(members) + 3} runs; "
             "raise it, or pass coarser units, such as whole blocks"
         )
     runs = _Runs(make_run, budget)
@@ -451,11 +452,11 @@ def _members(names: list[str], units: Sequence[str] | None) -> dict[str, list[st
 
 
 def _only(names: Sequence[str], recipe: Recipe) -> RuledRecipe:
-    return RuledRecipe(HIGH_PRECISION, tuple(Rule(recipe, name) for name in names))
+    return RuledRecipe(HIGH_PRECISION, tuple(Rule(recipe, literal(name)) for name in names))
 
 
 def _without(recipe: Recipe, names: Sequence[str]) -> RuledRecipe:
-    return RuledRecipe(recipe, tuple(Rule(HIGH_PRECISION, name) for name in names))
+    return RuledRecipe(recipe, tuple(Rule(HIGH_PRECISION, literal(name)) for name in names))
 
 
 def _difference(loss: float, high: float) -> float:

@@ -173,6 +173,8 @@ def operand_row(**changed: Any) -> bytes:
         RUN + b'{"step": true, "kind": "refusal", "layer": "fc", "reason": "none"}\n',
         RUN + operand_row(cast="e9m9 1x16"),
         RUN + operand_row(codes=[1] * 17),
+        RUN + operand_row(codes=[10**400]),
+        RUN + operand_row(amax=-(10**400)),
         RUN + b'{"step": 0, "kind": "tensor", "layer": "fc", "role": "input", "channels": [[1]]}\n',
     ],
 )

@@ -607,6 +607,7 @@ def test_patterns_arguments_and_models_are_checked(tmp_path: Path) -> None:
         ({"draws": 1}, "draws must be"),
         ({"shadow_rows": 0}, "shadow_rows must be"),
         ({"optimizer": "me"}, "optimizer must be"),
+        ({"tensorboard": "yes"}, "tensorboard must be"),
     ):
         with pytest.raises(ValueError, match=said), inspect.record(model, tmp_path, **options):
             pass
@@ -625,6 +626,15 @@ def test_two_optimizers_must_be_told_apart(tmp_path: Path) -> None:
             for optimizer in both:
                 optimizer.step()
     assert recorder.step_number == 3
+
+
+def test_there_is_no_step_after_the_region(tmp_path: Path) -> None:
+    model = make_model()
+    with inspect.record(model, tmp_path, every=1, optimizer="by hand") as recorder:
+        recorder.step()
+    with pytest.raises(RuntimeError, match="has ended"):
+        recorder.step()
+    assert not recorder.is_recording and recorder.step_number == 1
 
 
 def test_nothing_recorded_warns_and_layers_not_seen_are_named(tmp_path: Path) -> None:

@@ -112,11 +112,24 @@ def test_a_layer_that_multiplies_nothing_has_no_share() -> None:
     assert [(unit.name, unit.share, unit.in_recipe) for unit in advice.ranking] == [("1", 0.0, False), ("0", 1.0, True)]
 
 
+def test_names_are_no_patterns() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("a*", "ab", "[x]")})
+    fp4engine.convert(model)
+    make_run = losses_by({"a*": {("input", "rowwise"): 0.25}, "[x]": {("weight", "rowwise"): 0.5}})
+    advice = inspect.sensitivity(make_run, model, RECIPE, share=0.6)
+    assert [(unit.name, unit.gap) for unit in advice.ranking] == [("[x]", 0.5), ("a*", 0.25), ("ab", 0.0)]
+    assert advice.expected_gap == advice.measured_gap == 0.25
+    found = inspect.bisect(make_run, model, RECIPE, refine=False)
+    assert {culprit.name: culprit.gap for culprit in found.culprits} == {"[x]": 0.5, "a*": 0.25}
+    assert found.remaining_gap == 0.0
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"budget": 6}, "does not suffice"),
-        ({"budget": "60"}, "budget='60' does not suffice"),
+        ({"budget": "60"}, "budget must be an integer, got '60'"),
         ({"share": None}, "share must be between 0 and 1, got None"),
         ({"units": "**"}, "units must be a sequence of patterns, got the string"),
         ({"share": 1.5}, "share must be"),
