@@ -70,9 +70,10 @@ def estimate(
         name: what the answer calls the model.
 
     Raises:
-        ValueError: an argument outside its words, sizes that do not divide, or options that a module of your own
-            cannot be built anew for, or with parameters that are no plain tensors; a pattern that covers nothing; a
-            ``loss`` that asks for values of a tensor, or returns something else than one number with a gradient.
+        ValueError: an argument outside its words, sizes that do not divide, a sequence beyond learned positions, or
+            options that a module of your own cannot be built anew for, or with parameters that are no plain tensors; a
+            pattern that covers nothing; a ``loss`` that asks for values of a tensor, or returns something else than one
+            number with a gradient.
     """
     sizes = require_settings(batch, sequence, fsdp, tp, lora_rank, parameters, optimizer, gpu)
     batch, sequence, fsdp, tp, lora_rank = sizes
@@ -151,7 +152,7 @@ def _assemble(
     temporary = max(peak - held - states - linears["bytes"] - rest, 0)
     # a fused step reads parameters, gradients, which are as large, and moments; it writes parameters and moments
     optimizer_bytes = 3 * gradients + 2 * states
-    seconds, useful = seconds_of(model, step, linears["flops"], gpu, optimizer_bytes)
+    seconds, useful = seconds_of(model, step, linears, gpu, optimizer_bytes)
     seconds = max(seconds, host_seconds(request, linears["flops"]))
     return Estimate(
         _label(request, name, numbers[0], model), *numbers, held, gradients, states, linears["bytes"], rest, temporary,

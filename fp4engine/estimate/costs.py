@@ -1,6 +1,7 @@
 """Seconds of a step, and bytes that it sends, from what the step did."""
 
 import math
+from typing import Any
 
 from torch import nn
 
@@ -14,11 +15,17 @@ from fp4engine.modules import Gemms, Linear
 
 
 def seconds_of(
-    model: nn.Module, step: Step, flops: dict[tuple[str, str, str], int], gpu: GPU, optimizer_bytes: float
-) -> tuple[float, float]:
-    """Seconds of a step, and the FLOPs of the model in it."""
+    model: nn.Module, step: Step, linears: dict[str, Any], gpu: GPU, optimizer_bytes: float
+) -> tuple[float, int]:
+    """Seconds of a step, and the FLOPs of the model in it, without what a checkpoint runs again.
+
+    Args:
+        linears: ``(module, gemm, formats) -> FLOPs``, by ``flops`` and ``fprop``, see :func:`traced`.
+    """
     traffic = step.traffic
-    quantized = {key: value for key, value in flops.items() if key[2] != "high_precision"}
+    quantized, fprop = (
+        {key: value for key, value in linears[of].items() if key[2] != "high_precision"} for of in ("flops", "fprop")
+    )
     bandwidth = gpu.bandwidth * SHARES.bandwidth
     seconds = traffic.product_flops / (gpu.bf16 * SHARES.products)
     seconds += traffic.attention_flops / 2 / (gpu.bf16 * SHARES.attention)
@@ -35,8 +42,8 @@ def seconds_of(
         else:
             elements = rows * out_features // 2  # the gradient, shared by dgrad and wgrad
         seconds += elements * (SHARES.nvfp4_cast if "e2m1" in formats else SHARES.fp8_cast) / gpu.bandwidth
-    useful = traffic.product_flops + traffic.attention_flops / 2 + sum(quantized.values())
-    return seconds, useful
+    backward = sum(value for (_, gemm, _), value in quantized.items() if gemm != "fprop")
+    return seconds, traffic.model_flops + sum(fprop.values()) + backward
 
 
 def _peak(gpu: GPU, formats: str) -> float:

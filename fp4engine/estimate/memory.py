@@ -63,7 +63,8 @@ def _shard_gradient(request: Request, shards: list[Tensor], parameter: Tensor) -
 
 
 def _saved_by_linears(model: nn.Module, forward: Callable[[], Tensor], watch: Watch) -> dict[str, Any]:
-    """What linear layers hand to autograd in one forward pass, each memory once: ``bytes``; and what they multiplied.
+    """What linear layers hand to autograd in one forward pass, each memory once: ``bytes``; and what they multiplied:
+    ``flops`` of the step, ``fprop`` those of its forward pass, which a checkpoint runs again in the backward pass.
 
     Parameters themselves are not counted; the BF16 copies that ``torch.autocast`` makes of them are.
     """
@@ -96,9 +97,9 @@ def _saved_by_linears(model: nn.Module, forward: Callable[[], Tensor], watch: Wa
                 stack.enter_context(module.register_forward_hook(leave))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         value = forward()
-    saved = sum(storage.nbytes() for storage in kept.values())
+    saved, fprop = sum(storage.nbytes() for storage in kept.values()), _counts(model)
     torch.autograd.backward(value)
-    return {"bytes": saved, "flops": _counts(model)}
+    return {"bytes": saved, "flops": _counts(model), "fprop": fprop}
 
 
 def _counts(model: nn.Module) -> dict[tuple[str, str, str], int]:

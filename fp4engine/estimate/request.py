@@ -104,6 +104,8 @@ def without_memory(model: nn.Module) -> nn.Module:
 def of_sizes(sizes: Architecture, keep: tuple[str, ...], step: dict[str, Any]) -> Request:
     """The request for a decoder of ``sizes``, those of one rank; ``keep`` and ``step`` are the rest of it."""
     rank, tokens = step["lora_rank"], step["batch"] * step["sequence"]
+    if sizes.positions and step["sequence"] > sizes.positions:
+        raise ValueError(f"sequence must be at most {sizes.positions}, the model's positions, got {step['sequence']}")
     if tokens * max(sizes.width, sizes.ffn, sizes.vocabulary) > 1 << 56:  # PyTorch counts bytes by 64 bits
         raise ValueError(f"batch={step['batch']} times sequence={step['sequence']} is too much for {sizes}")
     dtype = torch.bfloat16 if step["parameters"] == "bf16" or step["fsdp"] > 1 else torch.float32

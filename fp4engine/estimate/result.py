@@ -20,8 +20,9 @@ class Estimate:
         peak: the most that is allocated at once.
         tokens: in one step of one GPU.
         seconds: of one step, without communication.
-        share_of_peak: FLOPs of the model, 6 per parameter of a linear layer and token and the causal attention, over
-            what the BF16 tensor cores could do in ``seconds``.
+        share_of_peak: FLOPs of the model, 6 per parameter of a linear layer and token, fewer where a gradient is not
+            made, and the causal attention, without what runs again in the backward pass, over what the BF16 tensor
+            cores could do in ``seconds``.
         wire: bytes that one GPU sends in a step, by what they are.
         gpu: see :class:`GPU`.
         notes: what is not measured in this estimate, in whole sentences.

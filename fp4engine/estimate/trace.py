@@ -28,12 +28,14 @@ class Traffic:
         bytes_moved: read and written by operators that are no matrix products.
         product_flops: of matrix products in high precision.
         attention_flops: of scaled dot-product attention, as if no score were masked.
+        model_flops: of both, half of attention's, without what the backward pass computes again.
         launches: operators that launch a kernel.
     """
 
     bytes_moved: int = 0
     product_flops: int = 0
     attention_flops: int = 0
+    model_flops: int = 0
     launches: int = 0
 
 
@@ -55,11 +57,16 @@ class Step:
 
 
 class Watch(TorchDispatchMode):
-    """Counts live storages, and the traffic of operators."""
+    """Counts live storages, and the traffic of operators.
+
+    Attributes:
+        in_backward: whether the backward pass runs, in which a checkpoint enables gradients for what it runs again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
+        self.in_backward = False
         self.traffic = Traffic()
         self._known: dict[int, Any] = {}
 
@@ -96,16 +103,19 @@ class Watch(TorchDispatchMode):
         if not fresh and not mutates:
             return  # a view, or a question
         name = func._schema.name
+        is_new = not (self.in_backward and torch.is_grad_enabled())
         self.traffic.launches += 1
         if "scaled_dot_product" in name:
             query, key = read[:2] if "backward" not in name else read[1:3]
-            passes = (
-                10 if "backward" in name else 4
-            )  # forward: 2 products of 2 FLOPs each; backward recomputes one of 5
+            # forward: 2 products of 2 FLOPs each; backward: 5, one of which computes the scores again
+            passes, of_model = (10, 8) if "backward" in name else (4, 4)
             self.traffic.attention_flops += passes * query.numel() * key.shape[-2]
+            self.traffic.model_flops += is_new * of_model // 2 * query.numel() * key.shape[-2]
             return
         if func.overloadpacket in flop_registry:
-            self.traffic.product_flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=output)
+            flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=output)
+            self.traffic.product_flops += flops
+            self.traffic.model_flops += is_new * flops
             return
         if name.startswith(("aten::empty", "aten::new_empty")):
             self.traffic.launches -= 1
@@ -128,6 +138,7 @@ def trace(
     watch.peak, watch.traffic = watch.live, Traffic()
     value = loss(model)
     step.saved = watch.live - step.held
+    watch.in_backward = True
     torch.autograd.backward(value)
     del value
     step.peak, step.traffic = watch.peak, watch.traffic

@@ -226,6 +226,17 @@ def test_checkpointing_lora_and_sharding_change_what_they_should() -> None:
     assert any("computed and not compared" in note for note in split.notes)
 
 
+@pytest.mark.parametrize("name", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_share_of_the_peak_is_of_the_models_own_flops(name: str, checkpointing: bool) -> None:
+    recipe = None if name == "bf16" else zoo.make(name)
+    result = estimate(SMALL, recipe=recipe, batch=2, sequence=64, checkpointing=checkpointing)
+    linear = 2 * (128 * 384 + 128 * 128 + 3 * 128 * 384) + 128 * 256
+    attention = 2 * 6 * 2 * 64 * 64 * 128  # causal: half of two products forward, of four backward
+    flops = 6 * linear * 2 * 64 + attention
+    assert result.share_of_peak * result.seconds * result.gpu.bf16 == pytest.approx(flops, rel=1e-12)
+
+
 def test_predictions_are_marked() -> None:
     assert estimate(SMALL, sequence=32, gpu="H200").notes == estimate(SMALL, sequence=32, gpu="H100").notes == ()
     (note,) = estimate(SMALL, sequence=32, gpu="A100").notes
@@ -270,6 +281,13 @@ def test_the_time_of_a_recipe_that_was_not_measured_is_marked(name: str) -> None
 def test_arguments_outside_their_words_are_named(arguments: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         estimate(SMALL, sequence=32, **arguments)
+
+
+def test_a_sequence_beyond_learned_positions_is_refused() -> None:
+    sizes = Architecture(1, 64, 2, 64, 64, positions=32)
+    assert estimate(sizes, sequence=32).tokens == 32
+    with pytest.raises(ValueError, match="sequence must be at most 32, the model's positions, got 33"):
+        estimate(sizes, sequence=33)
 
 
 def test_models_known_by_name_have_the_parameters_that_their_makers_count() -> None:
