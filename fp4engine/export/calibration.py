@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4engine.arguments import require_model
+from fp4engine.arguments import require_bool, require_model
 from fp4engine.export.progress import progress_bar
 from fp4engine.modules import GroupedLinear, Linear
 from fp4engine.modules.adoption import is_conv1d
@@ -37,6 +37,7 @@ def calibrate(
     """
     require_model(model)
     require_recipe(recipe)
+    require_bool("progress", progress)
     if not isinstance(batches, Iterable) or isinstance(batches, Mapping):
         raise ValueError(f"batches must be a sequence of batches, got {batches!r:.80}")
     layers = {name: module for name, module in model.named_modules() if _is_served(module)}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4engine.accounting.table import table
-from fp4engine.arguments import require_integer, require_model, require_path
+from fp4engine.arguments import require_bool, require_integer, require_model, require_path
 from fp4engine.constants import FLT_MAX
 from fp4engine.export.layers import Amaxes, ExportLayer, encode, export_layers
 from fp4engine.export.progress import progress_bar
@@ -177,7 +177,8 @@ def export_checkpoint(
         ValueError: the formats cannot hold what the recipe multiplies; a linear module follows no recipe or has no name
             that servers know; ``inputs`` is missing where it is needed, lacks a layer, or is given and the recipe
             casts no input; a weight holds a NaN or an Inf; ``weights`` lacks a parameter or has another shape; the
-            files read back differ; ``directory`` is not empty.
+            files read back differ; a tensor of the model has the name of a part of an FP4 weight; ``directory`` is not
+            empty.
         NotImplementedError: transformers writes a parameter of the model in another way than in parts of its rows.
 
     Source: vllm-project/compressed-tensors ``compressors/nvfp4``; NVIDIA/Model-Optimizer ``unified_export_hf.py``.
@@ -186,6 +187,8 @@ def export_checkpoint(
     require_model(model)
     require_recipe(recipe)
     max_shard_size = require_integer("max_shard_size", max_shard_size, 1)
+    for flag, value in (("requantize", requantize), ("verify", verify), ("progress", progress)):
+        require_bool(flag, value)
     if weights is not None and not isinstance(weights, Mapping):
         raise ValueError(f"weights must map names to tensors, as TensorFolder does, got {weights!r:.80}")
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):

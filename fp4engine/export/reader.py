@@ -4,6 +4,7 @@ Legend: N out_features, K in_features of a weight [N, K].
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,8 @@ class TensorFolder(Mapping[str, Tensor]):
             if len(self._files) == _OPEN_FILES:
                 del self._files[next(iter(self._files))]
             path = self.directory / file
-            if not path.is_file():
-                others = sorted(p.name for p in self.directory.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+            if file not in (there := os.listdir(self.directory)):
+                others = sorted(name for name in there if name.endswith((".bin", ".pt", ".pth")))
                 pickled = f"; {others[0]!r} may hold a pickle, which is never opened" if others else ""
                 raise CheckpointError(f"{path} is missing{pickled}")
             try:

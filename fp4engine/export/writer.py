@@ -80,13 +80,21 @@ class ShardWriter:
     def __init__(self, directory: Path, max_shard_size: int) -> None:
         self.directory, self.max_shard_size = directory, max_shard_size
         self._pending: dict[str, Tensor] = {}
+        self._names: set[str] = set()
         self._storages: set[int] = set()
         self._shards: list[list[str]] = []
         self._bytes = 0
         self._total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write ``tensor`` under ``name``, now or later."""
+        """Write ``tensor`` under ``name``, now or later.
+
+        Raises:
+            ValueError: there is a tensor of that name already.
+        """
+        if name in self._names:
+            raise ValueError(f"{name!r} is a part of an FP4 weight, and the model has a tensor of that name; rename it")
+        self._names.add(name)
         tensor = tensor.detach().to("cpu").contiguous()
         storage = tensor.untyped_storage()
         # Safetensors refuses a storage twice in a file, and a small part of a mapped file would keep all of it mapped.

@@ -178,6 +178,8 @@ def test_arguments_of_another_type_are_refused_before_anything_is_written(tmp_pa
             export_checkpoint(converted(), tmp_path / "out", shared_scales=shared)
     with pytest.raises(ValueError, match="tokenizer must be a path, got 3"):
         export_checkpoint(converted(), tmp_path / "out", tokenizer=3)
+    with pytest.raises(ValueError, match="verify must be True or False, got 'no'"):
+        export_checkpoint(converted(), tmp_path / "out", verify="no")
     assert not (tmp_path / "out").exists()
 
 
@@ -339,6 +341,16 @@ def test_parameters_that_share_memory_are_written_one_by_one(tmp_path) -> None:
     fp4engine.convert(model, WEIGHT_ONLY, keep_high_precision=["0"])
     export_checkpoint(model, tmp_path / "out", verify=True)
     assert torch.equal(ServedCheckpoint(tmp_path / "out").tensors["2.weight"], flat[-16:])
+
+
+@pytest.mark.parametrize("name", ["weight_packed", "weight_scale", "input_global_scale"])
+def test_a_tensor_with_the_name_of_a_part_is_refused(tmp_path, name) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(32, 32)})
+    model["a"].register_buffer(name, torch.ones(1))
+    fp4engine.convert(model, NVFP4BlockScaling())
+    with pytest.raises(ValueError, match=rf"'a\.{name}' is a part of an FP4 weight, and the model has a tensor"):
+        export_checkpoint(model, tmp_path / "out", inputs={"a": 5.0})
+    assert not list(tmp_path.iterdir())
 
 
 def test_values_may_come_from_files_in_shards(tmp_path) -> None:
@@ -526,6 +538,14 @@ class TestHostile:
         index["weight_map"][next(iter(index["weight_map"]))] = place
         path.write_text(json.dumps(index))
         with pytest.raises(CheckpointError, match="no safetensors file of this directory"):
+            ServedCheckpoint(folder)
+
+    def test_an_index_that_names_a_file_that_cannot_be(self, folder) -> None:
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        index["weight_map"] |= {"lm_head.weight": "m" * 400 + ".safetensors"}
+        path.write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match=r"m\.safetensors is missing"):
             ServedCheckpoint(folder)
 
     def test_an_index_that_lies(self, folder) -> None:
