@@ -110,7 +110,7 @@ def _require_same(now: Any, buffer: Tensor) -> None:
 
 def add_rounded(buffer: Tensor, product: Callable[[], Tensor]) -> None:
     """Add to ``buffer`` in FP32, rounded once."""
-    buffer.copy_(buffer.float() + product())
+    buffer.add_(product())
 
 
 def no_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

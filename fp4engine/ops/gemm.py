@@ -116,7 +116,7 @@ def _fp8(
     )
     dtype = out_dtype if out is None else torch.float32
     product = gemm_fp8.multiply(_codes(left).data, _codes(right).data, alpha, one, bias, dtype, fast_accumulation)
-    return product if out is None else out.copy_(out.float() + product)
+    return product if out is None else out.add_(product)
 
 
 def _dense(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
@@ -128,7 +128,7 @@ def _dense(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dt
         else:
             added = bias if bias is None else bias.to(dtype)
             product = torch.nn.functional.linear(left.to(dtype), right.to(dtype), added)
-    return product if out is None else out.copy_(out.float() + product)
+    return product if out is None else out.add_(product)
 
 
 def _tensor_cores_sum_in_fp32(left: Tensor, right: Tensor) -> bool:
@@ -297,7 +297,7 @@ def _product(
     alpha = reference.gemm_factor(left.amax, right.amax, numerator)
     if out is None:
         return reference.gemm(*values, alpha, bias, out_dtype)
-    return out.copy_(out.float() + reference.gemm(*values, alpha, bias, torch.float32))
+    return out.add_(reference.gemm(*values, alpha, bias, torch.float32))
 
 
 def _native(
@@ -316,7 +316,7 @@ def _native(
         gemm_native.gemm(first, second, numerator * factor, out=total)
     if bias is not None:
         total += bias
-    return total.to(out_dtype) if out is None else out.copy_(out.float() + total)
+    return total.to(out_dtype) if out is None else out.add_(total)
 
 
 def _terms(operand: Operand) -> Iterator[tuple["gemm_native.Codes", float]]:
@@ -342,7 +342,7 @@ def _fp8_blocks(
     scales = gemm_fp8.block_scales(left.scale_inv, right.scale_inv, height)
     dtype = out_dtype if out is None else torch.float32
     product = gemm_fp8.multiply_blocks(left.data, scales[0], right.data, scales[1], height, bias, dtype)
-    return product if out is None else out.copy_(out.float() + product)
+    return product if out is None else out.add_(product)
 
 
 def _factored(

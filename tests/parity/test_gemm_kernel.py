@@ -323,3 +323,15 @@ def test_unquantized_operands_are_summed_in_fp32(wanted, dtype):
     made = product(*operands, out_dtype=torch.float32, bias=bias, out=start)
     assert made.dtype == torch.float32 and (start is None or made.data_ptr() == start.data_ptr())
     assert frobenius(made, exact) < 1e-5  # TF32 would be 3e-4 off, and a sum in BF16 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_product_is_added_to_main_grad_in_fp32_and_rounded_once(dtype):
+    from fp4engine.ops import gemm as product
+
+    operands = [Operand.dense(torch.randn(n, 256, device="cuda", dtype=torch.bfloat16)) for n in (72, 40)]
+    start = torch.randn(40, 72, device="cuda").to(dtype).T
+    expected = (start.float() + product(*operands, out_dtype=torch.float32)).to(dtype)
+    assert product(*operands, out_dtype=torch.float32, out=start) is start
+    assert_same_bytes(start, expected)
