@@ -71,8 +71,9 @@ class GatherableWeights:
                 shard: Any = parameter._local_tensor
                 stale.setdefault(weight.group_of(parameter), []).append((weight, parameter, shard.values))
         for (group, device), shards in stale.items():
-            packed = largest_magnitudes([values for *_, values in shards]).to(device)
-            ops.all_reduce_amax(packed, group)
+            with torch.inference_mode(False):  # they are kept, and read by the next step
+                packed = largest_magnitudes([values for *_, values in shards]).to(device)
+                ops.all_reduce_amax(packed, group)
             reduced = ReducedAmaxes(packed)
             for index, (weight, parameter, values) in enumerate(shards):
                 weight.know(reduced, index, (parameter._version, values._version))
@@ -113,6 +114,8 @@ def _forget_stepped(optimizer: Optimizer, *_: object) -> None:
         others.clear()
 
 
+@torch.inference_mode(False)  # what is sent is kept, and trains after an evaluation
+@torch.no_grad()
 def send(asked: list[tuple["GatherableWeight", "ShardedWeight"]], dtype: torch.dtype) -> list[Sent]:
     """Cast the shards of some weights on one device, rounded to ``dtype``, by one backend."""
     amaxes: list[Tensor | None] = []
@@ -123,11 +126,10 @@ def send(asked: list[tuple["GatherableWeight", "ShardedWeight"]], dtype: torch.d
             known[1].read()
         amaxes.append(None if known is None else known[0])
         outer.append(None if known is None else known[1])
-    with torch.no_grad():
-        matrices = [shard.values if shard.dtype == dtype else shard.values.to(dtype) for _, shard in asked]
-        specs = [weight.spec for weight, _ in asked]
-        operands = ops.quantize_many(matrices, specs, amaxes, asked[0][0].quantizer.backend)
-        scales = list(map(scales_on_the_wire, operands))
+    matrices = [shard.values if shard.dtype == dtype else shard.values.to(dtype) for _, shard in asked]
+    specs = [weight.spec for weight, _ in asked]
+    operands = ops.quantize_many(matrices, specs, amaxes, asked[0][0].quantizer.backend)
+    scales = list(map(scales_on_the_wire, operands))
     wire = Shared(*(operand.data for operand in operands), *scales)
     found: list[Sent] = []
     for operand, own, shared in zip(operands, scales, outer, strict=True):

@@ -247,12 +247,12 @@ def kept(rank: int):
 
 
 def evaluated(rank: int):
-    """Evaluation before, between and after training, without gradients."""
+    """Evaluation before, between and after training, without gradients, the second in inference mode."""
     found = []
     for fp4 in (False, True):
         model, outputs = shard(make_model(), fp4), []
-        for _ in range(2):
-            with torch.no_grad(), fp4engine.autocast(recipe=DEFAULT):
+        for without in (torch.no_grad, torch.inference_mode):
+            with without(), fp4engine.autocast(recipe=DEFAULT):
                 outputs.append(model.eval()(torch.ones(8, 64)).clone())
             outputs += train(model.train(), rank, steps=1)
         found.append(outputs)
