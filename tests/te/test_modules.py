@@ -6,7 +6,10 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import fp4engine
 from fp4engine.te.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
@@ -155,6 +158,19 @@ def test_gradients_that_wait_are_not_copied(name, copied) -> None:
     assert all(weight.grad is None for weight in module.parameters() if weight.ndim == 2)
     module.backward_dw()
     assert all(weight.grad is not None for weight in module.parameters() if weight.ndim == 2)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_gradients_of_weights_that_fsdp_has_resharded_are_refused(name) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = MAKE[name](delay_wgrad_compute=True)
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        forward(module, torch.randn(16, 32)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"resharded it; leave delay_wgrad_compute at False"):
+            module.backward_dw()
+    finally:
+        dist.destroy_process_group()
 
 
 def tracker_of_seed_five() -> CudaRNGStatesTracker:

@@ -192,7 +192,7 @@ class TransformerEngineBaseModule(ExtraState):
         later = {name: weight for name, weight in weights.items() if not name.startswith("layer_norm")}
         if not later:
             return forward(inp, *arguments)
-        run = Run(forward, arguments, self._delayed, list(later.values()), self._additions)
+        run = Run(forward, arguments, self._delayed, self, later, self._additions)
         now = [weight for name, weight in weights.items() if name not in later]
         trained = inp.new_empty(0).requires_grad_()  # so that the output needs a gradient even if no input does
         outputs = DelayWgrad.apply(run, trained, inp, *now)

@@ -5,7 +5,7 @@ their own would draw other random bits. What is added to ``main_grad`` is multip
 that the backward pass cast.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ class Run:
 
     Attributes:
         queue: what ``backward_dw()`` is to do, a function for each backward pass.
+        module: whose forward it is.
+        weights: its parameters whose gradients wait, by name.
         additions: where the layers put what is to be added to ``main_grad``.
     """
 
@@ -25,11 +27,12 @@ class Run:
         forward: Callable[..., Any],
         arguments: tuple[Any, ...],
         queue: list[Callable[[], None]],
-        weights: list[Tensor],
+        module: torch.nn.Module,
+        weights: Mapping[str, Tensor],
         additions: list[Callable[[], None]],
     ) -> None:
-        self.forward, self.arguments, self.queue, self.weights = forward, arguments, queue, weights
-        self.additions = additions
+        self.forward, self.arguments, self.queue = forward, arguments, queue
+        self.module, self.weights, self.additions = module, weights, additions
         self.result: Any = None
         self.inputs: list[Tensor] = []
         self.waiting = 0
@@ -70,7 +73,7 @@ class Run:
         asked = [tensor for tensor in (*self.inputs, *self.now) if tensor.requires_grad]
         self.additions.clear()  # of a backward pass that failed midway
         made = torch.autograd.grad(
-            self._outputs(), [*asked, *self.weights], grads, retain_graph=True, allow_unused=True
+            self._outputs(), [*asked, *self.weights.values()], grads, retain_graph=True, allow_unused=True
         )
         found, of_weights = iter(made[: len(asked)]), made[len(asked) :]
         additions = self.additions.copy()
@@ -79,9 +82,10 @@ class Run:
 
         def give() -> None:
             self.waiting -= 1
+            self._require_parameters()
             for add in additions:
                 add()
-            for weight, grad in zip(self.weights, of_weights, strict=True):
+            for weight, grad in zip(self.weights.values(), of_weights, strict=True):
                 if grad is not None:
                     weight.grad = grad if weight.grad is None else weight.grad + grad
             if not self.waiting:
@@ -90,6 +94,20 @@ class Run:
 
         self.queue.append(give)
         return [next(found) if tensor.requires_grad else None for tensor in (*self.inputs, *self.now)]
+
+    def _require_parameters(self) -> None:
+        """Check that the weights of the forward are still the module's.
+
+        Raises:
+            RuntimeError: one is not, so no optimizer would see its gradient.
+        """
+        for name, weight in self.weights.items():
+            if self.module.get_parameter(name) is not weight:
+                kind = type(self.module).__name__
+                raise RuntimeError(
+                    f"{kind}.backward_dw() has a gradient of {name} as it was in the forward pass, and {name} is "
+                    "another tensor now, as it is after FSDP has resharded it; leave delay_wgrad_compute at False"
+                )
 
 
 class DelayWgrad(torch.autograd.Function):
