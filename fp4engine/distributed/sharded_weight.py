@@ -80,18 +80,18 @@ class GatherableWeights:
 
     def cast(self, first: "GatherableWeight", dtype: torch.dtype) -> None:
         """Cast the shard of ``first``, and some behind it that were last sent in ``dtype`` and have changed since."""
-        asked: list[tuple[GatherableWeight, ShardedWeight]] = []
+        asked: list[tuple[GatherableWeight, Tensor]] = []
         versions: list[Version] = []
         device, backend, size = None, first.quantizer.backend, 0
         for weight in self.all[first.place :]:
             due = weight.due(dtype)
             if due is None or weight.quantizer.backend != backend or device not in (None, due[0].device):
                 continue
-            shard, version = due
-            device, size = shard.device, size + shard.values.nbytes
+            values, version = due
+            device, size = values.device, size + values.nbytes
             if asked and size > MOST_CAST:
                 break
-            asked.append((weight, shard))
+            asked.append((weight, values))
             versions.append(version)
         for (weight, _), version, sent in zip(asked, versions, send(asked, dtype), strict=True):
             weight.keep(sent, dtype, version)
@@ -116,8 +116,8 @@ def _forget_stepped(optimizer: Optimizer, *_: object) -> None:
 
 @torch.inference_mode(False)  # what is sent is kept, and trains after an evaluation
 @torch.no_grad()
-def send(asked: list[tuple["GatherableWeight", "ShardedWeight"]], dtype: torch.dtype) -> list[Sent]:
-    """Cast the shards of some weights on one device, rounded to ``dtype``, by one backend."""
+def send(asked: list[tuple["GatherableWeight", Tensor]], dtype: torch.dtype) -> list[Sent]:
+    """Cast shards of some weights, given by their values on one device, rounded to ``dtype``, by one backend."""
     amaxes: list[Tensor | None] = []
     outer: list[Shared | None] = []
     for weight, _ in asked:
@@ -126,7 +126,7 @@ def send(asked: list[tuple["GatherableWeight", "ShardedWeight"]], dtype: torch.d
             known[1].read()
         amaxes.append(None if known is None else known[0])
         outer.append(None if known is None else known[1])
-    matrices = [shard.values if shard.dtype == dtype else shard.values.to(dtype) for _, shard in asked]
+    matrices = [values.to(dtype) for _, values in asked]
     specs = [weight.spec for weight, _ in asked]
     operands = ops.quantize_many(matrices, specs, amaxes, asked[0][0].quantizer.backend)
     scales = list(map(scales_on_the_wire, operands))
@@ -262,8 +262,8 @@ class GatherableWeight:
         reduced, index = self._reduced
         return reduced.get(index, dtype)
 
-    def due(self, dtype: torch.dtype) -> "tuple[ShardedWeight, Version] | None":
-        """The shard and its version, if it was last sent in ``dtype`` and has changed since."""
+    def due(self, dtype: torch.dtype) -> tuple[Tensor, Version] | None:
+        """The shard's values and version, if it was last sent in ``dtype`` and has changed since."""
         if self._sent_as is None or self._sent_as[0] != dtype:
             return None
         parameter = self.sharded()
@@ -271,22 +271,23 @@ class GatherableWeight:
             return None
         shard: Any = parameter._local_tensor
         version = parameter._version, shard.values._version
-        return None if self._sent is not None and self._sent_as[1] == version else (shard, version)
+        return None if self._sent is not None and self._sent_as[1] == version else (shard.values, version)
 
     def keep(self, sent: Sent, dtype: torch.dtype, version: Version) -> None:
         """Keep ``sent``, to send it again until the weight changes."""
         self._sent, self._sent_as = sent, (dtype, version)
 
-    def sent(self, shard: "ShardedWeight", dtype: torch.dtype, module: torch.nn.Module) -> Sent:
-        """Codes, one scale per block, and outer amax of the weight's shard in ``dtype``, for ``module``, whose it is.
+    def sent(self, values: Tensor, dtype: torch.dtype, module: torch.nn.Module) -> Sent:
+        """Codes, one scale per block, and outer amax of a shard in ``dtype``, for ``module``, whose weight it is of.
 
         They are kept until the weight changes, so backward and further microbatches send what forward sent. Those of a
         copy that FSDP2 has just brought from the CPU are not kept, since offloading is to free that memory.
         """
         parameter = module._parameters.get(self.parameter)
-        if not isinstance(parameter, DTensor) or parameter._local_tensor is not shard:
-            return send([(self, shard)], dtype)[0]
-        if self._sent is None or self._sent_as != (dtype, (parameter._version, shard.values._version)):
+        shard: Any = parameter._local_tensor if isinstance(parameter, DTensor) else None
+        if parameter is None or shard is None or shard.values is not values:
+            return send([(self, values)], dtype)[0]
+        if self._sent is None or self._sent_as != (dtype, (parameter._version, values._version)):
             self._sent, self._sent_as = None, (dtype, (-1, -1))
             self.others.cast(self, dtype)
         assert self._sent is not None
@@ -314,11 +315,12 @@ class PreAllGather:
     """The function of a shard that FSDP2 calls before a gather.
 
     FSDP2 asks for its signature at every call. Deriving that of a method takes longer than sending kept codes, so this
-    is a callable object with the signature stored. It refers to its shard weakly, since the shard refers to it.
+    is a callable object with the signature stored. It refers to the shard's values and not to the shard, which refers
+    to it, and which ``module.to`` could not swap for another if it were referred to weakly.
     """
 
-    def __init__(self, shard: "ShardedWeight") -> None:
-        self._shard = weakref.ref(shard)
+    def __init__(self, values: Tensor, weight: GatherableWeight | None) -> None:
+        self._values, self._weight = values, weight
 
     def __call__(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: torch.nn.Module, mp_policy: Any
@@ -328,12 +330,10 @@ class PreAllGather:
         Raises:
             ValueError: this shard does not consist of whole blocks of the weight's rows.
         """
-        shard = self._shard()
-        assert shard is not None
-        weight = shard.weight
+        values, weight = self._values, self._weight
         assert weight is not None
-        ranks = weight.ranks_of(mesh, shard.shape, outer_size)
-        sent = weight.sent(shard, mp_policy.param_dtype or shard.dtype, module)
+        ranks = weight.ranks_of(mesh, values.shape, outer_size)
+        sent = weight.sent(values, mp_policy.param_dtype or values.dtype, module)
         sent.wire.read()
         # On one rank FSDP2 copies the first tensor, and nothing else.
         return ((sent.codes, sent.scales) if ranks > 1 else (sent.codes,)), sent
@@ -370,7 +370,7 @@ class ShardedWeight(torch.Tensor):
             dtype=values.dtype,
             device=values.device,
         )
-        shard.values, shard.weight, shard.fsdp_pre_all_gather = values, weight, PreAllGather(shard)
+        shard.values, shard.weight, shard.fsdp_pre_all_gather = values, weight, PreAllGather(values, weight)
         return shard
 
     def fsdp_post_all_gather(

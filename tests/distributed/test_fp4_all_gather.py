@@ -259,6 +259,23 @@ def evaluated(rank: int):
     return same(*found)
 
 
+def moved(rank: int):
+    """To another dtype and into other memory, before the model is sharded."""
+
+    def build(fp4: bool) -> Any:
+        model = make_model()
+        if fp4:
+            fp4_all_gather(model, DEFAULT)
+        values = [parameter.detach().clone() for parameter in model.parameters()]
+        model.double().to_empty(device="cpu").float()
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), values, strict=True):
+                parameter.copy_(value)
+        return shard(model, False)
+
+    return with_and_without(rank, build)
+
+
 def wire(rank: int):
     """What two steps of three microbatches send: bytes of the gathers, and the number of reductions of amaxes."""
     model, gathers, reductions = shard(make_model(), True), [], []
@@ -578,7 +595,7 @@ CHECKS = {
     check.__name__: check
     for check in (
         three_steps, recipes, modules, frozen, offloaded, fused, checkpointed, compiled, written_by_graphs, kept,
-        evaluated, wire, operands, casts, dropped, released, broadcast, nan, plain, assigned, from_meta, refused,
+        evaluated, moved, wire, operands, casts, dropped, released, broadcast, nan, plain, assigned, from_meta, refused,
         misplaced, stepped, unlike, copied, reasons,
     )
 }  # fmt: skip
@@ -621,7 +638,9 @@ def test_recipes_of_the_book_have_those_bytes_too(ranks, name):
     assert all(rank["recipes"][name] for rank in ranks)
 
 
-@pytest.mark.parametrize("name", ["modules", "frozen", "offloaded", "fused", "checkpointed", "compiled", "evaluated"])
+@pytest.mark.parametrize(
+    "name", ["modules", "frozen", "offloaded", "fused", "checkpointed", "compiled", "evaluated", "moved"]
+)
 def test_so_does_what_else_one_may_do(ranks, name):
     assert all(rank[name] is True for rank in ranks)
 
