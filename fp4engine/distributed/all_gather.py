@@ -27,6 +27,7 @@ from fp4engine.distributed.sharded_weight import (
 )
 from fp4engine.functional import LinearPlan, make_linear_plan
 from fp4engine.modules import Gemms, GroupedLinear, LayerNormMLP, Linear, QuantizedWeight
+from fp4engine.modules.borrowed import BorrowedGroupedLinear, BorrowedLinear
 from fp4engine.modules.split_linear import SplitLinear
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import require_recipe
@@ -39,7 +40,7 @@ class GatheredAs:
 
     Attributes:
         name: of the parameter in the model.
-        shape: (N, K).
+        shape: (N, K), or (experts, N, K).
         bytes_per_element: sent per element of the weight; None if it is gathered in high precision.
         reason: why it is gathered in high precision; empty if it is gathered as codes.
     """
@@ -157,9 +158,13 @@ def _require_alike(found: list[GatheredAs], gatherable: list[GatherableWeight], 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Gemms | None, str]]:
     """Name, module, attribute and GEMMs of each weight of a linear module, and why the module cannot take codes."""
+    borrowers = [module for module in model.modules() if isinstance(module, (BorrowedLinear, BorrowedGroupedLinear))]
+    borrowed = {(id(module.owner), module.parameter) for module in borrowers}
     for path, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             gemms, reason = (None, "") if parameter is None else _gemms(module, attribute)
+            if (id(module), attribute) in borrowed and parameter is not None:
+                reason = f"{type(module).__name__} multiplies by parts of it"
             if gemms is not None or reason:
                 yield f"{path}.{attribute}".lstrip("."), module, attribute, gemms, reason
 

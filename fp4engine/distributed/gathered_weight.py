@@ -135,6 +135,9 @@ class GatheredWeight(QuantizedWeight):
             "without fp4_all_gather for high precision, or leave the module out of fp4_all_gather"
         )
 
+    def _refuse_view(self, operation: Any) -> NoReturn:
+        self._values()
+
     def _write(self, values: Tensor) -> NoReturn:
         raise ValueError(f"{self.name} was gathered as codes; write to the shard, after model.reshard()")
 

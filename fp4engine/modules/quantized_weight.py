@@ -1,7 +1,7 @@
 """A weight that is stored as operands of its products, and that other operations see as their decoded values."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -199,7 +199,7 @@ class QuantizedWeight(torch.Tensor):
         return torch.UntypedStorage(0, device=self.device)
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
-        raise _no_view("__dlpack__")
+        self._refuse_view("__dlpack__")
 
     def is_shared(self) -> bool:
         """Whether all that is stored lies in shared memory."""
@@ -247,6 +247,12 @@ class QuantizedWeight(torch.Tensor):
         whole = torch.stack(values) if len(self.shape) == 3 else values[0]
         return whole.transpose(-1, -2).contiguous() if self.transposed else whole
 
+    def _refuse_view(self, operation: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{operation} makes a view of a weight that is stored as codes, and a write into it would be lost; "
+            "call .dequantize() for its values, and weight.copy_(values) to change them"
+        )
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -266,7 +272,7 @@ class QuantizedWeight(torch.Tensor):
                 first._write(args[1])
                 return first
             if func.is_view:
-                raise _no_view(func)
+                first._refuse_view(func)
         if func.namespace == "c10d":
             raise NotImplementedError(
                 f"{func} would write into the values of a weight that is stored as codes, and they would be lost; call "
@@ -410,13 +416,6 @@ def _compute_on_values(func: Any, args: Any, kwargs: Any) -> Any:
                 if id(leaf) in weights:
                     leaf._write(values[id(leaf)])
     return _replaced({id(values[key]): weight for key, weight in weights.items()}, result)
-
-
-def _no_view(operation: Any) -> NotImplementedError:
-    return NotImplementedError(
-        f"{operation} makes a view of a weight that is stored as codes, and a write into it would be lost; "
-        "call .dequantize() for its values, and weight.copy_(values) to change them"
-    )
 
 
 def _replaced(replacements: Mapping[int, Tensor], tree: Any) -> Any:

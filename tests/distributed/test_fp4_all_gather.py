@@ -495,6 +495,10 @@ def refused(rank: int):
     with pytest.raises(ValueError) as error:
         fp4_all_gather(model)
     said.append(str(error.value))
+    model[0].unshard()
+    with pytest.raises(ValueError) as error:  # by a module that has no products of its own for this weight
+        torch.nn.functional.linear(torch.ones(8, 64), model[0][0].weight)
+    said.append(str(error.value))
     return said
 
 
@@ -587,7 +591,9 @@ def reasons(rank: int):
     tied = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     tied[0].weight = tied[1].weight
     fp4engine.convert(tied, keep_high_precision=["2"])
-    found["others"] = [weight.reason for weight in fp4_all_gather(tied).weights]
+    attention = torch.nn.Sequential(torch.nn.MultiheadAttention(64, 4))
+    fp4engine.convert(attention)
+    found["others"] = [weight.reason for model in (tied, attention) for weight in fp4_all_gather(model).weights]
     return found
 
 
@@ -709,8 +715,9 @@ def test_models_may_begin_on_meta(ranks):
 
 
 def test_high_precision_and_other_casts_are_refused_by_name(ranks):
-    for outside, disabled, blocks, fp8, alike, world, one, again in (rank["refused"] for rank in ranks):
-        assert outside == disabled and outside.startswith("0.0.weight was gathered as codes, and its values in high")
+    for outside, disabled, blocks, fp8, alike, world, one, again, borrowed in (rank["refused"] for rank in ranks):
+        assert outside == disabled == borrowed
+        assert outside.startswith("0.0.weight was gathered as codes, and its values in high")
         assert "0.0.weight was gathered as codes, e2m1 16x16 and e2m1 16x16, and the recipe in force multi" in blocks
         assert "multiplies e4m3 tensor and e4m3 tensor of Quantizer; give fp4_all_gather(recipe=...) the" in fp8
         assert alike and world and one and "call fp4_all_gather before fully_shard" in again
@@ -741,7 +748,8 @@ def test_a_copy_is_gathered_in_high_precision(ranks):
 def test_what_cannot_go_as_codes_says_why_and_trains_as_ever(ranks):
     for found in (rank["reasons"] for rank in ranks):
         assert found.pop("others") == [
-            "several modules share it", "Linear is not fp4engine's, or was left alone by convert"
+            "several modules share it", "Linear is not fp4engine's, or was left alone by convert",
+            "TorchMultiheadAttention multiplies by parts of it", "",
         ]  # fmt: skip
         assert all(right for _, right in found.values())
         said = {name: reason for name, (reason, _) in found.items()}
