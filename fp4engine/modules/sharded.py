@@ -178,8 +178,9 @@ def layout_of(
         cp_group: ranks that have equally many rows of every input, in addition to the axes that the mesh spreads.
 
     Raises:
-        ValueError: only some of the tensors are DTensors, or they lie on two meshes; or a shard's edge would cut a
-            block of the recipe's casts; or the ranks draw from different seeds.
+        ValueError: only some of the tensors are DTensors, or they lie on two meshes; or ``cp_group`` is a group of
+            their mesh; or a shard's edge would cut a block of the recipe's casts; or the ranks draw from different
+            seeds.
         NotImplementedError: placements that the table above does not have, or casts that need the whole tensor.
     """
     from torch.distributed.tensor import Partial, Replicate
@@ -227,6 +228,12 @@ def layout_of(
     if cp_group is not None:
         if "M" in splits:
             raise NotImplementedError(f"{name}: rows are sharded on {mesh}, and cp_group spreads them too; use one")
+        if _cross_twice(names_of(tuple([mesh.get_group(dim) for dim in range(mesh.ndim)])), names_of((cp_group,))):
+            raise ValueError(
+                f"{name}: cp_group says that its ranks have different rows, and several of them lie on {mesh}, where "
+                "they have the same ones; give the group of another dimension of the mesh, such as "
+                'mesh["cp"].get_group()'
+            )
         splits["M"] = _rows_split(cp_group, prod(x.shape[:-1]))
     _require_whole_blocks(plan, splits, name)
     tensors: tuple[Any, ...] = (inp, weight, bias)
@@ -316,6 +323,13 @@ def _multiple(quantizer: Quantizer, axis: int) -> int:
     if across is not None:
         multiple = lcm(multiple, max(across.block[0], 1))
     return multiple
+
+
+@constant_when_traced
+def _cross_twice(names: str, other: str) -> bool:
+    """Whether a group of ``names`` has more than one rank of the group ``other``, all given by their names."""
+    (others,) = (set(dist.get_process_group_ranks(group)) for group in ops.groups_named(other))
+    return any(len(others.intersection(dist.get_process_group_ranks(group))) > 1 for group in ops.groups_named(names))
 
 
 _agreed: dict[Any, int] = {}

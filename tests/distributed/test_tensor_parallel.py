@@ -535,6 +535,7 @@ def refusals(rank: int, mesh, alone):
         "rows": (NEAREST, lambda x: cp(fp4engine.Linear(64, 64), x[:24])),
         "experts": (NEAREST, lambda x: cp(fp4engine.GroupedLinear(2, 64, 64), x, [16, 16])),
         "correction": (zoo.make("rht128_4over6_scalar"), lambda x: layer(256)(x)),
+        "group": (NEAREST, lambda x: cp(layer(128), x)),
     }
     said = {}
     for name, (recipe, attempt) in tries.items():
@@ -672,6 +673,7 @@ SAID = {
     "rows": "ValueError: Linear: M=48 is sharded into parts of 24, which would cut the blocks of 16 .* multiple of 32",
     "experts": "NotImplementedError: GroupedLinear: cp_group says that every rank has equally many rows",
     "correction": "NotImplementedError: Linear: weight is sharded, but its cast makes one correction from all elements",
+    "group": "ValueError: Linear: cp_group says that its ranks have different rows, and several of them lie on",
 }
 
 
