@@ -59,12 +59,14 @@ class GatheredWeight(QuantizedWeight):
     Attributes:
         scale_inv: bytes of the scales, one of each block: uint8 [N / block rows, blocks].
         name: of the parameter in its model.
+        state: that the weight had when it was gathered.
         ranks: of the mesh over which ``fully_shard`` spreads the weight; all of them have these codes.
         why_not_dgrad: why only recipes with a ``backward_override`` can use the codes; empty if others can too.
         served: the last plan that used the codes.
     """
 
     name: str = ""
+    state: Any = None
     ranks: frozenset[int] = frozenset()
     why_not_dgrad: str = ""
     served: LinearPlan | None = None
@@ -163,9 +165,15 @@ class GatheredWeight(QuantizedWeight):
         weight.why_not_dgrad = why_not_dgrad(quantizer)
         return weight
 
-    def refill(self, scales: Tensor, amax: Tensor) -> None:
-        """Take the scales and amax of a new gather, whose codes FSDP2 has written into this weight's memory."""
-        vars(self).update(scale_inv=scales, amax=amax)
+    def refill(self, scales: Tensor, amax: Tensor, state: Any) -> None:
+        """Take the scales and amax of a new gather, whose codes FSDP2 has written into this weight's memory.
+
+        A graph that has saved codes of another state raises in its backward pass, as after any write in place: FSDP2
+        itself moves no version counter.
+        """
+        if state != self.state:
+            torch.autograd.graph.increment_version(self.scale_inv)
+        vars(self).update(scale_inv=scales, amax=amax, state=state)
 
 
 def scales_on_the_wire(operand: Operand) -> Tensor:

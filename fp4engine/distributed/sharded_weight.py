@@ -28,18 +28,24 @@ Version = tuple[int, int]
 """Of a sharded weight: of its parameter, and of its shard's values. A write by compiled code moves the former alone."""
 
 
+State = tuple[int, Version]
+"""Of a weight: how often it was forgotten, and its version. Another state is that of other values."""
+
+
 class Sent(NamedTuple):
     """What a rank sends of one weight.
 
     Attributes:
         codes, scales: of its shard; the scales are bytes, one per block.
         amax: of the whole weight.
+        state: that the weight had.
         wire, outer: to be read before codes and scales, or the amax, are used on the current stream.
     """
 
     codes: Tensor
     scales: Tensor
     amax: Tensor
+    state: State
     wire: Shared
     outer: Shared
 
@@ -48,19 +54,14 @@ class GatherableWeights:
     """All weights of a model that are gathered as codes: their outer amaxes, and their casts.
 
     When the amax or cast of one weight is asked for, those of many are made at once. They are forgotten when the weight
-    is written to, through PyTorch's dispatcher or in memory that ``state_dict`` handed out. Those of all weights are
-    forgotten when a ``torch.optim`` optimizer steps that has one of them. All ranks write alike, so they forget alike
-    and reduce the same amaxes next. An optimizer of other parameters may exist on one rank alone, and clears nothing.
+    is written to, through PyTorch's dispatcher or in memory that ``state_dict`` handed out, and when a ``torch.optim``
+    optimizer steps that has it. All ranks write alike, so they forget alike and reduce the same amaxes next. An
+    optimizer of other parameters may exist on one rank alone, and nothing is forgotten when it steps.
     """
 
     def __init__(self) -> None:
         self.all: list[GatherableWeight] = []
         _hear_of_steps()
-
-    def clear(self) -> None:
-        """Forget all amaxes and casts, since the weights may have changed without a new version."""
-        for weight in self.all:
-            weight.forget()
 
     def reduce(self) -> None:
         """Find the amaxes that are not known, with one collective per process group, which is one per mesh."""
@@ -80,21 +81,19 @@ class GatherableWeights:
 
     def cast(self, first: "GatherableWeight", dtype: torch.dtype) -> None:
         """Cast the shard of ``first``, and some behind it that were last sent in ``dtype`` and have changed since."""
-        asked: list[tuple[GatherableWeight, Tensor]] = []
-        versions: list[Version] = []
+        asked: list[Asked] = []
         device, backend, size = None, first.quantizer.backend, 0
         for weight in self.all[first.place :]:
             due = weight.due(dtype)
             if due is None or weight.quantizer.backend != backend or device not in (None, due[0].device):
                 continue
-            values, version = due
+            values, state = due
             device, size = values.device, size + values.nbytes
             if asked and size > MOST_CAST:
                 break
-            asked.append((weight, values))
-            versions.append(version)
-        for (weight, _), version, sent in zip(asked, versions, send(asked, dtype), strict=True):
-            weight.keep(sent, dtype, version)
+            asked.append((weight, values, state))
+        for (weight, *_), sent in zip(asked, send(asked, dtype), strict=True):
+            weight.keep(sent, dtype)
 
 
 @cache
@@ -103,38 +102,39 @@ def _hear_of_steps() -> None:
 
 
 def _forget_stepped(optimizer: Optimizer, *_: object) -> None:
-    """Forget amaxes and casts of models that ``optimizer`` has stepped: a fused one moves no version counter."""
-    found: set[GatherableWeights] = set()
+    """Forget amaxes and casts of the weights that ``optimizer`` has stepped: a fused one moves no version counter."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             shard = parameter._local_tensor if isinstance(parameter, DTensor) else None
             if isinstance(shard, ShardedWeight) and shard.weight is not None:
-                found.add(shard.weight.others)
-    for others in found:
-        others.clear()
+                shard.weight.forget()
+
+
+Asked = tuple["GatherableWeight", Tensor, State]
+"""A weight, and the values and state of its shard."""
 
 
 @torch.inference_mode(False)  # what is sent is kept, and trains after an evaluation
 @torch.no_grad()
-def send(asked: list[tuple["GatherableWeight", Tensor]], dtype: torch.dtype) -> list[Sent]:
-    """Cast shards of some weights, given by their values on one device, rounded to ``dtype``, by one backend."""
+def send(asked: list[Asked], dtype: torch.dtype) -> list[Sent]:
+    """Cast the shards of some weights on one device, rounded to ``dtype``, by one backend."""
     amaxes: list[Tensor | None] = []
     outer: list[Shared | None] = []
-    for weight, _ in asked:
+    for weight, *_ in asked:
         known = weight.amax(dtype)
         if known is not None and known[1] not in outer:
             known[1].read()
         amaxes.append(None if known is None else known[0])
         outer.append(None if known is None else known[1])
-    matrices = [values.to(dtype) for _, values in asked]
-    specs = [weight.spec for weight, _ in asked]
+    matrices = [values.to(dtype) for _, values, _ in asked]
+    specs = [weight.spec for weight, *_ in asked]
     operands = ops.quantize_many(matrices, specs, amaxes, asked[0][0].quantizer.backend)
     scales = list(map(scales_on_the_wire, operands))
     wire = Shared(*(operand.data for operand in operands), *scales)
     found: list[Sent] = []
-    for operand, own, shared in zip(operands, scales, outer, strict=True):
+    for (*_, state), operand, own, shared in zip(asked, operands, scales, outer, strict=True):
         assert operand.amax is not None
-        found.append(Sent(operand.data, own, operand.amax, wire, shared or Shared(operand.amax)))
+        found.append(Sent(operand.data, own, operand.amax, state, wire, shared or Shared(operand.amax)))
     return found
 
 
@@ -192,10 +192,11 @@ class GatherableWeight:
         assert quantizer.rowwise_spec is not None
         self.spec: CastSpec = quantizer.rowwise_spec
         self.has_amax = self.spec.outer is Outer.TENSOR
+        self._forgotten = 0
         self._reduced: tuple[ReducedAmaxes, int] | None = None
         self._version = (0, 0)
         self._sent: Sent | None = None
-        self._sent_as: tuple[torch.dtype, Version] | None = None
+        self._sent_as: tuple[torch.dtype, State] | None = None
         self._placed: tuple[Any, ...] = ()
         self._group: tuple[Any, tuple[Any, str]] | None = None
         self.place = len(others.all)
@@ -236,6 +237,7 @@ class GatherableWeight:
 
     def forget(self) -> None:
         """Forget amax and cast, since the weight may have changed."""
+        self._forgotten += 1
         self._reduced = self._sent = None
 
     def know(self, reduced: ReducedAmaxes, index: int, version: Version) -> None:
@@ -262,20 +264,20 @@ class GatherableWeight:
         reduced, index = self._reduced
         return reduced.get(index, dtype)
 
-    def due(self, dtype: torch.dtype) -> tuple[Tensor, Version] | None:
-        """The shard's values and version, if it was last sent in ``dtype`` and has changed since."""
+    def due(self, dtype: torch.dtype) -> tuple[Tensor, State] | None:
+        """The shard's values and state, if it was last sent in ``dtype`` and has changed since."""
         if self._sent_as is None or self._sent_as[0] != dtype:
             return None
         parameter = self.sharded()
         if parameter is None:
             return None
         shard: Any = parameter._local_tensor
-        version = parameter._version, shard.values._version
-        return None if self._sent is not None and self._sent_as[1] == version else (shard.values, version)
+        state = self._forgotten, (parameter._version, shard.values._version)
+        return None if self._sent is not None and self._sent_as[1] == state else (shard.values, state)
 
-    def keep(self, sent: Sent, dtype: torch.dtype, version: Version) -> None:
+    def keep(self, sent: Sent, dtype: torch.dtype) -> None:
         """Keep ``sent``, to send it again until the weight changes."""
-        self._sent, self._sent_as = sent, (dtype, version)
+        self._sent, self._sent_as = sent, (dtype, sent.state)
 
     def sent(self, values: Tensor, dtype: torch.dtype, module: torch.nn.Module) -> Sent:
         """Codes, one scale per block, and outer amax of a shard in ``dtype``, for ``module``, whose weight it is of.
@@ -283,12 +285,13 @@ class GatherableWeight:
         They are kept until the weight changes, so backward and further microbatches send what forward sent. Those of a
         copy that FSDP2 has just brought from the CPU are not kept, since offloading is to free that memory.
         """
-        parameter = module._parameters.get(self.parameter)
-        shard: Any = parameter._local_tensor if isinstance(parameter, DTensor) else None
-        if parameter is None or shard is None or shard.values is not values:
-            return send([(self, values)], dtype)[0]
-        if self._sent is None or self._sent_as != (dtype, (parameter._version, values._version)):
-            self._sent, self._sent_as = None, (dtype, (-1, -1))
+        parameter: Any = module._parameters.get(self.parameter)
+        shard: Any = parameter._local_tensor
+        state = self._forgotten, (parameter._version, shard.values._version)
+        if shard.values is not values:
+            return send([(self, values, state)], dtype)[0]
+        if self._sent is None or self._sent_as != (dtype, state):
+            self._sent, self._sent_as = None, (dtype, (-1, (-1, -1)))
             self.others.cast(self, dtype)
         assert self._sent is not None
         return self._sent
@@ -385,11 +388,11 @@ class ShardedWeight(torch.Tensor):
             sent.wire.read()
             scales = [sent.scales]
         if out is not None:
-            out.refill(scales[0], sent.amax)
+            out.refill(scales[0], sent.amax, sent.state)
             return None
         shape = codes.shape[0], self.shape[1]
         weight = GatheredWeight.of(owner.quantizer, shape, param_dtype, (codes, scales[0], sent.amax))
-        weight.name = owner.name
+        weight.name, weight.state = owner.name, sent.state
         parameter = owner.sharded()
         if parameter is not None:
             weight.ranks = frozenset(parameter.device_mesh.mesh.flatten().tolist())

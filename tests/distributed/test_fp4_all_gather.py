@@ -276,6 +276,30 @@ def moved(rank: int):
     return with_and_without(rank, build)
 
 
+def stepped_in_backward(rank: int):
+    """An optimizer for each parameter, which steps as soon as the gradient is there."""
+
+    def step(model: Any) -> list:
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=1e-2)
+            parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        return train(model, rank)
+
+    return same(*(step(shard(make_model(), fp4)) for fp4 in (False, True)))
+
+
+def overwritten(rank: int):
+    """What a backward pass says of a weight that was written to after its forward."""
+    model = shard(make_model(), True)
+    with fp4engine.autocast(recipe=DEFAULT):
+        loss = model(torch.randn(32, 64)).sum()
+    with torch.no_grad():
+        model[1][0].weight.mul_(3)
+    with pytest.raises(RuntimeError) as error:
+        loss.backward()
+    return str(error.value)
+
+
 def wire(rank: int):
     """What two steps of three microbatches send: bytes of the gathers, and the number of reductions of amaxes."""
     model, gathers, reductions = shard(make_model(), True), [], []
@@ -601,8 +625,8 @@ CHECKS = {
     check.__name__: check
     for check in (
         three_steps, recipes, modules, frozen, offloaded, fused, checkpointed, compiled, written_by_graphs, kept,
-        evaluated, moved, wire, operands, casts, dropped, released, broadcast, nan, plain, assigned, from_meta, refused,
-        misplaced, stepped, unlike, copied, reasons,
+        evaluated, moved, stepped_in_backward, overwritten, wire, operands, casts, dropped, released, broadcast, nan,
+        plain, assigned, from_meta, refused, misplaced, stepped, unlike, copied, reasons,
     )
 }  # fmt: skip
 
@@ -645,10 +669,18 @@ def test_recipes_of_the_book_have_those_bytes_too(ranks, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["modules", "frozen", "offloaded", "fused", "checkpointed", "compiled", "evaluated", "moved"]
-)
+    "name",
+    [
+        "modules", "frozen", "offloaded", "fused", "checkpointed", "compiled", "evaluated", "moved",
+        "stepped_in_backward",
+    ],
+)  # fmt: skip
 def test_so_does_what_else_one_may_do(ranks, name):
     assert all(rank[name] is True for rank in ranks)
+
+
+def test_a_write_between_forward_and_backward_is_noticed(ranks):
+    assert all("has been modified by an inplace operation" in rank["overwritten"] for rank in ranks)
 
 
 def test_what_is_gathered_is_what_one_process_would_quantize(ranks):
