@@ -13,6 +13,7 @@ Every rank then casts its part as one process would cast the whole, see :mod:`fp
 
 from math import lcm, prod
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -332,8 +333,8 @@ def _cross_twice(names: str, other: str) -> bool:
     return any(len(others.intersection(dist.get_process_group_ranks(group))) > 1 for group in ops.groups_named(names))
 
 
-_agreed: dict[Any, int] = {}
-"""``names and ranks of groups -> the lowest of these ranks``, for groups whose ranks were found to have one seed."""
+_agreed: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
+"""``first group -> names of all groups -> the lowest of their ranks``, if these were found to have one seed."""
 
 
 def _drawn_by(groups: tuple[Any, ...], device: str) -> int:
@@ -352,8 +353,8 @@ def _drawn_by(groups: tuple[Any, ...], device: str) -> int:
 def _agreed_rank(names: str, device: str) -> int:
     """:func:`_drawn_by` of groups given by their names, since traced code cannot hold a process group."""
     groups = ops.groups_named(names)
-    shared = tuple((name, *dist.get_process_group_ranks(g)) for name, g in zip(names.split(" "), groups, strict=True))
-    if shared not in _agreed:
+    agreed = _agreed.setdefault(groups[0], {})  # with the group it goes; a new one may have its name
+    if names not in agreed:
         seed = ops.current_seed()
         (least_seed, seeds), (least, _) = ops.ranges([seed, dist.get_rank()], groups, device)
         if least_seed != seeds:
@@ -362,5 +363,5 @@ def _agreed_rank(names: str, device: str) -> int:
                 f"the ranks {ranks} share tensors, but their random streams have different seeds (here {seed}); give "
                 "all of them one seed, by torch.manual_seed or fp4engine.manual_seed"
             )
-        _agreed[shared] = least
-    return _agreed[shared]
+        agreed[names] = least
+    return agreed[names]

@@ -589,7 +589,19 @@ def run(rank: int, folder: str) -> None:
     with process_group(rank, WORLD, f"{folder}/store"):
         mesh = init_device_mesh("cpu", (WORLD,))
         results = {name: check(rank, mesh, alone) for name, check in CHECKS.items()}
+    with process_group(rank, WORLD, f"{folder}/again"):
+        results["again"] = seeds_of_new_groups(rank)
     torch.save(results, f"{folder}/{rank}.pt")
+
+
+def seeds_of_new_groups(rank: int) -> str:
+    """What is said of different seeds in process groups that have the names of some that agreed and are gone."""
+    block = make_block()
+    parallelize_module(block, init_device_mesh("cpu", (WORLD,)), STYLES)
+    fp4engine.manual_seed(100 + rank)
+    with pytest.raises(ValueError) as error, fp4engine.autocast(recipe=zoo.make("nvfp4")):
+        block(torch.ones(2, 64, 64))
+    return str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -681,6 +693,10 @@ SAID = {
 def test_what_cannot_be_as_in_one_process_is_refused(ranks, name):
     for rank in ranks:
         assert re.match(SAID[name], rank["refusals"][name]), rank["refusals"][name]
+
+
+def test_seeds_are_compared_anew_in_new_process_groups(ranks):
+    assert all("have different seeds" in rank["again"] for rank in ranks)
 
 
 # Four ranks: tensor parallelism, with FSDP2 and with context parallelism
