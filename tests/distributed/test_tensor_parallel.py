@@ -589,6 +589,7 @@ def run(rank: int, folder: str) -> None:
     with process_group(rank, WORLD, f"{folder}/store"):
         mesh = init_device_mesh("cpu", (WORLD,))
         results = {name: check(rank, mesh, alone) for name, check in CHECKS.items()}
+        tensor(rank, mesh, alone)  # agrees on a seed
     with process_group(rank, WORLD, f"{folder}/again"):
         results["again"] = seeds_of_new_groups(rank)
     torch.save(results, f"{folder}/{rank}.pt")
