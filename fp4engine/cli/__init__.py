@@ -8,9 +8,11 @@ name is the module's. :data:`COMMANDS` lists them; a new one is a new module and
 import argparse
 import io
 import sys
+import warnings
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fp4engine.cli import doctor, estimate, export, recipes, report, te
 from fp4engine.version import __version__
@@ -45,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and arguments.run is not te.run:  # whose output is its script's
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that has no ± shows its number
     try:
-        return arguments.run(arguments)
+        with warnings.catch_warnings():  # which restores how they are shown
+            if arguments.run is not te.run:
+                warnings.showwarning = partial(_show_warning, arguments.command)
+            return arguments.run(arguments)
     except KeyboardInterrupt as stopped:
         parser.exit(stopped.args[0] if stopped.args else INTERRUPTED, f"fp4engine {arguments.command}: stopped\n")
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
@@ -53,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (ValueError, OSError) as error:
         parser.exit(BAD_INPUT, f"fp4engine {arguments.command}: {'; '.join(str(error).splitlines())}\n")
+
+
+def _show_warning(command: str, message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning in one line, as errors are, without the line of source code that gave it."""
+    print(f"fp4engine {command}: {'; '.join(str(message).splitlines())}", file=sys.stderr)
 
 
 def make_parser() -> argparse.ArgumentParser:

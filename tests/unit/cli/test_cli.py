@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,15 @@ def test_a_record_that_cannot_be_read_is_named(content: bytes, tmp_path: Path, c
 def test_a_row_of_an_operand_is_read(tmp_path: Path) -> None:
     (tmp_path / "record.jsonl").write_bytes(RUN + operand_row())
     assert main(["report", str(tmp_path)]) == 0
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line(tmp_path: Path, capsys) -> None:
+    record, shown = tmp_path / "record.jsonl", warnings.showwarning
+    record.write_bytes(RUN + operand_row() + b'{"step": 1')
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == f"fp4engine report: {record} ends within line 3, which is left out\n"
+    assert warnings.showwarning is shown
 
 
 def test_a_report_that_cannot_be_written_leaves_the_files_alone(tmp_path: Path, capsys, monkeypatch) -> None:
