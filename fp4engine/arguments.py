@@ -65,8 +65,10 @@ def require_integer(name: str, value: Any, least: int | None = None, most: int |
 def require_one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
     """Raise a ValueError unless ``value`` of the argument ``name`` is one of ``allowed``, and of its type."""
     words = tuple(allowed)
-    if not any(value is word or (type(value) is type(word) and value == word) for word in words):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, got {shown(value)}")
+    for word in words:
+        if value is word or (type(value) is type(word) and value == word):
+            return
+    raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, got {shown(value)}")
 
 
 def require_bool(name: str, value: Any) -> None:
