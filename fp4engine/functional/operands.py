@@ -150,7 +150,7 @@ def _columnwise(
     saved = quantizer.columnwise_source == "saved_original"
     if call.shards is None and not saved:
         return quantizer.requantize(kept, rng, form)
-    values = kept.data if saved else kept.dequantize(kept.decoded_dtype, quantizer.backend)
+    values = kept.data if saved else quantizer.decoded(kept)
     asked = {"rowwise": False, "rng": rng, "columnwise_form": form}
     (quantized,) = _quantize([Part(role, quantizer, values, asked)], call)
     assert quantized.columnwise is not None
