@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4engine.accounting.planned import linear_modules, linear_shape
-from fp4engine.arguments import require_model
+from fp4engine.arguments import require_model, shown
 from fp4engine.checkpoint_names import Piece, checkpoint_pieces, require_like
 from fp4engine.modules import QuantizedWeight
 from fp4engine.modules.adoption import compute_buffers, forget_storage
@@ -64,15 +64,18 @@ def quantize_weights(
             ``fp4engine.export.TensorFolder(directory)``.
 
     Raises:
-        ValueError: nothing is to be stored; a module follows no recipe, or one with delayed scaling; ``weights`` is
-            given beside a recipe of :func:`fp4engine.export.share_amax`, lacks a name or has another shape; a weight
-            holds a NaN or an Inf; a parameter or buffer is on ``meta`` and has no value, and is none that a model of
-            transformers computes.
+        ValueError: nothing is to be stored; a module follows no recipe, or one with delayed scaling; ``weights`` is no
+            mapping, is given beside a recipe of :func:`fp4engine.export.share_amax` or for a model that stores codes
+            already, lacks a name or has another shape; a weight holds a NaN or an Inf; a parameter or buffer is on
+            ``meta`` and has no value, and is none that a model of transformers computes. The parameters are then what
+            they were.
         NotImplementedError: ``weights`` lacks a parameter by its name in the model, and transformers writes it in
             another way than in parts of its rows.
     """
     require_model(model)
     require_recipe(recipe)
+    if weights is not None and not isinstance(weights, Mapping):
+        raise ValueError(f"weights must be a mapping of names to tensors or None, got {shown(weights)}")
     places = weight_places(model)
     quantizers, left_alone = _quantizers(model, places, recipe)
     if not quantizers:
@@ -85,36 +88,36 @@ def quantize_weights(
         raise ValueError(
             "siblings that share an amax cannot be filled one at a time: load the model, then leave weights out"
         )
+    stored = [name for name, parameter in model.named_parameters() if isinstance(parameter, QuantizedWeight)]
+    if weights is not None and stored:
+        raise ValueError(f"weights fill a model in high precision, and {stored[0]!r} is stored as codes already")
     before = _nbytes(model)
     compute_buffers(model)
     of_parameter = {places[name].name: name for name in quantizers}
     values = _Values(model, weights)
-    replaced: dict[Tensor, nn.Parameter] = {}
-    # Without weights= all codes are made before the first weight goes: siblings that share an amax see each other.
-    codes = {}
-    if weights is None:
-        codes = {name: _stored(values, places[name], made) for name, made in quantizers.items()}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if parameter not in replaced:
-            layer = of_parameter.get(name)
-            if layer is not None:
-                replaced[parameter] = codes[layer] if codes else _stored(values, places[layer], quantizers[layer])
-            elif weights is None:
-                replaced[parameter] = _require_value(name, parameter)
-            else:
-                replaced[parameter] = nn.Parameter(values.of(name, parameter).clone(), parameter.requires_grad)
+    # All are made before the first is replaced: an error replaces none, and siblings that share an amax see each other.
+    made: dict[Tensor, Tensor] = {}
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters:
+        layer = of_parameter.get(name)
+        if parameter in made:
+            continue
+        if layer is not None:
+            made[parameter] = _stored(values, places[layer], quantizers[layer])
+        elif weights is None:
+            made[parameter] = _require_value(name, parameter)
+        else:
+            made[parameter] = nn.Parameter(values.of(name, parameter).clone(), parameter.requires_grad)
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_meta]
+    made |= {buffer: values.of(name, buffer).clone() for name, buffer in buffers}
+    for name, tensor in parameters + buffers:
         owner, _, own_name = name.rpartition(".")
-        setattr(model.get_submodule(owner), own_name, replaced[parameter])
-    for name, buffer in list(model.named_buffers()):
-        if buffer.is_meta:
-            owner, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(owner), own_name, values.of(name, buffer).clone())
+        setattr(model.get_submodule(owner), own_name, made[tensor])
     if "transformers" in sys.modules:
         from fp4engine.integrations.stored_weights import describe_in
 
         describe_in(model)
-    stored = tuple(places[name].name for name in quantizers)
-    return StoredWeights(stored, left_alone, before, _nbytes(model))
+    return StoredWeights(tuple(of_parameter), left_alone, before, _nbytes(model))
 
 
 def dequantize_weights(model: nn.Module) -> tuple[str, ...]:
