@@ -248,7 +248,8 @@ class QuantizedWeight(torch.Tensor):
         return whole.transpose(-1, -2).contiguous() if self.transposed else whole
 
     def _refuse_view(self, operation: Any) -> NoReturn:
-        raise NotImplementedError(
+        """Refuse a view, not by ``NotImplementedError``, which ``register_parametrization`` takes for no inverse."""
+        raise RuntimeError(
             f"{operation} makes a view of a weight that is stored as codes, and a write into it would be lost; "
             "call .dequantize() for its values, and weight.copy_(values) to change them"
         )

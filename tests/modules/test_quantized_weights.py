@@ -447,11 +447,11 @@ def one_process():
 def test_data_parallel(one_process):
     layer = build(MODULES["Linear"])
     expected = run(layer)
-    with pytest.raises(NotImplementedError, match="view of a weight"):
+    with pytest.raises(RuntimeError, match="view of a weight"):
         nn.parallel.DistributedDataParallel(layer)
     parallel = nn.parallel.DistributedDataParallel(layer, init_sync=False)
     assert_same(run(parallel), expected)
-    with pytest.raises(NotImplementedError, match="view of a weight"):
+    with pytest.raises(RuntimeError, match="view of a weight"):
         torch.distributed.fsdp.fully_shard(layer, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
 
 
@@ -471,8 +471,22 @@ def test_data_parallel(one_process):
     ],
 )
 def test_views_are_refused(use):
-    with pytest.raises(NotImplementedError, match=r"view of a weight .* call \.dequantize"):
+    with pytest.raises(RuntimeError, match=r"view of a weight .* call \.dequantize"):
         use(build(MODULES["Linear"]).weight)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+    def right_inverse(self, weight):
+        return weight.view(-1).view(weight.shape) / 2
+
+
+def test_an_inverse_of_a_parametrization_that_makes_views_is_refused() -> None:
+    layer = build(MODULES["Linear"])
+    with pytest.raises(RuntimeError, match="view of a weight"):  # and not left out, which would double the weight
+        nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
 
 
 def test_a_recipe_that_casts_weights_otherwise_is_refused():
@@ -577,3 +591,19 @@ def test_a_model_of_one_shared_weight_is_told_why_nothing_is_stored():
     fp4engine.convert(model, RECIPE)
     with pytest.raises(ValueError, match=r"0: it is also 1\.weight; 1: it is also 0\.weight"):
         fp4engine.quantize_weights(model)
+
+
+def test_weights_fill_a_model_in_high_precision_whole_or_not_at_all() -> None:
+    model = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 16))
+    fp4engine.convert(model, RECIPE)
+    good = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"'1\.weight' holds a NaN or an Inf"):
+        fp4engine.quantize_weights(model, weights={**good, "1.weight": good["1.weight"] / 0})
+    assert not any(isinstance(parameter, QuantizedWeight) for parameter in model.parameters())
+    with pytest.raises(ValueError, match=r"weights must be a mapping of names to tensors or None, got \[1\]"):
+        fp4engine.quantize_weights(model, weights=[1])  # pyright: ignore[reportArgumentType]
+    fp4engine.quantize_weights(model, weights=good)
+    model[1].weight = nn.Parameter(good["1.weight"])
+    with pytest.raises(ValueError, match=r"'0\.weight' is stored as codes already"):
+        fp4engine.quantize_weights(model, weights=good)
+    assert isinstance(model[0].weight, QuantizedWeight)

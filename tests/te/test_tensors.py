@@ -139,7 +139,7 @@ def test_views_of_one_scale_are_quantized_and_views_of_blocks_are_refused() -> N
         columnwise = views[0].operands.columnwise
         assert columnwise is None or torch.equal(columnwise.dequantize().T, values[3:9])
         assert type(whole.new_zeros(4, 8)) is type(whole) and not whole.new_zeros(4, 8).any()
-    with pytest.raises(NotImplementedError, match=r"call \.dequantize\(\) for the values"):
+    with pytest.raises(RuntimeError, match=r"call \.dequantize\(\) for the values"):
         MXFP8Quantizer(DType.kFloat8E4M3)(x)[3:9]
 
 
@@ -167,7 +167,7 @@ def test_what_is_written_is_there_or_refused(kind, way: str) -> None:
     before = tensor.dequantize().clone()
     try:
         WRITES[way](tensor, values)
-    except NotImplementedError as refused:
+    except RuntimeError as refused:
         assert "lost" in str(refused) and torch.equal(tensor.dequantize(), before)
     else:
         assert torch.equal(tensor.dequantize(), values)
@@ -232,7 +232,7 @@ def test_strides_of_a_part_are_those_of_the_whole() -> None:
         part = whole[:63]
         moved = part.as_strided(part.shape, part.stride(), 32)
         assert type(moved) is type(whole) and torch.equal(moved.dequantize(), whole.dequantize()[1:])
-        with pytest.raises(NotImplementedError, match="as_strided"):
+        with pytest.raises(RuntimeError, match="as_strided"):
             whole.as_strided((4,), (33,))
 
 

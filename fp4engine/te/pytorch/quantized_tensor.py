@@ -131,7 +131,7 @@ class Quantizer:
 
         Raises:
             ValueError: ``dst`` is no quantized tensor, or has another shape.
-            NotImplementedError: it is a view of another one.
+            RuntimeError: it is a view of another one.
         """
         if not isinstance(dst, QuantizedTensor):
             raise ValueError(f"{type(self).__name__} writes into a QuantizedTensor, got {type(dst).__name__}")
@@ -460,8 +460,9 @@ def _form(tensor: Tensor | None) -> Any:
     return None if tensor is None else (tensor.shape, tensor.dtype)
 
 
-def _lost(operation: str) -> NotImplementedError:
-    return NotImplementedError(
+def _lost(operation: str) -> RuntimeError:
+    """The refusal of a write that would be lost; not ``NotImplementedError``, as :mod:`fp4engine.modules` has it."""
+    return RuntimeError(
         f"{operation} of a tensor that is stored as codes is not implemented, since what is written into it would be "
         "lost; call .dequantize() for the values, and .copy_(values) or .quantize_(values) to change all of them"
     )
