@@ -39,6 +39,8 @@ class Accumulate(torch.autograd.Function):
         main_grad: MainGrad = ctx.main_grad
         product, main_grad.product = main_grad.product, None
         assert product is not None, "the linear transformation's backward comes first"
+        if not ctx.weight.requires_grad:  # frozen since the forward pass, as ``weight.grad`` would be left alone
+            return None, None
         if main_grad.later is None:
             _add(product, main_grad, ctx.weight)
         else:

@@ -178,6 +178,16 @@ def test_main_grad_is_written_only_if_the_weights_gradient_is_asked_for(how: str
     assert torch.equal(layer.weight.main_grad, once + once)
 
 
+def test_main_grad_of_a_weight_that_was_frozen_since_the_forward_is_left_alone() -> None:
+    layer = te.Linear(16, 16, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros(16, 16)
+    with te.autocast(recipe=NVFP4):
+        output = layer(torch.ones(4, 16, requires_grad=True))
+    layer.weight.requires_grad_(False)
+    output.sum().backward()
+    assert not layer.weight.main_grad.any()
+
+
 @pytest.mark.parametrize(
     "buffer",
     [
