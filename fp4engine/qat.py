@@ -56,7 +56,8 @@ def prepare(
     require_model(model)
     require_recipe(recipe)
     require_bool("inputs", inputs)
-    if not isinstance(clip, int | float) or not 0 < clip <= 1 or (recipe is not None and (clip != 1 or not inputs)):
+    is_number = isinstance(clip, int | float) and not isinstance(clip, bool)
+    if not is_number or not 0 < clip <= 1 or (recipe is not None and (clip != 1 or not inputs)):
         raise ValueError(
             f"clip must be in (0, 1], and goes with recipe=None as inputs does, got {clip!r} and {recipe!r}"
         )
@@ -90,6 +91,8 @@ def finalize(model: nn.Module) -> StoredWeights:
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
     """``T^2 KL(softmax(teacher / T) || softmax(student / T))``, mean over positions; the teacher gets no gradient.
 
+    Logits in 16 bits are computed with in FP32, and so is the result.
+
     Args:
         student, teacher: logits [..., classes], of the model that is tuned and of the one in high precision.
         temperature: T > 0.
@@ -108,7 +111,8 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0
         )
     if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be a positive finite number, got {shown(temperature)}")
-    rows = (x.reshape(-1, x.shape[-1]) / temperature for x in (student, teacher.detach()))
+    dtype = torch.promote_types(student.dtype, torch.float32)
+    rows = (x.reshape(-1, x.shape[-1]).to(dtype) / temperature for x in (student, teacher.detach()))
     softened, wanted = (x.log_softmax(-1) for x in rows)
     divergence = nn.functional.kl_div(softened, wanted, reduction="batchmean", log_target=True)
     return divergence * temperature**2
@@ -139,8 +143,9 @@ def ste_weight(weight: Tensor, spec: CastSpec = NVFP4) -> Tensor:
     Raises:
         ValueError: a weight that is no matrix.
     """
-    if weight.ndim != 2:
-        raise ValueError(f"weight must be [out_features, in_features], got shape {tuple(weight.shape)}")
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        got = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else shown(weight)
+        raise ValueError(f"weight must be [out_features, in_features], got {got}")
     return fake_quantize(weight, spec)
 
 

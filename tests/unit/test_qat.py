@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fp4engine
-from fp4engine import cast, fake_quantize, linear_ste, ste_weight
+from fp4engine import cast, fake_quantize, linear_ste, qat, ste_weight
 from fp4engine.formats import E4M3, CastSpec, mx
 from fp4engine.recipe import zoo
 
@@ -75,3 +75,16 @@ def test_a_model_is_tuned_for_four_bit_inference() -> None:
 def test_a_weight_has_two_dimensions() -> None:
     with pytest.raises(ValueError, match=r"weight must be \[out_features, in_features\], got shape \(16,\)"):
         ste_weight(torch.randn(16))
+    with pytest.raises(ValueError, match=r"weight must be \[out_features, in_features\], got \[1.0\]"):
+        ste_weight([1.0])  # pyright: ignore[reportArgumentType]
+
+
+def test_clip_is_a_number() -> None:
+    with pytest.raises(ValueError, match=r"clip must be in \(0, 1\], .* got True"):
+        qat.prepare(torch.nn.Sequential(torch.nn.Linear(16, 16)), clip=True)
+
+
+def test_distillation_over_many_positions_is_finite_in_fp16() -> None:
+    student, teacher = (torch.tensor([row]).half().expand(10_000, 2) for row in ([0.0, 12.0], [12.0, 0.0]))
+    loss = qat.distillation_loss(student, teacher, 1.5)
+    assert torch.equal(loss, qat.distillation_loss(student.float(), teacher.float(), 1.5)) and loss.isfinite()
