@@ -29,6 +29,7 @@ from fp4engine.modules.sharded import is_distributed
 from fp4engine.quantizers import Quantizer
 from fp4engine.recipe import Casts, LinearRecipe, Recipe, zoo
 from fp4engine.recipe.base import require_recipe
+from fp4engine.state import in_backward
 
 
 class _StepHook:
@@ -295,7 +296,7 @@ class _Controlled(Linear):
         return "" if self.channels is None else "OutControl splits its channels, and multiplies each part by itself"
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        if self.norms is not None and self.training:
+        if self.norms is not None and self.training and not in_backward():  # activation checkpointing repeats forwards
             self.norms += input.detach().reshape(-1, self.in_features).float().norm(dim=0)
         state = self._state_in_force()
         if self.channels is None or self._plan_under(state) is None:

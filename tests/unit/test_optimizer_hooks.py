@@ -277,6 +277,16 @@ def test_channels_are_not_chosen_by_nothing(training: bool, value: float) -> Non
             optimizer.step()
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_forward_that_checkpointing_repeats_is_counted_once(use_reentrant: bool) -> None:
+    model = nn.Sequential(fp4engine.Linear(32, 16))
+    control = OutControl(model, torch.optim.SGD(model.parameters()), start=0, steps=1, multiple=16)
+    control.after_step()
+    x = torch.randn(4, 32, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+    assert torch.equal(control.state_dict()["norms"]["0"][0], x.detach().norm(dim=0))
+
+
 def test_a_state_past_the_window_without_channels_is_refused() -> None:
     def hook(start: int) -> OutControl:
         layer = fp4engine.Linear(64, 64)
