@@ -1,17 +1,19 @@
 """Rows of one tensor through many linear transformations, as in a mixture of experts."""
 
 from collections.abc import Callable, Sequence
-from operator import index
 
 import torch
 from torch import Tensor
+
+from fp4engine.arguments import require_integer
 
 RowTransform = Callable[[Tensor], Tensor]
 
 
 def require_counts(m_splits: Tensor, groups: int) -> None:
     """Raise a ValueError unless ``m_splits`` is a vector of ``groups`` integers, whose values are not read."""
-    if m_splits.ndim != 1 or len(m_splits) != groups or m_splits.is_floating_point():
+    is_integral = not (m_splits.is_floating_point() or m_splits.is_complex() or m_splits.dtype == torch.bool)
+    if m_splits.ndim != 1 or len(m_splits) != groups or not is_integral:
         raise ValueError(
             f"m_splits must be a vector of {groups} integers, got {m_splits.dtype} of shape {tuple(m_splits.shape)}"
         )
@@ -29,9 +31,9 @@ def split_sizes(m_splits: Sequence[int] | Tensor, groups: int, rows: int) -> lis
             raise ValueError("m_splits must have values, got a tensor on 'meta'")
         sizes: list[int] = m_splits.tolist()
     else:
-        if not isinstance(m_splits, Sequence) or not all(hasattr(size, "__index__") for size in m_splits):
+        if not isinstance(m_splits, Sequence):
             raise ValueError(f"m_splits must be a sequence of {groups} integers, or a tensor of them, got {m_splits!r}")
-        sizes = [index(size) for size in m_splits]
+        sizes = [require_integer(f"m_splits[{group}]", size) for group, size in enumerate(m_splits)]
     if len(sizes) != groups or min(sizes, default=0) < 0 or sum(sizes) != rows:
         raise ValueError(
             f"m_splits must be {groups} non-negative counts that add up to the {rows} rows of the input, got {sizes}"

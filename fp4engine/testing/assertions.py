@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fp4engine.arguments import shown
 from fp4engine.reference import unpack
 from fp4engine.reference.rounding import decode
 from fp4engine.tensor import Operand
@@ -36,6 +37,9 @@ def assert_scales_adjacent(got: Operand, want: Operand) -> None:
 
 
 def _assert_comparable(got: Operand, want: Operand) -> None:
+    for operand in (got, want):
+        if not isinstance(operand, Operand):
+            raise ValueError(f"got and want must be operands, as a quantized tensor's rowwise is, got {shown(operand)}")
     for name in ("rows", "cols"):
         assert getattr(got, name) == getattr(want, name), f"{name}: {getattr(got, name)} and {getattr(want, name)}"
     assert got.spec is not None and want.spec is not None, "an unquantized operand has no codes"

@@ -332,10 +332,13 @@ def test_grouped_linear_keeps_leading_dimensions_and_returns_biases():
         torch.tensor([1.0, 2.0, 1.0]),
         torch.tensor([[1, 2, 1]]),
         torch.tensor([1, 2, 1], device="meta"),
+        [True, 2, 1],
+        torch.tensor([True, True, True]),
+        torch.tensor([1, 2, 1], dtype=torch.complex64),
     ],
 )
 def test_bad_splits_raise(m_splits):
-    with pytest.raises(ValueError, match="m_splits must"):
+    with pytest.raises(ValueError, match=r"m_splits(\[\d\])? must"):
         GroupedLinear(3, 16, 16)(torch.randn(4, 16), m_splits)
 
 

@@ -61,3 +61,10 @@ def test_neighbours_of_two_terms_are_those_in_value() -> None:
 def test_other_shapes_do_not_compare() -> None:
     with pytest.raises(AssertionError, match="rows: 2 and 3"):
         assert_codes_bitwise(operand(), NVFP4Quantizer()(torch.ones(3, 32)).rowwise)
+
+
+@pytest.mark.parametrize("check", [assert_codes_bitwise, assert_codes_adjacent, assert_scales_adjacent])
+def test_what_is_no_operand_is_named(check) -> None:
+    whole = NVFP4Quantizer()(torch.ones(2, 32))
+    with pytest.raises(ValueError, match="must be operands, as a quantized tensor's rowwise is, got QuantizedTensor"):
+        check(operand(), whole)
