@@ -132,8 +132,12 @@ def _dense(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dt
 
 
 def _tensor_cores_sum_in_fp32(left: Tensor, right: Tensor) -> bool:
-    """Whether PyTorch multiplies the two as they are: products of 16-bit numbers are exact in FP32."""
-    return left.is_cuda and left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16)
+    """Whether PyTorch multiplies the two as they are, which it does on GPUs of NVIDIA's alone.
+
+    Products of 16-bit numbers are exact in FP32.
+    """
+    is_16_bit = left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16)
+    return is_16_bit and left.is_cuda and torch.version.hip is None
 
 
 @cache

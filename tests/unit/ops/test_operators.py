@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4engine import NVFP4Quantizer, Quantizer, ops
 from fp4engine.formats import E4M3, E8M0, CastSpec, Correction, Outer, Rotation, RoundingMode, ScaleRule, Signs, fp8
@@ -210,3 +211,19 @@ def test_what_reads_the_random_stream_is_refused_without_a_draw(spec: CastSpec) 
             cast()
     for amax, side in zip(quantizer.amax(x, rng=draw), ops.quantize(x, spec, spec, rng=draw), strict=True):
         assert torch.equal(amax, side.amax)
+
+
+@pytest.mark.parametrize("hip", [None, "7.0"])
+def test_amd_gpus_multiply_in_fp32_what_is_to_stay_in_fp32(hip, monkeypatch) -> None:
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket is torch.ops.aten.mm:
+                seen.append(func._overloadname)
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(torch.version, "hip", hip)
+    seen: list[str] = []
+    with FakeTensorMode(), Products():
+        left, right = (Operand.dense(torch.empty(n, 32, dtype=torch.bfloat16, device="cuda")) for n in (8, 16))
+        assert ops.gemm(left, right, out_dtype=torch.float32).dtype == torch.float32
+    assert seen == ["dtype" if hip is None else "default"]
