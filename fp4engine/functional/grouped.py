@@ -1,11 +1,10 @@
 """Rows of one tensor through many linear transformations, as in a mixture of experts."""
 
 from collections.abc import Callable, Sequence
+from operator import index
 
 import torch
 from torch import Tensor
-
-from fp4engine.arguments import require_integer
 
 RowTransform = Callable[[Tensor], Tensor]
 
@@ -31,9 +30,10 @@ def split_sizes(m_splits: Sequence[int] | Tensor, groups: int, rows: int) -> lis
             raise ValueError("m_splits must have values, got a tensor on 'meta'")
         sizes: list[int] = m_splits.tolist()
     else:
-        if not isinstance(m_splits, Sequence):
+        are_counts = isinstance(m_splits, Sequence) and not any(isinstance(size, bool) for size in m_splits)
+        if not are_counts or not all(hasattr(size, "__index__") for size in m_splits):
             raise ValueError(f"m_splits must be a sequence of {groups} integers, or a tensor of them, got {m_splits!r}")
-        sizes = [require_integer(f"m_splits[{group}]", size) for group, size in enumerate(m_splits)]
+        sizes = [index(size) for size in m_splits]
     if len(sizes) != groups or min(sizes, default=0) < 0 or sum(sizes) != rows:
         raise ValueError(
             f"m_splits must be {groups} non-negative counts that add up to the {rows} rows of the input, got {sizes}"

@@ -126,7 +126,7 @@ class Recorder:
         """End a step. Its rows are written when the next one ends, since the device has computed them by then."""
         heard, self._heard = self._heard, None
         unwritten, self._unwritten = self._unwritten, None
-        self._ended = abandoned  # the region's last step is
+        self._ended = abandoned  # only the step that the end of the region cuts off is abandoned
         self._active.close()
         try:
             if heard is not None and not abandoned:

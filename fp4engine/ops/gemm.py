@@ -39,7 +39,8 @@ def gemm(
 ) -> Tensor:
     """``left @ right.T`` with FP32 accumulation and one rounding: [left.rows, right.rows].
 
-    Two unquantized operands multiply as ``torch.nn.functional.linear`` would, bit for bit.
+    Two unquantized operands multiply as ``torch.nn.functional.linear`` in ``out_dtype`` would, bit for bit, except that
+    tensor cores sum 16-bit operands whose result is FP32.
 
     Args:
         left, right: operands, whose last axes are contracted; their ``cols`` must be equal.

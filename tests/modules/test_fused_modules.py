@@ -338,7 +338,7 @@ def test_grouped_linear_keeps_leading_dimensions_and_returns_biases():
     ],
 )
 def test_bad_splits_raise(m_splits):
-    with pytest.raises(ValueError, match=r"m_splits(\[\d\])? must"):
+    with pytest.raises(ValueError, match="m_splits must"):
         GroupedLinear(3, 16, 16)(torch.randn(4, 16), m_splits)
 
 
