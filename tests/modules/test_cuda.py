@@ -10,7 +10,7 @@ import torch._dynamo.testing
 import fp4engine
 from fp4engine import GroupedLinear, ops
 from fp4engine.quantizers import reference_quantizer
-from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
+from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling, zoo
 
 pytestmark = pytest.mark.gpu
 
@@ -263,3 +263,28 @@ def test_compiled_experts_equal_eager_ones():
     compiled = torch.compile(experts, fullgraph=True)
     for left, right in zip(eager, results(compiled, inp), strict=True):
         assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("fuse_wgrad_accumulation", [False, True])
+@pytest.mark.parametrize("recipe", ["high_precision", "mxfp4_quest"])
+def test_the_expanded_gradient_of_a_sum(recipe, fuse_wgrad_accumulation):
+    model = make_model(128, 64, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
+    if fuse_wgrad_accumulation:
+        model[0].weight.main_grad = torch.zeros(64, 128, device="cuda")
+
+    def gradients(expanded):
+        model.zero_grad()
+        inp = torch.linspace(-1, 1, 32 * 128, device="cuda").bfloat16().view(32, 128).requires_grad_()
+        fp4engine.manual_seed(11)
+        with fp4engine.autocast(recipe=zoo.make(recipe)):
+            out = model(inp)
+        out.sum().backward() if expanded else out.backward(torch.ones_like(out))
+        if not fuse_wgrad_accumulation:
+            return inp.grad, model[0].weight.grad
+        made = model[0].weight.main_grad.clone()
+        model[0].weight.main_grad.zero_()
+        return inp.grad, made
+
+    for actual, wanted in zip(gradients(expanded=True), gradients(expanded=False), strict=True):
+        assert wanted.any()
+        assert torch.equal(actual, wanted)

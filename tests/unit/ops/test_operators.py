@@ -227,3 +227,26 @@ def test_amd_gpus_multiply_in_fp32_what_is_to_stay_in_fp32(hip, monkeypatch) -> 
         left, right = (Operand.dense(torch.empty(n, 32, dtype=torch.bfloat16, device="cuda")) for n in (8, 16))
         assert ops.gemm(left, right, out_dtype=torch.float32).dtype == torch.float32
     assert seen == ["dtype" if hip is None else "default"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("lies", ["dense", "transposed", "expanded", "expanded rows", "sliced", "unaligned"])
+def test_tensor_cores_sum_unquantized_operands_in_fp32_however_they_lie(lies, side, dtype) -> None:
+    made = [torch.randn(n, 96, dtype=dtype, device="cuda") for n in (40, 56)]
+    rows = made[side].shape[0]
+    made[side] = {
+        "dense": lambda: made[side],
+        "transposed": lambda: torch.randn(96, rows, dtype=dtype, device="cuda").t(),
+        "expanded": lambda: torch.ones((), dtype=dtype, device="cuda").expand(rows, 96),
+        "expanded rows": lambda: torch.randn(96, dtype=dtype, device="cuda").expand(rows, 96),
+        "sliced": lambda: torch.randn(2 * rows, 193, dtype=dtype, device="cuda")[::2, 1::2],
+        "unaligned": lambda: torch.randn(rows * 96 + 1, dtype=dtype, device="cuda")[1:].view(rows, 96),
+    }[lies]()
+    left, right = map(Operand.dense, made)
+    exact = made[0].double() @ made[1].double().t()
+    given = torch.ones(40, 56, device="cuda")
+    bound = 2e-6 * (made[0].double().abs() @ made[1].double().abs().t()).max()
+    assert (ops.gemm(left, right, out_dtype=torch.float32) - exact).abs().max() <= bound
+    assert (ops.gemm(left, right, out_dtype=torch.float32, out=given) - exact - 1).abs().max() <= bound
