@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from fp4engine import ops
+from fp4engine.arguments import require_data
 from fp4engine.distributed.gathered_weight import GatheredWeight, scales_on_the_wire
 from fp4engine.distributed.streams import Shared
 from fp4engine.formats import CastSpec, Outer
@@ -375,6 +376,17 @@ class ShardedWeight(torch.Tensor):
         )
         shard.values, shard.weight, shard.fsdp_pre_all_gather = values, weight, PreAllGather(values, weight)
         return shard
+
+    def _set_data(self, values: Tensor) -> None:
+        require_data(self, values)
+        plain = values.values if isinstance(values, ShardedWeight) else values.detach()
+        made = ShardedWeight(plain, self.weight)
+        torch.Tensor.data.__set__(self, made)  # pyright: ignore[reportAttributeAccessIssue]
+        vars(self).update(values=plain, fsdp_pre_all_gather=made.fsdp_pre_all_gather)
+        if self.weight is not None:
+            self.weight.forget()
+
+    data = property(torch.Tensor.detach, _set_data)  # torch's own setter would leave the values as they are
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], sent: Sent, param_dtype: torch.dtype, *, out: Any = None

@@ -496,6 +496,26 @@ def from_meta(rank: int):
     return same(*steps), torch.uint8 in {dtype for _, dtype in seen.of("allgather")}
 
 
+def replaced(rank: int):
+    """Weights that are given other data before they are sharded: what they are then, and that they train as ever."""
+
+    def make(fp4: bool) -> torch.nn.Sequential:
+        model = make_model().bfloat16()
+        if fp4:
+            assert not fp4_all_gather(model, DEFAULT).in_high_precision
+        for weight in model.parameters():
+            weight.data = weight.data.float()
+        vector = torch.nn.utils.parameters_to_vector(model.parameters())
+        torch.nn.utils.vector_to_parameters(vector * 2, model.parameters())
+        return shard(model, False)
+
+    with pytest.raises(TypeError, match="the data of a ShardedWeight must be a tensor, got 2"):
+        model = make_model()
+        fp4_all_gather(model, DEFAULT)
+        model[0][0].weight.data = 2
+    return with_and_without(rank, make), {weight.dtype for weight in make(True).parameters()}
+
+
 def refused(rank: int):
     """What is said where a module needs what was not gathered, and where shards are not what was planned."""
     model, said = shard(make_model(), True), []
@@ -626,7 +646,7 @@ CHECKS = {
     for check in (
         three_steps, recipes, modules, frozen, offloaded, fused, checkpointed, compiled, written_by_graphs, kept,
         evaluated, moved, stepped_in_backward, overwritten, wire, operands, casts, dropped, released, broadcast, nan,
-        plain, assigned, from_meta, refused, misplaced, stepped, unlike, copied, reasons,
+        plain, assigned, from_meta, replaced, refused, misplaced, stepped, unlike, copied, reasons,
     )
 }  # fmt: skip
 
@@ -744,6 +764,10 @@ def test_assigned_state_is_gathered_as_codes(ranks):
 
 def test_models_may_begin_on_meta(ranks):
     assert all(rank["from_meta"] == (True, True) for rank in ranks)
+
+
+def test_weights_may_be_given_other_data_before_they_are_sharded(ranks):
+    assert all(rank["replaced"] == (True, {torch.float32}) for rank in ranks)
 
 
 def test_high_precision_and_other_casts_are_refused_by_name(ranks):
