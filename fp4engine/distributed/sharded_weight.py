@@ -388,6 +388,10 @@ class ShardedWeight(torch.Tensor):
 
     data = property(torch.Tensor.detach, _set_data)  # torch's own setter would leave the values as they are
 
+    def data_ptr(self) -> int:
+        """Of the values: libraries tell parameters apart by it, and torch's own is 0 for all."""
+        return self.values.data_ptr()
+
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], sent: Sent, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
