@@ -1,6 +1,7 @@
 """``_extra_state``: what a file of a module's ``state_dict`` holds beside its parameters."""
 
 import io
+import re
 
 import pytest
 import torch
@@ -86,6 +87,13 @@ def test_what_remembers_nothing_makes_a_used_module_forget() -> None:
         assert torch.equal(layer(x), fresh(x))
 
 
-def test_damaged_bytes_are_refused() -> None:
-    with pytest.raises(ValueError, match="_extra_state is neither JSON nor a pickle"):
-        Linear(32, 32).set_extra_state(torch.zeros(400, dtype=torch.uint8))
+@pytest.mark.parametrize("data", [bytes(400), b'{"0:input": ', b'{"\xff": 1}'], ids=["zeros", "cut off", "no text"])
+def test_damaged_bytes_are_refused(data) -> None:
+    with pytest.raises(ValueError, match="_extra_state is neither JSON nor a pickle, it begins with b'"):
+        Linear(32, 32).set_extra_state(torch.tensor(list(data), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("state", [{}, 3, "history", b"{}"])
+def test_what_is_no_tensor_of_bytes_is_refused(state) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"bytes in a tensor of torch.uint8, got {state!r}")):
+        Linear(32, 32).set_extra_state(state)

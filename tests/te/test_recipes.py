@@ -17,7 +17,7 @@ from fp4engine.te.common.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
-from fp4engine.te.pytorch import DelayedScalingRequest, Linear, autocast
+from fp4engine.te.pytorch import DelayedScalingRequest, Linear, autocast, quantized_model_init
 from fp4engine.te.pytorch.quantization import _amax_and_scale_update
 
 
@@ -122,6 +122,8 @@ def test_a_recipe_in_the_place_of_a_flag_is_refused(recipe) -> None:
     for arguments, name in (((recipe,), "enabled"), ((True, recipe), "calibrating")):
         with pytest.raises(ValueError, match=f"{name} must be True or False, got .* a recipe goes in recipe="):
             autocast(*arguments)
+    with pytest.raises(ValueError, match=r"enabled must be True or False, got .* a recipe goes in recipe="):
+        quantized_model_init(recipe)
 
 
 def test_a_shallow_copy_is_a_recipe_of_its_own() -> None:

@@ -1,5 +1,6 @@
 """What TransformerEngine's modules keep in a ``state_dict`` beside their parameters."""
 
+import io
 import json
 import warnings
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4engine.arguments import shown
 from fp4engine.modules.amax_history import get_amax_history, set_amax_history
 
 PICKLED = b"\x80"
@@ -33,12 +35,12 @@ class ExtraState(torch.nn.Module):
         """
         if isinstance(state, Tensor) and state.dtype != torch.uint8:
             raise ValueError(f"_extra_state must be bytes in a tensor of torch.uint8, got {state.dtype}")
+        if state is not None and not isinstance(state, Tensor | io.BytesIO):  # older versions wrote a BytesIO
+            raise ValueError(f"_extra_state must be bytes in a tensor of torch.uint8, got {shown(state)}")
         data = bytes(state.cpu().tolist()) if isinstance(state, Tensor) else b""
-        is_pickled = data.startswith(PICKLED) or not (state is None or isinstance(state, Tensor))
-        if data and not data.startswith(b"{") and not is_pickled:
-            raise ValueError(f"_extra_state is neither JSON nor a pickle, it begins with {data[:16]!r}")
-        set_amax_history(self, json.loads(data) if data.startswith(b"{") else {})
-        if (b"amax_history" in data and is_pickled) or not (state is None or isinstance(state, Tensor)):
+        is_pickled = data.startswith(PICKLED)
+        set_amax_history(self, {} if is_pickled or not data else _from_json(data))
+        if (b"amax_history" in data and is_pickled) or isinstance(state, io.BytesIO):
             warnings.warn(
                 f"{type(self).__name__}: the checkpoint's _extra_state was pickled by TransformerEngine and is not "
                 "read; delayed scaling begins with a history of its own",
@@ -62,3 +64,10 @@ class ExtraState(torch.nn.Module):
         entry = f"{prefix}_extra_state"
         if entry in missing_keys:
             missing_keys.remove(entry)
+
+
+def _from_json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are
+        raise ValueError(f"_extra_state is neither JSON nor a pickle, it begins with {data[:16]!r}") from error

@@ -148,6 +148,12 @@ def get_align_size_for_quantization(recipe: AnyRecipe) -> int:
     return 128 if recipe.nvfp4() else 16
 
 
+def _refuse_recipe(flag: str, value: Any) -> None:
+    """Raise a ValueError if ``value`` is a recipe: it is true, and would leave the default one in force."""
+    if isinstance(value, AnyRecipe):
+        raise ValueError(f"{flag} must be True or False, got {value!r}; a recipe goes in recipe=")
+
+
 class autocast(state.autocast):
     """:class:`fp4engine.autocast` that takes recipes of either kind.
 
@@ -169,9 +175,8 @@ class autocast(state.autocast):
         amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:
-        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
-            if isinstance(value, AnyRecipe):  # which is true, and would leave the default one in force
-                raise ValueError(f"{name} must be True or False, got {value!r}; a recipe goes in recipe=")
+        _refuse_recipe("enabled", enabled)
+        _refuse_recipe("calibrating", calibrating)
         chosen = as_frozen(default_recipe() if recipe is None else recipe)
         super().__init__(bool(enabled), bool(calibrating) and not chosen.is_delayed, chosen, amax_reduction_group)
         self._given = recipe
@@ -215,7 +220,8 @@ def fp8_autocast(
 def quantized_model_init(
     enabled: bool = True, recipe: AnyRecipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> AbstractContextManager[None]:
-    """:func:`fp4engine.quantized_model_init` that takes recipes of either kind."""
+    """:func:`fp4engine.quantized_model_init` that takes recipes of either kind, and any ``enabled`` but a recipe."""
+    _refuse_recipe("enabled", enabled)
     chosen = as_frozen(default_recipe() if recipe is None else recipe)
     return _ModelInit(bool(enabled), chosen, preserve_high_precision_init_val)
 
