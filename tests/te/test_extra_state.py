@@ -5,7 +5,9 @@ import re
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
+from fp4engine.integrations import TrainingState
 from fp4engine.te.common import recipe as recipes
 from fp4engine.te.pytorch import GroupedLinear, LayerNormMLP, Linear, TransformerLayer, autocast
 
@@ -97,3 +99,21 @@ def test_damaged_bytes_are_refused(data) -> None:
 def test_what_is_no_tensor_of_bytes_is_refused(state) -> None:
     with pytest.raises(ValueError, match=re.escape(f"bytes in a tensor of torch.uint8, got {state!r}")):
         Linear(32, 32).set_extra_state(state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_training_state_takes_the_place_of_extra_states_in_distributed_checkpoints(tmp_path) -> None:
+    def parts(module):
+        state = {name: value for name, value in module.state_dict().items() if not name.endswith("_extra_state")}
+        return {"model": state, "fp4": TrainingState(module)}
+
+    module, resumed, recipe = LayerNormMLP(32, 64), LayerNormMLP(32, 64), recipes.DelayedScaling(amax_history_len=4)
+    x = torch.randn(16, 32)
+    for scale in (1.0, 7.0, 0.3):
+        step(module, x * scale, (), recipe)
+    dcp.save(parts(module), checkpoint_id=tmp_path)
+    loaded = parts(resumed)
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    resumed.load_state_dict(loaded["model"], strict=True)
+    for got, want in zip(step(resumed, x, (), recipe), step(module, x, (), recipe), strict=True):
+        assert torch.equal(got, want)
