@@ -7,6 +7,7 @@ and four bytes.
 
 from collections.abc import Sequence
 from math import prod
+from operator import index
 from typing import Any
 
 import torch
@@ -196,14 +197,20 @@ def _ranks(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group)
 
 
-def _counts(name: str, splits: Sequence[int], ranks: int) -> list[int]:
+def _counts(name: str, splits: Sequence[int], ranks: int) -> list[Any]:
     if isinstance(splits, Tensor):
         raise ValueError(f"{name} must be a list, which the collective reads on the host, got a tensor; call tolist()")
-    counts: list[Any] = list(splits) if isinstance(splits, Sequence) else []
-    if len(counts) != ranks or not all(map(_is_count, counts)):
+    counts = list(map(_count, splits)) if isinstance(splits, Sequence) else []
+    if len(counts) != ranks or None in counts:
         raise ValueError(f"{name} must be {ranks} counts, one for each rank of group, got {shown(splits)}")
     return counts
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool) and value >= 0
+def _count(value: Any) -> Any:
+    """``value`` as an int, or as compiled code has one; None if it is no count."""
+    if not isinstance(value, torch.SymInt):
+        try:
+            value = None if isinstance(value, bool) else index(value)
+        except TypeError:
+            value = None
+    return value if value is not None and value >= 0 else None

@@ -3,6 +3,7 @@
 import importlib
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -344,6 +345,14 @@ def test_what_cannot_be_sent_is_refused_by_name(alone, name):
     arguments = {"tokens": torch.randn(4, 32), "output_splits": [4], "input_splits": [4]} | changed
     with pytest.raises(ValueError, match=message):
         all_to_all_tokens(**arguments)
+
+
+def test_counts_are_whatever_is_an_integer(alone):
+    tokens = torch.randn(4, 32)
+    for four in (np.int64(4), torch.tensor(4)):
+        assert torch.equal(all_to_all_tokens(tokens, [four], (four,)), tokens)
+    with pytest.raises(ValueError, match="output_splits must be 1 counts"):
+        all_to_all_tokens(tokens, [np.float32(4)], [4])
 
 
 def test_shards_of_a_tensor_are_refused(alone):
