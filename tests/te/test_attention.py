@@ -233,6 +233,14 @@ def test_windows_that_suit_no_mask(kind, given) -> None:
         check_set_window_size(kind, given)
 
 
+@pytest.mark.parametrize("window", [3, (1,), "ab", (1.5, 0), (1, 2, 3)])
+def test_windows_that_are_no_pair_of_integers_are_refused(window) -> None:
+    with pytest.raises(ValueError, match=r"window_size must be .*integer"):
+        make(window_size=window)
+    with pytest.raises(ValueError, match=r"window_size must be .*integer"):
+        make()(*qkv(), window_size=window)
+
+
 def test_a_causal_window_under_no_mask_is_no_window() -> None:
     query, key, value = qkv()
     attend = DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="bshd", attn_mask_type="no_mask")
@@ -296,6 +304,14 @@ def test_packed_sequences_are_not_generated() -> None:
             "no_mask",
             {"core_attention_bias_type": "alibi", "core_attention_bias": torch.zeros(1, 1, 6, 6)},
             "got a tensor with 'alibi'",
+        ),
+        ("no_mask", {"alibi_slopes": torch.ones(HEADS)}, "alibi_slopes goes with .*'alibi' and .* got 'no_bias'"),
+        ("no_mask", {"attn_mask_type": 3}, "attn_mask_type must be one of .* got 3"),
+        ("no_mask", {"inference_params": 3}, "inference_params must be an InferenceParams or None, got 3"),
+        (
+            "padding",
+            {"attention_mask": torch.zeros(2, 1, 1, 6, dtype=torch.bool), "inference_params": InferenceParams(2, 16)},
+            "attention_mask is not read beside inference_params; pass the lengths as cu_seqlens_q",
         ),
     ],
 )

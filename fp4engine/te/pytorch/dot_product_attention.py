@@ -5,7 +5,7 @@ Legend: B batch, S query length, T key length, H query heads, G key-value groups
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
-from fp4engine.arguments import require_one_of
+from fp4engine.arguments import require_integer, require_one_of, shown
 from fp4engine.functional.attention import MASK_TYPES, AttentionMask, attention, require_core_attention_bias
 from fp4engine.modules.te_arguments import refuse
 from fp4engine.te.pytorch.base import require_one_rank
@@ -104,6 +104,7 @@ class DotProductAttention(OnOneRank, ExtraState):
         require_one_of("qkv_format", qkv_format, QKV_FORMATS)
         require_one_of("attn_mask_type", plain_kind(attn_mask_type), MASK_TYPES)
         require_one_of("attention_type", attention_type, AttnTypes)
+        _require_window(window_size)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if groups < 1 or num_attention_heads % groups:
             raise ValueError(f"num_attention_heads={num_attention_heads} must be a multiple of num_gqa_groups={groups}")
@@ -176,11 +177,17 @@ class DotProductAttention(OnOneRank, ExtraState):
         layout = qkv_format or self.qkv_format
         require_one_of("qkv_format", layout, QKV_FORMATS)
         kind = self.attn_mask_type if attn_mask_type is None else plain_kind(attn_mask_type)
+        require_one_of("attn_mask_type", kind, MASK_TYPES)
         window = window_size or self.window_size
         if window is not None:
             window = check_set_window_size(kind, window)
         diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         slopes = None
+        if alibi_slopes is not None and core_attention_bias_type != "alibi":
+            raise ValueError(
+                "alibi_slopes goes with core_attention_bias_type='alibi' and with nothing else, got "
+                f"{core_attention_bias_type!r}"
+            )
         if core_attention_bias_type == "alibi":
             slopes = alibi_slopes if alibi_slopes is not None else _slopes(self.num_attention_heads, query_layer.device)
         else:
@@ -188,6 +195,10 @@ class DotProductAttention(OnOneRank, ExtraState):
         require_core_attention_bias(core_attention_bias_type, core_attention_bias)
         call = _Call(self, kind, window, diagonal, core_attention_bias, slopes)
         if inference_params is not None:
+            if not isinstance(inference_params, InferenceParams):
+                raise ValueError(f"inference_params must be an InferenceParams or None, got {shown(inference_params)}")
+            if attention_mask is not None and "padding" in kind:
+                raise ValueError("attention_mask is not read beside inference_params; pass the lengths as cu_seqlens_q")
             if layout == "thd":
                 raise NotImplementedError(
                     "inference_params with qkv_format='thd' is not implemented; use 'bshd' or 'sbhd'"
@@ -280,6 +291,8 @@ class _Call:
 
 def plain_kind(kind: str) -> str:
     """A mask's name as here, from TransformerEngine's, whose words may be in any order and joined by commas."""
+    if not isinstance(kind, str):
+        return kind  # refused where a mask's name is asked for
     words = set(kind.replace(",", "_").split("_"))
     if words in ({"padding", "causal"}, {"padding", "causal", "bottom", "right"}):
         return "padding_causal_bottom_right" if "bottom" in words else "padding_causal"
@@ -297,6 +310,7 @@ def check_set_window_size(attn_mask_type: str, window_size: Window = None) -> tu
     is_causal = "causal" in kind
     if window_size is None:
         return -1, 0 if is_causal else -1
+    _require_window(window_size)
     left, right = window_size
     if left < -1 or (left == -1 and right not in (-1, 0)) or (left >= 0 > right and not is_causal):
         raise ValueError(f"window_size={window_size} does not suit attn_mask_type={attn_mask_type!r}")
@@ -304,6 +318,16 @@ def check_set_window_size(attn_mask_type: str, window_size: Window = None) -> tu
     if fitting != (left, right):
         warnings.warn(f"window_size={window_size} is {fitting} under attn_mask_type={attn_mask_type!r}", stacklevel=2)
     return fitting
+
+
+def _require_window(window_size: Any) -> None:
+    """Raise a ValueError unless ``window_size`` is None or a pair of integers, which may not suit a mask."""
+    if window_size is None:
+        return
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+        raise ValueError(f"window_size must be two integers (left, right) or None, got {shown(window_size)}")
+    for size in window_size:
+        require_integer("each of window_size", size)
 
 
 def _slopes(heads: int, device: torch.device) -> Tensor:
