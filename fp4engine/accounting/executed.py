@@ -174,6 +174,11 @@ def assert_quantized(
         )
     if min_fraction is None:
         if faults := [*_departures(model, report, recipe, keep_high_precision)]:
+            if set(report.counts) == {HIGH_PRECISION}:
+                faults.append(
+                    "every product ran in high precision: put the forward inside `with fp4engine.autocast():`, or give "
+                    "the layers a recipe of their own, convert(model, recipe)"
+                )
             raise AssertionError("not everything that was planned in FP4 ran so:\n" + "\n".join(faults) + f"\n{report}")
     elif not report.fp4_share >= min_fraction:
         raise AssertionError(

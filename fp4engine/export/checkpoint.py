@@ -270,12 +270,14 @@ def _scheme(layer: ExportLayer, layers: Mapping[str, ExportLayer], inputs: Input
     if layer.input_spec != CastSpec() and not requantize:
         raise ValueError(
             f"the input of {layer.module!r} is multiplied as {layer.input_spec.label!r}, and servers cast inputs to "
-            f"{CastSpec().label!r} only; requantize=True serves that instead, inputs='high_precision' casts none"
+            f"{CastSpec().label!r} only; requantize=True (--requantize) serves that instead, "
+            "inputs='high_precision' (--inputs high_precision) casts none"
         )
     if inputs is None:
         raise ValueError(
-            f"the recipe casts the input of {layer.module!r}, so servers need to be told how: pass "
-            "inputs=calibrate(model, batches), or 'dynamic', or 'high_precision' for FP4 weights only"
+            f"the recipe casts the input of {layer.module!r}, so servers need to be told how: give inputs= (on the "
+            "command line --inputs) 'dynamic', or 'high_precision' for FP4 weights only, or what "
+            "fp4engine.export.calibrate(model, batches) returns (there in a JSON file)"
         )
     if inputs == DYNAMIC:
         return DYNAMIC

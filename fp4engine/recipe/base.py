@@ -381,7 +381,8 @@ def recipe_from_data(data: Any) -> Recipe:
     fields = dict(data)
     name = fields.pop("recipe", None)
     if not isinstance(name, str) or name not in Recipe.registry:
-        raise ValueError(f"recipe must be one of {', '.join(sorted(Recipe.registry))}, got {name!r}")
+        kinds = ", ".join(sorted(Recipe.registry))
+        raise ValueError(f"a recipe's JSON names its kind under the key 'recipe', one of {kinds}; got {name!r}")
     cls = Recipe.registry[name]
     _require_fields(cls, fields)
     values = {key: cls._from_plain(key, value) for key, value in fields.items()}

@@ -190,6 +190,8 @@ def test_without_a_fraction_everything_planned_in_fp4_must_run_so() -> None:
     model.step()
     with pytest.raises(AssertionError, match="up: fprop was planned as e2m1 x e2m1 and ran as high_precision"):
         fp4engine.assert_quantized(model)
+    with pytest.raises(AssertionError, match=r"every product ran in high precision: put the forward inside `with"):
+        fp4engine.assert_quantized(model)  # nothing was in a region: the way out is said
 
     def autocast_step(recipe=None) -> None:
         with fp4engine.autocast(recipe=recipe):

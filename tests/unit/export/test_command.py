@@ -65,7 +65,7 @@ def test_the_files_of_a_tokenizer_go_along_whatever_they_are_called(tmp_path, so
 @pytest.mark.parametrize(
     ("change", "words", "complaint"),
     [
-        ({}, [], "inputs=calibrate"),
+        ({}, [], "(on the command line --inputs) 'dynamic', or 'high_precision'"),
         ({}, ["--inputs", "gone.json"], "neither a known name nor a readable file"),
         ({}, ["--recipe", "nvfp5"], "neither a known name nor a readable file"),
         ({}, ["--keep-high-precision", "head"], "'head' covers no nn.Linear"),

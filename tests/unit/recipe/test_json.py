@@ -72,6 +72,12 @@ def test_a_format_that_is_none_is_named(recipe: str, key: str) -> None:
         recipe_from_json(json.dumps({"recipe": recipe, key: "x"}))
 
 
+@pytest.mark.parametrize("data", [{}, {"recipe": "nvfp4"}, {"recipe": 3}], ids=str)
+def test_json_that_names_no_kind_of_recipe_is_told_the_key(data) -> None:
+    with pytest.raises(ValueError, match=r"names its kind under the key 'recipe', one of CustomRecipe, .*; got"):
+        recipe_from_json(json.dumps(data))
+
+
 @pytest.mark.parametrize("text", ["", "{", "nonsense", None, b"{}", 3])
 def test_what_is_no_json_is_shown(text) -> None:
     with pytest.raises(ValueError, match="text must be the JSON that"):
