@@ -71,18 +71,10 @@ class Float8CurrentScaling(_FP8Recipe):
 
     @property
     def fp8_quant_fwd_inp(self) -> QParams:
-        """What happens to the input."""
+        """What happens to the input, and to the weight and the output gradient as well."""
         return QParams(power_2_scale=self.use_power_2_scales)
 
-    @property
-    def fp8_quant_fwd_weight(self) -> QParams:
-        """What happens to the weight."""
-        return QParams(power_2_scale=self.use_power_2_scales)
-
-    @property
-    def fp8_quant_bwd_grad(self) -> QParams:
-        """What happens to the output gradient."""
-        return QParams(power_2_scale=self.use_power_2_scales)
+    fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
 
     def casts(self, tensor_type: str) -> Casts:
         """Both operands alike."""
@@ -193,18 +185,10 @@ class Float8BlockScaling(_FP8Recipe):
 
     @property
     def fp8_quant_fwd_inp(self) -> QParams:
-        """What happens to the input."""
+        """What happens to the input, and to the weight and the output gradient as well."""
         return QParams(power_2_scale=not self.use_f32_scales)
 
-    @property
-    def fp8_quant_fwd_weight(self) -> QParams:
-        """What happens to the weight."""
-        return QParams(power_2_scale=not self.use_f32_scales)
-
-    @property
-    def fp8_quant_bwd_grad(self) -> QParams:
-        """What happens to the output gradient."""
-        return QParams(power_2_scale=not self.use_f32_scales)
+    fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
 
     def casts(self, tensor_type: str) -> Casts:
         """Both operands alike."""
