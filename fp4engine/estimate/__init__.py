@@ -19,7 +19,7 @@ from fp4engine.estimate.gpus import GPU, GPUS
 from fp4engine.estimate.memory import traced
 from fp4engine.estimate.request import Request, of_sizes, require_settings, without_memory
 from fp4engine.estimate.result import Estimate, count
-from fp4engine.estimate.trace import Step
+from fp4engine.estimate.trace import Linears, Step
 from fp4engine.recipe import Recipe, zoo
 from fp4engine.recipe.base import require_recipe
 
@@ -132,7 +132,7 @@ def _numbers(model: nn.Module) -> tuple[int, int]:
 
 
 def _assemble(
-    request: Request, name: str, numbers: tuple[int, int], model: nn.Module, step: Step, linears: dict[str, Any]
+    request: Request, name: str, numbers: tuple[int, int], model: nn.Module, step: Step, linears: Linears
 ) -> Estimate:
     gpu, fsdp = request.gpu, request.fsdp
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -148,14 +148,14 @@ def _assemble(
         states = round(numel * request.state_bytes(request.stored) / fsdp)
         # gathered BF16 weights of two units, and gradients of one
         peak = max(held + step.peak - step.held + 3 * largest_unit(model), held + gradients) + states
-    rest = max(step.saved - linears["bytes"], 0)
-    temporary = max(peak - held - states - linears["bytes"] - rest, 0)
+    rest = max(step.saved - linears.saved, 0)
+    temporary = max(peak - held - states - linears.saved - rest, 0)
     # a fused step reads parameters, gradients, which are as large, and moments; it writes parameters and moments
     optimizer_bytes = 3 * gradients + 2 * states
     seconds, useful = seconds_of(model, step, linears, gpu, optimizer_bytes)
-    seconds = max(seconds, host_seconds(request, linears["flops"]))
+    seconds = max(seconds, host_seconds(request, linears.flops))
     return Estimate(
-        _label(request, name, numbers[0], model), *numbers, held, gradients, states, linears["bytes"], rest, temporary,
+        _label(request, name, numbers[0], model), *numbers, held, gradients, states, linears.saved, rest, temporary,
         peak, request.tokens, seconds, useful / (seconds * gpu.bf16), wire(request, model, numel), gpu,
         tuple(_notes(request)),
     )  # fmt: skip

@@ -1,30 +1,24 @@
 """Seconds of a step, and bytes that it sends, from what the step did."""
 
 import math
-from typing import Any
 
 from torch import nn
 
 from fp4engine.accounting.planned import FP4_FORMATS, linear_shape
 from fp4engine.estimate.gpus import GPU, HOST, SHARES
 from fp4engine.estimate.request import Request
-from fp4engine.estimate.trace import Step
+from fp4engine.estimate.trace import Flops, Linears, Step
 from fp4engine.formats import FORMATS
 from fp4engine.functional import make_linear_plan
 from fp4engine.modules import Gemms, Linear
 
 
-def seconds_of(
-    model: nn.Module, step: Step, linears: dict[str, Any], gpu: GPU, optimizer_bytes: float
-) -> tuple[float, int]:
-    """Seconds of a step, and the FLOPs of the model in it, without what a checkpoint runs again.
-
-    Args:
-        linears: ``(module, gemm, formats) -> FLOPs``, by ``flops`` and ``fprop``, see :func:`traced`.
-    """
+def seconds_of(model: nn.Module, step: Step, linears: Linears, gpu: GPU, optimizer_bytes: float) -> tuple[float, int]:
+    """Seconds of a step, and the FLOPs of the model in it, without what a checkpoint runs again."""
     traffic = step.traffic
     quantized, fprop = (
-        {key: value for key, value in linears[of].items() if key[2] != "high_precision"} for of in ("flops", "fprop")
+        {key: value for key, value in flops.items() if key[2] != "high_precision"}
+        for flops in (linears.flops, linears.fprop)
     )
     bandwidth = gpu.bandwidth * SHARES.bandwidth
     seconds = traffic.product_flops / (gpu.bf16 * SHARES.products)
@@ -55,7 +49,7 @@ def _peak(gpu: GPU, formats: str) -> float:
     return (gpu.fp8 if eight_bits else None) or gpu.bf16
 
 
-def host_seconds(request: Request, flops: dict[tuple[str, str, str], int]) -> float:
+def host_seconds(request: Request, flops: Flops) -> float:
     """What the host takes to start the quantized linear layers of a step, which a GPU that is faster waits for."""
     layers = {name: formats for (name, _, formats) in flops if formats != "high_precision"}
     given = request.host_microseconds

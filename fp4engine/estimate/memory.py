@@ -13,13 +13,13 @@ from fp4engine.accounting import executed_gemms
 from fp4engine.arguments import shown
 from fp4engine.convert import convert
 from fp4engine.estimate.request import Request
-from fp4engine.estimate.trace import AsOnCuda, Step, Watch, trace
+from fp4engine.estimate.trace import AsOnCuda, Flops, Linears, Step, Watch, trace
 from fp4engine.modules import Gemms, GroupedLinear
 from fp4engine.names import covers
 from fp4engine.state import autocast
 
 
-def traced(request: Request) -> tuple[nn.Module, Step, dict[str, Any]]:
+def traced(request: Request) -> tuple[nn.Module, Step, Linears]:
     """The model on fake tensors, its step, and what its linear layers did."""
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -62,9 +62,8 @@ def _shard_gradient(request: Request, shards: list[Tensor], parameter: Tensor) -
     shards.append(torch.empty(size, dtype=torch.float32 if request.stored == 4 else torch.bfloat16))
 
 
-def _saved_by_linears(model: nn.Module, forward: Callable[[], Tensor], watch: Watch) -> dict[str, Any]:
-    """What linear layers hand to autograd in one forward pass, each memory once: ``bytes``; and what they multiplied:
-    ``flops`` of the step, ``fprop`` those of its forward pass, which a checkpoint runs again in the backward pass.
+def _saved_by_linears(model: nn.Module, forward: Callable[[], Tensor], watch: Watch) -> Linears:
+    """Run a step of ``model``, and count what its linear layers save and multiply.
 
     Parameters themselves are not counted; the BF16 copies that ``torch.autocast`` makes of them are.
     """
@@ -99,11 +98,10 @@ def _saved_by_linears(model: nn.Module, forward: Callable[[], Tensor], watch: Wa
         value = forward()
     saved, fprop = sum(storage.nbytes() for storage in kept.values()), _counts(model)
     torch.autograd.backward(value)
-    return {"bytes": saved, "flops": _counts(model), "fprop": fprop}
+    return Linears(saved, _counts(model), fprop)
 
 
-def _counts(model: nn.Module) -> dict[tuple[str, str, str], int]:
-    """``(module, gemm, formats) -> FLOPs`` so far."""
+def _counts(model: nn.Module) -> Flops:
     return {
         (module.name, *key): flops for module in executed_gemms(model).modules for key, flops in module.flops.items()
     }

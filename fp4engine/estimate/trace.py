@@ -7,7 +7,7 @@ from the operator that makes them to their last reference, as a caching allocato
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,24 @@ class Step:
     saved: int = 0
     peak: int = 0
     traffic: Traffic = field(default_factory=Traffic)
+
+
+Flops = dict[tuple[str, str, str], int]
+"""``(module, gemm, formats) -> FLOPs``."""
+
+
+class Linears(NamedTuple):
+    """What the linear layers of a step did.
+
+    Attributes:
+        saved: bytes that they hand to autograd in the forward pass, counting each storage once.
+        flops: of the whole step.
+        fprop: of the forward pass alone, which a checkpoint runs again in the backward pass.
+    """
+
+    saved: int
+    flops: Flops
+    fprop: Flops
 
 
 class Watch(TorchDispatchMode):
