@@ -54,12 +54,6 @@ class Shards(NamedTuple):
     layer: str = ""
     weight_amaxes: Tensor | None = None
 
-    @staticmethod
-    def over(group: Any) -> "Shards":
-        """Rows of input and gradient are spread over ``group`` in an unknown order; each rank has the weight."""
-        rows = Shard(((group, 0),))
-        return Shards(rows, rows, rows)
-
     def and_over(self, group: Any, roles: Sequence[str] = TENSOR_TYPES) -> "Shards":
         """The same, with the amaxes of ``roles`` shared over ``group`` as well."""
         shared: dict[str, Any] = {}

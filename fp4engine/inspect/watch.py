@@ -267,7 +267,7 @@ def _share(
 ) -> tuple[Tensor, Tensor, Spread | None, WholesOf | None]:
     """This rank's parts of input and weight, how ranks share them, and what takes parts; None and None if alone."""
     if not is_distributed(x, weight):
-        return x, weight, None if group is None else Spread(Shards.over(group)), None
+        return x, weight, None if group is None else Spread(Shards().and_over(group)), None
     mesh: Any = getattr(weight, "device_mesh")  # noqa: B009 (a DTensor's)
     rows, (features, inputs) = prod(x.shape[:-1]), weight.shape
     wholes: dict[Role, tuple[int, int]] = {

@@ -31,8 +31,8 @@ SHARDS = {
     "columns": Shards(WHOLE, Shard(((GROUP, 0),), (32, 0)), Shard(((GROUP, 1),), (0, 32)), 3),
     "rows": Shards(Shard(((GROUP, 1),), (0, 64)), Shard(((GROUP, 1),), (0, 64)), WHOLE, 3, adds_bias=False),
     "tokens": Shards(Shard(((GROUP, 0),), (48, 0)), WHOLE, Shard(((GROUP, 0),), (48, 0)), 3),
-    "any order": Shards.over(GROUP),
-    "two groups": Shards.over(GROUP).and_over(OTHERS),
+    "any order": Shards().and_over(GROUP),
+    "two groups": Shards().and_over(GROUP).and_over(OTHERS),
     "own draws": Shards(rank=5, layer="up"),
 }
 RECIPES = {
