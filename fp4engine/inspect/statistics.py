@@ -380,13 +380,8 @@ def _limit(operand: Operand, spec: CastSpec) -> Tensor:
 def _saturated(values: Tensor, decoded: Tensor, limit: Tensor, spec: CastSpec) -> Tensor:
     """How many elements were larger than the largest that can be stored; blocks whose scale is zero have none."""
     rows, cols = values.shape
-    blocks = limit.shape[1]
-    if blocks == 1 and not spec.block[1]:
-        shape, limit = (rows, cols), limit
-    else:
-        shape, limit = (rows, blocks, cols // blocks), limit[..., None]
-    nowhere = float("inf")
-    beyond = values.abs().view(shape) > torch.where(limit > 0, limit * _NOT_SATURATED, nowhere)
+    shape, limit = (rows, limit.shape[1], cols // limit.shape[1]), limit[..., None]
+    beyond = values.abs().view(shape) > torch.where(limit > 0, limit * _NOT_SATURATED, float("inf"))
     if spec.correction is not Correction.NONE:  # the scale that elements met is not the one that was stored
         beyond &= decoded.abs().view(shape) >= limit * (1 - 2.0**-10)
     return beyond.sum()
