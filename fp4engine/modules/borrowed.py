@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fp4engine.functional.grouped import grouped
+from fp4engine.functional.grouped_loop import grouped
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.grouped_linear import GroupedLinear
 from fp4engine.modules.parameter_adapters import adapters, original

@@ -1,12 +1,13 @@
-"""Rows of one tensor through many linear transformations, as in a mixture of experts."""
+"""Grouped linear transformations as a loop over slices of rows, whose counts (``m_splits``) the host knows.
+
+:mod:`fp4engine.functional.grouped_linear` computes the same by counts that stay on the device.
+"""
 
 from collections.abc import Callable, Sequence
 from operator import index
 
 import torch
 from torch import Tensor
-
-RowTransform = Callable[[Tensor], Tensor]
 
 
 def require_counts(m_splits: Tensor, groups: int) -> None:
@@ -41,7 +42,7 @@ def split_sizes(m_splits: Sequence[int] | Tensor, groups: int, rows: int) -> lis
     return sizes
 
 
-def grouped(inp: Tensor, m_splits: Sequence[int] | Tensor, transforms: Sequence[RowTransform]) -> Tensor:
+def grouped(inp: Tensor, m_splits: Sequence[int] | Tensor, transforms: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
     """``cat(transforms[i](inp_i))`` over the consecutive slices ``inp_i`` of ``m_splits[i]`` rows.
 
     Args:
