@@ -193,6 +193,25 @@ def forget_answers() -> Iterator[Callable[[], None]]:
     forget()
 
 
+@pytest.fixture
+def nothing_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random stream from which nothing has been drawn, as in a new process, with the seed 5."""
+    from fp4engine.ops import rng
+
+    monkeypatch.setattr(rng, "_states", {})
+    monkeypatch.setattr(rng, "_pending", {})
+    rng.manual_seed(5)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch computes on one thread: faster on tiny matrices, and its sums, in norms for one, depend on the number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(1234)

@@ -25,6 +25,8 @@ from tests.ranks import BACKENDS, device_of, process_group, spawn, take_device
 
 WORLD = 2
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Operands:
     """A region that notes what each product multiplies: layer, product, and which call of these -> a digest."""
@@ -248,15 +250,6 @@ def on_the_first_device(backend):
     """Where one process does what the ranks have done."""
     with device_of(backend):
         yield
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """PyTorch's own sums, in norms for one, depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", PIPELINES)

@@ -17,12 +17,7 @@ from tests.fuzz import cases, ranks
 SEED, CASES, PART = 14, 2000, 100
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the matrices are tiny
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("first", range(0, CASES, PART))

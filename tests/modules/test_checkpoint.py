@@ -14,6 +14,7 @@ from fp4engine import LayerNormMLP, Linear, NVFP4Quantizer
 from fp4engine.modules import Gemms
 from fp4engine.recipe import CustomRecipe, DelayedScaling, NVFP4BlockScaling
 from fp4engine.recipe.zoo import ZOO
+from tests.same import assert_same
 
 RECIPE = NVFP4BlockScaling()
 OTHER = NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True)
@@ -50,12 +51,6 @@ def gradients(blocks, forward, recipe=RECIPE, steps=2):
         output.square().sum().backward()
         results += [output.detach(), inp.grad, *(parameter.grad.clone() for parameter in blocks.parameters())]
     return results
-
-
-def assert_same(left, right):
-    assert len(left) == len(right)
-    for index, (a, b) in enumerate(zip(left, right, strict=True)):
-        assert torch.equal(a, b), index
 
 
 def through(blocks, checkpoint):

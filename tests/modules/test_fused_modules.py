@@ -13,6 +13,7 @@ from fp4engine import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, L
 from fp4engine.functional.activation import GATED, PLAIN, Activation
 from fp4engine.quantizers import reference_quantizer
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
+from tests.same import assert_same
 
 RECIPE = NVFP4BlockScaling()
 ON_ORACLE = CustomRecipe(qfactory=partial(reference_quantizer, RECIPE))
@@ -30,12 +31,6 @@ def run(function, inp, parameters, recipe=RECIPE):
     weights = torch.arange(output.numel(), dtype=torch.float32).view_as(output).sin()
     (output.float() * weights).sum().backward()
     return [output.detach(), inp.grad, *(parameter.grad for parameter in parameters)]
-
-
-def assert_same(left, right):
-    assert len(left) == len(right)
-    for index, (a, b) in enumerate(zip(left, right, strict=True)):
-        assert a is not None and torch.equal(a, b), index
 
 
 def plain_linear(weight, bias):

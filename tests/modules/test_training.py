@@ -20,6 +20,7 @@ import fp4engine
 from fp4engine import GroupedLinear, LayerNormMLP, Linear, TransformerLayer
 from fp4engine.integrations import TrainingState
 from fp4engine.recipe import DelayedScaling, NVFP4BlockScaling
+from tests.same import assert_same
 
 RECIPE = NVFP4BlockScaling()
 ROOT = Path(__file__).parents[2]
@@ -83,11 +84,6 @@ def gradients(function, parameters, *, draw=8):
         loss = function()
     loss.backward()
     return [parameter.grad for parameter in parameters]
-
-
-def assert_same(left, right):
-    for a, b in zip(left, right, strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(

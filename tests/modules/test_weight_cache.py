@@ -13,6 +13,7 @@ from fp4engine.export import share_amax
 from fp4engine.formats import CastSpec, RoundingMode
 from fp4engine.functional import make_linear_plan, weight_cache
 from fp4engine.recipe import Casts, DelayedScaling, LinearRecipe, NVFP4BlockScaling
+from tests.same import assert_same
 
 RECIPE = NVFP4BlockScaling()
 
@@ -31,10 +32,6 @@ def run_microbatches(layer, batches, *, cached=False, flags=False):
             outputs.append(out.detach())
             grads.append(inp.grad)
     return [*outputs, *grads, layer.weight.grad.clone(), layer.bias.grad.clone()]
-
-
-def assert_same(left, right):
-    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.fixture

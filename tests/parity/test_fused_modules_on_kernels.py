@@ -16,6 +16,7 @@ from fp4engine.functional.activation import Activation
 from fp4engine.functional.norm import Norm
 from fp4engine.recipe import NVFP4BlockScaling
 from fp4engine.reference.norm import normalize, row_statistics
+from tests.modules.test_fused_modules import perturbed
 
 RECIPE = NVFP4BlockScaling()
 BF16 = torch.bfloat16
@@ -50,13 +51,6 @@ def run(function, inp, parameters, recipe=RECIPE):
     weights = torch.arange(output.numel(), dtype=torch.float32, device=inp.device).view_as(output).sin()
     wanted = [inp, *parameters]
     return [output.detach(), *torch.autograd.grad(output, wanted, weights.to(output.dtype))]
-
-
-def perturbed(module):
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter) / 8)
-    return module
 
 
 @pytest.fixture

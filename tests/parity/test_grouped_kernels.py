@@ -16,6 +16,7 @@ import fp4engine.inspect
 from fp4engine import GroupedLinear, Linear, ops, reference
 from fp4engine.formats import CastSpec, Rotation, RoundingMode, ScaleRule
 from fp4engine.recipe import NVFP4BlockScaling, zoo
+from tests.same import assert_same
 
 RECIPE = NVFP4BlockScaling()
 BF16 = torch.bfloat16
@@ -32,11 +33,6 @@ def results(function, inp, parameters, recipe=RECIPE, drawn=0):
         output = function(inp)
     weights = torch.arange(output.numel(), dtype=FP32, device=inp.device).view_as(output).sin()
     return [output.detach(), *torch.autograd.grad(output, [inp, *parameters], weights.to(output.dtype))]
-
-
-def assert_same(got, want):
-    for index, (left, right) in enumerate(zip(got, want, strict=True)):
-        assert left.dtype == right.dtype and torch.equal(left, right), index
 
 
 def make(groups, fan_in, fan_out, device, dtype=BF16, **kwargs):

@@ -10,6 +10,7 @@ from fp4engine.recipe.zoo import ZOO
 from fp4engine.reference.norm import row_statistics
 from fp4engine.reference.scaling import outer_amax
 from fp4engine.roles import QuantizerRole
+from tests.same import assert_same
 
 DEFAULTS = pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 
@@ -26,11 +27,6 @@ def under():
             torch.set_default_dtype(torch.float32)
 
     return call
-
-
-def assert_same(got, want):
-    for index, (left, right) in enumerate(zip(got, want, strict=True)):
-        assert left.dtype == right.dtype and torch.equal(left, right), index
 
 
 def normal(*size):

@@ -20,12 +20,7 @@ from fp4engine.recipe import zoo
 NVFP4, FORWARD_TOO = zoo.make("nvfp4"), zoo.make("fp4_all_the_way")
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    """A process in which nothing has been drawn."""
-    monkeypatch.setattr(rng, "_states", {})
-    monkeypatch.setattr(rng, "_pending", {})
-    fp4engine.manual_seed(5)
+pytestmark = pytest.mark.usefixtures("nothing_drawn")
 
 
 def make_model(replica=0, **options):

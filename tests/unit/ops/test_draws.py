@@ -21,12 +21,7 @@ CPU = torch.device("cpu")
 STOCHASTIC = NVFP4Quantizer(stochastic_rounding=True)
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    """A process in which nothing has been drawn."""
-    monkeypatch.setattr(rng, "_states", {})
-    monkeypatch.setattr(rng, "_pending", {})
-    fp4engine.manual_seed(5)
+pytestmark = pytest.mark.usefixtures("nothing_drawn")
 
 
 def together(function, threads=4):
