@@ -6,7 +6,7 @@ Legend: B batch, S query length, T key length, H query heads, G key-value groups
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -193,38 +193,19 @@ class DotProductAttention(OnOneRank, ExtraState):
         else:
             require_one_of("core_attention_bias_type", core_attention_bias_type, ("no_bias", "post_scale_bias"))
         require_core_attention_bias(core_attention_bias_type, core_attention_bias)
-        call = _Call(self, kind, window, diagonal, core_attention_bias, slopes)
+        dropout = self.attention_dropout if self.training else 0.0
+        call = _Call(kind, window, diagonal, core_attention_bias, slopes, dropout, self.softmax_scale)
+        tensors = (query_layer, key_layer, value_layer)
         if inference_params is not None:
             if not isinstance(inference_params, InferenceParams):
                 raise ValueError(f"inference_params must be an InferenceParams or None, got {shown(inference_params)}")
             if attention_mask is not None and "padding" in kind:
                 raise ValueError("attention_mask is not read beside inference_params; pass the lengths as cu_seqlens_q")
-            if layout == "thd":
-                raise NotImplementedError(
-                    "inference_params with qkv_format='thd' is not implemented; use 'bshd' or 'sbhd'"
-                )
-            lengths = [query_layer.shape[0 if layout == "sbhd" else 1]] * query_layer.shape[layout.index("b")]
-            if cu_seqlens_q is not None:
-                lengths = cu_seqlens_q.diff().tolist()[: len(inference_params.sequences)]
-            tensors = [_sequences(t, layout, lengths, None) for t in (query_layer, key_layer, value_layer)]
-            whole = inference_params.step(self.layer_number, tensors[1], tensors[2])
-            if "bottom_right" not in call.kind:  # new tokens come after those that are there
-                call.kind = call.kind.replace("causal", "causal_bottom_right")
-            parts = [call.one(q, k, v) for q, (k, v) in zip(tensors[0], whole, strict=True)]
-            return _put_back(parts, query_layer, layout, None)
+            return self._with_cache(call, layout, tensors, inference_params, cu_seqlens_q)
         if layout == "thd":
-            if cu_seqlens_q is None or cu_seqlens_kv is None:
-                raise ValueError("qkv_format='thd' needs cu_seqlens_q and cu_seqlens_kv")
-            starts_q = (cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded).tolist()
-            starts_kv = (cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded).tolist()
-            queries = _sequences(query_layer, layout, cu_seqlens_q.diff().tolist(), starts_q)
-            keys, values = (
-                _sequences(t, layout, cu_seqlens_kv.diff().tolist(), starts_kv) for t in (key_layer, value_layer)
-            )
-            parts = [call.one(*qkv) for qkv in zip(queries, keys, values, strict=True)]
-            return _put_back(parts, query_layer, layout, starts_q)
+            return _packed(call, tensors, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
         order = (0, 2, 1, 3) if layout == "bshd" else (1, 2, 0, 3)
-        query, key, value = (t.permute(order) for t in (query_layer, key_layer, value_layer))
+        query, key, value = (t.permute(order) for t in tensors)
         if "padding" in kind and attention_mask is None and cu_seqlens_q is not None:
             counts = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
             masks = [
@@ -237,6 +218,27 @@ class DotProductAttention(OnOneRank, ExtraState):
         else:
             context = call(query, key, value, attention_mask)
         return context.permute(0, 2, 1, 3).flatten(2) if layout == "bshd" else context.permute(2, 0, 1, 3).flatten(2)
+
+    def _with_cache(
+        self,
+        call: "_Call",
+        layout: str,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        inference_params: InferenceParams,
+        cu_seqlens_q: Tensor | None,
+    ) -> Tensor:
+        """Attention of each sequence's new tokens to those in the cache and to themselves."""
+        if layout == "thd":
+            raise NotImplementedError("inference_params with qkv_format='thd' is not implemented; use 'bshd' or 'sbhd'")
+        lengths = [tensors[0].shape[0 if layout == "sbhd" else 1]] * tensors[0].shape[layout.index("b")]
+        if cu_seqlens_q is not None:
+            lengths = cu_seqlens_q.diff().tolist()[: len(inference_params.sequences)]
+        queries, new_keys, new_values = (_sequences(t, layout, lengths, None) for t in tensors)
+        whole = inference_params.step(self.layer_number, new_keys, new_values)
+        if "bottom_right" not in call.kind:  # new tokens come after those that are there
+            call = call._replace(kind=call.kind.replace("causal", "causal_bottom_right"))
+        parts = [call.one(query, key, value) for query, (key, value) in zip(queries, whole, strict=True)]
+        return _put_back(parts, tensors[0], layout, None)
 
     def _require_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Accept what can be attended to, with heads and head sizes as the module has them.
@@ -259,21 +261,20 @@ class DotProductAttention(OnOneRank, ExtraState):
             )
 
 
-class _Call:
-    """The arguments of one call of attention, without the tensors."""
+class _Call(NamedTuple):
+    """The arguments of one call of attention, without queries, keys, values and padding masks."""
 
-    def __init__(
-        self, module: DotProductAttention, kind: str, window: Window, diagonal: bool | None, bias: Any, slopes: Any
-    ) -> None:
-        self.kind, self.window, self.diagonal, self.bias, self.slopes = kind, window, diagonal, bias, slopes
-        self.dropout = module.attention_dropout if module.training else 0.0
-        self.scale = module.softmax_scale
+    kind: str
+    window: Window
+    diagonal: bool | None
+    bias: Tensor | None
+    slopes: Tensor | None
+    dropout: float
+    scale: float | None
 
     def one(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention [S, H, D] of one sequence without padding."""
-        kind = self.kind.replace("padding_", "").replace("padding", "no_mask")
-        alone = _Call.__new__(_Call)
-        vars(alone).update(vars(self), kind=kind)
+        alone = self._replace(kind=self.kind.replace("padding_", "").replace("padding", "no_mask"))
         query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
         context = alone(query, key, value, None)
         return context[0].transpose(0, 1)
@@ -287,6 +288,26 @@ class _Call:
         if padded is not None and "padding" in self.kind:
             context = context.masked_fill(padded.transpose(2, 3), 0.0)
         return context
+
+
+def _packed(
+    call: _Call,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    cu_seqlens_q_padded: Tensor | None,
+    cu_seqlens_kv_padded: Tensor | None,
+) -> Tensor:
+    """Attention of sequences that are packed one after the other, each to itself: [N, H, D] -> [N, H D]."""
+    if cu_seqlens_q is None or cu_seqlens_kv is None:
+        raise ValueError("qkv_format='thd' needs cu_seqlens_q and cu_seqlens_kv")
+    query, key, value = tensors
+    starts_q = (cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded).tolist()
+    starts_kv = (cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded).tolist()
+    queries = _sequences(query, "thd", cu_seqlens_q.diff().tolist(), starts_q)
+    keys, values = (_sequences(t, "thd", cu_seqlens_kv.diff().tolist(), starts_kv) for t in (key, value))
+    parts = [call.one(*qkv) for qkv in zip(queries, keys, values, strict=True)]
+    return _put_back(parts, query, "thd", starts_q)
 
 
 def plain_kind(kind: str) -> str:
