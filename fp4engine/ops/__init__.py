@@ -42,6 +42,7 @@ from fp4engine.ops.linear import (
     weight_amaxes_for,
 )
 from fp4engine.ops.operand import Operand, is_transposable
+from fp4engine.ops.operator_order import Direction
 from fp4engine.ops.reduce import all_reduce_amax, groups_named, packed_amaxes, ranges, share_amaxes
 from fp4engine.ops.rng import (
     RandomStream,
@@ -55,7 +56,6 @@ from fp4engine.ops.rng import (
 )
 from fp4engine.ops.through_cast import clip_and_rotate_back, within_range
 from fp4engine.ops.tiles import TiledOperand
-from fp4engine.ops.turn import Direction
 
 __all__ = [
     "LayerCasts",

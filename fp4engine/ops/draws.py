@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp4engine.ops import rng
 from fp4engine.ops.operation import Output, define
-from fp4engine.ops.turn import Direction, turn_of
+from fp4engine.ops.operator_order import Direction, order_token
 
 
 class _Source(threading.local):
@@ -43,15 +43,16 @@ seeding = _Seeding()
 
 
 def next_draw(device: torch.device, count: int = 1, name: str = "", direction: Direction | None = None) -> Tensor:
-    """Advance the stream of ``device`` by ``count`` draws: int64 [2] ``(seed, draw)``, the last of them.
-
-    What draws by a ``name`` has draws of its own, which nothing else advances.
-
-    ``direction`` is told of the pass of a layer that draws; None, if it is not known. Compiled code cannot hand to a
-    backward pass the state that a forward pass has advanced since, so what may be a forward pass finds it when it runs.
+    """Advance the stream of ``device`` by ``count`` draws, and return the last of them: int64 [2] ``(seed, draw)``.
 
     The tensor is the caller's own. Threads and CUDA streams that draw at the same time get different draws. Where
     tensors have no memory (the meta device, ``FakeTensorMode``), neither has the draw, and the stream stays as it is.
+
+    Args:
+        name: of a stream with draws of its own, such as a layer's; empty for the stream of the process.
+        direction: the pass of a layer that draws; None if it is not known. Compiled code cannot hand to a backward pass
+            a state that a forward pass has advanced since, so an operator looks the state up when it runs, unless it is
+            known to run in a backward pass.
 
     Raises:
         RuntimeError: ``make_fx`` traces on fake tensors, and would take what has no memory for a draw; or a recomputed
@@ -60,7 +61,7 @@ def next_draw(device: torch.device, count: int = 1, name: str = "", direction: D
     if torch.compiler.is_dynamo_compiling():
         if direction == "backward":
             return torch.ops.fp4engine.next_draw(rng.state_of(device, name), count)
-        return torch.ops.fp4engine.next_forward_draw(turn_of(device, "forward"), count, name, direction is not None)
+        return torch.ops.fp4engine.next_forward_draw(order_token(device, "forward"), count, name, direction is not None)
     like = torch.empty(0, dtype=torch.int64, device=device)
     if like.is_meta or type(like) is not Tensor:
         return _without_memory(like)
@@ -68,7 +69,7 @@ def next_draw(device: torch.device, count: int = 1, name: str = "", direction: D
 
 
 def coming_draw(device: torch.device) -> Tensor:
-    """What the next :func:`next_draw` of one draw by no name will return on this thread; nothing is taken."""
+    """The draw that ``next_draw(device)`` will return next on this thread; it is not taken."""
     if _source.repeated:
         _, drawn = _source.repeated[0]
         return drawn.clone()
@@ -76,10 +77,10 @@ def coming_draw(device: torch.device) -> Tensor:
 
 
 def live_state(device: torch.device) -> Tensor | None:
-    """The random stream's state for a launch on ``device`` that takes the next draw itself, as :func:`next_draw` would.
+    """The state of the stream of ``device``, for a launch that takes the next draw itself, as :func:`next_draw` would.
 
-    It is launched while :data:`fp4engine.ops.rng.lock` is held. None where draws are remembered or repeated, which are
-    values.
+    The launch has to start while :data:`fp4engine.ops.rng.lock` is held. None where draws are remembered or repeated,
+    since these have to be values.
     """
     return rng.state_of(device) if _source.take is rng.advance else None
 
@@ -96,9 +97,9 @@ backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 class Draws:
     """The draws taken inside the first ``with draws.repeated()`` are taken again inside every later one.
 
-    They are kept as values. Draws that other threads take meanwhile, and what a device's stream has come to since, play
-    no part. Contexts nest: what is taken in an inner one is asked of the outer one. A later one begins with
-    :data:`seeding` as the first began.
+    They are kept as values, so it does not matter what other threads draw meanwhile, or how far a device's stream has
+    advanced since. Regions nest: an inner one takes its draws from the outer one. A later region begins with the
+    :data:`seeding` with which the first began.
     """
 
     def __init__(self) -> None:
@@ -164,13 +165,13 @@ def _next_draw(state: Tensor, count: int) -> Tensor:
     return _source.take(state, count)
 
 
-def _next_forward_draw(turn: Tensor, count: int, name: str, is_of_layer: bool) -> Tensor:
+def _next_forward_draw(token: Tensor, count: int, name: str, is_of_layer: bool) -> Tensor:
     if is_of_layer and backward_pass() != -1 and not is_replaying():
         raise RuntimeError(
             "a compiled forward that draws random bits is recomputed inside a backward pass, where "
             "torch.utils.checkpoint does not repeat its draws; use fp4engine.checkpoint"
         )
-    return _source.take(rng.state_of(turn.device, name), count)
+    return _source.take(rng.state_of(token.device, name), count)
 
 
 def _draw_output() -> list[Output]:
@@ -178,4 +179,4 @@ def _draw_output() -> list[Output]:
 
 
 define(_next_draw, _draw_output, mutates_args=("state",))
-define(_next_forward_draw, _draw_output, mutates_args=("turn",))
+define(_next_forward_draw, _draw_output, mutates_args=("token",))

@@ -21,10 +21,10 @@ from fp4engine.ops.linear.by_values import LinearByValues
 from fp4engine.ops.linear.choice import LinearAtOnce, covering, way_of
 from fp4engine.ops.linear.way import Kept, LayerCasts, Memories, Share, both, shares_amaxes
 from fp4engine.ops.operation import Output, define
+from fp4engine.ops.operator_order import order_token
 from fp4engine.ops.reduce import groups_named, share_amaxes
 from fp4engine.ops.rng import placed
 from fp4engine.ops.tiles import TiledOperand
-from fp4engine.ops.turn import turn_of
 from fp4engine.tracing import constant_when_traced
 
 
@@ -66,8 +66,8 @@ class LinearByOperators(NamedTuple):
             return y, both([*kept, *weight.tensors * needs_dgrad], needs_dgrad, needs_wgrad)
         asked = x, weight.detach(), bias, self.casts, needs_dgrad, needs_wgrad
         if groups or given is not None:
-            turn = turn_of(x.device, "forward") if groups else None
-            y, *codes, own, amaxes = torch.ops.fp4engine.linear_share_forward(*asked, turn, groups, *shared, given)
+            token = order_token(x.device, "forward") if groups else None
+            y, *codes, own, amaxes = torch.ops.fp4engine.linear_share_forward(*asked, token, groups, *shared, given)
             kept = []
             if needs_wgrad:
                 kept += *codes[:2], amaxes[1, :1] if shared[0] else own
@@ -108,8 +108,8 @@ class LinearByOperators(NamedTuple):
         else:
             asked = (grad_output.detach(), *kept, rng, self.casts, *dtypes, bias_dtype)
             if groups or place is not None or rank is not None:
-                turn = turn_of(grad_output.device, "backward") if groups else None
-                dx, dw, db = torch.ops.fp4engine.linear_share_backward(*asked, turn, groups, place, rank)
+                token = order_token(grad_output.device, "backward") if groups else None
+                dx, dw, db = torch.ops.fp4engine.linear_share_backward(*asked, token, groups, place, rank)
                 return None if weight is None else dx, None if inp is None else dw, None if bias_dtype is None else db
             gradients = iter(torch.ops.fp4engine.linear_backward(*asked))
         dx = None if weight is None else next(gradients)
@@ -168,7 +168,7 @@ def _linear_share_forward(
     casts: str,
     needs_dgrad: bool,
     needs_wgrad: bool,
-    turn: Tensor | None,
+    token: Tensor | None,
     groups: str,
     shared_inp: bool,
     shared_weight: bool,
@@ -177,7 +177,7 @@ def _linear_share_forward(
     """``y``, codes and block scales of x^T and of w^T, the amax that is this rank's, and those reduced, [sides, any].
 
     An output that does not exist is an empty tensor. If there are groups, the operator waits for the other ranks; the
-    tensor of :func:`fp4engine.ops.turn.turn_of` keeps such operators in one order.
+    tensor of :func:`fp4engine.ops.operator_order.order_token` keeps such operators in one order.
     """
     (rows, ins), outs = x.shape, weight.shape[0]
     way = way_of(LayerCasts.from_key(casts), (rows, outs, ins), x.dtype, weight.dtype, x.device)
@@ -234,7 +234,7 @@ def _linear_share_backward(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
-    turn: Tensor | None,
+    token: Tensor | None,
     groups: str,
     place: Sequence[int] | None,
     rank: int | None,
@@ -430,7 +430,7 @@ def _tiled_linear_forward_outputs(x: Tensor, codes: Tensor, casts: str, needs_wg
 
 define(_linear_forward, _linear_forward_outputs)
 define(_linear_backward, _linear_backward_outputs)
-define(_linear_share_forward, _linear_share_forward_outputs, mutates_args=("turn",))
-define(_linear_share_backward, _linear_share_backward_outputs, mutates_args=("turn",))
+define(_linear_share_forward, _linear_share_forward_outputs, mutates_args=("token",))
+define(_linear_share_backward, _linear_share_backward_outputs, mutates_args=("token",))
 define(_tiled_linear_forward, _tiled_linear_forward_outputs)
 define(_tiled_linear_backward, _gradient_outputs)
