@@ -8,10 +8,10 @@ from fp4engine.functional.call import Call
 from fp4engine.functional.shards import Shards, names_of, share_of
 
 LinearWay = ops.LinearAtOnce | ops.LinearByOperators
-Shared = ops.LinearByValues | ops.LinearByOperators
+SharingWay = ops.LinearByValues | ops.LinearByOperators
 
 
-def at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.LinearByOperators | None:
+def at_once(x: Tensor, weight: Tensor, call: Call) -> LinearWay | None:
     """What computes forward and backward with few launches; None if single operations have to.
 
     Single operations are needed for a fused norm or activation, a weight cache, ``main_grad``, and amaxes that ranks
@@ -24,7 +24,7 @@ def at_once(x: Tensor, weight: Tensor, call: Call) -> ops.LinearAtOnce | ops.Lin
     if plan.casts is None or not is_plain:
         return None
     if call.shards is not None and (
-        tiles is not None or not ops.can_share(plan.casts) or call.shards.travelling() is None
+        tiles is not None or not ops.can_share(plan.casts) or call.shards.amax_groups() is None
     ):
         return None
     if not torch.compiler.is_dynamo_compiling():
@@ -42,7 +42,7 @@ def forward_at_once(
     """The output for a matrix ``x``, and what backward needs."""
     plan, needs = call.plan, (call.needs_dgrad, call.needs_wgrad)
     if call.shards is not None:
-        assert isinstance(way, Shared), "other ways share no amaxes"
+        assert isinstance(way, SharingWay), "other ways share no amaxes"
         return _forward_share(way, x, weight, bias, needs, call.shards)
     memories = None
     if plan.is_stateful:
@@ -68,7 +68,7 @@ def backward_at_once(
         return *way.backward(grad_output, kept, ins, rng, dtypes, is_tiled=is_tiled, is_live=is_live), None
     asked = (grad_output, kept, ins, draw(call, device), dtypes)
     if call.shards is not None:
-        assert isinstance(way, Shared), "other ways share no amaxes"
+        assert isinstance(way, SharingWay), "other ways share no amaxes"
         return _backward_share(way, *asked, bias_dtype, call.shards)
     if isinstance(way, ops.LinearByOperators):
         return way.backward(*asked, bias_dtype, is_tiled=is_tiled)
@@ -87,20 +87,20 @@ def draw(call: Call, device: torch.device) -> Tensor | None:
 
 
 def _forward_share(
-    way: Shared, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool], shards: Shards
+    way: SharingWay, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool], shards: Shards
 ) -> tuple[Tensor, ops.Kept]:
     """This rank's part of a forward: find amaxes, reduce them in one collective, then cast and multiply."""
-    travel = shards.travelling()
-    assert travel is not None, "a layer goes this way only if all amaxes of a direction travel together"
+    groups = shards.amax_groups()
+    assert groups is not None, "a layer goes this way only if one collective reduces all amaxes of a direction"
     added = bias if shards.adds_bias else None
     if isinstance(way, ops.LinearByOperators):
-        told = travel.shared, names_of(travel.forward), shards.weight_amaxes
+        told = groups.shared, names_of(groups.forward), shards.weight_amaxes
         return way.forward(x, weight, added, *needs, None, *told)
-    return way.forward(x, weight, added, *needs, None, share_of(*travel[:2], shards.weight_amaxes))
+    return way.forward(x, weight, added, *needs, None, share_of(groups.shared, groups.forward, shards.weight_amaxes))
 
 
 def _backward_share(
-    way: Shared,
+    way: SharingWay,
     grad_output: Tensor,
     kept: ops.Kept,
     ins: int,
@@ -110,11 +110,11 @@ def _backward_share(
     shards: Shards,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """This rank's part of a backward, in the same steps. Only operators compute the gradient of a bias."""
-    travel, rank, place = shards.travelling(), shards.rank, shards.grad_output.place
-    assert travel is not None, "a layer goes this way only if all amaxes of a direction travel together"
+    groups, rank, place = shards.amax_groups(), shards.rank, shards.grad_output.place
+    assert groups is not None, "a layer goes this way only if one collective reduces all amaxes of a direction"
     if isinstance(way, ops.LinearByOperators):
         place = None if rng is None else place
-        return way.backward(grad_output, kept, ins, rng, dtypes, bias_dtype, place, rank, names_of(travel.backward))
+        return way.backward(grad_output, kept, ins, rng, dtypes, bias_dtype, place, rank, names_of(groups.backward))
     rng = rng if rng is None or place is None else ops.placed(rng, *place)
-    share = share_of((True, True), travel.backward)
+    share = share_of((True, True), groups.backward)
     return *way.backward(grad_output, kept, ins, rng, dtypes, None, rank, share), None

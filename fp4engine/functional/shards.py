@@ -66,7 +66,7 @@ class Shards(NamedTuple):
         """The next draw of a forward, or of a backward pass."""
         return ops.next_draw(device, 1, self.layer and f"{direction}/{self.layer}", direction)
 
-    def travelling(self) -> "Travel | None":
+    def amax_groups(self) -> "AmaxGroups | None":
         """The groups over which amaxes are reduced, if each is of a whole tensor.
 
         None if the forward would need two collectives, since input and weight are shared over different groups.
@@ -78,7 +78,7 @@ class Shards(NamedTuple):
             of_weight = ()
         if of_input and of_weight and of_input != of_weight:
             return None
-        return Travel((len(of_input) > 0, len(of_weight) > 0), of_input or of_weight, of_grad)
+        return AmaxGroups((len(of_input) > 0, len(of_weight) > 0), of_input or of_weight, of_grad)
 
 
 class Wholes(Protocol):
@@ -101,7 +101,7 @@ class Wholes(Protocol):
         ...
 
 
-class Travel(NamedTuple):
+class AmaxGroups(NamedTuple):
     """The process groups over which outer amaxes are reduced, in one collective per group and direction.
 
     Attributes:

@@ -188,7 +188,7 @@ def test_operators_of_the_reference(name):
 
 def test_directions_that_go_two_ways_take_single_operations():
     apart = Shards(Shard((("rows", 0),)), Shard((("columns", 0),)))
-    assert apart.travelling() is None
+    assert apart.amax_groups() is None
 
 
 def test_packed_amaxes_have_no_sign():
