@@ -271,10 +271,9 @@ class CustomRecipeState(RecipeState):
         Raises:
             ValueError: it returns None, or requests that differ.
         """
-        roles: list[Any] = [self._slot_role(index) for index in range(self.num_quantizers)]
         factory = self.frozen.qfactory
         factory = factory.factory if isinstance(factory, recipes.Answering) else factory
-        roles = roles if self.roles is None else self.roles
+        roles: list[Any] = [QuantizerRole() for _ in range(self.num_quantizers)] if self.roles is None else self.roles
         self.answers = [factory(role) for role in roles]
         for index, answer in enumerate(self.answers):
             if answer is None:
