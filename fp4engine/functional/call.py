@@ -1,4 +1,4 @@
-"""All arguments of a forward and its backward except their tensors, as one value."""
+"""How one forward and its backward compute, as one value."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -58,7 +58,7 @@ class Gemms(torch.nn.Module):
             :func:`fp4engine.distributed.draw_by_layer`; None if it draws from the process's stream.
         amax_histories: what delayed scaling remembers of each role.
         first_overwrites: whether the gradient of a first microbatch replaces what ``weight.main_grad`` holds.
-        later: takes functions that add to ``weight.main_grad``; None: backward passes add at once.
+        later: a list to which a backward pass appends a function that adds; None: the backward pass adds at once.
     """
 
     first_overwrites = False

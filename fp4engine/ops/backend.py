@@ -13,7 +13,7 @@ from fp4engine import capability
 logger = logging.getLogger("fp4engine")
 
 _executed: Counter[tuple[str, ...]] = Counter()
-"""By what ran together: one entry for all that a launch does costs the host as much as one for a part of it."""
+"""How often these paths ran in one launch: one entry for all of them takes the host less time than one for each."""
 _refusals: dict[str, str] = {}
 
 

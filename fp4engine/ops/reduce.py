@@ -1,4 +1,4 @@
-"""Outer amaxes shared by the ranks of a process group, and what these ranks are compared by."""
+"""Reductions over the ranks of process groups: outer amaxes that they share, and integers that are compared."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +30,7 @@ def share_amaxes(amaxes: Tensor, groups: Sequence[Any]) -> None:
 
 
 def groups_named(names: str) -> list[Any]:
-    """Process groups by their names, with a space between them; such a name has none."""
+    """The process groups with these names, which spaces separate, since no group has a space in its name."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return [_resolve_process_group(name) for name in names.split(" ")]  # pyright: ignore[reportArgumentType]
@@ -39,7 +39,8 @@ def groups_named(names: str) -> list[Any]:
 def ranges(numbers: Sequence[int], groups: Sequence[Any], device: str) -> list[tuple[int, int]]:
     """The least and the largest of each of ``numbers`` over all ranks of ``groups``, which cross each other.
 
-    Every rank gets the same answer, after a collective in every group: none may raise between them, since others wait.
+    Every rank gets the same answer after one collective in every group. No rank may raise between two of these
+    collectives, since the others would wait for it.
 
     Args:
         numbers: int64; the ranks have as many.

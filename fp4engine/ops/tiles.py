@@ -16,7 +16,7 @@ from fp4engine.ops.operation import Output, define, is_plain
 class TiledOperand(NamedTuple):
     """A matrix [rows, cols] of FP4 codes with one scale of each block: a 16x16 tile has one where an operand has 16.
 
-    No product reads it as it is. It makes the operands of both sides, of which nobody need keep a byte.
+    Products read the operands that :meth:`rowwise` and :meth:`columnwise` make of it each time, and nobody keeps.
 
     Attributes:
         spec: how it was cast; square blocks where the transposed operand is asked for.

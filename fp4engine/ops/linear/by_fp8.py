@@ -26,7 +26,7 @@ class LinearByFP8(Way):
 
     @staticmethod
     def takes(rows: int, outs: int, ins: int) -> bool:
-        """True: whatever its size, the same operands live as long as without."""
+        """True for every size, since a launch holds no operand longer than single operations do."""
         return True
 
     @staticmethod
@@ -175,7 +175,7 @@ class LinearByFP8Blocks(Way):
 
 
 def unscaled(made: list[Tensor]) -> list[Tensor | None]:
-    """Of ``made``, data and amax of FP8 operands, what is kept: there are no block scales."""
+    """``made``, data and amax of each FP8 operand in turn, as they are kept: with None in place of block scales."""
     kept: list[Tensor | None] = []
     for i in range(0, len(made), 2):
         kept += made[i], None, made[i + 1]
@@ -183,7 +183,7 @@ def unscaled(made: list[Tensor]) -> list[Tensor | None]:
 
 
 def _recalled(*memories: Memory | None) -> tuple[tuple[Any, ...], list[Tensor | None], list[str]]:
-    """What a launch is asked about memories that it will recall; of each values and amax; and what will have run."""
+    """What a resolver is asked about the memories, then ``values`` and ``amax`` of each, and the paths to record."""
     past_of = linear_kernels().Past.of
     pasts: list[Any] = []
     tensors: list[Tensor | None] = []
