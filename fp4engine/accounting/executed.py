@@ -95,7 +95,8 @@ class ExecutedReport:
         if self.opaque:
             text += f"\nnot counted, since nobody knows what they multiply: {', '.join(self.opaque)}"
         total = ", ".join(f"{times} GEMMs {formats}" for formats, times in self.counts.items()) or "no GEMM was counted"
-        return f"{text}\n{total}; {self.fp4_share:.1%} of FLOPs in FP4"
+        share = f"; {self.fp4_share:.1%} of FLOPs in FP4" if self.flops.total() else ""
+        return f"{text}\n{total}{share}"
 
 
 def executed_gemms(model: nn.Module, step: Callable[[], Any] | None = None) -> ExecutedReport:

@@ -109,11 +109,12 @@ class ConversionPlan:
     def summary(self) -> str:
         """One line: how many modules, how many matrices outside them, and the share of FLOPs in FP4."""
         begin = f"{len(self.converted)} of {len(self.modules)} linear modules converted, "
+        share = "no" if math.isnan(self.fp4_share) else f"{self.fp4_share:.1%} of"
         if not self.matrices:
-            return f"{begin}{self.fp4_share:.1%} of linear FLOPs planned in FP4"
+            return f"{begin}{share} linear FLOPs planned in FP4"
         return (
             f"{begin}{len(self.matrices)} other matrices left alone, "
-            f"{self.fp4_share:.1%} of FLOPs planned in FP4 if every token meets every matrix"
+            f"{share} FLOPs planned in FP4 if every token meets every matrix"
         )
 
     def __str__(self) -> str:

@@ -288,7 +288,8 @@ def require_recipe(recipe: Any) -> None:
         ValueError: something else, such as the name of a recipe.
     """
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe (zoo.make makes one) or None, got {recipe!r}")
+        maker = f"zoo.make({recipe!r})" if isinstance(recipe, str) else "zoo.make"
+        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe ({maker} makes one) or None, got {recipe!r}")
 
 
 def numbered(number: int) -> Recipe:

@@ -521,7 +521,7 @@ def test_inference_gives_the_training_output_and_keeps_no_graph(context) -> None
 
 def test_what_is_assigned_to_recipe_is_a_recipe() -> None:
     layer = te.Linear(32, 16)
-    with pytest.raises(ValueError, match=r"recipe must be an fp4engine.recipe.Recipe .* got 'nvfp4'"):
+    with pytest.raises(ValueError, match=r"zoo.make\('nvfp4'\) makes one\) or None, got 'nvfp4'"):
         layer.recipe = "nvfp4"
     layer.recipe = NVFP4
     assert copy.deepcopy(layer).recipe == NVFP4 == pickle.loads(pickle.dumps(layer)).recipe

@@ -428,7 +428,7 @@ def test_the_tables_are_for_reading() -> None:
         "lm_head        32 x 16  high_precision  high_precision  high_precision  kept by 'lm_head'",
         "2 of 3 linear modules converted, 66.7% of linear FLOPs planned in FP4",
     ]
-    assert str(fp4engine.executed_gemms(model)).endswith("no GEMM was counted; nan% of FLOPs in FP4")
+    assert str(fp4engine.executed_gemms(model)).endswith("\nno GEMM was counted")
 
 
 @pytest.mark.parametrize(
