@@ -366,6 +366,7 @@ class ShardedWeight(torch.Tensor):
     @staticmethod
     def __new__(cls: type["ShardedWeight"], values: Tensor, weight: GatherableWeight | None) -> "ShardedWeight":
         """Wrap ``values``."""
+        values = values.resolve_neg()  # nothing below ``__torch_dispatch__`` reads the bit of PyTorch's lazy negation
         shard = torch.Tensor._make_wrapper_subclass(
             cls,
             values.shape,
@@ -382,7 +383,7 @@ class ShardedWeight(torch.Tensor):
         plain = values.values if isinstance(values, ShardedWeight) else values.detach()
         made = ShardedWeight(plain, self.weight)
         torch.Tensor.data.__set__(self, made)  # pyright: ignore[reportAttributeAccessIssue]
-        vars(self).update(values=plain, fsdp_pre_all_gather=made.fsdp_pre_all_gather)
+        vars(self).update(vars(made))
         if self.weight is not None:
             self.weight.forget()
 

@@ -505,6 +505,7 @@ def replaced(rank: int):
             assert not fp4_all_gather(model, DEFAULT).in_high_precision
         for weight in model.parameters():
             weight.data = weight.data.float()
+            weight.data = torch._neg_view(-weight.data)
         vector = torch.nn.utils.parameters_to_vector(model.parameters())
         torch.nn.utils.vector_to_parameters(vector * 2, model.parameters())
         return shard(model, False)
