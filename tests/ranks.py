@@ -69,6 +69,14 @@ def process_group(rank: int, world: int, store: str, backend: str = "gloo") -> I
         destroy_process_group()
 
 
+def tell_accelerate(rank: int, world: int) -> None:
+    """Set what Accelerate and Lightning read of a rank's environment, as ``torchrun`` does, for a run on CPUs."""
+    os.environ.update(
+        MASTER_PORT="0", RANK=str(rank), LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), ACCELERATE_USE_CPU="true",
+    )  # fmt: skip
+
+
 def destroy_process_group(*arguments: Any) -> None:
     """``torch.distributed.destroy_process_group`` after a pause without the GIL.
 

@@ -7,7 +7,6 @@ and four bytes.
 
 from collections.abc import Sequence
 from math import prod
-from operator import index
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fp4engine.arguments import shown
+from fp4engine.arguments import require_integer, shown
 from fp4engine.formats import CastSpec, Correction, Outer
 from fp4engine.ops.cast import amax_shape
 from fp4engine.quantizers import Quantizer
@@ -208,9 +207,9 @@ def _counts(name: str, splits: Sequence[int], ranks: int) -> list[Any]:
 
 def _count(value: Any) -> Any:
     """``value`` as an int, or as compiled code has one; None if it is no count."""
-    if not isinstance(value, torch.SymInt):
-        try:
-            value = None if isinstance(value, bool) else index(value)
-        except TypeError:
-            value = None
-    return value if value is not None and value >= 0 else None
+    if isinstance(value, torch.SymInt):
+        return value if value >= 0 else None
+    try:
+        return require_integer("count", value, least=0)
+    except ValueError:
+        return None

@@ -1,6 +1,5 @@
 """Accelerate puts a model under FSDP2 and trains what it would train without FP4 (two processes, gloo, CPU)."""
 
-import os
 import warnings
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import fp4engine
 from fp4engine.distributed import fp4_all_gather
 from fp4engine.recipe import NVFP4BlockScaling
-from tests.ranks import process_group, spawn
+from tests.ranks import process_group, spawn, tell_accelerate
 
 accelerate = pytest.importorskip("accelerate", reason="needs the extra `integrations`")
 
@@ -71,11 +70,8 @@ CHECKS = {
 
 
 def run(rank: int, folder: str) -> None:
-    os.environ.update(
-        MASTER_PORT="0", RANK=str(rank), LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD), ACCELERATE_USE_CPU="true",
-    )  # fmt: skip
     warnings.simplefilter("ignore")
+    tell_accelerate(rank, WORLD)
     with process_group(rank, WORLD, f"{folder}/store"):
         torch.save({name: check() for name, check in CHECKS.items()}, f"{folder}/{rank}.pt")
 
@@ -85,15 +81,6 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("accelerate")
     spawn(run, (str(folder),), WORLD)
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
-
-
-@pytest.fixture
-def one_thread():
-    """As ranks have one: sums in another order may end in other bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", ["whole", "from rank 0", "raised to FP32"])

@@ -4,7 +4,6 @@ Two processes, by gloo on the CPU. They draw different numbers of times, and wha
 """
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -21,7 +20,7 @@ from fp4engine import ops
 from fp4engine.integrations import TrainingState
 from fp4engine.ops import rng
 from fp4engine.recipe import DelayedScaling, NVFP4BlockScaling
-from tests.ranks import process_group, spawn
+from tests.ranks import process_group, spawn, tell_accelerate
 
 accelerate = pytest.importorskip("accelerate", reason="needs the extra `integrations`")
 lightning = pytest.importorskip("lightning.pytorch", reason="needs the extra `integrations`")
@@ -213,11 +212,8 @@ CHECKS = {
 
 
 def run(rank: int, folder: str) -> None:
-    os.environ.update(
-        MASTER_PORT="0", RANK=str(rank), LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD), ACCELERATE_USE_CPU="true",
-    )  # fmt: skip
     warnings.simplefilter("ignore")
+    tell_accelerate(rank, WORLD)
     with process_group(rank, WORLD, f"{folder}/store"):
         results = {name: check(rank, folder) for name, check in CHECKS.items()}
     torch.save(results, f"{folder}/{rank}.pt")
