@@ -288,7 +288,8 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     alone = dict.fromkeys(("other_codes_ptr", "other_scale_ptr", "other_out_ptr"))
     for name, absent in (("decode", alone), ("decode both operands", {})):
         table.append((name, decode_kernel, absent | {"PER_PROGRAM": BLOCKS}, "bf16"))
-    table.append(("draw", draw_kernel, {}, "bf16"))
+    for name, placed in (("draw", False), ("draw of a shard", True)):
+        table.append((name, draw_kernel, {"placed": placed}, "bf16"))
     for choice in ("", "max", "most_recent", "given"):
         table.append((f"record amax {choice}", record_kernel, {"CHOICE": choice, "ROOM": 1024}, "bf16"))
     table.append(("factor", factor_kernel, {}, "bf16"))

@@ -74,7 +74,7 @@ class GatherableWeights:
                 stale.setdefault(weight.group_of(parameter), []).append((weight, parameter, shard.values))
         for (group, device), shards in stale.items():
             with torch.inference_mode(False):  # they are kept, and read by the next step
-                packed = largest_magnitudes([values for *_, values in shards]).to(device)
+                packed = ops.largest_magnitudes([values for *_, values in shards]).to(device)
                 ops.all_reduce_amax(packed, group)
             reduced = ReducedAmaxes(packed)
             for index, (weight, parameter, values) in enumerate(shards):
@@ -137,12 +137,6 @@ def send(asked: list[Asked], dtype: torch.dtype) -> list[Sent]:
         assert operand.amax is not None
         found.append(Sent(operand.data, own, operand.amax, state, wire, shared or Shared(operand.amax)))
     return found
-
-
-def largest_magnitudes(matrices: list[Tensor]) -> Tensor:
-    """FP32 [n]: the largest magnitude in each matrix, 0 if it is empty and NaN if it has one; in few launches."""
-    filled = [matrix if matrix.numel() else matrix.new_zeros(1) for matrix in matrices]
-    return torch.stack([largest.float() for largest in torch._foreach_norm(filled, float("inf"))])
 
 
 class ReducedAmaxes:

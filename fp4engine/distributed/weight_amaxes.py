@@ -62,7 +62,7 @@ class _Hooks:
             parts = [found.weight.to_local() for _, found in pairs]
             amaxes = ops.amaxes_of(parts, [_casts(found) for _, found in pairs])
             ops.share_amaxes(amaxes, pairs[0][1].groups)
-            for (layer, found), rows in zip(pairs, amaxes.split(2), strict=True):
+            for (layer, found), rows in zip(pairs, amaxes.view(len(pairs), 2, -1).unbind(), strict=True):
                 layer.leave_weight_amaxes(WeightAmaxes(rows, found.weight, found.found_for))
 
     def after(self, module: nn.Module, arguments: Any, output: Any) -> None:

@@ -1,5 +1,7 @@
 """Forward and backward of a linear transformation in few launches each, for layers that allow it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,21 +62,23 @@ def backward_at_once(
     call: Call,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias; the gradient of the bias is None unless ``way`` computes it."""
-    device, is_tiled = grad_output.device, call.tiles is not None
-    if call.shards is None and isinstance(way, ops.LinearByValues):
-        state = ops.live_state(device) if call.plan.draws_in_backward else None
-        rng = draw(call, device) if state is None else state
-        is_live = state is not None
-        return *way.backward(grad_output, kept, ins, rng, dtypes, is_tiled=is_tiled, is_live=is_live), None
-    asked = (grad_output, kept, ins, draw(call, device), dtypes)
-    if call.shards is not None:
-        assert isinstance(way, SharingWay), "other ways share no amaxes"
-        return _backward_share(way, *asked, bias_dtype, call.shards)
+    plan, shards, device = call.plan, call.shards, grad_output.device
+    name = "" if shards is None else shards.stream("backward")
+    state = ops.state_of(device, name) if plan.draws_in_backward else None
+    if not isinstance(way, SharingWay):
+        memory = plan.grad_output.recall(device) if plan.is_stateful else None
+        return *way.backward(grad_output, kept, ins, state, dtypes, memory), None
+    groups: tuple[Any, ...] = ()
+    place, rank, is_tiled = None, None, call.tiles is not None
+    if shards is not None:
+        reduced = shards.amax_groups()
+        assert reduced is not None, "a layer goes this way only if one collective reduces all amaxes of a direction"
+        groups, place, rank = reduced.backward, shards.grad_output.place, shards.rank
     if isinstance(way, ops.LinearByOperators):
-        return way.backward(*asked, bias_dtype, is_tiled=is_tiled)
-    assert not is_tiled, "what comes as tiles is FP4"
-    memory = call.plan.grad_output.recall(device) if call.plan.is_stateful else None
-    return *way.backward(*asked, memory), None
+        told = bias_dtype, rank, place, names_of(groups), is_tiled
+        return way.backward(grad_output, kept, ins, state, dtypes, *told)
+    share = share_of((True, True), groups)
+    return *way.backward(grad_output, kept, ins, state, dtypes, None, rank, place, share, is_tiled), None
 
 
 def draw(call: Call, device: torch.device) -> Tensor | None:
@@ -96,25 +100,8 @@ def _forward_share(
     if isinstance(way, ops.LinearByOperators):
         told = groups.shared, names_of(groups.forward), shards.weight_amaxes
         return way.forward(x, weight, added, *needs, None, *told)
-    return way.forward(x, weight, added, *needs, None, share_of(groups.shared, groups.forward, shards.weight_amaxes))
-
-
-def _backward_share(
-    way: SharingWay,
-    grad_output: Tensor,
-    kept: ops.Kept,
-    ins: int,
-    rng: Tensor | None,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    bias_dtype: torch.dtype | None,
-    shards: Shards,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """This rank's part of a backward, in the same steps. Only operators compute the gradient of a bias."""
-    groups, rank, place = shards.amax_groups(), shards.rank, shards.grad_output.place
-    assert groups is not None, "a layer goes this way only if one collective reduces all amaxes of a direction"
-    if isinstance(way, ops.LinearByOperators):
-        place = None if rng is None else place
-        return way.backward(grad_output, kept, ins, rng, dtypes, bias_dtype, place, rank, names_of(groups.backward))
-    rng = rng if rng is None or place is None else ops.placed(rng, *place)
-    share = share_of((True, True), groups.backward)
-    return *way.backward(grad_output, kept, ins, rng, dtypes, None, rank, share), None
+    given = shards.weight_amaxes
+    y, kept = way.forward(x, weight, added, *needs, None, share_of(groups.shared, groups.forward, given))
+    if given is not None and needs[0]:
+        kept = [*kept[:-1], given[1, :1]]
+    return y, kept

@@ -62,9 +62,13 @@ class Shards(NamedTuple):
             shared[role] = shard._replace(groups=(*shard.groups, (group, 0)))
         return self._replace(**shared)
 
+    def stream(self, direction: ops.Direction) -> str:
+        """The name of the random stream of a direction; empty for the process's stream."""
+        return self.layer and f"{direction}/{self.layer}"
+
     def draw(self, device: torch.device, direction: ops.Direction) -> Tensor:
         """The next draw of a forward, or of a backward pass."""
-        return ops.next_draw(device, 1, self.layer and f"{direction}/{self.layer}", direction)
+        return ops.next_draw(device, 1, self.stream(direction), direction)
 
     def amax_groups(self) -> "AmaxGroups | None":
         """The groups over which amaxes are reduced, if each is of a whole tensor.

@@ -149,7 +149,7 @@ def resolve_backward(
     dtypes: tuple[torch.dtype, torch.dtype],
     tiles: tuple[Facts, Facts] | None = None,
     shared: bool = False,
-    placed: bool = False,
+    place: tuple[int, int] | None = None,
     live: Facts | None = None,
 ) -> Launch:
     """``(dy, x^T's codes, scale_inv, amax, w^T's codes, scale_inv, amax, rng, amaxes) -> [dx][, dw]``.
@@ -158,23 +158,23 @@ def resolve_backward(
         ins: K.
         keys: of the specs of dy, dy^T, x^T and w^T; x^T's or w^T's is empty if that operand was not kept, and then the
             product that reads it is not computed.
-        has_rng: whether ``rng`` is given.
+        has_rng: whether ``rng`` is given: a draw, which says where dy begins if dy is a part of a matrix.
         stream: stream id of dy.
         dtypes: of dx and dw.
         tiles: facts of w's codes, not transposed, and of its tile scales, if these were kept in place of w^T's.
         shared: whether ``amaxes`` has the outer amaxes of dy's casts, as :func:`resolve_amaxes` makes them.
-        placed: whether ``rng`` says where dy begins in the whole matrix.
+        place: row and column at which dy begins in the whole matrix; None if it is whole.
         live: facts of the random stream's state, if ``rng`` is that state and the launch takes the draw from it.
     """
     (rows, outs), (row_key, col_key, inp_key, weight_key) = grad.shape, keys
-    draft = Draft(device, inputs=9)
+    draft, placed = Draft(device, inputs=9), place is not None
     of_row, of_col = _rows(draft.inputs[8], [shared and weight_key != "", shared and inp_key != ""])
     row = _scratch_side(draft, row_key, 0, (rows, outs), of_row, placed) if weight_key else None
     col = _scratch_side(draft, col_key, 1, (outs, rows), of_col, placed) if inp_key else None
     rng = draft.inputs[7] if has_rng else None
     if live is not None:
-        rng = draft.scratch((2,), torch.int64)
-        add_draw(draft, draft.inputs[7], rng, 1)
+        rng = draft.scratch((2 if place is None else 4,), torch.int64)
+        add_draw(draft, draft.inputs[7], 1, rng, place)
     add_cast(draft, Reading(grad), row, col, rng, stream)
     kept: list[Stored] = []
     if weight_key:

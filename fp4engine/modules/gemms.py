@@ -304,7 +304,7 @@ class Gemms(torch.nn.Module):
 
     def leave_weight_amaxes(self, left: WeightAmaxes | None) -> None:
         """Let the next forwards use these amaxes; None lets each find its own."""
-        self._weight_amaxes = left
+        vars(self)["_weight_amaxes"] = left  # an assignment to a module's attribute is a long call of Python
 
     def _label(self) -> str:
         """The module's name in errors; in compiled code its type, since equal modules share a graph."""

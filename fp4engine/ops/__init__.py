@@ -14,7 +14,7 @@ from fp4engine.ops.cast import (
     require_amax,
     transient_form,
 )
-from fp4engine.ops.draws import Draws, coming_draw, is_replaying, live_state, next_draw
+from fp4engine.ops.draws import Draws, coming_draw, is_replaying, next_draw
 from fp4engine.ops.fused_input import activation_backward, fuses, row_statistics
 from fp4engine.ops.gemm import gemm
 from fp4engine.ops.grouped import (
@@ -43,7 +43,14 @@ from fp4engine.ops.linear import (
 )
 from fp4engine.ops.operand import Operand, is_transposable
 from fp4engine.ops.operator_order import Direction
-from fp4engine.ops.reduce import all_reduce_amax, groups_named, packed_amaxes, ranges, share_amaxes
+from fp4engine.ops.reduce import (
+    all_reduce_amax,
+    groups_named,
+    largest_magnitudes,
+    packed_amaxes,
+    ranges,
+    share_amaxes,
+)
 from fp4engine.ops.rng import (
     RandomStream,
     current_seed,
@@ -53,6 +60,7 @@ from fp4engine.ops.rng import (
     rank_bits,
     require_draw,
     set_rng_state,
+    state_of,
 )
 from fp4engine.ops.through_cast import clip_and_rotate_back, within_range
 from fp4engine.ops.tiles import TiledOperand
@@ -100,8 +108,8 @@ __all__ = [
     "is_replaying",
     "is_transposable",
     "key_of",
+    "largest_magnitudes",
     "linear_at_once",
-    "live_state",
     "manual_seed",
     "next_draw",
     "packed_amaxes",
@@ -119,6 +127,7 @@ __all__ = [
     "row_statistics",
     "set_rng_state",
     "share_amaxes",
+    "state_of",
     "transient_form",
     "weight_amaxes_for",
     "within_range",

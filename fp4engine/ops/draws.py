@@ -76,13 +76,23 @@ def coming_draw(device: torch.device) -> Tensor:
     return rng.coming(rng.state_of(device))
 
 
-def live_state(device: torch.device) -> Tensor | None:
-    """The state of the stream of ``device``, for a launch that takes the next draw itself, as :func:`next_draw` would.
+def is_live() -> bool:
+    """Whether a launch may take the next draw from a stream's state itself, as :func:`next_draw` would.
 
-    The launch has to start while :data:`fp4engine.ops.rng.lock` is held. None where draws are remembered or repeated,
-    since these have to be values.
+    The launch has to start while :data:`fp4engine.ops.rng.lock` is held. Draws that are remembered or repeated have to
+    be values.
     """
-    return rng.state_of(device) if _source.take is rng.advance else None
+    return _source.take is rng.advance
+
+
+def draw_from(state: Tensor, place: tuple[int, int] | None = None) -> Tensor:
+    """The next draw of the stream that has this ``state``, as :func:`next_draw`.
+
+    Args:
+        place: row and column at which a shard begins, which :func:`fp4engine.ops.rng.placed` adds.
+    """
+    drawn = _source.take(state, 1)
+    return drawn if place is None else rng.placed(drawn, *place)
 
 
 def is_replaying() -> bool:

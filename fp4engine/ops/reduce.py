@@ -14,12 +14,21 @@ _MAGNITUDE = 0x7FFF_FFFF
 
 
 def packed_amaxes(amaxes: list[Tensor]) -> Tensor:
-    """FP32 [n, AMAX_STRIDE] of n amaxes [1], each of which fills a row, and loses its sign if it is NaN.
+    """FP32 [n, AMAX_STRIDE] of n amaxes, in one or more vectors: each fills a row, and loses its sign if it is NaN.
 
     What is packed so can be shared as it is (:func:`share_amaxes`).
     """
     bits = torch.cat(amaxes).view(torch.int32).bitwise_and_(_MAGNITUDE)
     return bits[:, None].expand(-1, AMAX_STRIDE).contiguous().view(torch.float32)
+
+
+def largest_magnitudes(matrices: Sequence[Tensor]) -> Tensor:
+    """FP32 [n]: the largest magnitude in each matrix, 0 if it is empty and NaN if it has one; in few launches.
+
+    These are the outer amaxes of casts that neither rotate nor align their scales.
+    """
+    filled = [matrix if matrix.numel() else matrix.new_zeros(1) for matrix in matrices]
+    return torch.stack(torch._foreach_norm(filled, float("inf"))).float()
 
 
 def share_amaxes(amaxes: Tensor, groups: Sequence[Any]) -> None:

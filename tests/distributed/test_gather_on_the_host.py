@@ -21,9 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 pytest.importorskip("triton")
 
 import fp4engine
-from fp4engine import capability
+from fp4engine import capability, ops
 from fp4engine.distributed import fp4_all_gather
-from fp4engine.distributed.sharded_weight import largest_magnitudes
 from fp4engine.functional import make_linear_plan
 from fp4engine.kernels.launch import Launch
 from fp4engine.recipe import NVFP4BlockScaling
@@ -145,7 +144,9 @@ class Graphs:
         return aot_module_simplified(module, inputs, fw_compiler=self.keep, bw_compiler=self.keep, partition_fn=split)
 
     def keep(self, module: Any, inputs: Any) -> Any:
-        names = [node.target.name() for node in module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+        # What writes to a tensor is the argument of a node that says so.
+        targets = [target for node in module.graph.nodes for target in (node.target, *node.args[:1])]
+        names = [target.name() for target in targets if isinstance(target, torch._ops.OpOverload)]
         ours = (name.split("::")[1] for name in names if name.startswith("fp4engine::"))
         self.operators.append(Counter(ours))
         return make_boxed_func(module.forward)
@@ -169,6 +170,6 @@ def test_largest_magnitudes_are_the_amaxes_of_the_casts(dtype):
     matrices[5][3, 4], matrices[6][5, 6] = float("nan"), float("-inf")
     quantizer = make_linear_plan(RECIPE, "linear").weight
     expected = torch.cat([quantizer.amax(matrix, columnwise=False)[0] for matrix in matrices])
-    found = largest_magnitudes(matrices)
+    found = ops.largest_magnitudes(matrices)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert not found[found.isfinite()].signbit().any()

@@ -665,7 +665,7 @@ def test_a_weight_put_in_the_place_of_another_has_its_own_amax(ranks):
 
 def test_a_compiled_layer_is_few_operators(ranks):
     """One each way, which reduces the amaxes itself: what graphs reduce are gradients of whole inputs, and outputs."""
-    forward, backward = {"linear_share_forward": 1}, {"next_draw": 1, "linear_share_backward": 1}
+    forward, backward = {"linear_share_forward": 1}, {"linear_backward": 1}
     sums = {"all_reduce": 1}
     for rank in ranks:
         assert rank["operators"] == [[forward, backward | sums], [forward | sums, backward]]

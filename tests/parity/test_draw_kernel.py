@@ -6,7 +6,8 @@ import torch
 import fp4engine
 from fp4engine import capability, ops
 from fp4engine.constants import KEY_STEP
-from fp4engine.kernels.draw import draw
+from fp4engine.kernels.draw import add_draw, draw
+from fp4engine.kernels.launch import Draft
 from fp4engine.ops import rng
 
 
@@ -28,6 +29,16 @@ def test_operators_draw_the_same(kernel_device, monkeypatch, start):
     by_kernel = [draw(states[0], count).tolist() for count in (1, 4, 1)]
     monkeypatch.setattr(capability, "triton_runs_on", lambda device: (False, "not asked"))
     assert [rng.advance(states[1], count).tolist() for count in (1, 4, 1)] == by_kernel
+
+
+@pytest.mark.parametrize("place", [(0, 0), (1, 48), (2**33, 48)])
+def test_writes_the_place_of_a_shard_behind_a_draw(kernel_device, place):
+    state = torch.tensor([-3, 4], device=kernel_device)
+    draft = Draft(state.device, inputs=1)
+    add_draw(draft, draft.inputs[0], 1, draft.output((4,), torch.int64), place)
+    (out,) = draft.launch()(state)
+    expected = torch.tensor([-3, 4], device=kernel_device)
+    assert torch.equal(out, rng.placed(rng.coming(expected), *place)) and state.tolist() == [-3, 5]
 
 
 def test_is_what_takes_draws(kernel_device):

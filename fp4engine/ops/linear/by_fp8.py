@@ -11,6 +11,7 @@ from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import as_it_is, casts_supported
+from fp4engine.ops.draws import draw_from
 from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Memories, Way, both, linear_kernels
 from fp4engine.ops.tiles import TiledOperand
 
@@ -76,7 +77,7 @@ class LinearByFP8(Way):
         grad_output: Tensor,
         kept: Kept,
         ins: int,
-        rng: Tensor | None,
+        state: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         memory: Memory | None = None,
     ) -> Gradients:
@@ -150,7 +151,7 @@ class LinearByFP8Blocks(Way):
         grad_output: Tensor,
         kept: Kept,
         ins: int,
-        rng: Tensor | None,
+        state: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         memory: Memory | None = None,
     ) -> Gradients:
@@ -158,7 +159,8 @@ class LinearByFP8Blocks(Way):
         kernels, (inp, inp_scale_inv, _, weight, weight_scale_inv, _) = linear_kernels(), kept
         grad_output = as_it_is(grad_output)
         keys = self.backward_keys(inp, weight)
-        stream = self.backward_stream(rng)
+        rng = None if state is None else draw_from(state)
+        stream = self.backward_stream(rng is not None)
         asked = (kernels.facts(grad_output), ins, grad_output.device, keys, rng is not None, stream)
         outputs = kernels.resolve_blocks_backward(*asked)(grad_output, inp_scale_inv, weight_scale_inv, rng)
         backends.record("quantize/triton", *("gemm/fp8",) * (len(outputs) // 3))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fp4engine.formats import CastSpec
 from fp4engine.ops.cast import amax, quantize, transient_form
+from fp4engine.ops.draws import draw_from
 from fp4engine.ops.gemm import gemm
 from fp4engine.ops.linear.way import Given, Gradients, Kept, Share, Way, both, row_of
 from fp4engine.ops.operand import Operand
@@ -46,6 +47,8 @@ class LinearByOperations(Way):
             asked = (weight, casts.weight, True, needs_dgrad, None, casts.streams[1], of_weight)
             right, weight_kept = self._cast(*asked)
         kept = [tensor for operand in (inp, weight_kept) if operand is not None for tensor in operand.tensors]
+        if share is not None and share.given is not None and needs_dgrad:
+            kept[-1] = None
         return self._product(left, right, 0, x.dtype, bias), both(kept, needs_dgrad, needs_wgrad)
 
     def _shared_amaxes(
@@ -75,17 +78,19 @@ class LinearByOperations(Way):
         grad_output: Tensor,
         kept: Kept,
         ins: int,
-        rng: Tensor | None,
+        state: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         memory: None = None,
         rank: int | None = None,
+        place: tuple[int, int] | None = None,
         share: Share | None = None,
         is_tiled: bool = False,
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
         casts, (rows, outs) = self.casts, grad_output.shape
         inp, inp_scale_inv, inp_amax, weight, weight_scale_inv, weight_amax = kept
-        stream = self.backward_stream(rng, rank)
+        rng = None if state is None else draw_from(state, place)
+        stream = self.backward_stream(rng is not None, rank)
         given: Given = (None, None)
         if share is not None:
             row, col = casts.grad_output

@@ -9,6 +9,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.ops import backend as backends
 from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import as_it_is, decode_supported, transient_form
+from fp4engine.ops.draws import draw_from, is_live
 from fp4engine.ops.gemm import product_path
 from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Memories, Share, Way, both, linear_kernels, row_of
 from fp4engine.ops.rng import lock as draw_lock
@@ -59,7 +60,8 @@ class LinearByValues(Way):
         Args:
             weight: values to be cast; or the codes and tile scales of a cast, which are then kept for backward too.
             memories: of x and weight, if delayed scaling scales them.
-            share: which amaxes ranks share.
+            share: which amaxes ranks share. Of amaxes that it gives, backward needs the last; None is in its place,
+                since the caller has it.
         """
         if isinstance(weight, TiledOperand):
             return self._tiled_forward(x, weight, bias, needs_dgrad, needs_wgrad)
@@ -77,11 +79,12 @@ class LinearByValues(Way):
             amaxes = self._shared_amaxes((x, weight), keys, share) if of_x or of_weight else None
             launch = kernels.resolve_forward(*asked, share.of, given is not None)
             *kept, y = launch(x, weight, bias, amaxes, given)
-            of_both = amaxes if given is None else given
             if amaxes is not None and of_x and needs_wgrad:
                 kept.insert(2, row_of(amaxes, 1))
-            if of_both is not None and (of_weight or given is not None) and needs_dgrad:
-                kept.append(row_of(of_both, of_both.shape[0] - 1))
+            if needs_dgrad and given is not None:
+                kept.append(None)
+            elif needs_dgrad and amaxes is not None and of_weight:
+                kept.append(row_of(amaxes, amaxes.shape[0] - 1))
         return y, both(kept, needs_dgrad, needs_wgrad)
 
     def _shared_amaxes(self, tensors: tuple[Tensor, ...], keys: tuple[str, ...], share: Share) -> Tensor:
@@ -118,13 +121,13 @@ class LinearByValues(Way):
         grad_output: Tensor,
         kept: Kept,
         ins: int,
-        rng: Tensor | None,
+        state: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         memory: Memory | None = None,
         rank: int | None = None,
+        place: tuple[int, int] | None = None,
         share: Share | None = None,
         is_tiled: bool = False,
-        is_live: bool = False,
     ) -> Gradients:
         """``dx = dy @ weight`` and ``dw = dy.T @ x``, each in its dtype, or None if its operand was not kept.
 
@@ -132,12 +135,13 @@ class LinearByValues(Way):
             grad_output: [M, N].
             kept: from :meth:`forward`; at least one of the two operands.
             ins: K.
-            rng: int64 [2], the draw of a stochastic cast; or [4], the draw of a shard.
+            state: of the random stream that stochastic casts draw from; None if no cast is stochastic. The launch takes
+                the draw itself, unless draws have to be values.
             memory: of ``grad_output``, if delayed scaling scales it.
             rank: the rank whose random bits are drawn; by default this process's.
+            place: row and column at which ``grad_output`` begins in the whole matrix; None if it is whole.
             share: if given, ranks share the amaxes of ``grad_output``.
             is_tiled: whether the weight was given as codes and tile scales.
-            is_live: whether ``rng`` is :func:`fp4engine.ops.live_state`, from which the launch takes a draw.
         """
         kernels, inp, weight = linear_kernels(), kept[0], kept[3]
         grad_output = as_it_is(grad_output)
@@ -145,18 +149,21 @@ class LinearByValues(Way):
         if is_tiled and weight is not None:
             tiles = kernels.facts(weight), kernels.facts(kept[4])
             backends.record("spread_tiles/triton")
-        stream = self.backward_stream(rng, rank)
+        draws, live = state is not None, None
+        rng, place = state, place if draws else None
+        if state is not None:
+            live = kernels.facts(state) if is_live() else None
+            rng = state if live is not None else draw_from(state, place)
         keys = self.backward_keys(inp, weight)
-        asked = (kernels.facts(grad_output), ins, grad_output.device, keys, rng is not None, stream, dtypes, tiles)
-        placed = rng is not None and rng.shape[0] == 4
+        stream = self.backward_stream(draws, rank)
+        asked = (kernels.facts(grad_output), ins, grad_output.device, keys, draws, stream, dtypes, tiles)
         amaxes = None
         if share is not None:
             row, col, *_ = keys
             sides = "" if weight is None else row, "" if inp is None else col
             amaxes = self._shared_amaxes((grad_output,), sides, share)
-        live = kernels.facts(rng) if is_live else None
-        launch = kernels.resolve_backward(*asked, amaxes is not None, placed, live)
-        with draw_lock if is_live else nullcontext():
+        launch = kernels.resolve_backward(*asked, amaxes is not None, place, live)
+        with nullcontext() if live is None else draw_lock:
             outputs = launch(grad_output, *kept, rng, amaxes)
         backends.record("quantize/triton", *("gemm/triton",) * len(outputs))
         return None if weight is None else outputs[0], None if inp is None else outputs[-1]

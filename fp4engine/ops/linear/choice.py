@@ -6,15 +6,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fp4engine.formats import CastSpec
-from fp4engine.ops import backend as backends
+from fp4engine.formats import CastSpec, ScaleRule
 from fp4engine.ops.cast import amax, as_it_is
 from fp4engine.ops.linear.by_fp8 import LinearByFP8, LinearByFP8Blocks
 from fp4engine.ops.linear.by_operations import LinearByOperations
 from fp4engine.ops.linear.by_values import LinearByValues
-from fp4engine.ops.linear.way import LayerCasts, linear_kernels
+from fp4engine.ops.linear.way import LayerCasts
 from fp4engine.ops.operation import PLAIN
-from fp4engine.ops.reduce import packed_amaxes
+from fp4engine.ops.reduce import largest_magnitudes, packed_amaxes
 from fp4engine.ops.tiles import TiledOperand
 
 LinearAtOnce = LinearByValues | LinearByFP8 | LinearByFP8Blocks
@@ -69,15 +68,18 @@ def amaxes_of(weights: Sequence[Tensor], casts: Sequence[LayerCasts]) -> Tensor:
     Args:
         casts: of the layer of each, whose amaxes ranks can share (:func:`fp4engine.ops.linear.way.shares_amaxes`).
     """
-    pairs = list(zip(weights, casts, strict=True))
-    if all(isinstance(covering(own, w.dtype, w.dtype, w.device), LinearByValues) for w, own in pairs):
-        kernels, keys = linear_kernels(), tuple([key for own in casts for key in own.weight])
-        tensors = [as_it_is(weight) for weight in weights]
-        launch = kernels.resolve_amaxes(tuple([kernels.facts(t) for t in tensors]), tensors[0].device, keys)
-        backends.record(*("amax/triton",) * len(tensors))
-        return launch(*tensors)[0]
-    found: list[Tensor] = []
-    for weight, own in pairs:
+    if all(map(_needs_magnitudes_alone, casts)):
+        found = largest_magnitudes([as_it_is(weight) for weight in weights])
+        return packed_amaxes([found.repeat_interleave(2)])
+    values: list[Tensor] = []
+    for weight, own in zip(weights, casts, strict=True):
         row, col = (CastSpec.from_key(key) for key in own.weight)
-        found += [value for value in amax(weight, row, col, backend=own.backend) if value is not None]
-    return packed_amaxes(found)
+        values += [value for value in amax(weight, row, col, backend=own.backend) if value is not None]
+    return packed_amaxes(values)
+
+
+@cache
+def _needs_magnitudes_alone(casts: LayerCasts) -> bool:
+    """Whether the outer amaxes of both casts of a weight are its largest magnitude."""
+    specs = [CastSpec.from_key(key) for key in casts.weight]
+    return all(spec.rotation is None and spec.scale_rule is not ScaleRule.ALIGNED for spec in specs)

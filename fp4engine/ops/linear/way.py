@@ -120,10 +120,10 @@ class Way:
         row, col = self.casts.grad_output
         return row, col, "" if inp is None else self.casts.inp[1], "" if weight is None else self.casts.weight[1]
 
-    def backward_stream(self, rng: Tensor | None, rank: int | None = None) -> int:
+    def backward_stream(self, draws: bool, rank: int | None = None) -> int:
         """Stream id of the gradient's cast. If the cast draws, it contains ``rank``, by default this process's."""
         stream = self.casts.streams[2]
-        return stream if rng is None else stream | rank_bits(rank)
+        return stream | rank_bits(rank) if draws else stream
 
 
 def both(kept: list[Any], needs_dgrad: bool, needs_wgrad: bool) -> Kept:

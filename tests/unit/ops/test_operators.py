@@ -88,16 +88,16 @@ def test_fakes_of_a_layers_operators_tell_the_truth(recipe, needs_dgrad, needs_w
     x, weight, grad = torch.randn(rows, ins).bfloat16(), torch.randn(outs, ins), torch.randn(rows, outs).bfloat16()
     needs = (needs_dgrad, needs_wgrad)
     forward, backward = torch.ops.fp4engine.linear_forward, torch.ops.fp4engine.linear_backward
-    assert_fake_tells_the_truth(forward, x, weight, torch.randn(outs), casts.key, *needs)
-    kept = forward(x, weight, None, casts.key, *needs)[1:]
+    assert_fake_tells_the_truth(forward, x, weight, torch.randn(outs), casts.key, *needs, None)
+    kept = forward(x, weight, None, casts.key, *needs, None)[1:]
     if sum(needs):
         count = len(kept) // sum(needs)
         inp = kept[:count] if needs_wgrad else [None] * count
         of_weight = kept[-count:] if needs_dgrad else [None] * count
-        rng = torch.tensor([1, 2])
+        state, alone = torch.tensor([1, 2]), (None, None, None, "")
         for bias_dtype in (None, torch.float16):
             dtypes = (torch.bfloat16, torch.float32, bias_dtype)
-            assert_fake_tells_the_truth(backward, grad, *inp, *of_weight, rng, casts.key, *dtypes)
+            assert_fake_tells_the_truth(backward, grad, *inp, *of_weight, state, casts.key, *dtypes, *alone)
     memory = [t.untyped_storage().data_ptr() for t in (x, weight, *kept) if t.numel()]
     assert len(set(memory)) == len(memory)  # no output is another, or a part of an input
 
@@ -115,13 +115,13 @@ def test_fakes_of_operators_on_tiles_tell_the_truth(recipe, shape) -> None:
     if casts is None:  # dgrad's operand is made of values
         return
     x, grad, weight = torch.randn(rows, ins).bfloat16(), torch.randn(rows, outs).bfloat16(), (*tiles, cast.amax)
-    dtypes, rng = (torch.bfloat16, torch.float32), torch.tensor([1, 2])
+    dtypes, state = (torch.bfloat16, torch.float32), torch.tensor([1, 2])
     for needs_wgrad in (True, False):
         forward = (x, *weight, torch.randn(outs), casts.key, torch.float32, needs_wgrad)
         assert_fake_tells_the_truth(fp4.tiled_linear_forward, *forward)
         inp = fp4.tiled_linear_forward(*forward)[1:] or [None] * 3
         for bias_dtype in (None, torch.float32):
-            backward = (grad, *inp, *weight, rng, casts.key, ins, *dtypes, bias_dtype)
+            backward = (grad, *inp, *weight, state, casts.key, *dtypes, bias_dtype, ins)
             assert_fake_tells_the_truth(fp4.tiled_linear_backward, *backward)
 
 
