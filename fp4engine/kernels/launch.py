@@ -13,9 +13,11 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from contextvars import Context
 from functools import cache, lru_cache, partial
 from operator import itemgetter
+from threading import RLock
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -267,7 +269,8 @@ class Launch:
         if is_jit and not self._is_compiled:
             Context().run(_compile_side_by_side, calls)  # in a context of its own: a failure leaves Triton's mode set
             self._is_compiled = True
-        compiled = [step.kernel[(step.programs,)](*arguments, **step.options) for step, arguments in calls]
+        with nullcontext() if is_jit else _interpreter:
+            compiled = [step.kernel[(step.programs,)](*arguments, **step.options) for step, arguments in calls]
         if not compiled:  # no kernel was started, so there may be no driver
             return
         if is_jit and all(map(_can_run, compiled)):
@@ -276,6 +279,9 @@ class Launch:
                 for kernel, step, arguments in zip(compiled, self.steps, self._arguments, strict=True)
             ]
 
+
+_interpreter = RLock()
+"""Held while Triton's interpreter runs kernels: it has one state for all threads, the number of a program among it."""
 
 _PARSES_IN_THREADS = sys.version_info >= (3, 11, 8)
 """Before, CPython counts the depth of a syntax tree for all threads together, and now and then raises SystemError."""

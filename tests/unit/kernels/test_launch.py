@@ -2,6 +2,8 @@
 
 import ast
 import sys
+import threading
+import time
 import traceback
 from collections import Counter
 from contextvars import ContextVar
@@ -59,6 +61,36 @@ def test_arguments_come_in_the_kernels_order_and_outputs_in_that_of_declaration(
     assert arguments[0] == ("descriptor of", (4,)) and arguments[1] is given and arguments[2] is None
     assert arguments[3] is outputs[1] and arguments[4:6] == (5, None) and arguments[6] is outputs[0]
     assert arguments[7] == 2.5 and other_grid == (1,) and again is outputs[0] and buffer.dtype == torch.uint8
+
+
+def test_threads_take_turns_in_triton_s_interpreter():
+    """It has one state for all threads: while one ran a kernel, another's computed by the numbers of its programs."""
+    alone, running, both = [], threading.Lock(), threading.Barrier(2)
+
+    class Interpreted:
+        def __getitem__(self, grid):
+            return self.run
+
+        def run(self, *arguments, **options):
+            alone.append(running.acquire(blocking=False))
+            time.sleep(0.05)
+            if alone[-1]:
+                running.release()
+
+    draft = Draft(torch.device("cpu"), inputs=0)
+    draft.step(Interpreted(), 1, "an argument", "another")
+    made = draft.launch()
+
+    def work():
+        both.wait(30)
+        made()
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert alone == [True, True]
 
 
 class Run:
