@@ -22,6 +22,7 @@ def quick_interpreter() -> Iterator[None]:
 
     By itself it does so again whenever one device function calls another, which takes a third of the time. It also
     repeats every sum and product of integers in 64 bits, to compare, and looks at the comparison under ``debug`` alone.
+    And most of what is left it spends on making the type of every tensor anew, which is remembered here.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
@@ -45,7 +46,39 @@ def quick_interpreter() -> Iterator[None]:
         patched.clear()
         launch(self, *arguments, **options)
 
+    tl, find_dtype = interpreter.tl, interpreter._get_np_dtype
+    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+    types, shapes, dtypes = dict[Any, Any](), dict[Any, Any](), dict[str, Any]()
+
+    def remembered_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if element_ty.is_ptr():  # the name does not tell pointers apart
+            make_type(self, element_ty, shape)
+        elif key in types:
+            self.__dict__.update(types[key])
+        else:
+            make_type(self, element_ty, shape)
+            types[key] = dict(self.__dict__)
+
+    def tensor_of_remembered_shape(self: Any, handle: Any, type: Any) -> None:
+        key = (*type.shape,) if type.is_block() else ()
+        if key in shapes:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = shapes[key]
+        else:
+            make_tensor(self, handle, type)
+            shapes[key] = self.shape, self.numel
+
+    def remembered_dtype(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in dtypes:
+            dtypes[name] = find_dtype(kind)
+        return dtypes[name]
+
     with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(tl.block_type, "__init__", remembered_type)
+        monkeypatch.setattr(tl.tensor, "__init__", tensor_of_remembered_shape)
+        monkeypatch.setattr(interpreter, "_get_np_dtype", remembered_dtype)
         monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         monkeypatch.setattr(interpreter, "_patch_lang", patch_what_is_left)
         monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_unpatched)
