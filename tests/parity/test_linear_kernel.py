@@ -405,6 +405,8 @@ def product_by_blocks(left, right, left_scales, left_kind, right_scales, right_k
 
 BLOCKS = {"powers of two": zoo.make("fp8_block"), "FP32 scales": Float8BlockScaling(use_f32_scales=True)}
 BLOCK_SHAPES = {"even": (256, 256, 256), "ragged": (132, 272, 144), "3-D": (2, 66, 144, 160)}
+SMALLEST = (132, 144, 144)
+"""Of layers whose products PyTorch makes: each of two blocks, the second cut off."""
 
 
 @pytest.mark.parametrize("shape", BLOCK_SHAPES.values(), ids=BLOCK_SHAPES)
@@ -418,13 +420,13 @@ def test_fp8_blocks(fp8_blocks, kernel_device, monkeypatch, recipe, shape):
 def test_fp8_blocks_gradients_that_nobody_wants(fp8_blocks, kernel_device, monkeypatch, x_grad, w_grad):
     options = {"device": kernel_device, "x_grad": x_grad, "w_grad": w_grad, "weight_dtype": torch.float32}
     options |= {"kind": LinearByFP8Blocks, "sizes": (1.0,)}
-    assert_one_launch_is_many(monkeypatch, BLOCKS["powers of two"], BLOCK_SHAPES["ragged"], **options)
+    assert_one_launch_is_many(monkeypatch, BLOCKS["powers of two"], SMALLEST, **options)
 
 
 @pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
 def test_fp8_blocks_not_finite(fp8_blocks, kernel_device, monkeypatch, spoil):
     options = {"device": kernel_device, "spoil": spoil, "kind": LinearByFP8Blocks, "sizes": (1.0,)}
-    assert_one_launch_is_many(monkeypatch, BLOCKS["powers of two"], BLOCK_SHAPES["ragged"], **options)
+    assert_one_launch_is_many(monkeypatch, BLOCKS["powers of two"], SMALLEST, **options)
 
 
 @pytest.mark.no_poison

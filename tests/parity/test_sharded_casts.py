@@ -25,24 +25,39 @@ SPECS = {
 RNG = torch.tensor([0x1234_5678_9ABC, 77])
 
 
+LINES = 32
+"""Rows, or columns, of a shard that nothing is rotated or corrected along: as few as every block divides."""
+
+
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_shards_are_parts_of_the_whole(kernel_device, spec, backend):
+    """Both sides at once; each by itself where it is rotated or corrected along more elements than the other needs."""
+    length = max(LINES, spec.col_multiple)
+    both = [((spec, spec), LINES, LINES)]
+    alone = [((spec, None), LINES, length), ((None, spec), length, LINES)]
+    for specs, height, width in both if length == LINES else alone:
+        check_shards(specs, height, width, kernel_device, backend)
+
+
+def check_shards(specs, height, width, device, backend):
     torch.manual_seed(0)
-    size = max(32, spec.col_multiple)
-    x = torch.randn(2 * size, 3 * size).to(kernel_device, torch.bfloat16)
-    rng, how = RNG.to(kernel_device), {"stream": 0x304, "backend": backend}
-    row_amax, col_amax = ops.amax(x, spec, spec, rng=rng, **how)
-    whole = ops.quantize(x, spec, spec, rowwise_amax=row_amax, columnwise_amax=col_amax, rng=rng, **how)
-    for row, col, rows, cols in ((size, 2 * size, size, size), (0, size, 2 * size, 2 * size)):
-        shard, place = x[row : row + rows, col : col + cols], torch.tensor([row, col], device=kernel_device)
+    x = torch.randn(2 * height, 3 * width).to(device, torch.bfloat16)
+    rng, how = RNG.to(device), {"stream": 0x304, "backend": backend}
+    row_amax, col_amax = ops.amax(x, *specs, rng=rng, **how)
+    whole = ops.quantize(x, *specs, rowwise_amax=row_amax, columnwise_amax=col_amax, rng=rng, **how)
+    for row, col, rows, cols in ((height, 2 * width, height, width), (0, width, 2 * height, 2 * width)):
+        shard, place = x[row : row + rows, col : col + cols], torch.tensor([row, col], device=device)
         amaxes = [row_amax, col_amax]
-        if spec.outer is Outer.ROW:
+        if any(spec is not None and spec.outer is Outer.ROW for spec in specs):
             amaxes = [row_amax[row : row + rows], col_amax[col : col + cols]]
         made = ops.quantize(
-            shard, spec, spec, rowwise_amax=amaxes[0], columnwise_amax=amaxes[1], rng=torch.cat([rng, place]), **how
+            shard, *specs, rowwise_amax=amaxes[0], columnwise_amax=amaxes[1], rng=torch.cat([rng, place]), **how
         )
+        assert [part is None for part in made] == [spec is None for spec in specs]
         for part, all_of_it, first, along in ((made[0], whole[0], row, col), (made[1], whole[1], col, row)):
+            if part is None:
+                continue
             for mine, theirs in zip(part.tensors[:2], all_of_it.tensors[:2], strict=True):
                 start = along * theirs.shape[1] // all_of_it.cols
                 expected = theirs[first : first + part.rows, start : start + mine.shape[1]]
