@@ -1,10 +1,11 @@
 """Compile the cast kernels for GPUs that are not here, a line per kernel and target.
 
-    python tools/aot.py [part of a name] [--targets 80 90 gfx942]        (make aot)
+    python tools/aot.py [part of a name] [--targets 80 90 gfx942] [--once]        (make aot)
 
 The GEMM kernels are compiled by tests/unit/kernels/test_gemm_aot.py. CI compiles for sm_80, sm_90 and sm_100, between
-which every variant of the source is in use; AMD's gfx942 and gfx950 have the variant without PTX. No kernel has been
-run on a GPU of AMD's.
+which every variant of the source is in use, and with ``--once``: if the source is the same for several of NVIDIA's
+targets, the PTX of the first is assembled for the others. Without ``--once`` the sources are compared. AMD's gfx942 and
+gfx950 have the variant without PTX. No kernel has been run on a GPU of AMD's.
 
 Fails if a kernel does not compile, if the sm_100 PTX of a nearest-even cast lacks the native E2M1 conversion, if a
 kernel that overlaps its predecessor does not wait for it, if the warps that fold an amax wait for each other, if a
@@ -13,13 +14,15 @@ than AMD's GPUs have.
 """
 
 import argparse
-import itertools
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,7 +65,7 @@ from fp4engine.kernels.load import Prologue
 from fp4engine.kernels.norm import COLS, ROWS, row_statistics_kernel
 from fp4engine.kernels.quantize import quantize_kernel, tile_shape
 from fp4engine.kernels.swizzle import COL_TILES, swizzle_kernel
-from fp4engine.kernels.target import hardware_of
+from fp4engine.kernels.target import E2M1, hardware_of
 from fp4engine.kernels.through_cast import TILE_R as CLIPPED_ROWS
 from fp4engine.kernels.through_cast import back_kernel, within_kernel
 from fp4engine.kernels.transpose import TILE as TRANSPOSED_TILE
@@ -338,6 +341,8 @@ FIRST_USE = re.compile(r"griddepcontrol\.wait|\b(?:ld|st|atom|red|cp)\.\S*global
 """A wait for the predecessor, or what must not come before it: any use of global memory."""
 SINGLE = re.compile(r"\bld\.global\.(?:\w+\.)*[bu]16\b")
 """A load of one element of 16 bits: 16 bytes at once want a mask that Triton knows to be the same for all of them."""
+NATIVE = "cvt.rn.satfinite.e2m1x2.f32"
+"""Blackwell's conversion to E2M1."""
 BARRIER = re.compile(r"\bbar\.sync|\bbarrier\.|\bs_barrier")
 """Where the warps of a program wait for each other."""
 
@@ -360,55 +365,116 @@ def spills(cubin: bytes) -> int:
     return sum(int(size) for size in re.findall(r"\b(?:STACK|LOCAL):(\d+)", printed))
 
 
-def compile_case(index: int, target: str) -> tuple[str, str]:
-    """A line to print, and what is wrong, if anything, with case ``index`` of :func:`cases`."""
+def rounds_to_codes(constants: dict[str, Any]) -> list[bool]:
+    """Of each side of a cast, whether it writes nearest codes, for which sm_100 has an instruction."""
+    sides = (constants.get("ROW"), constants.get("COL"))
+    return [side.words == 2 and not side.random_bits for side in sides if side is not None]
+
+
+def source_of(kernel: Any, constants: dict[str, Any], target: str) -> Any:
+    """Equal for targets for which the source of a kernel is the same, as far as it asks what a GPU can do."""
+    if not target.isdigit():
+        return target
+    if "HARDWARE" not in kernel.arg_names:
+        return 0
+    converts = kernel in (quantize_kernel, grouped_quantize_kernel) and any(rounds_to_codes(constants))
+    return hardware_of(int(target)) & (-1 if converts else ~E2M1)
+
+
+def assemble(ptx: str, capability: int) -> bytes:
+    """The cubin of ``ptx`` for another GPU than it was compiled for, with the options that Triton gives ptxas."""
+    tool = triton.knobs.nvidia.ptxas_blackwell if capability >= 100 else triton.knobs.nvidia.ptxas
+    gpu = f"sm_{capability}{'a' if capability >= 90 else ''}"
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(re.sub(r"^\.target sm_\w+", f".target {gpu}", ptx, flags=re.MULTILINE))
+        options = ["-lineinfo", "--fmad=false", "--regAllocOptLevel=2", f"--gpu-name={gpu}"]
+        subprocess.run([tool.path, *options, source, "-o", cubin], check=True, capture_output=True, text=True)
+        return cubin.read_bytes()
+
+
+def compile_case(index: int, targets: Sequence[str], once: bool) -> list[tuple[str, str]]:
+    """For each of ``targets``, for which case ``index`` of :func:`cases` has one source, a line to print and a fault.
+
+    Args:
+        once: compile for the first target, and assemble for the others.
+    """
     name, kernel, constants, dtype = cases()[index]
-    where = f"sm_{target}" if target.isdigit() else target
-    begin = time.perf_counter()
-    try:
-        compiled = compile_for(kernel, TARGETS[target], constants, dtype)
-    except Exception as error:
-        return f"{name:32} {where:7} FAILED", f"{name}, {where}: {error}"
+    results: list[tuple[str, str]] = []
+    first: Any = None
+    compiled: Any = None
+    for target in targets:
+        where = f"sm_{target}" if target.isdigit() else target
+        begin = time.perf_counter()
+        try:
+            if first is None or not once:
+                compiled = compile_for(kernel, TARGETS[target], constants, dtype)
+                first = first or compiled
+                cubin = compiled.asm.get("cubin", b"")
+            else:
+                cubin = assemble(compiled.asm["ptx"], int(target))
+        except Exception as error:
+            said = getattr(error, "stderr", None) or error  # ptxas's own words, where it was called here
+            results.append((f"{name:32} {where:7} FAILED", f"{name}, {where}: {said}"))
+            continue
+        note = ", native E2M1" if NATIVE in compiled.asm.get("ptx", "") else ""
+        note += ", assembled" if once and compiled is first and target != targets[0] else ""
+        took = time.perf_counter() - begin
+        line = f"{name:32} {where:7} {compiled.metadata.shared:6} B shared{note}  {took:.1f} s"
+        wrong = what_is_wrong(kernel, constants, target, compiled, cubin)
+        if compiled.asm["ttir"] != first.asm["ttir"]:
+            wrong = f"another source than for sm_{targets[0]}, which source_of does not tell"
+        results.append((line, wrong and f"{name}, {where}: {wrong}"))
+    return results
+
+
+def what_is_wrong(kernel: Any, constants: dict[str, Any], target: str, compiled: Any, cubin: bytes) -> str:
+    """What is wrong with a kernel for ``target``, or nothing."""
     ptx, shared = compiled.asm.get("ptx", ""), compiled.metadata.shared
-    native = "cvt.rn.satfinite.e2m1x2.f32" in ptx
-    note = ", native E2M1" if native else ""
-    line = f"{name:32} {where:7} {shared:6} B shared{note}  {time.perf_counter() - begin:.1f} s"
+    native = NATIVE in ptx
     if shared > SHARED.get(target, shared):
-        return line, f"{name}, {where}: {shared} bytes of shared memory, and there are {SHARED[target]}"
+        return f"{shared} bytes of shared memory, and there are {SHARED[target]}"
     capability = int(target) if target.isdigit() else 0
     if capability >= 90 and not waits_first(kernel, ptx):
-        return line, f"{name}, {where}: does not wait for its predecessor before it uses memory"
+        return "does not wait for its predecessor before it uses memory"
     if kernel is fold_kernel and BARRIER.search(ptx or compiled.asm.get("amdgcn", "")):
-        return line, f"{name}, {where}: warps wait for each other where some of them may not come (whole_amax)"
-    if kernel in IN_REGISTERS and capability and (size := spills(compiled.asm["cubin"])):
-        return line, f"{name}, {where}: keeps {size} bytes of registers in memory"
+        return "warps wait for each other where some of them may not come (whole_amax)"
+    if kernel in IN_REGISTERS and capability and (size := spills(cubin)):
+        return f"keeps {size} bytes of registers in memory"
     is_aligned = kernel in (amax_kernel, quantize_kernel) and "odd_width" not in constants
     is_large = is_aligned and constants["TILE_M"] * constants["TILE_K"] >= 8192
     if is_large and SINGLE.search(ptx):  # in a smaller tile a thread has one element of each row
-        return line, f"{name}, {where}: reads x element by element"
-    sides = [side for side in (constants.get("ROW"), constants.get("COL")) if side is not None]
-    wants = kernel in (quantize_kernel, grouped_quantize_kernel) and all(
-        s.words == 2 and not s.random_bits for s in sides
-    )
+        return "reads x element by element"
+    wants = kernel in (quantize_kernel, grouped_quantize_kernel) and all(rounds_to_codes(constants))
     if wants and native != (capability >= 100):
-        return line, f"{name}, {where}: native E2M1 conversion {'in' if native else 'missing from'} PTX"
-    return line, ""
+        return f"native E2M1 conversion {'in' if native else 'missing from'} PTX"
+    return ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", default="", help="part of the names to compile; all by default")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), help="all by default")
+    parser.add_argument("--once", action="store_true", help="compile each source for one of the targets that share it")
     arguments = parser.parse_args()
-    chosen = [index for index, case in enumerate(cases()) if arguments.name in case[0]]
+    table = cases()
+    chosen = [index for index, case in enumerate(table) if arguments.name in case[0]]
     if not chosen:
         parser.error(f"no case has {arguments.name!r} in its name")
-    work = list(itertools.product(chosen, arguments.targets))
+    work: list[tuple[int, tuple[str, ...]]] = []
+    for index in chosen:
+        _, kernel, constants, _ = table[index]
+        sharing: dict[Any, tuple[str, ...]] = {}
+        for target in (target for target in TARGETS if target in arguments.targets):  # older PTX suits newer GPUs
+            source = source_of(kernel, constants, target)
+            sharing[source] = (*sharing.get(source, ()), target)
+        work += [(index, targets) for targets in sharing.values()]
     failures = []
     with ProcessPoolExecutor() as pool:
-        for line, failure in pool.map(compile_case, *zip(*work, strict=True)):
-            print(line, flush=True)
-            failures += [failure] if failure else []
+        for results in pool.map(partial(compile_case, once=arguments.once), *zip(*work, strict=True)):
+            for line, failure in results:
+                print(line, flush=True)
+                failures += [failure] if failure else []
     if failures:
         sys.exit("\n".join(failures))
 
