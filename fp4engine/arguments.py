@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from numbers import Real
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ def require_patterns(name: str, patterns: Iterable[str]) -> tuple[str, ...]:
     """
     if isinstance(patterns, str):
         raise ValueError(f"{name} must be a sequence of patterns, got the string; write [{patterns!r}]")
-    given: tuple[Any, ...] | None = tuple(patterns) if isinstance(patterns, Iterable) else None
+    is_sequence = isinstance(patterns, Iterable) and not isinstance(patterns, torch.Tensor)
+    given: tuple[Any, ...] | None = tuple(patterns) if is_sequence else None
     if given is None or not all(isinstance(pattern, str) for pattern in given):
         raise ValueError(f"{name} must be a sequence of patterns, which are strings, got {shown(patterns)}")
     return given
@@ -54,7 +56,7 @@ def require_integer(name: str, value: Any, least: int | None = None, most: int |
     """
     try:
         number = None if isinstance(value, bool) else index(value)
-    except TypeError:
+    except (TypeError, RuntimeError):  # the latter of a tensor on meta, which has no value
         number = None
     if number is None or (least is not None and number < least) or (most is not None and number > most):
         bounds = "" if least is None else f" of at least {least}" if most is None else f" from {least} to {most:,}"
@@ -77,14 +79,23 @@ def require_bool(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be True or False, got {shown(value)}")
 
 
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a real number, one of NumPy's included, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def require_rate(name: str, value: Any) -> None:
     """Raise a ValueError unless ``value`` of the argument ``name`` is a number from 0 to 1."""
-    try:
-        fits = 0 <= value <= 1
-    except TypeError:
-        fits = False
-    if not fits:
+    if not (is_number(value) and 0 <= value <= 1):
         raise ValueError(f"{name} must be a number from 0 to 1, got {shown(value)}")
+
+
+def require_dense(name: str, tensor: Any) -> None:
+    """Raise a ValueError unless ``tensor``, the argument ``name``, is a strided tensor of one shape."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got {'a nested one' if tensor.is_nested else tensor.layout}")
 
 
 def require_callable(name: str, function: Callable[..., Any]) -> None:

@@ -28,5 +28,12 @@ def literal(name: str) -> str:
 
 
 def dotted(*parts: str | None) -> str:
-    """The parts that are neither None nor empty, joined by dots."""
+    """The parts that are neither None nor empty, joined by dots.
+
+    Raises:
+        ValueError: a part, which is a name that a user may have given, is no string.
+    """
+    for part in parts:
+        if part is not None and not isinstance(part, str):
+            raise ValueError(f"name must be a string or None, got {part!r}")
     return ".".join(part for part in parts if part)

@@ -10,6 +10,7 @@ their step has come, and have a ``state_dict`` to save beside the optimizer's.
 Source: arXiv 2510.27527; TetraJet-v2 ca5953f, ``olmo/quantization_real``.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fp4engine.arguments import require_integer, require_model, shown
+from fp4engine.arguments import is_number, require_integer, require_model, shown
 from fp4engine.formats import Rotation, Signs
 from fp4engine.functional import LinearPlan, linear, make_linear_plan
 from fp4engine.modules import Linear
@@ -136,10 +137,6 @@ class _StepHook:
         return step
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 class Oscillation(NamedTuple):
     """What is known of a weight within a window, each FP32 [N, K].
 
@@ -189,8 +186,8 @@ class OsciReset(_StepHook):
         period = require_integer("period", period, 3)
         if window > period - 2:
             raise ValueError(f"window must be at most period - 2, got window={window} and period={period}")
-        if not (_is_number(threshold) and threshold > 0):
-            raise ValueError(f"threshold must be positive, got {threshold!r}")
+        if not (is_number(threshold) and 0 < threshold < math.inf):
+            raise ValueError(f"threshold must be a positive finite number, got {threshold!r}")
         super().__init__(model, optimizer, recipe)
         self.start, self.period, self.window, self.threshold = start, period, window, threshold
         self.reset_share: float | None = None
@@ -364,7 +361,7 @@ class OutControl(_StepHook):
     ) -> None:
         start, steps = require_integer("start", start, 0), require_integer("steps", steps, 1)
         multiple = require_integer("multiple", multiple, 1)
-        if not (_is_number(share) and 0 < share < 1):
+        if not (is_number(share) and 0 < share < 1):
             raise ValueError(f"share must be in (0, 1), got {share!r}")
         _require_group(group)
         super().__init__(model, optimizer, recipe)

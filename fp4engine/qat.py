@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from fp4engine.accounting import ConversionPlan
-from fp4engine.arguments import require_bool, require_model, shown
+from fp4engine.arguments import is_number, require_bool, require_dense, require_model, shown
 from fp4engine.convert import convert
 from fp4engine.formats import CastSpec
 from fp4engine.frozen_weights import StoredWeights, quantize_weights
 from fp4engine.functional.cast import cast
+from fp4engine.modules.inputs import unusable_devices
 from fp4engine.modules.shared_amax import SHARED_SCALES, share_amax, sibling_groups
 from fp4engine.recipe import Casts, LinearRecipe, Recipe
 from fp4engine.recipe.base import require_recipe
@@ -56,8 +57,7 @@ def prepare(
     require_model(model)
     require_recipe(recipe)
     require_bool("inputs", inputs)
-    is_number = isinstance(clip, int | float) and not isinstance(clip, bool)
-    if not is_number or not 0 < clip <= 1 or (recipe is not None and (clip != 1 or not inputs)):
+    if not (is_number(clip) and 0 < clip <= 1) or (recipe is not None and (clip != 1 or not inputs)):
         raise ValueError(
             f"clip must be in (0, 1], and goes with recipe=None as inputs does, got {clip!r} and {recipe!r}"
         )
@@ -98,18 +98,20 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0
         temperature: T > 0.
 
     Raises:
-        ValueError: no tensors of one shape, or a temperature that is no positive finite number.
+        ValueError: no floating-point tensors of one shape, or a temperature that is no positive finite number.
 
     Source: Hinton et al., arXiv 1503.02531.
     """
     for name, logits in (("student", student), ("teacher", teacher)):
-        if not isinstance(logits, Tensor) or not logits.ndim:
-            raise ValueError(f"{name} must be a tensor of logits [..., classes], got {shown(logits)}")
+        require_dense(name, logits)
+        if not logits.is_floating_point() or not logits.ndim:
+            got = f"{logits.dtype} of shape {tuple(logits.shape)}"
+            raise ValueError(f"{name} must be floating-point logits [..., classes], got {got}")
     if student.shape != teacher.shape:
         raise ValueError(
             f"student and teacher must have one shape, got {tuple(student.shape)} and {tuple(teacher.shape)}"
         )
-    if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+    if not (is_number(temperature) and 0 < temperature < math.inf):
         raise ValueError(f"temperature must be a positive finite number, got {shown(temperature)}")
     dtype = torch.promote_types(student.dtype, torch.float32)
     rows = (x.reshape(-1, x.shape[-1]).to(dtype) / temperature for x in (student, teacher.detach()))
@@ -141,11 +143,11 @@ def ste_weight(weight: Tensor, spec: CastSpec = NVFP4) -> Tensor:
     """:func:`fake_quantize` of a weight [N, K]: what inference with quantized weights multiplies by.
 
     Raises:
-        ValueError: a weight that is no matrix.
+        ValueError: a weight that is no dense matrix.
     """
-    if not isinstance(weight, Tensor) or weight.ndim != 2:
-        got = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else shown(weight)
-        raise ValueError(f"weight must be [out_features, in_features], got {got}")
+    require_dense("weight", weight)
+    if weight.ndim != 2:
+        raise ValueError(f"weight must be [out_features, in_features], got shape {tuple(weight.shape)}")
     return fake_quantize(weight, spec)
 
 
@@ -162,7 +164,12 @@ def linear_ste(
     Args:
         x: [..., K]; weight: [N, K]; bias: [N] or None.
         input_spec, weight_spec: None leaves that side in high precision, as the input is unless a spec is given.
+
+    Raises:
+        ValueError: ``x`` or ``weight`` is no tensor, or they lie on different devices.
     """
+    if getattr(x, "device", None) != getattr(weight, "device", ""):
+        raise unusable_devices(x, weight)
     left = x if input_spec is None else fake_quantize(x, input_spec)
     right = weight if weight_spec is None else ste_weight(weight, weight_spec)
     return torch.nn.functional.linear(left, right, bias)

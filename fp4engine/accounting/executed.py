@@ -11,12 +11,13 @@ from torch import nn
 from fp4engine.accounting.flops import watch
 from fp4engine.accounting.planned import FP4_FORMATS, is_never_called, linear_modules, other_matrices, plan_module
 from fp4engine.accounting.table import table
-from fp4engine.arguments import require_callable, require_model, require_patterns
+from fp4engine.arguments import require_callable, require_model, require_patterns, require_rate
 from fp4engine.functional import ExecutedGemms
 from fp4engine.functional.plan import HIGH_PRECISION
 from fp4engine.modules import GroupedLinear, Linear
 from fp4engine.names import covers
 from fp4engine.recipe import Recipe
+from fp4engine.recipe.base import require_recipe
 from fp4engine.roles import GEMMS
 
 _Table = dict[tuple[str, str], int]
@@ -152,10 +153,12 @@ def assert_quantized(
 
     Raises:
         AssertionError: it is not so; the message names what ran otherwise, or cannot be seen.
-        ValueError: ``min_fraction`` is not in 0..1, or a pattern covers nothing.
+        ValueError: ``min_fraction`` is not in 0..1, ``recipe`` is none, or a pattern covers nothing.
     """
-    if min_fraction is not None and not 0.0 <= min_fraction <= 1.0:
-        raise ValueError(f"min_fraction must be between 0 and 1, got {min_fraction}")
+    if min_fraction is not None:
+        require_rate("min_fraction", min_fraction)
+    require_recipe(recipe)
+    keep_high_precision = require_patterns("keep_high_precision", keep_high_precision)
     report = executed_gemms(model, step)
     if not report.flops.total():
         raise AssertionError(
@@ -191,7 +194,6 @@ def _unseen(
     model: nn.Module, report: ExecutedReport, patterns: Sequence[str], without_parameters: bool
 ) -> dict[str, str]:
     """``name -> why`` of what multiplies uncounted, less what ``patterns`` cover."""
-    patterns = require_patterns("keep_high_precision", patterns)
     never_called = is_never_called(model)
     linears = dict(linear_modules(model))
     found = {name: "an operator that PyTorch has no formula for" for name in report.opaque}

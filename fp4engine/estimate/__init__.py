@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from fp4engine.arguments import require_bool, require_patterns
+from fp4engine.arguments import is_number, require_bool, require_patterns
 from fp4engine.estimate.costs import host_seconds, largest_unit, seconds_of, wire
 from fp4engine.estimate.decoder import MODELS, Architecture, Decoder, add_lora, from_config
 from fp4engine.estimate.gpus import GPU, GPUS
@@ -78,7 +78,7 @@ def estimate(
     sizes = require_settings(batch, sequence, fsdp, tp, lora_rank, parameters, optimizer, gpu)
     batch, sequence, fsdp, tp, lora_rank = sizes
     given = host_microseconds
-    if given is not None and not (isinstance(given, int | float) and 0 <= given < float("inf")):
+    if given is not None and not (is_number(given) and 0 <= given < float("inf")):
         raise ValueError(f"host_microseconds must be a finite number of at least 0, got {host_microseconds!r}")
     step: dict[str, Any] = {
         "recipe": recipe, "gpu": GPUS[gpu], "batch": batch, "sequence": sequence, "parameters": parameters,

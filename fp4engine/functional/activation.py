@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4engine import ops
-from fp4engine.arguments import require_one_of, shown
+from fp4engine.arguments import is_number, require_one_of, shown
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -71,8 +71,8 @@ class Activation:
         known = (*PLAIN, *GATED, CLAMPED_SWIGLU)
         require_one_of("activation", self.name, known)
         allowed = set(_CLAMPED_SWIGLU_DEFAULTS) if self.name == CLAMPED_SWIGLU else set[str]()
-        given: Any = self.params or {}
-        if not isinstance(given, Mapping) or not all(isinstance(value, int | float) for value in given.values()):
+        given: Any = {} if self.params is None else self.params
+        if not isinstance(given, Mapping) or not all(map(is_number, given.values())):
             raise ValueError(f"activation_params must be numbers by their names, got {shown(given)}")
         if unknown := set(given) - allowed:
             words = ", ".join(sorted(allowed)) or "none"

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4engine.arguments import require_integer, require_one_of
+from fp4engine.arguments import require_integer, require_one_of, shown
 
 MASK_TYPES = (
     "no_mask",
@@ -46,7 +46,7 @@ class AttentionMask:
     def __post_init__(self) -> None:
         require_one_of("mask type", self.kind, MASK_TYPES)
         if not isinstance(self.window, Sequence) or len(self.window) != 2:
-            raise ValueError(f"window_size of a mask must be two integers, got {self.window_size}")
+            raise ValueError(f"window_size of a mask must be two integers, got {shown(self.window_size)}")
         for size in self.window:
             require_integer("each of window_size", size, -1)
         if self.is_causal and self.window[1] != 0:
@@ -63,7 +63,7 @@ class AttentionMask:
 
     @property
     def window(self) -> tuple[int, int]:
-        return self.window_size or (-1, 0 if self.is_causal else -1)
+        return (-1, 0 if self.is_causal else -1) if self.window_size is None else self.window_size
 
     def allowed(
         self, masked: Tensor | None, queries: int, keys: int, device: torch.device, padded: Tensor | None = None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import capability, ops, reference
-from fp4engine.arguments import require_one_of
+from fp4engine.arguments import require_dense, require_one_of
 from fp4engine.formats import E4M3, E5M2, CastSpec
 from fp4engine.quantizers import Quantizer
 
@@ -80,11 +80,13 @@ def cast(
         rng: int64 [2] ``(seed, draw)`` for stochastic specs; by default a new draw.
 
     Raises:
-        ValueError: an unknown mode or compute, or something else than a CastSpec.
+        ValueError: an unknown mode or compute, something else than a CastSpec, or an ``x`` that is no dense tensor of
+            float16, bfloat16, float32 or float64 with at least one dimension.
         NotImplementedError: ``spec`` rotates, which only means something between the two operands of a GEMM.
 
     Source: ROCm/tensorcast, branch ``triton``, ``tcast/common.py``, for the vocabulary; modes are arguments here.
     """
+    require_dense("x", x)
     for name, value, allowed in (("mode", mode, get_args(Mode)), ("compute", compute, get_args(Compute))):
         require_one_of(name, value, allowed)
     if not isinstance(spec, CastSpec):

@@ -4,10 +4,13 @@
 """
 
 from collections.abc import Callable, Sequence
+from math import prod
 from operator import index
 
 import torch
 from torch import Tensor
+
+from fp4engine.arguments import require_dense
 
 
 def require_counts(m_splits: Tensor, groups: int) -> None:
@@ -52,11 +55,15 @@ def grouped(inp: Tensor, m_splits: Sequence[int] | Tensor, transforms: Sequence[
 
     Returns:
         [..., N].
+
+    Raises:
+        ValueError: ``inp`` is no dense tensor of at least one dimension, or ``m_splits`` are not its rows.
     """
     if not isinstance(inp, Tensor) or inp.ndim == 0:
         got = "a scalar tensor" if isinstance(inp, Tensor) else type(inp).__name__
         raise ValueError(f"the input must be a tensor of at least one dimension, got {got}")
-    matrix = inp.reshape(-1, inp.shape[-1])
+    require_dense("the input", inp)
+    matrix = inp.reshape(prod(inp.shape[:-1]), inp.shape[-1])
     slices = matrix.split(split_sizes(m_splits, len(transforms), matrix.shape[0]))
     outputs = [transform(rows) for transform, rows in zip(transforms, slices, strict=True)]
     output = torch.cat(outputs)

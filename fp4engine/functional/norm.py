@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4engine import ops
+from fp4engine.arguments import is_number, require_bool
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
@@ -56,7 +56,7 @@ class Norm:
         zero_centered_gamma: whether gamma is stored less one.
 
     Raises:
-        ValueError: unknown kind, or an ``eps`` that is no number of at least 0.
+        ValueError: unknown kind, an ``eps`` that is no number of at least 0, or a flag that is no bool.
     """
 
     kind: str
@@ -66,8 +66,9 @@ class Norm:
     def __post_init__(self) -> None:
         if self.kind not in NORMALIZATIONS:
             raise ValueError(f"normalization must be {' or '.join(map(repr, NORMALIZATIONS))}, got {self.kind!r}")
-        if not isinstance(self.eps, Real) or not 0 <= self.eps < math.inf:
+        if not (is_number(self.eps) and 0 <= self.eps < math.inf):
             raise ValueError(f"eps must be a finite number of at least 0, got {self.eps!r}")
+        require_bool("zero_centered_gamma", self.zero_centered_gamma)
 
     @property
     def has_bias(self) -> bool:
@@ -84,12 +85,14 @@ class Norm:
         If x and gamma have one dtype and gamma is not zero-centred, the bits are those of PyTorch's own function.
 
         Raises:
-            ValueError: x holds integers or booleans, to which the result would be rounded, or gamma or beta does not
-                fit it.
+            ValueError: x is no tensor, or holds integers, booleans or FP8, to which the result would be rounded; gamma
+                or beta does not fit it.
         """
+        if not isinstance(x, Tensor):
+            raise ValueError(f"x must be a tensor, got {type(x).__name__}")
         dtype = x.dtype
-        if not (dtype.is_floating_point or dtype.is_complex):
-            raise ValueError(f"x must be floating point, got {dtype}")
+        if not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize < 2:
+            raise ValueError(f"x must be floating point, of 16 bits or more, got {dtype}")
         _require_parameters(x, gamma, beta)
         if self.zero_centered_gamma or dtype != gamma.dtype:
             # In BF16, 1 + gamma would keep eight bits of gamma.

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import require_bool, require_callable, require_integer, require_model, require_patterns, shown
+from fp4engine.arguments import (
+    is_number,
+    require_bool,
+    require_callable,
+    require_integer,
+    require_model,
+    require_patterns,
+    shown,
+)
 from fp4engine.formats import CastSpec
 from fp4engine.inspect.watch import layers_of
 from fp4engine.names import covers, literal
@@ -227,7 +235,7 @@ def bisect(
     require_callable("make_run", make_run)
     require_bool("refine", refine)
     budget = require_integer("budget", budget, 2)
-    if tolerance is not None and not (isinstance(tolerance, int | float) and 0 <= tolerance < math.inf):
+    if tolerance is not None and not (is_number(tolerance) and 0 <= tolerance < math.inf):
         raise ValueError(f"tolerance must be a finite number of at least 0, or None, got {tolerance!r}")
     names = list(_flops(model))
     runs = _Runs(make_run, budget)
@@ -342,7 +350,7 @@ def sensitivity(
     """
     recipe = _plain(recipe)
     require_callable("make_run", make_run)
-    if not (isinstance(share, int | float) and 0.0 <= share <= 1.0):
+    if not (is_number(share) and 0.0 <= share <= 1.0):
         raise ValueError(f"share must be between 0 and 1, got {share!r}")
     flops = _flops(model)
     members = _members(list(flops), units)

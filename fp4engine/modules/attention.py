@@ -17,7 +17,7 @@ from fp4engine.modules.layernorm_linear import LayerNormLinear
 from fp4engine.modules.linear import Linear
 from fp4engine.modules.norm import LayerNorm, RMSNorm
 from fp4engine.modules.split_linear import SplitLinear
-from fp4engine.modules.te_arguments import FORWARD_NEUTRAL, refuse_unimplemented, te_device, te_init
+from fp4engine.modules.te_arguments import FORWARD_NEUTRAL, initializer, refuse_unimplemented, te_device
 from fp4engine.names import dotted
 from fp4engine.recipe import Recipe
 
@@ -175,13 +175,13 @@ class MultiheadAttention(torch.nn.Module):
             self.layernorm_query = projection("layernorm_query", True, query=q)
             self.key_value = projection("key_value", False, key=kv, value=kv)
         else:
-            self._query_name = "query_layer"
+            self._query_name, query_init = "query_layer", initializer("init_method", init_method)
             self.query_layer = self.projection_class(
-                hidden_size, q, init_method=init_method or te_init, name=dotted(name, "query_layer"), **common
+                hidden_size, q, init_method=query_init, name=dotted(name, "query_layer"), **common
             )
             self.key_value = projection("key_value", False, key=kv, value=kv)
         kind, returned = (self.linear_class, {"return_bias": True}) if return_bias else (self.projection_class, {})
-        init, name = output_layer_init_method or te_init, dotted(name, "proj")
+        init, name = initializer("output_layer_init_method", output_layer_init_method), dotted(name, "proj")
         self.proj = kind(q, hidden_size, init_method=init, name=name, **common, **returned)
 
     def forward(
@@ -228,8 +228,8 @@ class MultiheadAttention(torch.nn.Module):
         if encoder_output is not None and self.attention_type == "self":
             raise ValueError("encoder_output goes with attention_type='cross', this is 'self'")
         mask = AttentionMask(
-            attn_mask_type or self.mask.kind,
-            window_size or self.mask.window_size,
+            self.mask.kind if attn_mask_type is None else attn_mask_type,
+            self.mask.window_size if window_size is None else window_size,
             self.mask.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
         )
         if attention_mask is not None and not mask.reads_mask and not torch.compiler.is_compiling():

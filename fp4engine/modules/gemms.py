@@ -88,6 +88,7 @@ class Gemms(torch.nn.Module):
         if name is not None and not isinstance(name, str):
             raise ValueError(f"name must be a string or None, got {name!r}")
         require_bool("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
+        require_own_recipe(recipe)  # nn.Module would take a module for a child, and never ask the property
         self.name = name
         self.recipe = recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -238,6 +239,9 @@ class Gemms(torch.nn.Module):
             if isinstance(weight, QuantizedWeight):
                 weight = weight.dequantize()
             if main_grad is None:
+                # Without a bias, PyTorch multiplies values by a weight on meta and returns memory that nobody wrote.
+                if weight.is_meta and getattr(inp, "device", weight.device) != weight.device:
+                    raise unusable_devices(inp, weight)
                 inp = inp.tensor() if isinstance(inp, FusedInput) else inp
                 output = F.linear(inp, weight, bias)
                 self.executed.record_high_precision(inp, weight)

@@ -15,7 +15,7 @@ from fp4engine.functional.grouped_loop import grouped, require_counts
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.model_init import store_weight
-from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
+from fp4engine.modules.te_arguments import initializer, refuse_unimplemented, te_place
 from fp4engine.recipe import Recipe
 
 
@@ -38,7 +38,8 @@ class GroupedLinear(torch.nn.Module):
 
     Raises:
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
-        ValueError: ``num_gemms`` is less than one, a size is no integer or negative, or ``return_bias`` is no bool.
+        ValueError: ``num_gemms`` is less than one, a size is no integer or negative, a flag is no bool, or
+            ``init_method`` or ``params_dtype`` is none.
     """
 
     __call__: Callable[..., Tensor | tuple[Tensor, list[Tensor | None]]]
@@ -61,14 +62,15 @@ class GroupedLinear(torch.nn.Module):
     ) -> None:
         refuse_unimplemented("GroupedLinear", te_arguments)
         num_gemms = require_integer("num_gemms", num_gemms, 1)
+        require_bool("bias", bias)
         require_bool("return_bias", return_bias)
         in_features = require_integer("in_features", in_features, 0)
         out_features = require_integer("out_features", out_features, 0)
         super().__init__()
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.return_bias = return_bias
-        self.init_method = init_method or te_init
-        place: dict[str, Any] = {"device": te_device(device), "dtype": params_dtype}
+        self.init_method = initializer("init_method", init_method)
+        place = te_place(device, params_dtype)
         for index in range(num_gemms):
             weight = Parameter(torch.empty(out_features, in_features, **place))
             self.register_parameter(f"weight{index}", weight)

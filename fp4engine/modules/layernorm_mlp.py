@@ -14,7 +14,7 @@ from fp4engine.functional.norm import Norm
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.norm import InputNorm
-from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
+from fp4engine.modules.te_arguments import initializer, refuse_unimplemented, te_place
 from fp4engine.names import dotted
 from fp4engine.recipe import Recipe
 
@@ -79,6 +79,7 @@ class LayerNormMLP(InputNorm):
         **te_arguments: Any,
     ) -> None:
         refuse_unimplemented("LayerNormMLP", te_arguments)
+        require_bool("bias", bias)
         require_bool("return_bias", return_bias)
         require_bool("return_layernorm_output", return_layernorm_output)
         hidden_size = require_integer("hidden_size", hidden_size, 0)
@@ -86,10 +87,10 @@ class LayerNormMLP(InputNorm):
         super().__init__()
         self.norm = Norm(normalization, eps, zero_centered_gamma)
         self.activation = Activation(activation, activation_params)
-        self.init_method = init_method or te_init
-        self.output_layer_init_method = output_layer_init_method or te_init
+        self.init_method = initializer("init_method", init_method)
+        self.output_layer_init_method = initializer("output_layer_init_method", output_layer_init_method)
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
-        place: dict[str, Any] = {"device": te_device(device), "dtype": params_dtype}
+        place = te_place(device, params_dtype)
         fc1_features = ffn_hidden_size * (2 if self.activation.is_gated else 1)
         self._register_norm(hidden_size, place)
         self.fc1_weight = Parameter(torch.empty(fc1_features, hidden_size, **place))

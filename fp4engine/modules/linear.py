@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import require_integer, require_model
+from fp4engine.arguments import require_callable, require_integer, require_model
 from fp4engine.functional import WeightCache
 from fp4engine.functional.weight_cache import told_of_steps
 from fp4engine.modules.gemms import Gemms
@@ -71,6 +71,7 @@ class Linear(Gemms, torch.nn.Linear):
                 raise ValueError(f"dtype and params_dtype are the same thing, got {dtype} and {params_dtype}")
             dtype, device = params_dtype, te_device(device)
         if init_method is not None:
+            require_callable("init_method", init_method)
             self.init_method = init_method  # nn.Linear's constructor initialises
         torch.nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         self._configure(name, recipe, fuse_wgrad_accumulation)

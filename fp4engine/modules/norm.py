@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fp4engine.arguments import require_dense, require_integer, shown
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.norm import Norm
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device
@@ -24,7 +25,8 @@ class LayerNorm(torch.nn.LayerNorm):
 
     Raises:
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
-        ValueError: both or neither name of the shape, or two different dtypes.
+        ValueError: both or neither name of the shape, a size that is no integer of at least 0, a flag that is no bool,
+            or two different dtypes.
     """
 
     __call__: Callable[..., Tensor]
@@ -110,10 +112,9 @@ class InputNorm(torch.nn.Module):
         """The norm of ``inp``, not computed yet.
 
         Raises:
-            ValueError: ``inp`` is no tensor.
+            ValueError: ``inp`` is no tensor, or a nested or sparse one.
         """
-        if not isinstance(inp, Tensor):
-            raise ValueError(f"the input must be a tensor, got {type(inp).__name__}")
+        require_dense("the input", inp)
         return FusedInput(self.norm, inp, (self.layer_norm_weight, self.layer_norm_bias), inp.dtype)
 
 
@@ -133,4 +134,7 @@ def _older_names(
     if dtype is not None and params_dtype is not None and dtype != params_dtype:
         raise ValueError(f"dtype and params_dtype are the same thing, got {dtype} and {params_dtype}")
     shape = hidden_size if shape is None else shape
-    return [shape] if isinstance(shape, int) else list(shape or ()), params_dtype if dtype is None else dtype
+    sizes: Sequence[Any] = shape if isinstance(shape, Sequence) else (shape,)
+    if isinstance(shape, str | bytes) or not sizes:
+        raise ValueError(f"normalized_shape must be an integer or a sequence of integers, got {shown(shape)}")
+    return [require_integer("normalized_shape", size, 0) for size in sizes], params_dtype if dtype is None else dtype

@@ -11,7 +11,7 @@ from fp4engine.arguments import require_bool, require_integer
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import refuse_parts, store_weight
-from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, te_init
+from fp4engine.modules.te_arguments import initializer, refuse_unimplemented, te_place
 from fp4engine.recipe import Recipe
 
 ParametersSplit = Mapping[str, int] | Iterable[str] | None
@@ -54,15 +54,16 @@ class SplitLinear(Gemms):
         refuse_unimplemented(kind, te_arguments)
         if fuse_wgrad_accumulation and parameters_split is not None:
             raise NotImplementedError(f"{kind}(fuse_wgrad_accumulation=True) needs parameters_split=None")
+        require_bool("bias", bias)
         require_bool("return_bias", return_bias)
         in_features = require_integer("in_features", in_features, 0)
         out_features = require_integer("out_features", out_features, 0)
         super().__init__(name, recipe, fuse_wgrad_accumulation, shape=(out_features, in_features))
         self.in_features, self.out_features = in_features, out_features
         self.return_bias = return_bias
-        self.init_method = te_init if init_method is None else init_method
+        self.init_method = initializer("init_method", init_method)
         self._parts = _parts(parameters_split, out_features)
-        self._register(bias, {"device": te_device(device), "dtype": params_dtype})
+        self._register(bias, te_place(device, params_dtype))
         self.reset_parameters()
         if parameters_split is None:
             store_weight(self, "weight", self)

@@ -8,6 +8,8 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
+from fp4engine.arguments import require_callable, shown
+
 P = ParamSpec("P")
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -109,6 +111,34 @@ def te_device(device: torch.device | str | None) -> torch.device | str | None:
     return device
 
 
+def te_place(device: torch.device | str | None, params_dtype: torch.dtype | None) -> dict[str, Any]:
+    """Where TransformerEngine places parameters, and their dtype, as keyword arguments of PyTorch's functions.
+
+    Raises:
+        ValueError: ``params_dtype`` is no floating-point dtype of 16 bits or more.
+    """
+    if params_dtype is not None:
+        is_dtype = isinstance(params_dtype, torch.dtype)
+        if not is_dtype or not params_dtype.is_floating_point or params_dtype.itemsize < 2:
+            raise ValueError(
+                "params_dtype must be a floating-point torch.dtype of 16 bits or more, or None; "
+                f"got {shown(params_dtype)}"
+            )
+    return {"device": te_device(device), "dtype": params_dtype}
+
+
 def te_init(weight: Tensor) -> Tensor:
     """TransformerEngine's initial weights: N(0, 0.023)."""
     return torch.nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def initializer(name: str, method: Callable[[Tensor], Any] | None) -> Callable[[Tensor], Any]:
+    """The argument ``name``, which initialises a weight; :func:`te_init` for None.
+
+    Raises:
+        ValueError: it cannot be called.
+    """
+    if method is None:
+        return te_init
+    require_callable(name, method)
+    return method

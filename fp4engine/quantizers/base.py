@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import ops
-from fp4engine.arguments import require_one_of
+from fp4engine.arguments import require_dense, require_one_of
 from fp4engine.formats import CastSpec
 from fp4engine.ops import Form
 from fp4engine.recipe.base import BACKENDS
@@ -141,10 +141,10 @@ class Quantizer:
             rowwise_amax, columnwise_amax: outer amax to use, FP32 as :meth:`amax` returns it.
 
         Raises:
-            ValueError: x is not floating point, has rank 0, or no side is asked for; ``rng`` or an amax does not have
-                the dtype, shape or device that it should have; ``rank`` is none, or a form is none of the operand's.
+            ValueError: x is not floating point, is nested or sparse, has rank 0, or no side is asked for; ``rng`` or an
+                amax does not have the dtype, shape or device that it should have; ``rank`` is none, or a form is none of the operand's.
         """
-        matrix = x if isinstance(x, ops.Source) else as_matrix(x)
+        matrix = x if isinstance(x, ops.Source) else _dense_matrix(x)
         if not (rowwise or columnwise):
             raise ValueError("quantize needs rowwise=True or columnwise=True, got neither")
         row_spec = self.rowwise_spec if rowwise else None
@@ -192,7 +192,7 @@ class Quantizer:
             ops.require_draw(rng, x.device)
             stream |= ops.rank_bits(rank)
         specs = (self.rowwise_spec if rowwise else None, self.columnwise_spec if columnwise else None)
-        return ops.amax(as_matrix(x), *specs, rng=rng, stream=stream, backend=self.backend)
+        return ops.amax(_dense_matrix(x), *specs, rng=rng, stream=stream, backend=self.backend)
 
     def decoded(self, operand: Operand) -> Tensor:
         """What the columnwise operand is made of, if that is the rowwise ``operand``: FP32, or BF16 that is as exact.
@@ -207,6 +207,13 @@ class Quantizer:
         quantized = self.quantize(self.decoded(operand), rowwise=False, rng=rng, columnwise_form=form)
         assert quantized.columnwise is not None
         return quantized.columnwise
+
+
+def _dense_matrix(x: Tensor) -> Tensor:
+    """:func:`as_matrix` of what a user may have given: it raises a ValueError, too, if x is nested or sparse."""
+    if not torch.compiler.is_dynamo_compiling():  # it takes no layout of a gradient
+        require_dense("x", x)
+    return as_matrix(x)
 
 
 def as_matrix(x: Tensor) -> Tensor:

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 from itertools import count
-from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
 from fp4engine import formats
-from fp4engine.arguments import require_bool, require_integer, require_one_of
+from fp4engine.arguments import is_number, require_bool, require_integer, require_one_of
 from fp4engine.environment import choice
 from fp4engine.formats import CastSpec
 from fp4engine.recipe.casts import Casts
@@ -97,8 +96,7 @@ class QParams:
         for name in ("power_2_scale", "random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization"):
             require_bool(name, getattr(self, name))
         epsilon = self.amax_epsilon
-        is_number = isinstance(epsilon, Real) and not isinstance(epsilon, bool)
-        if not (is_number and 0 <= float(epsilon) < math.inf):
+        if not (is_number(epsilon) and 0 <= float(epsilon) < math.inf):
             raise ValueError(f"amax_epsilon must be a finite number of at least 0, got {epsilon!r}")
 
 

@@ -4,10 +4,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from numbers import Real
 from typing import Any, ClassVar
 
-from fp4engine.arguments import require_integer
+from fp4engine.arguments import is_number, require_integer
 from fp4engine.names import covers
 from fp4engine.recipe.base import Recipe, recipe_from_data, require_object
 from fp4engine.recipe.casts import Casts
@@ -171,7 +170,7 @@ def final_blocks(total: int, fraction: float) -> tuple[int, int]:
     Source: arXiv 2509.25149 keeps about 15% of linear layers, mostly the last, in BF16.
     """
     total = require_integer("total", total, 1)
-    if not isinstance(fraction, Real) or not 0 < fraction <= 1:
+    if not (is_number(fraction) and 0 < fraction <= 1):
         raise ValueError(f"fraction must be a number above 0 and at most 1, got {fraction!r}")
     count = math.ceil(fraction * total - 1e-9)  # 0.07 * 100 is 7.000000000000001
     return total - max(count, 1), total

@@ -4,6 +4,7 @@ import math
 import re
 from functools import partial
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -133,6 +134,16 @@ def test_rotary_embedding_turns_pairs(interleaved):
 def test_bad_masks_raise(mask):
     with pytest.raises(ValueError, match=r"mask|window_size"):
         AttentionMask(*mask)
+
+
+@pytest.mark.parametrize("window", [0, False, (), numpy.array([2, 0]), torch.tensor([2, 0])], ids=repr)
+def test_a_window_of_a_forward_is_no_less_checked(window):
+    """What is false was taken for None, and all keys were read."""
+    layer = fp4engine.MultiheadAttention(32, 2)
+    with pytest.raises(ValueError, match="window_size of a mask must be two integers, got "):
+        layer(torch.randn(4, 2, 32), window_size=window)
+    with pytest.raises(ValueError, match="mask type must be one of .* got ''"):
+        layer(torch.randn(4, 2, 32), attn_mask_type="")
 
 
 def test_padding_without_a_mask_raises():

@@ -61,6 +61,13 @@ def test_outside_a_region_meta_works_as_for_nn_linear() -> None:
     assert layer(torch.randn(4, 32, device="meta")).shape == (4, 16)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_outside_a_region_nothing_is_made_of_a_weight_without_values(bias: bool) -> None:
+    """Without a bias, PyTorch's own product returns memory that nobody wrote."""
+    with pytest.raises(ValueError, match=r"input on 'cpu' and the weight on 'meta'; give the layer values"):
+        fp4engine.Linear(32, 16, bias=bias, device="meta")(torch.randn(4, 32))
+
+
 @pytest.mark.gpu
 def test_cpu_and_cuda_are_named() -> None:
     layer = fp4engine.Linear(32, 16, device="cuda", recipe=NVFP4BlockScaling())

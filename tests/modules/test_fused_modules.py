@@ -63,12 +63,12 @@ def test_norm_is_pytorchs_own(make, dtype):
     assert isinstance(mine, type(theirs))
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn])
 @pytest.mark.parametrize("make", [LayerNorm, RMSNorm])
 def test_a_norm_of_integers_is_refused(make, dtype):
-    """Its values would be rounded to integers again."""
-    with pytest.raises(ValueError, match="x must be floating point, got torch"):
-        make(24)(torch.ones(4, 24, dtype=dtype))
+    """Its values would be rounded to integers again, or to FP8."""
+    with pytest.raises(ValueError, match="x must be floating point, of 16 bits or more, got torch"):
+        make(24)(torch.ones(4, 24).to(dtype))
 
 
 def as_norm(module, kind):

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 
+import numpy
 import pytest
 import torch
 
@@ -233,7 +234,7 @@ def test_windows_that_suit_no_mask(kind, given) -> None:
         check_set_window_size(kind, given)
 
 
-@pytest.mark.parametrize("window", [3, (1,), "ab", (1.5, 0), (1, 2, 3)])
+@pytest.mark.parametrize("window", [3, (1,), "ab", (1.5, 0), (1, 2, 3), 0, False, (), numpy.array([2, 0])])
 def test_windows_that_are_no_pair_of_integers_are_refused(window) -> None:
     with pytest.raises(ValueError, match=r"window_size must be .*integer"):
         make(window_size=window)

@@ -1,5 +1,6 @@
 """Arguments of a wrong kind: one clear error that names the argument, what is allowed, and what was given."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,10 @@ def hybrid(**options: object) -> object:
 
 
 RUN = {"step": 0, "kind": "run", "every": 1, "world_size": 1, "line": 1}
+
+
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2, 32), torch.ones(3, 32)])
 
 
 def record(model: object, out: object, **options: object) -> None:
@@ -150,7 +155,34 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
         (lambda: OsciReset(make_model(), "opt"), r"optimizer must be a torch\.optim\.Optimizer, got 'opt'"),
         (lambda: OutControl(make_model(), None), r"optimizer must be a torch\.optim\.Optimizer, got None"),
         (lambda: osci_reset(window=7, period=8), "window must be at most period - 2, got window=7 and period=8"),
-        (lambda: osci_reset(threshold="8"), "threshold must be positive, got '8'"),
+        (lambda: osci_reset(threshold="8"), "threshold must be a positive finite number, got '8'"),
+        (lambda: osci_reset(threshold=math.inf), "threshold must be a positive finite number, got inf"),
+        (lambda: osci_reset(threshold=math.nan), "threshold must be a positive finite number, got nan"),
+        (lambda: fp4engine.assert_quantized(make_model(), min_fraction="0.5"), "min_fraction must be .* got '0.5'"),
+        (lambda: fp4engine.assert_quantized(make_model(), recipe="nvfp4"), "recipe must be .* got 'nvfp4'"),
+        (lambda: fp4engine.convert(make_model(None), keep_high_precision=torch.tensor(1)), r"strings, got tensor\(1\)"),
+        (lambda: fp4engine.manual_seed(torch.tensor(1, device="meta")), "seed must be an integer"),
+        (lambda: fp4engine.cast([1.0], CastSpec(), compute="triton"), "x must be a tensor, got list"),
+        (lambda: fp4engine.cast(torch.eye(32).to_sparse(), CastSpec()), "x must be a dense tensor, got torch.sparse_coo"),
+        (lambda: fp4engine.NVFP4Quantizer()(torch.eye(32).to_sparse_csr()), "x must be a dense tensor, got .*_csr"),
+        (lambda: fp4engine.NVFP4Quantizer().amax(nested()), "x must be a dense tensor, got a nested one"),
+        (lambda: fp4engine.LayerNormLinear(32, 32)(nested()), "the input must be a dense tensor, got a nested one"),
+        (lambda: fp4engine.GroupedLinear(1, 32, 32)(nested(), [5]), "the input must be a dense tensor, got a nested"),
+        (lambda: fp4engine.LayerNorm(32)([1.0]), "x must be a tensor, got list"),
+        (lambda: fp4engine.LayerNorm("32"), "normalized_shape must be an integer or a sequence of integers, got '32'"),
+        (lambda: fp4engine.RMSNorm([]), r"normalized_shape must be an integer or a sequence of integers, got \[\]"),
+        (lambda: fp4engine.LayerNorm(32, zero_centered_gamma="no"), "zero_centered_gamma must be True or False, got 'no'"),
+        (lambda: fp4engine.LayerNorm(32, eps=True), "eps must be a finite number of at least 0, got True"),
+        (lambda: fp4engine.LayerNormMLP(32, 32, bias="no"), "bias must be True or False, got 'no'"),
+        (lambda: fp4engine.LayerNormMLP(32, 32, init_method=0), "init_method must be a function, got 0"),
+        (lambda: fp4engine.LayerNormMLP(32, 32, name=3), "name must be a string or None, got 3"),
+        (lambda: fp4engine.LayerNormLinear(32, 32, bias=1), "bias must be True or False, got 1"),
+        (lambda: fp4engine.LayerNormLinear(32, 32, params_dtype=torch.int8), "params_dtype must be .* got torch.int8"),
+        (lambda: fp4engine.LayerNormLinear(32, 32, recipe=nn.Linear(2, 2)), "recipe must be .* got Linear"),
+        (lambda: fp4engine.GroupedLinear(2, 32, 32, params_dtype="bf16"), "params_dtype must be .* got 'bf16'"),
+        (lambda: fp4engine.Linear(32, 32, init_method="normal"), "init_method must be a function, got 'normal'"),
+        (lambda: qat.distillation_loss(torch.ones(2), torch.ones(2) + 1j), "teacher must be .* got torch.complex64"),
+        (lambda: qat.linear_ste(torch.ones(4, 32), torch.ones(8, 32, device="meta")), "input on 'cpu' and .* on 'meta'"),
         (lambda: out_control(share="a"), r"share must be in \(0, 1\), got 'a'"),
         (lambda: out_control(group="world"), "group must be a torch.distributed process group or None, got 'world'"),
         (lambda: draw_by_layer(nn.Linear(32, 32), 0), "this Linear has no layer .* call fp4engine.convert first"),
@@ -270,3 +302,37 @@ def test_a_long_value_is_shown_in_one_line() -> None:
     with pytest.raises(ValueError) as caught:
         require_patterns("names", [torch.zeros(30, 30)])
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+def test_real_numbers_are_whatever_is_one() -> None:
+    """NumPy's, and no bools."""
+    four = np.float32(4)
+    assert osci_reset(threshold=four).threshold == 4
+    assert out_control(share=np.float32(0.25)).share == 0.25
+    assert fp4engine.qat.distillation_loss(torch.ones(2, 3), torch.ones(2, 3), four) == 0
+    with pytest.raises(ValueError, match="tolerance must be a finite number of at least 0, or None, got True"):
+        bisect(lambda recipe: [1.0], make_model(), RECIPE, tolerance=True)
+
+
+def test_patterns_may_come_from_a_generator() -> None:
+    """They are read twice."""
+    model = make_model()
+    with fp4engine.autocast(recipe=RECIPE):
+        model(torch.randn(16, 32)).sum().backward()
+        with fp4engine.autocast(enabled=False):
+            model[2](torch.randn(16, 64)).sum().backward()
+    fp4engine.assert_quantized(model, keep_high_precision=(name for name in ("2",)))
+
+
+def test_norms_take_the_integers_of_numpy() -> None:
+    assert fp4engine.LayerNorm(np.int64(8)).normalized_shape == (8,)
+    assert fp4engine.RMSNorm((np.int64(2), 8)).normalized_shape == (2, 8)
+
+
+def test_a_grouped_layer_of_no_features_is_one_of_biases() -> None:
+    layer = fp4engine.GroupedLinear(2, 0, 16)
+    with torch.no_grad():
+        layer.bias1.fill_(1)
+    for enabled in (True, False):
+        with fp4engine.autocast(enabled):
+            assert torch.equal(layer(torch.ones(3, 0), [1, 2]), torch.tensor([[0.0], [1.0], [1.0]]).expand(3, 16))

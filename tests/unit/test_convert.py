@@ -414,7 +414,7 @@ def test_assert_quantized() -> None:
     fp4engine.assert_quantized(model, min_fraction=0.66)
     with pytest.raises(AssertionError, match=r"66.7% of the FLOPs ran in FP4, expected at least 70.0%\nmodule"):
         fp4engine.assert_quantized(model, min_fraction=0.7)
-    with pytest.raises(ValueError, match="between 0 and 1"):
+    with pytest.raises(ValueError, match="min_fraction must be a number from 0 to 1"):
         fp4engine.assert_quantized(model, min_fraction=70)
 
 

@@ -188,7 +188,7 @@ def test_osci_reset_says_what_it_cannot_do() -> None:
     for settings in ({"window": 0}, {"period": 10, "window": 9}, {"start": -1}):
         with pytest.raises(ValueError, match=r"(window|start) must be (an integer of )?at (least|most) "):
             OsciReset(net, optimizer, zoo.make("nvfp4"), **settings)
-    with pytest.raises(ValueError, match="threshold must be positive"):
+    with pytest.raises(ValueError, match="threshold must be a positive finite number"):
         OsciReset(net, optimizer, zoo.make("nvfp4"), threshold=0.0)
     with pytest.raises(ValueError, match="cast in fprop"):
         OsciReset(net, optimizer)

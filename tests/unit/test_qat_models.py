@@ -157,7 +157,7 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="temperature must be a positive finite number"):
             qat.distillation_loss(torch.zeros(2, 3), torch.zeros(2, 3), temperature)
     for logits in (torch.tensor(1.0), [1.0, 2.0]):
-        with pytest.raises(ValueError, match=r"student must be a tensor of logits"):
+        with pytest.raises(ValueError, match=r"student must be (a tensor|floating-point logits)"):
             qat.distillation_loss(logits, torch.zeros(2))
     for recipe in (RuledRecipe(NVFP4BlockScaling()), DelayedScaling()):
         with pytest.raises(ValueError, match="recipe must be one whose backward pass can run on dequantized operands"):

@@ -178,7 +178,7 @@ class DotProductAttention(OnOneRank, ExtraState):
         require_one_of("qkv_format", layout, QKV_FORMATS)
         kind = self.attn_mask_type if attn_mask_type is None else plain_kind(attn_mask_type)
         require_one_of("attn_mask_type", kind, MASK_TYPES)
-        window = window_size or self.window_size
+        window = self.window_size if window_size is None else window_size
         if window is not None:
             window = check_set_window_size(kind, window)
         diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
