@@ -91,7 +91,9 @@ class SplitLinear(Gemms):
         biases = [getattr(self, prefix + "bias") for prefix in self._parts]
         if len(weights) == 1:
             return weights[0], biases[0]
-        return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
+        # torch.autocast would refuse to join parameters of the 16-bit dtype that is not its own.
+        with torch.autocast(weights[0].device.type, enabled=False):
+            return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
 
     def forward(
         self, inp: Tensor | FusedInput, is_first_microbatch: bool | None = None

@@ -204,6 +204,19 @@ def test_split_parameters_multiply_as_one():
     assert_same([*got[:4], torch.cat(got[4:7]), torch.cat(got[7:])], expected)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(("dtype", "of_autocast"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_split_parameters_are_joined_under_any_autocast(dtype, of_autocast, enabled):
+    """PyTorch's ``cat`` refuses the 16-bit dtype that is not that of the region."""
+    split = LayerNormLinear(32, 32, parameters_split=("first", "second"), params_dtype=dtype)
+    whole = LayerNormLinear(32, 32, params_dtype=dtype)
+    with torch.no_grad():
+        whole.weight.copy_(torch.cat([split.first_weight, split.second_weight]))
+    inp = torch.randn(5, 32)
+    with torch.autocast("cpu", of_autocast), fp4engine.autocast(enabled, recipe=RECIPE):
+        assert torch.equal(split(inp), whole(inp))
+
+
 @pytest.mark.parametrize("sizes", [{"query": 8}, {}, ("query", "key", "value")])
 def test_parts_must_add_up(sizes):
     with pytest.raises(ValueError, match="add up to out_features=16"):
