@@ -29,7 +29,8 @@ class Linear(Gemms, torch.nn.Linear):
             placed as TransformerEngine places them: on the current CUDA device where there is one.
         recipe: recipe to follow where no autocast region is active; None means high precision there.
         fuse_wgrad_accumulation: wgrad adds to the buffer ``weight.main_grad`` (FP32, BF16 or FP16, shaped like the
-            weight) in its epilogue, and ``weight.grad`` stays None.
+            weight) in its epilogue, and ``weight.grad`` stays None. ``DistributedDataParallel`` reduces ``grad`` alone:
+            each rank's buffer is yours to reduce.
         init_method: ``init_method(weight)`` initialises the weight, and the bias is zero; None initialises both as
             ``nn.Linear`` does.
         te_arguments: TransformerEngine's other arguments, at the values that ask for nothing.
@@ -121,6 +122,9 @@ def weight_cache(model: torch.nn.Module) -> Generator[None]:
     An entry is dropped when its weight is written to or replaced; every entry is dropped when a ``torch.optim``
     optimizer steps and when the region ends. Cached and uncached passes give the same bytes. Such regions may lie
     within each other, and end in any order.
+
+    Under FSDP2 close the region before a shard is written to by anything but an optimizer (``load_state_dict``, say):
+    a weight that is gathered anew has the version that it had, and its entry would be used again.
 
     Raises:
         ValueError: ``model`` is no module.

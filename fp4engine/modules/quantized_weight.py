@@ -251,7 +251,8 @@ class QuantizedWeight(torch.Tensor):
         """Refuse a view, not by ``NotImplementedError``, which ``register_parametrization`` takes for no inverse."""
         raise RuntimeError(
             f"{operation} makes a view of a weight that is stored as codes, and a write into it would be lost; "
-            "call .dequantize() for its values, and weight.copy_(values) to change them"
+            "call .dequantize() for its values, and weight.copy_(values) to change them. FSDP2 makes such views, and "
+            "needs plain weights; DistributedDataParallel makes them unless it has init_sync=False"
         )
 
     @classmethod
