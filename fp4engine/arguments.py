@@ -79,6 +79,12 @@ def require_bool(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be True or False, got {shown(value)}")
 
 
+def require_bools(**flags: Any) -> None:
+    """:func:`require_bool` of each argument, given by its name."""
+    for name, value in flags.items():
+        require_bool(name, value)
+
+
 def is_number(value: object) -> bool:
     """Whether ``value`` is a real number, one of NumPy's included, and no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)

@@ -19,7 +19,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.frozen_weights import StoredWeights, quantize_weights
 from fp4engine.functional.cast import cast
 from fp4engine.modules.inputs import unusable_devices
-from fp4engine.modules.shared_amax import SHARED_SCALES, share_amax, sibling_groups
+from fp4engine.modules.shared_amax import SHARED_SCALES, require_shared_scales, share_amax, sibling_groups
 from fp4engine.recipe import Casts, LinearRecipe, Recipe
 from fp4engine.recipe.base import require_recipe
 
@@ -72,6 +72,7 @@ def prepare(
             f"exceptions, got {recipe!r} ({error})"
         ) from error
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    shared_scales = require_shared_scales(shared_scales)
     if sibling_groups(linears, shared_scales):
         recipe = share_amax(model, recipe, shared_scales)
     return convert(model, recipe, keep_high_precision=keep_high_precision)

@@ -38,7 +38,7 @@ def calibrate(
     require_model(model)
     require_recipe(recipe)
     require_bool("progress", progress)
-    if not isinstance(batches, Iterable) or isinstance(batches, Mapping):
+    if not isinstance(batches, Iterable) or isinstance(batches, Mapping) or getattr(batches, "ndim", 1) == 0:
         raise ValueError(f"batches must be a sequence of batches, got {batches!r:.80}")
     layers = {name: module for name, module in model.named_modules() if _is_served(module)}
     if not layers:

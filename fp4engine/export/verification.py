@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fp4engine.arguments import require_model, require_path
 from fp4engine.export.layers import Amaxes, ExportLayer, export_layers
 from fp4engine.export.progress import progress_bar
 from fp4engine.export.reader import CheckpointError, ServedCheckpoint
@@ -73,11 +74,14 @@ def verify_checkpoint(
     Raises:
         CheckpointError: a tensor differs, is missing or should not be there; the message names the first one.
         ImportError: ``compressed_tensors`` is not installed.
+        ValueError: ``model`` is no module, or ``directory`` no path.
     """
+    require_model(model)
+    path = require_path("directory", directory)
     state = ModelState(model, weights)
     layers, left_alone = export_layers(model, state, recipe, keep_high_precision, shared_scales, requantize)
     with Slabs() as slabs:
-        return compare(Path(directory), layers, left_alone, state, slabs, progress)
+        return compare(path, layers, left_alone, state, slabs, progress)
 
 
 def compare(

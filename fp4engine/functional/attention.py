@@ -36,7 +36,8 @@ class AttentionMask:
         bottom_right_diagonal: where a window's diagonal lies if ``kind`` is not causal; None is bottom right.
 
     Raises:
-        ValueError: unknown kind, or a window that is not a pair of integers or contradicts a causal kind.
+        ValueError: unknown kind, a window that is not a pair of integers or contradicts a causal kind, or a diagonal
+            that is no bool.
     """
 
     kind: str = "causal"
@@ -45,6 +46,7 @@ class AttentionMask:
 
     def __post_init__(self) -> None:
         require_one_of("mask type", self.kind, MASK_TYPES)
+        require_one_of("bottom_right_diagonal", self.bottom_right_diagonal, (None, False, True))
         if not isinstance(self.window, Sequence) or len(self.window) != 2:
             raise ValueError(f"window_size of a mask must be two integers, got {shown(self.window_size)}")
         for size in self.window:

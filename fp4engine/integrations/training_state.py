@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fp4engine.arguments import require_model
+from fp4engine.arguments import require_model, shown
 from fp4engine.modules import get_amax_history, set_amax_history
 from fp4engine.ops.rng import device_and_name
 from fp4engine.state import get_rng_state, set_rng_state
@@ -24,11 +24,15 @@ class TrainingState:
         process_group: whose ranks are saved and found again; None means all of ``torch.distributed``'s.
 
     Raises:
-        ValueError: ``model`` is no module.
+        ValueError: ``model`` is no module, or ``process_group`` no process group.
     """
 
     def __init__(self, model: torch.nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
         require_model(model)
+        if process_group is not None and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
+            raise ValueError(
+                f"process_group must be a process group of torch.distributed or None, got {shown(process_group)}"
+            )
         self.model = model
         self.process_group = process_group
 

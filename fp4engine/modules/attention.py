@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from fp4engine.arguments import require_bool, require_integer, require_one_of, require_rate
+from fp4engine.arguments import require_bool, require_bools, require_integer, require_one_of, require_rate
 from fp4engine.functional.attention import AttentionMask, attention, require_core_attention_bias, rotate
 from fp4engine.modules.layernorm_linear import LayerNormLinear
 from fp4engine.modules.linear import Linear
@@ -117,8 +117,15 @@ class MultiheadAttention(torch.nn.Module):
             raise NotImplementedError("MultiheadAttention(qkv_format='thd') is not implemented; use 'sbhd' or 'bshd'")
         require_one_of("qkv_format", qkv_format, ("sbhd", "bshd"))
         require_one_of("attention_type", attention_type, ("self", "cross"))
-        require_bool("return_bias", return_bias)
-        require_bool("return_layernorm_output", return_layernorm_output)
+        require_bools(
+            return_bias=return_bias,
+            return_layernorm_output=return_layernorm_output,
+            input_layernorm=input_layernorm,
+            fuse_qkv_params=fuse_qkv_params,
+            qkv_weight_interleaved=qkv_weight_interleaved,
+            rotary_pos_interleaved=rotary_pos_interleaved,
+            qk_norm_before_rope=qk_norm_before_rope,
+        )
         require_rate("attention_dropout", attention_dropout)
         hidden_size = require_integer("hidden_size", hidden_size, 0)
         num_attention_heads = require_integer("num_attention_heads", num_attention_heads, 1)
@@ -227,6 +234,7 @@ class MultiheadAttention(torch.nn.Module):
         require_core_attention_bias(core_attention_bias_type, core_attention_bias)
         if encoder_output is not None and self.attention_type == "self":
             raise ValueError("encoder_output goes with attention_type='cross', this is 'self'")
+        require_bool("checkpoint_core_attention", checkpoint_core_attention)
         mask = AttentionMask(
             self.mask.kind if attn_mask_type is None else attn_mask_type,
             self.mask.window_size if window_size is None else window_size,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fp4engine.arguments import require_bool, require_integer
+from fp4engine.arguments import require_bools, require_integer
 from fp4engine.functional.activation import Activation
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.norm import Norm
@@ -79,9 +79,7 @@ class LayerNormMLP(InputNorm):
         **te_arguments: Any,
     ) -> None:
         refuse_unimplemented("LayerNormMLP", te_arguments)
-        require_bool("bias", bias)
-        require_bool("return_bias", return_bias)
-        require_bool("return_layernorm_output", return_layernorm_output)
+        require_bools(bias=bias, return_bias=return_bias, return_layernorm_output=return_layernorm_output)
         hidden_size = require_integer("hidden_size", hidden_size, 0)
         ffn_hidden_size = require_integer("ffn_hidden_size", ffn_hidden_size, 0)
         super().__init__()

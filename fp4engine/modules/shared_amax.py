@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,23 @@ SHARED_SCALES = (
 """The last parts of names of sibling layers that servers multiply as one matrix, with one outer scale."""
 
 
+def require_shared_scales(shared_scales: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
+    """``shared_scales``, to be read as often as needed.
+
+    Raises:
+        ValueError: something else in place of sequences of names, such as a string.
+    """
+    if isinstance(shared_scales, str | torch.Tensor) or not isinstance(shared_scales, Iterable):
+        raise ValueError(f"shared_scales must be sequences of names, got {shown(shared_scales)}")
+    found: list[tuple[str, ...]] = []
+    for siblings in shared_scales:
+        given: Any = tuple(siblings) if isinstance(siblings, Iterable) and not isinstance(siblings, str) else None
+        if given is None or not all(isinstance(sibling, str) for sibling in given):
+            raise ValueError(f"shared_scales must be sequences of names, got {shown(siblings)} among them")
+        found.append(given)
+    return tuple(found)
+
+
 def sibling_groups(names: Iterable[str], shared_scales: Iterable[Sequence[str]]) -> dict[str, tuple[str, ...]]:
     """``name -> the names that share its scale``, itself included, of those of ``names`` that have such siblings.
 
@@ -30,16 +48,12 @@ def sibling_groups(names: Iterable[str], shared_scales: Iterable[Sequence[str]])
         shared_scales: names of siblings, below any one parent.
 
     Raises:
-        ValueError: something else in place of sequences of names, such as a string.
+        ValueError: as :func:`require_shared_scales`.
     """
-    if isinstance(shared_scales, str) or not isinstance(shared_scales, Iterable):
-        raise ValueError(f"shared_scales must be sequences of names, got {shown(shared_scales)}")
     known = dict.fromkeys(names)
     parents = dict.fromkeys(name.rpartition(".")[0] for name in known)
     groups: dict[str, tuple[str, ...]] = {}
-    for siblings in shared_scales:
-        if isinstance(siblings, str) or not isinstance(siblings, Iterable):
-            raise ValueError(f"shared_scales must be sequences of names, got {shown(siblings)} among them")
+    for siblings in require_shared_scales(shared_scales):
         for parent in parents:
             together = [f"{parent}.{sibling}" if parent else sibling for sibling in siblings]
             together = [name for name in together if name in known]
@@ -97,9 +111,10 @@ def share_amax(
     if not isinstance(recipe, Recipe):
         raise ValueError(f"recipe must be an fp4engine.recipe.Recipe (zoo.make makes one), got {recipe!r}")
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    shared_scales = require_shared_scales(shared_scales)
     groups = sibling_groups(linears, shared_scales)
     if not groups:
-        raise ValueError(f"no linear modules of this {type(model).__name__} are siblings by {tuple(shared_scales)}")
+        raise ValueError(f"no linear modules of this {type(model).__name__} are siblings by {shared_scales}")
     if recipe.is_delayed or isinstance(recipe, ScheduledRecipe):
         raise ValueError(
             f"siblings share the amax that their weights have now: give a recipe of one step, not {recipe!r}"

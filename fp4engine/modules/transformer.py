@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4engine.arguments import require_rate, shown
+from fp4engine.arguments import require_bools, require_rate, shown
 from fp4engine.modules.attention import MultiheadAttention
 from fp4engine.modules.layernorm_mlp import LayerNormMLP
 from fp4engine.modules.norm import LayerNorm, RMSNorm
@@ -95,6 +95,11 @@ class TransformerLayer(torch.nn.Module):
         refuse_unimplemented("TransformerLayer", arguments)
         if layer_type not in ("encoder", "decoder"):
             raise ValueError(f"layer_type must be 'encoder' or 'decoder', got {layer_type!r}")
+        require_bools(
+            apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm,
+            output_layernorm=output_layernorm,
+            parallel_attention_mlp=parallel_attention_mlp,
+        )
         contradictions = (layer_type == "decoder", apply_residual_connection_post_layernorm, output_layernorm)
         if parallel_attention_mlp and any(contradictions):
             raise ValueError(

@@ -142,7 +142,8 @@ class Quantizer:
 
         Raises:
             ValueError: x is not floating point, is nested or sparse, has rank 0, or no side is asked for; ``rng`` or an
-                amax does not have the dtype, shape or device that it should have; ``rank`` is none, or a form is none of the operand's.
+                amax does not have the dtype, shape or device that it should have; ``rank`` is none, or a form is none
+                of the operand's.
         """
         matrix = x if isinstance(x, ops.Source) else _dense_matrix(x)
         if not (rowwise or columnwise):

@@ -16,10 +16,11 @@ from fp4engine.arguments import require_patterns
 from fp4engine.distributed import draw_by_layer, fp4_all_gather
 from fp4engine.doctor import examine
 from fp4engine.estimate import Architecture, estimate, from_config
-from fp4engine.export import TensorFolder, calibrate, export_checkpoint, share_amax
+from fp4engine.export import TensorFolder, calibrate, export_checkpoint, share_amax, verify_checkpoint
 from fp4engine.formats import CastSpec
 from fp4engine.inspect import bisect, sensitivity
 from fp4engine.integrations import TrainingState
+from fp4engine.modules.shared_amax import sibling_groups
 from fp4engine.optimizer_hooks import OsciReset, OutControl
 from fp4engine.recipe import Casts, CustomRecipe, DelayedScaling, NVFP4BlockScaling, Rule, combine
 
@@ -73,6 +74,7 @@ OF_A_MODEL: dict[str, Callable[[object], object]] = {
     "quantize_weights": fp4engine.quantize_weights,
     "dequantize_weights": fp4engine.dequantize_weights,
     "export_checkpoint": lambda model: export_checkpoint(model, "never"),
+    "verify_checkpoint": lambda model: verify_checkpoint(model, "never"),
     "calibrate": lambda model: calibrate(model, [torch.randn(2, 32)]),
     "share_amax": lambda model: share_amax(model, RECIPE),
     "prepare": qat.prepare,
@@ -156,6 +158,10 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
         (lambda: OutControl(make_model(), None), r"optimizer must be a torch\.optim\.Optimizer, got None"),
         (lambda: osci_reset(window=7, period=8), "window must be at most period - 2, got window=7 and period=8"),
         (lambda: osci_reset(threshold="8"), "threshold must be a positive finite number, got '8'"),
+        (lambda: verify_checkpoint(make_model(), None), "directory must be a path, got None"),
+        (lambda: share_amax(make_model(), RECIPE, torch.tensor(1)), "shared_scales must be sequences of names"),
+        (lambda: share_amax(make_model(), RECIPE, [(1, 2)]), r"sequences of names, got \(1, 2\) among them"),
+        (lambda: TrainingState(make_model(), "world"), "process_group must be .* got 'world'"),
         (lambda: osci_reset(threshold=math.inf), "threshold must be a positive finite number, got inf"),
         (lambda: osci_reset(threshold=math.nan), "threshold must be a positive finite number, got nan"),
         (lambda: fp4engine.assert_quantized(make_model(), min_fraction="0.5"), "min_fraction must be .* got '0.5'"),
@@ -163,7 +169,10 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
         (lambda: fp4engine.convert(make_model(None), keep_high_precision=torch.tensor(1)), r"strings, got tensor\(1\)"),
         (lambda: fp4engine.manual_seed(torch.tensor(1, device="meta")), "seed must be an integer"),
         (lambda: fp4engine.cast([1.0], CastSpec(), compute="triton"), "x must be a tensor, got list"),
-        (lambda: fp4engine.cast(torch.eye(32).to_sparse(), CastSpec()), "x must be a dense tensor, got torch.sparse_coo"),
+        (
+            lambda: fp4engine.cast(torch.eye(32).to_sparse(), CastSpec()),
+            "x must be a dense tensor, got .*_coo",
+        ),
         (lambda: fp4engine.NVFP4Quantizer()(torch.eye(32).to_sparse_csr()), "x must be a dense tensor, got .*_csr"),
         (lambda: fp4engine.NVFP4Quantizer().amax(nested()), "x must be a dense tensor, got a nested one"),
         (lambda: fp4engine.LayerNormLinear(32, 32)(nested()), "the input must be a dense tensor, got a nested one"),
@@ -171,18 +180,44 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
         (lambda: fp4engine.LayerNorm(32)([1.0]), "x must be a tensor, got list"),
         (lambda: fp4engine.LayerNorm("32"), "normalized_shape must be an integer or a sequence of integers, got '32'"),
         (lambda: fp4engine.RMSNorm([]), r"normalized_shape must be an integer or a sequence of integers, got \[\]"),
-        (lambda: fp4engine.LayerNorm(32, zero_centered_gamma="no"), "zero_centered_gamma must be True or False, got 'no'"),
+        (
+            lambda: fp4engine.LayerNorm(32, zero_centered_gamma="no"),
+            "zero_centered_gamma must be True or False",
+        ),
         (lambda: fp4engine.LayerNorm(32, eps=True), "eps must be a finite number of at least 0, got True"),
         (lambda: fp4engine.LayerNormMLP(32, 32, bias="no"), "bias must be True or False, got 'no'"),
         (lambda: fp4engine.LayerNormMLP(32, 32, init_method=0), "init_method must be a function, got 0"),
         (lambda: fp4engine.LayerNormMLP(32, 32, name=3), "name must be a string or None, got 3"),
+        (
+            lambda: fp4engine.MultiheadAttention(32, 2, fuse_qkv_params="no"),
+            "fuse_qkv_params must be True or False",
+        ),
+        (
+            lambda: fp4engine.MultiheadAttention(32, 2, input_layernorm=1),
+            "input_layernorm must be True or False",
+        ),
+        (
+            lambda: fp4engine.MultiheadAttention(32, 2)(torch.ones(2, 2, 32), bottom_right_diagonal="no"),
+            "bottom_right_diagonal must be one of None, False, True, got 'no'",
+        ),
+        (
+            lambda: fp4engine.MultiheadAttention(32, 2)(torch.ones(2, 2, 32), checkpoint_core_attention="no"),
+            "checkpoint_core_attention must be True or False, got 'no'",
+        ),
+        (
+            lambda: fp4engine.TransformerLayer(32, 64, 2, output_layernorm="no"),
+            "output_layernorm must be .* got 'no'",
+        ),
         (lambda: fp4engine.LayerNormLinear(32, 32, bias=1), "bias must be True or False, got 1"),
         (lambda: fp4engine.LayerNormLinear(32, 32, params_dtype=torch.int8), "params_dtype must be .* got torch.int8"),
         (lambda: fp4engine.LayerNormLinear(32, 32, recipe=nn.Linear(2, 2)), "recipe must be .* got Linear"),
         (lambda: fp4engine.GroupedLinear(2, 32, 32, params_dtype="bf16"), "params_dtype must be .* got 'bf16'"),
         (lambda: fp4engine.Linear(32, 32, init_method="normal"), "init_method must be a function, got 'normal'"),
         (lambda: qat.distillation_loss(torch.ones(2), torch.ones(2) + 1j), "teacher must be .* got torch.complex64"),
-        (lambda: qat.linear_ste(torch.ones(4, 32), torch.ones(8, 32, device="meta")), "input on 'cpu' and .* on 'meta'"),
+        (
+            lambda: qat.linear_ste(torch.ones(4, 32), torch.ones(8, 32, device="meta")),
+            "input on 'cpu' and .*'meta'",
+        ),
         (lambda: out_control(share="a"), r"share must be in \(0, 1\), got 'a'"),
         (lambda: out_control(group="world"), "group must be a torch.distributed process group or None, got 'world'"),
         (lambda: draw_by_layer(nn.Linear(32, 32), 0), "this Linear has no layer .* call fp4engine.convert first"),
@@ -336,3 +371,24 @@ def test_a_grouped_layer_of_no_features_is_one_of_biases() -> None:
     for enabled in (True, False):
         with fp4engine.autocast(enabled):
             assert torch.equal(layer(torch.ones(3, 0), [1, 2]), torch.tensor([[0.0], [1.0], [1.0]]).expand(3, 16))
+
+
+def test_names_of_siblings_may_come_from_generators() -> None:
+    """They are read for each parent."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    names = ["0.q_proj", "0.k_proj", "1.q_proj", "1.k_proj"]
+    assert set(sibling_groups(names, (iter(pair) for pair in [("q_proj", "k_proj")]))) == set(names)
+    model = nn.Sequential(Block(), Block())
+    qat.prepare(model, shared_scales=(iter(pair) for pair in [("q_proj", "k_proj")]))
+    with torch.no_grad():
+        for block in model:
+            block.k_proj.weight *= 100
+        shared = model[1].q_proj(torch.eye(32))
+        for block in model:
+            block.k_proj.weight /= 100
+    assert not torch.equal(model[1].q_proj(torch.eye(32)), shared)
