@@ -77,7 +77,7 @@ def backward_at_once(
     if isinstance(way, ops.LinearByOperators):
         told = bias_dtype, rank, place, names_of(groups), is_tiled
         return way.backward(grad_output, kept, ins, state, dtypes, *told)
-    share = share_of((True, True), groups)
+    share = share_of((True, True), groups) if groups else None
     return *way.backward(grad_output, kept, ins, state, dtypes, None, rank, place, share, is_tiled), None
 
 

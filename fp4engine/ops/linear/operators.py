@@ -65,14 +65,15 @@ class LinearByOperators(NamedTuple):
         asked = x, weight.detach(), bias, self.casts, needs_dgrad, needs_wgrad
         if groups:
             token = order_token(x.device, "forward")
+            # Dynamo of PyTorch 2.11 takes the rest of an unpacking for a tuple, to which nothing can be assigned.
             y, *kept = torch.ops.fp4engine.linear_share_forward(*asked, given, token, groups, *shared)
             kept = kept[3 * (not needs_wgrad) : 3 + 3 * needs_dgrad]
             if given is not None and needs_dgrad:
-                kept[-1] = given[1, :1]
+                kept = [*kept[:-1], given[1, :1]]
             return y, both(kept, needs_dgrad, needs_wgrad)
         y, *kept = torch.ops.fp4engine.linear_forward(*asked, given)
         if given is not None:
-            kept += [given[1, :1]] * needs_dgrad
+            kept = [*kept, given[1, :1]] if needs_dgrad else kept
         elif len(kept) == 2 * (needs_dgrad + needs_wgrad):
             kept = unscaled(kept)
         return y, both(kept, needs_dgrad, needs_wgrad)
