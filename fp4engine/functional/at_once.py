@@ -66,6 +66,7 @@ def backward_at_once(
     name = "" if shards is None else shards.stream("backward")
     state = ops.state_of(device, name) if plan.draws_in_backward else None
     if not isinstance(way, SharingWay):
+        assert shards is None and call.tiles is None, "other ways share no amaxes, and what comes as tiles is FP4"
         memory = plan.grad_output.recall(device) if plan.is_stateful else None
         return *way.backward(grad_output, kept, ins, state, dtypes, memory), None
     groups: tuple[Any, ...] = ()
