@@ -93,8 +93,14 @@ def missing_names(block: Block, targets: set[str]) -> list[str]:
 
 
 def missing_paths(path: Path, text: str) -> list[str]:
-    """Files that a page links to, or quotes by their path in the repository, and that are not there."""
+    """Files that a page links to, or quotes by their path in the repository, and that are not there.
+
+    To Sphinx a link to a Markdown file is one to another page of the documentation, so a page in docs may only quote
+    the path of Markdown that lies elsewhere.
+    """
     links = [link for link in LINK.findall(text) if not (path.parent / link).exists()]
+    if path.parent.name == "docs":
+        links += [link for link in LINK.findall(text) if link.startswith("../") and link.endswith(".md")]
     quoted = [name for name in QUOTED_PATH.findall(text) if not name.startswith(MADE_BY_RUNNING)]
     return links + [name for name in quoted if not (REPOSITORY / name).exists()]
 
@@ -169,6 +175,7 @@ def test_missing_names_are_found() -> None:
 def test_missing_paths_and_attributes_are_found() -> None:
     page = "[a](docs/index.md#x) [b](gone.md) [c](https://d.e) `fp4engine/gone.py` `runs/x` `fp4engine/ops/gemm.py`"
     assert missing_paths(REPOSITORY / "README.md", page) == ["gone.md", "fp4engine/gone.py"]
+    assert missing_paths(REPOSITORY / "docs/index.md", "[a](../README.md) [b](index.md)") == ["../README.md"]
     assert missing_attributes("`fp4engine.ops.gemm` `fp4engine.Linear(3)` `fp4engine.gone.x`") == ["fp4engine.gone.x"]
 
 
