@@ -28,10 +28,11 @@ def rotate(x: Tensor, signs: Tensor, dtype: torch.dtype) -> Tensor:
     """
     size = signs.numel()
     log2_size = size.bit_length() - 1
-    y = x.reshape(-1, size).T.contiguous() * (signs * 2.0 ** -(log2_size // 2))[:, None]  # long rows add faster
-    groups, stride = y.shape[1], 1
+    factors = (signs * 2.0 ** -(log2_size // 2)).repeat(x.shape[1] // size)
+    y = (x.T * factors[:, None]).contiguous()  # what is added lies side by side, whole rows of it
+    stride = 1
     while stride < size:
-        pairs = y.view(size // (2 * stride), 2, stride, groups)
+        pairs = y.view(x.shape[1] // (2 * stride), 2, stride, x.shape[0])
         low, high = pairs[:, 0], pairs[:, 1]  # what unbind returns cannot be written to where x has a graph
         difference = low - high
         low.add_(high)
@@ -39,7 +40,7 @@ def rotate(x: Tensor, signs: Tensor, dtype: torch.dtype) -> Tensor:
         stride *= 2
     if log2_size % 2:
         y = y * math.sqrt(0.5)
-    return y.to(dtype).float().T.contiguous().view(x.shape)
+    return y.to(dtype).float().T.contiguous()
 
 
 def rotate_back(y: Tensor, rotation: Rotation) -> Tensor:

@@ -60,7 +60,7 @@ def _deterministic(magnitude: Tensor, element: ElementFormat, rounding: Rounding
         above = z - lower
         steps = lower + (above >= 0.5 if rounding is RoundingMode.AWAY else above > 0.5)
     code = steps.to(torch.int32).add_(exponent, alpha=1 << element.mantissa_bits)
-    return code.sub_(binade << element.mantissa_bits).clamp_(max=max_code(element))
+    return code.sub_(binade << element.mantissa_bits)
 
 
 def _stochastic(magnitude: Tensor, element: ElementFormat, random: Tensor, bits: int) -> Tensor:
@@ -74,7 +74,7 @@ def _stochastic(magnitude: Tensor, element: ElementFormat, random: Tensor, bits:
     pattern = torch.sub(magnitude, subnormal, alpha=2.0 ** (1 - element.bias)).view(torch.int32)
     pattern.add_(random, alpha=1 << shift - bits).add_(1 << shift - bits - 1)
     code = pattern.bitwise_right_shift_(shift).add_(subnormal, alpha=1 << element.mantissa_bits)
-    return code.sub_(binade - 1 << element.mantissa_bits).clamp_(max=max_code(element))
+    return code.sub_(binade - 1 << element.mantissa_bits)
 
 
 @cache
@@ -88,11 +88,6 @@ def _values_of(element: ElementFormat) -> tuple[float, ...]:
         else:
             values.append(2.0 ** (exponent - element.bias) * (1 + mantissa / mantissas))
     return tuple(values)
-
-
-def max_code(element: ElementFormat) -> int:
-    """Code of the format's largest magnitude."""
-    return _values_of(element).index(element.max_value)
 
 
 @cache

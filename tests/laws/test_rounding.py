@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp4engine.formats import E1M2, E2M1, E2M3, E3M2, E4M3, E5M2, TWO_E2M1, ElementFormat, RoundingMode
-from fp4engine.reference.rounding import decode, encode, max_code, pack, unpack
+from fp4engine.reference.rounding import decode, encode, pack, unpack
 
 FORMATS = (E1M2, E2M1, E2M3, E3M2, E4M3, E5M2)
 NEAREST = (RoundingMode.EVEN, RoundingMode.AWAY, RoundingMode.ZERO)
@@ -19,6 +19,12 @@ each_mode = pytest.mark.parametrize("mode", DETERMINISTIC, ids=lambda mode: mode
 
 def rounded(values: Tensor, element: ElementFormat, mode: RoundingMode = RoundingMode.EVEN) -> Tensor:
     return encode(values, element, mode, None, 8)
+
+
+def max_code(element: ElementFormat) -> int:
+    """Code of the format's largest magnitude."""
+    positive = decode(torch.arange(1 << element.exponent_bits + element.mantissa_bits, dtype=torch.uint8), element)
+    return positive.tolist().index(element.max_value)
 
 
 def grid(element: ElementFormat) -> Tensor:
@@ -141,6 +147,15 @@ def test_stochastic_rounding_is_floor_of_z_plus_u(element: ElementFormat, bits: 
     want = torch.floor(magnitude / step + (random + 0.5) / 2**bits) * step
     assert torch.equal(got.abs(), want.clamp(max=element.max_value))
     assert (got * values.double() >= 0).all()
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@each_format
+def test_no_random_number_lifts_the_largest_magnitude(element: ElementFormat, bits: int) -> None:
+    random = torch.arange(2**bits, dtype=torch.int32)
+    largest = torch.full((2**bits,), float("inf"))
+    codes = encode(largest, element, RoundingMode.STOCHASTIC, random, bits)
+    assert torch.equal(codes, torch.full_like(codes, max_code(element)))
 
 
 @pytest.mark.parametrize("bits", [8, 16])
