@@ -156,7 +156,8 @@ class OsciReset(_StepHook):
     Every ``period`` steps a window opens. It adds up how far each element moves in ``window`` steps, and how far its
     quantized value does. After one more step ``w = Q(w)`` where the second is ``threshold`` times the first or more.
 
-    It covers every ``fp4engine.Linear`` whose weight ``optimizer`` trains and whose recipe casts it in fprop.
+    It covers every ``fp4engine.Linear`` whose weight ``optimizer`` trains and whose recipe casts it in fprop; of a layer
+    that :class:`OutControl` has split, the channels that this recipe still casts.
 
     Args:
         recipe: by which the model is trained; None means what each module follows outside autocast regions.
@@ -164,7 +165,7 @@ class OsciReset(_StepHook):
         period, window, threshold: the published runs take 200 or 400, 50 and 8; the code's own default is 16.
 
     Attributes:
-        reset_share: share of the elements that the latest reset changed; None before the first.
+        reset_share: share of the elements, of these channels, that the latest reset changed; None before the first.
 
     Raises:
         ValueError: settings that leave no window; no such layer; a cast of weights that draws random bits, rotates or
@@ -208,11 +209,21 @@ class OsciReset(_StepHook):
         elif self._oscillations:
             self._reset()
 
+    def _channels(self, name: str) -> Tensor | None:
+        """The channels that the recipe casts, where OutControl has taken the others from it; None for all."""
+        layer = self.layers[name]
+        return layer.channels[1] if isinstance(layer, _Controlled) and layer.channels is not None else None
+
     def _quantized(self, name: str, weight: Tensor) -> Tensor:
-        """``Q(w)``, FP32."""
-        rowwise = self._casts[name].quantize(weight, columnwise=False).rowwise
+        """``Q(w)``, FP32; 0, which never jumps, in channels that the recipe does not cast."""
+        channels = self._channels(name)
+        cast = weight if channels is None else weight.index_select(1, channels)
+        rowwise = self._casts[name].quantize(cast, columnwise=False).rowwise
         assert rowwise is not None
-        return rowwise.dequantize(torch.float32)
+        values = rowwise.dequantize(torch.float32)
+        if channels is None:
+            return values
+        return torch.zeros_like(weight, dtype=torch.float32).index_copy_(1, channels, values)
 
     def _at_rest(self, name: str) -> Oscillation:
         weight = self.layers[name].weight.detach()
@@ -232,7 +243,8 @@ class OsciReset(_StepHook):
             oscillates = ratio >= self.threshold
             weight.copy_(torch.where(oscillates, self._quantized(name, weight.detach()).to(weight.dtype), weight))
             changed += int(oscillates.sum())
-            elements += weight.numel()
+            channels = self._channels(name)
+            elements += weight.numel() if channels is None else len(weight) * len(channels)
         self.reset_share = changed / max(elements, 1)
         self._oscillations = {}
 
@@ -337,7 +349,7 @@ class OutControl(_StepHook):
     Args:
         recipe: of the outlying channels; None means :func:`outlier_recipe`.
         start, steps: when norms are recorded.
-        share: of the channels, rounded up to a ``multiple`` (tensor cores like 128).
+        share: of the channels, a whole number of them that is rounded up to a ``multiple`` (tensor cores like 128).
         group: process group of the ranks that hold copies of these weights. Their norms are added up before they
             choose, so that all choose the same channels; until then each rank's state has the norms of its own inputs.
             None only where there is one rank.

@@ -227,6 +227,30 @@ def test_parameters_that_another_optimizer_trains_are_left_alone() -> None:
     assert list(hook.layers) == ["0"]
 
 
+def test_osci_reset_casts_what_out_control_leaves_to_the_recipe() -> None:
+    """A third of the channels leave the blocks, whose scales they would set, and are not reset themselves."""
+    torch.manual_seed(3)
+    layer = fp4engine.Linear(96, 16, bias=False, recipe=zoo.make("mxfp4_ocp"))
+    outlying = torch.arange(96) % 3 == 1
+    with torch.no_grad():
+        layer.weight[:, outlying] *= 100
+    optimizer = torch.optim.SGD(layer.parameters(), 1.0)
+    control = OutControl(layer, optimizer, start=0, steps=1, multiple=32)
+    reset = OsciReset(layer, optimizer, start=4, period=4, window=1, threshold=2.0)
+    for step in range(7):
+        layer(torch.randn(8, 96) * torch.where(outlying, 100.0, 1.0))
+        stepped = layer.weight.detach() - 0.01 * (-1) ** step
+        layer.weight.grad = layer.weight.detach() - stepped
+        optimizer.step()
+    chosen, others = control.state_dict()["channels"][""]
+    assert torch.equal(chosen.sort().values, outlying.nonzero()[:, 0])
+    assert torch.equal(layer.weight[:, chosen], stepped[:, chosen])
+    is_reset = layer.weight[:, others] != stepped[:, others]
+    assert reset.reset_share == float(is_reset.float().mean()) > 0
+    want = torch.where(is_reset, microscaled(stepped[:, others]), stepped[:, others])
+    assert torch.equal(layer.weight[:, others], want)
+
+
 # OutControl
 
 
