@@ -156,8 +156,8 @@ class OsciReset(_StepHook):
     Every ``period`` steps a window opens. It adds up how far each element moves in ``window`` steps, and how far its
     quantized value does. After one more step ``w = Q(w)`` where the second is ``threshold`` times the first or more.
 
-    It covers every ``fp4engine.Linear`` whose weight ``optimizer`` trains and whose recipe casts it in fprop; of a layer
-    that :class:`OutControl` has split, the channels that this recipe still casts.
+    It covers every ``fp4engine.Linear`` whose weight ``optimizer`` trains and whose recipe casts it in fprop; of a
+    layer that :class:`OutControl` has split, the channels that this recipe still casts.
 
     Args:
         recipe: by which the model is trained; None means what each module follows outside autocast regions.

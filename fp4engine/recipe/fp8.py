@@ -122,7 +122,11 @@ class DelayedScaling(_FP8Recipe):
         object.__setattr__(self, "amax_history_len", length)
         super().__post_init__()
         self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
-        require_one_of("backward_override", self.backward_override, (None,))
+        if self.backward_override is not None:
+            raise ValueError(
+                "DelayedScaling's backward_override (flag NVTE_BACKWARD_OVERRIDE) must be None, "
+                f"got {self.backward_override!r}"
+            )
         if self.scaling_factor_compute_algo is not None:
             require_callable("scaling_factor_compute_algo", self.scaling_factor_compute_algo)
         if not callable(self.amax_compute_algo):

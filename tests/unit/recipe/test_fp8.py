@@ -46,7 +46,11 @@ def test_element_per_role(cls, fp8_format: Format, forward, gradient) -> None:
         (Float8CurrentScaling, {"fp8_format": Format.E2M1}, "fp8_format must be one of .*HYBRID.* got <Format.E2M1"),
         (Float8CurrentScaling, {"fp8_dpa": True}, "fp8_dpa must be one of False, got True"),
         (Float8CurrentScaling, {"fp8_gemm_dgrad": True}, "fp8_gemm_dgrad must be one of MMParams"),
-        (DelayedScaling, {"backward_override": "dequantized"}, "backward_override must be one of None"),
+        (
+            DelayedScaling,
+            {"backward_override": "dequantized"},
+            r"DelayedScaling's backward_override \(flag NVTE_BACKWARD_OVERRIDE\) must be None, got 'dequantized'",
+        ),
         (DelayedScaling, {"amax_compute_algo": "mean"}, "amax_compute_algo must be one of 'max', 'most_recent'"),
         (DelayedScaling, {"amax_history_len": 0}, "amax_history_len must be an integer of at least 1, got 0"),
         (
