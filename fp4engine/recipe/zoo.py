@@ -363,7 +363,7 @@ ZOO: dict[str, Row] = {
         _amd_wide,
         'AMD ALTO 74e251d, `precision="amdfp4"` with 16x16 weights, Hadamard 32 and stochastic gradients',
         "signs drawn once, where the source draws and permutes anew; a block of values up to 6 * 2^-18 becomes 0, "
-        "where the source's least scale is 2^-17",
+        "where the source's least scale is 2^-17; values beyond 6 * 114,688 saturate, however large",
     ),
     "mxfp4": Row(
         lambda: _mxfp4(MXFP4, MXFP4_SR, Rotation(32), MXFP4),

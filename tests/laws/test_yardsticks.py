@@ -1,5 +1,8 @@
 """Errors every implementation of these casts must show on N(0, 1): numerics.md, section "Yardsticks"."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +20,8 @@ STOCHASTIC = NVFP4.replace(rounding=RoundingMode.STOCHASTIC)
 GUARDED = STOCHASTIC.replace(target=6 * SR_GUARD)
 WIDE = NVFP4.replace(scale=UE5M3, scale_bound=UE5M3.max_value, outer=Outer.NONE)
 FP8 = CastSpec(element=E4M3, block=(0, 0), scale=FP32, scale_bound=1.0, target=448.0)
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 
 
 def mxfp4(rule: ScaleRule) -> CastSpec:
@@ -120,3 +125,18 @@ def test_the_guard_changes_scales_by_no_more_than_the_guard() -> None:
     )
     assert_scales_adjacent(guarded, plain)
     assert (guarded.scale_inv.float() >= plain.scale_inv.float()).all()
+
+
+def test_what_splitting_means_off_is_worth_is_what_the_page_says() -> None:
+    """Averis, docs/recipes.md: ``Q(X) Q(W)^T``, ``Q(R) Q(W)^T + 1 Q(m) Q(W)^T``, and the latter with an exact mean."""
+    (numbers,) = re.findall(r"is ([\d.]+) without the split, ([\d.]+) with it, and ([\d.]+)", PAGE.read_text())
+    errors = torch.zeros(3)
+    for seed in range(0, 12, 3):
+        x = gaussian(512, 1024, seed) + 10 * gaussian(1, 1024, seed + 1)
+        w = gaussian(256, 1024, seed + 2)
+        y, mean, weight = x @ w.T, x.mean(0, keepdim=True), decoded(w, TILES)
+        exact, whole, cast_mean = mean @ w.T, decoded(x, NVFP4) @ weight.T, decoded(mean, NVFP4) @ weight.T
+        rest = decoded(x - mean, NVFP4) @ weight.T
+        outputs = torch.stack([whole, rest + cast_mean, rest + exact])
+        errors += (outputs - y).norm(dim=(1, 2)) / (y - y.mean(0)).norm() / 4
+    assert list(map(float, numbers)) == pytest.approx(errors.tolist(), rel=0.06)

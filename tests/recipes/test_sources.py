@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4engine.formats import Rotation, Signs
-from fp4engine.quantizers import make_quantizer
+from fp4engine.formats import E4M3, Rotation, Signs, fp8_block
+from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.recipe import zoo
 from fp4engine.reference import philox
 from fp4engine.roles import QuantizerRole
@@ -585,3 +585,17 @@ def test_operands_are_the_source_s(name: str, role: str, exact_sums: bool) -> No
         fixed = spec is None or (not spec.is_stochastic and (spec.rotation is None or exact_sums))
         assert operand is not None
         assert_same(operand, want, want.exact and fixed)
+
+
+def test_fp32_block_scales_are_one_unit_from_transformer_engine_s() -> None:
+    """``compute_scale_from_types`` divides once and inverts the quotient, see numerics.md, "FP32 block scales"."""
+    x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
+    operand = Quantizer(fp8_block(E4M3, 1, power_of_two=False)).quantize(x, columnwise=False).rowwise
+    assert operand is not None and operand.scale_inv is not None
+    scale = fp32(448.0) / block_amax(x.float(), 128)
+    codes = e4m3(x.float() * spread(scale, x)).to(torch.float8_e4m3fn).view(torch.uint8)
+    units = operand.scale_inv.view(torch.int32) - (fp32(1.0) / scale).view(torch.int32)
+    steps = operand.codes.int() - codes.int()
+    assert units.abs().max() == steps.abs().max() == 1
+    assert 0.25 < units.count_nonzero() / units.numel() < 0.45
+    assert 1e-4 < steps.count_nonzero() / steps.numel() < 3e-4

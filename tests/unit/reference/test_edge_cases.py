@@ -41,7 +41,11 @@ def sides(quantizer: Quantizer, x: Tensor) -> tuple[Operand, Operand]:
 
 
 def product(operand: Operand) -> Tensor:
-    return ops.gemm(operand, operand, out_dtype=torch.float32)
+    return product_of(operand, operand)
+
+
+def product_of(left: Operand, right: Operand) -> Tensor:
+    return ops.gemm(left, right, out_dtype=torch.float32)
 
 
 @every_dtype
@@ -101,6 +105,15 @@ def relative_errors(quantizer: Quantizer, x: Tensor) -> list[float]:
         want = prepare(matrix, operand.spec, None, 0).double()
         errors.append(float((operand.dequantize().double() - want).norm() / want.norm()))
     return errors
+
+
+def test_products_of_tiny_operands_lose_bits_and_then_everything() -> None:
+    """Where ``alpha = A_left * A_right / 2688^2`` is subnormal, and where it is 0."""
+    x = torch.ones(4, 64)
+    for amaxes, least, most in ((8.6e-32, 0, 2**-22), (1e-37, 1e-3, 0.06), (5.2e-39, 0.3, 1.0), (5.0e-39, 1.0, 1.0)):
+        left, right = (NVFP4Quantizer().quantize(x * factor).rowwise for factor in (1e-18, amaxes * 1e18))
+        error = (product_of(left, right).double() / (64 * amaxes) - 1).abs()
+        assert least <= error.min() and error.max() <= most
 
 
 @every_quantizer
