@@ -28,6 +28,9 @@ SUM_ROWS: Final = 128
 FLT_MAX: Final = 3.4028234663852886e38
 """Largest finite FP32 value; caps encode scales so that zero-scale blocks stay finite."""
 
+FLT_MIN: Final = 2.0**-126
+"""Smallest positive normal FP32 value."""
+
 SR_GUARD: Final = 16.0 / 17.0
 """Worst-case factor by which rounding to E4M3 can lower a normal block scale."""
 

@@ -51,15 +51,17 @@ def prepare(
         keep_high_precision: as in :func:`fp4engine.convert`.
 
     Raises:
-        ValueError: ``inputs`` is not a bool; ``clip`` is not in (0, 1], or given beside ``recipe``; a recipe that
+        ValueError: ``inputs`` is not a bool; ``clip`` is not in (0, 1]; one is given beside ``recipe``; a recipe that
             takes no ``backward_override="dequantized"``; what ``convert`` refuses.
     """
     require_model(model)
     require_recipe(recipe)
     require_bool("inputs", inputs)
-    if not (is_number(clip) and 0 < clip <= 1) or (recipe is not None and (clip != 1 or not inputs)):
+    if not (is_number(clip) and 0 < clip <= 1):
+        raise ValueError(f"clip must be in (0, 1], got {shown(clip)}")
+    if recipe is not None and (clip != 1 or not inputs):
         raise ValueError(
-            f"clip must be in (0, 1], and goes with recipe=None as inputs does, got {clip!r} and {recipe!r}"
+            f"clip must be 1 and inputs True beside a recipe, which has casts, got {clip!r}, {inputs} and {recipe!r}"
         )
     if recipe is None:
         weight = NVFP4 if clip == 1 else NVFP4.replace(target=NVFP4.target / clip)

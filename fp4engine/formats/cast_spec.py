@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
+from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, FLT_MAX, FLT_MIN
 from fp4engine.formats.elements import (
     E1M2,
     E2M1,
@@ -363,16 +363,20 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
         yield from _complaints_of_two_terms(spec)
     if spec.scale not in (E4M3, UE5M3, E8M0, FP32):
         yield f"scale must be e4m3, ue5m3, e8m0 or fp32, got {spec.scale}"
-    if not 0 < spec.target < float("inf"):
-        yield f"target must be a positive element value, got {spec.target}"
+    if not (spec.target >= FLT_MIN and spec.numerator <= FLT_MAX):
+        yield (
+            "target must be a positive element value, a normal FP32 number whose product with scale_bound is one, "
+            f"got {spec.target}"
+        )
     if spec.target == E2M1_MAX > spec.element.max_value:
         yield (
             f"target=6, the default, is the largest value of e2m1 and beyond that of element={spec.element}, "
             f"{spec.element.max_value:g}"
         )
-    if not 0 < spec.scale_bound <= (spec.scale.max_value if spec.scale in BOUNDED else 1.0):
+    least, most = (spec.scale.min_value, spec.scale.max_value) if spec.scale in BOUNDED else (1.0, 1.0)
+    if not least <= spec.scale_bound <= most:
         yield (
-            "scale_bound must be in (0, 448] for e4m3 scales, in (0, 114688] for ue5m3 and 1 for others, "
+            "scale_bound must be in [2^-9, 448] for e4m3 scales, in [2^-17, 114688] for ue5m3 and 1 for others, "
             f"got {spec.scale_bound} for {spec.scale}"
         )
     if (spec.scale == E8M0) != spec.scale_rule.is_power_of_two:

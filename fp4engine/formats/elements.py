@@ -49,8 +49,12 @@ class ElementFormat:
         """Significant bits that hold any value; every sum of two terms is a multiple of the second's least step."""
         if self.terms == 1:
             return self.mantissa_bits + 1
-        least = 2.0 ** (1 - self.bias - self.mantissa_bits) / SECOND_TERM
-        return int(self.max_value / least).bit_length()
+        return int(self.max_value / self.min_value * SECOND_TERM).bit_length()
+
+    @property
+    def min_value(self) -> float:
+        """The smallest positive magnitude of a term."""
+        return 2.0 ** (1 - self.bias - self.mantissa_bits)
 
     @property
     def storage_bits(self) -> int:

@@ -80,8 +80,14 @@ def test_a_weight_has_two_dimensions() -> None:
 
 
 def test_clip_is_a_number() -> None:
-    with pytest.raises(ValueError, match=r"clip must be in \(0, 1\], .* got True"):
+    with pytest.raises(ValueError, match=r"clip must be in \(0, 1\], got True"):
         qat.prepare(torch.nn.Sequential(torch.nn.Linear(16, 16)), clip=True)
+
+
+def test_what_a_recipe_says_already_is_refused_by_name() -> None:
+    for given, got in (({"clip": 0.5}, "0.5, True"), ({"inputs": False}, "1.0, False")):
+        with pytest.raises(ValueError, match=rf"clip must be 1 and inputs True .* got {got} and NVFP4"):
+            qat.prepare(torch.nn.Sequential(torch.nn.Linear(16, 16)), zoo.make("nvfp4"), **given)
 
 
 def test_distillation_over_many_positions_is_finite_in_fp16() -> None:
