@@ -192,14 +192,14 @@ class _Values:
             return _require_value(name, tensor)
         if name in self._weights:
             return self._read(name, tuple(tensor.shape), tensor.dtype)
-        pieces = self._of(name)
+        pieces = self._pieces_of(name)
         if any(piece.expert is not None for piece in pieces):
             return torch.stack(list(self.matrices(name, tensor)))
         return torch.cat([self._read(piece.name, piece.shape, tensor.dtype) for piece in pieces])
 
     def matrices(self, name: str, tensor: Tensor) -> Iterator[Tensor]:
         """The matrices of a stack, one after the other."""
-        pieces = [] if self._weights is None or name in self._weights else self._of(name)
+        pieces = [] if self._weights is None or name in self._weights else self._pieces_of(name)
         if all(piece.expert is None for piece in pieces):
             yield from self.of(name, tensor)
             return
@@ -207,7 +207,7 @@ class _Values:
             own = [piece for piece in pieces if piece.expert == expert]
             yield torch.cat([self._read(piece.name, piece.shape, tensor.dtype) for piece in own])
 
-    def _of(self, name: str) -> list[Piece]:
+    def _pieces_of(self, name: str) -> list[Piece]:
         """Where checkpoints have the parameter or buffer."""
         if self._pieces is None:
             self._pieces = {}

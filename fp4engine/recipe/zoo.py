@@ -182,7 +182,7 @@ def _uniform(forward: CastSpec, gradient: CastSpec) -> LinearRecipe:
     return LinearRecipe(input=same(forward), weight=same(forward), grad_output=same(gradient))
 
 
-def _requantized(forward: CastSpec, backward: CastSpec) -> LinearRecipe:
+def _unrotated(forward: CastSpec, backward: CastSpec) -> LinearRecipe:
     """Every backward operand cast by ``backward``, from what the forward pass saved; nothing is rotated."""
     role = from_forward(forward, backward)
     return LinearRecipe(input=role, weight=role, grad_output=same(backward))
@@ -344,7 +344,7 @@ ZOO: dict[str, Row] = {
         "where the source draws once per backward pass",
     ),
     "tetrajet": Row(
-        lambda: _requantized(MXFP4, MXFP4_SR),
+        lambda: _unrotated(MXFP4, MXFP4_SR),
         "arXiv 2502.20853; TetraJet-MXFP4Training bbe9bd6 with `--mxscale 1`",
         "the products alone, without Q-EMA and Q-Ramping; scales are exact, where the code rounds their logarithms to "
         "BF16, and a few scales come out half as large",
