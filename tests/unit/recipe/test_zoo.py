@@ -247,16 +247,18 @@ def test_trains_on_a_gpu(recipe) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_sharing_amaxes_in_a_group_of_one_changes_no_byte(recipe, group_of_one) -> None:
-    layer, inp = fp4engine.Linear(40, 48), torch.randn(33, 40, requires_grad=True)
-    results = []
-    for group in (None, group_of_one):
-        fp4engine.manual_seed(3)
-        layer.forget_plan()
-        with fp4engine.autocast(recipe=recipe, amax_reduction_group=group):
-            output = layer(inp)
-        results.append((output, *torch.autograd.grad(output.square().sum(), (inp, layer.weight))))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+def test_sharing_amaxes_in_a_group_of_one_changes_no_byte(group_of_one) -> None:
+    """All rows in one group, since a group ends with a pause."""
+    for name in zoo.ZOO:
+        layer, inp = fp4engine.Linear(40, 48), torch.randn(33, 40, requires_grad=True)
+        results = []
+        for group in (None, group_of_one):
+            fp4engine.manual_seed(3)
+            layer.forget_plan()
+            with fp4engine.autocast(recipe=zoo.make(name), amax_reduction_group=group):
+                output = layer(inp)
+            results.append((output, *torch.autograd.grad(output.square().sum(), (inp, layer.weight))))
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True)), name
 
 
 @pytest.mark.parametrize("name", ["quartet2", "tetrajet2", "mxfp4_tseng", "nvfp4"])
