@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 import fp4engine
 from fp4engine.recipe import zoo
@@ -68,7 +69,7 @@ def errors(recipe: fp4engine.recipe.Recipe, inp: Tensor, weight: Tensor, grad: T
 def measure() -> dict[str, dict[str, list[float]]]:
     """``recipe -> distribution -> [fprop, dgrad, wgrad]``; input and gradient follow the distribution."""
     results: dict[str, dict[str, list[float]]] = {}
-    for name in zoo.ZOO:
+    for name in tqdm(zoo.ZOO, unit="recipe", disable=None):
         results[name] = {}
         for draw in DISTRIBUTIONS:
             torch.manual_seed(2026)
@@ -112,11 +113,15 @@ def draw_picture(results: dict[str, dict[str, list[float]]], path: Path) -> None
     figure.savefig(path, dpi=80)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("runs/recipe_errors"))
-    output: Path = parser.parse_args().output
-    output.mkdir(parents=True, exist_ok=True)
+    where = "a folder for both files (default: %(default)s)"
+    parser.add_argument("--output", type=Path, default=Path("runs/recipe_errors"), help=where)
+    output: Path = parser.parse_args(argv).output
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output must be a folder, got {output}: {error.strerror}")
     results = measure()
     write_csv(results, output / "recipe_errors.csv")
     draw_picture(results, output / "recipe_errors.png")

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from tqdm import trange
 
 import fp4engine
 from fp4engine import qat
@@ -64,7 +65,7 @@ def train(model: Any, first: int, steps: int, region: Callable[[], Any], rate: f
     """`steps` steps on the batches from `first` on; the learning rate falls from `rate` to zero."""
     optimizer = torch.optim.AdamW(model.train().parameters(), weight_decay=0.0)
     losses = []
-    for step in range(steps):
+    for step in trange(steps, unit="step", disable=None):
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / 20) * (1 - step / steps)
         tokens = batch(first + step)
@@ -158,11 +159,17 @@ def main(arguments: list[str] | None = None) -> tuple[list[dict[str, float]], li
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="of each training (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="models of each kind (default: %(default)s)")
-    where = "a folder for models and the picture (default: %(default)s)"
+    where = "an empty or new folder for models and the picture (default: %(default)s)"
     parser.add_argument("--output", type=Path, default=Path("runs/serve"), help=where)
     options = parser.parse_args(arguments)
     if min(options.steps, options.seeds) < 1:
         parser.error(f"--steps and --seeds must be at least 1, got {options.steps} and {options.seeds}")
+    try:  # before the first model is trained
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output must be a folder, got {options.output}: {error.strerror}")
+    if any(options.output.iterdir()):
+        parser.error(f"--output must be an empty or new folder, got {options.output}, which holds something")
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
     results = [run(seed, options.steps, options.output / f"seed{seed}") for seed in range(options.seeds)]

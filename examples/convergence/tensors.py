@@ -34,7 +34,7 @@ import matplotlib.pyplot as plt
 
 import fp4engine
 from convergence import sources
-from convergence.run import RESULTS, SCRATCH
+from convergence.run import SCRATCH
 from convergence.studies import BASELINE, PRESETS
 from convergence.training import Feed, Training, environment
 from fp4engine import reference
@@ -44,6 +44,7 @@ from fp4engine.reference.cast import prepare
 from fp4engine.reference.hadamard import rotate
 from fp4engine.reference.philox import rotation_signs
 from fp4engine.roles import TENSOR_TYPES
+from gpt.settings import InputError, whole
 
 RECIPES = ("nvfp4", "nvfp4_4over6", "quartet2", "rht128_4over6_scalar", "mxfp4")
 TITLES = {
@@ -214,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="mini" if device == "cuda" else "tiny")
-    parser.add_argument("--tokens", type=float, help="bytes to train on, instead of the preset's")
+    parser.add_argument("--tokens", type=whole, help="bytes to train on, such as 1e6, instead of the preset's")
     parser.add_argument("--at", type=float, nargs="+", default=[0.02, 0.2, 1.0], help="shares of the run to measure at")
     parser.add_argument(
         "--recipes", nargs="+", choices=zoo.ZOO, default=RECIPES, metavar="RECIPE", help="rows of the zoo"
@@ -222,13 +223,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--draws", type=int, default=DRAWS, help="of each stochastic cast (default: %(default)s)")
     parser.add_argument("--data", help="a folder of text files (default: the Python sources found here)")
     parser.add_argument("--scratch", type=Path, default=SCRATCH, help="where the text is kept (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "tensors", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=SCRATCH / "tensors", help="default: %(default)s")
     arguments = parser.parse_args(argv)
+    if not all(0 < share <= 1 for share in arguments.at):
+        parser.error(f"--at must be shares above 0 and at most 1, got {', '.join(map(str, arguments.at))}")
     preset = PRESETS[arguments.preset]
-    tokens = int(arguments.tokens or preset.tokens)
+    tokens = preset.tokens if arguments.tokens is None else arguments.tokens
+    for name, number in (("draws", arguments.draws), ("tokens", tokens)):
+        if number < 1:
+            parser.error(f"--{name} must be at least 1, got {number}")
     settings = dataclasses.replace(preset, device=device, tokens=tokens, evaluate_every=tokens)
     length = settings.sequence + 1
-    corpus = sources.load(sources.prepare(arguments.data, length, arguments.scratch), device)
+    try:
+        corpus = sources.load(sources.prepare(arguments.data, length, arguments.scratch), device)
+    except InputError as error:
+        parser.error(str(error))
     training = Training(settings, BASELINE, Feed(corpus))
     recipes = {name: zoo.make(name) for name in arguments.recipes}
     rows = list(rows_of_run(training, arguments.at, recipes, arguments.draws))

@@ -128,8 +128,8 @@ def from_config(config: str | Path | dict[str, Any]) -> Architecture:
     """The sizes in a Hugging Face ``config.json`` of one of :data:`FAMILIES`, given as its path or parsed.
 
     Raises:
-        ValueError: there is no such file, it is not JSON, it is of another family or has cross-attention, or a size is
-            missing.
+        ValueError: there is no such file, it is not a JSON object, it is of another family or has cross-attention, or a
+            size is missing.
     """
     if isinstance(config, dict):
         name, data = "config", config
@@ -143,7 +143,9 @@ def from_config(config: str | Path | dict[str, Any]) -> Architecture:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from error
-    family = data.get("model_type") if isinstance(data, dict) else None
+    if not isinstance(data, dict):
+        raise ValueError(f"{name} must hold a JSON object, got {data!r:.80}")
+    family = data.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"model_type of {name} must be one of {', '.join(FAMILIES)}, got {family!r:.80}")
     if data.get("add_cross_attention"):

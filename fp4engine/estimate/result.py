@@ -67,8 +67,9 @@ class Estimate:
         return f"{self.label}: {verdict}, peak {gib(self.peak)} of {gib(self.gpu.memory)} on {self.gpu.name}"
 
     def __str__(self) -> str:
+        adapters = f" frozen, {self.trained:,} of adapters trained" if self.trained != self.parameters else ""
         rows = [
-            ("parameters", f"{gib(self.parameter_bytes)}  ({self.parameters:,}, {self.trained:,} of them trained)"),
+            ("parameters", f"{gib(self.parameter_bytes)}  ({self.parameters:,}{adapters})"),
             ("gradients", gib(self.gradient_bytes)),
             ("optimizer", gib(self.optimizer_bytes)),
             ("kept by linears", gib(self.saved_by_linears)),

@@ -497,7 +497,7 @@ def make(name: str, **changes: Any) -> Recipe:
         ValueError: no such row.
     """
     if not isinstance(name, str) or name not in ZOO:
-        nearest = get_close_matches(name, ZOO, n=1, cutoff=0.0) if isinstance(name, str) else []
+        nearest = get_close_matches(name.lower(), ZOO, n=1) if isinstance(name, str) else []
         meant = f" (did you mean {nearest[0]}?)" if nearest else ""
         raise ValueError(f"name must be one of the recipe book's, got {name!r}{meant}; they are {', '.join(ZOO)}")
     recipe = ZOO[name].build()

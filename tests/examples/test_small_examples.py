@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from pathlib import Path
 
 import pytest
 
@@ -29,9 +30,18 @@ def test_learns(example: str, arguments: list[str], capsys: pytest.CaptureFixtur
         ("transformer_layer", "--layers=0"),
         ("dispatch_errors", "--tokens=3"),
         ("serve", "--seeds=0"),
+        ("serve", f"--output={Path(__file__).parent}"),
+        ("serve", "--output=/dev/null"),
+        ("recipe_errors", "--output=/dev/null"),
+        ("convergence.tensors", "--at=2"),
+        ("convergence.tensors", "--draws=0"),
+        ("convergence.tensors", "--tokens=0"),
+        ("convergence.tensors", "--data=/dev/null"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(example: str, argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_trained(
+    example: str, argument: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module(example).main([argument])
     assert re.search(rf"error: .*{argument.partition('=')[0]}.* must be ", capsys.readouterr().err)

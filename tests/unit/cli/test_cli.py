@@ -132,7 +132,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], capsys) -> 
         ("{", "is not JSON"),
         ('{"model_type": "mamba"}', "model_type"),
         ('{"model_type": "llama", "hidden_size": 64}', "num_hidden_layers"),
-        ("[]", "model_type"),
+        ("[]", "must hold a JSON object, got []"),
         ('{"model_type": ["llama"]}', "model_type"),
         ("[" * 100_000, "is not JSON"),
     ],
@@ -250,4 +250,5 @@ def test_one_line_answers_whether_a_model_fits_on_one_24_gib_card_with_lora(caps
     answer, *rest = capsys.readouterr().out.splitlines()
     assert answer.startswith("Llama-3.2-1B in nvfp4, 1.24B parameters in bf16, 1 x 2048 tokens, LoRA of rank 16")
     assert re.search(r": fits, peak \d\.\d\d GiB of 24\.00 GiB on RTX-4090$", answer)
+    assert rest[0].endswith("GiB  (1,235,814,400 frozen, 11,272,192 of adapters trained)")
     assert any("LoRA is computed and not compared with a run" in line for line in rest)

@@ -213,6 +213,10 @@ def test_unknown_row_names_what_there_is() -> None:
         match=r"^name must be one of .* got 'nvfp5' \(did you mean nvfp4\?\); they are high_precision, nvfp4, ",
     ):
         zoo.make("nvfp5")
+    with pytest.raises(ValueError, match=r"got 'NVFP4' \(did you mean nvfp4\?\); they are"):
+        zoo.make("NVFP4")
+    with pytest.raises(ValueError, match=r"got ''; they are"):
+        zoo.make("")
 
 
 @pytest.mark.gpu
