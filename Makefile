@@ -31,6 +31,7 @@ $(INSTALLED): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "fp4engine needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12 ..." >&2; exit 2; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
+	@echo "installing into .venv; the first time this takes minutes, and pip says nothing meanwhile"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e ".[dev,docs,examples,export,integrations]"
 	@touch $@
 
