@@ -147,7 +147,13 @@ def _one_line(value: object) -> str:
 
 
 def _recipe(name: str) -> Recipe:
-    return zoo.make(name) if name in zoo.ZOO else recipe_from_json(_text(name, "--recipe"))
+    if name in zoo.ZOO:
+        return zoo.make(name)
+    text = _text(name, "--recipe")
+    try:
+        return recipe_from_json(text)
+    except ValueError as error:
+        raise ValueError(f"--recipe {name}: {error}") from error
 
 
 def _inputs(value: str | None) -> Any:

@@ -172,7 +172,8 @@ def test_a_recipe_nested_without_end_is_refused(tmp_path, source, capsys) -> Non
     path = tmp_path / "recipe.json"
     path.write_text("[" * 100_000)
     assert run(tmp_path / "trained", tmp_path / "served", "--inputs", "high_precision", "--recipe", path) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert f"--recipe {path}: text must be the JSON" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
