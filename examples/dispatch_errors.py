@@ -2,7 +2,7 @@
 
     python examples/dispatch_errors.py [--tokens 2048] [--width 512]
 
-Four experts, MLPs twice as wide inside, and tokens in BF16; about two minutes on a CPU. One process stands for all
+Four experts, MLPs twice as wide inside, and tokens in BF16; about a minute on a CPU. One process stands for all
 ranks: tokens are cast one by one, so that what arrives does not depend on who sent it. The features' spreads are from a
 log-normal distribution, so that some are outliers. Stochastic rounding draws the same bits in every row of the table.
 """
