@@ -170,7 +170,8 @@ def attention(
     added = None if bias is None else bias.to(query.dtype)
     if slopes is not None:
         slopes = slopes if slopes.ndim == 2 else slopes[None]
-        alibi = -(slopes.float()[:, :, None, None] * mask.distance(*place).abs()).to(query.dtype)
+        slopes = slopes.to(torch.promote_types(query.dtype, torch.float32))
+        alibi = -(slopes[:, :, None, None] * mask.distance(*place).abs()).to(query.dtype)
         added = alibi if added is None else added + alibi
     if added is not None:
         allowed = added if allowed is None else added.masked_fill(~allowed, float("-inf"))

@@ -253,7 +253,7 @@ class TransformerLayer(torch.nn.Module):
             shape = [1] * branch.ndim
             shape[self.batch_dim] = branch.shape[self.batch_dim]
             kept = torch.rand(shape, dtype=torch.float32, device=branch.device) >= self.drop_path_rate
-            branch = branch * (kept.float() / (1 - self.drop_path_rate or 1)).to(branch.dtype)
+            branch = branch * kept / (1 - self.drop_path_rate or 1)
         return residual + branch
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import fp4engine
 from fp4engine import IdentityQuantizer
 from fp4engine.functional.attention import MASK_TYPES, AttentionMask, attention, rotate
-from fp4engine.modules.attention import MultiheadAttention
+from fp4engine.modules.attention import L2Normalization, MultiheadAttention
 from fp4engine.modules.transformer import TransformerLayer
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
 from fp4engine.te.pytorch import TransformerLayer as TETransformerLayer
@@ -361,6 +361,24 @@ def test_drop_path_leaves_out_whole_branches():
     assert torch.equal(ran[~dropped], 2 * inp[~dropped])
     layer.eval()
     assert torch.equal(layer._add(torch.zeros_like(inp), inp), inp)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_drop_path_divides_what_it_keeps_with_one_rounding(dtype):
+    layer, inp = make_layer(drop_path_rate=0.1, attn_input_format="bshd"), torch.randn(16, 3, 32, dtype=dtype)
+    ran = layer._add(torch.zeros_like(inp), inp)
+    kept = ran.any(dim=-1, keepdim=True)
+    assert kept.any() and torch.equal(ran, torch.where(kept, inp / (1 - 0.1), 0.0))
+
+
+def test_float64_is_not_rounded_to_float32():
+    x, slopes = torch.randn(1, 3, 5, 8, dtype=torch.float64), torch.tensor([0.3, 0.1, 0.7], dtype=torch.float64)
+    expected = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(L2Normalization()(x), expected, rtol=1e-14, atol=0)
+    distance = torch.arange(5)[:, None] - torch.arange(5)
+    expected = by_hand(x, x, x, distance >= 0, -slopes[:, None, None] * distance)
+    got = attention(x, x, x, AttentionMask("causal"), slopes=slopes)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_rate_of_one_leaves_out_every_branch():
