@@ -54,12 +54,12 @@ class _StepHook:
         self._model = model
         self.layers: dict[str, Linear] = {}
         for name, module in model.named_modules():
-            if not isinstance(module, Linear) or id(module.weight) not in trained:
+            weight = module._parameters.get("weight")  # None if it is computed from others
+            if not isinstance(module, Linear) or id(weight) not in trained:
                 continue
-            if isinstance(module.weight, QuantizedWeight) or is_distributed(module.weight):
+            if isinstance(weight, QuantizedWeight) or is_distributed(weight):
                 raise NotImplementedError(
-                    f"{kind} works on whole weights in high precision, and that of {name} is a "
-                    f"{type(module.weight).__name__}"
+                    f"{kind} works on whole weights in high precision, and that of {name} is a {type(weight).__name__}"
                 )
             self.layers[name] = module
         if not self.layers:

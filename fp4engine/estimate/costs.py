@@ -67,10 +67,10 @@ def wire(request: Request, model: nn.Module, trained: int) -> dict[str, int]:
         assert request.recipe is not None
         for module in model.modules():
             if isinstance(module, Linear):
-                shape = tuple(module.weight.shape)
+                shape = module.weight_shape()
                 plan = make_linear_plan(request.recipe, module.module_type, module.name, shape)
                 sent, _ = bytes_as_codes(plan, shape, fsdp)
-                gathered += 0 if sent is None else sent - 2 * module.weight.numel()
+                gathered += 0 if sent is None else sent - 2 * math.prod(shape)
     activations = 0.0
     if request.sizes is not None:  # four all-reduces of [tokens, width] per block
         activations = 4 * request.sizes.layers * 2 * (tp - 1) / tp * request.tokens * request.sizes.width * 2

@@ -42,13 +42,18 @@ class ExecutedGemms:
             self.counts[key] = self.counts.get(key, 0) + 1
             self.flops[key] = self.flops.get(key, 0) + flops
 
-    def record_high_precision(self, inp: Tensor, weight: Tensor) -> None:
-        """Count the fprop of ``inp [..., K] @ weight [N, K].T``, and the GEMMs that autograd will run for it."""
+    def record_high_precision(self, inp: Tensor, out_features: int, trains: bool) -> None:
+        """Count the fprop of ``inp [..., K] @ weight [N, K].T``, and the GEMMs that autograd will run for it.
+
+        Args:
+            out_features: N.
+            trains: whether the weight needs a gradient.
+        """
         if torch.compiler.is_dynamo_compiling():
             return
-        flops = 2 * inp.numel() * weight.shape[0]
+        flops = 2 * inp.numel() * out_features
         backward = torch.is_grad_enabled()
-        needs = {"dgrad": backward and inp.requires_grad, "wgrad": backward and weight.requires_grad}
+        needs = {"dgrad": backward and inp.requires_grad, "wgrad": backward and trains}
         for gemm in GEMMS:
             if needs.get(gemm, True):
                 self.record(_HIGH_PRECISION, flops, gemm)

@@ -436,8 +436,7 @@ def _flops(model: torch.nn.Module) -> dict[str, int]:
         raise ValueError("the model has no layer of fp4engine's; call fp4engine.convert(model) first")
     flops: dict[str, int] = {}
     for name, layer in layers.items():
-        shape = layer.shape or tuple(getattr(layer, "weight", torch.empty(0, dtype=torch.float32)).shape)
-        flops[layer.name or name] = flops.get(layer.name or name, 0) + math.prod(shape)
+        flops[layer.name or name] = flops.get(layer.name or name, 0) + math.prod(layer.weight_shape())
         if not layer.name:
             raise ValueError(f"layer {name!r} has no name for rules to match; fp4engine.convert gives names")
     return flops

@@ -150,24 +150,19 @@ class Gemms(torch.nn.Module):
         if (
             made is None
             or (made.recipe is not recipe and made.recipe != recipe)
-            or (recipe.reads_modules and made.read != self._what_recipes_read())
+            or (recipe.reads_modules and made.read != (self.name, self.weight_shape()))
         ):
-            read = self._what_recipes_read()
-            plan = make_linear_plan(recipe, self.module_type, self.name, self._shape())
+            name, shape = read = self.name, self.weight_shape()
+            plan = make_linear_plan(recipe, self.module_type, name, shape)
             if recipe.reads_modules and not plan.is_stateful:
-                self._plans_for_tracing[recipe.number, self._shape()] = plan
+                self._plans_for_tracing[recipe.number, shape] = plan
             plan = plan.remembering_in(self.amax_histories) if plan.is_stateful else plan
             made = self._plan = MadePlan(recipe, plan, read)
         return made.plan
 
-    def _what_recipes_read(self) -> tuple[str, Any]:
-        """The name, and the weight's shape: None if the weight is no parameter, since reading it would compute it."""
-        weight = self._parameters.get("weight")
-        return self.name, None if weight is None else weight.shape
-
-    def _shape(self) -> tuple[int, ...]:
-        weight = getattr(self, "weight", None)
-        return self.shape or (() if weight is None else tuple(weight.shape))
+    def weight_shape(self) -> tuple[int, ...]:
+        """(N, K) of the weight. A weight that is computed from other parameters is not computed for this."""
+        return self.shape
 
     def _traced_plan(self, recipe: Recipe) -> LinearPlan:
         """The plan for code that ``torch.compile`` traces, made outside the trace.
@@ -177,7 +172,7 @@ class Gemms(torch.nn.Module):
         """
         if not recipe.reads_modules:
             return traced_plan(recipe, self.module_type, "", ())
-        shape = self._shape()
+        shape = self.weight_shape()
         if (recipe.number, shape) in self._plans_for_tracing:
             return self._plans_for_tracing[recipe.number, shape]
         return traced_plan(recipe, self.module_type, self.name, shape)
@@ -244,7 +239,7 @@ class Gemms(torch.nn.Module):
                     raise unusable_devices(inp, weight)
                 inp = inp.tensor() if isinstance(inp, FusedInput) else inp
                 output = F.linear(inp, weight, bias)
-                self.executed.record_high_precision(inp, weight)
+                self.executed.record_high_precision(inp, weight.shape[0], weight.requires_grad)
                 return output
         if getattr(inp, "device", None) != getattr(weight, "device", "") or weight.is_meta:
             raise unusable_devices(inp, weight)
@@ -300,11 +295,13 @@ class Gemms(torch.nn.Module):
     def shared_weight(self, state: AutocastState | None, known: SharedWeight | None) -> SharedWeight | None:
         """The weight, if ranks share all of its amaxes in one way in a forward under ``state``; else None.
 
+        It is also None if the weight is computed from other parameters, since each forward multiplies by a new one.
+
         Args:
             known: what this method returned last time, which is returned again while it is valid.
         """
         group = None if state is None else state.amax_reduction_group
-        return shared_weight(getattr(self, "weight", None), self.plan(state), group, known)
+        return shared_weight(self._parameters.get("weight"), self.plan(state), group, known)
 
     def leave_weight_amaxes(self, left: WeightAmaxes | None) -> None:
         """Let the next forwards use these amaxes; None lets each find its own."""
@@ -471,7 +468,7 @@ class MadePlan(NamedTuple):
 
     recipe: Recipe
     plan: LinearPlan
-    read: tuple[str, Any]
+    read: tuple[str, tuple[int, ...]]
 
 
 def require_own_recipe(recipe: Recipe | None) -> None:

@@ -95,6 +95,11 @@ class Linear(Gemms, torch.nn.Linear):
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
+    def weight_shape(self) -> tuple[int, ...]:
+        """(N, K) of the weight, or of ``out_features`` and ``in_features`` if it is computed from other parameters."""
+        weight = self._parameters.get("weight")
+        return (self.out_features, self.in_features) if weight is None else tuple(weight.shape)
+
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """``input @ weight.T + bias``: [..., in_features] -> [..., out_features], in the dtype of ``input``.
 

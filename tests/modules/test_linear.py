@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import fp4engine as te
-from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling, Recipe
+from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling, Recipe, RuledRecipe
 from fp4engine.reference import column_sums
+from fp4engine.state import current_state
 
 IDENTITY = CustomRecipe(qfactory=lambda role: te.IdentityQuantizer())
 NVFP4 = NVFP4BlockScaling()
@@ -315,6 +317,41 @@ def test_a_factory_that_does_not_pickle_stays_out_of_pickles() -> None:
     layer = te.Linear(16, 16)
     step(layer, torch.randn(2, 16), IDENTITY)
     assert pickled(layer).weight.shape == (16, 16)
+
+
+class Counted(nn.Module):
+    """A parametrization that counts how often it is computed."""
+
+    count = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.count += 1
+        return weight * 2
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, RuledRecipe(NVFP4, ()), IDENTITY, None], ids=["nvfp4", "rules", "id", ""])
+@pytest.mark.parametrize("make", [te.Linear, te.LayerNormLinear])
+def test_a_weight_that_is_computed_is_computed_once_per_forward(make: Any, recipe: Recipe | None) -> None:
+    layer, counted = make(16, 16), Counted()
+    parametrize.register_parametrization(layer, "weight", counted, unsafe=True)  # not computed to be checked
+    for expected in (1, 2, 3):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            layer(torch.randn(4, 16))
+            assert layer.shared_weight(current_state(), None) is None
+        assert counted.count == expected
+
+
+@pytest.mark.no_poison
+def test_compiled_code_computes_a_spectral_norm_once_per_forward() -> None:
+    torch._dynamo.reset()
+    recipe, x = RuledRecipe(NVFP4BlockScaling(disable_rht=True), ()), torch.randn(4, 16)
+    eager = parametrizations.spectral_norm(te.Linear(16, 16))
+    twin = copy.deepcopy(eager)
+    call = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        with te.autocast(recipe=recipe):
+            assert torch.equal(call(x), eager(x))
+    assert_same_bits(twin.state_dict(), eager.state_dict())
 
 
 def test_to_another_dtype_and_meta() -> None:

@@ -194,6 +194,21 @@ def test_modules_that_a_swap_would_change_are_left_alone_with_a_reason(
         assert reason in reasons["odd"]
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_spectral_norm_that_is_left_alone_goes_on_as_before_and_is_counted(trained: bool) -> None:
+    """It takes a step whenever its weight is computed, and the count of products must not make it take more."""
+    model = nn.ModuleDict({"odd": parametrizations.spectral_norm(nn.Linear(16, 8)), "plain": nn.Linear(16, 16)})
+    model["odd"].parametrizations.weight.original.requires_grad_(trained)
+    alone = copy.deepcopy(model["odd"])
+    fp4engine.convert(model)
+    x = torch.randn(4, 16)
+    for _ in range(3):
+        assert torch.equal(model["odd"](x), alone(x))
+    assert all(torch.equal(got, want) for got, want in zip(model["odd"].buffers(), alone.buffers(), strict=True))
+    counts = model["odd"].executed.counts
+    assert counts == {(gemm, "high_precision"): 3 for gemm in ("fprop", "wgrad")[: 1 + trained]}
+
+
 @pytest.mark.parametrize(
     "hold",
     [
