@@ -234,7 +234,11 @@ def _adopt_loaded(weight: GatherableWeight, module: nn.Module, incompatible_keys
 
 
 def _leave_plain(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Replace each ShardedWeight in a ``state_dict`` by a plain tensor with the same memory and version counter."""
+    """Let each ShardedWeight in a ``state_dict`` be a plain tensor with the same memory and version counters.
+
+    A write into a DTensor moves the counter of the DTensor alone, which is the parameter's, and a write into its shard
+    that of the shard alone.
+    """
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
         if value is None or value is parameter:  # keep_vars=True asks for the parameter itself
@@ -242,18 +246,4 @@ def _leave_plain(module: nn.Module, state: dict[str, Any], prefix: str, local_me
         if isinstance(parameter, ShardedWeight):
             state[prefix + name] = parameter.values.detach()
         elif isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, ShardedWeight):
-            state[prefix + name] = _plain(parameter)
-
-
-def _plain(parameter: DTensor) -> DTensor:
-    """The same DTensor with a plain tensor as its shard."""
-    shard = parameter._local_tensor
-    assert isinstance(shard, ShardedWeight)
-    return DTensor.from_local(
-        shard.values.detach(),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+            value._local_tensor = parameter._local_tensor.values.detach()
