@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4engine.accounting.table import table
-from fp4engine.arguments import require_bool, require_integer, require_model, require_path
+from fp4engine.arguments import is_number, require_bool, require_integer, require_model, require_path
 from fp4engine.constants import FLT_MAX
 from fp4engine.export.layers import Amaxes, ExportLayer, encode, export_layers
 from fp4engine.export.progress import progress_bar
@@ -243,8 +243,8 @@ def _write(
             continue
         layer = layers[name]
         weight, amax, own_amax = layer.weight(tensors), amaxes.of(layer.group), amaxes.of(layer.operand)
-        codes, scales, error = encode(layer, weight, amax, slabs)
-        outer = form.outer(amax, layer.spec.numerator)
+        outer, own_outer = (form.outer(each, layer.spec.numerator) for each in (amax, own_amax))
+        codes, scales, error = encode(layer, weight, amax, float(form.factor(outer)), slabs)
         for part, tensor in zip(form.weight_parts, (codes, scales, outer), strict=True):
             writer.add(f"{name}.{part}", tensor)
         input_amax = None
@@ -255,7 +255,7 @@ def _write(
             writer.add(f"{name}.{form.input_scale}", stored)
         added = 0.0
         if not torch.equal(amax, own_amax):
-            added = error - encode(layer, weight, own_amax, slabs)[2]
+            added = error - encode(layer, weight, own_amax, float(form.factor(own_outer)), slabs)[2]
         described = (layer.spec.label, float(amax), float(own_amax), error, added, input_amax, layer.requantized)
         entries.append(ExportedLayer(name, layer.shape, *described))
     return tuple(entries)
@@ -283,8 +283,8 @@ def _scheme(layer: ExportLayer, layers: Mapping[str, ExportLayer], inputs: Input
         return DYNAMIC
     assert isinstance(inputs, Mapping)
     for name in dict.fromkeys(layers[sibling].module for sibling in layer.group):
-        amax = inputs.get(name)
-        if not isinstance(amax, int | float) or not 0 <= amax <= FLT_MAX:
+        amax: Any = inputs.get(name)
+        if not (is_number(amax) and 0 <= amax <= FLT_MAX):
             raise ValueError(f"inputs must have a finite FP32 amax >= 0 of {name!r}, got {amax!r:.80}")
     return STATIC
 

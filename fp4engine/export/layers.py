@@ -109,6 +109,11 @@ def export_layers(
         elif pattern is not None:
             why = f"kept by {pattern!r}"
         else:
+            if not sources:
+                raise ValueError(
+                    f"{name!r} multiplies by a weight that it computes, which no checkpoint has: remove its "
+                    f"parametrization, or pass keep_high_precision=[{name!r}]"
+                )
             stored = [weight for weight in map(model.get_parameter, sources) if isinstance(weight, QuantizedWeight)]
             casts = _casts(name, module, first, stored, recipe, requantize)
             if casts is not None:
@@ -330,11 +335,14 @@ def _outer_amax(layer: ExportLayer, weight: Tensor, slabs: Slabs) -> Tensor:
     return amax
 
 
-def encode(layer: ExportLayer, weight: Tensor, amax: Tensor, slabs: Slabs) -> tuple[Tensor, Tensor, float]:
+def encode(
+    layer: ExportLayer, weight: Tensor, amax: Tensor, factor: float, slabs: Slabs
+) -> tuple[Tensor, Tensor, float]:
     """Codes uint8 [N, K/2], block scales E4M3 [N, K/16] and ``|decoded - weight| / |weight|`` of a weight [N, K].
 
     Args:
         amax: outer amax, FP32 [1] on the CPU. The error of a weight of zeros is 0.
+        factor: what readers multiply ``element * block scale`` by.
     """
     rows, cols = layer.shape
     codes = torch.empty(rows, cols // 2, dtype=torch.uint8)
@@ -343,7 +351,7 @@ def encode(layer: ExportLayer, weight: Tensor, amax: Tensor, slabs: Slabs) -> tu
     if isinstance(weight, QuantizedWeight):
         stored = weight.tensors() if torch.equal(weight.tensors()[2].cpu(), amax) else None
         weight = weight.dequantize().detach()
-    outer, factor = amax.to(weight.device), float(amax) / layer.spec.numerator
+    outer = amax.to(weight.device)
 
     def part(rows: slice) -> tuple[float, float]:
         if stored is None:

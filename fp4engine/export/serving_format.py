@@ -49,10 +49,14 @@ class ServingFormat:
         return self.codes, self.block_scales, self.outer_scale
 
     def outer(self, amax: Tensor, numerator: float) -> Tensor:
-        """The stored outer scale, FP32 [1], of an operand with outer amax ``amax`` [1]; 1 for an operand of zeros."""
+        """The stored outer scale, FP32 [1], of an operand with outer amax ``amax`` [1].
+
+        It is 1 for an operand of zeros. So is a multiplier that FP32 would round to 0, since all codes are zeros then.
+        """
         if self.divides:
             return encode_scale(amax, numerator)
-        return torch.where(amax == 0, torch.ones_like(amax), divide(amax, numerator))
+        scale = divide(amax, numerator)
+        return torch.where(scale == 0, torch.ones_like(scale), scale)
 
     def factor(self, outer: Tensor) -> Tensor:
         """What ``element * block scale`` is multiplied by, FP32 [1], from a stored outer scale."""

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
+from fp4engine.arguments import require_dense
 from fp4engine.checkpoint_names import Piece, checkpoint_pieces, require_like
+from fp4engine.modules.adoption import adapter_names
 from fp4engine.modules.sharded import is_distributed
 
 
@@ -19,7 +22,8 @@ class ModelState:
         pieces: ``name in checkpoints -> what it is in the model``, in the model's order.
 
     Raises:
-        ValueError: a tensor has no value, or is spread over processes; a wrapper is a part of the tensors' names.
+        ValueError: a part of the state is no dense tensor; a tensor has no value, or is spread over processes; a
+            wrapper is a part of the tensors' names; adapters of PEFT are not merged.
         NotImplementedError: transformers writes a tensor of the model in another way than in parts of its rows.
     """
 
@@ -28,6 +32,7 @@ class ModelState:
         seen: set[int] = set()
         self._state: dict[str, Tensor] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
+            require_dense(f"{name!r} of the model's state", tensor)
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 self._state[name] = tensor
@@ -70,7 +75,7 @@ class ModelState:
 
 
 def _require_own_names(model: nn.Module) -> None:
-    """Raise if a wrapper, whose name servers do not know, is the model or a part of it."""
+    """Raise if a wrapper or an adapter, whose name servers do not know, is the model or a part of it."""
     for name, module in model.named_modules():
         *owner, last = name.split(".")
         if last == "_orig_mod":
@@ -78,5 +83,17 @@ def _require_own_names(model: nn.Module) -> None:
                 f"torch.compile has wrapped {'.'.join(owner) or 'the model'}, and '_orig_mod' would be a part of its "
                 "tensors' names; export the model that was compiled, or compile in place: module.compile()"
             )
-        if isinstance(module, nn.DataParallel | DistributedDataParallel):
+        if last in ("_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
+            raise ValueError(
+                f"PyTorch has wrapped {'.'.join(owner) or 'the model'}, and {last!r} is a part of its modules' names; "
+                "load its state_dict into a model without wrappers, and export that"
+            )
+        if isinstance(module, nn.DataParallel | DistributedDataParallel | AveragedModel):
             raise ValueError(f"{name or 'the model'} is a {type(module).__name__}; export what it wraps, its .module")
+    if adapters := adapter_names(model):
+        layer = adapters[0].rpartition(".")[0]
+        raise ValueError(
+            f"{layer!r} has an adapter of PEFT, which its served weight would lack; merge first, by "
+            "model = model.merge_and_unload(), and before that by fp4engine.dequantize_weights(model) if weights are "
+            "stored as codes"
+        )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fp4engine
-from fp4engine.export import TensorFolder
+from fp4engine.export import TensorFolder, export_checkpoint
 from fp4engine.recipe import NVFP4BlockScaling
 from tests.tiny import architecture, llama, tokens
 
@@ -63,6 +63,22 @@ def test_adapters_stay_in_high_precision_in_either_order() -> None:
     asked = with_adapters(base())
     convert(asked, adapters=True)
     assert set(adapters(asked).values()) == {fp4engine.Linear}
+
+
+def test_adapters_that_are_not_merged_are_not_left_out_of_what_is_served(tmp_path) -> None:
+    for stored in (False, True):
+        model = base()
+        convert(model)
+        if stored:
+            fp4engine.quantize_weights(model)
+        model = with_adapters(model)
+        for part in (model, model.base_model.model):
+            with pytest.raises(ValueError, match=r"q_proj' has an adapter of PEFT, .* merge first"):
+                export_checkpoint(part, tmp_path / "out", inputs="high_precision")
+        if stored:
+            fp4engine.dequantize_weights(model)
+        merged = model.merge_and_unload()
+        assert len(export_checkpoint(merged, tmp_path / f"{stored}", inputs="high_precision", verify=True).layers) == 14
 
 
 def test_lora_on_codes_is_lora_on_the_weights_bit_for_bit() -> None:

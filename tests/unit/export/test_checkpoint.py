@@ -7,11 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils.parametrizations import weight_norm
+from torch.optim.swa_utils import AveragedModel
 
 import fp4engine
 from fp4engine.export import (
@@ -265,16 +269,28 @@ def test_a_wrapper_is_no_part_of_a_name(tmp_path) -> None:
     whole, part, in_place = converted(), converted(), converted()
     part.model.layers[0] = torch.compile(part.model.layers[0])
     in_place.compile()
+    recomputed = converted()
+    recomputed.model.layers[1] = checkpoint_wrapper(recomputed.model.layers[1])
     for model, words in (
         (torch.compile(whole), "torch.compile has wrapped the model, and '_orig_mod' would be"),
         (part, "torch.compile has wrapped model.layers.0, and '_orig_mod' would be"),
+        (recomputed, r"PyTorch has wrapped model\.layers\.1, and '_checkpoint_wrapped_module' is a part of"),
         (nn.DataParallel(whole), "the model is a DataParallel; export what it wraps"),
+        (AveragedModel(whole), "the model is a AveragedModel; export what it wraps"),
     ):
         with pytest.raises(ValueError, match=words):
             export_checkpoint(model, tmp_path / "out")
         assert not list(tmp_path.iterdir())
     export_checkpoint(in_place, tmp_path / "out", verify=True)
     assert all(name.startswith("model.layers.") for name in ServedCheckpoint(tmp_path / "out").layers)
+
+
+class WithExtraState(nn.ModuleDict):
+    def __init__(self) -> None:
+        super().__init__({"a": fp4engine.Linear(32, 32, recipe=WEIGHT_ONLY)})
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"step": 1}
 
 
 def test_weights_that_cannot_be_served_are_refused_by_name(tmp_path) -> None:
@@ -292,6 +308,16 @@ def test_weights_that_cannot_be_served_are_refused_by_name(tmp_path) -> None:
         export_checkpoint(empty, tmp_path / "out")
     with pytest.raises(ValueError, match="'0' is a LayerNormLinear, whose parameters no server knows"):
         export_checkpoint(fused, tmp_path / "out")
+    computed = nn.Sequential(fp4engine.Linear(32, 32, recipe=WEIGHT_ONLY), fp4engine.Linear(32, 32, recipe=WEIGHT_ONLY))
+    weight_norm(computed[0])
+    with pytest.raises(ValueError, match="'0' multiplies by a weight that it computes, which no checkpoint has"):
+        export_checkpoint(computed, tmp_path / "out")
+    odd = nn.ModuleDict({"a": fp4engine.Linear(32, 32, recipe=WEIGHT_ONLY)})
+    odd.register_buffer("graph", torch.eye(3).to_sparse())
+    with pytest.raises(ValueError, match=r"'graph' of the model's state must be a dense tensor, got torch.sparse_coo"):
+        export_checkpoint(odd, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"'_extra_state' of the model's state must be a tensor, got dict"):
+        export_checkpoint(WithExtraState(), tmp_path / "out")
     broken = converted()
     with torch.no_grad():
         broken.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
@@ -331,6 +357,22 @@ def test_zeros_and_stored_weights(tmp_path) -> None:
             with pytest.raises(ValueError, match=rf"dtype must be a floating-point torch\.dtype, got {dtype!r}"):
                 checkpoint.weight("a", dtype)
         assert torch.equal(checkpoint.tensors["b.weight"], model["b"].weight)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_smallest_amaxes_have_scales_that_readers_take(tmp_path, form) -> None:
+    model = nn.Sequential(fp4engine.Linear(32, 16, bias=False, recipe=NVFP4BlockScaling()))
+    for number, amplitude in enumerate((1e-45, 1e-38, 3e38)):
+        with torch.no_grad():
+            model[0].weight.copy_(torch.rand(16, 32).div_(2)).view(-1)[:1] = 1.0
+            model[0].weight.mul_(amplitude)
+        weight = model[0].weight.detach().double()
+        inputs = {"0": np.float32(amplitude)}
+        (entry,) = export_checkpoint(model, tmp_path / str(number), form, inputs=inputs, verify=True).layers
+        served = ServedCheckpoint(tmp_path / str(number))
+        assert entry.error == pytest.approx(
+            float((served.weight("0").double() - weight).norm() / weight.norm()), rel=1e-4
+        )
 
 
 def test_parameters_that_share_memory_are_written_one_by_one(tmp_path) -> None:
