@@ -1,8 +1,23 @@
-"""Shards in high precision that FSDP2 gathers as codes, and the outer amaxes that ranks share for them."""
+"""Shards in high precision that FSDP2 gathers as codes, and the outer amaxes that ranks share for them.
+
+What becomes of one weight:
+
+1. ``fp4_all_gather`` puts a :class:`ShardedWeight` in the place of the module's parameter, and ``fully_shard`` cuts it:
+   on each rank the parameter is a DTensor from then on, whose local tensor is a ShardedWeight with the rank's rows.
+2. Before a forward or backward pass FSDP2 calls the shard's :class:`PreAllGather`, which asks
+   :meth:`GatherableWeight.sent` for codes and scales. If the weight has changed since it was last sent, the amaxes of
+   all changed weights are found first, in one collective (:meth:`GatherableWeights.reduce`), and then the shards of
+   this weight and of those behind it are cast (:meth:`GatherableWeights.cast`).
+3. FSDP2 gathers the bytes and calls ``fsdp_post_all_gather``, which makes the
+   :class:`~fp4engine.distributed.gathered_weight.GatheredWeight` by which the module multiplies.
+4. A write to the shard, or a step of its optimizer, has amax and codes found anew (:meth:`GatherableWeight.forget`, or
+   another :data:`Version`).
+"""
 
 import weakref
 from functools import cache
 from inspect import Signature, signature
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +40,12 @@ MOST_CAST = 64 << 20
 """Most bytes of shards that one launch casts, so that a step's first gather does not wait for all casts."""
 
 
-Version = tuple[int, int]
-"""Of a sharded weight: of its parameter, and of its shard's values. A write by compiled code moves the former alone."""
+Version = tuple[int, int, int]
+"""Of a sharded weight: the serial number of its shard, and the versions of its parameter and of its shard's values.
+
+Another shard in the place of one, as ``module.to`` puts it, has another number. A write by compiled code moves the
+version of the parameter alone.
+"""
 
 
 State = tuple[int, Version]
@@ -66,19 +85,19 @@ class GatherableWeights:
 
     def reduce(self) -> None:
         """Find the amaxes that are not known, with one collective per process group, which is one per mesh."""
-        stale: dict[Any, list[tuple[GatherableWeight, DTensor, Tensor]]] = {}
+        stale: dict[Any, list[tuple[GatherableWeight, DTensor, ShardedWeight]]] = {}
         for weight in self.all:
             parameter = weight.sharded() if weight.has_amax else None
             if parameter is not None and not weight.is_known(parameter):
                 shard: Any = parameter._local_tensor
-                stale.setdefault(weight.group_of(parameter), []).append((weight, parameter, shard.values))
+                stale.setdefault(weight.group_of(parameter), []).append((weight, parameter, shard))
         for (group, device), shards in stale.items():
             with torch.inference_mode(False):  # they are kept, and read by the next step
-                packed = ops.largest_magnitudes([values for *_, values in shards]).to(device)
+                packed = ops.largest_magnitudes([shard.values for *_, shard in shards]).to(device)
                 ops.all_reduce_amax(packed, group)
             reduced = ReducedAmaxes(packed)
-            for index, (weight, parameter, values) in enumerate(shards):
-                weight.know(reduced, index, (parameter._version, values._version))
+            for index, (weight, parameter, shard) in enumerate(shards):
+                weight.know(reduced, index, (shard.serial, parameter._version, shard.values._version))
 
     def cast(self, first: "GatherableWeight", dtype: torch.dtype) -> None:
         """Cast the shard of ``first``, and some behind it that were last sent in ``dtype`` and have changed since."""
@@ -189,7 +208,7 @@ class GatherableWeight:
         self.has_amax = self.spec.outer is Outer.TENSOR
         self._forgotten = 0
         self._reduced: tuple[ReducedAmaxes, int] | None = None
-        self._version = (0, 0)
+        self._version: Version = (0, 0, 0)
         self._sent: Sent | None = None
         self._sent_as: tuple[torch.dtype, State] | None = None
         self._placed: tuple[Any, ...] = ()
@@ -242,7 +261,8 @@ class GatherableWeight:
     def is_known(self, parameter: DTensor) -> bool:
         """Whether the known amax is that of ``parameter``, the sharded weight, as it is now."""
         shard: Any = parameter._local_tensor  # .to_local() returns a view, which has no version counter of its own
-        return self._reduced is not None and (parameter._version, shard.values._version) == self._version
+        version = shard.serial, parameter._version, shard.values._version
+        return self._reduced is not None and version == self._version
 
     def amax(self, dtype: torch.dtype) -> tuple[Tensor, Shared] | None:
         """The outer amax of the weight in ``dtype``, see :meth:`ReducedAmaxes.get`; None if its cast has none.
@@ -267,7 +287,7 @@ class GatherableWeight:
         if parameter is None:
             return None
         shard: Any = parameter._local_tensor
-        state = self._forgotten, (parameter._version, shard.values._version)
+        state = self._forgotten, (shard.serial, parameter._version, shard.values._version)
         return None if self._sent is not None and self._sent_as[1] == state else (shard.values, state)
 
     def keep(self, sent: Sent, dtype: torch.dtype) -> None:
@@ -279,14 +299,22 @@ class GatherableWeight:
 
         They are kept until the weight changes, so backward and further microbatches send what forward sent. Those of a
         copy that FSDP2 has just brought from the CPU are not kept, since offloading is to free that memory.
+
+        Raises:
+            ValueError: the module has another parameter than FSDP2 shards.
         """
         parameter: Any = module._parameters.get(self.parameter)
-        shard: Any = parameter._local_tensor
-        state = self._forgotten, (parameter._version, shard.values._version)
+        shard = getattr(parameter, "_local_tensor", None)
+        if not isinstance(shard, ShardedWeight):
+            raise ValueError(
+                f"{self.name} was replaced by another parameter after FSDP2 had sharded it, and FSDP2 would gather the "
+                "one before; write the new values into the parameter that is there, or call load_state_dict"
+            )
+        state = self._forgotten, (shard.serial, parameter._version, shard.values._version)
         if shard.values is not values:
             return send([(self, values, state)], dtype)[0]
         if self._sent is None or self._sent_as != (dtype, state):
-            self._sent, self._sent_as = None, (dtype, (-1, (-1, -1)))
+            self._sent, self._sent_as = None, (dtype, (-1, (-1, -1, -1)))
             self.others.cast(self, dtype)
         assert self._sent is not None
         return self._sent
@@ -339,6 +367,9 @@ class PreAllGather:
     __signature__ = Signature(list(signature(__call__).parameters.values())[1:])
 
 
+_serials = count()
+
+
 class ShardedWeight(torch.Tensor):
     """A weight in high precision, later one rank's rows of it, with the hooks by which FSDP2 gathers codes.
 
@@ -347,12 +378,14 @@ class ShardedWeight(torch.Tensor):
 
     Attributes:
         values: the plain tensor.
+        serial: a number that no other shard of this process has.
         weight: the weight that this is, or is a shard of. A compiler traces a stand-in, which has None, so that all
             shards of one shape share a graph.
         fsdp_pre_all_gather: see :class:`PreAllGather`.
     """
 
     values: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    serial: int
     weight: GatherableWeight | None
     fsdp_pre_all_gather: PreAllGather
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
@@ -370,6 +403,7 @@ class ShardedWeight(torch.Tensor):
             device=values.device,
         )
         shard.values, shard.weight, shard.fsdp_pre_all_gather = values, weight, PreAllGather(values, weight)
+        shard.serial = next(_serials)
         return shard
 
     def _set_data(self, values: Tensor) -> None:
@@ -386,6 +420,15 @@ class ShardedWeight(torch.Tensor):
     def data_ptr(self) -> int:
         """Of the values: libraries tell parameters apart by it, and torch's own is 0 for all."""
         return self.values.data_ptr()
+
+    def is_shared(self) -> bool:
+        """Whether the values lie in shared memory."""
+        return self.values.is_shared()
+
+    def share_memory_(self) -> "ShardedWeight":
+        """Move the values to shared memory."""
+        self.values.share_memory_()
+        return self
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], sent: Sent, param_dtype: torch.dtype, *, out: Any = None

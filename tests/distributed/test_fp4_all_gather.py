@@ -519,6 +519,20 @@ def replaced(rank: int):
     return with_and_without(rank, make), {weight.dtype for weight in make(True).parameters()}
 
 
+def rounded(rank: int):
+    """Outputs of a model that has been gathered, moved to BF16 and back to FP32; what a shard says of shared memory."""
+    outputs = []
+    for fp4 in (False, True):
+        model = shard(make_model(), fp4)
+        with torch.no_grad(), fp4engine.autocast(recipe=DEFAULT):
+            model(torch.ones(8, 64))
+            model.to(torch.bfloat16).to(torch.float32)
+            outputs.append(model(torch.ones(8, 64)))
+        model.reshard()
+    local = model[0][0].weight.to_local()
+    return torch.equal(*outputs), local.is_shared(), local.share_memory_().is_shared()
+
+
 def refused(rank: int):
     """What is said where a module needs what was not gathered, and where shards are not what was planned."""
     model, said = shard(make_model(), True), []
@@ -533,6 +547,14 @@ def refused(rank: int):
             model(torch.ones(8, 64))
         said.append(str(error.value))
         model.reshard()
+    late = shard(make_model(), True)
+    with torch.no_grad(), fp4engine.autocast(recipe=DEFAULT):
+        late(torch.ones(8, 64))
+        late.reshard()
+        late[0][0].weight = torch.nn.Parameter(late[0][0].weight * 2)
+        with pytest.raises(ValueError) as error:
+            late(torch.ones(8, 64))
+    said.append(str(error.value))
     with fp4engine.autocast(recipe=NVFP4BlockScaling(disable_rht=True)):  # casts weights alike
         said.append(model(torch.ones(8, 64)).isfinite().all().item())
     alone = dist.new_group([0]), dist.new_group([1])
@@ -649,7 +671,7 @@ CHECKS = {
     for check in (
         three_steps, recipes, modules, frozen, offloaded, fused, checkpointed, compiled, written_by_graphs, kept,
         evaluated, moved, stepped_in_backward, overwritten, wire, operands, casts, dropped, released, broadcast, nan,
-        plain, assigned, from_meta, replaced, refused, misplaced, stepped, unlike, copied, reasons,
+        plain, assigned, from_meta, replaced, rounded, refused, misplaced, stepped, unlike, copied, reasons,
     )
 }  # fmt: skip
 
@@ -773,12 +795,17 @@ def test_weights_may_be_given_other_data_before_they_are_sharded(ranks):
     assert all(rank["replaced"] == (True, {torch.float32}) for rank in ranks)
 
 
+def test_a_shard_in_the_place_of_another_is_cast_anew_and_may_lie_in_shared_memory(ranks):
+    assert all(rank["rounded"] == (True, False, True) for rank in ranks)
+
+
 def test_high_precision_and_other_casts_are_refused_by_name(ranks):
-    for outside, disabled, blocks, fp8, alike, world, one, again, borrowed in (rank["refused"] for rank in ranks):
+    for outside, disabled, blocks, fp8, late, alike, world, one, again, borrowed in (rank["refused"] for rank in ranks):
         assert outside == disabled == borrowed
         assert outside.startswith("0.0.weight was gathered as codes, and its values in high")
         assert "0.0.weight was gathered as codes, e2m1 16x16 and e2m1 16x16, and the recipe in force multi" in blocks
         assert "multiplies e4m3 tensor and e4m3 tensor of Quantizer; give fp4_all_gather(recipe=...) the" in fp8
+        assert late.startswith("0.0.weight was replaced by another parameter after FSDP2 had sharded it")
         assert alike and world and one and "call fp4_all_gather before fully_shard" in again
 
 
