@@ -129,6 +129,8 @@ class _Forward(NamedTuple):
         kept: their columnwise operands if these are made from the matrices, else the rowwise ones that they are made
             from.
         drawn: the draw that the forward pass took; None if it took none.
+        is_empty: whether the input has no elements. Its operands are made, since ranks that share amaxes with this one
+            make theirs, and the listener does not hear of them.
     """
 
     plan: LinearPlan
@@ -137,6 +139,7 @@ class _Forward(NamedTuple):
     matrices: dict[Role, Tensor]
     kept: dict[Role, Seen]
     drawn: Tensor | None
+    is_empty: bool
 
 
 @dataclass
@@ -254,7 +257,11 @@ def _see_forward(
             kept[role] = col
         elif quantizer.columnwise_source == "rowwise_dequantized":
             kept[role] = row
-    watched.forward = _Forward(plan, spread, wholes, matrices, kept, drawn)
+    is_empty = 0 in (inp.shape if isinstance(inp, Tensor) else inp.x.shape)
+    watched.forward = _Forward(plan, spread, wholes, matrices, kept, drawn, is_empty)
+    if is_empty:
+        watched.listener.refuse(watched.name, "its input had no elements")
+        return
     left, right = rowwise
     columnwise = [seen for seen in kept.values() if seen.is_columnwise]
     with torch.autocast(x.device.type, enabled=False):
@@ -292,8 +299,6 @@ def _refusal(module: Gemms, plan: LinearPlan | None, inp: Any, weight: Tensor) -
         return "both its input and its weight draw random bits in the forward pass"
     if module.unseen:
         return module.unseen
-    if 0 in (inp.shape if isinstance(inp, Tensor) else inp.x.shape):
-        return "its input had no elements"
     plain = type(weight) in (Tensor, torch.nn.Parameter) and not (isinstance(inp, Tensor) and type(inp) is not Tensor)
     if not plain and not is_distributed(inp, weight):
         return f"its weight is a {type(weight).__name__} and its input a {type(inp).__name__}, not plain tensors"
@@ -324,6 +329,8 @@ def _see_backward(watched: _Watched, grads: Sequence[Tensor | None]) -> None:
         products.append(("dgrad", (row, _columnwise("weight", plan.weight, forward, drawn))))
     if col is not None:
         products.append(("wgrad", (col, _columnwise("input", plan.input, forward, drawn))))
+    if forward.is_empty:
+        return None
     known = list(forward.kept.values())
     made = [seen for _, operands in products for seen in operands if all(seen is not other for other in known)]
     with torch.autocast(grad.device.type, enabled=False):

@@ -71,6 +71,27 @@ def test_two_ranks_of_fsdp2_record_what_one_would(tmp_path: Path) -> None:
             assert mine["amax"] == theirs["amax"] and mine["channels"] == theirs["channels"]
 
 
+def run_without_rows(rank: int, folder: str) -> None:
+    """A step of ranks that share amaxes, the second of which has no rows; what its end says on each."""
+    with process_group(rank, 2, f"{folder}/store"):
+        model = make_model()
+        with (
+            pytest.raises(RuntimeError) as error,
+            inspect.record(model, f"{folder}/record", every=1, optimizer="by hand") as recorder,
+        ):
+            with fp4engine.autocast(recipe=RECIPE, amax_reduction_group=torch.distributed.group.WORLD):
+                loss = model(batch()[: 0 if rank else 16]).sum()
+            loss.backward()
+            recorder.step()
+    Path(folder, str(rank)).write_text(str(error.value))
+
+
+def test_a_rank_without_rows_keeps_no_other_waiting(tmp_path: Path) -> None:
+    spawn(run_without_rows, (str(tmp_path),), 2)
+    for rank in range(2):
+        assert (tmp_path / str(rank)).read_text().startswith("the ranks recorded different layers or shapes")
+
+
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
