@@ -27,7 +27,11 @@ class MainGrad:
 
 
 class Accumulate(torch.autograd.Function):
-    """The weight itself; in the backward pass, wgrad into ``weight.main_grad`` and no gradient."""
+    """A node between a weight and its linear transformation, which has wgrad added to ``weight.main_grad``.
+
+    Forward returns the weight. Backward calls the product that :class:`MainGrad` holds, which adds to the buffer, and
+    returns no gradient, so that ``weight.grad`` stays None.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, main_grad: MainGrad) -> Tensor:
@@ -39,8 +43,6 @@ class Accumulate(torch.autograd.Function):
         main_grad: MainGrad = ctx.main_grad
         product, main_grad.product = main_grad.product, None
         assert product is not None, "the linear transformation's backward comes first"
-        if not ctx.weight.requires_grad:  # frozen since the forward pass, as ``weight.grad`` would be left alone
-            return None, None
         if main_grad.later is None:
             _add(product, main_grad, ctx.weight)
         else:
@@ -49,6 +51,8 @@ class Accumulate(torch.autograd.Function):
 
 
 def _add(product: Callable[[], Any], main_grad: MainGrad, weight: Any) -> None:
+    if not weight.requires_grad:  # frozen since the forward pass, as ``weight.grad`` would be left alone
+        return
     if not torch.compiler.is_dynamo_compiling():
         _require_same(getattr(weight, "main_grad", None), main_grad.buffer)
     if main_grad.overwrites or getattr(weight, "overwrite_main_grad", False):

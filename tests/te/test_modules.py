@@ -122,6 +122,48 @@ def test_nothing_waits_where_weights_are_frozen(name, trained) -> None:
     module.backward_dw()
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("frozen", ["before backward", "before backward_dw"])
+def test_weights_that_are_frozen_meanwhile_get_no_gradient(name, fused, frozen) -> None:
+    module = MAKE[name](delay_wgrad_compute=True, fuse_wgrad_accumulation=fused)
+    weights = [weight for weight in module.parameters() if weight.ndim == 2]
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight)
+    x = torch.randn(16, 32, requires_grad=True)
+    loss = forward(module, x).square().sum()
+    if frozen == "before backward":
+        weights[0].requires_grad_(False)
+    loss.backward()
+    weights[0].requires_grad_(False)
+    module.backward_dw()
+    assert x.grad.any() and weights[0].grad is None and not weights[0].main_grad.any()
+    assert all((weight.main_grad if fused else weight.grad).any() for weight in weights[1:])
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_gradients_that_wait_call_the_hooks_of_their_weights(name) -> None:
+    """As a plain backward pass does: once for each gradient, without gradients of their own, and after it is there."""
+    x, found = torch.randn(16, 32), []
+    for delayed in (False, True):
+        torch.manual_seed(1)
+        module, called = MAKE[name](delay_wgrad_compute=delayed), {}
+
+        def step(weight: torch.Tensor, called=called) -> None:
+            called[weight] = called.get(weight, 0) + 1
+            weight.add_(weight.grad, alpha=-0.1)
+            weight.grad = None
+
+        for weight in module.parameters():
+            weight.register_post_accumulate_grad_hook(step)
+        forward(module, x).square().sum().backward()
+        module.backward_dw()
+        assert [called.get(weight) for weight in module.parameters()] == [1] * len(list(module.parameters()))
+        found.append([weight.detach() for weight in module.parameters()])
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_gradients_that_wait_have_no_gradients(name) -> None:
     x = torch.randn(16, 32, requires_grad=True)

@@ -2,7 +2,8 @@
 
 They are computed in the backward pass, from the gradient that it casts for the gradient of the input, since a cast of
 their own would draw other random bits. What is added to ``main_grad`` is multiplied when it is added, from the operands
-that the backward pass cast.
+that the backward pass cast. As in a plain backward pass, a weight that has been frozen gets no gradient, and hooks of
+``register_post_accumulate_grad_hook`` are called.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -71,23 +72,27 @@ class Run:
                 "after the last backward pass through the forward"
             )
         asked = [tensor for tensor in (*self.inputs, *self.now) if tensor.requires_grad]
+        trained = [weight for weight in self.weights.values() if weight.requires_grad]  # unless frozen since
         self.additions.clear()  # of a backward pass that failed midway
-        made = torch.autograd.grad(
-            self._outputs(), [*asked, *self.weights.values()], grads, retain_graph=True, allow_unused=True
-        )
+        made: tuple[Any, ...] = ()
+        if asked or trained:
+            made = torch.autograd.grad(self._outputs(), [*asked, *trained], grads, retain_graph=True, allow_unused=True)
         found, of_weights = iter(made[: len(asked)]), made[len(asked) :]
         additions = self.additions.copy()
         self.additions.clear()
         self.waiting += 1
 
+        @torch.no_grad()
         def give() -> None:
             self.waiting -= 1
             self._require_parameters()
             for add in additions:
                 add()
-            for weight, grad in zip(self.weights.values(), of_weights, strict=True):
-                if grad is not None:
+            for weight, grad in zip(trained, of_weights, strict=True):
+                if grad is not None and weight.requires_grad:
                     weight.grad = grad if weight.grad is None else weight.grad + grad
+                    for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
+                        hook(weight)
             if not self.waiting:
                 self.is_spent = True
                 self.result, self.inputs, self.now = None, [], []
