@@ -14,10 +14,15 @@ from fp4engine.modules.quantized_weight import QuantizedWeight
 
 
 class BorrowedLinear(Gemms):
-    """``y = x W^T + b`` with rows of ``owner``'s parameter ``parameter`` [N, K]; has no parameters of its own.
+    """``y = x W^T + b`` with a weight that is a parameter of another module, or some rows of it.
+
+    ``nn.MultiheadAttention`` is an example: it keeps its ``in_proj_weight``, so that checkpoints still fit, and a child of
+    this class multiplies by it. This class has no parameters of its own.
 
     Args:
-        name: what recipes see.
+        owner: the module that has the parameter.
+        parameter: its name there; a matrix [N, K].
+        name: the name that recipes see.
     """
 
     owner: torch.nn.Module
@@ -38,9 +43,13 @@ class BorrowedLinear(Gemms):
 
 
 class BorrowedGroupedLinear(GroupedLinear):
-    """:class:`~fp4engine.GroupedLinear` by ``owner``'s parameter of three dimensions; has no parameters of its own.
+    """A :class:`~fp4engine.GroupedLinear` whose weights are one parameter of another module, stacked.
+
+    The experts of transformers are an example: their module keeps ``gate_up_proj`` and ``down_proj``, and one child of this
+    class multiplies by each. This class has no parameters of its own.
 
     Args:
+        owner: the module that has the parameter.
         parameter: name of the weights [G, N, K], or [G, K, N] where ``transposed``.
         bias: name of the biases [G, N]; None for none.
         name: what recipes see, with the module type ``"grouped_linear"``.
@@ -64,6 +73,11 @@ class BorrowedGroupedLinear(GroupedLinear):
     def borrowed(self) -> list[Parameter]:
         """The owner's parameters that this multiplies by or adds, without those that are computed from others."""
         return _parameters(self.owner, self.parameter, self.bias)
+
+    def multiply_by(self, owner: torch.nn.Module) -> None:
+        """Take the parameters of ``owner``: a replica that ``nn.DataParallel`` makes still has the original's."""
+        if self.owner is not owner:
+            vars(self).update(owner=owner)
 
     @property
     def weights(self) -> list[Tensor]:

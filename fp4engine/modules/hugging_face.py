@@ -123,6 +123,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     """
     if _are_spread(module):
         raise NotImplementedError("experts that are spread over processes are not implemented: revert(model) first")
+    for projection in (module.up_gemms, module.down_gemms):
+        projection.multiply_by(module)
     expert = top_k_index.reshape(-1)
     order = torch.argsort(expert, stable=True)
     counts = torch.zeros(module.num_experts, dtype=torch.int64, device=expert.device)

@@ -19,6 +19,8 @@ from fp4engine.state import get_default_recipe
 
 @dataclass(frozen=True)
 class _ModelInit:
+    """The arguments of the :func:`quantized_model_init` region in which modules are built."""
+
     recipe: Recipe
     preserve_high_precision_init_val: bool
 

@@ -323,6 +323,8 @@ def decode_parameters(module: torch.nn.Module) -> list[str]:
 
 
 class _Dequantize(torch.autograd.Function):
+    """The decoded values of a stored weight, whose gradient is the weight's own."""
+
     @staticmethod
     def forward(ctx: Any, weight: QuantizedWeight) -> Tensor:
         ctx.set_materialize_grads(False)  # a missing gradient stays None instead of becoming zeros

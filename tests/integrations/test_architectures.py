@@ -1,6 +1,7 @@
 """Ten architectures of transformers from tiny configurations: planned, counted, trained, generated from, reverted."""
 
 import copy
+import importlib
 import pickle
 import re
 
@@ -114,6 +115,24 @@ def test_experts_are_the_loop_over_linears_bit_for_bit(name) -> None:
         expected[token, place] = rows * weights[token, place, None]
     fp4engine.convert(model, NVFP4BlockScaling(), keep_high_precision=head(model))
     assert torch.equal(experts(x, index, weights), expected.sum(1))
+
+
+def test_a_replica_of_experts_multiplies_by_its_own_weights(monkeypatch) -> None:
+    """``nn.DataParallel`` copies modules with their attributes, and gives a replica copies of parameters."""
+    replicate = importlib.import_module("torch.nn.parallel.replicate")
+    monkeypatch.setattr(
+        replicate,
+        "_broadcast_coalesced_reshape",
+        lambda tensors, devices, detach=False: [[tensor.clone() for tensor in tensors] for _ in devices],
+    )
+    model = architecture("mixtral")
+    fp4engine.convert(model, NVFP4BlockScaling())
+    expected = model(tokens()).logits
+    replica, _ = replicate.replicate(model, [torch.device("cuda", index) for index in range(2)])
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    assert torch.equal(replica(tokens()).logits, expected)
 
 
 def test_kept_experts_stay_with_their_own_implementation() -> None:
