@@ -1,6 +1,6 @@
 """One operand of one GEMM: a matrix [rows, cols] whose last axis is contracted."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,11 @@ class Operand(NamedTuple):
         label = "high precision" if self.spec is None else self.spec.label
         form = "" if self.spec is None else ", values" if self.is_values else ", codes"
         return f"Operand([{self.rows}, {self.cols}], {label!r}{form}, device={str(self.data.device)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickles. PyTorch cannot unpickle tensors of some dtypes of one byte, such as E4M3: all go as uint8."""
+        tensors = (self.data, self.scale_inv, self.amax)
+        return _unpickled, (self.spec, self.rows, self.cols, *[_for_pickles(tensor) for tensor in tensors])
 
     @classmethod
     def dense(cls, matrix: Tensor) -> "Operand":
@@ -135,3 +140,16 @@ def is_transposable(spec: CastSpec) -> bool:
         and not spec.is_stochastic
         and not spec.scale_rule.is_four_over_six
     )
+
+
+def _for_pickles(tensor: Tensor | None) -> tuple[Tensor, torch.dtype] | None:
+    if tensor is None:
+        return None
+    return (tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor), tensor.dtype
+
+
+def _unpickled(spec: CastSpec | None, rows: int, cols: int, *tensors: tuple[Tensor, torch.dtype] | None) -> Operand:
+    """An operand of what :func:`_for_pickles` made of its tensors."""
+    data, *rest = [None if item is None else item[0].view(item[1]) for item in tensors]
+    assert data is not None
+    return Operand(spec, rows, cols, data, *rest)

@@ -1,11 +1,16 @@
 """What a quantized tensor shows, and that it is not taken for a torch.Tensor."""
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 
 import fp4engine
-from fp4engine import IdentityQuantizer, NVFP4Quantizer
+from fp4engine import IdentityQuantizer, NVFP4Quantizer, QuantizerRole, make_quantizer
 from fp4engine.formats import CastSpec
+from fp4engine.recipe import zoo
 from fp4engine.tensor import Operand
 
 
@@ -54,6 +59,23 @@ def test_dequantize_falls_back_on_the_columnwise_operand_unless_rotated() -> Non
 def test_torch_operations_are_refused(use) -> None:
     with pytest.raises(TypeError, match="QuantizedTensor"):
         use(NVFP4Quantizer()(torch.randn(4, 32)))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_current", "nvfp4_4over6", "quartet", "high_precision"])
+def test_pickles_and_files_bring_back_every_byte(recipe) -> None:
+    quantizer = make_quantizer(zoo.make(recipe), QuantizerRole("linear", "weight"))
+    quantized = quantizer(torch.randn(32, 64))
+    file = io.BytesIO()
+    torch.save(quantized, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for again in (loaded, pickle.loads(pickle.dumps(quantized)), copy.deepcopy(quantized)):
+        assert again.shape == quantized.shape and again.dtype == quantized.dtype
+        for mine, theirs in ((again.rowwise, quantized.rowwise), (again.columnwise, quantized.columnwise)):
+            assert type(mine) is Operand and mine[:3] == theirs[:3]
+            for left, right in zip(mine[3:], theirs[3:], strict=True):
+                assert (left is None) == (right is None)
+                assert left is None or (left.dtype == right.dtype and torch.equal(left.float(), right.float()))
 
 
 def test_frozen() -> None:
