@@ -7,10 +7,16 @@ given one by one. Does 8B fit on a card with 24 GiB, with LoRA?
 """
 
 import argparse
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
 from fp4engine.estimate import GPUS, MODELS, Architecture, estimate, from_config
+from fp4engine.estimate.decoder import Block
 from fp4engine.estimate.request import STATES
 from fp4engine.recipe import zoo
 
@@ -65,24 +71,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate; 1 if it does not fit."""
     recipe = None if arguments.recipe == "bf16" else zoo.make(arguments.recipe)
-    result = estimate(
-        _architecture(arguments),
-        recipe=recipe,
-        gpu=arguments.gpu,
-        batch=arguments.batch,
-        sequence=arguments.sequence,
-        parameters=arguments.parameters,
-        optimizer=arguments.optimizer,
-        checkpointing=arguments.checkpointing,
-        fsdp=arguments.fsdp,
-        tp=arguments.tp,
-        lora_rank=arguments.lora_rank,
-        fp4_all_gather=arguments.fp4_all_gather,
-        host_microseconds=arguments.host_microseconds,
-        name=f"{_name(arguments)} in {arguments.recipe}",
-    )
+    sizes = _architecture(arguments)
+    with _progress(sizes.layers * (4 if arguments.checkpointing else 2)):
+        result = estimate(
+            sizes,
+            recipe=recipe,
+            gpu=arguments.gpu,
+            batch=arguments.batch,
+            sequence=arguments.sequence,
+            parameters=arguments.parameters,
+            optimizer=arguments.optimizer,
+            checkpointing=arguments.checkpointing,
+            fsdp=arguments.fsdp,
+            tp=arguments.tp,
+            lora_rank=arguments.lora_rank,
+            fp4_all_gather=arguments.fp4_all_gather,
+            host_microseconds=arguments.host_microseconds,
+            name=f"{_name(arguments)} in {arguments.recipe}",
+        )
     print(result)
     return 0 if result.fits else 1
+
+
+@contextmanager
+def _progress(blocks: int) -> Generator[None]:
+    """A bar of the blocks that have been traced, on a terminal where tqdm is installed. 80 blocks take half a minute.
+
+    Args:
+        blocks: how often a block's forward pass will run: in two steps, and with checkpointing twice in each.
+    """
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:  # which a bare install lacks
+        yield
+        return
+    with tqdm(total=blocks, desc="tracing", unit="block", disable=None, leave=False, dynamic_ncols=True) as bar:
+
+        def begins(module: nn.Module, _: Any) -> None:
+            bar.update(isinstance(module, Block))
+
+        hook = register_module_forward_pre_hook(begins)
+        try:
+            yield
+        finally:
+            hook.remove()
 
 
 def _name(arguments: argparse.Namespace) -> str:

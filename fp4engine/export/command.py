@@ -74,6 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Export, and print the table of layers; return 2 after one line on standard error if that is refused."""
     try:
+        if args.source.resolve() in args.directory.resolve().parents:
+            raise ValueError(
+                f"directory must not lie inside the source {str(args.source)!r}, got {str(args.directory)!r}"
+            )
         recipe = _recipe(args.recipe)
         weights = TensorFolder(args.source)
         model = _empty_model(args.source, len(weights))

@@ -232,6 +232,39 @@ def test_a_report_that_cannot_be_written_leaves_the_files_alone(tmp_path: Path, 
     assert main(["report", str(tmp_path), "--out", os.devnull]) == 0
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_estimate_shows_on_terminals_how_far_it_is(checkpointing, monkeypatch, capsys) -> None:
+    words = [
+        "estimate",
+        "--layers",
+        "5",
+        "--width",
+        "64",
+        "--heads",
+        "2",
+        "--ffn",
+        "128",
+        "--vocabulary",
+        "64",
+        "--sequence",
+        "32",
+    ]
+    words += ["--checkpointing"] * checkpointing
+    assert main(words) == 0
+    quiet = capsys.readouterr()
+    assert quiet.err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TQDM_MININTERVAL", "0")
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    blocks = 20 if checkpointing else 10
+    assert f" {blocks}/{blocks} " in shown.err and f" {blocks + 1}/" not in shown.err
+    assert shown.out == quiet.out
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert main(words) == 0
+    assert capsys.readouterr() == quiet
+
+
 def test_estimate_answers_in_its_first_line_and_by_its_exit_code(tmp_path: Path, capsys) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2}
     config = {"model_type": "llama", "num_key_value_heads": 1, "vocab_size": 96, **sizes}

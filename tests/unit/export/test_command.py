@@ -96,6 +96,15 @@ def test_refusals(tmp_path, source, capsys, change, words, complaint) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"trained"}
 
 
+def test_a_directory_inside_the_source_is_refused(tmp_path, source, capsys) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "trained")
+    before = sorted((tmp_path / "trained").rglob("*"))
+    for inside in (tmp_path / "trained" / "served", tmp_path / "link" / "a" / "served"):
+        assert run(tmp_path / "trained", inside, "--inputs", "dynamic") == 2
+        assert "directory must not lie inside the source" in capsys.readouterr().err
+    assert sorted((tmp_path / "trained").rglob("*")) == before
+
+
 def test_a_model_that_cannot_be_is_one_line_without_warnings(tmp_path, source, capsys, recwarn) -> None:
     path = tmp_path / "trained" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 0}))
