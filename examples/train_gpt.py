@@ -155,10 +155,9 @@ def train_all(settings: Settings, folder: Path, corpus: Corpus) -> list[Result]:
     return results
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace, folder: Path) -> None:
     options = vars(arguments)
     given = {name: value for name, value in options.items() if name not in ("name", "runs", "resume")}
-    folder = choose_folder(arguments)
     settings = resume(given, folder) if arguments.resume else begin(given, folder)
     corpus = load_corpus(settings.data, settings.sequence + 1, torch.device(settings.device))
     print(f"{folder}: {len(corpus.training):,} bytes to train on, {len(corpus.validation):,} to validate")
@@ -200,17 +199,19 @@ def require_same_text(folder: Path, corpus: Corpus) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     compute_repeatably()
+    arguments = parser().parse_args(argv)
+    folder = None
     try:
-        run(parser().parse_args(argv))
+        folder = choose_folder(arguments)
+        run(arguments, folder)
     except InputError as error:
         print(f"train_gpt: {error}", file=sys.stderr)
         return REFUSED
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(
-            f"train_gpt: {where}{error.strerror or error}; what was saved before is whole, continue it with --resume",
-            file=sys.stderr,
-        )
+        saved = folder is not None and (folder / CONFIG).exists()
+        rest = "what was saved before is whole, continue it with --resume" if saved else "no run has begun"
+        print(f"train_gpt: {where}{error.strerror or error}; {rest}", file=sys.stderr)
         return REFUSED
     except Diverged as error:
         print(f"train_gpt: {error}", file=sys.stderr)

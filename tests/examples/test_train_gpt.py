@@ -311,11 +311,19 @@ def test_a_full_disk_is_one_line_and_the_run_continues_bit_for_bit(
         capsys.readouterr()
         error = refusal(argv, capsys)
         assert disk.calls == first, "it went on writing"
-    assert "No space left on device; what was saved before is whole" in error
+    begun = (run / "config.json").exists()
+    rest = "what was saved before is whole, continue it with --resume" if begun else "no run has begun"
+    assert f"No space left on device; {rest}" in error
     if first > 4:
         assert not list(run.rglob("*.partial")), "half a file fills the disk"
-    assert train_gpt.main([*argv, "--resume"] if (run / "config.json").exists() else argv) == 0
+    assert train_gpt.main([*argv, "--resume"] if begun else argv) == 0
     same_run(run, whole)
+
+
+def test_nothing_is_said_to_be_saved_below_a_file(arguments: list[str], tmp_path: Path, capsys) -> None:
+    (tmp_path / "README.md").write_text("a file")
+    error = refusal([*arguments, "--runs", str(tmp_path / "README.md")], capsys)
+    assert "README.md" in error and error.endswith("; no run has begun\n")
 
 
 def test_a_file_that_the_system_refuses_to_write_is_one_line(arguments: list[str], tmp_path: Path) -> None:
