@@ -2,6 +2,9 @@
 
 import hashlib
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from fp4engine.integrations import TrainingState
 from fp4engine.integrations.training_state import _merged
 from fp4engine.ops import rng
 from fp4engine.recipe import zoo
+from tests.same import assert_same
 
 NVFP4, FORWARD_TOO = zoo.make("nvfp4"), zoo.make("fp4_all_the_way")
 
@@ -189,3 +193,33 @@ def test_stored_weights_and_main_grad_go_along():
             model(x).square().sum().backward()
         found.append((x.grad, model[1].weight.main_grad))
     assert equal(*found) and found[0][1].any()
+
+
+def test_models_of_several_recipes_train_on_threads_as_they_train_alone() -> None:
+    """Without streams of their own, they draw from one stream in whatever order the threads come."""
+    recipes = ("nvfp4", "quartet", "quartet2", "fp4_all_the_way")
+
+    def train(recipe: str, together: threading.Barrier) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        layers = [fp4engine.Linear(32, 32, name=f"{recipe}.{index}") for index in range(2)]
+        model = torch.nn.Sequential(layers[0], torch.nn.GELU(), layers[1])
+        draw_by_layer(model, 0)
+        for weight in model.parameters():
+            weight.data = torch.randn(weight.shape, generator=generator) / 8
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            together.wait(60)
+            with fp4engine.autocast(recipe=zoo.make(recipe)):
+                loss = model(torch.randn(32, 32, generator=generator)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [weight.detach() for weight in model.parameters()]
+
+    fp4engine.manual_seed(3)
+    alone = [train(recipe, threading.Barrier(1)) for recipe in recipes]
+    fp4engine.manual_seed(3)
+    with ThreadPoolExecutor(len(recipes)) as pool:
+        together = [*pool.map(partial(train, together=threading.Barrier(len(recipes))), recipes)]
+    for mine, theirs in zip(together, alone, strict=True):
+        assert_same(mine, theirs)
