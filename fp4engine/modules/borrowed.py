@@ -16,7 +16,7 @@ from fp4engine.modules.quantized_weight import QuantizedWeight
 class BorrowedLinear(Gemms):
     """``y = x W^T + b`` with a weight that is a parameter of another module, or some rows of it.
 
-    ``nn.MultiheadAttention`` is an example: it keeps its ``in_proj_weight``, so that checkpoints still fit, and a child of
+    ``nn.MultiheadAttention`` is an example: it keeps its ``in_proj_weight``, so that checkpoints fit, and a child of
     this class multiplies by it. This class has no parameters of its own.
 
     Args:
@@ -45,8 +45,8 @@ class BorrowedLinear(Gemms):
 class BorrowedGroupedLinear(GroupedLinear):
     """A :class:`~fp4engine.GroupedLinear` whose weights are one parameter of another module, stacked.
 
-    The experts of transformers are an example: their module keeps ``gate_up_proj`` and ``down_proj``, and one child of this
-    class multiplies by each. This class has no parameters of its own.
+    The experts of transformers are an example: their module keeps ``gate_up_proj`` and ``down_proj``, and a child of
+    this class multiplies by each. This class has no parameters of its own.
 
     Args:
         owner: the module that has the parameter.
