@@ -321,7 +321,7 @@ class _Controlled(Linear):
             None,
             self.outliers,
             executed=self.executed,
-            shards=self._shards(x_outlying, self.outliers, state),
+            shards=self._shards(x_outlying, self.weight, self.outliers, state),
         )
 
 

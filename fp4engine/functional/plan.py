@@ -85,6 +85,7 @@ class LinearPlan:
             nothing else.
         is_stateful: whether scales depend on earlier steps; :meth:`remembering_in` then makes a plan for one module.
         in_group: the roles whose amaxes are shared over an ``amax_reduction_group``.
+        described: all of the plan in which ranks that share tensors have to agree, in one string.
     """
 
     recipe: Recipe
@@ -100,6 +101,7 @@ class LinearPlan:
     formats: dict[GemmName, str] = field(init=False, repr=False, compare=False)
     casts: LayerCasts | None = field(init=False, repr=False, compare=False)
     in_group: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    described: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
@@ -120,6 +122,7 @@ class LinearPlan:
         object.__setattr__(self, "casts", _casts(self))
         in_group = tuple(role for role, own in zip(TENSOR_TYPES, roles, strict=True) if own.joins_group)
         object.__setattr__(self, "in_group", in_group)
+        object.__setattr__(self, "described", _described(self))
 
     def keeps_original(self, quantizer: Quantizer) -> bool:
         """Whether the backward pass reads the tensor of a role as it was in the forward pass."""
@@ -167,6 +170,16 @@ def _casts(plan: LinearPlan) -> LayerCasts | None:
     streams = plan.input.stream, plan.weight.stream, plan.grad_output.stream
     fprop, dgrad, wgrad = (gemm in plan.fast_accumulation for gemm in GEMMS)
     return LayerCasts(inp, weight, grad_output, streams, plan.backend, (fprop, dgrad, wgrad), plan.is_stateful)
+
+
+def _described(plan: LinearPlan) -> str:
+    roles: list[str] = []
+    for role in TENSOR_TYPES:
+        own: Quantizer = getattr(plan, role)
+        sides = [HIGH_PRECISION if spec is None else spec.key for spec in (own.rowwise_spec, own.columnwise_spec)]
+        clipped = " clipped" if own.clipped_gradient else ""
+        roles.append(f"{role} {' '.join(dict.fromkeys(sides))} {own.columnwise_source}{clipped} {type(own).__name__}")
+    return f"{', '.join(roles)}, backward_override={plan.backward_override!r}"
 
 
 def _keys(quantizer: Quantizer) -> tuple[str, str] | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp4engine import ops
 from fp4engine.formats import CastSpec, Outer
+from fp4engine.functional.plan import LinearPlan
 from fp4engine.quantizers import Quantizer
 from fp4engine.roles import TENSOR_TYPES
 from fp4engine.tensor import QuantizedTensor
@@ -61,6 +62,15 @@ class Shards(NamedTuple):
             shard: Shard = getattr(self, role)
             shared[role] = shard._replace(groups=(*shard.groups, (group, 0)))
         return self._replace(**shared)
+
+    def reduce(self, plan: LinearPlan) -> bool:
+        """Whether the ranks have to reduce amaxes for a cast of ``plan``."""
+        for role in TENSOR_TYPES:
+            quantizer: Quantizer = getattr(plan, role)
+            for contracted, spec in enumerate((quantizer.columnwise_spec, quantizer.rowwise_spec)):
+                if _groups(spec, getattr(self, role), contracted):
+                    return True
+        return False
 
     def stream(self, direction: ops.Direction) -> str:
         """The name of the random stream of a direction; empty for the process's stream."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,14 @@ from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
 from fp4engine.modules.recompute import followed_state
-from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of, place_of, rows_in_order
+from fp4engine.modules.sharded import (
+    WholesOf,
+    is_distributed,
+    layout_of,
+    place_of,
+    require_same_layer,
+    rows_in_order,
+)
 from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes, shared_weight, weight_amaxes_for, with_amaxes
 from fp4engine.modules.traced import refuse_stray_recomputation, traced_plan
 from fp4engine.recipe import LinearRecipe, Recipe
@@ -250,7 +256,7 @@ class Gemms(torch.nn.Module):
             inp = inp if isinstance(inp, Tensor) else inp.tensor()
             return self._multiply_share(inp, weight, bias, computed_by, state)
         alone = self.draws_as is None and (state is None or (group is None and state.cp_group is None))
-        shards = None if alone else self._shards(inp, computed_by, state)
+        shards = None if alone else self._shards(inp, weight, computed_by, state)
         if isinstance(inp, FusedInput) and (plan is None or shards is not None or not inp.fuses(plan)):
             inp = inp.tensor()
         return linear(
@@ -276,7 +282,7 @@ class Gemms(torch.nn.Module):
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
             x, w, b = layout.parts(inp, weight, bias)
             assert x is not None and w is not None
-            shards = self._completed(layout.shards, plan, state)
+            shards = self._completed(layout.shards, inp, weight, plan, state)
             if self._weight_amaxes is not None:
                 shards = with_amaxes(shards, weight, self._weight_amaxes, weight_amaxes_for(shards, plan))
             return layout.whole(linear(x, w, b, plan, executed=self.executed, shards=shards))
@@ -285,7 +291,7 @@ class Gemms(torch.nn.Module):
         share = self._share  # read once: a thread with another input may replace it meanwhile
         if share is None or share[0] != asked:
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
-            shards = self._completed(layout.shards, plan, state)
+            shards = self._completed(layout.shards, inp, weight, plan, state)
             share = self._share = asked, shards, WholesOf(layout), weight_amaxes_for(shards, plan)
         _, shards, wholes, needed = share
         if self._weight_amaxes is not None:
@@ -312,7 +318,9 @@ class Gemms(torch.nn.Module):
         kind = type(self).__name__
         return kind if torch.compiler.is_dynamo_compiling() else self.name or kind
 
-    def _shards(self, inp: Tensor | FusedInput, plan: LinearPlan, state: AutocastState | None) -> Shards | None:
+    def _shards(
+        self, inp: Tensor | FusedInput, weight: Tensor, plan: LinearPlan, state: AutocastState | None
+    ) -> Shards | None:
         """This rank's parts of the matrices, and the draws by which they are cast; None if the matrices are whole.
 
         Raises:
@@ -321,19 +329,27 @@ class Gemms(torch.nn.Module):
         cp_group = None if state is None else state.cp_group
         if cp_group is None:
             shared = state is not None and state.amax_reduction_group is not None
-            return self._completed(Shards(), plan, state) if shared or self.draws_as is not None else None
+            return self._completed(Shards(), inp, weight, plan, state) if shared or self.draws_as is not None else None
         if self.module_type == "grouped_linear":
             raise NotImplementedError(
                 f"{self.name or 'GroupedLinear'}: cp_group says that every rank has equally many rows, but that "
                 "is not so for the rows of an expert; enter autocast without cp_group around experts"
             )
-        rows = prod(inp.shape[:-1])
-        return self._completed(rows_in_order(plan, cp_group, rows, inp.device, self._label()), plan, state)
+        return self._completed(rows_in_order(plan, cp_group, inp, weight, self._label()), inp, weight, plan, state)
 
-    def _completed(self, shards: Shards, plan: LinearPlan, state: AutocastState | None) -> Shards:
-        """``shards`` with the region's ``amax_reduction_group`` and the module's own random stream, if they exist."""
-        if state is not None and state.amax_reduction_group is not None:
-            shards = shards.and_over(state.amax_reduction_group, plan.in_group)
+    def _completed(
+        self, shards: Shards, inp: Tensor | FusedInput, weight: Tensor, plan: LinearPlan, state: AutocastState | None
+    ) -> Shards:
+        """``shards`` with the region's ``amax_reduction_group`` and the module's own random stream, if they exist.
+
+        Raises:
+            ValueError: as :func:`require_same_layer`, of the ranks of the group.
+        """
+        group = None if state is None else state.amax_reduction_group
+        if group is not None:
+            if Shards().and_over(group, plan.in_group).reduce(plan):
+                require_same_layer(plan, group, inp, weight, self._label())
+            shards = shards.and_over(group, plan.in_group)
         if self.draws_as is not None:
             layer, replica = self.draws_as
             shards = shards._replace(layer=layer, rank=replica)
@@ -355,7 +371,7 @@ class Gemms(torch.nn.Module):
                 "whole experts of its own"
             )
         group = None if state is None else state.amax_reduction_group
-        shards = self._shards(inp, plan, state)
+        shards = self._shards(inp, weight, plan, state)
         cache = self._cache(weight, plan, group, is_first_microbatch)
         main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
         return Expert(weight, bias, plan, self.executed, shards, cache, main_grad)

@@ -11,6 +11,8 @@
 Every rank then casts its part as one process would cast the whole, see :mod:`fp4engine.functional.shards`.
 """
 
+import hashlib
+from collections.abc import Sequence
 from math import lcm, prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -147,8 +149,8 @@ _AXES = {"input": ("M", "K"), "weight": ("N", "K"), "grad_output": ("M", "N")}
 """The axes of each role's matrix, in the letters of :mod:`fp4engine.functional.linear`."""
 
 
-def rows_in_order(plan: LinearPlan, group: Any, rows: int, device: torch.device, name: str) -> Shards:
-    """The shards of a rank that has the whole weight, and ``rows`` rows of input and gradient.
+def rows_in_order(plan: LinearPlan, group: Any, inp: Tensor | FusedInput, weight: Tensor, name: str) -> Shards:
+    """The shards of a rank that has the whole weight, and its own rows of input and gradient.
 
     Every rank of ``group`` has the same number of rows, and the rows of the ranks follow each other in its order.
 
@@ -156,13 +158,21 @@ def rows_in_order(plan: LinearPlan, group: Any, rows: int, device: torch.device,
         name: of the module, for errors.
 
     Raises:
-        ValueError, NotImplementedError: as :func:`layout_of`.
+        ValueError, NotImplementedError: as :func:`layout_of`; in eager mode also for other numbers of rows on other
+            ranks, if they would draw the same random bits for different rows.
     """
+    rows = prod(inp.shape[:-1])
     split = _rows_split(group, rows)
     _require_whole_blocks(plan, {"M": split}, name)
     of_input, of_weight, of_grad = (_shard({"M": split}, *_AXES[role]) for role in _AXES)
+    shards = Shards(of_input, of_weight, of_grad, 0)
     draws = plan.draws_in_forward or plan.draws_in_backward
-    return Shards(of_input, of_weight, of_grad, _drawn_by((group,), device.type) if draws else 0)
+    if not (draws or shards.reduce(plan)):
+        return shards
+    shards = shards._replace(rank=agreed_rank(plan, (group,), inp, weight, name))
+    if draws and not torch.compiler.is_dynamo_compiling():
+        _require_as_many_rows(group, rows, inp.device.type, name)
+    return shards
 
 
 def _rows_split(group: Any, rows: int) -> _Split:
@@ -180,8 +190,7 @@ def layout_of(
 
     Raises:
         ValueError: only some of the tensors are DTensors, or they lie on two meshes; or ``cp_group`` is a group of
-            their mesh; or a shard's edge would cut a block of the recipe's casts; or the ranks draw from different
-            seeds.
+            their mesh; or a shard's edge would cut a block of the recipe's casts; or as :func:`agreed_rank`.
         NotImplementedError: placements that the table above does not have, or casts that need the whole tensor.
     """
     from torch.distributed.tensor import Partial, Replicate
@@ -244,10 +253,8 @@ def layout_of(
             f"be placed {tuple(biases)}"
         )
     of_input, of_weight, of_grad = (_shard(splits, *_AXES[role]) for role in _AXES)
-    rank = 0
-    if plan.draws_in_forward or plan.draws_in_backward:
-        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)] + ([] if cp_group is None else [cp_group])
-        rank = _drawn_by(tuple(groups), mesh.device_type)
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)] + ([] if cp_group is None else [cp_group])
+    rank = agreed_rank(plan, tuple(groups), inp, weight, name)
     shards = Shards(of_input, of_weight, of_grad, rank, adds_bias)
     shapes = (x.shape, w.shape, w.shape[:1], torch.Size((*x.shape[:-1], w.shape[0])))
     placements = [tuple([gradients[i] for gradients in grads]) for i in range(3)]
@@ -333,35 +340,86 @@ def _cross_twice(names: str, other: str) -> bool:
     return any(len(others.intersection(dist.get_process_group_ranks(group))) > 1 for group in ops.groups_named(names))
 
 
-_agreed: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
-"""``first group -> names of all groups -> the lowest of their ranks``, if these were found to have one seed."""
+_known: WeakKeyDictionary[Any, dict[tuple[Any, ...], int]] = WeakKeyDictionary()
+"""``group -> what its ranks were found to have in common``. It goes with the group, whose name a new one may have."""
 
 
-def _drawn_by(groups: tuple[Any, ...], device: str) -> int:
-    """The rank whose random bits are drawn by all ranks that share a tensor, over ``groups`` that cross each other.
+def agreed_rank(plan: LinearPlan, groups: tuple[Any, ...], inp: Tensor | FusedInput, weight: Tensor, name: str) -> int:
+    """The lowest rank of ``groups``, which cross each other and whose ranks hold the tensors of a layer together.
 
-    Seeds are compared once for the same groups. If a rank compared them again after its own seed has changed, it would
-    wait forever for ranks whose seed has not changed.
+    The ranks compare the first layer that they run by these casts.
 
     Raises:
-        ValueError: the ranks have different seeds, so they would cast one tensor with different random bits.
+        ValueError: the ranks would cast one tensor differently: in other layers, by other recipes, or with random bits
+            of other seeds.
     """
-    return _agreed_rank(names_of(groups), device)
+    draws = plan.draws_in_forward or plan.draws_in_backward
+    return _agreed(names_of(groups), inp.device.type, name, "", plan.described, _has(inp, weight), draws)
+
+
+def require_same_layer(plan: LinearPlan, group: Any, inp: Tensor | FusedInput, weight: Tensor, name: str) -> None:
+    """Compare a layer among the ranks of ``group``, which share amaxes, when it runs by these casts for the first time.
+
+    Raises:
+        ValueError: another rank runs another layer, or the same by another recipe.
+    """
+    layer = "" if torch.compiler.is_dynamo_compiling() else name  # what is traced for one layer may run for others
+    _agreed(names_of((group,)), inp.device.type, name, layer, plan.described, _has(inp, weight), False)
+
+
+def _has(inp: Tensor | FusedInput, weight: Tensor) -> tuple[Any, ...]:
+    shape = () if torch.compiler.is_dynamo_compiling() else tuple(weight.shape)
+    return weight.dtype, shape, inp.dtype
 
 
 @constant_when_traced
-def _agreed_rank(names: str, device: str) -> int:
-    """:func:`_drawn_by` of groups given by their names, since traced code cannot hold a process group."""
+def _agreed(names: str, device: str, name: str, layer: str, casts: str, has: tuple[Any, ...], draws: bool) -> int:
+    """The lowest rank of groups given by their names, since traced code cannot hold a process group.
+
+    What the ranks do is compared once for the same ``layer`` and ``casts``. If a rank compared it again because its own
+    has changed, it would wait forever for ranks whose own has not.
+    """
     groups = ops.groups_named(names)
-    agreed = _agreed.setdefault(groups[0], {})  # with the group it goes; a new one may have its name
-    if names not in agreed:
-        seed = ops.current_seed()
-        (least_seed, seeds), (least, _) = ops.ranges([seed, dist.get_rank()], groups, device)
-        if least_seed != seeds:
-            ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})
+    known = _known.setdefault(groups[0], {})
+    key = names, layer, casts, draws
+    if key not in known:
+        seed = ops.current_seed() if draws else 0
+        digest = hashlib.blake2b(repr((layer, casts, has)).encode(), digest_size=8).digest()
+        does = int.from_bytes(digest, "little", signed=True)
+        (least_seed, seeds), (least, most), (rank, _) = ops.ranges([seed, does, dist.get_rank()], groups, device)
+        if least != most:
+            weight, shape, inp = has
             raise ValueError(
-                f"the ranks {ranks} share tensors, but their random streams have different seeds (here {seed}); give "
-                "all of them one seed, by torch.manual_seed or fp4engine.manual_seed"
+                f"{name}: the ranks {_ranks(groups)} share tensors or amaxes here, but not all of them run the same "
+                f"layer by the same recipe. This rank has a weight of {weight} {list(shape)}, an input of {inp}, and "
+                f"the casts: {casts}"
             )
-        agreed[names] = least
-    return agreed[names]
+        if least_seed != seeds:
+            raise ValueError(
+                f"the ranks {_ranks(groups)} share tensors, but their random streams have different seeds (here "
+                f"{seed}); give all of them one seed, by torch.manual_seed or fp4engine.manual_seed"
+            )
+        known[key] = rank
+    return known[key]
+
+
+def _require_as_many_rows(group: Any, rows: int, device: str, name: str) -> None:
+    """Compare the rows of the ranks of ``group`` when there are ``rows`` for the first time.
+
+    Raises:
+        ValueError: the ranks have different numbers of rows.
+    """
+    known = _known.setdefault(group, {})
+    key = "rows", rows
+    if key not in known:
+        ((least, most),) = ops.ranges([rows], (group,), device)
+        if least != most:
+            raise ValueError(
+                f"{name}: cp_group says that every rank has equally many rows, but the ranks {_ranks((group,))} have "
+                f"{least} to {most} (here {rows})"
+            )
+        known[key] = rows
+
+
+def _ranks(groups: Sequence[Any]) -> list[int]:
+    return sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})

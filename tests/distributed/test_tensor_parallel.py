@@ -226,7 +226,7 @@ def of_sequence(rank: int, world: int = WORLD):
 
 
 def compiled(rank: int, mesh, alone):
-    sharded._agreed.clear()  # as if nothing had run in eager mode
+    sharded._known.clear()  # as if nothing had run in eager mode
     block = make_block()
     parallelize_module(block, mesh, STYLES)
     run = torch.compile(block, fullgraph=True, backend="aot_eager")
@@ -509,7 +509,7 @@ def refusals(rank: int, mesh, alone):
         return layer(fuse_wgrad_accumulation=True)(x)
 
     def other_seeds(x):
-        sharded._agreed.clear()  # as if the mesh were new
+        sharded._known.clear()  # as if the mesh were new
         fp4engine.manual_seed(100 + rank)
         try:
             return layer()(x)
@@ -547,6 +547,41 @@ def refusals(rank: int, mesh, alone):
     return said
 
 
+def unlike(rank: int, mesh, alone):
+    """What is said to ranks of which the second does otherwise, and that the group works afterwards."""
+
+    def parallel(x, recipe):
+        layer = nn.Sequential(fp4engine.Linear(64, 64))
+        parallelize_module(layer, mesh, {"0": ColwiseParallel()})
+        with fp4engine.autocast(recipe=recipe):
+            layer(x)
+
+    def skipping(x):
+        layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        fp4engine.convert(layers)
+        with fp4engine.autocast(recipe=NEAREST, amax_reduction_group=mesh.get_group()):
+            for layer in layers[rank:]:
+                x = layer(x)
+
+    def context(x):
+        with fp4engine.autocast(recipe=zoo.make("nvfp4"), cp_group=mesh.get_group()):
+            fp4engine.Linear(64, 64)(x)
+
+    x, said = torch.ones(64, 64), {}
+    for name, attempt in {
+        "other casts": lambda: parallel(x, zoo.make(("nvfp4", "nvfp4_4over6")[rank])),
+        "other rounding": lambda: parallel(x, (zoo.make("nvfp4"), NEAREST)[rank]),
+        "other layer": lambda: skipping(x),
+        "other rows": lambda: context(x[: 32 * (1 + rank)]),
+    }.items():
+        sharded._known.clear()  # as if the group were new
+        with pytest.raises(ValueError) as error:
+            attempt()
+        said[name] = str(error.value)
+    context(x)
+    return said
+
+
 CHECKS = {
     "operands": operands,
     "tensor": tensor,
@@ -568,6 +603,7 @@ CHECKS = {
     "siblings": siblings,
     "remembered": remembered,
     "refusals": refusals,
+    "unlike": unlike,
 }
 
 
@@ -694,6 +730,23 @@ SAID = {
 def test_what_cannot_be_as_in_one_process_is_refused(ranks, name):
     for rank in ranks:
         assert re.match(SAID[name], rank["refusals"][name]), rank["refusals"][name]
+
+
+UNLIKE = {
+    "other casts": r"Linear: the ranks \[0, 1\] share .* weight of torch.float32 \[64, 64\], .*:(amax|4over6_mse):",
+    "other rounding": r"Linear: the ranks \[0, 1\] share .* grad_output e2m1:1x16:e4m3:amax:448.0:6.0:tensor:%s:",
+    "other layer": r"%s: the ranks \[0, 1\] share .* not all of them run the same layer by the same recipe",
+    "other rows": r"Linear: cp_group says .* but the ranks \[0, 1\] have 32 to 64 \(here %s\)",
+}
+DOES = {"other rounding": ("stochastic", "even"), "other layer": ("0", "1"), "other rows": ("32", "64")}
+"""What the error says that each rank does."""
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_a_rank_that_does_otherwise_than_the_others_is_told_on_all(ranks, name):
+    for index, rank in enumerate(ranks):
+        expected = UNLIKE[name] % DOES[name][index] if name in DOES else UNLIKE[name]
+        assert re.match(expected, rank["unlike"][name]), rank["unlike"][name]
 
 
 def test_seeds_are_compared_anew_in_new_process_groups(ranks):
