@@ -158,8 +158,7 @@ def rows_in_order(plan: LinearPlan, group: Any, inp: Tensor | FusedInput, weight
         name: of the module, for errors.
 
     Raises:
-        ValueError, NotImplementedError: as :func:`layout_of`; in eager mode also for other numbers of rows on other
-            ranks, if they would draw the same random bits for different rows.
+        ValueError, NotImplementedError: as :func:`layout_of`.
     """
     rows = prod(inp.shape[:-1])
     split = _rows_split(group, rows)
@@ -169,10 +168,8 @@ def rows_in_order(plan: LinearPlan, group: Any, inp: Tensor | FusedInput, weight
     draws = plan.draws_in_forward or plan.draws_in_backward
     if not (draws or shards.reduce(plan)):
         return shards
-    shards = shards._replace(rank=agreed_rank(plan, (group,), inp, weight, name))
-    if draws and not torch.compiler.is_dynamo_compiling():
-        _require_as_many_rows(group, rows, inp.device.type, name)
-    return shards
+    # With unequal numbers of rows, different rows would be rounded by the same random bits.
+    return shards._replace(rank=agreed_rank(plan, (group,), inp, weight, name, rows if draws else None))
 
 
 def _rows_split(group: Any, rows: int) -> _Split:
@@ -344,17 +341,24 @@ _known: WeakKeyDictionary[Any, dict[tuple[Any, ...], int]] = WeakKeyDictionary()
 """``group -> what its ranks were found to have in common``. It goes with the group, whose name a new one may have."""
 
 
-def agreed_rank(plan: LinearPlan, groups: tuple[Any, ...], inp: Tensor | FusedInput, weight: Tensor, name: str) -> int:
+def agreed_rank(
+    plan: LinearPlan,
+    groups: tuple[Any, ...],
+    inp: Tensor | FusedInput,
+    weight: Tensor,
+    name: str,
+    rows: int | None = None,
+) -> int:
     """The lowest rank of ``groups``, which cross each other and whose ranks hold the tensors of a layer together.
 
-    The ranks compare the first layer that they run by these casts.
+    The ranks compare the first layer that they run by these casts, in eager mode with its shape and ``rows``.
 
     Raises:
         ValueError: the ranks would cast one tensor differently: in other layers, by other recipes, or with random bits
             of other seeds.
     """
     draws = plan.draws_in_forward or plan.draws_in_backward
-    return _agreed(names_of(groups), inp.device.type, name, "", plan.described, _has(inp, weight), draws)
+    return _agreed(names_of(groups), inp.device.type, name, "", plan.described, _facts(inp, weight, rows), draws)
 
 
 def require_same_layer(plan: LinearPlan, group: Any, inp: Tensor | FusedInput, weight: Tensor, name: str) -> None:
@@ -364,16 +368,18 @@ def require_same_layer(plan: LinearPlan, group: Any, inp: Tensor | FusedInput, w
         ValueError: another rank runs another layer, or the same by another recipe.
     """
     layer = "" if torch.compiler.is_dynamo_compiling() else name  # what is traced for one layer may run for others
-    _agreed(names_of((group,)), inp.device.type, name, layer, plan.described, _has(inp, weight), False)
+    _agreed(names_of((group,)), inp.device.type, name, layer, plan.described, _facts(inp, weight), False)
 
 
-def _has(inp: Tensor | FusedInput, weight: Tensor) -> tuple[Any, ...]:
-    shape = () if torch.compiler.is_dynamo_compiling() else tuple(weight.shape)
-    return weight.dtype, shape, inp.dtype
+def _facts(inp: Tensor | FusedInput, weight: Tensor, rows: int | None = None) -> tuple[Any, ...]:
+    """What ranks that share a layer have in common; without sizes in code that is traced for many sizes."""
+    if torch.compiler.is_dynamo_compiling():
+        return weight.dtype, (), inp.dtype, None
+    return weight.dtype, tuple(weight.shape), inp.dtype, rows
 
 
 @constant_when_traced
-def _agreed(names: str, device: str, name: str, layer: str, casts: str, has: tuple[Any, ...], draws: bool) -> int:
+def _agreed(names: str, device: str, name: str, layer: str, casts: str, facts: tuple[Any, ...], draws: bool) -> int:
     """The lowest rank of groups given by their names, since traced code cannot hold a process group.
 
     What the ranks do is compared once for the same ``layer`` and ``casts``. If a rank compared it again because its own
@@ -384,15 +390,16 @@ def _agreed(names: str, device: str, name: str, layer: str, casts: str, has: tup
     key = names, layer, casts, draws
     if key not in known:
         seed = ops.current_seed() if draws else 0
-        digest = hashlib.blake2b(repr((layer, casts, has)).encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(repr((layer, casts, facts)).encode(), digest_size=8).digest()
         does = int.from_bytes(digest, "little", signed=True)
         (least_seed, seeds), (least, most), (rank, _) = ops.ranges([seed, does, dist.get_rank()], groups, device)
         if least != most:
-            weight, shape, inp = has
+            weight, shape, inp, rows = facts
+            counted = "" if rows is None else f" with {rows} rows"
             raise ValueError(
                 f"{name}: the ranks {_ranks(groups)} share tensors or amaxes here, but not all of them run the same "
-                f"layer by the same recipe. This rank has a weight of {weight} {list(shape)}, an input of {inp}, and "
-                f"the casts: {casts}"
+                f"layer by the same recipe, on as many rows. This rank has a weight of {weight} {list(shape)}, an "
+                f"input of {inp}{counted}, and the casts: {casts}"
             )
         if least_seed != seeds:
             raise ValueError(
@@ -401,24 +408,6 @@ def _agreed(names: str, device: str, name: str, layer: str, casts: str, has: tup
             )
         known[key] = rank
     return known[key]
-
-
-def _require_as_many_rows(group: Any, rows: int, device: str, name: str) -> None:
-    """Compare the rows of the ranks of ``group`` when there are ``rows`` for the first time.
-
-    Raises:
-        ValueError: the ranks have different numbers of rows.
-    """
-    known = _known.setdefault(group, {})
-    key = "rows", rows
-    if key not in known:
-        ((least, most),) = ops.ranges([rows], (group,), device)
-        if least != most:
-            raise ValueError(
-                f"{name}: cp_group says that every rank has equally many rows, but the ranks {_ranks((group,))} have "
-                f"{least} to {most} (here {rows})"
-            )
-        known[key] = rows
 
 
 def _ranks(groups: Sequence[Any]) -> list[int]:

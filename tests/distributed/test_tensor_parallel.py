@@ -736,7 +736,7 @@ UNLIKE = {
     "other casts": r"Linear: the ranks \[0, 1\] share .* weight of torch.float32 \[64, 64\], .*:(amax|4over6_mse):",
     "other rounding": r"Linear: the ranks \[0, 1\] share .* grad_output e2m1:1x16:e4m3:amax:448.0:6.0:tensor:%s:",
     "other layer": r"%s: the ranks \[0, 1\] share .* not all of them run the same layer by the same recipe",
-    "other rows": r"Linear: cp_group says .* but the ranks \[0, 1\] have 32 to 64 \(here %s\)",
+    "other rows": r"Linear: the ranks \[0, 1\] share .* on as many rows\. .* an input of torch.float32 with %s rows, ",
 }
 DOES = {"other rounding": ("stochastic", "even"), "other layer": ("0", "1"), "other rows": ("32", "64")}
 """What the error says that each rank does."""
