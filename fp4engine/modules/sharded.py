@@ -383,12 +383,13 @@ def _agreed(names: str, device: str, name: str, layer: str, casts: str, facts: t
     """The lowest rank of groups given by their names, since traced code cannot hold a process group.
 
     What the ranks do is compared once for the same ``layer`` and ``casts``. If a rank compared it again because its own
-    has changed, it would wait forever for ranks whose own has not.
+    has changed, it would wait forever for ranks whose own has not. So would a rank that compared layers one by one when
+    it runs in eager mode what all have compiled.
     """
     groups = ops.groups_named(names)
     known = _known.setdefault(groups[0], {})
-    key = names, layer, casts, draws
-    if key not in known:
+    key, compiled = (names, layer, casts, draws), (names, "", casts, draws)
+    if key not in known and compiled not in known:
         seed = ops.current_seed() if draws else 0
         digest = hashlib.blake2b(repr((layer, casts, facts)).encode(), digest_size=8).digest()
         does = int.from_bytes(digest, "little", signed=True)
@@ -407,7 +408,7 @@ def _agreed(names: str, device: str, name: str, layer: str, casts: str, facts: t
                 f"{seed}); give all of them one seed, by torch.manual_seed or fp4engine.manual_seed"
             )
         known[key] = rank
-    return known[key]
+    return known[key] if key in known else known[compiled]
 
 
 def _ranks(groups: Sequence[Any]) -> list[int]:

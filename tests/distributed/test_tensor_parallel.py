@@ -582,6 +582,19 @@ def unlike(rank: int, mesh, alone):
     return said
 
 
+def fallen_back(rank: int, mesh, alone):
+    """Two layers that share amaxes, compiled on both ranks; then the second rank runs the other in eager mode."""
+    sharded._known.clear()  # as if the group were new
+    layers = nn.ModuleDict({name: nn.Linear(64, 64) for name in "ab"})
+    fp4engine.convert(layers)
+    x, outputs = torch.ones(64, 64), []
+    with fp4engine.autocast(recipe=NEAREST, amax_reduction_group=mesh.get_group()):
+        for name, layer in layers.items():
+            compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+            outputs.append((layer if rank and name == "b" else compiled)(x))
+    return all(output.isfinite().all() for output in outputs)
+
+
 CHECKS = {
     "operands": operands,
     "tensor": tensor,
@@ -604,6 +617,7 @@ CHECKS = {
     "remembered": remembered,
     "refusals": refusals,
     "unlike": unlike,
+    "fallen_back": fallen_back,
 }
 
 
@@ -747,6 +761,10 @@ def test_a_rank_that_does_otherwise_than_the_others_is_told_on_all(ranks, name):
     for index, rank in enumerate(ranks):
         expected = UNLIKE[name] % DOES[name][index] if name in DOES else UNLIKE[name]
         assert re.match(expected, rank["unlike"][name]), rank["unlike"][name]
+
+
+def test_a_rank_that_falls_back_to_eager_mode_keeps_step_with_the_others(ranks):
+    assert all(rank["fallen_back"] for rank in ranks)
 
 
 def test_seeds_are_compared_anew_in_new_process_groups(ranks):
