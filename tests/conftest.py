@@ -1,5 +1,6 @@
 """What every test gets: a seed, poisoned allocations, hypothesis settings, and a reason when it is skipped."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -133,6 +134,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("multi_gpu") and devices < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {devices}"))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays until the end: no collection of garbage looks through its million objects again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
