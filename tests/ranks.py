@@ -1,5 +1,6 @@
 """How a test starts ranks, and what each of them does: join a process group, and leave it so that gloo survives."""
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 IMPORTED = (
+    "fp4engine.integrations",
     "functorch.compile",
+    "pytest",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -41,8 +44,9 @@ def take_device(backend: str, rank: int) -> None:
 def spawn(function: Callable[..., None], arguments: tuple[Any, ...], world: int) -> None:
     """``function(rank, *arguments)`` in ``world`` processes; raises what one of them raises.
 
-    Each is forked off a process that has imported PyTorch and done nothing else, since the import takes seconds. Where
-    there is a GPU each is started anew: PyTorch may have asked for the GPU at import, and CUDA survives no fork.
+    Each is forked off a process that has imported PyTorch and fp4engine and done nothing else, since the imports take
+    seconds. Where there is a GPU each is started anew: PyTorch may have asked for the GPU at import, and CUDA survives
+    no fork.
     """
     method = "spawn" if torch.cuda.is_available() else "forkserver"
     set_forkserver_preload(list(IMPORTED))
@@ -53,6 +57,7 @@ def _run(rank: int, environment: dict[str, str], function: Callable[..., None], 
     """The environment is the test's, and not that in which the process was that others are forked off."""
     os.environ.clear()
     os.environ.update(environment)
+    gc.freeze()  # what was imported stays: no collection looks through it again
     function(rank, *arguments)
 
 
