@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,23 +13,37 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = "benchmarks/distributed.py"
 
 
-def started(*arguments: str) -> str:
-    """What a command prints, which must exit with 0."""
+def trained(*arguments: str) -> None:
+    """Start the script on two ranks, as on two GPUs."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     own = {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=500
+        [*command, *arguments], cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=500
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch):
+    """The exit code of the script with these arguments, in this process: it imports PyTorch no more."""
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", [SCRIPT, *arguments])
+        monkeypatch.syspath_prepend(ROOT / "benchmarks")
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(str(ROOT / SCRIPT), run_name="__main__")
+        return left.value.code
+
+    return run
 
 
 @pytest.mark.slow
-def test_the_run_on_several_gpus_is_right_on_two_processes(tmp_path):
-    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, "--device", "cpu")
+def test_the_run_on_several_gpus_is_right_on_two_processes(tmp_path, script, capsys):
     modes = ("bytes", "fsdp", "fsdp-compiled", "one", "tp", "tp-compiled", "8b", "fsdp_tp")
-    started(*run, "--model", "tiny", "--steps", "1", "--out", str(tmp_path), "--modes", *modes)
-    printed = started(SCRIPT, "--report", str(tmp_path / "distributed.json"))
+    trained("--device", "cpu", "--model", "tiny", "--steps", "1", "--out", str(tmp_path), "--modes", *modes)
+    assert script("--report", str(tmp_path / "distributed.json")) == 0
+    printed = capsys.readouterr().out
     record = json.loads((tmp_path / "distributed.json").read_text())
 
     compared = {row["layout"]: row for row in record["bytes"]}
@@ -57,13 +72,7 @@ def test_the_run_on_several_gpus_is_right_on_two_processes(tmp_path):
     assert "| tiny | fsdp_fp4 | eager | nvfp4 |" in printed
 
 
-def test_only_torchrun_starts_it():
-    result = subprocess.run(
-        [sys.executable, SCRIPT, "--device", "cpu"],
-        cwd=ROOT,
-        env={key: value for key, value in os.environ.items() if key != "LOCAL_RANK"} | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 2 and "start it by torchrun --nproc-per-node N" in result.stderr
+def test_only_torchrun_starts_it(script, monkeypatch, capsys):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert script("--device", "cpu") == 2
+    assert "start it by torchrun --nproc-per-node N" in capsys.readouterr().err
