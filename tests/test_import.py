@@ -1,14 +1,19 @@
 """Importing is free: no Triton, no driver, no environment flag."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-def run_python(code: str, **environment: str) -> None:
+def run_python(code: str, **environment: str) -> str:
+    """What a process of its own prints, which must exit with 0."""
     result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=REPOSITORY,
@@ -19,6 +24,7 @@ def run_python(code: str, **environment: str) -> None:
         timeout=300,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 WITHOUT_TRITON = """
@@ -54,25 +60,16 @@ modules(fp4engine)
     )
 
 
-def test_import_loads_no_triton_and_starts_no_driver() -> None:
-    run_python("""
-import sys
-import torch
-before = set(sys.modules)
-import fp4engine
-loaded = {name for name in set(sys.modules) - before if name.partition(".")[0] == "triton"}
-assert not loaded, sorted(loaded)
-assert not torch.cuda.is_initialized()
-""")
-
-
-def test_import_reads_no_flag() -> None:
-    run_python(
+@pytest.fixture(scope="module")
+def imported() -> dict[str, Any]:
+    """What an import does, where flags have values that none of them can have."""
+    flags = ("DISABLE_RHT", "DISABLE_STOCHASTIC_ROUNDING", "DISABLE_2D_QUANTIZATION")
+    printed = run_python(
         """
-import os
+import json, os, sys
 import torch
 
-read = []
+before, random_state, read = set(sys.modules), torch.get_rng_state(), []
 lookup = type(os.environ).__getitem__
 
 def recording(self, key):
@@ -81,19 +78,27 @@ def recording(self, key):
 
 type(os.environ).__getitem__ = recording  # Mapping.get and os.getenv come through here as well
 import fp4engine
-assert not [key for key in read if key.startswith(("NVTE_", "FP4ENGINE_"))], read
+type(os.environ).__getitem__ = lookup
+print(json.dumps({
+    "triton": sorted(name for name in set(sys.modules) - before if name.partition(".")[0] == "triton"),
+    "driver": torch.cuda.is_initialized(),
+    "flags": [key for key in read if key.startswith(("NVTE_", "FP4ENGINE_"))],
+    "random state": torch.equal(random_state, torch.get_rng_state()),
+}))
 """,
-        NVTE_NVFP4_DISABLE_RHT="banana",
-        NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING="banana",
-        NVTE_NVFP4_DISABLE_2D_QUANTIZATION="banana",
+        **{f"NVTE_NVFP4_{flag}": "banana" for flag in flags},
         NVTE_BACKWARD_OVERRIDE="banana",
     )
+    return json.loads(printed)
 
 
-def test_import_changes_no_random_state() -> None:
-    run_python("""
-import torch
-before = torch.get_rng_state()
-import fp4engine
-assert torch.equal(before, torch.get_rng_state())
-""")
+def test_import_loads_no_triton_and_starts_no_driver(imported) -> None:
+    assert imported["triton"] == [] and not imported["driver"]
+
+
+def test_import_reads_no_flag(imported) -> None:
+    assert imported["flags"] == []
+
+
+def test_import_changes_no_random_state(imported) -> None:
+    assert imported["random state"]
