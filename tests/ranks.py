@@ -41,16 +41,19 @@ def take_device(backend: str, rank: int) -> None:
         torch.set_default_device(device_of(backend, rank))
 
 
-def spawn(function: Callable[..., None], arguments: tuple[Any, ...], world: int) -> None:
-    """``function(rank, *arguments)`` in ``world`` processes; raises what one of them raises.
+def start_method() -> str:
+    """How tests start processes: forked off one that has imported PyTorch and fp4engine and done nothing else.
 
-    Each is forked off a process that has imported PyTorch and fp4engine and done nothing else, since the imports take
-    seconds. Where there is a GPU each is started anew: PyTorch may have asked for the GPU at import, and CUDA survives
-    no fork.
+    The imports take seconds. Where there is a GPU each is started anew: PyTorch may have asked for the GPU at import,
+    and CUDA survives no fork.
     """
-    method = "spawn" if torch.cuda.is_available() else "forkserver"
     set_forkserver_preload(list(IMPORTED))
-    mp.start_processes(_run, (dict(os.environ), function, arguments), world, start_method=method)
+    return "spawn" if torch.cuda.is_available() else "forkserver"
+
+
+def spawn(function: Callable[..., None], arguments: tuple[Any, ...], world: int) -> None:
+    """``function(rank, *arguments)`` in ``world`` processes; raises what one of them raises."""
+    mp.start_processes(_run, (dict(os.environ), function, arguments), world, start_method=start_method())
 
 
 def _run(rank: int, environment: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:

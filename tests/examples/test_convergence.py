@@ -43,6 +43,7 @@ from fp4engine.roles import QuantizerRole
 from gpt.data import Corpus, load_corpus
 from gpt.settings import InputError
 from gpt.training import StopRequest
+from tests.ranks import start_method
 
 SMALL = dataclasses.replace(PRESETS["tiny"], layers=1, width=32, sequence=16, batch=2, tokens=2 * 16 * 11)
 
@@ -524,6 +525,8 @@ def test_processes_share_the_runs_and_one_that_ends_is_told(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on two GPUs, but that these processes compute on the CPU."""
+    context = torch.multiprocessing.get_context(start_method())
+    monkeypatch.setattr(run.torch.multiprocessing, "get_context", lambda method: context)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     settings = dataclasses.replace(SMALL, sequence=64, batch=128, tokens=16_384)
     runs = run.planned(["noise"], settings, 2, [BASELINE, "nvfp4"])
