@@ -207,7 +207,7 @@ def bereaved(folder: Path, stop: signal.Signals, after: int) -> tuple[float, str
     ranks = Ranks(folder, timeout=TIMEOUT)
     metrics = folder / "metrics-1.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < after:
-        assert not ranks.wait(0), errors(folder)
+        assert not ranks.wait(0.01), errors(folder)
     ranks.kill(1, stop)
     began = time.monotonic()
     while 0 in ranks.processes.values() and time.monotonic() < began + 120:
