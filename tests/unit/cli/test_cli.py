@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tqdm
 
 from fp4engine import estimate
 from fp4engine.cli import COMMANDS, main
@@ -254,7 +256,8 @@ def test_an_estimate_shows_on_terminals_how_far_it_is(checkpointing, monkeypatch
     quiet = capsys.readouterr()
     assert quiet.err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("TQDM_MININTERVAL", "0")
+    every_step = partial(tqdm.tqdm, mininterval=0, miniters=1)  # however fast the steps follow each other
+    monkeypatch.setattr(tqdm, "tqdm", every_step)
     assert main(words) == 0
     shown = capsys.readouterr()
     blocks = 20 if checkpointing else 10
