@@ -1,10 +1,8 @@
 """What the GEMM kernels are given: flags, scales, and matrices as the copy engine sees them."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp4engine.kernels.launch import ALIGNMENT, Block, Facts, Place
@@ -72,26 +70,7 @@ class Descriptor(TensorDescriptor):
         pass
 
 
-class Address(int):
-    """Memory as a compiled kernel's launcher asks for it: all that it asks of a descriptor's tensor."""
-
-    data_ptr = int.__int__
-    """Where it begins; no call of Python."""
-
-
-def _describe(
-    make: Callable[..., Any],
-    shape: list[int],
-    strides: list[int],
-    block: list[int],
-    rest: tuple[Any, ...],
-    base: Tensor | Address,
-) -> Any:
-    return make(base, shape, strides, block, *rest)
-
-
 def block_of(matrix: Matrix, rows: int, cols: int, make: Callable[..., Any] = Descriptor, *rest: Any) -> Block:
     """``matrix`` as the copy engine sees it, in blocks of ``rows`` by ``cols``; ``rest`` goes to ``make`` as it is."""
-    strides = [matrix.facts.row_stride, 1]
-    describe = partial(_describe, make, list(matrix.facts.shape), strides, [rows, cols], rest)
-    return Block(matrix.place, describe, lambda address: describe(Address(address)))
+    shape, strides = list(matrix.facts.shape), [matrix.facts.row_stride, 1]
+    return Block(matrix.place, lambda tensor: make(tensor, shape, strides, [rows, cols], *rest))

@@ -8,7 +8,6 @@ this package reaches a GPU, or Triton's interpreter, in another way; products of
     launch = resolve_cast((facts(x), ...), x.device, ...)        outputs = launch(x, ...)
 """
 
-import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from contextvars import Context
 from functools import cache, lru_cache, partial
-from operator import itemgetter
 from threading import RLock
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,6 +24,7 @@ from triton import AsyncCompileMode, knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from fp4engine.kernels import cuda_driver
 from fp4engine.kernels.target import E4M3, PAIRS, hardware_of
 
 ALIGNMENT = 16
@@ -106,14 +105,12 @@ class Block(NamedTuple):
 
     Attributes:
         describe: makes the argument from the tensor.
-        at: makes the argument from the address of the tensor, since the launcher of a compiled kernel needs no more; or
-            says how many bytes behind that address the part begins. None if only ``describe`` can make the argument;
-            then the tensor gets an allocation of its own.
+        at: how many bytes behind the tensor's first the argument begins; all else of it is the same in every call.
     """
 
     place: Place
     describe: Callable[[Tensor], Any]
-    at: Callable[[int], Any] | int | None = None
+    at: int = 0
 
 
 class Step(NamedTuple):
@@ -188,11 +185,8 @@ class Launch:
         self.steps = steps
         self._device, self._index = device, device.index if device.type == "cuda" else None
         self._may_be_elsewhere = device.type == "cuda" and torch.cuda.device_count() > 1
-        described = [argument for step in steps for argument in step.arguments if type(argument) is Block]
-        tensors = {block.place.position for block in described if block.at is None}
-        whole = [*outputs, *sorted(tensors.difference(outputs, range(inputs)))]
-        parts = [index for index in range(inputs, inputs + len(buffers)) if index not in whole]
-        self._whole = [_allocation(*buffers[index - inputs], device) for index in whole]
+        parts = [index for index in range(inputs, inputs + len(buffers)) if index not in outputs]
+        self._outputs = [_allocation(*buffer, device) for buffer in self.outputs]
         self._parts = [_allocation(*buffers[index - inputs], device) for index in parts]
         self._offsets: list[int] = []
         room = 0
@@ -200,84 +194,74 @@ class Launch:
             self._offsets.append(room)
             room += -(-math.prod(shape) * dtype.itemsize // _SLICE) * _SLICE
         self._room = _allocation((room,), torch.uint8, device) if parts else None
-        self._blocks: list[tuple[int, Callable[[Tensor], Any], Callable[[int], Any] | int | None]] = []
-        self._constants: list[Any] = []
-        order = {index: place for place, index in enumerate([*range(inputs), *whole, *parts])}
-        self._arguments = [
-            itemgetter(*(self._position(argument, order, len(described)) for argument in step.arguments))
-            for step in steps
-        ]
+        order = {index: place for place, index in enumerate([*range(inputs), *outputs, *parts])}
+        self._blocks: list[tuple[int, Callable[[Tensor], Any], int]] = []
+        self._arguments: list[list[tuple[int | None, Any]]] = []
+        for step in steps:
+            arguments: list[tuple[int | None, Any]] = []
+            for argument in step.arguments:
+                if isinstance(argument, Place):
+                    arguments.append((order[argument.position], None))
+                elif isinstance(argument, Block):
+                    arguments.append((len(order) + len(self._blocks), None))
+                    self._blocks.append((order[argument.place.position], argument.describe, argument.at))
+                else:
+                    arguments.append((None, argument))
+            self._arguments.append(arguments)
         self._is_compiled = False
-        self._started: list[tuple[Any, ...]] | None = None
-
-    def _position(self, argument: Any, order: dict[int, int], blocks: int) -> int:
-        """The index of ``argument`` in the list of a call: inputs, whole buffers, parts, blocks, constants."""
-        if isinstance(argument, Place):
-            return order[argument.position]
-        if isinstance(argument, Block):
-            self._blocks.append((order[argument.place.position], argument.describe, argument.at))
-            return len(order) + len(self._blocks) - 1
-        self._constants.append(argument)
-        return len(order) + blocks + len(self._constants) - 1
+        self._plan: cuda_driver.Plan | None = None
 
     def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
         """Allocate the buffers, start the kernels, return the outputs. Does not wait for the device.
 
         This is one long function, since a call of Python in it would be made some ten times in a linear layer's step.
         """
-        index, started = self._index, self._started
+        index, plan = self._index, self._plan
         if self._may_be_elsewhere and index != torch.cuda.current_device():
-            with torch.cuda.device(index):  # Triton launches on the current device, wherever its arguments lie
+            with torch.cuda.device(index):  # kernels start on the current device, wherever their arguments lie
                 return self(*inputs)
-        outputs = [allocate() for allocate in self._whole]
-        if started is None or _is_watched():
+        outputs = [allocate() for allocate in self._outputs]
+        if plan is None or index is None or _is_watched():
             self._start_by_triton([*inputs, *outputs])
-            return outputs[: len(self.outputs)]
-        # Addresses, each asked for once and not once per kernel.
-        passed: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in (*inputs, *outputs)]
-        if self._room is not None:  # all scratch buffers without a descriptor are one allocation
+            return outputs
+        # Of inputs, outputs, scratch buffers and blocks, in this order; a tensor is asked for its address once.
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*inputs, *outputs)]
+        if self._room is not None:  # all scratch buffers are one allocation
             room = self._room()
             address = room.data_ptr()
-            passed += [address + offset for offset in self._offsets]
-        if self._blocks:
-            tensors = (*inputs, *outputs)
-            for place, describe, at in self._blocks:
-                if type(at) is int:
-                    passed.append(passed[place] + at)
-                else:
-                    passed.append(describe(tensors[place]) if at is None else at(passed[place]))
-            del outputs[len(self.outputs) :]
-        passed += self._constants
-        stream = driver.active.get_current_stream(index)
-        for run, programs, function, metadata, arguments in started:
-            run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments(passed))
+            addresses += [address + offset for offset in self._offsets]
+        for place, _, offset in self._blocks:
+            addresses.append(addresses[place] + offset)
+        plan(addresses, driver.active.get_current_stream(index), index)
         return outputs
 
     def _start_by_triton(self, values: list[Any]) -> None:
-        """Start the kernels by Triton's documented call, ``kernel[grid](...)``, and keep what Triton compiled.
+        """Start the kernels by Triton's documented call, ``kernel[grid](...)``, and plan how to start them again.
 
         Args:
-            values: the inputs, then the whole buffers.
+            values: the inputs, then the outputs.
         """
         values += [allocate() for allocate in self._parts]
         if not knows_fp8(self._device):
             values = [as_bytes(tensor) for tensor in values]
         values += [describe(values[place]) for place, describe, _ in self._blocks]
-        values += self._constants
-        calls = [(step, arguments(values)) for step, arguments in zip(self.steps, self._arguments, strict=True)]
+        passed = [
+            [(index, constant if index is None else values[index]) for index, constant in arguments]
+            for arguments in self._arguments
+        ]
+        calls = [
+            (step, tuple(argument for _, argument in arguments))
+            for step, arguments in zip(self.steps, passed, strict=True)
+        ]
         is_jit = all(isinstance(step.kernel, JITFunction) for step in self.steps)
         if is_jit and not self._is_compiled:
             Context().run(_compile_side_by_side, calls)  # in a context of its own: a failure leaves Triton's mode set
             self._is_compiled = True
         with nullcontext() if is_jit else _interpreter:
             compiled = [step.kernel[(step.programs,)](*arguments, **step.options) for step, arguments in calls]
-        if not compiled:  # no kernel was started, so there may be no driver
-            return
-        if is_jit and all(map(_can_run, compiled)):
-            self._started = [
-                (kernel.run, step.programs, kernel.function, kernel.packed_metadata, arguments)
-                for kernel, step, arguments in zip(compiled, self.steps, self._arguments, strict=True)
-            ]
+        if is_jit and compiled and self._index is not None:
+            programs = [step.programs for step in self.steps]
+            self._plan = cuda_driver.plan(list(zip(compiled, programs, passed, strict=True)), len(values))
 
 
 _interpreter = RLock()
@@ -302,30 +286,6 @@ def _is_watched() -> bool:
         if getattr(hook, "calls", hook):
             return True
     return False
-
-
-_RUN = (
-    "gridX", "gridY", "gridZ", "stream", "function", "kernel_metadata", "launch_metadata", "launch_enter_hook",
-    "launch_exit_hook",
-)  # fmt: skip
-
-
-def _can_run(compiled: Any) -> bool:
-    """Whether a compiled kernel's ``run`` takes the arguments that :class:`Launch` passes; Triton does not promise it.
-
-    If it does not, every call goes through ``kernel[grid](...)``, which takes about ten times as long.
-    """
-    run = getattr(compiled, "run", None)
-    return run is not None and hasattr(compiled, "packed_metadata") and _takes_launches(type(run))
-
-
-@cache
-def _takes_launches(launcher: type) -> bool:
-    """Whether calls of ``launcher`` take :data:`_RUN`, by name or in ``*args``, and then the kernel's arguments."""
-    parameters = [p for p in inspect.signature(launcher.__call__).parameters.values() if p.name != "self"]
-    *named, rest = parameters
-    names = tuple(parameter.name for parameter in named)
-    return len(names) >= 5 and names == _RUN[: len(names)] and rest.kind is inspect.Parameter.VAR_POSITIONAL
 
 
 @cache

@@ -1,5 +1,6 @@
 """Modules on a GPU: kernels under them, no synchronisation, CUDA graphs, torch.compile."""
 
+import threading
 from functools import partial
 from itertools import pairwise
 
@@ -9,8 +10,11 @@ import torch._dynamo.testing
 
 import fp4engine
 from fp4engine import GroupedLinear, ops
+from fp4engine.formats import CastSpec
+from fp4engine.kernels import cuda_driver
 from fp4engine.quantizers import reference_quantizer
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling, zoo
+from tests.answers import forget
 
 pytestmark = pytest.mark.gpu
 
@@ -288,3 +292,36 @@ def test_the_expanded_gradient_of_a_sum(recipe, fuse_wgrad_accumulation):
     for actual, wanted in zip(gradients(expanded=True), gradients(expanded=False), strict=True):
         assert wanted.any()
         assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_current", "fp8_delayed", "fp8_block", "tetrajet2"])
+@pytest.mark.parametrize("width", [64, 1024])
+def test_repeated_kernels_are_started_by_the_driver(monkeypatch, recipe, width):
+    """Triton's own launcher takes twice as long, or five times for products that read through the copy engine."""
+    plans, plan = [], cuda_driver.plan
+
+    def planned(*asked):
+        plans.append(plan(*asked))
+        return plans[-1]
+
+    monkeypatch.setattr(cuda_driver, "plan", planned)
+    forget()
+    model = make_model(width, width, width, dtype=torch.bfloat16)
+    inp = torch.randn(512, width, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):
+        step(model, inp, zoo.make(recipe))
+    assert plans and None not in plans
+
+
+def test_a_thread_that_has_not_used_cuda_starts_the_same_kernels():
+    """The driver knows the device by the thread's context, and a new thread has none."""
+    x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    spec, found = CastSpec(), []
+    want = [ops.quantize(x, spec, None)[0].codes for _ in range(2)]
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=lambda: found.append(ops.quantize(x, spec, None)[0].codes)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and all(torch.equal(codes, want[0]) for codes in found)

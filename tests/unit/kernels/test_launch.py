@@ -22,8 +22,7 @@ from fp4engine import capability, ops
 from fp4engine.inspect.recorder import Heard
 from fp4engine.inspect.watch import watching
 from fp4engine.kernels import launch
-from fp4engine.kernels.gemm_launch import Matrix, block_of
-from fp4engine.kernels.launch import Block, Draft, Launch, Place, facts
+from fp4engine.kernels.launch import Block, Draft, Launch, facts
 from fp4engine.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
 
 PACKAGE = Path(fp4engine.__file__).parent
@@ -93,68 +92,65 @@ def test_threads_take_turns_in_triton_s_interpreter():
     assert alone == [True, True]
 
 
-class Run:
-    """What Triton calls to start a compiled kernel; notes with which programs and arguments."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, gridX, gridY, gridZ, stream, function, *arguments):
-        self.calls.append(((gridX, gridY, gridZ), (stream, function, *arguments[:4]), arguments[4:]))
-
-
 class Compiled(Kernel):
-    """A kernel that has been compiled once it is started."""
-
-    function, packed_metadata = "function", "metadata"
+    """A kernel that Triton compiles when it is asked to."""
 
     def __init__(self):
         super().__init__()
-        self.run, self.warmed = Run(), []
-
-    def __getitem__(self, grid):
-        start = super().__getitem__(grid)
-        return lambda *arguments, **options: start(*arguments, **options) or self
+        self.warmed = []
 
     def warmup(self, *arguments, grid, **options):
         assert not self.started, "all kernels of a launch are compiled before the first of them starts"
         self.warmed.append((grid, arguments, options))
 
 
-def test_what_is_compiled_is_given_addresses_in_the_same_order(monkeypatch):
-    """Scratch that nobody describes is one allocation; its parts neither overlap nor leave their alignment."""
-    active = SimpleNamespace(get_current_stream=lambda index: "stream")
+class Plan:
+    """Notes the addresses that kernels are started with, and the stream and the device."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, addresses, stream, device):
+        self.calls.append((addresses, stream, device))
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """A function that makes a launch start its kernels by a :class:`Plan`, as on a GPU after its first call."""
+    active = SimpleNamespace(get_current_stream=lambda index: f"stream of {index}")
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(launch, "JITFunction", Compiled)
-    kernel, described = Compiled(), []
 
-    def describe(tensor):
-        described.append(tensor)
-        return "descriptor"
+    def plan(made):
+        made._plan, made._index = Plan(), 3
+        return made._plan.calls
 
-    draft = Draft(torch.device("cpu"), inputs=2)
+    return plan
+
+
+def test_what_is_compiled_is_given_addresses_in_the_order_of_places(planned):
+    """Scratch is one allocation; its parts neither overlap nor leave their alignment; an absent tensor is at 0."""
+    kernel, draft = Kernel(), Draft(torch.device("cpu"), inputs=2)
     x, absent = draft.inputs
     small = draft.scratch((3,), torch.uint8)
     first = draft.output((2, 3), torch.float32)
-    whole = draft.scratch((4,), torch.uint8)
     large = draft.scratch((300,), torch.float32)
     second = draft.output((0,), BF16)
-    draft.step(kernel, 7, Block(whole, describe), x, absent, second, 5, None, first, small, large, 2.5)
-    draft.step(kernel, 1, Block(x, describe), large, first)
+    part, described = Block(x, lambda tensor: tensor[1:], 4), Block(large, lambda tensor: "descriptor")
+    draft.step(kernel, 7, part, x, absent, second, 5, None, first, small, large, 2.5)
+    draft.step(kernel, 1, described, large, first)
     made, given = draft.launch(), torch.ones(3)
-    made(given, None)
-    assert len(kernel.started) == 2 and not kernel.run.calls
-    described.clear()
+    calls = planned(made)
     outputs = made(given, None)
-    assert len(kernel.started) == 2
+    assert not kernel.started
     assert [(tuple(t.shape), t.dtype) for t in outputs] == made.outputs == [((2, 3), torch.float32), ((0,), BF16)]
-    (grid, told, arguments), (other_grid, _, rest) = kernel.run.calls
-    assert (grid, other_grid) == ((7, 1, 1), (1, 1, 1))
-    assert told == ("stream", "function", "metadata", None, None, None)
-    own = (outputs[1].data_ptr(), 5, None, outputs[0].data_ptr())
-    assert arguments[:7] == ("descriptor", given.data_ptr(), None, *own) and arguments[9] == 2.5
-    assert arguments[8] - arguments[7] == 256 and rest == ("descriptor", arguments[8], outputs[0].data_ptr())
-    assert described[0].shape == (4,) and described[1] is given
+    ((addresses, *told),) = calls
+    assert told == ["stream of 3", 3]
+    assert addresses[:4] == [given.data_ptr(), 0, outputs[0].data_ptr(), outputs[1].data_ptr()]
+    at_small, at_large, at_part, at_described = addresses[4:]
+    assert at_large - at_small == 256 and at_part == given.data_ptr() + 4 and at_described == at_large
+    # What Triton compiled is planned for by the same places: a constant has none.
+    assert [index for index, _ in made._arguments[0]] == [6, 0, 1, 3, None, None, 2, 4, 5, None]
+    assert [index for index, _ in made._arguments[1]] == [7, 5, 2]
 
 
 def test_kernels_are_compiled_side_by_side_by_the_first_call_alone(monkeypatch):
@@ -220,46 +216,24 @@ def test_a_kernel_that_does_not_compile_leaves_the_next_launch_able_to(monkeypat
             assert len(kernel.warmed) == len(kernel.started) == 2
 
 
-def test_scratch_of_nothing_is_passed_too(monkeypatch):
-    active = SimpleNamespace(get_current_stream=lambda index: "stream")
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(launch, "JITFunction", Compiled)
-    kernel, draft = Compiled(), Draft(torch.device("cpu"), inputs=0)
-    draft.step(kernel, 1, draft.scratch((0, 4), torch.float32), draft.output((2,), BF16), 5)
+def test_scratch_of_nothing_is_passed_too(planned):
+    draft = Draft(torch.device("cpu"), inputs=0)
+    draft.step(Kernel(), 1, draft.scratch((0, 4), torch.float32), draft.output((2,), BF16), 5)
     made = draft.launch()
-    made()
+    calls = planned(made)
     (output,) = made()
-    ((_, _, arguments),) = kernel.run.calls
-    assert arguments == (0, output.data_ptr(), 5)
+    ((addresses, *_),) = calls
+    assert addresses == [output.data_ptr(), 0]
 
 
-def test_a_part_is_found_by_address_alone(monkeypatch):
-    """What the copy engine is told of, and a row of an input, need no tensors of their own in a kernel that has run."""
-    active = SimpleNamespace(get_current_stream=lambda index: "stream")
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(launch, "JITFunction", Compiled)
-    kernel = Compiled()
-    draft = Draft(torch.device("cpu"), inputs=1)
-    scratch, out = draft.scratch((64,), torch.float32), draft.output((2,), torch.float32)
-    row = Block(draft.inputs[0], lambda tensor: tensor[1], 16)
-    described = Block(scratch, lambda tensor: ("descriptor of", tensor), lambda address: ("descriptor at", address))
-    draft.step(kernel, 3, row, described, scratch, out)
-    made, x = draft.launch(), torch.zeros(2, 4)
-    for _ in range(2):
-        (output,) = made(x)
-    ((_, (first, second, *_), _),) = kernel.started
-    assert torch.equal(first, x[1]) and second[1].shape == (64,)
-    ((_, _, (first, second, third, last)),) = kernel.run.calls
-    assert first == x[1].data_ptr() and second == ("descriptor at", third) and last == output.data_ptr()
-
-
-def test_the_copy_engine_is_told_the_same_of_a_tensor_and_of_its_address():
-    x = torch.zeros(8, 64, dtype=BF16)
-    block = block_of(Matrix(Place(0), facts(x)), 4, 16)
-    assert block.at is not None and not isinstance(block.at, int)
-    of_tensor, of_address = block.describe(x), block.at(x.data_ptr())
-    assert of_address.base.data_ptr() == of_tensor.base.data_ptr() == x.data_ptr()
-    assert {**vars(of_address), "base": None} == {**vars(of_tensor), "base": None}
+def test_a_profiler_that_asks_triton_of_launches_sees_them_all(planned, monkeypatch):
+    kernel, draft = Kernel(), Draft(torch.device("cpu"), inputs=1)
+    draft.step(kernel, 1, *draft.inputs)
+    made = draft.launch()
+    calls = planned(made)
+    monkeypatch.setattr(launch.knobs.runtime, "launch_enter_hook", lambda metadata: None)
+    made(torch.zeros(1))
+    assert len(kernel.started) == 1 and not calls
 
 
 def test_a_launch_of_nothing_allocates_every_time():
@@ -294,30 +268,15 @@ def test_remembered_questions_are_bounded(monkeypatch):
     assert asked == [*range(launch.MOST_QUESTIONS + 1), 0]  # the first was forgotten when one more came
 
 
-@pytest.mark.parametrize(
-    ("signature", "is_known"),
-    [
-        (lambda self, gridX, gridY, gridZ, stream, function, *args: None, True),
-        (lambda self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata, *args: None, True),
-        (lambda self, gridX, gridY, gridZ, function, stream, *args: None, False),
-        (lambda self, gridX, gridY, gridZ, stream, function, extra, *args: None, False),
-        (lambda self, grid, *args: None, False),
-    ],
-)
-def test_a_launcher_of_another_triton_is_left_to_triton(signature, is_known):
-    launcher = type("Launcher", (), {"__call__": signature})
-    assert launch._takes_launches(launcher) is is_known
-
-
 def started_elsewhere(tree: ast.AST) -> list[int]:
-    """Lines that start a kernel: ``kernel[grid](...)``, or a call of a compiled kernel's ``run``."""
+    """Lines that start a kernel: ``kernel[grid](...)``, or the driver's call."""
     lines = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
             name = ast.unparse(node.func.value)
             if name.rpartition(".")[2].endswith("kernel"):
                 lines.append(node.lineno)
-        if isinstance(node, ast.Attribute) and node.attr in ("warmup", "packed_metadata"):
+        if isinstance(node, ast.Attribute) and node.attr in ("warmup", "cuLaunchKernelEx"):
             lines.append(node.lineno)
     return lines
 
@@ -328,7 +287,7 @@ def test_nothing_else_starts_a_kernel():
         for path in PACKAGE.rglob("*.py")
         if (lines := started_elsewhere(ast.parse(path.read_text())))
     }
-    assert list(found) == ["kernels/launch.py"]
+    assert sorted(found) == ["kernels/cuda_driver.py", "kernels/launch.py"]
 
 
 def test_the_walk_sees_a_start():
