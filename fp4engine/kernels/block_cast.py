@@ -351,8 +351,9 @@ def cast_tile(
             scale = block * (outer_scale * (1.0 / CAST.target))
             stored, decode_scale, encode_scale = rounded_scale(scale, outer_decode_scale, CAST, HARDWARE)
         elif CAST.scale == "fp32":
-            decode_scale = tl.div_rn(block, tl.zeros_like(block) + CAST.target)
-            encode_scale = tl.minimum(reciprocal(decode_scale, HARDWARE), FLT_MAX, propagate_nan=NAN)
+            encode_scale = tl.div_rn(tl.zeros_like(block) + CAST.target, tl.where(block == 0, CAST.target, block))
+            encode_scale = tl.minimum(encode_scale, FLT_MAX, propagate_nan=NAN)
+            decode_scale = reciprocal(encode_scale, HARDWARE)
             stored = decode_scale
         else:
             stored, decode_scale, encode_scale = power_of_two(y, block, CAST)

@@ -135,9 +135,9 @@ def _block_amax(values: Tensor, spec: CastSpec) -> Tensor:
 def _two_level(values: Tensor, amax: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> tuple[Tensor, Tensor]:
     block = _block_amax(values, spec)
     if spec.scale == FP32:
-        scale_inv = scaling.divide(block, spec.target)
-        encode_scale = scaling.divide(1.0, scale_inv).clamp(max=FLT_MAX)
-        return scale_inv, _elements(values, encode_scale, spec, rng, stream)
+        encode_scale = scaling.divide(spec.target, block).clamp(max=FLT_MAX)
+        encode_scale = torch.where(block == 0, 1.0, encode_scale)
+        return scaling.divide(1.0, encode_scale), _elements(values, encode_scale, spec, rng, stream)
     outer = scaling.per_block(scaling.encode_scale(amax, spec.numerator), spec, block.shape[1])
     scale_inv = scaling.to_stored(block * (outer * (1.0 / spec.target)), spec.scale)
     encode_scale = scaling.element_encode_scale(scaling.from_stored(scale_inv, spec.scale), outer)
