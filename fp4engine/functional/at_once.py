@@ -65,10 +65,11 @@ def backward_at_once(
     plan, shards, device = call.plan, call.shards, grad_output.device
     name = "" if shards is None else shards.stream("backward")
     state = ops.state_of(device, name) if plan.draws_in_backward else None
+    asked = grad_output, kept, call.needs_dgrad, call.needs_wgrad, ins, state, dtypes
     if not isinstance(way, SharingWay):
         assert shards is None and call.tiles is None, "other ways share no amaxes, and what comes as tiles is FP4"
         memory = plan.grad_output.recall(device) if plan.is_stateful else None
-        return *way.backward(grad_output, kept, ins, state, dtypes, memory), None
+        return *way.backward(*asked, memory), None
     groups: tuple[Any, ...] = ()
     place, rank, is_tiled = None, None, call.tiles is not None
     if shards is not None:
@@ -76,10 +77,9 @@ def backward_at_once(
         assert reduced is not None, "a layer goes this way only if one collective reduces all amaxes of a direction"
         groups, place, rank = reduced.backward, shards.grad_output.place, shards.rank
     if isinstance(way, ops.LinearByOperators):
-        told = bias_dtype, rank, place, names_of(groups), is_tiled
-        return way.backward(grad_output, kept, ins, state, dtypes, *told)
+        return way.backward(*asked, bias_dtype, rank, place, names_of(groups), is_tiled)
     share = share_of((True, True), groups) if groups else None
-    return *way.backward(grad_output, kept, ins, state, dtypes, None, rank, place, share, is_tiled), None
+    return *way.backward(*asked, None, rank, place, share, is_tiled), None
 
 
 def draw(call: Call, device: torch.device) -> Tensor | None:
@@ -101,8 +101,5 @@ def _forward_share(
     if isinstance(way, ops.LinearByOperators):
         told = groups.shared, names_of(groups.forward), shards.weight_amaxes
         return way.forward(x, weight, added, *needs, None, *told)
-    given = shards.weight_amaxes
-    y, kept = way.forward(x, weight, added, *needs, None, share_of(groups.shared, groups.forward, given))
-    if given is not None and needs[0]:
-        kept = [*kept[:-1], given[1, :1]]
-    return y, kept
+    share = share_of(groups.shared, groups.forward, shards.weight_amaxes)
+    return way.forward(x, weight, added, *needs, None, share)

@@ -341,12 +341,16 @@ def add_folded_amax(draft: Draft, source: Reading, row: Side | None, col: Side |
         source, (row, col), amaxes = source._replace(x=source.x.transposed), (col, row), (amaxes[1], amaxes[0])
     maxima = add_amax(draft, source, row, col, amaxes)
     folded = [side is not None and not side.per_row for side in (row, col)]
-    if any(folded):
-        parts = [place if fold else None for place, fold in zip(maxima[:2], folded, strict=True)]
-        outs = [place if fold else None for place, fold in zip(amaxes, folded, strict=True)]
+    parts = [place if fold else None for place, fold in zip(maxima[:2], folded, strict=True)]
+    add_fold(draft, parts, amaxes, maxima.parts)
+
+
+def add_fold(draft: Draft, parts: Sequence[Any | None], amaxes: Pair, count: int) -> None:
+    """Take the largest of ``count`` parts to its place in ``amaxes``, for each side that has parts."""
+    outs = [None if part is None else amax for part, amax in zip(parts, amaxes, strict=True)]
+    if any(parts):
         hardware, _ = device_facts(draft.device)
-        overlap = overlapping(hardware)
-        draft.step(fold_kernel, 1, *parts, *outs, maxima.parts, hardware, num_warps=4, **overlap)
+        draft.step(fold_kernel, 1, *parts, *outs, count, hardware, num_warps=4, **overlapping(hardware))
 
 
 def amax(x: Tensor, rowwise: CastSpec | None, columnwise: CastSpec | None) -> tuple[Tensor | None, Tensor | None]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.formats import E2M1, E4M3, CastSpec, Outer
 from fp4engine.kernels.encode import PAIRS, from_bits, from_e4m3, round_bf16, to_bits
-from fp4engine.kernels.launch import Draft, Facts, Launch, Place, device_facts, facts, resolver
+from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, device_facts, facts, resolver
 
 BLOCKS = 512
 """Blocks of 16 per program: two per thread of four warps."""
@@ -151,8 +151,8 @@ def supports(spec: CastSpec) -> tuple[bool, str]:
 class Codes(NamedTuple):
     """Codes and block scales in a launch, and how many rows and blocks they are."""
 
-    codes: Place
-    scale_inv: Place
+    codes: Place | Block
+    scale_inv: Place | Block
     rows: int
     blocks: int
 

@@ -10,21 +10,24 @@ after the launch. The launch then casts, and writes the factors that those produ
 order in which PyTorch reads them.
 
 The kernels are those of the single operations, so the bytes are the same. A single launch saves time of the host: it
-asks one question in place of one per operation, and makes one allocation for all buffers that only its kernels see.
+asks one question in place of one per operation, and makes one allocation for all buffers that only its kernels see. All
+that an FP4 layer keeps from forward to backward is one buffer of bytes (:func:`_stored`), so it is one more allocation.
 
 Legend: x is [M, K], w [N, K], y and dy [M, N].
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from fp4engine.constants import AMAX_STRIDE, BLOCK_SIZE
 from fp4engine.formats import CastSpec
+from fp4engine.formats.one_buffer import offsets
 from fp4engine.kernels import blocks, cast_fp8
-from fp4engine.kernels.amax import add_folded_amax, amax_size
+from fp4engine.kernels.amax import add_fold, add_folded_amax, amax_size
 from fp4engine.kernels.amax_history import History, Past
 from fp4engine.kernels.block_scales import Scales, add_block_scales
 from fp4engine.kernels.cast import Side
@@ -68,13 +71,13 @@ class Values(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """An operand in codes, as a tensor of a launch."""
+    """An operand in codes."""
 
     shape: Shape
     key: str
-    data: Place
-    scale_inv: Place
-    amax: Place
+    data: Place | Block
+    scale_inv: Place | Block
+    amax: Place | Block
 
 
 @resolver
@@ -89,22 +92,25 @@ def resolve_forward(
     shared: tuple[bool, bool] = (False, False),
     is_given: bool = False,
 ) -> Launch:
-    """``(x, w, bias, amaxes, amaxes of w) -> [x^T's codes, scale_inv, amax][, w^T's codes, scale_inv, amax], y``.
+    """``(x, w, bias, amaxes, amaxes of w) -> [x^T and w^T as they are kept,] y``.
 
     Args:
         keys: of the specs of x, x^T, w and w^T; empty for a transposed operand that backward does not need.
         streams: stream ids of x and w.
         dtype: of y.
         shared: for x and for w, whether ``amaxes`` has the outer amaxes of its casts. ``amaxes`` is in the order of
-            ``keys``, as :func:`resolve_amaxes` makes it. An amax that is given is not returned.
+            ``keys``, as :func:`resolve_amaxes` makes it. What backward needs of them is copied.
         is_given: whether the input ``amaxes of w`` has the outer amaxes of w and w^T, likewise.
     """
     draft = Draft(device, inputs=5)
     amaxes = _rows(draft.inputs[3], [shared[index // 2] and key != "" for index, key in enumerate(keys)])
     if is_given:
         amaxes[2:] = _rows(draft.inputs[4], (True, True))
-    left = _cast_forward(draft, x, draft.inputs[0], keys[:2], streams[0], amaxes[:2])
-    right = _cast_forward(draft, weight, draft.inputs[1], keys[2:], streams[1], amaxes[2:])
+    kept = _stored(draft.output, [(x.shape[::-1], keys[1]), (weight.shape[::-1], keys[3])])
+    left = _cast_forward(draft, x, draft.inputs[0], keys[0], kept[0], streams[0], amaxes[:2])
+    right = _cast_forward(draft, weight, draft.inputs[1], keys[2], kept[1], streams[1], amaxes[2:])
+    of_x, of_w = (None if operand is None else operand.amax for operand in kept)
+    add_fold(draft, (of_x and amaxes[1], of_w and amaxes[3]), (of_x, of_w), 1)
     _multiply(draft, left, right, dtype, draft.inputs[2] if bias else None)
     return draft.launch()
 
@@ -119,7 +125,7 @@ def resolve_tiled_forward(
     stream: int,
     dtype: torch.dtype,
 ) -> Launch:
-    """``(x, w's codes, tile scales, amax, bias) -> [x^T's codes, scale_inv, amax], y``.
+    """``(x, w's codes, tile scales, amax, bias) -> [x^T as it is kept,] y``.
 
     Args:
         tiles: facts of w's codes and tile scales, which were cast before.
@@ -128,7 +134,8 @@ def resolve_tiled_forward(
         dtype: of y.
     """
     draft = Draft(device, inputs=5)
-    left = _cast_forward(draft, x, draft.inputs[0], keys[:2], stream)
+    (kept,) = _stored(draft.output, [(x.shape[::-1], keys[1])])
+    left = _cast_forward(draft, x, draft.inputs[0], keys[0], kept, stream)
     spec, (rows, cols) = CastSpec.from_key(keys[2]), (tiles[0].shape[0], x.shape[1])
     codes, scales, amax = draft.inputs[1:4]
     scale_inv = draft.scratch(*scales_of(rows, cols))
@@ -152,7 +159,7 @@ def resolve_backward(
     place: tuple[int, int] | None = None,
     live: Facts | None = None,
 ) -> Launch:
-    """``(dy, x^T's codes, scale_inv, amax, w^T's codes, scale_inv, amax, rng, amaxes) -> [dx][, dw]``.
+    """``(dy, rng, amaxes[, x^T and w^T as they are kept][, w's codes, tile scales, amax]) -> [dx][, dw]``.
 
     Args:
         ins: K.
@@ -161,28 +168,29 @@ def resolve_backward(
         has_rng: whether ``rng`` is given: a draw, which says where dy begins if dy is a part of a matrix.
         stream: stream id of dy.
         dtypes: of dx and dw.
-        tiles: facts of w's codes, not transposed, and of its tile scales, if these were kept in place of w^T's.
+        tiles: facts of w's codes, not transposed, and of its tile scales, if these are there in place of w^T's.
         shared: whether ``amaxes`` has the outer amaxes of dy's casts, as :func:`resolve_amaxes` makes them.
         place: row and column at which dy begins in the whole matrix; None if it is whole.
         live: facts of the random stream's state, if ``rng`` is that state and the launch takes the draw from it.
     """
     (rows, outs), (row_key, col_key, inp_key, weight_key) = grad.shape, keys
-    draft, placed = Draft(device, inputs=9), place is not None
-    of_row, of_col = _rows(draft.inputs[8], [shared and weight_key != "", shared and inp_key != ""])
+    in_buffer = [((ins, rows), inp_key), ((ins, outs), "" if tiles else weight_key)]
+    is_kept, placed = any(key for _, key in in_buffer), place is not None
+    draft = Draft(device, inputs=3 + is_kept + 3 * (tiles is not None))
+    _, drawn, amaxes, *others = draft.inputs
+    of_row, of_col = _rows(amaxes, [shared and weight_key != "", shared and inp_key != ""])
     row = _scratch_side(draft, row_key, 0, (rows, outs), of_row, placed) if weight_key else None
     col = _scratch_side(draft, col_key, 1, (outs, rows), of_col, placed) if inp_key else None
-    rng = draft.inputs[7] if has_rng else None
+    rng = drawn if has_rng else None
     if live is not None:
         rng = draft.scratch((2 if place is None else 4,), torch.int64)
-        add_draw(draft, draft.inputs[7], 1, rng, place)
+        add_draw(draft, drawn, 1, rng, place)
     add_cast(draft, Reading(grad), row, col, rng, stream)
-    kept: list[Stored] = []
-    if weight_key:
-        places = _transposed(draft, (ins, outs), weight_key) if tiles else draft.inputs[4:6]
-        kept.append(Stored((ins, outs), weight_key, *places, draft.inputs[6]))
-    if inp_key:
-        kept.append(Stored((ins, rows), inp_key, *draft.inputs[1:4]))
-    operands = _decoded(draft, kept)
+    inp, weight = _stored(lambda *_: others[0], in_buffer)
+    if tiles:
+        codes, scales, amax = others[-3:]
+        weight = Stored((ins, outs), weight_key, *_transposed(draft, codes, scales, (ins, outs), weight_key), amax)
+    operands = _decoded(draft, [operand for operand in (weight, inp) if operand is not None])
     for target, shape, key, dtype, other in (
         (row, (rows, outs), row_key, dtypes[0], operands[0]),
         (col, (outs, rows), col_key, dtypes[1], operands[-1]),
@@ -219,31 +227,58 @@ def _row(amaxes: Place, index: int) -> Block:
     return Block(amaxes, lambda tensor: tensor[index], index * AMAX_STRIDE * torch.float32.itemsize)
 
 
+def _stored(
+    make: Callable[[tuple[int], torch.dtype], Place], operands: Sequence[tuple[Shape, str]]
+) -> list[Stored | None]:
+    """Operands as a layer keeps them: codes, block scales and amax of each in turn, in one buffer, made by ``make``.
+
+    Block scales are bytes, which is how kernels read them. Where nothing is kept there is no buffer.
+
+    Args:
+        operands: shape of each, and the key of its spec; empty for one that is not kept.
+    """
+    sizes: list[int] = []
+    for shape, key in operands:
+        if key:
+            side = Side.of(CastSpec.from_key(key), "codes", 1)
+            (rows, width), (_, blocks) = data_of(side, *shape)[0], scales_of(*shape)[0]
+            sizes += rows * width, rows * blocks, amax_size(side, rows) * torch.float32.itemsize
+    if not sizes:
+        return [None] * len(operands)
+    starts, total = offsets(sizes)
+    buffer, dtypes = make((total,), torch.uint8), (torch.uint8, torch.uint8, torch.float32) * (len(sizes) // 3)
+    parts = (Block(buffer, partial(_part, *part), part[0]) for part in zip(starts, sizes, dtypes, strict=True))
+    return [Stored(shape, key, next(parts), next(parts), next(parts)) if key else None for shape, key in operands]
+
+
+def _part(start: int, size: int, dtype: torch.dtype, buffer: torch.Tensor) -> torch.Tensor:
+    return buffer[start : start + size].view(dtype)
+
+
 def _cast_forward(
     draft: Draft,
     tensor: Facts,
     place: Place,
-    keys: tuple[str, str],
+    key: str,
+    kept: Stored | None,
     stream: int,
     amaxes: Sequence[Block | None] = (None, None),
 ) -> Values:
-    """Cast a tensor: its rowwise operand to values for the next product, its columnwise one to codes that are outputs.
+    """Cast a tensor: its rowwise operand to values for the next product, its columnwise one to codes.
 
     Args:
+        key: of the rowwise operand's spec.
+        kept: where the columnwise operand goes; None if it is not asked for.
         amaxes: outer amaxes of both sides; None lets a side find its own.
     """
     of_row, amax = amaxes
-    row = _scratch_side(draft, keys[0], 0, tensor.shape, of_row)
+    row = _scratch_side(draft, key, 0, tensor.shape, of_row)
     col = None
-    if keys[1]:
-        shape = tensor.shape[::-1]
-        side = Side.of_key(keys[1], "codes", 1)
-        assert side is not None
-        data, scale_inv = draft.output(*data_of(side, *shape)), draft.output(*scales_of(*shape))
-        own = draft.output((amax_size(side, shape[0]),), torch.float32) if amax is None else amax
-        col = Target(side, own, amax is not None, data, scale_inv)
+    if kept is not None:
+        side = Side.of(CastSpec.from_key(kept.key), "codes", 1)
+        col = Target(side, kept.amax if amax is None else amax, amax is not None, kept.data, kept.scale_inv)
     add_cast(draft, Reading(tensor, None, place), row, col, None, stream)
-    return _values(row, keys[0], tensor.shape)
+    return _values(row, key, tensor.shape)
 
 
 def _scratch_side(
@@ -262,12 +297,12 @@ def _values(target: Target, key: str, shape: Shape) -> Values:
     return Values(matrix, target.amax, amax_size(target.side, rows) > 1, CastSpec.from_key(key).numerator)
 
 
-def _transposed(draft: Draft, shape: Shape, key: str) -> Transposed:
-    """Codes and scales of the operand w^T [K, N], made from the kept codes and tile scales of w."""
+def _transposed(draft: Draft, codes: Place, scales: Place, shape: Shape, key: str) -> Transposed:
+    """Codes and scales of the operand w^T [K, N], made from the codes and tile scales of w."""
     spec, (cols, rows) = CastSpec.from_key(key), shape
     side = Side.of(spec, "codes", 1)
     made = Transposed(draft.scratch(*data_of(side, *shape)), draft.scratch(*scales_of(*shape)))
-    add_transposed(draft, Tiles(*draft.inputs[4:6], rows, cols), spec, made)
+    add_transposed(draft, Tiles(codes, scales, rows, cols), spec, made)
     return made
 
 

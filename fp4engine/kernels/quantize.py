@@ -201,8 +201,8 @@ class Target(NamedTuple):
     side: Side
     amax: Place | Block
     is_given: bool
-    data: Place
-    scale_inv: Place
+    data: Place | Block
+    scale_inv: Place | Block
 
 
 def add_cast(

@@ -12,6 +12,7 @@ from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import fp4engine
+from fp4engine.formats.one_buffer import SLICE
 from fp4engine.ops.linear import by_values
 from fp4engine.recipe import (
     DelayedScaling,
@@ -211,7 +212,7 @@ def test_the_operators_make_and_keep_what_gradients_need(recipe, x_grad, w_grad)
 
 @pytest.mark.no_poison
 def test_what_a_compiled_layer_saves_is_what_an_eager_one_saves():
-    """Codes, scales and amaxes, and nothing in high precision."""
+    """Codes, scales and amaxes, and nothing in high precision; in one buffer where it is an operator."""
     torch._dynamo.reset()
     layer = fp4engine.Linear(256, 256, bias=False, dtype=torch.bfloat16)
     x = torch.randn(128, 256, dtype=torch.bfloat16, requires_grad=True)
@@ -223,8 +224,11 @@ def test_what_a_compiled_layer_saves_is_what_an_eager_one_saves():
             fp4engine.autocast(recipe=RECIPES[0]),
         ):
             run(x)
-        saved.append(sorted((str(t.dtype), tuple(t.shape)) for t in kept))
-    assert saved[0] == saved[1] and not any("bfloat16" in dtype for dtype, _ in saved[0])
+        saved.append(kept)
+    eager, (compiled,) = saved
+    assert len(eager) == 6 and not any(t.dtype == torch.bfloat16 for t in eager)
+    assert compiled.dtype == torch.uint8
+    assert 0 <= compiled.nbytes - sum(t.nbytes for t in eager) < 5 * SLICE
 
 
 @pytest.mark.no_poison

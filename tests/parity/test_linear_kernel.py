@@ -5,6 +5,9 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.functional import ScalingType
 
 import fp4engine
@@ -16,7 +19,9 @@ from fp4engine.modules import Gemms
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.linear import by_values
 from fp4engine.ops.linear.by_fp8 import LinearByFP8, LinearByFP8Blocks
+from fp4engine.ops.linear.by_operations import LinearByOperations
 from fp4engine.ops.linear.by_values import LinearByValues
+from fp4engine.ops.linear.kept import parts
 from fp4engine.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -123,6 +128,21 @@ def test_gradients_that_nobody_wants(kernel_device, monkeypatch, x_grad, w_grad)
     assert_one_launch_is_many(monkeypatch, NVFP4BlockScaling(), SHAPES["ragged"], **options)
 
 
+@pytest.mark.parametrize(("needs_dgrad", "needs_wgrad"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("options", RECIPES.values(), ids=RECIPES)
+def test_the_buffer_that_is_kept_is_what_single_operations_keep(kernel_device, options, needs_dgrad, needs_wgrad):
+    casts = make_linear_plan(NVFP4BlockScaling(**options), "linear").casts
+    torch.manual_seed(0)
+    x, weight = (torch.randn(rows, 37).to(kernel_device, torch.bfloat16) for rows in (19, 23))
+    launch, apart = LinearByValues(casts), LinearByOperations(casts, in_one_buffer=False)
+    needs = needs_dgrad, needs_wgrad
+    (_, buffers), (_, expected) = (way.forward(x, weight, None, *needs) for way in (launch, apart))
+    assert len(buffers) == 1
+    found = parts(buffers, apart.kept_outputs((19, 23, 37), *needs))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape and torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
 VIEWS = {
     "transposed": lambda x: x.T.contiguous().T,
     "strided": lambda x: x.repeat(1, 2)[:, ::2],
@@ -198,6 +218,33 @@ def test_compiled_shapes(kernel_device, monkeypatch, shape):
 def test_compiled_gradients_that_nobody_wants(kernel_device, monkeypatch, x_grad, w_grad):
     arguments = NVFP4BlockScaling(), SHAPES["ragged"], kernel_device, LinearByValues
     assert_compiled_is_eager(monkeypatch, *arguments, x_grad, w_grad)
+
+
+@pytest.mark.no_poison
+def test_compiled_for_any_number_of_rows(kernel_device):
+    """By one graph, whose size of the buffer that is kept follows the rows."""
+    torch._dynamo.reset()
+    graphs, layer = [], fp4engine.Linear(48, 32, dtype=torch.bfloat16, device=kernel_device)
+    split = min_cut_rematerialization_partition
+
+    def keep(module, inputs):
+        graphs.append(module)
+        return make_boxed_func(module.forward)
+
+    call, results = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=keep, partition_fn=split)), []
+    for rows in (20, 36, 52, 300):
+        for run_layer in (layer, call):
+            fp4engine.manual_seed(11)
+            layer.zero_grad()
+            x = torch.linspace(-3, 5, rows * 48, device=kernel_device).view(rows, 48).bfloat16().requires_grad_()
+            torch._dynamo.mark_dynamic(x, 0)
+            with fp4engine.autocast(recipe=NVFP4BlockScaling()):
+                y = run_layer(x)
+            y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
+            results.append((y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
+        for ours, theirs in zip(*results[-2:], strict=True):
+            assert torch.equal(ours, theirs)
+    assert len(graphs) == 2
 
 
 class OfTiles(WeightCache):

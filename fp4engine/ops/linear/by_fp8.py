@@ -12,7 +12,8 @@ from fp4engine.ops import gemm_fp8
 from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import as_it_is, casts_supported
 from fp4engine.ops.draws import draw_from
-from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Memories, Way, both, linear_kernels
+from fp4engine.ops.linear.way import Given, Gradients, Kept, LayerCasts, Memories, Way, linear_kernels
+from fp4engine.ops.operation import Output
 from fp4engine.ops.tiles import TiledOperand
 
 _ABSENT = (None, None, None, None)
@@ -43,6 +44,10 @@ class LinearByFP8(Way):
                 return False
         return all(gemm_fp8.supports(left, right, device)[0] for left, right, _ in casts.products(dtype, weight_dtype))
 
+    def operand_outputs(self, spec: CastSpec, rows: int, cols: int) -> list[Output]:
+        """Codes in PyTorch's FP8 and amax: there are no block scales."""
+        return [Output((rows, spec.padded_cols(cols)), spec.element.torch_dtype), Output((1,), torch.float32)]
+
     def forward(
         self,
         x: Tensor,
@@ -70,31 +75,33 @@ class LinearByFP8(Way):
         else:
             codes, weight_codes, alpha, one, *made = made
             y = gemm_fp8.multiply(codes, weight_codes, alpha, one, bias, x.dtype, self.casts.fast_accumulation[0])
-        return y, both(unscaled(made), needs_dgrad, needs_wgrad)
+        return y, made
 
     def backward(
         self,
         grad_output: Tensor,
         kept: Kept,
+        needs_dgrad: bool,
+        needs_wgrad: bool,
         ins: int,
         state: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         memory: Memory | None = None,
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
-        kernels, (inp, _, inp_amax, weight, _, weight_amax) = linear_kernels(), kept
-        grad_output = as_it_is(grad_output)
-        keys = self.backward_keys(inp, weight)
+        kernels, grad_output = linear_kernels(), as_it_is(grad_output)
+        (inp, inp_amax), (weight, weight_amax) = _operands(kept, needs_dgrad, needs_wgrad, 2)
+        keys = self.backward_keys(needs_dgrad, needs_wgrad)
         pasts, recalled, paths = ((), _ABSENT[:2], ()) if memory is None else _recalled(memory)
         rows, outs = grad_output.shape
         is_small = gemm_fp8.is_small(rows, outs, ins, self.casts.backend)
         asked = (kernels.facts(grad_output), ins, pasts, grad_output.device, keys, dtypes if is_small else None)
         launch = kernels.resolve_fp8_backward(*asked)
         outputs = launch(grad_output, inp, inp_amax, weight, weight_amax, *recalled)
-        products = (weight is not None) + (inp is not None)
+        products = needs_dgrad + needs_wgrad
         backends.record(*paths, "quantize/triton", *("gemm/triton" if is_small else "gemm/fp8",) * products)
         if is_small:
-            return None if weight is None else outputs[0], None if inp is None else outputs[-1]
+            return outputs[0] if needs_dgrad else None, outputs[-1] if needs_wgrad else None
         one, *outputs = outputs
         _, *fast = self.casts.fast_accumulation
         dx = dw = None
@@ -144,21 +151,23 @@ class LinearByFP8Blocks(Way):
         *_, x_scales, weight_scales = outputs
         height = CastSpec.from_key(keys[2]).block[0]
         y = gemm_fp8.multiply_blocks(outputs[0], x_scales, outputs[right], weight_scales, height, bias, x.dtype)
-        return y, both(outputs[1:right] + outputs[right + 1 : -2], needs_dgrad, needs_wgrad)
+        return y, outputs[1:right] + outputs[right + 1 : -2]
 
     def backward(
         self,
         grad_output: Tensor,
         kept: Kept,
+        needs_dgrad: bool,
+        needs_wgrad: bool,
         ins: int,
         state: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         memory: Memory | None = None,
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
-        kernels, (inp, inp_scale_inv, _, weight, weight_scale_inv, _) = linear_kernels(), kept
-        grad_output = as_it_is(grad_output)
-        keys = self.backward_keys(inp, weight)
+        kernels, grad_output = linear_kernels(), as_it_is(grad_output)
+        (inp, inp_scale_inv, _), (weight, weight_scale_inv, _) = _operands(kept, needs_dgrad, needs_wgrad, 3)
+        keys = self.backward_keys(needs_dgrad, needs_wgrad)
         rng = None if state is None else draw_from(state)
         stream = self.backward_stream(rng is not None)
         asked = (kernels.facts(grad_output), ins, grad_output.device, keys, rng is not None, stream)
@@ -176,12 +185,10 @@ class LinearByFP8Blocks(Way):
         return gradients[0], gradients[1]
 
 
-def unscaled(made: list[Tensor]) -> list[Tensor | None]:
-    """``made``, data and amax of each FP8 operand in turn, as they are kept: with None in place of block scales."""
-    kept: list[Tensor | None] = []
-    for i in range(0, len(made), 2):
-        kept += made[i], None, made[i + 1]
-    return kept
+def _operands(kept: Kept, needs_dgrad: bool, needs_wgrad: bool, count: int) -> tuple[Given, Given]:
+    """The ``count`` tensors each that were kept of x^T and of w^T; None in place of what backward does not need."""
+    absent = (None,) * count
+    return kept[:count] if needs_wgrad else absent, kept[-count:] if needs_dgrad else absent
 
 
 def _recalled(*memories: Memory | None) -> tuple[tuple[Any, ...], list[Tensor | None], list[str]]:

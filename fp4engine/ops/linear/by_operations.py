@@ -9,14 +9,30 @@ from fp4engine.formats import CastSpec
 from fp4engine.ops.cast import amax, quantize, transient_form
 from fp4engine.ops.draws import draw_from
 from fp4engine.ops.gemm import gemm
-from fp4engine.ops.linear.way import Given, Gradients, Kept, Share, Way, both, row_of
+from fp4engine.ops.linear.kept import joined, one_buffer, parts
+from fp4engine.ops.linear.way import Given, Gradients, Kept, LayerCasts, Share, Sizes, Way
 from fp4engine.ops.operand import Operand
+from fp4engine.ops.operation import Output
 from fp4engine.ops.reduce import packed_amaxes
 from fp4engine.ops.tiles import TiledOperand
 
 
 class LinearByOperations(Way):
-    """By single operations, which cover every cast: the way of an operator whose layer no single launch covers."""
+    """By single operations, which cover every cast: the way of an operator whose layer no single launch takes.
+
+    Attributes:
+        in_one_buffer: whether what is kept is one buffer, as :class:`LinearByValues` makes it; otherwise it is the
+            tensors of the operands, as :class:`LinearByFP8Blocks` makes them.
+    """
+
+    def __init__(self, casts: LayerCasts, in_one_buffer: bool) -> None:
+        super().__init__(casts)
+        self.in_one_buffer = in_one_buffer
+
+    def kept_outputs(self, sizes: Sizes, needs_dgrad: bool, needs_wgrad: bool) -> list[Output]:
+        """See :attr:`in_one_buffer`."""
+        outputs = super().kept_outputs(sizes, needs_dgrad, needs_wgrad)
+        return one_buffer(outputs) if self.in_one_buffer else outputs
 
     def forward(
         self,
@@ -28,7 +44,7 @@ class LinearByOperations(Way):
         memories: None = None,
         share: Share | None = None,
     ) -> tuple[Tensor, Kept]:
-        """As :meth:`LinearByValues.forward`."""
+        """As :meth:`LinearByValues.forward`, but what came as tiles is the caller's to keep."""
         casts = self.casts
         of_x: Given = (None, None)
         of_weight: Given = (None, None)
@@ -39,17 +55,16 @@ class LinearByOperations(Way):
                 *of_x, of_w, w_t = self._shared_amaxes((x, weight), keys, share)
                 of_weight = of_w, w_t
             if share.given is not None:
-                of_weight = row_of(share.given, 0), row_of(share.given, 1)
+                of_weight = share.given[0, :1], share.given[1, :1]
         left, inp = self._cast(x, casts.inp, True, needs_wgrad, None, casts.streams[0], of_x)
         if isinstance(weight, TiledOperand):
-            right, weight_kept = weight.rowwise(casts.backend), weight if needs_dgrad else None
+            right, weight_kept = weight.rowwise(casts.backend), None
         else:
             asked = (weight, casts.weight, True, needs_dgrad, None, casts.streams[1], of_weight)
             right, weight_kept = self._cast(*asked)
-        kept = [tensor for operand in (inp, weight_kept) if operand is not None for tensor in operand.tensors]
-        if share is not None and share.given is not None and needs_dgrad:
-            kept[-1] = None
-        return self._product(left, right, 0, x.dtype, bias), both(kept, needs_dgrad, needs_wgrad)
+        operands = [operand for operand in (inp, weight_kept) if operand is not None]
+        kept = [tensor for operand in operands for tensor in operand.tensors if tensor is not None]
+        return self._product(left, right, 0, x.dtype, bias), joined(kept) if self.in_one_buffer else kept
 
     def _shared_amaxes(
         self,
@@ -71,12 +86,14 @@ class LinearByOperations(Way):
         amaxes = packed_amaxes([value for value in found if value is not None])
         share.reduce(amaxes)
         index = count()
-        return [None if value is None else row_of(amaxes, next(index)) for value in found]
+        return [None if value is None else amaxes[next(index), :1] for value in found]
 
     def backward(
         self,
         grad_output: Tensor,
         kept: Kept,
+        needs_dgrad: bool,
+        needs_wgrad: bool,
         ins: int,
         state: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
@@ -88,27 +105,27 @@ class LinearByOperations(Way):
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
         casts, (rows, outs) = self.casts, grad_output.shape
-        inp, inp_scale_inv, inp_amax, weight, weight_scale_inv, weight_amax = kept
+        if self.in_one_buffer:
+            outputs = super().kept_outputs((rows, outs, ins), needs_dgrad and not is_tiled, needs_wgrad)
+            kept = [*parts(kept, outputs), *kept[bool(outputs) :]]
         rng = None if state is None else draw_from(state, place)
         stream = self.backward_stream(rng is not None, rank)
         given: Given = (None, None)
         if share is not None:
             row, col = casts.grad_output
-            sides = "" if weight is None else row, "" if inp is None else col
+            sides = row * needs_dgrad, col * needs_wgrad
             given = self._shared_amaxes((grad_output,), sides, share, rng, stream)
-        asked = (grad_output, casts.grad_output, weight is not None, inp is not None, rng, stream, given)
+        asked = (grad_output, casts.grad_output, needs_dgrad, needs_wgrad, rng, stream, given)
         left, left_t = self._cast(*asked, transient=True)
         dx = dw = None
-        if weight is not None:
+        if needs_dgrad:
             if is_tiled:
-                assert weight_scale_inv is not None and weight_amax is not None
-                tiled = TiledOperand(self.weight_spec, outs, ins, weight, weight_scale_inv, weight_amax)
-                right = tiled.columnwise(casts.backend)
+                right = TiledOperand(self.weight_spec, outs, ins, *kept[-3:]).columnwise(casts.backend)
             else:
-                right = Operand(self.weight_spec, ins, outs, weight, weight_scale_inv, weight_amax)
+                right = Operand(self.weight_spec, ins, outs, *kept[-3:])
             dx = self._product(left, right, 1, dtypes[0])
-        if inp is not None:
-            dw = self._product(left_t, Operand(self.inp_spec, ins, rows, inp, inp_scale_inv, inp_amax), 2, dtypes[1])
+        if needs_wgrad:
+            dw = self._product(left_t, Operand(self.inp_spec, ins, rows, *kept[:3]), 2, dtypes[1])
         return dx, dw
 
     def _cast(

@@ -11,7 +11,9 @@ from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import as_it_is, decode_supported, transient_form
 from fp4engine.ops.draws import draw_from, is_live
 from fp4engine.ops.gemm import product_path
-from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Memories, Share, Way, both, linear_kernels, row_of
+from fp4engine.ops.linear.kept import one_buffer
+from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Memories, Share, Sizes, Way, linear_kernels
+from fp4engine.ops.operation import Output
 from fp4engine.ops.rng import lock as draw_lock
 from fp4engine.ops.tiles import TiledOperand
 
@@ -45,6 +47,10 @@ class LinearByValues(Way):
             for left, right, out_dtype in casts.products(dtype, weight_dtype)
         )
 
+    def kept_outputs(self, sizes: Sizes, needs_dgrad: bool, needs_wgrad: bool) -> list[Output]:
+        """One buffer of bytes: all that a launch keeps is one allocation, and one tensor for autograd and operators."""
+        return one_buffer(super().kept_outputs(sizes, needs_dgrad, needs_wgrad))
+
     def forward(
         self,
         x: Tensor,
@@ -60,8 +66,7 @@ class LinearByValues(Way):
         Args:
             weight: values to be cast; or the codes and tile scales of a cast, which are then kept for backward too.
             memories: of x and weight, if delayed scaling scales them.
-            share: which amaxes ranks share. Of amaxes that it gives, backward needs the last; None is in its place,
-                since the caller has it.
+            share: which amaxes ranks share.
         """
         if isinstance(weight, TiledOperand):
             return self._tiled_forward(x, weight, bias, needs_dgrad, needs_wgrad)
@@ -77,15 +82,8 @@ class LinearByValues(Way):
         else:
             (of_x, of_weight), given = share.of, share.given
             amaxes = self._shared_amaxes((x, weight), keys, share) if of_x or of_weight else None
-            launch = kernels.resolve_forward(*asked, share.of, given is not None)
-            *kept, y = launch(x, weight, bias, amaxes, given)
-            if amaxes is not None and of_x and needs_wgrad:
-                kept.insert(2, row_of(amaxes, 1))
-            if needs_dgrad and given is not None:
-                kept.append(None)
-            elif needs_dgrad and amaxes is not None and of_weight:
-                kept.append(row_of(amaxes, amaxes.shape[0] - 1))
-        return y, both(kept, needs_dgrad, needs_wgrad)
+            *kept, y = kernels.resolve_forward(*asked, share.of, given is not None)(x, weight, bias, amaxes, given)
+        return y, kept
 
     def _shared_amaxes(self, tensors: tuple[Tensor, ...], keys: tuple[str, ...], share: Share) -> Tensor:
         """FP32 [sides, any]: each row begins with the outer amax of a shared side, reduced over the ranks.
@@ -114,12 +112,14 @@ class LinearByValues(Way):
         asked = (facts(x), (facts(codes), facts(scales)), facts(bias), x.device, keys, casts.streams[0], x.dtype)
         *kept, y = kernels.resolve_tiled_forward(*asked)(x, codes, scales, amax, bias)
         backends.record("quantize/triton", "spread_tiles/triton", "gemm/triton")
-        return y, both(kept + [*weight.tensors] * needs_dgrad, needs_dgrad, needs_wgrad)
+        return y, [*kept, *weight.tensors] if needs_dgrad else kept
 
     def backward(
         self,
         grad_output: Tensor,
         kept: Kept,
+        needs_dgrad: bool,
+        needs_wgrad: bool,
         ins: int,
         state: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
@@ -129,11 +129,12 @@ class LinearByValues(Way):
         share: Share | None = None,
         is_tiled: bool = False,
     ) -> Gradients:
-        """``dx = dy @ weight`` and ``dw = dy.T @ x``, each in its dtype, or None if its operand was not kept.
+        """``dx = dy @ weight`` and ``dw = dy.T @ x``, each in its dtype, or None if it is not needed.
 
         Args:
             grad_output: [M, N].
-            kept: from :meth:`forward`; at least one of the two operands.
+            kept: from :meth:`forward`.
+            needs_dgrad, needs_wgrad: as they were told to :meth:`forward`; one of them at least is True.
             ins: K.
             state: of the random stream that stochastic casts draw from; None if no cast is stochastic. The launch takes
                 the draw itself, unless draws have to be values.
@@ -143,27 +144,26 @@ class LinearByValues(Way):
             share: if given, ranks share the amaxes of ``grad_output``.
             is_tiled: whether the weight was given as codes and tile scales.
         """
-        kernels, inp, weight = linear_kernels(), kept[0], kept[3]
-        grad_output = as_it_is(grad_output)
+        kernels, grad_output = linear_kernels(), as_it_is(grad_output)
         tiles = None
-        if is_tiled and weight is not None:
-            tiles = kernels.facts(weight), kernels.facts(kept[4])
+        if is_tiled and needs_dgrad:
+            tiles = kernels.facts(kept[-3]), kernels.facts(kept[-2])
             backends.record("spread_tiles/triton")
         draws, live = state is not None, None
         rng, place = state, place if draws else None
         if state is not None:
             live = kernels.facts(state) if is_live() else None
             rng = state if live is not None else draw_from(state, place)
-        keys = self.backward_keys(inp, weight)
+        keys = self.backward_keys(needs_dgrad, needs_wgrad)
         stream = self.backward_stream(draws, rank)
         asked = (kernels.facts(grad_output), ins, grad_output.device, keys, draws, stream, dtypes, tiles)
         amaxes = None
         if share is not None:
             row, col, *_ = keys
-            sides = "" if weight is None else row, "" if inp is None else col
+            sides = row * needs_dgrad, col * needs_wgrad
             amaxes = self._shared_amaxes((grad_output,), sides, share)
         launch = kernels.resolve_backward(*asked, amaxes is not None, place, live)
         with nullcontext() if live is None else draw_lock:
-            outputs = launch(grad_output, *kept, rng, amaxes)
+            outputs = launch(grad_output, rng, amaxes, *kept)
         backends.record("quantize/triton", *("gemm/triton",) * len(outputs))
-        return None if weight is None else outputs[0], None if inp is None else outputs[-1]
+        return outputs[0] if needs_dgrad else None, outputs[-1] if needs_wgrad else None

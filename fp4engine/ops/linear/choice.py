@@ -11,14 +11,12 @@ from fp4engine.ops.cast import amax, as_it_is
 from fp4engine.ops.linear.by_fp8 import LinearByFP8, LinearByFP8Blocks
 from fp4engine.ops.linear.by_operations import LinearByOperations
 from fp4engine.ops.linear.by_values import LinearByValues
-from fp4engine.ops.linear.way import LayerCasts
+from fp4engine.ops.linear.way import LayerCasts, Sizes
 from fp4engine.ops.operation import PLAIN
 from fp4engine.ops.reduce import largest_magnitudes, packed_amaxes
 from fp4engine.ops.tiles import TiledOperand
 
 LinearAtOnce = LinearByValues | LinearByFP8 | LinearByFP8Blocks
-Sizes = tuple[int, int, int]
-"""``(rows, outs, ins)``: M, N and K."""
 
 
 def linear_at_once(
@@ -43,9 +41,15 @@ def linear_at_once(
 def way_of(
     casts: LayerCasts, sizes: Sizes, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
 ) -> LinearAtOnce | LinearByOperations:
-    """What computes a layer of plain tensors: few launches, or single operations where these do not take it."""
+    """What computes a layer of plain tensors: few launches, or single operations where these do not take it.
+
+    What is kept does not depend on the sizes. Where nothing covers the casts it is one buffer, since an operator that
+    writes to a token has to return a fixed number of tensors.
+    """
     found = covering(casts, dtype, weight_dtype, device)
-    return found if found is not None and found.takes(*sizes) else LinearByOperations(casts)
+    if found is not None and found.takes(*sizes):
+        return found
+    return LinearByOperations(casts, in_one_buffer=not isinstance(found, LinearByFP8Blocks))
 
 
 @cache

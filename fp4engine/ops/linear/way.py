@@ -6,21 +6,25 @@ Legend: x is [M, K], weight [N, K].
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp4engine.formats import CastSpec, Correction, Outer
 from fp4engine.ops.amax_history import Memory
+from fp4engine.ops.cast import amax_shape, codes_outputs
+from fp4engine.ops.operation import Output
 from fp4engine.ops.rng import rank_bits
 
 Gradients = tuple[Tensor | None, Tensor | None]
-Kept = Sequence[Tensor | None]
-"""What backward needs: data, block scales and amax of x^T for wgrad, then of w^T for dgrad; None where it needs none.
+Kept = Sequence[Tensor]
+"""What backward needs, as the way that made it reads it (:meth:`Way.kept_outputs`): x^T for wgrad, then w^T for dgrad.
 
 A weight that was given as tiles is kept as it was given: its codes, the scales of its tiles and its amax.
 """
+Sizes = tuple[int, int, int]
+"""``(rows, outs, ins)``: M, N and K."""
 Memories = tuple[Memory | None, Memory | None]
 Given = Sequence[Tensor | None]
 """Outer amaxes of both sides of a tensor that were found before; None for a side that has to find its own."""
@@ -115,26 +119,25 @@ class Way:
         (row_x, col_x), (row_w, col_w) = self.casts.inp, self.casts.weight
         return row_x, col_x * needs_wgrad, row_w, col_w * needs_dgrad
 
-    def backward_keys(self, inp: Tensor | None, weight: Tensor | None) -> tuple[str, str, str, str]:
+    def backward_keys(self, needs_dgrad: bool, needs_wgrad: bool) -> tuple[str, str, str, str]:
         """Keys of dy, dy^T, x^T and w^T; empty if x^T or w^T was not kept, since its product is then not asked for."""
         row, col = self.casts.grad_output
-        return row, col, "" if inp is None else self.casts.inp[1], "" if weight is None else self.casts.weight[1]
+        return row, col, self.casts.inp[1] * needs_wgrad, self.casts.weight[1] * needs_dgrad
+
+    def kept_outputs(self, sizes: Sizes, needs_dgrad: bool, needs_wgrad: bool) -> list[Output]:
+        """The tensors that a forward keeps of the operands that backward needs."""
+        rows, outs, ins = sizes
+        of_inp = self.operand_outputs(self.inp_spec, ins, rows) if needs_wgrad else []
+        return of_inp + (self.operand_outputs(self.weight_spec, ins, outs) if needs_dgrad else [])
+
+    def operand_outputs(self, spec: CastSpec, rows: int, cols: int) -> list[Output]:
+        """Codes, block scales and amax of an operand [rows, cols]."""
+        return [*codes_outputs(spec, rows, cols), Output(amax_shape(spec, rows, cols), torch.float32)]
 
     def backward_stream(self, draws: bool, rank: int | None = None) -> int:
         """Stream id of the gradient's cast. If the cast draws, it contains ``rank``, by default this process's."""
         stream = self.casts.streams[2]
         return stream | rank_bits(rank) if draws else stream
-
-
-def both(kept: list[Any], needs_dgrad: bool, needs_wgrad: bool) -> Kept:
-    """``kept``, with None in the place of an operand that backward does not need."""
-    absent = [None, None, None]
-    return kept if needs_dgrad and needs_wgrad else absent * (not needs_wgrad) + kept + absent * (not needs_dgrad)
-
-
-def row_of(amaxes: Tensor, index: int) -> Tensor:
-    """The amax [1] at the beginning of a row of ``amaxes`` [sides, any]."""
-    return amaxes.as_strided((1,), (1,), amaxes.storage_offset() + index * amaxes.shape[1])
 
 
 @cache

@@ -13,12 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
 import fp4engine
 from fp4engine import capability, ops
+from fp4engine.functional import make_linear_plan
 from fp4engine.inspect.recorder import Heard
 from fp4engine.inspect.watch import watching
 from fp4engine.kernels import launch
@@ -410,7 +412,7 @@ def test_a_step_by_block_scales_is_two_launches_and_three_products(on_stubs, mon
 
 @pytest.mark.no_poison
 @pytest.mark.parametrize(
-    ("recipe", "most"), [(NVFP4BlockScaling(), 123), (Float8CurrentScaling(), 117), (DelayedScaling(), 150)]
+    ("recipe", "most"), [(NVFP4BlockScaling(), 122), (Float8CurrentScaling(), 116), (DelayedScaling(), 149)]
 )
 def test_calls_of_python_in_a_step(fp8_units, monkeypatch, recipe, most):
     """A stand-in for the host's time that is the same on every machine."""
@@ -430,6 +432,50 @@ def test_calls_of_python_in_a_step(fp8_units, monkeypatch, recipe, most):
     finally:
         sys.setprofile(None)
     assert calls.total() <= most, calls.most_common(120)
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_forward_allocates_and_saves_one_buffer_for_backward(on_stubs, compiled):
+    """Codes, block scales and amaxes of both operands, which would be six."""
+    torch._dynamo.reset()
+    layer, x = problem()
+    run, saved = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer, []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        fp4engine.autocast(recipe=NVFP4BlockScaling()),
+    ):
+        run(x)
+    (forward,) = [started for started, _ in on_stubs]
+    operand = 64 * 64 // 2 + 64 * 64 // 16 + 256
+    assert forward.outputs == [((2 * operand - 252,), torch.uint8), ((64, 64), BF16)]
+    assert [(t.shape, t.dtype) for t in saved] == forward.outputs[:1]
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("shape", [(64, 64, 48), (19, 37, 23), (0, 32, 16)], ids=str)
+@pytest.mark.parametrize(("needs_dgrad", "needs_wgrad"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        NVFP4BlockScaling(),
+        NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True),
+        Float8CurrentScaling(),
+        Float8BlockScaling(),
+    ],
+    ids=["NVFP4", "row scaled", "FP8", "FP8 blocks"],
+)
+def test_launches_keep_what_fakes_say(fp8_units, monkeypatch, recipe, needs_dgrad, needs_wgrad, shape):
+    fp8 = import_module("fp4engine.ops.gemm_fp8")
+    monkeypatch.setattr(fp8, "has_blocks", lambda key, device: True)
+    monkeypatch.setattr(fp8, "scaled_mm", lambda left, right, *_, output_dtype: left.new_empty(0, dtype=output_dtype))
+    (rows, ins, outs), casts = shape, make_linear_plan(recipe, "linear").casts
+    x, weight = torch.empty(rows, ins, dtype=BF16), torch.empty(outs, ins, dtype=BF16)
+    asked = (None, casts.key, needs_dgrad, needs_wgrad, None)
+    _, *kept = torch.ops.fp4engine.linear_forward(x, weight, *asked)
+    with FakeTensorMode() as mode:
+        _, *fakes = torch.ops.fp4engine.linear_forward(mode.from_tensor(x), mode.from_tensor(weight), *asked)
+    assert [(t.shape, t.dtype) for t in kept] == [(t.shape, t.dtype) for t in fakes]
 
 
 class Operations(TorchDispatchMode):

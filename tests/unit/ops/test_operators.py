@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from fp4engine import NVFP4Quantizer, Quantizer, ops
 from fp4engine.formats import E4M3, E8M0, CastSpec, Correction, Outer, Rotation, RoundingMode, ScaleRule, Signs, fp8
@@ -34,7 +35,7 @@ def layouts(results) -> list[tuple]:
 
 def assert_fake_tells_the_truth(operator, *arguments) -> None:
     with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+        fakes = tree_map_only(torch.Tensor, mode.from_tensor, arguments)
         promised = layouts(operator(*fakes))
     assert layouts(operator(*arguments)) == promised
 
@@ -90,14 +91,12 @@ def test_fakes_of_a_layers_operators_tell_the_truth(recipe, needs_dgrad, needs_w
     forward, backward = torch.ops.fp4engine.linear_forward, torch.ops.fp4engine.linear_backward
     assert_fake_tells_the_truth(forward, x, weight, torch.randn(outs), casts.key, *needs, None)
     kept = forward(x, weight, None, casts.key, *needs, None)[1:]
-    if sum(needs):
-        count = len(kept) // sum(needs)
-        inp = kept[:count] if needs_wgrad else [None] * count
-        of_weight = kept[-count:] if needs_dgrad else [None] * count
-        state, alone = torch.tensor([1, 2]), (None, None, None, "")
+    assert len(kept) == any(needs)
+    if kept:
+        state, alone = torch.tensor([1, 2]), (None, None, None, "", False)
         for bias_dtype in (None, torch.float16):
-            dtypes = (torch.bfloat16, torch.float32, bias_dtype)
-            assert_fake_tells_the_truth(backward, grad, *inp, *of_weight, state, casts.key, *dtypes, *alone)
+            told = (*needs, ins, state, casts.key, torch.bfloat16, torch.float32, bias_dtype, *alone)
+            assert_fake_tells_the_truth(backward, grad, kept, *told)
     memory = [t.untyped_storage().data_ptr() for t in (x, weight, *kept) if t.numel()]
     assert len(set(memory)) == len(memory)  # no output is another, or a part of an input
 
@@ -119,10 +118,10 @@ def test_fakes_of_operators_on_tiles_tell_the_truth(recipe, shape) -> None:
     for needs_wgrad in (True, False):
         forward = (x, *weight, torch.randn(outs), casts.key, torch.float32, needs_wgrad)
         assert_fake_tells_the_truth(fp4.tiled_linear_forward, *forward)
-        inp = fp4.tiled_linear_forward(*forward)[1:] or [None] * 3
+        kept = [*fp4.tiled_linear_forward(*forward)[1:], *weight]
         for bias_dtype in (None, torch.float32):
-            backward = (grad, *inp, *weight, state, casts.key, *dtypes, bias_dtype, ins)
-            assert_fake_tells_the_truth(fp4.tiled_linear_backward, *backward)
+            told = (True, needs_wgrad, ins, state, casts.key, *dtypes, bias_dtype, None, None, None, "", True)
+            assert_fake_tells_the_truth(fp4.linear_backward, grad, kept, *told)
 
 
 def test_outputs_are_declared_of_arguments_that_there_are() -> None:
