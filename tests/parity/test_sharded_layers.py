@@ -108,6 +108,14 @@ def test_few_launches(kernel_device, monkeypatch, shards):
     assert_few_launches_are_many(monkeypatch, RECIPES["nvfp4"], shards, kernel_device)
 
 
+@pytest.mark.parametrize("shards", SHARDS.values(), ids=SHARDS)
+def test_amaxes_that_ranks_share_are_kept_with_the_codes(kernel_device, shards):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        share(RECIPES["nvfp4"], shards, kernel_device)
+    assert [(t.dtype, t.ndim) for t in saved] == [(torch.uint8, 1)]
+
+
 @pytest.mark.parametrize("recipe", list(RECIPES.values())[1:], ids=list(RECIPES)[1:])
 def test_recipes(kernel_device, monkeypatch, recipe):
     for name in ("columns", "rows"):
