@@ -58,10 +58,9 @@ def backward_at_once(
     kept: ops.Kept,
     ins: int,
     dtypes: tuple[torch.dtype, torch.dtype],
-    bias_dtype: torch.dtype | None,
     call: Call,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias; the gradient of the bias is None unless ``way`` computes it."""
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of input and weight."""
     plan, shards, device = call.plan, call.shards, grad_output.device
     name = "" if shards is None else shards.stream("backward")
     state = ops.state_of(device, name) if plan.draws_in_backward else None
@@ -69,7 +68,7 @@ def backward_at_once(
     if not isinstance(way, SharingWay):
         assert shards is None and call.tiles is None, "other ways share no amaxes, and what comes as tiles is FP4"
         memory = plan.grad_output.recall(device) if plan.is_stateful else None
-        return *way.backward(*asked, memory), None
+        return way.backward(*asked, memory)
     groups: tuple[Any, ...] = ()
     place, rank, is_tiled = None, None, call.tiles is not None
     if shards is not None:
@@ -77,9 +76,9 @@ def backward_at_once(
         assert reduced is not None, "a layer goes this way only if one collective reduces all amaxes of a direction"
         groups, place, rank = reduced.backward, shards.grad_output.place, shards.rank
     if isinstance(way, ops.LinearByOperators):
-        return way.backward(*asked, bias_dtype, rank, place, names_of(groups), is_tiled)
+        return way.backward(*asked, rank, place, names_of(groups), is_tiled)
     share = share_of((True, True), groups) if groups else None
-    return *way.backward(*asked, None, rank, place, share, is_tiled), None
+    return way.backward(*asked, None, rank, place, share, is_tiled)
 
 
 def draw(call: Call, device: torch.device) -> Tensor | None:

@@ -161,12 +161,13 @@ def linear_wgrad(
 def linear_bgrad(grad_output: Tensor, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
     """``db[N] = sum of dy[M, N] over M``, in FP32 and in the order of :func:`fp4engine.reference.column_sums`.
 
-    A gradient that is not quantized is summed in PyTorch's order, as in ``nn.Linear``.
+    A gradient that is not quantized, or is in FP64, is summed in PyTorch's order, FP64 in FP64.
     """
-    if plan.grad_output.is_identity or plan.backward_override is not None:
+    is_plain = plan.grad_output.is_identity or plan.backward_override is not None
+    if is_plain or grad_output.dtype == torch.float64:
         accumulation = torch.float64 if grad_output.dtype == torch.float64 else torch.float32
         return grad_output.sum(0, dtype=accumulation).to(dtype)
-    return ops.bias_gradient(grad_output, dtype, plan.backend)
+    return ops.column_sums(grad_output, backend=plan.backend)[0].to(dtype)
 
 
 def computed_in(weight: Operand, dtype: torch.dtype) -> Operand:
@@ -220,9 +221,9 @@ class LinearFunction(torch.autograd.Function):
         grad_parameters: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs_input_grad) - 4)
         if needs_dgrad or needs_wgrad:
             if ctx.at_once is not None:
-                dtypes, bias_dtype = (call.dtype, ctx.weight_dtype), ctx.bias_dtype if needs_bias else None
-                grad_input, grad_weight, grad_bias = backward_at_once(
-                    ctx.at_once, grad_output, ctx.saved_tensors, ctx.inp_shape[-1], dtypes, bias_dtype, call
+                ins, dtypes = ctx.inp_shape[-1], (call.dtype, ctx.weight_dtype)
+                grad_input, grad_weight = backward_at_once(
+                    ctx.at_once, grad_output, ctx.saved_tensors, ins, dtypes, call
                 )
                 names = ("dgrad", "wgrad")[not needs_dgrad : 1 + needs_wgrad]
                 call.record(2 * grad_output.numel() * ctx.inp_shape[-1], *names)
@@ -236,7 +237,7 @@ class LinearFunction(torch.autograd.Function):
                     grad_input, grad_parameters = gradients[0], gradients[1:]
             if grad_input is not None and len(ctx.inp_shape) != 2:
                 grad_input = grad_input.view(ctx.inp_shape)
-        if needs_bias and grad_bias is None:
+        if needs_bias:
             grad_bias = linear_bgrad(grad_output, plan, ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, *grad_parameters
 

@@ -8,7 +8,6 @@ from fp4engine.ops.linear.by_values import LinearByValues
 from fp4engine.ops.linear.choice import LinearAtOnce, amaxes_of, linear_at_once
 from fp4engine.ops.linear.operators import (
     LinearByOperators,
-    bias_gradient,
     can_share,
     is_bound_by_host,
     key_of,
@@ -24,7 +23,6 @@ __all__ = [
     "LinearByValues",
     "Share",
     "amaxes_of",
-    "bias_gradient",
     "can_share",
     "is_bound_by_host",
     "key_of",

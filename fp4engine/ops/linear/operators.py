@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from fp4engine.formats import CastSpec
-from fp4engine.ops.grouped import column_sums
 from fp4engine.ops.linear.by_operations import LinearByOperations
 from fp4engine.ops.linear.by_values import LinearByValues
 from fp4engine.ops.linear.choice import covering, way_of
-from fp4engine.ops.linear.way import Kept, LayerCasts, Memories, Share, shares_amaxes
+from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Memories, Share, shares_amaxes
 from fp4engine.ops.operation import Output, define
 from fp4engine.ops.operator_order import order_token
 from fp4engine.ops.reduce import groups_named, share_amaxes
@@ -77,30 +76,22 @@ class LinearByOperators(NamedTuple):
         ins: int,
         state: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
-        bias_dtype: torch.dtype | None,
         rank: int | None = None,
         place: tuple[int, int] | None = None,
         groups: str = "",
         is_tiled: bool = False,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """As :meth:`LinearByValues.backward`, followed by the gradient of a bias of ``bias_dtype``, None without one.
+    ) -> Gradients:
+        """As :meth:`LinearByValues.backward`.
 
         Args:
             groups: names of the process groups whose ranks share the amaxes of ``grad_output``, with a space between
                 them.
         """
         needs = needs_dgrad, needs_wgrad
-        asked = (grad_output.detach(), list(kept), *needs, ins, state, self.casts, *dtypes, bias_dtype)
+        asked = (grad_output.detach(), list(kept), *needs, ins, state, self.casts, *dtypes)
         token = order_token(grad_output.device, "backward") if groups else None
-        dx, dw, db = torch.ops.fp4engine.linear_backward(*asked, rank, place, token, groups, is_tiled)
-        return dx if needs_dgrad else None, dw if needs_wgrad else None, None if bias_dtype is None else db
-
-
-def bias_gradient(grad_output: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
-    """``db[N] = sum of dy[M, N] over M``: in FP32 in the order of the reference, or in FP64 if dy is FP64."""
-    if grad_output.dtype == torch.float64:
-        return grad_output.sum(0).to(dtype)
-    return column_sums(grad_output, backend=backend)[0].to(dtype)
+        dx, dw = torch.ops.fp4engine.linear_backward(*asked, rank, place, token, groups, is_tiled)
+        return dx if needs_dgrad else None, dw if needs_wgrad else None
 
 
 def is_bound_by_host(weight: Tensor) -> bool:
@@ -210,14 +201,13 @@ def _linear_backward(
     casts: str,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
     rank: int | None,
     place: Sequence[int] | None,
     token: Tensor | None,
     groups: str,
     is_tiled: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias; one that is not asked for is an empty tensor.
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight; one that is not asked for is an empty tensor.
 
     Writes to ``state``, from which it draws. If there are groups, waits as :func:`_linear_share_forward` does.
     """
@@ -230,13 +220,8 @@ def _linear_backward(
         place = None if place is None else (place[0], place[1])
         told = {"rank": rank, "place": place, "share": share, "is_tiled": is_tiled}
     dx, dw = way.backward(grad_output, kept, needs_dgrad, needs_wgrad, ins, state, (dtype, weight_dtype), **told)
-    db = None if bias_dtype is None else bias_gradient(grad_output, bias_dtype, own.backend)
-    dx, dw, db = (_or_empty(gradient, grad_output) for gradient in (dx, dw, db))
-    return dx.contiguous(), dw.contiguous(), db.contiguous()
-
-
-def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0) if tensor is None else tensor
+    dx, dw = (grad_output.new_empty(0) if gradient is None else gradient for gradient in (dx, dw))
+    return dx.contiguous(), dw.contiguous()
 
 
 def _forward_outputs(
@@ -273,13 +258,11 @@ def _linear_backward_outputs(
     ins: int,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
 ) -> list[Output]:
     (rows, outs), absent = grad_output.shape, Output((0,), grad_output.dtype)
     return [
         Output((rows, ins), dtype) if needs_dgrad else absent,
         Output((outs, ins), weight_dtype) if needs_wgrad else absent,
-        absent if bias_dtype is None else Output((outs,), bias_dtype),
     ]
 
 
