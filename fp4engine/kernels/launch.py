@@ -195,7 +195,7 @@ class Launch:
             room += -(-math.prod(shape) * dtype.itemsize // _SLICE) * _SLICE
         self._room = _allocation((room,), torch.uint8, device) if parts else None
         order = {index: place for place, index in enumerate([*range(inputs), *outputs, *parts])}
-        self._blocks: list[tuple[int, Callable[[Tensor], Any], int]] = []
+        blocks: dict[Block, int] = {}
         self._arguments: list[list[tuple[int | None, Any]]] = []
         for step in steps:
             arguments: list[tuple[int | None, Any]] = []
@@ -203,11 +203,11 @@ class Launch:
                 if isinstance(argument, Place):
                     arguments.append((order[argument.position], None))
                 elif isinstance(argument, Block):
-                    arguments.append((len(order) + len(self._blocks), None))
-                    self._blocks.append((order[argument.place.position], argument.describe, argument.at))
+                    arguments.append((blocks.setdefault(argument, len(order) + len(blocks)), None))
                 else:
                     arguments.append((None, argument))
             self._arguments.append(arguments)
+        self._blocks = [(order[block.place.position], block.describe, block.at) for block in blocks]
         self._is_compiled = False
         self._plan: cuda_driver.Plan | None = None
 
