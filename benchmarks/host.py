@@ -4,19 +4,26 @@
 
 A step of 64 tokens through a 64x64 layer, forward and backward, is so small that the host is the limit. Medians over
 rounds in which all variants take turns, with autograd's own thread and without it. Then a layer of a 85M-parameter GPT,
-768 -> 3072 with 8,192 tokens, in milliseconds.
+768 -> 3072 with 8,192 tokens, in milliseconds. Last, what it takes to start the kernels of an NVFP4 layer's step: by
+the CUDA driver, as this package does, and by Triton's launcher with the same arguments, its descriptors made beforehand.
+
+    python benchmarks/host.py --launchers        # these alone
 """
 
 import argparse
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from step import make, run_nvfp4, run_step
 from timing import environment, host_microseconds, time_in_turn
 
 import fp4engine
+from fp4engine.kernels import cuda_driver
 from fp4engine.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 
 RECIPES = {
@@ -35,10 +42,8 @@ def steps(fan_in: int, fan_out: int, tokens: int) -> dict[str, partial[None]]:
     return runs
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    arguments = parser.parse_args()
+def layers() -> dict[str, dict[str, float]]:
+    """Times of steps, printed beside those of BF16."""
     small = steps(64, 64, 64)
     times = {"microseconds": host_microseconds(small, repeats=100)}
     with torch.autograd.set_multithreading_enabled(False):
@@ -47,6 +52,57 @@ def main() -> None:
     for title, row in times.items():
         figures = "".join(f"{name} {time:9.3f} ({time / row['bf16']:.2f})  " for name, time in row.items())
         print(f"{title:26}{figures}", flush=True)
+    return times
+
+
+def launchers(features: int, tokens: int) -> dict[str, float]:
+    """Microseconds of the host to start the kernels of a step of a layer, and how many they are."""
+    planned: list[tuple[cuda_driver.Plan, list[int], list[Callable[[], None]]]] = []
+    plan = cuda_driver.plan
+
+    def noted(calls: Any, slots: int) -> cuda_driver.Plan | None:
+        made = plan(calls, slots)
+        assert made is not None, "the driver starts the kernels of this layer"
+        addresses = [0] * slots
+        for _, _, arguments in calls:
+            for index, argument in arguments:
+                if index is not None and argument is not None:
+                    addresses[index] = getattr(argument, "base", argument).data_ptr()
+        planned.append((made, addresses, [by_triton(*call) for call in calls]))
+        return made
+
+    inp = torch.randn(tokens, features, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with patch.object(cuda_driver, "plan", noted):
+        run_nvfp4(make(fp4engine.Linear, features, features), inp, torch.ones_like(inp), RECIPES["nvfp4"])
+    stream = torch.cuda.current_stream().cuda_stream
+
+    def by_driver() -> None:
+        for made, addresses, _ in planned:
+            made(addresses, stream, inp.device.index)
+
+    kernels = [start for _, _, starts in planned for start in starts]
+    runs: dict[str, Callable[[], object]] = {"driver": by_driver, "triton": lambda: [start() for start in kernels]}
+    return {"kernels": len(kernels), **host_microseconds(runs, repeats=50)}
+
+
+def by_triton(compiled: Any, programs: int, arguments: Any) -> Callable[[], None]:
+    """A call of Triton's launcher, which takes addresses in place of tensors."""
+    given = [a.data_ptr() if isinstance(a, torch.Tensor) else a for _, a in arguments]
+    stream = torch.cuda.current_stream().cuda_stream
+    before = (programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None)
+    return lambda: compiled.run(*before, *given)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--launchers", action="store_true", help="time only how kernels are started")
+    arguments = parser.parse_args()
+    times = {} if arguments.launchers else layers()
+    for features, tokens in ((64, 64), (1024, 512)):
+        times[f"launchers_{features}"] = found = launchers(features, tokens)
+        by = ", ".join(f"{name} {found[name]:.1f} us" for name in ("driver", "triton"))
+        print(f"{found['kernels']} kernels of a layer of {features} features: {by}", flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "host.json").write_text(json.dumps(dict(environment=environment(), **times), indent=1) + "\n")
 

@@ -325,3 +325,33 @@ def test_a_thread_that_has_not_used_cuda_starts_the_same_kernels():
     for thread in threads:
         thread.join()
     assert len(found) == 4 and all(torch.equal(codes, want[0]) for codes in found)
+
+
+def test_a_model_compiled_to_cuda_graphs_equals_eager():
+    """``mode="reduce-overhead"``: forward and backward are replayed, and every replay takes draws of its own."""
+    model, inp = make_model(256, 512, 256, dtype=torch.bfloat16), torch.randn(64, 256, device="cuda").bfloat16()
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def train(run):
+        fp4engine.manual_seed(11)
+        for parameter, value in zip(model.parameters(), start, strict=True):
+            parameter.data.copy_(value)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=1.0), []
+        for _ in range(6):  # the first ones compile, warm up and record
+            torch.compiler.cudagraph_mark_step_begin()
+            with fp4engine.autocast(recipe=RECIPE):
+                loss = run(inp).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach().clone())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+
+    want = train(model)
+    got = train(torch.compile(model, mode="reduce-overhead", fullgraph=True))
+    assert "cudagraph_skips" not in torch._dynamo.utils.counters["inductor"]
+    assert len({loss.item() for loss in want[:6]}) == 6
+    for left, right in zip(got, want, strict=True):
+        assert torch.equal(left, right)
