@@ -5,7 +5,7 @@
 A step of 64 tokens through a 64x64 layer, forward and backward, is so small that the host is the limit. Medians over
 rounds in which all variants take turns, with autograd's own thread and without it. Then a layer of a 85M-parameter GPT,
 768 -> 3072 with 8,192 tokens, in milliseconds. Last, what it takes to start the kernels of an NVFP4 layer's step: by
-the CUDA driver, as this package does, and by Triton's launcher with the same arguments, its descriptors made beforehand.
+the CUDA driver, as this package does, and by Triton's launcher with the same arguments, its descriptors made before.
 
     python benchmarks/host.py --launchers        # these alone
 """
