@@ -108,10 +108,12 @@ class Kernel(NamedTuple):
     """A kernel, and all that it is passed.
 
     Attributes:
+        compiled: what Triton compiled; Triton 3.8 unloads ``function``, a CUfunction, when it is collected.
         parameters: a :class:`Slot`, a :class:`Described`, or the bytes of a number, in the kernel's order.
         has_early_start: whether it may begin before the kernel before it has ended.
     """
 
+    compiled: Any
     function: int
     programs: int
     threads: int
@@ -171,7 +173,7 @@ def _kernel(found: Driver, compiled: Any, programs: int, arguments: Sequence[tup
     if taken is None or [_size(parameter) for parameter in parameters] != taken[1]:
         return None
     early = bool(metadata.launch_pdl)
-    return Kernel(compiled.function, programs, taken[0], metadata.shared, early, tuple(parameters))
+    return Kernel(compiled, compiled.function, programs, taken[0], metadata.shared, early, tuple(parameters))
 
 
 def _size(parameter: Slot | Described | bytes) -> int:

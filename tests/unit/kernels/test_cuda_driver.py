@@ -1,8 +1,10 @@
 """What the CUDA driver is asked for: arguments in memory as PTX declares them, and nothing that is not understood."""
 
 import ctypes
+import gc
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -153,6 +155,23 @@ def test_a_call_changes_addresses_and_the_stream(library):
     assert [passed[5] for _, passed in library.started] == [number(n, 8) for n in (8, 8, 16, 16, 16, 16)]
     assert [passed[0][:8] for _, passed in library.started] == [number(n, 8) for n in (64, 64, 64, 64, 128, 128)]
     assert library.replaced == [64, 64, 128, 128]  # one per kernel, where the address is another
+
+
+def test_what_triton_compiled_is_not_unloaded_while_it_can_be_started(library):
+    """Triton 3.8 unloads a kernel's module when the last reference to what it compiled is gone."""
+
+    class Kernel(SimpleNamespace):
+        """An object that a weak reference can refer to."""
+
+    kernel = Kernel(**vars(compiled()))
+    there = weakref.ref(kernel)
+    plan = cuda_driver.plan([(kernel, 1, ARGUMENTS)], 3)
+    del kernel
+    gc.collect()
+    assert there() is not None
+    del plan
+    gc.collect()
+    assert there() is None
 
 
 def test_threads_that_start_kernels_at_once_do_not_share_memory(library, monkeypatch):
