@@ -208,7 +208,7 @@ class Launch:
                     arguments.append((None, argument))
             self._arguments.append(arguments)
         self._blocks = [(order[block.place.position], block.describe, block.at) for block in blocks]
-        self._is_compiled = False
+        self._is_compiled = self._is_planned = False
         self._plan: cuda_driver.Plan | None = None
 
     def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
@@ -259,9 +259,10 @@ class Launch:
             self._is_compiled = True
         with nullcontext() if is_jit else _interpreter:
             compiled = [step.kernel[(step.programs,)](*arguments, **step.options) for step, arguments in calls]
-        if is_jit and compiled and self._index is not None:
+        if is_jit and compiled and self._index is not None and not self._is_planned:
             programs = [step.programs for step in self.steps]
             self._plan = cuda_driver.plan(list(zip(compiled, programs, passed, strict=True)), len(values))
+            self._is_planned = True
 
 
 _interpreter = RLock()

@@ -155,6 +155,27 @@ def test_what_is_compiled_is_given_addresses_in_the_order_of_places(planned):
     assert [index for index, _ in made._arguments[1]] == [7, 5, 2]
 
 
+def test_kernels_that_the_driver_does_not_start_are_not_asked_about_again(monkeypatch):
+    class Started(Compiled):
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: "what Triton compiled"
+
+    monkeypatch.setattr(launch, "JITFunction", Started)
+    asked = []
+    monkeypatch.setattr(launch.cuda_driver, "plan", lambda *question: asked.append(question))
+    draft = Draft(torch.device("cpu"), inputs=1)
+    draft.step(Started(), 3, *draft.inputs, 2.5)
+    made, x = draft.launch(), torch.zeros(2)
+    made._index = 0  # as on a GPU
+    for _ in range(3):
+        made(x)
+    ((calls, slots),) = asked
+    assert slots == 1 and made._plan is None
+    ((kernel, programs, arguments),) = calls
+    assert (kernel, programs) == ("what Triton compiled", 3)
+    assert arguments[0][0] == 0 and arguments[0][1] is x and arguments[1] == (None, 2.5)
+
+
 def test_kernels_are_compiled_side_by_side_by_the_first_call_alone(monkeypatch):
     """By a profiler's leave: calls that Triton is to see go through it every time, and compile nothing again."""
     monkeypatch.setattr(launch, "_PARSES_IN_THREADS", True)
