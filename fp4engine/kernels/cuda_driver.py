@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-"""Of a descriptor, CUtensorMap; it lies at a multiple of 64 bytes."""
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 128
+"""Of a descriptor, CUtensorMap; CUDA 13 declares that it lies at a multiple of 128 bytes, CUDA 12 of 64."""
 
 _CODES = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I"} | {
     "u64": "Q",
@@ -36,6 +36,13 @@ _MAP_TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16
 _INVALID_CONTEXT = 201
 _EARLY_START = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _L2_PROMOTION = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+
+_LAST_WRONG_VERSION, _SMALL, _WRONG_BIT = 13030, 128 << 10, 1 << 21
+"""For a matrix of less than 128 KiB, drivers up to CUDA 13.3 may set a bit in bytes 8 to 15 that must not be set.
+
+With it, Blackwell now and then reads memory that is not there ("Known Issues" of NVIDIA's driver 595.71.05, which say
+to clear it). Triton and CUTLASS clear it up to CUDA 13.1, on every GPU.
+"""
 
 
 class _Attribute(Structure):
@@ -58,7 +65,11 @@ class _Configuration(Structure):
 
 
 class Driver:
-    """The functions of ``libcuda`` that are used here, each a Python callable that returns a CUresult."""
+    """The functions of ``libcuda`` that are used here, each a Python callable that returns a CUresult.
+
+    Attributes:
+        is_wrong_for_small: whether it sets :data:`_WRONG_BIT`.
+    """
 
     def __init__(self, library: Any) -> None:
         self.start = library.cuLaunchKernelEx
@@ -67,6 +78,9 @@ class Driver:
         self.replace.argtypes = (c_void_p, c_void_p)
         self._name, self._retain = library.cuGetErrorName, library.cuDevicePrimaryCtxRetain
         self._device, self._make_current = library.cuDeviceGet, library.cuCtxSetCurrent
+        version = c_int()
+        library.cuDriverGetVersion(byref(version))
+        self.is_wrong_for_small = version.value <= _LAST_WRONG_VERSION
 
     def check(self, error: int, what: str) -> None:
         if error:
@@ -98,10 +112,15 @@ class Slot(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A matrix for the copy engine: where it begins, and what else its descriptor says."""
+    """A matrix for the copy engine: where it begins, and what else its descriptor says.
+
+    Attributes:
+        clears_bit: whether the driver may have set :data:`_WRONG_BIT` in the descriptor, so that it has to be cleared.
+    """
 
     slot: Slot
     descriptor: bytes
+    clears_bit: bool
 
 
 class Kernel(NamedTuple):
@@ -159,11 +178,10 @@ def _kernel(found: Driver, compiled: Any, programs: int, arguments: Sequence[tup
         elif type_.startswith("*"):
             parameters.append(Slot(index))
         elif type_.startswith("tensordesc") and (block := next(blocks, None)) is not None:
-            descriptor = _descriptor(found, block, argument)
-            if descriptor is None:
+            described = _described(found, Slot(index), block, argument)
+            if described is None:
                 return None
-            # Triton passes shape and strides after a descriptor.
-            parameters += [Described(Slot(index), descriptor)]
+            parameters.append(described)  # Triton passes shape and strides after a descriptor
             parameters += [Struct("i").pack(size) for size in argument.shape]
             parameters += [Struct("q").pack(stride) for stride in argument.strides]
         else:
@@ -200,8 +218,8 @@ def _taken(ptx: str) -> tuple[int, list[int]] | None:
     return int(threads), sizes
 
 
-def _descriptor(found: Driver, block: dict[str, Any], matrix: Any) -> bytes | None:
-    """The bytes of a CUtensorMap for ``matrix``, a descriptor of Triton's, in blocks of which ``block`` tells."""
+def _described(found: Driver, slot: Slot, block: dict[str, Any], matrix: Any) -> Described | None:
+    """``matrix``, a descriptor of Triton's, as a CUtensorMap, in blocks of which ``block`` tells."""
     dtype = _MAP_TYPES.get(matrix.base.dtype if matrix.base.dtype.itemsize > 1 else torch.uint8)
     if dtype is None or block["fp4_padded"] or matrix.padding != "zero" or matrix.strides[-1] != 1:
         return None
@@ -215,7 +233,8 @@ def _descriptor(found: Driver, block: dict[str, Any], matrix: Any) -> bytes | No
         c_int(0), c_int(block["swizzle"]), c_int(_L2_PROMOTION), c_int(0),
     )  # fmt: skip
     found.check(error, f"describe a matrix of shape {list(matrix.shape)} and strides {list(matrix.strides)}")
-    return memory.raw[place : place + _MAP_BYTES]
+    last = itemsize * sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.strides, strict=True))
+    return Described(slot, memory.raw[place : place + _MAP_BYTES], found.is_wrong_for_small and last + 1 < _SMALL)
 
 
 class Plan:
@@ -258,7 +277,7 @@ class _Arguments:
         self._write = Struct(f"{slots}Q").pack_into
         self._stream, self._configurations = None, [_configuration(kernel) for kernel in kernels]
         self._kept: list[Any] = []
-        self._maps: list[list[int]] = []
+        self._maps: list[list[Any]] = []
         self.starts = [
             (byref(configuration), c_void_p(kernel.function), self._pointers(kernel), None)
             for configuration, kernel in zip(self._configurations, kernels, strict=True)
@@ -278,18 +297,21 @@ class _Arguments:
             self._kept.append(memory)
             found.append(addressof(memory) + place)
             if isinstance(parameter, Described):
-                self._maps.append([parameter.slot.position, found[-1], 0])
+                flags = c_uint64.from_address(found[-1] + 8) if parameter.clears_bit else None
+                self._maps.append([parameter.slot.position, found[-1], flags, None])
         return (c_void_p * len(found))(*found)
 
     def set(self, found: Driver, addresses: Sequence[int], stream: int) -> None:
         """Take what a call gives."""
         self._write(self._addresses, 0, *addresses)
         for described in self._maps:
-            index, place, last = described
+            index, place, flags, last = described
             address = addresses[index]
             if address != last:
                 found.check(found.replace(place, address), f"describe a matrix at address {address:#x}")
-                described[2] = address
+                if flags is not None:
+                    flags.value &= ~_WRONG_BIT
+                described[3] = address
         if stream != self._stream:
             self._stream = stream
             for configuration in self._configurations:

@@ -59,6 +59,8 @@ MATRIX = SimpleNamespace(
     shape=[256, 100], strides=[128, 1], padding="zero", base=torch.zeros(256, 128, dtype=torch.bfloat16)
 )
 ARGUMENTS = [(2, MATRIX), (0, MATRIX.base), (None, None), (None, 0.5), (None, -7)]
+FLAGS = bytes([0xFF] * 8) + bytes(range(112))
+"""What the driver writes behind an address: eight bytes of flags, and others."""
 
 
 class Library:
@@ -66,6 +68,7 @@ class Library:
 
     def __init__(self):
         self.started, self.described, self.replaced, self.entered, self.errors = [], [], [], [], []
+        self.version = 13040
 
     def __getattr__(self, name):
         try:
@@ -80,6 +83,10 @@ class Library:
         vars(self)[name] = found = Function()
         return found
 
+    def _cuDriverGetVersion(self, version):
+        version._obj.value = self.version
+        return 0
+
     def _cuLaunchKernelEx(self, configuration, function, parameters, extra):
         if self.errors:
             return self.errors.pop(0)
@@ -90,17 +97,17 @@ class Library:
         return 0
 
     def _cuTensorMapEncodeTiled(self, place, dtype, rank, address, shape, strides, box, steps, *enumerations):
-        assert place.value % 64 == 0
+        assert place.value % 128 == 0
         numbers = [c.value if hasattr(c, "value") else c for c in enumerations]
         told = [dtype.value, rank.value, list(shape), strides[0], list(box), list(steps), numbers]
         self.described.append((address.value, told))
-        ctypes.memmove(place, address.value.to_bytes(8, sys.byteorder) + bytes(range(120)), 128)
+        ctypes.memmove(place, address.value.to_bytes(8, sys.byteorder) + FLAGS, 128)
         return 0
 
     def _cuTensorMapReplaceAddress(self, place, address):
-        assert place % 64 == 0
+        assert place % 128 == 0
         self.replaced.append(address)
-        ctypes.memmove(place, address.to_bytes(8, sys.byteorder), 8)
+        ctypes.memmove(place, address.to_bytes(8, sys.byteorder) + FLAGS, 128)
         return 0
 
     def _cuGetErrorName(self, error, name):
@@ -141,10 +148,28 @@ def test_a_kernel_is_passed_what_its_ptx_declares(library):
     plan([1 << 40, 5, 4096], 1234, 0)
     ((told, passed),) = library.started
     assert told == ([11, 1, 1], [384, 1, 1], 5000, 1234, [(6, 1)], 77, None)
-    assert passed[0] == number(4096, 8) + bytes(range(120))
+    assert passed[0] == number(4096, 8) + FLAGS
     assert passed[1:5] == [number(256, 4), number(100, 4), number(128, 8), number(1, 8)]
     assert passed[5] == number(1 << 40, 8) and passed[7] == number(-7, 8) and passed[8:] == [bytes(8)] * 2
     assert passed[6] == b"\x00\x00\x00\x3f"
+
+
+@pytest.mark.parametrize(
+    ("version", "rows", "is_cleared"),
+    [(13030, 256, True), (12080, 256, True), (13040, 256, False), (13030, 512, True), (13030, 513, False)],
+)
+def test_a_small_matrix_has_no_flag_by_which_blackwell_reads_what_is_not_there(monkeypatch, version, rows, is_cleared):
+    """NVIDIA's release notes of driver 595.71.05 have this as clearing bit 85; Triton's ``driver.c`` does it too."""
+    library = Library()
+    library.version = version
+    monkeypatch.setattr(cuda_driver, "driver", lambda: found)
+    found = cuda_driver.Driver(library)
+    matrix = SimpleNamespace(**vars(MATRIX) | {"shape": [rows, 100]})
+    plan = cuda_driver.plan([(compiled(), 1, [(2, matrix), *ARGUMENTS[1:]])], 3)
+    for address in (64, 64, 128):
+        plan([8, 0, address], 0, 0)
+    flags = (2**64 - 1 - is_cleared * 2**21).to_bytes(8, sys.byteorder)
+    assert [passed[0] for _, passed in library.started] == [number(n, 8) + flags + FLAGS[8:] for n in (64, 64, 128)]
 
 
 def test_a_call_changes_addresses_and_the_stream(library):
