@@ -105,7 +105,7 @@ class Block(NamedTuple):
 
     Attributes:
         describe: makes the argument from the tensor.
-        at: how many bytes behind the tensor's first the argument begins; all else of it is the same in every call.
+        at: how many bytes behind the tensor's first byte the argument begins; all else is the same in every call.
     """
 
     place: Place
