@@ -12,7 +12,7 @@ from fp4engine.ops import gemm_fp8
 from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import as_it_is, casts_supported
 from fp4engine.ops.draws import draw_from
-from fp4engine.ops.linear.way import Given, Gradients, Kept, LayerCasts, Memories, Way, linear_kernels
+from fp4engine.ops.linear.way import Given, Gradients, Kept, LayerCasts, Memories, Way, aligned, linear_kernels
 from fp4engine.ops.operation import Output
 from fp4engine.ops.tiles import TiledOperand
 
@@ -89,7 +89,7 @@ class LinearByFP8(Way):
         memory: Memory | None = None,
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
-        kernels, grad_output = linear_kernels(), as_it_is(grad_output)
+        kernels, grad_output, kept = linear_kernels(), as_it_is(grad_output), aligned(kept)
         (inp, inp_amax), (weight, weight_amax) = _operands(kept, needs_dgrad, needs_wgrad, 2)
         keys = self.backward_keys(needs_dgrad, needs_wgrad)
         pasts, recalled, paths = ((), _ABSENT[:2], ()) if memory is None else _recalled(memory)
@@ -165,7 +165,7 @@ class LinearByFP8Blocks(Way):
         memory: Memory | None = None,
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
-        kernels, grad_output = linear_kernels(), as_it_is(grad_output)
+        kernels, grad_output, kept = linear_kernels(), as_it_is(grad_output), aligned(kept)
         (inp, inp_scale_inv, _), (weight, weight_scale_inv, _) = _operands(kept, needs_dgrad, needs_wgrad, 3)
         keys = self.backward_keys(needs_dgrad, needs_wgrad)
         rng = None if state is None else draw_from(state)

@@ -12,7 +12,7 @@ from fp4engine.ops.cast import as_it_is, decode_supported, transient_form
 from fp4engine.ops.draws import draw_from, is_live
 from fp4engine.ops.gemm import product_path
 from fp4engine.ops.linear.kept import one_buffer
-from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Memories, Share, Sizes, Way, linear_kernels
+from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Memories, Share, Sizes, Way, aligned, linear_kernels
 from fp4engine.ops.operation import Output
 from fp4engine.ops.rng import lock as draw_lock
 from fp4engine.ops.tiles import TiledOperand
@@ -145,6 +145,8 @@ class LinearByValues(Way):
             is_tiled: whether the weight was given as codes and tile scales.
         """
         kernels, grad_output = linear_kernels(), as_it_is(grad_output)
+        if kept[0].data_ptr() % kernels.ALIGNMENT:  # the buffer's, whose facts are not asked for
+            kept = aligned(kept)
         tiles = None
         if is_tiled and needs_dgrad:
             tiles = kernels.facts(kept[-3]), kernels.facts(kept[-2])

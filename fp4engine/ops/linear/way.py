@@ -145,3 +145,9 @@ def linear_kernels() -> ModuleType:
     from fp4engine.kernels import linear
 
     return linear
+
+
+def aligned(kept: Kept) -> Kept:
+    """``kept``; tensors are copied that a hook of autograd gave back at addresses for which no kernel is compiled."""
+    alignment = linear_kernels().ALIGNMENT
+    return [tensor.clone() if tensor.data_ptr() % alignment else tensor for tensor in kept]

@@ -397,6 +397,26 @@ def test_a_step_starts_so_many_kernels_and_takes_its_draws(on_stubs, fp8_units, 
 
 
 @pytest.mark.no_poison
+@pytest.mark.parametrize("recipe", [NVFP4BlockScaling(), Float8CurrentScaling()])
+def test_kept_tensors_that_a_hook_moves_reach_kernels_aligned(fp8_units, monkeypatch, recipe):
+    """A launch's answer holds for aligned addresses; a hook may give back a slice of what it has read from a file."""
+    passed = []
+    monkeypatch.setattr(Launch, "_start_by_triton", lambda self, values: passed.extend(values))
+
+    def moved(tensor):
+        room = torch.empty(tensor.nbytes + 64, dtype=torch.uint8)
+        place = -room.data_ptr() % 64 + 4
+        elsewhere = room[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return elsewhere.copy_(tensor)
+
+    layer, x = problem()
+    with torch.autograd.graph.saved_tensors_hooks(moved, lambda tensor: tensor):
+        step(layer, x, recipe)
+    tensors = [tensor for tensor in passed if tensor is not None]
+    assert len(tensors) > 8 and not any(tensor.data_ptr() % 16 for tensor in tensors)
+
+
+@pytest.mark.no_poison
 def test_draws_that_are_remembered_are_taken_outside_the_launch_that_reads_them(on_stubs):
     """They are values, and the launch of a backward pass keeps its own to itself."""
     layer, x = problem()
