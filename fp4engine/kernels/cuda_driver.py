@@ -154,7 +154,10 @@ def plan(calls: Sequence[tuple[Any, int, Sequence[tuple[int | None, Any]]]], slo
         return None
     kernels: list[Kernel] = []
     for compiled, programs, arguments in calls:
-        kernel = _kernel(found, compiled, programs, arguments)
+        try:
+            kernel = _kernel(found, compiled, programs, arguments)
+        except AttributeError:  # another version of Triton, which tells less of a kernel
+            return None
         if kernel is None:
             return None
         kernels.append(kernel)

@@ -252,6 +252,9 @@ def test_an_error_of_the_driver_is_raised_by_its_name(library):
         compiled(launch_cooperative_grid=True),
         compiled(global_scratch_size=128),
         compiled(profile_scratch_size=128),
+        SimpleNamespace(
+            metadata=SimpleNamespace(num_ctas=1), src=SimpleNamespace(signature=TYPES), asm={}, function=77
+        ),
     ],
 )
 def test_a_kernel_that_is_not_understood_is_left_to_triton(library, kernel):
