@@ -10,6 +10,7 @@ import torch
 
 from fp4engine import doctor, ops
 from fp4engine.cli import main
+from fp4engine.kernels import cuda_driver
 from fp4engine.quantizers import Quantizer
 from fp4engine.reference import rounding
 
@@ -31,6 +32,16 @@ def test_a_machine_without_faults_passes(few, capsys) -> None:
     text = capsys.readouterr().out
     assert "FAIL" not in text and "all " in text, text
     assert "Triton kernels" in text and "torch" in text and "driver" in text
+
+
+def test_who_starts_kernels_is_told(monkeypatch) -> None:
+    ask = doctor._QUESTIONS["kernels started by the CUDA driver"]
+    monkeypatch.setattr(cuda_driver, "driver", lambda: None)
+    able, reason = ask(torch.device("cuda", 0))
+    assert not able and "Triton starts them" in reason and "CUDA 12" in reason
+    monkeypatch.setattr(cuda_driver, "driver", lambda: "a driver")
+    assert ask(torch.device("cuda", 0)) == (True, "libcuda.so.1 has cuLaunchKernelEx")
+    assert ask(torch.device("cpu")) == (False, "not a CUDA device")
 
 
 def test_a_cast_that_differs_in_one_code_fails(few, monkeypatch, capsys) -> None:
