@@ -297,7 +297,7 @@ def test_the_expanded_gradient_of_a_sum(recipe, fuse_wgrad_accumulation):
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_current", "fp8_delayed", "fp8_block", "tetrajet2"])
 @pytest.mark.parametrize("width", [64, 1024])
 def test_repeated_kernels_are_started_by_the_driver(monkeypatch, recipe, width):
-    """Triton's own launcher takes twice as long, or five times for products that read through the copy engine."""
+    """None of these layers has a kernel that is left to Triton."""
     plans, plan = [], cuda_driver.plan
 
     def planned(*asked):
