@@ -19,6 +19,9 @@ E4M3_BOUND_4OVER6: Final = 256.0
 AMAX_STRIDE: Final = 4
 """Numbers from one outer amax to the next of several that travel in one tensor: each begins where kernels read best."""
 
+ALIGNMENT: Final = 16
+"""Bytes. For other addresses than multiples of this, Triton compiles another kernel; the copy engine refuses them."""
+
 BLOCK_SIZE: Final = 16
 """Elements that share one block scale, along the contracted axis."""
 

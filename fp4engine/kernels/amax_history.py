@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp4engine.constants import ALIGNMENT
 from fp4engine.kernels.encode import NAN, from_bits, to_bits
-from fp4engine.kernels.launch import ALIGNMENT, Draft, Facts, Launch, Place, facts, resolver
+from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolver
 
 INFINITY = tl.constexpr(float("inf"))
 
@@ -71,7 +72,7 @@ class Past(NamedTuple):
     Attributes:
         length: of its values; 0 where nothing is to be noted.
         aligned: of values and of amax, whether its address is a multiple of
-            :data:`~fp4engine.kernels.launch.ALIGNMENT`.
+            :data:`~fp4engine.constants.ALIGNMENT`.
         choice: of :data:`fp4engine.reference.amax_history.CHOICES`.
     """
 

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp4engine.kernels.launch import ALIGNMENT, Block, Facts, Place
+from fp4engine.constants import ALIGNMENT
+from fp4engine.kernels.launch import Block, Facts, Place
 
 
 class Flags(NamedTuple):

@@ -24,11 +24,9 @@ from triton import AsyncCompileMode, knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from fp4engine.constants import ALIGNMENT
 from fp4engine.kernels import cuda_driver
 from fp4engine.kernels.target import E4M3, PAIRS, hardware_of
-
-ALIGNMENT = 16
-"""Bytes. For other addresses than multiples of this, Triton compiles another kernel; the copy engine refuses them."""
 
 MOST_QUESTIONS = 4096
 """Answers that one resolver remembers: the memory of a run whose row counts never repeat must not grow forever."""

@@ -36,13 +36,12 @@ from fp4engine.kernels.draw import add_draw
 from fp4engine.kernels.factor import Factor
 from fp4engine.kernels.gemm import add_gemm
 from fp4engine.kernels.gemm_launch import Matrix
-from fp4engine.kernels.launch import ALIGNMENT, Block, Draft, Facts, Launch, Place, facts, resolver
+from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, facts, resolver
 from fp4engine.kernels.load import Reading
 from fp4engine.kernels.quantize import Target, add_cast, data_of, scales_of
 from fp4engine.kernels.transpose import Tiles, Transposed, add_spread, add_transposed
 
 __all__ = [
-    "ALIGNMENT",
     "Past",
     "facts",
     "resolve_amaxes",

@@ -233,6 +233,23 @@ def test_what_a_compiled_layer_saves_is_what_an_eager_one_saves():
 
 
 @pytest.mark.no_poison
+@pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE)
+def test_what_a_compiled_layer_keeps_may_come_back_at_any_address(recipe):
+    def moved(tensor):
+        room = torch.empty(tensor.nbytes + 64, dtype=torch.uint8)
+        place = -room.data_ptr() % 64 + 1 if tensor.dtype == torch.uint8 else 0
+        elsewhere = room[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return elsewhere.copy_(tensor)
+
+    torch._dynamo.reset()
+    layer = fp4engine.Linear(64, 48, dtype=torch.bfloat16)
+    want = trained(layer, layer, recipe)
+    with torch.autograd.graph.saved_tensors_hooks(moved, lambda tensor: tensor):
+        got = trained(torch.compile(layer, fullgraph=True, backend="aot_eager"), layer, recipe)
+    assert_same(got, want)
+
+
+@pytest.mark.no_poison
 @pytest.mark.parametrize("recipe", [RECIPES[0], Float8CurrentScaling()], ids=["NVFP4", "FP8"])
 def test_rows_marked_dynamic_train_by_one_graph(recipe):
     torch._dynamo.reset()

@@ -284,6 +284,27 @@ def test_a_weight_that_came_as_codes_is_the_one_that_was_cast(kernel_device, mon
         assert found[2:] == expected[2:]
 
 
+def test_codes_of_a_gathered_weight_that_a_hook_moves_reach_kernels_aligned(kernel_device, monkeypatch):
+    """Kernels read words of eight codes; a hook may leave the buffer beside them where it was."""
+    monkeypatch.setattr(Gemms, "_cache", lambda *_: OfTiles())
+    expected = run(NVFP4BlockScaling(), (32, 48, 64), device=kernel_device)
+
+    def moved(tensor):
+        if tensor.dtype != torch.uint8 or tensor.ndim == 1:
+            return tensor
+        room = torch.empty(tensor.nbytes + 1, dtype=torch.uint8, device=tensor.device)
+        return room[1:].view(tensor.shape).copy_(tensor)
+
+    given = []
+    monkeypatch.setattr(Launch, "__call__", lambda *a, call=Launch.__call__: given.extend(a[1:]) or call(*a))
+    with torch.autograd.graph.saved_tensors_hooks(moved, lambda tensor: tensor):
+        found = run(NVFP4BlockScaling(), (32, 48, 64), device=kernel_device)
+    tensors = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
+    assert len(tensors) > 4 and not any(tensor.data_ptr() % 16 for tensor in tensors)
+    for actual, want in zip(found[0], expected[0], strict=True):
+        assert torch.equal(actual, want)
+
+
 FAST, SLOW = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 FP8_RECIPES = {
     "default": {},

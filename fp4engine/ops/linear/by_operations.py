@@ -10,7 +10,7 @@ from fp4engine.ops.cast import amax, quantize, transient_form
 from fp4engine.ops.draws import draw_from
 from fp4engine.ops.gemm import gemm
 from fp4engine.ops.linear.kept import joined, one_buffer, parts
-from fp4engine.ops.linear.way import Given, Gradients, Kept, LayerCasts, Share, Sizes, Way
+from fp4engine.ops.linear.way import Given, Gradients, Kept, LayerCasts, Share, Sizes, Way, aligned
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output
 from fp4engine.ops.reduce import packed_amaxes
@@ -104,7 +104,7 @@ class LinearByOperations(Way):
         is_tiled: bool = False,
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
-        casts, (rows, outs) = self.casts, grad_output.shape
+        casts, (rows, outs), kept = self.casts, grad_output.shape, aligned(kept)
         if self.in_one_buffer:
             outputs = super().kept_outputs((rows, outs, ins), needs_dgrad and not is_tiled, needs_wgrad)
             kept = [*parts(kept, outputs), *kept[bool(outputs) :]]

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from fp4engine.constants import ALIGNMENT
 from fp4engine.formats import CastSpec
 from fp4engine.ops import backend as backends
 from fp4engine.ops.amax_history import Memory
@@ -145,8 +146,10 @@ class LinearByValues(Way):
             is_tiled: whether the weight was given as codes and tile scales.
         """
         kernels, grad_output = linear_kernels(), as_it_is(grad_output)
-        if kept[0].data_ptr() % kernels.ALIGNMENT:  # the buffer's, whose facts are not asked for
-            kept = aligned(kept)
+        for tensor in kept:  # a call of :func:`aligned` in every step takes the host's time
+            if tensor.data_ptr() % ALIGNMENT:
+                kept = aligned(kept)
+                break
         tiles = None
         if is_tiled and needs_dgrad:
             tiles = kernels.facts(kept[-3]), kernels.facts(kept[-2])
