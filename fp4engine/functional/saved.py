@@ -4,7 +4,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from fp4engine.constants import ALIGNMENT
 from fp4engine.ops import Operand, TiledOperand
+from fp4engine.ops.operation import is_plain
 
 Structure = tuple[Any, ...]
 """Per field of a record: ``(type, spec, rows, cols)`` of an operand, the length of a tuple, ``"tensor"``, or None."""
@@ -33,13 +35,19 @@ def flatten(record: tuple[Any, ...]) -> tuple[list[Tensor | None], Structure]:
 
 
 def unflatten(kind: type[Record], structure: Structure, tensors: tuple[Tensor | None, ...]) -> Record:
-    """Inverse of :func:`flatten`, for a record of type ``kind``."""
+    """Inverse of :func:`flatten`, for a record of type ``kind``.
+
+    Tensors of quantized operands are copied that a hook of autograd gave back where kernels cannot read.
+    """
     values: list[Any] = []
     place = 0
     for field in structure:
         if isinstance(field, tuple):
             operand, *shape = field
-            values.append(operand(*shape, *tensors[place : place + 3]))
+            own = tensors[place : place + 3]
+            if shape[0] is not None:
+                own = [_aligned(tensor) for tensor in own]
+            values.append(operand(*shape, *own))
             place += 3
         elif field is None:
             values.append(None)
@@ -50,3 +58,9 @@ def unflatten(kind: type[Record], structure: Structure, tensors: tuple[Tensor | 
             values.append(tuple(tensors[place : place + field]))
             place += field
     return kind(*values)
+
+
+def _aligned(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or not is_plain(tensor):
+        return tensor
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor

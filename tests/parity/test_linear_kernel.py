@@ -284,9 +284,14 @@ def test_a_weight_that_came_as_codes_is_the_one_that_was_cast(kernel_device, mon
         assert found[2:] == expected[2:]
 
 
-def test_codes_of_a_gathered_weight_that_a_hook_moves_reach_kernels_aligned(kernel_device, monkeypatch):
-    """Kernels read words of eight codes; a hook may leave the buffer beside them where it was."""
-    monkeypatch.setattr(Gemms, "_cache", lambda *_: OfTiles())
+@pytest.mark.parametrize("is_gathered", [True, False])
+@pytest.mark.parametrize("is_at_once", [True, False])
+def test_codes_that_a_hook_moves_reach_kernels_aligned(kernel_device, monkeypatch, is_gathered, is_at_once):
+    """Kernels read words of eight codes; a hook may leave a buffer beside them where it was."""
+    if is_gathered:
+        monkeypatch.setattr(Gemms, "_cache", lambda *_: OfTiles())
+    if not is_at_once:
+        monkeypatch.setattr(ops, "linear_at_once", lambda *_: None)
     expected = run(NVFP4BlockScaling(), (32, 48, 64), device=kernel_device)
 
     def moved(tensor):
