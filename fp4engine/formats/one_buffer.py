@@ -1,4 +1,4 @@
-"""Where parts lie that share one buffer of bytes: what a launch keeps of operands, and what an operator keeps."""
+"""Where parts lie that share one buffer of bytes: scratch of a launch, and what launches and operators keep."""
 
 from collections.abc import Iterable
 

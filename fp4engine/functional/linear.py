@@ -163,8 +163,8 @@ def linear_bgrad(grad_output: Tensor, plan: LinearPlan, dtype: torch.dtype) -> T
 
     A gradient that is not quantized, or is in FP64, is summed in PyTorch's order, FP64 in FP64.
     """
-    is_plain = plan.grad_output.is_identity or plan.backward_override is not None
-    if is_plain or grad_output.dtype == torch.float64:
+    is_quantized = not plan.grad_output.is_identity and plan.backward_override is None
+    if not is_quantized or grad_output.dtype == torch.float64:
         accumulation = torch.float64 if grad_output.dtype == torch.float64 else torch.float32
         return grad_output.sum(0, dtype=accumulation).to(dtype)
     return ops.column_sums(grad_output, backend=plan.backend)[0].to(dtype)

@@ -2,11 +2,11 @@
 
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from fp4engine.constants import ALIGNMENT
 from fp4engine.ops import Operand, TiledOperand
-from fp4engine.ops.operation import is_plain
+from fp4engine.ops.operation import aligned
 
 Structure = tuple[Any, ...]
 """Per field of a record: ``(type, spec, rows, cols)`` of an operand, the length of a tuple, ``"tensor"``, or None."""
@@ -45,8 +45,8 @@ def unflatten(kind: type[Record], structure: Structure, tensors: tuple[Tensor | 
         if isinstance(field, tuple):
             operand, *shape = field
             own = tensors[place : place + 3]
-            if shape[0] is not None:
-                own = [_aligned(tensor) for tensor in own]
+            if shape[0] is not None and not torch.compiler.is_dynamo_compiling():
+                own = aligned(own)
             values.append(operand(*shape, *own))
             place += 3
         elif field is None:
@@ -58,9 +58,3 @@ def unflatten(kind: type[Record], structure: Structure, tensors: tuple[Tensor | 
             values.append(tuple(tensors[place : place + field]))
             place += field
     return kind(*values)
-
-
-def _aligned(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None or not is_plain(tensor):
-        return tensor
-    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor

@@ -23,11 +23,10 @@ import torch
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 128
 """Of a descriptor, CUtensorMap; CUDA 13 declares that it lies at a multiple of 128 bytes, CUDA 12 of 64."""
 
-_CODES = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I"} | {
-    "u64": "Q",
-    "fp32": "f",
-    "fp64": "d",
-}
+_CODES = {
+    "i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
+    "fp32": "f", "fp64": "d",
+}  # fmt: skip
 """Type in a signature of Triton's -> the code of :mod:`struct` for it."""
 
 _MAP_TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
@@ -227,8 +226,7 @@ def _described(found: Driver, slot: Slot, block: dict[str, Any], matrix: Any) ->
     if dtype is None or block["fp4_padded"] or matrix.padding != "zero" or matrix.strides[-1] != 1:
         return None
     rank, itemsize = len(matrix.shape), block["elem_size"]
-    memory = (c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
-    place = -addressof(memory) % _MAP_ALIGNMENT
+    memory, place = _memory(_MAP_BYTES)
     error = found.encode(
         c_void_p(addressof(memory) + place), c_int(dtype), c_uint32(rank), c_void_p(matrix.base.data_ptr()),
         (c_uint64 * rank)(*matrix.shape[::-1]), (c_uint64 * rank)(*[itemsize * s for s in matrix.strides[-2::-1]]),
@@ -294,8 +292,7 @@ class _Arguments:
                 found.append(addressof(self._addresses) + 8 * parameter.position)
                 continue
             given = parameter.descriptor if isinstance(parameter, Described) else parameter
-            memory = (c_char * (len(given) + _MAP_ALIGNMENT))()
-            place = -addressof(memory) % _MAP_ALIGNMENT
+            memory, place = _memory(len(given))
             memory[place : place + len(given)] = given
             self._kept.append(memory)
             found.append(addressof(memory) + place)
@@ -319,6 +316,12 @@ class _Arguments:
             self._stream = stream
             for configuration in self._configurations:
                 configuration.stream = stream
+
+
+def _memory(size: int) -> tuple[Any, int]:
+    """Memory, and where in it ``size`` bytes begin at a multiple of :data:`_MAP_ALIGNMENT`."""
+    memory = (c_char * (size + _MAP_ALIGNMENT))()
+    return memory, -addressof(memory) % _MAP_ALIGNMENT
 
 
 def _configuration(kernel: Kernel) -> _Configuration:

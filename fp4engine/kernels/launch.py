@@ -25,6 +25,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from fp4engine.constants import ALIGNMENT
+from fp4engine.formats.one_buffer import offsets
 from fp4engine.kernels import cuda_driver
 from fp4engine.kernels.target import E4M3, PAIRS, hardware_of
 
@@ -59,10 +60,6 @@ class Facts(NamedTuple):
     def transposed(self) -> "Facts":
         """The facts of the transposed view of a matrix."""
         return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
-
-
-_SLICE = 256
-"""Bytes. Buffers that share an allocation begin at multiples of this, as those of PyTorch's allocator do."""
 
 
 def _allocation(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
@@ -186,11 +183,8 @@ class Launch:
         parts = [index for index in range(inputs, inputs + len(buffers)) if index not in outputs]
         self._outputs = [_allocation(*buffer, device) for buffer in self.outputs]
         self._parts = [_allocation(*buffers[index - inputs], device) for index in parts]
-        self._offsets: list[int] = []
-        room = 0
-        for shape, dtype in (buffers[index - inputs] for index in parts):
-            self._offsets.append(room)
-            room += -(-math.prod(shape) * dtype.itemsize // _SLICE) * _SLICE
+        sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in (buffers[index - inputs] for index in parts))
+        self._offsets, room = offsets(sizes)
         self._room = _allocation((room,), torch.uint8, device) if parts else None
         order = {index: place for place, index in enumerate([*range(inputs), *outputs, *parts])}
         blocks: dict[Block, int] = {}

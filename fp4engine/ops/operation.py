@@ -1,11 +1,13 @@
 """Operations, each declared once for eager code, the schema of its operator, the fake implementation, the compiler."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
-from typing import Any, NamedTuple, get_origin
+from typing import Any, NamedTuple, TypeVar, get_origin
 
 import torch
 from torch import Tensor
+
+from fp4engine.constants import ALIGNMENT
 
 _library = torch.library.Library("fp4engine", "FRAGMENT")
 
@@ -24,6 +26,8 @@ Fake implementations are made from it, and a test compares it with the results o
 """
 
 
+_Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
+
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types of tensors whose memory a kernel may read, unless something traces."""
 
@@ -35,6 +39,17 @@ def is_plain(tensor: Tensor) -> bool:
     Code that is traced, and tensor subclasses, need the operator.
     """
     return type(tensor) in PLAIN and not torch.compiler.is_dynamo_compiling()
+
+
+def aligned(tensors: Sequence[_Maybe]) -> Sequence[_Maybe]:
+    """``tensors``, with copies of those that a hook of autograd gave back at addresses from which kernels cannot read.
+
+    Not for code that Dynamo traces, which has no addresses.
+    """
+    return [
+        tensor.clone() if tensor is not None and type(tensor) in PLAIN and tensor.data_ptr() % ALIGNMENT else tensor
+        for tensor in tensors
+    ]
 
 
 def define(

@@ -220,6 +220,23 @@ def test_compiled_gradients_that_nobody_wants(kernel_device, monkeypatch, x_grad
     assert_compiled_is_eager(monkeypatch, *arguments, x_grad, w_grad)
 
 
+def assert_same_for_rows(layer, call, numbers, recipe):
+    """A compiled ``call`` of a 48x32 ``layer`` gives eager's bytes for every number of rows."""
+    for rows in numbers:
+        results = []
+        for run_layer in (layer, call):
+            fp4engine.manual_seed(11)
+            layer.zero_grad()
+            x = torch.linspace(-3, 5, rows * 48, device=layer.weight.device).view(rows, 48).bfloat16().requires_grad_()
+            torch._dynamo.mark_dynamic(x, 0)
+            with fp4engine.autocast(recipe=recipe):
+                y = run_layer(x)
+            y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
+            results.append((y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
+        for ours, theirs in zip(*results, strict=True):
+            assert torch.equal(ours, theirs)
+
+
 @pytest.mark.no_poison
 def test_compiled_for_any_number_of_rows(kernel_device):
     """By one graph, whose size of the buffer that is kept follows the rows."""
@@ -231,19 +248,8 @@ def test_compiled_for_any_number_of_rows(kernel_device):
         graphs.append(module)
         return make_boxed_func(module.forward)
 
-    call, results = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=keep, partition_fn=split)), []
-    for rows in (20, 36, 52, 300):
-        for run_layer in (layer, call):
-            fp4engine.manual_seed(11)
-            layer.zero_grad()
-            x = torch.linspace(-3, 5, rows * 48, device=kernel_device).view(rows, 48).bfloat16().requires_grad_()
-            torch._dynamo.mark_dynamic(x, 0)
-            with fp4engine.autocast(recipe=NVFP4BlockScaling()):
-                y = run_layer(x)
-            y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
-            results.append((y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
-        for ours, theirs in zip(*results[-2:], strict=True):
-            assert torch.equal(ours, theirs)
+    call = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=keep, partition_fn=split))
+    assert_same_for_rows(layer, call, (20, 36, 52, 300), NVFP4BlockScaling())
     assert len(graphs) == 2
 
 
@@ -406,18 +412,8 @@ def test_fp8_products_of_a_graph_by_single_operators_are_those_of_eager_code(fp8
     monkeypatch.setattr(ops, "is_bound_by_host", lambda weight: False)
     torch._dynamo.reset()
     layer = fp4engine.Linear(48, 32, dtype=torch.bfloat16, device=kernel_device)
-    call, results = torch.compile(layer, fullgraph=True, backend="aot_eager"), []
-    for rows in (16, 80, 24, 96):
-        for run_layer in (layer, call):
-            layer.zero_grad()
-            x = torch.linspace(-3, 5, rows * 48, device=kernel_device).view(rows, 48).bfloat16().requires_grad_()
-            torch._dynamo.mark_dynamic(x, 0)
-            with fp4engine.autocast(recipe=Float8CurrentScaling()):
-                y = run_layer(x)
-            y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
-            results.append((y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
-        for ours, theirs in zip(*results[-2:], strict=True):
-            assert torch.equal(ours, theirs)
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_same_for_rows(layer, call, (16, 80, 24, 96), Float8CurrentScaling())
 
 
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])

@@ -12,8 +12,8 @@ from fp4engine.ops import gemm_fp8
 from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import as_it_is, casts_supported
 from fp4engine.ops.draws import draw_from
-from fp4engine.ops.linear.way import Given, Gradients, Kept, LayerCasts, Memories, Way, aligned, linear_kernels
-from fp4engine.ops.operation import Output
+from fp4engine.ops.linear.way import Given, Gradients, Kept, LayerCasts, Memories, Way, linear_kernels
+from fp4engine.ops.operation import Output, aligned
 from fp4engine.ops.tiles import TiledOperand
 
 _ABSENT = (None, None, None, None)

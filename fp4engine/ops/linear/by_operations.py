@@ -10,9 +10,9 @@ from fp4engine.ops.cast import amax, quantize, transient_form
 from fp4engine.ops.draws import draw_from
 from fp4engine.ops.gemm import gemm
 from fp4engine.ops.linear.kept import joined, one_buffer, parts
-from fp4engine.ops.linear.way import Given, Gradients, Kept, LayerCasts, Share, Sizes, Way, aligned
+from fp4engine.ops.linear.way import Given, Gradients, Kept, LayerCasts, Share, Sizes, Way
 from fp4engine.ops.operand import Operand
-from fp4engine.ops.operation import Output
+from fp4engine.ops.operation import Output, aligned
 from fp4engine.ops.reduce import packed_amaxes
 from fp4engine.ops.tiles import TiledOperand
 

@@ -13,8 +13,8 @@ from fp4engine.ops.cast import as_it_is, decode_supported, transient_form
 from fp4engine.ops.draws import draw_from, is_live
 from fp4engine.ops.gemm import product_path
 from fp4engine.ops.linear.kept import one_buffer
-from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Memories, Share, Sizes, Way, aligned, linear_kernels
-from fp4engine.ops.operation import Output
+from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Memories, Share, Sizes, Way, linear_kernels
+from fp4engine.ops.operation import Output, aligned
 from fp4engine.ops.rng import lock as draw_lock
 from fp4engine.ops.tiles import TiledOperand
 
@@ -146,7 +146,7 @@ class LinearByValues(Way):
             is_tiled: whether the weight was given as codes and tile scales.
         """
         kernels, grad_output = linear_kernels(), as_it_is(grad_output)
-        for tensor in kept:  # a call of :func:`aligned` in every step takes the host's time
+        for tensor in kept:  # a call of `aligned` in every step takes the host's time
             if tensor.data_ptr() % ALIGNMENT:
                 kept = aligned(kept)
                 break

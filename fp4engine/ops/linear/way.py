@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp4engine.constants import ALIGNMENT
 from fp4engine.formats import CastSpec, Correction, Outer
 from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import amax_shape, codes_outputs
@@ -146,8 +145,3 @@ def linear_kernels() -> ModuleType:
     from fp4engine.kernels import linear
 
     return linear
-
-
-def aligned(kept: Kept) -> Kept:
-    """``kept``; tensors are copied that a hook of autograd gave back at addresses from which kernels cannot read."""
-    return [tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor for tensor in kept]
