@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.constants import ALIGNMENT
-from fp4engine.kernels.encode import NAN, from_bits, to_bits
+from fp4engine.kernels.encode import NAN
 from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolver
 
 INFINITY = tl.constexpr(float("inf"))
@@ -28,9 +28,8 @@ def choose(values_ptr, amax_ptr, chosen_ptr, length, CHOICE: tl.constexpr, ROOM:
     if CHOICE != "":
         index = tl.arange(0, ROOM)
         values = tl.load(values_ptr + index, mask=index < length, other=0.0)
-        if CHOICE == "max":  # as integers, magnitudes have NaN above all
-            bits = (to_bits(values) & 0x7FFFFFFF).to(tl.int32, bitcast=True)
-            chosen = from_bits(tl.max(bits, axis=0).to(tl.uint32, bitcast=True))
+        if CHOICE == "max":  # of what is no NaN
+            chosen = tl.max(tl.where(values == values, values, 0.0), axis=0)
         elif CHOICE == "most_recent":
             chosen = tl.load(values_ptr)
         else:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 CHOICES = ("", "max", "most_recent", "given")
-"""Which of the values the next amax is: none since the step goes on, the largest, the newest, or another one."""
+"""What the next amax is: none since the step goes on, the largest value that is no NaN, the newest, or another one."""
 
 
 def record_amax(values: Tensor, amax: Tensor, current: Tensor, choice: str, chosen: Tensor | None) -> Tensor:
@@ -23,7 +23,7 @@ def record_amax(values: Tensor, amax: Tensor, current: Tensor, choice: str, chos
     """
     if choice:
         if choice == "max":
-            chosen = values.amax().view(1)
+            chosen = values.masked_fill(values.isnan(), 0).amax().view(1)
         elif choice == "most_recent":
             chosen = values[:1].clone()
         assert chosen is not None

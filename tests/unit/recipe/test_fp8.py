@@ -157,6 +157,17 @@ def test_an_amax_of_zero_or_infinity_leaves_the_scale_as_it_was() -> None:
     assert amaxes_used(recipe, [4, 0, float("inf"), 5, 6]) == [448, 4, float("inf"), 4, 5]
 
 
+@pytest.mark.parametrize("lost", [float("nan"), float("inf")])
+def test_a_nan_leaves_the_largest_amax_to_the_other_steps_and_an_inf_keeps_the_last(lost: float) -> None:
+    """As TransformerEngine's fmaxf: otherwise one NaN would keep a scale for as many steps as the history has."""
+    values, amax = torch.zeros(4), torch.tensor([448.0])
+    scaled_by = []
+    for current in (2.0, lost, 6.0, 8.0):
+        reference.record_amax(values, amax, torch.tensor([current]), "max", None)
+        scaled_by.append(amax.item())
+    assert scaled_by == ([448.0, 2.0, 2.0, 6.0] if lost != lost else [448.0, 2.0, 2.0, 2.0])
+
+
 def test_scales_change_once_per_step_however_often_a_tensor_is_cast() -> None:
     layer = fp4engine.Linear(32, 32, bias=False)
     recipe = DelayedScaling()
