@@ -75,14 +75,12 @@ class Constants:
         gathers: how often a step gathers a weight.
         gradient_bytes: of an element, as gradients are reduced.
         collectives: gathers, and as many scatters, of a block's activations under tensor parallelism.
-        amaxes: all-reduces of outer amaxes in a block under tensor parallelism.
         flops: of the model, that a GPU does in a second: NVFP4, eager, gathered in BF16.
     """
 
     gathers: float
     gradient_bytes: float
     collectives: float
-    amaxes: float
     flops: float
 
 
@@ -98,7 +96,6 @@ def constants() -> Constants:
         gathers=sent["all_gather"] / (weights * 2 * (ranks - 1) / ranks),
         gradient_bytes=sent["reduce_scatter"] / (weights * (ranks - 1) / ranks),
         collectives=(calls["reduce_scatter", "bfloat16"] - 2 * ends) / MEASURED.layers,
-        amaxes=calls["all_reduce", "int32"] / MEASURED.layers,
         flops=6 * MEASURED.layers * sum(map(prod, matrices(MEASURED))) * per_second,
     )
 
@@ -179,7 +176,8 @@ def cost(sizes: Architecture, layout: Layout) -> Cost:
     head = sizes.head_dim or sizes.width // sizes.heads
     key_value = 2 * rows * (sizes.kv_heads or sizes.heads) * head / tp * 2 * layout.microbatches
     codes_go = tp == 1 and pp == 1 and cp == 1 and fsdp > 1
-    amaxes = known.amaxes * (tp > 1) + 2 * len(matrices(sizes)) * (cp > 1)
+    passes = 2 * len(matrices(sizes))  # forward and backward; the gradients of two row-parallel layers are whole
+    amaxes = (passes - 2) * (tp > 1) + passes * (cp > 1)
     return Cost(
         weights=gathers * 2 * held * (shards - 1) / shards,
         codes=known.gathers * as_codes(sizes, fsdp) * (fsdp - 1) / fsdp if codes_go else None,

@@ -16,11 +16,18 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import fp4engine
 from fp4engine import ops
 from fp4engine.distributed import share_weight_amaxes
+from fp4engine.estimate import Architecture, decoder
 from fp4engine.modules import sharded
 from fp4engine.modules.shared_amax import share_amax
 from fp4engine.recipe import DelayedScaling, NVFP4BlockScaling, zoo
@@ -34,6 +41,7 @@ ROWS = (
     "nvfp4_fresh",
 )  # fmt: skip
 NEAREST = NVFP4BlockScaling(disable_stochastic_rounding=True)
+LLAMA = Architecture(2, 64, 4, 128, 256, kv_heads=2)
 
 
 class Block(nn.Module):
@@ -441,6 +449,35 @@ def collectives(rank: int, mesh, alone):
     return taken
 
 
+def step_of_llama(rank: int, mesh, alone):
+    """Reductions of amaxes in a step of two Llama blocks under sequence parallelism, and the step; without and with."""
+    gathered = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    columns = [*(f"attention.qkv.{i}" for i in range(3)), "mlp.gate", "mlp.up"]
+    styles = {
+        **dict.fromkeys(("attention_norm", "mlp_norm"), SequenceParallel()),
+        **dict.fromkeys(("attention", "mlp"), gathered),
+        **dict.fromkeys(columns, ColwiseParallel()),
+        **dict.fromkeys(("attention.projection", "mlp.down"), RowwiseParallel(output_layouts=Shard(1))),
+    }
+    found = []
+    for is_together in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(decoder.Block(LLAMA) for _ in range(2)))
+        fp4engine.convert(model)
+        for block in model:
+            parallelize_module(block, mesh, styles)
+        if is_together:
+            share_weight_amaxes(model)
+        inputs = part_of_sequence(rank)
+        train(model, NEAREST, inputs=inputs)  # compares casts and seeds
+        model.zero_grad()
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+            results = train(model, NEAREST, inputs=inputs)
+        found.append((reduced.call_count, results))
+    (apart, expected), (few, results) = found
+    return apart, few, all(map(torch.equal, results, expected))
+
+
 class Siblings(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -601,6 +638,7 @@ CHECKS = {
     "sequence": sequence,
     "together": together,
     "together compiled": together_compiled,
+    "llama": step_of_llama,
     "replaced": replaced,
     "compiled": compiled,
     "mixed": mixed,
@@ -707,6 +745,11 @@ def test_amaxes_of_weights_travel_together(ranks):
     for rank in ranks:
         (apart, graphs, expected), (few, same, results) = rank["together compiled"]
         assert (apart, few) == (6, 5) and graphs == same and results == expected
+
+
+def test_a_step_reduces_for_each_split_tensor_but_weights(ranks):
+    """A block has seven weights, of which all but two are column-parallel: 7 + 5, and 2 + 5 beside the weights."""
+    assert [rank["llama"] for rank in ranks] == [(2 * 12, 2 * 7 + 1, True)] * WORLD
 
 
 def test_a_weight_put_in_the_place_of_another_has_its_own_amax(ranks):

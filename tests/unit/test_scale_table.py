@@ -41,3 +41,9 @@ def test_two_gpus_send_what_was_recorded(tool):
     assert split.activations / 2 == scattered["sent"] * (1 - 2 / scattered["calls"])  # two are at the ends
     assert split.reductions == of_tp["all_reduce", "int32"]["calls"]
     assert split.weights == split.gradients == 0
+
+
+def test_a_block_reduces_for_each_of_its_layers(tool):
+    """As `tests/distributed/test_tensor_parallel.py` counts it for blocks with seven weights."""
+    llama = tool.MODELS["Llama-3-70B"]
+    assert tool.cost(llama, tool.Layout(tp=8)).reductions == 12 * llama.layers
