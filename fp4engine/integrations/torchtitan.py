@@ -5,6 +5,7 @@ from typing import Any
 
 from torchtitan.components.quantization import QuantizationConverter  # pyright: ignore[reportMissingImports]
 from torchtitan.models.common.linear import Linear as TitanLinear  # pyright: ignore[reportMissingImports]
+from torchtitan.models.common.moe import GroupedExperts  # pyright: ignore[reportMissingImports]
 from torchtitan.protocols.module import Module  # pyright: ignore[reportMissingImports]
 
 from fp4engine.modules import Linear
@@ -43,10 +44,11 @@ class NVFP4Linear(Linear, Module):
 
 
 class NVFP4LinearConverter(QuantizationConverter):
-    """Builds :class:`NVFP4Linear` where a model's config has torchtitan's ``Linear``; subclasses of it are left alone.
+    """Builds :class:`NVFP4Linear` where a model's config has torchtitan's ``Linear``.
 
     Raises:
-        ValueError: an unknown recipe, one with delayed scaling, or a pattern that covers no linear layer.
+        ValueError: an unknown recipe, one with delayed scaling, a pattern that covers nothing, or experts
+            (``GroupedExperts``) or a subclass of ``Linear`` that no pattern covers: they are not converted.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -64,13 +66,21 @@ class NVFP4LinearConverter(QuantizationConverter):
     def convert(self, model_config: Any) -> Any:
         """``model_config`` with converted linear layers."""
         patterns = self.config.keep_high_precision
-        found = [node for node in model_config.traverse(TitanLinear.Config) if type(node[1]) is TitanLinear.Config]
+        found = [node for kind in (TitanLinear, GroupedExperts) for node in model_config.traverse(kind.Config)]
         unused = [pattern for pattern in patterns if not any(covers(pattern, name) for name, *_ in found)]
         if unused:
-            raise ValueError(f"keep_high_precision: {', '.join(unused)} covers none of {len(found)} linear layers")
+            raise ValueError(
+                f"keep_high_precision: {', '.join(unused)} covers none of {len(found)} linear layers and experts"
+            )
+        found = [node for node in found if not any(covers(pattern, node[0]) for pattern in patterns)]
+        kinds = ((name, type(config)) for name, config, *_ in found)
+        others = [f"{name} ({kind.__qualname__})" for name, kind in kinds if kind is not TitanLinear.Config]
+        if others:
+            raise ValueError(
+                "only torchtitan's own Linear is converted; let keep_high_precision cover what is to be left as it is: "
+                + ", ".join(others)
+            )
         for name, config, parent, attribute in found:
-            if any(covers(pattern, name) for pattern in patterns):
-                continue
             sizes = {key: getattr(config, key) for key in ("in_features", "out_features", "bias")}
             given = {key: getattr(config, key) for key in ("param_init", "sharding_config")}
             converted = NVFP4Linear.Config(**sizes, **given, recipe=self.config.recipe, name=name)

@@ -9,6 +9,7 @@ import fp4engine
 
 pytest.importorskip("torchtitan", reason="needs torchtitan 0.3, which no extra installs")
 
+from torchtitan.models import deepseek_v3, gpt_oss
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.llama3 import model_registry
 
@@ -84,3 +85,22 @@ def test_parts_as_plain_tensors_are_refused(spread):
     layer = NVFP4Linear.Config(in_features=32, out_features=32, name="layers.0.w1").build()
     with pytest.raises(NotImplementedError, match=r"layers.0.w1: context parallelism, and tensor parallelism"):
         layer.parallelize(SimpleNamespace(spmd_backend="spmd_types", **spread))
+
+
+@pytest.mark.parametrize(
+    ("models", "left", "first"),
+    [
+        (deepseek_v3, ["lm_head"], r"layers.1.moe.routed_experts.inner_experts \(GroupedExperts.Config\), "),
+        (gpt_oss, ["lm_head", "**.inner_experts"], r"layers.0.attention.wo \(ScaledBiasRowwiseLinear.Config\), "),
+    ],
+    ids=["experts", "a subclass"],
+)
+def test_what_is_not_converted_has_to_be_named(models, left, first):
+    def build(*patterns):
+        converter = NVFP4LinearConverter.Config(keep_high_precision=[*left, *patterns])
+        with torch.device("meta"):
+            return models.model_registry("debugmodel", converters=[converter]).model.build()
+
+    with pytest.raises(ValueError, match=rf"only torchtitan's own Linear is converted.* as it is: {first}"):
+        build()
+    assert any(isinstance(module, NVFP4Linear) for module in build("**.inner_experts", "**.wo").modules())
