@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from fp4engine.integrations import TrainingState
 from fp4engine.te.common import recipe as recipes
 from fp4engine.te.pytorch import GroupedLinear, LayerNormMLP, Linear, TransformerLayer, autocast
+from tests.ranks import process_group, spawn
 
 MAKES = {
     "linear": (lambda: Linear(32, 32), ()),
@@ -117,3 +118,23 @@ def test_a_training_state_takes_the_place_of_extra_states_in_distributed_checkpo
     resumed.load_state_dict(loaded["model"], strict=True)
     for got, want in zip(step(resumed, x, (), recipe), step(module, x, (), recipe), strict=True):
         assert torch.equal(got, want)
+
+
+def load_what_one_rank_remembers(rank, folder):
+    """Two ranks with histories of their own, whose JSON is equally long."""
+    module, recipe = Linear(32, 32, bias=False), recipes.DelayedScaling(amax_history_len=2)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+    with process_group(rank, 2, f"{folder}/store"):
+        step(module, torch.full((16, 32), 1.5 + rank), (), recipe)
+        before = bytes(module.get_extra_state().tolist())
+        dcp.save(module.state_dict(), checkpoint_id=f"{folder}/saved")
+        with pytest.raises(dcp.api.CheckpointException, match=r"Size mismatch .* for _extra_state"):
+            dcp.load(module.state_dict(), checkpoint_id=f"{folder}/saved")
+        module.set_extra_state(torch.tensor(list(before), dtype=torch.uint8))
+        assert bytes(module.get_extra_state().tolist()) == before
+    assert module.amax_histories["input"].values.tolist() == [1.5 + rank, 0.0]
+
+
+def test_distributed_checkpoints_give_no_rank_the_history_of_another(tmp_path) -> None:
+    spawn(load_what_one_rank_remembers, (str(tmp_path),), 2)

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp4engine.arguments import shown
@@ -19,11 +20,17 @@ class ExtraState(torch.nn.Module):
     """A module with an entry ``_extra_state``: bytes of what delayed scaling remembers, none for other recipes."""
 
     def get_extra_state(self) -> Tensor:
-        """The histories of this module as JSON, in a tensor of bytes."""
+        """The histories of this module as JSON, in a tensor of bytes, as many as on no other rank.
+
+        ``torch.distributed.checkpoint`` keeps the bytes of one rank for all, and loads no other number of them.
+        """
         histories = get_amax_history(self)
         if not histories:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(bytearray(json.dumps(histories).encode()), dtype=torch.uint8)
+        data = json.dumps(histories).encode()
+        if dist.is_available() and dist.is_initialized():
+            data += b" " * ((dist.get_rank() - len(data)) % dist.get_world_size())
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
         """Go on with what :meth:`get_extra_state` returned; what TransformerEngine has pickled is not read.
