@@ -1,5 +1,6 @@
 """``nn.Linear`` whose three GEMMs follow the recipe in force."""
 
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from fp4engine.functional import WeightCache
 from fp4engine.functional.weight_cache import told_of_steps
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import store_weight
+from fp4engine.modules.sharded import is_distributed
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, warn_of_third
 from fp4engine.recipe import Recipe
 
@@ -128,14 +130,14 @@ def weight_cache(model: torch.nn.Module) -> Generator[None]:
     optimizer steps and when the region ends. Cached and uncached passes give the same bytes. Such regions may lie
     within each other, and end in any order.
 
-    Under FSDP2 close the region before a shard is written to by anything but an optimizer (``load_state_dict``, say):
-    a weight that is gathered anew has the version that it had, and its entry would be used again.
+    A weight that FSDP2 gathers is quantized anew each time, since nothing shows that its shards were written to.
 
     Raises:
         ValueError: ``model`` is no module.
     """
     require_model(model)
-    layers = [module for module in model.modules() if isinstance(module, Gemms)]
+    gathered = _gathered(model)
+    layers = [module for module in model.modules() if isinstance(module, Gemms) and module not in gathered]
     caches = [WeightCache() for _ in layers]
     with _lock:
         for layer, cache in zip(layers, caches, strict=True):
@@ -149,3 +151,14 @@ def weight_cache(model: torch.nn.Module) -> Generator[None]:
                 left = vars(layer).get("_weight_caches", ())  # a module that was reverted meanwhile has none
                 if cache in left:
                     layer._weight_caches = tuple(other for other in left if other is not cache)
+
+
+def _gathered(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """The modules below ``model`` whose parameters FSDP2 gathers, also while it has them gathered."""
+    of_fsdp2: type[Any] | tuple[()] = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return {
+        below
+        for module in model.modules()
+        if isinstance(module, of_fsdp2) or is_distributed(*module.parameters(recurse=False))
+        for below in module.modules()
+    }

@@ -106,6 +106,36 @@ def fsdp2(rank: int, device: str):
     return train(sharded), train(make_model(device)), sorted(sharded.state_dict())
 
 
+WRITES = (
+    lambda shard: shard.mul_(2),
+    lambda shard: torch._foreach_mul_([shard], 2.0),
+    lambda shard: shard.to_local().mul_(2),
+)
+
+
+def cached_under_fsdp2(rank: int, device: str):
+    """``[(after its shards were written to within a region of the weight cache, outside)]``: outputs of a model."""
+    model, inp = make_model(device), torch.ones(16, 32, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.split(":")[0], (WORLD,)))
+
+    @torch.no_grad()
+    def output():
+        with fp4engine.autocast(recipe=NEAREST):
+            return model(inp)
+
+    pairs = []
+    for write in WRITES:
+        with fp4engine.weight_cache(model):  # FSDP2 leaves the model gathered after a forward
+            output()
+            model.reshard()
+            with torch.no_grad():
+                for shard in model.parameters():
+                    write(shard)
+            inside = output()
+        pairs.append((inside, output()))
+    return pairs
+
+
 class Siblings(torch.nn.Module):
     """Two sums of siblings, that of ``k_proj`` with the largest weights by far."""
 
@@ -184,6 +214,7 @@ CHECKS = {
     "rows": rows_of_their_own,
     "ddp": ddp,
     "fsdp2": fsdp2,
+    "cached": cached_under_fsdp2,
     "siblings": siblings_under_fsdp2,
     "all_reduced": all_reduced,
     "nan": nan_on_one_rank,
@@ -236,6 +267,11 @@ def test_fsdp2_trains_like_one_process(ranks):
     for sharded, alone, keys in (rank["fsdp2"] for rank in ranks):
         assert sharded == alone
         assert keys == sorted(make_model().state_dict())
+
+
+def test_a_weight_cache_keeps_nothing_that_fsdp2_gathers(ranks):
+    for rank in ranks:
+        assert all(torch.equal(inside, outside) for inside, outside in rank["cached"])
 
 
 def test_siblings_share_their_amax_under_fsdp2_as_in_one_process(ranks):
