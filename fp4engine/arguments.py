@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from enum import Enum
 from numbers import Real
 from operator import index
 from pathlib import Path
@@ -70,7 +71,7 @@ def require_one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
     for word in words:
         if value is word or (type(value) is type(word) and value == word):
             return
-    raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, got {shown(value)}")
+    raise ValueError(f"{name} must be one of {', '.join(map(shown, words))}, got {shown(value)}")
 
 
 def require_bool(name: str, value: Any) -> None:
@@ -131,5 +132,7 @@ def require_member(name: str, group: Any) -> None:
 
 
 def shown(value: object) -> str:
-    """``repr`` in one line of bounded length."""
+    """``repr`` in one line of bounded length; of an enumeration's member, the name by which it is written."""
+    if isinstance(value, Enum):
+        return f"{type(value).__name__}.{value.name}"
     return f"{' '.join(repr(value).split()):.80}"

@@ -70,14 +70,14 @@ def choice(name: str, allowed: tuple[str, ...], default: str | None) -> Any:
 
 
 def _field(name: str, default: Any, read: Callable[[], Any]) -> Any:
-    """Field of the flag ``name``; what it is without the flag is in its metadata."""
+    """Field of the flag ``name``; the name, and what the field is without the flag, are in its metadata."""
     _fields.add(name)
 
     def factory() -> Any:
         _look_for_names_that_nobody_reads()
         return read()
 
-    return dataclasses.field(default_factory=factory, metadata={"default": default})
+    return dataclasses.field(default_factory=factory, metadata={"default": default, "flag": name})
 
 
 def refuse_what_is_not_implemented() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fp4engine.arguments import shown
 from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, FLT_MAX, FLT_MIN
 from fp4engine.formats.elements import (
     E1M2,
@@ -139,7 +140,7 @@ class Rotation:
         if type(self.size) is not int or self.size not in (16, 32, 64, 128):
             raise ValueError(f"Rotation size must be 16, 32, 64 or 128, got {self.size!r}")
         if not isinstance(self.signs, Signs):
-            raise ValueError(f"Rotation signs must be a Signs, got {self.signs!r}")
+            raise ValueError(f"Rotation signs must be one of {', '.join(map(shown, Signs))}, got {shown(self.signs)}")
 
     def __str__(self) -> str:
         return f"rht{self.size}-{self.signs.value}"
@@ -342,6 +343,8 @@ def _wrong_kinds(spec: CastSpec) -> Iterator[str]:
         value = getattr(spec, name)
         if not isinstance(value, kind) or isinstance(value, bool):
             allowed = {Real: "a number", int: "an integer"}.get(kind) or f"of type {kind.__name__}"
+            if issubclass(kind, Enum):
+                allowed = f"one of {', '.join(map(shown, kind))}"
             yield f"{name} must be {allowed}, got {value!r}"
     block: Any = spec.block
     if not isinstance(block, tuple) or [type(size) for size in block] != [int, int]:

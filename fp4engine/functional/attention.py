@@ -45,7 +45,7 @@ class AttentionMask:
     bottom_right_diagonal: bool | None = None
 
     def __post_init__(self) -> None:
-        require_one_of("mask type", self.kind, MASK_TYPES)
+        require_one_of("attn_mask_type", self.kind, MASK_TYPES)
         require_one_of("bottom_right_diagonal", self.bottom_right_diagonal, (None, False, True))
         if not isinstance(self.window, Sequence) or len(self.window) != 2:
             raise ValueError(f"window_size of a mask must be two integers, got {shown(self.window_size)}")

@@ -149,7 +149,7 @@ class GroupedLinearFunction(torch.autograd.Function):
     def forward(ctx: Any, inp: Tensor, counts: Tensor, calls: list[Call], *parameters: Tensor) -> Tensor:
         call, plan = calls[0], calls[0].plan
         weights, biases = parameters[: len(calls)], parameters[len(calls) :]
-        matrix = as_matrix(inp)
+        matrix = as_matrix(inp, "the input")
         offsets = ops.expert_offsets(counts, matrix.shape[0])
         columnwise_spec = plan.input.columnwise_spec if call.needs_wgrad else None
         rowwise, columnwise = ops.grouped_quantize(

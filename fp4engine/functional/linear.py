@@ -197,7 +197,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *parameters: Any) -> Tensor:
         ctx.call, ctx.inp_shape, ctx.weight_dtype = call, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        matrix = as_matrix(x)
+        matrix = as_matrix(x, "the input")
         ctx.at_once = way = at_once(matrix, weight, call)
         if way is None:
             output, saved = _forward_by_operations(x, weight, bias, call, parameters)

@@ -44,7 +44,7 @@ def quantize_forward(call: Call, *tensors: tuple[Literal["input", "weight"], Ten
     keep_rowwise: list[bool] = []
     for role, tensor, needs_backward in tensors:
         quantizer: Quantizer = getattr(call.plan, role)
-        matrix = as_matrix(tensor)
+        matrix = as_matrix(tensor, f"the {role}")
         keeps_rowwise, arguments = _asked(quantizer, call, needs_backward, matrix.device)
         given = None if role == "input" or call.shards is None else call.shards.weight_amaxes
         parts.append(Part(role, quantizer, matrix, arguments, given))

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import require_callable, require_integer, require_model
+from fp4engine.arguments import require_callable, require_integer, require_model, shown
 from fp4engine.functional import WeightCache
 from fp4engine.functional.weight_cache import told_of_steps
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.sharded import is_distributed
-from fp4engine.modules.te_arguments import refuse_unimplemented, te_device, warn_of_third
+from fp4engine.modules.te_arguments import refuse_unimplemented, te_place, warn_of_third
 from fp4engine.recipe import Recipe
 
 
@@ -40,8 +40,9 @@ class Linear(Gemms, torch.nn.Linear):
     Raises:
         NotImplementedError: an argument of TransformerEngine's that is not implemented.
         TypeError: an argument that neither library knows.
-        ValueError: sizes that are no integers of at least 0, a ``dtype`` beside another ``params_dtype``, a ``recipe``
-            that is none or has delayed scaling, or a flag that is no bool.
+        ValueError: sizes that are no integers of at least 0, a ``dtype`` beside another ``params_dtype``, a
+            ``params_dtype`` of no floating-point numbers or of less than 16 bits, a ``recipe`` that is none or has
+            delayed scaling, or a flag that is no bool.
 
     Attributes:
         executed: what really ran, see :class:`~fp4engine.functional.ExecutedGemms`.
@@ -72,7 +73,8 @@ class Linear(Gemms, torch.nn.Linear):
         if params_dtype is not None:
             if dtype is not None and dtype != params_dtype:
                 raise ValueError(f"dtype and params_dtype are the same thing, got {dtype} and {params_dtype}")
-            dtype, device = params_dtype, te_device(device)
+            place = te_place(device, params_dtype)
+            device, dtype = place["device"], place["dtype"]
         if init_method is not None:
             require_callable("init_method", init_method)
             self.init_method = init_method  # nn.Linear's constructor initialises
@@ -82,7 +84,13 @@ class Linear(Gemms, torch.nn.Linear):
 
     @classmethod
     def from_linear(cls, module: torch.nn.Linear, name: str = "", recipe: Recipe | None = None) -> "Linear":
-        """A Linear that shares the parameters, hooks and mode of ``module``; ``module.compile()`` is not handed on."""
+        """A Linear that shares the parameters, hooks and mode of ``module``; ``module.compile()`` is not handed on.
+
+        Raises:
+            ValueError: ``module`` is no ``nn.Linear``.
+        """
+        if not isinstance(module, torch.nn.Linear):
+            raise ValueError(f"module must be a torch.nn.Linear, got {shown(module)}")
         new = cls.__new__(cls)
         new.__dict__.update(torch.nn.Module.__getstate__(module))  # leaves out the compiled call, which runs module
         new._configure(name, recipe, False)

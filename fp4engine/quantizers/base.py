@@ -217,18 +217,18 @@ def _dense_matrix(x: Tensor) -> Tensor:
     return as_matrix(x)
 
 
-def as_matrix(x: Tensor) -> Tensor:
-    """The matrix [M, K] of x [..., K], a view if possible.
+def as_matrix(x: Tensor, name: str = "x") -> Tensor:
+    """The matrix [M, K] of x [..., K], a view if possible; errors call it ``name``.
 
     Raises:
         ValueError: x is no tensor, has rank 0, or is not float16, bfloat16, float32 or float64.
     """
     if not isinstance(x, Tensor):
-        raise ValueError(f"x must be a tensor, got {type(x).__name__}")
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.ndim == 0:
-        raise ValueError("x must have at least one dimension, got a scalar tensor")
+        raise ValueError(f"{name} must have at least one dimension, got a scalar tensor")
     if x.dtype not in FLOATS:
-        raise ValueError(f"the tensor must be float16, bfloat16, float32 or float64, got {x.dtype}")
+        raise ValueError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
     if x.ndim == 2:
         return x
     return x[None] if x.ndim == 1 else x.flatten(0, -2)

@@ -135,8 +135,10 @@ class RuledRecipe(_RecipeOfRecipes):
         names = list(names)
         idle = [rule for rule in self.rules if not any(map(rule.matches_name, names))]
         if idle:
-            conditions = ", ".join(f"name={rule.name!r} blocks={rule.blocks}" for rule in idle)
-            raise ValueError(f"rules that match no module: {conditions}; the modules are {', '.join(names[:8])} ...")
+            blocks = [f" in blocks {rule.blocks}" if rule.blocks else "" for rule in idle]
+            conditions = ", ".join(f"name={rule.name!r}{where}" for rule, where in zip(idle, blocks, strict=True))
+            modules = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
+            raise ValueError(f"rules that match no module: {conditions}; the modules are {modules}")
 
     @classmethod
     def _from_plain(cls, name: str, value: Any) -> Any:

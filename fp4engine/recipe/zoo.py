@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from fp4engine.arguments import require_callable
 from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_BOUND_4OVER6, SR_GUARD
 from fp4engine.formats import (
     E1M2,
@@ -233,11 +234,17 @@ class Row:
         build: makes the recipe; flags are read then.
         source: paper or code that it follows.
         limits: where it departs from its source, or where it should not be used.
+
+    Raises:
+        ValueError: ``build`` is no function, but a recipe for instance.
     """
 
     build: Callable[[], Recipe]
     source: str
     limits: str = ""
+
+    def __post_init__(self) -> None:
+        require_callable("build", self.build)
 
 
 OWN_SIGNS = "signs of its own, drawn once: the paper does not print any"

@@ -142,7 +142,7 @@ def test_a_window_of_a_forward_is_no_less_checked(window):
     layer = fp4engine.MultiheadAttention(32, 2)
     with pytest.raises(ValueError, match="window_size of a mask must be two integers, got "):
         layer(torch.randn(4, 2, 32), window_size=window)
-    with pytest.raises(ValueError, match=r"mask type must be one of .* got ''"):
+    with pytest.raises(ValueError, match=r"attn_mask_type must be one of .* got ''"):
         layer(torch.randn(4, 2, 32), attn_mask_type="")
 
 

@@ -22,7 +22,7 @@ from fp4engine.inspect import bisect, sensitivity
 from fp4engine.integrations import TrainingState
 from fp4engine.modules.shared_amax import sibling_groups
 from fp4engine.optimizer_hooks import OsciReset, OutControl
-from fp4engine.recipe import Casts, CustomRecipe, DelayedScaling, NVFP4BlockScaling, Rule, combine
+from fp4engine.recipe import Casts, CustomRecipe, DelayedScaling, NVFP4BlockScaling, Rule, combine, zoo
 
 RECIPE = NVFP4BlockScaling()
 ROLE = fp4engine.QuantizerRole("linear", "input")
@@ -212,6 +212,9 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
         (lambda: fp4engine.LayerNormLinear(32, 32, params_dtype=torch.int8), "params_dtype must be .* got torch.int8"),
         (lambda: fp4engine.LayerNormLinear(32, 32, recipe=nn.Linear(2, 2)), "recipe must be .* got Linear"),
         (lambda: fp4engine.GroupedLinear(2, 32, 32, params_dtype="bf16"), "params_dtype must be .* got 'bf16'"),
+        (lambda: fp4engine.Linear(32, 32, params_dtype="bf16"), "params_dtype must be .* got 'bf16'"),
+        (lambda: fp4engine.Linear.from_linear(nn.Conv2d(1, 1, 1)), r"module must be a torch.nn.Linear, got Conv2d"),
+        (lambda: make_model()(torch.ones(4, 32, dtype=torch.int64)), "the input must be float16, .* got torch.int64"),
         (lambda: fp4engine.Linear(32, 32, init_method="normal"), "init_method must be a function, got 'normal'"),
         (lambda: qat.distillation_loss(torch.ones(2), torch.ones(2) + 1j), "teacher must be .* got torch.complex64"),
         (
@@ -231,6 +234,9 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
         (lambda: fp4engine.checkpoint(None, torch.ones(4)), "function must be a function, got None"),
         (lambda: fp4engine.make_quantizer(None, ROLE), r"recipe must be an fp4engine\.recipe\.Recipe, got None"),
         (lambda: fp4engine.make_quantizer(RECIPE, "input"), "role must be a QuantizerRole, got 'input'"),
+        (lambda: CastSpec(rounding="even"), "rounding must be one of RoundingMode.EVEN, .* got 'even'"),
+        (lambda: DelayedScaling(fp8_format="E4M3"), "fp8_format must be one of Format.HYBRID, Format.E4M3, .* 'E4M3'"),
+        (lambda: zoo.Row(RECIPE, "here"), r"build must be a function, got NVFP4BlockScaling\(\)"),
         (lambda: combine(RECIPE, "nvfp4"), r"backward must be an fp4engine\.recipe\.Recipe, got 'nvfp4'"),
         (lambda: Casts("e2m1"), r"rowwise must be an fp4engine\.formats\.CastSpec or None, got 'e2m1'"),
         (lambda: Casts(CastSpec(), clipped_gradient="no"), "clipped_gradient must be True or False, got 'no'"),

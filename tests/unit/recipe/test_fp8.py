@@ -43,7 +43,7 @@ def test_element_per_role(cls, fp8_format: Format, forward, gradient) -> None:
 @pytest.mark.parametrize(
     ("cls", "arguments", "message"),
     [
-        (Float8CurrentScaling, {"fp8_format": Format.E2M1}, "fp8_format must be one of .*HYBRID.* got <Format.E2M1"),
+        (Float8CurrentScaling, {"fp8_format": Format.E2M1}, "fp8_format must be one of .*HYBRID.* got Format.E2M1"),
         (Float8CurrentScaling, {"fp8_dpa": True}, "fp8_dpa must be one of False, got True"),
         (Float8CurrentScaling, {"fp8_gemm_dgrad": True}, "fp8_gemm_dgrad must be one of MMParams"),
         (

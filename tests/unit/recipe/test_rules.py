@@ -134,8 +134,11 @@ def test_lists_of_rules_and_phases_are_kept_as_tuples() -> None:
 def test_rules_that_match_nothing_are_named() -> None:
     names = ["layers.28.mlp.fc1", "layers.3.router"]
     MIXED.check(names)
-    with pytest.raises(ValueError, match=r"rules that match no module: name='\*\*.router'"):
+    with pytest.raises(ValueError, match=r"no module: name='\*\*.router'; the modules are layers.28.mlp.fc1$"):
         MIXED.check(names[:1])
+    early = RuledRecipe(NVFP4, (Rule(HIGH, "layers.*", blocks=(90, 99)),))
+    with pytest.raises(ValueError, match=r"name='layers.\*' in blocks \(90, 99\); the modules are .*, layers.7, ...$"):
+        early.check([f"layers.{number}" for number in range(9)])
 
 
 def test_a_schedule_is_a_pure_function_of_the_step() -> None:
