@@ -104,4 +104,8 @@ def _look_for_names_that_nobody_reads() -> None:
         if name not in NOT_IMPLEMENTED and name not in _fields and name not in _warned:
             _warned.add(name)
             (nearest,) = get_close_matches(name, sorted(_fields), n=1, cutoff=0.0)
-            warnings.warn(f"nobody reads the environment flag {name}; did you mean {nearest}?", stacklevel=5)
+            warnings.warn(
+                f"nobody reads the environment flag {name}; did you mean {nearest}? "
+                f"The flags are {', '.join(sorted(_fields))}",
+                stacklevel=5,
+            )

@@ -15,10 +15,12 @@ import shlex
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+
+from fp4engine import recipe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -163,6 +165,14 @@ def test_every_public_name_is_on_the_reference_page_and_says_what_it_raises(modu
             assert value.__doc__, f"{module}.{name} has no docstring"
         if inspect.isfunction(value) and re.search(r"^\s+raise ", inspect.getsource(value), re.MULTILINE):
             assert "Raises:" in value.__doc__, f"{module}.{name} does not say what it raises"
+
+
+def test_the_table_of_flags_has_every_argument_that_a_flag_sets() -> None:
+    page = (REPOSITORY / "docs" / "recipes.md").read_text()
+    written = set(re.findall(r"^\| `(\w+)` \| `(NVTE_\w+)` \|", page, re.MULTILINE))
+    recipes = [value for value in vars(recipe).values() if isinstance(value, type) and issubclass(value, recipe.Recipe)]
+    read = {(f.name, f.metadata["flag"]) for kind in recipes for f in fields(kind) if "flag" in f.metadata}
+    assert written == read
 
 
 def test_missing_names_are_found() -> None:

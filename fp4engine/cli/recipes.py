@@ -43,7 +43,8 @@ def _listing() -> str:
     columns += [[preset, *(gaps.get(name, "") for name in zoo.ZOO)] for preset, gaps in measured.items()]
     header, *rows = zip(*columns, ["", *(row.source.replace("`", "") for row in zoo.ZOO.values())], strict=True)
     lines = table(header, rows).splitlines()
-    about = ["Gaps to BF16 in percent, with standard errors: docs/leaderboard.md."] if measured else []
+    gaps = "by how many percent a small GPT's loss ended above BF16's, ± standard error (docs/leaderboard.md)"
+    about = [f"{', '.join(measured)}: {gaps}."] if measured else []
     return "\n".join([*lines[not measured :], "", *about, "fp4engine recipes NAME shows the casts of one of them."])
 
 

@@ -31,6 +31,7 @@ def test_recipes_lists_the_book_and_prints_one_as_json(capsys) -> None:
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in zoo.ZOO)
+    assert "by how many percent a small GPT's loss ended above BF16's" in listed
     assert main(["recipes", "quartet2", "--json"]) == 0
     assert recipe_from_json(capsys.readouterr().out) == zoo.make("quartet2")
     assert main(["recipes", "quartet2"]) == 0
