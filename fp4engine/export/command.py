@@ -153,7 +153,7 @@ def _one_line(value: object) -> str:
 def _recipe(name: str) -> Recipe:
     if name in zoo.ZOO:
         return zoo.make(name)
-    text = _text(name, "--recipe")
+    text = _text(name, "--recipe", "a name that fp4engine recipes lists")
     try:
         return recipe_from_json(text)
     except ValueError as error:
@@ -163,7 +163,7 @@ def _recipe(name: str) -> Recipe:
 def _inputs(value: str | None) -> Any:
     if value is None or value in ("dynamic", "high_precision"):
         return value
-    text = _text(value, "--inputs")
+    text = _text(value, "--inputs", "'high_precision', 'dynamic'")
     try:
         amaxes = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -188,8 +188,9 @@ def _size(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a size in GiB, such as 0.5, got {text!r}")
 
 
-def _text(path: str, argument: str) -> str:
+def _text(path: str, argument: str, words: str) -> str:
+    """The text of the file ``path``, which ``argument`` names since it is none of ``words``."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{argument} is neither a known name nor a readable file: {error}") from error
+        raise ValueError(f"{argument} must be {words} or a JSON file, got {path!r}: {error}") from error

@@ -184,7 +184,8 @@ def _casts(
     if why and not requantize:
         raise ValueError(
             f"{name!r} is multiplied as {_words(quantizer.rowwise_spec)}, which no NVFP4 checkpoint holds: {why}; "
-            "requantize=True casts it to nearest NVFP4 instead, which is not what was trained"
+            "requantize=True (on the command line --requantize) casts it to nearest NVFP4 instead, which is not what "
+            "was trained"
         )
     if why:
         quantizer = Quantizer(CastSpec(), CastSpec(), backend=quantizer.backend)

@@ -66,8 +66,9 @@ def test_the_files_of_a_tokenizer_go_along_whatever_they_are_called(tmp_path, so
     ("change", "words", "complaint"),
     [
         ({}, [], "(on the command line --inputs) 'dynamic', or 'high_precision'"),
-        ({}, ["--inputs", "gone.json"], "neither a known name nor a readable file"),
-        ({}, ["--recipe", "nvfp5"], "neither a known name nor a readable file"),
+        ({}, ["--inputs", "gone.json"], "--inputs must be 'high_precision', 'dynamic' or a JSON file, got 'gone.json'"),
+        ({}, ["--recipe", "nvfp5"], "--recipe must be a name that fp4engine recipes lists or a JSON file, got 'nvfp5'"),
+        ({}, ["--recipe", "mxfp4", "--inputs", "dynamic"], "(on the command line --requantize) casts it"),
         ({}, ["--keep-high-precision", "head"], "'head' covers no nn.Linear"),
         ({"architectures": ["Path"]}, ["--inputs", "dynamic"], "names no architecture"),
         ({"architectures": None}, ["--inputs", "dynamic"], "names no architecture"),
@@ -152,7 +153,7 @@ def test_tensors_that_are_not_in_high_precision_are_refused_by_name(tmp_path, so
     [
         ("{", "amaxes.json is no JSON"),
         ("[" * 100_000, "amaxes.json is no JSON"),
-        ("\xff", "neither a known name nor a readable file"),
+        ("\xff", "'dynamic' or a JSON file, got"),
         ("[]", "one JSON object of numbers"),
         ('{"LAYER": true}', "one JSON object of numbers"),
         ('{"LAYER": NaN}', "finite FP32 amax"),
