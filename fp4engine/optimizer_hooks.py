@@ -308,7 +308,8 @@ class _Controlled(Linear):
         if self.norms is not None and self.training and not in_backward():  # activation checkpointing repeats forwards
             self.norms += input.detach().reshape(-1, self.in_features).float().norm(dim=0)
         state = self._state_in_force()
-        if self.channels is None or self._plan_under(state) is None:
+        plan = None if self.channels is None else self._plan_under(state)
+        if self.channels is None or plan is None or plan.is_identity:
             return super().forward(input, is_first_microbatch)
         if is_distributed(input, self.weight, self.bias):
             raise NotImplementedError(f"{self.name}: OutControl splits whole matrices, not DTensors")
@@ -340,8 +341,9 @@ class OutControl(_StepHook):
 
     From step ``start`` on, each layer adds up the norms of its input's channels over every forward in train mode;
     ``steps`` steps later it chooses. From then on ``y = x[others] W[:, others]^T + b + x[outlying] W[:, outlying]^T``,
-    each term rounded to the output's dtype, the first by the recipe in force and the second by ``recipe``. Where no
-    recipe is in force nothing is split. ``inspect.record`` says of a layer that is split that it cannot see it.
+    each term rounded to the output's dtype, the first by the recipe in force and the second by ``recipe``. Nothing is
+    split where no recipe is in force, or where that recipe leaves all six operands of the layer in high precision.
+    ``inspect.record`` says of a layer that is split that it cannot see it.
 
     It covers every ``fp4engine.Linear`` whose weight ``optimizer`` trains. The modules stay the same objects, and their
     ``state_dict`` is what it was: the chosen channels are in the hook's.

@@ -84,6 +84,7 @@ class LinearPlan:
         casts: the keys of all casts; None unless every cast makes an operand directly from its tensor and does
             nothing else.
         is_stateful: whether scales depend on earlier steps; :meth:`remembering_in` then makes a plan for one module.
+        is_identity: whether all six operands stay in high precision.
         in_group: the roles whose amaxes are shared over an ``amax_reduction_group``.
         described: all of the plan in which ranks that share tensors have to agree, in one string.
     """
@@ -98,6 +99,7 @@ class LinearPlan:
     draws_in_forward: bool = field(init=False, repr=False, compare=False)
     draws_in_backward: bool = field(init=False, repr=False, compare=False)
     is_stateful: bool = field(init=False, repr=False, compare=False)
+    is_identity: bool = field(init=False, repr=False, compare=False)
     formats: dict[GemmName, str] = field(init=False, repr=False, compare=False)
     casts: LayerCasts | None = field(init=False, repr=False, compare=False)
     in_group: tuple[str, ...] = field(init=False, repr=False, compare=False)
@@ -119,6 +121,8 @@ class LinearPlan:
         object.__setattr__(self, "formats", _gemm_formats(self))
         roles = (self.input, self.weight, self.grad_output)
         object.__setattr__(self, "is_stateful", any(quantizer.is_stateful for quantizer in roles))
+        is_identity = all(quantizer.is_identity and quantizer.only_casts for quantizer in roles)
+        object.__setattr__(self, "is_identity", is_identity)
         object.__setattr__(self, "casts", _casts(self))
         in_group = tuple(role for role, own in zip(TENSOR_TYPES, roles, strict=True) if own.joins_group)
         object.__setattr__(self, "in_group", in_group)

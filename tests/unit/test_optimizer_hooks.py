@@ -17,7 +17,7 @@ from fp4engine import inspect
 from fp4engine.distributed import draw_by_layer
 from fp4engine.integrations import TrainingState
 from fp4engine.optimizer_hooks import OsciReset, OutControl, outlier_recipe
-from fp4engine.recipe import LinearRecipe, Recipe, recipe_from_json, zoo
+from fp4engine.recipe import LinearRecipe, Recipe, Rule, RuledRecipe, ScheduledRecipe, recipe_from_json, zoo
 from tests.ranks import process_group, spawn
 from tests.recipes.test_sources import Draws, mxfp8, tetrajet
 
@@ -281,13 +281,42 @@ def test_until_channels_are_chosen_and_outside_regions_nothing_changes() -> None
     assert equal(net, plain)
     x = torch.randn(8, 64)
     assert torch.equal(net(x), plain(x))
-    with fp4engine.autocast(recipe=LinearRecipe()):
-        assert not torch.equal(net(x), plain(x)), "the outlying channels are cast now"
+    with fp4engine.autocast(recipe=zoo.make("nvfp4")):
+        assert not torch.equal(net(x), plain(x)), "the outlying channels are multiplied by themselves now"
     assert net.state_dict().keys() == plain.state_dict().keys()
     hook.remove()
     assert type(net[0]) is fp4engine.Linear
-    with fp4engine.autocast(recipe=LinearRecipe()):
+    with fp4engine.autocast(recipe=zoo.make("nvfp4")):
         assert torch.equal(net(x), plain(x))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        RuledRecipe(zoo.make("tetrajet2"), (Rule(LinearRecipe(), "2"),)),
+        ScheduledRecipe(((0, zoo.make("tetrajet2")), (9, LinearRecipe()))).at(9),
+    ],
+    ids=["rule", "schedule"],
+)
+def test_a_layer_that_its_recipe_leaves_in_high_precision_is_not_split(recipe: Recipe) -> None:
+    """The outlying channels of such a layer were multiplied in MXFP8, and their gradients in FP4."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    hook = OutControl(net, optimizer, start=0, steps=1, multiple=16)
+    train(net, optimizer, zoo.make("tetrajet2"), batches(2))
+    assert hook.state_dict()["channels"].keys() == {"0", "2"}
+    layer, plain = net[2], nn.Linear(64, 32, bias=False)
+    plain.load_state_dict(layer.state_dict())
+    results: list[list[Tensor | None]] = []
+    for each in (layer, plain):
+        each.zero_grad()
+        x = next(batches(1)).requires_grad_()
+        with fp4engine.autocast(recipe=recipe):
+            y = each(x)
+        y.square().sum().backward()
+        results.append([y, x.grad, each.weight.grad])
+    for left, right in zip(*results, strict=True):
+        assert left is not None and right is not None and torch.equal(left, right)
 
 
 @pytest.mark.parametrize(("training", "value"), [(False, 1.0), (True, float("nan")), (True, 0.0)])
