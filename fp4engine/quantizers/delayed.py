@@ -1,5 +1,6 @@
 """FP8 with scales from earlier steps: the only quantizer with a memory."""
 
+import copy
 import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +23,7 @@ class _Step:
     """A step of delayed scaling: the time between entering and leaving an outermost region, on one thread.
 
     Attributes:
-        memories: of the modules that took part in it, by ``id``.
+        memories: of the modules that took part in it, by ``id``, and of histories that were copied meanwhile.
         is_open: False once the region is left.
     """
 
@@ -187,6 +188,14 @@ class AmaxHistory:
     def __getstate__(self) -> dict[str, Any]:
         """Copies take part in no step."""
         return {**self.__dict__, "_step": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AmaxHistory":
+        """A copy, whose step ends with the step that is open on this thread if this history takes part in that."""
+        copied = memo[id(self)] = object.__new__(type(self))
+        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
+        if self._step is not None and self._step is _thread.open.step:
+            self._step.memories[id(copied)] = {"": copied}
+        return copied
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """FP8 recipes: TransformerEngine's switches, formats per role, and scales that come from earlier steps."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -187,6 +188,22 @@ def test_a_step_ends_with_the_outermost_region_whatever_its_recipe() -> None:
         with fp4engine.autocast(), fp4engine.autocast(recipe=DelayedScaling()):
             layer(torch.full((4, 32), 2.0))
     assert float(layer.amax_histories["input"].amax) == 2
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_the_step_of_a_copy_ends_with_the_region_in_which_it_was_made(is_used: bool) -> None:
+    """A copy that was not used before the region closed scaled its next step by the amax of the last one."""
+    layer = fp4engine.Linear(32, 32, bias=False)
+    with fp4engine.autocast(recipe=DelayedScaling()):
+        layer(torch.full((4, 32), 2.0))
+        copied = copy.deepcopy(layer)
+        for each in (layer, copied)[: 1 + is_used]:
+            each(torch.full((4, 32), 1.0))
+    for each in (layer, copied):
+        with fp4engine.autocast(recipe=DelayedScaling()):
+            each(torch.full((4, 32), 3.0))
+        history = each.amax_histories["input"]
+        assert history.values[:3].tolist() == [3, 2, 0] and float(history.amax) == 2
 
 
 def test_evaluation_leaves_no_trace_in_the_history() -> None:
