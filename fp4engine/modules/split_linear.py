@@ -12,6 +12,7 @@ from fp4engine.functional.fused_input import FusedInput
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import refuse_parts, store_weight
 from fp4engine.modules.te_arguments import initializer, refuse_unimplemented, te_place
+from fp4engine.ops import is_replaying
 from fp4engine.recipe import Recipe
 
 ParametersSplit = Mapping[str, int] | Iterable[str] | None
@@ -93,7 +94,11 @@ class SplitLinear(Gemms):
             return weights[0], biases[0]
         # torch.autocast would refuse to join parameters of the 16-bit dtype that is not its own.
         with torch.autocast(weights[0].device.type, enabled=False):
-            return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
+            weight, bias = torch.cat(weights), None if biases[0] is None else torch.cat(biases)
+        if is_replaying() and not torch.is_grad_enabled():
+            # In the first run of a reentrant checkpoint: the draws of the second run depend on whether this is trained.
+            weight.requires_grad_(any(part.requires_grad for part in weights))
+        return weight, bias
 
     def forward(
         self, inp: Tensor | FusedInput, is_first_microbatch: bool | None = None

@@ -325,6 +325,29 @@ def test_draws_for_operands_of_the_backward_pass_are_repeated(blocks, use_reentr
     assert_same(run(partial(fp4engine.checkpoint, use_reentrant=use_reentrant)), run(plain))
 
 
+@REENTRANT
+@pytest.mark.parametrize("frozen", [False, True])
+def test_draws_for_a_weight_in_parts_are_repeated(use_reentrant: bool, frozen: bool) -> None:
+    """A reentrant checkpoint's first run joins the parts without gradients, so that they did not seem to be trained."""
+    torch.manual_seed(0)
+    layer = fp4engine.LayerNormLinear(16, 32, parameters_split=("query", "key"))
+    layer.query_weight.requires_grad_(not frozen)
+    layer.key_weight.requires_grad_(not frozen)
+    blocks = torch.nn.ModuleList([layer, Linear(32, 16)])
+    trained = [parameter for parameter in blocks.parameters() if parameter.requires_grad]
+
+    def run(checkpoint):
+        fp4engine.manual_seed(11)
+        inp = torch.randn(6, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        blocks.zero_grad()
+        with fp4engine.autocast(recipe=ZOO["fp4_all_the_way"].build()):
+            output = through(blocks, checkpoint)(inp)
+        output.square().sum().backward()
+        return [output.detach(), inp.grad, *(parameter.grad for parameter in trained)]
+
+    assert_same(run(partial(fp4engine.checkpoint, use_reentrant=use_reentrant)), run(plain))
+
+
 def test_draws_in_the_forward_are_repeated_on_a_stream_that_had_not_begun(blocks, monkeypatch):
     from fp4engine.ops import rng
 
