@@ -12,15 +12,12 @@ The modules' bytes are held to an oracle before anything is timed. Then what the
 and the cast of its value, one after the other and fused.
 """
 
-import argparse
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from timing import environment, graph_seconds, repeats_for, time_in_turn
+from timing import argument_parser, environment, graph_seconds, repeats_for, time_in_turn, write_json
 from torch import Tensor
 
 import fp4engine
@@ -224,9 +221,8 @@ def measure(kind: str, sizes: tuple[int, ...]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="the feed-forward block only")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     torch.manual_seed(0)
     check()
@@ -246,10 +242,7 @@ def main() -> None:
     print(f"\n{'function and cast, 8,192 tokens':32} {'apart ms':>9} {'fused ms':>9}")
     for name, times in casts.items():
         print(f"{name:32} {times['apart']:9.3f} {times['fused']:9.3f}")
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "block.json").write_text(
-        json.dumps(dict(environment=environment(), rows=rows, casts=casts), indent=1)
-    )
+    write_json(arguments.out / "block.json", dict(environment=environment(), rows=rows, casts=casts))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import environment
+from timing import argument_parser, environment, write_json
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -395,9 +395,7 @@ def bytes_of(run: Run) -> list[dict[str, Any]]:
 
 def write(run: Run, record: dict[str, Any]) -> None:
     if run.rank == 0:
-        folder: Path = run.arguments.out
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "distributed.json").write_text(json.dumps(record, indent=1) + "\n")
+        write_json(run.arguments.out / "distributed.json", record)
 
 
 def train_all(arguments: argparse.Namespace) -> int:
@@ -527,11 +525,11 @@ def report(path: Path) -> None:
         row["wire_predicted"] = predicted(row, ranks)
         for cells in wire_lines(row):
             print(f"| {' | '.join([row['model'], row['layout'], row['precision'], *cells])} |")
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(path, record)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES))
     parser.add_argument("--model", choices=("1b", "85m", "tiny"), default="1b", help="of all modes but 8b")
     parser.add_argument("--parameters", choices=("bf16", "fp32"), default="bf16", help="what the optimizer steps")
@@ -542,7 +540,6 @@ def main() -> int:
         "--profile", action="store_true", help="say in a file beside the result where each row's time goes"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--report", type=Path, help="print the tables of this file, and train nothing")
     arguments = parser.parse_args()
     if arguments.report is not None:

@@ -9,7 +9,6 @@ checkpoint is read back, weighed, and removed. Results are in benchmarks/results
 before. The exit code is 1 if the 8B model takes more than 16 GiB or more than 5 minutes.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from timing import argument_parser, write_json
 
 from fp4engine.export import ServedCheckpoint
 
@@ -111,11 +111,10 @@ def processor() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="where checkpoints are made")
     parser.add_argument("--model", choices=tuple(SIZES), default="8b")
     parser.add_argument("--cores", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     source = arguments.folder / f"random-{arguments.model}"
     target = arguments.folder / f"random-{arguments.model}-nvfp4"
@@ -143,8 +142,7 @@ def main() -> int:
         "exported_gib": sum(file.stat().st_size for file in target.iterdir()) / 2**30,
     }
     shutil.rmtree(target)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "export.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_json(arguments.out / "export.json", record)
     print(json.dumps(record, indent=1))
     return int(arguments.model == "8b" and (took["peak_gib"] > GIBIBYTES or took["seconds"] > SECONDS))
 

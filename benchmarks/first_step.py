@@ -5,8 +5,6 @@
 Two blocks of width 768 and a head of 50,304, 8,192 tokens, BF16, the default recipe, with an empty cache of its own.
 """
 
-import argparse
-import json
 import os
 import tempfile
 import time
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from timing import environment
+from timing import argument_parser, environment, write_json
 from torch import Tensor, nn
 
 import fp4engine
@@ -57,9 +55,8 @@ def steps(cache: Path) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--one-by-one", action="store_true", help="compile the kernels of a launch one after the other")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     if arguments.one_by_one:
         from fp4engine.kernels import launch
@@ -70,9 +67,8 @@ def main() -> None:
         rows = steps(Path(folder))
     for number, row in enumerate(rows):
         print(f"step {number}: {row['seconds']:.2f} s, {row['kernels']} kernels compiled so far", flush=True)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / "first_step.json"
-    path.write_text(json.dumps({"environment": environment(), "cores": os.cpu_count(), "steps": rows}, indent=1) + "\n")
+    record = {"environment": environment(), "cores": os.cpu_count(), "steps": rows}
+    write_json(arguments.out / "first_step.json", record)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,10 @@ per layer, 8,192 tokens, BF16 parameters and activations:
     delayed      DelayedScaling
 """
 
-import argparse
-import json
-from pathlib import Path
-
 import torch
 from gemm import MODELS, TOKENS
 from step import make, problem, run_nvfp4, run_step
-from timing import environment, repeats_for, time_in_turn
+from timing import argument_parser, environment, repeats_for, time_in_turn, write_json
 
 import fp4engine
 from fp4engine.quantizers import reference_quantizer
@@ -66,9 +62,8 @@ def measure(fan_in: int, fan_out: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one layer per model")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     check()
     rows = []
@@ -79,8 +74,7 @@ def main() -> None:
             rows.append({"model": model, "in": fan_in, "out": fan_out, **times})
             speedups = "".join(f"{times['bf16'] / times[name]:9.2f}x" for name in VARIANTS)
             print(f"{model + f' {fan_in} -> {fan_out}':28} {times['bf16']:9.3f}{speedups}", flush=True)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "fp8.json").write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    write_json(arguments.out / "fp8.json", {"environment": environment(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -13,14 +13,12 @@ Every problem is checked before it is timed; a wrong one stops the run. Rows:
 The variants of one problem take turns, so that a GPU at its power limit treats them alike.
 """
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from timing import environment, repeats_for, time_in_turn
+from timing import argument_parser, environment, repeats_for, time_in_turn, write_json
 
 from fp4engine import reference
 from fp4engine.formats import CastSpec
@@ -140,9 +138,8 @@ def plot(results: list[dict], facts: dict, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one layer per model")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     facts = environment()
@@ -154,9 +151,7 @@ def main() -> None:
         measure(dict(model="small", layer=f"{n}x{m}, {k}", gemm="wgrad", mnk=(m, n, k)))
         for m, n, k in SMALL_WGRADS[:: 4 if arguments.quick else 1]
     ]
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    record = dict(environment=facts, results=results, small=small)
-    (arguments.out / "gemm.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_json(arguments.out / "gemm.json", dict(environment=facts, results=results, small=small))
     plot(results, facts, arguments.out / "gemm.png")
     print(facts)
     print(table(results))

@@ -11,17 +11,14 @@ milliseconds.
     python benchmarks/host.py --launchers        # these alone
 """
 
-import argparse
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from step import make, run_nvfp4, run_step
-from timing import environment, host_microseconds, time_in_turn
+from timing import argument_parser, environment, host_microseconds, time_in_turn, write_json
 
 import fp4engine
 from fp4engine.kernels import cuda_driver
@@ -95,8 +92,7 @@ def by_triton(compiled: Any, programs: int, arguments: Any) -> Callable[[], None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser = argument_parser(__doc__)
     parser.add_argument("--launchers", action="store_true", help="time only how kernels are started")
     arguments = parser.parse_args()
     times: dict[str, dict[str, float]] = {}
@@ -106,8 +102,7 @@ def main() -> None:
         print(f"{found['kernels']} kernels of a layer of {features} features: {by}", flush=True)
     if not arguments.launchers:
         times |= layers()  # afterwards, since a launch is planned once
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "host.json").write_text(json.dumps(dict(environment=environment(), **times), indent=1) + "\n")
+    write_json(arguments.out / "host.json", dict(environment=environment(), **times))
 
 
 if __name__ == "__main__":

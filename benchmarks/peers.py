@@ -14,9 +14,7 @@ is a row that says why. Two tables:
                     elements differ from the reference with the same amax
 """
 
-import argparse
 import importlib
-import json
 import sys
 import types
 from collections.abc import Callable
@@ -27,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from step import RECIPE, check, make, problem
-from timing import environment, graph_seconds, repeats_for, time_in_turn
+from timing import argument_parser, environment, graph_seconds, repeats_for, time_in_turn, write_json
 from torch import Tensor
 
 import fp4engine
@@ -325,10 +323,9 @@ def version(distribution: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--peers", type=Path, help="folder of packages, put before all others")
     parser.add_argument("--quick", action="store_true", help="one layer, and without the rows that compile for minutes")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of peers.json")
     arguments = parser.parse_args()
     if arguments.peers:
         sys.path.insert(0, str(arguments.peers.resolve()))
@@ -346,9 +343,7 @@ def main() -> None:
         linears += rows
         torch.cuda.empty_cache()
     fake = fake_quantize_table()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    record = {"environment": facts, "linears": linears, "fake_quantize": fake}
-    (arguments.out / "peers.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_json(arguments.out / "peers.json", {"environment": facts, "linears": linears, "fake_quantize": fake})
 
 
 if __name__ == "__main__":

@@ -7,16 +7,14 @@ before a speed is printed. Times are medians over replays of a CUDA graph that w
 bytes are what the operation must move (input once, outputs once). Results go to benchmarks/results/ as JSON and PNG.
 """
 
-import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-from timing import environment, graph_seconds, host_microseconds
+from timing import argument_parser, environment, graph_seconds, host_microseconds, write_json
 from torch import Tensor
 
 from fp4engine import ops, reference
@@ -27,7 +25,6 @@ from fp4engine.kernels.dequantize import decode, dequantize
 from fp4engine.kernels.launch import facts
 from fp4engine.kernels.source import Asked
 
-RESULTS = Path(__file__).parent / "results"
 STREAM = 32
 PLAIN = CastSpec()
 ROTATED = CastSpec(rotation=Rotation())
@@ -184,9 +181,8 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="three shapes instead of twelve")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON and PNG")
     arguments = parser.parse_args()
     rng = torch.tensor([1234, 5], device="cuda")
     wrong = check_parity(rng)
@@ -204,9 +200,8 @@ def main() -> None:
         print(row["shape"], "  ".join(f"{name} {share:.2f}" for name, share in row["share"].items()))
     small = overhead()
     print("us per call on [128, 1024]:", "  ".join(f"{name} {t:.1f}" for name, t in small.items()))
-    arguments.out.mkdir(parents=True, exist_ok=True)
     record = {"environment": environment(), "copy_gb_per_s": best_copy, "rows": rows, "us_per_call": small}
-    (arguments.out / "quantize.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_json(arguments.out / "quantize.json", record)
     draw(rows, arguments.out / "quantize.png")
 
 

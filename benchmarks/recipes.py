@@ -13,20 +13,17 @@ Kernels are compiled first, by `--jobs` processes. A line per row is printed and
 that is cut off keeps its rows.
 """
 
-import argparse
 import copy
-import json
 import multiprocessing
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from step import gradients, make, problem, run_nvfp4, run_step
-from timing import environment, milliseconds
+from timing import argument_parser, environment, milliseconds, write_json
 
 import fp4engine
 from fp4engine import ops
@@ -122,12 +119,10 @@ def measure(name: str, fan_in: int, fan_out: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--rows", nargs="*", choices=list(zoo.ZOO), metavar="ROW", default=list(zoo.ZOO))
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         for _ in pool.map(compile_row, arguments.rows):
@@ -146,8 +141,7 @@ def main() -> None:
             megabytes = f"{row['saved'] / 1e6:9.0f} {row['peak'] / 1e6:8.0f}"
             line += f"{row['ms']:11.3f} ms {row['ratio']:6.2f} {megabytes}"
         print(line, flush=True)
-        result = {"environment": environment(), "rows": rows}
-        (arguments.out / "recipes.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_json(arguments.out / "recipes.json", {"environment": environment(), "rows": rows})
     slowest = max((row for row in rows if row["in"] == row["out"]), key=lambda row: row["ratio"])
     print(f"slowest: {slowest['row']}, {slowest['ratio']:.2f} of BF16", flush=True)
 

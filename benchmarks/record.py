@@ -11,7 +11,6 @@ without them. `reproducible` says whether two runs without recording have the sa
 nothing about recording. Exit code 1 if a loss differs.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import environment
+from timing import argument_parser, environment, write_json
 from training import MODELS, forward
 
 import fp4engine
@@ -100,16 +99,14 @@ def measure(config: dict[str, int], every: int, device: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--model", choices=tuple(MODELS), default="85m")
     parser.add_argument("--every", type=int, default=100, help="steps from one recorded step to the next")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS then adds in the same order every time
     result = measure(MODELS[arguments.model], arguments.every, "cuda")
-    arguments.out.mkdir(parents=True, exist_ok=True)
     record = {"environment": environment(), "model": arguments.model, **result}
-    (arguments.out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_json(arguments.out / "record.json", record)
     print(json.dumps(record, indent=1))
     return 0 if result["losses_equal"] else 1
 

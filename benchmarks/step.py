@@ -12,15 +12,12 @@ parameters and activations:
 Then the share of the step's GPU time per kernel, and the host time of a step too small to fill the GPU.
 """
 
-import argparse
-import json
 from collections import defaultdict
 from functools import partial
-from pathlib import Path
 
 import torch
 from gemm import MODELS, TOKENS
-from timing import environment, host_microseconds, repeats_for, time_in_turn
+from timing import argument_parser, environment, host_microseconds, repeats_for, time_in_turn, write_json
 
 import fp4engine
 from fp4engine.quantizers import reference_quantizer
@@ -149,9 +146,8 @@ def host_times() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one layer per model")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     check()
     rows = []
@@ -172,9 +168,8 @@ def main() -> None:
     for name, microseconds in host.items():
         print(f"  {name:60} {microseconds:9.1f}")
     print(f"  {'nvfp4 / bf16':60} {host['nvfp4'] / host['bf16']:9.2f}", flush=True)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     result = dict(environment=environment(), rows=rows, kernels=kernels, host_microseconds=host)
-    (arguments.out / "step.json").write_text(json.dumps(result, indent=1))
+    write_json(arguments.out / "step.json", result)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""How every benchmark here times, and what it notes beside its figures."""
+"""How every benchmark here times, what it notes beside its figures, and where it writes them."""
 
+import argparse
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,15 +50,7 @@ def graph_seconds(run: Callable[[Tensor], object], inputs: list[Tensor], launche
         for i in range(launches):
             run(inputs[i % len(inputs)])
     graph.replay()
-    times = []
-    for _ in range(9):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3 / launches)
-    return statistics.median(times)
+    return statistics.median(milliseconds(graph.replay, 1) * 1e-3 / launches for _ in range(9))
 
 
 def host_microseconds(calls: dict[str, Callable[[], object]], repeats: int = 200) -> dict[str, float]:
@@ -90,3 +85,16 @@ def environment() -> dict[str, str]:
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python", *sys.argv]),
     }
+
+
+def argument_parser(doc: str) -> argparse.ArgumentParser:
+    """A parser for the benchmark with this docstring, which knows `--out`, the folder of results."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
+    return parser
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write what was measured, and make the folder if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")

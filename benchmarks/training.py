@@ -8,10 +8,8 @@ first precision is the denominator of every ratio. Delayed scaling remembers on 
 is all that a forward pass keeps for backward, `linears` what the linear layers do.
 """
 
-import argparse
 import gc
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import environment
+from timing import argument_parser, environment, write_json
 
 import fp4engine
 from fp4engine.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling, Recipe
@@ -129,13 +127,11 @@ def line(row: dict[str, Any], first: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--precisions", nargs="+", choices=tuple(PRECISIONS), default=list(PRECISIONS))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     print(HEADER, flush=True)
     for name, mode in itertools.product(arguments.models, arguments.modes):
@@ -151,8 +147,8 @@ def main() -> None:
             row["ratio"] = row["tokens_per_second"] / first["tokens_per_second"]
             rows.append(row)
             print(line(row, first), flush=True)
-            result = json.dumps(dict(environment=environment(), rows=rows), indent=1)
-            (arguments.out / "training.json").write_text(result)  # after every row: an interrupted run keeps its own
+            # after every row: an interrupted run keeps its own
+            write_json(arguments.out / "training.json", dict(environment=environment(), rows=rows))
 
 
 if __name__ == "__main__":
