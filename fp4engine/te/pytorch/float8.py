@@ -43,6 +43,7 @@ class Float8Quantizer(Quantizer):
     """
 
     tensor_class = Float8Tensor
+    compatible_recipe = "DelayedScaling"
 
     def __init__(
         self, scale: Tensor, amax: Tensor, fp8_dtype: DType | int, *, rowwise: bool = True, columnwise: bool = True
@@ -61,11 +62,6 @@ class Float8Quantizer(Quantizer):
 
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
-
-    def _get_compatible_recipe(self) -> Any:
-        from fp4engine.te.common.recipe import DelayedScaling
-
-        return DelayedScaling
 
 
 def _largest(tensor: Tensor) -> Tensor:
@@ -124,6 +120,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
     """
 
     tensor_class = Float8Tensor
+    compatible_recipe = "Float8CurrentScaling"
 
     def __init__(
         self,
@@ -173,11 +170,6 @@ class Float8CurrentScalingQuantizer(Quantizer):
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
 
-    def _get_compatible_recipe(self) -> Any:
-        from fp4engine.te.common.recipe import Float8CurrentScaling
-
-        return Float8CurrentScaling
-
 
 def _require_number(name: str, **tensors: Any) -> None:
     for argument, tensor in tensors.items():
@@ -198,6 +190,7 @@ class MXFP8Quantizer(Quantizer):
     """
 
     tensor_class = MXFP8Tensor
+    compatible_recipe = "MXFP8BlockScaling"
 
     def __init__(
         self,
@@ -222,11 +215,6 @@ class MXFP8Quantizer(Quantizer):
     def is_requantization_safe(self) -> bool:
         return True
 
-    def _get_compatible_recipe(self) -> Any:
-        from fp4engine.te.common.recipe import MXFP8BlockScaling
-
-        return MXFP8BlockScaling
-
 
 class Float8BlockQuantizer(Quantizer):
     """FP8 in blocks of 1x128 or 128x128.
@@ -238,6 +226,7 @@ class Float8BlockQuantizer(Quantizer):
     """
 
     tensor_class = Float8BlockwiseQTensor
+    compatible_recipe = "Float8BlockScaling"
 
     def __init__(
         self,
@@ -280,8 +269,3 @@ class Float8BlockQuantizer(Quantizer):
 
     def is_requantization_safe(self) -> bool:
         return True
-
-    def _get_compatible_recipe(self) -> Any:
-        from fp4engine.te.common.recipe import Float8BlockScaling
-
-        return Float8BlockScaling

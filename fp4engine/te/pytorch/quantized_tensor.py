@@ -47,9 +47,11 @@ class Quantizer:
         internal: TransformerEngine's switch between its kinds of tensor; there is one kind here.
         optimize_for_gemm: let ``_rowwise_scale_inv`` and ``_columnwise_scale_inv`` of NVFP4 and MXFP8 lie as tensor
             cores read them.
+        compatible_recipe: name of the recipe that makes such quantizers; empty if there is none.
     """
 
     tensor_class: type["QuantizedTensor"]
+    compatible_recipe: str = ""
     internal: bool = False
     optimize_for_gemm: bool = False
 
@@ -182,7 +184,9 @@ class Quantizer:
         return False
 
     def _get_compatible_recipe(self) -> Any:
-        return None
+        from fp4engine.te.common import recipe  # here, because recipes import this module
+
+        return getattr(recipe, self.compatible_recipe) if self.compatible_recipe else None
 
 
 class _Quantize(torch.autograd.Function):

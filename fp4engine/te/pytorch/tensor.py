@@ -77,6 +77,7 @@ class NVFP4Quantizer(Quantizer):
     """
 
     tensor_class = NVFP4Tensor
+    compatible_recipe = "NVFP4BlockScaling"
 
     def __init__(
         self,
@@ -154,11 +155,6 @@ class NVFP4Quantizer(Quantizer):
         matrix_shape(shape)
         return (*shape[:-1], shape[-1] // 2)
 
-    def _get_compatible_recipe(self) -> Any:
-        from fp4engine.te.common.recipe import NVFP4BlockScaling
-
-        return NVFP4BlockScaling
-
 
 class IdentityQuantizer(Quantizer):
     """High precision.
@@ -216,6 +212,7 @@ class HybridQuantizer(Quantizer):
     """
 
     tensor_class = HybridQuantizedTensor
+    compatible_recipe = "CustomRecipe"
 
     def __init__(
         self,
@@ -285,11 +282,6 @@ class HybridQuantizer(Quantizer):
 
     def quantize_impl(self, tensor: Tensor) -> QuantizedTensor:
         return self.tensor_class.of(self._operands(tensor), self, tensor.device)
-
-    def _get_compatible_recipe(self) -> Any:
-        from fp4engine.te.common.recipe import CustomRecipe
-
-        return CustomRecipe
 
     def is_quantizable(self, inp: Tensor) -> bool:
         return self.rowwise_quantizer.is_quantizable(inp) and self.columnwise_quantizer.is_quantizable(inp)
