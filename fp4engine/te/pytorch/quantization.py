@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -85,40 +85,16 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class _Available(Protocol):
-    """A function that answers yes, with an empty reason if one is asked for."""
-
-    @overload
-    def __call__(self, return_reason: Literal[False] = False) -> bool: ...
-    @overload
-    def __call__(self, return_reason: Literal[True]) -> tuple[bool, str]: ...
-
-
-def _available(what: str) -> _Available:
-    @overload
-    def is_available(return_reason: Literal[False] = False) -> bool: ...
-    @overload
-    def is_available(return_reason: Literal[True]) -> tuple[bool, str]: ...
-    def is_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-        return (True, "") if return_reason else True
-
-    is_available.__doc__ = f"Whether {what} runs here: always, since every machine has at least the exact reference."
-    return is_available
+@overload
+def is_fp8_available(return_reason: Literal[False] = False) -> bool: ...
+@overload
+def is_fp8_available(return_reason: Literal[True]) -> tuple[bool, str]: ...
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether the format runs here: every one does, since every machine has at least the exact reference."""
+    return (True, "") if return_reason else True
 
 
-is_fp8_available = _available("FP8 with one scale per tensor")
-
-
-is_mxfp8_available = _available("MXFP8")
-
-
-is_fp8_block_scaling_available = _available("FP8 in blocks")
-
-
-is_nvfp4_available = _available("NVFP4")
-
-
-is_bf16_available = _available("BF16")
+is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_bf16_available = is_fp8_available
 
 
 def check_recipe_support(recipe: AnyRecipe) -> None:
