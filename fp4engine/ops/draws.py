@@ -76,15 +76,6 @@ def coming_draw(device: torch.device) -> Tensor:
     return rng.coming(rng.state_of(device))
 
 
-def is_live() -> bool:
-    """Whether a launch may take the next draw from a stream's state itself, as :func:`next_draw` would.
-
-    The launch has to start while :data:`fp4engine.ops.rng.lock` is held. Draws that are remembered or repeated have to
-    be values.
-    """
-    return _source.take is rng.advance
-
-
 def draw_from(state: Tensor, place: tuple[int, int] | None = None) -> Tensor:
     """The next draw of the stream that has this ``state``, as :func:`next_draw`.
 
@@ -96,7 +87,11 @@ def draw_from(state: Tensor, place: tuple[int, int] | None = None) -> Tensor:
 
 
 def is_replaying() -> bool:
-    """Whether this thread is inside :meth:`Draws.repeated`, so that a forward run again draws what it drew."""
+    """Whether this thread is inside :meth:`Draws.repeated`, so that a forward run again draws what it drew.
+
+    Its draws then have to be values. Otherwise a launch may take the next one from a stream's state itself, while
+    :data:`fp4engine.ops.rng.lock` is held.
+    """
     return _source.take is not rng.advance
 
 

@@ -10,7 +10,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.ops import backend as backends
 from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import as_it_is, decode_supported, transient_form
-from fp4engine.ops.draws import draw_from, is_live
+from fp4engine.ops.draws import draw_from, is_replaying
 from fp4engine.ops.gemm import product_path
 from fp4engine.ops.linear.kept import one_buffer
 from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Memories, Share, Sizes, Way, linear_kernels
@@ -157,7 +157,7 @@ class LinearByValues(Way):
         draws, live = state is not None, None
         rng, place = state, place if draws else None
         if state is not None:
-            live = kernels.facts(state) if is_live() else None
+            live = None if is_replaying() else kernels.facts(state)
             rng = state if live is not None else draw_from(state, place)
         keys = self.backward_keys(needs_dgrad, needs_wgrad)
         stream = self.backward_stream(draws, rank)
