@@ -41,7 +41,6 @@ class LinearByOperations(Way):
         bias: Tensor | None,
         needs_dgrad: bool,
         needs_wgrad: bool,
-        memories: None = None,
         share: Share | None = None,
     ) -> tuple[Tensor, Kept]:
         """As :meth:`LinearByValues.forward`, but what came as tiles is the caller's to keep."""
@@ -97,7 +96,6 @@ class LinearByOperations(Way):
         ins: int,
         state: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
-        memory: None = None,
         rank: int | None = None,
         place: tuple[int, int] | None = None,
         share: Share | None = None,

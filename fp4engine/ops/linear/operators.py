@@ -187,7 +187,7 @@ def _forward(
         y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad)
     else:
         assert isinstance(way, LinearByValues | LinearByOperations), "what shares amaxes passes shares_amaxes"
-        y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad, None, share)
+        y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad, share=share)
     return [y.contiguous(), *kept]
 
 
