@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4engine.modules import QuantizedWeight
-
-_HIGH_PRECISION = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from fp4engine.quantizers.base import FLOATS
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def require_like(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.
     """Raise a ValueError unless ``value``, from a checkpoint, can be the model's tensor of that shape and dtype."""
     if tuple(value.shape) != shape:
         raise ValueError(f"{name!r} has shape {tuple(value.shape)} in weights and {shape} in the model")
-    if value.dtype != dtype and not (value.dtype in _HIGH_PRECISION and dtype in _HIGH_PRECISION):
+    if value.dtype != dtype and not (value.dtype in FLOATS and dtype in FLOATS):
         raise ValueError(
             f"{name!r} is {value.dtype} in weights and {dtype} in the model; weights must not be quantized"
         )
