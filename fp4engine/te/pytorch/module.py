@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -293,14 +294,10 @@ class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """[..., hidden_size] -> the same shape, or a tuple ``(y[, bias][, normalised input])``."""
+        forward = super().forward
         if self.checkpoint and torch.is_grad_enabled():
-            once = super().forward
-
-            def forward(inp: Tensor, is_first_microbatch: bool | None) -> Any:
-                return recompute(once, inp, is_first_microbatch, use_reentrant=False)
-
-            return self._returned(self._run(forward, inp, is_first_microbatch))
-        return self._returned(self._run(super().forward, inp, is_first_microbatch))
+            forward = partial(recompute, forward, use_reentrant=False)
+        return self._returned(self._run(forward, inp, is_first_microbatch))
 
     def reset_layer_norm_parameters(self) -> None:
         """Let the norm be the identity."""

@@ -260,13 +260,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         """The columnwise side as a tensor of its own quantizer."""
         return self._side("columnwise")
 
-    @property
-    def _rowwise_storage(self) -> Any:
-        return self._side("rowwise")
-
-    @property
-    def _columnwise_storage(self) -> Any:
-        return self._side("columnwise")
+    _rowwise_storage, _columnwise_storage = rowwise_sub_storage, columnwise_sub_storage
 
 
 class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
