@@ -147,25 +147,25 @@ def _fresh(forward: CastSpec | None, backward: CastSpec, size: int) -> LinearRec
     )
 
 
-def _mxfp4(forward: CastSpec, gradient: CastSpec, rotation: Rotation, weight: CastSpec) -> LinearRecipe:
+def _rotated(
+    forward: CastSpec, gradient: CastSpec, rotation: Rotation, weight: CastSpec, *, allow_biased: bool = False
+) -> LinearRecipe:
+    """Input and gradient cast alike in both products, and rotated for wgrad."""
     return LinearRecipe(
         input=rotated_wgrad(forward, rotation),
         weight=same(weight),
         grad_output=rotated_wgrad(gradient, rotation),
+        allow_biased=allow_biased,
     )
 
 
 def _amd(gradient: CastSpec) -> LinearRecipe:
-    return _mxfp4(MXFP4_EVEN, gradient, H16, MXFP4_EVEN.replace(block=(32, 32)))
+    return _rotated(MXFP4_EVEN, gradient, H16, MXFP4_EVEN.replace(block=(32, 32)))
 
 
 def _amd_wide() -> LinearRecipe:
-    rotation = Rotation(32)
-    return LinearRecipe(
-        input=rotated_wgrad(WIDE, rotation),
-        weight=same(WIDE.replace(block=(BLOCK_SIZE, BLOCK_SIZE))),
-        grad_output=rotated_wgrad(WIDE.replace(rounding=RoundingMode.STOCHASTIC), rotation),
-    )
+    gradient, weight = WIDE.replace(rounding=RoundingMode.STOCHASTIC), WIDE.replace(block=(BLOCK_SIZE, BLOCK_SIZE))
+    return _rotated(WIDE, gradient, Rotation(32), weight)
 
 
 def _quartet() -> LinearRecipe:
@@ -201,12 +201,9 @@ def _aware_of_clipping(forward: CastSpec) -> LinearRecipe:
 
 def _four_over_six_everywhere() -> LinearRecipe:
     """4/6 for gradients too, whose stochastic rounding makes it biased."""
-    return LinearRecipe(
-        input=rotated_wgrad(FOUR_OVER_SIX, RHT16),
-        weight=same(FOUR_OVER_SIX.replace(block=(BLOCK_SIZE, BLOCK_SIZE))),
-        grad_output=rotated_wgrad(FOUR_OVER_SIX.replace(rounding=RoundingMode.STOCHASTIC), RHT16),
-        allow_biased=True,
-    )
+    gradient = FOUR_OVER_SIX.replace(rounding=RoundingMode.STOCHASTIC)
+    weight = FOUR_OVER_SIX.replace(block=(BLOCK_SIZE, BLOCK_SIZE))
+    return _rotated(FOUR_OVER_SIX, gradient, RHT16, weight, allow_biased=True)
 
 
 def _fresh_wgrad(
@@ -373,7 +370,7 @@ ZOO: dict[str, Row] = {
         "where the source's least scale is 2^-17; values beyond 6 * 114,688 saturate, however large",
     ),
     "mxfp4": Row(
-        lambda: _mxfp4(MXFP4, MXFP4_SR, Rotation(32), MXFP4),
+        lambda: _rotated(MXFP4, MXFP4_SR, Rotation(32), MXFP4),
         "arXiv 2509.25149, section 5 (MXFP4 baseline)",
         f"rotation of one block, 32: our reading; {OWN_SIGNS}",
     ),
