@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fp4engine import ops
-from fp4engine.arguments import require_bool, require_integer
+from fp4engine.arguments import require_bools, require_integer
 from fp4engine.functional.grouped_linear import grouped_linear, grouped_refusal
 from fp4engine.functional.grouped_loop import grouped, require_counts
 from fp4engine.modules.gemms import Gemms
@@ -62,8 +62,7 @@ class GroupedLinear(torch.nn.Module):
     ) -> None:
         refuse_unimplemented("GroupedLinear", te_arguments)
         num_gemms = require_integer("num_gemms", num_gemms, 1)
-        require_bool("bias", bias)
-        require_bool("return_bias", return_bias)
+        require_bools(bias=bias, return_bias=return_bias)
         in_features = require_integer("in_features", in_features, 0)
         out_features = require_integer("out_features", out_features, 0)
         super().__init__()

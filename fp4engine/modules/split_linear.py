@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fp4engine.arguments import require_bool, require_integer
+from fp4engine.arguments import require_bools, require_integer
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import refuse_parts, store_weight
@@ -55,8 +55,7 @@ class SplitLinear(Gemms):
         refuse_unimplemented(kind, te_arguments)
         if fuse_wgrad_accumulation and parameters_split is not None:
             raise NotImplementedError(f"{kind}(fuse_wgrad_accumulation=True) needs parameters_split=None")
-        require_bool("bias", bias)
-        require_bool("return_bias", return_bias)
+        require_bools(bias=bias, return_bias=return_bias)
         in_features = require_integer("in_features", in_features, 0)
         out_features = require_integer("out_features", out_features, 0)
         super().__init__(name, recipe, fuse_wgrad_accumulation, shape=(out_features, in_features))

@@ -14,7 +14,7 @@ from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
-from fp4engine.arguments import require_bool, require_one_of
+from fp4engine.arguments import require_bools, require_one_of
 from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_BOUND_4OVER6, E4M3_MAX, SR_GUARD
 from fp4engine.environment import choice, flag
 from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode, ScaleRule, Signs
@@ -185,16 +185,15 @@ def nvfp4_casts(
     """
     require_one_of("nvfp4_e4m3_max", nvfp4_e4m3_max, (448, 256))
     require_one_of("nvfp4_4over6_err_mode", nvfp4_4over6_err_mode, ERROR_MODES)
-    for switch, value in (
-        ("with_rht", with_rht),
-        ("with_2d_quantization", with_2d_quantization),
-        ("stochastic_rounding", stochastic_rounding),
-        ("row_scaled_nvfp4", row_scaled_nvfp4),
-        ("nvfp4_use_4over6", nvfp4_use_4over6),
-        ("with_random_sign_mask", with_random_sign_mask),
-        ("guarded", guarded),
-    ):
-        require_bool(switch, value)
+    require_bools(
+        with_rht=with_rht,
+        with_2d_quantization=with_2d_quantization,
+        stochastic_rounding=stochastic_rounding,
+        row_scaled_nvfp4=row_scaled_nvfp4,
+        nvfp4_use_4over6=nvfp4_use_4over6,
+        with_random_sign_mask=with_random_sign_mask,
+        guarded=guarded,
+    )
     if row_scaled_nvfp4 and with_2d_quantization:
         raise ValueError("row_scaled_nvfp4=True goes with 1x16 blocks, got with_2d_quantization=True")
     if nvfp4_use_4over6 and stochastic_rounding:
