@@ -41,6 +41,14 @@ def load(study: Study, settings: Conditions, seeds: int, folder: Path) -> Result
     return found
 
 
+def with_missing(lines: Sequence[str], study: Study, found: Results) -> str:
+    """The lines of a study's table, if anything was found, and below it the variants that have not been run."""
+    missing = [variant for variant in variants_of(study) if variant not in found]
+    parts = ["\n".join(lines)] if found else []
+    parts += [f"Not run: {'; '.join(missing)}."] if missing else []
+    return "\n\n".join(parts)
+
+
 def gaps(found: Results, variant: str) -> dict[int, float]:
     """Relative gap to the baseline of the same seed, in percent, by seed."""
     baseline = found.get(BASELINE, {})

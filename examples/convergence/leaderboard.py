@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 
-from convergence.gaps import Results, deviation_of, differences, gaps
-from convergence.studies import BOARD, STUDIES, VARIANTS, Conditions, variants_of
+from convergence.gaps import Results, deviation_of, differences, gaps, with_missing
+from convergence.studies import BOARD, STUDIES, VARIANTS, Conditions
 from fp4engine.recipe import zoo
 
 COSTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "recipes.json"
@@ -104,11 +104,7 @@ def table(found: Results) -> str:
         cells = (str(number), place.variant, str(place.seeds), f"{place.loss:.4f}", str(place.gap))
         cells += (verdict(place.to_next), step, saved, source(place.variant), ", ".join(place.commits))
         lines.append("| " + " | ".join(cells) + " |")
-    missing = [variant for variant in variants_of(STUDIES[BOARD]) if variant not in found]
-    shown = lines if found else []
-    if missing:
-        shown = [*shown, *([""] if found else []), f"Not run: {'; '.join(missing)}."]
-    return "\n".join(shown)
+    return with_missing(lines, STUDIES[BOARD], found)
 
 
 def ship(found: Results, preset: str, path: Path) -> None:

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from convergence import leaderboard
-from convergence.gaps import Results, deviation_of, differences, gaps, load
+from convergence.gaps import Results, deviation_of, differences, gaps, load, with_missing
 from convergence.studies import BASELINE, BOARD, PRESETS, STUDIES, Conditions, Study, variants_of
 from gpt.settings import InputError
 
@@ -116,11 +116,7 @@ def table(study: Study, found: Results) -> str:
                 f"{statistics.fmean(run.header['seconds'] for run in runs):.0f}",
             )
         )
-    lines = ["| " + " | ".join(row) + " |" for row in rows] if found else []
-    missing = [variant for variant in variants_of(study) if variant not in found]
-    if missing:
-        lines += [*([""] if found else []), f"Not run: {'; '.join(missing)}."]
-    return "\n".join(lines)
+    return with_missing([f"| {' | '.join(row)} |" for row in rows], study, found)
 
 
 def side_by_side(study: Study, settings: Conditions, seeds: int, folder: Path) -> str:
