@@ -218,20 +218,24 @@ def block_cases(name: str, spec: CastSpec, side: int, form: str) -> list[tuple[s
     return table
 
 
+def sides_of(row: CastSpec | None, col: CastSpec | None, form: str = "codes") -> dict[str, Any]:
+    return {"ROW": row and Side.of(row, form, 0), "COL": col and Side.of(col, form, 1)}
+
+
 def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     """Name, kernel, constants and input dtype of everything to compile."""
     table: list[tuple[str, Any, dict[str, Any], str]] = []
     for name, row, col, output, dtype in CASTS:
         even = dtype == "bf16"
-        sides = {"ROW": row and Side.of(row, output, 0), "COL": col and Side.of(col, output, 1)}
+        sides = sides_of(row, col, output)
         per_row = any(side is not None and side.per_row for side in sides.values())
         given = GIVEN if per_row else {}
         tile = tile_of(tile_shape(sides["ROW"], sides["COL"]), even)
         table.append((f"quantize {name}", quantize_kernel, NO_PROLOGUE | sides | given | tile, dtype))
-        sides = {"ROW": row and Side.of(row, "codes", 0), "COL": col and Side.of(col, "codes", 1)}
+        sides = sides_of(row, col)
         tile = tile_of(amax.tile_shape(sides["COL"]), even)
         table.append((f"amax {name}", amax_kernel, NO_PROLOGUE | sides | tile, dtype))
-    sides = {"ROW": Side.of(PLAIN, "codes", 0), "COL": Side.of(ROTATED, "codes", 1)}
+    sides = sides_of(PLAIN, ROTATED)
     cut_off = NO_PROLOGUE | sides | tile_of(tile_shape(sides["ROW"], sides["COL"]), even=False)
     table.append(("quantize cut off", quantize_kernel, cut_off, "bf16"))
     table.append(("amax cut off", amax_kernel, cut_off, "bf16"))
@@ -267,16 +271,15 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         given = NO_FACTORS | sides | GIVEN | {"SHARED": False}
         table.append((f"cast {name}, amaxes given", cast_fp8_kernel, given, "bf16"))
     history = {"CHOICE": "max", "ROOM": 1024, "with_history": True, "col_amax_ptr": None, "col_whole_ptr": None}
-    largest = NO_PROLOGUE | history | {"ROW": Side.of(CastSpec(), "codes", 0), "COL": None}
+    largest = NO_PROLOGUE | history | sides_of(CastSpec(), None)
     table.append(("amax, delayed", amax_kernel, largest | tile_of(amax.tile_shape(None)), "bf16"))
     for name, row, col, output, dtype in GROUPED_CASTS:
-        tile_m, tile_k = tile_shape(row and Side.of(row, output, 0), col and Side.of(col, output, 1))
+        sides = sides_of(row, col, output)
+        tile_m, tile_k = tile_shape(sides["ROW"], sides["COL"])
         tile = {"TILE_M": tile_m, "TILE_K": tile_k, "GROUPS": 16}
-        sides = {"ROW": row and Side.of(row, output, 0), "COL": col and Side.of(col, output, 1)}
         table.append((f"grouped quantize {name}", grouped_quantize_kernel, sides | tile, dtype))
         tile = {"TILE_M": 128, "TILE_K": 64, "GROUPS": 16}
-        sides = {"ROW": row and Side.of(row, "codes", 0), "COL": col and Side.of(col, "codes", 1)}
-        table.append((f"grouped amax {name}", grouped_amax_kernel, sides | tile, dtype))
+        table.append((f"grouped amax {name}", grouped_amax_kernel, sides_of(row, col) | tile, dtype))
     for name, role, side, form in BLOCK_CASTS:
         casts = zoo.make(name).casts(role)
         spec = casts.columnwise if side else casts.rowwise
