@@ -208,7 +208,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def flops(model: torch.nn.Module) -> float:
-    """Of one step's products with weights."""
+    """The operations of one step's products with weights."""
     return 6.0 * TOKENS * sum(p.numel() for p in model.parameters() if p.ndim == 2)
 
 

@@ -130,7 +130,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def compare(device: str, block: nn.Module, dp: DeviceMesh | None, tp: DeviceMesh | None, shards_sequence: bool) -> Any:
-    """What of the step of a block, parallel already, is not that of one process, on this rank."""
+    """What differs on this rank between a step of ``block``, which is parallel already, and that of one process."""
     index, ranks = (0, 1) if tp is None else (tp.get_local_rank(), tp.size())
     data, replicas = (0, 1) if dp is None else (dist.get_rank() // ranks, dist.get_world_size() // ranks)
     part: Callable[[Tensor], Tensor] = lambda tensor: tensor.chunk(ranks, 1)[index] if shards_sequence else tensor

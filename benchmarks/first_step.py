@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 def steps(cache: Path) -> list[dict[str, float]]:
-    """Of each step its seconds, and the kernels in ``cache`` after it."""
+    """For each step, its seconds and how many kernels ``cache`` holds after it."""
     model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, VOCABULARY, bias=False)).to("cuda", torch.bfloat16)
     fp4engine.convert(model)
     x, rows = torch.randn(8, 1024, WIDTH, device="cuda", dtype=torch.bfloat16), []

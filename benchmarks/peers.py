@@ -104,7 +104,7 @@ def dequantized(cast: reference.Cast) -> Tensor:
 
 
 def decoded(cast: reference.Cast) -> Tensor:
-    """Without the outer factor, which the product's epilogue applies."""
+    """The values without the outer factor, which the product's epilogue applies."""
     return reference.decode(cast.codes, cast.scale_inv, SPEC).bfloat16()
 
 

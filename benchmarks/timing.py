@@ -16,7 +16,7 @@ ROUNDS = 7
 
 
 def milliseconds(run: Callable[[], Any], repeats: int) -> float:
-    """Of one run on the GPU, the mean over ``repeats``."""
+    """The milliseconds that one run takes on the GPU: a mean over ``repeats``."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(repeats):

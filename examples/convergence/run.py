@@ -88,11 +88,11 @@ class Dealer:
         tqdm.write(f"{time.time() - self.begin:6.0f} s  {outcome.kind}: {outcome.run}")
 
     def end(self) -> None:
-        """Whatever has happened."""
+        """Close the bar; called however the run ends."""
         self.bar.close()
 
     def say_what_is_left(self) -> None:
-        """After the last run.
+        """Print which runs are left and which failed; called after the last run.
 
         Raises:
             InputError: some runs failed, or whole processes; the others are finished and saved.
@@ -138,7 +138,10 @@ class GpuDealer(Dealer):
         return run.variant not in self.compiled or self.compiled[run.variant].done()
 
     def deal(self, corpus: Path, stop: StopRequest) -> None:
-        """Until every process has ended. After a request to stop no run is dealt: the processes save theirs and end."""
+        """Hand out runs until every process has ended.
+
+        After a request to stop no run is handed out: the processes save theirs and end.
+        """
         processes = self.processes
         for connection in processes:
             self._send(connection, corpus)
@@ -192,7 +195,7 @@ class GpuDealer(Dealer):
 
 
 def begin_process(gpu: str | None = None) -> None:
-    """Before anything asks for CUDA."""
+    """Prepare this process, on `gpu` or the CPU; to be called before anything asks for CUDA."""
     if gpu is not None:
         import triton  # which a CPU does without
 
@@ -303,7 +306,7 @@ def train_missing(arguments: argparse.Namespace, settings: Conditions) -> None:
 
 
 def require_comparable(corpus: Path, settings: Conditions, finished: dict[Run, results.Result]) -> None:
-    """Before any time is spent on runs that could not be compared.
+    """Check that finished runs and those to come can be compared, before any time is spent on the latter.
 
     Raises:
         InputError: some finished runs were trained on other text, or on a CPU where these are for a GPU, or reverse.

@@ -83,7 +83,7 @@ class Together:
         self.pace: dict[str, float] = {}  # seconds that the device needs for a step of a variant
 
     def train(self, take: Take, stop: StopRequest | None = None) -> None:
-        """Until there are no more runs, or the deadline has come, or somebody asks to stop."""
+        """Train runs until there are no more, the deadline has come, or somebody asks to stop."""
         stop = stop or StopRequest()
         while time.time() < self.limits.deadline and not stop.requested:
             while len(self.live) < self.limits.at_once and self._would_end():
@@ -122,7 +122,7 @@ class Together:
             self._attempt(last, self._stop)
 
     def _attempt(self, run: Run, work: Callable[[Run], None]) -> None:
-        """What goes wrong ends this run alone.
+        """Do `work`; an error ends this run alone.
 
         Raises:
             RuntimeError: CUDA keeps the error, so that no run could go on in this process.

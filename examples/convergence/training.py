@@ -280,7 +280,7 @@ class Training:
 
 
 COLD = 1000
-"""Of so many channels one is hot."""
+"""One channel in so many is hot."""
 
 
 class Diagonal(nn.Module):
@@ -343,7 +343,7 @@ def environment(settings: Conditions, corpus: Corpus) -> dict[str, Any]:
 
 @cache
 def commit() -> str:
-    """Of the sources that run here: what `COMMIT` says, or git where nothing was said."""
+    """The commit of the sources that run here: what `COMMIT` says, or else git."""
     if said := os.environ.get("COMMIT"):
         return said
     root = Path(__file__).resolve().parents[2]

@@ -268,7 +268,7 @@ class Pace:
 
 
 def duration(seconds: float) -> str:
-    """In whole seconds, minutes and hours, the largest two of them."""
+    """The time in whole seconds, minutes and hours, the largest two of them."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s" if minutes else f"{rest} s"

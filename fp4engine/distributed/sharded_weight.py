@@ -41,7 +41,7 @@ MOST_CAST = 64 << 20
 
 
 Version = tuple[int, int, int]
-"""Of a sharded weight: the serial number of its shard, and the versions of its parameter and of its shard's values.
+"""A sharded weight's version: the serial number of its shard, and the versions of its parameter and of its values.
 
 Another shard in the place of one, as ``module.to`` puts it, has another number. A write by compiled code moves the
 version of the parameter alone.
@@ -49,7 +49,7 @@ version of the parameter alone.
 
 
 State = tuple[int, Version]
-"""Of a weight: how often it was forgotten, and its version. Another state is that of other values."""
+"""A weight's state: how often it was forgotten, and its version. Another state is that of other values."""
 
 
 class Sent(NamedTuple):
@@ -421,7 +421,7 @@ class ShardedWeight(torch.Tensor):
     data = property(torch.Tensor.detach, _set_data)  # torch's own setter would leave the values as they are
 
     def data_ptr(self) -> int:
-        """Of the values: libraries tell parameters apart by it, and torch's own is 0 for all."""
+        """The address of the values: libraries tell parameters apart by it, and torch's own is 0 for all."""
         return self.values.data_ptr()
 
     def is_shared(self) -> bool:

@@ -195,7 +195,7 @@ class CastSpec:
         object.__setattr__(self, "key", ":".join(map(_print_field, values)))
 
     def __hash__(self) -> int:
-        """Of the key, whose hash is computed once: specs are in the keys of every cache on the way to a kernel."""
+        """The key's hash, which is computed once: specs are in the keys of every cache on the way to a kernel."""
         return hash(self.key)
 
     @property
@@ -245,12 +245,12 @@ class CastSpec:
 
     @property
     def values_dtype(self) -> torch.dtype:
-        """In what ``element * block scale`` is written and multiplied: FP16 where BF16 would round it, else BF16."""
+        """The dtype in which ``element * block scale`` is multiplied: FP16 if BF16 would round it, else BF16."""
         return torch.float16 if self.is_exact_in_fp16 and not self.is_exact_in_bf16 else torch.bfloat16
 
     @property
     def decoded_dtype(self) -> torch.dtype:
-        """In what all that codes decode to is exact, however small: BF16 or, where an outer scale is multiplied, FP32.
+        """The dtype that holds all decoded values exactly, however small: BF16, or FP32 if there is an outer scale.
 
         8-bit elements under the smallest E8M0 scales are below BF16's range, so they decode to FP32 too.
         """
@@ -334,7 +334,7 @@ _KINDS: dict[str, type] = {
     "random_bits": int,
     "correction": Correction,
 }
-"""Of what type the fields are, besides ``block`` and ``rotation``."""
+"""The types of all fields but ``block`` and ``rotation``."""
 
 
 def _wrong_kinds(spec: CastSpec) -> Iterator[str]:

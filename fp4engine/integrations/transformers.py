@@ -59,6 +59,6 @@ class NVFP4Callback(TrainerCallback):
 
 
 def _states_of_callbacks(state: TrainerState) -> dict[str, Any]:
-    """By class: what the Trainer makes of the callbacks that the field is annotated with."""
+    """The states that the Trainer puts in the place of its callbacks, by the names of their classes."""
     states: Any = state.stateful_callbacks
     return states

@@ -396,7 +396,7 @@ def _quantize(
 
 
 def _cast(inputs: Inputs, stream: int, asked: Asked) -> list[Tensor]:
-    """What is asked for, by a kernel where one covers it; in the order of its layout."""
+    """The tensors that are asked for, in the order of their layout, made by a kernel if one covers the casts."""
     x, _, _, _, rowwise_amax, columnwise_amax, rng = inputs
     question = (asked.rowwise, asked.columnwise, asked.dtype)
     if backends.choose("quantize", x.device, asked.backend, question, casts_supported) == "triton":

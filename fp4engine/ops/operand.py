@@ -69,7 +69,7 @@ class Operand(NamedTuple):
 
     @property
     def decoded_dtype(self) -> torch.dtype:
-        """In what :meth:`dequantize` loses nothing: see :attr:`CastSpec.decoded_dtype`."""
+        """The dtype in which :meth:`dequantize` loses nothing, see :attr:`CastSpec.decoded_dtype`."""
         return self.data.dtype if self.spec is None else self.spec.decoded_dtype
 
     def dequantize(self, dtype: torch.dtype = torch.float32, backend: str = "auto") -> Tensor:
@@ -86,7 +86,7 @@ class Operand(NamedTuple):
         return dequantize(self.data, self.scale_inv, self.amax, self.spec, self.cols, dtype, backend)
 
     def tensor(self, dtype: torch.dtype = torch.float32, backend: str = "auto") -> Tensor:
-        """What was cast, as it decodes, in ``dtype``: :meth:`dequantize`, rotated back and without padding.
+        """The tensor that was cast, as it decodes, in ``dtype``: :meth:`dequantize`, rotated back and without padding.
 
         Raises:
             ValueError: it was rotated by signs that were drawn for it.

@@ -31,7 +31,7 @@ _drew: dict[torch.device, torch.cuda.Stream] = {}
 lock = threading.RLock()
 """Held while anything below, or a state on its device, is read or changed: threads take draws one after the other."""
 _states: dict[str, Tensor] = {}
-"""By device, ``"cpu"``, or for a stream with a name by device and name, ``"cpu/backward/layers.0.up"``."""
+"""The states, by device (``"cpu"``), or by device and name of the stream (``"cpu/backward/layers.0.up"``)."""
 _seed: list[int] = []
 _pending: dict[str, int] = {}
 """Draw numbers to continue from, for streams that have not drawn yet: by device or kind of device, and name."""
@@ -188,7 +188,7 @@ def state_of(device: torch.device, name: str = "") -> Tensor:
 
 
 def device_and_name(key: str) -> tuple[str, str]:
-    """Of a key of ``get_rng_state()["draws"]`` the device, and the rest: a slash and a name, or nothing."""
+    """The device in a key of ``get_rng_state()["draws"]``, and the rest of the key: a slash and a name, or nothing."""
     device, slash, name = key.partition("/")
     return device, slash + name
 

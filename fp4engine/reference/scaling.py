@@ -17,7 +17,7 @@ from fp4engine.formats import UE5M3, CastSpec, ElementFormat, Outer, RoundingMod
 from fp4engine.reference import rounding
 
 _LEAST_EXPONENT = -127
-"""Of a power of two whose inverse FP32 holds."""
+"""The least exponent of a power of two whose inverse FP32 holds."""
 
 
 def divide(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:

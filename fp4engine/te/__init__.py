@@ -7,6 +7,6 @@
 from fp4engine.te.install import install_as_transformer_engine
 
 __version__ = "2.20.0.dev0+fp4engine"
-"""Of the TransformerEngine whose names these are, as scripts ask for it; fp4engine has a version of its own."""
+"""The version of the TransformerEngine whose names these are. fp4engine has a version of its own."""
 
 __all__ = ["install_as_transformer_engine"]

@@ -21,7 +21,7 @@ _ABSENT = (None, None, None, None)
 
 
 class LinearByFP8(Way):
-    """With one scale per tensor: casts and small products are one launch each way.
+    """The way of FP8 with one scale per tensor: casts and small products are one launch each way.
 
     PyTorch multiplies what is not small (:func:`fp4engine.ops.gemm_fp8.is_small`); the casts then write the factors.
     """
@@ -113,7 +113,7 @@ class LinearByFP8(Way):
 
 
 class LinearByFP8Blocks(Way):
-    """By PyTorch's FP8 products with block scales: casts, and the scales as the products read them, are one launch."""
+    """The way of PyTorch's FP8 products with block scales: one launch casts, and lays scales out for the products."""
 
     @staticmethod
     def takes(rows: int, outs: int, ins: int) -> bool:

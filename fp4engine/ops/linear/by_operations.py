@@ -18,7 +18,7 @@ from fp4engine.ops.tiles import TiledOperand
 
 
 class LinearByOperations(Way):
-    """By single operations, which cover every cast: the way of an operator whose layer no single launch takes.
+    """The way of an operator whose layer no single launch takes: by single operations, which cover every cast.
 
     Attributes:
         in_one_buffer: whether what is kept is one buffer, as :class:`LinearByValues` makes it; otherwise it is the

@@ -23,7 +23,7 @@ MOST_HELD = 64 << 20
 
 
 class LinearByValues(Way):
-    """By kernels that multiply BF16 values: casts, decodes and products are one launch each way."""
+    """The way of kernels that multiply BF16 values: casts, decodes and products are one launch each way."""
 
     @staticmethod
     def takes(rows: int, outs: int, ins: int) -> bool:

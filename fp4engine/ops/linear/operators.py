@@ -24,7 +24,7 @@ from fp4engine.tracing import constant_when_traced
 
 
 class LinearByOperators(NamedTuple):
-    """By two operators, one for each direction.
+    """The way of traced code: two operators, one for each direction.
 
     Attributes:
         casts: the key of the layer's casts.
