@@ -169,10 +169,7 @@ def _driver_starts(device: torch.device) -> tuple[bool, str]:
     if device.type != "cuda":
         return False, "not a CUDA device"
     if cuda_driver.driver() is None:
-        return (
-            False,
-            "no libcuda.so.1 of CUDA 12 or later; Triton starts them, which takes more of the host's time",
-        )
+        return False, "no libcuda.so.1 of CUDA 12 or later; Triton starts them, which takes more of the host's time"
     return True, "libcuda.so.1 has cuLaunchKernelEx"
 
 
