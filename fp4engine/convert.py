@@ -1,13 +1,11 @@
 """Whole models: swap ``nn.Linear`` for :class:`fp4engine.Linear`, and say what will multiply and what will not."""
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
 from types import MethodType
-from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -34,6 +32,7 @@ from fp4engine.modules.adoption import (
     to_linear,
 )
 from fp4engine.modules.gemms import require_own_recipe
+from fp4engine.modules.sharded import fsdp_module
 from fp4engine.modules.torch_attention import TorchMultiheadAttention
 from fp4engine.names import covers
 from fp4engine.quantizers.base import FLOATS
@@ -317,8 +316,7 @@ def _own_attributes(kind: type[nn.Linear]) -> list[str]:
 
     Left out are a constructor, which has run, and what ``fully_shard`` gives to a class, whose work is done by hooks.
     """
-    of_fsdp2: type[Any] | tuple[()] = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    bases = [base for base in kind.__mro__ if base not in nn.Linear.__mro__ and not issubclass(base, of_fsdp2)]
+    bases = [base for base in kind.__mro__ if base not in nn.Linear.__mro__ and not issubclass(base, fsdp_module())]
     return [name for base in bases for name in vars(base) if name not in vars(_Constructed)]
 
 

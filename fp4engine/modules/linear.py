@@ -1,6 +1,5 @@
 """``nn.Linear`` whose three GEMMs follow the recipe in force."""
 
-import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from fp4engine.functional import WeightCache
 from fp4engine.functional.weight_cache import told_of_steps
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import store_weight
-from fp4engine.modules.sharded import is_distributed
+from fp4engine.modules.sharded import fsdp_module, is_distributed
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_place, warn_of_third
 from fp4engine.recipe import Recipe
 
@@ -163,7 +162,7 @@ def weight_cache(model: torch.nn.Module) -> Generator[None]:
 
 def _gathered(model: torch.nn.Module) -> set[torch.nn.Module]:
     """The modules below ``model`` whose parameters FSDP2 gathers, also while it has them gathered."""
-    of_fsdp2: type[Any] | tuple[()] = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    of_fsdp2 = fsdp_module()
     return {
         below
         for module in model.modules()

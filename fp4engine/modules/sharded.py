@@ -12,6 +12,7 @@ Every rank then casts its part as one process would cast the whole, see :mod:`fp
 """
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from math import lcm, prod
 from typing import Any, NamedTuple
@@ -107,6 +108,11 @@ def is_distributed(*tensors: Tensor | FusedInput | None) -> bool:
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+def fsdp_module() -> Any:
+    """FSDP2's class of the modules that it shards, for ``isinstance``; no class while nobody has imported FSDP2."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
 
 
 def place_of(tensor: Tensor | FusedInput | None) -> tuple[Any, ...] | None:
