@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp4engine import ops
 from fp4engine.accounting import ConversionPlan
 from fp4engine.arguments import is_number, require_bool, require_dense, require_model, shown
 from fp4engine.convert import convert
 from fp4engine.formats import CastSpec
 from fp4engine.frozen_weights import StoredWeights, quantize_weights
-from fp4engine.functional.cast import cast
+from fp4engine.functional.cast import cast, require_castable
 from fp4engine.modules.inputs import unusable_devices
 from fp4engine.modules.shared_amax import SHARED_SCALES, require_shared_scales, share_amax, sibling_groups
 from fp4engine.recipe import Casts, LinearRecipe, Recipe
@@ -125,21 +126,26 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spec: CastSpec) -> Tensor:
-        return cast(x, spec)
+    def forward(ctx: Any, x: Tensor, spec: CastSpec, rng: Tensor | None) -> Tensor:
+        return cast(x, spec, rng=rng)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return grad_outputs[0], None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return grad_outputs[0], None, None
 
 
 def fake_quantize(x: Tensor, spec: CastSpec = NVFP4) -> Tensor:
     """The values that ``x`` [..., K] decodes to after ``spec``; the gradient passes straight through, also where
     values saturate.
 
+    Raises:
+        ValueError, NotImplementedError, RuntimeError: as :func:`fp4engine.cast`.
+
     Source: Bengio et al., arXiv 1308.3432.
     """
-    return _StraightThrough.apply(x, spec)
+    require_castable(x, spec)
+    rng = ops.next_draw(x.device) if spec.is_stochastic else None  # not inside, where no gradient is recorded
+    return _StraightThrough.apply(x, spec, rng)
 
 
 def ste_weight(weight: Tensor, spec: CastSpec = NVFP4) -> Tensor:

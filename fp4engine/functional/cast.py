@@ -80,19 +80,16 @@ def cast(
         rng: int64 [2] ``(seed, draw)`` for stochastic specs; by default a new draw.
 
     Raises:
+        RuntimeError: a checkpoint recomputes a stochastic cast and does not repeat its draw.
         ValueError: an unknown mode or compute, something else than a CastSpec, or an ``x`` that is no dense tensor of
             float16, bfloat16, float32 or float64 with at least one dimension.
         NotImplementedError: ``spec`` rotates, which only means something between the two operands of a GEMM.
 
     Source: ROCm/tensorcast, branch ``triton``, ``tcast/common.py``, for the vocabulary; modes are arguments here.
     """
-    require_dense("x", x)
+    require_castable(x, spec)
     for name, value, allowed in (("mode", mode, get_args(Mode)), ("compute", compute, get_args(Compute))):
         require_one_of(name, value, allowed)
-    if not isinstance(spec, CastSpec):
-        raise ValueError(f"spec must be an fp4engine.formats.CastSpec, got {spec!r}")
-    if spec.rotation is not None:
-        raise NotImplementedError(f"cast does not rotate (spec has {spec.rotation}): neither torch nor triton can")
     operand = Quantizer(spec, backend=_backend(x, spec, compute)).quantize(x, columnwise=False, rng=rng).rowwise
     assert operand is not None and operand.scale_inv is not None and operand.amax is not None
     if mode == "virtual":
@@ -101,6 +98,15 @@ def cast(
     if mode == "compress" and spec.element.bits == 6:
         data = reference.pack6(data)
     return CastTensor(spec, mode, x.shape, x.dtype, data, operand.scale_inv, operand.amax)
+
+
+def require_castable(x: Tensor, spec: CastSpec) -> None:
+    """Raise as :func:`cast` unless ``x`` is a dense tensor, and ``spec`` a CastSpec that does not rotate."""
+    require_dense("x", x)
+    if not isinstance(spec, CastSpec):
+        raise ValueError(f"spec must be an fp4engine.formats.CastSpec, got {spec!r}")
+    if spec.rotation is not None:
+        raise NotImplementedError(f"cast does not rotate (spec has {spec.rotation}): neither torch nor triton can")
 
 
 def upcast(x: CastTensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -50,18 +50,22 @@ def next_draw(device: torch.device, count: int = 1, name: str = "", direction: D
 
     Args:
         name: of a stream with draws of its own, such as a layer's; empty for the stream of the process.
-        direction: the pass of a layer that draws; None if it is not known. Compiled code cannot hand to a backward pass
-            a state that a forward pass has advanced since, so an operator looks the state up when it runs, unless it is
-            known to run in a backward pass.
+        direction: the pass that draws; None if it is not known. Then it is a forward if gradients are recorded, which
+            they are where a checkpoint repeats one, and not in a backward pass. Compiled code cannot hand to a backward
+            pass a state that a forward pass has advanced since, so an operator looks the state up when it runs, unless
+            it is known to run in a backward pass.
 
     Raises:
         RuntimeError: ``make_fx`` traces on fake tensors, and would take what has no memory for a draw; or a recomputed
-            forward draws otherwise than the forward that it repeats.
+            forward draws otherwise than the forward that it repeats, or cannot repeat its draws.
     """
+    is_forward = torch.is_grad_enabled() if direction is None else direction == "forward"
     if torch.compiler.is_dynamo_compiling():
         if direction == "backward":
             return torch.ops.fp4engine.next_draw(rng.state_of(device, name), count)
-        return torch.ops.fp4engine.next_forward_draw(order_token(device, "forward"), count, name, direction is not None)
+        return torch.ops.fp4engine.next_forward_draw(order_token(device, "forward"), count, name, is_forward)
+    if is_forward:
+        _require_repeated()
     like = torch.empty(0, dtype=torch.int64, device=device)
     if like.is_meta or type(like) is not Tensor:
         return _without_memory(like)
@@ -166,16 +170,22 @@ def _without_memory(like: Tensor) -> Tensor:
     return like.new_empty(2)
 
 
+def _require_repeated() -> None:
+    """Raise a RuntimeError if a forward that draws is recomputed and nothing repeats its draws."""
+    if backward_pass() != -1 and not is_replaying():
+        raise RuntimeError(
+            "a forward that draws random bits is recomputed inside a backward pass, where torch.utils.checkpoint does "
+            "not repeat its draws; use fp4engine.checkpoint, around what is compiled"
+        )
+
+
 def _next_draw(state: Tensor, count: int) -> Tensor:
     return _source.take(state, count)
 
 
-def _next_forward_draw(token: Tensor, count: int, name: str, is_of_layer: bool) -> Tensor:
-    if is_of_layer and backward_pass() != -1 and not is_replaying():
-        raise RuntimeError(
-            "a compiled forward that draws random bits is recomputed inside a backward pass, where "
-            "torch.utils.checkpoint does not repeat its draws; use fp4engine.checkpoint"
-        )
+def _next_forward_draw(token: Tensor, count: int, name: str, is_forward: bool) -> Tensor:
+    if is_forward:
+        _require_repeated()
     return _source.take(rng.state_of(token.device, name), count)
 
 

@@ -1,10 +1,14 @@
 """Fake quantization: the forward is the cast, the gradient passes straight through."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import fp4engine
-from fp4engine import cast, fake_quantize, linear_ste, qat, ste_weight
+from fp4engine import NVFP4Quantizer, cast, fake_quantize, linear_ste, qat, ste_weight
 from fp4engine.formats import E4M3, CastSpec, mx
 from fp4engine.recipe import zoo
 
@@ -70,6 +74,57 @@ def test_a_model_is_tuned_for_four_bit_inference() -> None:
         optimizer.step()
         best = min(best, float(value.detach()))
     assert best < float(loss(dense))
+
+
+@pytest.mark.parametrize(
+    "draws",
+    [
+        lambda x: fake_quantize(x, zoo.STOCHASTIC),
+        lambda x: x * cast(x.detach(), zoo.STOCHASTIC),
+        lambda x: x * NVFP4Quantizer(stochastic_rounding=True)(x.detach()).dequantize(),
+    ],
+)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_checkpoint_repeats_the_draw_of_a_cast_or_refuses_to(
+    draws: Callable[[torch.Tensor], torch.Tensor], use_reentrant: bool, compiled: bool
+) -> None:
+    """Another draw in the recomputation would give the gradient of another product than the forward's."""
+    weight = torch.randn(16, 48)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(draws(x).square(), weight)
+
+    run = torch.compile(product, backend="aot_eager") if compiled else product
+    gradients: list[torch.Tensor] = []
+    for checkpoint in (None, fp4engine.checkpoint):
+        fp4engine.manual_seed(7)
+        x = torch.linspace(-3, 3, 240).view(5, 48).requires_grad_()
+        y = run(x) if checkpoint is None else checkpoint(run, x, use_reentrant=use_reentrant)
+        y.sum().backward()  # which alone reaches into a reentrant checkpoint
+        assert x.grad is not None
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+    x = torch.randn(5, 48, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=use_reentrant)
+    with pytest.raises(RuntimeError, match=r"use fp4engine\.checkpoint"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gradient_may_be_cast_in_a_backward_pass_of_ones_own(compiled: bool) -> None:
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            return fake_quantize(cast(grads[0], zoo.STOCHASTIC), zoo.STOCHASTIC)
+
+    x = torch.randn(5, 48, requires_grad=True)
+    (torch.compile(Noisy.apply, backend="aot_eager") if compiled else Noisy.apply)(x).sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
 
 
 def test_a_weight_has_two_dimensions() -> None:
