@@ -17,15 +17,23 @@ from fp4engine.recipe.base import require_recipe
 from fp4engine.state import get_default_recipe
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _ModelInit:
-    """The arguments of the :func:`quantized_model_init` region in which modules are built."""
+    """A :func:`quantized_model_init` region: its arguments."""
 
+    enabled: bool
     recipe: Recipe
     preserve_high_precision_init_val: bool
 
 
-_in_force: ContextVar[_ModelInit | None] = ContextVar("quantized_model_init", default=None)
+_open: ContextVar[tuple[_ModelInit, ...]] = ContextVar("quantized_model_init", default=())
+"""The innermost last. Generators may leave their regions in any order."""
+
+
+def _in_force() -> _ModelInit | None:
+    """The region in which modules are built; None outside, and where it is disabled."""
+    innermost = _open.get()[-1:]
+    return innermost[0] if innermost and innermost[0].enabled else None
 
 
 @contextmanager
@@ -56,17 +64,17 @@ def quantized_model_init(
     require_bool("preserve_high_precision_init_val", preserve_high_precision_init_val)
     recipe = get_default_recipe() if recipe is None else recipe
     require_recipe(recipe)
-    init = _ModelInit(recipe, preserve_high_precision_init_val) if enabled else None
-    token = _in_force.set(init)
+    region = _ModelInit(enabled, recipe, preserve_high_precision_init_val)
+    _open.set((*_open.get(), region))
     try:
         yield
     finally:
-        _in_force.reset(token)
+        _open.set(tuple(other for other in _open.get() if other is not region))
 
 
 def store_weight(module: torch.nn.Module, name: str, gemms: Gemms) -> None:
     """Inside a region, quantize the parameter ``name`` of ``module``, which ``gemms`` multiplies by."""
-    init = _in_force.get()
+    init = _in_force()
     if init is None:
         return
     weight = module.get_parameter(name)
@@ -89,5 +97,5 @@ def refuse_parts(argument: str) -> None:
     Raises:
         NotImplementedError: a region is in force; names ``argument``.
     """
-    if _in_force.get() is not None:
+    if _in_force() is not None:
         raise NotImplementedError(f"a weight in parts cannot be stored as codes: quantized_model_init needs {argument}")

@@ -35,8 +35,8 @@ _states: dict[str, Tensor] = {}
 _seed: list[int] = []
 _pending: dict[str, int] = {}
 """Draw numbers to continue from, for streams that have not drawn yet: by device or kind of device, and name."""
-_entered: list[int] = []
-"""The threads that have put a :class:`RandomStream` in force, the innermost last."""
+_entered: list[tuple["RandomStream", int]] = []
+"""The streams that are in force and the threads that have put them there, the innermost last."""
 
 
 def manual_seed(seed: int) -> None:
@@ -145,19 +145,18 @@ class RandomStream:
             if self._is_in_force:
                 raise RuntimeError("this random stream is in force already; leave its region before entering it again")
             thread = threading.get_ident()
-            if _entered and _entered[-1] != thread:
+            if _entered and _entered[-1][1] != thread:
                 raise RuntimeError(
                     "another thread has put a random stream in force, from which every thread draws; let it leave its "
                     "region first"
                 )
-            _entered.append(thread)
+            _entered.append((self, thread))
             self._change_places()
         try:
             yield
         finally:
             with lock:
-                _entered.pop()
-                self._change_places()
+                self._leave()
 
     def __getstate__(self) -> dict[str, Any]:
         """The attributes, for copies.
@@ -169,6 +168,14 @@ class RandomStream:
             if self._is_in_force:
                 raise RuntimeError("this random stream is in force; leave its region before copying or saving it")
             return dict(vars(self))
+
+    def _leave(self) -> None:
+        """Undo :meth:`in_force`, also before regions that were entered later are left, as generators may have it."""
+        place = [stream for stream, _ in _entered].index(self)
+        later = [stream for stream, _ in _entered[place + 1 :]]
+        del _entered[place]
+        for stream in (*reversed(later), self, *later):
+            stream._change_places()
 
     def _change_places(self) -> None:
         """Swap contents with the state in force. The containers stay the same objects, which compiled code reads."""

@@ -234,6 +234,17 @@ def test_regions_nest_and_end():
     assert type(Linear(16, 16).weight) is nn.Parameter
 
 
+def test_regions_may_be_left_in_any_order():
+    """As generators leave them."""
+    outer, inner = fp4engine.quantized_model_init(recipe=RECIPE), fp4engine.quantized_model_init(recipe=RECIPE)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert isinstance(Linear(16, 16).weight, QuantizedWeight)
+    inner.__exit__(None, None, None)
+    assert type(Linear(16, 16).weight) is nn.Parameter
+
+
 def test_rules_decide_which_weights_are_stored():
     keep = CustomRecipe(qfactory=lambda role: reference_quantizer(RECIPE if role.name == "mlp.fc1" else HIGH, role))
     mlp = build(partial(LayerNormMLP, 16, 16, name="mlp"), keep)

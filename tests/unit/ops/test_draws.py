@@ -4,6 +4,7 @@ import copy
 import itertools
 import pickle
 import threading
+from collections.abc import Generator
 from contextlib import nullcontext
 from functools import partial
 
@@ -332,6 +333,27 @@ def test_a_stream_is_entered_once_and_left_after_an_error():
     assert fp4engine.get_rng_state()["seed"] == 5
     with pytest.raises(ValueError, match="seed must be an int"):
         fp4engine.RandomStream("7")  # pyright: ignore[reportArgumentType]
+
+
+def test_streams_may_be_left_in_any_order():
+    """As generators leave them; each keeps its own draws, and the process gets back those that it had."""
+
+    def draws_from(stream: fp4engine.RandomStream) -> Generator[list[int]]:
+        with stream.in_force():
+            while True:
+                yield ops.next_draw(CPU).tolist()
+
+    first, second, third = (fp4engine.RandomStream(seed) for seed in (7, 8, 9))
+    running = [draws_from(stream) for stream in (first, second, third)]
+    assert [next(one) for one in running] == [[7, 1], [8, 1], [9, 1]]
+    running[1].close()
+    assert next(running[0]) == [9, 2]  # that entered last
+    running[2].close()
+    assert next(running[0]) == [7, 2]
+    running[0].close()
+    assert fp4engine.get_rng_state() == {"seed": 5, "draws": {}}
+    with second.in_force():
+        assert ops.next_draw(CPU).tolist() == [8, 2]
 
 
 def test_a_stream_is_copied_with_its_draws_and_not_while_in_force():
