@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4engine.formats import CastSpec
+from fp4engine.formats import CastSpec, Outer
 from fp4engine.inspect import statistics
 from fp4engine.inspect.statistics import Figures, Size
 
@@ -242,6 +242,8 @@ def _operand_fields(spec: CastSpec, numbers: _Numbers) -> dict[str, Any]:
     if total["nonfinite"]:  # values beside a NaN or an Inf decode to no number, so what was rounded to zero is unknown
         total["rounded_to_zero"] = math.nan
     amax, largest, minus_smallest = numbers.maxima
+    if total["nonfinite"] and spec.outer is Outer.TENSOR:  # whose amax is not finite, and counts as 0 in the maximum
+        amax = math.nan
     if scale_codes:
         of_scales, (largest, minus_smallest) = statistics.scale_spread_of_bytes(occurring, times, spec.scale)
         total |= zip(names[-3:], of_scales, strict=True)

@@ -263,6 +263,7 @@ def test_a_nan_is_counted_and_rows_stay_json(tmp_path: Path) -> None:
     assert rows_of(tmp_path, "tensor", role="input")[0]["nonfinite"] == 1
     (row, *_) = rows_of(tmp_path, "operand", role="input")
     assert row["sqnr_db"] is None and row["rounded_to_zero"] is None  # it enters every decoded value
+    assert row["amax"] is None and rows_of(tmp_path, "operand", role="weight")[0]["amax"] > 0
     for line in (tmp_path / "record.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
 
