@@ -96,8 +96,8 @@ class GatherableWeights:
                 packed = ops.largest_magnitudes([shard.values for *_, shard in shards]).to(device)
                 ops.all_reduce_amax(packed, group)
             reduced = ReducedAmaxes(packed)
-            for index, (weight, parameter, _) in enumerate(shards):
-                weight.know(reduced, index, _version_of(parameter))
+            for index, (weight, parameter, shard) in enumerate(shards):
+                weight.know(reduced, index, (shard.serial, parameter._version, shard.values._version))
 
     def cast(self, first: "GatherableWeight", dtype: torch.dtype) -> None:
         """Cast the shard of ``first``, and some behind it that were last sent in ``dtype`` and have changed since."""
@@ -180,11 +180,6 @@ class ReducedAmaxes:
         return rounded[index], shared
 
 
-def _version_of(parameter: DTensor) -> Version:
-    shard: Any = parameter._local_tensor  # .to_local() returns a view, which has no version counter of its own
-    return shard.serial, parameter._version, shard.values._version
-
-
 def _shard_group(parameter: DTensor) -> tuple[Any, str]:
     """The process group over which ``parameter`` is sharded, and the type of device on which it communicates."""
     spread = [index for index, placement in enumerate(parameter.placements) if not placement.is_replicate()]
@@ -265,7 +260,9 @@ class GatherableWeight:
 
     def is_known(self, parameter: DTensor) -> bool:
         """Whether the known amax is that of ``parameter``, the sharded weight, as it is now."""
-        return self._reduced is not None and _version_of(parameter) == self._version
+        shard: Any = parameter._local_tensor  # .to_local() returns a view, which has no version counter of its own
+        version = shard.serial, parameter._version, shard.values._version
+        return self._reduced is not None and version == self._version
 
     def amax(self, dtype: torch.dtype) -> tuple[Tensor, Shared] | None:
         """The outer amax of the weight in ``dtype``, see :meth:`ReducedAmaxes.get`; None if its cast has none.
@@ -290,7 +287,7 @@ class GatherableWeight:
         if parameter is None:
             return None
         shard: Any = parameter._local_tensor
-        state = self._forgotten, _version_of(parameter)
+        state = self._forgotten, (shard.serial, parameter._version, shard.values._version)
         return None if self._sent is not None and self._sent_as[1] == state else (shard.values, state)
 
     def keep(self, sent: Sent, dtype: torch.dtype) -> None:
@@ -313,7 +310,7 @@ class GatherableWeight:
                 f"{self.name} was replaced by another parameter after FSDP2 had sharded it, and FSDP2 would gather the "
                 "one before; write the new values into the parameter that is there, or call load_state_dict"
             )
-        state = self._forgotten, _version_of(parameter)
+        state = self._forgotten, (shard.serial, parameter._version, shard.values._version)
         if shard.values is not values:
             return send([(self, values, state)], dtype)[0]
         if self._sent is None or self._sent_as != (dtype, state):
