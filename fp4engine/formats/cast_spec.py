@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fp4engine.arguments import shown
+from fp4engine.arguments import require_one_of, shown
 from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, FLT_MAX, FLT_MIN
 from fp4engine.formats.elements import (
     E1M2,
@@ -139,8 +139,7 @@ class Rotation:
     def __post_init__(self) -> None:
         if type(self.size) is not int or self.size not in (16, 32, 64, 128):
             raise ValueError(f"Rotation size must be 16, 32, 64 or 128, got {self.size!r}")
-        if not isinstance(self.signs, Signs):
-            raise ValueError(f"Rotation signs must be one of {', '.join(map(shown, Signs))}, got {shown(self.signs)}")
+        require_one_of("Rotation signs", self.signs, Signs)
 
     def __str__(self) -> str:
         return f"rht{self.size}-{self.signs.value}"
