@@ -276,6 +276,9 @@ VARIANTS = {
     "forward 1x16 + 4/6": forward_only(FINE),
     "forward 16x16": forward_only(DEFAULT),
     "forward 16x16 + 4/6": forward_only(DEFAULT.replace(**FOUR_OVER_SIX)),
+    "forward 16x16, dequantized": always(
+        DEFAULT.replace(backward_override="dequantized"), "the same, whose backward pass multiplies the rounded operands"
+    ),
 }
 """Every variant by name. A name stands for one recipe: finished runs are shared between studies."""
 
@@ -320,7 +323,14 @@ STUDIES = {
     "forward": Study(
         "How much of the gap is the forward pass alone?",
         "forward 16x16",
-        ("nvfp4", "forward 16x16", "forward 16x16 + 4/6", "forward 1x16", "forward 1x16 + 4/6"),
+        (
+            "nvfp4",
+            "forward 16x16",
+            "forward 16x16 + 4/6",
+            "forward 1x16",
+            "forward 1x16 + 4/6",
+            "forward 16x16, dequantized",
+        ),
     ),
     "horizon": Study(
         "Do gaps widen with the bytes that a parameter sees?",
