@@ -277,7 +277,7 @@ VARIANTS = {
     "forward 16x16": forward_only(DEFAULT),
     "forward 16x16 + 4/6": forward_only(DEFAULT.replace(**FOUR_OVER_SIX)),
     "forward 16x16, dequantized": always(
-        DEFAULT.replace(backward_override="dequantized"), "the same, whose backward pass multiplies the rounded operands"
+        DEFAULT.replace(backward_override="dequantized"), "the same; its backward pass multiplies the rounded operands"
     ),
 }
 """Every variant by name. A name stands for one recipe: finished runs are shared between studies."""
