@@ -1,6 +1,6 @@
 """One FP8 linear layer, forward and backward, beside BF16 `nn.Linear` in the same run.
 
-    python benchmarks/fp8.py [--quick] [--out benchmarks/results]
+    python benchmarks/fp8.py [--quick] [--middle] [--out benchmarks/results]
 
 The casts' bytes are held to the reference, and the products to their decoded operands, before anything is timed. Rows
 per layer, 8,192 tokens, BF16 parameters and activations:
@@ -9,14 +9,22 @@ per layer, 8,192 tokens, BF16 parameters and activations:
     current      Float8CurrentScaling: fprop with the fast accumulator, dgrad and wgrad with the split one
     fast         the same with the fast accumulator everywhere
     delayed      DelayedScaling
+
+With --middle, layers of small models, by current scaling with products in the layer's launches (`launch`) and by
+PyTorch (`pytorch`), in turns: milliseconds of a step in eager mode, in one thread, and as a CUDA graph.
 """
+
+import argparse
+import statistics
+from unittest.mock import patch
 
 import torch
 from gemm import MODELS, TOKENS
 from step import make, problem, run_nvfp4, run_step
-from timing import argument_parser, environment, repeats_for, time_in_turn, write_json
+from timing import argument_parser, environment, milliseconds, repeats_for, time_in_turn, write_json
 
 import fp4engine
+from fp4engine.ops import gemm_fp8
 from fp4engine.quantizers import reference_quantizer
 from fp4engine.quantizers.factory import make_quantizer
 from fp4engine.recipe import DelayedScaling, Float8CurrentScaling, MMParams
@@ -26,6 +34,7 @@ CURRENT = Float8CurrentScaling()
 FAST = Float8CurrentScaling(
     fp8_gemm_fprop=MMParams(False), fp8_gemm_dgrad=MMParams(False), fp8_gemm_wgrad=MMParams(False)
 )
+MIDDLE = ((768, 768), (768, 2304), (768, 3072), (1024, 4096), (2048, 2048))
 VARIANTS = {"current": CURRENT, "fast": FAST, "delayed": DelayedScaling(amax_history_len=16)}
 
 
@@ -61,11 +70,53 @@ def measure(fan_in: int, fan_out: int) -> dict[str, float]:
     return time_in_turn(runs, repeats_for(6.0 * TOKENS * fan_in * fan_out))
 
 
+def measure_middle(fan_in: int, fan_out: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of each way to multiply."""
+    inp, grad = problem(fan_in, fan_out)
+    dense, layer = make(torch.nn.Linear, fan_in, fan_out), make(fp4engine.Linear, fan_in, fan_out)
+    runs = {
+        "bf16": (lambda: run_step(dense, inp, grad), gemm_fp8.STEPS),
+        "launch": (lambda: run_nvfp4(layer, inp, grad, CURRENT), gemm_fp8.STEPS),
+        "pytorch": (lambda: run_nvfp4(layer, inp, grad, CURRENT), 0),
+    }
+    graphs, times = {}, {name: {"eager": [], "one_thread": [], "graph": []} for name in runs}
+    for name, (run, steps) in runs.items():
+        with patch.object(gemm_fp8, "STEPS", steps):
+            run()
+            torch.cuda.synchronize()
+            graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[name]):
+                run()
+    for _ in range(7):
+        for name, (run, steps) in runs.items():
+            with patch.object(gemm_fp8, "STEPS", steps):
+                times[name]["eager"].append(milliseconds(run, 20))
+                with torch.autograd.set_multithreading_enabled(False):
+                    times[name]["one_thread"].append(milliseconds(run, 20))
+            times[name]["graph"].append(milliseconds(graphs[name].replay, 20))
+    return {name: {how: statistics.median(found) for how, found in row.items()} for name, row in times.items()}
+
+
+def middle(arguments: argparse.Namespace) -> None:
+    """Layers of small models."""
+    rows = []
+    for fan_in, fan_out in MIDDLE:
+        times = measure_middle(fan_in, fan_out)
+        rows.append({"in": fan_in, "out": fan_out, **times})
+        for name, row in times.items():
+            figures = "".join(f"  {how} {time:.3f}" for how, time in row.items())
+            print(f"{fan_in:5} -> {fan_out:5} {name:8}{figures}", flush=True)
+    write_json(arguments.out / "fp8-middle.json", {"environment": environment(), "rows": rows})
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one layer per model")
+    parser.add_argument("--middle", action="store_true", help="layers of small models instead")
     arguments = parser.parse_args()
     check()
+    if arguments.middle:
+        return middle(arguments)
     rows = []
     print(f"{'layer':28} {'bf16 ms':>9}" + "".join(f"{name:>10}" for name in VARIANTS), flush=True)
     for model, layers in MODELS.items():

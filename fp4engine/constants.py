@@ -25,6 +25,9 @@ ALIGNMENT: Final = 16
 BLOCK_SIZE: Final = 16
 """Elements that share one block scale, along the contracted axis."""
 
+FP8_TILE: Final = 128
+"""Rows, columns and terms of a step of the kernel that multiplies FP8 codes on FP8 tensor cores."""
+
 SUM_ROWS: Final = 128
 """Rows that a bias gradient adds as one binary tree, before it adds those sums in order."""
 

@@ -14,8 +14,10 @@ Kernels with one epilogue, fastest first; :func:`gemm` takes the first that fits
 - :mod:`fp4engine.kernels.gemm_split`: sm_90 and newer, a small output and at least 16,384 terms per sum.
 - :mod:`fp4engine.kernels.gemm_hopper`: sm_90, 16-byte aligned rows, enough output for its 128x256 tiles.
 - ``_gemm_tma_kernel``: sm_90 and newer, persistent, operands through the bulk tensor copy engine.
-- ``_gemm_plain_kernel``: masked loads; from sm_80 on, any stride, and in Triton's CPU interpreter. It also reads codes
-  of FP8 with one scale per tensor, whose values are exact in BF16.
+- ``_gemm_plain_kernel``: masked loads; from sm_80 on, any stride, and in Triton's CPU interpreter.
+
+Codes of FP8 with one scale per tensor are values of FP8. ``gemm_hopper`` multiplies them as they are, if the output is
+a new one of more than a tile or two; ``_gemm_plain_kernel`` in BF16, in which they are exact.
 """
 
 import logging
@@ -286,7 +288,7 @@ def add_gemm(
     """Multiply in a launch, into a new output or added to ``out``; by the first kernel that fits.
 
     Args:
-        left, right: values; or codes of FP8, which ``_gemm_plain_kernel`` alone reads.
+        left, right: values; or codes of FP8.
         by_rows: whether left and right have an outer amax for each row.
     """
     flags = Flags(*by_rows, bias is not None, out is not None)
@@ -298,11 +300,13 @@ def add_gemm(
     if 0 in (m, n):
         return
     copied = k > 0 and capability_of(draft.device) >= (9, 0) and left.is_aligned and right.is_aligned
-    is_fp8 = left.facts.dtype.itemsize == 1  # only small products of such are asked for
-    if copied and not is_fp8 and not _is_tiny(m, n, k):
-        _add_copied(draft, product)
-    else:
-        _add_plain(draft, product, _TINY_TILES if copied else _PLAIN_TILES if min(m, n) >= 128 else SMALL_TILES)
+    if copied and not _is_tiny(m, n, k):
+        if left.facts.dtype.itemsize > 1:
+            return _add_copied(draft, product)
+        hopper = gluon_kernel("gemm_hopper", draft.device) if out.is_aligned and not flags.accumulate else None
+        if hopper is not None:
+            return hopper.add_hopper(draft, product, device_facts(draft.device)[1])
+    _add_plain(draft, product, _TINY_TILES if copied else _PLAIN_TILES if min(m, n) >= 128 else SMALL_TILES)
 
 
 GROUP_M = 8

@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fp4engine.kernels.gemm_hopper import (
+    BLOCKS,
     CONSUMER_REGISTERS,
     GROUP_M,
     HALF_M,
-    LEFT_BLOCK,
     PRODUCER_REGISTERS,
     TILE_K,
     TILE_M,
@@ -266,7 +266,7 @@ def add_factored(
     right = right_block(terms)
     programs = programs_for(-(-m // TILE_M) * -(-n // right[0]), k, multiprocessors)
     draft.step(
-        factored_hopper_kernel, programs, block(product.left, LEFT_BLOCK), block(product.right, right),
+        factored_hopper_kernel, programs, block(product.left, BLOCKS[0]), block(product.right, right),
         block(product.out, OUT_BLOCK), *factors, *product.scales, m, n, padded_terms(k, groups), *strides, *groups,
         terms, *product.flags, GROUP_M, STAGES, WIDTH, LOADER_WARPS, PRODUCER_REGISTERS, CONSUMER_REGISTERS,
         num_warps=4,

@@ -8,6 +8,10 @@ one may finish and store its half while the other already multiplies the next ti
 tensor cores. That is worth 2-7% over the same tile written as one pipelined loop, and the kernel runs at 0.97-1.05x the
 rate of cuBLAS in BF16 (H200, 8,192 tokens, Llama-3 shapes; ``benchmarks/results/gemm.json``).
 
+The operands are values of BF16 or FP16, or both of FP8. FP8 tensor cores keep about 14 bits of a sum, so there each K
+step of 128 terms is a sum of its own, which FP32 adds to the rest. For that a consumer holds two accumulators, and a
+tile is 128x128.
+
 Dims: M rows of left, N rows of right, K the contracted (last) axis of both.
 """
 
@@ -26,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from fp4engine.constants import FP8_TILE
 from fp4engine.kernels.gemm_launch import Matrix, Product, block_of
 from fp4engine.kernels.launch import Block, Draft
 
@@ -36,6 +41,10 @@ store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 HALF_M, HALF_N = TILE_M // 2, TILE_N // 2
 """A consumer's rows, and the columns that it stages for one store."""
+
+BLOCKS = ((HALF_M, TILE_K), (TILE_N, TILE_K), (HALF_M, HALF_N))
+FP8_BLOCKS = ((HALF_M, FP8_TILE), (FP8_TILE, FP8_TILE), (HALF_M, FP8_TILE // 2))
+"""What the copy engine moves at once, of left, right and the output."""
 
 GROUP_M = 16
 """Tile rows walked together; 4, 8 and 16 are within 1% of each other at Llama shapes."""
@@ -135,9 +144,11 @@ def _consume(
     TILE_M: gl.constexpr = 2 * left_ring.shape[1]
     TILE_N: gl.constexpr = right_ring.shape[1]
     TILE_K: gl.constexpr = right_ring.shape[2]
-    # The tensor cores' own layouts of 64 rows by a whole tile's columns, and by half of them.
-    layout: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16]))
-    half_layout: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N // 2, 16]))
+    FP8: gl.constexpr = left_ring.dtype.is_fp8()
+    # The tensor cores' own layouts of 64 rows by a whole tile's columns, and by half of them; 32 bytes of terms.
+    TERMS: gl.constexpr = 32 if FP8 else 16
+    layout: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, TERMS]))
+    half_layout: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N // 2, TERMS]))
     tiles_m = gl.cdiv(M, TILE_M)
     tiles_n = gl.cdiv(N, TILE_N)
     steps = gl.cdiv(K, TILE_K)
@@ -147,24 +158,41 @@ def _consume(
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = walk(tile, tiles_m, tiles_n, GROUP)
         acc = gl.zeros((TILE_M // 2, TILE_N), gl.float32, layout)
-        slot = count % STAGES
-        mbarrier.wait(full.index(slot), (count // STAGES) & 1)
-        token = warpgroup_mma(
-            left_ring.index(2 * slot + PART), right_ring.index(slot).permute((1, 0)), acc, use_acc=False, is_async=True
-        )
-        acc = warpgroup_mma_wait(1, deps=(token,))
-        count += 1
-        for _ in range(1, steps):
+        if FP8:
+            for _ in range(steps):
+                slot = count % STAGES
+                mbarrier.wait(full.index(slot), (count // STAGES) & 1)
+                part = warpgroup_mma(
+                    left_ring.index(2 * slot + PART), right_ring.index(slot).permute((1, 0)),
+                    gl.zeros((TILE_M // 2, TILE_N), gl.float32, layout), use_acc=False, is_async=True,
+                )  # fmt: skip
+                part = warpgroup_mma_wait(0, deps=(part,))
+                mbarrier.arrive(empty.index(slot), count=1)
+                acc += part
+                count += 1
+        else:
             slot = count % STAGES
             mbarrier.wait(full.index(slot), (count // STAGES) & 1)
-            following = warpgroup_mma(
-                left_ring.index(2 * slot + PART), right_ring.index(slot).permute((1, 0)), acc, is_async=True
+            token = warpgroup_mma(
+                left_ring.index(2 * slot + PART),
+                right_ring.index(slot).permute((1, 0)),
+                acc,
+                use_acc=False,
+                is_async=True,
             )
-            acc = warpgroup_mma_wait(1, deps=(following,))
-            mbarrier.arrive(empty.index((count - 1) % STAGES), count=1)
+            acc = warpgroup_mma_wait(1, deps=(token,))
             count += 1
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((count - 1) % STAGES), count=1)
+            for _ in range(1, steps):
+                slot = count % STAGES
+                mbarrier.wait(full.index(slot), (count // STAGES) & 1)
+                following = warpgroup_mma(
+                    left_ring.index(2 * slot + PART), right_ring.index(slot).permute((1, 0)), acc, is_async=True
+                )
+                acc = warpgroup_mma_wait(1, deps=(following,))
+                mbarrier.arrive(empty.index((count - 1) % STAGES), count=1)
+                count += 1
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index((count - 1) % STAGES), count=1)
         low, high = acc.reshape((TILE_M // 2, 2, TILE_N // 2)).permute((0, 2, 1)).split()
         row = tile_m * TILE_M + PART * (TILE_M // 2)
         col = tile_n * TILE_N
@@ -219,10 +247,13 @@ def gemm_hopper_kernel(
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-_GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-
-
-LEFT_BLOCK, RIGHT_BLOCK, OUT_BLOCK = (HALF_M, TILE_K), (TILE_N, TILE_K), (HALF_M, HALF_N)
+_GLUON_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
 
 
 @cache
@@ -231,8 +262,13 @@ def layout_of(shape: tuple[int, int], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(shape), _GLUON_DTYPES[dtype])
 
 
-def stages_for(out_dtype: torch.dtype) -> int:
-    """K steps in the ring: 48 KiB each beside two staging halves of 8192 elements, within 227 KiB."""
+def stages_for(dtype: torch.dtype, out_dtype: torch.dtype) -> int:
+    """K steps in the ring beside two staging halves, within 227 KiB.
+
+    A step has 48 KiB and a half 8,192 elements; of FP8, 32 KiB and 4,096 elements.
+    """
+    if dtype.itemsize == 1:
+        return 6
     return 3 if out_dtype == torch.float32 else 4
 
 
@@ -257,11 +293,14 @@ def programs_for(tiles: int, k: int, multiprocessors: int) -> int:
 def add_hopper(draft: Draft, product: Product, multiprocessors: int) -> None:
     """Multiply matrices that are aligned for the copy engine, none of them empty."""
     m, n, k = product.shape
-    programs = programs_for(-(-m // TILE_M) * -(-n // TILE_N), k, multiprocessors)
+    dtype = product.left.facts.dtype
+    left, right, out = BLOCKS if dtype.itemsize > 1 else FP8_BLOCKS
+    tiles = -(-m // TILE_M) * -(-n // right[0])
+    programs = programs_for(tiles, k if dtype.itemsize > 1 else k // 4, multiprocessors)
     draft.step(
-        gemm_hopper_kernel, programs, block(product.left, LEFT_BLOCK), block(product.right, RIGHT_BLOCK),
-        block(product.out, OUT_BLOCK), *product.scales, m, n, k, *product.flags, GROUP_M,
-        stages_for(product.out.facts.dtype), PRODUCER_REGISTERS, CONSUMER_REGISTERS, num_warps=4,
+        gemm_hopper_kernel, programs, block(product.left, left), block(product.right, right),
+        block(product.out, out), *product.scales, m, n, k, *product.flags, GROUP_M,
+        stages_for(dtype, product.out.facts.dtype), PRODUCER_REGISTERS, CONSUMER_REGISTERS, num_warps=4,
     )  # fmt: skip
 
 

@@ -59,7 +59,8 @@ def gemm(
         return _dense(left.data, right.data, bias, out_dtype, out)
     left_key, right_key = "" if left.spec is None else left.spec.key, "" if right.spec is None else right.spec.key
     by_fp8 = _multiplies_fp8(left_key, right_key, left.data.device) and backend in ("auto", "native")
-    is_small = by_fp8 and gemm_fp8.is_small(left.rows, right.rows, left.cols, backend)
+    sizes, device = (left.rows, right.rows, left.cols), left.data.device
+    is_small = by_fp8 and gemm_fp8.is_small(*sizes, backend, device, is_added=out is not None)
     if by_fp8 and not (is_small and _kernels_run(left.data.device)):
         return _fp8(left, right, bias, out_dtype, out, fast_accumulation)
     if is_plain(left.data):

@@ -1,4 +1,4 @@
-"""FP8 products on the tensor cores of Ada, Hopper and Blackwell, through PyTorch's scaled products.
+"""FP8 products on the tensor cores of Ada, Hopper and Blackwell: which are a kernel's, and PyTorch's scaled products.
 
     y = round(alpha * (left @ right.T) + bias),   alpha = (A_left * A_right) / (numerator_left * numerator_right)
 
@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from fp4engine import capability, reference
+from fp4engine.constants import FP8_TILE
 from fp4engine.formats import E4M3, E5M2, E8M0, FP32, CastSpec, Outer
+from fp4engine.tracing import constant_when_traced
 
 _MULTIPLE = 16
 """``_scaled_mm`` takes multiples of 16 as K and N; codes are padded along K already."""
@@ -34,16 +36,54 @@ def supports(left: str, right: str, device: torch.device) -> tuple[bool, str]:
 
 
 LONGEST = 256
-"""The largest M, N and K of a product that a kernel computes, in BF16 and FP32; a multiple of what K is padded to."""
+"""The largest M, N and K of a product that a kernel computes on any GPU; a multiple of what K is padded to."""
+STEPS = 128
+"""The most steps of :data:`FP8_TILE` terms that a multiprocessor of a Hopper takes one after the other: 50 us or so."""
 
 
-def is_small(rows: int, columns: int, terms: int, backend: str) -> bool:
+def is_small(
+    rows: int, columns: int, terms: int, backend: str, device: torch.device, *, is_added: bool = False
+) -> bool:
     """Whether a product with one scale per tensor is a kernel's, which can be part of a launch, and not PyTorch's.
 
-    PyTorch's takes 16 us of the host, and its operands are tensors of their own; a kernel more in a launch takes 9. Up
-    to :data:`LONGEST` the GPU waits for the host in either case, and a program has four steps of 64 terms.
+    A call of PyTorch's takes the host 40 us or more, and its operands are tensors of their own; a kernel more in a
+    launch takes about 5. So the GPU waits for the host in a layer whose products are all this small. The answer is the
+    same for all three products of a layer: it does not depend on the order of the sizes.
+
+    Args:
+        is_added: whether the product is added to a gradient. Then it is PyTorch's beyond :data:`LONGEST`.
     """
-    return backend == "auto" and columns <= LONGEST and terms <= LONGEST and rows <= LONGEST
+    if backend != "auto":
+        return False
+    if rows <= LONGEST and columns <= LONGEST and terms <= LONGEST:
+        return True
+    multiprocessors = _multiprocessors(device)
+    if is_added or multiprocessors == 0 or rows % _MULTIPLE or columns % _MULTIPLE or terms % _MULTIPLE:
+        return False
+    products = ((rows, columns, terms), (rows, terms, columns), (columns, terms, rows))
+    return all(_steps(*sizes, multiprocessors) <= STEPS for sizes in products)
+
+
+def _steps(m: int, n: int, k: int, multiprocessors: int) -> int:
+    """Steps that a multiprocessor takes one after the other."""
+    tiles = -(-m // FP8_TILE) * -(-n // FP8_TILE)
+    return -(-tiles // multiprocessors) * -(-k // FP8_TILE)
+
+
+@constant_when_traced
+def _multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU with a kernel that multiplies FP8 codes on FP8 tensor cores; 0 for any other device."""
+    return _hopper(device)
+
+
+@cache
+def _hopper(device: torch.device) -> int:
+    if not (capability.is_hopper(device) and capability.triton_runs_on(device)[0]):
+        return 0
+    from fp4engine.kernels.gemm import gluon_kernel
+    from fp4engine.kernels.launch import device_facts
+
+    return device_facts(device)[1] if gluon_kernel("gemm_hopper", device) else 0
 
 
 TERMS = 128

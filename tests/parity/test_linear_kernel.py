@@ -332,6 +332,7 @@ def fp8_units(request, kernel_device, monkeypatch, forget_answers):
     Products are a kernel's up to the size that is the parameter, which is one that all of these tests have, or none.
     """
     monkeypatch.setattr(gemm_fp8, "LONGEST", request.param)
+    monkeypatch.setattr(gemm_fp8, "STEPS", 0)
     if kernel_device == "cpu":
         monkeypatch.setattr(capability, "fp8_units", lambda device: (True, "mocked"))
         forget_answers()
@@ -388,6 +389,43 @@ def test_fp8_products_are_kernels_up_to_a_size(fp8_units, kernel_device, monkeyp
     assert ran["gemm/fp8"] == 3
     for ours, theirs in zip(outputs, others, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=1e-3 * float(theirs.abs().max()))
+
+
+@pytest.fixture
+def fp8_kernel(kernel_device):
+    """The GPU, which has a kernel that multiplies FP8 codes as they are."""
+    if not gemm_fp8._multiprocessors(torch.device(kernel_device)):
+        pytest.skip("needs a Hopper")
+    return kernel_device
+
+
+MIDDLE = (528, 272, 640)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [Float8CurrentScaling(), Float8CurrentScaling(fp8_format=Format.E4M3), DelayedScaling()],
+    ids=["current", "E4M3", "delayed"],
+)
+@pytest.mark.parametrize("shape", [MIDDLE, (8192, 768, 3072), (16, 16, 4096)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"bias": False, "dtype": torch.float32}, {"dtype": torch.float16}], ids=str)
+def test_fp8_products_of_middle_sizes_are_kernels_on_hopper(fp8_kernel, monkeypatch, recipe, shape, options):
+    """At once as operation by operation; PyTorch's are the same up to the order of sums."""
+    options = {"device": fp8_kernel, **options}
+    assert_one_launch_is_many(monkeypatch, recipe, shape, kind=LinearByFP8, **options)
+    ours, ran, *_ = run(recipe, shape, **options)
+    assert ran["gemm/triton"] == 3
+    monkeypatch.setattr(gemm_fp8, "STEPS", 0)
+    theirs, ran, *_ = run(recipe, shape, **options)
+    assert ran["gemm/fp8"] == 3
+    for one, other in zip(ours, theirs, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=2.0**-7, atol=1e-3 * float(other.abs().max()))
+
+
+@pytest.mark.no_poison
+def test_fp8_products_of_middle_sizes_compiled(fp8_kernel, monkeypatch):
+    assert_compiled_is_eager(monkeypatch, Float8CurrentScaling(), MIDDLE, fp8_kernel, LinearByFP8)
 
 
 @pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)

@@ -64,7 +64,7 @@ class LinearByFP8(Way):
         keys = self.forward_keys(needs_dgrad, needs_wgrad)
         pasts, recalled, paths = ((), _ABSENT, ()) if memories is None else _recalled(*memories)
         (rows, ins), outs = x.shape, weight.shape[0]
-        is_small = gemm_fp8.is_small(rows, outs, ins, self.casts.backend)
+        is_small = gemm_fp8.is_small(rows, outs, ins, self.casts.backend, x.device)
         bias = bias if bias is None else bias.contiguous()
         facts, dtype = kernels.facts, x.dtype if is_small else None
         asked = (facts(x), facts(weight), facts(bias), pasts, x.device, keys, dtype)
@@ -94,7 +94,7 @@ class LinearByFP8(Way):
         keys = self.backward_keys(needs_dgrad, needs_wgrad)
         pasts, recalled, paths = ((), _ABSENT[:2], ()) if memory is None else _recalled(memory)
         rows, outs = grad_output.shape
-        is_small = gemm_fp8.is_small(rows, outs, ins, self.casts.backend)
+        is_small = gemm_fp8.is_small(rows, outs, ins, self.casts.backend, grad_output.device)
         asked = (kernels.facts(grad_output), ins, pasts, grad_output.device, keys, dtypes if is_small else None)
         launch = kernels.resolve_fp8_backward(*asked)
         outputs = launch(grad_output, inp, inp_amax, weight, weight_amax, *recalled)

@@ -20,7 +20,9 @@ SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_37
 """Bytes of shared memory that one program may have, by compute capability."""
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-NAMES = dict(zip(OUT_DTYPES, ("bf16", "fp16", "fp32"), strict=True))
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+NAMES = dict(zip((*OUT_DTYPES, E4M3, E5M2), ("bf16", "fp16", "fp32", "fp8e4nv", "fp8e5"), strict=True))
+BF16 = (torch.bfloat16, torch.bfloat16)
 
 
 def build(source, capability: int, num_warps: int, num_stages: int = 3):
@@ -43,15 +45,18 @@ def block_type(block: tuple[int, int], dtype: torch.dtype) -> str:
     return f"tensordesc<{NAMES[dtype]}{list(block)},{gemm_hopper.layout_of(block, dtype)!r}>"
 
 
-def hopper(out_dtype: torch.dtype, bias: bool, accumulate: bool, rows: bool) -> str:
+def hopper(
+    out_dtype: torch.dtype, bias: bool, accumulate: bool, rows: bool, dtypes: tuple[torch.dtype, torch.dtype] = BF16
+) -> str:
+    left, right, out = gemm_hopper.BLOCKS if dtypes is BF16 else gemm_hopper.FP8_BLOCKS
     signature = COMMON | {
-        "left_desc": block_type(gemm_hopper.LEFT_BLOCK, torch.bfloat16),
-        "right_desc": block_type(gemm_hopper.RIGHT_BLOCK, torch.bfloat16),
-        "out_desc": block_type(gemm_hopper.OUT_BLOCK, out_dtype),
+        "left_desc": block_type(left, dtypes[0]),
+        "right_desc": block_type(right, dtypes[1]),
+        "out_desc": block_type(out, out_dtype),
     }
     constants = dict(
         LEFT_ROWS=rows, RIGHT_ROWS=False, HAS_BIAS=bias, ACCUMULATE=accumulate, GROUP=gemm_hopper.GROUP_M,
-        STAGES=gemm_hopper.stages_for(out_dtype),
+        STAGES=gemm_hopper.stages_for(dtypes[0], out_dtype),
         PRODUCER_REGISTERS=gemm_hopper.PRODUCER_REGISTERS, CONSUMER_REGISTERS=gemm_hopper.CONSUMER_REGISTERS,
     )  # fmt: skip
     if bias:
@@ -70,12 +75,21 @@ def test_hopper_kernel_uses_wgmma_and_the_copy_engine(out_dtype, bias, accumulat
     assert "setmaxnreg" in ptx
 
 
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
+@pytest.mark.parametrize("left", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize(("bias", "accumulate"), [(False, False), (True, False), (False, True)])
+def test_hopper_kernel_multiplies_fp8_codes_as_they_are(left, out_dtype, bias, accumulate):
+    ptx = hopper(out_dtype, bias, accumulate, rows=False, dtypes=(left, E4M3))
+    name = "e4m3" if left == E4M3 else "e5m2"
+    assert f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{name}.e4m3" in ptx
+
+
 @pytest.mark.parametrize(("left", "right"), [(128, 128), (128, 0), (0, 16), (32, 16)])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_hopper_kernel_with_factors(left, right, out_dtype):
     terms = min(group for group in (left, right) if group)
     signature = COMMON | {
-        "left_desc": block_type(gemm_hopper.LEFT_BLOCK, torch.bfloat16),
+        "left_desc": block_type(gemm_hopper.BLOCKS[0], torch.bfloat16),
         "right_desc": block_type(gemm_factors_hopper.right_block(terms), torch.bfloat16),
         "out_desc": block_type(gemm_factors_hopper.OUT_BLOCK, out_dtype),
         "left_factor_ptr": "*fp32", "right_factor_ptr": "*fp32", "stride_left": "i32", "stride_right": "i32",

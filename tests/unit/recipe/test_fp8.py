@@ -1,6 +1,7 @@
 """FP8 recipes: TransformerEngine's switches, formats per role, and scales that come from earlier steps."""
 
 import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import fp4engine
 from fp4engine import reference
 from fp4engine.formats import E4M3, E5M2, E8M0, FP32, fp8, fp8_block
+from fp4engine.ops import gemm_fp8
 from fp4engine.quantizers import make_quantizer
 from fp4engine.quantizers.delayed import AmaxHistory
 from fp4engine.recipe import (
@@ -366,15 +368,39 @@ def test_a_state_of_another_form_changes_no_history(change: dict) -> None:
     assert fp4engine.get_amax_history(model) == saved
 
 
+@pytest.mark.parametrize(
+    ("sizes", "backend", "multiprocessors", "expected"),
+    [
+        ((256, 256, 256), "auto", 0, True),
+        ((256, 256, 256), "native", 132, False),
+        ((257, 256, 256), "auto", 132, False),  # not a multiple of 16
+        ((272, 256, 256), "auto", 0, False),
+        ((272, 256, 256), "auto", 132, True),
+        ((8192, 768, 3072), "auto", 132, True),
+        ((8192, 4096, 4096), "auto", 132, False),  # the GPU takes longer than the host
+        ((65536, 256, 256), "auto", 132, False),  # four tiles of 65,536 terms
+    ],
+)
+def test_which_fp8_products_are_kernels(monkeypatch, sizes, backend: str, multiprocessors: int, expected: bool) -> None:
+    """Whatever the order of the sizes: all three products of a layer, or none."""
+    monkeypatch.setattr(gemm_fp8, "_multiprocessors", lambda device: multiprocessors)
+    for rows, columns, terms in itertools.permutations(sizes):
+        asked = (rows, columns, terms, backend, torch.device("cpu"))
+        assert gemm_fp8.is_small(*asked) is expected
+        assert gemm_fp8.is_small(*asked, is_added=True) is (expected and max(sizes) <= gemm_fp8.LONGEST)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(64, 128, 96), (17, 33, 5), (1, 15, 16), (256, 256, 256)])
-@pytest.mark.parametrize(("backend", "ran"), [("auto", "gemm/triton"), ("native", "gemm/fp8")])
+@pytest.mark.parametrize("shape", [(64, 128, 96), (17, 33, 5), (1, 15, 16), (256, 256, 256), (1040, 2048, 784)])
+@pytest.mark.parametrize("backend", ["auto", "native"])
 def test_fp8_products_are_the_reference_product(
-    shape: tuple[int, int, int], out_dtype: torch.dtype, backend: str, ran: str
+    shape: tuple[int, int, int], out_dtype: torch.dtype, backend: str
 ) -> None:
     """Up to the order of FP32 sums: at most twice the rounding of the output dtype."""
     rows, contracted, columns = shape
+    small = gemm_fp8.is_small(rows, columns, contracted, backend, torch.device("cuda"))
+    ran = "gemm/triton" if small else "gemm/fp8"
     x, w = torch.randn(rows, contracted, device="cuda"), torch.randn(columns, contracted, device="cuda")
     bias = torch.randn(columns, device="cuda")
     quantizers = [make_quantizer(Float8CurrentScaling(), QuantizerRole("linear", role)) for role in ("input", "weight")]
