@@ -5,7 +5,8 @@ hardly moves. :class:`OsciReset` puts such weights onto their FP4 values. A few 
 than the others: :class:`OutControl` finds them early in training and multiplies them in MXFP8 from then on.
 
 Both count the steps of one ``torch.optim`` optimizer by its own post hooks, change nothing of what is multiplied until
-their step has come, and have a ``state_dict`` to save beside the optimizer's.
+their step has come, and have a ``state_dict`` to save beside the optimizer's. They cover the layers that the optimizer
+trains when they are made; a step raises once it trains others.
 
 Source: arXiv 2510.27527; TetraJet-v2 ca5953f, ``olmo/quantization_real``.
 """
@@ -46,28 +47,34 @@ class _StepHook:
         require_recipe(recipe)
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         kind = type(self).__name__
         if getattr(optimizer, "master_weights", False):
             raise ValueError(f"{kind} works on what the optimizer steps, and {type(optimizer).__name__} steps copies")
         self.step = 0
-        self._model = model
-        self.layers: dict[str, Linear] = {}
-        for name, module in model.named_modules():
-            weight = module._parameters.get("weight")  # None if it is computed from others
-            if not isinstance(module, Linear) or id(weight) not in trained:
-                continue
+        self._model, self._optimizer = model, optimizer
+        self.layers = self._trained_layers()
+        self._known = set(self.layers.values())
+        for name, layer in self.layers.items():
+            weight = layer.weight
             if isinstance(weight, QuantizedWeight) or is_distributed(weight):
                 raise NotImplementedError(
                     f"{kind} works on whole weights in high precision, and that of {name} is a {type(weight).__name__}"
                 )
-            self.layers[name] = module
         if not self.layers:
             raise ValueError(f"{kind} found no fp4engine.Linear below the model whose weight the optimizer trains")
 
-    def _begin(self, optimizer: Optimizer) -> None:
+    def _trained_layers(self) -> dict[str, Linear]:
+        """The layers below the model whose weight is a parameter of the optimizer now, by name."""
+        trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        return {
+            name: module
+            for name, module in self._model.named_modules()
+            if isinstance(module, Linear) and id(module._parameters.get("weight")) in trained  # None if it is computed
+        }
+
+    def _begin(self) -> None:
         """Put the hook on its optimizer, once nothing is left to refuse."""
-        self._handle = optimizer.register_step_post_hook(self._called)
+        self._handle = self._optimizer.register_step_post_hook(self._called)
 
     def _called(self, *_: object) -> None:
         self.after_step()
@@ -83,7 +90,8 @@ class _StepHook:
         take the hook off by :meth:`remove` before the capture, and call this after each replay.
 
         Raises:
-            RuntimeError: it is called while a CUDA graph is captured, or its layers have left the model.
+            RuntimeError: it is called while a CUDA graph is captured; its layers have left the model; or the optimizer
+                has begun to train others, as ``optimizer.add_param_group`` makes it.
         """
         on_cuda = any(layer.weight.is_cuda for layer in self.layers.values())
         if on_cuda and torch.cuda.is_current_stream_capturing():
@@ -97,6 +105,12 @@ class _StepHook:
             raise RuntimeError(
                 f"{type(self).__name__}'s layers {', '.join(gone)} are no longer in the model, as after "
                 "fp4engine.revert; call the hook's remove() before they are replaced, and make a new one after"
+            )
+        later = [name for name, layer in self._trained_layers().items() if layer not in self._known]
+        if later:
+            raise RuntimeError(
+                f"the optimizer trains {', '.join(later)} only since {type(self).__name__} was made, as after "
+                "add_param_group; call the hook's remove() before such layers are added, and make a new one after"
             )
         with torch.no_grad():
             self._stepped(self.step)
@@ -198,7 +212,7 @@ class OsciReset(_StepHook):
             raise ValueError("OsciReset found no layer whose weight is cast in fprop; give it the recipe")
         self.layers = {name: self.layers[name] for name in self._casts}
         self._oscillations: dict[str, Oscillation] = {}
-        self._begin(optimizer)
+        self._begin()
 
     def _stepped(self, index: int) -> None:
         place = index % self.period
@@ -405,7 +419,7 @@ class OutControl(_StepHook):
             layer.norms = layer.channels = None
             layer.outliers = plans[name]
             self._controlled[name] = layer
-        self._begin(optimizer)
+        self._begin()
 
     def _count(self, layer: Linear) -> int:
         """How many channels of a layer are outlying."""

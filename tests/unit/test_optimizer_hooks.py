@@ -488,6 +488,27 @@ def test_a_hook_says_that_its_layers_were_reverted(kind: Any) -> None:
     assert type(net[0]) is nn.Linear
 
 
+@pytest.mark.parametrize("kind", [OsciReset, OutControl])
+def test_a_hook_says_that_its_optimizer_trains_further_layers(kind: Any) -> None:
+    """A group added later was left out without a word; by the way that the error names, it is covered."""
+    net = model()
+    optimizer = torch.optim.SGD(net[0].parameters(), 0.1)
+    settings = {"multiple": 16} if kind is OutControl else {"recipe": zoo.make("nvfp4"), "start": 500}
+    hook = kind(net, optimizer, **settings)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})  # of no layer
+    train(net, optimizer, zoo.make("nvfp4"), batches(1))
+    optimizer.add_param_group({"params": net[2].parameters()})
+    said = rf"the optimizer trains 2 only since {kind.__name__} was made, as after add_param_group; call .*remove\(\)"
+    with pytest.raises(RuntimeError, match=said):
+        optimizer.step()
+    assert hook.step == 1
+    hook.remove()
+    again = kind(net, optimizer, **settings)
+    again.load_state_dict(hook.state_dict())
+    optimizer.step()
+    assert again.step == 2 and list(again.layers) == ["0", "2"]
+
+
 def test_a_layer_that_is_split_is_not_recorded(tmp_path: Path) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.05)
