@@ -81,13 +81,13 @@ def backward_at_once(
     return way.backward(*asked, None, rank, place, share, is_tiled)
 
 
-def draw(call: Call, device: torch.device) -> Tensor | None:
+def draw(call: Call, grad_output: Tensor) -> Tensor | None:
     """The draw for a backward pass; None if its casts need none."""
     if not call.plan.draws_in_backward:
         return None
     if call.shards is not None:
-        return call.shards.draw(device, "backward")
-    return ops.next_draw(device, direction="backward")
+        return call.shards.draw(grad_output.device, "backward", grad_output)
+    return ops.next_draw(grad_output.device, direction="backward", after=grad_output)
 
 
 def _forward_share(

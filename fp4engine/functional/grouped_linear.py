@@ -185,6 +185,9 @@ class GroupedLinearFunction(torch.autograd.Function):
         grad_input = None
         grads: list[Tensor | None] = [None] * len(needs_parameters)
         if call.needs_dgrad or call.needs_wgrad:
+            rng = None
+            if plan.draws_in_backward:
+                rng = ops.next_draw(matrix.device, groups, direction="backward", after=matrix)
             rowwise, columnwise = ops.grouped_quantize(
                 matrix,
                 saved.offsets,
@@ -192,7 +195,7 @@ class GroupedLinearFunction(torch.autograd.Function):
                 plan.grad_output.columnwise_spec if call.needs_wgrad else None,
                 rowwise_form="values",
                 columnwise_form="values",
-                rng=ops.next_draw(matrix.device, groups, direction="backward") if plan.draws_in_backward else None,
+                rng=rng,
                 stream=plan.grad_output.stream | ops.rank_bits(),
             )
             products = matrix.shape[0] * matrix.shape[1] * ctx.inp_shape[-1]

@@ -229,7 +229,7 @@ class LinearFunction(torch.autograd.Function):
                 call.record(2 * grad_output.numel() * ctx.inp_shape[-1], *names)
             else:
                 saved = unflatten(Saved, ctx.structure, ctx.saved_tensors)
-                rng = draw(call, grad_output.device)
+                rng = draw(call, grad_output)
                 grad_input, grad_weight = _gradients(grad_output, saved, call, rng, ctx.inp_shape[-1], ctx.weight_dtype)
                 if function is not None and grad_input is not None:
                     assert saved.x is not None

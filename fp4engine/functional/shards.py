@@ -76,9 +76,9 @@ class Shards(NamedTuple):
         """The name of the random stream of a direction; empty for the process's stream."""
         return self.layer and f"{direction}/{self.layer}"
 
-    def draw(self, device: torch.device, direction: ops.Direction) -> Tensor:
-        """The next draw of a forward, or of a backward pass."""
-        return ops.next_draw(device, 1, self.stream(direction), direction)
+    def draw(self, device: torch.device, direction: ops.Direction, after: Tensor | None = None) -> Tensor:
+        """The next draw of a forward, or of a backward pass, as :func:`fp4engine.ops.next_draw`."""
+        return ops.next_draw(device, 1, self.stream(direction), direction, after)
 
     def amax_groups(self) -> "AmaxGroups | None":
         """The groups over which amaxes are reduced, if each is of a whole tensor.

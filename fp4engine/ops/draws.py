@@ -42,7 +42,13 @@ class _Seeding(threading.local):
 seeding = _Seeding()
 
 
-def next_draw(device: torch.device, count: int = 1, name: str = "", direction: Direction | None = None) -> Tensor:
+def next_draw(
+    device: torch.device,
+    count: int = 1,
+    name: str = "",
+    direction: Direction | None = None,
+    after: Tensor | None = None,
+) -> Tensor:
     """Advance the stream of ``device`` by ``count`` draws, and return the last of them: int64 [2] ``(seed, draw)``.
 
     The tensor is the caller's own. Threads and CUDA streams that draw at the same time get different draws. Where
@@ -54,6 +60,9 @@ def next_draw(device: torch.device, count: int = 1, name: str = "", direction: D
             they are where a checkpoint repeats one, and not in a backward pass. Compiled code cannot hand to a backward
             pass a state that a forward pass has advanced since, so an operator looks the state up when it runs, unless
             it is known to run in a backward pass.
+        after: in a backward pass, the gradient at hand: compiled code draws once it is there. PyTorch may move what
+            depends on no gradient into the forward pass, where it would draw out of the order of eager layers; and a
+            reentrant checkpoint, whose first run has no gradients, would have no draw to repeat.
 
     Raises:
         RuntimeError: ``make_fx`` traces on fake tensors, and would take what has no memory for a draw; or a recomputed
@@ -62,7 +71,7 @@ def next_draw(device: torch.device, count: int = 1, name: str = "", direction: D
     is_forward = torch.is_grad_enabled() if direction is None else direction == "forward"
     if torch.compiler.is_dynamo_compiling():
         if direction == "backward":
-            return torch.ops.fp4engine.next_draw(rng.state_of(device, name), count)
+            return torch.ops.fp4engine.next_draw(rng.state_of(device, name), count, after)
         return torch.ops.fp4engine.next_forward_draw(order_token(device, "forward"), count, name, is_forward)
     if is_forward:
         _require_repeated()
@@ -179,7 +188,7 @@ def _require_repeated() -> None:
         )
 
 
-def _next_draw(state: Tensor, count: int) -> Tensor:
+def _next_draw(state: Tensor, count: int, after: Tensor | None) -> Tensor:
     return _source.take(state, count)
 
 

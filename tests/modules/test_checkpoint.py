@@ -412,6 +412,17 @@ def test_compiled_functions_recompute_by_the_forwards_recipe_or_refuse(use_reent
 
 @pytest.mark.no_poison
 @REENTRANT
+def test_draws_of_a_compiled_backward_pass_stay_in_it(use_reentrant: bool) -> None:
+    """With the casts of what is saved they were moved into the forward, which then seemed to draw."""
+    layer = Linear(16, 16)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    layers, recipe = torch.nn.ModuleList([layer]), ZOO["nvfp4_fresh"].build()
+    got = gradients(layers, partial(fp4engine.checkpoint, compiled, use_reentrant=use_reentrant), recipe)
+    assert_same(got, gradients(layers, layer, recipe))
+
+
+@pytest.mark.no_poison
+@REENTRANT
 @pytest.mark.parametrize("recipe", [NVFP4BlockScaling(), STOCHASTIC], ids=["draws backward", "draws forward"])
 def test_a_checkpoint_inside_a_compiled_function_repeats_its_forward_or_refuses(use_reentrant, recipe):
     layer = Linear(16, 16)
