@@ -27,6 +27,7 @@ from fp4engine.modules import Linear
 from fp4engine.modules.adoption import require_plain_class
 from fp4engine.modules.inputs import cast_by_autocast
 from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.modules.recompute import computed
 from fp4engine.modules.sharded import is_distributed
 from fp4engine.quantizers import Quantizer
 from fp4engine.recipe import Casts, LinearRecipe, Recipe, zoo
@@ -328,11 +329,12 @@ class _Controlled(Linear):
         if is_distributed(input, self.weight, self.bias):
             raise NotImplementedError(f"{self.name}: OutControl splits whole matrices, not DTensors")
         outlying, others = self.channels
-        output = self.multiply(input.index_select(-1, others), self.weight.index_select(1, others), self.bias)
+        w_outlying, w_others = computed(lambda: [self.weight.index_select(1, part) for part in (outlying, others)])
+        output = self.multiply(input.index_select(-1, others), w_others, self.bias)
         x_outlying = cast_by_autocast(input).index_select(-1, outlying)
         return output + linear(
             x_outlying,
-            self.weight.index_select(1, outlying),
+            w_outlying,
             None,
             self.outliers,
             executed=self.executed,

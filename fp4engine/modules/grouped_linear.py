@@ -15,6 +15,7 @@ from fp4engine.functional.grouped_loop import grouped, require_counts
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.model_init import store_weight
+from fp4engine.modules.recompute import computed
 from fp4engine.modules.te_arguments import initializer, refuse_unimplemented, te_place
 from fp4engine.recipe import Recipe
 
@@ -124,7 +125,7 @@ class GroupedLinear(torch.nn.Module):
 
     def _parts(self) -> list[tuple[Gemms, Tensor, Tensor | None]]:
         """Per slice its products, its weight and the bias that they add."""
-        weights = self.weights
+        weights = computed(lambda: self.weights)
         for index, weight in enumerate(weights):
             if weight.shape != weights[0].shape:
                 given = f"got {tuple(weight.shape)} beside {tuple(weights[0].shape)} of weight0"

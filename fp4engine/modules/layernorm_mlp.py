@@ -14,6 +14,7 @@ from fp4engine.functional.norm import Norm
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.norm import InputNorm
+from fp4engine.modules.recompute import computed
 from fp4engine.modules.te_arguments import initializer, refuse_unimplemented, te_place
 from fp4engine.names import dotted
 from fp4engine.recipe import Recipe
@@ -120,10 +121,10 @@ class LayerNormMLP(InputNorm):
         normalized = self._normalize(inp)
         if self.return_layernorm_output:
             normalized = normalized.tensor()
-        hidden = self.fc1.multiply(normalized, self.fc1_weight, self.fc1_bias, is_first_microbatch)
+        hidden = self.fc1.multiply(normalized, computed(lambda: self.fc1_weight), self.fc1_bias, is_first_microbatch)
         hidden = FusedInput(self.activation, hidden, (), hidden.dtype)
         fc2_bias = None if self.return_bias else self.fc2_bias
-        output = self.fc2.multiply(hidden, self.fc2_weight, fc2_bias, is_first_microbatch)
+        output = self.fc2.multiply(hidden, computed(lambda: self.fc2_weight), fc2_bias, is_first_microbatch)
         extra = (
             *((self.fc2_bias,) if self.return_bias else ()),
             *((normalized,) if self.return_layernorm_output else ()),

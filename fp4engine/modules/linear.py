@@ -13,6 +13,7 @@ from fp4engine.functional import WeightCache
 from fp4engine.functional.weight_cache import told_of_steps
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import store_weight
+from fp4engine.modules.recompute import computed
 from fp4engine.modules.sharded import fsdp_module, is_distributed
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_place, warn_of_third
 from fp4engine.recipe import Recipe
@@ -122,7 +123,8 @@ class Linear(Gemms, torch.nn.Linear):
             ValueError: ``input``, ``weight`` and ``bias`` have no values on one device, do not fit each other in
                 shape, or hold no floating-point numbers.
         """
-        return self.multiply(input, self.weight, self.bias, is_first_microbatch)
+        weight = self.weight if "weight" in self._parameters else computed(lambda: self.weight)
+        return self.multiply(input, weight, self.bias, is_first_microbatch)
 
 
 _lock = threading.Lock()

@@ -11,13 +11,15 @@ import inspect
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from fp4engine.ops.draws import seeding
+from fp4engine.ops.draws import is_replaying, seeding
 from fp4engine.state import AutocastState, Region, current_state, is_recomputed, region_depth
+
+Weight = TypeVar("Weight")
 
 
 class Surroundings(NamedTuple):
@@ -105,6 +107,18 @@ def _handed_over() -> Surroundings | None:
     """The region around the run that is being repeated; None if it is not known."""
     checkpoint, _ = _checkpoint_in_force()
     return None if checkpoint is None else _surroundings.get(checkpoint)
+
+
+def computed(weight: Callable[[], Weight]) -> Weight:
+    """What ``weight`` computes of parameters. Its ``requires_grad`` says whether they are trained.
+
+    It says so in the first run of a reentrant checkpoint too, which is without gradients: which draws the second run
+    repeats depends on it.
+    """
+    if torch.is_grad_enabled() or not is_replaying():
+        return weight()
+    with torch.enable_grad():
+        return weight()
 
 
 def follow_seeding() -> None:

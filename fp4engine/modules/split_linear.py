@@ -11,8 +11,8 @@ from fp4engine.arguments import require_bools, require_integer
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import refuse_parts, store_weight
+from fp4engine.modules.recompute import computed
 from fp4engine.modules.te_arguments import initializer, refuse_unimplemented, te_place
-from fp4engine.ops import is_replaying
 from fp4engine.recipe import Recipe
 
 ParametersSplit = Mapping[str, int] | Iterable[str] | None
@@ -87,17 +87,15 @@ class SplitLinear(Gemms):
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
         """Weight [out_features, in_features] and bias [out_features] or None."""
-        weights = [getattr(self, prefix + "weight") for prefix in self._parts]
-        biases = [getattr(self, prefix + "bias") for prefix in self._parts]
-        if len(weights) == 1:
-            return weights[0], biases[0]
+        return computed(lambda: self._join("weight")), self._join("bias")
+
+    def _join(self, kind: str) -> Any:
+        parts = [getattr(self, prefix + kind) for prefix in self._parts]
+        if len(parts) == 1 or parts[0] is None:
+            return parts[0]
         # torch.autocast would refuse to join parameters of the 16-bit dtype that is not its own.
-        with torch.autocast(weights[0].device.type, enabled=False):
-            weight, bias = torch.cat(weights), None if biases[0] is None else torch.cat(biases)
-        if is_replaying() and not torch.is_grad_enabled():
-            # In the first run of a reentrant checkpoint: the draws of the second run depend on whether this is trained.
-            weight.requires_grad_(any(part.requires_grad for part in weights))
-        return weight, bias
+        with torch.autocast(parts[0].device.type, enabled=False):
+            return torch.cat(parts)
 
     def forward(
         self, inp: Tensor | FusedInput, is_first_microbatch: bool | None = None

@@ -164,7 +164,9 @@ def _repeating(left: deque[tuple[int, Tensor]]) -> Callable[[Tensor, int], Tenso
         if drawn is None or was != count or drawn.device != state.device:
             raise RuntimeError(
                 f"a recomputed forward takes {count} draws on {state.device} where the forward that it repeats took "
-                f"{f'{was} on {drawn.device}' if drawn is not None else 'none'}; it has to do the same work again"
+                f"{f'{was} on {drawn.device}' if drawn is not None else 'none'}; it has to do the same work again, "
+                "and where its draws depend on which tensors need a gradient, fp4engine.checkpoint needs "
+                "use_reentrant=False, since the first run of a reentrant checkpoint has no gradients"
             )
         return drawn.clone()
 

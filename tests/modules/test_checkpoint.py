@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.utils.parametrizations import weight_norm
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -12,7 +13,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fp4engine
 from fp4engine import LayerNormMLP, Linear, NVFP4Quantizer
 from fp4engine.modules import Gemms
-from fp4engine.recipe import CustomRecipe, DelayedScaling, NVFP4BlockScaling
+from fp4engine.optimizer_hooks import OutControl
+from fp4engine.recipe import CustomRecipe, DelayedScaling, LinearRecipe, NVFP4BlockScaling
 from fp4engine.recipe.zoo import ZOO
 from tests.same import assert_same
 
@@ -346,6 +348,60 @@ def test_draws_for_a_weight_in_parts_are_repeated(use_reentrant: bool, frozen: b
         return [output.detach(), inp.grad, *(parameter.grad for parameter in trained)]
 
     assert_same(run(partial(fp4engine.checkpoint, use_reentrant=use_reentrant)), run(plain))
+
+
+def split_by_out_control() -> torch.nn.Module:
+    layer = Linear(16, 16)
+    hook = OutControl(layer, torch.optim.SGD(layer.parameters()), multiple=8)
+    hook.load_state_dict({"step": 900, "norms": {}, "channels": {"": torch.randperm(16).split(8)}})
+    return layer
+
+
+COMPUTED = {
+    "Linear": lambda: weight_norm(Linear(16, 16)),
+    "LayerNormLinear": lambda: weight_norm(fp4engine.LayerNormLinear(16, 16)),
+    "LayerNormMLP": lambda: weight_norm(weight_norm(LayerNormMLP(16, 32), "fc1_weight"), "fc2_weight"),
+    "GroupedLinear": lambda: weight_norm(fp4engine.GroupedLinear(2, 16, 16), "weight1"),
+    "OutControl": split_by_out_control,
+}
+"""Modules that multiply by a weight which each forward computes of parameters."""
+
+
+@REENTRANT
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_draws_for_a_weight_that_is_computed_are_repeated(use_reentrant: bool, frozen: bool, name: str) -> None:
+    """A reentrant checkpoint's first run computed it without gradients, so that it did not seem to be trained."""
+    torch.manual_seed(0)
+    module = COMPUTED[name]().requires_grad_(not frozen)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    rows = [[2, 4]] if name == "GroupedLinear" else []
+
+    def run(checkpoint):
+        fp4engine.manual_seed(11)
+        inp = torch.randn(6, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        module.zero_grad()
+        with fp4engine.autocast(recipe=ZOO["fp4_all_the_way"].build()):
+            output = checkpoint(module, inp, *rows)
+        output.square().sum().backward()
+        return [output.detach(), inp.grad, *(parameter.grad for parameter in trained)]
+
+    assert_same(run(partial(fp4engine.checkpoint, use_reentrant=use_reentrant)), run(plain))
+
+
+@REENTRANT
+def test_draws_that_depend_on_whether_the_input_needs_a_gradient_are_repeated_or_refused(use_reentrant: bool) -> None:
+    """Of the inputs inside, nothing says so in the first run of a reentrant checkpoint."""
+    casts = ZOO["fp4_all_the_way"].build().casts
+    recipe = LinearRecipe(input=casts("weight"), weight=casts("input"), grad_output=casts("grad_output"))
+    layers = torch.nn.ModuleList([torch.nn.Sequential(Linear(16, 16), Linear(16, 16))])
+    expected = gradients(layers, layers[0], recipe)
+    again = partial(fp4engine.checkpoint, layers[0], use_reentrant=use_reentrant)
+    if use_reentrant:
+        with pytest.raises(RuntimeError, match=r"need a gradient, fp4engine\.checkpoint needs use_reentrant=False"):
+            gradients(layers, again, recipe)
+    else:
+        assert_same(gradients(layers, again, recipe), expected)
 
 
 def test_draws_in_the_forward_are_repeated_on_a_stream_that_had_not_begun(blocks, monkeypatch):
