@@ -18,9 +18,10 @@ from fp4engine.arguments import is_number, require_bool, require_dense, require_
 from fp4engine.convert import convert
 from fp4engine.formats import CastSpec
 from fp4engine.frozen_weights import StoredWeights, quantize_weights
-from fp4engine.functional.cast import cast, require_castable
+from fp4engine.functional.cast import require_castable
 from fp4engine.modules.inputs import unusable_devices
 from fp4engine.modules.shared_amax import SHARED_SCALES, require_shared_scales, share_amax, sibling_groups
+from fp4engine.quantizers import Quantizer
 from fp4engine.recipe import Casts, LinearRecipe, Recipe
 from fp4engine.recipe.base import require_recipe
 
@@ -127,7 +128,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, spec: CastSpec, rng: Tensor | None) -> Tensor:
-        return cast(x, spec, rng=rng)
+        return Quantizer(spec).quantize(x, columnwise=False, rng=rng).dequantize()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
