@@ -4,9 +4,9 @@ Late in training a weight may cross the middle between two FP4 values at every s
 hardly moves. :class:`OsciReset` puts such weights onto their FP4 values. A few channels of the input are far larger
 than the others: :class:`OutControl` finds them early in training and multiplies them in MXFP8 from then on.
 
-Both count the steps of one ``torch.optim`` optimizer by its own post hooks, change nothing of what is multiplied until
-their step has come, and have a ``state_dict`` to save beside the optimizer's. They cover the layers that the optimizer
-trains when they are made; a step raises once it trains others.
+Both count the steps of one ``torch.optim`` optimizer, by its own post hooks or as they are told, change nothing of what
+is multiplied until their step has come, and have a ``state_dict`` to save beside the optimizer's. They cover the layers
+that the optimizer trains when they are made; a step raises once it trains others.
 
 Source: arXiv 2510.27527; TetraJet-v2 ca5953f, ``olmo/quantization_real``.
 """
@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from fp4engine.arguments import is_number, require_integer, require_model, shown
+from fp4engine.arguments import is_number, require_bool, require_integer, require_model, shown
 from fp4engine.formats import Rotation, Signs
 from fp4engine.functional import LinearPlan, linear, make_linear_plan
 from fp4engine.modules import Linear
@@ -43,16 +44,19 @@ class _StepHook:
         layers: the modules that the hook is about, by name.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, recipe: Recipe | None) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, recipe: Recipe | None, manual: bool) -> None:
         require_model(model)
         require_recipe(recipe)
+        require_bool("manual", manual)
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
         kind = type(self).__name__
         if getattr(optimizer, "master_weights", False):
             raise ValueError(f"{kind} works on what the optimizer steps, and {type(optimizer).__name__} steps copies")
         self.step = 0
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._manual = model, optimizer, manual
+        self._handle: RemovableHandle | None = None
+        self._is_in_force = False
         self.layers = self._trained_layers()
         self._known = set(self.layers.values())
         for name, layer in self.layers.items():
@@ -74,31 +78,37 @@ class _StepHook:
         }
 
     def _begin(self) -> None:
-        """Put the hook on its optimizer, once nothing is left to refuse."""
-        self._handle = self._optimizer.register_step_post_hook(self._called)
+        """Put the hook in force, once nothing is left to refuse."""
+        self._is_in_force = True
+        if not self._manual:
+            self._handle = self._optimizer.register_step_post_hook(self._called)
 
     def _called(self, *_: object) -> None:
         self.after_step()
 
     def remove(self) -> None:
-        """Take the hook off its optimizer, which from then on no longer calls :meth:`after_step`."""
-        self._handle.remove()
+        """Take the hook off its optimizer for good."""
+        self._is_in_force = False
+        if self._handle is not None:
+            self._handle.remove()
 
     def after_step(self) -> None:
         """Count a step of the optimizer, and do what is due after it.
 
-        The optimizer calls this after each of its steps. A CUDA graph of a step runs no Python when it is replayed:
-        take the hook off by :meth:`remove` before the capture, and call this after each replay.
+        The optimizer calls this after each of its steps, unless the hook is ``manual``. A CUDA graph of a step runs no
+        Python when it is replayed: call this after each replay.
 
         Raises:
-            RuntimeError: it is called while a CUDA graph is captured; its layers have left the model; or the optimizer
-                has begun to train others, as ``optimizer.add_param_group`` makes it.
+            RuntimeError: it is called while a CUDA graph is captured, or after :meth:`remove`; its layers have left the
+                model; or the optimizer has begun to train others, as ``optimizer.add_param_group`` makes it.
         """
+        if not self._is_in_force:
+            raise RuntimeError(f"this {type(self).__name__} was taken off by remove(); make a new one")
         on_cuda = any(layer.weight.is_cuda for layer in self.layers.values())
         if on_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"a replayed CUDA graph runs no {type(self).__name__}: call its remove() before the step is captured, "
-                "and its after_step() after each replay"
+                f"a replayed CUDA graph runs no {type(self).__name__}: make it with manual=True, and call its "
+                "after_step() after each replay"
             )
         present = {id(module) for module in self._model.modules()}
         gone = [name for name, layer in self.layers.items() if id(layer) not in present]
@@ -178,6 +188,8 @@ class OsciReset(_StepHook):
         recipe: by which the model is trained; None means what each module follows outside autocast regions.
         start: no window opens before this step; TetraJet-v2 starts at 64% to 69% of its runs.
         period, window, threshold: the published runs take 200 or 400, 50 and 8; the code's own default is 16.
+        manual: whether you call :meth:`after_step` after each of the optimizer's steps, as where a CUDA graph replays
+            them. Otherwise the optimizer does.
 
     Attributes:
         reset_share: share of the elements, of these channels, that the latest reset changed; None before the first.
@@ -197,6 +209,7 @@ class OsciReset(_StepHook):
         period: int = 200,
         window: int = 50,
         threshold: float = 8.0,
+        manual: bool = False,
     ) -> None:
         start, window = require_integer("start", start, 0), require_integer("window", window, 1)
         period = require_integer("period", period, 3)
@@ -204,7 +217,7 @@ class OsciReset(_StepHook):
             raise ValueError(f"window must be at most period - 2, got window={window} and period={period}")
         if not (is_number(threshold) and 0 < threshold < math.inf):
             raise ValueError(f"threshold must be a positive finite number, got {threshold!r}")
-        super().__init__(model, optimizer, recipe)
+        super().__init__(model, optimizer, recipe, manual)
         self.start, self.period, self.window, self.threshold = start, period, window, threshold
         self.reset_share: float | None = None
         found = {name: _weight_cast(name, layer, recipe) for name, layer in self.layers.items()}
@@ -371,6 +384,8 @@ class OutControl(_StepHook):
         group: process group of the ranks that hold copies of these weights. Their norms are added up before they
             choose, so that all choose the same channels; until then each rank's state has the norms of its own inputs.
             None only where there is one rank.
+        manual: as of :class:`OsciReset`. A CUDA graph holds what layers do when it is captured: capture the step anew
+            after steps ``start`` and ``start + steps``.
 
     Raises:
         ValueError: settings that choose no channel or all of them; no such layer, or one that adds to ``main_grad``; a
@@ -388,13 +403,14 @@ class OutControl(_StepHook):
         share: float = 0.1,
         multiple: int = 128,
         group: Any = None,
+        manual: bool = False,
     ) -> None:
         start, steps = require_integer("start", start, 0), require_integer("steps", steps, 1)
         multiple = require_integer("multiple", multiple, 1)
         if not (is_number(share) and 0 < share < 1):
             raise ValueError(f"share must be in (0, 1), got {share!r}")
         _require_group(group)
-        super().__init__(model, optimizer, recipe)
+        super().__init__(model, optimizer, recipe, manual)
         self.group = group
         self.start, self.steps, self.share, self.multiple = start, steps, share, multiple
         for name, layer in self.layers.items():

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fp4engine.formats import RoundingMode
-from fp4engine.optimizer_hooks import OsciReset
+from fp4engine.optimizer_hooks import OsciReset, OutControl
 from fp4engine.recipe import (
     Casts,
     LinearRecipe,
@@ -84,8 +84,32 @@ class Resets:
 
     def hook(self, model: nn.Module, optimizer: Optimizer, recipe: Recipe, steps: int) -> OsciReset:
         period = max(4, steps // self.periods)
-        start, window = round(self.start * steps), period // 4
-        return OsciReset(model, optimizer, recipe, start=start, period=period, window=window, threshold=self.threshold)
+        times = {"start": round(self.start * steps), "period": period, "window": period // 4}
+        return OsciReset(model, optimizer, recipe, threshold=self.threshold, manual=True, **times)
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """When TetraJet-v2's OutControl chooses the channels that are multiplied in MXFP8.
+
+    Attributes:
+        start, length: shares of the steps before and while it looks: 500 and 50 steps at `3m`, as published.
+        share, multiple: of the channels; blocks of MXFP8 have 32. The published models are wider, and take 128.
+    """
+
+    start: float = 0.052
+    length: float = 0.0052
+    share: float = 0.1
+    multiple: int = 32
+
+    def times(self, steps: int) -> tuple[int, int]:
+        """The step at which it begins to look in a run of so many, and for how many."""
+        return round(self.start * steps), max(1, round(self.length * steps))
+
+    def hook(self, model: nn.Module, optimizer: Optimizer, steps: int) -> OutControl:
+        start, length = self.times(steps)
+        of = {"share": self.share, "multiple": self.multiple}
+        return OutControl(model, optimizer, start=start, steps=length, manual=True, **of)
 
 
 @dataclass(frozen=True)
@@ -98,6 +122,7 @@ class Variant:
         row: its name in the recipe book, if it is there: what a step costs is known by that name.
         source: where it is from, if it is not in the recipe book.
         resets: when oscillating weights are reset, if ever.
+        outliers: when outlying channels are chosen, if ever.
         two_terms: the operand of fprop that is a sum of two casts, ``"weight"`` or ``"input"``, if any.
     """
 
@@ -106,6 +131,7 @@ class Variant:
     row: str = ""
     source: str = ""
     resets: Resets | None = None
+    outliers: Outliers | None = None
     two_terms: str = ""
 
 
@@ -272,6 +298,9 @@ VARIANTS = {
     "1x16 + 4/6, exact inputs": without_cast_of("input"),
     "Quartet II, OsciReset": with_resets(zoo.make("quartet2"), "Quartet II"),
     "TetraJet-v2, OsciReset": with_resets(zoo.make("tetrajet2"), "TetraJet-v2"),
+    "TetraJet-v2, both hooks": dataclasses.replace(
+        with_resets(zoo.make("tetrajet2"), "TetraJet-v2 with OutControl"), outliers=Outliers()
+    ),
     "forward 1x16": forward_only(ONE_D),
     "forward 1x16 + 4/6": forward_only(FINE),
     "forward 16x16": forward_only(DEFAULT),
@@ -405,6 +434,7 @@ STUDIES = {
             "nvfp4 + 4/6, no RHT, no SR",
             "MXFP4, AMD, SR",
             "UFP4",
+            "TetraJet-v2, both hooks",
         ),
     ),
 }

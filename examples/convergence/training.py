@@ -28,7 +28,7 @@ from convergence import two_terms
 from convergence.fused import FusedGPT
 from convergence.results import of_settings
 from convergence.studies import HIGH_PRECISION, VARIANTS, Conditions, Variant
-from fp4engine.optimizer_hooks import OsciReset
+from fp4engine.optimizer_hooks import OsciReset, OutControl
 from fp4engine.recipe import Recipe
 from gpt import checkpoint
 from gpt.data import Corpus, windows
@@ -111,8 +111,8 @@ class Training:
         self.seconds = 0.0
         self.step = 0
         self.awaits_validation = False
-        self.seen: Counter[tuple[str, Recipe]] = Counter()
-        self.graphs: dict[tuple[str, Recipe], torch.cuda.CUDAGraph] = {}
+        self.seen: Counter[tuple[str, Recipe, int]] = Counter()
+        self.graphs: dict[tuple[str, Recipe, int], torch.cuda.CUDAGraph] = {}
         with self.alone():
             torch.manual_seed(settings.seed)
             kind = FusedGPT if settings.compile else GPT
@@ -151,7 +151,7 @@ class Training:
     @property
     def is_warm(self) -> bool:
         """Whether a step takes no longer than the ones after it."""
-        return not self.on_gpu or self.recipe.is_delayed or ("update", self.recipe) in self.graphs
+        return not self.on_gpu or self.recipe.is_delayed or ("update", self.recipe, self.looks) in self.graphs
 
     @property
     def has_ended(self) -> bool:
@@ -159,13 +159,24 @@ class Training:
         diverged = bool(self.validation) and not math.isfinite(self.validation[-1][1])
         return diverged or (self.step == self.settings.steps and not self.awaits_validation)
 
-    def _hooks(self, steps: int) -> list[OsciReset]:
+    def _hooks(self, steps: int) -> list[OsciReset | OutControl]:
         """What is done between steps in a run of so many steps. A replayed graph calls no hook, so the run does."""
-        resets = VARIANTS[self.variant].resets
-        hooks = [] if resets is None else [resets.hook(self.model, self.optimizer, self.schedule.at(0), steps)]
-        for hook in hooks:
-            hook.remove()
+        variant = VARIANTS[self.variant]
+        hooks: list[OsciReset | OutControl] = []
+        if variant.resets is not None:
+            hooks.append(variant.resets.hook(self.model, self.optimizer, self.schedule.at(0), steps))
+        if variant.outliers is not None:
+            hooks.append(variant.outliers.hook(self.model, self.optimizer, steps))
         return hooks
+
+    @property
+    def looks(self) -> int:
+        """How often layers have changed what they do: when OutControl began to look at channels, and when it chose."""
+        outliers = VARIANTS[self.variant].outliers
+        if outliers is None:
+            return 0
+        start, length = outliers.times(self.settings.steps)
+        return (self.step > start) + (self.step > start + length)
 
     def _bind_rate(self) -> None:
         for group in self.optimizer.param_groups:
@@ -221,7 +232,7 @@ class Training:
         Delayed scaling, which remembers, stays eager.
         """
         recipe = self.recipe
-        key = name, recipe
+        key = name, recipe, self.looks
         self.seen[key] += 1
         if not self.on_gpu or recipe.is_delayed or self.seen[key] <= eager:
             work(recipe)
@@ -261,9 +272,14 @@ class Training:
             for recipe in {self.schedule.at(step) for step in (0, self.settings.steps - 1)}:
                 self._update(recipe)
                 self._validate(recipe)
-            for hook in self._hooks(steps=0):  # of a run without steps, in which everything is due at once
-                for _ in range(hook.window + 2):
+            for hook in self.hooks:
+                hook.remove()
+            self.hooks = self._hooks(steps=0)  # of a run without steps, in which everything is due at once
+            for _ in range(3 if self.hooks else 0):
+                for hook in self.hooks:
                     hook.after_step()
+                self._update(self.schedule.at(0))
+                self._validate(self.schedule.at(0))
         self.settle()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -315,7 +331,8 @@ def precision(recipe: Recipe, device: torch.device) -> Generator[None]:
 
 def beside_the_recipe(variant: Variant) -> dict[str, Any]:
     """What a variant does that its recipe does not say; nothing of what it leaves out."""
-    told = {"resets": variant.resets and dataclasses.asdict(variant.resets), "two_terms": variant.two_terms}
+    hooks = {name: getattr(variant, name) for name in ("resets", "outliers")}
+    told = {name: hook and dataclasses.asdict(hook) for name, hook in hooks.items()} | {"two_terms": variant.two_terms}
     return {name: value for name, value in told.items() if value}
 
 

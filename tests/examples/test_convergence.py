@@ -29,6 +29,7 @@ from convergence.studies import (
     SWITCH_AT,
     VARIANTS,
     Conditions,
+    Outliers,
     Resets,
     variants_of,
 )
@@ -219,6 +220,27 @@ def test_oscillating_weights_are_reset_late_in_a_run_that_may_stop_within_a_wind
     assert hook.reset_share and not hook.state_dict()["oscillations"]
 
 
+def test_outlying_channels_are_chosen_early_in_a_run_that_may_stop_while_it_looks(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TetraJet-v2, both hooks"
+    early = dataclasses.replace(VARIANTS[name], outliers=Outliers(start=0.2, length=0.3, multiple=16))
+    monkeypatch.setitem(VARIANTS, name, early)
+    assert_continues(SMALL, [name], corpus, tmp_path, monkeypatch)
+    header = json.loads(Run(SMALL, name).path(tmp_path / "whole").read_text().splitlines()[0])
+    assert header["outliers"] == {"start": 0.2, "length": 0.3, "share": 0.1, "multiple": 16}
+    training, start, length = Training(SMALL, name, Feed(corpus)), *early.outliers.times(SMALL.steps)
+    _, control = training.hooks
+    for step in range(SMALL.steps):
+        looks, chosen = step > start, step > start + length
+        assert training.looks == looks + chosen
+        state = control.state_dict()
+        assert bool(state["norms"]) == (looks and not chosen) and bool(state["channels"]) == chosen
+        training.train_step()
+        training.settle()
+    assert {len(outlying) for outlying, _ in control.state_dict()["channels"].values()} == {16}
+
+
 @pytest.mark.parametrize("role", ["weight", "input"])
 def test_two_terms_are_a_second_product_in_fprop_alone(role: str, corpus: Corpus) -> None:
     plain, two = (Training(SMALL, name, Feed(corpus)) for name in ("1x16 + 4/6", f"1x16 + 4/6, two-term {role}s"))
@@ -250,7 +272,11 @@ def test_a_warm_up_resets_too(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -
     reset = OsciReset._reset
     monkeypatch.setattr(OsciReset, "_reset", lambda hook: (seen.append(hook), reset(hook)))
     Training(SMALL, "nvfp4, OsciReset", Feed(corpus)).warm_up()
-    assert len(seen) == 1
+    name = "TetraJet-v2, both hooks"
+    monkeypatch.setitem(VARIANTS, name, dataclasses.replace(VARIANTS[name], outliers=Outliers(multiple=16)))
+    both = Training(SMALL, name, Feed(corpus))
+    both.warm_up()
+    assert len(seen) == 2 and both.hooks[1].state_dict()["channels"]
 
 
 def test_a_run_that_fails_takes_no_other_with_it_unless_cuda_keeps_the_error(

@@ -135,21 +135,43 @@ def test_a_weight_that_jumps_is_reset_and_one_that_walks_is_not() -> None:
     torch.testing.assert_close(layer.weight[:, 5], decoded[:, 5], rtol=1e-6, atol=0)
 
 
-def test_a_hook_taken_off_counts_replays_and_refuses_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = fp4engine.Linear(32, 16)
+def make_hook(kind: type[OsciReset | OutControl], manual: bool) -> tuple[torch.optim.Optimizer, OsciReset | OutControl]:
+    layer = fp4engine.Linear(64, 16)
     optimizer = torch.optim.SGD(layer.parameters())
-    hook = OsciReset(layer, optimizer, zoo.make("nvfp4"))
+    if kind is OsciReset:
+        return optimizer, OsciReset(layer, optimizer, zoo.make("nvfp4"), manual=manual)
+    return optimizer, OutControl(layer, optimizer, multiple=16, manual=manual)
+
+
+@pytest.mark.parametrize("kind", [OsciReset, OutControl])
+def test_a_manual_hook_counts_what_it_is_told(kind: type[OsciReset | OutControl]) -> None:
+    optimizer, hook = make_hook(kind, manual=True)
     optimizer.step()
+    assert hook.step == 0
+    hook.after_step()
+    assert hook.step == 1
+    with pytest.raises(ValueError, match="manual must be True or False, got 'no'"):
+        make_hook(kind, "no")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("kind", [OsciReset, OutControl])
+def test_a_hook_taken_off_counts_no_more(kind: type[OsciReset | OutControl], manual: bool) -> None:
+    optimizer, hook = make_hook(kind, manual)
     hook.remove()
     optimizer.step()
-    assert hook.step == 1
-    hook.after_step()
-    assert hook.step == 2
+    with pytest.raises(RuntimeError, match=rf"this {kind.__name__} was taken off by remove\(\); make a new one"):
+        hook.after_step()
+    assert hook.step == 0
+
+
+def test_a_hook_refuses_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, hook = make_hook(OsciReset, manual=False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match=r"runs no OsciReset: call its remove\(\) before the step is captured"):
+    with pytest.raises(RuntimeError, match="runs no OsciReset: make it with manual=True, and call its after_step"):
         hook.after_step()
-    assert hook.step == 2
+    assert hook.step == 0
 
 
 def test_osci_reset_goes_on_from_a_checkpoint_within_a_window() -> None:
