@@ -382,7 +382,10 @@ ON_GPU = dataclasses.replace(SMALL, device="cuda", width=128, batch=16, tokens=1
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("variant", ["nvfp4", "forward to bf16 at 82%", "FP8 current", "Quartet II", "MXFP4"])
+@pytest.mark.parametrize(
+    "variant",
+    ["nvfp4", "forward to bf16 at 82%", "FP8 current", "Quartet II", "MXFP4", "TetraJet-v2, both hooks"],
+)
 def test_a_replayed_step_is_the_eager_step(variant: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = Corpus(corpus.training.cuda(), corpus.validation.cuda(), corpus.digest)
     replayed = losses(ON_GPU, variant, on_gpu)
