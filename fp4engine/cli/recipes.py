@@ -54,7 +54,7 @@ def _one(name: str, recipe: Recipe) -> str:
     if row.limits:
         lines.append(f"  limits  {row.limits}")
     for gemm, operands in GEMM_OPERANDS.items():
-        sides = [f"{role} {side}: {_label(recipe, role, side)}" for role, side in operands]
+        sides = [f"{role} {side}: {_label(recipe, gemm, role, side)}" for role, side in operands]
         lines.append(f"  {gemm}   {sides[0]}\n          {sides[1]}")
     lines.append(f"  in Python  fp4engine.recipe.zoo.make({name!r})")
     lines.append(f"  as JSON    {recipe.to_json()}")
@@ -68,9 +68,12 @@ _MADE_OF: dict[ColumnwiseSource, str] = {
 }
 
 
-def _label(recipe: Recipe, role: str, side: str) -> str:
+def _label(recipe: Recipe, gemm: str, role: str, side: str) -> str:
     casts = recipe.casts(role)
     spec = casts.rowwise if side == "rowwise" else casts.columnwise
-    if spec is None:
-        return "high precision"
-    return spec.label + (_MADE_OF[casts.columnwise_source] if side == "columnwise" else "")
+    source = casts.columnwise_source
+    if recipe.backward_override is not None and gemm != "fprop":
+        spec = None
+        source = "rowwise_dequantized" if recipe.backward_override == "dequantized" else "original"
+    made_of = _MADE_OF[source] if role != "grad_output" and side == "columnwise" else ""
+    return ("high precision" if spec is None else spec.label) + made_of

@@ -40,6 +40,22 @@ def test_recipes_lists_the_book_and_prints_one_as_json(capsys) -> None:
     assert "input columnwise: e2m1 1x16 away rht16*, made of the saved tensor" in capsys.readouterr().out
 
 
+def test_a_recipe_whose_backward_is_overridden_is_shown_without_the_casts_that_do_not_run(monkeypatch, capsys) -> None:
+    for override, source in (("high_precision", ""), ("dequantized", ", made of the rowwise operand")):
+        monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", override)
+        assert main(["recipes", "nvfp4"]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        (fprop,) = (line for line in shown if "input rowwise: " in line)
+        assert fprop.endswith("e2m1 1x16")
+        for operand in ("weight columnwise", "input columnwise"):
+            assert any(line.endswith(f"{operand}: high precision{source}") for line in shown)
+        for operand in ("grad_output rowwise", "grad_output columnwise"):
+            assert any(line.endswith(f"{operand}: high precision") for line in shown)
+    monkeypatch.delenv("NVTE_BACKWARD_OVERRIDE")
+    assert main(["recipes", "nvfp4_forward_high_precision_backward"]) == 0
+    assert "weight columnwise: high precision, made of the rowwise operand" in capsys.readouterr().out
+
+
 def test_a_terminal_that_lacks_a_sign_gets_its_number() -> None:
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
     environment = {**os.environ, **locale}
