@@ -180,6 +180,7 @@ def export_checkpoint(
             files read back differ; a tensor of the model has the name of a part of an FP4 weight; ``directory`` is not
             empty.
         NotImplementedError: transformers writes a parameter of the model in another way than in parts of its rows.
+        OSError: a file cannot be written, for example since the disk is full; nothing is left then.
 
     Source: vllm-project/compressed-tensors ``compressors/nvfp4``; NVIDIA/Model-Optimizer ``unified_export_hf.py``.
     """
@@ -198,6 +199,7 @@ def export_checkpoint(
     layers, left_alone = export_layers(model, tensors, recipe, keep_high_precision, shared_scales, requantize)
     _require_form(form, layers)
     schemes = {name: _scheme(layer, layers, inputs, requantize) for name, layer in layers.items()}
+    _require_alike(layers, schemes)
     if inputs not in (None, "high_precision") and set(schemes.values()) == {WEIGHT_ONLY}:
         raise ValueError("inputs has scales, and the recipe casts no input: leave it out, or pass the recipe that does")
     configuration = _configuration(form, model, tensors, schemes, list(left_alone))
@@ -287,6 +289,18 @@ def _scheme(layer: ExportLayer, layers: Mapping[str, ExportLayer], inputs: Input
         if not (is_number(amax) and 0 <= amax <= FLT_MAX):
             raise ValueError(f"inputs must have a finite FP32 amax >= 0 of {name!r}, got {amax!r:.80}")
     return STATIC
+
+
+def _require_alike(layers: Mapping[str, ExportLayer], schemes: Mapping[str, str]) -> None:
+    """Raise unless layers that share scales have one outer scale, and one way to cast inputs, as servers need them."""
+    for layer in layers.values():
+        ways = {name: (layers[name].spec.numerator, schemes[name]) for name in layer.group}
+        if len(set(ways.values())) > 1:
+            got = ", ".join(f"{name} with {top:g} / amax and inputs {scheme}" for name, (top, scheme) in ways.items())
+            raise ValueError(
+                f"servers multiply {', '.join(ways)} as one matrix, with one outer scale and one cast of inputs, got "
+                f"{got}; give them one recipe, or leave the group out of shared_scales (--no-shared-scales)"
+            )
 
 
 def _configuration(

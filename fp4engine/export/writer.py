@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -123,7 +124,11 @@ class ShardWriter:
     def _flush(self) -> None:
         if self._pending:
             self._shards.append(list(self._pending))
-            save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
+            path = self._part(len(self._shards))
+            try:
+                save_file(self._pending, path, metadata={"format": "pt"})
+            except SafetensorError as error:  # which safetensors makes of a full disk
+                raise OSError(f"{path} cannot be written: {error}") from error
             self._pending, self._bytes = {}, 0
             self._storages.clear()
 

@@ -119,11 +119,21 @@ def share_amax(
         raise ValueError(
             f"siblings share the amax that their weights have now: give a recipe of one step, not {recipe!r}"
         )
-    for name in groups:
+    numerators: dict[str, float] = {}
+    for name, siblings in groups.items():
         shape = (linears[name].out_features, linears[name].in_features)
         spec = make_quantizer(recipe, QuantizerRole("linear", "weight", name, shape)).rowwise_spec
-        if spec is not None and spec.outer is not Outer.TENSOR:
+        if spec is None:
+            continue
+        if spec.outer is not Outer.TENSOR:
             raise ValueError(f"{name!r} has outer scales by {spec.outer.value}, and siblings share one of the tensor")
+        numerators[name] = spec.numerator
+        for other in siblings:
+            if numerators.get(other, spec.numerator) != spec.numerator:
+                raise ValueError(
+                    f"{name!r} has outer scales {spec.numerator:g} / amax and {other!r} {numerators[other]:g} / amax, "
+                    "and siblings share one: give them one recipe"
+                )
     return _sharing(recipe, model, groups)
 
 

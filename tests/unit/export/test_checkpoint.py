@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from fp4engine.export import (
     calibrate,
     export_checkpoint,
     logits_difference,
+    share_amax,
     verify_checkpoint,
 )
 from fp4engine.formats import CastSpec, Outer
@@ -342,6 +344,33 @@ def test_rules_leave_layers_alone_and_weight_only_ones_beside(tmp_path) -> None:
         export_checkpoint(model, tmp_path / "more", "modelopt", inputs=inputs)
 
 
+BOUNDED_BY_256 = NVFP4BlockScaling(nvfp4_4over6="weights")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (BOUNDED_BY_256, "up_proj with 2688 / amax and inputs static"),
+        (WEIGHT_ONLY, "gate_proj with 2688 / amax and inputs weight-only"),
+    ],
+    ids=["outer scale", "inputs"],
+)
+def test_siblings_that_servers_could_not_multiply_as_one_matrix_are_refused(tmp_path, recipe, words) -> None:
+    model = converted(RuledRecipe(NVFP4BlockScaling(), (Rule(recipe, "**.gate_proj"),)))
+    inputs = calibrate(model, [tokens()], progress=False)
+    with pytest.raises(ValueError, match=f"one outer scale and one cast of inputs, got .*{words}.*shared_scales"):
+        export_checkpoint(model, tmp_path / "out", inputs=inputs)
+    assert not list(tmp_path.iterdir())
+    report = export_checkpoint(model, tmp_path / "out", inputs=inputs, shared_scales=(), verify=True)
+    assert report.rescaled == ()
+
+
+def test_siblings_of_other_bounds_cannot_share_their_amax() -> None:
+    recipe = RuledRecipe(NVFP4BlockScaling(), (Rule(BOUNDED_BY_256, "**.q_proj"),))
+    with pytest.raises(ValueError, match=r"k_proj' has outer scales 2688 / amax and .*q_proj' 1536 / amax"):
+        share_amax(llama(), recipe)
+
+
 def test_zeros_and_stored_weights(tmp_path) -> None:
     with fp4engine.quantized_model_init(recipe=WEIGHT_ONLY):
         model = nn.ModuleDict({"a": fp4engine.Linear(32, 16, recipe=WEIGHT_ONLY), "b": nn.Linear(16, 16)})
@@ -449,6 +478,18 @@ def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch, moment, err
     with pytest.raises(error):
         export_checkpoint(converted(), tmp_path / "out", verify=True)
     assert calls and not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_raises_an_error_that_names_the_file_and_leaves_nothing(tmp_path) -> None:
+    model = converted()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # no file of more bytes, for the reason of a full disk
+    try:
+        with pytest.raises(OSError, match=r"part-00001\.safetensors cannot be written: .*too large"):
+            export_checkpoint(model, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_killed_export_leaves_no_directory_of_that_name(tmp_path) -> None:
