@@ -34,8 +34,11 @@ class ExecutedGemms:
         self.by_torch: dict[str, int] = {}
 
     def record(self, formats: Mapping[GemmName, str], flops: int, *gemms: GemmName) -> None:
-        """Count one run of each of ``gemms``, of ``flops`` FLOPs each. Does nothing while ``torch.compile`` traces."""
-        if torch.compiler.is_dynamo_compiling():
+        """Count one run of each of ``gemms``, of ``flops`` FLOPs each.
+
+        Does nothing while ``torch.compile`` traces, nor where ``torch.export`` or ``make_fx`` traces symbolic sizes.
+        """
+        if torch.compiler.is_dynamo_compiling() or not isinstance(flops, int):
             return
         for gemm in gemms:
             key = (gemm, formats[gemm])
@@ -49,9 +52,9 @@ class ExecutedGemms:
             out_features: N.
             trains: whether the weight needs a gradient.
         """
-        if torch.compiler.is_dynamo_compiling():
-            return
         flops = 2 * inp.numel() * out_features
+        if torch.compiler.is_dynamo_compiling() or not isinstance(flops, int):
+            return
         backward = torch.is_grad_enabled()
         needs = {"dgrad": backward and inp.requires_grad, "wgrad": backward and trains}
         for gemm in GEMMS:

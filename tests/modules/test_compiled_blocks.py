@@ -3,6 +3,7 @@
 import copy
 import re
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4engine
 from fp4engine.formats.one_buffer import SLICE
@@ -72,6 +74,21 @@ def test_an_exported_program_is_the_forward_by_the_recipe_in_force(recipe):
     with fp4engine.autocast(recipe=recipe):
         expected, program = block(x), torch.export.export(block, (x,)).module()
     assert torch.equal(program(x), expected) and not torch.equal(block(x), expected)
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["recipe", "high precision"])
+def test_a_trace_of_symbolic_sizes_counts_no_products_and_disturbs_no_later_one(enabled):
+    block, x = model(fp4engine.Linear, 1), torch.randn(16, 16)
+    call, parameters = partial(torch.func.functional_call, block), dict(block.named_parameters())
+    dynamic = ({0: torch.export.Dim("rows", min=1, max=64)},)
+    with torch.no_grad(), fp4engine.autocast(enabled=enabled, recipe=RECIPES[0]):
+        for _ in range(2):
+            torch.export.export(block, (x,), dynamic_shapes=dynamic, strict=False)
+            make_fx(call, tracing_mode="symbolic")(parameters, x)
+        assert not block[0].up.executed.counts and not block[0].up.executed.by_torch
+        block(x)
+        torch.export.export(block, (x,), strict=False)
+    assert all(type(flops) is int for flops in block[0].up.executed.flops.values())
 
 
 @pytest.mark.no_poison
