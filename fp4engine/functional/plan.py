@@ -12,7 +12,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.ops import LayerCasts
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.recipe import Recipe
-from fp4engine.recipe.casts import unclippable, unsaved, untaken
+from fp4engine.recipe.linear import role_complaints
 from fp4engine.roles import GEMMS, TENSOR_TYPES, GemmName, QuantizerRole
 
 HIGH_PRECISION = "high_precision"
@@ -110,19 +110,14 @@ class LinearPlan:
 
     def __post_init__(self) -> None:
         # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
-        for own, other in ((self.input, self.weight), (self.weight, self.input)):
-            if own.clipped_gradient and (wrong := unclippable(own.rowwise_spec, other.columnwise_source)):
-                raise ValueError(wrong)
-        if wrong := untaken(self.grad_output.columnwise_source, self.grad_output.clipped_gradient):
-            raise ValueError(wrong)
-        if wrong := unsaved(self.weight.columnwise_source):
+        roles = (self.input, self.weight, self.grad_output)
+        for wrong in role_complaints(*(quantizer.casts for quantizer in roles)):
             raise ValueError(wrong)
         sources = [q for q in (self.input, self.weight) if q.columnwise_source != "original"]
         stochastic = any(quantizer.is_stochastic for quantizer in (self.grad_output, *sources))
         object.__setattr__(self, "draws_in_forward", self.input.draws_in_forward or self.weight.draws_in_forward)
         object.__setattr__(self, "draws_in_backward", stochastic and self.backward_override is None)
         object.__setattr__(self, "formats", _gemm_formats(self))
-        roles = (self.input, self.weight, self.grad_output)
         object.__setattr__(self, "is_stateful", any(quantizer.is_stateful for quantizer in roles))
         is_identity = all(quantizer.is_identity and quantizer.only_casts for quantizer in roles)
         object.__setattr__(self, "is_identity", is_identity)

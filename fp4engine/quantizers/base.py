@@ -1,5 +1,6 @@
 """What every quantizer is: two CastSpecs and a stream, frozen."""
 
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +56,7 @@ class Quantizer:
     def __post_init__(self) -> None:
         require_one_of("backend", self.backend, BACKENDS)
         require_one_of("stream", self.stream, STREAMS)
-        Casts(self.rowwise_spec, self.columnwise_spec, self.columnwise_source, self.clipped_gradient)  # raises
+        _ = self.casts  # raises
         # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
         specs = [spec for spec in (self.rowwise_spec, self.columnwise_spec) if spec is not None]
         object.__setattr__(self, "is_stochastic", any(spec.is_stochastic for spec in specs))
@@ -63,20 +64,21 @@ class Quantizer:
         object.__setattr__(self, "draws_in_forward", any(spec is not None and spec.is_stochastic for spec in at_once))
         object.__setattr__(self, "is_identity", not specs)
 
+    @property
+    def casts(self) -> Casts:
+        """The casts of both sides, as a recipe has them."""
+        return Casts(self.rowwise_spec, self.columnwise_spec, self.columnwise_source, self.clipped_gradient)
+
     def repeating(self) -> "Quantizer":
         """The quantizer for a forward that is recomputed: the same, unless it keeps amax histories."""
         return self
 
     def with_backend(self, backend: str) -> "Quantizer":
-        """The same casts by another backend."""
-        return Quantizer(
-            self.rowwise_spec,
-            self.columnwise_spec,
-            self.columnwise_source,
-            self.stream,
-            backend,
-            clipped_gradient=self.clipped_gradient,
-        )
+        """The same quantizer, of a subclass too, by another backend."""
+        require_one_of("backend", backend, BACKENDS)
+        other = copy(self)
+        object.__setattr__(other, "backend", backend)
+        return other
 
     @property
     def is_stateful(self) -> bool:

@@ -53,7 +53,8 @@ class LinearRecipe(Recipe):
         for role in TENSOR_TYPES:
             if not isinstance(getattr(self, role), Casts):
                 raise ValueError(f"{role} must be a Casts, got {getattr(self, role)!r}")
-        if complaints := [*self._rotation_complaints(), *self._bias_complaints()]:
+        roles = role_complaints(self.input, self.weight, self.grad_output)
+        if complaints := [*self._rotation_complaints(), *roles, *self._bias_complaints()]:
             raise ValueError(complaints[0])
 
     def casts(self, tensor_type: str) -> Casts:
@@ -74,25 +75,6 @@ class LinearRecipe(Recipe):
             names = " and ".join(".".join(operand) for operand in pair)
             if left != right:
                 yield f"{gemm} needs {names} rotated alike, or H H^T does not cancel: got {left} and {right}"
-            if left is not None and left.signs.is_fresh and left.signs is not _FRESH.get(gemm):
-                words = ", ".join(str(signs) for signs in (Signs.FIXED, Signs.NONE, _FRESH.get(gemm)) if signs)
-                yield f"{gemm} takes signs {words}, got {left.signs} on {names}"
-        if wrong := untaken(self.grad_output.columnwise_source, self.grad_output.clipped_gradient):
-            yield wrong
-        if wrong := unsaved(self.weight.columnwise_source):
-            yield wrong
-        for role in ("input", "weight"):
-            casts = self.casts(role)
-            other = self.weight if role == "input" else self.input
-            if casts.clipped_gradient and (wrong := unclippable(casts.rowwise, other.columnwise_source)):
-                yield f"{role}.{wrong}"
-            fresh = casts.columnwise is not None and casts.columnwise.rotation and casts.columnwise.rotation.signs
-            if fresh and fresh.is_fresh and casts.columnwise_source == "original":
-                other = " or 'saved_original'" if role == "input" else ""
-                yield (
-                    f"{role}.columnwise has freshly drawn signs, which it shares with grad_output in backward: "
-                    f"columnwise_source must be 'rowwise_dequantized'{other}, got 'original'"
-                )
 
     def _bias_complaints(self) -> Iterator[str]:
         if self.allow_biased:
@@ -123,6 +105,35 @@ class LinearRecipe(Recipe):
             raise ValueError(f"{name}.clipped_gradient must be true or false, got {clipped!r}")
         source = given.get("columnwise_source", "original")
         return Casts(**sides, columnwise_source=source, clipped_gradient=clipped)
+
+
+def role_complaints(inp: Casts, weight: Casts, grad_output: Casts) -> Iterator[str]:
+    """What no layer can compute by these casts, even if both operands of each GEMM are rotated alike."""
+    roles = {"input": inp, "weight": weight, "grad_output": grad_output}
+    for gemm, pair in GEMM_OPERANDS.items():
+        allowed = [signs for signs in (Signs.FIXED, Signs.NONE, _FRESH.get(gemm)) if signs]
+        for role, side in pair:
+            signs = _signs(getattr(roles[role], side))
+            if signs is not None and signs not in allowed:
+                yield f"{gemm} takes signs {', '.join(map(str, allowed))}, got {signs} on {role}.{side}"
+    if wrong := untaken(grad_output.columnwise_source, grad_output.clipped_gradient):
+        yield wrong
+    if wrong := unsaved(weight.columnwise_source):
+        yield wrong
+    for role, casts, other in (("input", inp, weight), ("weight", weight, inp)):
+        if casts.clipped_gradient and (wrong := unclippable(casts.rowwise, other.columnwise_source)):
+            yield f"{role}.{wrong}"
+        signs = _signs(casts.columnwise)
+        if signs is not None and signs.is_fresh and casts.columnwise_source == "original":
+            saved = " or 'saved_original'" if role == "input" else ""
+            yield (
+                f"{role}.columnwise has freshly drawn signs, which it shares with grad_output in backward: "
+                f"columnwise_source must be 'rowwise_dequantized'{saved}, got 'original'"
+            )
+
+
+def _signs(spec: CastSpec | None) -> Signs | None:
+    return None if spec is None or spec.rotation is None else spec.rotation.signs
 
 
 def combine(forward: Recipe, backward: Recipe) -> LinearRecipe:

@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 import fp4engine
-from fp4engine.formats import CastSpec
+from fp4engine.formats import CastSpec, Rotation, Signs
 from fp4engine.functional import make_linear_plan
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
 from fp4engine.recipe.zoo import ZOO
@@ -45,4 +45,30 @@ def test_what_a_gradient_does_not_take_is_refused_from_factories_too(changes: di
         return fp4engine.Quantizer(CastSpec(), CastSpec(), **given)
 
     with pytest.raises(ValueError, match=r"grad_output\.c.* must be"):
+        make_linear_plan(CustomRecipe(qfactory=qfactory), "linear")
+
+
+def fresh(signs: Signs) -> CastSpec:
+    return CastSpec(rotation=Rotation(signs=signs))
+
+
+DRAWN_TWICE = {
+    "wgrad": ("columnwise_spec", Signs.WGRAD, "weight", r"input\.columnwise has freshly drawn signs"),
+    "dgrad": ("columnwise_spec", Signs.DGRAD, "input", r"weight\.columnwise has freshly drawn signs"),
+    "fprop": ("rowwise_spec", Signs.DGRAD, "grad_output", r"fprop takes signs .* on input\.rowwise"),
+}
+
+
+@pytest.mark.parametrize("gemm", DRAWN_TWICE)
+def test_signs_that_the_operands_of_a_product_would_draw_apart_are_refused_from_factories_too(gemm: str) -> None:
+    """Both operands were rotated, each by signs of its own, and the product had nothing to do with the exact one."""
+    side, signs, plain, words = DRAWN_TWICE[gemm]
+
+    def qfactory(role):
+        specs = {"rowwise_spec": CastSpec(), "columnwise_spec": CastSpec()}
+        rotated = {"rowwise_spec": fresh(signs)} if gemm == "dgrad" else {side: fresh(signs)}
+        given = rotated if role.tensor_type == "grad_output" else {side: fresh(signs)}
+        return fp4engine.Quantizer(**specs | (given if role.tensor_type != plain else {}))
+
+    with pytest.raises(ValueError, match=words):
         make_linear_plan(CustomRecipe(qfactory=qfactory), "linear")
