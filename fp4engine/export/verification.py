@@ -5,7 +5,7 @@ Legend: N out_features, K in_features of a weight [N, K].
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,6 @@ from fp4engine.modules import QuantizedWeight
 from fp4engine.modules.adoption import is_conv1d
 from fp4engine.modules.shared_amax import SHARED_SCALES
 from fp4engine.quantizers import IdentityQuantizer, Quantizer, make_quantizer
-from fp4engine.quantizers.shared import SharedAmaxQuantizer
 from fp4engine.recipe import CustomRecipe, Recipe
 from fp4engine.reference import decode
 from fp4engine.roles import QuantizerRole
@@ -190,9 +189,7 @@ def weights_only(recipe: Recipe) -> Recipe:
         if role.tensor_type != "weight":
             return IdentityQuantizer()
         full = make_quantizer(recipe, role)
-        if isinstance(full, SharedAmaxQuantizer):
-            return replace(full, columnwise_spec=None, columnwise_source="original")
-        return Quantizer(full.rowwise_spec, backend=full.backend)
+        return Quantizer(full.rowwise_spec, backend=full.backend) if full.only_casts else full
 
     return CustomRecipe(qfactory=quantizer)
 

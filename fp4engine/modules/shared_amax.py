@@ -104,8 +104,9 @@ def share_amax(
         shared_scales: names of siblings, by the last part of their dotted names.
 
     Raises:
-        ValueError: the model has no such siblings; ``recipe`` has delayed scaling or a schedule, or casts a sibling's
-            weight without an outer scale of the whole tensor.
+        ValueError: the model has no such siblings; ``recipe`` has delayed scaling or a schedule, casts a sibling's
+            weight without an outer scale of the whole tensor, by one of another bound than its siblings have, or by a
+            quantizer that does more than cast.
     """
     require_model(model)
     if not isinstance(recipe, Recipe):
@@ -122,7 +123,11 @@ def share_amax(
     numerators: dict[str, float] = {}
     for name, siblings in groups.items():
         shape = (linears[name].out_features, linears[name].in_features)
-        spec = make_quantizer(recipe, QuantizerRole("linear", "weight", name, shape)).rowwise_spec
+        quantizer = make_quantizer(recipe, QuantizerRole("linear", "weight", name, shape))
+        if not quantizer.only_casts and not isinstance(quantizer, SharedAmaxQuantizer):
+            kind = type(quantizer).__name__
+            raise ValueError(f"{name!r} has a {kind}, which does more than cast; sharing an amax would leave that out")
+        spec = quantizer.rowwise_spec
         if spec is None:
             continue
         if spec.outer is not Outer.TENSOR:

@@ -253,10 +253,6 @@ class DelayedQuantizer(Quantizer):
             self.history.join(self.memory)
         return self.history.recall(device, self.recipe, self.records)
 
-    def with_backend(self, backend: str) -> "DelayedQuantizer":
-        """The same casts and the same history, by another backend."""
-        return replace(self, backend=backend)
-
     def remembering_in(self, memory: dict[str, Any], tensor_type: str) -> "DelayedQuantizer":
         """The same quantizer with the history that ``memory`` has for this role; a new one is added if it has none."""
         if tensor_type not in memory:

@@ -1,7 +1,7 @@
 """One outer amax for several tensors, such as weights that servers multiply as one."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,10 +35,6 @@ class SharedAmaxQuantizer(Quantizer):
     """
 
     siblings: Callable[[], Sequence[Tensor]] = field(default=tuple, repr=False)
-
-    def with_backend(self, backend: str) -> "SharedAmaxQuantizer":
-        """The same casts and siblings, by another backend."""
-        return replace(self, backend=backend)
 
     def amax(self, x: Tensor, **sides: Any) -> tuple[Tensor | None, Tensor | None]:
         """Outer amax of the sides asked for, over ``x`` and its siblings; those of DTensors are reduced over ranks."""

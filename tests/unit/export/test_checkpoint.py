@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,16 @@ from fp4engine.export import (
     verify_checkpoint,
 )
 from fp4engine.formats import CastSpec, Outer
-from fp4engine.recipe import Casts, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, ScheduledRecipe, zoo
+from fp4engine.recipe import (
+    Casts,
+    CustomRecipe,
+    LinearRecipe,
+    NVFP4BlockScaling,
+    Rule,
+    RuledRecipe,
+    ScheduledRecipe,
+    zoo,
+)
 from tests.tiny import VOCABULARY, llama, tokens
 
 pytest.importorskip("compressed_tensors", reason="needs the extra `export`")
@@ -368,6 +378,27 @@ def test_siblings_that_servers_could_not_multiply_as_one_matrix_are_refused(tmp_
 def test_siblings_of_other_bounds_cannot_share_their_amax() -> None:
     recipe = RuledRecipe(NVFP4BlockScaling(), (Rule(BOUNDED_BY_256, "**.q_proj"),))
     with pytest.raises(ValueError, match=r"k_proj' has outer scales 2688 / amax and .*q_proj' 1536 / amax"):
+        share_amax(llama(), recipe)
+
+
+@dataclass(frozen=True)
+class Clipping(fp4engine.Quantizer):
+    def quantize(self, x, **arguments):
+        return super().quantize(x.clamp(-0.02, 0.02), **arguments)
+
+    def amax(self, x, **arguments):
+        return super().amax(x.clamp(-0.02, 0.02), **arguments)
+
+
+def test_what_a_quantizer_does_before_its_cast_is_served_and_not_lost_by_sharing_an_amax(tmp_path) -> None:
+    def qfactory(role):
+        return Clipping(CastSpec()) if role.tensor_type == "weight" else fp4engine.IdentityQuantizer()
+
+    recipe = CustomRecipe(qfactory=qfactory)
+    model = converted(recipe)
+    export_checkpoint(model, tmp_path / "out", shared_scales=(), verify=True)
+    assert logits_difference(model, tmp_path / "out", tokens(), recipe, reader="fp4engine") < 1e-5
+    with pytest.raises(ValueError, match=r"q_proj' has a Clipping, which does more than cast"):
         share_amax(llama(), recipe)
 
 

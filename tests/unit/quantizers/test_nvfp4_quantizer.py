@@ -1,5 +1,7 @@
 """NVFP4Quantizer by TransformerEngine's arguments, and what a quantizer gives."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -7,7 +9,8 @@ from fp4engine import IdentityQuantizer, NVFP4Quantizer, Quantizer, manual_seed
 from fp4engine.constants import SR_GUARD
 from fp4engine.formats import E4M3, CastSpec, Outer, Rotation, RoundingMode, ScaleRule, Signs, fp8_block
 from fp4engine.quantizers import make_quantizer
-from fp4engine.recipe import DelayedScaling
+from fp4engine.quantizers.reference import reference_quantizer
+from fp4engine.recipe import CustomRecipe, DelayedScaling
 from fp4engine.roles import QuantizerRole
 from fp4engine.testing import assert_codes_bitwise
 
@@ -201,3 +204,21 @@ def test_what_delayed_scaling_is_to_remember_is_checked_too() -> None:
     with pytest.raises(ValueError, match=r"rowwise_amax must be torch.float32 \[1\]"):
         quantizer.quantize(torch.randn(8, 16), rowwise_amax=torch.ones(8))
     assert not quantizer.history.values.any()
+
+
+@dataclass(frozen=True)
+class Clipping(Quantizer):
+    limit: float = 1.0
+
+    def quantize(self, x, **arguments):
+        return super().quantize(x.clamp(-self.limit, self.limit), **arguments)
+
+
+def test_another_backend_leaves_out_nothing_that_a_subclass_does() -> None:
+    recipe = CustomRecipe(qfactory=lambda role: Clipping(CastSpec(), CastSpec(), limit=0.5))
+    role, x = QuantizerRole("linear", "input"), torch.randn(4, 32)
+    quantizer = reference_quantizer(recipe, role)
+    assert quantizer == Clipping(CastSpec(), CastSpec(), backend="reference", limit=0.5)
+    assert_codes_bitwise(quantizer.quantize(x).rowwise, recipe.qfactory(role).quantize(x).rowwise)
+    with pytest.raises(ValueError, match=r"backend must be one of .*, got 'cuda'"):
+        quantizer.with_backend("cuda")
