@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-shared-scales", action="store_true", help="give q/k/v and gate/up a scale each")
     parser.add_argument("--requantize", action="store_true", help="cast what the format cannot hold to nearest NVFP4")
-    parser.add_argument(
+    verified = parser.add_mutually_exclusive_group()
+    verified.add_argument(
         "--verify",
         dest="verified",
         action="store_const",
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read the files back, compare every byte, and compare their logits with those of the recipe's weights; "
         "holds both models in memory, in FP32",
     )
-    parser.add_argument(
+    verified.add_argument(
         "--verify-files",
         dest="verified",
         action="store_const",

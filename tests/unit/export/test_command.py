@@ -178,6 +178,13 @@ def test_sizes_that_are_none_are_refused(tmp_path, source, capsys, size) -> None
         export_checkpoint(source, tmp_path / "served", max_shard_size=0)
 
 
+def test_files_alone_and_logits_too_are_not_asked_for_at_once(tmp_path, source, capsys) -> None:
+    with pytest.raises(SystemExit):
+        run(tmp_path / "trained", tmp_path / "served", "--inputs", "dynamic", "--verify", "--verify-files")
+    assert "--verify-files: not allowed with argument --verify" in capsys.readouterr().err
+    assert not (tmp_path / "served").exists()
+
+
 def test_a_recipe_nested_without_end_is_refused(tmp_path, source, capsys) -> None:
     path = tmp_path / "recipe.json"
     path.write_text("[" * 100_000)
