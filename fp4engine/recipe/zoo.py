@@ -106,9 +106,13 @@ def rotated_wgrad(spec: CastSpec, rotation: Rotation | None) -> Casts:
     return Casts(spec, spec.replace(rotation=rotation))
 
 
-def from_forward(forward: CastSpec | None, backward: CastSpec | None) -> Casts:
-    """Forward operand, and the backward operand made of what it decodes to; None is high precision."""
-    return Casts(forward, backward, "rowwise_dequantized")
+def from_forward(forward: CastSpec | None, backward: CastSpec | None, clipped: bool = False) -> Casts:
+    """Forward operand, and the backward operand made of what it decodes to; None is high precision.
+
+    Args:
+        clipped: whether gradients stop where the forward cast saturated.
+    """
+    return Casts(forward, backward, "rowwise_dequantized", clipped)
 
 
 def fresh_gradient(spec: CastSpec, size: int) -> Casts:
@@ -119,9 +123,9 @@ def fresh_gradient(spec: CastSpec, size: int) -> Casts:
     )
 
 
-def requantized(forward: CastSpec | None, backward: CastSpec, size: int, signs: Signs) -> Casts:
+def requantized(forward: CastSpec | None, backward: CastSpec, size: int, signs: Signs, clipped: bool = False) -> Casts:
     """Forward operand, and the backward operand made of it: dequantized, rotated by fresh signs, cast again."""
-    return from_forward(forward, backward.replace(rotation=Rotation(size, signs)))
+    return from_forward(forward, backward.replace(rotation=Rotation(size, signs)), clipped)
 
 
 def _nvidia(
@@ -138,11 +142,11 @@ def _nvidia(
     )
 
 
-def _fresh(forward: CastSpec | None, backward: CastSpec, size: int) -> LinearRecipe:
+def _fresh(forward: CastSpec | None, backward: CastSpec, size: int, clipped: bool = False) -> LinearRecipe:
     """Every backward operand cast by ``backward`` under fresh rotations, from what the forward pass saved."""
     return LinearRecipe(
-        input=requantized(forward, backward, size, Signs.WGRAD),
-        weight=requantized(forward, backward, size, Signs.DGRAD),
+        input=requantized(forward, backward, size, Signs.WGRAD, clipped),
+        weight=requantized(forward, backward, size, Signs.DGRAD, clipped),
         grad_output=fresh_gradient(backward, size),
     )
 
@@ -168,17 +172,6 @@ def _amd_wide() -> LinearRecipe:
     return _rotated(WIDE, gradient, Rotation(32), weight)
 
 
-def _quartet() -> LinearRecipe:
-    """Gradients stop where QuEST clipped; backward operands are made of the forward ones, which are rotated."""
-
-    def role(signs: Signs) -> Casts:
-        backward = MXFP4_TSENG.replace(rotation=Rotation(32, signs))
-        return Casts(QUEST, backward, "rowwise_dequantized", clipped_gradient=True)
-
-    gradient = fresh_gradient(MXFP4_TSENG, 32)
-    return LinearRecipe(input=role(Signs.WGRAD), weight=role(Signs.DGRAD), grad_output=gradient)
-
-
 def _uniform(forward: CastSpec, gradient: CastSpec) -> LinearRecipe:
     return LinearRecipe(input=same(forward), weight=same(forward), grad_output=same(gradient))
 
@@ -189,14 +182,9 @@ def _unrotated(forward: CastSpec, backward: CastSpec) -> LinearRecipe:
     return LinearRecipe(input=role, weight=role, grad_output=same(backward))
 
 
-def _aware(inp: CastSpec, weight: CastSpec) -> LinearRecipe:
+def _aware(inp: CastSpec, weight: CastSpec, clipped: bool = False) -> LinearRecipe:
     """Quantization-aware training: a backward pass in high precision, through what the forward pass multiplied."""
-    return LinearRecipe(input=from_forward(inp, None), weight=from_forward(weight, None))
-
-
-def _aware_of_clipping(forward: CastSpec) -> LinearRecipe:
-    role = Casts(forward, None, "rowwise_dequantized", clipped_gradient=True)
-    return LinearRecipe(input=role, weight=role)
+    return LinearRecipe(input=from_forward(inp, None, clipped), weight=from_forward(weight, None, clipped))
 
 
 def _four_over_six_everywhere() -> LinearRecipe:
@@ -301,7 +289,7 @@ ZOO: dict[str, Row] = {
         "4/6 in the forward pass and dgrad's weight alone",
     ),
     "quartet": Row(
-        _quartet,
+        lambda: _fresh(QUEST, MXFP4_TSENG, 32, clipped=True),
         "arXiv 2505.14669, algorithm 1; constants and ties of IST-DASLab Quartet 00ccd38, `QuestMXFP4Quantizer` and "
         "`AlbertTsengQuantizer`",
         "fresh signs come before the Hadamard matrix, as in the paper: the code has them behind it, where they change "
@@ -468,7 +456,7 @@ ZOO: dict[str, Row] = {
         "torchao 36027d8, `MXFakeQuantizeConfig()` for inputs and weights",
     ),
     "mxfp4_quest": Row(
-        lambda: _aware_of_clipping(QUEST),
+        lambda: _aware(QUEST, QUEST, clipped=True),
         "IST-DASLab FP-Quant d2e3092, `FPQuantConfig(backward_dtype=BF16)` with master weights and pseudoquantization",
         "no 1e-8 is added to deviations",
     ),
