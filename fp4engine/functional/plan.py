@@ -109,22 +109,22 @@ class LinearPlan:
     described: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
         roles = (self.input, self.weight, self.grad_output)
         for wrong in role_complaints(*(quantizer.casts for quantizer in roles)):
             raise ValueError(wrong)
-        sources = [q for q in (self.input, self.weight) if q.columnwise_source != "original"]
-        stochastic = any(quantizer.is_stochastic for quantizer in (self.grad_output, *sources))
-        object.__setattr__(self, "draws_in_forward", self.input.draws_in_forward or self.weight.draws_in_forward)
-        object.__setattr__(self, "draws_in_backward", stochastic and self.backward_override is None)
-        object.__setattr__(self, "formats", _gemm_formats(self))
-        object.__setattr__(self, "is_stateful", any(quantizer.is_stateful for quantizer in roles))
-        is_identity = all(quantizer.is_identity and quantizer.only_casts for quantizer in roles)
-        object.__setattr__(self, "is_identity", is_identity)
-        object.__setattr__(self, "casts", _casts(self))
-        in_group = tuple(role for role, own in zip(TENSOR_TYPES, roles, strict=True) if own.joins_group)
-        object.__setattr__(self, "in_group", in_group)
-        object.__setattr__(self, "described", _described(self))
+        # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
+        cast_in_backward = [self.grad_output, *(q for q in roles if q.columnwise_source != "original")]
+        draws_in_backward = self.backward_override is None and any(q.is_stochastic for q in cast_in_backward)
+        vars(self).update(
+            draws_in_forward=self.input.draws_in_forward or self.weight.draws_in_forward,
+            draws_in_backward=draws_in_backward,
+            is_stateful=any(q.is_stateful for q in roles),
+            is_identity=all(q.is_identity and q.only_casts for q in roles),
+            formats=_gemm_formats(self),
+            in_group=tuple(role for role, q in zip(TENSOR_TYPES, roles, strict=True) if q.joins_group),
+            described=_described(self),
+        )
+        vars(self)["casts"] = _casts(self)
 
     def keeps_original(self, quantizer: Quantizer) -> bool:
         """Whether the backward pass reads the tensor of a role as it was in the forward pass."""
@@ -159,14 +159,9 @@ def _gemm_formats(plan: LinearPlan) -> dict[GemmName, str]:
 
 
 def _casts(plan: LinearPlan) -> LayerCasts | None:
-    roles = (plan.input, plan.weight, plan.grad_output)
-    if plan.backward_override is not None or plan.draws_in_forward or any(q.clipped_gradient for q in roles):
+    if plan.backward_override is not None or plan.draws_in_forward:
         return None
-    if any(quantizer.columnwise_source != "original" or not quantizer.is_composable for quantizer in roles):
-        return None
-    if any(quantizer.backend != plan.backend for quantizer in roles):
-        return None
-    inp, weight, grad_output = (_keys(quantizer) for quantizer in roles)
+    inp, weight, grad_output = (_keys(q, plan.backend) for q in (plan.input, plan.weight, plan.grad_output))
     if inp is None or weight is None or grad_output is None:
         return None
     streams = plan.input.stream, plan.weight.stream, plan.grad_output.stream
@@ -184,11 +179,11 @@ def _described(plan: LinearPlan) -> str:
     return f"{', '.join(roles)}, backward_override={plan.backward_override!r}"
 
 
-def _keys(quantizer: Quantizer) -> tuple[str, str] | None:
-    """Keys of both specs; None if a side stays unquantized."""
-    if quantizer.rowwise_spec is None or quantizer.columnwise_spec is None:
-        return None
-    return quantizer.rowwise_spec.key, quantizer.columnwise_spec.key
+def _keys(quantizer: Quantizer, backend: str) -> tuple[str, str] | None:
+    """Keys of both casts; None unless it makes both operands directly from the tensor by ``backend``, and only that."""
+    row, col = quantizer.rowwise_spec, quantizer.columnwise_spec
+    is_direct = quantizer.columnwise_source == "original" and quantizer.is_composable and quantizer.backend == backend
+    return None if row is None or col is None or quantizer.clipped_gradient or not is_direct else (row.key, col.key)
 
 
 def make_linear_plan(recipe: Recipe, module_type: str, name: str = "", shape: tuple[int, ...] = ()) -> LinearPlan:
