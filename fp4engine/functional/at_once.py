@@ -46,10 +46,10 @@ def forward_at_once(
     if call.shards is not None:
         assert isinstance(way, SharingWay), "other ways share no amaxes"
         return _forward_share(way, x, weight, bias, needs, call.shards)
-    memories = None
     if plan.is_stateful:
-        memories = plan.input.recall(x.device), plan.weight.recall(x.device)
-    return way.forward(x, weight if call.tiles is None else call.tiles, bias, *needs, memories)
+        assert isinstance(way, ops.LinearByFP8), "other ways remember nothing"
+        return way.forward(x, weight, bias, *needs, (plan.input.recall(x.device), plan.weight.recall(x.device)))
+    return way.forward(x, weight if call.tiles is None else call.tiles, bias, *needs)
 
 
 def backward_at_once(
@@ -67,8 +67,10 @@ def backward_at_once(
     asked = grad_output, kept, call.needs_dgrad, call.needs_wgrad, ins, state, dtypes
     if not isinstance(way, SharingWay):
         assert shards is None and call.tiles is None, "other ways share no amaxes, and what comes as tiles is FP4"
-        memory = plan.grad_output.recall(device) if plan.is_stateful else None
-        return way.backward(*asked, memory)
+        if plan.is_stateful:
+            assert isinstance(way, ops.LinearByFP8), "other ways remember nothing"
+            return way.backward(*asked, plan.grad_output.recall(device))
+        return way.backward(*asked)
     groups: tuple[Any, ...] = ()
     place, rank, is_tiled = None, None, call.tiles is not None
     if shards is not None:
@@ -78,7 +80,7 @@ def backward_at_once(
     if isinstance(way, ops.LinearByOperators):
         return way.backward(*asked, rank, place, names_of(groups), is_tiled)
     share = share_of((True, True), groups) if groups else None
-    return way.backward(*asked, None, rank, place, share, is_tiled)
+    return way.backward(*asked, rank, place, share, is_tiled)
 
 
 def draw(call: Call, grad_output: Tensor) -> Tensor | None:
@@ -99,6 +101,6 @@ def _forward_share(
     added = bias if shards.adds_bias else None
     if isinstance(way, ops.LinearByOperators):
         told = groups.shared, names_of(groups.forward), shards.weight_amaxes
-        return way.forward(x, weight, added, *needs, None, *told)
+        return way.forward(x, weight, added, *needs, *told)
     share = share_of(groups.shared, groups.forward, shards.weight_amaxes)
-    return way.forward(x, weight, added, *needs, None, share)
+    return way.forward(x, weight, added, *needs, share)

@@ -4,6 +4,7 @@ If kernels cover all casts of a layer, the casts of one direction are one launch
 :mod:`fp4engine.ops.cast` and :mod:`fp4engine.ops.gemm`, so the bytes are theirs. Legend: x is [M, K], weight [N, K].
 """
 
+from fp4engine.ops.linear.by_fp8 import LinearByFP8
 from fp4engine.ops.linear.by_values import LinearByValues
 from fp4engine.ops.linear.choice import LinearAtOnce, amaxes_of, linear_at_once
 from fp4engine.ops.linear.operators import (
@@ -19,6 +20,7 @@ __all__ = [
     "LayerCasts",
     "Kept",
     "LinearAtOnce",
+    "LinearByFP8",
     "LinearByOperators",
     "LinearByValues",
     "Share",

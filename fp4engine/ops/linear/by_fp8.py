@@ -12,7 +12,7 @@ from fp4engine.ops import gemm_fp8
 from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import as_it_is, casts_supported
 from fp4engine.ops.draws import draw_from
-from fp4engine.ops.linear.way import Given, Gradients, Kept, LayerCasts, Memories, Way, linear_kernels
+from fp4engine.ops.linear.way import Given, Gradients, Kept, LayerCasts, Way, linear_kernels
 from fp4engine.ops.operation import Output, aligned
 from fp4engine.ops.tiles import TiledOperand
 
@@ -55,9 +55,9 @@ class LinearByFP8(Way):
         bias: Tensor | None,
         needs_dgrad: bool,
         needs_wgrad: bool,
-        memories: Memories | None = None,
+        memories: tuple[Memory | None, Memory | None] | None = None,
     ) -> tuple[Tensor, Kept]:
-        """As :meth:`LinearByValues.forward`."""
+        """As :meth:`LinearByValues.forward`; under delayed scaling, ``memories`` are those of x and weight."""
         kernels = linear_kernels()
         assert isinstance(weight, Tensor), "what comes as tiles is FP4"
         x, weight = as_it_is(x), as_it_is(weight)
@@ -88,7 +88,7 @@ class LinearByFP8(Way):
         dtypes: tuple[torch.dtype, torch.dtype],
         memory: Memory | None = None,
     ) -> Gradients:
-        """As :meth:`LinearByValues.backward`."""
+        """As :meth:`LinearByValues.backward`; under delayed scaling, ``memory`` is that of ``grad_output``."""
         kernels, grad_output, kept = linear_kernels(), as_it_is(grad_output), aligned(kept)
         (inp, inp_amax), (weight, weight_amax) = _operands(kept, needs_dgrad, needs_wgrad, 2)
         keys = self.backward_keys(needs_dgrad, needs_wgrad)
@@ -138,7 +138,6 @@ class LinearByFP8Blocks(Way):
         bias: Tensor | None,
         needs_dgrad: bool,
         needs_wgrad: bool,
-        memories: Memories | None = None,
     ) -> tuple[Tensor, Kept]:
         """As :meth:`LinearByValues.forward`."""
         kernels = linear_kernels()
@@ -162,7 +161,6 @@ class LinearByFP8Blocks(Way):
         ins: int,
         state: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
-        memory: Memory | None = None,
     ) -> Gradients:
         """As :meth:`LinearByValues.backward`."""
         kernels, grad_output, kept = linear_kernels(), as_it_is(grad_output), aligned(kept)

@@ -8,12 +8,11 @@ from torch import Tensor
 from fp4engine.constants import ALIGNMENT
 from fp4engine.formats import CastSpec
 from fp4engine.ops import backend as backends
-from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import as_it_is, decode_supported, transient_form
 from fp4engine.ops.draws import draw_from, is_replaying
 from fp4engine.ops.gemm import product_path
 from fp4engine.ops.linear.kept import one_buffer
-from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Memories, Share, Sizes, Way, linear_kernels
+from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Share, Sizes, Way, linear_kernels
 from fp4engine.ops.operation import Output, aligned
 from fp4engine.ops.rng import lock as draw_lock
 from fp4engine.ops.tiles import TiledOperand
@@ -59,14 +58,12 @@ class LinearByValues(Way):
         bias: Tensor | None,
         needs_dgrad: bool,
         needs_wgrad: bool,
-        memories: Memories | None = None,
         share: Share | None = None,
     ) -> tuple[Tensor, Kept]:
         """``y = x @ weight.T + bias``, and the operands that backward needs: of x for wgrad, of weight for dgrad.
 
         Args:
             weight: values to be cast; or the codes and tile scales of a cast, which are then kept for backward too.
-            memories: of x and weight, if delayed scaling scales them.
             share: which amaxes ranks share.
         """
         if isinstance(weight, TiledOperand):
@@ -124,7 +121,6 @@ class LinearByValues(Way):
         ins: int,
         state: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
-        memory: Memory | None = None,
         rank: int | None = None,
         place: tuple[int, int] | None = None,
         share: Share | None = None,
@@ -139,7 +135,6 @@ class LinearByValues(Way):
             ins: K.
             state: of the random stream that stochastic casts draw from; None if no cast is stochastic. The launch takes
                 the draw itself, unless draws have to be values.
-            memory: of ``grad_output``, if delayed scaling scales it.
             rank: the rank whose random bits are drawn; by default this process's.
             place: row and column at which ``grad_output`` begins in the whole matrix; None if it is whole.
             share: if given, ranks share the amaxes of ``grad_output``.

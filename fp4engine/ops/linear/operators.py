@@ -15,7 +15,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.ops.linear.by_operations import LinearByOperations
 from fp4engine.ops.linear.by_values import LinearByValues
 from fp4engine.ops.linear.choice import covering, way_of
-from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Memories, Share, shares_amaxes
+from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Share, shares_amaxes
 from fp4engine.ops.operation import Output, define
 from fp4engine.ops.operator_order import order_token
 from fp4engine.ops.reduce import groups_named, share_amaxes
@@ -41,7 +41,6 @@ class LinearByOperators(NamedTuple):
         bias: Tensor | None,
         needs_dgrad: bool,
         needs_wgrad: bool,
-        memories: Memories | None = None,
         shared: tuple[bool, bool] = (False, False),
         groups: str = "",
         given: Tensor | None = None,

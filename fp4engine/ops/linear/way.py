@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fp4engine.formats import CastSpec, Correction, Outer
-from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import amax_shape, codes_outputs
 from fp4engine.ops.operation import Output
 from fp4engine.ops.rng import rank_bits
@@ -25,7 +24,6 @@ A weight that was given as tiles is kept as it was given: its codes, the scales 
 """
 Sizes = tuple[int, int, int]
 """``(rows, outs, ins)``: M, N and K."""
-Memories = tuple[Memory | None, Memory | None]
 Given = Sequence[Tensor | None]
 """Outer amaxes of both sides of a tensor that were found before; None for a side that has to find its own."""
 
