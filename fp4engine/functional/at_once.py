@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp4engine import ops
 from fp4engine.functional.call import Call
-from fp4engine.functional.shards import Shards, names_of, share_of
+from fp4engine.functional.shards import Shards, names_of
 
 LinearWay = ops.LinearAtOnce | ops.LinearByOperators
 SharingWay = ops.LinearByValues | ops.LinearByOperators
@@ -79,8 +79,7 @@ def backward_at_once(
         groups, place, rank = reduced.backward, shards.grad_output.place, shards.rank
     if isinstance(way, ops.LinearByOperators):
         return way.backward(*asked, rank, place, names_of(groups), is_tiled)
-    share = share_of((True, True), groups) if groups else None
-    return way.backward(*asked, rank, place, share, is_tiled)
+    return way.backward(*asked, rank, place, ops.Share((True, True), groups) if groups else None, is_tiled)
 
 
 def draw(call: Call, grad_output: Tensor) -> Tensor | None:
@@ -98,9 +97,9 @@ def _forward_share(
     """This rank's part of a forward: find amaxes, reduce them in one collective, then cast and multiply."""
     groups = shards.amax_groups()
     assert groups is not None, "a layer goes this way only if one collective reduces all amaxes of a direction"
-    added = bias if shards.adds_bias else None
+    added, given = bias if shards.adds_bias else None, shards.weight_amaxes
     if isinstance(way, ops.LinearByOperators):
-        told = groups.shared, names_of(groups.forward), shards.weight_amaxes
-        return way.forward(x, weight, added, *needs, *told)
-    share = share_of(groups.shared, groups.forward, shards.weight_amaxes)
+        return way.forward(x, weight, added, *needs, groups.shared, names_of(groups.forward), given)
+    is_shared = len(groups.forward) > 0 or given is not None
+    share = ops.Share(groups.shared, groups.forward, given) if is_shared else None
     return way.forward(x, weight, added, *needs, share)

@@ -5,7 +5,6 @@ the random bits, which belong to an element's place in the whole tensor.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -131,13 +130,6 @@ class AmaxGroups(NamedTuple):
 def names_of(groups: tuple[Any, ...]) -> str:
     """The names of process groups in one string, as operators take them."""
     return " ".join([group.group_name for group in groups])
-
-
-def share_of(shared: tuple[bool, bool], groups: tuple[Any, ...], given: Tensor | None = None) -> ops.Share | None:
-    """The :class:`fp4engine.ops.Share` of a direction over ``groups``; None if there is nothing to share."""
-    if not groups and given is None:
-        return None
-    return ops.Share(shared, partial(ops.share_amaxes, groups=groups), given)
 
 
 class Part(NamedTuple):

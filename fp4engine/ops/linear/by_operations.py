@@ -13,7 +13,7 @@ from fp4engine.ops.linear.kept import joined, one_buffer, parts
 from fp4engine.ops.linear.way import Given, Gradients, Kept, LayerCasts, Share, Sizes, Way
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, aligned
-from fp4engine.ops.reduce import packed_amaxes
+from fp4engine.ops.reduce import packed_amaxes, share_amaxes
 from fp4engine.ops.tiles import TiledOperand
 
 
@@ -83,7 +83,7 @@ class LinearByOperations(Way):
             row, col = (CastSpec.from_key(key) if key and share.of[i] else None for key in keys[2 * i : 2 * i + 2])
             found += amax(tensor, row, col, rng=rng, stream=stream, backend=self.casts.backend)
         amaxes = packed_amaxes([value for value in found if value is not None])
-        share.reduce(amaxes)
+        share_amaxes(amaxes, share.groups)
         index = count()
         return [None if value is None else amaxes[next(index), :1] for value in found]
 

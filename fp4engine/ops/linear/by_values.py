@@ -14,6 +14,7 @@ from fp4engine.ops.gemm import product_path
 from fp4engine.ops.linear.kept import one_buffer
 from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Share, Sizes, Way, linear_kernels
 from fp4engine.ops.operation import Output, aligned
+from fp4engine.ops.reduce import share_amaxes
 from fp4engine.ops.rng import lock as draw_lock
 from fp4engine.ops.tiles import TiledOperand
 
@@ -97,7 +98,7 @@ class LinearByValues(Way):
         backends.record(*("amax/triton",) * len(tensors))
         launch = kernels.resolve_amaxes(tuple([kernels.facts(t) for t in tensors]), tensors[0].device, keys)
         (amaxes,) = launch(*tensors)
-        share.reduce(amaxes)
+        share_amaxes(amaxes, share.groups)
         return amaxes
 
     def _tiled_forward(

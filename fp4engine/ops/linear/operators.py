@@ -5,7 +5,6 @@ not depend on the number of rows. Legend: x is [M, K], weight [N, K].
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from fp4engine.ops.linear.choice import covering, way_of
 from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Share, shares_amaxes
 from fp4engine.ops.operation import Output, define
 from fp4engine.ops.operator_order import order_token
-from fp4engine.ops.reduce import groups_named, share_amaxes
+from fp4engine.ops.reduce import groups_named
 from fp4engine.ops.tiles import TiledOperand
 from fp4engine.tracing import constant_when_traced
 
@@ -126,7 +125,7 @@ def _linear_forward(
     given: Tensor | None,
 ) -> list[Tensor]:
     """``y``, and what backward needs."""
-    share = None if given is None else Share((False, False), partial(share_amaxes, groups=()), given)
+    share = None if given is None else Share((False, False), (), given)
     return _forward(x, weight, bias, LayerCasts.from_key(casts), weight.dtype, needs_dgrad, needs_wgrad, share)
 
 
@@ -148,7 +147,7 @@ def _linear_share_forward(
     The operator waits for the other ranks; the tensor of :func:`fp4engine.ops.operator_order.order_token` keeps such
     operators in one order.
     """
-    share = Share((shared_inp, shared_weight), partial(share_amaxes, groups=groups_named(groups)), given)
+    share = Share((shared_inp, shared_weight), groups_named(groups), given)
     outputs = _forward(x, weight, bias, LayerCasts.from_key(casts), weight.dtype, needs_dgrad, needs_wgrad, share)
     y, kept = outputs if len(outputs) > 1 else (*outputs, x.new_empty(0, dtype=torch.uint8))
     return y, kept
@@ -215,7 +214,7 @@ def _linear_backward(
     told: dict[str, Any] = {}
     if groups or rank is not None or place is not None or is_tiled:
         assert isinstance(way, LinearByValues | LinearByOperations), "what has shards passes shares_amaxes"
-        share = Share((True, True), partial(share_amaxes, groups=groups_named(groups))) if groups else None
+        share = Share((True, True), groups_named(groups)) if groups else None
         place = None if place is None else (place[0], place[1])
         told = {"rank": rank, "place": place, "share": share, "is_tiled": is_tiled}
     dx, dw = way.backward(grad_output, kept, needs_dgrad, needs_wgrad, ins, state, (dtype, weight_dtype), **told)

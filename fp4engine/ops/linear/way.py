@@ -3,10 +3,10 @@
 Legend: x is [M, K], weight [N, K].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,12 +34,12 @@ class Share(NamedTuple):
     Attributes:
         of: in a forward, whether the amaxes of x, and those of the weight, are found and reduced here. In a backward,
             both are True, and stand for the gradient.
-        reduce: replaces amaxes, FP32 [sides, any], by the largest over these ranks, in place.
+        groups: the process groups of these ranks.
         given: amaxes of the weight's casts that all ranks have already, see :func:`fp4engine.ops.linear.amaxes_of`.
     """
 
     of: tuple[bool, bool]
-    reduce: Callable[[Tensor], None]
+    groups: Sequence[Any]
     given: Tensor | None = None
 
 
