@@ -136,6 +136,8 @@ class Recipe:
         for field in dataclasses.fields(self):
             if field.type is bool:
                 require_bool(field.name, getattr(self, field.name))
+            if field.name in ("fp8_dpa", "fp8_mha"):  # TransformerEngine's, for attention in FP8
+                require_one_of(field.name, getattr(self, field.name), (False,))
         self._take_number()
 
     def _take_number(self) -> None:
@@ -165,10 +167,7 @@ class Recipe:
     def __repr__(self) -> str:
         """``NVFP4BlockScaling(disable_rht=True)``: what differs from a recipe made without arguments and flags."""
         shown = [field for field in dataclasses.fields(self) if field.init and field.repr]
-        changed = [(field.name, getattr(self, field.name)) for field in shown]
-        changed = [
-            (name, value) for (name, value), field in zip(changed, shown, strict=True) if value != _default(field)
-        ]
+        changed = [(field.name, value) for field in shown if (value := getattr(self, field.name)) != _default(field)]
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed)})"
 
     def replace(self, **changes: Any) -> "Recipe":

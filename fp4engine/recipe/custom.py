@@ -38,5 +38,3 @@ class CustomRecipe(Recipe):
         if not callable(self.qfactory):
             raise ValueError(f"qfactory must be callable as qfactory(role) -> Quantizer, got {self.qfactory!r}")
         require_one_of("fp8_format", self.fp8_format, tuple(Format))
-        require_one_of("fp8_dpa", self.fp8_dpa, (False,))
-        require_one_of("fp8_mha", self.fp8_mha, (False,))

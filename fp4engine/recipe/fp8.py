@@ -19,20 +19,19 @@ from fp4engine.roles import GEMMS, TENSOR_TYPES
 FP8_FORMATS = (Format.HYBRID, Format.E4M3, Format.E5M2)
 FAST = MMParams(use_split_accumulator=False)
 SPLIT = MMParams(use_split_accumulator=True)
+_GEMM_OPTIONS = {gemm: f"fp8_gemm_{gemm}" for gemm in GEMMS}
+"""``gemm -> field`` of its options."""
+_BLOCK_DIMS = {"input": "x_block_scaling_dim", "weight": "w_block_scaling_dim", "grad_output": "grad_block_scaling_dim"}
+"""``role -> field`` of its blocks."""
 
 
 @dataclass(frozen=True)
 class _FP8Recipe(Recipe):
-    """What the FP8 recipes share. ``HYBRID`` is E4M3 forward and E5M2 for gradients."""
-
-    def _check(self, fp8_format: Format, fp8_dpa: bool, fp8_mha: bool) -> None:
-        require_one_of("fp8_format", fp8_format, FP8_FORMATS)
-        require_one_of("fp8_dpa", fp8_dpa, (False,))
-        require_one_of("fp8_mha", fp8_mha, (False,))
+    """Base of the FP8 recipes, some of which have options of GEMMs among their fields."""
 
     @classmethod
     def _from_plain(cls, name: str, value: Any) -> Any:
-        if name.startswith("fp8_gemm_"):
+        if name in _GEMM_OPTIONS.values():
             return MMParams(**require_object(name, value, ("use_split_accumulator",)))
         return super()._from_plain(name, value)
 
@@ -65,9 +64,9 @@ class Float8CurrentScaling(_FP8Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
-        for gemm in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
-            require_one_of(gemm, getattr(self, gemm), (FAST, SPLIT))
+        require_one_of("fp8_format", self.fp8_format, FP8_FORMATS)
+        for name in _GEMM_OPTIONS.values():
+            require_one_of(name, getattr(self, name), (FAST, SPLIT))
 
     @property
     def fp8_quant_fwd_inp(self) -> QParams:
@@ -84,7 +83,7 @@ class Float8CurrentScaling(_FP8Recipe):
     def mm_params(self, gemm: str) -> MMParams:
         """The option of that GEMM."""
         require_one_of("gemm", gemm, GEMMS)
-        return {"fprop": self.fp8_gemm_fprop, "dgrad": self.fp8_gemm_dgrad, "wgrad": self.fp8_gemm_wgrad}[gemm]
+        return getattr(self, _GEMM_OPTIONS[gemm])
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class DelayedScaling(_FP8Recipe):
         length = require_integer("amax_history_len", self.amax_history_len, 1)
         object.__setattr__(self, "amax_history_len", length)
         super().__post_init__()
-        self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
+        require_one_of("fp8_format", self.fp8_format, FP8_FORMATS)
         if self.backward_override is not None:
             raise ValueError(
                 "DelayedScaling's backward_override (flag NVTE_BACKWARD_OVERRIDE) must be None, "
@@ -174,16 +173,12 @@ class Float8BlockScaling(_FP8Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
-        dims = {
-            "x_block_scaling_dim": self.x_block_scaling_dim,
-            "w_block_scaling_dim": self.w_block_scaling_dim,
-            "grad_block_scaling_dim": self.grad_block_scaling_dim,
-        }
+        require_one_of("fp8_format", self.fp8_format, FP8_FORMATS)
+        dims = {name: getattr(self, name) for name in _BLOCK_DIMS.values()}
         for name, dim in dims.items():
             require_one_of(name, dim, (1, 2))
-        for gemm in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
-            require_one_of(gemm, getattr(self, gemm), (SPLIT,))
+        for name in _GEMM_OPTIONS.values():
+            require_one_of(name, getattr(self, name), (SPLIT,))
         if list(dims.values()).count(2) > 1:
             raise ValueError(f"two operands in 128x128 blocks would meet in one GEMM; at most one may be 2, got {dims}")
 
@@ -197,12 +192,8 @@ class Float8BlockScaling(_FP8Recipe):
     def casts(self, tensor_type: str) -> Casts:
         """Both operands alike."""
         element = _element(self.fp8_format, tensor_type)
-        dim = {
-            "input": self.x_block_scaling_dim,
-            "weight": self.w_block_scaling_dim,
-            "grad_output": self.grad_block_scaling_dim,
-        }[tensor_type]
-        spec = fp8_block(element, 128 if dim == 2 else 1, power_of_two=not self.use_f32_scales)
+        rows = 128 if getattr(self, _BLOCK_DIMS[tensor_type]) == 2 else 1
+        spec = fp8_block(element, rows, power_of_two=not self.use_f32_scales)
         return Casts(spec, spec)
 
 
@@ -225,7 +216,7 @@ class MXFP8BlockScaling(_FP8Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check(self.fp8_format, self.fp8_dpa, self.fp8_mha)
+        require_one_of("fp8_format", self.fp8_format, FP8_FORMATS)
         require_one_of("margin", self.margin, (0,))
 
     def casts(self, tensor_type: str) -> Casts:

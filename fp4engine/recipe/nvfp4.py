@@ -82,8 +82,6 @@ class NVFP4BlockScaling(Recipe):
         require_one_of("nvfp4_4over6_err_mode", self.nvfp4_4over6_err_mode, ERROR_MODES)
         require_one_of("fp4_format", self.fp4_format, (Format.E2M1,))
         require_one_of("fp8_format", self.fp8_format, (Format.E4M3,))
-        require_one_of("fp8_dpa", self.fp8_dpa, (False,))
-        require_one_of("fp8_mha", self.fp8_mha, (False,))
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with ``changes`` applied; the environment is not read again.
