@@ -78,6 +78,11 @@ def _one_element(name: str, returned: Any) -> Tensor:
     return returned.view(1)
 
 
+def _chooses_by_name(recipe: DelayedScaling) -> bool:
+    """Whether no function of the recipe's chooses amaxes."""
+    return not callable(recipe.amax_compute_algo) and recipe.scaling_factor_compute_algo is None
+
+
 class AmaxHistory:
     """Amaxes of one tensor of one module, newest first.
 
@@ -122,8 +127,10 @@ class AmaxHistory:
         choice, chosen = "", None
         if self.ended:
             self.ended = False
-            chosen = self._given(recipe, spec)
-            choice = "given" if chosen is not None else str(recipe.amax_compute_algo)
+            if _chooses_by_name(recipe):
+                choice = str(recipe.amax_compute_algo)
+            else:
+                choice, chosen = "given", self._chosen(recipe, spec)
         return ops.record_amax(self.values, self.amax, current, choice, chosen, backend)
 
     def recall(self, device: torch.device, recipe: DelayedScaling, records: bool) -> ops.Memory:
@@ -151,11 +158,9 @@ class AmaxHistory:
             with torch.inference_mode(False):
                 self.values = torch.nn.functional.pad(self.values[:length], (0, max(length - len(self.values), 0)))
 
-    def _given(self, recipe: DelayedScaling, spec: CastSpec) -> Tensor | None:
-        """The next amax [1] if functions of the recipe's choose it; None if the recipe names one of the two ways."""
+    def _chosen(self, recipe: DelayedScaling, spec: CastSpec) -> Tensor:
+        """The amax [1] that the recipe chooses from the history for the next step."""
         algorithm, scaling = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
-        if not callable(algorithm) and scaling is None:
-            return None
         if callable(algorithm):
             chosen = _one_element("amax_compute_algo", algorithm(self.values)).to(torch.float32)
         else:
@@ -168,9 +173,7 @@ class AmaxHistory:
 
     def next_amax(self, recipe: DelayedScaling, spec: CastSpec) -> Tensor:
         """The amax [1] that would scale the next step if the running one ended now."""
-        chosen = self._given(recipe, spec)
-        if chosen is None:
-            chosen = self.values.amax().view(1) if recipe.amax_compute_algo == "max" else self.values[:1]
+        chosen = self._chosen(recipe, spec)
         return torch.where(chosen.isfinite() & (chosen > 0), chosen, self.amax)
 
     def state(self) -> dict[str, Any]:
@@ -242,9 +245,7 @@ class DelayedQuantizer(Quantizer):
     @property
     def is_composable(self) -> bool:
         """True unless functions of the recipe's choose the amax."""
-        recipe = self.recipe
-        by_name = not callable(recipe.amax_compute_algo) and recipe.scaling_factor_compute_algo is None
-        return type(self) is DelayedQuantizer and by_name
+        return type(self) is DelayedQuantizer and _chooses_by_name(self.recipe)
 
     def recall(self, device: torch.device) -> ops.Memory:
         """The history of this tensor, as a launch takes it."""
