@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import ops
+from fp4engine.formats import CastSpec
 from fp4engine.functional.call import Call
 from fp4engine.functional.shards import Part, quantize_parts
 from fp4engine.functional.weight_cache import Operands
@@ -75,27 +76,19 @@ def _asked(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch
     The arguments include the draw, unless there are shards, since ``quantize`` does not know that it is called in a
     forward pass.
     """
-    keeps_rowwise, columnwise, form = _sides(quantizer, call, needs_backward, device)
+    keeps_rowwise = needs_backward and call.plan.keeps_rowwise(quantizer)
+    columnwise = needs_backward and call.plan.backward_override is None and quantizer.columnwise_source == "original"
+    clips = quantizer.clipped_gradient and (call.needs_dgrad or call.needs_wgrad)
+    form = "codes" if keeps_rowwise or clips else _transient_form(quantizer.rowwise_spec, device, call)
     arguments: dict[str, Any] = {"columnwise": columnwise, "rowwise_form": form}
     if call.plan.draws_in_forward and call.shards is None and quantizer.takes_draw(columnwise=columnwise):
         arguments["rng"] = ops.next_draw(device, direction="forward")
     return keeps_rowwise, arguments
 
 
-def _sides(quantizer: Quantizer, call: Call, needs_backward: bool, device: torch.device) -> tuple[bool, bool, ops.Form]:
-    """Whether backward reads the rowwise operand; whether it reads the columnwise one; the rowwise one's form."""
-    override = call.plan.backward_override
-    if not needs_backward:
-        keeps_rowwise = keeps_columnwise = False
-    elif override is None:
-        keeps_rowwise = quantizer.columnwise_source == "rowwise_dequantized"
-        keeps_columnwise = quantizer.columnwise_source == "original"
-    else:
-        keeps_rowwise, keeps_columnwise = override == "dequantized", False
-    clips = quantizer.clipped_gradient and (call.needs_dgrad or call.needs_wgrad)
-    if keeps_rowwise or quantizer.rowwise_spec is None or clips:
-        return keeps_rowwise, keeps_columnwise, "codes"
-    return False, keeps_columnwise, ops.transient_form(quantizer.rowwise_spec.key, device, call.plan.backend)
+def _transient_form(spec: CastSpec | None, device: torch.device, call: Call) -> ops.Form:
+    """The form of an operand that a product reads at once and that nobody keeps."""
+    return "codes" if spec is None else ops.transient_form(spec.key, device, call.plan.backend)
 
 
 def _quantize(parts: Sequence[Part], call: Call) -> list[QuantizedTensor]:
@@ -111,15 +104,12 @@ def quantize_grad(matrix: Tensor, call: Call, rng: Tensor | None) -> tuple[Opera
     if plan.backward_override is not None:
         return Operand.dense(matrix), Operand.dense(matrix.T)
     quantizer, device = plan.grad_output, matrix.device
-    row_spec, col_spec = quantizer.rowwise_spec, quantizer.columnwise_spec
-    row_form: ops.Form = "codes" if row_spec is None else ops.transient_form(row_spec.key, device, plan.backend)
-    col_form: ops.Form = "codes" if col_spec is None else ops.transient_form(col_spec.key, device, plan.backend)
     asked = {
         "rowwise": call.needs_dgrad,
         "columnwise": call.needs_wgrad,
         "rng": rng,
-        "rowwise_form": row_form,
-        "columnwise_form": col_form,
+        "rowwise_form": _transient_form(quantizer.rowwise_spec, device, call),
+        "columnwise_form": _transient_form(quantizer.columnwise_spec, device, call),
     }
     (quantized,) = _quantize([Part("grad_output", quantizer, matrix, asked)], call)
     return quantized.rowwise, quantized.columnwise
@@ -145,8 +135,7 @@ def _columnwise(
         return Operand.dense(kept.dequantize(call.dtype, plan.backend).T)
     if quantizer.columnwise_source == "original":
         return kept
-    spec = quantizer.columnwise_spec
-    form = "codes" if spec is None else ops.transient_form(spec.key, kept.data.device, plan.backend)
+    form = _transient_form(quantizer.columnwise_spec, kept.data.device, call)
     saved = quantizer.columnwise_source == "saved_original"
     if call.shards is None and not saved:
         return quantizer.requantize(kept, rng, form)

@@ -132,6 +132,12 @@ class LinearPlan:
             return quantizer.columnwise_source == "saved_original"
         return self.backward_override == "high_precision"
 
+    def keeps_rowwise(self, quantizer: Quantizer) -> bool:
+        """Whether the backward pass reads the rowwise operand of a role, which the forward pass multiplied."""
+        if self.backward_override is None:
+            return quantizer.columnwise_source == "rowwise_dequantized"
+        return self.backward_override == "dequantized"
+
     def remembering_in(self, memory: dict[str, Any]) -> "LinearPlan":
         """The plan of one module, which keeps in ``memory`` what its quantizers remember between steps."""
         return replace(

@@ -42,11 +42,8 @@ def rotated_by(quantizer: Quantizer, plan: LinearPlan) -> str:
 
     Empty if the result is the gradient itself.
     """
-    made_of_rowwise = quantizer.columnwise_source == "rowwise_dequantized"
-    if plan.backward_override is not None:
-        made_of_rowwise = plan.backward_override == "dequantized"
     spec = quantizer.rowwise_spec
-    return spec.key if made_of_rowwise and spec is not None and spec.rotation is not None else ""
+    return spec.key if plan.keeps_rowwise(quantizer) and spec is not None and spec.rotation is not None else ""
 
 
 def gradient(
