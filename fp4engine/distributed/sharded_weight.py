@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from fp4engine import ops
 from fp4engine.arguments import require_data
 from fp4engine.distributed.gathered_weight import GatheredWeight, scales_on_the_wire
-from fp4engine.distributed.streams import Shared
+from fp4engine.distributed.streams import AcrossStreams
 from fp4engine.formats import CastSpec, Outer
 from fp4engine.quantizers import Quantizer
 
@@ -66,8 +66,8 @@ class Sent(NamedTuple):
     scales: Tensor
     amax: Tensor
     state: State
-    wire: Shared
-    outer: Shared
+    wire: AcrossStreams
+    outer: AcrossStreams
 
 
 class GatherableWeights:
@@ -139,7 +139,7 @@ Asked = tuple["GatherableWeight", Tensor, State]
 def send(asked: list[Asked], dtype: torch.dtype) -> list[Sent]:
     """Cast the shards of some weights on one device, rounded to ``dtype``, by one backend."""
     amaxes: list[Tensor | None] = []
-    outer: list[Shared | None] = []
+    outer: list[AcrossStreams | None] = []
     for weight, *_ in asked:
         known = weight.amax(dtype)
         if known is not None and known[1] not in outer:
@@ -150,11 +150,11 @@ def send(asked: list[Asked], dtype: torch.dtype) -> list[Sent]:
     specs = [weight.spec for weight, *_ in asked]
     operands = ops.quantize_many(matrices, specs, amaxes, asked[0][0].quantizer.backend)
     scales = list(map(scales_on_the_wire, operands))
-    wire = Shared(*(operand.data for operand in operands), *scales)
+    wire = AcrossStreams(*(operand.data for operand in operands), *scales)
     found: list[Sent] = []
     for (*_, state), operand, own, shared in zip(asked, operands, scales, outer, strict=True):
         assert operand.amax is not None
-        found.append(Sent(operand.data, own, operand.amax, state, wire, shared or Shared(operand.amax)))
+        found.append(Sent(operand.data, own, operand.amax, state, wire, shared or AcrossStreams(operand.amax)))
     return found
 
 
@@ -162,10 +162,10 @@ class ReducedAmaxes:
     """FP32 outer amaxes that one collective brought, rounded to the dtypes that their weights are gathered for."""
 
     def __init__(self, packed: Tensor) -> None:
-        self._packed = Shared(packed)
-        self._rounded: dict[torch.dtype, tuple[tuple[Tensor, ...], Shared]] = {}
+        self._packed = AcrossStreams(packed)
+        self._rounded: dict[torch.dtype, tuple[tuple[Tensor, ...], AcrossStreams]] = {}
 
-    def get(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Shared]:
+    def get(self, index: int, dtype: torch.dtype) -> tuple[Tensor, AcrossStreams]:
         """FP32 [1], the amax of the weight rounded to ``dtype``; and what to read before using it on another stream.
 
         Rounding is monotonic, so the amax of the rounded weight is the rounded amax. All amaxes are rounded when the
@@ -175,7 +175,7 @@ class ReducedAmaxes:
             (packed,) = self._packed.read()
             rows = torch.zeros((packed.shape[0], 4), dtype=torch.float32, device=packed.device)  # aligned for kernels
             rows[:, 0] = packed.to(dtype)
-            self._rounded[dtype] = rows[:, :1].unbind(), Shared(rows)
+            self._rounded[dtype] = rows[:, :1].unbind(), AcrossStreams(rows)
         rounded, shared = self._rounded[dtype]
         return rounded[index], shared
 
@@ -264,7 +264,7 @@ class GatherableWeight:
         version = shard.serial, parameter._version, shard.values._version
         return self._reduced is not None and version == self._version
 
-    def amax(self, dtype: torch.dtype) -> tuple[Tensor, Shared] | None:
+    def amax(self, dtype: torch.dtype) -> tuple[Tensor, AcrossStreams] | None:
         """The outer amax of the weight in ``dtype``, see :meth:`ReducedAmaxes.get`; None if its cast has none.
 
         Reduces amaxes over ranks if this one is not known.

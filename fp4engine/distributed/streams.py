@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Shared:
+class AcrossStreams:
     """Tensors made on the current stream, to be read on any.
 
     FSDP2 gathers on streams of its own, which run ahead of the one that computes. Before another stream may read the

@@ -62,7 +62,7 @@ class Shards(NamedTuple):
             shared[role] = shard._replace(groups=(*shard.groups, (group, 0)))
         return self._replace(**shared)
 
-    def reduce(self, plan: LinearPlan) -> bool:
+    def needs_reduction(self, plan: LinearPlan) -> bool:
         """Whether the ranks have to reduce amaxes for a cast of ``plan``."""
         for role in TENSOR_TYPES:
             quantizer: Quantizer = getattr(plan, role)

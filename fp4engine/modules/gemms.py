@@ -27,7 +27,7 @@ from fp4engine.modules.sharded import (
     require_same_layer,
     rows_in_order,
 )
-from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes, shared_weight, weight_amaxes_for, with_amaxes
+from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes, amaxes_needed, shared_weight, with_amaxes
 from fp4engine.modules.traced import refuse_stray_recomputation, traced_plan
 from fp4engine.recipe import LinearRecipe, Recipe
 from fp4engine.recipe.base import require_recipe
@@ -277,14 +277,15 @@ class Gemms(torch.nn.Module):
 
         In eager mode the layout is kept until something that it depends on changes.
         """
+        found = self._weight_amaxes  # read once, since another thread may take them away
         cp_group = None if state is None else state.cp_group
         if torch.compiler.is_dynamo_compiling():
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
             x, w, b = layout.parts(inp, weight, bias)
             assert x is not None and w is not None
             shards = self._completed(layout.shards, inp, weight, plan, state)
-            if self._weight_amaxes is not None:
-                shards = with_amaxes(shards, weight, self._weight_amaxes, weight_amaxes_for(shards, plan))
+            if found is not None:
+                shards = with_amaxes(shards, weight, found, amaxes_needed(shards, plan))
             return layout.whole(linear(x, w, b, plan, executed=self.executed, shards=shards))
         group = None if state is None else state.amax_reduction_group
         asked = (plan, place_of(inp), place_of(weight), place_of(bias), cp_group, group, self.draws_as)
@@ -292,10 +293,10 @@ class Gemms(torch.nn.Module):
         if share is None or share[0] != asked:
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
             shards = self._completed(layout.shards, inp, weight, plan, state)
-            share = self._share = asked, shards, WholesOf(layout), weight_amaxes_for(shards, plan)
+            share = self._share = asked, shards, WholesOf(layout), amaxes_needed(shards, plan)
         _, shards, wholes, needed = share
-        if self._weight_amaxes is not None:
-            shards = with_amaxes(shards, weight, self._weight_amaxes, needed)
+        if found is not None:
+            shards = with_amaxes(shards, weight, found, needed)
         return linear(inp, weight, bias, plan, executed=self.executed, shards=shards, wholes=wholes)
 
     def shared_weight(self, state: AutocastState | None, known: SharedWeight | None) -> SharedWeight | None:
@@ -347,7 +348,7 @@ class Gemms(torch.nn.Module):
         """
         group = None if state is None else state.amax_reduction_group
         if group is not None:
-            if Shards().and_over(group, plan.in_group).reduce(plan):
+            if Shards().and_over(group, plan.in_group).needs_reduction(plan):
                 require_same_layer(plan, group, inp, weight, self._label())
             shards = shards.and_over(group, plan.in_group)
         if self.draws_as is not None:

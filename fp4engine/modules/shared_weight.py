@@ -59,15 +59,15 @@ def shared_weight(weight: Any, plan: LinearPlan | None, group: Any, known: Share
     return SharedWeight(weight, plan, group, groups, ops.weight_amaxes_for(plan.casts, names_of(groups)))
 
 
-def weight_amaxes_for(shards: Shards, plan: LinearPlan) -> str:
+def amaxes_needed(shards: Shards, plan: LinearPlan) -> str:
     """As :func:`fp4engine.ops.weight_amaxes_for`, of the weight in ``shards``; empty if no other rank shares it."""
     if plan.casts is None or not shards.weight.groups:
         return ""
     return ops.weight_amaxes_for(plan.casts, names_of(tuple([group for group, _ in shards.weight.groups])))
 
 
-def with_amaxes(shards: Shards, weight: Tensor, left: WeightAmaxes | None, needed: str) -> Shards:
-    """``shards`` with the amaxes ``left``, if they are those of ``weight`` and were found for what is ``needed``."""
-    if left is None or left.weight is not weight or left.found_for != needed:
+def with_amaxes(shards: Shards, weight: Tensor, found: WeightAmaxes, needed: str) -> Shards:
+    """``shards`` with the amaxes ``found``, if they are those of ``weight`` and :func:`amaxes_needed` is ``needed``."""
+    if found.weight is not weight or found.found_for != needed:
         return shards
-    return shards._replace(weight_amaxes=left.amaxes)
+    return shards._replace(weight_amaxes=found.amaxes)

@@ -1,5 +1,6 @@
 """A linear layer in FP8: with one scale per tensor, and with block scales, whose products are PyTorch's."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from fp4engine.ops import gemm_fp8
 from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import as_it_is, casts_supported
 from fp4engine.ops.draws import draw_from
-from fp4engine.ops.linear.way import Given, Gradients, Kept, LayerCasts, Way, linear_kernels
+from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Way, linear_kernels
 from fp4engine.ops.operation import Output, aligned
 from fp4engine.ops.tiles import TiledOperand
 
@@ -183,7 +184,7 @@ class LinearByFP8Blocks(Way):
         return gradients[0], gradients[1]
 
 
-def _operands(kept: Kept, needs_dgrad: bool, needs_wgrad: bool, count: int) -> tuple[Given, Given]:
+def _operands(kept: Kept, needs_dgrad: bool, needs_wgrad: bool, count: int) -> tuple[Sequence[Tensor | None], ...]:
     """The ``count`` tensors each that were kept of x^T and of w^T; None in place of what backward does not need."""
     absent = (None,) * count
     return kept[:count] if needs_wgrad else absent, kept[-count:] if needs_dgrad else absent
