@@ -157,13 +157,14 @@ def _casts_together(key: str, dtype: torch.dtype, device: torch.device, backend:
 
 
 @constant_when_traced
-def _drawing(rowwise: str, columnwise: str, amax_alone: bool) -> str:
-    """The key of a side whose cast draws random bits, or whose amax does if ``amax_alone``; empty if there is none."""
-    return _drawn(rowwise, columnwise, amax_alone)
+def _amax_draws(rowwise: str, columnwise: str) -> str:
+    """The key of a side whose amax depends on random bits; empty if there is none."""
+    return _drawn(rowwise, columnwise, True)
 
 
 @cache
 def _drawn(rowwise: str, columnwise: str, amax_alone: bool) -> str:
+    """The key of a side whose cast draws random bits, or whose amax does if ``amax_alone``; empty if there is none."""
     for spec in (CastSpec.from_key(key) for key in (rowwise, columnwise) if key):
         read = spec.replace(rounding=RoundingMode.EVEN) if amax_alone else spec
         if read.is_stochastic:
@@ -259,7 +260,7 @@ def amax(
     x = as_it_is(x)
     run = _amax if is_plain(x) else torch.ops.fp4engine.amax
     row_key, col_key = "" if rowwise is None else rowwise.key, "" if columnwise is None else columnwise.key
-    if rng is None and (drawing := _drawing(row_key, col_key, True)):
+    if rng is None and (drawing := _amax_draws(row_key, col_key)):
         raise ValueError(f"the amax of a cast that draws needs rng=(seed, draw), got None (spec {drawing})")
     tensors = iter(run(x, row_key, col_key, rng, stream, backend))
     return None if rowwise is None else next(tensors), None if columnwise is None else next(tensors)

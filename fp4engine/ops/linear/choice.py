@@ -19,18 +19,16 @@ from fp4engine.ops.tiles import TiledOperand
 LinearAtOnce = LinearByValues | LinearByFP8 | LinearByFP8Blocks
 
 
-def linear_at_once(
-    casts: LayerCasts, x: Tensor, weight: Tensor, tiles: TiledOperand | None = None
-) -> LinearAtOnce | None:
+def linear_at_once(casts: LayerCasts, x: Tensor, weight: Tensor, tiles: TiledOperand | None) -> LinearAtOnce | None:
     """What computes ``x @ weight.T`` and its gradients with few launches; None where single operations have to.
 
     Not for code that is traced.
 
     Args:
-        x: of any rank; only a matrix is taken.
+        x: a matrix.
         tiles: what ``weight`` was cast to by its rowwise spec, if it has no values; by square blocks.
     """
-    if x.ndim != 2 or type(x) not in PLAIN or type(weight if tiles is None else tiles.data) not in PLAIN:
+    if type(x) not in PLAIN or type(weight if tiles is None else tiles.data) not in PLAIN:
         return None
     found = covering(casts, x.dtype, weight.dtype, x.device)
     if tiles is not None and not isinstance(found, LinearByValues):
