@@ -15,13 +15,13 @@ class MainGrad:
         buffer: FP32, BF16 or FP16, shaped like the weight.
         overwrites: whether to clear the buffer first. It is also cleared if the attribute ``overwrite_main_grad`` of
             the weight is true.
-        later: a list to which a backward pass appends a function that adds; None: the backward pass adds at once.
+        later: a list to which a backward pass appends a function that adds the gradient; None if it adds it itself.
 
     The autograd node of the linear transformation stores wgrad here as a function, ``product``. The autograd node of
     the weight (:class:`Accumulate`) calls it. PyTorch runs that node only if the weight's gradient is asked for.
     """
 
-    def __init__(self, buffer: Tensor, overwrites: bool = False, later: list[Callable[[], None]] | None = None) -> None:
+    def __init__(self, buffer: Tensor, overwrites: bool, later: list[Callable[[], None]] | None) -> None:
         self.buffer, self.overwrites, self.later = buffer, overwrites, later
         self.product: Callable[[], Any] | None = None
 

@@ -64,7 +64,8 @@ class Gemms(torch.nn.Module):
             :func:`fp4engine.distributed.draw_by_layer`; None if it draws from the process's stream.
         amax_histories: what delayed scaling remembers of each role.
         first_overwrites: whether the gradient of a first microbatch replaces what ``weight.main_grad`` holds.
-        later: a list to which a backward pass appends a function that adds; None: the backward pass adds at once.
+        later: a list to which a backward pass appends a function that adds the gradient to ``weight.main_grad``; None
+            if the backward pass adds it itself.
     """
 
     first_overwrites = False

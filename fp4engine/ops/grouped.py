@@ -1,7 +1,7 @@
 """The casts and products of many experts at once, with their row counts on the device: no host waits for them.
 
-There is no reference for these operators: a loop of the single ones is. :func:`grouped_supports` says whether they give
-the loop's bytes, and which rows no expert owns is known to the device alone; those come out NaN.
+The reference of these operators is a loop over the single ones, whose bytes they give where :func:`grouped_supports`
+says yes. The device alone knows which rows belong to no expert; those come out NaN.
 
 Legend: x is [M, K], G experts, P columns of all columnwise operands together, see :mod:`fp4engine.kernels.grouped`.
 """

@@ -119,7 +119,7 @@ class RuledRecipe(_RecipeOfRecipes):
         return RuledRecipe(self.default.at(step), rules)
 
     def casts(self, tensor_type: str) -> Casts:
-        """Refuses: which casts depends on the module.
+        """Refuses, since the casts depend on the module.
 
         Raises:
             ValueError: always; ask ``of(role)``.

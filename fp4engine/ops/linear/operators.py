@@ -163,7 +163,7 @@ def _tiled_linear_forward(
     weight_dtype: torch.dtype,
     needs_wgrad: bool,
 ) -> list[Tensor]:
-    """As :func:`_linear_forward`, without the weight, which is there as it is kept."""
+    """As :func:`_linear_forward`, of a weight that comes as tiles: the caller keeps those for backward."""
     own = LayerCasts.from_key(casts)
     weight = TiledOperand(CastSpec.from_key(own.weight[0]), codes.shape[0], x.shape[1], codes, scales, amax)
     return _forward(x, weight, bias, own, weight_dtype, False, needs_wgrad)
