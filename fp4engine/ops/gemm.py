@@ -57,15 +57,14 @@ def gemm(
         )
     if left.spec is None and right.spec is None:
         return _dense(left.data, right.data, bias, out_dtype, out)
-    left_key, right_key = "" if left.spec is None else left.spec.key, "" if right.spec is None else right.spec.key
-    by_fp8 = _multiplies_fp8(left_key, right_key, left.data.device) and backend in ("auto", "native")
     sizes, device = (left.rows, right.rows, left.cols), left.data.device
+    by_fp8 = _multiplies_fp8(left.key, right.key, device) and backend in ("auto", "native")
     is_small = by_fp8 and gemm_fp8.is_small(*sizes, backend, device, is_added=out is not None)
-    if by_fp8 and not (is_small and _kernels_run(left.data.device)):
+    if by_fp8 and not (is_small and _kernels_run(device)):
         return _fp8(left, right, bias, out_dtype, out, fast_accumulation)
     if is_plain(left.data):
-        return _product(left, left_key, right, right_key, bias, out_dtype, out, backend)
-    operands = (*left.tensors, left_key, *right.tensors, right_key)
+        return _product(left, right, bias, out_dtype, out, backend)
+    operands = (*left.tensors, left.key, *right.tensors, right.key)
     if out is not None:
         torch.ops.fp4engine.gemm_accumulate(out, *operands, bias, backend)
         return out
@@ -218,7 +217,7 @@ def _native_supports(specs: list[CastSpec | None], device: torch.device) -> tupl
     return True, ""
 
 
-def _ready(operand: Operand, key: str, path: str, dtype: torch.dtype) -> Operand:
+def _ready(operand: Operand, path: str, dtype: torch.dtype) -> Operand:
     """The operand as the product of ``path`` reads it: values (FP32 for the reference), or codes that kernels decode.
 
     Args:
@@ -226,7 +225,7 @@ def _ready(operand: Operand, key: str, path: str, dtype: torch.dtype) -> Operand
     """
     spec, _, _, data, scale_inv, amax = operand
     if spec is not None and path == "triton":
-        if scale_inv is not None and dtype == torch.bfloat16 and decode_supported(key)[0]:
+        if scale_inv is not None and dtype == torch.bfloat16 and decode_supported(spec.key)[0]:
             return operand
         if scale_inv is None and data.dtype == dtype and data.stride(1) == 1:
             return operand
@@ -234,7 +233,7 @@ def _ready(operand: Operand, key: str, path: str, dtype: torch.dtype) -> Operand
         data = data.to(dtype) if path == "triton" else data
         amax = torch.ones(1, dtype=torch.float32, device=data.device)
     elif scale_inv is not None and path == "triton":
-        data, scale_inv = _decoded(data, scale_inv, key, dtype), None
+        data, scale_inv = _decoded(data, scale_inv, spec.key, dtype), None
     elif path == "triton":
         data = data.to(dtype)
     elif scale_inv is not None:
@@ -262,16 +261,9 @@ def _decoded(data: Tensor, scale_inv: Tensor, key: str, dtype: torch.dtype) -> T
 
 
 def _product(
-    left: Operand,
-    left_key: str,
-    right: Operand,
-    right_key: str,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    out: Tensor | None,
-    backend: str,
+    left: Operand, right: Operand, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None, backend: str
 ) -> Tensor:
-    device = left.data.device
+    left_key, right_key, device = left.key, right.key, left.data.device
     are_codes = left.scale_inv is not None and right.scale_inv is not None
     by_blocks = backend in ("auto", "native") and are_codes and gemm_fp8.multiplies_blocks(left_key, right_key, device)
     if by_blocks and gemm_fp8.fits_blocks(left.data, right.data):
@@ -285,12 +277,12 @@ def _product(
     if path == "triton" and bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     if factored:
-        return _factored(left, left_key, right, right_key, numerator, bias, out_dtype, out)
+        return _factored(left, right, numerator, bias, out_dtype, out)
     dtype = values_dtype(left_key, right_key)
     if path == "triton" and backend == "auto" and gemm_fp8.supports(left_key, right_key, device)[0]:
         left, right = _codes(left), _codes(right)  # of a small product, or PyTorch would multiply
     else:
-        left, right = _ready(left, left_key, path, dtype), _ready(right, right_key, path, dtype)
+        left, right = _ready(left, path, dtype), _ready(right, path, dtype)
     if path == "triton":
         products = _gemm_kernels()
         inputs = (left.data, left.scale_inv, left.amax, right.data, right.scale_inv, right.amax, bias, out)
@@ -352,21 +344,14 @@ def _fp8_blocks(
 
 
 def _factored(
-    left: Operand,
-    left_key: str,
-    right: Operand,
-    right_key: str,
-    numerator: float,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    out: Tensor | None,
+    left: Operand, right: Operand, numerator: float, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None
 ) -> Tensor:
     """A product in which one operand or both have an FP32 factor for every few terms."""
     from fp4engine.kernels import gemm_factors
 
     inputs: list[Tensor | None] = []
     factors_of: list[gemm_factors.Factors] = []
-    for operand, key in ((left, left_key), (right, right_key)):
+    for operand in (left, right):
         spec, factors, numerator_of_factors = operand.spec, None, 1.0
         if spec is not None and spec.factor_group:
             factors = operand.scale_inv
@@ -375,9 +360,9 @@ def _factored(
                 operand = operand._replace(amax=torch.ones(1, dtype=torch.float32, device=operand.data.device))
             assert factors is not None, "values with FP32 block scales have been rounded"
         if operand.scale_inv is not None:
-            values = _decoded(operand.data, operand.scale_inv, key, torch.bfloat16)
+            values = _decoded(operand.data, operand.scale_inv, operand.key, torch.bfloat16)
             operand = operand._replace(data=values, scale_inv=None)
-        operand = _ready(operand, key, "triton", torch.bfloat16)
+        operand = _ready(operand, "triton", torch.bfloat16)
         inputs += [operand.data, factors, operand.amax]
         factors_of.append(gemm_factors.Factors(spec.factor_group if spec else 0, numerator_of_factors))
     inputs += [bias, out]
@@ -416,7 +401,7 @@ def _gemm(
 ) -> list[Tensor]:
     first = _operand(left_spec, left, left_scale_inv, left_amax)
     second = _operand(right_spec, right, right_scale_inv, right_amax)
-    return [_product(first, left_spec, second, right_spec, bias, out_dtype, None, backend)]
+    return [_product(first, second, bias, out_dtype, None, backend)]
 
 
 def _gemm_accumulate(
@@ -434,7 +419,7 @@ def _gemm_accumulate(
 ) -> None:
     first = _operand(left_spec, left, left_scale_inv, left_amax)
     second = _operand(right_spec, right, right_scale_inv, right_amax)
-    _product(first, left_spec, second, right_spec, bias, out.dtype, out, backend)
+    _product(first, second, bias, out.dtype, out, backend)
 
 
 def _scales(left_amax: Tensor, right_amax: Tensor, numerator: float) -> list[Tensor]:
