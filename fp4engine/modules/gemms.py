@@ -251,12 +251,12 @@ class Gemms(torch.nn.Module):
         if getattr(inp, "device", None) != getattr(weight, "device", "") or weight.is_meta:
             raise unusable_devices(inp, weight)
         inp = cast_by_autocast(inp)
-        group = None if state is None else state.amax_reduction_group
+        group, cp_group = (None, None) if state is None else (state.amax_reduction_group, state.cp_group)
         computed_by = plan or make_linear_plan(_UNQUANTIZED, self.module_type)
         if is_distributed(inp, weight, bias):
             inp = inp if isinstance(inp, Tensor) else inp.tensor()
-            return self._multiply_share(inp, weight, bias, computed_by, state)
-        alone = self.draws_as is None and (state is None or (group is None and state.cp_group is None))
+            return self._multiply_share(inp, weight, bias, computed_by, group, cp_group)
+        alone = self.draws_as is None and group is None and cp_group is None
         shards = None if alone else self._shards(inp, weight, computed_by, state)
         if isinstance(inp, FusedInput) and (plan is None or shards is not None or not inp.fuses(plan)):
             inp = inp.tensor()
@@ -272,28 +272,26 @@ class Gemms(torch.nn.Module):
         )
 
     def _multiply_share(
-        self, inp: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, state: AutocastState | None
+        self, inp: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, group: Any, cp_group: Any
     ) -> Tensor:
         """This rank's share of a linear transformation of DTensors, as the DTensor of all shares.
 
         In eager mode the layout is kept until something that it depends on changes.
         """
         found = self._weight_amaxes  # read once, since another thread may take them away
-        cp_group = None if state is None else state.cp_group
         if torch.compiler.is_dynamo_compiling():
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
             x, w, b = layout.parts(inp, weight, bias)
             assert x is not None and w is not None
-            shards = self._completed(layout.shards, inp, weight, plan, state)
+            shards = self._completed(layout.shards, inp, weight, plan, group)
             if found is not None:
                 shards = with_amaxes(shards, weight, found, amaxes_needed(shards, plan))
             return layout.whole(linear(x, w, b, plan, executed=self.executed, shards=shards))
-        group = None if state is None else state.amax_reduction_group
         asked = (plan, place_of(inp), place_of(weight), place_of(bias), cp_group, group, self.draws_as)
         share = self._share  # read once: a thread with another input may replace it meanwhile
         if share is None or share[0] != asked:
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
-            shards = self._completed(layout.shards, inp, weight, plan, state)
+            shards = self._completed(layout.shards, inp, weight, plan, group)
             share = self._share = asked, shards, WholesOf(layout), amaxes_needed(shards, plan)
         _, shards, wholes, needed = share
         if found is not None:
@@ -328,26 +326,25 @@ class Gemms(torch.nn.Module):
         Raises:
             NotImplementedError: experts under ``cp_group``, whose number of rows differs between ranks.
         """
-        cp_group = None if state is None else state.cp_group
+        group, cp_group = (None, None) if state is None else (state.amax_reduction_group, state.cp_group)
         if cp_group is None:
-            shared = state is not None and state.amax_reduction_group is not None
-            return self._completed(Shards(), inp, weight, plan, state) if shared or self.draws_as is not None else None
+            alone = group is None and self.draws_as is None
+            return None if alone else self._completed(Shards(), inp, weight, plan, group)
         if self.module_type == "grouped_linear":
             raise NotImplementedError(
                 f"{self.name or 'GroupedLinear'}: cp_group says that every rank has equally many rows, but that "
                 "is not so for the rows of an expert; enter autocast without cp_group around experts"
             )
-        return self._completed(rows_in_order(plan, cp_group, inp, weight, self._label()), inp, weight, plan, state)
+        return self._completed(rows_in_order(plan, cp_group, inp, weight, self._label()), inp, weight, plan, group)
 
     def _completed(
-        self, shards: Shards, inp: Tensor | FusedInput, weight: Tensor, plan: LinearPlan, state: AutocastState | None
+        self, shards: Shards, inp: Tensor | FusedInput, weight: Tensor, plan: LinearPlan, group: Any
     ) -> Shards:
-        """``shards`` with the region's ``amax_reduction_group`` and the module's own random stream, if they exist.
+        """``shards`` over the region's ``amax_reduction_group`` as well, and by the module's own random stream.
 
         Raises:
             ValueError: as :func:`require_same_layer`, of the ranks of the group.
         """
-        group = None if state is None else state.amax_reduction_group
         if group is not None:
             if Shards().and_over(group, plan.in_group).needs_reduction(plan):
                 require_same_layer(plan, group, inp, weight, self._label())
@@ -369,8 +366,8 @@ class Gemms(torch.nn.Module):
             return None
         if is_distributed(weight, bias):
             raise NotImplementedError(
-                f"{self.name or type(self).__name__}: experts that are DTensors are not implemented; give each rank "
-                "whole experts of its own"
+                f"{self._label()}: experts that are DTensors are not implemented; give each rank whole experts of its "
+                "own"
             )
         group = None if state is None else state.amax_reduction_group
         shards = self._shards(inp, weight, plan, state)
@@ -456,9 +453,8 @@ class Gemms(torch.nn.Module):
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return None
         if is_distributed(weight):
-            name = self.name or type(self).__name__
             raise NotImplementedError(
-                f"{name}: fuse_wgrad_accumulation is not implemented for a weight that is a DTensor"
+                f"{self._label()}: fuse_wgrad_accumulation is not implemented for a weight that is a DTensor"
             )
         overwrites = self.first_overwrites and bool(is_first_microbatch)
         return MainGrad(require_main_grad(weight), overwrites, self.later)
