@@ -84,29 +84,16 @@ def region_in_force() -> AbstractContextManager[Any]:
 def followed_state() -> tuple[AutocastState | None, bool]:
     """The state of the region in force, in a repeat that of the first run, and whether it is known.
 
-    A first run stores the state for its repeats. If it is not known, the state is that in force.
+    A first run stores the state for its repeats, if no region was opened inside the checkpointed function. If it is not
+    known, the state is that in force.
     """
-    state = current_state()
-    if not is_recomputed():
-        _remember(state)
-        return state, True
-    repeated = _handed_over()
-    return (state, False) if repeated is None else (repeated.state, True)
-
-
-def _remember(state: AutocastState | None) -> None:
-    """Store ``state`` with the checkpoint whose function is running, if no region was opened inside the function."""
-    checkpoint, _ = _checkpoint_in_force()
-    if checkpoint is not None:
-        depth, known = region_depth(), _surroundings.get(checkpoint)
-        if known is None or depth < known.depth:
-            _surroundings[checkpoint] = Surroundings(state, depth)
-
-
-def _handed_over() -> Surroundings | None:
-    """The region around the run that is being repeated; None if it is not known."""
-    checkpoint, _ = _checkpoint_in_force()
-    return None if checkpoint is None else _surroundings.get(checkpoint)
+    state, (checkpoint, _) = current_state(), _checkpoint_in_force()
+    around = None if checkpoint is None else _surroundings.get(checkpoint)
+    if is_recomputed():
+        return (state, False) if around is None else (around.state, True)
+    if checkpoint is not None and (around is None or region_depth() < around.depth):
+        _surroundings[checkpoint] = Surroundings(state, region_depth())
+    return state, True
 
 
 def computed(weight: Callable[[], Weight]) -> Weight:
