@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-TENSOR_TYPES = ("input", "weight", "grad_output")
+TensorType = Literal["input", "weight", "grad_output"]
+TENSOR_TYPES: tuple[TensorType, ...] = get_args(TensorType)
 """The tensor roles of a linear module, in the order of their random streams."""
 GemmName = Literal["fprop", "dgrad", "wgrad"]
 GEMMS: tuple[GemmName, ...] = get_args(GemmName)

@@ -5,7 +5,7 @@ the random bits, which belong to an element's place in the whole tensor.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +14,8 @@ from fp4engine import ops
 from fp4engine.formats import CastSpec, Outer
 from fp4engine.functional.plan import LinearPlan
 from fp4engine.quantizers import Quantizer
-from fp4engine.roles import TENSOR_TYPES
+from fp4engine.roles import TENSOR_TYPES, TensorType
 from fp4engine.tensor import QuantizedTensor
-
-Role = Literal["input", "weight", "grad_output"]
 
 
 class Shard(NamedTuple):
@@ -140,7 +138,7 @@ class Part(NamedTuple):
         given: outer amaxes of the whole matrix, see :func:`fp4engine.ops.amaxes_of`; None if they have to be found.
     """
 
-    role: Role
+    role: TensorType
     quantizer: Quantizer
     matrix: Tensor
     arguments: dict[str, Any]

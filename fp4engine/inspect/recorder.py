@@ -21,7 +21,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fp4engine.arguments import require_bool, require_integer, require_model, require_path, require_patterns
 from fp4engine.formats import CastSpec
-from fp4engine.functional.shards import Role
 from fp4engine.inspect import statistics
 from fp4engine.inspect.reading import FILE, cut_unfinished_line
 from fp4engine.inspect.rows import Row, described, has_process_group
@@ -29,6 +28,7 @@ from fp4engine.inspect.statistics import Counted, Figures
 from fp4engine.inspect.watch import Seen, Spread, drawn, layers_of, watching
 from fp4engine.modules import Gemms
 from fp4engine.names import covers
+from fp4engine.roles import TensorType
 from fp4engine.version import __version__
 
 _UNSEEN = "no forward pass in training mode and with gradients went through it in this step"
@@ -170,14 +170,14 @@ class Heard:
         self.rows: list[Row] = []
         self.refusals: dict[str, str] = {}
         self._draws, self._shadow_rows = draws, shadow_rows
-        self._tensors: dict[tuple[str, Role], Row] = {}  # rows that wait for the first product of their tensor
-        self._operands: dict[tuple[str, Role, str], tuple[Figures, int]] = {}
+        self._tensors: dict[tuple[str, TensorType], Row] = {}  # rows that wait for the first product of their tensor
+        self._operands: dict[tuple[str, TensorType, str], tuple[Figures, int]] = {}
         self._chosen: dict[tuple[Any, ...], Tensor] = {}  # rows of products, which many layers share
 
     def refuse(self, layer: str, reason: str) -> None:
         self.refusals[layer] = reason
 
-    def made(self, layer: str, tensors: dict[Role, Tensor], operands: Sequence[Seen]) -> None:
+    def made(self, layer: str, tensors: dict[TensorType, Tensor], operands: Sequence[Seen]) -> None:
         """Count the tensors and the operands of a pass."""
         cast = [seen for seen in operands if seen.spec is not None]
         counted = [Counted(seen.source, seen.operand, seen.rng, seen.stream) for seen in cast]
@@ -432,7 +432,7 @@ def _rank() -> int:
     return dist.get_rank() if has_process_group() else 0
 
 
-def _spread_row(row: Row, spread: Spread | None, role: Role, side: str) -> Row:
+def _spread_row(row: Row, spread: Spread | None, role: TensorType, side: str) -> Row:
     """``row`` with this rank's place in the whole operand or tensor, and whether this rank counts it.
 
     Of several ranks of a mesh that hold the same, the first counts it. Weights are counted by all and compared when

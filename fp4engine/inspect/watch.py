@@ -18,12 +18,13 @@ from fp4engine import ops
 from fp4engine.formats import CastSpec
 from fp4engine.functional import LinearPlan
 from fp4engine.functional.linear import computed_in
-from fp4engine.functional.shards import Part, Role, Shards, quantize_parts
+from fp4engine.functional.shards import Part, Shards, quantize_parts
 from fp4engine.modules import Gemms
 from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
 from fp4engine.reference.cast import prepare
+from fp4engine.roles import TensorType
 from fp4engine.state import current_state
 from fp4engine.tensor import Operand
 
@@ -39,22 +40,22 @@ class Spread:
     """
 
     shards: Shards
-    wholes: dict[Role, tuple[int, int]] = field(default_factory=dict)
+    wholes: dict[TensorType, tuple[int, int]] = field(default_factory=dict)
     dims: tuple[tuple[Any, int], ...] = ()
 
-    def place(self, role: Role, side: str) -> tuple[int, int]:
+    def place(self, role: TensorType, side: str) -> tuple[int, int]:
         """Row and column of the whole operand at which this rank's part begins."""
         row, col = getattr(self.shards, role).place or (0, 0)
         return (row, col) if side == "rowwise" else (col, row)
 
-    def whole(self, role: Role, side: str) -> tuple[int, int] | None:
+    def whole(self, role: TensorType, side: str) -> tuple[int, int] | None:
         """Rows and columns of the whole operand; None where they are not known."""
         if role not in self.wholes:
             return None
         rows, cols = self.wholes[role]
         return (rows, cols) if side == "rowwise" else (cols, rows)
 
-    def groups(self, role: Role, side: str, axis: int) -> tuple[Any, ...]:
+    def groups(self, role: TensorType, side: str, axis: int) -> tuple[Any, ...]:
         """The groups of the mesh whose ranks hold different parts along an ``axis`` of an operand."""
         mine = [group for group, _ in self.dims]
         axis = axis if side == "rowwise" else 1 - axis
@@ -79,7 +80,7 @@ class Seen:
         spread: how ranks share the matrix; None where each has its own.
     """
 
-    role: Role
+    role: TensorType
     side: str
     source: Tensor
     quantizer: Quantizer
@@ -110,7 +111,7 @@ class Seen:
 class Listener(Protocol):
     """Is called with the operands and products of layers, with ``torch.autocast`` off."""
 
-    def made(self, layer: str, tensors: dict[Role, Tensor], operands: Sequence[Seen]) -> None:
+    def made(self, layer: str, tensors: dict[TensorType, Tensor], operands: Sequence[Seen]) -> None:
         """The matrices by role, and the operands, of a forward or backward pass, in one call."""
 
     def multiplied(self, layer: str, gemm: str, operands: tuple[Seen, Seen]) -> None:
@@ -136,8 +137,8 @@ class _Forward(NamedTuple):
     plan: LinearPlan
     spread: Spread | None
     wholes: WholesOf | None
-    matrices: dict[Role, Tensor]
-    kept: dict[Role, Seen]
+    matrices: dict[TensorType, Tensor]
+    kept: dict[TensorType, Seen]
     drawn: Tensor | None
     is_empty: bool
 
@@ -238,10 +239,10 @@ def _see_forward(
     x = (inp if isinstance(inp, Tensor) else inp.tensor()).detach()
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     x, held, spread, wholes = _share(plan, x.to(dtype), weight.detach(), group, watched.name)
-    matrices: dict[Role, Tensor] = {"input": as_matrix(x), "weight": held}
+    matrices: dict[TensorType, Tensor] = {"input": as_matrix(x), "weight": held}
     rowwise: list[Seen] = []
-    kept: dict[Role, Seen] = {}
-    roles: tuple[tuple[Role, Quantizer, bool], ...] = (
+    kept: dict[TensorType, Seen] = {}
+    roles: tuple[tuple[TensorType, Quantizer, bool], ...] = (
         ("input", plan.input, weight.requires_grad),
         ("weight", plan.weight, _requires_grad(inp)),
     )
@@ -277,7 +278,7 @@ def _share(
         return x, weight, None if group is None else Spread(Shards().and_over(group)), None
     mesh: Any = getattr(weight, "device_mesh")  # noqa: B009 (a DTensor's)
     rows, (features, inputs) = prod(x.shape[:-1]), weight.shape
-    wholes: dict[Role, tuple[int, int]] = {
+    wholes: dict[TensorType, tuple[int, int]] = {
         "input": (rows, inputs),
         "weight": (features, inputs),
         "grad_output": (rows, features),
@@ -339,7 +340,7 @@ def _see_backward(watched: _Watched, grads: Sequence[Tensor | None]) -> None:
             watched.listener.multiplied(watched.name, gemm, operands)
 
 
-def _columnwise(role: Role, quantizer: Quantizer, forward: _Forward, drawn: Tensor | None) -> Seen:
+def _columnwise(role: TensorType, quantizer: Quantizer, forward: _Forward, drawn: Tensor | None) -> Seen:
     """The columnwise operand of input or weight: the one of the forward pass, or made now."""
     kept, matrix = forward.kept.get(role), forward.matrices[role]
     if kept is not None and kept.is_columnwise:
@@ -358,7 +359,7 @@ def _columnwise(role: Role, quantizer: Quantizer, forward: _Forward, drawn: Tens
 
 
 def _see(
-    role: Role,
+    role: TensorType,
     matrix: Tensor,
     quantizer: Quantizer,
     rng: Tensor | None,
@@ -380,7 +381,7 @@ def _see(
 
 
 def _see_columnwise(
-    role: Role, matrix: Tensor, quantizer: Quantizer, rng: Tensor | None, spread: Spread | None
+    role: TensorType, matrix: Tensor, quantizer: Quantizer, rng: Tensor | None, spread: Spread | None
 ) -> Seen:
     _, seen = _see(role, matrix, quantizer, rng, spread, rowwise=False)
     assert seen is not None
