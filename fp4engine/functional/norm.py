@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4engine import ops
-from fp4engine.arguments import is_number, require_bool
+from fp4engine.arguments import is_number, require_bool, require_one_of
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
@@ -64,8 +64,7 @@ class Norm:
     zero_centered_gamma: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in NORMALIZATIONS:
-            raise ValueError(f"normalization must be {' or '.join(map(repr, NORMALIZATIONS))}, got {self.kind!r}")
+        require_one_of("normalization", self.kind, NORMALIZATIONS)
         if not (is_number(self.eps) and 0 <= self.eps < math.inf):
             raise ValueError(f"eps must be a finite number of at least 0, got {self.eps!r}")
         require_bool("zero_centered_gamma", self.zero_centered_gamma)

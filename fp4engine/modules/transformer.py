@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4engine.arguments import require_bools, require_rate, shown
+from fp4engine.arguments import require_bools, require_one_of, require_rate, shown
 from fp4engine.modules.attention import MultiheadAttention
 from fp4engine.modules.layernorm_mlp import LayerNormMLP
 from fp4engine.modules.norm import LayerNorm, RMSNorm
@@ -93,8 +93,7 @@ class TransformerLayer(torch.nn.Module):
         for key in _WITHOUT_EFFECT:
             arguments.pop(key, None)
         refuse_unimplemented("TransformerLayer", arguments)
-        if layer_type not in ("encoder", "decoder"):
-            raise ValueError(f"layer_type must be 'encoder' or 'decoder', got {layer_type!r}")
+        require_one_of("layer_type", layer_type, ("encoder", "decoder"))
         require_bools(
             apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm,
             output_layernorm=output_layernorm,
