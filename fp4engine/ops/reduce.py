@@ -74,6 +74,5 @@ def all_reduce_amax(amax: Tensor, group: dist.ProcessGroup) -> None:
     Args:
         amax: FP32, not negative, any shape; contiguous.
     """
-    bits = amax.view(torch.int32)
-    bits.bitwise_and_(_MAGNITUDE)
-    dist.all_reduce(bits, dist.ReduceOp.MAX, group)
+    amax.view(torch.int32).bitwise_and_(_MAGNITUDE)
+    share_amaxes(amax, (group,))
