@@ -145,10 +145,10 @@ def _consume(
     TILE_N: gl.constexpr = right_ring.shape[1]
     TILE_K: gl.constexpr = right_ring.shape[2]
     FP8: gl.constexpr = left_ring.dtype.is_fp8()
-    # The tensor cores' own layouts of 64 rows by a whole tile's columns, and by half of them; 32 bytes of terms.
-    TERMS: gl.constexpr = 32 if FP8 else 16
-    layout: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, TERMS]))
-    half_layout: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N // 2, TERMS]))
+    # The tensor cores' own layouts of 64 rows by a whole tile's columns, and by half of them, for 32 bytes of a row.
+    DEPTH: gl.constexpr = 32 if FP8 else 16  # pyright: ignore[reportAssignmentType]
+    layout: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, DEPTH]))
+    half_layout: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N // 2, DEPTH]))
     tiles_m = gl.cdiv(M, TILE_M)
     tiles_n = gl.cdiv(N, TILE_N)
     steps = gl.cdiv(K, TILE_K)
