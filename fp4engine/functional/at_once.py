@@ -1,16 +1,13 @@
 """Forward and backward of a linear transformation in few launches each, for layers that allow it."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fp4engine import ops
 from fp4engine.functional.call import Call
-from fp4engine.functional.shards import Shards, names_of
+from fp4engine.functional.shards import AmaxGroups, Shards
 
 LinearWay = ops.LinearAtOnce | ops.LinearByOperators
-SharingWay = ops.LinearByValues | ops.LinearByOperators
 
 
 def at_once(x: Tensor, weight: Tensor, call: Call) -> LinearWay | None:
@@ -41,15 +38,16 @@ def at_once(x: Tensor, weight: Tensor, call: Call) -> LinearWay | None:
 def forward_at_once(
     way: LinearWay, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call
 ) -> tuple[Tensor, ops.Kept]:
-    """The output for a matrix ``x``, and what backward needs."""
-    plan, needs = call.plan, (call.needs_dgrad, call.needs_wgrad)
-    if call.shards is not None:
-        assert isinstance(way, SharingWay), "other ways share no amaxes"
-        return _forward_share(way, x, weight, bias, needs, call.shards)
+    """The output for a matrix ``x``, and what backward needs. If ranks share amaxes, one collective reduces them."""
+    plan, shards = call.plan, call.shards
+    shared, groups, given, memories = (False, False), (), None, None
+    if shards is not None:
+        shared, groups, _ = _amax_groups(shards)
+        bias, given = bias if shards.adds_bias else None, shards.weight_amaxes
     if plan.is_stateful:
-        assert isinstance(way, ops.LinearByFP8), "other ways remember nothing"
-        return way.forward(x, weight, bias, *needs, (plan.input.recall(x.device), plan.weight.recall(x.device)))
-    return way.forward(x, weight if call.tiles is None else call.tiles, bias, *needs)
+        memories = plan.input.recall(x.device), plan.weight.recall(x.device)
+    asked = ops.ForwardPass(call.needs_dgrad, call.needs_wgrad, shared, groups, given, memories)
+    return way.forward(x, weight if call.tiles is None else call.tiles, bias, asked)
 
 
 def backward_at_once(
@@ -62,24 +60,15 @@ def backward_at_once(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of input and weight."""
     plan, shards, device = call.plan, call.shards, grad_output.device
-    name = "" if shards is None else shards.stream("backward")
-    state = ops.state_of(device, name) if plan.draws_in_backward else None
-    asked = grad_output, kept, call.needs_dgrad, call.needs_wgrad, ins, state, dtypes
-    if not isinstance(way, SharingWay):
-        assert shards is None and call.tiles is None, "other ways share no amaxes, and what comes as tiles is FP4"
-        if plan.is_stateful:
-            assert isinstance(way, ops.LinearByFP8), "other ways remember nothing"
-            return way.backward(*asked, plan.grad_output.recall(device))
-        return way.backward(*asked)
-    groups: tuple[Any, ...] = ()
-    place, rank, is_tiled = None, None, call.tiles is not None
+    name, rank, place, groups = "", None, None, ()
     if shards is not None:
-        reduced = shards.amax_groups()
-        assert reduced is not None, "a layer goes this way only if one collective reduces all amaxes of a direction"
-        groups, place, rank = reduced.backward, shards.grad_output.place, shards.rank
-    if isinstance(way, ops.LinearByOperators):
-        return way.backward(*asked, rank, place, names_of(groups), is_tiled)
-    return way.backward(*asked, rank, place, ops.Share((True, True), groups) if groups else None, is_tiled)
+        name, rank, place = shards.stream("backward"), shards.rank, shards.grad_output.place
+        groups = _amax_groups(shards).backward
+    state = ops.state_of(device, name) if plan.draws_in_backward else None
+    memory = plan.grad_output.recall(device) if plan.is_stateful else None
+    needs, is_tiled = (call.needs_dgrad, call.needs_wgrad), call.tiles is not None
+    asked = ops.BackwardPass(*needs, ins, dtypes, state, rank, place, groups, is_tiled, memory)
+    return way.backward(grad_output, kept, asked)
 
 
 def draw(call: Call, grad_output: Tensor) -> Tensor | None:
@@ -91,15 +80,7 @@ def draw(call: Call, grad_output: Tensor) -> Tensor | None:
     return ops.next_draw(grad_output.device, direction="backward", after=grad_output)
 
 
-def _forward_share(
-    way: SharingWay, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool], shards: Shards
-) -> tuple[Tensor, ops.Kept]:
-    """This rank's part of a forward: find amaxes, reduce them in one collective, then cast and multiply."""
+def _amax_groups(shards: Shards) -> AmaxGroups:
     groups = shards.amax_groups()
     assert groups is not None, "a layer goes this way only if one collective reduces all amaxes of a direction"
-    added, given = bias if shards.adds_bias else None, shards.weight_amaxes
-    if isinstance(way, ops.LinearByOperators):
-        return way.forward(x, weight, added, *needs, groups.shared, names_of(groups.forward), given)
-    is_shared = len(groups.forward) > 0 or given is not None
-    share = ops.Share(groups.shared, groups.forward, given) if is_shared else None
-    return way.forward(x, weight, added, *needs, share)
+    return groups

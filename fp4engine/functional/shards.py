@@ -125,11 +125,6 @@ class AmaxGroups(NamedTuple):
     backward: tuple[Any, ...]
 
 
-def names_of(groups: tuple[Any, ...]) -> str:
-    """The names of process groups in one string, as operators take them."""
-    return " ".join([group.group_name for group in groups])
-
-
 class Part(NamedTuple):
     """One matrix to be cast.
 

@@ -26,7 +26,7 @@ from fp4engine import ops
 from fp4engine.formats import Correction
 from fp4engine.functional import LinearPlan
 from fp4engine.functional.fused_input import FusedInput
-from fp4engine.functional.shards import Shard, Shards, names_of
+from fp4engine.functional.shards import Shard, Shards
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.quantizers import Quantizer
 from fp4engine.tracing import constant_when_traced
@@ -238,16 +238,18 @@ def layout_of(
         outputs.append(output)
         biases.append(Sharded(0) if split is not None and split[0] == "N" else Replicate())
         grads.append(gradients)
+    groups: tuple[Any, ...] = tuple([mesh.get_group(dim) for dim in range(mesh.ndim)])
     if cp_group is not None:
         if "M" in splits:
             raise NotImplementedError(f"{name}: rows are sharded on {mesh}, and cp_group spreads them too; use one")
-        if _cross_twice(names_of(tuple([mesh.get_group(dim) for dim in range(mesh.ndim)])), names_of((cp_group,))):
+        if _cross_twice(ops.names_of(groups), ops.names_of((cp_group,))):
             raise ValueError(
                 f"{name}: cp_group says that its ranks have different rows, and several of them lie on {mesh}, where "
                 "they have the same ones; give the group of another dimension of the mesh, such as "
                 'mesh["cp"].get_group()'
             )
         splits["M"] = _rows_split(cp_group, prod(x.shape[:-1]))
+        groups = (*groups, cp_group)
     _require_whole_blocks(plan, splits, name)
     tensors: tuple[Any, ...] = (inp, weight, bias)
     if bias is not None and list(tensors[2].placements) != biases:
@@ -256,8 +258,7 @@ def layout_of(
             f"be placed {tuple(biases)}"
         )
     of_input, of_weight, of_grad = (_shard(splits, *_AXES[role]) for role in _AXES)
-    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)] + ([] if cp_group is None else [cp_group])
-    rank = agreed_rank(plan, tuple(groups), inp, weight, name)
+    rank = agreed_rank(plan, groups, inp, weight, name)
     shards = Shards(of_input, of_weight, of_grad, rank, adds_bias)
     shapes = (x.shape, w.shape, w.shape[:1], torch.Size((*x.shape[:-1], w.shape[0])))
     placements = [tuple([gradients[i] for gradients in grads]) for i in range(3)]
@@ -364,7 +365,7 @@ def agreed_rank(
             of other seeds.
     """
     draws = plan.draws_in_forward or plan.draws_in_backward
-    return _agreed(names_of(groups), inp.device.type, name, "", plan.described, _facts(inp, weight, rows), draws)
+    return _agreed(ops.names_of(groups), inp.device.type, name, "", plan.described, _facts(inp, weight, rows), draws)
 
 
 def require_same_layer(plan: LinearPlan, group: Any, inp: Tensor | FusedInput, weight: Tensor, name: str) -> None:
@@ -374,7 +375,7 @@ def require_same_layer(plan: LinearPlan, group: Any, inp: Tensor | FusedInput, w
         ValueError: another rank runs another layer, or the same by another recipe.
     """
     layer = "" if torch.compiler.is_dynamo_compiling() else name  # what is traced for one layer may run for others
-    _agreed(names_of((group,)), inp.device.type, name, layer, plan.described, _facts(inp, weight), False)
+    _agreed(ops.names_of((group,)), inp.device.type, name, layer, plan.described, _facts(inp, weight), False)
 
 
 def _facts(inp: Tensor | FusedInput, weight: Tensor, rows: int | None = None) -> tuple[Any, ...]:

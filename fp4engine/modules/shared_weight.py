@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fp4engine import ops
 from fp4engine.functional import LinearPlan
-from fp4engine.functional.shards import Shards, names_of
+from fp4engine.functional.shards import Shards
 from fp4engine.modules.sharded import is_distributed, sharing_groups
 
 
@@ -56,14 +56,14 @@ def shared_weight(weight: Any, plan: LinearPlan | None, group: Any, known: Share
     groups = (*sharing_groups(weight), *(() if group is None else (group,)))
     if not groups or not ops.can_share(plan.casts):
         return None
-    return SharedWeight(weight, plan, group, groups, ops.weight_amaxes_for(plan.casts, names_of(groups)))
+    return SharedWeight(weight, plan, group, groups, ops.weight_amaxes_for(plan.casts, ops.names_of(groups)))
 
 
 def amaxes_needed(shards: Shards, plan: LinearPlan) -> str:
     """As :func:`fp4engine.ops.weight_amaxes_for`, of the weight in ``shards``; empty if no other rank shares it."""
     if plan.casts is None or not shards.weight.groups:
         return ""
-    return ops.weight_amaxes_for(plan.casts, names_of(tuple([group for group, _ in shards.weight.groups])))
+    return ops.weight_amaxes_for(plan.casts, ops.names_of(tuple([group for group, _ in shards.weight.groups])))
 
 
 def with_amaxes(shards: Shards, weight: Tensor, found: WeightAmaxes, needed: str) -> Shards:

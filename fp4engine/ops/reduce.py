@@ -38,11 +38,16 @@ def share_amaxes(amaxes: Tensor, groups: Sequence[Any]) -> None:
         dist.all_reduce(bits, dist.ReduceOp.MAX, group)
 
 
-def groups_named(names: str) -> list[Any]:
-    """The process groups with these names, which spaces separate, since no group has a space in its name."""
+def names_of(groups: tuple[Any, ...]) -> str:
+    """The names of process groups in one string, as operators take them: no group has a space in its name."""
+    return " ".join([group.group_name for group in groups])
+
+
+def groups_named(names: str) -> tuple[Any, ...]:
+    """Inverse of :func:`names_of`."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return [_resolve_process_group(name) for name in names.split(" ")]  # pyright: ignore[reportArgumentType]
+    return tuple([_resolve_process_group(name) for name in names.split()])  # pyright: ignore[reportArgumentType]
 
 
 def ranges(numbers: Sequence[int], groups: Sequence[Any], device: str) -> list[tuple[int, int]]:

@@ -136,7 +136,8 @@ def test_the_buffer_that_is_kept_is_what_single_operations_keep(kernel_device, o
     x, weight = (torch.randn(rows, 37).to(kernel_device, torch.bfloat16) for rows in (19, 23))
     launch, apart = LinearByValues(casts), LinearByOperations(casts, in_one_buffer=False)
     needs = needs_dgrad, needs_wgrad
-    (_, buffers), (_, expected) = (way.forward(x, weight, None, *needs) for way in (launch, apart))
+    asked = ops.ForwardPass(*needs)
+    (_, buffers), (_, expected) = (way.forward(x, weight, None, asked) for way in (launch, apart))
     assert len(buffers) == 1
     found = parts(buffers, apart.kept_outputs((19, 23, 37), *needs))
     for ours, theirs in zip(found, expected, strict=True):

@@ -4,7 +4,6 @@ If kernels cover all casts of a layer, the casts of one direction are one launch
 :mod:`fp4engine.ops.cast` and :mod:`fp4engine.ops.gemm`, so the bytes are theirs. Legend: x is [M, K], weight [N, K].
 """
 
-from fp4engine.ops.linear.by_fp8 import LinearByFP8
 from fp4engine.ops.linear.by_values import LinearByValues
 from fp4engine.ops.linear.choice import LinearAtOnce, amaxes_of, linear_at_once
 from fp4engine.ops.linear.operators import (
@@ -14,16 +13,16 @@ from fp4engine.ops.linear.operators import (
     key_of,
     weight_amaxes_for,
 )
-from fp4engine.ops.linear.way import Kept, LayerCasts, Share
+from fp4engine.ops.linear.way import BackwardPass, ForwardPass, Kept, LayerCasts
 
 __all__ = [
+    "BackwardPass",
+    "ForwardPass",
     "LayerCasts",
     "Kept",
     "LinearAtOnce",
-    "LinearByFP8",
     "LinearByOperators",
     "LinearByValues",
-    "Share",
     "amaxes_of",
     "can_share",
     "is_bound_by_host",

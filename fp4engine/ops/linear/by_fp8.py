@@ -1,6 +1,5 @@
 """A linear layer in FP8: with one scale per tensor, and with block scales, whose products are PyTorch's."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from fp4engine.ops import gemm_fp8
 from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import as_it_is, casts_supported
 from fp4engine.ops.draws import draw_from
-from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Way, linear_kernels
+from fp4engine.ops.linear.way import BackwardPass, ForwardPass, Gradients, Kept, LayerCasts, Way, linear_kernels
 from fp4engine.ops.operation import Output, aligned
 from fp4engine.ops.tiles import TiledOperand
 
@@ -50,26 +49,19 @@ class LinearByFP8(Way):
         return [Output((rows, spec.padded_cols(cols)), spec.element.torch_dtype), Output((1,), torch.float32)]
 
     def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | TiledOperand,
-        bias: Tensor | None,
-        needs_dgrad: bool,
-        needs_wgrad: bool,
-        memories: tuple[Memory | None, Memory | None] | None = None,
+        self, x: Tensor, weight: Tensor | TiledOperand, bias: Tensor | None, asked: ForwardPass
     ) -> tuple[Tensor, Kept]:
-        """As :meth:`LinearByValues.forward`; under delayed scaling, ``memories`` are those of x and weight."""
-        kernels = linear_kernels()
-        assert isinstance(weight, Tensor), "what comes as tiles is FP4"
+        kernels, memories = linear_kernels(), asked.memories
+        assert isinstance(weight, Tensor) and not asked.groups, "what comes as tiles, or shares amaxes, is FP4"
         x, weight = as_it_is(x), as_it_is(weight)
-        keys = self.forward_keys(needs_dgrad, needs_wgrad)
+        keys = self.forward_keys(asked)
         pasts, recalled, paths = ((), _ABSENT, ()) if memories is None else _recalled(*memories)
         (rows, ins), outs = x.shape, weight.shape[0]
         is_small = gemm_fp8.is_small(rows, outs, ins, self.casts.backend, x.device)
         bias = bias if bias is None else bias.contiguous()
         facts, dtype = kernels.facts, x.dtype if is_small else None
-        asked = (facts(x), facts(weight), facts(bias), pasts, x.device, keys, dtype)
-        made = kernels.resolve_fp8_forward(*asked)(x, weight, bias, *recalled)
+        launch = kernels.resolve_fp8_forward(facts(x), facts(weight), facts(bias), pasts, x.device, keys, dtype)
+        made = launch(x, weight, bias, *recalled)
         backends.record(*paths, "quantize/triton", "quantize/triton", "gemm/triton" if is_small else "gemm/fp8")
         if is_small:
             *made, y = made
@@ -78,26 +70,18 @@ class LinearByFP8(Way):
             y = gemm_fp8.multiply(codes, weight_codes, alpha, one, bias, x.dtype, self.casts.fast_accumulation[0])
         return y, made
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        kept: Kept,
-        needs_dgrad: bool,
-        needs_wgrad: bool,
-        ins: int,
-        state: Tensor | None,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        memory: Memory | None = None,
-    ) -> Gradients:
-        """As :meth:`LinearByValues.backward`; under delayed scaling, ``memory`` is that of ``grad_output``."""
+    def backward(self, grad_output: Tensor, kept: Kept, asked: BackwardPass) -> Gradients:
         kernels, grad_output, kept = linear_kernels(), as_it_is(grad_output), aligned(kept)
-        (inp, inp_amax), (weight, weight_amax) = _operands(kept, needs_dgrad, needs_wgrad, 2)
-        keys = self.backward_keys(needs_dgrad, needs_wgrad)
-        pasts, recalled, paths = ((), _ABSENT[:2], ()) if memory is None else _recalled(memory)
+        assert not asked.groups and not asked.is_tiled, "what comes as tiles, or shares amaxes, is FP4"
+        needs_dgrad, needs_wgrad, ins, dtypes = asked.needs_dgrad, asked.needs_wgrad, asked.ins, asked.dtypes
+        inp, inp_amax = kept[:2] if needs_wgrad else (None, None)
+        weight, weight_amax = kept[-2:] if needs_dgrad else (None, None)
+        keys = self.backward_keys(asked)
+        pasts, recalled, paths = ((), _ABSENT[:2], ()) if asked.memory is None else _recalled(asked.memory)
         rows, outs = grad_output.shape
         is_small = gemm_fp8.is_small(rows, outs, ins, self.casts.backend, grad_output.device)
-        asked = (kernels.facts(grad_output), ins, pasts, grad_output.device, keys, dtypes if is_small else None)
-        launch = kernels.resolve_fp8_backward(*asked)
+        told = (kernels.facts(grad_output), ins, pasts, grad_output.device, keys, dtypes if is_small else None)
+        launch = kernels.resolve_fp8_backward(*told)
         outputs = launch(grad_output, inp, inp_amax, weight, weight_amax, *recalled)
         products = needs_dgrad + needs_wgrad
         backends.record(*paths, "quantize/triton", *("gemm/triton" if is_small else "gemm/fp8",) * products)
@@ -133,61 +117,41 @@ class LinearByFP8Blocks(Way):
         return all(gemm_fp8.multiplies_blocks(left, right, device) for left, right, _ in products)
 
     def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | TiledOperand,
-        bias: Tensor | None,
-        needs_dgrad: bool,
-        needs_wgrad: bool,
+        self, x: Tensor, weight: Tensor | TiledOperand, bias: Tensor | None, asked: ForwardPass
     ) -> tuple[Tensor, Kept]:
-        """As :meth:`LinearByValues.forward`."""
         kernels = linear_kernels()
-        assert isinstance(weight, Tensor), "what comes as tiles is FP4"
+        assert isinstance(weight, Tensor) and not asked.groups, "what comes as tiles, or shares amaxes, is FP4"
         x, weight = as_it_is(x), as_it_is(weight)
-        keys = self.forward_keys(needs_dgrad, needs_wgrad)
+        keys = self.forward_keys(asked)
         outputs = kernels.resolve_blocks_forward(kernels.facts(x), kernels.facts(weight), x.device, keys)(x, weight)
         backends.record("quantize/triton", "quantize/triton", "gemm/fp8")
-        right = 4 if needs_wgrad else 1  # behind x's outputs
+        right = 4 if asked.needs_wgrad else 1  # behind x's outputs
         *_, x_scales, weight_scales = outputs
         height = CastSpec.from_key(keys[2]).block[0]
         y = gemm_fp8.multiply_blocks(outputs[0], x_scales, outputs[right], weight_scales, height, bias, x.dtype)
         return y, outputs[1:right] + outputs[right + 1 : -2]
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        kept: Kept,
-        needs_dgrad: bool,
-        needs_wgrad: bool,
-        ins: int,
-        state: Tensor | None,
-        dtypes: tuple[torch.dtype, torch.dtype],
-    ) -> Gradients:
-        """As :meth:`LinearByValues.backward`."""
+    def backward(self, grad_output: Tensor, kept: Kept, asked: BackwardPass) -> Gradients:
         kernels, grad_output, kept = linear_kernels(), as_it_is(grad_output), aligned(kept)
-        (inp, inp_scale_inv, _), (weight, weight_scale_inv, _) = _operands(kept, needs_dgrad, needs_wgrad, 3)
-        keys = self.backward_keys(needs_dgrad, needs_wgrad)
-        rng = None if state is None else draw_from(state)
+        assert not asked.groups and not asked.is_tiled, "what comes as tiles, or shares amaxes, is FP4"
+        inp, inp_scale_inv, _ = kept[:3] if asked.needs_wgrad else (None, None, None)
+        weight, weight_scale_inv, _ = kept[-3:] if asked.needs_dgrad else (None, None, None)
+        keys = self.backward_keys(asked)
+        rng = None if asked.state is None else draw_from(asked.state)
         stream = self.backward_stream(rng is not None)
-        asked = (kernels.facts(grad_output), ins, grad_output.device, keys, rng is not None, stream)
-        outputs = kernels.resolve_blocks_backward(*asked)(grad_output, inp_scale_inv, weight_scale_inv, rng)
+        told = (kernels.facts(grad_output), asked.ins, grad_output.device, keys, rng is not None, stream)
+        outputs = kernels.resolve_blocks_backward(*told)(grad_output, inp_scale_inv, weight_scale_inv, rng)
         backends.record("quantize/triton", *("gemm/fp8",) * (len(outputs) // 3))
         gradients: list[Tensor | None] = []
         for data, (left, scales, others), spec, dtype in (
-            (weight, outputs[:3], self.weight_spec, dtypes[0]),
-            (inp, outputs[-3:], self.inp_spec, dtypes[1]),
+            (weight, outputs[:3], self.weight_spec, asked.dtypes[0]),
+            (inp, outputs[-3:], self.inp_spec, asked.dtypes[1]),
         ):
             gradient = None
             if data is not None:
                 gradient = gemm_fp8.multiply_blocks(left, scales, data, others, spec.block[0], None, dtype)
             gradients.append(gradient)
         return gradients[0], gradients[1]
-
-
-def _operands(kept: Kept, needs_dgrad: bool, needs_wgrad: bool, count: int) -> tuple[Sequence[Tensor | None], ...]:
-    """The ``count`` tensors each that were kept of x^T and of w^T; None in place of what backward does not need."""
-    absent = (None,) * count
-    return kept[:count] if needs_wgrad else absent, kept[-count:] if needs_dgrad else absent
 
 
 def _recalled(*memories: Memory | None) -> tuple[tuple[Any, ...], list[Tensor | None], list[str]]:

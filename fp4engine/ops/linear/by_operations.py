@@ -1,6 +1,7 @@
 """A linear layer by single operations, which cover every cast."""
 
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from fp4engine.ops.cast import amax, quantize, transient_form
 from fp4engine.ops.draws import draw_from
 from fp4engine.ops.gemm import gemm
 from fp4engine.ops.linear.kept import joined, one_buffer, parts
-from fp4engine.ops.linear.way import Given, Gradients, Kept, LayerCasts, Share, Sizes, Way
+from fp4engine.ops.linear.way import BackwardPass, ForwardPass, Given, Gradients, Kept, LayerCasts, Sizes, Way
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, aligned
 from fp4engine.ops.reduce import packed_amaxes, share_amaxes
@@ -35,32 +36,25 @@ class LinearByOperations(Way):
         return one_buffer(outputs) if self.in_one_buffer else outputs
 
     def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | TiledOperand,
-        bias: Tensor | None,
-        needs_dgrad: bool,
-        needs_wgrad: bool,
-        share: Share | None = None,
+        self, x: Tensor, weight: Tensor | TiledOperand, bias: Tensor | None, asked: ForwardPass
     ) -> tuple[Tensor, Kept]:
-        """As :meth:`LinearByValues.forward`, but what came as tiles is the caller's to keep."""
-        casts = self.casts
+        """As :meth:`Way.forward`, but what came as tiles is the caller's to keep."""
+        casts, given = self.casts, asked.given
         of_x: Given = (None, None)
         of_weight: Given = (None, None)
-        if share is not None:
+        if asked.groups:
             assert isinstance(weight, Tensor), "what came as tiles is not cast"
-            if any(share.of):
-                keys = self.forward_keys(needs_dgrad, needs_wgrad)
-                *of_x, of_w, w_t = self._shared_amaxes((x, weight), keys, share)
-                of_weight = of_w, w_t
-            if share.given is not None:
-                of_weight = share.given[0, :1], share.given[1, :1]
-        left, inp = self._cast(x, casts.inp, True, needs_wgrad, None, casts.streams[0], of_x)
+            keys = self.forward_keys(asked)
+            *of_x, of_w, w_t = self._shared_amaxes((x, weight), keys, asked.groups, asked.shared)
+            of_weight = of_w, w_t
+        if given is not None:
+            of_weight = given[0, :1], given[1, :1]
+        left, inp = self._cast(x, casts.inp, True, asked.needs_wgrad, None, casts.streams[0], of_x)
         if isinstance(weight, TiledOperand):
             right, weight_kept = weight.rowwise(casts.backend), None
         else:
-            asked = (weight, casts.weight, True, needs_dgrad, None, casts.streams[1], of_weight)
-            right, weight_kept = self._cast(*asked)
+            told = (weight, casts.weight, True, asked.needs_dgrad, None, casts.streams[1], of_weight)
+            right, weight_kept = self._cast(*told)
         operands = [operand for operand in (inp, weight_kept) if operand is not None]
         kept = [tensor for operand in operands for tensor in operand.tensors if tensor is not None]
         return self._product(left, right, 0, x.dtype, bias), joined(kept) if self.in_one_buffer else kept
@@ -69,52 +63,41 @@ class LinearByOperations(Way):
         self,
         tensors: tuple[Tensor, ...],
         keys: tuple[str, ...],
-        share: Share,
+        groups: tuple[Any, ...],
+        shared: tuple[bool, bool] = (True, True),
         rng: Tensor | None = None,
         stream: int = 0,
     ) -> list[Tensor | None]:
         """As :meth:`LinearByValues._shared_amaxes`, but a list: one amax for each side of ``keys``, None if not shared.
 
         Args:
+            groups, shared: as in :class:`ForwardPass`.
             rng, stream: the draw and stream id of those casts.
         """
         found: list[Tensor | None] = []
         for i, tensor in enumerate(tensors):
-            row, col = (CastSpec.from_key(key) if key and share.of[i] else None for key in keys[2 * i : 2 * i + 2])
+            row, col = (CastSpec.from_key(key) if key and shared[i] else None for key in keys[2 * i : 2 * i + 2])
             found += amax(tensor, row, col, rng=rng, stream=stream, backend=self.casts.backend)
         amaxes = packed_amaxes([value for value in found if value is not None])
-        share_amaxes(amaxes, share.groups)
+        share_amaxes(amaxes, groups)
         index = count()
         return [None if value is None else amaxes[next(index), :1] for value in found]
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        kept: Kept,
-        needs_dgrad: bool,
-        needs_wgrad: bool,
-        ins: int,
-        state: Tensor | None,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        rank: int | None = None,
-        place: tuple[int, int] | None = None,
-        share: Share | None = None,
-        is_tiled: bool = False,
-    ) -> Gradients:
-        """As :meth:`LinearByValues.backward`."""
+    def backward(self, grad_output: Tensor, kept: Kept, asked: BackwardPass) -> Gradients:
         casts, (rows, outs), kept = self.casts, grad_output.shape, aligned(kept)
+        needs_dgrad, needs_wgrad, ins, dtypes, state, rank, place, groups, is_tiled, _ = asked
         if self.in_one_buffer:
             outputs = super().kept_outputs((rows, outs, ins), needs_dgrad and not is_tiled, needs_wgrad)
             kept = [*parts(kept, outputs), *kept[bool(outputs) :]]
         rng = None if state is None else draw_from(state, place)
         stream = self.backward_stream(rng is not None, rank)
         given: Given = (None, None)
-        if share is not None:
+        if groups:
             row, col = casts.grad_output
             sides = row * needs_dgrad, col * needs_wgrad
-            given = self._shared_amaxes((grad_output,), sides, share, rng, stream)
-        asked = (grad_output, casts.grad_output, needs_dgrad, needs_wgrad, rng, stream, given)
-        left, left_t = self._cast(*asked, transient=True)
+            given = self._shared_amaxes((grad_output,), sides, groups, rng=rng, stream=stream)
+        told = (grad_output, casts.grad_output, needs_dgrad, needs_wgrad, rng, stream, given)
+        left, left_t = self._cast(*told, transient=True)
         dx = dw = None
         if needs_dgrad:
             if is_tiled:

@@ -1,6 +1,7 @@
 """A linear layer by kernels that multiply BF16 values."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from fp4engine.ops.cast import as_it_is, decode_supported, transient_form
 from fp4engine.ops.draws import draw_from, is_replaying
 from fp4engine.ops.gemm import product_path
 from fp4engine.ops.linear.kept import one_buffer
-from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Share, Sizes, Way, linear_kernels
+from fp4engine.ops.linear.way import BackwardPass, ForwardPass, Gradients, Kept, LayerCasts, Sizes, Way, linear_kernels
 from fp4engine.ops.operation import Output, aligned
 from fp4engine.ops.reduce import share_amaxes
 from fp4engine.ops.rng import lock as draw_lock
@@ -53,118 +54,82 @@ class LinearByValues(Way):
         return one_buffer(super().kept_outputs(sizes, needs_dgrad, needs_wgrad))
 
     def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | TiledOperand,
-        bias: Tensor | None,
-        needs_dgrad: bool,
-        needs_wgrad: bool,
-        share: Share | None = None,
+        self, x: Tensor, weight: Tensor | TiledOperand, bias: Tensor | None, asked: ForwardPass
     ) -> tuple[Tensor, Kept]:
-        """``y = x @ weight.T + bias``, and the operands that backward needs: of x for wgrad, of weight for dgrad.
-
-        Args:
-            weight: values to be cast; or the codes and tile scales of a cast, which are then kept for backward too.
-            share: which amaxes ranks share.
-        """
         if isinstance(weight, TiledOperand):
-            return self._tiled_forward(x, weight, bias, needs_dgrad, needs_wgrad)
-        casts, kernels = self.casts, linear_kernels()
+            return self._tiled_forward(x, weight, bias, asked)
+        kernels = linear_kernels()
         x, weight = as_it_is(x), as_it_is(weight)
         bias = bias if bias is None else bias.contiguous()
-        keys = self.forward_keys(needs_dgrad, needs_wgrad)
-        facts = kernels.facts
-        asked = (facts(x), facts(weight), facts(bias), x.device, keys, casts.streams[:2], x.dtype)
+        keys, facts, given = self.forward_keys(asked), kernels.facts, asked.given
         backends.record("quantize/triton", "quantize/triton", "gemm/triton")
-        if share is None:
-            *kept, y = kernels.resolve_forward(*asked)(x, weight, bias, None, None)
-        else:
-            (of_x, of_weight), given = share.of, share.given
-            amaxes = self._shared_amaxes((x, weight), keys, share) if of_x or of_weight else None
-            *kept, y = kernels.resolve_forward(*asked, share.of, given is not None)(x, weight, bias, amaxes, given)
+        amaxes = self._shared_amaxes((x, weight), keys, asked.groups, asked.shared) if asked.groups else None
+        tensors = facts(x), facts(weight), facts(bias), x.device
+        told = keys, self.casts.streams[:2], x.dtype, asked.shared, given is not None
+        *kept, y = kernels.resolve_forward(*tensors, *told)(x, weight, bias, amaxes, given)
         return y, kept
 
-    def _shared_amaxes(self, tensors: tuple[Tensor, ...], keys: tuple[str, ...], share: Share) -> Tensor:
+    def _shared_amaxes(
+        self,
+        tensors: tuple[Tensor, ...],
+        keys: tuple[str, ...],
+        groups: tuple[Any, ...],
+        shared: tuple[bool, bool] = (True, True),
+    ) -> Tensor:
         """FP32 [sides, any]: each row begins with the outer amax of a shared side, reduced over the ranks.
 
         Args:
             tensors: x and weight, or the gradient.
             keys: of the rowwise and the columnwise spec of each; empty for a side that is not asked for.
+            groups, shared: as in :class:`ForwardPass`.
         """
         kernels = linear_kernels()
-        if not all(share.of):
-            one = share.of.index(True)
+        if not all(shared):
+            one = shared.index(True)
             tensors, keys = (tensors[one],), keys[2 * one : 2 * one + 2]
         backends.record(*("amax/triton",) * len(tensors))
         launch = kernels.resolve_amaxes(tuple([kernels.facts(t) for t in tensors]), tensors[0].device, keys)
         (amaxes,) = launch(*tensors)
-        share_amaxes(amaxes, share.groups)
+        share_amaxes(amaxes, groups)
         return amaxes
 
     def _tiled_forward(
-        self, x: Tensor, weight: TiledOperand, bias: Tensor | None, needs_dgrad: bool, needs_wgrad: bool
+        self, x: Tensor, weight: TiledOperand, bias: Tensor | None, asked: ForwardPass
     ) -> tuple[Tensor, Kept]:
         casts, kernels = self.casts, linear_kernels()
         x, bias = as_it_is(x), bias if bias is None else bias.contiguous()
         facts, (codes, scales, amax) = kernels.facts, weight.tensors
-        keys = (casts.inp[0], casts.inp[1] * needs_wgrad, casts.weight[0])
-        asked = (facts(x), (facts(codes), facts(scales)), facts(bias), x.device, keys, casts.streams[0], x.dtype)
-        *kept, y = kernels.resolve_tiled_forward(*asked)(x, codes, scales, amax, bias)
+        keys = (casts.inp[0], casts.inp[1] * asked.needs_wgrad, casts.weight[0])
+        told = (facts(x), (facts(codes), facts(scales)), facts(bias), x.device, keys, casts.streams[0], x.dtype)
+        *kept, y = kernels.resolve_tiled_forward(*told)(x, codes, scales, amax, bias)
         backends.record("quantize/triton", "spread_tiles/triton", "gemm/triton")
-        return y, [*kept, *weight.tensors] if needs_dgrad else kept
+        return y, [*kept, *weight.tensors] if asked.needs_dgrad else kept
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        kept: Kept,
-        needs_dgrad: bool,
-        needs_wgrad: bool,
-        ins: int,
-        state: Tensor | None,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        rank: int | None = None,
-        place: tuple[int, int] | None = None,
-        share: Share | None = None,
-        is_tiled: bool = False,
-    ) -> Gradients:
-        """``dx = dy @ weight`` and ``dw = dy.T @ x``, each in its dtype, or None if it is not needed.
-
-        Args:
-            grad_output: [M, N].
-            kept: from :meth:`forward`.
-            needs_dgrad, needs_wgrad: as they were told to :meth:`forward`; one of them at least is True.
-            ins: K.
-            state: of the random stream that stochastic casts draw from; None if no cast is stochastic. The launch takes
-                the draw itself, unless draws have to be values.
-            rank: the rank whose random bits are drawn; by default this process's.
-            place: row and column at which ``grad_output`` begins in the whole matrix; None if it is whole.
-            share: if given, ranks share the amaxes of ``grad_output``.
-            is_tiled: whether the weight was given as codes and tile scales.
-        """
+    def backward(self, grad_output: Tensor, kept: Kept, asked: BackwardPass) -> Gradients:
         kernels, grad_output = linear_kernels(), as_it_is(grad_output)
         for tensor in kept:  # a call of `aligned` in every step takes the host's time
             if tensor.data_ptr() % ALIGNMENT:
                 kept = aligned(kept)
                 break
-        tiles = None
-        if is_tiled and needs_dgrad:
+        tiles = amaxes = live = None
+        if asked.is_tiled and asked.needs_dgrad:
             tiles = kernels.facts(kept[-3]), kernels.facts(kept[-2])
             backends.record("spread_tiles/triton")
-        draws, live = state is not None, None
-        rng, place = state, place if draws else None
-        if state is not None:
+        rng = state = asked.state
+        draws = state is not None
+        place = asked.place if draws else None
+        if state is not None:  # the launch takes the draw itself, unless draws have to be values
             live = None if is_replaying() else kernels.facts(state)
             rng = state if live is not None else draw_from(state, place)
-        keys = self.backward_keys(needs_dgrad, needs_wgrad)
-        stream = self.backward_stream(draws, rank)
-        asked = (kernels.facts(grad_output), ins, grad_output.device, keys, draws, stream, dtypes, tiles)
-        amaxes = None
-        if share is not None:
+        keys = self.backward_keys(asked)
+        stream = self.backward_stream(draws, asked.rank)
+        if asked.groups:
             row, col, *_ = keys
-            sides = row * needs_dgrad, col * needs_wgrad
-            amaxes = self._shared_amaxes((grad_output,), sides, share)
-        launch = kernels.resolve_backward(*asked, amaxes is not None, place, live)
+            sides = row * asked.needs_dgrad, col * asked.needs_wgrad
+            amaxes = self._shared_amaxes((grad_output,), sides, asked.groups)
+        told = (kernels.facts(grad_output), asked.ins, grad_output.device, keys, draws, stream, asked.dtypes, tiles)
+        launch = kernels.resolve_backward(*told, amaxes is not None, place, live)
         with nullcontext() if live is None else draw_lock:
             outputs = launch(grad_output, rng, amaxes, *kept)
         backends.record("quantize/triton", *("gemm/triton",) * len(outputs))
-        return outputs[0] if needs_dgrad else None, outputs[-1] if needs_wgrad else None
+        return outputs[0] if asked.needs_dgrad else None, outputs[-1] if asked.needs_wgrad else None

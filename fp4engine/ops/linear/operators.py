@@ -5,7 +5,7 @@ not depend on the number of rows. Legend: x is [M, K], weight [N, K].
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from fp4engine.formats import CastSpec
 from fp4engine.ops.linear.by_operations import LinearByOperations
 from fp4engine.ops.linear.by_values import LinearByValues
 from fp4engine.ops.linear.choice import covering, way_of
-from fp4engine.ops.linear.way import Gradients, Kept, LayerCasts, Share, shares_amaxes
+from fp4engine.ops.linear.way import BackwardPass, ForwardPass, Gradients, Kept, LayerCasts, shares_amaxes
 from fp4engine.ops.operation import Output, define
 from fp4engine.ops.operator_order import order_token
-from fp4engine.ops.reduce import groups_named
+from fp4engine.ops.reduce import groups_named, names_of
 from fp4engine.ops.tiles import TiledOperand
 from fp4engine.tracing import constant_when_traced
 
@@ -34,61 +34,30 @@ class LinearByOperators(NamedTuple):
     weight_dtype: torch.dtype
 
     def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | TiledOperand,
-        bias: Tensor | None,
-        needs_dgrad: bool,
-        needs_wgrad: bool,
-        shared: tuple[bool, bool] = (False, False),
-        groups: str = "",
-        given: Tensor | None = None,
+        self, x: Tensor, weight: Tensor | TiledOperand, bias: Tensor | None, asked: ForwardPass
     ) -> tuple[Tensor, Kept]:
-        """As :meth:`LinearByValues.forward`.
-
-        Args:
-            shared: for x and for weight, whether the amaxes are to be found and reduced over ``groups``.
-            groups: names of process groups, with a space between them; empty if nothing is to be reduced.
-            given: amaxes of the weight, see :class:`fp4engine.ops.linear.Share`.
-        """
+        """As :meth:`Way.forward`."""
         x, bias = x.detach(), bias if bias is None else bias.detach()
         if isinstance(weight, TiledOperand):
             y, *kept = torch.ops.fp4engine.tiled_linear_forward(
-                x, *weight.tensors, bias, self.casts, self.weight_dtype, needs_wgrad
+                x, *weight.tensors, bias, self.casts, self.weight_dtype, asked.needs_wgrad
             )
-            return y, [*kept, *weight.tensors] if needs_dgrad else kept
-        asked = x, weight.detach(), bias, self.casts, needs_dgrad, needs_wgrad
+            return y, [*kept, *weight.tensors] if asked.needs_dgrad else kept
+        needs_dgrad, needs_wgrad, shared, groups, given, _ = asked
+        told = x, weight.detach(), bias, self.casts, needs_dgrad, needs_wgrad, given
         if groups:
             token = order_token(x.device, "forward")
-            y, kept = torch.ops.fp4engine.linear_share_forward(*asked, given, token, groups, *shared)
+            y, kept = torch.ops.fp4engine.linear_share_forward(*told, token, names_of(groups), *shared)
             return y, [kept] if needs_dgrad or needs_wgrad else []
-        y, *kept = torch.ops.fp4engine.linear_forward(*asked, given)
+        y, *kept = torch.ops.fp4engine.linear_forward(*told)
         return y, kept
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        kept: Kept,
-        needs_dgrad: bool,
-        needs_wgrad: bool,
-        ins: int,
-        state: Tensor | None,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        rank: int | None = None,
-        place: tuple[int, int] | None = None,
-        groups: str = "",
-        is_tiled: bool = False,
-    ) -> Gradients:
-        """As :meth:`LinearByValues.backward`.
-
-        Args:
-            groups: names of the process groups whose ranks share the amaxes of ``grad_output``, with a space between
-                them.
-        """
-        needs = needs_dgrad, needs_wgrad
-        asked = (grad_output.detach(), list(kept), *needs, ins, state, self.casts, *dtypes)
+    def backward(self, grad_output: Tensor, kept: Kept, asked: BackwardPass) -> Gradients:
+        """As :meth:`Way.backward`."""
+        needs_dgrad, needs_wgrad, ins, dtypes, state, rank, place, groups, is_tiled, _ = asked
         token = order_token(grad_output.device, "backward") if groups else None
-        dx, dw = torch.ops.fp4engine.linear_backward(*asked, rank, place, token, groups, is_tiled)
+        told = (grad_output.detach(), list(kept), needs_dgrad, needs_wgrad, ins, state, self.casts, *dtypes)
+        dx, dw = torch.ops.fp4engine.linear_backward(*told, rank, place, token, names_of(groups), is_tiled)
         return dx if needs_dgrad else None, dw if needs_wgrad else None
 
 
@@ -125,8 +94,8 @@ def _linear_forward(
     given: Tensor | None,
 ) -> list[Tensor]:
     """``y``, and what backward needs."""
-    share = None if given is None else Share((False, False), (), given)
-    return _forward(x, weight, bias, LayerCasts.from_key(casts), weight.dtype, needs_dgrad, needs_wgrad, share)
+    asked = ForwardPass(needs_dgrad, needs_wgrad, given=given)
+    return _forward(x, weight, bias, LayerCasts.from_key(casts), weight.dtype, asked)
 
 
 def _linear_share_forward(
@@ -147,8 +116,8 @@ def _linear_share_forward(
     The operator waits for the other ranks; the tensor of :func:`fp4engine.ops.operator_order.order_token` keeps such
     operators in one order.
     """
-    share = Share((shared_inp, shared_weight), groups_named(groups), given)
-    outputs = _forward(x, weight, bias, LayerCasts.from_key(casts), weight.dtype, needs_dgrad, needs_wgrad, share)
+    asked = ForwardPass(needs_dgrad, needs_wgrad, (shared_inp, shared_weight), groups_named(groups), given)
+    outputs = _forward(x, weight, bias, LayerCasts.from_key(casts), weight.dtype, asked)
     y, kept = outputs if len(outputs) > 1 else (*outputs, x.new_empty(0, dtype=torch.uint8))
     return y, kept
 
@@ -166,7 +135,7 @@ def _tiled_linear_forward(
     """As :func:`_linear_forward`, of a weight that comes as tiles: the caller keeps those for backward."""
     own = LayerCasts.from_key(casts)
     weight = TiledOperand(CastSpec.from_key(own.weight[0]), codes.shape[0], x.shape[1], codes, scales, amax)
-    return _forward(x, weight, bias, own, weight_dtype, False, needs_wgrad)
+    return _forward(x, weight, bias, own, weight_dtype, ForwardPass(False, needs_wgrad))
 
 
 def _forward(
@@ -175,17 +144,11 @@ def _forward(
     bias: Tensor | None,
     casts: LayerCasts,
     weight_dtype: torch.dtype,
-    needs_dgrad: bool,
-    needs_wgrad: bool,
-    share: Share | None = None,
+    asked: ForwardPass,
 ) -> list[Tensor]:
     (rows, ins), outs = x.shape, weight.rows if isinstance(weight, TiledOperand) else weight.shape[0]
     way = way_of(casts, (rows, outs, ins), x.dtype, weight_dtype, x.device)
-    if share is None:
-        y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad)
-    else:
-        assert isinstance(way, LinearByValues | LinearByOperations), "what shares amaxes passes shares_amaxes"
-        y, kept = way.forward(x, weight, bias, needs_dgrad, needs_wgrad, share=share)
+    y, kept = way.forward(x, weight, bias, asked)
     return [y.contiguous(), *kept]
 
 
@@ -211,13 +174,10 @@ def _linear_backward(
     """
     own, (rows, outs) = LayerCasts.from_key(casts), grad_output.shape
     way = way_of(own, (rows, outs, ins), dtype, weight_dtype, grad_output.device)
-    told: dict[str, Any] = {}
-    if groups or rank is not None or place is not None or is_tiled:
-        assert isinstance(way, LinearByValues | LinearByOperations), "what has shards passes shares_amaxes"
-        share = Share((True, True), groups_named(groups)) if groups else None
-        place = None if place is None else (place[0], place[1])
-        told = {"rank": rank, "place": place, "share": share, "is_tiled": is_tiled}
-    dx, dw = way.backward(grad_output, kept, needs_dgrad, needs_wgrad, ins, state, (dtype, weight_dtype), **told)
+    whole = None if place is None else (place[0], place[1])
+    shards = rank, whole, groups_named(groups), is_tiled
+    asked = BackwardPass(needs_dgrad, needs_wgrad, ins, (dtype, weight_dtype), state, *shards)
+    dx, dw = way.backward(grad_output, kept, asked)
     dx, dw = (grad_output.new_empty(0) if gradient is None else gradient for gradient in (dx, dw))
     return dx.contiguous(), dw.contiguous()
 

@@ -1,4 +1,4 @@
-"""What the ways to compute a linear layer have in common: which casts, what is shared, and what is kept for backward.
+"""What the ways to compute a linear layer have in common: which casts, what is asked, and what is kept for backward.
 
 Legend: x is [M, K], weight [N, K].
 """
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from fp4engine.formats import CastSpec, Correction, Outer
+from fp4engine.ops.amax_history import Memory
 from fp4engine.ops.cast import amax_shape, codes_outputs
 from fp4engine.ops.operation import Output
 from fp4engine.ops.rng import rank_bits
+from fp4engine.ops.tiles import TiledOperand
 
 Gradients = tuple[Tensor | None, Tensor | None]
 Kept = Sequence[Tensor]
@@ -28,19 +30,50 @@ Given = Sequence[Tensor | None]
 """Outer amaxes of both sides of a tensor that were found before; None for a side that has to find its own."""
 
 
-class Share(NamedTuple):
-    """Which outer amaxes of a direction several ranks share.
+class ForwardPass(NamedTuple):
+    """What a forward is asked, besides its tensors.
 
     Attributes:
-        of: in a forward, whether the amaxes of x, and those of the weight, are found and reduced here. In a backward,
-            both are True, and stand for the gradient.
-        groups: the process groups of these ranks.
+        needs_dgrad, needs_wgrad: whether a backward may be asked for the gradient of x, and of the weight.
+        shared: whether ranks share the outer amaxes of x, and those of the weight, which are then found and reduced.
+        groups: the process groups of these ranks; empty if nothing is to be reduced.
         given: amaxes of the weight's casts that all ranks have already, see :func:`fp4engine.ops.linear.amaxes_of`.
+        memories: those of x and of the weight, under delayed scaling.
     """
 
-    of: tuple[bool, bool]
-    groups: Sequence[Any]
+    needs_dgrad: bool
+    needs_wgrad: bool
+    shared: tuple[bool, bool] = (False, False)
+    groups: tuple[Any, ...] = ()
     given: Tensor | None = None
+    memories: tuple[Memory | None, Memory | None] | None = None
+
+
+class BackwardPass(NamedTuple):
+    """What a backward is asked, besides the gradient of y, which is [M, N], and what the forward kept.
+
+    Attributes:
+        needs_dgrad, needs_wgrad: as the forward was told; one of them at least is True.
+        ins: K.
+        dtypes: of dx and dw.
+        state: of the random stream that stochastic casts draw from; None if no cast is stochastic.
+        rank: the rank whose random bits are drawn; None for this process's.
+        place: row and column at which the gradient of y begins in the whole matrix; None if it is whole.
+        groups: the process groups whose ranks share the amaxes of the gradient of y.
+        is_tiled: whether the weight was given as codes and tile scales.
+        memory: that of the gradient of y, under delayed scaling.
+    """
+
+    needs_dgrad: bool
+    needs_wgrad: bool
+    ins: int
+    dtypes: tuple[torch.dtype, torch.dtype]
+    state: Tensor | None
+    rank: int | None = None
+    place: tuple[int, int] | None = None
+    groups: tuple[Any, ...] = ()
+    is_tiled: bool = False
+    memory: Memory | None = None
 
 
 class LayerCasts(NamedTuple):
@@ -112,15 +145,29 @@ class Way:
         self.casts = casts
         self.inp_spec, self.weight_spec = CastSpec.from_key(casts.inp[1]), CastSpec.from_key(casts.weight[1])
 
-    def forward_keys(self, needs_dgrad: bool, needs_wgrad: bool) -> tuple[str, str, str, str]:
+    def forward(
+        self, x: Tensor, weight: Tensor | TiledOperand, bias: Tensor | None, asked: ForwardPass
+    ) -> tuple[Tensor, Kept]:
+        """``y = x @ weight.T + bias``, and what backward needs: of x for wgrad, of the weight for dgrad.
+
+        Args:
+            weight: values to be cast; or the codes and tile scales of a cast, which are then kept for backward too.
+        """
+        raise NotImplementedError
+
+    def backward(self, grad_output: Tensor, kept: Kept, asked: BackwardPass) -> Gradients:
+        """``dx = dy @ weight`` and ``dw = dy.T @ x``, each in its dtype, or None if it is not needed."""
+        raise NotImplementedError
+
+    def forward_keys(self, asked: ForwardPass) -> tuple[str, str, str, str]:
         """Keys of x, x^T, w and w^T; empty for a transposed operand that backward does not need."""
         (row_x, col_x), (row_w, col_w) = self.casts.inp, self.casts.weight
-        return row_x, col_x * needs_wgrad, row_w, col_w * needs_dgrad
+        return row_x, col_x * asked.needs_wgrad, row_w, col_w * asked.needs_dgrad
 
-    def backward_keys(self, needs_dgrad: bool, needs_wgrad: bool) -> tuple[str, str, str, str]:
+    def backward_keys(self, asked: BackwardPass) -> tuple[str, str, str, str]:
         """Keys of dy, dy^T, x^T and w^T; empty if x^T or w^T was not kept, since its product is then not asked for."""
         row, col = self.casts.grad_output
-        return row, col, self.casts.inp[1] * needs_wgrad, self.casts.weight[1] * needs_dgrad
+        return row, col, self.casts.inp[1] * asked.needs_wgrad, self.casts.weight[1] * asked.needs_dgrad
 
     def kept_outputs(self, sizes: Sizes, needs_dgrad: bool, needs_wgrad: bool) -> list[Output]:
         """The tensors that a forward keeps of the operands that backward needs."""
