@@ -46,10 +46,11 @@ def aligned(tensors: Sequence[_Maybe]) -> Sequence[_Maybe]:
 
     Not for code that Dynamo traces, which has no addresses.
     """
-    return [
-        tensor.clone() if tensor is not None and type(tensor) in PLAIN and tensor.data_ptr() % ALIGNMENT else tensor
-        for tensor in tensors
-    ]
+    found = list(tensors)
+    for index, tensor in enumerate(tensors):
+        if tensor is not None and type(tensor) in PLAIN and tensor.data_ptr() % ALIGNMENT:
+            found[index] = tensor.clone()
+    return found
 
 
 def define(

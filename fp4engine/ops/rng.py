@@ -247,6 +247,10 @@ def _take_turns(device: torch.device) -> None:
     _drew[device] = current
 
 
+_HAS_DISTRIBUTED = torch.distributed.is_available()
+"""Whether PyTorch was built with ``torch.distributed``."""
+
+
 def rank_bits(rank: int | None = None) -> int:
     """``rank`` as bits of a stream id; None is this process's rank, which is 0 outside ``torch.distributed``.
 
@@ -255,7 +259,7 @@ def rank_bits(rank: int | None = None) -> int:
     """
     if rank is not None:
         return require_integer("rank", rank, 0, (1 << 32 - _RANK_SHIFT) - 1) << _RANK_SHIFT
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not (_HAS_DISTRIBUTED and torch.distributed.is_initialized()):
         return 0
     return torch.distributed.get_rank() << _RANK_SHIFT
 
