@@ -21,7 +21,16 @@ from unittest.mock import patch
 import torch
 from gemm import MODELS, TOKENS
 from step import make, problem, run_nvfp4, run_step
-from timing import argument_parser, environment, milliseconds, repeats_for, time_in_turn, write_json
+from timing import (
+    ROUNDS,
+    argument_parser,
+    environment,
+    graph_seconds,
+    milliseconds,
+    repeats_for,
+    time_in_turn,
+    write_json,
+)
 
 import fp4engine
 from fp4engine.ops import gemm_fp8
@@ -71,7 +80,7 @@ def measure(fan_in: int, fan_out: int) -> dict[str, float]:
 
 
 def measure_middle(fan_in: int, fan_out: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each way to multiply."""
+    """Median milliseconds of each way to multiply, over rounds in which all take turns."""
     inp, grad = problem(fan_in, fan_out)
     dense, layer = make(torch.nn.Linear, fan_in, fan_out), make(fp4engine.Linear, fan_in, fan_out)
     runs = {
@@ -79,21 +88,14 @@ def measure_middle(fan_in: int, fan_out: int) -> dict[str, dict[str, float]]:
         "launch": (lambda: run_nvfp4(layer, inp, grad, CURRENT), gemm_fp8.STEPS),
         "pytorch": (lambda: run_nvfp4(layer, inp, grad, CURRENT), 0),
     }
-    graphs, times = {}, {name: {"eager": [], "one_thread": [], "graph": []} for name in runs}
-    for name, (run, steps) in runs.items():
-        with patch.object(gemm_fp8, "STEPS", steps):
-            run()
-            torch.cuda.synchronize()
-            graphs[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[name]):
-                run()
-    for _ in range(7):
+    times: dict[str, dict[str, list[float]]] = {name: {"eager": [], "one_thread": [], "graph": []} for name in runs}
+    for _ in range(ROUNDS):
         for name, (run, steps) in runs.items():
             with patch.object(gemm_fp8, "STEPS", steps):
+                times[name]["graph"].append(1e3 * graph_seconds(lambda _, run=run: run(), [inp]))
                 times[name]["eager"].append(milliseconds(run, 20))
                 with torch.autograd.set_multithreading_enabled(False):
                     times[name]["one_thread"].append(milliseconds(run, 20))
-            times[name]["graph"].append(milliseconds(graphs[name].replay, 20))
     return {name: {how: statistics.median(found) for how, found in row.items()} for name, row in times.items()}
 
 
