@@ -240,7 +240,7 @@ class OsciReset(_StepHook):
     def _channels(self, name: str) -> Tensor | None:
         """The channels that the recipe casts, where OutControl has taken the others from it; None for all."""
         layer = self.layers[name]
-        return layer.channels[1] if isinstance(layer, _Controlled) and layer.channels is not None else None
+        return layer.channels.others if isinstance(layer, _Controlled) and layer.channels is not None else None
 
     def _quantized(self, name: str, weight: Tensor) -> Tensor:
         """``Q(w)``, FP32; 0, which never jumps, in channels that the recipe does not cast."""
@@ -314,17 +314,52 @@ def _weight_cast(name: str, layer: Linear, recipe: Recipe | None) -> Quantizer |
     return quantizer
 
 
+class _Channels(NamedTuple):
+    """Indices of a layer's channels, int64.
+
+    Attributes:
+        outlying, others: by falling norm; together all K of them.
+        places: [K], where each channel is in ``outlying`` followed by ``others``.
+    """
+
+    outlying: Tensor
+    others: Tensor
+    places: Tensor
+
+    @staticmethod
+    def of(outlying: Tensor, others: Tensor) -> "_Channels":
+        return _Channels(outlying, others, torch.cat([outlying, others]).argsort())
+
+
+class _Split(torch.autograd.Function):
+    """``(tensor[..., outlying], tensor[..., others])``, whose gradients are gathered by ``places``.
+
+    Those of ``index_select`` would be added up by ``index_add``, which does not know that no two indices are equal. A
+    step of small layers took five times as long under PyTorch's deterministic algorithms, which sort indices first.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, outlying: Tensor, others: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(places)
+        return tensor.index_select(-1, outlying), tensor.index_select(-1, others)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return torch.cat(grads, -1).index_select(-1, places), None, None, None
+
+
 class _Controlled(Linear):
     """A Linear that OutControl has taken over.
 
     Attributes:
         norms: FP32 [K] that the norms of the input's channels are added to, or None.
-        channels: indices of the outlying channels and of the others, both by falling norm, or None.
+        channels: those that are multiplied apart, and the others; or None.
         outliers: how the outlying channels are multiplied.
     """
 
     norms: Tensor | None
-    channels: tuple[Tensor, Tensor] | None
+    channels: _Channels | None
     outliers: LinearPlan
 
     @property
@@ -341,11 +376,10 @@ class _Controlled(Linear):
             return super().forward(input, is_first_microbatch)
         if is_distributed(input, self.weight, self.bias):
             raise NotImplementedError(f"{self.name}: OutControl splits whole matrices, not DTensors")
-        outlying, others = self.channels
-        w_outlying, w_others = computed(lambda: [self.weight.index_select(1, part) for part in (outlying, others)])
-        output = self.multiply(input.index_select(-1, others), w_others, self.bias)
-        x_outlying = cast_by_autocast(input).index_select(-1, outlying)
-        return output + linear(
+        channels = self.channels
+        w_outlying, w_others = computed(lambda: _Split.apply(self.weight, *channels))
+        x_outlying, x_others = _Split.apply(cast_by_autocast(input), *channels)
+        return self.multiply(x_others, w_others, self.bias) + linear(
             x_outlying,
             w_outlying,
             None,
@@ -471,7 +505,7 @@ class OutControl(_StepHook):
                         f"mode with numbers other than 0 between steps {self.start} and {index}, or NaN or infinity"
                     )
                 order = layer.norms.argsort(descending=True, stable=True)
-                layer.channels = order[: self._count(layer)], order[self._count(layer) :]
+                layer.channels = _Channels.of(order[: self._count(layer)], order[self._count(layer) :])
                 layer.norms = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -480,7 +514,7 @@ class OutControl(_StepHook):
         return {
             "step": self.step,
             "norms": {name: (layer.norms.clone(),) for name, layer in layers if layer.norms is not None},
-            "channels": {name: layer.channels for name, layer in layers if layer.channels is not None},
+            "channels": {name: tuple(layer.channels[:2]) for name, layer in layers if layer.channels is not None},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -509,7 +543,7 @@ class OutControl(_StepHook):
             norms, channels = state_dict["norms"].get(name), state_dict["channels"].get(name)
             device = layer.weight.device
             layer.norms = None if norms is None else norms[0].to(device, copy=True)
-            layer.channels = None if channels is None else (channels[0].to(device), channels[1].to(device))
+            layer.channels = None if channels is None else _Channels.of(*(part.to(device) for part in channels))
 
 
 def _require_group(group: Any) -> None:
