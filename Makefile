@@ -48,7 +48,7 @@ test-main: $(INSTALLED)
 interpret: $(INSTALLED)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/parity
 
-EMULATED = $(addprefix tests/parity/test_,quantize_kernels.py dequantize_kernel.py transpose_kernel.py cast_fp8_kernel.py \
+EMULATED = $(addprefix tests/parity/test_,quantize_kernels.py dequantize_kernel.py tiles_kernel.py cast_fp8_kernel.py \
              gemm_kernel.py)
 
 emulate: $(INSTALLED)

@@ -56,7 +56,7 @@ from fp4engine.kernels.channel_figures import TILE_R as COUNTED_ROWS
 from fp4engine.kernels.channel_figures import channels_kernel, fold_channels_kernel
 from fp4engine.kernels.column_sums import COLS as SUM_COLS
 from fp4engine.kernels.column_sums import FOLDED, chunk_sums_kernel, fold_chunks_kernel
-from fp4engine.kernels.dequantize import BLOCKS, decode_kernel, dequantize_kernel
+from fp4engine.kernels.dequantize import BLOCKS, decode_kernel, decode_tiles_kernel, dequantize_kernel
 from fp4engine.kernels.draw import draw_kernel
 from fp4engine.kernels.factor import factor_kernel
 from fp4engine.kernels.figures import figures_kernel, fold_figures_kernel
@@ -68,8 +68,8 @@ from fp4engine.kernels.swizzle import COL_TILES, swizzle_kernel
 from fp4engine.kernels.target import E2M1, hardware_of
 from fp4engine.kernels.through_cast import TILE_R as CLIPPED_ROWS
 from fp4engine.kernels.through_cast import back_kernel, within_kernel
-from fp4engine.kernels.transpose import TILE as TRANSPOSED_TILE
-from fp4engine.kernels.transpose import transpose_kernel
+from fp4engine.kernels.tiles import PICKED, pick_kernel, spread_kernel
+from fp4engine.kernels.tiles import TILE as SPREAD_TILE
 from fp4engine.recipe import zoo
 
 TARGETS = {str(capability): GPUTarget("cuda", capability, 32) for capability in (80, 86, 89, 90, 100, 120)}
@@ -144,7 +144,7 @@ POINTERS = {
     "out_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8", "statistics_ptr": "*fp32", "gamma_ptr": "*bf16",
     "beta_ptr": "*bf16", "y_ptr": "*bf16", "dy_ptr": "*bf16", "dx_ptr": "*bf16", "counts_ptr": "*i32",
     "offsets_ptr": "*i64", "chunks_ptr": "*fp32", "values_ptr": "*fp32", "current_ptr": "*fp32", "chosen_ptr": "*fp32",
-    "tile_scale_ptr": "*u8", "histogram_ptr": "*i32", "ranked_ptr": "*fp32", "place_ptr": "*i32",
+    "packed_ptr": "*u8", "histogram_ptr": "*i32", "ranked_ptr": "*fp32", "place_ptr": "*i32",
     "maxima_ptr": "*fp64", "bits_ptr": "*u8", "worst_ptr": "*fp64", "left_ptr": "*u8", "left_out_ptr": "*fp32",
     "right_ptr": "*u8", "right_out_ptr": "*fp32",
     "past_amax_ptr": "*fp32", "scaled_by_ptr": "*fp32",
@@ -305,9 +305,15 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     table.append(("clear", clear_kernel, {"BLOCK": CLEARED}, "bf16"))
     table.append(("swizzle", swizzle_kernel, {"TILES": COL_TILES}, "bf16"))
     for height, width in ((16, 16), (32, 32), (1, 16)):
-        tile = {"HEIGHT": height, "WIDTH": width, "TILE": TRANSPOSED_TILE}
-        alone = {"col_out_ptr": None, "col_scale_ptr": None} if height == 1 else {}
-        table.append((f"transpose {height}x{width}", transpose_kernel, tile | alone, "bf16"))
+        tile = {"HEIGHT": height, "WIDTH": width, "TILE": SPREAD_TILE}
+        by_row, by_column = ({f"{side}_out_ptr": None, f"{side}_scale_ptr": None} for side in ("col", "row"))
+        table.append((f"spread {height}x{width}", spread_kernel, tile | by_row, "bf16"))
+        if height > 1:
+            table.append((f"spread {height}x{width}, transposed", spread_kernel, tile | by_column, "bf16"))
+            table.append((f"pick {height}x{width}", pick_kernel, {"HEIGHT": height, "PICKED": PICKED}, "bf16"))
+        if width == 16:
+            constants = {"HEIGHT": height, "PER_PROGRAM": BLOCKS}
+            table.append((f"decode tiles {height}x{width}", decode_tiles_kernel, constants, "bf16"))
     for name, spec in (("1x16", PLAIN), ("RHT", ROTATED), ("16x16", TILE), ("row-scaled", ROW), ("E4M3", FP8)):
         height, width = max(spec.block[0], 1), spec.block[1] or 16
         block = {"CAST": BlockCast.of(spec, "codes", 0), "HEIGHT": height, "WIDTH": width, "BOUND": spec.scale_bound}

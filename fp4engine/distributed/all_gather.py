@@ -25,6 +25,7 @@ from fp4engine.distributed.sharded_weight import (
     ShardedWeight,
     why_not_rows,
 )
+from fp4engine.formats.tiles import Part
 from fp4engine.functional import LinearPlan, make_linear_plan
 from fp4engine.modules import Gemms, GroupedLinear, LayerNormMLP, Linear, QuantizedWeight
 from fp4engine.modules.borrowed import BorrowedGroupedLinear, BorrowedLinear
@@ -202,14 +203,13 @@ def _why_not(weight: Any, uses: int) -> str:
 
 
 def bytes_as_codes(plan: LinearPlan, shape: tuple[int, ...], ranks: int) -> tuple[int | None, str]:
-    """Bytes of codes and block scales of a weight (N, K) sharded over ``ranks``; or None, and why it has no codes."""
+    """Bytes that all of ``ranks`` together send of a weight (N, K) as codes; or None, and why it has no codes."""
     rows, cols = shape
     spec = plan.weight.rowwise_spec
     reason = why_not_codes(plan) or ("" if spec is None else why_not_rows(rows, ranks, spec))
     if reason or spec is None:
         return None, reason
-    codes = rows * spec.padded_cols(cols) * spec.element.storage_bits // 8
-    return codes + math.ceil(rows / spec.block[0]) * spec.num_blocks(cols) * spec.scale.torch_dtype.itemsize, ""
+    return ranks * Part.of(spec, rows // ranks, cols).size, ""
 
 
 def _adopt(weight: GatherableWeight) -> None:

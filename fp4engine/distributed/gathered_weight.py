@@ -57,7 +57,7 @@ class GatheredWeight(QuantizedWeight):
     these when they read them.
 
     Attributes:
-        scale_inv: bytes of the scales, one of each block: uint8 [N / block rows, blocks].
+        packed, parts: codes and scales of each rank's rows, and of how many ranks; see :class:`TiledOperand`.
         name: of the parameter in its model.
         state: that the weight had when it was gathered.
         ranks: of the mesh over which ``fully_shard`` spreads the weight; all of them have these codes.
@@ -65,17 +65,20 @@ class GatheredWeight(QuantizedWeight):
         served: the last plan that used the codes.
     """
 
+    packed: Tensor
+    parts: int = 1
     name: str = ""
     state: Any = None
     ranks: frozenset[int] = frozenset()
     why_not_dgrad: str = ""
     served: LinearPlan | None = None
+    _names = ("packed", "amax")
 
     def tiles(self) -> TiledOperand:
         """The gathered codes, scales and amax."""
         spec, (rows, cols) = self.quantizer.rowwise_spec, self.shape
         assert spec is not None
-        return TiledOperand(spec, rows, cols, self.codes, self.scale_inv, self.amax)
+        return TiledOperand(spec, rows, cols, self.parts, self.packed, self.amax)
 
     def make_rowwise(self) -> Operand:
         """The operand [N, K], made anew."""
@@ -153,30 +156,27 @@ class GatheredWeight(QuantizedWeight):
                 return torch.zeros(first.shape, dtype=first.dtype, device=first.device)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(self._names), (self.quantizer, self.dtype, self.parts)
+
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "GatheredWeight":
-        quantizer, dtype, _ = context  # linear modules hold [N, K], which is never transposed
-        return GatheredWeight.of(quantizer, size, dtype, inner.values())
+        quantizer, dtype, parts = context
+        return GatheredWeight.of(quantizer, size, dtype, inner.values(), parts)
 
     @classmethod
-    def of(cls, quantizer: Quantizer, shape: Any, dtype: torch.dtype, tensors: Any) -> "GatheredWeight":
-        """Wrap ``tensors``: codes, scales and amax."""
+    def of(cls, quantizer: Quantizer, shape: Any, dtype: torch.dtype, tensors: Any, parts: int) -> "GatheredWeight":
+        """Wrap ``tensors``: codes and scales in ``parts`` parts, and amax."""
         weight: Any = cls(quantizer, shape, dtype, tensors)
-        weight.why_not_dgrad = why_not_dgrad(quantizer)
+        weight.why_not_dgrad, weight.parts = why_not_dgrad(quantizer), parts
         return weight
 
-    def refill(self, scales: Tensor, amax: Tensor, state: Any) -> None:
-        """Take the scales and amax of a new gather, whose codes FSDP2 has written into this weight's memory.
+    def refill(self, amax: Tensor, state: Any) -> None:
+        """Take the amax of a new gather, whose codes and scales FSDP2 has written into this weight's memory.
 
         A graph that has saved codes of another state raises in its backward pass, as after any write in place: FSDP2
         itself moves no version counter.
         """
         if state != self.state:
-            torch.autograd.graph.increment_version(self.scale_inv)
-        vars(self).update(scale_inv=scales, amax=amax, state=state)
-
-
-def scales_on_the_wire(operand: Operand) -> Tensor:
-    """Bytes of the block scales of ``operand``, one of each block: uint8 [rows / block rows, blocks]."""
-    assert operand.spec is not None and operand.scale_inv is not None
-    return operand.scale_inv[:: operand.spec.block[0]].contiguous().view(torch.uint8)
+            torch.autograd.graph.increment_version(self.packed)
+        vars(self).update(amax=amax, state=state)

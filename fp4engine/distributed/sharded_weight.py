@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from fp4engine import ops
 from fp4engine.arguments import require_data
-from fp4engine.distributed.gathered_weight import GatheredWeight, scales_on_the_wire
+from fp4engine.distributed.gathered_weight import GatheredWeight
 from fp4engine.distributed.streams import AcrossStreams
 from fp4engine.formats import CastSpec, Outer
 from fp4engine.quantizers import Quantizer
@@ -56,14 +56,13 @@ class Sent(NamedTuple):
     """What a rank sends of one weight.
 
     Attributes:
-        codes, scales: of its shard; the scales are bytes, one per block.
+        packed: codes and scales of its shard, one scale per block; see :class:`fp4engine.formats.tiles.Part`.
         amax: of the whole weight.
         state: that the weight had.
         wire, outer: to be read before codes and scales, or the amax, are used on the current stream.
     """
 
-    codes: Tensor
-    scales: Tensor
+    packed: Tensor
     amax: Tensor
     state: State
     wire: AcrossStreams
@@ -148,14 +147,12 @@ def send(asked: list[Asked], dtype: torch.dtype) -> list[Sent]:
         outer.append(None if known is None else known[1])
     matrices = [values.to(dtype) for _, values, _ in asked]
     specs = [weight.spec for weight, *_ in asked]
-    operands = ops.quantize_many(matrices, specs, amaxes, asked[0][0].quantizer.backend)
-    scales = list(map(scales_on_the_wire, operands))
-    wire = AcrossStreams(*(operand.data for operand in operands), *scales)
-    found: list[Sent] = []
-    for (*_, state), operand, own, shared in zip(asked, operands, scales, outer, strict=True):
-        assert operand.amax is not None
-        found.append(Sent(operand.data, own, operand.amax, state, wire, shared or AcrossStreams(operand.amax)))
-    return found
+    shards = ops.quantize_tiles(matrices, specs, amaxes, asked[0][0].quantizer.backend)
+    wire = AcrossStreams(*(shard.packed for shard in shards))
+    return [
+        Sent(*shard.tensors, state, wire, shared or AcrossStreams(shard.amax))
+        for (*_, state), shard, shared in zip(asked, shards, outer, strict=True)
+    ]
 
 
 class ReducedAmaxes:
@@ -319,22 +316,21 @@ class GatherableWeight:
         assert self._sent is not None
         return self._sent
 
-    def ranks_of(self, mesh: Any, shape: torch.Size, whole: torch.Size) -> int:
-        """How many ranks ``mesh`` has, for a shard of ``shape`` of a weight of the shape ``whole``.
+    def require_rows(self, mesh: Any, shape: torch.Size, whole: torch.Size) -> None:
+        """Refuse a shard of ``shape``, of a weight of the shape ``whole`` on ``mesh``, that cuts blocks of its rows.
 
         Raises:
-            ValueError: such a shard does not consist of whole blocks of the weight's rows.
+            ValueError: it does.
         """
         placed = mesh, shape, whole
-        if self._placed[:3] != placed:
+        if self._placed != placed:
             ranks = mesh.size()
             if (shape[0] * ranks, *shape[1:]) != tuple(whole) or why_not_rows(whole[0], ranks, self.spec):
                 raise ValueError(
                     f"{self.name} {list(whole)} was to be gathered as codes, and one of {ranks} ranks has "
                     f"{list(shape)} of it; give fp4_all_gather the mesh of fully_shard, and fully_shard no placements"
                 )
-            self._placed = (*placed, ranks)
-        return self._placed[3]
+            self._placed = placed
 
 
 class PreAllGather:
@@ -350,7 +346,7 @@ class PreAllGather:
 
     def __call__(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: torch.nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Sent]:
+    ) -> tuple[tuple[Tensor], Sent]:
         """Codes and scales of this shard, which FSDP2 sends, and what is passed on to ``fsdp_post_all_gather``.
 
         Raises:
@@ -358,11 +354,10 @@ class PreAllGather:
         """
         values, weight = self._values, self._weight
         assert weight is not None
-        ranks = weight.ranks_of(mesh, values.shape, outer_size)
+        weight.require_rows(mesh, values.shape, outer_size)
         sent = weight.sent(values, mp_policy.param_dtype or values.dtype, module)
         sent.wire.read()
-        # On one rank FSDP2 copies the first tensor, and nothing else.
-        return ((sent.codes, sent.scales) if ranks > 1 else (sent.codes,)), sent
+        return (sent.packed,), sent
 
     __signature__ = Signature(list(signature(__call__).parameters.values())[1:])
 
@@ -437,15 +432,13 @@ class ShardedWeight(torch.Tensor):
         owner = self.weight
         assert owner is not None
         sent.outer.read()
-        codes, *scales = all_gather_outputs
-        if not scales:
-            sent.wire.read()
-            scales = [sent.scales]
         if out is not None:
-            out.refill(scales[0], sent.amax, sent.state)
+            out.refill(sent.amax, sent.state)
             return None
-        shape = codes.shape[0], self.shape[1]
-        weight = GatheredWeight.of(owner.quantizer, shape, param_dtype, (codes, scales[0], sent.amax))
+        (packed,) = all_gather_outputs
+        ranks, (rows, cols) = len(packed) // len(sent.packed), self.shape
+        tensors = packed, sent.amax
+        weight = GatheredWeight.of(owner.quantizer, (ranks * rows, cols), param_dtype, tensors, ranks)
         weight.name, weight.state = owner.name, sent.state
         parameter = owner.sharded()
         if parameter is not None:

@@ -66,8 +66,8 @@ def backward_at_once(
         groups = _amax_groups(shards).backward
     state = ops.state_of(device, name) if plan.draws_in_backward else None
     memory = plan.grad_output.recall(device) if plan.is_stateful else None
-    needs, is_tiled = (call.needs_dgrad, call.needs_wgrad), call.tiles is not None
-    asked = ops.BackwardPass(*needs, ins, dtypes, state, rank, place, groups, is_tiled, memory)
+    needs, parts = (call.needs_dgrad, call.needs_wgrad), 0 if call.tiles is None else call.tiles.parts
+    asked = ops.BackwardPass(*needs, ins, dtypes, state, rank, place, groups, parts, memory)
     return way.backward(grad_output, kept, asked)
 
 

@@ -9,7 +9,8 @@ from fp4engine.ops import Operand, TiledOperand
 from fp4engine.ops.operation import aligned
 
 Structure = tuple[Any, ...]
-"""Per field of a record: ``(type, spec, rows, cols)`` of an operand, the length of a tuple, ``"tensor"``, or None."""
+"""Per field of a record: of an operand its type, how many tensors it has, and its other attributes; the length of a
+tuple; ``"tensor"``; or None."""
 
 Record = TypeVar("Record")
 
@@ -20,9 +21,9 @@ def flatten(record: tuple[Any, ...]) -> tuple[list[Tensor | None], Structure]:
     structure: list[Any] = []
     for value in record:
         if isinstance(value, (Operand, TiledOperand)):
-            spec, rows, cols, *own = value
+            own = value.tensors
             tensors += own
-            structure.append((type(value), spec, rows, cols))
+            structure.append((type(value), len(own), *value[: -len(own)]))
         elif isinstance(value, tuple):
             tensors += value
             structure.append(len(value))
@@ -43,12 +44,12 @@ def unflatten(kind: type[Record], structure: Structure, tensors: tuple[Tensor | 
     place = 0
     for field in structure:
         if isinstance(field, tuple):
-            operand, *shape = field
-            own = tensors[place : place + 3]
-            if shape[0] is not None and not torch.compiler.is_dynamo_compiling():
+            operand, count, *told = field
+            own = tensors[place : place + count]
+            if told[0] is not None and not torch.compiler.is_dynamo_compiling():
                 own = aligned(own)
-            values.append(operand(*shape, *own))
-            place += 3
+            values.append(operand(*told, *own))
+            place += count
         elif field is None:
             values.append(None)
         elif field == "tensor":

@@ -111,26 +111,6 @@ def resolve_cast(
     return draft.launch()
 
 
-@resolver
-def resolve_casts(
-    tensors: tuple[Facts, ...], amaxes: tuple[Facts, ...], device: torch.device, keys: tuple[str, ...]
-) -> Launch:
-    """``(x, amax, x, amax, ...) -> data, scale_inv, data, scale_inv, ...``: rowwise codes of many matrices.
-
-    Args:
-        tensors, amaxes: facts of both, as many; an amax is one number.
-        keys: of specs that :func:`fuses` and draw nothing.
-    """
-    draft = Draft(device, inputs=2 * len(tensors))
-    for index, (x, key) in enumerate(zip(tensors, keys, strict=True)):
-        place, amax = draft.inputs[2 * index : 2 * index + 2]
-        side = Side.of(CastSpec.from_key(key), "codes", 0)
-        data, scale_inv = draft.output(*quantize.data_of(side, *x.shape)), draft.output(*quantize.scales_of(*x.shape))
-        target = Target(side, amax, True, data, scale_inv)
-        quantize.add_cast(draft, Reading(x, None, place), target, None, None, 0)
-    return draft.launch()
-
-
 def _block_target(
     draft: Draft, spec: CastSpec, form: str, side: int, sharded: bool, given: Place | None, shape: tuple[int, int]
 ) -> blocks.Target:

@@ -15,10 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4engine.constants import BLOCK_SIZE
+from fp4engine.constants import ALIGNMENT, BLOCK_SIZE
 from fp4engine.formats import E2M1, E4M3, CastSpec, Outer
+from fp4engine.formats.tiles import Part
 from fp4engine.kernels.encode import PAIRS, from_bits, from_e4m3, round_bf16, to_bits
 from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, device_facts, facts, resolver
+from fp4engine.kernels.tiles import Tiles
 
 BLOCKS = 512
 """Blocks of 16 per program: two per thread of four warps."""
@@ -37,9 +39,9 @@ def element(words, position: tl.constexpr, scale):
 
 
 @triton.jit
-def load_block(codes_ptr, scale_ptr, block, inside, HARDWARE: tl.constexpr):
-    """Two words of eight codes [n, 2] and the scale times 2^118 [n, 1] of blocks [n]."""
-    scale = from_e4m3(tl.load(scale_ptr.to(tl.pointer_type(tl.uint8)) + block, mask=inside, other=0), HARDWARE)
+def load_block(codes_ptr, scale_ptr, block, scale_of, inside, HARDWARE: tl.constexpr):
+    """Two words of eight codes [n, 2], and the scale times 2^118 [n, 1], of blocks [n] whose scales are at [n]."""
+    scale = from_e4m3(tl.load(scale_ptr.to(tl.pointer_type(tl.uint8)) + scale_of, mask=inside, other=0), HARDWARE)
     half = tl.arange(0, 2)[None, :]
     pointers = codes_ptr.to(tl.pointer_type(tl.uint32)) + (block.to(tl.int64)[:, None] * 2 + half)
     return tl.load(pointers, mask=inside[:, None], other=0), (scale * 3.3230699894622897e35)[:, None]
@@ -56,13 +58,36 @@ def interleave(t0, t1, t2, t3):
 def decode_blocks(codes_ptr, scale_ptr, out_ptr, first, blocks, PER_PROGRAM: tl.constexpr, HARDWARE: tl.constexpr):
     block = first * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
     inside = block < blocks
-    words, scale = load_block(codes_ptr, scale_ptr, block, inside, HARDWARE)
+    words, scale = load_block(codes_ptr, scale_ptr, block, block, inside, HARDWARE)
+    store_values(out_ptr, block, words, scale, inside)
+
+
+@triton.jit
+def store_values(out_ptr, block, words, scale, inside):
+    """Sixteen BF16 values per block."""
     pairs = ()
     for i in tl.static_range(0, 8, 2):
         low = to_bits(element(words, i, scale))
         high = to_bits(element(words, i + 1, scale))
         pairs = pairs + ((low >> 16) | (high & 0xFFFF0000),)
     store_words(out_ptr, block, interleave(pairs[0], pairs[1], pairs[2], pairs[3]), inside)
+
+
+@triton.jit
+def decode_tiles_kernel(
+    packed_ptr, out_ptr, blocks, blocks_per_row, part_lines,
+    HEIGHT: tl.constexpr, PER_PROGRAM: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Values of a matrix of tiles, in parts of ``blocks`` blocks and ``part_lines`` times 16 bytes."""
+    programs = tl.cdiv(blocks, PER_PROGRAM)
+    part = (tl.program_id(0) // programs).to(tl.int64)
+    block = tl.program_id(0) % programs * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
+    inside = block < blocks
+    codes_ptr = packed_ptr.to(tl.pointer_type(tl.uint32)) + part * part_lines * 4
+    scale_ptr = codes_ptr + blocks.to(tl.int64) * 2
+    tile = block // (blocks_per_row * HEIGHT) * blocks_per_row + block % blocks_per_row
+    words, scale = load_block(codes_ptr, scale_ptr, block, tile, inside, HARDWARE)
+    store_values(out_ptr.to(tl.pointer_type(tl.uint32)) + part * blocks * 8, block, words, scale, inside)
 
 
 @triton.jit
@@ -110,7 +135,7 @@ def dequantize_kernel(
     """``WORDS``: 16-bit values in whole blocks, written two to a word; else element by element, cut at ``cols``."""
     block = tl.program_id(0) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
     inside = block < blocks
-    words, scale = load_block(codes_ptr, scale_ptr, block, inside, HARDWARE)
+    words, scale = load_block(codes_ptr, scale_ptr, block, block, inside, HARDWARE)
     if PER_ROW:
         amax = tl.load(amax_ptr + block // blocks_per_row, mask=inside, other=0.0)[:, None]
     else:
@@ -169,6 +194,17 @@ def add_decode(draft: Draft, operands: Sequence[Codes], outs: Sequence[Place]) -
     programs = sum(-(-count // BLOCKS) for count in counts)
     hardware, _ = device_facts(draft.device)
     draft.step(decode_kernel, programs, *arguments, *counts, BLOCKS, hardware, num_warps=4)
+
+
+def add_decode_tiles(draft: Draft, tiles: Tiles, spec: CastSpec, out: Place) -> None:
+    """Write the values of the matrix, without the outer factor and with the padding, to BF16 ``out``."""
+    part = Part.of(spec, tiles.rows // tiles.parts, tiles.cols)
+    blocks = part.rows * spec.num_blocks(tiles.cols)
+    hardware, _ = device_facts(draft.device)
+    draft.step(
+        decode_tiles_kernel, tiles.parts * -(-blocks // BLOCKS), tiles.packed, out, blocks,
+        spec.num_blocks(tiles.cols), part.size // ALIGNMENT, spec.block[0], BLOCKS, hardware, num_warps=4,
+    )  # fmt: skip
 
 
 @resolver

@@ -108,6 +108,11 @@ class Block(NamedTuple):
     at: int = 0
 
 
+def part_of(start: int, size: int, dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """The part of a buffer of bytes that is ``size`` bytes from byte ``start`` on, for a :class:`Block`."""
+    return tensor[start : start + size].view(dtype)
+
+
 class Step(NamedTuple):
     """One kernel to start: ``kernel[(programs,)](*arguments, **options)``.
 

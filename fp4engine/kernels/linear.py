@@ -3,8 +3,8 @@
     forward     x, w cast both ways; y = x . w^T + b              x^T, w^T kept as codes
     backward    dy cast both ways; x^T, w^T decoded; dx = dy . w;  dw = dy^T . x
 
-A weight that is given as codes with a scale for each tile is not cast. One kernel gives every row the scales of its
-tiles (forward), or transposes codes and scales (backward), and one kernel decodes. Small products of FP8 codes with one
+A weight that is given as codes with a scale for each tile is not cast. One kernel decodes it (forward), or transposes
+codes and scales, which are then decoded with those of x (backward). Small products of FP8 codes with one
 scale per tensor (:func:`fp4engine.ops.gemm_fp8.is_small`) are kernels of the launch. PyTorch multiplies other FP8 codes
 after the launch. The launch then casts, and writes the factors that those products need, or their block scales in the
 order in which PyTorch reads them.
@@ -31,15 +31,15 @@ from fp4engine.kernels.amax import add_fold, add_folded_amax, amax_size
 from fp4engine.kernels.amax_history import History, Past
 from fp4engine.kernels.block_scales import Scales, add_block_scales
 from fp4engine.kernels.cast import Side
-from fp4engine.kernels.dequantize import Codes, add_decode
+from fp4engine.kernels.dequantize import Codes, add_decode, add_decode_tiles
 from fp4engine.kernels.draw import add_draw
 from fp4engine.kernels.factor import Factor
 from fp4engine.kernels.gemm import add_gemm
 from fp4engine.kernels.gemm_launch import Matrix
-from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, facts, resolver
+from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, facts, part_of, resolver
 from fp4engine.kernels.load import Reading
 from fp4engine.kernels.quantize import Target, add_cast, data_of, scales_of
-from fp4engine.kernels.transpose import Tiles, Transposed, add_spread, add_transposed
+from fp4engine.kernels.tiles import Spread, Tiles, add_spread
 
 __all__ = [
     "Past",
@@ -118,30 +118,33 @@ def resolve_forward(
 @resolver
 def resolve_tiled_forward(
     x: Facts,
-    tiles: tuple[Facts, Facts],
+    tiles: Facts,
     bias: Facts | None,
     device: torch.device,
     keys: tuple[str, str, str],
     stream: int,
     dtype: torch.dtype,
+    outs: int,
+    parts: int,
 ) -> Launch:
-    """``(x, w's codes, tile scales, amax, bias) -> [x^T as it is kept,] y``.
+    """``(x, w's tiles, amax, bias) -> [x^T as it is kept,] y``.
 
     Args:
-        tiles: facts of w's codes and tile scales, which were cast before.
+        tiles: facts of w as it was cast before.
         keys: of the specs of x, x^T and w; x^T's is empty if backward does not need it.
         stream: stream id of x.
         dtype: of y.
+        outs, parts: N, and of how many parts w's tiles consist.
     """
-    draft = Draft(device, inputs=5)
+    assert len(tiles.shape) == 1
+    draft = Draft(device, inputs=4)
     (kept,) = _stored(draft.output, [(x.shape[::-1], keys[1])])
     left = _cast_forward(draft, x, draft.inputs[0], keys[0], kept, stream)
-    spec, (rows, cols) = CastSpec.from_key(keys[2]), (tiles[0].shape[0], x.shape[1])
-    codes, scales, amax = draft.inputs[1:4]
-    scale_inv = draft.scratch(*scales_of(rows, cols))
-    add_spread(draft, Tiles(codes, scales, rows, cols), spec, scale_inv, None)
-    (right,) = _decoded(draft, [Stored((rows, cols), keys[2], codes, scale_inv, amax)])
-    _multiply(draft, left, right, dtype, draft.inputs[4] if bias else None)
+    _, packed, amax, bias_place = draft.inputs
+    right = _room_for_values(draft, (outs, x.shape[1]), keys[2], amax)
+    place = right.matrix.place
+    add_decode_tiles(draft, Tiles(packed, outs, x.shape[1], parts), CastSpec.from_key(keys[2]), place)
+    _multiply(draft, left, right, dtype, bias_place if bias else None)
     return draft.launch()
 
 
@@ -154,12 +157,12 @@ def resolve_backward(
     has_rng: bool,
     stream: int,
     dtypes: tuple[torch.dtype, torch.dtype],
-    tiles: tuple[Facts, Facts] | None = None,
+    tiles: tuple[Facts, int] | None = None,
     shared: bool = False,
     place: tuple[int, int] | None = None,
     live: Facts | None = None,
 ) -> Launch:
-    """``(dy, rng, amaxes[, x^T and w^T as they are kept][, w's codes, tile scales, amax]) -> [dx][, dw]``.
+    """``(dy, rng, amaxes[, x^T and w^T as they are kept][, w's tiles, amax]) -> [dx][, dw]``.
 
     Args:
         ins: K.
@@ -168,7 +171,7 @@ def resolve_backward(
         has_rng: whether ``rng`` is given: a draw, which says where dy begins if dy is a part of a matrix.
         stream: stream id of dy.
         dtypes: of dx and dw.
-        tiles: facts of w's codes, not transposed, and of its tile scales, if these are there in place of w^T's.
+        tiles: facts of w's tiles, not transposed, and their number of parts, if these are there in place of w^T.
         shared: whether ``amaxes`` has the outer amaxes of dy's casts, as :func:`resolve_amaxes` makes them.
         place: row and column at which dy begins in the whole matrix; None if it is whole.
         live: facts of the random stream's state, if ``rng`` is that state and the launch takes the draw from it.
@@ -176,7 +179,7 @@ def resolve_backward(
     (rows, outs), (row_key, col_key, inp_key, weight_key) = grad.shape, keys
     in_buffer = [((ins, rows), inp_key), ((ins, outs), "" if tiles else weight_key)]
     is_kept, placed = any(key for _, key in in_buffer), place is not None
-    draft = Draft(device, inputs=3 + is_kept + 3 * (tiles is not None))
+    draft = Draft(device, inputs=3 + is_kept + 2 * (tiles is not None))
     _, drawn, amaxes, *others = draft.inputs
     of_row, of_col = _rows(amaxes, [shared and weight_key != "", shared and inp_key != ""])
     row = _scratch_side(draft, row_key, 0, (rows, outs), of_row, placed) if weight_key else None
@@ -188,8 +191,9 @@ def resolve_backward(
     add_cast(draft, Reading(grad), row, col, rng, stream)
     inp, weight = _stored(lambda *_: others[0], in_buffer)
     if tiles:
-        codes, scales, amax = others[-3:]
-        weight = Stored((ins, outs), weight_key, *_transposed(draft, codes, scales, (ins, outs), weight_key), amax)
+        packed, amax = others[-2:]
+        made = _transposed(draft, Tiles(packed, outs, ins, tiles[1]), weight_key)
+        weight = Stored((ins, outs), weight_key, *made, amax)
     operands = _decoded(draft, [operand for operand in (weight, inp) if operand is not None])
     for target, shape, key, dtype, other in (
         (row, (rows, outs), row_key, dtypes[0], operands[0]),
@@ -247,12 +251,8 @@ def _stored(
         return [None] * len(operands)
     starts, total = offsets(sizes)
     buffer, dtypes = make((total,), torch.uint8), (torch.uint8, torch.uint8, torch.float32) * (len(sizes) // 3)
-    parts = (Block(buffer, partial(_part, *part), part[0]) for part in zip(starts, sizes, dtypes, strict=True))
+    parts = (Block(buffer, partial(part_of, *part), part[0]) for part in zip(starts, sizes, dtypes, strict=True))
     return [Stored(shape, key, next(parts), next(parts), next(parts)) if key else None for shape, key in operands]
-
-
-def _part(start: int, size: int, dtype: torch.dtype, buffer: torch.Tensor) -> torch.Tensor:
-    return buffer[start : start + size].view(dtype)
 
 
 def _cast_forward(
@@ -297,31 +297,29 @@ def _values(target: Target, key: str, shape: Shape) -> Values:
     return Values(matrix, target.amax, amax_size(target.side, rows) > 1, CastSpec.from_key(key).numerator)
 
 
-def _transposed(draft: Draft, codes: Place, scales: Place, shape: Shape, key: str) -> Transposed:
-    """Codes and scales of the operand w^T [K, N], made from the codes and tile scales of w."""
-    spec, (cols, rows) = CastSpec.from_key(key), shape
-    side = Side.of(spec, "codes", 1)
-    made = Transposed(draft.scratch(*data_of(side, *shape)), draft.scratch(*scales_of(*shape)))
-    add_transposed(draft, Tiles(codes, scales, rows, cols), spec, made)
+def _transposed(draft: Draft, tiles: Tiles, key: str) -> Spread:
+    """Codes and scales of the operand w^T [K, N], made from the tiles of w."""
+    spec, shape = CastSpec.from_key(key), (tiles.cols, tiles.rows)
+    made = Spread(draft.scratch(*data_of(Side.of(spec, "codes", 1), *shape)), draft.scratch(*scales_of(*shape)))
+    add_spread(draft, tiles, spec, made, transposed=True)
     return made
 
 
 def _decoded(draft: Draft, stored: list[Stored]) -> list[Values]:
     """Decode operands to values, all by one kernel."""
-    codes: list[Codes] = []
-    values: list[Values] = []
-    for (rows, cols), key, data, scale_inv, amax in stored:
-        blocks = -(-cols // BLOCK_SIZE)
-        codes.append(Codes(data, scale_inv, rows, blocks))
-        width = blocks * BLOCK_SIZE
-        matrix = Matrix(
-            draft.scratch((rows, width), torch.bfloat16), Facts((rows, width), (width, 1), torch.bfloat16, True)
-        )
-        spec = CastSpec.from_key(key)
-        by_rows = amax_size(Side.of(spec, "codes", 1), rows) > 1
-        values.append(Values(matrix, amax, by_rows, spec.numerator))
+    codes = [Codes(data, scale_inv, rows, -(-cols // BLOCK_SIZE)) for (rows, cols), _, data, scale_inv, _ in stored]
+    values = [_room_for_values(draft, shape, key, amax) for shape, key, _, _, amax in stored]
     add_decode(draft, codes, [operand.matrix.place for operand in values])
     return values
+
+
+def _room_for_values(draft: Draft, shape: Shape, key: str, amax: Place | Block) -> Values:
+    """A scratch buffer for the decoded values of an operand."""
+    rows, width = shape[0], -(-shape[1] // BLOCK_SIZE) * BLOCK_SIZE
+    facts_of = Facts((rows, width), (width, 1), torch.bfloat16, True)
+    matrix = Matrix(draft.scratch((rows, width), torch.bfloat16), facts_of)
+    spec = CastSpec.from_key(key)
+    return Values(matrix, amax, amax_size(Side.of(spec, "codes", 1), rows) > 1, spec.numerator)
 
 
 def _multiply(draft: Draft, left: Values, right: Values, dtype: torch.dtype, bias: Place | None = None) -> None:

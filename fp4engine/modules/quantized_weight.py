@@ -52,6 +52,7 @@ class QuantizedWeight(torch.Tensor):
     transposed: bool
     is_frozen: bool = False
     _high_precision_init_val: Tensor | None = None
+    _names: tuple[str, ...] = STORED
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
@@ -64,8 +65,9 @@ class QuantizedWeight(torch.Tensor):
         transposed: bool = False,
     ) -> "QuantizedWeight":
         """Wrap ``tensors``, three or six in the order of the class's attributes."""
-        named: dict[str, Tensor] = dict(zip(STORED, tensors, strict=False))
-        weight = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=named["codes"].device)
+        named: dict[str, Tensor] = dict(zip(cls._names, tensors, strict=False))
+        device = named[cls._names[0]].device
+        weight = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         weight.quantizer, weight.transposed = quantizer, transposed
         vars(weight).update(named)
         return weight
@@ -103,7 +105,7 @@ class QuantizedWeight(torch.Tensor):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that are stored, in the order of the class's attributes."""
-        return tuple(vars(self)[name] for name in STORED if name in vars(self))
+        return tuple(vars(self)[name] for name in self._names if name in vars(self))
 
     @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -283,7 +285,7 @@ class QuantizedWeight(torch.Tensor):
         return _compute_on_values(func, args, kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return [name for name in STORED if name in vars(self)], (self.quantizer, self.dtype, self.transposed)
+        return [name for name in self._names if name in vars(self)], (self.quantizer, self.dtype, self.transposed)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":

@@ -10,7 +10,6 @@ from fp4engine.ops.cast import (
     casts_supported,
     dequantize,
     quantize,
-    quantize_many,
     require_amax,
     transient_form,
 )
@@ -64,7 +63,7 @@ from fp4engine.ops.rng import (
     state_of,
 )
 from fp4engine.ops.through_cast import clip_and_rotate_back, within_range
-from fp4engine.ops.tiles import TiledOperand
+from fp4engine.ops.tiles import TiledOperand, quantize_tiles
 
 __all__ = [
     "BackwardPass",
@@ -117,7 +116,7 @@ __all__ = [
     "packed_amaxes",
     "placed",
     "quantize",
-    "quantize_many",
+    "quantize_tiles",
     "ranges",
     "rank_bits",
     "record_amax",

@@ -4,9 +4,8 @@ Operators get a spec as its key, a string that describes the cast. Legend: x is 
 the columnwise operand x.T; both have the contracted axis last.
 """
 
-from collections.abc import Sequence
 from functools import cache
-from itertools import chain, count
+from itertools import count
 from types import ModuleType
 from typing import Any, Literal, get_args
 
@@ -117,43 +116,6 @@ def quantize(
         data, scale_inv, outer = layout[1]
         col = Operand(columnwise, cols, rows, made[data], made[scale_inv], made[outer])
     return row, col
-
-
-def quantize_many(
-    matrices: Sequence[Tensor], specs: Sequence[CastSpec], amaxes: Sequence[Tensor | None], backend: str = "auto"
-) -> list[Operand]:
-    """The rowwise operands of several matrices on one device, made in one launch if FP4 kernels cover all of them.
-
-    Args:
-        matrices, specs, amaxes: equally many of each, as for :func:`quantize`; no cast may draw. Not to be traced.
-    """
-    together = [
-        amax is not None and not spec.is_stochastic and _casts_together(spec.key, matrix.dtype, matrix.device, backend)
-        for matrix, spec, amax in zip(matrices, specs, amaxes, strict=True)
-    ]
-    if not all(together):
-        made = [
-            quantize(matrix, spec, None, rowwise_amax=amax, backend=backend)[0]
-            for matrix, spec, amax in zip(matrices, specs, amaxes, strict=True)
-        ]
-        return [operand for operand in made if operand is not None]
-    casts, inputs = kernels(), list(map(as_it_is, matrices))
-    facts = tuple(map(casts.facts, inputs)), tuple(map(casts.facts, amaxes))
-    launch = casts.resolve_casts(*facts, inputs[0].device, tuple(spec.key for spec in specs))
-    outputs = launch(*chain.from_iterable(zip(inputs, amaxes, strict=True)))
-    backends.record(*("quantize/triton",) * len(inputs))
-    return [
-        Operand(spec, matrix.shape[0], matrix.shape[1], data, scale_inv, amax)
-        for matrix, spec, amax, data, scale_inv in zip(inputs, specs, amaxes, outputs[::2], outputs[1::2], strict=True)
-    ]
-
-
-@cache
-def _casts_together(key: str, dtype: torch.dtype, device: torch.device, backend: str) -> bool:
-    if backends.decide(device, backend, (key, "", dtype), casts_supported)[0] != "triton":
-        return False
-    spec = CastSpec.from_key(key)
-    return fused_casts_supported(key, dtype)[0] and spec.block[1] > 0 and spec.outer is Outer.TENSOR
 
 
 @constant_when_traced

@@ -1,14 +1,17 @@
 """FP4 codes that have one scale per tile, as an all-gather brings them, and the operands that are made of them."""
 
+from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4engine.formats import CastSpec
+from fp4engine.formats import CastSpec, Outer
+from fp4engine.formats.tiles import Part
 from fp4engine.ops import backend as backends
-from fp4engine.ops.cast import codes_outputs
+from fp4engine.ops.cast import as_it_is, casts_supported, codes_outputs, fused_casts_supported, kernels, quantize
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define, is_plain
 
@@ -21,27 +24,27 @@ class TiledOperand(NamedTuple):
     Attributes:
         spec: how it was cast; square blocks where the transposed operand is asked for.
         rows, cols: logical shape.
-        data: codes, uint8 [rows, padded cols / 2], contiguous.
-        scales: bytes of the scales, uint8 [rows / block rows, blocks], contiguous.
+        parts: how many parts it consists of, one behind another, each of as many rows: whole blocks, if several.
+        packed: uint8 [parts * bytes of a part], contiguous; see :class:`fp4engine.formats.tiles.Part`.
         amax: FP32 [1].
     """
 
     spec: CastSpec
     rows: int
     cols: int
-    data: Tensor
-    scales: Tensor
+    parts: int
+    packed: Tensor
     amax: Tensor
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``(data, scales, amax)``."""
-        return self.data, self.scales, self.amax
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """``(packed, amax)``."""
+        return self.packed, self.amax
 
     def rowwise(self, backend: str = "auto") -> Operand:
         """The operand [rows, cols], with each tile's scale for all its rows."""
-        (scale_inv,) = _spread(self, False, backend)
-        return Operand(self.spec, self.rows, self.cols, self.data, scale_inv, self.amax)
+        data, scale_inv = _spread(self, False, backend)
+        return Operand(self.spec, self.rows, self.cols, data, scale_inv, self.amax)
 
     def columnwise(self, backend: str = "auto") -> Operand:
         """The operand of the transposed matrix under the same cast."""
@@ -50,37 +53,88 @@ class TiledOperand(NamedTuple):
 
 
 def _spread(tiled: TiledOperand, transposed: bool, backend: str) -> list[Tensor]:
-    run = _spread_tiles if is_plain(tiled.data) else torch.ops.fp4engine.spread_tiles
-    return run(tiled.data, tiled.scales, tiled.spec.key, tiled.rows, tiled.cols, transposed, backend)
+    run = _spread_tiles if is_plain(tiled.packed) else torch.ops.fp4engine.spread_tiles
+    return run(tiled.packed, tiled.spec.key, tiled.rows, tiled.cols, tiled.parts, transposed, backend)
 
 
 def _spread_tiles(
-    codes: Tensor, scales: Tensor, spec: str, rows: int, cols: int, transposed: bool, backend: str
+    packed: Tensor, spec: str, rows: int, cols: int, parts: int, transposed: bool, backend: str
 ) -> list[Tensor]:
-    """Block scales of the operand [rows, cols]; if ``transposed``, codes and block scales of the one [cols, rows]."""
-    if backends.choose("spread_tiles", codes.device, backend, (spec,), _supported) == "triton":
-        from fp4engine.kernels.transpose import spread_tiles
+    """Codes and block scales of the operand [rows, cols]; if ``transposed``, of the one [cols, rows]."""
+    if backends.choose("spread_tiles", packed.device, backend, (spec,), _supported) == "triton":
+        from fp4engine.kernels.tiles import spread_tiles
 
-        return spread_tiles(codes, scales, spec, cols, transposed)
-    cast = CastSpec.from_key(spec)
-    spread = scales.repeat_interleave(cast.block[0], 0)[:rows].view(cast.scale.torch_dtype)
+        return spread_tiles(packed, spec, rows, cols, parts, transposed)
+    cast, part = CastSpec.from_key(spec), Part.of(CastSpec.from_key(spec), rows // parts, cols)
+    by_part, dtype = packed.view(parts, part.size), cast.scale.torch_dtype
+    codes = by_part[:, : part.codes].reshape(rows, cast.padded_cols(cols) // 2)
+    shape = -(-rows // cast.block[0]), cast.num_blocks(cols) * dtype.itemsize
+    scales = by_part[:, part.codes : part.codes + part.scales].reshape(shape)
+    spread = scales.repeat_interleave(cast.block[0], 0)[:rows].view(dtype)
     if not transposed:
-        return [spread]
+        return [codes.clone() if parts == 1 else codes, spread]  # an operator's output is no part of an input
     made = Operand(cast, rows, cols, codes, spread).transposed()
     assert made.scale_inv is not None
     return [made.data, made.scale_inv.contiguous()]
 
 
-def _spread_tiles_outputs(codes: Tensor, spec: str, rows: int, cols: int, transposed: bool) -> list[Output]:
+def _spread_tiles_outputs(packed: Tensor, spec: str, rows: int, cols: int, transposed: bool) -> list[Output]:
     cast = CastSpec.from_key(spec)
-    return codes_outputs(cast, cols, rows) if transposed else codes_outputs(cast, rows, cols)[1:]
+    return codes_outputs(cast, cols, rows) if transposed else codes_outputs(cast, rows, cols)
 
 
 @cache
 def _supported(key: str) -> tuple[bool, str]:
-    from fp4engine.kernels.transpose import supports
+    from fp4engine.kernels.tiles import supports
 
     return supports(CastSpec.from_key(key))
 
 
 define(_spread_tiles, _spread_tiles_outputs)
+
+
+def quantize_tiles(
+    matrices: Sequence[Tensor], specs: Sequence[CastSpec], amaxes: Sequence[Tensor | None], backend: str = "auto"
+) -> list[TiledOperand]:
+    """Matrices on one device, cast along their rows, in one part each; in one launch if FP4 kernels cover all of them.
+
+    Args:
+        matrices, specs, amaxes: equally many of each, as for :func:`quantize`; no cast may draw. Not to be traced.
+    """
+    together = [
+        amax is not None and not spec.is_stochastic and _casts_together(spec.key, matrix.dtype, matrix.device, backend)
+        for matrix, spec, amax in zip(matrices, specs, amaxes, strict=True)
+    ]
+    if not all(together):
+        return [_packed(*one, backend) for one in zip(matrices, specs, amaxes, strict=True)]
+    from fp4engine.kernels.tiles import resolve_tiles
+
+    facts, inputs = kernels().facts, list(map(as_it_is, matrices))
+    asked = tuple(map(facts, inputs)), tuple(map(facts, amaxes))
+    launch = resolve_tiles(*asked, inputs[0].device, tuple([spec.key for spec in specs]))
+    outputs = launch(*chain.from_iterable(zip(inputs, amaxes, strict=True)))
+    backends.record(*("quantize/triton",) * len(inputs))
+    return [
+        TiledOperand(spec, matrix.shape[0], matrix.shape[1], 1, packed, amax)
+        for matrix, spec, amax, packed in zip(inputs, specs, amaxes, outputs, strict=True)
+        if amax is not None
+    ]
+
+
+def _packed(matrix: Tensor, spec: CastSpec, amax: Tensor | None, backend: str) -> TiledOperand:
+    operand, _ = quantize(matrix, spec, None, rowwise_amax=amax, backend=backend)
+    assert operand is not None and operand.scale_inv is not None and operand.amax is not None
+    rows, cols = matrix.shape
+    part = Part.of(spec, rows, cols)
+    packed = operand.data.new_zeros(part.size)
+    packed[: part.codes] = operand.data.view(-1)
+    packed[part.codes : part.codes + part.scales] = operand.scale_inv[:: spec.block[0]].reshape(-1).view(torch.uint8)
+    return TiledOperand(spec, rows, cols, 1, packed, operand.amax)
+
+
+@cache
+def _casts_together(key: str, dtype: torch.dtype, device: torch.device, backend: str) -> bool:
+    if backends.decide(device, backend, (key, "", dtype), casts_supported)[0] != "triton":
+        return False
+    spec = CastSpec.from_key(key)
+    return fused_casts_supported(key, dtype)[0] and spec.block[1] > 0 and spec.outer is Outer.TENSOR

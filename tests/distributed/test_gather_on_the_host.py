@@ -102,8 +102,10 @@ def test_a_layer_is_a_launch_each_way_and_all_shards_are_cast_in_one(two_ranks, 
     assert kernels == {
         "amax_kernel": 2 * LAYERS,  # of inputs and gradients; those of weights are PyTorch's
         "quantize_kernel": 3 * LAYERS,
-        "transpose_kernel": 2 * LAYERS - 1,  # the first layer's input needs no gradient
-        "decode_kernel": 2 * LAYERS,
+        "pick_kernel": LAYERS,
+        "decode_tiles_kernel": LAYERS,
+        "spread_kernel": LAYERS - 1,  # the first layer's input needs no gradient
+        "decode_kernel": LAYERS,
         "_gemm_plain_kernel": 3 * LAYERS - 1,
         "draw_kernel": draws,
     }

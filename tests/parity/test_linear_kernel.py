@@ -255,13 +255,16 @@ def test_compiled_for_any_number_of_rows(kernel_device):
 
 
 class OfTiles(WeightCache):
-    """The weight as an all-gather brings it: codes and a scale of each tile."""
+    """The weight as an all-gather brings it: codes and a scale of each tile, in as many parts as it has tiles."""
 
     def tiles(self, weight):
         spec = make_linear_plan(NVFP4BlockScaling(), "linear").weight.rowwise_spec
-        codes, _ = ops.quantize(weight.detach(), spec, None)
-        scales = codes.scale_inv[::16].contiguous().view(torch.uint8)
-        return ops.TiledOperand(spec, *weight.shape, codes.data, scales, codes.amax)
+        rows, cols = weight.shape
+        parts = rows // 16 if rows and rows % 16 == 0 else 1
+        amax = make_linear_plan(NVFP4BlockScaling(), "linear").weight.amax(weight.detach(), columnwise=False)[0]
+        shards = weight.detach().chunk(parts)
+        cast = ops.quantize_tiles(shards, [spec] * parts, [amax] * parts)
+        return ops.TiledOperand(spec, rows, cols, parts, torch.cat([shard.packed for shard in cast]), amax)
 
     def get(self, weight, plan, needs_dgrad, make):
         tiles = self.tiles(weight)

@@ -72,7 +72,7 @@ class LinearByFP8(Way):
 
     def backward(self, grad_output: Tensor, kept: Kept, asked: BackwardPass) -> Gradients:
         kernels, grad_output, kept = linear_kernels(), as_it_is(grad_output), aligned(kept)
-        assert not asked.groups and not asked.is_tiled, "what comes as tiles, or shares amaxes, is FP4"
+        assert not asked.groups and not asked.parts, "what comes as tiles, or shares amaxes, is FP4"
         needs_dgrad, needs_wgrad, ins, dtypes = asked.needs_dgrad, asked.needs_wgrad, asked.ins, asked.dtypes
         inp, inp_amax = kept[:2] if needs_wgrad else (None, None)
         weight, weight_amax = kept[-2:] if needs_dgrad else (None, None)
@@ -133,7 +133,7 @@ class LinearByFP8Blocks(Way):
 
     def backward(self, grad_output: Tensor, kept: Kept, asked: BackwardPass) -> Gradients:
         kernels, grad_output, kept = linear_kernels(), as_it_is(grad_output), aligned(kept)
-        assert not asked.groups and not asked.is_tiled, "what comes as tiles, or shares amaxes, is FP4"
+        assert not asked.groups and not asked.parts, "what comes as tiles, or shares amaxes, is FP4"
         inp, inp_scale_inv, _ = kept[:3] if asked.needs_wgrad else (None, None, None)
         weight, weight_scale_inv, _ = kept[-3:] if asked.needs_dgrad else (None, None, None)
         keys = self.backward_keys(asked)

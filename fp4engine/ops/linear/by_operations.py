@@ -85,9 +85,9 @@ class LinearByOperations(Way):
 
     def backward(self, grad_output: Tensor, kept: Kept, asked: BackwardPass) -> Gradients:
         casts, (rows, outs), kept = self.casts, grad_output.shape, aligned(kept)
-        needs_dgrad, needs_wgrad, ins, dtypes, state, rank, place, groups, is_tiled, _ = asked
+        needs_dgrad, needs_wgrad, ins, dtypes, state, rank, place, groups, tiles, _ = asked
         if self.in_one_buffer:
-            outputs = super().kept_outputs((rows, outs, ins), needs_dgrad and not is_tiled, needs_wgrad)
+            outputs = super().kept_outputs((rows, outs, ins), needs_dgrad and not tiles, needs_wgrad)
             kept = [*parts(kept, outputs), *kept[bool(outputs) :]]
         rng = None if state is None else draw_from(state, place)
         stream = self.backward_stream(rng is not None, rank)
@@ -100,8 +100,8 @@ class LinearByOperations(Way):
         left, left_t = self._cast(*told, transient=True)
         dx = dw = None
         if needs_dgrad:
-            if is_tiled:
-                right = TiledOperand(self.weight_spec, outs, ins, *kept[-3:]).columnwise(casts.backend)
+            if tiles:
+                right = TiledOperand(self.weight_spec, outs, ins, tiles, *kept[-2:]).columnwise(casts.backend)
             else:
                 right = Operand(self.weight_spec, ins, outs, *kept[-3:])
             dx = self._product(left, right, 1, dtypes[0])

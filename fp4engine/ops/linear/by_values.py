@@ -98,10 +98,10 @@ class LinearByValues(Way):
     ) -> tuple[Tensor, Kept]:
         casts, kernels = self.casts, linear_kernels()
         x, bias = as_it_is(x), bias if bias is None else bias.contiguous()
-        facts, (codes, scales, amax) = kernels.facts, weight.tensors
+        facts, (packed, amax) = kernels.facts, weight.tensors
         keys = (casts.inp[0], casts.inp[1] * asked.needs_wgrad, casts.weight[0])
-        told = (facts(x), (facts(codes), facts(scales)), facts(bias), x.device, keys, casts.streams[0], x.dtype)
-        *kept, y = kernels.resolve_tiled_forward(*told)(x, codes, scales, amax, bias)
+        told = (facts(x), facts(packed), facts(bias), x.device, keys, casts.streams[0], x.dtype)
+        *kept, y = kernels.resolve_tiled_forward(*told, weight.rows, weight.parts)(x, packed, amax, bias)
         backends.record("quantize/triton", "spread_tiles/triton", "gemm/triton")
         return y, [*kept, *weight.tensors] if asked.needs_dgrad else kept
 
@@ -112,8 +112,8 @@ class LinearByValues(Way):
                 kept = aligned(kept)
                 break
         tiles = amaxes = live = None
-        if asked.is_tiled and asked.needs_dgrad:
-            tiles = kernels.facts(kept[-3]), kernels.facts(kept[-2])
+        if asked.parts and asked.needs_dgrad:
+            tiles = kernels.facts(kept[-2]), asked.parts
             backends.record("spread_tiles/triton")
         rng = state = asked.state
         draws = state is not None

@@ -28,7 +28,7 @@ def linear_at_once(casts: LayerCasts, x: Tensor, weight: Tensor, tiles: TiledOpe
         x: a matrix.
         tiles: what ``weight`` was cast to by its rowwise spec, if it has no values; by square blocks.
     """
-    if type(x) not in PLAIN or type(weight if tiles is None else tiles.data) not in PLAIN:
+    if type(x) not in PLAIN or type(weight if tiles is None else tiles.packed) not in PLAIN:
         return None
     found = covering(casts, x.dtype, weight.dtype, x.device)
     if tiles is not None and not isinstance(found, LinearByValues):

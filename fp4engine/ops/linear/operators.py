@@ -40,7 +40,7 @@ class LinearByOperators(NamedTuple):
         x, bias = x.detach(), bias if bias is None else bias.detach()
         if isinstance(weight, TiledOperand):
             y, *kept = torch.ops.fp4engine.tiled_linear_forward(
-                x, *weight.tensors, bias, self.casts, self.weight_dtype, asked.needs_wgrad
+                x, *weight.tensors, bias, self.casts, self.weight_dtype, asked.needs_wgrad, weight.rows, weight.parts
             )
             return y, [*kept, *weight.tensors] if asked.needs_dgrad else kept
         needs_dgrad, needs_wgrad, shared, groups, given, _ = asked
@@ -54,10 +54,10 @@ class LinearByOperators(NamedTuple):
 
     def backward(self, grad_output: Tensor, kept: Kept, asked: BackwardPass) -> Gradients:
         """As :meth:`Way.backward`."""
-        needs_dgrad, needs_wgrad, ins, dtypes, state, rank, place, groups, is_tiled, _ = asked
+        needs_dgrad, needs_wgrad, ins, dtypes, state, rank, place, groups, parts, _ = asked
         token = order_token(grad_output.device, "backward") if groups else None
         told = (grad_output.detach(), list(kept), needs_dgrad, needs_wgrad, ins, state, self.casts, *dtypes)
-        dx, dw = torch.ops.fp4engine.linear_backward(*told, rank, place, token, names_of(groups), is_tiled)
+        dx, dw = torch.ops.fp4engine.linear_backward(*told, rank, place, token, names_of(groups), parts)
         return dx if needs_dgrad else None, dw if needs_wgrad else None
 
 
@@ -124,17 +124,18 @@ def _linear_share_forward(
 
 def _tiled_linear_forward(
     x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
+    packed: Tensor,
     amax: Tensor,
     bias: Tensor | None,
     casts: str,
     weight_dtype: torch.dtype,
     needs_wgrad: bool,
+    outs: int,
+    parts: int,
 ) -> list[Tensor]:
     """As :func:`_linear_forward`, of a weight that comes as tiles: the caller keeps those for backward."""
     own = LayerCasts.from_key(casts)
-    weight = TiledOperand(CastSpec.from_key(own.weight[0]), codes.shape[0], x.shape[1], codes, scales, amax)
+    weight = TiledOperand(CastSpec.from_key(own.weight[0]), outs, x.shape[1], parts, packed, amax)
     return _forward(x, weight, bias, own, weight_dtype, ForwardPass(False, needs_wgrad))
 
 
@@ -166,7 +167,7 @@ def _linear_backward(
     place: Sequence[int] | None,
     token: Tensor | None,
     groups: str,
-    is_tiled: bool,
+    parts: int,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight; one that is not asked for is an empty tensor.
 
@@ -175,7 +176,7 @@ def _linear_backward(
     own, (rows, outs) = LayerCasts.from_key(casts), grad_output.shape
     way = way_of(own, (rows, outs, ins), dtype, weight_dtype, grad_output.device)
     whole = None if place is None else (place[0], place[1])
-    shards = rank, whole, groups_named(groups), is_tiled
+    shards = rank, whole, groups_named(groups), parts
     asked = BackwardPass(needs_dgrad, needs_wgrad, ins, (dtype, weight_dtype), state, *shards)
     dx, dw = way.backward(grad_output, kept, asked)
     dx, dw = (grad_output.new_empty(0) if gradient is None else gradient for gradient in (dx, dw))
@@ -204,9 +205,9 @@ def _linear_share_forward_outputs(
 
 
 def _tiled_linear_forward_outputs(
-    x: Tensor, codes: Tensor, casts: str, weight_dtype: torch.dtype, needs_wgrad: bool
+    x: Tensor, outs: int, casts: str, weight_dtype: torch.dtype, needs_wgrad: bool
 ) -> list[Output]:
-    return _forward_outputs(x, codes.shape[0], weight_dtype, casts, False, needs_wgrad)
+    return _forward_outputs(x, outs, weight_dtype, casts, False, needs_wgrad)
 
 
 def _linear_backward_outputs(

@@ -22,7 +22,7 @@ Gradients = tuple[Tensor | None, Tensor | None]
 Kept = Sequence[Tensor]
 """What backward needs, as the way that made it reads it (:meth:`Way.kept_outputs`): x^T for wgrad, then w^T for dgrad.
 
-A weight that was given as tiles is kept as it was given: its codes, the scales of its tiles and its amax.
+A weight that was given as tiles is kept as it was given: its tiles and its amax.
 """
 Sizes = tuple[int, int, int]
 """``(rows, outs, ins)``: M, N and K."""
@@ -60,7 +60,7 @@ class BackwardPass(NamedTuple):
         rank: the rank whose random bits are drawn; None for this process's.
         place: row and column at which the gradient of y begins in the whole matrix; None if it is whole.
         groups: the process groups whose ranks share the amaxes of the gradient of y.
-        is_tiled: whether the weight was given as codes and tile scales.
+        parts: of how many parts the weight's tiles consist; 0 if it was not given as tiles.
         memory: that of the gradient of y, under delayed scaling.
     """
 
@@ -72,7 +72,7 @@ class BackwardPass(NamedTuple):
     rank: int | None = None
     place: tuple[int, int] | None = None
     groups: tuple[Any, ...] = ()
-    is_tiled: bool = False
+    parts: int = 0
     memory: Memory | None = None
 
 
@@ -151,7 +151,7 @@ class Way:
         """``y = x @ weight.T + bias``, and what backward needs: of x for wgrad, of the weight for dgrad.
 
         Args:
-            weight: values to be cast; or the codes and tile scales of a cast, which are then kept for backward too.
+            weight: values to be cast; or the tiles of a cast, which are then kept for backward too.
         """
         raise NotImplementedError
 

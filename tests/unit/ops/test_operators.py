@@ -93,7 +93,7 @@ def test_fakes_of_a_layers_operators_tell_the_truth(recipe, needs_dgrad, needs_w
     kept = forward(x, weight, None, casts.key, *needs, None)[1:]
     assert len(kept) == any(needs)
     if kept:
-        state, alone = torch.tensor([1, 2]), (None, None, None, "", False)
+        state, alone = torch.tensor([1, 2]), (None, None, None, "", 0)
         told = (*needs, ins, state, casts.key, torch.bfloat16, torch.float32, *alone)
         assert_fake_tells_the_truth(backward, grad, kept, *told)
     memory = [t.untyped_storage().data_ptr() for t in (x, weight, *kept) if t.numel()]
@@ -106,19 +106,18 @@ def test_fakes_of_operators_on_tiles_tell_the_truth(recipe, shape) -> None:
     rows, ins, outs = shape
     fp4, plan = torch.ops.fp4engine, make_linear_plan(recipe, "linear")
     spec, casts = plan.weight.rowwise_spec, plan.casts
-    cast, _ = ops.quantize(torch.randn(outs, ins), spec, None)
-    tiles = (cast.data, cast.scale_inv[:: spec.block[0]].contiguous().view(torch.uint8))
+    (tiles,) = ops.quantize_tiles([torch.randn(outs, ins)], [spec], [None])
     for transposed in (False, True) if spec.block[0] > 1 else (False,):
-        assert_fake_tells_the_truth(fp4.spread_tiles, *tiles, spec.key, outs, ins, transposed, "auto")
+        assert_fake_tells_the_truth(fp4.spread_tiles, tiles.packed, spec.key, outs, ins, 1, transposed, "auto")
     if casts is None:  # dgrad's operand is made of values
         return
-    x, grad, weight = torch.randn(rows, ins).bfloat16(), torch.randn(rows, outs).bfloat16(), (*tiles, cast.amax)
+    x, grad, weight = torch.randn(rows, ins).bfloat16(), torch.randn(rows, outs).bfloat16(), tiles.tensors
     dtypes, state = (torch.bfloat16, torch.float32), torch.tensor([1, 2])
     for needs_wgrad in (True, False):
-        forward = (x, *weight, torch.randn(outs), casts.key, torch.float32, needs_wgrad)
+        forward = (x, *weight, torch.randn(outs), casts.key, torch.float32, needs_wgrad, outs, 1)
         assert_fake_tells_the_truth(fp4.tiled_linear_forward, *forward)
         kept = [*fp4.tiled_linear_forward(*forward)[1:], *weight]
-        told = (True, needs_wgrad, ins, state, casts.key, *dtypes, None, None, None, "", True)
+        told = (True, needs_wgrad, ins, state, casts.key, *dtypes, None, None, None, "", 1)
         assert_fake_tells_the_truth(fp4.linear_backward, grad, kept, *told)
 
 
