@@ -1,6 +1,6 @@
 """One linear layer, forward and backward, beside BF16 `nn.Linear` in the same run.
 
-    python benchmarks/step.py [--quick] [--out benchmarks/results]
+    python benchmarks/step.py [--quick] [--turn 0.01] [--out benchmarks/results]
 
 The module's bytes are held to the reference quantizers before anything is timed. Rows per layer, 8,192 tokens, BF16
 parameters and activations:
@@ -71,8 +71,8 @@ def problem(fan_in: int, fan_out: int):
     return inp, grad
 
 
-def measure(fan_in: int, fan_out: int) -> dict[str, float]:
-    """Milliseconds of each variant."""
+def measure(fan_in: int, fan_out: int, turn: float) -> dict[str, float]:
+    """Milliseconds of each variant, in turns of so many seconds."""
     inp, grad = problem(fan_in, fan_out)
     dense, layer = make(torch.nn.Linear, fan_in, fan_out), make(fp4engine.Linear, fan_in, fan_out)
     cached = make(fp4engine.Linear, fan_in, fan_out)
@@ -83,7 +83,7 @@ def measure(fan_in: int, fan_out: int) -> dict[str, float]:
                 "nvfp4": lambda: run_nvfp4(layer, inp, grad),
                 "cached": lambda: run_nvfp4(cached, inp, grad),
             },
-            repeats_for(6.0 * TOKENS * fan_in * fan_out),
+            repeats_for(6.0 * TOKENS * fan_in * fan_out, turn),
         )
 
 
@@ -148,13 +148,19 @@ def host_times() -> dict[str, float]:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one layer per model")
+    parser.add_argument(
+        "--turn",
+        type=float,
+        default=0.01,
+        help="seconds that a variant runs at a time; in 0.3 clocks settle",
+    )
     arguments = parser.parse_args()
     check()
     rows = []
     print(f"{'layer':28} {'bf16 ms':>9} {'nvfp4 ms':>9} {'ratio':>6} {'cached':>6}", flush=True)
     for model, layers in MODELS.items():
         for fan_in, fan_out in layers[:1] if arguments.quick else layers:
-            times = measure(fan_in, fan_out)
+            times = measure(fan_in, fan_out, arguments.turn)
             ratio, cached = times["nvfp4"] / times["bf16"], times["cached"] / times["bf16"]
             rows.append(dict(model=model, fan_in=fan_in, fan_out=fan_out, ms=times, ratio=ratio, cached_ratio=cached))
             name = f"{model} {fan_in}x{fan_out}"

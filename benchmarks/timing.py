@@ -29,14 +29,16 @@ def milliseconds(run: Callable[[], Any], repeats: int) -> float:
 def time_in_turn(variants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Median milliseconds of each variant over rounds; each round runs every variant ``repeats`` times.
 
-    Variants take turns, so that a GPU at its power limit treats them alike.
+    Variants take turns. In short ones a GPU at its power limit runs all of them at one clock. In turns of some tenths
+    of a second each settles at its own: a variant that takes less power runs faster, as it does when it runs alone.
     """
     for run in variants.values():
         run()
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(ROUNDS):
         for name, run in variants.items():
-            run()
+            for _ in range(1 + repeats // 4):
+                run()
             times[name].append(milliseconds(run, repeats))
     return {name: statistics.median(values) for name, values in times.items()}
 
@@ -68,9 +70,9 @@ def host_microseconds(calls: dict[str, Callable[[], object]], repeats: int = 200
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def repeats_for(flops: float) -> int:
-    """Repeats that make a round of one variant last about 10 ms at 700 TFLOP/s."""
-    return max(2, min(30, int(7e12 / flops)))
+def repeats_for(flops: float, seconds: float = 0.01) -> int:
+    """Repeats that make a turn of one variant last about ``seconds`` at 700 TFLOP/s."""
+    return max(2, min(int(3000 * seconds), int(7e14 * seconds / flops)))
 
 
 def environment() -> dict[str, str]:
