@@ -197,6 +197,10 @@ class CastSpec:
         """The key's hash, which is computed once: specs are in the keys of every cache on the way to a kernel."""
         return hash(self.key)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CastSpec":
+        """Itself. Guards of ``torch.compile`` compare a copy of a quantizer with the quantizer at every call."""
+        return self
+
     @property
     def numerator(self) -> float:
         """``scale_bound * target``: what ``A`` maps to; the decode divides by it."""

@@ -1,5 +1,6 @@
 """A cast is a value with a short name that reads back."""
 
+import copy
 import re
 from typing import Any
 
@@ -159,3 +160,9 @@ def test_formats_say_what_they_hold() -> None:
         "e4m3": 448.0,
         "e5m2": 57344.0,
     }
+
+
+def test_a_copy_of_a_cast_is_the_cast() -> None:
+    """Guards of compiled code compare copied quantizers in every step: 6 us where the casts are other objects."""
+    spec = CastSpec(block=(16, 16))
+    assert copy.deepcopy(spec) is spec and copy.deepcopy([spec])[0] is spec
