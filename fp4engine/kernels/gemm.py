@@ -303,7 +303,7 @@ def add_gemm(
     if copied and not _is_tiny(m, n, k):
         if left.facts.dtype.itemsize > 1:
             return _add_copied(draft, product)
-        hopper = gluon_kernel("gemm_hopper", draft.device) if out.is_aligned and not flags.accumulate else None
+        hopper = gluon_kernel("gemm_hopper", draft.device) if out.is_aligned else None
         if hopper is not None:
             return hopper.add_hopper(draft, product, device_facts(draft.device)[1])
     _add_plain(draft, product, _TINY_TILES if copied else _PLAIN_TILES if min(m, n) >= 128 else SMALL_TILES)

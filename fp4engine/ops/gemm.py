@@ -59,7 +59,7 @@ def gemm(
         return _dense(left.data, right.data, bias, out_dtype, out)
     sizes, device = (left.rows, right.rows, left.cols), left.data.device
     by_fp8 = _multiplies_fp8(left.key, right.key, device) and backend in ("auto", "native")
-    is_small = by_fp8 and gemm_fp8.is_small(*sizes, backend, device, is_added=out is not None)
+    is_small = by_fp8 and gemm_fp8.is_small(*sizes, backend, device)
     if by_fp8 and not (is_small and _kernels_run(device)):
         return _fp8(left, right, bias, out_dtype, out, fast_accumulation)
     if is_plain(left.data):

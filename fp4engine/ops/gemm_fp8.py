@@ -41,24 +41,19 @@ STEPS = 128
 """The most steps of :data:`FP8_TILE` terms that a multiprocessor of a Hopper takes one after the other: 50 us or so."""
 
 
-def is_small(
-    rows: int, columns: int, terms: int, backend: str, device: torch.device, *, is_added: bool = False
-) -> bool:
+def is_small(rows: int, columns: int, terms: int, backend: str, device: torch.device) -> bool:
     """Whether a product with one scale per tensor is a kernel's, which can be part of a launch, and not PyTorch's.
 
     A call of PyTorch's takes the host 40 us or more, and its operands are tensors of their own; a kernel more in a
     launch takes about 5. So the GPU waits for the host in a layer whose products are all this small. The answer is the
     same for all three products of a layer: it does not depend on the order of the sizes.
-
-    Args:
-        is_added: whether the product is added to a gradient. Then it is PyTorch's beyond :data:`LONGEST`.
     """
     if backend != "auto":
         return False
     if rows <= LONGEST and columns <= LONGEST and terms <= LONGEST:
         return True
     multiprocessors = _multiprocessors(device)
-    if is_added or multiprocessors == 0 or rows % _MULTIPLE or columns % _MULTIPLE or terms % _MULTIPLE:
+    if multiprocessors == 0 or rows % _MULTIPLE or columns % _MULTIPLE or terms % _MULTIPLE:
         return False
     products = ((rows, columns, terms), (rows, terms, columns), (columns, terms, rows))
     return all(_steps(*sizes, multiprocessors) <= STEPS for sizes in products)

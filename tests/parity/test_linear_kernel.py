@@ -427,6 +427,31 @@ def test_fp8_products_of_middle_sizes_are_kernels_on_hopper(fp8_kernel, monkeypa
             torch.testing.assert_close(one, other, rtol=2.0**-7, atol=1e-3 * float(other.abs().max()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [MIDDLE, (8192, 768, 3072)], ids=str)
+def test_fp8_products_of_middle_sizes_are_added_to_main_grad(fp8_kernel, dtype, shape):
+    """In FP32, and rounded once."""
+    rows, columns, terms = shape
+    quantizer = make_linear_plan(Float8CurrentScaling(), "linear").weight
+    sizes = (rows, terms), (columns, terms)
+    left, right = (quantizer.quantize(torch.randn(size, device=fp8_kernel), columnwise=False).rowwise for size in sizes)
+    buffer = torch.randn(rows, columns, device=fp8_kernel).to(dtype)
+    want = (buffer.float() + ops.gemm(left, right, out_dtype=torch.float32)).to(dtype)
+    ops.reset_executed_paths()
+    found = ops.gemm(left, right, out_dtype=torch.float32, out=buffer)
+    assert ops.executed_paths() == {"gemm/triton": 1} and found is buffer
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("shape", [MIDDLE, (8192, 768, 3072)], ids=str)
+def test_fp8_products_of_middle_sizes_of_what_is_not_finite(fp8_kernel, monkeypatch, shape, spoil):
+    options = {"device": fp8_kernel, "spoil": spoil}
+    assert_one_launch_is_many(monkeypatch, Float8CurrentScaling(), shape, kind=LinearByFP8, **options)
+    (y, _, dw, _), ran, *_ = run(Float8CurrentScaling(), shape, **options)
+    assert ran["gemm/triton"] == 3 and not y.isfinite().any() and not dw.isfinite().any()
+
+
 @pytest.mark.no_poison
 def test_fp8_products_of_middle_sizes_compiled(fp8_kernel, monkeypatch):
     assert_compiled_is_eager(monkeypatch, Float8CurrentScaling(), MIDDLE, fp8_kernel, LinearByFP8)
