@@ -125,6 +125,14 @@ def power_of_two(y, block, CAST: tl.constexpr):
 
 
 @triton.jit
+def inverse_scale(block, CAST: tl.constexpr, HARDWARE: tl.constexpr):
+    """What elements are multiplied by, and the FP32 scale that is its reciprocal, of blocks' maxima; 1 for zeros."""
+    encode_scale = tl.div_rn(tl.zeros_like(block) + CAST.target, tl.where(block == 0, CAST.target, block))
+    encode_scale = tl.minimum(encode_scale, FLT_MAX, propagate_nan=NAN)
+    return encode_scale, reciprocal(encode_scale, HARDWARE)
+
+
+@triton.jit
 def exponent_of_deviation(y, CAST: tl.constexpr):
     """Biased, of the power of two under the rule "std": half the exponent of a variance."""
     ones = ()
@@ -351,9 +359,7 @@ def cast_tile(
             scale = block * (outer_scale * (1.0 / CAST.target))
             stored, decode_scale, encode_scale = rounded_scale(scale, outer_decode_scale, CAST, HARDWARE)
         elif CAST.scale == "fp32":
-            encode_scale = tl.div_rn(tl.zeros_like(block) + CAST.target, tl.where(block == 0, CAST.target, block))
-            encode_scale = tl.minimum(encode_scale, FLT_MAX, propagate_nan=NAN)
-            decode_scale = reciprocal(encode_scale, HARDWARE)
+            encode_scale, decode_scale = inverse_scale(block, CAST, HARDWARE)
             stored = decode_scale
         else:
             stored, decode_scale, encode_scale = power_of_two(y, block, CAST)

@@ -39,7 +39,7 @@ class BlockCast:
     """A CastSpec at compile time. Compared by identity, as from :meth:`of`.
 
     Attributes:
-        grid: of the elements; scale_grid: of block scales in UE5M3, and in E4M3 that are rounded stochastically.
+        grid: of the elements; e4m3: whether they are E4M3; scale_grid: of block scales in UE5M3, and in E4M3 that are rounded stochastically.
         packed: whether two codes share a byte; values: whether values are written, not codes; half: in FP16, not BF16.
         height, width: of a block.
         scale: format of the block scales: ``"e4m3"``, ``"ue5m3"``, ``"e8m0"`` or ``"fp32"``.
@@ -47,6 +47,7 @@ class BlockCast:
         inverse_target: ``fl(1 / fl(target))``.
         turn, max_exponent, element_factor: of a power-of-two rule: a mantissa beyond this rounds up; exponent of the
             element's largest binade; what elements are multiplied by beside the power.
+        carry: added to the bits of a number, adds 1 to its exponent where the mantissa is beyond ``turn``.
         outer, rounding, correction: values of the spec's.
         rotation: size, 0 for none; rotation_factor: the power of two in ``1 / sqrt(size)``, which comes first.
         signs: ``"none"``, ``"fixed"``, ``"dgrad"`` or ``"wgrad"``; sixteen: those fixed for 16, set bits for minus.
@@ -56,6 +57,7 @@ class BlockCast:
     """
 
     grid: Grid
+    e4m3: bool
     scale_grid: Grid
     packed: bool
     values: bool
@@ -69,6 +71,7 @@ class BlockCast:
     inverse_target: float
     constant_amax: float
     turn: float
+    carry: int
     max_exponent: int
     element_factor: float
     outer: str
@@ -92,6 +95,7 @@ class BlockCast:
         corrected = "scalar" if scalar else "eden" if spec.correction.group > 1 else "none"
         return BlockCast(
             grid=Grid.of(spec.element),
+            e4m3=spec.element == E4M3,
             scale_grid=Grid.of(UE5M3 if spec.scale == UE5M3 else E4M3),
             packed=spec.element.storage_bits == 4,
             values=form == "values",
@@ -105,6 +109,7 @@ class BlockCast:
             inverse_target=_inverse(spec.target),
             constant_amax=spec.constant_amax,
             turn=_turn(spec),
+            carry=max(int((2 - _turn(spec)) * 2**23) - 1, 0),
             max_exponent=spec.element.max_exponent,
             element_factor=spec.target / spec.element.max_value,
             outer=spec.outer.value,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp4engine.formats import CastSpec, Correction, Outer, RoundingMode, ScaleRule
-from fp4engine.kernels import blocks, cast_fp8, quantize
+from fp4engine.kernels import blocks, cast_fp8, cast_fp8_blocks, quantize
 from fp4engine.kernels.amax import amax_size, resolve_amax
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolver
@@ -78,14 +78,14 @@ def resolve_cast(
     rows, cols = reading.shape
     fp4: list[Target | None] = [None, None]
     fp8: list[cast_fp8.Target | None] = [None, None]
-    others: list[blocks.Target] = []
+    others: list[blocks.Target | None] = [None, None]
     sharded = tensors[6] is not None and tensors[6].shape == (4,)
     for bit, ((key, form), shape) in enumerate(zip(asked.sides, ((rows, cols), (cols, rows)), strict=True)):
         if not key:
             continue
         spec, given = CastSpec.from_key(key), tensors[4 + bit] is not None
         if spec.block[1] and not fuses(spec, reading.dtype)[0]:
-            others.append(_block_target(draft, spec, form, bit, sharded, Place(4 + bit) if given else None, shape))
+            others[bit] = _block_target(draft, spec, form, bit, sharded, Place(4 + bit) if given else None, shape)
         elif spec.block[1]:
             side = Side.of(spec, form, bit, sharded)
             data = draft.output(*quantize.data_of(side, *shape))
@@ -106,8 +106,8 @@ def resolve_cast(
         quantize.add_cast(draft, reading, fp4[0], fp4[1], rng, stream)
     if any(fp8):
         cast_fp8.add_cast(draft, reading, fp8[0], fp8[1])
-    for target in others:
-        blocks.add_cast(draft, x.transposed if target.side else x, reading.place, target, rng, stream)
+    if any(others):
+        cast_fp8_blocks.add_casts(draft, x, reading.place, others[0], others[1], rng, stream)
     return draft.launch()
 
 

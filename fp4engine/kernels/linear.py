@@ -31,6 +31,7 @@ from fp4engine.kernels.amax import add_fold, add_folded_amax, amax_size
 from fp4engine.kernels.amax_history import History, Past
 from fp4engine.kernels.block_scales import Scales, add_block_scales
 from fp4engine.kernels.cast import Side
+from fp4engine.kernels.cast_fp8_blocks import add_casts
 from fp4engine.kernels.dequantize import Codes, add_decode, add_decode_tiles
 from fp4engine.kernels.draw import add_draw
 from fp4engine.kernels.factor import Factor
@@ -444,9 +445,8 @@ def resolve_blocks_forward(x: Facts, weight: Facts, device: torch.device, keys: 
     draft = Draft(device, inputs=2)
     scales: list[Scales] = []
     for i, tensor in enumerate((x, weight)):
-        scales.append(_cast_blocks(draft, tensor, draft.inputs[i], keys[2 * i], 0, False))
-        if keys[2 * i + 1]:
-            _cast_blocks(draft, tensor, draft.inputs[i], keys[2 * i + 1], 1, True)
+        row, col = keys[2 * i : 2 * i + 2]
+        scales += _cast_blocks(draft, tensor, draft.inputs[i], (row, col), (False, True))[:1]
     add_block_scales(draft, *scales, CastSpec.from_key(keys[2]).block[0])
     return draft.launch()
 
@@ -455,20 +455,22 @@ def resolve_blocks_forward(x: Facts, weight: Facts, device: torch.device, keys: 
 def resolve_blocks_backward(
     grad: Facts, ins: int, device: torch.device, keys: tuple[str, str, str, str], has_rng: bool, stream: int
 ) -> Launch:
-    """``(dy, x^T's scale_inv, w^T's, rng) -> [dy's codes, dy's scales, w^T's][, dy^T's codes, dy^T's scales, x^T's]``.
+    """``(dy, x^T's scale_inv, w^T's, rng) -> [dy's codes][, dy^T's][, dy's scales, w^T's][, dy^T's scales, x^T's]``.
 
     Args:
         ins: K.
         keys, has_rng, stream: as in :func:`resolve_backward`.
     """
     draft = Draft(device, inputs=4)
-    for side, (other, place) in enumerate(((keys[3], draft.inputs[2]), (keys[2], draft.inputs[1]))):
+    rng = draft.inputs[3] if has_rng else None
+    others = ((keys[3], draft.inputs[2]), (keys[2], draft.inputs[1]))
+    row, col = (key if other else "" for key, (other, _) in zip(keys[:2], others, strict=True))
+    lefts = iter(_cast_blocks(draft, grad, draft.inputs[0], (row, col), (False, False), rng, stream))
+    for side, (other, place) in enumerate(others):
         if other:
-            rng = draft.inputs[3] if has_rng else None
-            left = _cast_blocks(draft, grad, draft.inputs[0], keys[side], side, False, rng, stream)
-            rows, spec = ins, CastSpec.from_key(other)
-            right = Scales(place, rows, spec.num_blocks(spec.padded_cols(grad.shape[1 - side])))
-            add_block_scales(draft, left, right, spec.block[0])
+            spec = CastSpec.from_key(other)
+            right = Scales(place, ins, spec.num_blocks(spec.padded_cols(grad.shape[1 - side])))
+            add_block_scales(draft, next(lefts), right, spec.block[0])
     return draft.launch()
 
 
@@ -476,20 +478,27 @@ def _cast_blocks(
     draft: Draft,
     tensor: Facts,
     place: Place,
-    key: str,
-    side: int,
-    is_kept: bool,
+    keys: tuple[str, str],
+    is_kept: tuple[bool, bool],
     rng: Place | None = None,
     stream: int = 0,
-) -> Scales:
-    """Cast one side to codes in blocks. The codes are an output; if the operand is kept, so are scales and amax."""
-    spec = CastSpec.from_key(key)
-    operand = tensor.transposed if side else tensor
-    rows, width = operand.shape[0], spec.padded_cols(operand.shape[1])
-    count = spec.num_blocks(width)
-    data = draft.output((rows, width), torch.uint8)
-    scale_inv = (draft.output if is_kept else draft.scratch)((rows, count), spec.scale.torch_dtype)
-    amax = draft.output((1,), torch.float32) if is_kept else None
-    target = blocks.Target(spec, "codes", side, False, None, amax, data, scale_inv)
-    blocks.add_cast(draft, operand, place, target, rng, stream)
-    return Scales(scale_inv, rows, count)
+) -> list[Scales]:
+    """Cast both sides, or the one whose key is not empty, to codes in blocks, which are outputs; return their scales.
+
+    If an operand is kept, scales and amax are outputs too.
+    """
+    targets: list[blocks.Target | None] = [None, None]
+    scales: list[Scales] = []
+    for side, (key, kept) in enumerate(zip(keys, is_kept, strict=True)):
+        if key:
+            spec = CastSpec.from_key(key)
+            rows, cols = tensor.shape[::-1] if side else tensor.shape
+            width = spec.padded_cols(cols)
+            count = spec.num_blocks(width)
+            data = draft.output((rows, width), torch.uint8)
+            scale_inv = (draft.output if kept else draft.scratch)((rows, count), spec.scale.torch_dtype)
+            amax = draft.output((1,), torch.float32) if kept else None
+            targets[side] = blocks.Target(spec, "codes", side, False, None, amax, data, scale_inv)
+            scales.append(Scales(scale_inv, rows, count))
+    add_casts(draft, tensor, place, targets[0], targets[1], rng, stream)
+    return scales

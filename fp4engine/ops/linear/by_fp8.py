@@ -141,11 +141,12 @@ class LinearByFP8Blocks(Way):
         stream = self.backward_stream(rng is not None)
         told = (kernels.facts(grad_output), asked.ins, grad_output.device, keys, rng is not None, stream)
         outputs = kernels.resolve_blocks_backward(*told)(grad_output, inp_scale_inv, weight_scale_inv, rng)
-        backends.record("quantize/triton", *("gemm/fp8",) * (len(outputs) // 3))
+        products = asked.needs_dgrad + asked.needs_wgrad
+        backends.record("quantize/triton", *("gemm/fp8",) * products)
         gradients: list[Tensor | None] = []
-        for data, (left, scales, others), spec, dtype in (
-            (weight, outputs[:3], self.weight_spec, asked.dtypes[0]),
-            (inp, outputs[-3:], self.inp_spec, asked.dtypes[1]),
+        for data, left, (scales, others), spec, dtype in (
+            (weight, outputs[0], outputs[products : products + 2], self.weight_spec, asked.dtypes[0]),
+            (inp, outputs[products - 1], outputs[-2:], self.inp_spec, asked.dtypes[1]),
         ):
             gradient = None
             if data is not None:
