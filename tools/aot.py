@@ -30,7 +30,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fp4engine.formats import E4M3, E5M2, FP32, CastSpec, Correction, Outer, Rotation, RoundingMode, ScaleRule
+from fp4engine.formats import (
+    E4M3,
+    E5M2,
+    FP32,
+    CastSpec,
+    Correction,
+    Outer,
+    Rotation,
+    RoundingMode,
+    ScaleRule,
+    fp8_block,
+)
 from fp4engine.kernels import amax
 from fp4engine.kernels.activation import BLOCK, activation_backward_kernel
 from fp4engine.kernels.amax import CLEARED, amax_kernel, clear_kernel, fold_kernel
@@ -52,6 +63,8 @@ from fp4engine.kernels.blocks import (
 )
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.cast_fp8 import TILE_K, TILE_M, Grid, cast_fp8_kernel
+from fp4engine.kernels.cast_fp8_blocks import TILE as FP8_TILE
+from fp4engine.kernels.cast_fp8_blocks import WARPS, cast_fp8_blocks_kernel
 from fp4engine.kernels.channel_figures import TILE_R as COUNTED_ROWS
 from fp4engine.kernels.channel_figures import channels_kernel, fold_channels_kernel
 from fp4engine.kernels.column_sums import COLS as SUM_COLS
@@ -120,6 +133,14 @@ BLOCK_CASTS = (
     ("fp8_block", "weight", 0, "values"),
 )
 """Rows of the book, the operand and the side of it, and what is written."""
+FP8_BLOCK_CASTS = (
+    ("1x128", fp8_block(E4M3, 1), fp8_block(E4M3, 1), "bf16"),
+    ("128x128", fp8_block(E4M3, 128), fp8_block(E4M3, 128), "bf16"),
+    ("1x128 E5M2", fp8_block(E5M2, 1), fp8_block(E5M2, 1), "bf16"),
+    ("1x128 rowwise, FP32 scales", fp8_block(E4M3, 1, power_of_two=False), None, "bf16"),
+    ("128x128 FP32, FP32 scales", *[fp8_block(E4M3, 128, power_of_two=False)] * 2, "fp32"),
+)
+"""Name, rowwise and columnwise spec, and input dtype."""
 NO_PROLOGUE = dict.fromkeys(("statistics_ptr", "gamma_ptr", "beta_ptr", "y_ptr", "PROLOGUE"))
 FP8 = CastSpec(E4M3, (0, 0), FP32, scale_bound=1.0, target=E4M3.max_value)
 BF8 = CastSpec(E5M2, (0, 0), FP32, scale_bound=1.0, target=E5M2.max_value)
@@ -165,6 +186,9 @@ def compile_for(kernel: Any, target: GPUTarget, constants: dict[str, Any], dtype
     """``kernel`` for a contiguous input at an aligned address; what is not a pointer or constant is an int32."""
     types = POINTERS | {"x_ptr": f"*{dtype}", "numerator": "fp32"}
     types["out_ptr"] = OUTPUTS.get(kernel.__name__, types["out_ptr"])
+    for side in ("ROW", "COL"):
+        if isinstance(constants.get(side), BlockCast) and constants[side].scale == "fp32":
+            types[f"{side.lower()}_scale_ptr"] = "*fp32"
     cast = constants.get("CAST")
     if cast is not None:
         unaligned = cast.rule == "aligned" and kernel is not block_decode_kernel
@@ -189,6 +213,8 @@ def compile_for(kernel: Any, target: GPUTarget, constants: dict[str, Any], dtype
     warps = 8 if kernel in (block_amax_kernel, figures_kernel, channels_kernel) else 4
     if kernel is block_cast_kernel:
         warps = warps_for(constants["TILE_R"])
+    if kernel is cast_fp8_blocks_kernel:
+        warps = WARPS
     options = {"num_warps": warps, "enable_fp_fusion": False}
     return triton.compile(source, target=target, options=options)
 
@@ -280,6 +306,10 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         table.append((f"grouped quantize {name}", grouped_quantize_kernel, sides | tile, dtype))
         tile = {"TILE_M": 128, "TILE_K": 64, "GROUPS": 16}
         table.append((f"grouped amax {name}", grouped_amax_kernel, sides_of(row, col) | tile, dtype))
+    for name, row, col, dtype in FP8_BLOCK_CASTS:
+        sides = {"ROW": row and BlockCast.of(row, "codes", 0), "COL": col and BlockCast.of(col, "codes", 0)}
+        nothing = {"row_amax_ptr": None} | ({} if col else dict.fromkeys(("col_amax_ptr", "col_ptr", "col_scale_ptr")))
+        table.append((f"cast FP8 {name}", cast_fp8_blocks_kernel, sides | nothing | {"TILE": FP8_TILE}, dtype))
     for name, role, side, form in BLOCK_CASTS:
         casts = zoo.make(name).casts(role)
         spec = casts.columnwise if side else casts.rowwise
@@ -340,6 +370,7 @@ OVERLAPPING = (clear_kernel, amax_kernel, fold_kernel, quantize_kernel)
 IN_REGISTERS = (
     amax_kernel,
     block_cast_kernel,
+    cast_fp8_blocks_kernel,
     cast_fp8_kernel,
     grouped_quantize_kernel,
     quantize_kernel,

@@ -39,7 +39,8 @@ class BlockCast:
     """A CastSpec at compile time. Compared by identity, as from :meth:`of`.
 
     Attributes:
-        grid: of the elements; e4m3: whether they are E4M3; scale_grid: of block scales in UE5M3, and in E4M3 that are rounded stochastically.
+        grid: of the elements; e4m3: whether they are E4M3.
+        scale_grid: of block scales in UE5M3, and in E4M3 that are rounded stochastically.
         packed: whether two codes share a byte; values: whether values are written, not codes; half: in FP16, not BF16.
         height, width: of a block.
         scale: format of the block scales: ``"e4m3"``, ``"ue5m3"``, ``"e8m0"`` or ``"fp32"``.

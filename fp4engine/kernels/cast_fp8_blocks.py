@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fp4engine.formats import E4M3 as E4M3_ELEMENT
-from fp4engine.formats import E5M2, E8M0, FP32, CastSpec, Correction, Outer, RoundingMode, ScaleRule
+from fp4engine.formats import E5M2, E8M0, FP32, Correction, Outer, RoundingMode, ScaleRule
 from fp4engine.kernels import blocks
 from fp4engine.kernels.block_cast import inverse_scale, magnitudes
 from fp4engine.kernels.blocks import BlockCast, Target, as_bytes
@@ -25,6 +25,7 @@ from fp4engine.kernels.launch import Block, Draft, Facts, Place, device_facts
 
 TILE = 128
 """Rows and columns of a program, and of what a block spans."""
+WARPS = 8
 
 
 @triton.jit
@@ -81,6 +82,7 @@ def encode_quads(y, encode_scale, is_finite, CAST: tl.constexpr, HARDWARE: tl.co
     Where the hardware converts to E4M3, an addition of 0 takes the sign from -0.0 before it.
     """
     GRID: tl.constexpr = CAST.grid  # Triton 3.6 hands a constant's attribute on as a plain object
+    v = (y[0] * encode_scale, y[1] * encode_scale, y[2] * encode_scale, y[3] * encode_scale)
     if CAST.e4m3 and E4M3 & HARDWARE:
         word = tl.inline_asm_elementwise(
             """{
@@ -90,13 +92,12 @@ def encode_quads(y, encode_scale, is_finite, CAST: tl.constexpr, HARDWARE: tl.co
             mov.b32 $0, {low, high};
             }""",
             "=r,f,f,f,f",
-            [y[0] * encode_scale + 0.0, y[1] * encode_scale + 0.0, y[2] * encode_scale + 0.0, y[3] * encode_scale + 0.0],
-            dtype=tl.uint32, is_pure=True, pack=1,
+            [v[0] + 0.0, v[1] + 0.0, v[2] + 0.0, v[3] + 0.0], dtype=tl.uint32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        word = encode_element(y[0] * encode_scale, 0, GRID, "even", 0)
+        word = encode_element(v[0], 0, GRID, "even", 0)
         for i in tl.static_range(1, 4):
-            word = word | (encode_element(y[i] * encode_scale, 0, GRID, "even", 0) << (8 * i))
+            word = word | (encode_element(v[i], 0, GRID, "even", 0) << (8 * i))
     return tl.where(is_finite, word, 0)
 
 
@@ -110,9 +111,7 @@ def in_rows(t):
 
 
 @triton.jit
-def store_codes(
-    words, stored, data_ptr, scale_ptr, rows, width, row0, col0, TILE: tl.constexpr
-):  # fmt: skip
+def store_codes(words, stored, data_ptr, scale_ptr, rows, width, row0, col0, TILE: tl.constexpr):
     """Write words [TILE, TILE / 4] and scales [TILE], or the one that there is, of an operand [rows, width]."""
     row = tl.arange(0, TILE)
     word = tl.arange(0, TILE // 4)[None, :]
@@ -156,10 +155,19 @@ def cast_columnwise(
         stored, encode_scale, is_finite = scale_of(tl.max(largest_of_quads(y)), CAST, HARDWARE)
         words = encode_quads(y, encode_scale, is_finite, CAST, HARDWARE)
     else:
-        stored, encode_scale, is_finite = scale_of(tl.max(largest_of_quads(y), axis=0), CAST, HARDWARE)
+        stored, encode_scale, is_finite = scale_of(largest_of_columns(largest_of_quads(y)), CAST, HARDWARE)
         words = encode_quads(y, encode_scale[None, :], is_finite[None, :], CAST, HARDWARE)
     store_codes(tl.trans(words), stored, data_ptr, scale_ptr, K, width, col0, row0, TILE)
     note_amax(amax_ptr, CAST)
+
+
+@triton.jit
+def largest_of_columns(m):
+    """Maxima of the columns of [rows, n]; in between, neighbours lie apart, so that warps do not meet in the banks."""
+    ROWS: tl.constexpr = m.shape[0]
+    APART: tl.constexpr = m.shape[1] // 8
+    m = tl.reshape(tl.permute(tl.reshape(m, [ROWS, APART, 8]), [0, 2, 1]), [ROWS, 8 * APART])
+    return tl.reshape(tl.trans(tl.reshape(tl.max(m, axis=0), [8, APART])), [8 * APART])
 
 
 @triton.jit
@@ -207,7 +215,7 @@ def covers(target: Target) -> bool:
 def add_casts(
     draft: Draft, x: Facts, place: Place, row: Target | None, col: Target | None, rng: Place | None, stream: int
 ) -> None:
-    """Cast the sides of x [M, K] that have a target: those that the kernel :func:`covers` at once, others one by one."""
+    """Cast the sides of x [M, K] that have a target: what the kernel :func:`covers` by it, and any other by its own."""
     both: list[Target | None] = [None, None]
     for side, target in enumerate((row, col)):
         if target is None:
@@ -241,5 +249,5 @@ def _add_cast(draft: Draft, x: Facts, place: Place, row: Target | None, col: Tar
             casts.append(BlockCast.of(target.spec, "codes", 0))
     draft.step(
         cast_fp8_blocks_kernel, tiles, place, *targets, rows, cols, *x.strides, *widths, tiles_k, *casts, TILE,
-        device_facts(draft.device)[0], num_warps=8,
+        device_facts(draft.device)[0], num_warps=WARPS,
     )  # fmt: skip
