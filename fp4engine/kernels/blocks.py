@@ -1,7 +1,8 @@
 """Any cast into block scales, of one operand: what the reference does, tile by tile.
 
 :mod:`fp4engine.kernels.block_cast` has what happens to a tile. :mod:`fp4engine.kernels.quantize` casts E2M1 with E4M3
-scales faster, from the tensor instead of the operand; what it does not cover comes here.
+scales faster, from the tensor instead of the operand, and :mod:`fp4engine.kernels.cast_fp8_blocks` FP8 in blocks of
+128; what they do not cover comes here.
 
 Two passes read x where an outer scale is of the whole tensor or a row: the largest magnitude, then the cast. A third
 kernel has the last word where something is known only after the last tile: block scales that are aligned with each

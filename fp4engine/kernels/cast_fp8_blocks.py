@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fp4engine.formats import E4M3 as E4M3_ELEMENT
-from fp4engine.formats import E5M2, E8M0, FP32, Correction, Outer, RoundingMode, ScaleRule
+from fp4engine.formats import E5M2, E8M0, FP32, Correction, Outer, RoundingMode
 from fp4engine.kernels import blocks
 from fp4engine.kernels.block_cast import inverse_scale, magnitudes
 from fp4engine.kernels.blocks import BlockCast, Target, as_bytes
@@ -204,7 +204,6 @@ def covers(target: Target) -> bool:
         and spec.element in (E4M3_ELEMENT, E5M2)
         and spec.block in ((1, TILE), (TILE, TILE))
         and spec.scale in (E8M0, FP32)
-        and spec.scale_rule is not ScaleRule.STD
         and spec.outer is Outer.NONE
         and spec.rounding is RoundingMode.EVEN
         and spec.rotation is None

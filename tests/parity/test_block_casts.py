@@ -34,7 +34,7 @@ from fp4engine.formats import (
     fp8_block,
     mx,
 )
-from fp4engine.kernels import casts
+from fp4engine.kernels import cast_fp8_blocks, casts
 from fp4engine.kernels.block_decode import block_decode
 from fp4engine.ops import gemm_fp8
 from fp4engine.quantizers import reference_quantizer
@@ -211,6 +211,57 @@ def test_each_side_by_the_kernel_that_covers_it(kernel_device):
             want = reference.quantize(operand, spec)
             same_values(got.data, want.codes, spec.key)
             same_values(got.amax, want.amax, spec.key)
+
+
+FP8_SIDES = {
+    "1x128, both": (fp8_block(E4M3, 1), fp8_block(E4M3, 1)),
+    "128x128, both": (fp8_block(E4M3, 128), fp8_block(E4M3, 128)),
+    "128x128 and 1x128, E5M2, FP32 scales": (
+        fp8_block(E4M3, 128, power_of_two=False), fp8_block(E5M2, 1, power_of_two=False),
+    ),
+    "1x128 and 128x128, other rules": (
+        fp8_block(E5M2, 1).replace(scale_rule=ScaleRule.FLOOR),
+        fp8_block(E4M3, 128).replace(scale_rule=ScaleRule.CEIL, target=224.0),
+    ),
+}  # fmt: skip
+
+
+def cast_both(x: torch.Tensor, specs, device: str) -> list[torch.Tensor]:
+    """Data, scales and amax of both sides."""
+    y = x.to(device) if x.is_contiguous() else x.T.contiguous().to(device).T
+    return [tensor.cpu() for side in ops.quantize(y, *specs, backend="triton") for tensor in side.tensors]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (35, 70), (128, 128), (130, 257), (260, 136), (0, 32), (32, 0)], ids=str)
+@pytest.mark.parametrize("specs", FP8_SIDES.values(), ids=FP8_SIDES)
+def test_both_sides_of_fp8_blocks_in_one_read(kernel_device, monkeypatch, forget_answers, specs, shape):
+    """The bytes are the reference's, and those of a kernel for each side."""
+    x = make("wide", *shape, BF16)
+    at_once = cast_both(x, specs, kernel_device)
+    monkeypatch.setattr(cast_fp8_blocks, "covers", lambda target: False)
+    forget_answers()
+    for index, (left, right) in enumerate(zip(at_once, cast_both(x, specs, kernel_device), strict=True)):
+        same_values(left, right, f"tensor {index}")
+    for side, (operand, spec) in enumerate(zip((x, x.T), specs, strict=True)):
+        want = reference.quantize(operand, spec)
+        for left, right in zip(at_once[3 * side :], (want.codes, want.scale_inv, want.amax), strict=False):
+            same_values(left, right, f"side {side}")
+
+
+@pytest.mark.parametrize("distribution", ["normal", "tiny", "huge", "zeros", "largest", "not finite"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("specs", FP8_SIDES.values(), ids=FP8_SIDES)
+def test_inputs_of_fp8_blocks(kernel_device, specs, dtype, distribution):
+    """Of every dtype, and transposed views; a block that is not finite leaves the others as they are."""
+    x = make("outliers" if distribution == "not finite" else distribution, 140, 264, dtype)
+    if distribution == "not finite":
+        x[3, 5], x[137, 200], x[0, 263] = float("nan"), float("-inf"), float("inf")
+    for operand in (x, x.T):
+        got = cast_both(operand, specs, kernel_device)
+        for side, (oriented, spec) in enumerate(zip((operand, operand.T), specs, strict=True)):
+            want = reference.quantize(oriented, spec)
+            for left, right in zip(got[3 * side :], (want.codes, want.scale_inv, want.amax), strict=False):
+                same_values(left, right, f"side {side}")
 
 
 @pytest.mark.parametrize("spec", [*BOOK.values(), *OTHERS[:6]], ids=str)

@@ -12,7 +12,7 @@ import triton
 
 import fp4engine
 from fp4engine import ops, reference
-from fp4engine.formats import E4M3, CastSpec, fp8
+from fp4engine.formats import E4M3, E5M2, CastSpec, fp8, fp8_block
 from fp4engine.recipe import NVFP4BlockScaling
 from tests.emulated_gpu import emulated
 from tests.parity import test_block_casts as block_casts
@@ -91,6 +91,27 @@ def test_fp8_of_an_infinity(capability):
 def test_casts_into_blocks(capability, key, dtype):
     with emulated(capability):
         block_casts.check(make("normal", 20, 144, dtype), CastSpec.from_key(key), "cpu", sides=(0,))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "shape", "specs"),
+    [
+        (80, BF16, (136, 144), (fp8_block(E4M3, 1), fp8_block(E4M3, 1))),
+        (89, BF16, (130, 133), (fp8_block(E4M3, 1), fp8_block(E4M3, 128))),
+        (90, BF16, (136, 144), (fp8_block(E4M3, 1), fp8_block(E4M3, 1))),
+        (90, FP32, (136, 144), (fp8_block(E4M3, 128, power_of_two=False), fp8_block(E5M2, 1, power_of_two=False))),
+    ],
+)
+def test_fp8_in_blocks(capability, dtype, shape, specs):
+    """Hardware that converts to E4M3 knows -0.0 and NaN, which are code 0 here."""
+    x = make("wide", *shape, dtype)
+    x[:, 7], x[9, 12], x[129, 132] = -0.0, float("nan"), float("-inf")
+    with emulated(capability):
+        operands = ops.quantize(x, *specs, backend="triton")
+    for found, operand, spec in zip(operands, (x, x.T), specs, strict=True):
+        want = reference.quantize(operand, spec)
+        assert_same(found.data, want.codes, "codes")
+        block_casts.same_values(found.scale_inv, want.scale_inv, "scales")
 
 
 def test_an_amax_of_both_sides():

@@ -431,7 +431,7 @@ def test_draws_that_are_remembered_are_taken_outside_the_launch_that_reads_them(
 
 @pytest.mark.no_poison
 def test_a_step_by_block_scales_is_two_launches_and_three_products(on_stubs, monkeypatch):
-    """Six casts, and a kernel for the scales of each product; PyTorch copies nothing."""
+    """A kernel casts both sides of a tensor, and one lays out the scales of each product; PyTorch copies nothing."""
     fp8, products = import_module("fp4engine.ops.gemm_fp8"), []
     monkeypatch.setattr(fp8, "has_blocks", lambda key, device: True)
 
@@ -447,7 +447,7 @@ def test_a_step_by_block_scales_is_two_launches_and_three_products(on_stubs, mon
         products.clear()
         step(layer, x, Float8BlockScaling())
     kernels = Counter(s.kernel.__name__ for started, _ in on_stubs for s in started.steps)
-    assert kernels == {"block_cast_kernel": 6, "block_scales_kernel": 3} and len(on_stubs) == 2
+    assert kernels == {"cast_fp8_blocks_kernel": 3, "block_scales_kernel": 3} and len(on_stubs) == 2
     assert products == [[torch.float8_e4m3fn] * 2 + [torch.float32] * 2] * 3
 
 
