@@ -34,6 +34,7 @@ from fp4engine.quantizers import Quantizer
 from fp4engine.recipe import Casts, LinearRecipe, Recipe, zoo
 from fp4engine.recipe.base import require_recipe
 from fp4engine.state import in_backward
+from fp4engine.steps import ends_step
 
 
 class _StepHook:
@@ -83,8 +84,9 @@ class _StepHook:
         if not self._manual:
             self._handle = self._optimizer.register_step_post_hook(self._called)
 
-    def _called(self, *_: object) -> None:
-        self.after_step()
+    def _called(self, optimizer: Optimizer, *_: object) -> None:
+        if ends_step(optimizer):
+            self.after_step()
 
     def remove(self) -> None:
         """Take the hook off its optimizer for good."""

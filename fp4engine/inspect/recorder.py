@@ -29,6 +29,7 @@ from fp4engine.inspect.watch import Seen, Spread, drawn, layers_of, watching
 from fp4engine.modules import Gemms
 from fp4engine.names import covers
 from fp4engine.roles import TensorType
+from fp4engine.steps import ends_step
 from fp4engine.version import __version__
 
 _UNSEEN = "no forward pass in training mode and with gradients went through it in this step"
@@ -371,6 +372,8 @@ def _steps_told_by(
     told_by: list[Optimizer] = [] if optimizer is None else [optimizer]
 
     def after_step(stepped: Optimizer, args: Any, kwargs: Any) -> None:
+        if not ends_step(stepped):
+            return
         if stepped in told_by:
             recorder.step()
         elif optimizer is None and _holds(stepped, model):

@@ -154,6 +154,35 @@ def test_a_manual_hook_counts_what_it_is_told(kind: type[OsciReset | OutControl]
         make_hook(kind, "no")  # pyright: ignore[reportArgumentType]
 
 
+class Decaying(torch.optim.SGD):
+    """An optimizer as users write them: its step calls that of its base."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["lr"] *= 0.9
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [OsciReset, OutControl])
+def test_a_step_that_calls_its_base_s_counts_once(kind: type[OsciReset | OutControl]) -> None:
+    layer = fp4engine.Linear(64, 16)
+    torch.optim.SGD(layer.parameters())  # from now on PyTorch calls hooks after each step of the base, too
+    optimizer = Decaying(layer.parameters())
+    hook = (
+        OsciReset(layer, optimizer, zoo.make("nvfp4"))
+        if kind is OsciReset
+        else OutControl(layer, optimizer, multiple=16)
+    )
+    for _ in range(3):
+        optimizer.step()
+    assert hook.step == 3
+
+    def step(optimizer: torch.optim.Optimizer) -> None:  # a function of a training loop is none of the optimizer's
+        optimizer.step()
+
+    step(optimizer)
+    assert hook.step == 4
+
+
 @pytest.mark.parametrize("manual", [False, True])
 @pytest.mark.parametrize("kind", [OsciReset, OutControl])
 def test_a_hook_taken_off_counts_no_more(kind: type[OsciReset | OutControl], manual: bool) -> None:

@@ -629,6 +629,27 @@ def test_two_optimizers_must_be_told_apart(tmp_path: Path) -> None:
     assert recorder.step_number == 3
 
 
+class Halving(torch.optim.SGD):
+    """An optimizer as users write them: its step calls that of its base."""
+
+    def step(self, closure=None):
+        self.param_groups[0]["lr"] *= 0.5
+        return super().step(closure)
+
+
+def test_a_step_that_calls_its_base_s_ends_one_step(tmp_path: Path) -> None:
+    model = make_model()
+    torch.optim.SGD(model.parameters())  # from now on PyTorch calls hooks after each step of the base, too
+    optimizer = Halving(model.parameters())
+    with inspect.record(model, tmp_path, every=2) as recorder:
+        for _ in range(3):
+            with fp4engine.autocast():
+                model(torch.randn(8, 48)).sum().backward()
+            optimizer.step()
+    assert recorder.step_number == 3
+    assert {row["step"] for row in rows_of(tmp_path, "gemm")} == {0, 2}
+
+
 def test_there_is_no_step_after_the_region(tmp_path: Path) -> None:
     model = make_model()
     with inspect.record(model, tmp_path, every=1, optimizer="by hand") as recorder:
