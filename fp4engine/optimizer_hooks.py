@@ -34,7 +34,7 @@ from fp4engine.quantizers import Quantizer
 from fp4engine.recipe import Casts, LinearRecipe, Recipe, zoo
 from fp4engine.recipe.base import require_recipe
 from fp4engine.state import in_backward
-from fp4engine.steps import ends_step
+from fp4engine.steps import ends_step, hooked
 
 
 class _StepHook:
@@ -51,6 +51,7 @@ class _StepHook:
         require_bool("manual", manual)
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
+        optimizer = hooked(optimizer)
         kind = type(self).__name__
         if getattr(optimizer, "master_weights", False):
             raise ValueError(f"{kind} works on what the optimizer steps, and {type(optimizer).__name__} steps copies")

@@ -1,9 +1,25 @@
-"""When a step of an optimizer has ended."""
+"""Which optimizer tells of its steps, and when a step has ended."""
 
 import inspect
 from traceback import walk_stack
 
 from torch.optim import Optimizer
+
+
+def hooked(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose post hooks PyTorch calls: of a wrapper without hooks, such as Accelerate's, what it wraps."""
+    try:
+        optimizer.register_step_post_hook(_no_hook).remove()
+    except AttributeError:
+        wrapped = getattr(optimizer, "optimizer", None)
+        if not isinstance(wrapped, Optimizer):
+            raise
+        return hooked(wrapped)
+    return optimizer
+
+
+def _no_hook(*_: object) -> None:
+    """Do nothing."""
 
 
 def ends_step(optimizer: Optimizer) -> bool:

@@ -29,7 +29,7 @@ from fp4engine.inspect.watch import Seen, Spread, drawn, layers_of, watching
 from fp4engine.modules import Gemms
 from fp4engine.names import covers
 from fp4engine.roles import TensorType
-from fp4engine.steps import ends_step
+from fp4engine.steps import ends_step, hooked
 from fp4engine.version import __version__
 
 _UNSEEN = "no forward pass in training mode and with gradients went through it in this step"
@@ -369,14 +369,14 @@ def _steps_told_by(
     if optimizer == "by hand":
         yield
         return
-    told_by: list[Optimizer] = [] if optimizer is None else [optimizer]
+    told_by: list[Optimizer] = []
 
     def after_step(stepped: Optimizer, args: Any, kwargs: Any) -> None:
         if not ends_step(stepped):
             return
-        if stepped in told_by:
+        if optimizer is not None or stepped in told_by:
             recorder.step()
-        elif optimizer is None and _holds(stepped, model):
+        elif _holds(stepped, model):
             if told_by:
                 raise RuntimeError(
                     "two optimizers hold parameters of the model, so it is not known which one ends a step; "
@@ -385,7 +385,10 @@ def _steps_told_by(
             told_by.append(stepped)
             recorder.step()
 
-    handle = register_optimizer_step_post_hook(after_step)
+    if optimizer is None:
+        handle = register_optimizer_step_post_hook(after_step)
+    else:
+        handle = hooked(optimizer).register_step_post_hook(after_step)
     try:
         yield
     finally:

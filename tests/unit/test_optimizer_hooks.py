@@ -162,6 +162,38 @@ class Decaying(torch.optim.SGD):
         return super().step(closure)
 
 
+class Wrapping(torch.optim.Optimizer):
+    """A wrapper as Accelerate's: an optimizer to ``isinstance``, without hooks of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper with hooks of its own, which changes weights after the optimizer inside."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        self.optimizer.step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.fill_(7)
+
+
+def test_a_hook_of_a_wrapper_that_has_hooks_comes_after_all_that_it_does() -> None:
+    layer = fp4engine.Linear(64, 16)
+    optimizer = Lookahead(torch.optim.SGD(layer.parameters()))
+    hook = OsciReset(layer, optimizer, zoo.make("nvfp4"))
+    optimizer.step()
+    (previous, *_) = hook.state_dict()["oscillations"][""]
+    assert hook.step == 1 and bool((previous == 7).all())
+
+
 @pytest.mark.parametrize("kind", [OsciReset, OutControl])
 def test_a_step_that_calls_its_base_s_counts_once(kind: type[OsciReset | OutControl]) -> None:
     layer = fp4engine.Linear(64, 16)
@@ -181,6 +213,17 @@ def test_a_step_that_calls_its_base_s_counts_once(kind: type[OsciReset | OutCont
 
     step(optimizer)
     assert hook.step == 4
+
+
+def test_a_hook_of_a_wrapper_is_one_of_what_it_wraps() -> None:
+    layer = fp4engine.Linear(64, 16)
+    wrapper = Wrapping(torch.optim.SGD(layer.parameters()))
+    hook = OsciReset(layer, wrapper, zoo.make("nvfp4"))
+    wrapper.step()
+    assert hook.step == 1
+    hook.remove()
+    wrapper.step()
+    assert hook.step == 1
 
 
 @pytest.mark.parametrize("manual", [False, True])

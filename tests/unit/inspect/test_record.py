@@ -637,6 +637,16 @@ class Halving(torch.optim.SGD):
         return super().step(closure)
 
 
+class Wrapping(torch.optim.Optimizer):
+    """A wrapper as Accelerate's: an optimizer to ``isinstance``, without hooks of its own."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
 def test_a_step_that_calls_its_base_s_ends_one_step(tmp_path: Path) -> None:
     model = make_model()
     torch.optim.SGD(model.parameters())  # from now on PyTorch calls hooks after each step of the base, too
@@ -648,6 +658,28 @@ def test_a_step_that_calls_its_base_s_ends_one_step(tmp_path: Path) -> None:
             optimizer.step()
     assert recorder.step_number == 3
     assert {row["step"] for row in rows_of(tmp_path, "gemm")} == {0, 2}
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper with hooks of its own, which changes weights after the optimizer inside."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("wrapping", [Wrapping, Lookahead])
+def test_a_wrapper_of_an_optimizer_ends_steps(wrapping, tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = wrapping(torch.optim.SGD(model.parameters()))
+    with inspect.record(model, tmp_path, every=1, optimizer=optimizer) as recorder:
+        with fp4engine.autocast():
+            model(torch.randn(8, 48)).sum().backward()
+        optimizer.step()
+    assert recorder.step_number == 1 and list(rows_of(tmp_path, "gemm"))
 
 
 def test_there_is_no_step_after_the_region(tmp_path: Path) -> None:
