@@ -49,9 +49,20 @@ class _Stance:
 
     @contextmanager
     def eager(self) -> Generator[None]:
+        """A region of a step that is recorded.
+
+        Raises:
+            RuntimeError: it begins inside compiled code, where PyTorch takes no stance.
+        """
         with self._lock:
             if not self._regions:
-                self._forced.enter_context(torch.compiler.set_stance("force_eager"))
+                try:
+                    self._forced.enter_context(torch.compiler.set_stance("force_eager"))
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        "inspect.record can begin no step inside compiled code, as where torch.compile runs the "
+                        "optimizer's step: pass optimizer='by hand', and call the recorder's step() after that code"
+                    ) from error
             self._regions += 1
         try:
             yield
@@ -116,10 +127,14 @@ class Recorder:
         self._begin()
 
     def _begin(self) -> None:
+        may_compile = "torch._dynamo" in sys.modules
+        if may_compile:
+            with _stance.eager():
+                pass  # raises at the first step that is told by compiled code, and not at a later one that is recorded
         if self.step_number % self._every:
             return
         self._heard = Heard(self._draws, self._shadow_rows)
-        if "torch._dynamo" in sys.modules:  # something may be compiled: this step runs it eagerly
+        if may_compile:
             self._active.enter_context(_stance.eager())
         self._active.enter_context(watching(self._layers, self._heard))
 
@@ -303,8 +318,9 @@ def record(
         ValueError: an argument outside its words, a pattern that matches no layer, a model without layers, an ``out``
             that cannot be made.
         ImportError: ``tensorboard=True`` where ``torch.utils.tensorboard`` cannot be imported.
-        RuntimeError: a second optimizer that holds parameters of the model takes a step while ``optimizer`` is None; a
-            recorded step is captured in a CUDA graph; the ranks recorded different layers.
+        RuntimeError: a second optimizer that holds parameters of the model takes a step while ``optimizer`` is None;
+            compiled code runs the step of ``optimizer``; a recorded step is captured in a CUDA graph; the ranks
+            recorded different layers.
 
     Warns:
         UserWarning: the region ends without a recorded step.

@@ -682,6 +682,27 @@ def test_a_wrapper_of_an_optimizer_ends_steps(wrapping, tmp_path: Path) -> None:
     assert recorder.step_number == 1 and list(rows_of(tmp_path, "gemm"))
 
 
+def test_a_compiled_step_of_an_optimizer_is_told_by_hand(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    update = torch.compile(optimizer.step, backend="eager")
+
+    def train_step() -> None:
+        with fp4engine.autocast():
+            model(torch.randn(8, 48)).sum().backward()
+        update()
+
+    with inspect.record(model, tmp_path / "told", every=3) as recorder:
+        train_step()  # is recorded, and so runs eagerly
+        with pytest.raises(RuntimeError, match="pass optimizer='by hand', and call the recorder's step"):
+            train_step()
+    with inspect.record(model, tmp_path / "by hand", every=3, optimizer="by hand") as recorder:
+        for _ in range(4):
+            train_step()
+            recorder.step()
+    assert {row["step"] for row in rows_of(tmp_path / "by hand", "gemm")} == {0, 3}
+
+
 def test_there_is_no_step_after_the_region(tmp_path: Path) -> None:
     model = make_model()
     with inspect.record(model, tmp_path, every=1, optimizer="by hand") as recorder:
