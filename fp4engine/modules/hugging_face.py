@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from fp4engine.modules.borrowed import BorrowedGroupedLinear
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.quantized_weight import QuantizedWeight, decode_parameters
+from fp4engine.modules.recompute import computed
 
 IMPLEMENTATION = "fp4engine"
 """Name in transformers' registry of experts implementations."""
@@ -41,7 +42,7 @@ class FP4Conv1D(Gemms, Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
-        weight = self.weight
+        weight = computed(lambda: self.weight)
         matrix = weight.matrices()[0] if isinstance(weight, QuantizedWeight) else weight.T
         return self.multiply(x, matrix, self.bias)
 

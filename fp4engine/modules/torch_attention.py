@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4engine.modules.borrowed import BorrowedLinear
+from fp4engine.modules.recompute import computed
 
 
 class TorchMultiheadAttention(torch.nn.MultiheadAttention):
@@ -104,7 +105,8 @@ class TorchMultiheadAttention(torch.nn.MultiheadAttention):
         return self.out_proj(mixed if batch_first else mixed.transpose(0, 1)), weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weight, bias, width = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+        weight = computed(lambda: self.in_proj_weight)
+        bias, width = self.in_proj_bias, self.embed_dim
 
         def part(inp: Tensor, first: int, last: int) -> tuple[Tensor, ...]:
             """Projections ``first`` to ``last`` of ``inp``."""

@@ -357,11 +357,35 @@ def split_by_out_control() -> torch.nn.Module:
     return layer
 
 
+class SelfAttention(torch.nn.Module):
+    """A converted ``nn.MultiheadAttention`` of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(16, 2)
+        fp4engine.convert(self)
+        weight_norm(self.attention, "in_proj_weight")
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        return self.attention(inp, inp, inp, need_weights=False)[0]
+
+
+def conv1d() -> torch.nn.Module:
+    from transformers.pytorch_utils import Conv1D
+
+    model = torch.nn.Sequential(Conv1D(16, 16))
+    fp4engine.convert(model)
+    weight_norm(model[0])
+    return model
+
+
 COMPUTED = {
     "Linear": lambda: weight_norm(Linear(16, 16)),
     "LayerNormLinear": lambda: weight_norm(fp4engine.LayerNormLinear(16, 16)),
     "LayerNormMLP": lambda: weight_norm(weight_norm(LayerNormMLP(16, 32), "fc1_weight"), "fc2_weight"),
     "GroupedLinear": lambda: weight_norm(fp4engine.GroupedLinear(2, 16, 16), "weight1"),
+    "nn.MultiheadAttention": SelfAttention,
+    "Conv1D": conv1d,
     "OutControl": split_by_out_control,
 }
 """Modules that multiply by a weight which each forward computes of parameters."""
