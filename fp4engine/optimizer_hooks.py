@@ -24,9 +24,10 @@ from torch.utils.hooks import RemovableHandle
 from fp4engine.arguments import is_number, require_bool, require_integer, require_model, shown
 from fp4engine.formats import Rotation, Signs
 from fp4engine.functional import LinearPlan, linear, make_linear_plan
+from fp4engine.functional.linear import require_features
 from fp4engine.modules import Linear
 from fp4engine.modules.adoption import require_plain_class
-from fp4engine.modules.inputs import cast_by_autocast
+from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.modules.recompute import computed
 from fp4engine.modules.sharded import is_distributed
@@ -375,16 +376,20 @@ class _Controlled(Linear):
         return "" if self.channels is None else "OutControl splits its channels, and multiplies each part by itself"
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        if self.norms is not None and self.training and not in_backward():  # activation checkpointing repeats forwards
-            self.norms += input.detach().reshape(-1, self.in_features).float().norm(dim=0)
         state = self._state_in_force()
         plan = None if self.channels is None else self._plan_under(state)
         if self.channels is None or plan is None or plan.is_identity:
-            return super().forward(input, is_first_microbatch)
-        if is_distributed(input, self.weight, self.bias):
+            output = super().forward(input, is_first_microbatch)
+            if self.norms is not None and self.training and not in_backward():  # checkpointing repeats forwards
+                self.norms += input.detach().reshape(-1, self.in_features).float().norm(dim=0)
+            return output
+        channels, weight = self.channels, computed(lambda: self.weight)
+        if is_distributed(input, weight, self.bias):
             raise NotImplementedError(f"{self.name}: OutControl splits whole matrices, not DTensors")
-        channels = self.channels
-        w_outlying, w_others = computed(lambda: channels.split(self.weight))
+        if getattr(input, "device", None) != weight.device:
+            raise unusable_devices(input, weight)
+        require_features(input, weight)  # or channels beyond the weight's would be left out
+        w_outlying, w_others = computed(lambda: channels.split(weight))
         x_outlying, x_others = channels.split(cast_by_autocast(input))
         return self.multiply(x_others, w_others, self.bias) + linear(
             x_outlying,
@@ -392,7 +397,7 @@ class _Controlled(Linear):
             None,
             self.outliers,
             executed=self.executed,
-            shards=self._shards(x_outlying, self.weight, self.outliers, state),
+            shards=self._shards(x_outlying, weight, self.outliers, state),
         )
 
 

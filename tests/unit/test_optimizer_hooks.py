@@ -603,6 +603,26 @@ def test_a_hook_says_that_its_optimizer_trains_further_layers(kind: Any) -> None
     assert again.step == 2 and list(again.layers) == ["0", "2"]
 
 
+@pytest.mark.parametrize("features", [63, 80, 128])
+def test_a_layer_that_is_split_refuses_an_input_of_another_width(features: int) -> None:
+    """It took the channels that it knows out of a wider one."""
+    net, _ = controlled()
+    with fp4engine.autocast(recipe=zoo.make("tetrajet2")):
+        with pytest.raises(ValueError, match=rf"\[\.\.\., in_features=64\], got \(4, {features}\)"):
+            net(torch.randn(4, features))
+        with pytest.raises(ValueError, match="input and weight must be on one device"):
+            net(torch.randn(4, 64, device="meta"))
+
+
+def test_an_input_that_is_refused_is_not_counted() -> None:
+    _, hook = make_hook(OutControl, manual=True)
+    assert isinstance(hook, OutControl)
+    hook.load_state_dict({"step": 510, "norms": {"": (torch.zeros(64),)}, "channels": {}})
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        hook.layers[""](torch.randn(4, 128))
+    assert not hook.state_dict()["norms"][""][0].any()
+
+
 def test_a_layer_that_is_split_is_not_recorded(tmp_path: Path) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.05)
