@@ -161,6 +161,8 @@ def _quantizers(
             left_alone[name] = "it is stored as codes already"
         elif others:
             left_alone[name] = f"it is also {others[0]}"
+        elif unseen := first.unseen:
+            left_alone[name] = f"its casts are not those of the weight: {unseen}"
         elif made:
             left_alone[name] = "its experts follow several recipes"
         elif quantizer.rowwise_spec is None:

@@ -114,6 +114,11 @@ def export_layers(
                     f"{name!r} multiplies by a weight that it computes, which no checkpoint has: remove its "
                     f"parametrization, or pass keep_high_precision=[{name!r}]"
                 )
+            if first.unseen:
+                raise ValueError(
+                    f"{name!r} multiplies by casts that no checkpoint has: {first.unseen}; take the hook off by its "
+                    f"remove(), after which the recipe casts all of the weight, or pass keep_high_precision=[{name!r}]"
+                )
             stored = [weight for weight in map(model.get_parameter, sources) if isinstance(weight, QuantizedWeight)]
             casts = _casts(name, module, first, stored, recipe, requantize)
             if casts is not None:

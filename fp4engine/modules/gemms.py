@@ -114,7 +114,7 @@ class Gemms(torch.nn.Module):
 
     @property
     def unseen(self) -> str:
-        """Why listeners get other tensors than this module multiplies; empty if they get the same."""
+        """Why listeners get other tensors than this module multiplies, and other casts; empty if they get the same."""
         return ""
 
     @property

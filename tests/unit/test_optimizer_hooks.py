@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fp4engine
 from fp4engine import inspect
 from fp4engine.distributed import draw_by_layer
+from fp4engine.export import export_checkpoint
 from fp4engine.integrations import TrainingState
 from fp4engine.optimizer_hooks import OsciReset, OutControl, outlier_recipe
 from fp4engine.recipe import LinearRecipe, Recipe, Rule, RuledRecipe, ScheduledRecipe, recipe_from_json, zoo
@@ -646,6 +647,21 @@ def controlled(group: Any = None) -> tuple[nn.Module, OutControl]:
     split = torch.arange(0, 64, 2), torch.arange(1, 64, 2)
     hook.load_state_dict({"step": 900, "norms": {}, "channels": {"0": split}})
     return net, hook
+
+
+def test_a_layer_that_is_split_is_not_stored_or_exported_by_casts_of_the_whole_weight(tmp_path: Path) -> None:
+    net, hook = controlled()
+    net.append(fp4engine.Linear(32, 16))
+    recipe, x = zoo.make("nvfp4"), torch.randn(8, 64)
+    with pytest.raises(ValueError, match=r"'0' multiplies by casts that no checkpoint has: OutControl .* remove\(\)"):
+        export_checkpoint(net, tmp_path, recipe=recipe)
+    with fp4engine.autocast(recipe=recipe):
+        expected = net(x)
+        report = fp4engine.quantize_weights(net, recipe)
+        assert torch.equal(net(x), expected)
+    assert report.quantized == ("1.weight",) and "OutControl splits its channels" in report.left_alone["0"]
+    hook.remove()
+    assert fp4engine.quantize_weights(net, recipe).quantized == ("0.weight",)
 
 
 def products(net: nn.Module, x: Tensor, dy: Tensor, cp_group: Any = None) -> tuple[Tensor, Tensor, Tensor]:
