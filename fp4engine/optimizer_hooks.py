@@ -465,6 +465,8 @@ class OutControl(_StepHook):
                 wrong = f"has {layer.in_features} channels, of which {self._count(layer)} would be chosen"
             elif layer.fuse_wgrad_accumulation:
                 wrong = "adds its weight's gradient to main_grad"
+            elif isinstance(layer, _Controlled):
+                wrong = "is split by another OutControl, or is a copy of a layer that is"
             elif type(layer) is not Linear:
                 wrong = f"is a {type(layer).__name__}"
             if wrong:

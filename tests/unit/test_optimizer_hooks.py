@@ -515,7 +515,7 @@ def test_out_control_says_what_it_cannot_do() -> None:
         OutControl(net, optimizer, multiple=16)
     net[0].fuse_wgrad_accumulation = False
     hook = OutControl(net, optimizer, multiple=16)
-    with pytest.raises(ValueError, match="and 0 is a _Controlled"):
+    with pytest.raises(ValueError, match="and 0 is split by another OutControl"):
         OutControl(net, optimizer, multiple=16)
     with pytest.raises(ValueError, match="fit no layer of this model"):
         hook.load_state_dict({"step": 3, "norms": {}, "channels": {"0": (torch.arange(3), torch.arange(3))}})
