@@ -1,11 +1,13 @@
 """Whole models: swap ``nn.Linear`` for :class:`fp4engine.Linear`, and say what will multiply and what will not."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from types import MethodType
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -321,16 +323,26 @@ def _own_attributes(kind: type[nn.Linear]) -> list[str]:
 
 
 def _held_besides(model: nn.Module) -> dict[nn.Module, str]:
-    """Linear modules that a module has in a list or as a bound method too, and why a swap would miss calls of them."""
+    """Linear modules that a module has in a list, a partial or a bound method too, and why a swap would miss calls."""
     held: dict[nn.Module, str] = {}
+    of_every_module = vars(nn.Module()).keys()  # children, which a swap reaches, and hooks, which may only look at one
     for module in model.modules():
         for name, value in vars(module).items():
-            for leaf in tree_leaves(value) if name != "_modules" else ():
-                called = leaf.__self__ if isinstance(leaf, MethodType) else leaf
-                if isinstance(called, nn.Linear) and called is not module:
-                    where = f"{type(module).__name__}.{name}"
-                    held[called] = f"{where} holds it too, which a swap does not reach; make that an nn.ModuleList"
+            for leaf in tree_leaves(value) if name not in of_every_module else ():
+                for called in _callees(leaf):
+                    if isinstance(called, nn.Linear) and called is not module:
+                        where = f"{type(module).__name__}.{name}"
+                        held[called] = f"{where} holds it too, which a swap does not reach; make that an nn.ModuleList"
     return held
+
+
+def _callees(held: Any) -> Iterator[Any]:
+    """What is called where ``held`` is: the object of a bound method, and all that a partial holds."""
+    if isinstance(held, partial):
+        for part in tree_leaves((held.func, held.args, held.keywords)):
+            yield from _callees(part)
+    else:
+        yield held.__self__ if isinstance(held, MethodType) else held
 
 
 def _linear_numel(module: nn.Module) -> int:

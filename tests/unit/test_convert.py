@@ -4,10 +4,12 @@ import copy
 import io
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import safetensors.torch
 import torch
+import torch.utils.checkpoint
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -216,8 +218,10 @@ def test_a_spectral_norm_that_is_left_alone_goes_on_as_before_and_is_counted(tra
         lambda a, b: ({"inner": [a]}, b),
         lambda a, b: {"first": a.forward, "second": b},
         lambda a, b: [a.__call__, b.forward],
+        lambda a, b: [partial(a), partial(torch.utils.checkpoint.checkpoint, function=b.forward)],
+        lambda a, b: partial(torch.utils.checkpoint.checkpoint_sequential, (a, b), 2),
     ],
-    ids=["list", "nested", "mapping", "methods"],
+    ids=["list", "nested", "mapping", "methods", "partials", "list in a partial"],
 )
 def test_modules_that_are_held_past_their_names_are_left_alone_with_a_reason(hold) -> None:
     """The list would go on multiplying by the modules that it has, in high precision, and the plan say FP4."""
@@ -231,6 +235,7 @@ def test_modules_that_are_held_past_their_names_are_left_alone_with_a_reason(hol
     with pytest.raises(ValueError, match=re.escape(f"'c' would go on following recipes: {text}")):
         fp4engine.revert(model)
     del vars(model)["layers"]
+    model["a"].register_forward_hook(partial(print, model["c"]))  # looks at a layer, and does not call it
     fp4engine.revert(model)
     assert type(model["c"]) is nn.Linear
 
