@@ -199,7 +199,7 @@ def _why_not(weight: Any, uses: int) -> str:
         return "it is a DTensor already, of tensor parallelism"
     if isinstance(weight, QuantizedWeight):
         return "it is stored as codes, which quantized_model_init made"
-    return ""
+    return "" if weight.numel() else "it has no elements"
 
 
 def bytes_as_codes(plan: LinearPlan, shape: tuple[int, ...], ranks: int) -> tuple[int | None, str]:

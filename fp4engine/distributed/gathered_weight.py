@@ -164,6 +164,13 @@ class GatheredWeight(QuantizedWeight):
         quantizer, dtype, parts = context
         return GatheredWeight.of(quantizer, size, dtype, inner.values(), parts)
 
+    def _stable_hash_for_caching(self) -> str:
+        return f"{super()._stable_hash_for_caching()} in {self.parts} parts"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be saved: the gathered codes are FSDP2's, and no file of them could be read."""
+        self._values()
+
     @classmethod
     def of(cls, quantizer: Quantizer, shape: Any, dtype: torch.dtype, tensors: Any, parts: int) -> "GatheredWeight":
         """Wrap ``tensors``: codes and scales in ``parts`` parts, and amax."""

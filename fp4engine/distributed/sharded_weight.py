@@ -316,21 +316,22 @@ class GatherableWeight:
         assert self._sent is not None
         return self._sent
 
-    def require_rows(self, mesh: Any, shape: torch.Size, whole: torch.Size) -> None:
-        """Refuse a shard of ``shape``, of a weight of the shape ``whole`` on ``mesh``, that cuts blocks of its rows.
+    def ranks_of(self, mesh: Any, shape: torch.Size, whole: torch.Size) -> int:
+        """How many ranks ``mesh`` has, for a shard of ``shape`` of a weight of the shape ``whole``.
 
         Raises:
-            ValueError: it does.
+            ValueError: such a shard does not consist of whole blocks of the weight's rows.
         """
         placed = mesh, shape, whole
-        if self._placed != placed:
+        if self._placed[:3] != placed:
             ranks = mesh.size()
             if (shape[0] * ranks, *shape[1:]) != tuple(whole) or why_not_rows(whole[0], ranks, self.spec):
                 raise ValueError(
                     f"{self.name} {list(whole)} was to be gathered as codes, and one of {ranks} ranks has "
                     f"{list(shape)} of it; give fp4_all_gather the mesh of fully_shard, and fully_shard no placements"
                 )
-            self._placed = placed
+            self._placed = (*placed, ranks)
+        return self._placed[3]
 
 
 class PreAllGather:
@@ -346,7 +347,7 @@ class PreAllGather:
 
     def __call__(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: torch.nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor], Sent]:
+    ) -> tuple[tuple[Tensor], tuple[Sent, int]]:
         """Codes and scales of this shard, which FSDP2 sends, and what is passed on to ``fsdp_post_all_gather``.
 
         Raises:
@@ -354,10 +355,10 @@ class PreAllGather:
         """
         values, weight = self._values, self._weight
         assert weight is not None
-        weight.require_rows(mesh, values.shape, outer_size)
+        ranks = weight.ranks_of(mesh, values.shape, outer_size)
         sent = weight.sent(values, mp_policy.param_dtype or values.dtype, module)
         sent.wire.read()
-        return (sent.packed,), sent
+        return (sent.packed,), (sent, ranks)
 
     __signature__ = Signature(list(signature(__call__).parameters.values())[1:])
 
@@ -426,18 +427,22 @@ class ShardedWeight(torch.Tensor):
         return self
 
     def fsdp_post_all_gather(
-        self, all_gather_outputs: tuple[Tensor, ...], sent: Sent, param_dtype: torch.dtype, *, out: Any = None
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: tuple[Sent, int],
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
     ) -> Any:
         """The weight that the module multiplies by, from all ranks' codes and scales; ``out`` is filled if given."""
-        owner = self.weight
+        owner, (sent, ranks) = self.weight, metadata
         assert owner is not None
         sent.outer.read()
         if out is not None:
             out.refill(sent.amax, sent.state)
             return None
         (packed,) = all_gather_outputs
-        ranks, (rows, cols) = len(packed) // len(sent.packed), self.shape
-        tensors = packed, sent.amax
+        (rows, cols), tensors = self.shape, (packed, sent.amax)
         weight = GatheredWeight.of(owner.quantizer, (ranks * rows, cols), param_dtype, tensors, ranks)
         weight.name, weight.state = owner.name, sent.state
         parameter = owner.sharded()

@@ -131,13 +131,12 @@ def resolve_tiled_forward(
     """``(x, w's tiles, amax, bias) -> [x^T as it is kept,] y``.
 
     Args:
-        tiles: facts of w as it was cast before.
+        tiles: facts of w as it was cast before: all but its alignment follows from ``outs`` and ``parts``.
         keys: of the specs of x, x^T and w; x^T's is empty if backward does not need it.
         stream: stream id of x.
         dtype: of y.
         outs, parts: N, and of how many parts w's tiles consist.
     """
-    assert len(tiles.shape) == 1
     draft = Draft(device, inputs=4)
     (kept,) = _stored(draft.output, [(x.shape[::-1], keys[1])])
     left = _cast_forward(draft, x, draft.inputs[0], keys[0], kept, stream)

@@ -3,6 +3,8 @@
 One process of two that exchange nothing, whose kernels do nothing: what comes out means nothing, what is called does.
 """
 
+import io
+import pickle
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ pytest.importorskip("triton")
 import fp4engine
 from fp4engine import capability, ops
 from fp4engine.distributed import fp4_all_gather
+from fp4engine.distributed.gathered_weight import GatheredWeight
 from fp4engine.functional import make_linear_plan
 from fp4engine.kernels.launch import Launch
 from fp4engine.recipe import NVFP4BlockScaling
@@ -162,6 +165,27 @@ def test_a_compiled_layer_is_an_operator_each_way(two_ranks):
     forward = {"tiled_linear_forward": 4}
     backward = {"linear_backward": 4}
     assert graphs.operators == [forward, forward, backward, backward]
+
+
+def test_a_gathered_weight_is_not_saved_and_its_parts_are_in_the_keys_of_compilers(two_ranks):
+    """The file that it used to write could not be read."""
+    block = build(codes=True)[0]
+    block.unshard()
+    weight = block[0].weight
+    assert weight.parts == 2
+    for save in (pickle.dumps, lambda weight: torch.save(weight, io.BytesIO())):
+        with pytest.raises(ValueError, match=r"0\.0\.weight was gathered as codes"):
+            save(weight)
+    tensors = weight.packed, weight.amax
+    one, two = (GatheredWeight.of(weight.quantizer, weight.shape, weight.dtype, tensors, parts) for parts in (1, 2))
+    assert one._stable_hash_for_caching() != two._stable_hash_for_caching() == weight._stable_hash_for_caching()
+
+
+def test_a_weight_without_elements_is_gathered_in_high_precision(two_ranks):
+    model = torch.nn.Sequential(torch.nn.Linear(0, 32, bias=False), torch.nn.Linear(32, 64, bias=False))
+    fp4engine.convert(model)
+    plan = fp4_all_gather(model, RECIPE, init_device_mesh("cpu", (2,)))
+    assert [weight.reason for weight in plan.weights] == ["it has no elements", ""]
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, torch.float64], ids=str)
