@@ -53,11 +53,11 @@ def why_not_dgrad(quantizer: Quantizer) -> str:
 class GatheredWeight(QuantizedWeight):
     """A weight [N, K] between FSDP2's unshard and reshard: gathered codes and scales, without values.
 
-    It has codes and one scale per block, in memory that FSDP2 frees and allocates. Products make their operands from
-    these when they read them.
+    It has codes, one scale per block and the outer amax, in memory that FSDP2 frees and allocates. Products make their
+    operands from these when they read them.
 
     Attributes:
-        packed, parts: codes and scales of each rank's rows, and of how many ranks; see :class:`TiledOperand`.
+        packed, parts: codes, scales and amax of each rank's rows, and of how many ranks; see :class:`TiledOperand`.
         name: of the parameter in its model.
         state: that the weight had when it was gathered.
         ranks: of the mesh over which ``fully_shard`` spreads the weight; all of them have these codes.
@@ -72,13 +72,13 @@ class GatheredWeight(QuantizedWeight):
     ranks: frozenset[int] = frozenset()
     why_not_dgrad: str = ""
     served: LinearPlan | None = None
-    _names = ("packed", "amax")
+    _names = ("packed",)
 
     def tiles(self) -> TiledOperand:
-        """The gathered codes, scales and amax."""
+        """The gathered codes, scales and amax, as products take them."""
         spec, (rows, cols) = self.quantizer.rowwise_spec, self.shape
         assert spec is not None
-        return TiledOperand(spec, rows, cols, self.parts, self.packed, self.amax)
+        return TiledOperand(spec, rows, cols, self.parts, self.packed)
 
     def make_rowwise(self) -> Operand:
         """The operand [N, K], made anew."""
@@ -162,7 +162,7 @@ class GatheredWeight(QuantizedWeight):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "GatheredWeight":
         quantizer, dtype, parts = context
-        return GatheredWeight.of(quantizer, size, dtype, inner.values(), parts)
+        return GatheredWeight.of(quantizer, size, dtype, inner["packed"], parts)
 
     def _stable_hash_for_caching(self) -> str:
         return f"{super()._stable_hash_for_caching()} in {self.parts} parts"
@@ -172,18 +172,18 @@ class GatheredWeight(QuantizedWeight):
         self._values()
 
     @classmethod
-    def of(cls, quantizer: Quantizer, shape: Any, dtype: torch.dtype, tensors: Any, parts: int) -> "GatheredWeight":
-        """Wrap ``tensors``: codes and scales in ``parts`` parts, and amax."""
-        weight: Any = cls(quantizer, shape, dtype, tensors)
+    def of(cls, quantizer: Quantizer, shape: Any, dtype: torch.dtype, packed: Tensor, parts: int) -> "GatheredWeight":
+        """Wrap ``packed``: codes, scales and amax in ``parts`` parts."""
+        weight: Any = cls(quantizer, shape, dtype, (packed,))
         weight.why_not_dgrad, weight.parts = why_not_dgrad(quantizer), parts
         return weight
 
-    def refill(self, amax: Tensor, state: Any) -> None:
-        """Take the amax of a new gather, whose codes and scales FSDP2 has written into this weight's memory.
+    def refill(self, state: Any) -> None:
+        """Note a new gather, of a weight in this state, which FSDP2 has written into this weight's memory.
 
         A graph that has saved codes of another state raises in its backward pass, as after any write in place: FSDP2
         itself moves no version counter.
         """
         if state != self.state:
             torch.autograd.graph.increment_version(self.packed)
-        vars(self).update(amax=amax, state=state)
+        self.state = state

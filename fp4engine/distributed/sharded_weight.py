@@ -56,17 +56,15 @@ class Sent(NamedTuple):
     """What a rank sends of one weight.
 
     Attributes:
-        packed: codes and scales of its shard, one scale per block; see :class:`fp4engine.formats.tiles.Part`.
-        amax: of the whole weight.
+        packed: codes and scales of its shard, and the amax of the whole weight; see
+            :class:`fp4engine.formats.tiles.Part`.
         state: that the weight had.
-        wire, outer: to be read before codes and scales, or the amax, are used on the current stream.
+        wire: to be read before ``packed`` is used on the current stream.
     """
 
     packed: Tensor
-    amax: Tensor
     state: State
     wire: AcrossStreams
-    outer: AcrossStreams
 
 
 class GatherableWeights:
@@ -137,22 +135,12 @@ Asked = tuple["GatherableWeight", Tensor, State]
 @torch.no_grad()
 def send(asked: list[Asked], dtype: torch.dtype) -> list[Sent]:
     """Cast the shards of some weights on one device, rounded to ``dtype``, by one backend."""
-    amaxes: list[Tensor | None] = []
-    outer: list[AcrossStreams | None] = []
-    for weight, *_ in asked:
-        known = weight.amax(dtype)
-        if known is not None and known[1] not in outer:
-            known[1].read()
-        amaxes.append(None if known is None else known[0])
-        outer.append(None if known is None else known[1])
+    amaxes = [weight.amax(dtype) for weight, *_ in asked]
     matrices = [values.to(dtype) for _, values, _ in asked]
     specs = [weight.spec for weight, *_ in asked]
     shards = ops.quantize_tiles(matrices, specs, amaxes, asked[0][0].quantizer.backend)
     wire = AcrossStreams(*(shard.packed for shard in shards))
-    return [
-        Sent(*shard.tensors, state, wire, shared or AcrossStreams(shard.amax))
-        for (*_, state), shard, shared in zip(asked, shards, outer, strict=True)
-    ]
+    return [Sent(shard.packed, state, wire) for (*_, state), shard in zip(asked, shards, strict=True)]
 
 
 class ReducedAmaxes:
@@ -162,8 +150,8 @@ class ReducedAmaxes:
         self._packed = AcrossStreams(packed)
         self._rounded: dict[torch.dtype, tuple[tuple[Tensor, ...], AcrossStreams]] = {}
 
-    def get(self, index: int, dtype: torch.dtype) -> tuple[Tensor, AcrossStreams]:
-        """FP32 [1], the amax of the weight rounded to ``dtype``; and what to read before using it on another stream.
+    def get(self, index: int, dtype: torch.dtype) -> Tensor:
+        """FP32 [1], the amax of the weight rounded to ``dtype``, for the current stream.
 
         Rounding is monotonic, so the amax of the rounded weight is the rounded amax. All amaxes are rounded when the
         first is asked for.
@@ -174,7 +162,8 @@ class ReducedAmaxes:
             rows[:, 0] = packed.to(dtype)
             self._rounded[dtype] = rows[:, :1].unbind(), AcrossStreams(rows)
         rounded, shared = self._rounded[dtype]
-        return rounded[index], shared
+        shared.read()
+        return rounded[index]
 
 
 def _shard_group(parameter: DTensor) -> tuple[Any, str]:
@@ -261,7 +250,7 @@ class GatherableWeight:
         version = shard.serial, parameter._version, shard.values._version
         return self._reduced is not None and version == self._version
 
-    def amax(self, dtype: torch.dtype) -> tuple[Tensor, AcrossStreams] | None:
+    def amax(self, dtype: torch.dtype) -> Tensor | None:
         """The outer amax of the weight in ``dtype``, see :meth:`ReducedAmaxes.get`; None if its cast has none.
 
         Reduces amaxes over ranks if this one is not known.
@@ -437,13 +426,11 @@ class ShardedWeight(torch.Tensor):
         """The weight that the module multiplies by, from all ranks' codes and scales; ``out`` is filled if given."""
         owner, (sent, ranks) = self.weight, metadata
         assert owner is not None
-        sent.outer.read()
         if out is not None:
-            out.refill(sent.amax, sent.state)
+            out.refill(sent.state)
             return None
-        (packed,) = all_gather_outputs
-        (rows, cols), tensors = self.shape, (packed, sent.amax)
-        weight = GatheredWeight.of(owner.quantizer, (ranks * rows, cols), param_dtype, tensors, ranks)
+        ((packed,), (rows, cols)) = all_gather_outputs, self.shape
+        weight = GatheredWeight.of(owner.quantizer, (ranks * rows, cols), param_dtype, packed, ranks)
         weight.name, weight.state = owner.name, sent.state
         parameter = owner.sharded()
         if parameter is not None:

@@ -8,19 +8,22 @@ from fp4engine.formats.cast_spec import CastSpec
 
 
 class Part(NamedTuple):
-    """Some rows of a cast matrix as bytes: their codes, then one scale of each of their blocks, then unused bytes.
+    """Some rows of a cast matrix as bytes: their codes, one scale of each of their blocks, and the outer amax.
 
-    A tensor of parts has the rows of one rank in each, in the order of the ranks, as an all-gather leaves them.
+    A tensor of parts has the rows of one rank in each, in the order of the ranks, as an all-gather leaves them. All
+    parts have the same outer amax, that of the matrix.
 
     Attributes:
         rows: of the matrix.
         codes, scales: bytes of both; codes are [rows, padded cols], scales [rows / block rows, blocks].
+        amax: where the outer amax begins, FP32; a multiple of ``ALIGNMENT``.
         size: bytes of the part, a multiple of ``ALIGNMENT``: the next part begins where kernels can read words.
     """
 
     rows: int
     codes: int
     scales: int
+    amax: int
     size: int
 
     @staticmethod
@@ -29,4 +32,5 @@ class Part(NamedTuple):
         """The part of ``rows`` rows of a matrix with ``cols`` columns that is cast by ``spec``."""
         codes = rows * spec.padded_cols(cols) * spec.element.storage_bits // 8
         scales = -(-rows // spec.block[0]) * spec.num_blocks(cols) * spec.scale.torch_dtype.itemsize
-        return Part(rows, codes, scales, -(-(codes + scales) // ALIGNMENT) * ALIGNMENT)
+        amax = -(-(codes + scales) // ALIGNMENT) * ALIGNMENT
+        return Part(rows, codes, scales, amax, amax + ALIGNMENT)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fp4engine.constants import ALIGNMENT, BLOCK_SIZE
 from fp4engine.formats import E2M1, E4M3, CastSpec, Outer
-from fp4engine.formats.tiles import Part
 from fp4engine.kernels.encode import PAIRS, from_bits, from_e4m3, round_bf16, to_bits
 from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, device_facts, facts, resolver
 from fp4engine.kernels.tiles import Tiles
@@ -196,9 +195,9 @@ def add_decode(draft: Draft, operands: Sequence[Codes], outs: Sequence[Place]) -
     draft.step(decode_kernel, programs, *arguments, *counts, BLOCKS, hardware, num_warps=4)
 
 
-def add_decode_tiles(draft: Draft, tiles: Tiles, spec: CastSpec, out: Place) -> None:
+def add_decode_tiles(draft: Draft, tiles: Tiles, out: Place) -> None:
     """Write the values of the matrix, without the outer factor and with the padding, to BF16 ``out``."""
-    part = Part.of(spec, tiles.rows // tiles.parts, tiles.cols)
+    part, spec = tiles.part, tiles.spec
     blocks = part.rows * spec.num_blocks(tiles.cols)
     hardware, _ = device_facts(draft.device)
     draft.step(

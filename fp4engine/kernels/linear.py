@@ -128,7 +128,7 @@ def resolve_tiled_forward(
     outs: int,
     parts: int,
 ) -> Launch:
-    """``(x, w's tiles, amax, bias) -> [x^T as it is kept,] y``.
+    """``(x, w's tiles, bias) -> [x^T as it is kept,] y``.
 
     Args:
         tiles: facts of w as it was cast before: all but its alignment follows from ``outs`` and ``parts``.
@@ -137,13 +137,13 @@ def resolve_tiled_forward(
         dtype: of y.
         outs, parts: N, and of how many parts w's tiles consist.
     """
-    draft = Draft(device, inputs=4)
+    draft = Draft(device, inputs=3)
     (kept,) = _stored(draft.output, [(x.shape[::-1], keys[1])])
     left = _cast_forward(draft, x, draft.inputs[0], keys[0], kept, stream)
-    _, packed, amax, bias_place = draft.inputs
-    right = _room_for_values(draft, (outs, x.shape[1]), keys[2], amax)
-    place = right.matrix.place
-    add_decode_tiles(draft, Tiles(packed, outs, x.shape[1], parts), CastSpec.from_key(keys[2]), place)
+    _, packed, bias_place = draft.inputs
+    weight = Tiles(packed, CastSpec.from_key(keys[2]), outs, x.shape[1], parts)
+    right = _room_for_values(draft, (outs, x.shape[1]), keys[2], weight.amax)
+    add_decode_tiles(draft, weight, right.matrix.place)
     _multiply(draft, left, right, dtype, bias_place if bias else None)
     return draft.launch()
 
@@ -162,7 +162,7 @@ def resolve_backward(
     place: tuple[int, int] | None = None,
     live: Facts | None = None,
 ) -> Launch:
-    """``(dy, rng, amaxes[, x^T and w^T as they are kept][, w's tiles, amax]) -> [dx][, dw]``.
+    """``(dy, rng, amaxes[, x^T and w^T as they are kept][, w's tiles]) -> [dx][, dw]``.
 
     Args:
         ins: K.
@@ -179,7 +179,7 @@ def resolve_backward(
     (rows, outs), (row_key, col_key, inp_key, weight_key) = grad.shape, keys
     in_buffer = [((ins, rows), inp_key), ((ins, outs), "" if tiles else weight_key)]
     is_kept, placed = any(key for _, key in in_buffer), place is not None
-    draft = Draft(device, inputs=3 + is_kept + 2 * (tiles is not None))
+    draft = Draft(device, inputs=3 + is_kept + (tiles is not None))
     _, drawn, amaxes, *others = draft.inputs
     of_row, of_col = _rows(amaxes, [shared and weight_key != "", shared and inp_key != ""])
     row = _scratch_side(draft, row_key, 0, (rows, outs), of_row, placed) if weight_key else None
@@ -191,9 +191,8 @@ def resolve_backward(
     add_cast(draft, Reading(grad), row, col, rng, stream)
     inp, weight = _stored(lambda *_: others[0], in_buffer)
     if tiles:
-        packed, amax = others[-2:]
-        made = _transposed(draft, Tiles(packed, outs, ins, tiles[1]), weight_key)
-        weight = Stored((ins, outs), weight_key, *made, amax)
+        of_w = Tiles(others[-1], CastSpec.from_key(weight_key), outs, ins, tiles[1])
+        weight = Stored((ins, outs), weight_key, *_transposed(draft, of_w), of_w.amax)
     operands = _decoded(draft, [operand for operand in (weight, inp) if operand is not None])
     for target, shape, key, dtype, other in (
         (row, (rows, outs), row_key, dtypes[0], operands[0]),
@@ -297,11 +296,11 @@ def _values(target: Target, key: str, shape: Shape) -> Values:
     return Values(matrix, target.amax, amax_size(target.side, rows) > 1, CastSpec.from_key(key).numerator)
 
 
-def _transposed(draft: Draft, tiles: Tiles, key: str) -> Spread:
+def _transposed(draft: Draft, tiles: Tiles) -> Spread:
     """Codes and scales of the operand w^T [K, N], made from the tiles of w."""
-    spec, shape = CastSpec.from_key(key), (tiles.cols, tiles.rows)
-    made = Spread(draft.scratch(*data_of(Side.of(spec, "codes", 1), *shape)), draft.scratch(*scales_of(*shape)))
-    add_spread(draft, tiles, spec, made, transposed=True)
+    side, shape = Side.of(tiles.spec, "codes", 1), (tiles.cols, tiles.rows)
+    made = Spread(draft.scratch(*data_of(side, *shape)), draft.scratch(*scales_of(*shape)))
+    add_spread(draft, tiles, made, transposed=True)
     return made
 
 

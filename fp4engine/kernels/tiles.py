@@ -34,8 +34,10 @@ PICKED = 1024
 
 
 @triton.jit
-def pick_kernel(scale_ptr, out_ptr, blocks, count, HEIGHT: tl.constexpr, PICKED: tl.constexpr):
-    """The ``count`` scales of tiles, of the scales of all their rows: those of each tile's first row."""
+def pick_kernel(scale_ptr, out_ptr, amax_ptr, amax_out_ptr, blocks, count, HEIGHT: tl.constexpr, PICKED: tl.constexpr):
+    """The ``count`` scales of tiles, which are those of each tile's first row, and a copy of the outer amax."""
+    if tl.program_id(0) == 0:
+        tl.store(amax_out_ptr, tl.load(amax_ptr))
     index = tl.program_id(0) * PICKED + tl.arange(0, PICKED)
     inside = index < count
     source = (index // blocks).to(tl.int64) * (HEIGHT * blocks) + index % blocks
@@ -120,12 +122,28 @@ def supports(spec: CastSpec) -> tuple[bool, str]:
 
 
 class Tiles(NamedTuple):
-    """A matrix [rows, cols] of codes with a scale of each tile in a launch, in ``parts`` parts."""
+    """A matrix [rows, cols] of codes with a scale of each tile in a launch, in ``parts`` parts, cast by ``spec``."""
 
     packed: Place
+    spec: CastSpec
     rows: int
     cols: int
     parts: int
+
+    @property
+    def part(self) -> Part:
+        """How each part lies in memory."""
+        return Part.of(self.spec, self.rows // self.parts, self.cols)
+
+    @property
+    def amax(self) -> Block:
+        """The outer amax."""
+        return _within(self.packed, self.part.amax, torch.float32.itemsize, torch.float32)
+
+
+def _within(packed: Place, start: int, size: int, dtype: torch.dtype) -> Block:
+    """``size`` bytes of ``packed`` from byte ``start`` on."""
+    return Block(packed, partial(part_of, start, size, dtype), start)
 
 
 class Spread(NamedTuple):
@@ -135,10 +153,9 @@ class Spread(NamedTuple):
     scale_inv: Place
 
 
-def add_spread(draft: Draft, tiles: Tiles, spec: CastSpec, target: Spread, transposed: bool) -> None:
+def add_spread(draft: Draft, tiles: Tiles, target: Spread, transposed: bool) -> None:
     """Write the operand [rows, cols], with each tile's scale for all its rows; or, if ``transposed``, [cols, rows]."""
-    _, rows, cols, parts = tiles
-    part = Part.of(spec, rows // parts, cols)
+    (_, spec, rows, cols, parts), part = tiles, tiles.part
     words, width = spec.padded_cols(cols) // 8, (spec.padded_cols(rows) // 8, spec.num_blocks(rows))
     of_part = (part.rows // 8, part.rows // spec.block[0]) if parts > 1 else width
     programs = parts * -(-part.rows // TILE) * -(-words * 8 // TILE)
@@ -158,7 +175,7 @@ def resolve_spread(
     of = (cols, rows) if transposed else (rows, cols)
     data = draft.output((of[0], spec.padded_cols(of[1]) // 2), torch.uint8)
     target = Spread(data, draft.output((of[0], spec.num_blocks(of[1])), torch.uint8))
-    add_spread(draft, Tiles(*draft.inputs, rows, cols, parts), spec, target, transposed)
+    add_spread(draft, Tiles(*draft.inputs, spec, rows, cols, parts), target, transposed)
     return draft.launch()
 
 
@@ -182,17 +199,14 @@ def resolve_tiles(
     for index, (x, key) in enumerate(zip(tensors, keys, strict=True)):
         place, amax = draft.inputs[2 * index : 2 * index + 2]
         spec, (rows, cols) = CastSpec.from_key(key), x.shape
-        part = Part.of(spec, rows, cols)
+        part, height = Part.of(spec, rows, cols), spec.block[0]
         packed = draft.output((part.size,), torch.uint8)
-        codes, scales = (
-            Block(packed, partial(part_of, start, size, torch.uint8), start)
-            for start, size in ((0, part.codes), (part.codes, part.scales))
-        )
-        height = spec.block[0]
+        codes = _within(packed, 0, part.codes, torch.uint8)
+        scales = _within(packed, part.codes, part.scales, torch.uint8)
         scale_inv = scales if height == 1 else draft.scratch(*quantize.scales_of(rows, cols))
         target = quantize.Target(Side.of(spec, "codes", 0), amax, True, codes, scale_inv)
         quantize.add_cast(draft, Reading(x, None, place), target, None, None, 0)
-        if height > 1:
-            told = scale_inv, scales, spec.num_blocks(cols), part.scales
-            draft.step(pick_kernel, -(-part.scales // PICKED), *told, height, PICKED, num_warps=4)
+        picked = part.scales if height > 1 else 0
+        told = scale_inv, scales, amax, Tiles(packed, spec, rows, cols, 1).amax, spec.num_blocks(cols), picked
+        draft.step(pick_kernel, max(-(-picked // PICKED), 1), *told, height, PICKED, num_warps=4)
     return draft.launch()

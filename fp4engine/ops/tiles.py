@@ -14,6 +14,7 @@ from fp4engine.ops import backend as backends
 from fp4engine.ops.cast import as_it_is, casts_supported, codes_outputs, fused_casts_supported, kernels, quantize
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define, is_plain
+from fp4engine.tracing import constant_when_traced
 
 
 class TiledOperand(NamedTuple):
@@ -25,8 +26,8 @@ class TiledOperand(NamedTuple):
         spec: how it was cast; square blocks where the transposed operand is asked for.
         rows, cols: logical shape.
         parts: how many parts it consists of, one behind another, each of as many rows: whole blocks, if several.
-        packed: uint8 [parts * bytes of a part], contiguous; see :class:`fp4engine.formats.tiles.Part`.
-        amax: FP32 [1].
+        packed: uint8 [parts * bytes of a part], contiguous: codes, scales and the outer amax, see
+            :class:`fp4engine.formats.tiles.Part`.
     """
 
     spec: CastSpec
@@ -34,12 +35,17 @@ class TiledOperand(NamedTuple):
     cols: int
     parts: int
     packed: Tensor
-    amax: Tensor
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """``(packed, amax)``."""
-        return self.packed, self.amax
+    def tensors(self) -> tuple[Tensor]:
+        """The one tensor that it consists of."""
+        return (self.packed,)
+
+    @property
+    def amax(self) -> Tensor:
+        """FP32 [1], a view."""
+        start = _amax_at(self.spec.key, self.rows // self.parts, self.cols)
+        return self.packed[start : start + torch.float32.itemsize].view(torch.float32)
 
     def rowwise(self, backend: str = "auto") -> Operand:
         """The operand [rows, cols], with each tile's scale for all its rows."""
@@ -50,6 +56,11 @@ class TiledOperand(NamedTuple):
         """The operand of the transposed matrix under the same cast."""
         data, scale_inv = _spread(self, True, backend)
         return Operand(self.spec, self.cols, self.rows, data, scale_inv, self.amax)
+
+
+@constant_when_traced
+def _amax_at(spec: str, rows: int, cols: int) -> int:
+    return Part.of(CastSpec.from_key(spec), rows, cols).amax
 
 
 def _spread(tiled: TiledOperand, transposed: bool, backend: str) -> list[Tensor]:
@@ -115,9 +126,8 @@ def quantize_tiles(
     outputs = launch(*chain.from_iterable(zip(inputs, amaxes, strict=True)))
     backends.record(*("quantize/triton",) * len(inputs))
     return [
-        TiledOperand(spec, matrix.shape[0], matrix.shape[1], 1, packed, amax)
-        for matrix, spec, amax, packed in zip(inputs, specs, amaxes, outputs, strict=True)
-        if amax is not None
+        TiledOperand(spec, matrix.shape[0], matrix.shape[1], 1, packed)
+        for matrix, spec, packed in zip(inputs, specs, outputs, strict=True)
     ]
 
 
@@ -129,7 +139,9 @@ def _packed(matrix: Tensor, spec: CastSpec, amax: Tensor | None, backend: str) -
     packed = operand.data.new_zeros(part.size)
     packed[: part.codes] = operand.data.view(-1)
     packed[part.codes : part.codes + part.scales] = operand.scale_inv[:: spec.block[0]].reshape(-1).view(torch.uint8)
-    return TiledOperand(spec, rows, cols, 1, packed, operand.amax)
+    tiled = TiledOperand(spec, rows, cols, 1, packed)
+    tiled.amax.copy_(operand.amax)
+    return tiled
 
 
 @cache

@@ -73,8 +73,8 @@ def make_model(hidden: int = 96, bias: bool = False) -> torch.nn.Sequential:
 
 
 ELEMENTS = 2 * 64 * 96
-PART = 1552
-"""Bytes that a rank sends of a weight: 1,536 of codes, 12 of scales, and 4 to the next multiple of 16."""
+PART = 1568
+"""Bytes that a rank sends of a weight: 1,536 of codes, 12 of scales, 4 to a multiple of 16, and 16 with the amax."""
 """Of one block."""
 
 

@@ -176,8 +176,8 @@ def test_a_gathered_weight_is_not_saved_and_its_parts_are_in_the_keys_of_compile
     for save in (pickle.dumps, lambda weight: torch.save(weight, io.BytesIO())):
         with pytest.raises(ValueError, match=r"0\.0\.weight was gathered as codes"):
             save(weight)
-    tensors = weight.packed, weight.amax
-    one, two = (GatheredWeight.of(weight.quantizer, weight.shape, weight.dtype, tensors, parts) for parts in (1, 2))
+    told = weight.quantizer, weight.shape, weight.dtype, weight.packed
+    one, two = (GatheredWeight.of(*told, parts) for parts in (1, 2))
     assert one._stable_hash_for_caching() != two._stable_hash_for_caching() == weight._stable_hash_for_caching()
 
 

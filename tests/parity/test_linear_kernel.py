@@ -264,7 +264,7 @@ class OfTiles(WeightCache):
         amax = make_linear_plan(NVFP4BlockScaling(), "linear").weight.amax(weight.detach(), columnwise=False)[0]
         shards = weight.detach().chunk(parts)
         cast = ops.quantize_tiles(shards, [spec] * parts, [amax] * parts)
-        return ops.TiledOperand(spec, rows, cols, parts, torch.cat([shard.packed for shard in cast]), amax)
+        return ops.TiledOperand(spec, rows, cols, parts, torch.cat([shard.packed for shard in cast]))
 
     def get(self, weight, plan, needs_dgrad, make):
         tiles = self.tiles(weight)

@@ -24,7 +24,7 @@ def brought(shape: tuple[int, int, int], spec: CastSpec, device: torch.device) -
     generator = torch.Generator().manual_seed(rows * 1000 + cols)
     size = parts * Part.of(spec, rows // parts, cols).size
     packed = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
-    return ops.TiledOperand(spec, rows, cols, parts, packed.to(device), torch.ones(1, device=device))
+    return ops.TiledOperand(spec, rows, cols, parts, packed.to(device))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -50,7 +50,7 @@ def test_values_are_those_of_the_rowwise_operand(kernel_device, shape, spec):
     )
     draft = Draft(torch.device(kernel_device), inputs=1)
     out = draft.output((shape[0], spec.padded_cols(shape[1])), torch.bfloat16)
-    add_decode_tiles(draft, Tiles(*draft.inputs, *shape), spec, out)
+    add_decode_tiles(draft, Tiles(*draft.inputs, spec, *shape), out)
     (values,) = draft.launch()(tiled.packed)
     codes, scale_inv, _ = tiled.rowwise("reference").tensors
     one = torch.full((1,), spec.numerator, device=kernel_device)
@@ -64,8 +64,10 @@ def test_transposed_twice_is_what_it_was(kernel_device, spec):
     turned = tiled.columnwise("triton")
     scales = turned.scale_inv.view(torch.uint8)[:: spec.block[0]].flatten()
     part = Part.of(spec, 160, 96)
-    unused = scales.new_zeros(part.size - part.codes - part.scales)
-    again = ops.TiledOperand(spec, 160, 96, 1, torch.cat([turned.data.flatten(), scales, unused]), turned.amax)
+    packed = scales.new_zeros(part.size)
+    packed[: part.codes + part.scales] = torch.cat([turned.data.flatten(), scales])
+    again = ops.TiledOperand(spec, 160, 96, 1, packed)
+    again.amax.copy_(turned.amax)
     back = again.columnwise("triton")
     for one, other in ((back, tiled.rowwise("triton")), (again.rowwise("triton"), turned)):
         for mine, theirs in zip(one.tensors, other.tensors, strict=True):

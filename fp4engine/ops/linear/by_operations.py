@@ -101,7 +101,7 @@ class LinearByOperations(Way):
         dx = dw = None
         if needs_dgrad:
             if tiles:
-                right = TiledOperand(self.weight_spec, outs, ins, tiles, *kept[-2:]).columnwise(casts.backend)
+                right = TiledOperand(self.weight_spec, outs, ins, tiles, kept[-1]).columnwise(casts.backend)
             else:
                 right = Operand(self.weight_spec, ins, outs, *kept[-3:])
             dx = self._product(left, right, 1, dtypes[0])

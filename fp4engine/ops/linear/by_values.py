@@ -98,12 +98,12 @@ class LinearByValues(Way):
     ) -> tuple[Tensor, Kept]:
         casts, kernels = self.casts, linear_kernels()
         x, bias = as_it_is(x), bias if bias is None else bias.contiguous()
-        facts, (packed, amax) = kernels.facts, weight.tensors
+        facts, packed = kernels.facts, weight.packed
         keys = (casts.inp[0], casts.inp[1] * asked.needs_wgrad, casts.weight[0])
         told = (facts(x), facts(packed), facts(bias), x.device, keys, casts.streams[0], x.dtype)
-        *kept, y = kernels.resolve_tiled_forward(*told, weight.rows, weight.parts)(x, packed, amax, bias)
+        *kept, y = kernels.resolve_tiled_forward(*told, weight.rows, weight.parts)(x, packed, bias)
         backends.record("quantize/triton", "spread_tiles/triton", "gemm/triton")
-        return y, [*kept, *weight.tensors] if asked.needs_dgrad else kept
+        return y, [*kept, packed] if asked.needs_dgrad else kept
 
     def backward(self, grad_output: Tensor, kept: Kept, asked: BackwardPass) -> Gradients:
         kernels, grad_output = linear_kernels(), as_it_is(grad_output)
@@ -113,7 +113,7 @@ class LinearByValues(Way):
                 break
         tiles = amaxes = live = None
         if asked.parts and asked.needs_dgrad:
-            tiles = kernels.facts(kept[-2]), asked.parts
+            tiles = kernels.facts(kept[-1]), asked.parts
             backends.record("spread_tiles/triton")
         rng = state = asked.state
         draws = state is not None

@@ -40,9 +40,9 @@ class LinearByOperators(NamedTuple):
         x, bias = x.detach(), bias if bias is None else bias.detach()
         if isinstance(weight, TiledOperand):
             y, *kept = torch.ops.fp4engine.tiled_linear_forward(
-                x, *weight.tensors, bias, self.casts, self.weight_dtype, asked.needs_wgrad, weight.rows, weight.parts
+                x, weight.packed, bias, self.casts, self.weight_dtype, asked.needs_wgrad, weight.rows, weight.parts
             )
-            return y, [*kept, *weight.tensors] if asked.needs_dgrad else kept
+            return y, [*kept, weight.packed] if asked.needs_dgrad else kept
         needs_dgrad, needs_wgrad, shared, groups, given, _ = asked
         told = x, weight.detach(), bias, self.casts, needs_dgrad, needs_wgrad, given
         if groups:
@@ -125,7 +125,6 @@ def _linear_share_forward(
 def _tiled_linear_forward(
     x: Tensor,
     packed: Tensor,
-    amax: Tensor,
     bias: Tensor | None,
     casts: str,
     weight_dtype: torch.dtype,
@@ -135,7 +134,7 @@ def _tiled_linear_forward(
 ) -> list[Tensor]:
     """As :func:`_linear_forward`, of a weight that comes as tiles: the caller keeps those for backward."""
     own = LayerCasts.from_key(casts)
-    weight = TiledOperand(CastSpec.from_key(own.weight[0]), outs, x.shape[1], parts, packed, amax)
+    weight = TiledOperand(CastSpec.from_key(own.weight[0]), outs, x.shape[1], parts, packed)
     return _forward(x, weight, bias, own, weight_dtype, ForwardPass(False, needs_wgrad))
 
 
