@@ -3,13 +3,13 @@
     torchrun --nproc-per-node 2 benchmarks/distributed.py --out benchmarks/results [--modes bytes fsdp] [--seconds 280]
     python benchmarks/distributed.py --report benchmarks/results/distributed.json
 
-The model is the GPT of training.py. `one` is one GPU, `fsdp` FSDP2 with weights gathered in BF16, `fsdp_fp4` FSDP2 with
-weights gathered as codes, `tp` tensor and sequence parallelism, `fsdp_tp` both, tensor parallelism over two. Compiled
-is each block on its own; `fsdp-graph` and `tp-graph` replay a whole step of compiled blocks, its collectives too, as
-one CUDA graph. Parameters are in BF16; or in FP32, which FSDP2 gathers for BF16 and the others multiply under
-torch.autocast. Gradients are reduced in FP32. `8b` has the sizes of Llama-3-8B, random tokens and checkpointed blocks;
-its ten steps learn one batch. AdamW's moments are in the parameters' dtype, or with `--optimizer adamw8bit` in 8 bits,
-by torchao.
+The model is the GPT of training.py; `1b-16` is `1b` in steps of 16 sequences a GPU in place of 4. `one` is one GPU,
+`fsdp` FSDP2 with weights gathered in BF16, `fsdp_fp4` FSDP2 with weights gathered as codes, `tp` tensor and sequence
+parallelism, `fsdp_tp` both, tensor parallelism over two. Compiled is each block on its own; `fsdp-graph` and `tp-graph`
+replay a whole step of compiled blocks, its collectives too, as one CUDA graph. Parameters are in BF16; or in FP32,
+which FSDP2 gathers for BF16 and the others multiply under torch.autocast. Gradients are reduced in FP32. `8b` has the
+sizes of Llama-3-8B, random tokens and checkpointed blocks; its ten steps learn one batch. AdamW's moments are in the
+parameters' dtype, or with `--optimizer adamw8bit` in 8 bits, by torchao.
 
 Modes run in the order in which they are named, and the file is written after every row: a run that is cut off, or out
 of --seconds, keeps what it has. The report adds what `fp4engine estimate` predicts for the wire, and needs no GPU.
@@ -60,12 +60,14 @@ from gpt.model import GPT
 
 SIZES = {
     **MODELS,
+    "1b-16": {**MODELS["1b"], "batch": 16},
     "8b": dict(sequence=2048, batch=1),
     "tiny": dict(layers=2, width=256, sequence=64, batch=2),
     "tiny_llama": dict(sequence=64, batch=2),
 }
 ARCHITECTURES = {
     "1b": Architecture(20, 2048, 32, 5504, 256, fused_qkv=True),
+    "1b-16": Architecture(20, 2048, 32, 5504, 256, fused_qkv=True),
     "tiny": Architecture(2, 256, 4, 704, 256, fused_qkv=True),
     "8b": KNOWN["Llama-3-8B"],
     "tiny_llama": Architecture(2, 256, 4, 512, 512, kv_heads=2),
@@ -531,7 +533,7 @@ def report(path: Path) -> None:
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES))
-    parser.add_argument("--model", choices=("1b", "85m", "tiny"), default="1b", help="of all modes but 8b")
+    parser.add_argument("--model", choices=("1b", "1b-16", "85m", "tiny"), default="1b", help="of all modes but 8b")
     parser.add_argument("--parameters", choices=("bf16", "fp32"), default="bf16", help="what the optimizer steps")
     parser.add_argument("--optimizer", choices=("adamw", "adamw8bit"), default="adamw")
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of a row")

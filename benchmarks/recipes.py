@@ -15,7 +15,6 @@ that is cut off keeps its rows.
 
 import copy
 import multiprocessing
-import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from functools import partial
 
 import torch
 from step import gradients, make, problem, run_nvfp4, run_step
-from timing import argument_parser, environment, milliseconds, write_json
+from timing import argument_parser, environment, repeats_for, time_in_turn, write_json
 
 import fp4engine
 from fp4engine import ops
@@ -32,9 +31,8 @@ from fp4engine.recipe import CustomRecipe, MMParams, Recipe, zoo
 
 LAYERS = ((4096, 4096), (4096, 14336))
 CHECKED_TOKENS = 1024
-ROUNDS = 5
-ROUND_MS = 8.0
-"""What a round of one variant lasts, unless a single step lasts longer."""
+TURN = 0.02
+"""Seconds of BF16's turn. A turn begins with steps that are not timed, so that the host is ahead of the GPU."""
 
 
 def compile_row(name: str) -> str:
@@ -71,16 +69,6 @@ def check(name: str) -> None:
         raise SystemExit(f"{name}: bytes differ from the reference quantizers': no speed is printed")
 
 
-def times_in_turn(runs) -> list[float]:
-    """Median milliseconds of each; slow ones are repeated less."""
-    repeats = []
-    for run in runs:
-        run()
-        repeats.append(max(1, int(ROUND_MS / milliseconds(run, 1))))
-    rounds = [[milliseconds(run, count) for run, count in zip(runs, repeats, strict=True)] for _ in range(ROUNDS)]
-    return [statistics.median(times) for times in zip(*rounds, strict=True)]
-
-
 def memory(layer: torch.nn.Linear, inp: torch.Tensor, grad: torch.Tensor, recipe) -> dict[str, int]:
     """What one step keeps, and the most that it holds."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
@@ -108,7 +96,8 @@ def measure(name: str, fan_in: int, fan_out: int) -> dict:
     inp, grad = problem(fan_in, fan_out)
     dense, layer = make(torch.nn.Linear, fan_in, fan_out), make(fp4engine.Linear, fan_in, fan_out)
     recipe = zoo.make(name)
-    bf16, ms = times_in_turn([partial(run_step, dense, inp, grad), partial(run_nvfp4, layer, inp, grad, recipe)])
+    steps = {"bf16": partial(run_step, dense, inp, grad), "row": partial(run_nvfp4, layer, inp, grad, recipe)}
+    bf16, ms = time_in_turn(steps, repeats_for(6.0 * len(inp) * fan_in * fan_out, TURN)).values()
     ops.reset_executed_paths()
     held = memory(layer, inp, grad, recipe)
     paths = ops.executed_paths()
