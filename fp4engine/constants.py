@@ -22,6 +22,9 @@ AMAX_STRIDE: Final = 4
 ALIGNMENT: Final = 16
 """Bytes. For other addresses than multiples of this, Triton compiles another kernel; the copy engine refuses them."""
 
+MOST_QUESTIONS: Final = 4096
+"""Answers that one resolver remembers: the memory of a run whose row counts never repeat must not grow forever."""
+
 BLOCK_SIZE: Final = 16
 """Elements that share one block scale, along the contracted axis."""
 

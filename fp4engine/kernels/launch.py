@@ -24,13 +24,10 @@ from triton import AsyncCompileMode, knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from fp4engine.constants import ALIGNMENT
+from fp4engine.constants import ALIGNMENT, MOST_QUESTIONS
 from fp4engine.formats.one_buffer import offsets
 from fp4engine.kernels import cuda_driver
 from fp4engine.kernels.target import E4M3, PAIRS, hardware_of
-
-MOST_QUESTIONS = 4096
-"""Answers that one resolver remembers: the memory of a run whose row counts never repeat must not grow forever."""
 
 
 class Facts(NamedTuple):
@@ -63,11 +60,10 @@ class Facts(NamedTuple):
 
 
 def _allocation(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """A function that makes a contiguous tensor, with strides given: ``torch.empty`` takes half as long again."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return partial(torch.empty_strided, shape, tuple(reversed(strides)), dtype=dtype, device=device)
+    """A function that makes a contiguous tensor: given a tensor to be like, it takes the least of the host."""
+    like = torch.empty(shape, dtype=dtype, device=device)
+    like.untyped_storage().resize_(0)
+    return partial(torch.empty_like, like)
 
 
 _new = tuple.__new__
@@ -280,10 +276,8 @@ def _compile_side_by_side(calls: Sequence[tuple[Step, tuple[Any, ...]]]) -> None
 
 def _is_watched() -> bool:
     """Whether a profiler has asked Triton to be told of launches, which only ``kernel[grid](...)`` does."""
-    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
-        if getattr(hook, "calls", hook):
-            return True
-    return False
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 @cache

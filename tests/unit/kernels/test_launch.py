@@ -29,6 +29,7 @@ from fp4engine.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentSc
 
 PACKAGE = Path(fp4engine.__file__).parent
 BF16 = torch.bfloat16
+empty = torch.empty
 
 
 class Kernel:
@@ -267,6 +268,20 @@ def test_a_launch_of_nothing_allocates_every_time():
     for _ in range(3):
         (output,) = launch_of_nothing()
         assert output.shape == (0, 4)
+
+
+def test_a_launch_that_does_not_run_holds_no_memory(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: made.append(empty(*shape, **options)) or made[-1])
+    draft = Draft(torch.device("cpu"), inputs=0)
+    shapes = [(3, 5), (0, 4), (7, 1), (2, 3, 4), ()]
+    for shape in shapes:
+        draft.output(shape, torch.float32)
+        draft.scratch(shape, BF16)
+    outputs = draft.launch()()
+    assert [tensor.untyped_storage().nbytes() for tensor in made] == [0] * (2 * len(shapes) + 1)
+    assert [tuple(output.shape) for output in outputs] == shapes and all(output.is_contiguous() for output in outputs)
+    assert all(output.untyped_storage().nbytes() == 4 * output.numel() for output in outputs)
 
 
 def test_facts_are_all_that_a_kernel_is_specialized_on():
