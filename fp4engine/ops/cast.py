@@ -4,7 +4,8 @@ Operators get a spec as its key, a string that describes the cast. Legend: x is 
 the columnwise operand x.T; both have the contracted axis last.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, lru_cache
 from itertools import count
 from types import ModuleType
 from typing import Any, Literal, get_args
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from fp4engine import capability, reference
 from fp4engine.arguments import require_one_of
+from fp4engine.constants import MOST_QUESTIONS
 from fp4engine.formats import CastSpec, Correction, Outer, RoundingMode
 from fp4engine.kernels.source import Asked, Source
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.operand import Operand
-from fp4engine.ops.operation import Output, define, is_plain
+from fp4engine.ops.operation import PLAIN, Output, define, is_plain
 from fp4engine.tracing import constant_when_traced
 
 Form = Literal["codes", "values"]
@@ -27,6 +29,9 @@ Form = Literal["codes", "values"]
 
 _COLUMNWISE = 1
 """The side bit of the stream id of a columnwise operand."""
+
+_PLAIN = (*PLAIN, type(None))
+"""Types of an amax, given or not, with which a cast does not need PyTorch's dispatcher."""
 
 
 def quantize(
@@ -62,51 +67,40 @@ def quantize(
     statistics = gamma = beta = None
     kind, gated = "", False
     if isinstance(x, Tensor):
-        if x.ndim != 2 or not x.is_floating_point():
-            raise ValueError(f"x must be a floating-point matrix [M, K], got {x.dtype} of shape {tuple(x.shape)}")
-        matrix = as_it_is(x)
+        matrix = x
     elif isinstance(x, Source):
-        matrix, kind, gated, statistics, gamma, beta = as_it_is(x.x), x.kind, x.gated, x.statistics, x.gamma, x.beta
+        matrix, _, kind, gated, statistics, gamma, beta = x
     else:
         raise ValueError(f"x must be a tensor, got {type(x).__name__}")
     if rowwise is None and columnwise is None:
         raise ValueError("quantize needs rowwise or columnwise, got neither")
-    rows, cols = x.shape
     row_key, row_amax = ("", None) if rowwise is None else (rowwise.key, rowwise_amax)
     col_key, col_amax = ("", None) if columnwise is None else (columnwise.key, columnwise_amax)
-    if row_amax is not None:
-        require_amax("rowwise_amax", row_amax, rowwise, rows, cols, matrix.device)
-        row_amax = None if rowwise is None or rowwise.outer is Outer.NONE else row_amax
-    if col_amax is not None:
-        require_amax("columnwise_amax", col_amax, columnwise, cols, rows, matrix.device)
-        col_amax = None if columnwise is None or columnwise.outer is Outer.NONE else col_amax
     if not rowwise_form == columnwise_form == "codes":
         _require_forms(row_key, col_key, rowwise_form, columnwise_form)
-    inputs = (matrix, statistics, gamma, beta, row_amax, col_amax, rng)
     parts = (row_key, col_key, rowwise_form, columnwise_form, backend, kind, gated, x.dtype)
-    lacks = (row_amax is None, col_amax is None, rng is None)
-    asked: Any  # for the operator, its key
-    if is_direct := is_plain(matrix):
-        asked = Asked(*parts)
-        layout = _laid_out(asked, *lacks)
+    inputs = (matrix, statistics, gamma, beta, row_amax, col_amax, rng)
+    is_direct = is_plain(matrix) and type(row_amax) in _PLAIN and type(col_amax) in _PLAIN
+    if is_direct and not matrix.is_neg() and (cast := _by_kernels(inputs, stream, parts)) is not None:
+        (outputs, layout), (rows, cols) = cast, x.shape
     else:
-        asked, layout = _laid_out_when_traced(*lacks, *parts)
-    if layout is None:
-        assert isinstance(x, Tensor)
-        own = amax(x, rowwise, columnwise, rng=rng, stream=stream, backend=backend)
-        return quantize(
-            x,
-            rowwise,
-            columnwise,
-            rowwise_form=rowwise_form,
-            columnwise_form=columnwise_form,
-            rowwise_amax=own[0] if row_amax is None else row_amax,
-            columnwise_amax=own[1] if col_amax is None else col_amax,
-            rng=rng,
-            stream=stream,
-            backend=backend,
-        )
-    outputs = _cast(inputs, stream, asked) if is_direct else torch.ops.fp4engine.quantize(*inputs, stream, asked)
+        matrix = as_it_is(matrix)
+        if matrix.ndim != 2 or not matrix.is_floating_point():
+            raise ValueError(f"x must be a floating-point matrix [M, K], got {x.dtype} of shape {tuple(x.shape)}")
+        rows, cols = x.shape
+        require_amax("rowwise_amax", row_amax, rowwise, rows, cols, matrix.device)
+        require_amax("columnwise_amax", col_amax, columnwise, cols, rows, matrix.device)
+        row_amax = None if rowwise is None or rowwise.outer is Outer.NONE else row_amax
+        col_amax = None if columnwise is None or columnwise.outer is Outer.NONE else col_amax
+        asked, layout = _key_and_layout(row_amax is None, col_amax is None, rng is None, *parts)
+        if layout is None:
+            assert isinstance(x, Tensor)
+            own = amax(x, rowwise, columnwise, rng=rng, stream=stream, backend=backend)
+            row_amax, col_amax = own[0] if row_amax is None else row_amax, own[1] if col_amax is None else col_amax
+            asked, layout = _key_and_layout(row_amax is None, col_amax is None, rng is None, *parts)
+            assert layout is not None
+        run = _quantize if is_direct else torch.ops.fp4engine.quantize
+        outputs = run(matrix, statistics, gamma, beta, row_amax, col_amax, rng, stream, asked)
     made: list[Any] = [*outputs, None, row_amax, col_amax]
     row = col = None
     if rowwise is not None:
@@ -143,9 +137,7 @@ None and by the amax that was given for each side."""
 
 
 @constant_when_traced
-def _laid_out_when_traced(
-    row_missing: bool, col_missing: bool, no_draw: bool, *parts: Any
-) -> tuple[str, Layout | None]:
+def _key_and_layout(row_missing: bool, col_missing: bool, no_draw: bool, *parts: Any) -> tuple[str, Layout | None]:
     """The key and the layout of what is asked, whose parts are given one by one: Dynamo would lose a named tuple's."""
     asked = Asked(*parts)
     return asked.key, _laid_out(asked, row_missing, col_missing, no_draw)
@@ -354,33 +346,78 @@ def _quantize(
     stream: int,
     asked: str,
 ) -> list[Tensor]:
-    inputs = (x, statistics, gamma, beta, rowwise_amax, columnwise_amax, rng)
-    return _cast(inputs, stream, Asked.from_key(asked))
-
-
-def _cast(inputs: Inputs, stream: int, asked: Asked) -> list[Tensor]:
-    """The tensors that are asked for, in the order of their layout, made by a kernel if one covers the casts."""
-    x, _, _, _, rowwise_amax, columnwise_amax, rng = inputs
-    question = (asked.rowwise, asked.columnwise, asked.dtype)
-    if backends.choose("quantize", x.device, asked.backend, question, casts_supported) == "triton":
-        casts = kernels()
-        tensors = tuple([None if tensor is None else casts.facts(tensor) for tensor in inputs])
-        shared = rowwise_amax is not None and rowwise_amax is columnwise_amax
-        return casts.resolve_cast(tensors, x.device, asked, shared, stream)(*inputs)
-    assert not asked.kind, "only kernels compute a function while they cast it"
+    inputs, question = (x, statistics, gamma, beta, rowwise_amax, columnwise_amax, rng), Asked.from_key(asked)
+    if (cast := _by_kernels(inputs, stream, question)) is not None:
+        return cast[0]
+    covered = (question.rowwise, question.columnwise, question.dtype)
+    path = backends.choose("quantize", x.device, question.backend, covered, casts_supported)
+    assert path == "reference" and not question.kind, "only kernels compute a function while they cast it"
     given = (rowwise_amax, columnwise_amax)
-    layout = _laid_out(asked, rowwise_amax is None, columnwise_amax is None, rng is None)
+    layout = _laid_out(question, rowwise_amax is None, columnwise_amax is None, rng is None)
     assert layout is not None, "quantize rounds an amax before it casts by it"
     outputs: list[Tensor] = []
-    for side, operand, spec in _sides(x, asked.rowwise, asked.columnwise):
+    for side, operand, spec in _sides(x, question.rowwise, question.columnwise):
         data, scale_inv, amax = reference.quantize(operand, spec, amax=given[side], rng=rng, stream=stream | side)
-        if asked.sides[side][1] == "codes":
+        if question.sides[side][1] == "codes":
             outputs += [data, scale_inv]
         else:
             outputs.append(reference.decode(data, scale_inv, spec).to(spec.values_dtype))
         if layout[side][2] == len(outputs):
             outputs.append(amax)
     return outputs
+
+
+def _by_kernels(inputs: Inputs, stream: int, parts: tuple[Any, ...]) -> tuple[list[Tensor], Layout] | None:
+    """What kernels make of ``inputs``, given the parts of an :class:`Asked`, and where; None as of :func:`_resolved`.
+
+    All that depends on neither values nor addresses is one look into a cache: each takes the host as long as a tenth of
+    the launch of a small cast.
+    """
+    x, statistics, gamma, beta, row_amax, col_amax, rng = inputs
+    device = x.device
+    if not capability.triton_runs_on(device)[0]:
+        return None
+    if (row_amax is not None and row_amax.device != device) or (col_amax is not None and col_amax.device != device):
+        return None
+    facts = kernels().facts
+    norm = None if statistics is None else (facts(statistics), facts(gamma), facts(beta))
+    row = None if row_amax is None else facts(row_amax)
+    col = None if col_amax is None else facts(col_amax)
+    draw = None if rng is None else facts(rng)
+    resolved = _resolved(facts(x), norm, row, col, draw, row_amax is col_amax, device, stream, *parts)
+    if resolved is None:
+        return None
+    launch, layout = resolved
+    backends.record("quantize/triton")
+    return launch(*inputs), layout
+
+
+@lru_cache(maxsize=MOST_QUESTIONS)
+def _resolved(
+    x: Any, norm: Any, row: Any, col: Any, rng: Any, shared: bool, device: torch.device, stream: int, *parts: Any
+) -> tuple[Callable[..., list[Tensor]], Layout] | None:
+    """The launch and the layout of a cast, given the facts of :data:`Inputs`.
+
+    None unless kernels cover the cast, x is a matrix, amaxes are as :func:`amax` returns them, and none is lacking that
+    has to be rounded.
+    """
+    asked = Asked(*parts)
+    is_matrix = len(x.shape) == 2 and x.dtype.is_floating_point
+    is_covered = asked.backend != "reference" and casts_supported(asked.rowwise, asked.columnwise, asked.dtype)[0]
+    if not (is_matrix and is_covered):
+        return None
+    given, rows, cols = [row, col], x.shape[0], x.shape[1] // (1 + asked.gated)
+    for side, ((key, _), shape) in enumerate(zip(asked.sides, ((rows, cols), (cols, rows)), strict=True)):
+        if (amax := given[side]) is not None:
+            spec = CastSpec.from_key(key)
+            if (amax.shape, amax.dtype) != (amax_shape(spec, *shape), torch.float32):
+                return None
+            given[side] = None if spec.outer is Outer.NONE else amax
+    layout = _laid_out(asked, given[0] is None, given[1] is None, rng is None)
+    if layout is None:
+        return None
+    tensors = (x, *(norm or (None, None, None)), *given, rng)
+    return kernels().resolve_cast(tensors, device, asked, shared, stream), layout
 
 
 def _dequantize(

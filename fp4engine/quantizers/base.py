@@ -156,7 +156,7 @@ class Quantizer:
         if row_spec is not None or col_spec is not None:
             if rng is not None:
                 ops.require_draw(rng, x.device)
-            elif self.takes_draw(rowwise, columnwise):
+            elif self.is_stochastic and self.takes_draw(rowwise, columnwise):
                 rng = ops.next_draw(x.device)
             row, col = ops.quantize(
                 matrix,
@@ -227,10 +227,11 @@ def as_matrix(x: Tensor, name: str = "x") -> Tensor:
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.ndim == 0:
+    rank = x.ndim
+    if rank == 0:
         raise ValueError(f"{name} must have at least one dimension, got a scalar tensor")
     if x.dtype not in FLOATS:
         raise ValueError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
-    if x.ndim == 2:
+    if rank == 2:
         return x
-    return x[None] if x.ndim == 1 else x.flatten(0, -2)
+    return x[None] if rank == 1 else x.flatten(0, -2)

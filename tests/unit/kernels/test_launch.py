@@ -19,12 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 import fp4engine
-from fp4engine import capability, ops
+from fp4engine import Quantizer, capability, ops
+from fp4engine.formats import E8M0, CastSpec, Outer, RoundingMode, ScaleRule
 from fp4engine.functional import make_linear_plan
 from fp4engine.inspect.recorder import Heard
 from fp4engine.inspect.watch import watching
 from fp4engine.kernels import launch
 from fp4engine.kernels.launch import Block, Draft, Launch, facts
+from fp4engine.kernels.source import Asked
 from fp4engine.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
 
 PACKAGE = Path(fp4engine.__file__).parent
@@ -466,16 +468,8 @@ def test_a_step_by_block_scales_is_two_launches_and_three_products(on_stubs, mon
     assert products == [[torch.float8_e4m3fn] * 2 + [torch.float32] * 2] * 3
 
 
-@pytest.mark.no_poison
-@pytest.mark.parametrize(
-    ("recipe", "most"), [(NVFP4BlockScaling(), 122), (Float8CurrentScaling(), 116), (DelayedScaling(), 149)]
-)
-def test_calls_of_python_in_a_step(fp8_units, monkeypatch, recipe, most):
-    """A stand-in for the host's time that is the same on every machine."""
-    monkeypatch.setattr(Launch, "_start_by_triton", lambda self, values: None)
-    layer, x = problem()
-    for _ in range(3):
-        step(layer, x, recipe)
+def calls_of(run):
+    """Calls of Python, by name: a stand-in for the host's time that is the same on every machine."""
     calls = Counter()
 
     def profile(frame, event, argument):
@@ -484,10 +478,79 @@ def test_calls_of_python_in_a_step(fp8_units, monkeypatch, recipe, most):
 
     sys.setprofile(profile)
     try:
-        step(layer, x, recipe)
+        run()
     finally:
         sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize(
+    ("recipe", "most"), [(NVFP4BlockScaling(), 122), (Float8CurrentScaling(), 116), (DelayedScaling(), 149)]
+)
+def test_calls_of_python_in_a_step(fp8_units, monkeypatch, recipe, most):
+    monkeypatch.setattr(Launch, "_start_by_triton", lambda self, values: None)
+    layer, x = problem()
+    for _ in range(3):
+        step(layer, x, recipe)
+    calls = calls_of(lambda: step(layer, x, recipe))
     assert calls.total() <= most, calls.most_common(120)
+
+
+@pytest.mark.parametrize(
+    ("error", "given"),
+    [
+        (r"rowwise_amax must be torch.float32 \[1\] on cpu, got torch.float64 \[1\]", {"amax": torch.ones(1).double()}),
+        (r"rowwise_amax must be torch.float32 \[1\] on cpu, got torch.float32 \[2\]", {"amax": torch.ones(2)}),
+        (r"rowwise_amax must be .* on cpu, got torch.float32 \[1\] on meta", {"amax": torch.ones(1, device="meta")}),
+        (r"rowwise_amax must be .*, got 1.0", {"amax": 1.0}),
+        ("must be a floating-point matrix", {"x": torch.ones(2, 16, dtype=torch.int8)}),
+        ("must be a floating-point matrix", {"x": torch.ones(2, 2, 16)}),
+        (r"needs rng=\(seed, draw\)", {"spec": CastSpec(rounding=RoundingMode.STOCHASTIC)}),
+        ("rowwise_form must be one of", {"form": "bits"}),
+    ],
+)
+def test_a_cast_refuses_the_same_where_kernels_run(on_stubs, error, given):
+    def cast(x=None, amax=None, spec=None, form="codes"):
+        x = torch.ones(2, 16, dtype=BF16) if x is None else x
+        return ops.quantize(x, spec or CastSpec(), None, rowwise_amax=amax, rowwise_form=form)
+
+    for _ in range(2):
+        cast(amax=torch.ones(1))
+        with pytest.raises(ValueError, match=error):
+            cast(**given)
+    assert len(on_stubs) == 2
+
+
+def test_an_amax_that_a_cast_does_not_read_is_not_taken_for_its_result(on_stubs):
+    spec, ones = (
+        CastSpec(block=(1, 32), scale=E8M0, scale_rule=ScaleRule.FLOOR, scale_bound=1.0, outer=Outer.NONE),
+        torch.ones(1),
+    )
+    operand, _ = ops.quantize(torch.ones(2, 32, dtype=BF16), spec, None, rowwise_amax=ones)
+    ((started, _),) = on_stubs
+    assert operand.amax is not ones and len(started.outputs) == 3
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize(
+    ("name", "most"), [("amax given", 13), ("own amax", 12), ("both sides", 15), ("quantizer", 18), ("operator", 11)]
+)
+def test_calls_of_python_in_a_cast(on_stubs, monkeypatch, name, most):
+    monkeypatch.setattr(Launch, "_start_by_triton", lambda self, values: None)
+    x, one, spec, operator = torch.ones(32, 64, dtype=BF16), torch.ones(1), CastSpec(), torch.ops.fp4engine.quantize
+    quantizer, asked = Quantizer(spec), Asked(spec.key, "", "codes", "codes", "auto", "", False, BF16).key
+    casts = {
+        "amax given": lambda: ops.quantize(x, spec, None, rowwise_amax=one),
+        "own amax": lambda: ops.quantize(x, spec, None),
+        "both sides": lambda: ops.quantize(x, spec, spec, rowwise_amax=one, columnwise_amax=one),
+        "quantizer": lambda: quantizer.quantize(x, columnwise=False),
+        "operator": lambda: operator(x, None, None, None, one, None, None, 0, asked),
+    }
+    cast = casts[name]
+    for _ in range(2):
+        cast()
+    assert calls_of(cast).total() <= most
 
 
 @pytest.mark.no_poison
