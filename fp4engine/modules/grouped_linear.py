@@ -15,6 +15,7 @@ from fp4engine.functional.grouped_loop import grouped, require_counts
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.model_init import store_weight
+from fp4engine.modules.quantized_weight import initialize
 from fp4engine.modules.recompute import computed
 from fp4engine.modules.te_arguments import initializer, refuse_unimplemented, te_place
 from fp4engine.recipe import Recipe
@@ -87,7 +88,7 @@ class GroupedLinear(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Initialise the weights by ``init_method`` and the biases to zero."""
         for weight, bias in zip(self.weights, self.biases, strict=True):
-            self.init_method(weight)
+            initialize(weight, self.init_method)
             if bias is not None:
                 torch.nn.init.zeros_(bias)
 

@@ -14,6 +14,7 @@ from fp4engine.functional.norm import Norm
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.norm import InputNorm
+from fp4engine.modules.quantized_weight import initialize
 from fp4engine.modules.recompute import computed
 from fp4engine.modules.te_arguments import initializer, refuse_unimplemented, te_place
 from fp4engine.names import dotted
@@ -105,8 +106,8 @@ class LayerNormMLP(InputNorm):
     def reset_parameters(self) -> None:
         """Initialise the norm to the identity, the weights by their init methods and the biases to zero."""
         self._reset_norm()
-        self.init_method(self.fc1_weight)
-        self.output_layer_init_method(self.fc2_weight)
+        initialize(self.fc1_weight, self.init_method)
+        initialize(self.fc2_weight, self.output_layer_init_method)
         for bias in (self.fc1_bias, self.fc2_bias):
             if bias is not None:
                 torch.nn.init.zeros_(bias)

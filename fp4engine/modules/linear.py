@@ -13,6 +13,7 @@ from fp4engine.functional import WeightCache
 from fp4engine.functional.weight_cache import told_of_steps
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import store_weight
+from fp4engine.modules.quantized_weight import initialize
 from fp4engine.modules.recompute import computed
 from fp4engine.modules.sharded import fsdp_module, is_distributed
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_place, warn_of_third
@@ -101,7 +102,7 @@ class Linear(Gemms, torch.nn.Linear):
         if self.init_method is None:
             super().reset_parameters()
             return
-        self.init_method(self.weight)
+        initialize(self.weight, self.init_method)
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 

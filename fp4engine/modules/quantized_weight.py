@@ -313,6 +313,20 @@ class QuantizedWeight(torch.Tensor):
         return f"QuantizedWeight({list(self.shape)}, {spec.label!r}, {self.dtype}, device={str(self.device)!r})"
 
 
+def initialize(weight: Tensor, method: Callable[[Tensor], Any]) -> None:
+    """``method(weight)``; a weight that is stored as codes becomes what ``method`` makes of its values, quantized once.
+
+    Operations in place on such a weight round one by one, so a method of several would make another weight.
+    """
+    if not isinstance(weight, QuantizedWeight):
+        method(weight)
+        return
+    values = torch.nn.Parameter(weight.detach().dequantize(), weight.requires_grad)
+    method(values)
+    with torch.no_grad():
+        weight.copy_(values)
+
+
 def decode_parameters(module: torch.nn.Module) -> list[str]:
     """Replace parameters of ``module`` itself that are stored as codes by their values; returns their names."""
     stored = [name for name, weight in module._parameters.items() if isinstance(weight, QuantizedWeight)]

@@ -11,6 +11,7 @@ from fp4engine.arguments import require_bools, require_integer
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import refuse_parts, store_weight
+from fp4engine.modules.quantized_weight import initialize
 from fp4engine.modules.recompute import computed
 from fp4engine.modules.te_arguments import initializer, refuse_unimplemented, te_place
 from fp4engine.recipe import Recipe
@@ -81,7 +82,7 @@ class SplitLinear(Gemms):
     def reset_parameters(self) -> None:
         """Initialise the weights by ``init_method`` and the biases to zero."""
         for prefix in self._parts:
-            self.init_method(getattr(self, prefix + "weight"))
+            initialize(getattr(self, prefix + "weight"), self.init_method)
             if (bias := getattr(self, prefix + "bias")) is not None:
                 torch.nn.init.zeros_(bias)
 
