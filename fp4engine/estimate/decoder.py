@@ -117,8 +117,9 @@ _NAMES = {
     "kv_heads": ("num_key_value_heads",),
     "head_dim": ("head_dim",),
     "tied": ("tie_word_embeddings",),
-    "positions": ("n_positions",),
 }
+_POSITIONS = {"gpt2": ("n_positions", "max_position_embeddings")}
+"""Family -> what its config calls the number of learned positions; others have none, whatever theirs calls so."""
 _BIASES = {"qkv_bias": ("attention_bias",), "projection_bias": ("attention_bias",), "bias": ("mlp_bias",)}
 _SAID_BIASES = {"llama": tuple(_BIASES), "qwen3": ("qkv_bias", "projection_bias")}
 """Family -> the biases that its config says; the layers of others have them or not."""
@@ -152,6 +153,8 @@ def from_config(config: str | Path | dict[str, Any]) -> Architecture:
         raise ValueError(f"{name} asks for cross-attention (add_cross_attention), which a decoder by itself has not")
     sizes: dict[str, Any] = dict(FAMILIES[family])
     names = _NAMES | {field: _BIASES[field] for field in _SAID_BIASES.get(family, ())}
+    if family in _POSITIONS:
+        names["positions"] = _POSITIONS[family]
     for field, keys in names.items():
         found = [data[key] for key in keys if key in data]
         if found and (found[0] is not None or field in ("kv_heads", "head_dim")):

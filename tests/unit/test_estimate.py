@@ -335,7 +335,14 @@ CONFIGS = {
         "gpt2",
         {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_inner": 80, "tie_word_embeddings": False},
     ),
-}
+    "gpt2 by the names of others": (
+        "gpt2",
+        {
+            "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96,
+            "max_position_embeddings": 40,
+        },
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONFIGS)
