@@ -31,16 +31,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--out must be another file than the record, got {arguments.out!r}")
     if path.is_dir() or not path.resolve().parent.is_dir():
         raise ValueError(f"--out must be a file in a folder that is there, got {str(path)!r}")
-    _write(path.resolve(), page.encode(errors="backslashreplace"))  # names of files may be no text
+    _write(path, page.encode(errors="backslashreplace"))  # names of files may be no text
     print(path)
     return 0
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or as it was before; what is no file, such as a terminal, is written to."""
+    """Write a file that is there whole or as it was before; what is no file, such as a pipe, is written to."""
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
+    path = path.resolve()  # of a link, the file that it names is replaced; a pipe has no such name
     part = path.with_name(f".{path.name}.incomplete")
     try:
         part.write_bytes(content)

@@ -249,6 +249,11 @@ def test_a_report_that_cannot_be_written_leaves_the_files_alone(tmp_path: Path, 
     assert main(["report", str(tmp_path), "--title", "a folder called \udcff"]) == 0
     assert r"a folder called \udcff" in page.read_text()
     assert main(["report", str(tmp_path), "--out", os.devnull]) == 0
+    reading, writing = os.pipe()  # as a shell makes for --out >(gzip > page.html.gz)
+    with os.fdopen(reading, encoding="utf-8") as reader:
+        assert main(["report", str(tmp_path), "--out", f"/dev/fd/{writing}"]) == 0
+        os.close(writing)
+        assert reader.read() == page.read_text().replace(r"a folder called \udcff", f"Run {tmp_path.name}")
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
