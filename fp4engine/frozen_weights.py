@@ -56,8 +56,8 @@ def quantize_weights(
     ``fp4engine.integrations.transformers`` is imported.
 
     Args:
-        model: converted; on ``meta`` with ``weights``, which then fill every parameter, one matrix at a time, so that
-            the model in high precision never exists.
+        model: converted; on ``meta`` with ``weights``, which then fill every parameter, and every buffer of its
+            ``state_dict``, one matrix at a time, so that the model in high precision never exists.
         recipe: what the weights are cast by, and what the model is to run by; None takes the recipe that each module
             was converted with.
         weights: values by the names of parameters and buffers, in the model or in its checkpoints, such as
@@ -108,8 +108,11 @@ def quantize_weights(
             made[parameter] = _require_value(name, parameter)
         else:
             made[parameter] = nn.Parameter(values.of(name, parameter).clone(), parameter.requires_grad)
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_meta]
-    made |= {buffer: values.of(name, buffer).clone() for name, buffer in buffers}
+    buffers = list(_buffers_to_fill(model, weights))
+    for name, buffer in buffers:
+        if buffer not in made:
+            value = values.of(name, buffer)
+            made[buffer] = value.to(value.device if buffer.is_meta else buffer.device, copy=True)
     for name, tensor in parameters + buffers:
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, made[tensor])
@@ -118,6 +121,17 @@ def quantize_weights(
 
         describe_in(model)
     return StoredWeights(tuple(of_parameter), left_alone, before, _nbytes(model))
+
+
+def _buffers_to_fill(model: nn.Module, weights: Mapping[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
+    """The buffers whose values ``weights`` has: those on ``meta``, and all that are a part of the model's state.
+
+    ``accelerate.init_empty_weights`` leaves buffers with the values that they were made with, and not on ``meta``.
+    """
+    state = () if weights is None else model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if buffer.is_meta or name in state:
+            yield name, buffer
 
 
 def dequantize_weights(model: nn.Module) -> tuple[str, ...]:

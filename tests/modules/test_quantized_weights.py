@@ -638,3 +638,33 @@ def test_weights_fill_a_model_in_high_precision_whole_or_not_at_all() -> None:
     with pytest.raises(ValueError, match=r"'0\.weight' is stored as codes already"):
         fp4engine.quantize_weights(model, weights=good)
     assert isinstance(model[0].weight, QuantizedWeight)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_weights_fill_buffers_too(device) -> None:
+    def make(value=0.0):
+        model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32))
+        model.register_buffer("correction", torch.full((3,), value))
+        model.append(nn.Identity())
+        model[2].register_buffer("shared", model.correction)
+        model.register_buffer("derived", torch.arange(3.0), persistent=False)
+        return model
+
+    trained, empty = make(5.0), make()
+    trained(torch.randn(64, 32) * 3 + 1)
+    for name, parameter in list(empty.named_parameters()):  # as accelerate.init_empty_weights() builds a model
+        owner, _, own = name.rpartition(".")
+        setattr(empty.get_submodule(owner), own, nn.Parameter(parameter.to("meta")))
+    if device == "meta":
+        empty.to("meta")
+        empty[2].shared, empty.derived = empty.correction, torch.arange(3.0)
+    fp4engine.convert(empty, RECIPE)
+    weights = trained.state_dict()
+    lacking = {name: value for name, value in weights.items() if name != "1.running_var"}
+    with pytest.raises(ValueError, match=r"weights lacks '1\.running_var'"):
+        fp4engine.quantize_weights(empty, weights=lacking)
+    fp4engine.quantize_weights(empty, weights=weights)
+    filled = empty.state_dict()
+    assert all(torch.equal(filled[name], weights[name]) for name in weights if name != "0.weight")
+    assert empty[2].shared is empty.correction is not trained.correction
+    assert torch.equal(empty.derived, torch.arange(3.0))
