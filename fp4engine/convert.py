@@ -77,13 +77,42 @@ def convert(
             scaling), a rule of it matches no module, or one name of a module and not another, or another argument is
             of another kind. The model is then as it was.
     """
+    require_own_recipe(recipe)
+    plan = _convert(model, recipe, module_filter_fn, keep_high_precision, adapters)
+    if recipe is not None:
+        for module in model.modules():
+            if isinstance(module, Gemms):
+                module.recipe = recipe
+    return plan
+
+
+def convert_for_regions(
+    model: nn.Module, recipe: Recipe, module_filter_fn: ModuleFilter | None, keep_high_precision: Sequence[str]
+) -> ConversionPlan:
+    """:func:`convert` for a model that is to run in regions of ``recipe``, which need not be one to follow outside.
+
+    The rules of ``recipe`` are checked, and the plan shows its formats.
+
+    Raises:
+        ValueError: as :func:`convert`; ``recipe`` is a schedule, which has no formats without a step.
+    """
+    return _convert(model, recipe, module_filter_fn, keep_high_precision, adapters=False)
+
+
+def _convert(
+    model: nn.Module,
+    recipe: Recipe | None,
+    module_filter_fn: ModuleFilter | None,
+    keep_high_precision: Sequence[str],
+    adapters: bool,
+) -> ConversionPlan:
+    """:func:`convert`, without setting ``recipe`` on modules."""
     require_model(model)
     if isinstance(model, nn.Linear):
         raise ValueError(
             "convert swaps the linear modules inside a model, and this model is itself one; "
             "use fp4engine.Linear.from_linear(model)"
         )
-    require_own_recipe(recipe)
     if module_filter_fn is not None:
         require_callable("module_filter_fn", module_filter_fn)
     require_bool("adapters", adapters)
@@ -181,8 +210,6 @@ def _convert_linears(
         for child_name, child in list(parent._modules.items()):
             if child in swaps:
                 setattr(parent, child_name, swaps[child])
-        if recipe is not None and isinstance(parent, Gemms):
-            parent.recipe = recipe
     return plan
 
 

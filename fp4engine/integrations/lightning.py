@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import Precision
 
 from fp4engine.accounting import ConversionPlan
 from fp4engine.arguments import shown
-from fp4engine.convert import ModuleFilter, convert
+from fp4engine.convert import ModuleFilter, convert_for_regions
 from fp4engine.integrations.training_state import TrainingState
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import require_recipe
@@ -30,7 +30,8 @@ class NVFP4Precision(Precision):
         module_filter_fn, keep_high_precision: as in :func:`fp4engine.convert`.
 
     Raises:
-        ValueError: ``recipe`` is no recipe, or ``compute_dtype`` no dtype.
+        ValueError: ``recipe`` is no recipe, or ``compute_dtype`` no dtype; when the trainer sets the model up, what
+            ``convert`` refuses: rules of ``recipe`` that match no module of the ``LightningModule``, for example.
 
     Attributes:
         plan: what was converted; None before the trainer has set the model up.
@@ -57,9 +58,7 @@ class NVFP4Precision(Precision):
         self._state: TrainingState | None = None
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        self.plan = convert(
-            module, module_filter_fn=self.module_filter_fn, keep_high_precision=self.keep_high_precision
-        )
+        self.plan = convert_for_regions(module, self.recipe, self.module_filter_fn, self.keep_high_precision)
         self._state = TrainingState(module)
         return module
 

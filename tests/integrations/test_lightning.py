@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fp4engine
-from fp4engine.recipe import DelayedScaling, NVFP4BlockScaling
+from fp4engine.recipe import DelayedScaling, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe
 
 lightning = pytest.importorskip("lightning.pytorch", reason="needs the extra `integrations`")
 
@@ -98,6 +98,20 @@ class TestLightning:
         trainer.save_checkpoint(tmp_path / "half.ckpt")
         with pytest.warns(UserWarning, match="the checkpoint has no FP4 training state.*NVFP4Precision"):
             fit(tmp_path, 10, NVFP4Precision(), tmp_path / "half.ckpt")
+
+    def test_rules_that_match_nothing_are_refused(self, tmp_path):
+        recipe = RuledRecipe(NVFP4BlockScaling(), (Rule(LinearRecipe(), "0"),))  # a name below `layers`
+        with pytest.raises(ValueError, match=r"rules that match no module: name='0'; the modules are layers\.0, "):
+            fit(tmp_path, 1, NVFP4Precision(recipe))
+
+    @pytest.mark.parametrize("first", [DelayedScaling(), LinearRecipe()])
+    def test_the_plan_shows_the_recipe_in_force(self, tmp_path, first):
+        plugin = NVFP4Precision(RuledRecipe(NVFP4BlockScaling(), (Rule(first, "layers.0"),)))
+        model, _ = fit(tmp_path, 1, plugin)
+        ran = model.layers[0].executed.counts
+        assert plugin.plan.modules[0].formats[0] in {formats for name, formats in ran if name == "fprop"}
+        assert plugin.plan.modules[1].formats == ("e2m1 x e2m1",) * 3
+        assert model.layers[0].recipe is None
 
     def test_arguments_of_another_kind_are_refused(self):
         with pytest.raises(ValueError, match=r"recipe must be an fp4engine\.recipe\.Recipe"):
