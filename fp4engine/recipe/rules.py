@@ -1,6 +1,7 @@
 """Mixed and scheduled precision, as values: which recipe for which module, which recipe at which step."""
 
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -102,11 +103,26 @@ class RuledRecipe(_RecipeOfRecipes):
         super().__post_init__()
 
     def of(self, role: QuantizerRole) -> Recipe:
-        """The plain recipe of the module that ``role`` belongs to."""
+        """The plain recipe of the module that ``role`` belongs to.
+
+        Warns:
+            UserWarning: the module has no name, and a rule that comes before its own asks for one.
+        """
+        found, skipped = self.default, None
         for rule in self.rules:
             if rule.matches(role):
-                return rule.recipe.of(role)
-        return self.default.of(role)
+                found = rule.recipe
+                break
+            if not role.name and not rule.matches_name(""):
+                skipped = skipped or rule
+        if skipped is not None:
+            asked = f"name={skipped.name!r}" if skipped.blocks is None else f"blocks={skipped.blocks}"
+            warnings.warn(
+                f"a module without a name follows {found!r}, since a rule with {asked} cannot be about it: give it "
+                "name=..., or let fp4engine.convert make it of an nn.Linear",
+                stacklevel=2,
+            )
+        return found.of(role)
 
     @property
     def is_delayed(self) -> bool:

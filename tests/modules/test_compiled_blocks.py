@@ -131,14 +131,14 @@ def test_a_recipe_with_rules_makes_a_graph_for_each_answer_once_modules_have_run
 def test_compiled_code_asks_its_rules_again_for_another_name_or_weight():
     torch._dynamo.reset()
     recipe = RuledRecipe(RECIPES[0], (Rule(LinearRecipe(), "head"), Rule(RECIPES[2], narrower_than=32)))
-    layer, x = fp4engine.Linear(16, 64, bias=False), torch.randn(4, 16)
+    layer, x = fp4engine.Linear(16, 64, bias=False, name="first"), torch.randn(4, 16)
     call = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with fp4engine.autocast(recipe=recipe):
         assert torch.equal(layer(x), call(x))
         layer.name = "head"
         assert torch.equal(call(x), nn.functional.linear(x, layer.weight))
         layer.name = "body"
-        by_rule = fp4engine.Linear(16, 16, bias=False)
+        by_rule = fp4engine.Linear(16, 16, bias=False, name="body")
         layer.weight = by_rule.weight
         assert torch.equal(call(x), by_rule(x))
         copied = copy.deepcopy(layer)

@@ -397,7 +397,8 @@ def test_rules_see_the_names_that_modules_have() -> None:
     model = nn.Sequential(fp4engine.Linear(16, 16), nn.Linear(16, 16))
     with pytest.raises(ValueError, match="rules that match no module: name='0'"):
         fp4engine.convert(model, RuledRecipe(NVFP4BlockScaling(), (Rule(LinearRecipe(), "0"),)))
-    plan = fp4engine.convert(model, RuledRecipe(NVFP4BlockScaling(), (Rule(LinearRecipe(), "1"),)))
+    with pytest.warns(UserWarning, match="a module without a name follows"):
+        plan = fp4engine.convert(model, RuledRecipe(NVFP4BlockScaling(), (Rule(LinearRecipe(), "1"),)))
     assert [module.formats for module in plan.modules] == [FP4, HIGH]
 
 

@@ -79,7 +79,7 @@ def test_the_module_knows_the_shape_of_its_weight() -> None:
 
 
 def test_a_module_that_is_renamed_or_gets_another_weight_follows_its_rule() -> None:
-    layer, x = fp4engine.Linear(64, 64, bias=False), torch.randn(8, 64)
+    layer, x = fp4engine.Linear(64, 64, bias=False, name="body"), torch.randn(8, 64)
 
     def formats() -> set[str]:
         layer.executed.counts.clear()
@@ -94,6 +94,21 @@ def test_a_module_that_is_renamed_or_gets_another_weight_follows_its_rule() -> N
         assert formats() == {"e2m1 x e2m1"}
         layer.name = "head"
         assert "high_precision" in formats()
+
+
+@pytest.mark.parametrize(
+    ("rule", "asked"), [(Rule(HIGH, "**.head"), r"name='\*\*\.head'"), (Rule(HIGH, blocks=(1, 2)), r"blocks=\(1, 2\)")]
+)
+def test_a_module_without_a_name_is_told_of_rules_about_names(rule: Rule, asked: str) -> None:
+    layer, x = fp4engine.Linear(64, 64), torch.randn(8, 64)
+    said = rf"a module without a name follows NVFP4BlockScaling\(\), since a rule with {asked} cannot be about it"
+    with fp4engine.autocast(recipe=RuledRecipe(NVFP4BlockScaling(), (rule,))):
+        with pytest.warns(UserWarning, match=said):
+            layer(x)
+        layer(x)  # once
+    assert set(layer.executed.counts) == {("fprop", "e2m1 x e2m1")}
+    with fp4engine.autocast(recipe=RuledRecipe(NVFP4BlockScaling(), (Rule(HIGH, "**", narrower_than=128), rule))):
+        layer(x)  # follows a rule that is about every name
 
 
 def test_rules_ask_for_what_they_need() -> None:
