@@ -18,8 +18,10 @@ NOT_IMPLEMENTED = {
 """Flags of TransformerEngine's that would change numbers, and why they cannot: only unset or ``"0"``."""
 
 _PREFIXES = ("NVTE_NVFP4_", "NVTE_FP4_")
+_ALIKE = 0.9
+"""How alike another name that begins with ``NVTE_`` and a flag are if it is that flag misspelled."""
 _fields: set[str] = set()
-_warned: set[str] = set()
+_looked_at: set[str] = set()
 
 
 def read_flag(name: str, default: bool) -> bool:
@@ -100,12 +102,14 @@ def _look_for_names_that_nobody_reads() -> None:
         ValueError: see :func:`refuse_what_is_not_implemented`.
     """
     refuse_what_is_not_implemented()
-    for name in sorted(name for name in os.environ if name.startswith(_PREFIXES)):
-        if name not in NOT_IMPLEMENTED and name not in _fields and name not in _warned:
-            _warned.add(name)
-            (nearest,) = get_close_matches(name, sorted(_fields), n=1, cutoff=0.0)
+    for name in sorted(name for name in os.environ if name.startswith("NVTE_")):
+        if name in NOT_IMPLEMENTED or name in _fields or name in _looked_at:
+            continue
+        _looked_at.add(name)
+        cutoff = 0.0 if name.startswith(_PREFIXES) else _ALIKE
+        if nearest := get_close_matches(name, sorted(_fields), n=1, cutoff=cutoff):
             warnings.warn(
-                f"nobody reads the environment flag {name}; did you mean {nearest}? "
+                f"nobody reads the environment flag {name}; did you mean {nearest[0]}? "
                 f"The flags are {', '.join(sorted(_fields))}",
                 stacklevel=5,
             )

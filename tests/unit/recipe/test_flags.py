@@ -11,7 +11,7 @@ from fp4engine.recipe import Float8CurrentScaling, LinearRecipe, NVFP4BlockScali
 
 @pytest.fixture(autouse=True)
 def nothing_warned_yet(monkeypatch) -> None:
-    monkeypatch.setattr(environment, "_warned", set())
+    monkeypatch.setattr(environment, "_looked_at", set())
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,8 @@ def nothing_warned_yet(monkeypatch) -> None:
         ("NVTE_NVFP4_DISABLE_SR", "NVTE_NVFP4_DISABLE_RHT"),
         ("NVTE_NVFP4_4OVER6_ERRMODE", "NVTE_NVFP4_4OVER6_ERR_MODE"),
         ("NVTE_FP4_BACKENDS", "NVTE_FP4_BACKEND"),
+        ("NVTE_FP8_BLOCK_SCALING_FP32_SCALE", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"),
+        ("NVTE_BACKWARD_OVERIDE", "NVTE_BACKWARD_OVERRIDE"),
     ],
 )
 def test_a_name_that_nobody_reads_is_warned_of_once(name: str, nearest: str, monkeypatch) -> None:
@@ -46,13 +48,14 @@ def test_an_empty_flag_is_an_unset_one(monkeypatch) -> None:
 def test_any_recipe_looks(monkeypatch) -> None:
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_RTH", "1")
     for make in (LinearRecipe, Float8CurrentScaling, fp4engine.get_default_recipe):
-        environment._warned.clear()
+        environment._looked_at.clear()
         with pytest.warns(UserWarning, match="NVTE_NVFP4_DISABLE_RTH"):
             make()
 
 
 def test_names_that_are_read_and_those_of_others_are_left_alone(monkeypatch) -> None:
-    for name in ("NVTE_NVFP4_DISABLE_RHT", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "NVTE_DEBUG", "NVTE_FLASH_ATTN"):
+    of_others = ("NVTE_DEBUG", "NVTE_FLASH_ATTN", "NVTE_FP8_DPA_BWD", "NVTE_GROUPED_LINEAR_SINGLE_PARAM")
+    for name in ("NVTE_NVFP4_DISABLE_RHT", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", *of_others):
         monkeypatch.setenv(name, "1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
