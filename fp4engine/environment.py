@@ -7,7 +7,9 @@ recipe or quantizer is constructed, never at import; a constructor argument alwa
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import Any
 
@@ -22,6 +24,7 @@ _ALIKE = 0.9
 """How alike another name that begins with ``NVTE_`` and a flag are if it is that flag misspelled."""
 _fields: set[str] = set()
 _looked_at: set[str] = set()
+_flags_count_as_unset: ContextVar[bool] = ContextVar("flags_count_as_unset", default=False)
 
 
 def read_flag(name: str, default: bool) -> bool:
@@ -61,6 +64,16 @@ def flags_set() -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NVTE_", "TRITON_"))}
 
 
+@contextmanager
+def flags_unset() -> Generator[None]:
+    """Region in which recipes are made as if no flag were set."""
+    before = _flags_count_as_unset.set(True)
+    try:
+        yield
+    finally:
+        _flags_count_as_unset.reset(before)
+
+
 def flag(name: str, default: bool = False) -> Any:
     """Dataclass field whose default is :func:`read_flag` at construction."""
     return _field(name, default, lambda: read_flag(name, default))
@@ -76,6 +89,8 @@ def _field(name: str, default: Any, read: Callable[[], Any]) -> Any:
     _fields.add(name)
 
     def factory() -> Any:
+        if _flags_count_as_unset.get():
+            return default
         _look_for_names_that_nobody_reads()
         return read()
 

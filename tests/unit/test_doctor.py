@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp4engine import doctor, ops
+from fp4engine import doctor, environment, ops
 from fp4engine.cli import main
 from fp4engine.kernels import cuda_driver
 from fp4engine.quantizers import Quantizer
+from fp4engine.recipe import NVFP4BlockScaling
 from fp4engine.reference import rounding
 
 
@@ -32,6 +33,16 @@ def test_a_machine_without_faults_passes(few, capsys) -> None:
     text = capsys.readouterr().out
     assert "FAIL" not in text and "all " in text, text
     assert "Triton kernels" in text and "torch" in text and "driver" in text
+
+
+def test_flags_of_recipes_are_told_and_change_no_check(few, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "1")
+    monkeypatch.setenv("NVTE_FP4_BACKEND", "triton")  # which this machine may not have
+    assert main(["doctor", "--device", "cpu"]) == 0
+    assert "NVTE_FP4_BACKEND=triton, NVTE_NVFP4_DISABLE_RHT=1" in capsys.readouterr().out
+    with environment.flags_unset():
+        assert not NVFP4BlockScaling().disable_rht
+    assert NVFP4BlockScaling().disable_rht
 
 
 def test_who_starts_kernels_is_told(monkeypatch) -> None:
