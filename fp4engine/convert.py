@@ -34,7 +34,7 @@ from fp4engine.modules.adoption import (
     to_linear,
 )
 from fp4engine.modules.gemms import require_own_recipe
-from fp4engine.modules.sharded import fsdp_module
+from fp4engine.modules.swap import own_attributes, own_forward
 from fp4engine.modules.torch_attention import TorchMultiheadAttention
 from fp4engine.names import covers
 from fp4engine.quantizers.base import FLOATS
@@ -314,11 +314,8 @@ def _kept(
 
 def _obstacle(module: nn.Linear) -> str:
     """Why a swap would change what ``module`` computes; empty if it would not."""
-    kind = type(module).__name__
-    if type(module).forward is not nn.Linear.forward:
-        return f"{kind} has a forward of its own"
-    if "forward" in vars(module):
-        return "its forward was replaced on the object; convert before wrapping"
+    if own := own_forward(module):
+        return own
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed (parametrized), not a parameter"
@@ -326,27 +323,7 @@ def _obstacle(module: nn.Linear) -> str:
         return "its weight has no shape yet (lazy); run the model once first"
     if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}, which no recipe casts"
-    if lost := _own_attributes(type(module)):
-        return f"{kind} has {lost[0]!r} of its own, which a swap would lose"
-    return ""
-
-
-class _Constructed:
-    """What a class has that says nothing but how its objects are made."""
-
-    size: int
-
-    def __init__(self) -> None:
-        self.size = 0
-
-
-def _own_attributes(kind: type[nn.Linear]) -> list[str]:
-    """Names of what ``kind`` and its bases have beside ``nn.Linear``.
-
-    Left out are a constructor, which has run, and what ``fully_shard`` gives to a class, whose work is done by hooks.
-    """
-    bases = [base for base in kind.__mro__ if base not in nn.Linear.__mro__ and not issubclass(base, fsdp_module())]
-    return [name for base in bases for name in vars(base) if name not in vars(_Constructed)]
+    return own_attributes(module)
 
 
 def _held_besides(model: nn.Module) -> dict[nn.Module, str]:

@@ -16,6 +16,7 @@ from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.quantized_weight import initialize
 from fp4engine.modules.recompute import computed
 from fp4engine.modules.sharded import fsdp_module, is_distributed
+from fp4engine.modules.swap import own_attributes, own_forward
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_place, warn_of_third
 from fp4engine.recipe import Recipe
 
@@ -88,10 +89,12 @@ class Linear(Gemms, torch.nn.Linear):
         """A Linear that shares the parameters, hooks and mode of ``module``; ``module.compile()`` is not handed on.
 
         Raises:
-            ValueError: ``module`` is no ``nn.Linear``.
+            ValueError: ``module`` is no ``nn.Linear``, or computes or has something of its own that would be lost.
         """
         if not isinstance(module, torch.nn.Linear):
             raise ValueError(f"module must be a torch.nn.Linear, got {shown(module)}")
+        if not isinstance(module, Linear) and (lost := own_forward(module) or own_attributes(module)):
+            raise ValueError(f"module must be a plain torch.nn.Linear, got {shown(module)}: {lost}")
         new = cls.__new__(cls)
         new.__dict__.update(torch.nn.Module.__getstate__(module))  # leaves out the compiled call, which runs module
         new._configure(name, recipe, False)

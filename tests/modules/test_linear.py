@@ -396,6 +396,33 @@ def test_transformer_engines_dtype_leaves_the_default_device_alone(monkeypatch) 
         assert te.Linear(4, 4, params_dtype=torch.bfloat16).weight.is_meta
 
 
+def test_from_linear_refuses_what_it_would_lose() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    class Named(nn.Linear):
+        label = "head"
+
+    class Sized(nn.Linear):
+        def __init__(self, size):
+            super().__init__(size, size)
+
+    wrapped = nn.Linear(16, 16)
+    wrapped.forward = Doubled(16, 16).forward
+    for module, said in (
+        (Doubled(16, 16), "Doubled has a forward of its own"),
+        (wrapped, "its forward was replaced on the object"),
+        (Named(16, 16), "Named has 'label' of its own"),
+        (parametrizations.orthogonal(nn.Linear(16, 16)), "ParametrizedLinear has '.*' of its own"),
+    ):
+        with pytest.raises(ValueError, match=rf"module must be a plain torch\.nn\.Linear, got .*: {said}"):
+            te.Linear.from_linear(module)
+    sized = Sized(16)
+    assert te.Linear.from_linear(sized).weight is sized.weight
+    assert te.Linear.from_linear(te.Linear(16, 16)).out_features == 16
+
+
 def test_a_third_argument_beside_those_of_transformer_engine_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"is bias, got False beside params_dtype.*sequence_parallel"):
         assert te.Linear(4, 4, False, params_dtype=torch.bfloat16).bias is None
