@@ -30,6 +30,8 @@ class TorchMultiheadAttention(torch.nn.MultiheadAttention):
         """Why ``module`` cannot become a TorchMultiheadAttention; empty if it can."""
         if type(module) is not torch.nn.MultiheadAttention:
             return f"{type(module).__name__} may have a forward of its own"
+        if "forward" in vars(module):
+            return "its forward was replaced on the object"
         if not module._qkv_same_embed_dim:
             return "its queries, keys and values differ in size (kdim, vdim)"
         if module._parameters.get("in_proj_weight") is None:

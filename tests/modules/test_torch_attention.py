@@ -113,6 +113,14 @@ def test_a_pruned_projection_is_left_alone() -> None:
     assert [m.name for m in plan.left_alone] == ["attn.out_proj"]
 
 
+def test_an_attention_whose_forward_was_replaced_is_left_alone() -> None:
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(32, 4), "head": nn.Linear(32, 32)})
+    model["attn"].forward = model["attn"].forward  # as Accelerate's hooks do
+    plan = fp4engine.convert(model)
+    assert [m.name for m in plan.left_alone] == ["attn.out_proj"]
+    assert [m.name for m in plan.matrices] == ["attn.in_proj_weight"]
+
+
 def test_a_projection_that_is_computed_after_conversion_is_none_of_the_plans_parameters() -> None:
     module = nn.ModuleDict({"attn": attention(), "linear": nn.Linear(16, 16)})
     fp4engine.convert(module, RECIPE)
