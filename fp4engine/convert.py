@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import itemgetter
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -327,7 +327,7 @@ def _obstacle(module: nn.Linear) -> str:
 
 
 def _held_besides(model: nn.Module) -> dict[nn.Module, str]:
-    """Linear modules that a module has in a list, a partial or a bound method too, and why a swap would miss calls."""
+    """Linear modules that a module has in a list, a function or a bound method too, and why a swap would miss calls."""
     held: dict[nn.Module, str] = {}
     of_every_module = vars(nn.Module()).keys()  # children, which a swap reaches, and hooks, which may only look at one
     for module in model.modules():
@@ -340,13 +340,32 @@ def _held_besides(model: nn.Module) -> dict[nn.Module, str]:
     return held
 
 
-def _callees(held: Any) -> Iterator[Any]:
-    """What is called where ``held`` is: the object of a bound method, and all that a partial holds."""
+def _callees(held: Any, known: frozenset[int] = frozenset()) -> Iterator[Any]:
+    """What is called where ``held`` is: the object of a bound method, and all that a partial, function or set holds.
+
+    Args:
+        known: ids of the functions around ``held``, which may hold each other.
+    """
+    parts: tuple[Any, ...] = ()
     if isinstance(held, partial):
-        for part in tree_leaves((held.func, held.args, held.keywords)):
-            yield from _callees(part)
+        parts = held.func, held.args, held.keywords
+    elif isinstance(held, set | frozenset):
+        parts = tuple(held)
+    elif isinstance(held, FunctionType) and id(held) not in known:
+        parts = *map(_content, held.__closure__ or ()), held.__defaults__, held.__kwdefaults__
+        known |= {id(held)}
     else:
         yield held.__self__ if isinstance(held, MethodType) else held
+    for part in tree_leaves(parts):
+        yield from _callees(part, known)
+
+
+def _content(cell: CellType) -> Any:
+    """What a function has taken from around it; None if that is not there yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _linear_numel(module: nn.Module) -> int:

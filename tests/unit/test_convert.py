@@ -220,8 +220,21 @@ def test_a_spectral_norm_that_is_left_alone_goes_on_as_before_and_is_counted(tra
         lambda a, b: [a.__call__, b.forward],
         lambda a, b: [partial(a), partial(torch.utils.checkpoint.checkpoint, function=b.forward)],
         lambda a, b: partial(torch.utils.checkpoint.checkpoint_sequential, (a, b), 2),
+        lambda a, b: lambda x: b(a(x)),
+        lambda a, b: lambda x, layers=(a,): partial(b.forward)(layers[0](x)),
+        lambda a, b: {a, b.forward},
     ],
-    ids=["list", "nested", "mapping", "methods", "partials", "list in a partial"],
+    ids=[
+        "list",
+        "nested",
+        "mapping",
+        "methods",
+        "partials",
+        "list in a partial",
+        "function",
+        "default of a function",
+        "set",
+    ],
 )
 def test_modules_that_are_held_past_their_names_are_left_alone_with_a_reason(hold) -> None:
     """The list would go on multiplying by the modules that it has, in high precision, and the plan say FP4."""
@@ -238,6 +251,21 @@ def test_modules_that_are_held_past_their_names_are_left_alone_with_a_reason(hol
     model["a"].register_forward_hook(partial(print, model["c"]))  # looks at a layer, and does not call it
     fp4engine.revert(model)
     assert type(model["c"]) is nn.Linear
+
+
+def test_functions_that_hold_each_other_are_looked_into() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)})
+    layer = model["a"]
+
+    def even(x):
+        return odd(layer(x))
+
+    def odd(x):
+        return even(x)
+
+    vars(model)["run"] = odd
+    vars(model)["own"] = lambda x: model["b"](x)  # by its name, which a swap reaches
+    assert left_alone(fp4engine.convert(model)).keys() == {"a"}
 
 
 def test_kept_attention_is_left_alone_with_its_output_projection() -> None:
