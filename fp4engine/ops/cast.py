@@ -82,7 +82,7 @@ def quantize(
     inputs = (matrix, statistics, gamma, beta, row_amax, col_amax, rng)
     is_direct = is_plain(matrix) and type(row_amax) in _PLAIN and type(col_amax) in _PLAIN
     if is_direct and not matrix.is_neg() and (cast := _by_kernels(inputs, stream, parts)) is not None:
-        (outputs, layout), (rows, cols) = cast, x.shape
+        outputs, layout, (rows, cols) = cast
     else:
         matrix = as_it_is(matrix)
         if matrix.ndim != 2 or not matrix.is_floating_point():
@@ -130,6 +130,8 @@ def _drawn(rowwise: str, columnwise: str, amax_alone: bool) -> str:
 
 Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """What a cast reads: x, statistics, gamma, beta, the amax that is given for each side, and the draw."""
+
+Shape = tuple[int, int]
 
 Layout = tuple[tuple[int, int, int], tuple[int, int, int]]
 """Where the data, the block scales and the outer amax of each side are, in a list of what a cast returns followed by
@@ -367,8 +369,10 @@ def _quantize(
     return outputs
 
 
-def _by_kernels(inputs: Inputs, stream: int, parts: tuple[Any, ...]) -> tuple[list[Tensor], Layout] | None:
-    """What kernels make of ``inputs``, given the parts of an :class:`Asked`, and where; None as of :func:`_resolved`.
+def _by_kernels(inputs: Inputs, stream: int, parts: tuple[Any, ...]) -> tuple[list[Tensor], Layout, Shape] | None:
+    """What kernels make of ``inputs``, given the parts of an :class:`Asked`, where, and the shape of what is cast.
+
+    None as of :func:`_resolved`.
 
     All that depends on neither values nor addresses is one look into a cache: each takes the host as long as a tenth of
     the launch of a small cast.
@@ -384,19 +388,19 @@ def _by_kernels(inputs: Inputs, stream: int, parts: tuple[Any, ...]) -> tuple[li
     row = None if row_amax is None else facts(row_amax)
     col = None if col_amax is None else facts(col_amax)
     draw = None if rng is None else facts(rng)
-    resolved = _resolved(facts(x), norm, row, col, draw, row_amax is col_amax, device, stream, *parts)
+    resolved = _resolved(facts(x), norm, row, col, draw, row_amax is col_amax, device, stream, parts)
     if resolved is None:
         return None
-    launch, layout = resolved
+    launch, layout, shape = resolved
     backends.record("quantize/triton")
-    return launch(*inputs), layout
+    return launch(*inputs), layout, shape
 
 
 @lru_cache(maxsize=MOST_QUESTIONS)
 def _resolved(
-    x: Any, norm: Any, row: Any, col: Any, rng: Any, shared: bool, device: torch.device, stream: int, *parts: Any
-) -> tuple[Callable[..., list[Tensor]], Layout] | None:
-    """The launch and the layout of a cast, given the facts of :data:`Inputs`.
+    x: Any, norm: Any, row: Any, col: Any, rng: Any, shared: bool, device: torch.device, stream: int, parts: Any
+) -> tuple[Callable[..., list[Tensor]], Layout, Shape] | None:
+    """The launch of a cast, its layout and the shape of what is cast, given the facts of :data:`Inputs`.
 
     None unless kernels cover the cast, x is a matrix, amaxes are as :func:`amax` returns them, and none is lacking that
     has to be rounded.
@@ -417,7 +421,7 @@ def _resolved(
     if layout is None:
         return None
     tensors = (x, *(norm or (None, None, None)), *given, rng)
-    return kernels().resolve_cast(tensors, device, asked, shared, stream), layout
+    return kernels().resolve_cast(tensors, device, asked, shared, stream), layout, (rows, cols)
 
 
 def _dequantize(
