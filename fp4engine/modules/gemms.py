@@ -27,6 +27,7 @@ from fp4engine.modules.sharded import (
     require_same_layer,
     rows_in_order,
 )
+from fp4engine.modules.shared_amax import require_own_siblings
 from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes, amaxes_needed, shared_weight, with_amaxes
 from fp4engine.modules.traced import refuse_stray_recomputation, traced_plan
 from fp4engine.recipe import LinearRecipe, Recipe
@@ -161,6 +162,7 @@ class Gemms(torch.nn.Module):
         ):
             name, shape = read = self.name, self.weight_shape()
             plan = make_linear_plan(recipe, self.module_type, name, shape)
+            require_own_siblings(plan.weight, self)
             if recipe.reads_modules and not plan.is_stateful:
                 self._plans_for_tracing[recipe.number, shape] = plan
             plan = plan.remembering_in(self.amax_histories) if plan.is_stateful else plan

@@ -63,14 +63,29 @@ def sibling_groups(names: Iterable[str], shared_scales: Iterable[Sequence[str]])
 
 
 @dataclass(frozen=True)
-class _Weights:
-    """``() ->`` the weights of the modules ``names`` of ``model``; equal for one model and the same names."""
+class _Siblings:
+    """``() ->`` the weights of the siblings of module ``own`` of ``model``; equal for one model and the same names."""
 
     model: torch.nn.Module
+    own: str
     names: tuple[str, ...]
 
     def __call__(self) -> list[Tensor]:
         return [self.model.get_parameter(f"{name}.weight").detach() for name in self.names]
+
+
+def require_own_siblings(quantizer: Quantizer, module: torch.nn.Module) -> None:
+    """Refuse to cast the weight of ``module`` by amaxes of another's siblings, such as those of what it is a copy of.
+
+    Raises:
+        ValueError: ``quantizer`` is of a recipe that :func:`share_amax` made for another model.
+    """
+    siblings = quantizer.siblings if isinstance(quantizer, SharedAmaxQuantizer) else None
+    if isinstance(siblings, _Siblings) and siblings.model.get_submodule(siblings.own) is not module:
+        raise ValueError(
+            f"{siblings.own} is to share the amaxes of {' and '.join(siblings.names)} of another model: give the "
+            "recipe to convert before the model is copied, or make one for the copy, by share_amax"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +102,7 @@ class _SharingFactory:
         if role.tensor_type != "weight" or not others or made.is_identity:
             return made
         own = {field.name: getattr(made, field.name) for field in fields(Quantizer) if field.init}
-        return SharedAmaxQuantizer(**own, siblings=_Weights(self.model, tuple(others)))
+        return SharedAmaxQuantizer(**own, siblings=_Siblings(self.model, role.name, tuple(others)))
 
 
 def share_amax(
@@ -101,6 +116,8 @@ def share_amax(
     Args:
         model: its weights are whole in every process, or gathered by FSDP2 for their products. The amax of a sibling
             that is sharded at that moment is reduced over its shards; siblings in one unit of FSDP2 need no such step.
+            A copy of the model, such as an average of its weights, needs a recipe made for it, unless ``convert`` was
+            given the recipe, which is copied then. Eager code refuses another model's recipe; compiled code does not.
         shared_scales: names of siblings, by the last part of their dotted names.
 
     Raises:

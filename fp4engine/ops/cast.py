@@ -378,8 +378,8 @@ def _by_kernels(inputs: Inputs, stream: int, parts: tuple[Any, ...]) -> tuple[li
     the launch of a small cast.
     """
     x, statistics, gamma, beta, row_amax, col_amax, rng = inputs
-    device = x.device
-    if not capability.triton_runs_on(device)[0]:
+    device, backend = x.device, parts[4]
+    if backend == "reference" or not capability.triton_runs_on(device)[0]:
         return None
     if (row_amax is not None and row_amax.device != device) or (col_amax is not None and col_amax.device != device):
         return None
@@ -407,8 +407,7 @@ def _resolved(
     """
     asked = Asked(*parts)
     is_matrix = len(x.shape) == 2 and x.dtype.is_floating_point
-    is_covered = asked.backend != "reference" and casts_supported(asked.rowwise, asked.columnwise, asked.dtype)[0]
-    if not (is_matrix and is_covered):
+    if not (is_matrix and casts_supported(asked.rowwise, asked.columnwise, asked.dtype)[0]):
         return None
     given, rows, cols = [row, col], x.shape[0], x.shape[1] // (1 + asked.gated)
     for side, ((key, _), shape) in enumerate(zip(asked.sides, ((rows, cols), (cols, rows)), strict=True)):

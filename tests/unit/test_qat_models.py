@@ -99,6 +99,26 @@ def test_siblings_share_their_amax_while_they_train(tmp_path, recipe) -> None:
         torch.testing.assert_close(layer(x), cast_input(x) @ operand.dequantize().T, rtol=1e-5, atol=1e-6)
 
 
+def test_a_copy_does_not_share_the_amaxes_of_the_model_that_it_was_copied_from() -> None:
+    """An average of the weights that ran in a region of the model's recipe was cast by amaxes of the model."""
+    model = llama()
+    fp4engine.convert(model, keep_high_precision=["lm_head"])
+    recipe = share_amax(model, NVFP4BlockScaling())
+    average = copy.deepcopy(model)
+    with fp4engine.autocast(recipe=recipe), torch.no_grad():
+        model(tokens())
+        with pytest.raises(ValueError, match=r"q_proj is to share the amaxes of .*k_proj and .*v_proj of another"):
+            average(tokens())
+    with fp4engine.autocast(recipe=share_amax(average, NVFP4BlockScaling())), torch.no_grad():
+        average(tokens())
+    fp4engine.convert(model, recipe, keep_high_precision=["lm_head"])
+    average = copy.deepcopy(model)
+    before = average(tokens()).logits
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(50)
+    assert torch.equal(average(tokens()).logits, before)
+
+
 @pytest.mark.parametrize("row", ["quartet2", "quartet2_cuda", "rht128_4over6_scalar"])
 def test_siblings_share_their_amax_where_a_backward_operand_is_rotated_by_fresh_signs(row) -> None:
     model = llama()
