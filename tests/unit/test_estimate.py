@@ -214,8 +214,8 @@ def test_checkpointing_lora_and_sharding_change_what_they_should() -> None:
     codes = estimate(SMALL, recipe=zoo.make("nvfp4"), sequence=64, fsdp=8, fp4_all_gather=True)
     shapes = [(384, 128), (128, 128), *3 * [(384, 128)]]  # 384 rows are 8 x 48, which are whole tiles
     as_codes = 2 * sum(rows * cols for rows, cols in shapes)
-    unused = 2 * 8 * 5 * 8  # in both blocks, of 8 ranks, behind 5 weights, up to a multiple of 16 bytes
-    saved = as_codes * (2 - 0.5 - 1 / 256) - unused
+    behind = 2 * 8 * 5 * (8 + 16)  # in both blocks, of 8 ranks, of 5 weights: to a multiple of 16 bytes, and the amax
+    saved = as_codes * (2 - 0.5 - 1 / 256) - behind
     assert sharded.wire["weights"] - codes.wire["weights"] == 7 / 8 * 2 * saved
     assert codes.wire["gradients"] == sharded.wire["gradients"]
     both = estimate(SMALL, recipe=zoo.make("nvfp4"), sequence=64, lora_rank=4, fsdp=8)
