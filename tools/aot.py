@@ -165,7 +165,7 @@ POINTERS = {
     "out_ptr": "*bf16", "row_ptr": "*u8", "col_ptr": "*u8", "statistics_ptr": "*fp32", "gamma_ptr": "*bf16",
     "beta_ptr": "*bf16", "y_ptr": "*bf16", "dy_ptr": "*bf16", "dx_ptr": "*bf16", "counts_ptr": "*i32",
     "offsets_ptr": "*i64", "chunks_ptr": "*fp32", "values_ptr": "*fp32", "current_ptr": "*fp32", "chosen_ptr": "*fp32",
-    "packed_ptr": "*u8", "histogram_ptr": "*i32", "ranked_ptr": "*fp32", "place_ptr": "*i32",
+    "packed_ptr": "*u8", "amax_out_ptr": "*fp32", "histogram_ptr": "*i32", "ranked_ptr": "*fp32", "place_ptr": "*i32",
     "maxima_ptr": "*fp64", "bits_ptr": "*u8", "worst_ptr": "*fp64", "left_ptr": "*u8", "left_out_ptr": "*fp32",
     "right_ptr": "*u8", "right_out_ptr": "*fp32",
     "past_amax_ptr": "*fp32", "scaled_by_ptr": "*fp32",
@@ -340,7 +340,7 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         table.append((f"spread {height}x{width}", spread_kernel, tile | by_row, "bf16"))
         if height > 1:
             table.append((f"spread {height}x{width}, transposed", spread_kernel, tile | by_column, "bf16"))
-            table.append((f"pick {height}x{width}", pick_kernel, {"HEIGHT": height, "PICKED": PICKED}, "bf16"))
+        table.append((f"pick {height}x{width}", pick_kernel, {"HEIGHT": height, "PICKED": PICKED}, "bf16"))
         if width == 16:
             constants = {"HEIGHT": height, "PER_PROGRAM": BLOCKS}
             table.append((f"decode tiles {height}x{width}", decode_tiles_kernel, constants, "bf16"))
