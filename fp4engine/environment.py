@@ -13,6 +13,8 @@ from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import Any
 
+from fp4engine.tracing import constant_when_traced
+
 NOT_IMPLEMENTED = {
     "NVTE_USE_FAST_MATH": "quotients and rotated values are rounded as they are without it, on every machine",
     "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH": "4over6 compares exact errors, so that every machine chooses alike",
@@ -74,6 +76,11 @@ def flags_unset() -> Generator[None]:
         _flags_count_as_unset.reset(before)
 
 
+@constant_when_traced
+def _count_as_unset() -> bool:
+    return _flags_count_as_unset.get()
+
+
 def flag(name: str, default: bool = False) -> Any:
     """Dataclass field whose default is :func:`read_flag` at construction."""
     return _field(name, default, lambda: read_flag(name, default))
@@ -89,7 +96,7 @@ def _field(name: str, default: Any, read: Callable[[], Any]) -> Any:
     _fields.add(name)
 
     def factory() -> Any:
-        if _flags_count_as_unset.get():
+        if _count_as_unset():
             return default
         _look_for_names_that_nobody_reads()
         return read()

@@ -42,6 +42,7 @@ SIDEWAYS = {
     ("formats", "arguments"),  # what a preset is asked is checked as everywhere
     ("formats", "constants"),  # formats are data about constants
     ("capability", "environment"),  # whether kernels run on the CPU is asked of TRITON_INTERPRET
+    ("environment", "tracing"),  # whether flags count is a constant for torch.compile, which cannot trace a ContextVar
 }
 """The only imports allowed between two modules of one row."""
 
