@@ -7,6 +7,7 @@ import time
 import traceback
 from collections import Counter
 from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -493,7 +494,7 @@ def test_calls_of_python_in_a_step(fp8_units, monkeypatch, recipe, most):
     layer, x = problem()
     for _ in range(3):
         step(layer, x, recipe)
-    calls = calls_of(lambda: step(layer, x, recipe))
+    calls = calls_of(partial(step, layer, x, recipe))
     assert calls.total() <= most, calls.most_common(120)
 
 
