@@ -60,10 +60,16 @@ class Facts(NamedTuple):
 
 
 def _allocation(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """A function that makes a contiguous tensor: given a tensor to be like, it takes the least of the host."""
-    like = torch.empty(shape, dtype=dtype, device=device)
-    like.untyped_storage().resize_(0)
-    return partial(torch.empty_like, like)
+    """A function that makes a contiguous tensor, with strides given: ``torch.empty`` takes half as long again.
+
+    It holds no tensor to be like: one that is made under a mode, such as FakeTensorMode, is not one of memory.
+    """
+    strides: list[int] = []
+    stride = 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return partial(torch.empty_strided, shape, tuple(reversed(strides)), dtype=dtype, device=device)
 
 
 _new = tuple.__new__

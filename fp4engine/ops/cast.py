@@ -81,7 +81,7 @@ def quantize(
     parts = (row_key, col_key, rowwise_form, columnwise_form, backend, kind, gated, x.dtype)
     inputs = (matrix, statistics, gamma, beta, row_amax, col_amax, rng)
     is_direct = is_plain(matrix) and type(row_amax) in _PLAIN and type(col_amax) in _PLAIN
-    if is_direct and not matrix.is_neg() and (cast := _by_kernels(inputs, stream, parts)) is not None:
+    if is_direct and not matrix.is_neg() and (cast := _by_kernels(inputs, stream, backend, parts)) is not None:
         outputs, layout, (rows, cols) = cast
     else:
         matrix = as_it_is(matrix)
@@ -349,7 +349,7 @@ def _quantize(
     asked: str,
 ) -> list[Tensor]:
     inputs, question = (x, statistics, gamma, beta, rowwise_amax, columnwise_amax, rng), Asked.from_key(asked)
-    if (cast := _by_kernels(inputs, stream, question)) is not None:
+    if (cast := _by_kernels(inputs, stream, question.backend, question)) is not None:
         return cast[0]
     covered = (question.rowwise, question.columnwise, question.dtype)
     path = backends.choose("quantize", x.device, question.backend, covered, casts_supported)
@@ -369,16 +369,18 @@ def _quantize(
     return outputs
 
 
-def _by_kernels(inputs: Inputs, stream: int, parts: tuple[Any, ...]) -> tuple[list[Tensor], Layout, Shape] | None:
+def _by_kernels(
+    inputs: Inputs, stream: int, backend: str, parts: tuple[Any, ...]
+) -> tuple[list[Tensor], Layout, Shape] | None:
     """What kernels make of ``inputs``, given the parts of an :class:`Asked`, where, and the shape of what is cast.
 
-    None as of :func:`_resolved`.
+    None if kernels are not to run, or as of :func:`_resolved`.
 
     All that depends on neither values nor addresses is one look into a cache: each takes the host as long as a tenth of
     the launch of a small cast.
     """
     x, statistics, gamma, beta, row_amax, col_amax, rng = inputs
-    device, backend = x.device, parts[4]
+    device = x.device
     if backend == "reference" or not capability.triton_runs_on(device)[0]:
         return None
     if (row_amax is not None and row_amax.device != device) or (col_amax is not None and col_amax.device != device):

@@ -32,7 +32,6 @@ from fp4engine.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentSc
 
 PACKAGE = Path(fp4engine.__file__).parent
 BF16 = torch.bfloat16
-empty = torch.empty
 
 
 class Kernel:
@@ -273,17 +272,24 @@ def test_a_launch_of_nothing_allocates_every_time():
         assert output.shape == (0, 4)
 
 
-def test_a_launch_that_does_not_run_holds_no_memory(monkeypatch):
-    made = []
-    monkeypatch.setattr(torch, "empty", lambda *shape, **options: made.append(empty(*shape, **options)) or made[-1])
+def test_a_launch_that_was_answered_under_a_mode_holds_nothing_of_it(monkeypatch):
+    """It held tensors to allocate by: those of FakeTensorMode, and every later call of the launch failed."""
     draft = Draft(torch.device("cpu"), inputs=0)
     shapes = [(3, 5), (0, 4), (7, 1), (2, 3, 4), ()]
     for shape in shapes:
         draft.output(shape, torch.float32)
         draft.scratch(shape, BF16)
-    outputs = draft.launch()()
-    assert [tensor.untyped_storage().nbytes() for tensor in made] == [0] * (2 * len(shapes) + 1)
-    assert [tuple(output.shape) for output in outputs] == shapes and all(output.is_contiguous() for output in outputs)
+    allocated = []
+    monkeypatch.setattr(
+        torch, "empty_strided", lambda *a, made=torch.empty_strided, **k: allocated.append(a) or made(*a, **k)
+    )
+    with FakeTensorMode():
+        made = draft.launch()
+    assert not allocated  # a launch that does not run holds no memory
+    outputs = made()
+    assert len(allocated) == 2 * len(shapes)
+    assert all(type(output) is torch.Tensor and output.is_contiguous() for output in outputs)
+    assert [tuple(output.shape) for output in outputs] == shapes
     assert all(output.untyped_storage().nbytes() == 4 * output.numel() for output in outputs)
 
 
