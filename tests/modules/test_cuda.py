@@ -11,7 +11,7 @@ import torch._dynamo.testing
 import fp4engine
 from fp4engine import GroupedLinear, ops
 from fp4engine.formats import CastSpec
-from fp4engine.kernels import cuda_driver
+from fp4engine.kernels import cuda_driver, launch
 from fp4engine.quantizers import reference_quantizer
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling, zoo
 from tests.answers import forget
@@ -311,6 +311,19 @@ def test_repeated_kernels_are_started_by_the_driver(monkeypatch, recipe, width):
     for _ in range(2):
         step(model, inp, zoo.make(recipe))
     assert plans and None not in plans
+
+
+def test_memory_is_allocated_by_inductors_call_or_by_pytorchs_alike(monkeypatch):
+    model = make_model(96, 64, 80, dtype=torch.bfloat16)
+    inp, got = torch.randn(65, 96, device="cuda", dtype=torch.bfloat16), {}
+    assert launch.private_allocation() is not None
+    for private in (True, False):
+        if not private:
+            monkeypatch.setattr(launch, "private_allocation", lambda: None)
+        forget()
+        got[private] = [results(model, inp) for _ in range(3)][-1]
+    for left, right in zip(*got.values(), strict=True):
+        assert left.device == right.device and left.stride() == right.stride() and torch.equal(left, right)
 
 
 def test_a_thread_that_has_not_used_cuda_starts_the_same_kernels():

@@ -293,6 +293,38 @@ def test_a_launch_that_was_answered_under_a_mode_holds_nothing_of_it(monkeypatch
     assert all(output.untyped_storage().nbytes() == 4 * output.numel() for output in outputs)
 
 
+@pytest.mark.parametrize(
+    "private", ["right", "other strides", "other dtype", "on a CPU", "fails", "takes less", "gone"]
+)
+def test_a_private_allocation_is_used_where_it_makes_what_is_asked_for(monkeypatch, forget_answers, private):
+    """PyTorch's own for Inductor's graphs, under a private name: what it does elsewhere may change."""
+
+    class OnGPU(torch.Tensor):
+        is_cuda = private != "on a CPU"
+
+    def allocate(shape, strides, dtype):
+        if private == "fails" or not type(shape) is type(strides) is tuple:
+            raise RuntimeError("no device, or no tuples")
+        strides = strides[::-1] if private == "other strides" else strides
+        return torch.empty_strided(shape, strides, dtype=BF16 if private == "other dtype" else dtype).as_subclass(OnGPU)
+
+    guards = {} if private == "gone" else {"_empty_strided_cuda": allocate}
+    if private == "takes less":
+        guards["_empty_strided_cuda"] = lambda shape: allocate(shape, (1, 1), torch.uint8)
+    monkeypatch.setattr(torch._C._dynamo, "guards", SimpleNamespace(**guards))
+    forget_answers()
+    draft = Draft(torch.device("cuda", 0), inputs=0)
+    shapes = [(3, 5), (0, 4), torch.Size((7, 1)), (2, 3, 4), ()]
+    for shape in shapes:
+        draft.output(shape, BF16)
+    makers = draft.launch()._outputs
+    if private == "right":
+        made = [make() for make in makers]
+        assert [(t.shape, t.dtype, t.is_contiguous()) for t in made] == [(shape, BF16, True) for shape in shapes]
+    public = {make.func is torch.empty_strided and make.keywords["device"].type == "cuda" for make in makers}
+    assert public == {private != "right"}
+
+
 def test_facts_are_all_that_a_kernel_is_specialized_on():
     x = torch.empty(4, 32, dtype=BF16)
     same = facts(torch.empty(4, 32, dtype=BF16))
