@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp4engine import capability, reference
 from fp4engine.arguments import require_one_of
-from fp4engine.constants import MOST_QUESTIONS
+from fp4engine.constants import ALIGNMENT, MOST_QUESTIONS
 from fp4engine.formats import CastSpec, Correction, Outer, RoundingMode
 from fp4engine.kernels.source import Asked, Source
 from fp4engine.ops import backend as backends
@@ -379,19 +379,15 @@ def _by_kernels(
     All that depends on neither values nor addresses is one look into a cache: each takes the host as long as a tenth of
     the launch of a small cast.
     """
-    x, statistics, gamma, beta, row_amax, col_amax, rng = inputs
+    x, row_amax, col_amax = inputs[0], inputs[4], inputs[5]
     device = x.device
     if backend == "reference" or not capability.triton_runs_on(device)[0]:
         return None
     if (row_amax is not None and row_amax.device != device) or (col_amax is not None and col_amax.device != device):
         return None
-    facts = kernels().facts
-    norm = None if statistics is None else (facts(statistics), facts(gamma), facts(beta))
-    row = None if row_amax is None else facts(row_amax)
-    col = None if col_amax is None else facts(col_amax)
-    draw = None if rng is None else facts(rng)
-    resolved = _resolved(facts(x), norm, row, col, draw, row_amax is col_amax, device, stream, parts)
-    if resolved is None:
+    # The facts of each tensor, as plain tuples: without a call of Python for each.
+    told = tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in inputs])
+    if (resolved := _resolved(told, row_amax is col_amax, device, stream, parts)) is None:
         return None
     launch, layout, shape = resolved
     backends.record("quantize/triton")
@@ -400,29 +396,31 @@ def _by_kernels(
 
 @lru_cache(maxsize=MOST_QUESTIONS)
 def _resolved(
-    x: Any, norm: Any, row: Any, col: Any, rng: Any, shared: bool, device: torch.device, stream: int, parts: Any
+    told: tuple[Any, ...], shared: bool, device: torch.device, stream: int, parts: Any
 ) -> tuple[Callable[..., list[Tensor]], Layout, Shape] | None:
-    """The launch of a cast, its layout and the shape of what is cast, given the facts of :data:`Inputs`.
+    """The launch of a cast, its layout and the shape of what is cast, given the facts of :data:`Inputs` as tuples.
 
     None unless kernels cover the cast, x is a matrix, amaxes are as :func:`amax` returns them, and none is lacking that
     has to be rounded.
     """
     asked = Asked(*parts)
+    tensors = [told_of and kernels().Facts(*told_of) for told_of in told]
+    x, given = tensors[0], tensors[4:6]
     is_matrix = len(x.shape) == 2 and x.dtype.is_floating_point
     if not (is_matrix and casts_supported(asked.rowwise, asked.columnwise, asked.dtype)[0]):
         return None
-    given, rows, cols = [row, col], x.shape[0], x.shape[1] // (1 + asked.gated)
+    rows, cols = x.shape[0], x.shape[1] // (1 + asked.gated)
     for side, ((key, _), shape) in enumerate(zip(asked.sides, ((rows, cols), (cols, rows)), strict=True)):
         if (amax := given[side]) is not None:
             spec = CastSpec.from_key(key)
             if (amax.shape, amax.dtype) != (amax_shape(spec, *shape), torch.float32):
                 return None
             given[side] = None if spec.outer is Outer.NONE else amax
-    layout = _laid_out(asked, given[0] is None, given[1] is None, rng is None)
+    tensors[4:6] = given
+    layout = _laid_out(asked, given[0] is None, given[1] is None, tensors[6] is None)
     if layout is None:
         return None
-    tensors = (x, *(norm or (None, None, None)), *given, rng)
-    return kernels().resolve_cast(tensors, device, asked, shared, stream), layout, (rows, cols)
+    return kernels().resolve_cast(tuple(tensors), device, asked, shared, stream), layout, (rows, cols)
 
 
 def _dequantize(
