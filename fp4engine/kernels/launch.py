@@ -98,7 +98,7 @@ def facts(tensor: Tensor | None) -> Facts | None:
     """The facts of ``tensor``; None for None."""
     if tensor is None:
         return None
-    # The same as Facts(...), without a call of Python: this runs some thirty times in a linear layer's step.
+    # The same as Facts(...), without a call of Python: this runs for every tensor of every launch.
     return _new(Facts, (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT == 0))
 
 
