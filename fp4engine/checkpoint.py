@@ -9,7 +9,7 @@ import torch.utils.checkpoint
 from torch.utils._pytree import tree_map
 
 from fp4engine.arguments import require_callable
-from fp4engine.modules.recompute import region_in_force
+from fp4engine.modules.recompute import Scaled, region_in_force
 from fp4engine.ops import Draws, is_replaying
 from fp4engine.state import in_backward
 
@@ -54,13 +54,13 @@ def checkpoint(
         if value:
             raise NotImplementedError(f"checkpoint({name}={value!r}) is not implemented; leave it out")
     options = {name: kwargs.pop(name) for name in _TORCH_OPTIONS if name in kwargs}
-    region, draws = region_in_force(), Draws()
+    region, draws, scaled = region_in_force(), Draws(), Scaled()
     is_replayed = torch.is_grad_enabled() and (not in_backward() or is_replaying())
     # without gradients nothing is run again; and draws of what PyTorch's checkpoint runs again are others, so refused
     repeats = draws.repeated if is_replayed else nullcontext
 
     def run(*args: Any) -> Any:
-        with region, repeats():
+        with region, repeats(), scaled.alike():
             return tree_map(_no_leaf, function(*args, **kwargs))
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **options)

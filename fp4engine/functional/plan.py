@@ -147,9 +147,13 @@ class LinearPlan:
             grad_output=self.grad_output.remembering_in(memory, "grad_output"),
         )
 
-    def repeating(self) -> "LinearPlan":
+    def unrecorded(self) -> "LinearPlan":
         """The same plan for a forward whose amaxes are not entered into histories."""
-        return replace(self, input=self.input.repeating(), weight=self.weight.repeating())
+        return replace(self, input=self.input.unrecorded(), weight=self.weight.unrecorded())
+
+    def repeating(self, noted: Any) -> "LinearPlan":
+        """The same plan for a forward that is recomputed, see :meth:`Quantizer.repeating`."""
+        return replace(self, input=self.input.repeating(noted), weight=self.weight.repeating(noted))
 
 
 def _gemm_formats(plan: LinearPlan) -> dict[GemmName, str]:

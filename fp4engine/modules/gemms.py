@@ -18,7 +18,7 @@ from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
-from fp4engine.modules.recompute import followed_state
+from fp4engine.modules.recompute import followed_state, note_scales, noted_scales
 from fp4engine.modules.sharded import (
     WholesOf,
     is_distributed,
@@ -203,6 +203,8 @@ class Gemms(torch.nn.Module):
             require_one_of("is_first_microbatch", is_first_microbatch, (None, False, True))
         hear_output = [listener(inp, weight) for listener, _ in self._listeners] if self._listeners else ()
         output = self._multiply(inp, weight, bias, is_first_microbatch)
+        if self.amax_histories and not torch.compiler.is_dynamo_compiling():
+            note_scales(self.amax_histories)
         for hear in hear_output:
             hear(output)
         return output
@@ -403,7 +405,7 @@ class Gemms(torch.nn.Module):
         """The plan of this forward.
 
         Raises:
-            RuntimeError: a recomputation cannot repeat its draws.
+            RuntimeError: a recomputation cannot repeat its draws, or does not know its scales.
             ValueError: the module follows its own recipe outside regions, and that has delayed scaling.
         """
         plan = self.plan(state)
@@ -417,18 +419,19 @@ class Gemms(torch.nn.Module):
                     f"the forward of {plan.recipe!r} draws random bits, which torch.utils.checkpoint does not repeat; "
                     "use fp4engine.checkpoint"
                 )
-            return plan.repeating() if plan.is_stateful else plan
+            return plan.repeating(noted_scales()) if plan.is_stateful else plan
         if plan.is_stateful and state is None:
             raise no_step(plan.recipe)
-        return plan.repeating() if plan.is_stateful and not self._is_remembered() else plan
+        return plan.unrecorded() if plan.is_stateful and not self._is_remembered() else plan
 
     def _is_remembered(self) -> bool:
         """Whether this forward adds to the amax histories of delayed scaling. In evaluation it does not.
 
-        A module in train mode without gradients does add to them, since the first run of reentrant checkpointing is
-        without gradients.
+        A module in train mode without gradients does add to them, and so does one that :func:`fp4engine.checkpoint`
+        will run again, since the first run of reentrant checkpointing is without gradients.
         """
-        return not torch.is_inference_mode_enabled() and (self.training or torch.is_grad_enabled())
+        is_trained = self.training or torch.is_grad_enabled() or ops.is_replaying()
+        return is_trained and not torch.is_inference_mode_enabled()
 
     def _cache(
         self, weight: Tensor, plan: LinearPlan, group: Any, is_first_microbatch: bool | None

@@ -8,15 +8,17 @@ pass in any other way, its region is not known.
 """
 
 import inspect
+import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from fp4engine.ops.draws import is_replaying, seeding
+from fp4engine.quantizers.delayed import AmaxHistory, Turns
 from fp4engine.state import AutocastState, Region, current_state, is_recomputed, region_depth
 
 Weight = TypeVar("Weight")
@@ -42,6 +44,20 @@ _began_seeded: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 _begun: WeakSet[Any] = WeakSet()
 """PyTorch's hooks of the repeats whose first module has been reached."""
+
+_turns: WeakKeyDictionary[Any, Turns] = WeakKeyDictionary()
+"""``PyTorch's record of a checkpoint -> by which amaxes delayed scaling scaled its first run``."""
+
+
+class _Told(threading.local):
+    """The runs of :func:`fp4engine.checkpoint` that are open on this thread, from the inside out."""
+
+    def __init__(self) -> None:
+        self.first: tuple[Turns, ...] = ()
+        self.repeats: tuple[Turns, ...] = ()
+
+
+_told = _Told()
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -94,6 +110,45 @@ def followed_state() -> tuple[AutocastState | None, bool]:
     if checkpoint is not None and (around is None or region_depth() < around.depth):
         _surroundings[checkpoint] = Surroundings(state, region_depth())
     return state, True
+
+
+class Scaled:
+    """The forwards inside the first ``with scaled.alike()`` are scaled alike inside every later one."""
+
+    def __init__(self) -> None:
+        self._turns: Turns | None = None
+
+    @contextmanager
+    def alike(self) -> Generator[None]:
+        outer = _told.first, _told.repeats
+        if self._turns is None:
+            self._turns = Turns()
+            _told.first = (self._turns, *_told.first)
+        else:
+            _told.repeats = (self._turns, *_told.repeats)
+        try:
+            yield
+        finally:
+            _told.first, _told.repeats = outer
+
+
+def note_scales(histories: Mapping[str, AmaxHistory]) -> None:
+    """A forward has been scaled by the ``histories`` of its roles; those who will repeat it need to know."""
+    noting, (checkpoint, repeat) = _told.first, _checkpoint_in_force()
+    if checkpoint is not None and repeat is None:
+        noting = (*noting, _turns.setdefault(checkpoint, Turns()))
+    if noting:
+        repeated = noted_scales()
+        for turns in noting:
+            turns.note((history for role, history in histories.items() if role != "grad_output"), repeated)
+
+
+def noted_scales() -> tuple[Turns, ...]:
+    """What may say by which scales the forward ran that this one repeats, from the inside out."""
+    checkpoint, repeat = _checkpoint_in_force()
+    if checkpoint is None or repeat is None or checkpoint not in _turns:
+        return _told.repeats
+    return (*_told.repeats, _turns[checkpoint])
 
 
 def computed(weight: Callable[[], Weight]) -> Weight:

@@ -69,8 +69,16 @@ class Quantizer:
         """The casts of both sides, as a recipe has them."""
         return Casts(self.rowwise_spec, self.columnwise_spec, self.columnwise_source, self.clipped_gradient)
 
-    def repeating(self) -> "Quantizer":
-        """The quantizer for a forward that is recomputed: the same, unless it keeps amax histories."""
+    def unrecorded(self) -> "Quantizer":
+        """The quantizer for a forward whose amax is not entered into a history: the same, unless it keeps one."""
+        return self
+
+    def repeating(self, noted: Any) -> "Quantizer":
+        """The quantizer for a forward that is recomputed: the same, unless it keeps an amax history.
+
+        Args:
+            noted: the :class:`~fp4engine.quantizers.delayed.Turns` that may say how the forward was scaled.
+        """
         return self
 
     def with_backend(self, backend: str) -> "Quantizer":

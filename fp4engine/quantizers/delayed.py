@@ -2,6 +2,8 @@
 
 import copy
 import threading
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,6 +85,40 @@ def _chooses_by_name(recipe: DelayedScaling) -> bool:
     return not callable(recipe.amax_compute_algo) and recipe.scaling_factor_compute_algo is None
 
 
+class Turn:
+    """One choice of a history's amax, for checkpoints that will repeat a forward scaled by it.
+
+    Attributes:
+        amax: FP32 [1]; None as long as it is the history's own, which the next choice overwrites.
+    """
+
+    def __init__(self, amax: Tensor | None = None) -> None:
+        self.amax = amax
+
+
+class Turns:
+    """By which choice of its amax each history scaled the forward that a checkpoint will repeat."""
+
+    def __init__(self) -> None:
+        self._of: dict[AmaxHistory, tuple[Turn, ...]] = {}
+
+    def note(self, histories: Iterable["AmaxHistory"], repeated: Sequence["Turns"] = ()) -> None:
+        """A forward has just been scaled by ``histories``, and as it was at first if it repeats a forward itself."""
+        for history in histories:
+            noted = self._of.get(history, ())
+            turns = turns_of(history, repeated) or (history.turn(),)
+            self._of[history] = (*noted, *(turn for turn in turns if turn not in noted))
+
+    def of(self, history: "AmaxHistory") -> tuple[Turn, ...]:
+        """Every choice by which the forward was scaled: several if it ran in several steps, none if it is not known."""
+        return self._of.get(history, ())
+
+
+def turns_of(history: "AmaxHistory", noted: Iterable[Turns]) -> tuple[Turn, ...]:
+    """What the first of ``noted`` that knows ``history`` says of it."""
+    return next(filter(None, (turns.of(history) for turns in noted)), ())
+
+
 class AmaxHistory:
     """Amaxes of one tensor of one module, newest first.
 
@@ -98,6 +134,22 @@ class AmaxHistory:
             self.amax = torch.full((1,), amax, dtype=torch.float32, device="cpu")
         self.ended = False
         self._step: _Step | None = None
+        self._turn: weakref.ref[Turn] | None = None
+
+    def turn(self) -> Turn:
+        """The choice by which a forward that has just run was scaled."""
+        turn = None if self._turn is None else self._turn()
+        if turn is None:
+            turn = Turn()
+            self._turn = weakref.ref(turn)
+        return turn
+
+    def leave_turn(self) -> None:
+        """Give the running choice an amax of its own, if a checkpoint needs it, before another one is made."""
+        turn, self._turn = None if self._turn is None else self._turn(), None
+        if turn is not None:
+            with torch.inference_mode(False):
+                turn.amax = self.amax.clone()
 
     def join(self, memory: Memory) -> None:
         """Let all histories of ``memory``, this one among them, take part in this thread's open step, if there is one.
@@ -127,25 +179,26 @@ class AmaxHistory:
         choice, chosen = "", None
         if self.ended:
             self.ended = False
+            self.leave_turn()
             if _chooses_by_name(recipe):
                 choice = str(recipe.amax_compute_algo)
             else:
                 choice, chosen = "given", self._chosen(recipe, spec)
         return ops.record_amax(self.values, self.amax, current, choice, chosen, backend)
 
-    def recall(self, device: torch.device, recipe: DelayedScaling, records: bool) -> ops.Memory:
-        """What a launch needs to do the same as :meth:`record`, or as :meth:`scaled_by` if ``records`` is False."""
+    def recall(self, device: torch.device, recipe: DelayedScaling) -> ops.Memory:
+        """What a launch needs to do the same as :meth:`record`."""
         self._follow(device)
-        if not records:
-            return ops.Memory(None, self.amax, "")
         choice = str(recipe.amax_compute_algo) if self.ended else ""
-        self.ended = False
+        if self.ended:
+            self.ended = False
+            self.leave_turn()
         return ops.Memory(self.values, self.amax, choice)
 
-    def scaled_by(self, current: Tensor) -> Tensor:
-        """The amax [1] by which the running step scales a tensor with the amax ``current`` [1], which is not noted."""
-        self._follow(current.device)
-        return torch.where(current.isfinite(), self.amax, current)
+    def amax_of(self, turn: Turn | None, device: torch.device) -> Tensor:
+        """The amax [1] of ``turn``, by default the running one, on ``device``."""
+        self._follow(device)
+        return self.amax if turn is None or turn.amax is None else turn.amax.to(device)
 
     def _follow(self, device: torch.device) -> None:
         if self.values.device != device:
@@ -189,8 +242,8 @@ class AmaxHistory:
         return history
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies take part in no step."""
-        return {**self.__dict__, "_step": None}
+        """Copies take part in no step, and no checkpoint repeats what they scaled."""
+        return {**self.__dict__, "_step": None, "_turn": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AmaxHistory":
         """A copy, whose step ends with the step that is open on this thread if this history takes part in that."""
@@ -210,12 +263,14 @@ class DelayedQuantizer(Quantizer):
         history: the amax history of this tensor.
         memory: the histories of the module's tensors, which take part in the same steps.
         records: False reads the history and does not change it.
+        turn: the choice of an amax to scale by if ``records`` is False; None is the running one.
     """
 
     recipe: DelayedScaling = field(default_factory=DelayedScaling)
     history: AmaxHistory | None = field(default=None, compare=False, repr=False)
     memory: Memory = field(default_factory=dict[str, AmaxHistory], compare=False, repr=False)
     records: bool = field(default=True, compare=False, repr=False)
+    turn: Turn | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -228,9 +283,26 @@ class DelayedQuantizer(Quantizer):
         assert self.rowwise_spec is not None
         return AmaxHistory(self.recipe.amax_history_len, self.rowwise_spec.numerator)
 
-    def repeating(self) -> "DelayedQuantizer":
-        """The same quantizer for a forward that is recomputed, whose amax has been recorded already."""
+    def unrecorded(self) -> "DelayedQuantizer":
+        """The same quantizer, which does not add to its history."""
         return replace(self, records=False)
+
+    def repeating(self, noted: Sequence[Turns]) -> "DelayedQuantizer":
+        """The same quantizer for a forward that is recomputed: scaled as at first, and recorded already.
+
+        Raises:
+            RuntimeError: it is not known how the forward was scaled.
+        """
+        assert self.history is not None
+        turns = turns_of(self.history, noted)
+        if len(turns) != 1:
+            known = "was scaled in several steps" if turns else "is not known"
+            raise RuntimeError(
+                "DelayedScaling: a forward runs inside a backward pass, and has to be scaled as the forward that it "
+                f"repeats, which {known}; use fp4engine.checkpoint around one autocast region at most, without another "
+                "kind of checkpoint around it"
+            )
+        return replace(self, records=False, turn=turns[0])
 
     @property
     def is_stateful(self) -> bool:
@@ -250,9 +322,10 @@ class DelayedQuantizer(Quantizer):
     def recall(self, device: torch.device) -> ops.Memory:
         """The history of this tensor, as a launch takes it."""
         assert self.history is not None
-        if self.records:
-            self.history.join(self.memory)
-        return self.history.recall(device, self.recipe, self.records)
+        if not self.records:
+            return ops.Memory(None, self.history.amax_of(self.turn, device), "")
+        self.history.join(self.memory)
+        return self.history.recall(device, self.recipe)
 
     def remembering_in(self, memory: dict[str, Any], tensor_type: str) -> "DelayedQuantizer":
         """The same quantizer with the history that ``memory`` has for this role; a new one is added if it has none."""
@@ -280,7 +353,8 @@ class DelayedQuantizer(Quantizer):
             assert self.rowwise_spec is not None
             amax = self.history.record(rowwise_amax, self.recipe, self.rowwise_spec, self.backend)
         else:
-            amax = self.history.scaled_by(rowwise_amax)
+            amax = self.history.amax_of(self.turn, rowwise_amax.device)
+            amax = torch.where(rowwise_amax.isfinite(), amax, rowwise_amax)
         arguments["columnwise_amax"] = amax
         return super().quantize(x, rowwise_amax=amax, **arguments)
 

@@ -1,6 +1,7 @@
 """Activation checkpointing changes no bit of a gradient, and a recomputation never runs in another precision."""
 
 import re
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -475,6 +476,59 @@ def test_delayed_scaling_recomputes_by_the_scales_of_its_forward(blocks, checkpo
         return gradients(blocks, through(blocks, use), DelayedScaling(amax_history_len=3), steps=4)
 
     assert_same(run(checkpoint), run(plain))
+
+
+def delayed_gradients(blocks, forward, mode="train", inside=False):
+    """Three steps of delayed scaling. Each runs two forwards, in regions of their own, before one backward pass."""
+    torch.manual_seed(11)
+    recipe, results = DelayedScaling(amax_history_len=2), []
+    for module in blocks.train(mode == "train").modules():
+        if isinstance(module, Gemms):
+            module.forget_plan()
+    for size in (1, 30, 0.5):
+        blocks.zero_grad()
+        inp, losses = torch.randn(6, 16, requires_grad=True), []
+        for part in (inp * size, inp * size * 9):
+            with nullcontext() if inside else fp4engine.autocast(recipe=recipe):
+                losses.append(forward(part).square().sum())
+        sum(losses).backward()
+        results += [*map(torch.Tensor.detach, losses), inp.grad, *(p.grad.clone() for p in blocks.parameters())]
+    return results, fp4engine.get_amax_history(blocks)
+
+
+@WAYS
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("within", [False, True], ids=["", "within"])
+def test_delayed_scaling_recomputes_by_the_scales_of_its_forward_after_later_steps(blocks, checkpoint, mode, within):
+    """They were those of the last step that had begun, and a reentrant one in eval mode had noted no amax."""
+    expected, history = delayed_gradients(blocks, through(blocks, plain), mode)
+    forward = inside(checkpoint, blocks, True) if within else through(blocks, checkpoint)
+    got, noted = delayed_gradients(blocks, forward, mode)
+    assert_same(got, expected)
+    assert noted == history
+
+
+def test_delayed_scaling_refuses_a_recomputation_that_nobody_tells_its_scales(blocks):
+    """A region inside the function tells it the recipe, but not which step."""
+    recipe = DelayedScaling(amax_history_len=2)
+
+    def inner(inp):
+        with fp4engine.autocast(recipe=recipe):
+            return blocks[0](inp)
+
+    def forward(checkpoint, **options):
+        return lambda inp: checkpoint(inner, inp, **options)
+
+    expected = delayed_gradients(blocks[:1], inner, inside=True)
+    for use_reentrant in (True, False):
+        got = delayed_gradients(blocks[:1], forward(fp4engine.checkpoint, use_reentrant=use_reentrant), inside=True)
+        assert_same(got[0], expected[0])
+    got = delayed_gradients(blocks[:1], forward(torch_checkpoint, use_reentrant=False), inside=True)
+    assert_same(got[0], expected[0])
+    with pytest.raises(RuntimeError, match=r"is not known; use fp4engine\.checkpoint"):
+        delayed_gradients(blocks[:1], forward(torch_checkpoint, use_reentrant=True), inside=True)
+    with pytest.raises(RuntimeError, match=r"was scaled in several steps; use fp4engine\.checkpoint"):
+        delayed_gradients(blocks[:1], lambda inp: fp4engine.checkpoint(lambda x: inner(x) + inner(x), inp), inside=True)
 
 
 @pytest.mark.no_poison

@@ -115,7 +115,7 @@ def weights_as_recorded(parts: Iterable[Gemms], recipe: state.Recipe) -> Generat
         made = part._plan
         if made is not None and made.recipe == recipe and made.plan.weight.is_stateful:
             changed.append((part, made))
-            part._plan = made._replace(plan=replace(made.plan, weight=made.plan.weight.repeating()))
+            part._plan = made._replace(plan=replace(made.plan, weight=made.plan.weight.unrecorded()))
     try:
         yield
     finally:

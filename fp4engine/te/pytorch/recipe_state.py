@@ -230,6 +230,7 @@ class DelayedScalingRecipeState(RecipeState):
         values = torch.cat((column[:1], column[1:].flip(0)))
         if self.mode == "backward":  # a step of gradients ends when the next one begins
             values = values.roll(-1)
+        history.leave_turn()
         with torch.inference_mode(False):
             history.values = values.to(history.values.device)
             history.amax = (spec.numerator / self.scale[index : index + 1]).to(history.amax.device)

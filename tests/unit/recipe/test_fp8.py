@@ -223,7 +223,7 @@ def test_an_evaluation_first_takes_the_history_to_the_tensors_device() -> None:
     history = AmaxHistory(3, 448.0)
     with torch.inference_mode():
         history.resize(2)
-        assert history.scaled_by(torch.ones(1, device="meta")).device.type == "meta"
+        assert history.amax_of(None, torch.device("meta")).device.type == "meta"
     assert history.values.device.type == "meta" and not history.values.is_inference()
 
 
