@@ -147,9 +147,9 @@ class LinearPlan:
             grad_output=self.grad_output.remembering_in(memory, "grad_output"),
         )
 
-    def unrecorded(self) -> "LinearPlan":
+    def evaluating(self) -> "LinearPlan":
         """The same plan for a forward whose amaxes are not entered into histories."""
-        return replace(self, input=self.input.unrecorded(), weight=self.weight.unrecorded())
+        return replace(self, input=self.input.evaluating(), weight=self.weight.evaluating())
 
     def repeating(self, noted: Any) -> "LinearPlan":
         """The same plan for a forward that is recomputed, see :meth:`Quantizer.repeating`."""

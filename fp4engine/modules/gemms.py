@@ -422,7 +422,7 @@ class Gemms(torch.nn.Module):
             return plan.repeating(noted_scales()) if plan.is_stateful else plan
         if plan.is_stateful and state is None:
             raise no_step(plan.recipe)
-        return plan.unrecorded() if plan.is_stateful and not self._is_remembered() else plan
+        return plan.evaluating() if plan.is_stateful and not self._is_remembered() else plan
 
     def _is_remembered(self) -> bool:
         """Whether this forward adds to the amax histories of delayed scaling. In evaluation it does not.

@@ -73,6 +73,10 @@ class Quantizer:
         """The quantizer for a forward whose amax is not entered into a history: the same, unless it keeps one."""
         return self
 
+    def evaluating(self) -> "Quantizer":
+        """The quantizer for a forward in evaluation: the same, unless it keeps an amax history."""
+        return self
+
     def repeating(self, noted: Any) -> "Quantizer":
         """The quantizer for a forward that is recomputed: the same, unless it keeps an amax history.
 

@@ -167,7 +167,8 @@ class AmaxHistory:
                     "and its amaxes belong to one step; let one region close before the other opens, or give each "
                     "thread a copy of the module"
                 )
-            self._step = step
+            for history in memory.values():
+                history._step = step
             step.memories[id(memory)] = memory
 
     def record(self, current: Tensor, recipe: DelayedScaling, spec: CastSpec, backend: str = "auto") -> Tensor:
@@ -176,6 +177,8 @@ class AmaxHistory:
         An Inf or a NaN in ``current`` is returned instead, so that the tensor's product is not silently finite.
         """
         self._follow(current.device)
+        if self.values.shape[0] != recipe.amax_history_len:
+            self._resize(recipe.amax_history_len)
         choice, chosen = "", None
         if self.ended:
             self.ended = False
@@ -183,12 +186,14 @@ class AmaxHistory:
             if _chooses_by_name(recipe):
                 choice = str(recipe.amax_compute_algo)
             else:
-                choice, chosen = "given", self._chosen(recipe, spec)
+                choice, chosen = "given", self._chosen(self.values, recipe, spec)
         return ops.record_amax(self.values, self.amax, current, choice, chosen, backend)
 
     def recall(self, device: torch.device, recipe: DelayedScaling) -> ops.Memory:
         """What a launch needs to do the same as :meth:`record`."""
         self._follow(device)
+        if self.values.shape[0] != recipe.amax_history_len:
+            self._resize(recipe.amax_history_len)
         choice = str(recipe.amax_compute_algo) if self.ended else ""
         if self.ended:
             self.ended = False
@@ -205,19 +210,24 @@ class AmaxHistory:
             with torch.inference_mode(False):
                 self.values, self.amax = self.values.to(device), self.amax.to(device)
 
-    def resize(self, length: int) -> None:
-        """Keep ``length`` steps from now on: drop the oldest, or add zeros."""
-        if length != len(self.values):
-            with torch.inference_mode(False):
-                self.values = torch.nn.functional.pad(self.values[:length], (0, max(length - len(self.values), 0)))
+    def _resize(self, length: int) -> None:
+        with torch.inference_mode(False):
+            self.values = self.resized(length)
 
-    def _chosen(self, recipe: DelayedScaling, spec: CastSpec) -> Tensor:
-        """The amax [1] that the recipe chooses from the history for the next step."""
+    def resized(self, length: int) -> Tensor:
+        """The values of ``length`` steps: without the oldest, or with zeros."""
+        values = self.values
+        if length == values.shape[0]:
+            return values
+        return torch.nn.functional.pad(values[:length], (0, max(length - values.shape[0], 0)))
+
+    def _chosen(self, values: Tensor, recipe: DelayedScaling, spec: CastSpec) -> Tensor:
+        """The amax [1] that the recipe chooses from ``values`` for the next step."""
         algorithm, scaling = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
         if callable(algorithm):
-            chosen = _one_element("amax_compute_algo", algorithm(self.values)).to(torch.float32)
+            chosen = _one_element("amax_compute_algo", algorithm(values)).to(torch.float32)
         else:
-            chosen = self.values[:1].clone() if algorithm == "most_recent" else self.values.amax().view(1)
+            chosen = values[:1].clone() if algorithm == "most_recent" else values.amax().view(1)
         if scaling is not None:
             largest = torch.full_like(self.amax, spec.element.max_value)
             scale = scaling(chosen, spec.numerator / self.amax, largest, recipe)
@@ -226,7 +236,10 @@ class AmaxHistory:
 
     def next_amax(self, recipe: DelayedScaling, spec: CastSpec) -> Tensor:
         """The amax [1] that would scale the next step if the running one ended now."""
-        chosen = self._chosen(recipe, spec)
+        values = self.resized(recipe.amax_history_len)
+        if _chooses_by_name(recipe):
+            values = values.masked_fill(values.isnan(), 0)  # as ops.record_amax
+        chosen = self._chosen(values, recipe, spec)
         return torch.where(chosen.isfinite() & (chosen > 0), chosen, self.amax)
 
     def state(self) -> dict[str, Any]:
@@ -287,6 +300,13 @@ class DelayedQuantizer(Quantizer):
         """The same quantizer, which does not add to its history."""
         return replace(self, records=False)
 
+    def evaluating(self) -> "DelayedQuantizer":
+        """The same quantizer for a forward that is not recorded, by the amax of the last step that has ended."""
+        assert self.history is not None and self.rowwise_spec is not None
+        if not (self.records and self.history.ended):
+            return self.unrecorded()
+        return replace(self, records=False, turn=Turn(self.history.next_amax(self.recipe, self.rowwise_spec)))
+
     def repeating(self, noted: Sequence[Turns]) -> "DelayedQuantizer":
         """The same quantizer for a forward that is recomputed: scaled as at first, and recorded already.
 
@@ -331,9 +351,7 @@ class DelayedQuantizer(Quantizer):
         """The same quantizer with the history that ``memory`` has for this role; a new one is added if it has none."""
         if tensor_type not in memory:
             memory[tensor_type] = self._new_history()
-        history: AmaxHistory = memory[tensor_type]
-        history.resize(self.recipe.amax_history_len)
-        return replace(self, history=history, memory=memory)
+        return replace(self, history=memory[tensor_type], memory=memory)
 
     def quantize(
         self, x: Tensor | ops.Source, *, rowwise_amax: Tensor | None = None, **arguments: Any

@@ -639,9 +639,9 @@ def test_delayed_not_finite(fp8_units, kernel_device, monkeypatch, spoil):
     assert_delayed_is_many(monkeypatch, kernel_device, spoil=spoil)
 
 
-@pytest.mark.parametrize("what", ["recomputed", "evaluated"])
+@pytest.mark.parametrize("what", ["recomputed", "recomputed later", "evaluated"])
 def test_delayed_forwards_that_are_not_remembered(fp8_units, kernel_device, monkeypatch, what):
-    """By the scales of the step that is running, and nothing is noted."""
+    """By the scales of the next step or, again, of their own, and nothing is noted."""
 
     def steps():
         torch.manual_seed(2)
@@ -653,7 +653,10 @@ def test_delayed_forwards_that_are_not_remembered(fp8_units, kernel_device, monk
                     with torch.no_grad():
                         results.append(layer.eval()(x * 1000))
                     layer.train()
-                y = fp4engine.checkpoint(layer, x * size) if what == "recomputed" else layer(x * size)
+                y = layer(x * size) if what == "evaluated" else fp4engine.checkpoint(layer, x * size)
+            with fp4engine.autocast(recipe=DELAYED):
+                if what == "recomputed later":
+                    layer(x * 7)
                 y.sum().backward()
             results += [y.detach(), x.grad.clone(), layer.weight.grad.clone()]
         return results, fp4engine.get_amax_history(layer)

@@ -239,7 +239,7 @@ class DelayedScalingRecipeState(RecipeState):
     def _show(self, index: int, quantizer: DelayedQuantizer) -> None:
         history, spec = quantizer.history, quantizer.rowwise_spec
         assert history is not None and spec is not None
-        values, amax = history.values, history.amax
+        values, amax = history.resized(quantizer.recipe.amax_history_len), history.amax
         if (history.ended or self.mode == "backward") and bool(values[0] != 0):
             amax = history.next_amax(quantizer.recipe, spec)
             values = values.roll(1)

@@ -208,6 +208,22 @@ def test_the_step_of_a_copy_ends_with_the_region_in_which_it_was_made(is_used: b
         assert history.values[:3].tolist() == [3, 2, 0] and float(history.amax) == 2
 
 
+def test_gradients_of_a_copy_are_scaled_as_those_of_the_module() -> None:
+    """The history of gradients took part in the step by that of the input alone, and its copy did not."""
+    layer, ones = fp4engine.Linear(32, 32, bias=False), torch.ones(4, 32)
+    with fp4engine.autocast(recipe=DelayedScaling()):
+        output = layer(ones)
+    output.backward(2 * ones)
+    with fp4engine.autocast(recipe=DelayedScaling()):
+        layer(ones)
+        copied = copy.deepcopy(layer)
+    for each in (layer, copied):
+        with fp4engine.autocast(recipe=DelayedScaling()):
+            each(ones).backward(3 * ones)
+        history = each.amax_histories["grad_output"]
+        assert history.values[:3].tolist() == [3, 2, 0] and float(history.amax) == 2
+
+
 def test_evaluation_leaves_no_trace_in_the_history() -> None:
     layer = fp4engine.Linear(32, 32, bias=False)
     with fp4engine.autocast(recipe=DelayedScaling()):
@@ -219,10 +235,40 @@ def test_evaluation_leaves_no_trace_in_the_history() -> None:
     assert layer.amax_histories["input"].values[:2].tolist() == [2, 0]
 
 
+@pytest.mark.parametrize("sizes", [(6000.0,), (6000.0, 3.0, float("nan"))], ids=["one step", "a NaN"])
+def test_evaluation_is_scaled_as_the_next_step_would_be(sizes: tuple[float, ...]) -> None:
+    """It was scaled as the last step: after the first one, whatever exceeded 448 saturated."""
+    layer, recipe = fp4engine.Linear(32, 32, bias=False), DelayedScaling(amax_history_len=3)
+    for size in sizes:
+        with fp4engine.autocast(recipe=recipe):
+            layer(torch.full((4, 32), size))
+    x, before, other = torch.randn(4, 32) * 1000, str(fp4engine.get_amax_history(layer)), copy.deepcopy(layer)
+    with fp4engine.autocast(recipe=recipe):
+        with torch.no_grad():
+            evaluated = layer.eval()(x)
+        assert str(fp4engine.get_amax_history(layer)) == before
+        trained = other(x)
+        assert float(other.amax_histories["input"].amax) == 6000
+        with torch.no_grad():
+            within = other.eval()(x)
+    assert torch.equal(evaluated, trained) and torch.equal(within, trained)
+
+
+def test_an_evaluation_by_a_recipe_of_another_length_leaves_the_history_alone() -> None:
+    layer = fp4engine.Linear(32, 32, bias=False)
+    for size in (9.0, 3.0):
+        with fp4engine.autocast(recipe=DelayedScaling(amax_history_len=4)):
+            layer(torch.full((4, 32), size))
+    before = fp4engine.get_amax_history(layer)
+    with torch.inference_mode(), fp4engine.autocast(recipe=DelayedScaling(amax_history_len=1)):
+        layer(torch.full((4, 32), 9.0))
+    assert fp4engine.get_amax_history(layer) == before
+
+
 def test_an_evaluation_first_takes_the_history_to_the_tensors_device() -> None:
     history = AmaxHistory(3, 448.0)
     with torch.inference_mode():
-        history.resize(2)
+        history._resize(2)
         assert history.amax_of(None, torch.device("meta")).device.type == "meta"
     assert history.values.device.type == "meta" and not history.values.is_inference()
 
