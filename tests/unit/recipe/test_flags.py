@@ -62,8 +62,17 @@ def test_names_that_are_read_and_those_of_others_are_left_alone(monkeypatch) -> 
         assert NVFP4BlockScaling().disable_rht
 
 
-@pytest.mark.parametrize("name", ["NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "NVTE_USE_FAST_MATH"])
-def test_fast_math_is_refused_by_name(monkeypatch, name) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH",
+        "NVTE_USE_FAST_MATH",
+        "NVTE_KEEP_BACKWARD_UNQUANTIZED",
+        "NVTE_DPA_FP8_RECIPE_DPA",
+        "NVTE_DPA_FP8_RECIPE_MHA",
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(monkeypatch, name) -> None:
     monkeypatch.setenv(name, "1")
     for make in (NVFP4BlockScaling, LinearRecipe):
         with pytest.raises(ValueError, match=f"{name}='1' is not implemented.*'0'"):
