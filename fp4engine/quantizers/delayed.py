@@ -262,8 +262,9 @@ class AmaxHistory:
         """A copy, whose step ends with the step that is open on this thread if this history takes part in that."""
         copied = memo[id(self)] = object.__new__(type(self))
         vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
-        if self._step is not None and self._step is _thread.open.step:
-            self._step.memories[id(copied)] = {"": copied}
+        step = _thread.open.step
+        if step is not None and (self._step is step or id(self) in step.memories):  # a copy that was not used itself
+            step.memories[id(copied)] = {"": copied}
         return copied
 
 

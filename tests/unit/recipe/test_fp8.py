@@ -208,6 +208,14 @@ def test_the_step_of_a_copy_ends_with_the_region_in_which_it_was_made(is_used: b
         assert history.values[:3].tolist() == [3, 2, 0] and float(history.amax) == 2
 
 
+def test_the_step_of_a_copy_of_a_copy_ends_with_the_region_too() -> None:
+    layer = fp4engine.Linear(32, 32, bias=False)
+    with fp4engine.autocast(recipe=DelayedScaling()):
+        layer(torch.ones(4, 32))
+        copied = copy.deepcopy(copy.deepcopy(layer))
+    assert fp4engine.get_amax_history(copied) == fp4engine.get_amax_history(layer)
+
+
 def test_gradients_of_a_copy_are_scaled_as_those_of_the_module() -> None:
     """The history of gradients took part in the step by that of the input alone, and its copy did not."""
     layer, ones = fp4engine.Linear(32, 32, bias=False), torch.ones(4, 32)
