@@ -203,8 +203,6 @@ class Gemms(torch.nn.Module):
             require_one_of("is_first_microbatch", is_first_microbatch, (None, False, True))
         hear_output = [listener(inp, weight) for listener, _ in self._listeners] if self._listeners else ()
         output = self._multiply(inp, weight, bias, is_first_microbatch)
-        if self.amax_histories and not torch.compiler.is_dynamo_compiling():
-            note_scales(self.amax_histories)
         for hear in hear_output:
             hear(output)
         return output
@@ -259,21 +257,25 @@ class Gemms(torch.nn.Module):
         computed_by = plan or make_linear_plan(_UNQUANTIZED, self.module_type)
         if is_distributed(inp, weight, bias):
             inp = inp if isinstance(inp, Tensor) else inp.tensor()
-            return self._multiply_share(inp, weight, bias, computed_by, group, cp_group)
-        alone = self.draws_as is None and group is None and cp_group is None
-        shards = None if alone else self._shards(inp, weight, computed_by, state)
-        if isinstance(inp, FusedInput) and (plan is None or shards is not None or not inp.fuses(plan)):
-            inp = inp.tensor()
-        return linear(
-            inp,
-            weight,
-            bias,
-            computed_by,
-            executed=self.executed,
-            shards=shards,
-            weight_cache=self._cache(weight, computed_by, group, is_first_microbatch),
-            main_grad=main_grad,
-        )
+            output = self._multiply_share(inp, weight, bias, computed_by, group, cp_group)
+        else:
+            alone = self.draws_as is None and group is None and cp_group is None
+            shards = None if alone else self._shards(inp, weight, computed_by, state)
+            if isinstance(inp, FusedInput) and (plan is None or shards is not None or not inp.fuses(plan)):
+                inp = inp.tensor()
+            output = linear(
+                inp,
+                weight,
+                bias,
+                computed_by,
+                executed=self.executed,
+                shards=shards,
+                weight_cache=self._cache(weight, computed_by, group, is_first_microbatch),
+                main_grad=main_grad,
+            )
+        if computed_by.is_stateful:
+            note_scales(self.amax_histories)
+        return output
 
     def _multiply_share(
         self, inp: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, group: Any, cp_group: Any

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -134,6 +135,8 @@ class Scaled:
 
 def note_scales(histories: Mapping[str, AmaxHistory]) -> None:
     """A forward has been scaled by the ``histories`` of its roles; those who will repeat it need to know."""
+    if not _told.first and _innermost_hooks() is None:
+        return  # nobody will
     noting, (checkpoint, repeat) = _told.first, _checkpoint_in_force()
     if checkpoint is not None and repeat is None:
         noting = (*noting, _turns.setdefault(checkpoint, Turns()))
@@ -196,7 +199,7 @@ def _checkpoint_in_force() -> tuple[Any, Any]:
     return None, None
 
 
-def _innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The saved-tensor hooks in force, ``(pack, unpack)``."""
-    ask = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
-    return None if ask is None else ask(True)
+_ask = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+_innermost_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., Any]] | None]
+_innermost_hooks = (lambda: None) if _ask is None else partial(_ask, True)
+"""The saved-tensor hooks in force, ``(pack, unpack)``."""

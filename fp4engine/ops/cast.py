@@ -379,7 +379,7 @@ def _by_kernels(
     All that depends on neither values nor addresses is one look into a cache: each takes the host as long as a tenth of
     the launch of a small cast.
     """
-    x, row_amax, col_amax = inputs[0], inputs[4], inputs[5]
+    x, _, _, _, row_amax, col_amax, _ = inputs
     device = x.device
     if backend == "reference" or not capability.triton_runs_on(device)[0]:
         return None
@@ -404,8 +404,7 @@ def _resolved(
     has to be rounded.
     """
     asked = Asked(*parts)
-    tensors = [told_of and kernels().Facts(*told_of) for told_of in told]
-    x, given = tensors[0], tensors[4:6]
+    x, statistics, gamma, beta, *given, rng = [facts and kernels().Facts(*facts) for facts in told]
     is_matrix = len(x.shape) == 2 and x.dtype.is_floating_point
     if not (is_matrix and casts_supported(asked.rowwise, asked.columnwise, asked.dtype)[0]):
         return None
@@ -416,11 +415,11 @@ def _resolved(
             if (amax.shape, amax.dtype) != (amax_shape(spec, *shape), torch.float32):
                 return None
             given[side] = None if spec.outer is Outer.NONE else amax
-    tensors[4:6] = given
-    layout = _laid_out(asked, given[0] is None, given[1] is None, tensors[6] is None)
+    layout = _laid_out(asked, given[0] is None, given[1] is None, rng is None)
     if layout is None:
         return None
-    return kernels().resolve_cast(tuple(tensors), device, asked, shared, stream), layout, (rows, cols)
+    tensors = (x, statistics, gamma, beta, *given, rng)
+    return kernels().resolve_cast(tensors, device, asked, shared, stream), layout, (rows, cols)
 
 
 def _dequantize(

@@ -69,10 +69,6 @@ class Quantizer:
         """The casts of both sides, as a recipe has them."""
         return Casts(self.rowwise_spec, self.columnwise_spec, self.columnwise_source, self.clipped_gradient)
 
-    def unrecorded(self) -> "Quantizer":
-        """The quantizer for a forward whose amax is not entered into a history: the same, unless it keeps one."""
-        return self
-
     def evaluating(self) -> "Quantizer":
         """The quantizer for a forward in evaluation: the same, unless it keeps an amax history."""
         return self

@@ -151,15 +151,18 @@ class AmaxHistory:
             with torch.inference_mode(False):
                 turn.amax = self.amax.clone()
 
-    def join(self, memory: Memory) -> None:
+    def join(self, memory: Memory) -> "AmaxHistory":
         """Let all histories of ``memory``, this one among them, take part in this thread's open step, if there is one.
+
+        Returns:
+            This history.
 
         Raises:
             RuntimeError: they take part in another thread's step, which is still open.
         """
         step = _thread.open.step
         if step is None or self._step is step:
-            return
+            return self
         with _lock:
             if self._step is not None and self._step.is_open:
                 raise RuntimeError(
@@ -170,49 +173,49 @@ class AmaxHistory:
             for history in memory.values():
                 history._step = step
             step.memories[id(memory)] = memory
+        return self
 
     def record(self, current: Tensor, recipe: DelayedScaling, spec: CastSpec, backend: str = "auto") -> Tensor:
         """Note ``current`` [1], and return the amax that this step's scale is made from.
 
         An Inf or a NaN in ``current`` is returned instead, so that the tensor's product is not silently finite.
         """
-        self._follow(current.device)
-        if self.values.shape[0] != recipe.amax_history_len:
-            self._resize(recipe.amax_history_len)
         choice, chosen = "", None
-        if self.ended:
-            self.ended = False
-            self.leave_turn()
+        if self._begin(current.device, recipe):
             if _chooses_by_name(recipe):
                 choice = str(recipe.amax_compute_algo)
             else:
-                choice, chosen = "given", self._chosen(self.values, recipe, spec)
+                choice, chosen = "given", self._chosen(recipe, spec)
         return ops.record_amax(self.values, self.amax, current, choice, chosen, backend)
 
     def recall(self, device: torch.device, recipe: DelayedScaling) -> ops.Memory:
         """What a launch needs to do the same as :meth:`record`."""
-        self._follow(device)
-        if self.values.shape[0] != recipe.amax_history_len:
-            self._resize(recipe.amax_history_len)
-        choice = str(recipe.amax_compute_algo) if self.ended else ""
-        if self.ended:
-            self.ended = False
-            self.leave_turn()
+        choice = str(recipe.amax_compute_algo) if self._begin(device, recipe) else ""
         return ops.Memory(self.values, self.amax, choice)
 
-    def amax_of(self, turn: Turn | None, device: torch.device) -> Tensor:
-        """The amax [1] of ``turn``, by default the running one, on ``device``."""
+    def amax_of(self, turn: Turn, device: torch.device) -> Tensor:
+        """The amax [1] of ``turn`` on ``device``, to which the history moves."""
         self._follow(device)
-        return self.amax if turn is None or turn.amax is None else turn.amax.to(device)
+        return self.amax if turn.amax is None else turn.amax.to(device)
+
+    def _begin(self, device: torch.device, recipe: DelayedScaling) -> bool:
+        """Make room for what a forward notes; whether it begins a step, for which an amax has to be chosen."""
+        if self.values.device != device or self.values.shape[0] != recipe.amax_history_len:
+            self._fit(device, recipe.amax_history_len)
+        begins = self.ended
+        if begins:
+            self.ended = False
+            if self._turn is not None:  # a call of Python in every step otherwise
+                self.leave_turn()
+        return begins
 
     def _follow(self, device: torch.device) -> None:
         if self.values.device != device:
-            with torch.inference_mode(False):
-                self.values, self.amax = self.values.to(device), self.amax.to(device)
+            self._fit(device, self.values.shape[0])
 
-    def _resize(self, length: int) -> None:
+    def _fit(self, device: torch.device, length: int) -> None:
         with torch.inference_mode(False):
-            self.values = self.resized(length)
+            self.values, self.amax = self.resized(length).to(device), self.amax.to(device)
 
     def resized(self, length: int) -> Tensor:
         """The values of ``length`` steps: without the oldest, or with zeros."""
@@ -221,13 +224,13 @@ class AmaxHistory:
             return values
         return torch.nn.functional.pad(values[:length], (0, max(length - values.shape[0], 0)))
 
-    def _chosen(self, values: Tensor, recipe: DelayedScaling, spec: CastSpec) -> Tensor:
-        """The amax [1] that the recipe chooses from ``values`` for the next step."""
+    def _chosen(self, recipe: DelayedScaling, spec: CastSpec) -> Tensor:
+        """The amax [1] that the recipe chooses from the history for the next step."""
         algorithm, scaling = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
         if callable(algorithm):
-            chosen = _one_element("amax_compute_algo", algorithm(values)).to(torch.float32)
+            chosen = _one_element("amax_compute_algo", algorithm(self.values)).to(torch.float32)
         else:
-            chosen = values[:1].clone() if algorithm == "most_recent" else values.amax().view(1)
+            chosen = self.values[:1].clone() if algorithm == "most_recent" else self.values.amax().view(1)
         if scaling is not None:
             largest = torch.full_like(self.amax, spec.element.max_value)
             scale = scaling(chosen, spec.numerator / self.amax, largest, recipe)
@@ -236,11 +239,9 @@ class AmaxHistory:
 
     def next_amax(self, recipe: DelayedScaling, spec: CastSpec) -> Tensor:
         """The amax [1] that would scale the next step if the running one ended now."""
-        values = self.resized(recipe.amax_history_len)
-        if _chooses_by_name(recipe):
-            values = values.masked_fill(values.isnan(), 0)  # as ops.record_amax
-        chosen = self._chosen(values, recipe, spec)
-        return torch.where(chosen.isfinite() & (chosen > 0), chosen, self.amax)
+        following = self.apart(self.values.device)
+        following.ended = True
+        return following.record(torch.zeros_like(self.amax), recipe, spec)
 
     def state(self) -> dict[str, Any]:
         """Plain values, for JSON or ``torch.save``."""
@@ -257,6 +258,14 @@ class AmaxHistory:
     def __getstate__(self) -> dict[str, Any]:
         """Copies take part in no step, and no checkpoint repeats what they scaled."""
         return {**self.__dict__, "_step": None, "_turn": None}
+
+    def apart(self, device: torch.device) -> "AmaxHistory":
+        """A copy on ``device``, to which the history moves, that takes part in no step."""
+        self._follow(device)
+        copied = copy.copy(self)
+        with torch.inference_mode(False):
+            copied.values, copied.amax = self.values.clone(), self.amax.clone()
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AmaxHistory":
         """A copy, whose step ends with the step that is open on this thread if this history takes part in that."""
@@ -276,15 +285,16 @@ class DelayedQuantizer(Quantizer):
         recipe: how the amax is chosen.
         history: the amax history of this tensor.
         memory: the histories of the module's tensors, which take part in the same steps.
-        records: False reads the history and does not change it.
-        turn: the choice of an amax to scale by if ``records`` is False; None is the running one.
+        turn: the choice of an amax to scale by; the history is then left alone. None is the choice of the running step,
+            and the tensor's amax is noted in the history.
+        evaluates: whether it is noted in a copy of the history instead, which is then forgotten.
     """
 
     recipe: DelayedScaling = field(default_factory=DelayedScaling)
     history: AmaxHistory | None = field(default=None, compare=False, repr=False)
     memory: Memory = field(default_factory=dict[str, AmaxHistory], compare=False, repr=False)
-    records: bool = field(default=True, compare=False, repr=False)
     turn: Turn | None = field(default=None, compare=False, repr=False)
+    evaluates: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -299,14 +309,11 @@ class DelayedQuantizer(Quantizer):
 
     def unrecorded(self) -> "DelayedQuantizer":
         """The same quantizer, which does not add to its history."""
-        return replace(self, records=False)
+        return replace(self, turn=Turn())
 
     def evaluating(self) -> "DelayedQuantizer":
-        """The same quantizer for a forward that is not recorded, by the amax of the last step that has ended."""
-        assert self.history is not None and self.rowwise_spec is not None
-        if not (self.records and self.history.ended):
-            return self.unrecorded()
-        return replace(self, records=False, turn=Turn(self.history.next_amax(self.recipe, self.rowwise_spec)))
+        """The same quantizer for evaluation: it does what the next forward would do, and leaves the history alone."""
+        return replace(self, evaluates=True)
 
     def repeating(self, noted: Sequence[Turns]) -> "DelayedQuantizer":
         """The same quantizer for a forward that is recomputed: scaled as at first, and recorded already.
@@ -323,7 +330,7 @@ class DelayedQuantizer(Quantizer):
                 f"repeats, which {known}; use fp4engine.checkpoint around one autocast region at most, without another "
                 "kind of checkpoint around it"
             )
-        return replace(self, records=False, turn=turns[0])
+        return replace(self, turn=turns[0])
 
     @property
     def is_stateful(self) -> bool:
@@ -343,10 +350,10 @@ class DelayedQuantizer(Quantizer):
     def recall(self, device: torch.device) -> ops.Memory:
         """The history of this tensor, as a launch takes it."""
         assert self.history is not None
-        if not self.records:
+        if self.turn is not None:
             return ops.Memory(None, self.history.amax_of(self.turn, device), "")
-        self.history.join(self.memory)
-        return self.history.recall(device, self.recipe)
+        history = self.history.apart(device) if self.evaluates else self.history.join(self.memory)
+        return history.recall(device, self.recipe)
 
     def remembering_in(self, memory: dict[str, Any], tensor_type: str) -> "DelayedQuantizer":
         """The same quantizer with the history that ``memory`` has for this role; a new one is added if it has none."""
@@ -367,10 +374,10 @@ class DelayedQuantizer(Quantizer):
         else:
             rows, cols = as_matrix(x).shape
             ops.require_amax("rowwise_amax", rowwise_amax, self.rowwise_spec, rows, cols, x.device)
-        if self.records:
-            self.history.join(self.memory)
+        if self.turn is None:
             assert self.rowwise_spec is not None
-            amax = self.history.record(rowwise_amax, self.recipe, self.rowwise_spec, self.backend)
+            history = self.history.apart(x.device) if self.evaluates else self.history.join(self.memory)
+            amax = history.record(rowwise_amax, self.recipe, self.rowwise_spec, self.backend)
         else:
             amax = self.history.amax_of(self.turn, rowwise_amax.device)
             amax = torch.where(rowwise_amax.isfinite(), amax, rowwise_amax)

@@ -113,9 +113,9 @@ def weights_as_recorded(parts: Iterable[Gemms], recipe: state.Recipe) -> Generat
     changed: list[tuple[Gemms, Any]] = []
     for part in parts:
         made = part._plan
-        if made is not None and made.recipe == recipe and made.plan.weight.is_stateful:
+        if made is not None and made.recipe == recipe and isinstance(weight := made.plan.weight, DelayedQuantizer):
             changed.append((part, made))
-            part._plan = made._replace(plan=replace(made.plan, weight=made.plan.weight.unrecorded()))
+            part._plan = made._replace(plan=replace(made.plan, weight=weight.unrecorded()))
     try:
         yield
     finally:

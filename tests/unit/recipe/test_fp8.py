@@ -276,8 +276,8 @@ def test_an_evaluation_by_a_recipe_of_another_length_leaves_the_history_alone() 
 def test_an_evaluation_first_takes_the_history_to_the_tensors_device() -> None:
     history = AmaxHistory(3, 448.0)
     with torch.inference_mode():
-        history._resize(2)
-        assert history.amax_of(None, torch.device("meta")).device.type == "meta"
+        history._fit(torch.device("cpu"), 2)
+        assert history.amax_of(history.turn(), torch.device("meta")).device.type == "meta"
     assert history.values.device.type == "meta" and not history.values.is_inference()
 
 
