@@ -121,7 +121,7 @@ def measure(shape: tuple[int, int], rng: Tensor) -> dict[str, float]:
 
 def parts_of_a_call(x: Tensor, one: Tensor) -> dict[str, Callable[[], object]]:
     """What a rowwise quantize cannot do without: two outputs, and the launch, resolved before, that allocates them."""
-    inputs = (x, None, None, None, one, None, None)
+    inputs = (x, one, None, None)
     asked = Asked(PLAIN.key, "", "codes", "codes", "triton", "", False, x.dtype)
     launch = resolve_cast(tuple(map(facts, inputs)), x.device, asked, False, STREAM)
     return {

@@ -60,7 +60,7 @@ def resolve_cast(
     shared: bool,
     stream: int,
 ) -> Launch:
-    """``(x, statistics, gamma, beta, row_amax, col_amax, rng) -> (data[, scale_inv][, amax])`` of each side asked for.
+    """``(x, row_amax, col_amax, rng[, statistics, gamma, beta]) -> (data[, scale_inv][, amax])`` of each side.
 
     A side in the form ``"codes"`` has block scales, and one whose amax is not given returns it. Two FP8 sides whose
     amaxes are not given have one, which the rowwise side returns.
@@ -73,24 +73,24 @@ def resolve_cast(
     """
     x = tensors[0]
     assert x is not None
-    draft = Draft(device, inputs=7)
+    draft = Draft(device, len(tensors))
     reading = Reading(x, Prologue.of(asked.kind, asked.dtype, asked.gated) if asked.kind else None)
     rows, cols = reading.shape
     fp4: list[Target | None] = [None, None]
     fp8: list[cast_fp8.Target | None] = [None, None]
     others: list[blocks.Target | None] = [None, None]
-    sharded = tensors[6] is not None and tensors[6].shape == (4,)
+    sharded = tensors[3] is not None and tensors[3].shape == (4,)
     for bit, ((key, form), shape) in enumerate(zip(asked.sides, ((rows, cols), (cols, rows)), strict=True)):
         if not key:
             continue
-        spec, given = CastSpec.from_key(key), tensors[4 + bit] is not None
+        spec, given = CastSpec.from_key(key), tensors[1 + bit] is not None
         if spec.block[1] and not fuses(spec, reading.dtype)[0]:
-            others[bit] = _block_target(draft, spec, form, bit, sharded, Place(4 + bit) if given else None, shape)
+            others[bit] = _block_target(draft, spec, form, bit, sharded, Place(1 + bit) if given else None, shape)
         elif spec.block[1]:
             side = Side.of(spec, form, bit, sharded)
             data = draft.output(*quantize.data_of(side, *shape))
             scale_inv = (draft.output if form == "codes" else draft.scratch)(*quantize.scales_of(*shape))
-            amax = Place(4 + bit) if given else draft.output((amax_size(side, shape[0]),), torch.float32)
+            amax = Place(1 + bit) if given else draft.output((amax_size(side, shape[0]),), torch.float32)
             fp4[bit] = Target(side, amax, given, data, scale_inv)
         else:
             data = draft.output((shape[0], spec.padded_cols(shape[1])), torch.uint8)
@@ -99,9 +99,9 @@ def resolve_cast(
             if fp8[0] is not None and (shared if given else not fp8[0].is_given):
                 amax = fp8[0].amax  # the largest magnitude is that of the transposed matrix too
             else:
-                amax = Place(4 + bit) if given else draft.output((1,), torch.float32)
+                amax = Place(1 + bit) if given else draft.output((1,), torch.float32)
             fp8[bit] = cast_fp8.Target(spec, amax, given, data)
-    rng = None if tensors[6] is None else Place(6)
+    rng = None if tensors[3] is None else Place(3)
     if any(fp4):
         quantize.add_cast(draft, reading, fp4[0], fp4[1], rng, stream)
     if any(fp8):
@@ -138,7 +138,7 @@ def amaxes(x: Tensor, keys: Keys, rng: Tensor | None, stream: int) -> list[Tenso
     if _all_fuse(keys, x.dtype):
         return resolve_amax(facts(x), x.device, *_with_blocks(keys))(x)
     found: list[Tensor] = []
-    inputs = (x, None, None, None, None, None, rng)
+    inputs = (x, None, None, rng)
     tensors = tuple(None if tensor is None else facts(tensor) for tensor in inputs)
     for bit, key in enumerate(keys):
         if key:

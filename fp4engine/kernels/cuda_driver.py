@@ -14,7 +14,7 @@ import ctypes
 import re
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, addressof, byref, c_char, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
-from functools import cache
+from functools import cache, partial
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -255,7 +255,11 @@ class Plan:
             arguments = self._idle.pop()
         except IndexError:
             arguments = _Arguments(self._kernels, self._slots)
-        arguments.set(self._driver, addresses, stream)
+        arguments.write(*addresses)
+        if arguments.maps:
+            arguments.describe(self._driver, addresses)
+        if stream != arguments.stream:
+            arguments.move(stream)
         start = self._driver.start
         for started in arguments.starts:
             if error := start(*started):
@@ -270,15 +274,20 @@ class _Arguments:
     """The memory that one call of a plan passes to the kernels.
 
     Attributes:
+        write: takes the addresses that a call gives.
+        maps: for each descriptor the position of its address, where it lies, what may have to be cleared in it, and the
+            address that it holds.
+        stream: on which the kernels start; None before the first call.
         starts: the arguments of ``cuLaunchKernelEx`` for each kernel.
     """
 
     def __init__(self, kernels: Sequence[Kernel], slots: int) -> None:
         self._addresses = (c_uint64 * slots)()
-        self._write = Struct(f"{slots}Q").pack_into
-        self._stream, self._configurations = None, [_configuration(kernel) for kernel in kernels]
+        self.write = partial(Struct(f"{slots}Q").pack_into, self._addresses, 0)
+        self.maps: list[list[Any]] = []
+        self.stream: int | None = None
+        self._configurations = [_configuration(kernel) for kernel in kernels]
         self._kept: list[Any] = []
-        self._maps: list[list[Any]] = []
         self.starts = [
             (byref(configuration), c_void_p(kernel.function), self._pointers(kernel), None)
             for configuration, kernel in zip(self._configurations, kernels, strict=True)
@@ -298,13 +307,12 @@ class _Arguments:
             found.append(addressof(memory) + place)
             if isinstance(parameter, Described):
                 flags = c_uint64.from_address(found[-1] + 8) if parameter.clears_bit else None
-                self._maps.append([parameter.slot.position, found[-1], flags, None])
+                self.maps.append([parameter.slot.position, found[-1], flags, None])
         return (c_void_p * len(found))(*found)
 
-    def set(self, found: Driver, addresses: Sequence[int], stream: int) -> None:
-        """Take what a call gives."""
-        self._write(self._addresses, 0, *addresses)
-        for described in self._maps:
+    def describe(self, found: Driver, addresses: Sequence[int]) -> None:
+        """Write the addresses that have changed into their descriptors."""
+        for described in self.maps:
             index, place, flags, last = described
             address = addresses[index]
             if address != last:
@@ -312,10 +320,12 @@ class _Arguments:
                 if flags is not None:
                     flags.value &= ~_WRONG_BIT
                 described[3] = address
-        if stream != self._stream:
-            self._stream = stream
-            for configuration in self._configurations:
-                configuration.stream = stream
+
+    def move(self, stream: int) -> None:
+        """Start the kernels on another stream from now on."""
+        self.stream = stream
+        for configuration in self._configurations:
+            configuration.stream = stream
 
 
 def _memory(size: int) -> tuple[Any, int]:

@@ -45,7 +45,7 @@ class Prologue:
 
 
 class Reading(NamedTuple):
-    """How a launch reads y; its first four inputs are x, statistics, gamma and beta.
+    """How a launch reads y.
 
     Attributes:
         x: facts of what lies in memory.
@@ -69,10 +69,10 @@ class Reading(NamedTuple):
 
     @property
     def places(self) -> tuple[Place | None, ...]:
-        """The kernels' arguments ``x, statistics, gamma, beta``."""
+        """The kernels' arguments ``x, statistics, gamma, beta``; of a cast's inputs the last three are 4, 5 and 6."""
         if self.prologue is None or not self.prologue.is_norm:
             return self.place, None, None, None
-        return self.place, Place(1), Place(2), Place(3) if self.prologue.kind == "LayerNorm" else None
+        return self.place, Place(4), Place(5), Place(6) if self.prologue.kind == "LayerNorm" else None
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Which implementation runs, why, and a record of what ran."""
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,7 +12,7 @@ from fp4engine import capability
 
 logger = logging.getLogger("fp4engine")
 
-_executed: Counter[tuple[str, ...]] = Counter()
+_executed: dict[tuple[str, ...], int] = defaultdict(int)
 """How often these paths ran in one launch: one entry for all of them takes the host less time than one for each."""
 _refusals: dict[str, str] = {}
 

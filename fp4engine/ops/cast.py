@@ -33,6 +33,9 @@ _COLUMNWISE = 1
 _PLAIN = (*PLAIN, type(None))
 """Types of an amax, given or not, with which a cast does not need PyTorch's dispatcher."""
 
+_new = tuple.__new__
+"""``_new(Operand, (...))`` is ``Operand(...)`` without a call of Python."""
+
 
 def quantize(
     x: Tensor | Source,
@@ -64,12 +67,11 @@ def quantize(
         ValueError: x is no matrix of floating-point numbers, no side is asked for, a form is unknown or would round, or
             an amax is not what :func:`amax` returns.
     """
-    statistics = gamma = beta = None
-    kind, gated = "", False
+    kind, gated, norm = "", False, ()
     if isinstance(x, Tensor):
         matrix = x
     elif isinstance(x, Source):
-        matrix, _, kind, gated, statistics, gamma, beta = x
+        matrix, _, kind, gated, *norm = x
     else:
         raise ValueError(f"x must be a tensor, got {type(x).__name__}")
     if rowwise is None and columnwise is None:
@@ -79,7 +81,7 @@ def quantize(
     if not rowwise_form == columnwise_form == "codes":
         _require_forms(row_key, col_key, rowwise_form, columnwise_form)
     parts = (row_key, col_key, rowwise_form, columnwise_form, backend, kind, gated, x.dtype)
-    inputs = (matrix, statistics, gamma, beta, row_amax, col_amax, rng)
+    inputs = (matrix, row_amax, col_amax, rng, *norm)
     is_direct = is_plain(matrix) and type(row_amax) in _PLAIN and type(col_amax) in _PLAIN
     if is_direct and not matrix.is_neg() and (cast := _by_kernels(inputs, stream, backend, parts)) is not None:
         outputs, layout, (rows, cols) = cast
@@ -100,15 +102,15 @@ def quantize(
             asked, layout = _key_and_layout(row_amax is None, col_amax is None, rng is None, *parts)
             assert layout is not None
         run = _quantize if is_direct else torch.ops.fp4engine.quantize
-        outputs = run(matrix, statistics, gamma, beta, row_amax, col_amax, rng, stream, asked)
+        outputs = run(matrix, row_amax, col_amax, rng, *(norm or (None, None, None)), stream, asked)
     made: list[Any] = [*outputs, None, row_amax, col_amax]
     row = col = None
     if rowwise is not None:
         data, scale_inv, outer = layout[0]
-        row = Operand(rowwise, rows, cols, made[data], made[scale_inv], made[outer])
+        row = _new(Operand, (rowwise, rows, cols, made[data], made[scale_inv], made[outer]))
     if columnwise is not None:
         data, scale_inv, outer = layout[1]
-        col = Operand(columnwise, cols, rows, made[data], made[scale_inv], made[outer])
+        col = _new(Operand, (columnwise, cols, rows, made[data], made[scale_inv], made[outer]))
     return row, col
 
 
@@ -128,8 +130,8 @@ def _drawn(rowwise: str, columnwise: str, amax_alone: bool) -> str:
     return ""
 
 
-Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""What a cast reads: x, statistics, gamma, beta, the amax that is given for each side, and the draw."""
+Inputs = tuple[Tensor | None, ...]
+"""What a cast reads: x, the amax given for each side, and the draw; of a source also its statistics, gamma and beta."""
 
 Shape = tuple[int, int]
 
@@ -339,16 +341,18 @@ def _amax(x: Tensor, rowwise: str, columnwise: str, rng: Tensor | None, stream: 
 
 def _quantize(
     x: Tensor,
-    statistics: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
     rowwise_amax: Tensor | None,
     columnwise_amax: Tensor | None,
     rng: Tensor | None,
+    statistics: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
     stream: int,
     asked: str,
 ) -> list[Tensor]:
-    inputs, question = (x, statistics, gamma, beta, rowwise_amax, columnwise_amax, rng), Asked.from_key(asked)
+    question = Asked.from_key(asked)
+    norm = (statistics, gamma, beta) if question.kind else ()
+    inputs = (x, rowwise_amax, columnwise_amax, rng, *norm)
     if (cast := _by_kernels(inputs, stream, question.backend, question)) is not None:
         return cast[0]
     covered = (question.rowwise, question.columnwise, question.dtype)
@@ -379,7 +383,8 @@ def _by_kernels(
     All that depends on neither values nor addresses is one look into a cache: each takes the host as long as a tenth of
     the launch of a small cast.
     """
-    x, _, _, _, row_amax, col_amax, _ = inputs
+    x, row_amax, col_amax = inputs[:3]
+    assert x is not None
     device = x.device
     if backend == "reference" or not capability.triton_runs_on(device)[0]:
         return None
@@ -404,7 +409,8 @@ def _resolved(
     has to be rounded.
     """
     asked = Asked(*parts)
-    x, statistics, gamma, beta, *given, rng = [facts and kernels().Facts(*facts) for facts in told]
+    x, row_amax, col_amax, rng, *norm = [facts and kernels().Facts(*facts) for facts in told]
+    given = [row_amax, col_amax]
     is_matrix = len(x.shape) == 2 and x.dtype.is_floating_point
     if not (is_matrix and casts_supported(asked.rowwise, asked.columnwise, asked.dtype)[0]):
         return None
@@ -418,7 +424,7 @@ def _resolved(
     layout = _laid_out(asked, given[0] is None, given[1] is None, rng is None)
     if layout is None:
         return None
-    tensors = (x, statistics, gamma, beta, *given, rng)
+    tensors = (x, *given, rng, *norm)
     return kernels().resolve_cast(tensors, device, asked, shared, stream), layout, (rows, cols)
 
 
