@@ -59,13 +59,13 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> 
         Four int64 tensors of the broadcast shape, each in [0, 2^32).
     """
     c0, c1, c2, c3 = counter
-    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
-    for _ in range(PHILOX_ROUNDS):
+    rounds = torch.arange(PHILOX_ROUNDS, device=seed.device)
+    low, high = ((half + rounds * step) & _MASK for half, step in ((seed, PHILOX_W0), (seed >> 32, PHILOX_W1)))
+    for k0, k1 in zip(low.unbind(), high.unbind(), strict=True):
         # int64 products wrap modulo 2^64, which keeps both halves right; only factors need their high half cleared.
         p0, p1 = c0 * PHILOX_M0, c2 * PHILOX_M1
         high0, high1 = (p0 >> 32) ^ c3, (p1 >> 32) ^ c1
         c0, c1, c2, c3 = high1.bitwise_xor_(k0).bitwise_and_(_MASK), p1, high0.bitwise_xor_(k1).bitwise_and_(_MASK), p0
-        k0, k1 = (k0 + PHILOX_W0) & _MASK, (k1 + PHILOX_W1) & _MASK
     c0, c1, c2, c3 = torch.broadcast_tensors(c0, c1 & _MASK, c2, c3 & _MASK)
     return c0, c1, c2, c3
 
