@@ -102,7 +102,8 @@ def quantize(
             asked, layout = _key_and_layout(row_amax is None, col_amax is None, rng is None, *parts)
             assert layout is not None
         run = _quantize if is_direct else torch.ops.fp4engine.quantize
-        outputs = run(matrix, row_amax, col_amax, rng, *(norm or (None, None, None)), stream, asked)
+        statistics, gamma, beta = norm or (None, None, None)
+        outputs = run(matrix, row_amax, col_amax, rng, statistics, gamma, beta, stream, asked)
     made: list[Any] = [*outputs, None, row_amax, col_amax]
     row = col = None
     if rowwise is not None:
