@@ -27,12 +27,13 @@ help:
 
 setup: $(INSTALLED)
 
+# Without bytecode, which takes as long as all the rest: Python writes that of a module when the module is first imported.
 $(INSTALLED): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "fp4engine needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12 ..." >&2; exit 2; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
 	@echo "installing into .venv; the first time this takes minutes, and pip says nothing meanwhile"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e ".[dev,docs,examples,export,integrations]"
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c requirements.lock -e ".[dev,docs,examples,export,integrations]"
 	@touch $@
 
 train: $(INSTALLED)
