@@ -1,5 +1,6 @@
 """One step on tensors that have shapes and no contents: what is alive, and what linear layers keep."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -16,7 +17,7 @@ from fp4engine.estimate.request import Request
 from fp4engine.estimate.trace import AsOnCuda, Flops, Linears, Step, Watch, trace
 from fp4engine.modules import Gemms, GroupedLinear
 from fp4engine.names import covers
-from fp4engine.state import autocast
+from fp4engine.state import autocast, current_state
 
 
 def traced(request: Request) -> tuple[nn.Module, Step, Linears]:
@@ -32,23 +33,26 @@ def traced(request: Request) -> tuple[nn.Module, Step, Linears]:
             keep = [pattern for pattern in request.keep if pattern != "lm_head" or _covers_some(model, pattern)]
             convert(model, keep_high_precision=keep)
 
+        region = partial(autocast, enabled=request.recipe is not None, recipe=request.recipe)
+        with region():
+            for module in model.modules():
+                if isinstance(module, Gemms):
+                    module.plan(current_state())  # amax histories, which stay, are made with a plan
+
         def loss(model: nn.Module) -> Tensor:
-            with (
-                torch.autocast("cpu", torch.bfloat16),
-                autocast(enabled=request.recipe is not None, recipe=request.recipe),
-            ):
+            with torch.autocast("cpu", torch.bfloat16), region():
                 value = request.loss(model)
             if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
                 raise ValueError(f"loss(model) must return one number that has a gradient, got {shown(value)}")
             return value
 
-        linears = _saved_by_linears(model, lambda: loss(model), watch)
         shards: list[Tensor] = []
         for parameter in model.parameters():
-            parameter.grad = None
             if request.fsdp > 1 and parameter.requires_grad:  # only this rank's shard of a gradient stays
                 parameter.register_post_accumulate_grad_hook(partial(_shard_gradient, request, shards))
-        step = trace(model, loss, watch)
+        heard = _Heard(loss)
+        step = trace(model, heard, watch)
+        linears = Linears(heard.saved, _counts(model), heard.fprop)
     return model, step, linears
 
 
@@ -62,43 +66,54 @@ def _shard_gradient(request: Request, shards: list[Tensor], parameter: Tensor) -
     shards.append(torch.empty(size, dtype=torch.float32 if request.stored == 4 else torch.bfloat16))
 
 
-def _saved_by_linears(model: nn.Module, forward: Callable[[], Tensor], watch: Watch) -> Linears:
-    """Run a step of ``model``, and count what its linear layers save and multiply.
+class _Heard:
+    """What linear layers save and multiply in the forward pass of ``loss``, which a call of this computes.
 
     Parameters themselves are not counted; the BF16 copies that ``torch.autocast`` makes of them are.
+
+    Attributes:
+        saved, fprop: as of :class:`Linears`.
     """
-    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}  # holds them, so that no address is used twice
-    inside = [0]
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if inside[0] and storage._cdata not in own:
-            kept[storage._cdata] = storage
-        return tensor
+    def __init__(self, loss: Callable[[nn.Module], Tensor]) -> None:
+        self._loss = loss
+        self.saved = 0
+        self.fprop: Flops = {}
 
-    def enter(*_: Any) -> None:
-        inside[0] += 1
+    def __call__(self, model: nn.Module) -> Tensor:
+        own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        kept: dict[int, Any] = {}  # a freed storage leaves, since its address may be used again
+        inside = [0]
 
-    def leave(*_: Any) -> None:
-        inside[0] -= 1
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if inside[0] and key not in own and key not in kept:
+                kept[key] = weakref.ref(storage, lambda _: kept.pop(key, None))
+                self.saved += storage.nbytes()
+            return tensor
 
-    def heard(*_: Any) -> Callable[[Tensor], None]:
-        enter()
-        return leave
+        def enter(*_: Any) -> None:
+            inside[0] += 1
 
-    with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, Gemms):  # which other modules own and do not call
-                stack.enter_context(module.heard_by(heard))
-            elif isinstance(module, nn.Linear | GroupedLinear):
-                stack.enter_context(module.register_forward_pre_hook(enter))
-                stack.enter_context(module.register_forward_hook(leave))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
-        value = forward()
-    saved, fprop = sum(storage.nbytes() for storage in kept.values()), _counts(model)
-    torch.autograd.backward(value)
-    return Linears(saved, _counts(model), fprop)
+        def leave(*_: Any) -> None:
+            inside[0] -= 1
+
+        def heard(*_: Any) -> Callable[[Tensor], None]:
+            enter()
+            return leave
+
+        with ExitStack() as stack:
+            for module in model.modules():
+                if isinstance(module, Gemms):  # which other modules own and do not call
+                    stack.enter_context(module.heard_by(heard))
+                elif isinstance(module, nn.Linear | GroupedLinear):
+                    stack.enter_context(module.register_forward_pre_hook(enter))
+                    stack.enter_context(module.register_forward_hook(leave))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+            value = self._loss(model)
+        self.fprop = _counts(model)
+        return value
 
 
 def _counts(model: nn.Module) -> Flops:

@@ -282,7 +282,7 @@ def test_an_estimate_shows_on_terminals_how_far_it_is(checkpointing, monkeypatch
     monkeypatch.setattr(tqdm, "tqdm", every_step)
     assert main(words) == 0
     shown = capsys.readouterr()
-    blocks = 20 if checkpointing else 10
+    blocks = 10 if checkpointing else 5
     assert f" {blocks}/{blocks} " in shown.err and f" {blocks + 1}/" not in shown.err
     assert shown.out == quiet.out
     monkeypatch.setitem(sys.modules, "tqdm", None)
