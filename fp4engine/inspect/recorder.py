@@ -300,7 +300,7 @@ def record(
       tensors that were cast, both summed in FP32, over ``rows`` evenly chosen rows of ``of_rows``;
     - ``rounding``, per stochastic operand and only with ``draws``, unless each draw rotates it otherwise: ``bias``, an
       estimate of ``|E[x_hat] - x|^2 / |x|^2``, and ``noise``, the mean over draws of ``|x_hat - x|^2 / |x|^2``;
-    - ``refusal``: a layer that was asked for and not seen in this step, and why.
+    - ``refusal``: a layer that was asked for and not seen in this step, or a product of it, and why.
 
     Args:
         model: a converted model, also one compiled or wrapped for data-parallel training.

@@ -127,6 +127,7 @@ class _Forward(NamedTuple):
     Attributes:
         wholes: takes this rank's part of the gradient, if ranks share it.
         matrices: of input and weight.
+        versions: of these, by which it is seen that one was written to since. A layer keeps operands, so it may be.
         kept: their columnwise operands if these are made from the matrices, else the rowwise ones that they are made
             from.
         drawn: the draw that the forward pass took; None if it took none.
@@ -138,6 +139,7 @@ class _Forward(NamedTuple):
     spread: Spread | None
     wholes: WholesOf | None
     matrices: dict[TensorType, Tensor]
+    versions: dict[TensorType, int]
     kept: dict[TensorType, Seen]
     drawn: Tensor | None
     is_empty: bool
@@ -259,7 +261,8 @@ def _see_forward(
         elif quantizer.columnwise_source == "rowwise_dequantized":
             kept[role] = row
     is_empty = 0 in (inp.shape if isinstance(inp, Tensor) else inp.x.shape)
-    watched.forward = _Forward(plan, spread, wholes, matrices, kept, drawn, is_empty)
+    versions: dict[TensorType, int] = {role: _version(matrix) for role, matrix in matrices.items()}
+    watched.forward = _Forward(plan, spread, wholes, matrices, versions, kept, drawn, is_empty)
     if is_empty:
         watched.listener.refuse(watched.name, "its input had no elements")
         return
@@ -318,7 +321,12 @@ def _see_backward(watched: _Watched, grads: Sequence[Tensor | None]) -> None:
     if plan.backward_override is not None:
         reason = f"backward_override={plan.backward_override!r} quantizes no gradient"
         return watched.listener.refuse(watched.name, reason)
+    written = [role for role, version in forward.versions.items() if _version(forward.matrices[role]) != version]
+    for role in written:
+        reason = f"its {role} was written to between its forward and its backward pass, which hides what was cast"
+        watched.listener.refuse(watched.name, reason)
     needs_dgrad, needs_wgrad = watched.needs
+    needs_dgrad, needs_wgrad = needs_dgrad and "weight" not in written, needs_wgrad and "input" not in written
     if not (needs_dgrad or needs_wgrad):
         return None
     drawn = ops.coming_draw(grad.device) if plan.draws_in_backward else None
@@ -338,6 +346,11 @@ def _see_backward(watched: _Watched, grads: Sequence[Tensor | None]) -> None:
         watched.listener.made(watched.name, {"grad_output": matrix}, made)
         for gemm, operands in products:
             watched.listener.multiplied(watched.name, gemm, operands)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often PyTorch has seen a tensor written to; 0 for one made in inference mode, which has no such counter."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _columnwise(role: TensorType, quantizer: Quantizer, forward: _Forward, drawn: Tensor | None) -> Seen:

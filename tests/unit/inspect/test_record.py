@@ -876,3 +876,31 @@ def test_a_backward_pass_that_runs_twice_is_recorded_once(tmp_path: Path) -> Non
         recorder.step()
     gemms = [row["gemm"] for row in inspect.read(tmp_path) if row["kind"] == "gemm"]
     assert sorted(gemms) == ["dgrad", "fprop", "wgrad"]
+
+
+@pytest.mark.parametrize(("role", "hidden"), [("input", "wgrad"), ("weight", "dgrad")])
+def test_a_product_of_what_was_written_to_since_it_was_cast_is_refused(role: str, hidden: str, tmp_path: Path) -> None:
+    """A layer keeps operands, so autograd lets both be written to before the backward pass."""
+
+    def rows(write: bool) -> list[dict]:
+        out = tmp_path / str(write)
+        torch.manual_seed(0)
+        fp4engine.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        fp4engine.convert(model)
+        x = torch.randn(16, 32, requires_grad=True)
+        with inspect.record(model, out, every=1, optimizer="by hand") as recorder:
+            with fp4engine.autocast():
+                y = model(x)
+            if write:
+                with torch.no_grad():
+                    (x if role == "input" else model[0].weight).mul_(3)
+            y.square().mean().backward()
+            recorder.step()
+        return [{name: value for name, value in row.items() if name != "line"} for row in inspect.read(out)]
+
+    found = rows(write=True)
+    for row in rows(write=False):
+        assert (row in found) == (row.get("gemm") != hidden)
+    refusals = [row for row in found if row["kind"] == "refusal"]
+    assert [row["layer"] for row in refusals] == ["0"] and f"its {role} was written to" in refusals[0]["reason"]
