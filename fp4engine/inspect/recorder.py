@@ -5,7 +5,6 @@ rows are described at :func:`record`.
 """
 
 import json
-import sys
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -127,15 +126,12 @@ class Recorder:
         self._begin()
 
     def _begin(self) -> None:
-        may_compile = "torch._dynamo" in sys.modules
-        if may_compile:
-            with _stance.eager():
-                pass  # raises at the first step that is told by compiled code, and not at a later one that is recorded
+        with _stance.eager():
+            pass  # raises at the first step that is told by compiled code, and not at a later one that is recorded
         if self.step_number % self._every:
             return
         self._heard = Heard(self._draws, self._shadow_rows)
-        if may_compile:
-            self._active.enter_context(_stance.eager())
+        self._active.enter_context(_stance.eager())
         self._active.enter_context(watching(self._layers, self._heard))
 
     def _end(self, abandoned: bool = False) -> None:

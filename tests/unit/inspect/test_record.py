@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import re
+import subprocess
 import sys
 import types
 from contextlib import nullcontext
@@ -561,6 +562,23 @@ def test_compiled_functions_run_eagerly_until_the_last_region_has_recorded_its_s
             assert not is_compiled()
         assert not is_compiled()
     assert is_compiled()
+
+
+def test_a_model_that_is_compiled_in_a_recorded_step_runs_eagerly(tmp_path: Path) -> None:
+    """In a process of its own, where nobody has used the compiler before; an optimizer uses it."""
+    program = """
+import sys, torch, fp4engine
+model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+fp4engine.convert(model)
+assert "torch._dynamo" not in sys.modules
+with fp4engine.inspect.record(model, sys.argv[1], every=1, optimizer="by hand") as recorder:
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with fp4engine.autocast():
+        compiled(torch.randn(4, 32)).sum().backward()
+    recorder.step()
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=120)
+    assert [row["gemm"] for row in rows_of(tmp_path, "gemm")] == ["fprop", "wgrad"]
 
 
 def test_a_copy_made_in_a_recorded_step_is_not_watched(tmp_path: Path) -> None:
