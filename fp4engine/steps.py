@@ -1,9 +1,50 @@
 """Which optimizer tells of its steps, and when a step has ended."""
 
 import inspect
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from threading import Lock
 from traceback import walk_stack
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+Listener = Callable[[Optimizer], object]
+"""Is called with an optimizer after each of its steps, on the thread of the step."""
+
+_listeners: tuple[Listener, ...] = ()
+_lock = Lock()
+"""Held while listeners come and go."""
+
+
+def _tell(optimizer: Optimizer, *_: object) -> None:
+    for listener in _listeners:
+        listener(optimizer)
+
+
+# At import and for good: a hook that comes or goes while an optimizer of another thread goes through them raises there.
+register_optimizer_step_post_hook(_tell)
+
+
+def hear_steps(listener: Listener) -> None:
+    """Let ``listener`` hear of every step of every ``torch.optim`` optimizer from here on."""
+    global _listeners
+    with _lock:
+        _listeners = (*_listeners, listener)
+
+
+@contextmanager
+def hearing_steps(listener: Listener) -> Generator[None]:
+    """Region in which ``listener`` hears of every step of every ``torch.optim`` optimizer, on any thread."""
+    global _listeners
+    hear_steps(listener)
+    try:
+        yield
+    finally:
+        with _lock:
+            left = list(_listeners)
+            left.remove(listener)
+            _listeners = tuple(left)
 
 
 def hooked(optimizer: Optimizer) -> Optimizer:
@@ -23,11 +64,12 @@ def _no_hook(*_: object) -> None:
 
 
 def ends_step(optimizer: Optimizer) -> bool:
-    """Whether the step of ``optimizer`` after which PyTorch calls a post hook is a whole one; the hook itself asks.
+    """Whether the step of ``optimizer`` after which a hook or a listener is called is a whole one; that itself asks.
 
     The ``step`` of a subclass may call that of its base. If an object of the base has been made before, PyTorch calls
     post hooks after the inner ``step`` too. In code that ``torch.compile`` runs, this function cannot see that.
     """
-    _, _, hook_caller, *outer = (frame for frame, _ in walk_stack(inspect.currentframe()))
+    frames = (frame for frame, _ in walk_stack(inspect.currentframe()))
+    _, _, hook_caller, *outer = (frame for frame in frames if frame.f_code is not _tell.__code__)
     around_step = (frame for frame in outer if frame.f_code is hook_caller.f_code)
     return not any(value is optimizer for frame in around_step for value in frame.f_locals.values())

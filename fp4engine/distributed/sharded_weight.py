@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from fp4engine import ops
@@ -32,6 +32,7 @@ from fp4engine.distributed.gathered_weight import GatheredWeight
 from fp4engine.distributed.streams import AcrossStreams
 from fp4engine.formats import CastSpec, Outer
 from fp4engine.quantizers import Quantizer
+from fp4engine.steps import hear_steps
 
 aten = torch.ops.aten
 
@@ -115,10 +116,10 @@ class GatherableWeights:
 
 @cache
 def _hear_of_steps() -> None:
-    register_optimizer_step_post_hook(_forget_stepped)
+    hear_steps(_forget_stepped)
 
 
-def _forget_stepped(optimizer: Optimizer, *_: object) -> None:
+def _forget_stepped(optimizer: Optimizer) -> None:
     """Forget amaxes and casts of the weights that ``optimizer`` has stepped: a fused one moves no version counter."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp4engine.functional.plan import LinearPlan
 from fp4engine.ops import Operand, TiledOperand
+from fp4engine.steps import hear_steps, hearing_steps
 
 Operands = tuple[Operand, Operand | TiledOperand | None]
 """``(operand of fprop, operand from which that of dgrad is made, or None)``."""
@@ -112,7 +112,7 @@ def microbatch_cache() -> WeightCache:
 
 @lru_cache(maxsize=1)
 def _told_for_good() -> None:
-    register_optimizer_step_post_hook(_clear_told)
+    hear_steps(_clear_told)
 
 
 def _clear_told(*_: object) -> None:
@@ -129,8 +129,5 @@ def told_of_steps(caches: Iterable[WeightCache]) -> Generator[None]:
         for cache in caches:
             cache.clear()
 
-    handle = register_optimizer_step_post_hook(clear)
-    try:
+    with hearing_steps(clear):
         yield
-    finally:
-        handle.remove()

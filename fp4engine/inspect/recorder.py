@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from fp4engine.arguments import require_bool, require_integer, require_model, require_path, require_patterns
 from fp4engine.formats import CastSpec
@@ -28,7 +28,7 @@ from fp4engine.inspect.watch import Seen, Spread, drawn, layers_of, watching
 from fp4engine.modules import Gemms
 from fp4engine.names import covers
 from fp4engine.roles import TensorType
-from fp4engine.steps import ends_step, hooked
+from fp4engine.steps import ends_step, hearing_steps, hooked
 from fp4engine.version import __version__
 
 _UNSEEN = "no forward pass in training mode and with gradients went through it in this step"
@@ -383,7 +383,7 @@ def _steps_told_by(
         return
     told_by: list[Optimizer] = []
 
-    def after_step(stepped: Optimizer, args: Any, kwargs: Any) -> None:
+    def after_step(stepped: Optimizer, *_: Any) -> None:
         if not ends_step(stepped):
             return
         if optimizer is not None or stepped in told_by:
@@ -398,9 +398,10 @@ def _steps_told_by(
             recorder.step()
 
     if optimizer is None:
-        handle = register_optimizer_step_post_hook(after_step)
-    else:
-        handle = hooked(optimizer).register_step_post_hook(after_step)
+        with hearing_steps(after_step):
+            yield
+        return
+    handle = hooked(optimizer).register_step_post_hook(after_step)
     try:
         yield
     finally:
