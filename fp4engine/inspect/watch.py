@@ -205,6 +205,8 @@ def _end(
     output: Tensor,
 ) -> None:
     """See a product that ran by ``plan``, None in high precision, and took the draw ``drawn``, or None."""
+    if watched.forward_seen:
+        return  # another thread has run the layer meanwhile
     watched.forward_seen = True
     _see_forward(module, watched, plan, inp, weight, drawn)
     if output.requires_grad and watched.forward is not None:

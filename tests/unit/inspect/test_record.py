@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import types
 from contextlib import nullcontext
 from html.parser import HTMLParser
@@ -922,3 +923,35 @@ def test_a_product_of_what_was_written_to_since_it_was_cast_is_refused(role: str
         assert (row in found) == (row.get("gemm") != hidden)
     refusals = [row for row in found if row["kind"] == "refusal"]
     assert [row["layer"] for row in refusals] == ["0"] and f"its {role} was written to" in refusals[0]["reason"]
+
+
+def test_of_two_threads_that_run_a_layer_at_once_one_pass_is_recorded(tmp_path: Path, monkeypatch) -> None:
+    """As replicas of data parallelism do. Both have begun before either has ended."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    fp4engine.convert(model)
+    multiply, both = model[0]._multiply, threading.Barrier(2)
+
+    def together(*arguments):
+        output = multiply(*arguments)
+        both.wait(timeout=60)
+        return output
+
+    monkeypatch.setattr(model[0], "_multiply", together, raising=False)
+    outputs: dict[int, torch.Tensor] = {}
+
+    def forward(rows: int) -> None:
+        with fp4engine.autocast():
+            outputs[rows] = model(torch.randn(rows, 32))
+
+    with inspect.record(model, tmp_path, every=1, optimizer="by hand") as recorder:
+        threads = [threading.Thread(target=forward, args=(rows,)) for rows in (8, 16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for output in outputs.values():
+            output.sum().backward()
+        recorder.step()
+    found = [(row["role"], row["shape"][0]) for row in inspect.read(tmp_path) if row["kind"] == "tensor"]
+    rows = dict(found)["input"]
+    assert rows in (8, 16) and found == [("input", rows), ("weight", 32), ("grad_output", rows)]
