@@ -150,6 +150,7 @@ class _Watched:
     """One layer during one step.
 
     Attributes:
+        forward: what the backward pass needs, as long as it is to come.
         needs: whether dgrad and wgrad run.
     """
 
@@ -177,9 +178,17 @@ def watching(layers: dict[str, Gemms], listener: Listener) -> Generator[None]:
     """
     with ExitStack() as stack:
         for name, module in layers.items():
-            begin, missed = partial(_begin, module, _Watched(name, listener)), partial(listener.refuse, name)
-            stack.enter_context(module.heard_by(begin, missed))
+            watched = _Watched(name, listener)
+            stack.callback(_leave, watched)
+            stack.enter_context(module.heard_by(partial(_begin, module, watched), partial(listener.refuse, name)))
         yield
+
+
+def _leave(watched: _Watched) -> None:
+    """End the step: a pass that is still to come is not of it."""
+    waiting, watched.forward, watched.forward_seen = watched.forward, None, True
+    if waiting is not None and not waiting.is_empty:
+        watched.listener.refuse(watched.name, "no backward pass of its first forward pass ran in this step")
 
 
 def _begin(module: Gemms, watched: _Watched, inp: Any, weight: Tensor) -> Callable[[Tensor], None]:
@@ -209,7 +218,9 @@ def _end(
         return  # another thread has run the layer meanwhile
     watched.forward_seen = True
     _see_forward(module, watched, plan, inp, weight, drawn)
-    if output.requires_grad and watched.forward is not None:
+    if not output.requires_grad:
+        watched.forward = None  # there is no backward pass
+    elif watched.forward is not None:
         watched.needs = (_requires_grad(inp), weight.requires_grad)
         # a hook of the node runs after those of the tensor, by which FSDP2 gathers the weight again
         node = output.grad_fn
@@ -314,7 +325,7 @@ def _refusal(module: Gemms, plan: LinearPlan | None, inp: Any, weight: Tensor) -
 @torch.no_grad()
 def _see_backward(watched: _Watched, grads: Sequence[Tensor | None]) -> None:
     if watched.forward is None:
-        return  # the second run of a backward pass that has been seen
+        return  # the second run of a backward pass that has been seen, or one after the step
     forward, watched.forward = watched.forward, None
     (grad,) = grads
     if grad is None:

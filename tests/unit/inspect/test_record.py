@@ -955,3 +955,23 @@ def test_of_two_threads_that_run_a_layer_at_once_one_pass_is_recorded(tmp_path: 
     found = [(row["role"], row["shape"][0]) for row in inspect.read(tmp_path) if row["kind"] == "tensor"]
     rows = dict(found)["input"]
     assert rows in (8, 16) and found == [("input", rows), ("weight", 32), ("grad_output", rows)]
+
+
+def test_a_backward_pass_after_the_step_of_its_forward_pass_is_in_no_step(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    fp4engine.convert(model)
+
+    def forward() -> torch.Tensor:
+        with fp4engine.autocast():
+            return model(torch.randn(8, 32)).sum()
+
+    with inspect.record(model, tmp_path, every=1, optimizer="by hand") as recorder:
+        late = forward()
+        recorder.step()
+        late.backward()
+        forward().backward()
+        recorder.step()
+    of_steps = [(row["step"], row["gemm"]) for row in inspect.read(tmp_path) if row["kind"] == "gemm"]
+    assert of_steps == [(0, "fprop"), (1, "fprop"), (1, "wgrad")]
+    (refusal,) = [row for row in inspect.read(tmp_path) if row["kind"] == "refusal"]
+    assert refusal["step"] == 0 and refusal["reason"].startswith("no backward pass")
