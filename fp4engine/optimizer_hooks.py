@@ -273,9 +273,11 @@ class OsciReset(_StepHook):
             weight = self.layers[name].weight
             ratio = torch.where(known.moved == 0, 0.0, known.moved_quantized / known.moved)
             oscillates = ratio >= self.threshold
+            channels = self._channels(name)
+            if channels is not None:  # OutControl may have taken the others within the window, when some had jumped
+                oscillates &= torch.zeros_like(oscillates).index_fill_(1, channels, True)
             weight.copy_(torch.where(oscillates, self._quantized(name, weight.detach()).to(weight.dtype), weight))
             changed += int(oscillates.sum())
-            channels = self._channels(name)
             elements += weight.numel() if channels is None else len(weight) * len(channels)
         self.reset_share = changed / max(elements, 1)
         self._oscillations = {}

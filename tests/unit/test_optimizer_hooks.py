@@ -346,6 +346,25 @@ def test_osci_reset_casts_what_out_control_leaves_to_the_recipe() -> None:
     assert torch.equal(layer.weight[:, others], want)
 
 
+def test_osci_reset_leaves_channels_alone_that_out_control_takes_within_a_window() -> None:
+    """They had jumped before, and were set to 0, to which the recipe casts them no more."""
+    torch.manual_seed(3)
+    layer = fp4engine.Linear(96, 16, bias=False, recipe=zoo.make("mxfp4_ocp"))
+    outlying = torch.arange(96) % 3 == 1
+    optimizer = torch.optim.SGD(layer.parameters(), 1.0)
+    reset = OsciReset(layer, optimizer, period=10, window=6, threshold=2.0)
+    control = OutControl(layer, optimizer, start=0, steps=4, multiple=32)
+    for step in range(8):
+        layer(torch.randn(8, 96) * torch.where(outlying, 100.0, 1.0))
+        layer.weight.grad = torch.full_like(layer.weight, 0.01 * (-1) ** step)
+        stepped = layer.weight.detach() - layer.weight.grad
+        optimizer.step()
+    chosen, others = control.state_dict()["channels"][""]
+    assert torch.equal(layer.weight[:, chosen], stepped[:, chosen])
+    is_reset = layer.weight[:, others] != stepped[:, others]
+    assert reset.reset_share == float(is_reset.float().mean()) > 0
+
+
 # OutControl
 
 
