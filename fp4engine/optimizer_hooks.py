@@ -83,8 +83,20 @@ class _StepHook:
     def _begin(self) -> None:
         """Put the hook in force, once nothing is left to refuse."""
         self._is_in_force = True
-        if not self._manual:
+        self._register()
+
+    def _register(self) -> None:
+        if self._is_in_force and not self._manual:
             self._handle = self._optimizer.register_step_post_hook(self._called)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes for copies, without the handle, which would bring the optimizer's other hooks."""
+        return {**vars(self), "_handle": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Put a copy on the copy of the optimizer, which PyTorch copies without its hooks."""
+        vars(self).update(state)
+        self._register()
 
     def _called(self, optimizer: Optimizer, *_: object) -> None:
         if ends_step(optimizer):

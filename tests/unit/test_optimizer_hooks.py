@@ -1,5 +1,6 @@
 """OsciReset and OutControl against what TetraJet-v2's code does, written down here from that code."""
 
+import copy
 import io
 import json
 import re
@@ -236,6 +237,27 @@ def test_a_hook_taken_off_counts_no_more(kind: type[OsciReset | OutControl], man
     with pytest.raises(RuntimeError, match=rf"this {kind.__name__} was taken off by remove\(\); make a new one"):
         hook.after_step()
     assert hook.step == 0
+
+
+@pytest.mark.parametrize("kind", [OsciReset, OutControl])
+def test_a_copy_counts_the_steps_of_the_copy_of_its_optimizer(kind: type[OsciReset | OutControl]) -> None:
+    """PyTorch copies an optimizer without its hooks, so that the copy of a hook was never called."""
+    optimizer, hook = make_hook(kind, manual=False)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save((optimizer, hook), file)
+    file.seek(0)
+    for other, copied in (copy.deepcopy((optimizer, hook)), torch.load(file, weights_only=False)):
+        other.step()
+        assert (hook.step, copied.step) == (1, 2)
+        assert copied.layers[""].weight is other.param_groups[0]["params"][0]
+        copied.remove()
+        other.step()
+        assert copied.step == 2
+        copy.deepcopy((other, copied))[0].step()
+    manual = copy.deepcopy(make_hook(kind, manual=True))
+    manual[0].step()
+    assert manual[1].step == 0
 
 
 def test_a_hook_refuses_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
