@@ -275,6 +275,8 @@ def _stored(values: _Values, place: WeightPlace, quantizer: Any) -> nn.Parameter
         value = _finite(place.name, values.of(place.name, parameter))
         weight = QuantizedWeight.from_values(value, quantizer, transposed=place.transposed)
     weight.is_frozen = True
+    if isinstance(quantizer, SharedAmaxQuantizer):
+        weight.quantizer = quantizer.alone  # siblings refer to the model
     return nn.Parameter(weight, requires_grad=False)
 
 

@@ -1,7 +1,7 @@
 """One outer amax for several tensors, such as weights that servers multiply as one."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ class SharedAmaxQuantizer(Quantizer):
     """
 
     siblings: Callable[[], Sequence[Tensor]] = field(default=tuple, repr=False)
+
+    @property
+    def alone(self) -> Quantizer:
+        """The same casts without siblings, for a tensor that has been quantized for good."""
+        return Quantizer(**{setting.name: getattr(self, setting.name) for setting in fields(Quantizer) if setting.init})
 
     def amax(self, x: Tensor, **sides: Any) -> tuple[Tensor | None, Tensor | None]:
         """Outer amax of the sides asked for, over ``x`` and its siblings; those of DTensors are reduced over ranks."""

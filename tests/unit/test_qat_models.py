@@ -62,6 +62,28 @@ def test_finalize_and_export_change_nothing(tmp_path, form, clip) -> None:
     assert torch.equal(checkpoint.operand("model.layers.0.self_attn.q_proj")[0], attention.q_proj.weight.codes)
 
 
+class Siblings(nn.Module):
+    """Two projections that servers multiply as one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q_proj(x) * self.k_proj(x)
+
+
+def test_a_finalized_model_with_siblings_compiles() -> None:
+    """What a stored weight is compared by in compiled code held the model, which PyTorch copied."""
+    model, x = Siblings(), torch.randn(8, 32)
+    qat.prepare(model)
+    qat.finalize(model)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, backend="aot_eager")(x), model(x))
+    _, context = model.q_proj.weight.__tensor_flatten__()
+    assert copy.deepcopy(context) == context
+
+
 @pytest.mark.parametrize("clip", [1.0, 0.8])
 def test_clipping_saturates_the_largest_values(clip) -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
