@@ -281,16 +281,21 @@ class OsciReset(_StepHook):
 
     def _reset(self) -> None:
         changed = elements = 0
-        for name, known in self._oscillations.items():
-            weight = self.layers[name].weight
-            ratio = torch.where(known.moved == 0, 0.0, known.moved_quantized / known.moved)
-            oscillates = ratio >= self.threshold
-            channels = self._channels(name)
-            if channels is not None:  # OutControl may have taken the others within the window, when some had jumped
-                oscillates &= torch.zeros_like(oscillates).index_fill_(1, channels, True)
-            weight.copy_(torch.where(oscillates, self._quantized(name, weight.detach()).to(weight.dtype), weight))
-            changed += int(oscillates.sum())
-            elements += weight.numel() if channels is None else len(weight) * len(channels)
+        sharing: dict[Tensor, list[str]] = {}
+        for name in self._oscillations:
+            sharing.setdefault(self.layers[name].weight, []).append(name)
+        for weight, names in sharing.items():
+            stepped = weight.detach().clone()  # each layer casts this, and not what another has reset
+            for name in names:
+                known = self._oscillations[name]
+                ratio = torch.where(known.moved == 0, 0.0, known.moved_quantized / known.moved)
+                oscillates = ratio >= self.threshold
+                channels = self._channels(name)
+                if channels is not None:  # OutControl may have taken the others within the window, when some had jumped
+                    oscillates &= torch.zeros_like(oscillates).index_fill_(1, channels, True)
+                weight.copy_(torch.where(oscillates, self._quantized(name, stepped).to(weight.dtype), weight))
+                changed += int(oscillates.sum())
+                elements += weight.numel() if channels is None else len(weight) * len(channels)
         self.reset_share = changed / max(elements, 1)
         self._oscillations = {}
 

@@ -387,6 +387,29 @@ def test_osci_reset_leaves_channels_alone_that_out_control_takes_within_a_window
     assert reset.reset_share == float(is_reset.float().mean()) > 0
 
 
+def test_osci_reset_sets_a_weight_that_layers_share_once() -> None:
+    """A second reset cast what the first had left, whose scales under 4/6 may be others."""
+    found: list[Tensor] = []
+    for shared in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(fp4engine.Linear(64, 64, bias=False))
+        weight = net[0].weight
+        with torch.no_grad():
+            weight.mul_(torch.randn(64, 64).exp())
+        if shared:
+            net.append(fp4engine.Linear(64, 64, bias=False))
+            net[1].weight = weight
+        optimizer = torch.optim.SGD(net.parameters(), 1.0)
+        hook = OsciReset(net, optimizer, zoo.make("nvfp4_two_term_input"), period=8, window=5, threshold=2.0)
+        for step in range(7):
+            noise = torch.randn(64, 64, generator=torch.Generator().manual_seed(step))
+            weight.grad = 0.02 * weight.detach().abs() * noise
+            optimizer.step()
+        assert hook.reset_share
+        found.append(weight.detach())
+    assert torch.equal(*found)
+
+
 # OutControl
 
 
