@@ -116,7 +116,8 @@ class _StepHook:
 
         Raises:
             RuntimeError: it is called while a CUDA graph is captured, or after :meth:`remove`; its layers have left the
-                model; or the optimizer has begun to train others, as ``optimizer.add_param_group`` makes it.
+                model; the optimizer has begun to train others, as ``optimizer.add_param_group`` makes it; or, where
+                :class:`OsciReset` has a window open, no longer trains the weight of one.
         """
         if not self._is_in_force:
             raise RuntimeError(f"this {type(self).__name__} was taken off by remove(); make a new one")
@@ -246,12 +247,26 @@ class OsciReset(_StepHook):
 
     def _stepped(self, index: int) -> None:
         place = index % self.period
-        if index >= self.start and place == 0:
+        opens = index >= self.start and place == 0
+        if opens or self._oscillations:
+            self._require_trained()
+        if opens:
             self._oscillations = {name: self._at_rest(name) for name in self._casts}
         elif self._oscillations and place <= self.window:
             self._oscillations = {name: self._moved(name, known) for name, known in self._oscillations.items()}
         elif self._oscillations:
             self._reset()
+
+    def _require_trained(self) -> None:
+        """Refuse a layer whose weight the optimizer trains no longer: what is written to it would be lost."""
+        trained = set(self._trained_layers().values())
+        lost = [name or "the model itself" for name, layer in self.layers.items() if layer not in trained]
+        if lost:
+            raise RuntimeError(
+                f"the optimizer no longer trains the weight of {', '.join(lost)}, which was replaced or parametrized "
+                "since, as by load_state_dict(assign=True); call OsciReset's remove(), and make a new one with an "
+                "optimizer of the weights that there are now"
+            )
 
     def _channels(self, name: str) -> Tensor | None:
         """The channels that the recipe casts, where OutControl has taken the others from it; None for all."""

@@ -410,6 +410,25 @@ def test_osci_reset_sets_a_weight_that_layers_share_once() -> None:
     assert torch.equal(*found)
 
 
+def test_osci_reset_says_that_a_weight_is_no_longer_what_its_optimizer_steps() -> None:
+    """It wrote resets into a weight that was computed anew for the next product."""
+    layer = fp4engine.Linear(64, 16, recipe=zoo.make("nvfp4"))
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    hook = OsciReset(layer, optimizer, start=2, period=3, window=1)
+    optimizer.step()
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    optimizer.step()
+    optimizer.step()  # before a window opens, nothing is written
+    with pytest.raises(RuntimeError, match=r"trains the weight of the model itself.*parametrized.*remove\(\)"):
+        optimizer.step()
+    torch.nn.utils.parametrize.remove_parametrizations(layer, "weight")
+    optimizer.step()
+    assert hook.step == 4
+    layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match=r"was replaced or parametrized since, as by load_state_dict\(assign=True\)"):
+        optimizer.step()
+
+
 # OutControl
 
 
