@@ -239,6 +239,17 @@ def test_a_hook_taken_off_counts_no_more(kind: type[OsciReset | OutControl], man
     assert hook.step == 0
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_scaler_skips_counts_if_the_optimizer_is_called(fused: bool) -> None:
+    layer = fp4engine.Linear(64, 16)
+    optimizer = torch.optim.SGD(layer.parameters(), fused=fused)
+    hook = OsciReset(layer, optimizer, zoo.make("nvfp4"))
+    scaler, before = torch.amp.GradScaler("cpu"), layer.weight.detach().clone()
+    scaler.scale(layer(torch.full((4, 64), torch.inf)).sum()).backward()
+    scaler.step(optimizer)
+    assert torch.equal(layer.weight, before) and hook.step == fused
+
+
 @pytest.mark.parametrize("kind", [OsciReset, OutControl])
 def test_a_copy_counts_the_steps_of_the_copy_of_its_optimizer(kind: type[OsciReset | OutControl]) -> None:
     """PyTorch copies an optimizer without its hooks, so that the copy of a hook was never called."""
