@@ -81,7 +81,10 @@ def require_own_siblings(quantizer: Quantizer, module: torch.nn.Module) -> None:
         ValueError: ``quantizer`` is of a recipe that :func:`share_amax` made for another model.
     """
     siblings = quantizer.siblings if isinstance(quantizer, SharedAmaxQuantizer) else None
-    if isinstance(siblings, _Siblings) and siblings.model.get_submodule(siblings.own) is not module:
+    if not isinstance(siblings, _Siblings):
+        return
+    found = siblings.model.get_submodule(siblings.own)  # or what holds the module since, such as an adapter's
+    if all(below is not module for below in found.modules()):
         raise ValueError(
             f"{siblings.own} is to share the amaxes of {' and '.join(siblings.names)} of another model: give the "
             "recipe to convert before the model is copied, or make one for the copy, by share_amax"

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import fp4engine
-from fp4engine.export import TensorFolder, export_checkpoint
+from fp4engine import qat
+from fp4engine.export import TensorFolder, export_checkpoint, share_amax
 from fp4engine.recipe import NVFP4BlockScaling
 from tests.tiny import architecture, llama, tokens
 
@@ -63,6 +64,24 @@ def test_adapters_stay_in_high_precision_in_either_order() -> None:
     asked = with_adapters(base())
     convert(asked, adapters=True)
     assert set(adapters(asked).values()) == {fp4engine.Linear}
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_siblings_share_their_amax_under_adapters_that_came_later(has_run: bool) -> None:
+    """Before its first forward, a model was told that its siblings were another model's."""
+    model = base()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(3)
+    qat.prepare(model, keep_high_precision=["lm_head"])
+    expected = copy.deepcopy(model)(tokens()).logits
+    if has_run:
+        model(tokens())
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=TARGETS))  # adds 0 before it has trained
+    assert torch.equal(tuned(tokens()).logits, expected)
+    with pytest.raises(ValueError, match=r"share the amaxes of .* of another model"):
+        recipe = share_amax(base(), RECIPE)
+        with fp4engine.autocast(recipe=recipe):
+            tuned(tokens())
 
 
 def test_adapters_that_are_not_merged_are_not_left_out_of_what_is_served(tmp_path) -> None:
