@@ -581,10 +581,13 @@ class OutControl(_StepHook):
             return torch.cat([t.cpu() for t in kept]).sort().values.tolist() == list(range(layer.in_features))
 
         step = self._require_own(state_dict, norms=fits_norms, channels=fits_channels)
-        if step > self.start and self._controlled and not (state_dict["norms"] or state_dict["channels"]):
+        chooses = self.start + self.steps
+        if step > (chooses if state_dict["norms"] else self.start) and self._controlled and not state_dict["channels"]:
+            verb = "chosen" if state_dict["norms"] else "looked at"
             raise ValueError(
-                f"the state is of step {step}, when no channels had been looked at, and this hook looks at them from "
-                f"step {self.start} on: it would never choose any; give it a start of at least {step}"
+                f"the state is of step {step}, when no channels had been {verb}, and this hook looks at them from step "
+                f"{self.start} on and chooses after step {chooses}: it would never choose any; give it a start of at "
+                f"least {step}, or the settings of the hook that the state is of"
             )
         self.step = step
         for name, layer in self._controlled.items():

@@ -529,13 +529,29 @@ def test_a_forward_that_checkpointing_repeats_is_counted_once(use_reentrant: boo
     assert torch.equal(control.state_dict()["norms"]["0"][0], x.detach().norm(dim=0))
 
 
+def test_a_state_with_norms_of_a_longer_window_is_refused_where_they_would_never_be_chosen_by() -> None:
+    """They were added to for good."""
+    layer = fp4engine.Linear(64, 64)
+    norms = {"step": 6, "norms": {"": (torch.ones(64),)}, "channels": {}}
+    hooks = [
+        OutControl(each, torch.optim.SGD(each.parameters()), start=2, steps=steps, multiple=16)
+        for each, steps in ((layer, 3), (copy.deepcopy(layer), 4))
+    ]
+    with pytest.raises(ValueError, match=r"state is of step 6, .* from step 2 on .* chooses after step 5: it would"):
+        hooks[0].load_state_dict(norms)
+    assert hooks[0].step == 0
+    hooks[1].load_state_dict(norms)
+    hooks[1].after_step()
+    assert hooks[1].state_dict()["channels"]
+
+
 def test_a_state_past_the_window_without_channels_is_refused() -> None:
     def hook(start: int) -> OutControl:
         layer = fp4engine.Linear(64, 64)
         return OutControl(layer, torch.optim.SGD(layer.parameters(), 0.0), start=start, steps=2, multiple=16)
 
     state = hook(500).state_dict() | {"step": 100}
-    with pytest.raises(ValueError, match=r"the state is of step 100, .* from step 50 on: it would never choose any"):
+    with pytest.raises(ValueError, match=r"the state is of step 100, .* from step 50 on .*: it would never choose any"):
         hook(50).load_state_dict(state)
     hook(100).load_state_dict(state)
 
