@@ -27,8 +27,8 @@ from fp4engine.modules.sharded import (
     require_same_layer,
     rows_in_order,
 )
-from fp4engine.modules.shared_amax import require_own_siblings
 from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes, amaxes_needed, shared_weight, with_amaxes
+from fp4engine.modules.siblings import require_own_siblings
 from fp4engine.modules.traced import refuse_stray_recomputation, traced_plan
 from fp4engine.recipe import LinearRecipe, Recipe
 from fp4engine.recipe.base import require_recipe

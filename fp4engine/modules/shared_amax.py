@@ -1,14 +1,15 @@
 """Sibling layers that train with one outer scale, because servers multiply them as one matrix."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fp4engine.arguments import require_model, shown
 from fp4engine.formats import Outer
+from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.siblings import Place, Siblings
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.quantizers.shared import SharedAmaxQuantizer
 from fp4engine.recipe import CustomRecipe, Recipe, RuledRecipe, ScheduledRecipe
@@ -62,50 +63,24 @@ def sibling_groups(names: Iterable[str], shared_scales: Iterable[Sequence[str]])
     return groups
 
 
-@dataclass(frozen=True)
-class _Siblings:
-    """``() ->`` the weights of the siblings of module ``own`` of ``model``; equal for one model and the same names."""
-
-    model: torch.nn.Module
-    own: str
-    names: tuple[str, ...]
-
-    def __call__(self) -> list[Tensor]:
-        return [self.model.get_parameter(f"{name}.weight").detach() for name in self.names]
-
-
-def require_own_siblings(quantizer: Quantizer, module: torch.nn.Module) -> None:
-    """Refuse to cast the weight of ``module`` by amaxes of another's siblings, such as those of what it is a copy of.
-
-    Raises:
-        ValueError: ``quantizer`` is of a recipe that :func:`share_amax` made for another model.
-    """
-    siblings = quantizer.siblings if isinstance(quantizer, SharedAmaxQuantizer) else None
-    if not isinstance(siblings, _Siblings):
-        return
-    found = siblings.model.get_submodule(siblings.own)  # or what holds the module since, such as an adapter's
-    if all(below is not module for below in found.modules()):
-        raise ValueError(
-            f"{siblings.own} is to share the amaxes of {' and '.join(siblings.names)} of another model: give the "
-            "recipe to convert before the model is copied, or make one for the copy, by share_amax"
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class _SharingFactory:
-    """``role -> quantizer`` of ``recipe``, whose weights share an amax with their siblings in ``model``."""
+    """``role -> quantizer`` of ``recipe``, whose weights share an amax with their siblings.
+
+    Attributes:
+        siblings: by the name of the role.
+    """
 
     recipe: Recipe
-    model: torch.nn.Module
-    groups: dict[str, tuple[str, ...]]
+    siblings: dict[str, Siblings] = field(repr=False)
 
     def __call__(self, role: QuantizerRole) -> Quantizer:
         made = make_quantizer(self.recipe, role)
-        others = [name for name in self.groups.get(role.name, ()) if name != role.name]
-        if role.tensor_type != "weight" or not others or made.is_identity:
+        siblings = self.siblings.get(role.name)
+        if role.tensor_type != "weight" or siblings is None or made.is_identity:
             return made
-        own = {field.name: getattr(made, field.name) for field in fields(Quantizer) if field.init}
-        return SharedAmaxQuantizer(**own, siblings=_Siblings(self.model, role.name, tuple(others)))
+        own = {setting.name: getattr(made, setting.name) for setting in fields(Quantizer) if setting.init}
+        return SharedAmaxQuantizer(**own, siblings=siblings)
 
 
 def share_amax(
@@ -124,9 +99,9 @@ def share_amax(
         shared_scales: names of siblings, by the last part of their dotted names.
 
     Raises:
-        ValueError: the model has no such siblings; ``recipe`` has delayed scaling or a schedule, casts a sibling's
-            weight without an outer scale of the whole tensor, by one of another bound than its siblings have, or by a
-            quantizer that does more than cast.
+        ValueError: the model has no such siblings, or recipes see one by the name of another module; ``recipe`` has
+            delayed scaling or a schedule, casts a sibling's weight without an outer scale of the whole tensor, by one
+            of another bound than its siblings have, or by a quantizer that does more than cast.
     """
     require_model(model)
     if not isinstance(recipe, Recipe):
@@ -140,10 +115,11 @@ def share_amax(
         raise ValueError(
             f"siblings share the amax that their weights have now: give a recipe of one step, not {recipe!r}"
         )
+    called = _names_in_roles(linears, groups)
     numerators: dict[str, float] = {}
     for name, siblings in groups.items():
         shape = (linears[name].out_features, linears[name].in_features)
-        quantizer = make_quantizer(recipe, QuantizerRole("linear", "weight", name, shape))
+        quantizer = make_quantizer(recipe, QuantizerRole("linear", "weight", called[name], shape))
         if not quantizer.only_casts and not isinstance(quantizer, SharedAmaxQuantizer):
             kind = type(quantizer).__name__
             raise ValueError(f"{name!r} has a {kind}, which does more than cast; sharing an amax would leave that out")
@@ -159,7 +135,29 @@ def share_amax(
                     f"{name!r} has outer scales {spec.numerator:g} / amax and {other!r} {numerators[other]:g} / amax, "
                     "and siblings share one: give them one recipe"
                 )
-    return _sharing(recipe, model, groups)
+    places = {name: Place(model.get_submodule(name.rpartition(".")[0]), name) for name in groups}
+    siblings = {
+        called[name]: Siblings(places[name], tuple(places[other] for other in together if other != name))
+        for name, together in groups.items()
+    }
+    return _sharing(recipe, siblings)
+
+
+def _names_in_roles(linears: Mapping[str, torch.nn.Module], groups: Iterable[str]) -> dict[str, str]:
+    """``dotted name -> the name that recipes see``, which a converted module keeps, of ``linears``.
+
+    Raises:
+        ValueError: recipes see a module in ``groups`` by the name of another one.
+    """
+    called = {name: module.name if isinstance(module, Gemms) else name for name, module in linears.items()}
+    for name in groups:
+        others = [other for other in called if other != name and called[other] == called[name]]
+        if others:
+            raise ValueError(
+                f"recipes see {name!r} and {others[0]!r} by one name, {called[name]!r}, as modules that were converted "
+                "in parts or built by themselves: set the attribute name of each fp4engine.Linear to its dotted name"
+            )
+    return called
 
 
 def without_sharing(recipe: Recipe) -> Recipe:
@@ -172,9 +170,9 @@ def without_sharing(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _sharing(recipe: Recipe, model: torch.nn.Module, groups: dict[str, tuple[str, ...]]) -> Recipe:
+def _sharing(recipe: Recipe, siblings: dict[str, Siblings]) -> Recipe:
     if isinstance(recipe, RuledRecipe):
-        rules = tuple(replace(rule, recipe=_sharing(rule.recipe, model, groups)) for rule in recipe.rules)
-        return RuledRecipe(_sharing(recipe.default, model, groups), rules)
-    factory = _SharingFactory(recipe, model, groups)
+        rules = tuple(replace(rule, recipe=_sharing(rule.recipe, siblings)) for rule in recipe.rules)
+        return RuledRecipe(_sharing(recipe.default, siblings), rules)
+    factory = _SharingFactory(recipe, siblings)
     return CustomRecipe(qfactory=factory, backward_override=recipe.backward_override, backend=recipe.backend)

@@ -121,6 +121,47 @@ def test_siblings_share_their_amax_while_they_train(tmp_path, recipe) -> None:
         torch.testing.assert_close(layer(x), cast_input(x) @ operand.dequantize().T, rtol=1e-5, atol=1e-6)
 
 
+def amax_of(layer: nn.Module) -> float:
+    """The outer amax by which a layer casts its weight, after a forward that has made its plan."""
+    with torch.no_grad():
+        layer(torch.randn(2, 32))
+        return float(layer.plan(None).weight.amax(layer.weight, columnwise=False)[0])
+
+
+def test_siblings_share_their_amax_in_a_model_that_was_prepared_in_parts() -> None:
+    """Modules keep the names that they were converted under, by which the whole model's siblings were not found."""
+    model = nn.Sequential(Siblings(), Siblings())
+    with torch.no_grad():
+        for index, block in enumerate(model):
+            block.k_proj.weight.copy_(torch.eye(32) * (3 + index))
+    qat.prepare(model[0])
+    qat.prepare(model)
+    assert [amax_of(block.q_proj) for block in model] == [3, 4]
+    qat.prepare(model[1], clip=0.5)
+    assert [amax_of(block.q_proj) for block in model] == [3, 4]
+    parts = nn.Sequential(Siblings(), Siblings())
+    for block in parts:
+        qat.prepare(block)
+    with pytest.raises(ValueError, match=r"recipes see '0.q_proj' and '1.q_proj' by one name, .* attribute name"):
+        qat.prepare(parts)
+    for name, module in parts.named_modules():
+        if isinstance(module, fp4engine.Linear):
+            module.name = name
+    qat.prepare(parts)
+
+
+def test_siblings_share_their_amax_after_other_blocks_are_taken_out() -> None:
+    """Found by their names in the model, they were another block's as soon as blocks had moved up."""
+    model = nn.Sequential(*(Siblings() for _ in range(3)))
+    with torch.no_grad():
+        for index, block in enumerate(model):
+            block.k_proj.weight.copy_(torch.eye(32) * (3 + index))
+    qat.prepare(model)
+    model(torch.randn(2, 32))
+    del model[0]
+    assert [amax_of(block.q_proj) for block in model] == [4, 5]
+
+
 def test_a_copy_does_not_share_the_amaxes_of_the_model_that_it_was_copied_from() -> None:
     """An average of the weights that ran in a region of the model's recipe was cast by amaxes of the model."""
     model = llama()

@@ -1,0 +1,61 @@
+"""The weights with which a linear module shares its amax, wherever their modules are put."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp4engine.quantizers import Quantizer
+from fp4engine.quantizers.shared import SharedAmaxQuantizer
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module is: conversions and adapters replace it there, and blocks may be moved, added and taken out.
+
+    Attributes:
+        parent: the module that holds it.
+        name: its dotted name in the model, of which the last part is its name in ``parent``.
+    """
+
+    parent: torch.nn.Module
+    name: str
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """What is there now."""
+        return self.parent.get_submodule(self.name.rpartition(".")[2])
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of what is there now."""
+        return self.parent.get_parameter(f"{self.name.rpartition('.')[2]}.weight").detach()
+
+
+@dataclass(frozen=True)
+class Siblings:
+    """``() ->`` the weights at ``others``, the siblings of what is at ``own``; equal for the same places."""
+
+    own: Place
+    others: tuple[Place, ...]
+
+    def __call__(self) -> list[Tensor]:
+        return [place.weight for place in self.others]
+
+
+def require_own_siblings(quantizer: Quantizer, module: torch.nn.Module) -> None:
+    """Refuse to cast the weight of ``module`` by amaxes of another's siblings, such as those of what it is a copy of.
+
+    Raises:
+        ValueError: ``quantizer`` is of a recipe that :func:`share_amax` made for another model.
+    """
+    siblings = quantizer.siblings if isinstance(quantizer, SharedAmaxQuantizer) else None
+    if not isinstance(siblings, Siblings):
+        return
+    found = siblings.own.module  # or what holds the module since, such as an adapter's
+    if all(below is not module for below in found.modules()):
+        raise ValueError(
+            f"{siblings.own.name} is to share the amaxes of {' and '.join(place.name for place in siblings.others)} of "
+            "another model: give the recipe to convert before the model is copied, or make one for the copy, by "
+            "share_amax"
+        )
