@@ -50,7 +50,9 @@ def weight_places(model: nn.Module) -> dict[str, WeightPlace]:
     for name, module in model.named_modules():
         if isinstance(module, BorrowedGroupedLinear):
             above = name.rpartition(".")[0]
-            places[name] = WeightPlace(module, module.owner, f"{above}.{module.parameter}", module.transposed)
+            places[name] = WeightPlace(
+                module, module.owner, f"{above}.{module.parameter}".removeprefix("."), module.transposed
+            )
         elif isinstance(module, Linear) or is_conv1d(module):
-            places[name] = WeightPlace(module, module, f"{name}.weight", is_conv1d(module))
+            places[name] = WeightPlace(module, module, f"{name}.weight".removeprefix("."), is_conv1d(module))
     return places

@@ -182,6 +182,15 @@ def test_bytes(recipe, bits):
     assert len(file.getvalue()) < weight.nbytes + 4096
 
 
+def test_a_layer_by_itself_is_stored():
+    """Its weight has no module's name before its own, and was taken for another's."""
+    layer, x = fp4engine.Linear(32, 16, recipe=RECIPE), torch.randn(4, 32)
+    with torch.no_grad():
+        expected = layer(x)
+        assert fp4engine.quantize_weights(layer).quantized == ("weight",)
+        assert torch.equal(layer(x), expected)
+
+
 def test_frozen_weights_are_frozen_when_they_are_unpickled():
     model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16))
     fp4engine.convert(model, RECIPE)
