@@ -63,13 +63,20 @@ def _no_hook(*_: object) -> None:
     """Do nothing."""
 
 
+_STEP = Optimizer.profile_hook_step(_no_hook).__code__
+"""The function that PyTorch puts around each ``step``; in compiled code another one, from the same line."""
+
+
 def ends_step(optimizer: Optimizer) -> bool:
     """Whether the step of ``optimizer`` after which a hook or a listener is called is a whole one; that itself asks.
 
     The ``step`` of a subclass may call that of its base. If an object of the base has been made before, PyTorch calls
-    post hooks after the inner ``step`` too. In code that ``torch.compile`` runs, this function cannot see that.
+    post hooks after the inner ``step`` too.
     """
+    line = _STEP.co_filename, _STEP.co_firstlineno
     frames = (frame for frame, _ in walk_stack(inspect.currentframe()))
-    _, _, hook_caller, *outer = (frame for frame in frames if frame.f_code is not _tell.__code__)
-    around_step = (frame for frame in outer if frame.f_code is hook_caller.f_code)
-    return not any(value is optimizer for frame in around_step for value in frame.f_locals.values())
+    around_step = (
+        frame.f_locals for frame in frames if (frame.f_code.co_filename, frame.f_code.co_firstlineno) == line
+    )
+    values = ((*known.values(), *known.get("args", ())) for known in around_step)
+    return sum(any(value is optimizer for value in known) for known in values) <= 1

@@ -217,6 +217,25 @@ def test_a_step_that_calls_its_base_s_counts_once(kind: type[OsciReset | OutCont
     assert hook.step == 4
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_step_that_calls_its_base_s_counts_once(whole: bool) -> None:
+    """Each was counted twice: compiled code has other functions around the steps."""
+    layer = fp4engine.Linear(64, 16)
+    torch.optim.SGD(layer.parameters())
+    optimizer = Decaying(layer.parameters())
+    hook = OsciReset(layer, optimizer, zoo.make("nvfp4"))
+
+    def train_step(step: Callable[[], Any]) -> None:
+        layer(torch.ones(4, 64)).sum().backward()
+        step()
+
+    step = optimizer.step if whole else torch.compile(optimizer.step, backend="aot_eager")
+    run = torch.compile(train_step, backend="aot_eager") if whole else train_step
+    for _ in range(3):
+        run(step)
+    assert hook.step == 3
+
+
 def test_a_hook_of_a_wrapper_is_one_of_what_it_wraps() -> None:
     layer = fp4engine.Linear(64, 16)
     wrapper = Wrapping(torch.optim.SGD(layer.parameters()))
