@@ -12,7 +12,7 @@ Source: arXiv 2510.27527; TetraJet-v2 ca5953f, ``olmo/quantization_real``.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -134,17 +134,19 @@ class _StepHook:
                 f"{type(self).__name__}'s layers {', '.join(gone)} are no longer in the model, as after "
                 "fp4engine.revert; call the hook's remove() before they are replaced, and make a new one after"
             )
-        later = [name for name, layer in self._trained_layers().items() if layer not in self._known]
+        trained = self._trained_layers()
+        later = [name for name, layer in trained.items() if layer not in self._known]
         if later:
             raise RuntimeError(
                 f"the optimizer trains {', '.join(later)} only since {type(self).__name__} was made, as after "
                 "add_param_group; call the hook's remove() before such layers are added, and make a new one after"
             )
         with torch.no_grad():
-            self._stepped(self.step)
+            self._stepped(self.step, set(trained.values()))
         self.step += 1
 
-    def _stepped(self, index: int) -> None:
+    def _stepped(self, index: int, trained: Container[Linear]) -> None:
+        """Do what is due after step ``index`` of the optimizer, which trains the weights of the layers ``trained``."""
         raise NotImplementedError
 
     def _require_own(self, state_dict: Any, **fits: Callable[[Linear, Sequence[Tensor]], bool]) -> int:
@@ -245,11 +247,11 @@ class OsciReset(_StepHook):
         self._oscillations: dict[str, Oscillation] = {}
         self._begin()
 
-    def _stepped(self, index: int) -> None:
+    def _stepped(self, index: int, trained: Container[Linear]) -> None:
         place = index % self.period
         opens = index >= self.start and place == 0
         if opens or self._oscillations:
-            self._require_trained()
+            self._require_all(trained)
         if opens:
             self._oscillations = {name: self._at_rest(name) for name in self._casts}
         elif self._oscillations and place <= self.window:
@@ -257,9 +259,8 @@ class OsciReset(_StepHook):
         elif self._oscillations:
             self._reset()
 
-    def _require_trained(self) -> None:
-        """Refuse a layer whose weight the optimizer trains no longer: what is written to it would be lost."""
-        trained = set(self._trained_layers().values())
+    def _require_all(self, trained: Container[Linear]) -> None:
+        """Refuse a layer that is not among ``trained`` any more: what is written to its weight would be lost."""
         lost = [name or "the model itself" for name, layer in self.layers.items() if layer not in trained]
         if lost:
             raise RuntimeError(
@@ -540,7 +541,7 @@ class OutControl(_StepHook):
             self.layers[name].__class__ = Linear
         self._controlled = {}
 
-    def _stepped(self, index: int) -> None:
+    def _stepped(self, index: int, trained: Container[Linear]) -> None:
         for name, layer in self._controlled.items():
             if index == self.start:
                 layer.norms = torch.zeros(layer.in_features, dtype=torch.float32, device=layer.weight.device)

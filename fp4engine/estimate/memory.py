@@ -50,7 +50,7 @@ def traced(request: Request) -> tuple[nn.Module, Step, Linears]:
         for parameter in model.parameters():
             if request.fsdp > 1 and parameter.requires_grad:  # only this rank's shard of a gradient stays
                 parameter.register_post_accumulate_grad_hook(partial(_shard_gradient, request, shards))
-        heard = _Heard(loss)
+        heard = _HeardLoss(loss)
         step = trace(model, heard, watch)
         linears = Linears(heard.saved, _counts(model), heard.fprop)
     return model, step, linears
@@ -66,7 +66,7 @@ def _shard_gradient(request: Request, shards: list[Tensor], parameter: Tensor) -
     shards.append(torch.empty(size, dtype=torch.float32 if request.stored == 4 else torch.bfloat16))
 
 
-class _Heard:
+class _HeardLoss:
     """What linear layers save and multiply in the forward pass of ``loss``, which a call of this computes.
 
     Parameters themselves are not counted; the BF16 copies that ``torch.autocast`` makes of them are.
@@ -77,43 +77,43 @@ class _Heard:
 
     def __init__(self, loss: Callable[[nn.Module], Tensor]) -> None:
         self._loss = loss
+        self._inside = 0  # how many linear layers run, one within another
         self.saved = 0
         self.fprop: Flops = {}
 
     def __call__(self, model: nn.Module) -> Tensor:
         own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         kept: dict[int, Any] = {}  # a freed storage leaves, since its address may be used again
-        inside = [0]
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if inside[0] and key not in own and key not in kept:
+            if self._inside and key not in own and key not in kept:
                 kept[key] = weakref.ref(storage, lambda _: kept.pop(key, None))
                 self.saved += storage.nbytes()
             return tensor
 
-        def enter(*_: Any) -> None:
-            inside[0] += 1
-
-        def leave(*_: Any) -> None:
-            inside[0] -= 1
-
-        def heard(*_: Any) -> Callable[[Tensor], None]:
-            enter()
-            return leave
-
         with ExitStack() as stack:
             for module in model.modules():
                 if isinstance(module, Gemms):  # which other modules own and do not call
-                    stack.enter_context(module.heard_by(heard))
+                    stack.enter_context(module.heard_by(self._hear))
                 elif isinstance(module, nn.Linear | GroupedLinear):
-                    stack.enter_context(module.register_forward_pre_hook(enter))
-                    stack.enter_context(module.register_forward_hook(leave))
+                    stack.enter_context(module.register_forward_pre_hook(self._enter))
+                    stack.enter_context(module.register_forward_hook(self._leave))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
             value = self._loss(model)
         self.fprop = _counts(model)
         return value
+
+    def _enter(self, *_: Any) -> None:
+        self._inside += 1
+
+    def _hear(self, *_: Any) -> Callable[[Tensor], None]:
+        self._enter()
+        return self._leave
+
+    def _leave(self, *_: Any) -> None:
+        self._inside -= 1
 
 
 def _counts(model: nn.Module) -> Flops:

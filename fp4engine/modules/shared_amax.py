@@ -1,7 +1,7 @@
 """Sibling layers that train with one outer scale, because servers multiply them as one matrix."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from fp4engine.arguments import require_model, shown
 from fp4engine.formats import Outer
 from fp4engine.modules.gemms import Gemms
-from fp4engine.modules.siblings import Place, Siblings
+from fp4engine.modules.siblings import ModulePlace, Siblings
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.quantizers.shared import SharedAmaxQuantizer
 from fp4engine.recipe import CustomRecipe, Recipe, RuledRecipe, ScheduledRecipe
@@ -79,8 +79,7 @@ class _SharingFactory:
         siblings = self.siblings.get(role.name)
         if role.tensor_type != "weight" or siblings is None or made.is_identity:
             return made
-        own = {setting.name: getattr(made, setting.name) for setting in fields(Quantizer) if setting.init}
-        return SharedAmaxQuantizer(**own, siblings=siblings)
+        return SharedAmaxQuantizer.of(made, siblings)
 
 
 def share_amax(
@@ -135,7 +134,7 @@ def share_amax(
                     f"{name!r} has outer scales {spec.numerator:g} / amax and {other!r} {numerators[other]:g} / amax, "
                     "and siblings share one: give them one recipe"
                 )
-    places = {name: Place(model.get_submodule(name.rpartition(".")[0]), name) for name in groups}
+    places = {name: ModulePlace(model.get_submodule(name.rpartition(".")[0]), name) for name in groups}
     siblings = {
         called[name]: Siblings(places[name], tuple(places[other] for other in together if other != name))
         for name, together in groups.items()

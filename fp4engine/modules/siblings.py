@@ -10,7 +10,7 @@ from fp4engine.quantizers.shared import SharedAmaxQuantizer
 
 
 @dataclass(frozen=True)
-class Place:
+class ModulePlace:
     """Where a module is: conversions and adapters replace it there, and blocks may be moved, added and taken out.
 
     Attributes:
@@ -22,22 +22,26 @@ class Place:
     name: str
 
     @property
+    def _last(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
     def module(self) -> torch.nn.Module:
         """What is there now."""
-        return self.parent.get_submodule(self.name.rpartition(".")[2])
+        return self.parent.get_submodule(self._last)
 
     @property
     def weight(self) -> Tensor:
         """The weight of what is there now."""
-        return self.parent.get_parameter(f"{self.name.rpartition('.')[2]}.weight").detach()
+        return self.parent.get_parameter(f"{self._last}.weight").detach()
 
 
 @dataclass(frozen=True)
 class Siblings:
     """``() ->`` the weights at ``others``, the siblings of what is at ``own``; equal for the same places."""
 
-    own: Place
-    others: tuple[Place, ...]
+    own: ModulePlace
+    others: tuple[ModulePlace, ...]
 
     def __call__(self) -> list[Tensor]:
         return [place.weight for place in self.others]

@@ -25,6 +25,11 @@ def _shared(spec: CastSpec | None, amaxes: Sequence[Tensor | None]) -> Tensor | 
     return torch.stack(found).amax(0)
 
 
+def _settings(quantizer: Quantizer) -> dict[str, Any]:
+    """The arguments of a plain quantizer of the same casts."""
+    return {setting.name: getattr(quantizer, setting.name) for setting in fields(Quantizer) if setting.init}
+
+
 @dataclass(frozen=True)
 class SharedAmaxQuantizer(Quantizer):
     """A quantizer whose outer amax, if it is one number, is the largest of its tensor's and of ``siblings()``.
@@ -36,10 +41,15 @@ class SharedAmaxQuantizer(Quantizer):
 
     siblings: Callable[[], Sequence[Tensor]] = field(default=tuple, repr=False)
 
+    @classmethod
+    def of(cls, quantizer: Quantizer, siblings: Callable[[], Sequence[Tensor]]) -> "SharedAmaxQuantizer":
+        """The casts of ``quantizer``, scaled with ``siblings``."""
+        return cls(**_settings(quantizer), siblings=siblings)
+
     @property
     def alone(self) -> Quantizer:
         """The same casts without siblings, for a tensor that has been quantized for good."""
-        return Quantizer(**{setting.name: getattr(self, setting.name) for setting in fields(Quantizer) if setting.init})
+        return Quantizer(**_settings(self))
 
     def amax(self, x: Tensor, **sides: Any) -> tuple[Tensor | None, Tensor | None]:
         """Outer amax of the sides asked for, over ``x`` and its siblings; those of DTensors are reduced over ranks."""
