@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress(blocks: int) -> Generator[None]:
-    """A bar of the blocks that have been traced, on a terminal where tqdm is installed. 80 blocks take a quarter of a minute.
+    """A bar of the blocks that have been traced, on a terminal where tqdm is installed. 80 take 15 seconds.
 
     Args:
         blocks: how often a block's forward pass will run: with checkpointing twice.
