@@ -20,6 +20,7 @@ from fp4engine.formats import CastSpec, Correction, Outer, RoundingMode
 from fp4engine.kernels.source import Asked, Source
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
+from fp4engine.ops.inductor import Told
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import PLAIN, Output, define, is_plain
 from fp4engine.tracing import constant_when_traced
@@ -374,6 +375,41 @@ def _quantize(
     return outputs
 
 
+def _quantize_at_site(
+    x: Told,
+    rowwise_amax: Told | None,
+    columnwise_amax: Told | None,
+    rng: Told | None,
+    statistics: Told | None,
+    gamma: Told | None,
+    beta: Told | None,
+    stream: int,
+    asked: str,
+) -> Callable[..., list[Tensor]]:
+    """As :func:`_quantize`, for calls that differ in nothing but the values and the addresses of their tensors."""
+    question = Asked.from_key(asked)
+    if question.backend == "reference" or not capability.triton_runs_on(x.device)[0]:
+        return _quantize
+    read = 7 if question.kind else 4
+    inputs = (x, rowwise_amax, columnwise_amax, rng, statistics, gamma, beta)[:read]
+    facts = tuple([None if told is None else (*told[:3], True) for told in inputs])
+    launches = []
+    for shared in (False, True):
+        if (resolved := _resolved(facts, shared, x.device, stream, question)) is None:
+            return _quantize
+        launches.append(resolved[0])
+
+    def quantize(*arguments: Any) -> list[Tensor]:
+        tensors = arguments[:read]
+        for tensor in tensors:
+            if tensor is not None and tensor.data_ptr() % ALIGNMENT:
+                return _quantize(*arguments)
+        backends.record("quantize/triton")
+        return launches[arguments[1] is arguments[2]](*tensors)
+
+    return quantize
+
+
 def _by_kernels(
     inputs: Inputs, stream: int, backend: str, parts: tuple[Any, ...]
 ) -> tuple[list[Tensor], Layout, Shape] | None:
@@ -488,5 +524,5 @@ def _dequantize_outputs(codes: Tensor, spec: str, cols: int, dtype: torch.dtype)
 
 
 define(_amax, _amax_outputs)
-define(_quantize, _quantize_outputs)
+define(_quantize, _quantize_outputs, at_site=_quantize_at_site)
 define(_dequantize, _dequantize_outputs)

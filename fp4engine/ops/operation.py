@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp4engine.constants import ALIGNMENT
+from fp4engine.ops import inductor
 
 _library = torch.library.Library("fp4engine", "FRAGMENT")
 
@@ -57,8 +58,11 @@ def define(
     run: Callable[..., list[Tensor] | tuple[Tensor, ...] | Tensor | None],
     outputs: Outputs | None,
     mutates_args: tuple[str, ...] = (),
+    at_site: Callable[..., Callable[..., Any]] | None = None,
 ) -> Any:
     """``torch.ops.fp4engine.<name of run, without its underscore>``, for every device, without gradients.
+
+    Graphs of Inductor's call ``run`` itself, see :mod:`fp4engine.ops.inductor`; others call the operator.
 
     ``torch.library.custom_op`` does the same, but on every call it also looks for aliases and does bookkeeping that
     these operations do not need: a call takes 19 us on one CPU, and 5 us here. A compiled model makes thousands of
@@ -69,12 +73,15 @@ def define(
             ones: as a list, or as a tuple if it writes to tensors, since a compiler does not accept a list then.
         outputs: takes some of the arguments of ``run``, by their names; None if ``run`` returns nothing.
         mutates_args: names of the tensors that ``run`` writes to.
+        at_site: makes a function that graphs call in place of ``run`` at one call site, from the arguments there, with
+            :class:`fp4engine.ops.inductor.Told` for each tensor; the function's results are not checked by the graph.
     """
     name = run.__name__.lstrip("_")
     returned, names = signature(run).return_annotation, list(signature(run).parameters)
     read = [] if outputs is None else [names.index(argument) for argument in signature(outputs).parameters]
 
     def fake(*arguments: Any) -> list[Tensor] | tuple[Tensor, ...] | Tensor | None:
+        inductor.teach(name)
         if outputs is None:
             return None
         device = next(_tensors(arguments)).device
@@ -89,6 +96,7 @@ def define(
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp4engine::{name}", fake, lib=_library)
+    inductor.offer(name, run, at_site)
     return getattr(torch.ops.fp4engine, name)
 
 

@@ -593,6 +593,25 @@ def test_calls_of_python_in_a_cast(on_stubs, monkeypatch, name, most):
 
 
 @pytest.mark.no_poison
+def test_calls_of_python_in_a_cast_of_a_graph(on_stubs, monkeypatch):
+    monkeypatch.setattr(Launch, "_start_by_triton", lambda self, values: None)
+    x, one, spec = torch.ones(32, 64, dtype=BF16), torch.ones(1), CastSpec()
+
+    def casts(count, x, one):
+        made = [ops.quantize(x, spec, None, rowwise_amax=one, stream=2 * index)[0] for index in range(count)]
+        return [operand.codes for operand in made]
+
+    calls = []
+    for count in (1, 3):
+        torch._dynamo.reset()
+        graph = partial(torch.compile(partial(casts, count), fullgraph=True), x, one)
+        graph()
+        calls.append(calls_of(graph))
+    further = calls[1] - calls[0]
+    assert further.total() <= 2 * 5, further
+
+
+@pytest.mark.no_poison
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_forward_allocates_and_saves_one_buffer_for_backward(on_stubs, compiled):
     """Codes, block scales and amaxes of both operands, which would be six."""

@@ -1,0 +1,100 @@
+"""Casts at the call sites of graphs of Inductor's: what eager code makes, whatever values and addresses a call brings.
+
+Runs on a GPU, and on the CPU in Triton's interpreter: ``TRITON_INTERPRET=1 pytest tests/parity``.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+
+from fp4engine import ops
+from fp4engine.formats import E4M3, CastSpec, Rotation, RoundingMode, fp8
+from fp4engine.kernels.source import Source
+
+PLAIN, ROTATED = CastSpec(), CastSpec(rotation=Rotation())
+STOCHASTIC = CastSpec(rounding=RoundingMode.STOCHASTIC)
+FP8 = fp8(E4M3)
+
+
+@pytest.fixture(autouse=True)
+def compiles_anew():
+    """No graph comes from a cache, in which the code of an earlier version may lie."""
+    torch._dynamo.reset()
+    with torch.compiler.config.patch(force_disable_caches=True):
+        yield
+
+
+def tensors_of(operands):
+    return [t for operand in operands if operand is not None for t in (operand.data, operand.scale_inv, operand.amax)]
+
+
+def cast(sides, x, amax=None, rng=None):
+    return tensors_of(ops.quantize(x, *sides, rowwise_amax=amax, columnwise_amax=amax, rng=rng, backend="triton"))
+
+
+def cast_norm(sides, x, statistics, gamma):
+    return tensors_of(ops.quantize(Source(x, x.dtype, "RMSNorm", False, statistics, gamma), *sides, backend="triton"))
+
+
+def cast_of_a_part(sides, x):
+    """Of a matrix that begins behind ``x``'s first element, so at an address of which no launch is told."""
+    rows, cols = x.shape
+    return tensors_of(
+        ops.quantize(x.view(-1)[1 : 1 + (rows - 1) * cols].view(rows - 1, cols), *sides, backend="triton")
+    )
+
+
+def same(left, right):
+    return len(left) == len(right) and all(
+        (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def problem(name, device, seed):
+    """A cast and its arguments, which differ with ``seed`` in nothing but values."""
+    torch.manual_seed(seed)
+    x, rng = torch.randn(32, 64, device=device).bfloat16(), torch.tensor([seed, 7], device=device)
+    amax = torch.full((1,), 3.0 + seed, device=device)
+    return {
+        "amax given": (partial(cast, (PLAIN, None)), (x, amax)),
+        "own amaxes": (partial(cast, (PLAIN, ROTATED)), (x,)),
+        "stochastic": (partial(cast, (STOCHASTIC, STOCHASTIC)), (x, amax, rng)),
+        "FP8, one amax of both sides": (partial(cast, (FP8, FP8)), (x, amax)),
+        "norm": (partial(cast_norm, (PLAIN, ROTATED)), (x, 1 + torch.rand(2, 32, device=device), x[0].clone())),
+        "elsewhere": (partial(cast_of_a_part, (PLAIN, None)), (x,)),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["amax given", "own amaxes", "stochastic", "FP8, one amax of both sides", "norm", "elsewhere"]
+)
+def test_a_call_site_casts_as_eager_code_does(device, name):
+    function, _ = problem(name, device, 0)
+    graph = torch.compile(function, fullgraph=True)
+    for seed in range(3):
+        _, arguments = problem(name, device, seed)
+        assert same(graph(*arguments), function(*arguments)), seed
+
+
+def test_call_sites_of_a_graph_keep_what_is_theirs(device):
+    """Tensors of three shapes, and two of one shape by two specs."""
+
+    def function(x, narrow):
+        parts = (x, PLAIN), (x[:16], PLAIN), (narrow, PLAIN), (x, ROTATED)
+        return [t for part, spec in parts for t in cast((spec, None), part)]
+
+    graph = torch.compile(function, fullgraph=True)
+    for _ in range(2):
+        inputs = [torch.randn(32, cols, device=device).bfloat16() for cols in (64, 32)]
+        assert same(graph(*inputs), function(*inputs))
+
+
+def test_rows_may_vary(device):
+    function = partial(cast, (PLAIN, ROTATED))
+    graph = torch.compile(function, fullgraph=True, dynamic=True)
+    for rows in (32, 48, 17):
+        x = torch.randn(rows, 64, device=device).bfloat16()
+        assert same(graph(x), function(x))
