@@ -5,8 +5,8 @@
 First, what it takes to start the kernels of an NVFP4 layer's step: by the CUDA driver, as this package does, and by
 Triton's launcher with the same arguments, its descriptors made before. Then a step of 64 tokens through a 64x64 layer,
 forward and backward, so small that the host is the limit: medians over rounds in which all variants take turns, with
-autograd's own thread and without it. Last, a layer of a 85M-parameter GPT, 768 -> 3072 with 8,192 tokens, in
-milliseconds.
+autograd's own thread, without it, and compiled by Inductor. Last, a layer of a 85M-parameter GPT, 768 -> 3072 with
+8,192 tokens, in milliseconds.
 
     python benchmarks/host.py --launchers        # these alone
 """
@@ -31,12 +31,19 @@ RECIPES = {
 }
 
 
-def steps(fan_in: int, fan_out: int, tokens: int) -> dict[str, partial[None]]:
+def steps(fan_in: int, fan_out: int, tokens: int, compiled: bool = False) -> dict[str, partial[None]]:
+    """Steps of a layer; compiled code refuses delayed scaling."""
+
+    def layer(kind: type[torch.nn.Module]) -> Callable[..., Any]:
+        made = make(kind, fan_in, fan_out)
+        return torch.compile(made, fullgraph=True) if compiled else made
+
     inp = torch.randn(tokens, fan_in, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(tokens, fan_out, device="cuda", dtype=torch.bfloat16)
-    runs = {"bf16": partial(run_step, make(torch.nn.Linear, fan_in, fan_out), inp, grad)}
+    runs = {"bf16": partial(run_step, layer(torch.nn.Linear), inp, grad)}
     for name, recipe in RECIPES.items():
-        runs[name] = partial(run_nvfp4, make(fp4engine.Linear, fan_in, fan_out), inp, grad, recipe)
+        if not (compiled and recipe.is_delayed):
+            runs[name] = partial(run_nvfp4, layer(fp4engine.Linear), inp, grad, recipe)
     return runs
 
 
@@ -46,6 +53,7 @@ def layers() -> dict[str, dict[str, float]]:
     times = {"microseconds": host_microseconds(small, repeats=100)}
     with torch.autograd.set_multithreading_enabled(False):
         times["one_thread_microseconds"] = host_microseconds(small, repeats=100)
+    times["compiled_microseconds"] = host_microseconds(steps(64, 64, 64, compiled=True), repeats=100)
     times["768_to_3072_milliseconds"] = time_in_turn(steps(768, 3072, 8192), 30)
     for title, row in times.items():
         figures = "".join(f"{name} {time:9.3f} ({time / row['bf16']:.2f})  " for name, time in row.items())

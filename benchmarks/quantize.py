@@ -130,11 +130,17 @@ def parts_of_a_call(x: Tensor, one: Tensor) -> dict[str, Callable[[], object]]:
     }
 
 
-def casts_in_a_graph(x: Tensor, count: int) -> Callable[[], object]:
-    """A compiled graph of ``count`` rowwise casts, whose amaxes differ, so that no two of them are one."""
-    ones = [torch.ones(1, device="cuda") for _ in range(count)]
-    graph = torch.compile(lambda y: [cast(y, PLAIN, None, (one, None)) for one in ones], fullgraph=True)
-    return partial(graph, x)
+def casts_in_a_graph(x: Tensor, one: Tensor, count: int) -> Callable[[], object]:
+    """A compiled graph of ``count`` rowwise casts. No two of them are one, since each is of a stream of its own."""
+
+    def casts(y: Tensor, amax: Tensor) -> list[Tensor]:
+        made = [
+            ops.quantize(y, PLAIN, None, rowwise_amax=amax, stream=2 * index, backend="triton")[0]
+            for index in range(count)
+        ]
+        return [tensor for operand in made for tensor in (operand.data, operand.scale_inv)]
+
+    return partial(torch.compile(casts, fullgraph=True), x, one)
 
 
 def overhead() -> dict[str, float]:
@@ -148,7 +154,7 @@ def overhead() -> dict[str, float]:
         "amax + quantize row+col RHT": lambda y: cast(y, PLAIN, ROTATED, (None, None)),
         "amax rowwise": lambda y: amax(y, PLAIN, None),
     }
-    graphs = {f"graph of {count}": casts_in_a_graph(x, count) for count in (1, 9)}
+    graphs = {f"graph of {count}": casts_in_a_graph(x, one, count) for count in (1, 9)}
     host = host_microseconds(
         {name: partial(call, x) for name, call in calls.items()} | parts_of_a_call(x, one) | graphs
     )

@@ -20,9 +20,9 @@ from fp4engine.formats import CastSpec, Correction, Outer, RoundingMode
 from fp4engine.kernels.source import Asked, Source
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
-from fp4engine.ops.inductor import Told
+from fp4engine.ops.inductor import Run, Told
 from fp4engine.ops.operand import Operand
-from fp4engine.ops.operation import PLAIN, Output, define, is_plain
+from fp4engine.ops.operation import PLAIN, Output, are_aligned, define, is_plain
 from fp4engine.tracing import constant_when_traced
 
 Form = Literal["codes", "values"]
@@ -376,6 +376,7 @@ def _quantize(
 
 
 def _quantize_at_site(
+    run: Run,
     x: Told,
     rowwise_amax: Told | None,
     columnwise_amax: Told | None,
@@ -385,25 +386,24 @@ def _quantize_at_site(
     beta: Told | None,
     stream: int,
     asked: str,
-) -> Callable[..., list[Tensor]]:
-    """As :func:`_quantize`, for calls that differ in nothing but the values and the addresses of their tensors."""
+) -> Run:
+    """What a graph calls at one call site in place of ``run``, which is :func:`_quantize`."""
     question = Asked.from_key(asked)
     if question.backend == "reference" or not capability.triton_runs_on(x.device)[0]:
-        return _quantize
+        return run
     read = 7 if question.kind else 4
     inputs = (x, rowwise_amax, columnwise_amax, rng, statistics, gamma, beta)[:read]
     facts = tuple([None if told is None else (*told[:3], True) for told in inputs])
     launches = []
     for shared in (False, True):
         if (resolved := _resolved(facts, shared, x.device, stream, question)) is None:
-            return _quantize
+            return run
         launches.append(resolved[0])
 
     def quantize(*arguments: Any) -> list[Tensor]:
         tensors = arguments[:read]
-        for tensor in tensors:
-            if tensor is not None and tensor.data_ptr() % ALIGNMENT:
-                return _quantize(*arguments)
+        if not are_aligned(tensors):
+            return run(*arguments)
         backends.record("quantize/triton")
         return launches[arguments[1] is arguments[2]](*tensors)
 

@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 Run = Callable[..., Any]
+"""Has the arguments of an operator, and returns what the operator does."""
+
+AtSite = Callable[..., Run]
+"""Makes what one call site calls, see ``at_site`` of :func:`fp4engine.ops.operation.define`."""
 
 
 class Told(NamedTuple):
@@ -25,14 +29,14 @@ class Told(NamedTuple):
     device: torch.device
 
 
-_operations: dict[str, tuple[Run, Callable[..., Run] | None]] = {}
+_operations: dict[str, tuple[Run, AtSite | None]] = {}
 
 _taught: set[str] = set()
 """The operators that Inductor was taught to call, or could not be taught to."""
 
 
-def offer(name: str, run: Run, at_site: Callable[..., Run] | None) -> None:
-    """Let graphs call the operator ``name`` as ``run``, or as ``at_site(*told)``, see :func:`define`."""
+def offer(name: str, run: Run, at_site: AtSite | None) -> None:
+    """Let graphs call ``run``, or what ``at_site`` makes of it, in place of the operator ``name``."""
     _operations[name] = run, at_site
 
 
@@ -49,10 +53,10 @@ def function_at_site(name: str, *told: Any) -> Run:
         told: the arguments of the calls, with :class:`Told` in place of each tensor.
     """
     run, at_site = _offered(name)
-    return run if at_site is None else at_site(*told)
+    return run if at_site is None else at_site(run, *told)
 
 
-def _offered(name: str) -> tuple[Run, Callable[..., Run] | None]:
+def _offered(name: str) -> tuple[Run, AtSite | None]:
     if name not in _operations:
         raise RuntimeError(
             f"a graph that another version of fp4engine compiled calls operator {name!r}, which this version lacks: "
@@ -112,7 +116,7 @@ def _told(call: Any) -> str | None:
     sizes = [size for tensor in call.inputs for size in (*tensor.get_size(), *tensor.get_stride())]
     if not all(isinstance(size, int | Integer) for size in sizes):
         return None
-    if not all(isinstance(constant, int | str | None) for constant in call.constant_args):
+    if not all(isinstance(constant, int | str | torch.dtype | None) for constant in call.constant_args):
         return None
     tensors = [
         f"fp4engine_calls.Told({tuple(map(int, tensor.get_size()))}, {tuple(map(int, tensor.get_stride()))}, "
@@ -120,4 +124,8 @@ def _told(call: Any) -> str | None:
         for tensor in call.inputs
     ]
     arguments, keywords = call.unflatten_args(tensors, [repr(constant) for constant in call.constant_args])
-    return None if keywords else ", ".join(arguments)
+    return None if keywords else ", ".join(map(_listed, arguments))
+
+
+def _listed(argument: str | list[Any]) -> str:
+    return argument if isinstance(argument, str) else f"[{', '.join(map(_listed, argument))}]"

@@ -54,11 +54,16 @@ def aligned(tensors: Sequence[_Maybe]) -> Sequence[_Maybe]:
     return found
 
 
+def are_aligned(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether kernels can read all ``tensors`` as a launch that is resolved for aligned addresses expects."""
+    return not any([tensor is not None and tensor.data_ptr() % ALIGNMENT for tensor in tensors])
+
+
 def define(
     run: Callable[..., list[Tensor] | tuple[Tensor, ...] | Tensor | None],
     outputs: Outputs | None,
     mutates_args: tuple[str, ...] = (),
-    at_site: Callable[..., Callable[..., Any]] | None = None,
+    at_site: inductor.AtSite | None = None,
 ) -> Any:
     """``torch.ops.fp4engine.<name of run, without its underscore>``, for every device, without gradients.
 
@@ -73,8 +78,8 @@ def define(
             ones: as a list, or as a tuple if it writes to tensors, since a compiler does not accept a list then.
         outputs: takes some of the arguments of ``run``, by their names; None if ``run`` returns nothing.
         mutates_args: names of the tensors that ``run`` writes to.
-        at_site: makes a function that graphs call in place of ``run`` at one call site, from the arguments there, with
-            :class:`fp4engine.ops.inductor.Told` for each tensor; the function's results are not checked by the graph.
+        at_site: makes the function that a graph calls in place of ``run`` at one call site, from ``run`` and the
+            arguments there, with :class:`fp4engine.ops.inductor.Told` for each tensor. Graphs do not check its results.
     """
     name = run.__name__.lstrip("_")
     returned, names = signature(run).return_annotation, list(signature(run).parameters)

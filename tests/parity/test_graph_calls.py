@@ -1,16 +1,19 @@
-"""Casts at the call sites of graphs of Inductor's: what eager code makes, whatever values and addresses a call brings.
+"""Casts and layers at the call sites of graphs of Inductor's: as in eager code, whatever values and addresses come.
 
 Runs on a GPU, and on the CPU in Triton's interpreter: ``TRITON_INTERPRET=1 pytest tests/parity``.
 """
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 
+import fp4engine
 from fp4engine import ops
 from fp4engine.formats import E4M3, CastSpec, Rotation, RoundingMode, fp8
 from fp4engine.kernels.source import Source
+from fp4engine.recipe import NVFP4BlockScaling
 
 PLAIN, ROTATED = CastSpec(), CastSpec(rotation=Rotation())
 STOCHASTIC = CastSpec(rounding=RoundingMode.STOCHASTIC)
@@ -98,3 +101,64 @@ def test_rows_may_vary(device):
     for rows in (32, 48, 17):
         x = torch.randn(rows, 64, device=device).bfloat16()
         assert same(graph(x), function(x))
+
+
+def moved(tensor):
+    """A copy of ``tensor`` at an address that is no multiple of 16."""
+    elsewhere = torch.empty(tensor.nbytes + 4, dtype=torch.uint8, device=tensor.device)[4:]
+    return elsewhere.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+LAYERS = {
+    "bias": {},
+    "no bias": {"bias": False},
+    "frozen weight": {"frozen": True},
+    "an input without a gradient": {"needs_dgrad": False},
+    "kept elsewhere": {"hooks": (moved, lambda tensor: tensor)},
+    "checkpoint": {"checkpoint": True},
+}
+
+
+@pytest.mark.parametrize("settings", LAYERS.values(), ids=LAYERS)
+def test_a_layer_at_call_sites_is_that_of_eager_code(device, settings):
+    """Three steps, of which each draws random bits of its own."""
+    torch.manual_seed(0)
+    layer = fp4engine.Linear(32, 16, bias=settings.get("bias", True), device=device, dtype=torch.bfloat16)
+    layer.weight.requires_grad_(not settings.get("frozen", False))
+    inputs, recipe = [torch.randn(16, 32, device=device).bfloat16() for _ in range(3)], NVFP4BlockScaling()
+    compiled, hooks = torch.compile(layer, fullgraph=True), settings.get("hooks")
+    results = []
+    for run in (layer, compiled):
+        fp4engine.manual_seed(5)
+        if settings.get("checkpoint"):
+            run = partial(fp4engine.checkpoint, run)
+        found = []
+        for inp in inputs:
+            x = inp.clone().requires_grad_(settings.get("needs_dgrad", True))
+            layer.zero_grad()
+            keeping = nullcontext() if hooks is None else torch.autograd.graph.saved_tensors_hooks(*hooks)
+            with keeping, fp4engine.autocast(recipe=recipe):
+                y = run(x)
+            y.square().sum().backward()
+            found += [t for t in (y.detach(), x.grad, *(p.grad for p in layer.parameters())) if t is not None]
+        results.append(found)
+    assert same(*results)
+
+
+def test_a_layer_that_is_compiled_before_its_process_has_a_rank_draws_as_that_rank(device, monkeypatch):
+    """Ranks draw different bits, and a process may become one of several after its first step."""
+    layer = fp4engine.Linear(32, 16, device=device, dtype=torch.bfloat16)
+    compiled, x = torch.compile(layer, fullgraph=True), torch.randn(16, 32, device=device).bfloat16()
+
+    def gradient(run):
+        fp4engine.manual_seed(5)
+        layer.zero_grad()
+        with fp4engine.autocast(recipe=NVFP4BlockScaling()):
+            run(x).square().sum().backward()
+        return layer.weight.grad
+
+    alone = gradient(compiled)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    as_rank = gradient(compiled)
+    assert torch.equal(as_rank, gradient(layer)) and not torch.equal(as_rank, alone)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fp4engine.formats import CastSpec
+from fp4engine.ops.linear.at_site import backward_at_site, forward_at_site, tiled_forward_at_site
 from fp4engine.ops.linear.by_operations import LinearByOperations
 from fp4engine.ops.linear.by_values import LinearByValues
 from fp4engine.ops.linear.choice import covering, way_of
@@ -224,7 +225,7 @@ def _linear_backward_outputs(
     ]
 
 
-define(_linear_forward, _linear_forward_outputs)
+define(_linear_forward, _linear_forward_outputs, at_site=forward_at_site)
 define(_linear_share_forward, _linear_share_forward_outputs, mutates_args=("token",))
-define(_tiled_linear_forward, _tiled_linear_forward_outputs)
-define(_linear_backward, _linear_backward_outputs, mutates_args=("state", "token"))
+define(_tiled_linear_forward, _tiled_linear_forward_outputs, at_site=tiled_forward_at_site)
+define(_linear_backward, _linear_backward_outputs, mutates_args=("state", "token"), at_site=backward_at_site)
