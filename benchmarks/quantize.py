@@ -1,6 +1,7 @@
 """Quantize, amax and dequantize kernels as a share of the device's own copy bandwidth.
 
     python benchmarks/quantize.py [--quick]
+    python benchmarks/quantize.py --small        # calls on a small tensor alone, in eager code and in compiled graphs
 
 Parity comes first: every kernel that is timed is held to the reference, byte for byte, and one difference ends the run
 before a speed is printed. Times are medians over replays of a CUDA graph that walks through inputs larger than L2;
@@ -163,6 +164,11 @@ def overhead() -> dict[str, float]:
     return {f"{name}, host": t for name, t in host.items()} | {f"{name}, device": t for name, t in device.items()}
 
 
+def report(small: dict[str, float]) -> None:
+    """Print what :func:`overhead` found."""
+    print("us per call on [128, 1024]:", "  ".join(f"{name} {t:.1f}" for name, t in small.items()))
+
+
 def draw(rows: list[dict], path: Path) -> None:
     """Shares of the copy bandwidth by operation, one mark per shape."""
     import matplotlib
@@ -189,12 +195,16 @@ def draw(rows: list[dict], path: Path) -> None:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="three shapes instead of twelve")
+    parser.add_argument("--small", action="store_true", help="time only calls on a small tensor, and write nothing")
     arguments = parser.parse_args()
     rng = torch.tensor([1234, 5], device="cuda")
     wrong = check_parity(rng)
     if wrong:
         sys.exit("parity is red, no speeds: " + "; ".join(wrong))
     print("parity: every timed cast equals the reference")
+    if arguments.small:
+        report(overhead())
+        return
     rows = []
     for shape in [(2048, 4096), (8192, 4096), (16384, 8192)] if arguments.quick else SHAPES:
         rates = measure(shape, rng)
@@ -205,7 +215,7 @@ def main() -> None:
         row["share"] = {name: rate / best_copy for name, rate in row["gb_per_s"].items()}
         print(row["shape"], "  ".join(f"{name} {share:.2f}" for name, share in row["share"].items()))
     small = overhead()
-    print("us per call on [128, 1024]:", "  ".join(f"{name} {t:.1f}" for name, t in small.items()))
+    report(small)
     record = {"environment": environment(), "copy_gb_per_s": best_copy, "rows": rows, "us_per_call": small}
     write_json(arguments.out / "quantize.json", record)
     draw(rows, arguments.out / "quantize.png")
