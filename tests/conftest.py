@@ -1,9 +1,11 @@
 """What every test gets: a seed, poisoned allocations, hypothesis settings, and a reason when it is skipped."""
 
 import gc
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -45,6 +47,11 @@ POISON_BYTE = 0xFF
 """As float32 and bfloat16 eight or more set bits at the top are a NaN, and so is 0xFF in E4M3 and E5M2."""
 
 torch.distributed.destroy_process_group = ranks.destroy_process_group
+
+_sources = sorted((Path(__file__).parents[1] / "fp4engine").rglob("*.py"))
+torch.compiler.config.cache_key_tag = hashlib.sha256(b"".join(path.read_bytes() for path in _sources)).hexdigest()
+"""No test is given a graph that was compiled for other sources: its code calls functions of this package."""
+os.environ["TORCH_COMPILE_CACHE_KEY_TAG"] = torch.compiler.config.cache_key_tag  # for processes that tests start
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers already fill the cores

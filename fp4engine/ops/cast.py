@@ -20,7 +20,7 @@ from fp4engine.formats import CastSpec, Correction, Outer, RoundingMode
 from fp4engine.kernels.source import Asked, Source
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
-from fp4engine.ops.inductor import Run, Told
+from fp4engine.ops.inductor import Known, Run
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import PLAIN, Output, are_aligned, define, is_plain
 from fp4engine.tracing import constant_when_traced
@@ -191,7 +191,7 @@ def _has_amax_of_tensor(spec: CastSpec) -> bool:
 def as_it_is(x: Tensor) -> Tensor:
     """``x`` detached, and with PyTorch's lazy negation carried out, since kernels do not read the bit that marks it.
 
-    In compiled code the dispatcher carries out the negation before it calls an operator.
+    Code that is traced leaves that to PyTorch, whose Inductor ignores the bit of a graph's inputs in every operation.
     """
     if torch.compiler.is_dynamo_compiling():
         return x.detach()
@@ -377,13 +377,13 @@ def _quantize(
 
 def _quantize_at_site(
     run: Run,
-    x: Told,
-    rowwise_amax: Told | None,
-    columnwise_amax: Told | None,
-    rng: Told | None,
-    statistics: Told | None,
-    gamma: Told | None,
-    beta: Told | None,
+    x: Known,
+    rowwise_amax: Known | None,
+    columnwise_amax: Known | None,
+    rng: Known | None,
+    statistics: Known | None,
+    gamma: Known | None,
+    beta: Known | None,
     stream: int,
     asked: str,
 ) -> Run:
@@ -393,19 +393,21 @@ def _quantize_at_site(
         return run
     read = 7 if question.kind else 4
     inputs = (x, rowwise_amax, columnwise_amax, rng, statistics, gamma, beta)[:read]
-    facts = tuple([None if told is None else (*told[:3], True) for told in inputs])
-    launches = []
-    for shared in (False, True):
-        if (resolved := _resolved(facts, shared, x.device, stream, question)) is None:
-            return run
-        launches.append(resolved[0])
+    if any(known is not None and known.device != x.device for known in inputs):
+        return run
+    facts = tuple([None if known is None else (*known[:3], True) for known in inputs])
+    apart, shared = [_resolved(facts, is_shared, x.device, stream, question) for is_shared in (False, True)]
+    if apart is None or shared is None:
+        return run
+    launch_apart, launch_shared = apart[0], shared[0]
 
     def quantize(*arguments: Any) -> list[Tensor]:
         tensors = arguments[:read]
         if not are_aligned(tensors):
             return run(*arguments)
         backends.record("quantize/triton")
-        return launches[arguments[1] is arguments[2]](*tensors)
+        launch = launch_shared if arguments[1] is arguments[2] else launch_apart  # the amaxes of both sides
+        return launch(*tensors)
 
     return quantize
 

@@ -4,11 +4,14 @@ The dispatcher converts every argument and result, which is a third of what a sm
 A graph also knows what eager code has to look up in each call: the shape, strides, dtype and device of every tensor.
 An operation may make a function for one call site, which looks that up once.
 
+:func:`fp4engine.ops.operation.define` offers an operation here, and tracing it teaches Inductor. The code of a graph
+asks for functions when it is loaded, by :func:`function_of` and :func:`function_at_site`, and then calls them.
+
 Inductor's names in this file are private. Where one is missing, and where Inductor writes C++, graphs call operators.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +23,7 @@ AtSite = Callable[..., Run]
 """Makes what one call site calls, see ``at_site`` of :func:`fp4engine.ops.operation.define`."""
 
 
-class Told(NamedTuple):
+class Known(NamedTuple):
     """What a graph knows of a tensor that it passes: the same in every call of one call site."""
 
     shape: tuple[int, ...]
@@ -29,40 +32,74 @@ class Told(NamedTuple):
     device: torch.device
 
 
-_operations: dict[str, tuple[Run, AtSite | None]] = {}
+class Offer(NamedTuple):
+    """What graphs may call in place of an operator.
+
+    Attributes:
+        run: the implementation.
+        outputs: shape and dtype of what it returns, from the operator's arguments with :class:`Known` for each tensor.
+        at_site: makes what one call site calls; None if all of them call ``run``.
+    """
+
+    run: Run
+    outputs: Callable[..., Sequence[tuple[tuple[int, ...], torch.dtype]]]
+    at_site: AtSite | None
+
+
+_offers: dict[str, Offer] = {}
+"""By the name of the operator."""
 
 _taught: set[str] = set()
 """The operators that Inductor was taught to call, or could not be taught to."""
 
 
-def offer(name: str, run: Run, at_site: AtSite | None) -> None:
-    """Let graphs call ``run``, or what ``at_site`` makes of it, in place of the operator ``name``."""
-    _operations[name] = run, at_site
+def offer(name: str, offered: Offer) -> None:
+    """Let graphs call functions in place of the operator ``name``."""
+    _offers[name] = offered
 
 
 def function_of(name: str) -> Run:
-    """The implementation of the operator ``name``. This is called by the code of graphs, which PyTorch may cache."""
-    return _offered(name)[0]
+    """What a graph calls in place of the operator ``name``.
+
+    Raises:
+        RuntimeError: there is no such operator; PyTorch keeps the code of graphs, and another version has written it.
+    """
+    return _offered(name).run
 
 
-def function_at_site(name: str, *told: Any) -> Run:
-    """The implementation of the operator ``name`` for one call site. This is called by the code of graphs.
+def function_at_site(name: str, outputs: list[tuple[tuple[int, ...], torch.dtype]], *arguments: Any) -> Run:
+    """What one call site of a graph calls in place of the operator ``name``.
 
     Args:
-        name: an operator that was offered with a function ``at_site``.
-        told: the arguments of the calls, with :class:`Told` in place of each tensor.
+        outputs: shape and dtype of what the graph takes its results to be, which it does not check in each call.
+        arguments: those of the calls, with the fields of :class:`Known` as a tuple in place of each tensor.
+
+    Raises:
+        RuntimeError: there is no such operator, or it returns something else.
     """
-    run, at_site = _offered(name)
-    return run if at_site is None else at_site(run, *told)
+    offered, known = _offered(name), _named(list(arguments))
+    if [tuple(output) for output in offered.outputs(*known)] != outputs:
+        raise RuntimeError(_OF_ANOTHER_VERSION.format(name, "which returns something else in this version"))
+    return offered.run if offered.at_site is None else offered.at_site(offered.run, *known)
 
 
-def _offered(name: str) -> tuple[Run, AtSite | None]:
-    if name not in _operations:
-        raise RuntimeError(
-            f"a graph that another version of fp4engine compiled calls operator {name!r}, which this version lacks: "
-            "have PyTorch compile anew, with another TORCHINDUCTOR_CACHE_DIR"
-        )
-    return _operations[name]
+_OF_ANOTHER_VERSION = (
+    "a graph that another version of fp4engine compiled calls operator {!r}, {}: have PyTorch compile anew, with "
+    "another TORCH_COMPILE_CACHE_KEY_TAG in the environment"
+)
+
+
+def _named(argument: Any) -> Any:
+    """``argument`` with :class:`Known` in place of each tuple, in lists too."""
+    if isinstance(argument, list):
+        return [_named(element) for element in argument]
+    return Known(*argument) if isinstance(argument, tuple) else argument
+
+
+def _offered(name: str) -> Offer:
+    if name not in _offers:
+        raise RuntimeError(_OF_ANOTHER_VERSION.format(name, "which this version lacks"))
+    return _offers[name]
 
 
 def teach(name: str) -> None:
@@ -94,14 +131,15 @@ def _lowering(name: str, operator: Any) -> Callable[..., Any]:
 
         def codegen(self, wrapper: Any) -> None:
             if not V.graph.cpp_wrapper:
-                wrapper.add_import_once("from fp4engine.ops import inductor as fp4engine_calls")
-                self.python_kernel_name = function = f"fp4engine_{name}"
-                made = f"fp4engine_calls.function_of({name!r})"
-                if (told := _told(self) if _offered(name)[1] is not None else None) is not None:
-                    self.python_kernel_name = function = f"{function}_{self.get_name()}"
-                    made = f"fp4engine_calls.function_at_site({name!r}, {told})"
+                function, made = f"fp4engine_{name}", f"fp4engine_calls.function_of({name!r})"
+                if _offered(name).at_site is not None and (known := _known(self)) is not None:
+                    function += f"_{self.get_name()}"
+                    made = f"fp4engine_calls.function_at_site({name!r}, {known})"
                     for output in self.outputs:
-                        output.skip_size_stride_alignment_checks = True
+                        output.skip_size_stride_alignment_checks = True  # function_at_site has compared them
+                self.python_kernel_name = function
+                # Lines of the module that Inductor writes, which run when it is loaded.
+                wrapper.add_import_once("from fp4engine.ops import inductor as fp4engine_calls")
                 wrapper.add_import_once(f"{function} = {made}")
             super().codegen(wrapper)
 
@@ -109,22 +147,24 @@ def _lowering(name: str, operator: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: pytree.tree_map_only(ir.IRNode, wrap, create(operator, *args, **kwargs))
 
 
-def _told(call: Any) -> str | None:
-    """The arguments of :func:`function_at_site` for a call, as code; None if a size, or a constant, may vary."""
+def _known(call: Any) -> str | None:
+    """What :func:`function_at_site` is told about a call, as code; None if a size or a constant may vary."""
     from sympy import Integer
 
-    sizes = [size for tensor in call.inputs for size in (*tensor.get_size(), *tensor.get_stride())]
+    tensors = [*call.inputs, *call.outputs]
+    sizes = [size for tensor in tensors for size in (*tensor.get_size(), *tensor.get_stride())]
     if not all(isinstance(size, int | Integer) for size in sizes):
         return None
     if not all(isinstance(constant, int | str | torch.dtype | None) for constant in call.constant_args):
         return None
-    tensors = [
-        f"fp4engine_calls.Told({tuple(map(int, tensor.get_size()))}, {tuple(map(int, tensor.get_stride()))}, "
-        f"{tensor.get_dtype()}, torch.{tensor.get_device()!r})"
+    outputs = [(tuple(map(int, tensor.get_size())), tensor.get_dtype()) for tensor in call.outputs]
+    inputs = [
+        f"({tuple(map(int, tensor.get_size()))}, {tuple(map(int, tensor.get_stride()))}, {tensor.get_dtype()}, "
+        f"torch.{tensor.get_device()!r})"
         for tensor in call.inputs
     ]
-    arguments, keywords = call.unflatten_args(tensors, [repr(constant) for constant in call.constant_args])
-    return None if keywords else ", ".join(map(_listed, arguments))
+    arguments, keywords = call.unflatten_args(inputs, [repr(constant) for constant in call.constant_args])
+    return None if keywords else ", ".join([repr(outputs), *map(_listed, arguments)])
 
 
 def _listed(argument: str | list[Any]) -> str:

@@ -79,20 +79,22 @@ def define(
         outputs: takes some of the arguments of ``run``, by their names; None if ``run`` returns nothing.
         mutates_args: names of the tensors that ``run`` writes to.
         at_site: makes the function that a graph calls in place of ``run`` at one call site, from ``run`` and the
-            arguments there, with :class:`fp4engine.ops.inductor.Told` for each tensor. Graphs do not check its results.
+            arguments there, with :class:`fp4engine.ops.inductor.Known` for each tensor. A graph trusts ``outputs`` for
+            the shapes of its results.
     """
     name = run.__name__.lstrip("_")
     returned, names = signature(run).return_annotation, list(signature(run).parameters)
     read = [] if outputs is None else [names.index(argument) for argument in signature(outputs).parameters]
+
+    def declared(*arguments: Any) -> list[Output]:
+        return [] if outputs is None else outputs(*[arguments[i] for i in read])
 
     def fake(*arguments: Any) -> list[Tensor] | tuple[Tensor, ...] | Tensor | None:
         inductor.teach(name)
         if outputs is None:
             return None
         device = next(_tensors(arguments)).device
-        made = [
-            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs(*[arguments[i] for i in read])
-        ]
+        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in declared(*arguments)]
         if returned is Tensor:
             return made[0]
         return made if get_origin(returned) is list else tuple(made)
@@ -101,7 +103,7 @@ def define(
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp4engine::{name}", fake, lib=_library)
-    inductor.offer(name, run, at_site)
+    inductor.offer(name, inductor.Offer(run, declared, at_site))
     return getattr(torch.ops.fp4engine, name)
 
 

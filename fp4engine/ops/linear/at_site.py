@@ -1,7 +1,7 @@
 """A linear layer at a call site of a graph: its launch is resolved once, from what the graph knows of its tensors.
 
 Each function takes the implementation ``run`` of an operator of :mod:`fp4engine.ops.linear.operators`, and what the
-operator takes, with :class:`fp4engine.ops.inductor.Told` for each tensor. It returns what the graph calls in place of
+operator takes, with :class:`fp4engine.ops.inductor.Known` for each tensor. It returns what the graph calls in place of
 ``run``. That is ``run`` itself unless the layer is one launch each way that waits for no other rank.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp4engine.ops import backend as backends
 from fp4engine.ops.draws import is_replaying
-from fp4engine.ops.inductor import Run, Told
+from fp4engine.ops.inductor import Known, Run
 from fp4engine.ops.linear.by_values import LinearByValues
 from fp4engine.ops.linear.choice import way_of
 from fp4engine.ops.linear.way import BackwardPass, ForwardPass, LayerCasts, linear_kernels
@@ -25,13 +25,13 @@ from fp4engine.ops.rng import rank_bits
 
 def forward_at_site(
     run: Run,
-    x: Told,
-    weight: Told,
-    bias: Told | None,
+    x: Known,
+    weight: Known,
+    bias: Known | None,
     casts: str,
     needs_dgrad: bool,
     needs_wgrad: bool,
-    given: Told | None,
+    given: Known | None,
 ) -> Run:
     """What is called in place of ``linear_forward``."""
     (rows, ins), outs = x.shape, weight.shape[0]
@@ -55,9 +55,9 @@ def forward_at_site(
 
 def tiled_forward_at_site(
     run: Run,
-    x: Told,
-    packed: Told,
-    bias: Told | None,
+    x: Known,
+    packed: Known,
+    bias: Known | None,
     casts: str,
     weight_dtype: torch.dtype,
     needs_wgrad: bool,
@@ -86,18 +86,18 @@ def tiled_forward_at_site(
 
 def backward_at_site(
     run: Run,
-    grad_output: Told,
-    kept: Sequence[Told],
+    grad_output: Known,
+    kept: Sequence[Known],
     needs_dgrad: bool,
     needs_wgrad: bool,
     ins: int,
-    state: Told | None,
+    state: Known | None,
     casts: str,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     rank: int | None,
     place: Sequence[int] | None,
-    token: Told | None,
+    token: Known | None,
     groups: str,
     parts: int,
 ) -> Run:
@@ -108,7 +108,8 @@ def backward_at_site(
         return run
     draws = state is not None
     keys = way.backward_keys(BackwardPass(needs_dgrad, needs_wgrad, ins, (dtype, weight_dtype), None))
-    stream, bits = way.backward_stream(draws, rank), rank_bits(rank) if draws else 0
+    stream = way.backward_stream(draws, rank)
+    bits = rank_bits(rank) if draws else 0  # of the rank in `stream`; this process may have another in a later call
     tiles = (_facts(kept[-1]), parts) if parts and needs_dgrad else None
     told = _facts(grad_output), ins, grad_output.device, keys, draws, stream, (dtype, weight_dtype), tiles
     whole = (place[0], place[1]) if draws and place is not None else None
@@ -132,6 +133,6 @@ def backward_at_site(
     return backward
 
 
-def _facts(told: Told | None) -> Any:
+def _facts(known: Known | None) -> Any:
     """What a resolver is told of a tensor whose address is aligned."""
-    return None if told is None else linear_kernels().Facts(told.shape, told.strides, told.dtype, True)
+    return None if known is None else linear_kernels().Facts(known.shape, known.strides, known.dtype, True)

@@ -6,6 +6,7 @@ import torch
 import fp4engine
 from fp4engine import ops
 from fp4engine.formats import CastSpec
+from fp4engine.kernels.source import Asked
 from fp4engine.ops import inductor
 from fp4engine.recipe import NVFP4BlockScaling
 
@@ -90,5 +91,12 @@ def test_graphs_of_another_compiler_call_operators():
 
 
 def test_a_graph_of_another_version_is_refused_by_name():
+    x = ((8, 32), (32, 1), torch.bfloat16, torch.device("cpu"))
+    codes = [((8, 16), torch.uint8), ((8, 2), torch.float8_e4m3fn), ((1,), torch.float32)]
+    asked = Asked(CastSpec().key, "", "codes", "codes", "auto", "", False, torch.bfloat16).key
+    known = (x, None, None, None, None, None, None, 0, asked)
+    assert inductor.function_at_site("quantize", codes, *known)
+    with pytest.raises(RuntimeError, match="calls operator 'quantize', which returns something else in this version"):
+        inductor.function_at_site("quantize", codes[::-1], *known)
     with pytest.raises(RuntimeError, match="another version of fp4engine compiled calls operator 'no_such_operator'"):
         inductor.function_of("no_such_operator")
