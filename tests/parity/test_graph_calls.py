@@ -74,15 +74,15 @@ def problem(name, device, seed):
 @pytest.mark.parametrize(
     "name", ["amax given", "own amaxes", "stochastic", "FP8, one amax of both sides", "norm", "elsewhere"]
 )
-def test_a_call_site_casts_as_eager_code_does(device, name):
-    function, _ = problem(name, device, 0)
+def test_a_call_site_casts_as_eager_code_does(kernel_device, name):
+    function, _ = problem(name, kernel_device, 0)
     graph = torch.compile(function, fullgraph=True)
     for seed in range(3):
-        _, arguments = problem(name, device, seed)
+        _, arguments = problem(name, kernel_device, seed)
         assert same(graph(*arguments), function(*arguments)), seed
 
 
-def test_call_sites_of_a_graph_keep_what_is_theirs(device):
+def test_call_sites_of_a_graph_keep_what_is_theirs(kernel_device):
     """Tensors of three shapes, and two of one shape by two specs."""
 
     def function(x, narrow):
@@ -91,15 +91,15 @@ def test_call_sites_of_a_graph_keep_what_is_theirs(device):
 
     graph = torch.compile(function, fullgraph=True)
     for _ in range(2):
-        inputs = [torch.randn(32, cols, device=device).bfloat16() for cols in (64, 32)]
+        inputs = [torch.randn(32, cols, device=kernel_device).bfloat16() for cols in (64, 32)]
         assert same(graph(*inputs), function(*inputs))
 
 
-def test_rows_may_vary(device):
+def test_rows_may_vary(kernel_device):
     function = partial(cast, (PLAIN, ROTATED))
     graph = torch.compile(function, fullgraph=True, dynamic=True)
     for rows in (32, 48, 17):
-        x = torch.randn(rows, 64, device=device).bfloat16()
+        x = torch.randn(rows, 64, device=kernel_device).bfloat16()
         assert same(graph(x), function(x))
 
 
@@ -120,12 +120,12 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("settings", LAYERS.values(), ids=LAYERS)
-def test_a_layer_at_call_sites_is_that_of_eager_code(device, settings):
+def test_a_layer_at_call_sites_is_that_of_eager_code(kernel_device, settings):
     """Three steps, of which each draws random bits of its own."""
     torch.manual_seed(0)
-    layer = fp4engine.Linear(32, 16, bias=settings.get("bias", True), device=device, dtype=torch.bfloat16)
+    layer = fp4engine.Linear(32, 16, bias=settings.get("bias", True), device=kernel_device, dtype=torch.bfloat16)
     layer.weight.requires_grad_(not settings.get("frozen", False))
-    inputs, recipe = [torch.randn(16, 32, device=device).bfloat16() for _ in range(3)], NVFP4BlockScaling()
+    inputs, recipe = [torch.randn(16, 32, device=kernel_device).bfloat16() for _ in range(3)], NVFP4BlockScaling()
     compiled, hooks = torch.compile(layer, fullgraph=True), settings.get("hooks")
     results = []
     for run in (layer, compiled):
@@ -145,10 +145,10 @@ def test_a_layer_at_call_sites_is_that_of_eager_code(device, settings):
     assert same(*results)
 
 
-def test_a_layer_that_is_compiled_before_its_process_has_a_rank_draws_as_that_rank(device, monkeypatch):
+def test_a_layer_that_is_compiled_before_its_process_has_a_rank_draws_as_that_rank(kernel_device, monkeypatch):
     """Ranks draw different bits, and a process may become one of several after its first step."""
-    layer = fp4engine.Linear(32, 16, device=device, dtype=torch.bfloat16)
-    compiled, x = torch.compile(layer, fullgraph=True), torch.randn(16, 32, device=device).bfloat16()
+    layer = fp4engine.Linear(32, 16, device=kernel_device, dtype=torch.bfloat16)
+    compiled, x = torch.compile(layer, fullgraph=True), torch.randn(16, 32, device=kernel_device).bfloat16()
 
     def gradient(run):
         fp4engine.manual_seed(5)
