@@ -34,9 +34,8 @@ def forward_at_site(
     given: Known | None,
 ) -> Run:
     """What is called in place of ``linear_forward``."""
-    (rows, ins), outs = x.shape, weight.shape[0]
-    way = way_of(LayerCasts.from_key(casts), (rows, outs, ins), x.dtype, weight.dtype, x.device)
-    if not isinstance(way, LinearByValues) or (bias is not None and bias.strides != (1,)):
+    way = _forward_way(casts, x, bias, weight.shape[0], weight.dtype)
+    if way is None:
         return run
     keys, streams = way.forward_keys(ForwardPass(needs_dgrad, needs_wgrad)), way.casts.streams[:2]
     told = _facts(x), _facts(weight), _facts(bias), x.device, keys, streams, x.dtype
@@ -65,9 +64,8 @@ def tiled_forward_at_site(
     parts: int,
 ) -> Run:
     """What is called in place of ``tiled_linear_forward``."""
-    rows, ins = x.shape
-    way = way_of(LayerCasts.from_key(casts), (rows, outs, ins), x.dtype, weight_dtype, x.device)
-    if not isinstance(way, LinearByValues) or (bias is not None and bias.strides != (1,)):
+    way = _forward_way(casts, x, bias, outs, weight_dtype)
+    if way is None:
         return run
     keys, stream = (way.casts.inp[0], way.casts.inp[1] * needs_wgrad, way.casts.weight[0]), way.casts.streams[0]
     told = _facts(x), _facts(packed), _facts(bias), x.device, keys, stream, x.dtype
@@ -131,6 +129,16 @@ def backward_at_site(
         return (outputs[0], absent) if needs_dgrad else (absent, outputs[0])
 
     return backward
+
+
+def _forward_way(
+    casts: str, x: Known, bias: Known | None, outs: int, weight_dtype: torch.dtype
+) -> LinearByValues | None:
+    """What computes the layer in one launch, which reads ``bias`` as it lies; None if single operations do."""
+    rows, ins = x.shape
+    way = way_of(LayerCasts.from_key(casts), (rows, outs, ins), x.dtype, weight_dtype, x.device)
+    reads_bias = bias is None or bias.strides == (1,)
+    return way if isinstance(way, LinearByValues) and reads_bias else None
 
 
 def _facts(known: Known | None) -> Any:
