@@ -12,6 +12,7 @@ import torch
 import fp4engine
 from fp4engine import ops
 from fp4engine.formats import E4M3, CastSpec, Rotation, RoundingMode, fp8
+from fp4engine.functional import make_linear_plan
 from fp4engine.kernels.source import Source
 from fp4engine.recipe import NVFP4BlockScaling
 
@@ -143,6 +144,31 @@ def test_a_layer_at_call_sites_is_that_of_eager_code(kernel_device, settings):
             found += [t for t in (y.detach(), x.grad, *(p.grad for p in layer.parameters())) if t is not None]
         results.append(found)
     assert same(*results)
+
+
+@pytest.mark.parametrize("needs_wgrad", [True, False])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_layer_of_tiles_at_call_sites_is_that_of_its_operators(kernel_device, parts, needs_wgrad):
+    """A weight that ranks have gathered as codes. Gradients are drawn from a state that moves on."""
+    plan, fp4 = make_linear_plan(NVFP4BlockScaling(), "linear"), torch.ops.fp4engine
+    spec, casts = plan.weight.rowwise_spec, plan.casts.key
+    torch.manual_seed(0)
+    weight, bias = torch.randn(32, 48, device=kernel_device), torch.randn(32, device=kernel_device).bfloat16()
+    amax = plan.weight.amax(weight, columnwise=False)[0]
+    shards = ops.quantize_tiles(weight.chunk(parts), [spec] * parts, [amax] * parts)
+    packed = torch.cat([shard.packed for shard in shards])
+
+    def step(x, grad, state, packed, bias):
+        kinds = torch.bfloat16, torch.float32
+        y, *kept = fp4.tiled_linear_forward(x, packed, bias, casts, torch.float32, needs_wgrad, 32, parts)
+        told = (True, needs_wgrad, 48, state, casts, *kinds, None, None, None, "", parts)
+        return [y, *kept, *fp4.linear_backward(grad, [*kept, packed], *told)]
+
+    graph, states = torch.compile(step, fullgraph=True), [torch.tensor([5, 0], device=kernel_device) for _ in range(2)]
+    for _ in range(3):
+        x, grad = (torch.randn(16, cols, device=kernel_device).bfloat16() for cols in (48, 32))
+        assert same(*(run(x, grad, state, packed, bias) for run, state in zip((step, graph), states, strict=True)))
+    assert torch.equal(*states) and states[0][1] == 3
 
 
 def test_a_layer_that_is_compiled_before_its_process_has_a_rank_draws_as_that_rank(kernel_device, monkeypatch):
