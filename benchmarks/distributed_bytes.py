@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fp4engine
 from fp4engine import ops
 from fp4engine.distributed import fp4_all_gather
+from fp4engine.functional.eager import Eager
 from fp4engine.ops import Operand
 from fp4engine.recipe import NVFP4BlockScaling
 
@@ -64,16 +65,16 @@ def make_block(device: str) -> nn.Module:
 @contextmanager
 def products() -> Generator[Operands]:
     """Region in which every operand of every product is noted, as codes."""
-    linear = importlib.import_module("fp4engine.functional.linear")
-    product, operands = linear._gemm, []
+    linear = importlib.import_module("fp4engine.functional.linear")  # the module, which the function's name hides
+    product, operands = Eager.product, []
 
-    def watched(name: str, left: Operand, right: Operand, *arguments: Any, **options: Any) -> Tensor:
+    def heard(b: Eager, plan: Any, name: str, left: Operand, right: Operand, *arguments: Any) -> Tensor:
         operands.extend(((f"{name} left", copied(left)), (f"{name} right", copied(right))))
-        return product(name, left, right, *arguments, **options)
+        return product(b, plan, name, left, right, *arguments)
 
     with (
-        mock.patch.object(linear, "_gemm", watched),
-        mock.patch.object(linear, "at_once", lambda *_: None),  # one operation after the other
+        mock.patch.object(linear, "fuses", lambda *_: False),  # one operation after the other
+        mock.patch.object(Eager, "product", heard),
         mock.patch.object(ops, "transient_form", lambda *_: "codes"),
     ):
         yield operands

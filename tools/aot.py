@@ -70,7 +70,7 @@ from fp4engine.kernels.channel_figures import channels_kernel, fold_channels_ker
 from fp4engine.kernels.column_sums import COLS as SUM_COLS
 from fp4engine.kernels.column_sums import FOLDED, chunk_sums_kernel, fold_chunks_kernel
 from fp4engine.kernels.dequantize import BLOCKS, decode_kernel, decode_tiles_kernel, dequantize_kernel
-from fp4engine.kernels.draw import draw_kernel
+from fp4engine.kernels.draw import draw_kernel, place_kernel
 from fp4engine.kernels.factor import factor_kernel
 from fp4engine.kernels.figures import figures_kernel, fold_figures_kernel
 from fp4engine.kernels.grouped import grouped_amax_kernel, grouped_quantize_kernel, offsets_kernel
@@ -145,9 +145,6 @@ NO_PROLOGUE = dict.fromkeys(("statistics_ptr", "gamma_ptr", "beta_ptr", "y_ptr",
 FP8 = CastSpec(E4M3, (0, 0), FP32, scale_bound=1.0, target=E4M3.max_value)
 BF8 = CastSpec(E5M2, (0, 0), FP32, scale_bound=1.0, target=E5M2.max_value)
 FP8_CASTS = (("E4M3 row+col", FP8, FP8), ("E5M2 rowwise", BF8, None), ("E4M3 row, E5M2 col", FP8, BF8))
-NO_FACTORS = {
-    f"{side}_{name}": None for side in ("row", "col") for name in ("other_ptr", "numerator", "alpha_ptr", "one_ptr")
-}
 NO_HISTORY = {"values_ptr": None, "past_amax_ptr": None, "scaled_by_ptr": None, "length": 0, "CHOICE": "", "ROOM": 1}
 """Constants of the kernels of an amax and of a cast, unless a case is ``with_history``: under delayed scaling."""
 ODD_WIDTH = {"odd_width": True}
@@ -157,8 +154,6 @@ GIVEN = {"row_whole_ptr": None, "col_whole_ptr": None}
 POINTERS = {
     "row_amax_ptr": "*fp32", "col_amax_ptr": "*fp32", "amax_ptr": "*fp32", "rng_ptr": "*i64", "codes_ptr": "*u8",
     "row_whole_ptr": "*fp32", "col_whole_ptr": "*fp32", "row_parts_ptr": "*fp32", "col_parts_ptr": "*fp32",
-    "row_other_ptr": "*fp32", "col_other_ptr": "*fp32", "row_alpha_ptr": "*fp32", "col_alpha_ptr": "*fp32",
-    "row_one_ptr": "*fp32", "col_one_ptr": "*fp32", "row_numerator": "fp32", "col_numerator": "fp32",
     "left_amax_ptr": "*fp32", "right_amax_ptr": "*fp32", "alpha_ptr": "*fp32", "one_ptr": "*fp32", "state_ptr": "*i64",
     "other_codes_ptr": "*u8", "other_scale_ptr": "*u8", "other_out_ptr": "*bf16",
     "row_out_ptr": "*u8", "col_out_ptr": "*u8", "row_scale_ptr": "*u8", "col_scale_ptr": "*u8", "scale_ptr": "*u8",
@@ -172,7 +167,8 @@ POINTERS = {
     "whole_ptr": "*fp32", "largest_ptr": "*fp32", "sums_ptr": "*fp64",
 }  # fmt: skip
 OUTPUTS = {
-    "draw_kernel": "*i64", "swizzle_kernel": "*u8", "fold_chunks_kernel": "*fp32", "align_kernel": "*u8",
+    "draw_kernel": "*i64", "place_kernel": "*i64", "swizzle_kernel": "*u8", "fold_chunks_kernel": "*fp32",
+    "align_kernel": "*u8",
     "fold_sums_kernel": "*fp64", "record_kernel": "*fp32", "fold_figures_kernel": "*fp64",
     "fold_channels_kernel": "*fp64",
 }  # fmt: skip
@@ -290,11 +286,10 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     for name, row, col in FP8_CASTS:
         sides = {"ROW": row and Grid.of(row), "COL": col and Grid.of(col), "TILE_M": TILE_M, "TILE_K": TILE_K}
         shared = {"SHARED": True, "col_whole_ptr": None}
-        table.append((f"cast {name}, one amax", cast_fp8_kernel, NO_FACTORS | sides | shared, "bf16"))
-        table.append((f"cast {name}, factors", cast_fp8_kernel, sides | shared, "bf16"))
-        delayed = NO_FACTORS | sides | shared | {"with_history": True}
+        table.append((f"cast {name}, one amax", cast_fp8_kernel, sides | shared, "bf16"))
+        delayed = sides | shared | {"with_history": True}
         table.append((f"cast {name}, delayed", cast_fp8_kernel, delayed, "bf16"))
-        given = NO_FACTORS | sides | GIVEN | {"SHARED": False}
+        given = sides | GIVEN | {"SHARED": False}
         table.append((f"cast {name}, amaxes given", cast_fp8_kernel, given, "bf16"))
     history = {"CHOICE": "max", "ROOM": 1024, "with_history": True, "col_amax_ptr": None, "col_whole_ptr": None}
     largest = NO_PROLOGUE | history | sides_of(CastSpec(), None)
@@ -324,8 +319,7 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     alone = dict.fromkeys(("other_codes_ptr", "other_scale_ptr", "other_out_ptr"))
     for name, absent in (("decode", alone), ("decode both operands", {})):
         table.append((name, decode_kernel, absent | {"PER_PROGRAM": BLOCKS}, "bf16"))
-    for name, placed in (("draw", False), ("draw of a shard", True)):
-        table.append((name, draw_kernel, {"placed": placed}, "bf16"))
+    table += [("draw", draw_kernel, {}, "bf16"), ("place of a shard", place_kernel, {}, "bf16")]
     for choice in ("", "max", "most_recent", "given"):
         table.append((f"record amax {choice}", record_kernel, {"CHOICE": choice, "ROOM": 1024}, "bf16"))
     table.append(("factor", factor_kernel, {}, "bf16"))
@@ -335,11 +329,13 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     table.append(("clear", clear_kernel, {"BLOCK": CLEARED}, "bf16"))
     table.append(("swizzle", swizzle_kernel, {"TILES": COL_TILES}, "bf16"))
     for height, width in ((16, 16), (32, 32), (1, 16)):
-        tile = {"HEIGHT": height, "WIDTH": width, "TILE": SPREAD_TILE}
+        tile = {"HEIGHT": height, "WIDTH": width, "TILE": SPREAD_TILE, "scale_ptr": None}
         by_row, by_column = ({f"{side}_out_ptr": None, f"{side}_scale_ptr": None} for side in ("col", "row"))
         table.append((f"spread {height}x{width}", spread_kernel, tile | by_row, "bf16"))
         if height > 1:
             table.append((f"spread {height}x{width}, transposed", spread_kernel, tile | by_column, "bf16"))
+            of_operand = {name: value for name, value in (tile | by_column).items() if name != "scale_ptr"}
+            table.append((f"transpose {height}x{width}", spread_kernel, of_operand, "bf16"))
         table.append((f"pick {height}x{width}", pick_kernel, {"HEIGHT": height, "PICKED": PICKED}, "bf16"))
         if width == 16:
             constants = {"HEIGHT": height, "PER_PROGRAM": BLOCKS}

@@ -1,14 +1,17 @@
 """The outer amaxes of a model's weights in one collective, instead of one for every layer."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp4engine import ops
 from fp4engine.arguments import require_model
+from fp4engine.formats import CastSpec, ScaleRule
 from fp4engine.modules import Gemms
 from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes
+from fp4engine.quantizers import Quantizer
 from fp4engine.state import current_state, is_recomputed
 
 
@@ -60,7 +63,7 @@ class _Hooks:
                 together.setdefault((*found.groups, found.weight.device), []).append((layer, found))
         for pairs in together.values():
             parts = [found.weight.to_local() for _, found in pairs]
-            amaxes = ops.amaxes_of(parts, [_casts(found) for _, found in pairs])
+            amaxes = amaxes_of(parts, [found.plan.weight for _, found in pairs])
             ops.share_amaxes(amaxes, pairs[0][1].groups)
             for (layer, found), rows in zip(pairs, amaxes.view(len(pairs), 2, -1).unbind(), strict=True):
                 layer.leave_weight_amaxes(WeightAmaxes(rows, found.weight, found.found_for))
@@ -73,6 +76,16 @@ class _Hooks:
                     layer.leave_weight_amaxes(None)
 
 
-def _casts(found: SharedWeight) -> ops.LayerCasts:
-    assert found.plan.casts is not None, "amaxes are shared of casts that a layer makes itself"
-    return found.plan.casts
+def amaxes_of(weights: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> Tensor:
+    """FP32 [2 n, AMAX_STRIDE]: two rows for each weight begin with the outer amaxes of its casts, none negative."""
+    specs = {spec for quantizer in quantizers for spec in (quantizer.rowwise_spec, quantizer.columnwise_spec)}
+    if all(spec is not None and _is_largest_magnitude(spec) for spec in specs):
+        found = ops.largest_magnitudes([weight.resolve_neg() for weight in weights])
+        return ops.packed_amaxes([found.repeat_interleave(2)])
+    pairs = [quantizer.amax(weight) for weight, quantizer in zip(weights, quantizers, strict=True)]
+    return ops.packed_amaxes([amax for pair in pairs for amax in pair if amax is not None])
+
+
+def _is_largest_magnitude(spec: CastSpec) -> bool:
+    """Whether the outer amax of a cast is the largest magnitude of the tensor."""
+    return spec.rotation is None and spec.scale_rule is not ScaleRule.ALIGNED

@@ -91,6 +91,15 @@ class Activation:
             return _clamped_swiglu(activated, gate, **{**_CLAMPED_SWIGLU_DEFAULTS, **(self.params or {})})
         return GATED[self.name](activated) * gate
 
+    @property
+    def kernel(self) -> str:
+        """Name in the kernels of the function that is applied to the input, or to its first half."""
+        return _KERNELS[self.name]
+
+    def vectors(self) -> tuple[None, None]:
+        """As :meth:`fp4engine.functional.norm.Norm.vectors`: there are none."""
+        return None, None
+
     def is_fusable(self, dtype: torch.dtype) -> bool:
         """Whether kernels compute it in ``dtype``: in 16 bits only, for which their exponential is accurate enough."""
         return self.name in _KERNELS and dtype in (torch.bfloat16, torch.float16)

@@ -1,17 +1,20 @@
 """How one forward and its backward compute, as one value."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fp4engine.functional.activation import Activation
+from fp4engine.functional.eager import Eager
 from fp4engine.functional.main_grad import MainGrad
 from fp4engine.functional.norm import Norm
 from fp4engine.functional.plan import ExecutedGemms, LinearPlan
+from fp4engine.functional.program import CastWeight, Needs, cast_weight
 from fp4engine.functional.shards import Shards
-from fp4engine.functional.weight_cache import Make, Operands
-from fp4engine.ops import TiledOperand
+from fp4engine.functional.weight_cache import WeightCache
+from fp4engine.ops import Direction
+from fp4engine.quantizers.base import as_matrix
 from fp4engine.roles import GemmName
 
 
@@ -22,8 +25,7 @@ class Call(NamedTuple):
         plan: how to compute.
         executed: where to count GEMMs.
         shards: this rank's parts of the matrices, where several ranks share them; else None.
-        stored: :meth:`~fp4engine.functional.WeightCache.get` of the weight's cache; None quantizes the weight anew.
-        tiles: the weight as codes with one scale per tile, if it was gathered in that form; else None.
+        weight_cache: holds the weight as it was cast before; None casts it anew.
         main_grad: where the weight's gradient goes instead of ``weight.grad``, or None.
         needs_dgrad, needs_wgrad: whether a backward pass may be asked for the gradient of the input, and of the weight.
         function: the norm or activation that the input still has to go through, or None.
@@ -33,13 +35,36 @@ class Call(NamedTuple):
     plan: LinearPlan
     executed: ExecutedGemms
     shards: Shards | None
-    stored: Callable[[LinearPlan, bool, Make], Operands] | None
+    weight_cache: WeightCache | None
     main_grad: MainGrad | None
     needs_dgrad: bool
     needs_wgrad: bool
     function: Norm | Activation | None
     dtype: torch.dtype
-    tiles: TiledOperand | None = None
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether this rank adds the bias to its part of the output."""
+        return self.shards is None or self.shards.adds_bias
+
+    def stream(self, direction: Direction) -> str:
+        """The name of the random stream of a direction; empty for the process's stream."""
+        return "" if self.shards is None else self.shards.stream(direction)
+
+    def eager(self, device: torch.device) -> Eager:
+        """The builder that computes at once."""
+        return Eager(device, self.shards)
+
+    def cast_weight(self, weight: Tensor) -> CastWeight | None:
+        """The weight as it was cast before, or is cast now for its cache; None without a cache."""
+        if self.weight_cache is None:
+            return None
+        tiles = self.weight_cache.tiles(weight)
+        if tiles is not None:
+            return CastWeight(tiles, tiles if self.needs_dgrad else None, weight)
+        needs = Needs(self.needs_dgrad, self.needs_wgrad)
+        make = lambda: cast_weight(self.eager(weight.device), self.plan, as_matrix(weight), needs)
+        return CastWeight(*self.weight_cache.get(weight, self.plan, self.needs_dgrad, make), weight)
 
     def record(self, flops: int, *names: GemmName) -> None:
         """Count GEMMs that ran, each of ``flops`` FLOPs."""

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from fp4engine import ops
+from fp4engine.functional import program
 from fp4engine.functional.call import Call
+from fp4engine.functional.eager import Eager, Operands
 from fp4engine.functional.linear import refuse_second_derivative, require_bias, require_features
 from fp4engine.functional.main_grad import Accumulate, MainGrad, no_gradient
-from fp4engine.functional.operands import weight_operands
 from fp4engine.functional.plan import ExecutedGemms, LinearPlan
-from fp4engine.functional.saved import flatten, unflatten
+from fp4engine.functional.program import CastWeight, LaterProduct, Needs, Request, cast_weight
+from fp4engine.functional.record import restored, saved
 from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import WeightCache
 from fp4engine.ops import Operand
@@ -95,6 +97,55 @@ def _kernel_refusal(plan: LinearPlan, dtypes: tuple[torch.dtype, ...], device: t
     return ""
 
 
+class GroupedEager(Eager):
+    """Verbs on the rows of all experts at once.
+
+    Args:
+        offsets: of :func:`fp4engine.ops.expert_offsets`.
+        groups: G.
+    """
+
+    def __init__(self, device: torch.device, offsets: Tensor, groups: int) -> None:
+        super().__init__(device)
+        self.offsets, self.groups = offsets, groups
+
+    def draw(self, direction: ops.Direction, after: Tensor | None = None) -> Tensor:
+        return ops.next_draw(self.device, self.groups, direction=direction, after=after)
+
+    def cast(self, requests: Sequence[Request]) -> list[Operands]:
+        made: list[Operands] = []
+        for _, quantizer, tensor, rowwise, columnwise, rng, (row_codes, col_codes) in requests:
+            operands = ops.grouped_quantize(
+                tensor,
+                self.offsets,
+                quantizer.rowwise_spec if rowwise else None,
+                quantizer.columnwise_spec if columnwise else None,
+                rowwise_form="codes" if row_codes else "values",
+                columnwise_form="codes" if col_codes else "values",
+                rng=rng,
+                stream=quantizer.stream if rng is None else quantizer.stream | ops.rank_bits(),
+            )
+            made.append(operands)
+        return made
+
+    def product(
+        self,
+        plan: LinearPlan,
+        name: GemmName,
+        left: Operand,
+        right: Operand,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if name == "wgrad":
+            return ops.grouped_wgrad(left, right, self.offsets, out_dtype=dtype)
+        return ops.grouped_gemm(left, right, self.offsets, out_dtype=dtype, bias=bias)
+
+    def column_sum(self, plan: LinearPlan, grad_output: Tensor, dtype: torch.dtype) -> Tensor:
+        return ops.column_sums(grad_output, self.offsets).to(dtype)
+
+
 def grouped_linear(inp: Tensor, counts: Tensor, experts: Sequence[Expert]) -> Tensor:
     """Every expert's transformation of its rows, differentiable once.
 
@@ -110,125 +161,86 @@ def grouped_linear(inp: Tensor, counts: Tensor, experts: Sequence[Expert]) -> Te
     Raises:
         ValueError: the last dimension of ``inp`` is not K, or :func:`require_bias` refuses a bias.
     """
-    first = experts[0]
-    require_features(inp, first.weight)
-    needs = (False, False)
+    require_features(inp, experts[0].weight)
+    needs_dgrad = needs_wgrad = False
     if torch.is_grad_enabled():
-        needs = (inp.requires_grad, any(expert.weight.requires_grad for expert in experts))
+        needs_dgrad, needs_wgrad = inp.requires_grad, any(expert.weight.requires_grad for expert in experts)
     calls: list[Call] = []
     weights: list[Tensor] = []
     for index, (weight, bias, plan, executed, _, cache, main_grad) in enumerate(experts):
         if bias is not None:
             require_bias(bias, weight, f"bias{index}")
-        stored = None if cache is None else partial(cache.get, weight)
-        call = Call(plan, executed, None, stored, main_grad, *needs, None, inp.dtype)
-        calls.append(call)
+        calls.append(Call(plan, executed, None, cache, main_grad, needs_dgrad, needs_wgrad, None, inp.dtype))
         weights.append(weight if main_grad is None else Accumulate.apply(weight, main_grad))
     biases = [expert.bias for expert in experts if expert.bias is not None]
     return GroupedLinearFunction.apply(inp, counts, calls, *weights, *biases)
 
 
-class Saved(NamedTuple):
-    """What a forward keeps for its backward.
-
-    Attributes:
-        offsets: of the experts' rows.
-        inp: columnwise operand of all rows.
-        weight: columnwise operands of the weights, stacked.
-    """
-
-    offsets: Tensor
-    inp: Operand | None
-    weight: Operand | None
-
-
 class GroupedLinearFunction(torch.autograd.Function):
-    """Autograd around the three products of every expert. Saves codes and scales only."""
+    """Autograd around the program of :mod:`fp4engine.functional.program`, with grouped products."""
 
     @staticmethod
     def forward(ctx: Any, inp: Tensor, counts: Tensor, calls: list[Call], *parameters: Tensor) -> Tensor:
-        call, plan = calls[0], calls[0].plan
-        weights, biases = parameters[: len(calls)], parameters[len(calls) :]
-        matrix = as_matrix(inp, "the input")
+        call, weights, biases = calls[0], parameters[: len(calls)], parameters[len(calls) :]
+        matrix, (outs, cols) = as_matrix(inp, "the input"), weights[0].shape
         offsets = ops.expert_offsets(counts, matrix.shape[0])
-        columnwise_spec = plan.input.columnwise_spec if call.needs_wgrad else None
-        rowwise, columnwise = ops.grouped_quantize(
-            matrix, offsets, plan.input.rowwise_spec, columnwise_spec, rowwise_form="values"
-        )
-        assert rowwise is not None
-        operands = [weight_operands(weight, own) for weight, own in zip(weights, calls, strict=True)]
+        b, needs = GroupedEager(inp.device, offsets, len(calls)), Needs(call.needs_dgrad, call.needs_wgrad)
         bias = torch.stack(biases) if biases else None
-        _record("fprop", calls, matrix.shape[0] * weights[0].numel())
-        stacked = _stack([row for row, _ in operands])
-        output = ops.grouped_gemm(rowwise, stacked, offsets, out_dtype=inp.dtype, bias=bias)
-        kept = [
-            kept.columnwise(plan.weight.backend) if isinstance(kept, ops.TiledOperand) else kept
-            for _, kept in operands
-            if kept is not None
-        ]
-        tensors, ctx.structure = flatten(Saved(offsets, columnwise, _stack(kept) if kept else None))
+        output, kept = program.forward(b, call.plan, matrix, _stacked(weights, calls), bias, needs, inp.dtype)
+        tensors, ctx.slots = saved((offsets, kept))
         ctx.save_for_backward(*tensors)
-        ctx.calls, ctx.inp_shape = calls, inp.shape
+        ctx.calls, ctx.inp_shape, ctx.cols = calls, inp.shape, cols
         ctx.dtypes = [parameter.dtype for parameter in parameters]
+        _record(calls, matrix.shape[0] * outs * cols, "fprop")
         if len(inp.shape) != 2:  # as in :func:`fp4engine.functional.linear`
-            output = torch.ops.aten._unsafe_view(output, (*inp.shape[:-1], weights[0].shape[0]))
+            output = torch.ops.aten._unsafe_view(output, (*inp.shape[:-1], outs))
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         calls: list[Call] = ctx.calls
-        call, plan, groups = calls[0], calls[0].plan, len(calls)
-        needs_parameters = ctx.needs_input_grad[3:]
-        saved = unflatten(Saved, ctx.structure, ctx.saved_tensors)
+        call, groups, is_needed = calls[0], len(calls), ctx.needs_input_grad[3:]
+        offsets, kept = restored(ctx.slots, ctx.saved_tensors)
         matrix = as_matrix(grad_outputs[0])
-        grad_input = None
-        grads: list[Tensor | None] = [None] * len(needs_parameters)
-        if call.needs_dgrad or call.needs_wgrad:
-            rng = None
-            if plan.draws_in_backward:
-                rng = ops.next_draw(matrix.device, groups, direction="backward", after=matrix)
-            rowwise, columnwise = ops.grouped_quantize(
-                matrix,
-                saved.offsets,
-                plan.grad_output.rowwise_spec if call.needs_dgrad else None,
-                plan.grad_output.columnwise_spec if call.needs_wgrad else None,
-                rowwise_form="values",
-                columnwise_form="values",
-                rng=rng,
-                stream=plan.grad_output.stream | ops.rank_bits(),
-            )
-            products = matrix.shape[0] * matrix.shape[1] * ctx.inp_shape[-1]
-            if rowwise is not None:
-                assert saved.weight is not None
-                _record("dgrad", calls, products)
-                grad_input = ops.grouped_gemm(rowwise, saved.weight, saved.offsets, out_dtype=call.dtype)
-                grad_input = grad_input.view(ctx.inp_shape)
-            if columnwise is not None:
-                assert saved.inp is not None
-                _record("wgrad", calls, products)
-                grads[:groups] = _weight_gradients(columnwise, saved.inp, saved.offsets, calls, ctx.dtypes[0])
-        if any(needs_parameters[groups:]):
-            sums = ops.column_sums(matrix, saved.offsets).unbind()
-            grads[groups:] = [total.to(dtype) for total, dtype in zip(sums, ctx.dtypes[groups:], strict=True)]
-        grads = [grad if needs else None for grad, needs in zip(grads, needs_parameters, strict=True)]
-        return grad_input, None, None, *grads
+        b, needs = GroupedEager(matrix.device, offsets, groups), Needs(call.needs_dgrad, call.needs_wgrad)
+        later = any(own.main_grad is not None for own in calls)
+        dtypes = call.dtype, ctx.dtypes[0], ctx.dtypes[-1]
+        needs = needs._replace(bgrad=any(is_needed[groups:]))
+        grad_input, grad_weight, grad_bias = program.backward(
+            b, call.plan, matrix, kept, needs, ctx.cols, dtypes, later and needs.wgrad
+        )
+        names: tuple[GemmName, ...] = ("dgrad", "wgrad")
+        _record(calls, matrix.shape[0] * matrix.shape[1] * ctx.cols, *names[not needs.dgrad : 1 + needs.wgrad])
+        grads: list[Tensor | None] = [None] * len(is_needed)
+        if isinstance(grad_weight, LaterProduct):
+            grads[:groups] = _later(grad_weight, offsets, calls, ctx.dtypes[0])
+        elif grad_weight is not None:
+            grads[:groups] = grad_weight.unbind()
+        if grad_bias is not None:
+            grads[groups:] = grad_bias.unbind()
+        if grad_input is not None:
+            grad_input = grad_input.view(ctx.inp_shape)
+        return (
+            grad_input,
+            None,
+            None,
+            *(grad if needed else None for grad, needed in zip(grads, is_needed, strict=True)),
+        )
 
 
-def _weight_gradients(
-    left: Operand, right: Operand, offsets: Tensor, calls: list[Call], dtype: torch.dtype
-) -> list[Tensor | None]:
-    """The experts' weight gradients; a placeholder for a gradient that is added to ``main_grad``."""
-    if all(call.main_grad is None for call in calls):
-        return list(ops.grouped_wgrad(left, right, offsets, out_dtype=dtype).unbind())
-    shape = torch.Size((left.rows, right.rows))
-    grads: list[Tensor | None] = []
-    for expert, call in enumerate(calls):
-        if call.main_grad is not None:
-            buffers = [call.main_grad.buffer if other == expert else None for other in range(len(calls))]
-            call.main_grad.product = partial(ops.grouped_wgrad_accumulate, buffers, left, right, offsets)
-        grads.append(None if call.main_grad is None else no_gradient(shape, dtype, left.data.device))
-    return grads
+def _stacked(weights: Sequence[Tensor], calls: Sequence[Call]) -> CastWeight:
+    """The experts' weights, cast and stacked."""
+    plan, needs = calls[0].plan, Needs(calls[0].needs_dgrad, calls[0].needs_wgrad)
+    rowwise: list[Operand] = []
+    kept: list[Operand] = []
+    for weight, call in zip(weights, calls, strict=True):
+        b, cast = Eager(weight.device), call.cast_weight(weight)
+        row, col = cast_weight(b, plan, as_matrix(weight), needs) if cast is None else cast[:2]
+        rowwise.append(b.recall(plan.weight, row, False))
+        if col is not None:
+            kept.append(b.recall(plan.weight, col, True))
+    return CastWeight(_stack(rowwise), _stack(kept) if kept else None, None)
 
 
 def _stack(operands: Sequence[Operand]) -> Operand:
@@ -239,7 +251,21 @@ def _stack(operands: Sequence[Operand]) -> Operand:
     return Operand(first.spec, first.rows * len(operands), first.cols, torch.cat(data), scales, torch.cat(amax))
 
 
-def _record(name: GemmName, calls: Sequence[Call], products: int) -> None:
+def _later(product: LaterProduct, offsets: Tensor, calls: Sequence[Call], dtype: torch.dtype) -> list[Tensor | None]:
+    """Placeholders of weight gradients that are added to ``main_grad``, each when its weight's node runs."""
+    shape = torch.Size((product.left.rows, product.right.rows))
+    grads: list[Tensor | None] = []
+    for expert, call in enumerate(calls):
+        if call.main_grad is None:
+            grads.append(None)
+            continue
+        buffers = [call.main_grad.buffer if other == expert else None for other in range(len(calls))]
+        call.main_grad.product = partial(ops.grouped_wgrad_accumulate, buffers, *product, offsets)
+        grads.append(no_gradient(shape, dtype, offsets.device))
+    return grads
+
+
+def _record(calls: Sequence[Call], products: int, *names: GemmName) -> None:
     """Count one product per expert, each with an equal share, since the host does not know the rows of an expert."""
     for call in calls:
-        call.executed.record(call.plan.formats, 2 * products // len(calls), name)
+        call.record(2 * products // len(calls), *names)

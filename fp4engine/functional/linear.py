@@ -1,57 +1,28 @@
-"""y = x W^T + b, with each of its three GEMMs on quantized operands.
-
-    fprop  y[M, N]  = x[M, K]  . w[N, K]     contracts K    rowwise    x rowwise
-    dgrad  dx[M, K] = dy[M, N] . w^T[K, N]   contracts N    rowwise    x columnwise
-    wgrad  dw[N, K] = dy^T[N, M] . x^T[K, M] contracts M    columnwise x columnwise
+"""y = x W^T + b by a plan, differentiable once: autograd around :mod:`fp4engine.functional.program`.
 
 Legend: M tokens, K in_features, N out_features.
 """
 
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp4engine import ops
-from fp4engine.functional.at_once import at_once, backward_at_once, draw, forward_at_once
+from fp4engine import capability, ops
+from fp4engine.functional import operators, program
 from fp4engine.functional.call import Call
 from fp4engine.functional.fused_input import FusedInput
-from fp4engine.functional.main_grad import Accumulate, MainGrad, add_rounded, no_gradient
-from fp4engine.functional.operands import (
-    forward_operands,
-    quantize_grad,
-    quantize_source,
-    saved_operands,
-    weight_operands,
-)
+from fp4engine.functional.main_grad import Accumulate, MainGrad, no_gradient
+from fp4engine.functional.operators import ByOperator
 from fp4engine.functional.plan import ExecutedGemms, LinearPlan
-from fp4engine.functional.saved import flatten, unflatten
+from fp4engine.functional.program import Needs
+from fp4engine.functional.record import Layout, restored, saved
 from fp4engine.functional.shards import Shards, Wholes
-from fp4engine.functional.through_cast import gradient, rotated_by, within
 from fp4engine.functional.weight_cache import WeightCache
-from fp4engine.ops import Operand, TiledOperand
 from fp4engine.quantizers.base import FLOATS, as_matrix
-from fp4engine.roles import GemmName
-
-
-class Saved(NamedTuple):
-    """What a forward keeps for its backward: only what the needed GEMMs read.
-
-    Attributes:
-        inp: the columnwise operand of the input, for wgrad, or the operand from which backward makes it.
-        weight: the same for the weight, for dgrad.
-        x, parameters, statistics: of the norm or activation that makes the input.
-        inp_within, weight_within: where the cast did not saturate, see :mod:`fp4engine.functional.through_cast`.
-    """
-
-    inp: Operand | None
-    weight: Operand | TiledOperand | None
-    x: Tensor | None = None
-    parameters: tuple[Tensor | None, ...] = ()
-    statistics: Tensor | None = None
-    inp_within: Tensor | None = None
-    weight_within: Tensor | None = None
 
 
 def linear(
@@ -96,10 +67,7 @@ def linear(
         needs_dgrad = x.requires_grad or any(t is not None and t.requires_grad for t in parameters)
         needs_wgrad = weight.requires_grad
     executed = ExecutedGemms() if executed is None else executed
-    stored = tiles = None
-    if weight_cache is not None:
-        stored, tiles = partial(weight_cache.get, weight), weight_cache.tiles(weight)
-    call = Call(plan, executed, shards, stored, main_grad, needs_dgrad, needs_wgrad, function, dtype, tiles)
+    call = Call(plan, executed, shards, weight_cache, main_grad, needs_dgrad, needs_wgrad, function, dtype)
     if main_grad is not None:
         weight = Accumulate.apply(weight, main_grad)
     if wholes is not None:
@@ -141,105 +109,116 @@ def require_bias(bias: Tensor, weight: Tensor, name: str = "bias") -> None:
         raise ValueError(f"{name} must be {', '.join(str(dtype)[6:] for dtype in FLOATS)}, got {str(bias.dtype)[6:]}")
 
 
-def linear_fprop(inp: Operand, weight: Operand, bias: Tensor | None, call: Call, dtype: torch.dtype) -> Tensor:
-    """``y[M, N] = x[M, K] @ w[N, K].T + b``."""
-    return _gemm("fprop", inp, computed_in(weight, dtype), call, dtype, bias)
-
-
-def linear_dgrad(grad_output: Operand, weight: Operand, call: Call, dtype: torch.dtype) -> Tensor:
-    """``dx[M, K] = dy[M, N] @ w[N, K]``: grad_output rowwise, weight columnwise."""
-    return _gemm("dgrad", grad_output, computed_in(weight, call.dtype), call, dtype)
-
-
-def linear_wgrad(
-    grad_output: Operand, inp: Operand, call: Call, dtype: torch.dtype, main_grad: Tensor | None = None
-) -> Tensor:
-    """``dw[N, K] = dy[M, N].T @ x[M, K]``: both operands columnwise; in ``dtype``, or added to ``main_grad``."""
-    return _gemm("wgrad", grad_output, inp, call, dtype, out=main_grad)
-
-
-def linear_bgrad(grad_output: Tensor, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
-    """``db[N] = sum of dy[M, N] over M``, in FP32 and in the order of :func:`fp4engine.reference.column_sums`.
-
-    A gradient that is not quantized, or is in FP64, is summed in PyTorch's order, FP64 in FP64.
-    """
-    is_quantized = not plan.grad_output.is_identity and plan.backward_override is None
-    if not is_quantized or grad_output.dtype == torch.float64:
-        accumulation = torch.float64 if grad_output.dtype == torch.float64 else torch.float32
-        return grad_output.sum(0, dtype=accumulation).to(dtype)
-    return ops.column_sums(grad_output, backend=plan.backend)[0].to(dtype)
-
-
-def computed_in(weight: Operand, dtype: torch.dtype) -> Operand:
-    """The weight; if it is not quantized, in the layer's dtype, as ``nn.Linear`` casts it under ``torch.autocast``."""
-    return weight if weight.spec is not None else Operand.dense(weight.data.to(dtype))
-
-
-def _gemm(
-    name: GemmName,
-    left: Operand,
-    right: Operand,
-    call: Call,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    plan = call.plan
-    call.record(2 * left.rows * right.rows * left.cols, name)
-    fast = name in plan.fast_accumulation
-    return ops.gemm(left, right, out_dtype=dtype, bias=bias, out=out, backend=plan.backend, fast_accumulation=fast)
-
-
 class LinearFunction(torch.autograd.Function):
-    """Autograd around the three GEMMs. Saves plain tensors, and only those that the needed GEMMs read."""
+    """Autograd around a layer's program. Saves plain tensors, and only those that the needed GEMMs read."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *parameters: Any) -> Tensor:
-        ctx.call, ctx.inp_shape, ctx.weight_dtype = call, x.shape, weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        matrix = as_matrix(x, "the input")
-        ctx.at_once = way = at_once(matrix, weight, call)
-        if way is None:
-            output, saved = _forward_by_operations(x, weight, bias, call, parameters)
-            tensors, ctx.structure = flatten(saved)
-        else:
-            output, tensors = forward_at_once(way, matrix, weight, bias, call)
-            call.record(2 * x.numel() * weight.shape[0], "fprop")
-        ctx.save_for_backward(*tensors)
+        rows, cols = weight.shape
+        ctx.call, ctx.inp_shape, ctx.cols = call, x.shape, cols
+        ctx.dtypes = call.dtype, weight.dtype, None if bias is None else bias.dtype
+        matrix, added = as_matrix(x, "the input"), bias if call.adds_bias else None
+        output, kept, ctx.layout = _forward(call, matrix, weight, added, parameters)
+        call.record(2 * output.shape[0] * rows * cols, "fprop")
+        ctx.count = len(kept)
+        if call.function is not None and call.needs_dgrad:
+            kept = [*kept, x, *parameters]
+        ctx.save_for_backward(*kept)
         if x.ndim != 2:  # not a view, since autograd forbids in-place changes of a view that a Function returns
-            output = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], weight.shape[0]))
+            output = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], rows))
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         call: Call = ctx.call
-        plan, function = call.plan, call.function
-        needs_dgrad, needs_wgrad, needs_bias = call.needs_dgrad, call.needs_wgrad, ctx.needs_input_grad[2]
+        needs = Needs(call.needs_dgrad, call.needs_wgrad, ctx.needs_input_grad[2])
+        tensors = ctx.saved_tensors  # to be asked for once: a checkpoint may recompute them for it
+        kept, rest = tensors[: ctx.count], tensors[ctx.count :]
         grad_output = as_matrix(grad_outputs[0])
-        grad_input = grad_weight = grad_bias = None
+        made = _backward(call, ctx.layout, grad_output, kept, needs, ctx.cols, ctx.dtypes)
+        grad_input, grad_weight, grad_bias = made
+        flops = 2 * grad_output.shape[0] * grad_output.shape[1] * ctx.cols
+        if needs.wgrad and call.main_grad is not None:
+            call.main_grad.product = partial(_counted, call, flops, grad_weight, call.main_grad.buffer)
+            grad_weight = no_gradient(call.main_grad.buffer.shape, ctx.dtypes[1], grad_output.device)
+            needs = needs._replace(wgrad=False)
+        call.record(flops, *("dgrad", "wgrad")[not needs.dgrad : 1 + needs.wgrad])
         grad_parameters: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs_input_grad) - 4)
-        if needs_dgrad or needs_wgrad:
-            if ctx.at_once is not None:
-                ins, dtypes = ctx.inp_shape[-1], (call.dtype, ctx.weight_dtype)
-                grad_input, grad_weight = backward_at_once(
-                    ctx.at_once, grad_output, ctx.saved_tensors, ins, dtypes, call
-                )
-                names = ("dgrad", "wgrad")[not needs_dgrad : 1 + needs_wgrad]
-                call.record(2 * grad_output.numel() * ctx.inp_shape[-1], *names)
-            else:
-                saved = unflatten(Saved, ctx.structure, ctx.saved_tensors)
-                rng = draw(call, grad_output)
-                grad_input, grad_weight = _gradients(grad_output, saved, call, rng, ctx.inp_shape[-1], ctx.weight_dtype)
-                if function is not None and grad_input is not None:
-                    assert saved.x is not None
-                    gradients = function.gradients(grad_input, as_matrix(saved.x), saved.parameters, saved.statistics)
-                    grad_input, grad_parameters = gradients[0], gradients[1:]
-            if grad_input is not None and len(ctx.inp_shape) != 2:
+        if grad_input is not None:
+            if call.function is not None:
+                statistics = restored(ctx.layout.slots.statistics, kept)
+                gradients = call.function.gradients(grad_input, as_matrix(rest[0]), rest[1:], statistics)
+                grad_input, grad_parameters = gradients[0], gradients[1:]
+            if len(ctx.inp_shape) != 2:
                 grad_input = grad_input.view(ctx.inp_shape)
-        if needs_bias:
-            grad_bias = linear_bgrad(grad_output, plan, ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, *grad_parameters
+
+
+def _forward(
+    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, parameters: tuple[Any, ...]
+) -> tuple[Tensor, list[Tensor], Layout | ByOperator]:
+    """The output [M, N], what is saved for backward, and its layout."""
+    plan = call.plan
+    if torch.compiler.is_dynamo_compiling() and operators.take(call, weight):
+        return operators.run_forward(call, x, weight, bias)
+    given = call.cast_weight(weight)
+    if fuses(plan, x.device):
+        made = _directions().run_forward(call, x, weight, bias, given, parameters)
+        if made is not None:
+            return made
+    inp, statistics = x, None
+    if call.function is not None:
+        inp, statistics = call.function.source(x, call.dtype, *parameters)
+    needs = Needs(call.needs_dgrad, call.needs_wgrad)
+    y, kept = program.forward(call.eager(x.device), plan, inp, given or as_matrix(weight), bias, needs, call.dtype)
+    tensors, slots = saved(kept._replace(statistics=statistics if needs.dgrad else None))
+    return y, tensors, Layout(slots)
+
+
+def _backward(
+    call: Call,
+    layout: Layout | ByOperator,
+    grad_output: Tensor,
+    kept: tuple[Tensor, ...],
+    needs: Needs,
+    cols: int,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+) -> tuple[Tensor | None, Any, Tensor | None]:
+    """Gradients of input, weight and bias; with a ``main_grad`` a function of the buffer, to which it adds wgrad."""
+    plan, device = call.plan, grad_output.device
+    if isinstance(layout, ByOperator):
+        return operators.run_backward(call, layout, grad_output, kept, needs, cols, dtypes)
+    if fuses(plan, device):
+        made = _directions().run_backward(call, layout, grad_output, kept, needs, cols, dtypes)
+        if made is not None:
+            return made
+    b, record, later = call.eager(device), restored(layout.slots, kept), call.main_grad is not None
+    grad_input, grad_weight, grad_bias = program.backward(
+        b, plan, grad_output, record, needs, cols, dtypes, later and needs.wgrad
+    )
+    if later and needs.wgrad:
+        grad_weight = partial(program.accumulate, b, plan, grad_weight, record.weight_within, cols)
+    return grad_input, grad_weight, grad_bias
+
+
+def fuses(plan: LinearPlan, device: torch.device) -> bool:
+    """Whether a direction may be one launch, if kernels cover it."""
+    return not torch.compiler.is_dynamo_compiling() and plan.is_fused and capability.triton_runs_on(device)[0]
+
+
+def _counted(call: Call, flops: int, add: Callable[[Tensor], None], buffer: Tensor) -> None:
+    """Add wgrad to ``buffer``, and count it."""
+    add(buffer)
+    call.record(flops, "wgrad")
+
+
+@cache
+def _directions() -> ModuleType:
+    """:mod:`fp4engine.functional.directions`, imported where kernels run: it brings Triton."""
+    from fp4engine.functional import directions
+
+    return directions
 
 
 class PartFunction(torch.autograd.Function):
@@ -258,60 +237,6 @@ class PartFunction(torch.autograd.Function):
         wholes: Wholes = ctx.wholes
         gradients = LinearFunction.backward(ctx, wholes.part_of_grad(grad_outputs[0]))
         return *wholes.gradients(*gradients[:3]), None, None
-
-
-def _forward_by_operations(
-    x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, parameters: tuple[Any, ...]
-) -> tuple[Tensor, Saved]:
-    """The output as a matrix, and what backward needs, by single operations."""
-    plan, function = call.plan, call.function
-    statistics = inp_within = weight_within = None
-    if function is None:
-        (inp, inp_kept), (rowwise, weight_kept) = forward_operands(x, weight, call)
-    else:
-        source, statistics = function.source(as_matrix(x), call.dtype, *parameters)
-        inp, inp_kept = quantize_source(source, plan.input, call, call.needs_wgrad)
-        rowwise, weight_kept = weight_operands(weight, call)
-    if call.needs_dgrad:
-        inp_within = within(x, inp, plan.input, plan)
-    if call.needs_wgrad:
-        weight_within = within(weight, rowwise, plan.weight, plan)
-    added = bias if call.shards is None or call.shards.adds_bias else None
-    output = linear_fprop(inp, rowwise, added, call, call.dtype)
-    assert not isinstance(inp_kept, TiledOperand), "an input is cast here"
-    saved = Saved(inp_kept, weight_kept, inp_within=inp_within, weight_within=weight_within)
-    if function is not None and call.needs_dgrad:
-        saved = saved._replace(x=x, parameters=parameters, statistics=statistics)
-    return output, saved
-
-
-def _gradients(
-    grad_output: Tensor, saved: Saved, call: Call, rng: Tensor | None, in_features: int, weight_dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the input and of the weight, by single operations."""
-    grad_input, grad_weight, backend = None, None, call.plan.backend
-    left, left_t = quantize_grad(grad_output, call, rng)
-    weight, inp = saved_operands(saved.weight, saved.inp, call, rng)
-    if call.needs_dgrad:
-        assert left is not None and weight is not None
-        rotated = rotated_by(call.plan.weight, call.plan)
-        dgrad = partial(linear_dgrad, left, weight, call)
-        grad_input = gradient(dgrad, rotated, saved.inp_within, in_features, call.dtype, backend)
-    if call.needs_wgrad:
-        assert left_t is not None and inp is not None
-        rotated = rotated_by(call.plan.input, call.plan)
-        wgrad = partial(linear_wgrad, left_t, inp, call)
-        undone = partial(gradient, wgrad, rotated, saved.weight_within, in_features, backend=backend)
-        if call.main_grad is None:
-            grad_weight = undone(weight_dtype)
-        else:
-            buffer = call.main_grad.buffer
-            if not rotated and saved.weight_within is None:
-                call.main_grad.product = partial(wgrad, buffer.dtype, buffer)
-            else:
-                call.main_grad.product = partial(add_rounded, buffer, partial(undone, torch.float32))
-            grad_weight = no_gradient(buffer.shape, weight_dtype, grad_output.device)
-    return grad_input, grad_weight
 
 
 def refuse_second_derivative() -> None:

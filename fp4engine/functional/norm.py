@@ -105,6 +105,17 @@ class Norm:
             return F.layer_norm(x, gamma.shape, gamma, beta, self.eps).to(dtype)
         return F.rms_norm(x, gamma.shape, gamma, self.eps).to(dtype)
 
+    @property
+    def kernel(self) -> str:
+        """Name in the kernels."""
+        return self.kind
+
+    is_gated = False
+
+    def vectors(self, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the kernels multiply by and add."""
+        return gamma.float() + 1 if self.zero_centered_gamma else gamma, beta
+
     def is_fusable(self, dtype: torch.dtype) -> bool:
         """Whether kernels compute it in ``dtype``."""
         return True
@@ -117,8 +128,7 @@ class Norm:
         """
         _require_parameters(x, gamma, beta)
         statistics = ops.row_statistics(x, self.eps, self.has_bias)
-        factor = gamma.float() + 1 if self.zero_centered_gamma else gamma
-        return ops.Source(x, dtype, self.kind, False, statistics, factor, beta), statistics
+        return ops.Source(x, dtype, self.kind, False, statistics, *self.vectors(gamma, beta)), statistics
 
     def gradients(
         self, grad: Tensor, x: Tensor, parameters: tuple[Tensor | None, ...], statistics: Tensor | None

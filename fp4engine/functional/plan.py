@@ -1,6 +1,6 @@
 """What a linear module needs to know for one forward and its backward, found once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4engine.formats import CastSpec
-from fp4engine.ops import LayerCasts
+from fp4engine.formats import CastSpec, Correction, Outer
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.linear import role_complaints
@@ -75,7 +74,7 @@ class LinearPlan:
     """Frozen answer to "how does this module compute?": a value, shared by all modules that get the same answer.
 
     Attributes:
-        recipe: the module's recipe, after the rules of the recipe in force.
+        recipe: the module's recipe, after the rules of the recipe in force; None for a plan made of a key.
         input, weight, grad_output: the quantizer of each role.
         backward_override: see :class:`~fp4engine.recipe.Recipe`.
         backend: backend of the GEMMs.
@@ -84,15 +83,18 @@ class LinearPlan:
         draws_in_backward: whether a backward pass takes a draw. One draw serves all of its casts, since their stream
             ids differ by role and side.
         formats: the element formats of each GEMM, as :func:`operand_formats` names them.
-        casts: the keys of all casts; None unless every cast makes an operand directly from its tensor and does
-            nothing else.
+        key: a string from which :func:`plan_of` makes the plan; empty unless casts make operands directly from their
+            tensors, take no draw in a forward pass, and do nothing else.
+        is_fused: whether a direction may be one launch: each quantizer only casts, by kernels.
+        sums_in_order: whether the bias gradient is summed in the order of :func:`fp4engine.reference.column_sums`.
+        shares_amaxes: whether ranks can share all outer amaxes: each is one number that belongs to a whole tensor.
         is_stateful: whether scales depend on earlier steps; :meth:`remembering_in` then makes a plan for one module.
         is_identity: whether all six operands stay in high precision.
         in_group: the roles whose amaxes are shared over an ``amax_reduction_group``.
         described: all of the plan in which ranks that share tensors have to agree, in one string.
     """
 
-    recipe: Recipe
+    recipe: Recipe | None
     input: Quantizer
     weight: Quantizer
     grad_output: Quantizer
@@ -104,9 +106,13 @@ class LinearPlan:
     is_stateful: bool = field(init=False, repr=False, compare=False)
     is_identity: bool = field(init=False, repr=False, compare=False)
     formats: dict[GemmName, str] = field(init=False, repr=False, compare=False)
-    casts: LayerCasts | None = field(init=False, repr=False, compare=False)
+    key: str = field(init=False, repr=False, compare=False)
+    is_fused: bool = field(init=False, repr=False, compare=False)
+    sums_in_order: bool = field(init=False, repr=False, compare=False)
+    shares_amaxes: bool = field(init=False, repr=False, compare=False)
     in_group: tuple[str, ...] = field(init=False, repr=False, compare=False)
     described: str = field(init=False, repr=False, compare=False)
+    _hash: int | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         roles = (self.input, self.weight, self.grad_output)
@@ -124,7 +130,23 @@ class LinearPlan:
             in_group=tuple(role for role, q in zip(TENSOR_TYPES, roles, strict=True) if q.joins_group),
             described=_described(self),
         )
-        vars(self)["casts"] = _casts(self)
+        vars(self).update(
+            key=_key(self),
+            is_fused=self.backend != "reference" and all(q.is_composable and q.backend != "reference" for q in roles),
+            sums_in_order=not self.grad_output.is_identity and self.backward_override is None,
+            _hash=_hash_of(roles),
+        )
+        vars(self)["shares_amaxes"] = self.key != "" and all(map(_is_shared, _specs(roles)))
+
+    def __hash__(self) -> int:
+        """Found once: a plan is part of what every launch of its layers is looked up by."""
+        if self._hash is None:
+            raise TypeError("a plan with a quantizer that has no hash has none")
+        return self._hash
+
+    def clips(self, quantizer: Quantizer) -> bool:
+        """Whether the tensor of a role gets no gradient where its forward cast saturated."""
+        return quantizer.clipped_gradient and self.backward_override is None
 
     def keeps_original(self, quantizer: Quantizer) -> bool:
         """Whether the backward pass reads the tensor of a role as it was in the forward pass."""
@@ -168,15 +190,47 @@ def _gemm_formats(plan: LinearPlan) -> dict[GemmName, str]:
     }
 
 
-def _casts(plan: LinearPlan) -> LayerCasts | None:
-    if plan.backward_override is not None or plan.draws_in_forward:
+def _hash_of(roles: tuple[Quantizer, ...]) -> int | None:
+    try:
+        return hash(roles)
+    except TypeError:  # of a user's quantizer
         return None
-    inp, weight, grad_output = (_keys(q, plan.backend) for q in (plan.input, plan.weight, plan.grad_output))
-    if inp is None or weight is None or grad_output is None:
-        return None
-    streams = plan.input.stream, plan.weight.stream, plan.grad_output.stream
-    fprop, dgrad, wgrad = (gemm in plan.fast_accumulation for gemm in GEMMS)
-    return LayerCasts(inp, weight, grad_output, streams, plan.backend, (fprop, dgrad, wgrad), plan.is_stateful)
+
+
+def _specs(roles: Iterable[Quantizer]) -> list[CastSpec | None]:
+    return [spec for quantizer in roles for spec in (quantizer.rowwise_spec, quantizer.columnwise_spec)]
+
+
+def _is_shared(spec: CastSpec | None) -> bool:
+    """Whether the outer amax of a cast is one number of the whole tensor, which the cast does not change."""
+    is_whole = spec is not None and spec.outer is Outer.TENSOR
+    return is_whole and spec.block[1] > 0 and spec.correction is not Correction.SCALAR
+
+
+def _key(plan: LinearPlan) -> str:
+    roles = (plan.input, plan.weight, plan.grad_output)
+    if plan.backward_override is not None or plan.draws_in_forward or plan.is_stateful:
+        return ""
+    for q in roles:
+        is_direct = q.columnwise_source == "original" and q.only_casts and q.backend == plan.backend
+        if not is_direct or q.clipped_gradient or q.rowwise_spec is None or q.columnwise_spec is None:
+            return ""
+    keys = [spec.key for spec in _specs(roles) if spec is not None]
+    streams = ",".join(str(quantizer.stream) for quantizer in roles)
+    return " ".join([*keys, streams, ",".join(sorted(plan.fast_accumulation)) or "-", plan.backend])
+
+
+@lru_cache(maxsize=1024)
+def plan_of(key: str) -> LinearPlan:
+    """The plan that has this ``key``, but for its recipe."""
+    *keys, streams, fast, backend = key.split(" ")
+    specs = [CastSpec.from_key(word) for word in keys]
+    inp, weight, grad_output = (
+        Quantizer(specs[2 * i], specs[2 * i + 1], stream=int(stream), backend=backend)
+        for i, stream in enumerate(streams.split(","))
+    )
+    fast_gemms = frozenset(gemm for gemm in GEMMS if gemm in fast.split(","))
+    return LinearPlan(None, inp, weight, grad_output, None, backend, fast_gemms)
 
 
 def _described(plan: LinearPlan) -> str:
@@ -187,13 +241,6 @@ def _described(plan: LinearPlan) -> str:
         clipped = " clipped" if own.clipped_gradient else ""
         roles.append(f"{role} {' '.join(dict.fromkeys(sides))} {own.columnwise_source}{clipped} {type(own).__name__}")
     return f"{', '.join(roles)}, backward_override={plan.backward_override!r}"
-
-
-def _keys(quantizer: Quantizer, backend: str) -> tuple[str, str] | None:
-    """Keys of both casts; None unless it makes both operands directly from the tensor by ``backend``, and only that."""
-    row, col = quantizer.rowwise_spec, quantizer.columnwise_spec
-    is_direct = quantizer.columnwise_source == "original" and quantizer.is_composable and quantizer.backend == backend
-    return None if row is None or col is None or quantizer.clipped_gradient or not is_direct else (row.key, col.key)
 
 
 def make_linear_plan(recipe: Recipe, module_type: str, name: str = "", shape: tuple[int, ...] = ()) -> LinearPlan:

@@ -13,9 +13,9 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.formats import CastSpec, Outer
 from fp4engine.functional.plan import LinearPlan
+from fp4engine.functional.program import Request
 from fp4engine.quantizers import Quantizer
-from fp4engine.roles import TENSOR_TYPES, TensorType
-from fp4engine.tensor import QuantizedTensor
+from fp4engine.roles import TENSOR_TYPES
 
 
 class Shard(NamedTuple):
@@ -60,14 +60,21 @@ class Shards(NamedTuple):
             shared[role] = shard._replace(groups=(*shard.groups, (group, 0)))
         return self._replace(**shared)
 
+    def groups_of(self, role: str, quantizer: Quantizer) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The groups over which the outer amaxes of both sides of a tensor are reduced."""
+        shard: Shard = getattr(self, role)
+        return _groups(quantizer.rowwise_spec, shard, 1), _groups(quantizer.columnwise_spec, shard, 0)
+
     def needs_reduction(self, plan: LinearPlan) -> bool:
         """Whether the ranks have to reduce amaxes for a cast of ``plan``."""
-        for role in TENSOR_TYPES:
-            quantizer: Quantizer = getattr(plan, role)
-            for contracted, spec in enumerate((quantizer.columnwise_spec, quantizer.rowwise_spec)):
-                if _groups(spec, getattr(self, role), contracted):
-                    return True
-        return False
+        return any(any(self.groups_of(role, getattr(plan, role))) for role in TENSOR_TYPES)
+
+    def with_place(self, request: Request) -> Request:
+        """``request``, with a draw, if it has one, that tells of the tensor's place in the whole one."""
+        shard: Shard = getattr(self, request.role)
+        if request.rng is None or shard.place is None:
+            return request
+        return request._replace(rng=ops.placed(request.rng, *shard.place))
 
     def stream(self, direction: ops.Direction) -> str:
         """The name of the random stream of a direction; empty for the process's stream."""
@@ -76,20 +83,6 @@ class Shards(NamedTuple):
     def draw(self, device: torch.device, direction: ops.Direction, after: Tensor | None = None) -> Tensor:
         """The next draw of a forward, or of a backward pass, as :func:`fp4engine.ops.next_draw`."""
         return ops.next_draw(device, 1, self.stream(direction), direction, after)
-
-    def amax_groups(self) -> "AmaxGroups | None":
-        """The groups over which amaxes are reduced, if each is of a whole tensor.
-
-        None if the forward would need two collectives, since input and weight are shared over different groups.
-        """
-        of_input, of_weight, of_grad = (
-            tuple([group for group, _ in shard.groups]) for shard in (self.input, self.weight, self.grad_output)
-        )
-        if self.weight_amaxes is not None:
-            of_weight = ()
-        if of_input and of_weight and of_input != of_weight:
-            return None
-        return AmaxGroups((len(of_input) > 0, len(of_weight) > 0), of_input or of_weight, of_grad)
 
 
 class Wholes(Protocol):
@@ -112,70 +105,29 @@ class Wholes(Protocol):
         ...
 
 
-class AmaxGroups(NamedTuple):
-    """The process groups over which outer amaxes are reduced, in one collective per group and direction.
+def shared_amaxes(requests: Sequence[Request], shards: Shards) -> list[Tensor | None]:
+    """For each request the outer amax of both sides, the same on all ranks that share it; None to find it in the cast.
 
-    Attributes:
-        shared: whether the input's, and whether the weight's, amaxes are reduced.
-        forward, backward: the process groups of each direction.
+    The amaxes of all requests are reduced together.
+
+    Args:
+        requests: see :meth:`Shards.with_place`.
     """
-
-    shared: tuple[bool, bool]
-    forward: tuple[Any, ...]
-    backward: tuple[Any, ...]
-
-
-class Part(NamedTuple):
-    """One matrix to be cast.
-
-    Attributes:
-        arguments: for :meth:`~fp4engine.quantizers.Quantizer.quantize`.
-        given: outer amaxes of the whole matrix, see :func:`fp4engine.ops.amaxes_of`; None if they have to be found.
-    """
-
-    role: TensorType
-    quantizer: Quantizer
-    matrix: Tensor
-    arguments: dict[str, Any]
-    given: Tensor | None = None
-
-
-def quantize_parts(parts: Sequence[Part], shards: Shards) -> list[QuantizedTensor]:
-    """Quantize each part as a part of its whole matrix. The outer amaxes of all parts are reduced together."""
-    asked: list[dict[str, Any]] = []
     amaxes: list[Tensor | None] = []
     groups: list[tuple[Any, ...]] = []
-    for part in parts:
-        shard: Shard = getattr(shards, part.role)
-        arguments = _with_draw(part, shard, shards)
-        sides = {name: arguments[name] for name in ("rowwise", "columnwise", "rng", "rank") if name in arguments}
-        asked.append(arguments)
-        reduced = _groups(part.quantizer.rowwise_spec, shard, 1), _groups(part.quantizer.columnwise_spec, shard, 0)
-        if part.given is not None:
+    for role, quantizer, tensor, rowwise, columnwise, rng, _ in requests:
+        reduced = shards.groups_of(role, quantizer)
+        if role == "weight" and shards.weight_amaxes is not None and rowwise:
             reduced = (), ()
-            amaxes += part.given[:, :1].unbind()
+            amaxes += shards.weight_amaxes[:, :1].unbind()
+        elif any(reduced):
+            rank = {} if rng is None or shards.rank is None else {"rank": shards.rank}
+            amaxes += quantizer.amax(tensor, rowwise=rowwise, columnwise=columnwise, rng=rng, **rank)
         else:
-            amaxes += part.quantizer.amax(part.matrix, **sides) if any(reduced) else (None, None)
+            amaxes += None, None
         groups += reduced
     _reduce(amaxes, groups)
-    return [
-        part.quantizer.quantize(part.matrix, rowwise_amax=row, columnwise_amax=col, **arguments)
-        for part, arguments, row, col in zip(parts, asked, amaxes[::2], amaxes[1::2], strict=True)
-    ]
-
-
-def _with_draw(part: Part, shard: Shard, shards: Shards) -> dict[str, Any]:
-    """The arguments of ``part``, with the draw that its amax and its cast both read, if they need one.
-
-    A backward pass has taken its draw before, so a draw that is taken here belongs to a forward pass.
-    """
-    arguments = dict(part.arguments)
-    rng = arguments.pop("rng", None)
-    if part.quantizer.takes_draw(arguments.get("rowwise", True), arguments.get("columnwise", True)):
-        rng = shards.draw(part.matrix.device, "forward") if rng is None else rng
-        arguments["rng"] = rng if shard.place is None else ops.placed(rng, *shard.place)
-        arguments |= {} if shards.rank is None else {"rank": shards.rank}
-    return arguments
+    return amaxes
 
 
 def _groups(spec: CastSpec | None, shard: Shard, contracted: int) -> tuple[Any, ...]:
@@ -192,8 +144,8 @@ def _groups(spec: CastSpec | None, shard: Shard, contracted: int) -> tuple[Any, 
 def _reduce(amaxes: list[Tensor | None], groups: list[tuple[Any, ...]]) -> None:
     """Replace each amax by the largest over its groups, in one collective for each group.
 
-    Amaxes of whole tensors are packed as in :mod:`fp4engine.functional.at_once`, since another rank may run that code
-    for its part of the same layer.
+    Amaxes of whole tensors are packed as in the operators of compiled layers, since another rank may run those for its
+    part of the same layer.
     """
     for group in dict.fromkeys(group for several in groups for group in several):
         chosen = [(i, amax) for i, amax in enumerate(amaxes) if amax is not None and group in groups[i]]

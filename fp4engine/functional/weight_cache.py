@@ -11,10 +11,10 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from fp4engine.functional.plan import LinearPlan
-from fp4engine.ops import Operand, TiledOperand
+from fp4engine.ops import Operand, SquareOperand, TiledOperand
 from fp4engine.steps import hear_steps, hearing_steps
 
-Operands = tuple[Operand, Operand | TiledOperand | None]
+Operands = tuple[Operand, Operand | TiledOperand | SquareOperand | None]
 """``(operand of fprop, operand from which that of dgrad is made, or None)``."""
 
 Make = Callable[[], Operands]
@@ -54,10 +54,11 @@ class WeightCache:
 
     def __init__(self) -> None:
         self._kept: _Kept | None = None
+        self.flat: tuple[Any, ...] | None = None  # the operands that launches read, taken apart
 
     def clear(self) -> None:
         """Forget the operands: the weight may have changed unseen."""
-        self._kept = None
+        self._kept = self.flat = None
 
     def get(self, weight: Tensor, plan: LinearPlan, needs_dgrad: bool, make: Make) -> Operands:
         """The operands of ``weight`` under ``plan``, made by ``make`` if they are not cached.

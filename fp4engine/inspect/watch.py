@@ -17,8 +17,9 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.formats import CastSpec
 from fp4engine.functional import LinearPlan
-from fp4engine.functional.linear import computed_in
-from fp4engine.functional.shards import Part, Shards, quantize_parts
+from fp4engine.functional.eager import Eager
+from fp4engine.functional.program import Request
+from fp4engine.functional.shards import Shards
 from fp4engine.modules import Gemms
 from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of
 from fp4engine.quantizers import Quantizer
@@ -266,7 +267,8 @@ def _see_forward(
         rng = drawn if quantizer.takes_draw(columnwise=both) else None  # one role at most draws, see _refusal
         row, col = _see(role, matrices[role], quantizer, rng, spread, columnwise=both)
         if role == "weight":
-            row, col = (seen and replace(seen, operand=computed_in(seen.operand, dtype)) for seen in (row, col))
+            b = Eager(x.device)
+            row, col = (seen and replace(seen, operand=b.in_dtype(seen.operand, dtype)) for seen in (row, col))
         assert row is not None
         rowwise.append(row)
         if col is not None:
@@ -394,12 +396,8 @@ def _see(
     columnwise: bool = True,
 ) -> tuple[Seen | None, Seen | None]:
     """The rowwise operand of a matrix, and the columnwise one: those asked for, made in one pass."""
-    asked: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "rng": rng}
-    if spread is None:
-        made = quantizer.quantize(matrix, **asked)
-    else:
-        (made,) = quantize_parts([Part(role, quantizer, matrix, asked)], spread.shards)
-    row, col = made.rowwise, made.columnwise
+    request = Request(role, quantizer, matrix, rowwise, columnwise, rng, (True, True))
+    ((row, col),) = Eager(matrix.device, None if spread is None else spread.shards).cast([request])
     return (
         None if row is None else Seen(role, "rowwise", matrix, quantizer, row, rng, spread),
         None if col is None else Seen(role, "columnwise", matrix.T, quantizer, col, rng, spread),

@@ -75,12 +75,12 @@ def resolve_activation_backward(dy: Facts, x: Facts, device: torch.device, kind:
     """``(dy, x) -> dx``."""
     rows, cols = dy.shape
     draft = Draft(device, inputs=2)
-    dx = draft.output(x.shape, x.dtype)
+    dx = draft.buffer(x.shape, x.dtype)
     draft.step(
         activation_backward_kernel, rows * -(-cols // BLOCK), *draft.inputs, dx, cols, dy.strides[0], x.strides[0],
         kind, gated, BLOCK, device_facts(device)[0], num_warps=4,
     )  # fmt: skip
-    return draft.launch()
+    return draft.launch(dx)
 
 
 def activation_backward(dy: Tensor, x: Tensor, kind: str, gated: bool) -> Tensor:

@@ -25,7 +25,6 @@ from fp4engine.kernels.cast import Side
 from fp4engine.kernels.encode import NAN, block_amax, from_bits, hadamard_amax, operand_amax, round_pair, to_bits
 from fp4engine.kernels.launch import (
     WIDTHS,
-    Block,
     Draft,
     Facts,
     Launch,
@@ -253,8 +252,8 @@ class Maxima(NamedTuple):
         parts: how many parts there are.
     """
 
-    row: Place | Block | None
-    col: Place | Block | None
+    row: Place | None
+    col: Place | None
     parts: int
 
 
@@ -291,7 +290,7 @@ def add_amax(
     asked = ((row, amaxes[0]), (col, amaxes[1]))
     in_parts = [side is not None and not side.per_row for side, _ in asked]
     row_max, col_max = (
-        draft.scratch((programs,), torch.float32) if parts else amax
+        draft.buffer((programs,), torch.float32) if parts else amax
         for parts, (_, amax) in zip(in_parts, asked, strict=True)
     )
     row_whole, col_whole = (amax if parts else None for parts, (_, amax) in zip(in_parts, asked, strict=True))
@@ -323,11 +322,11 @@ def resolve_amax(x: Facts, device: torch.device, rowwise: str, columnwise: str) 
     draft = Draft(device, inputs=1)
     row, col = Side.of_key(rowwise, "codes", 0), Side.of_key(columnwise, "codes", 1)
     row_amax, col_amax = (
-        draft.output((amax_size(side, length),), torch.float32) if side else None
+        draft.buffer((amax_size(side, length),), torch.float32) if side else None
         for side, length in zip((row, col), x.shape, strict=True)
     )
-    add_folded_amax(draft, Reading(x), row, col, (row_amax, col_amax))
-    return draft.launch()
+    add_folded_amax(draft, Reading(x, None, draft.inputs[0]), row, col, (row_amax, col_amax))
+    return draft.launch(*[amax for amax in (row_amax, col_amax) if amax is not None])
 
 
 def add_folded_amax(draft: Draft, source: Reading, row: Side | None, col: Side | None, amaxes: Pair) -> None:

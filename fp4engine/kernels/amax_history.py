@@ -114,10 +114,10 @@ def resolve_record(past: Past, current: Facts, chosen: Facts | None, device: tor
     """``(values, amax, current, chosen) -> scale's amax``; writes the first two."""
     draft = Draft(device, inputs=4)
     values, amax, whole, given = draft.inputs
-    out = draft.output((1,), torch.float32)
+    out = draft.buffer((1,), torch.float32)
     constants = History(past, (values, amax)).constants
     draft.step(record_kernel, 1, values, amax, whole, given if chosen else None, out, *constants, num_warps=4)
-    return draft.launch()
+    return draft.launch(out)
 
 
 def record_amax(values: Tensor, amax: Tensor, current: Tensor, choice: str, chosen: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from fp4engine.formats import FP32, CastSpec
 from fp4engine.kernels.block_cast import decode_tile, from_stored, two_to
 from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes
 from fp4engine.kernels.encode import narrow
-from fp4engine.kernels.launch import Block, Draft, Facts, Launch, device_facts, facts, resolver
+from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Matrix, Place, device_facts, facts, resolver
 from fp4engine.kernels.rotate import round_to
 
 TILE_R = 32
@@ -93,29 +93,36 @@ def block_decode_kernel(
     tl.store(out_ptr + (local * cols + col), values, mask=(row < R) & (col < cols - col0))
 
 
+def add_block_decode(
+    draft: Draft, codes: Matrix, scale_inv: Place, amax: Place | None, spec: CastSpec, cols: int, dtype: torch.dtype
+) -> Matrix:
+    """Values [rows, cols] of codes, with the outer factor if there is an amax.
+
+    Without, FP32 block scales are left out too: they are factors of a product, see ``gemm_factors.py``.
+    """
+    rows = codes.facts.shape[0]
+    width = codes.facts.shape[1] * 8 // spec.element.storage_bits
+    out = draft.matrix((rows, cols), dtype)
+    scaled = spec.block[1] and (amax is not None or spec.scale != FP32)
+    scales = Block(scale_inv, as_bytes) if scaled else None
+    draft.step(
+        block_decode_kernel, -(-rows // TILE_R) * -(-cols // TILE_C), codes.place, scales, amax, out.place, rows, width,
+        cols, BlockCast.of(spec, "values", 0), TILE_R, TILE_C, device_facts(draft.device)[0], num_warps=4,
+    )  # fmt: skip
+    return out
+
+
 @resolver
 def resolve_block_decode(
     tensors: tuple[Facts | None, ...], device: torch.device, key: str, cols: int, dtype: torch.dtype
 ) -> Launch:
-    """``(codes, scale_inv, amax) -> values``, with the outer factor if there is an amax.
-
-    Without, FP32 block scales are left out too: they are factors of a product, see ``gemm_factors.py``.
-    """
-    codes, scale_inv, amax = tensors
-    assert codes is not None and scale_inv is not None
-    spec = CastSpec.from_key(key)
-    rows = codes.shape[0]
-    width = codes.shape[1] * 8 // spec.element.storage_bits
+    """``(codes, scale_inv, amax) -> values``."""
+    codes, _, amax = tensors
+    assert codes is not None
     draft = Draft(device, inputs=3)
-    out = draft.output((rows, cols), dtype)
-    scaled = spec.block[1] and (amax is not None or spec.scale != FP32)
-    scales = Block(draft.inputs[1], as_bytes) if scaled else None
-    draft.step(
-        block_decode_kernel, -(-rows // TILE_R) * -(-cols // TILE_C), draft.inputs[0], scales,
-        draft.inputs[2] if amax else None, out, rows, width, cols, BlockCast.of(spec, "values", 0), TILE_R, TILE_C,
-        device_facts(device)[0], num_warps=4,
-    )  # fmt: skip
-    return draft.launch()
+    place, scale_inv, outer = draft.inputs
+    matrix, spec = Matrix(place, codes), CastSpec.from_key(key)
+    return draft.launch(add_block_decode(draft, matrix, scale_inv, outer if amax else None, spec, cols, dtype).place)
 
 
 def block_decode(codes: Tensor, scale_inv: Tensor, key: str, dtype: torch.dtype) -> Tensor:

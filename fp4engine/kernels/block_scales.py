@@ -72,9 +72,9 @@ def shape_of(rows: int, blocks: int, height: int) -> tuple[int, int]:
 
 
 def add_block_scales(draft: Draft, left: Scales, right: Scales, height: int) -> tuple[Place, Place]:
-    """Both operands' scales as outputs of the launch; blocks of the left one have one row, of the right ``height``."""
+    """Both operands' scales; blocks of the left one have one row, of the right ``height``."""
     (lines, width), blocks = shape_of(right.rows, right.blocks, height), right.blocks
-    outs = draft.output((left.blocks, left.rows), torch.float32), draft.output((lines, width), torch.float32)
+    outs = draft.buffer((left.blocks, left.rows), torch.float32), draft.buffer((lines, width), torch.float32)
     programs = -(-left.rows * left.blocks // SCALES) + -(-lines * width // SCALES)
     draft.step(
         block_scales_kernel, programs, Block(left.scale_inv, as_bytes), outs[0], Block(right.scale_inv, as_bytes),
@@ -88,8 +88,7 @@ def resolve_block_scales(left: Facts, right: Facts, device: torch.device, height
     """``(left_scale_inv, right_scale_inv) -> left_scales, right_scales``."""
     draft = Draft(device, inputs=2)
     operands = (Scales(place, *tensor.shape) for place, tensor in zip(draft.inputs, (left, right), strict=True))
-    add_block_scales(draft, *operands, height)
-    return draft.launch()
+    return draft.launch(*add_block_scales(draft, *operands, height))
 
 
 def block_scales(left: Tensor, right: Tensor, height: int) -> list[Tensor]:

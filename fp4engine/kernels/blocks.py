@@ -307,7 +307,7 @@ def add_cast(draft: Draft, x: Facts, place: Place, target: Target, rng: Place | 
     tiles = -(-rows // tile[0]) * -(-width // TILE_C)
     amax, whole, parts = target.given, None, 0
     if target.given is None and not aligned:
-        whole = draft.scratch((1,), torch.float32) if scalar else target.amax
+        whole = draft.buffer((1,), torch.float32) if scalar else target.amax
         amax = None
     if target.given is None and scaled_by_all:
         if spec.outer is Outer.ROW:
@@ -317,7 +317,7 @@ def add_cast(draft: Draft, x: Facts, place: Place, target: Target, rng: Place | 
             programs = min(tiles, 8 * multiprocessors)
         else:
             parts = programs = min(tiles, 8 * multiprocessors, MOST_PARTS)
-            amax = draft.scratch((max(parts, 1),), torch.float32)
+            amax = draft.buffer((max(parts, 1),), torch.float32)
             if not parts:
                 add_zeros(draft, [whole, None], [1, 0])
         draft.step(
@@ -329,13 +329,13 @@ def add_cast(draft: Draft, x: Facts, place: Place, target: Target, rng: Place | 
     scales = Block(target.scale_inv, as_bytes) if target.scale_inv else None
     groups = rows * width // cast.group
     if scalar:
-        sums = draft.scratch((2, max(groups, 1)), torch.float64)
+        sums = draft.buffer((2, max(groups, 1)), torch.float64)
     if aligned:
-        scales = unaligned = draft.scratch((rows, width // spec.block[1]), torch.float32)
+        scales = unaligned = draft.buffer((rows, width // spec.block[1]), torch.float32)
         if target.given is None:
-            largest = draft.scratch((1,), torch.float32)
+            largest = draft.buffer((1,), torch.float32)
             add_zeros(draft, [largest, None], [1, 0])
-    codes = draft.scratch((rows, width // 2), torch.uint8) if aligned and target.form == "values" else target.data
+    codes = draft.buffer((rows, width // 2), torch.uint8) if aligned and target.form == "values" else target.data
     draft.step(
         block_cast_kernel, max(tiles, 1), place, None if aligned else amax, whole, codes, scales, sums, largest, rng,
         rows, cols, *x.strides, width, stream, parts, cast, *tile, hardware, num_warps=warps_for(tile[0]),
@@ -364,7 +364,7 @@ def _add_alignment(
     """Store the block scales, and the values if they are asked for."""
     blocks = width // cast.width
     hardware, _ = device_facts(draft.device)
-    stored = target.scale_inv or draft.scratch((rows, blocks), torch.float8_e4m3fn)
+    stored = target.scale_inv or draft.buffer((rows, blocks), torch.float8_e4m3fn)
     draft.step(
         align_kernel, max(-(-rows * blocks // SCALES_PER_PROGRAM), 1), scales, largest, target.given or target.amax,
         Block(stored, as_bytes), rng, rows, blocks, stream, cast, SCALES_PER_PROGRAM, hardware, num_warps=4,
@@ -377,7 +377,7 @@ def add_correction(draft: Draft, sums: Place, count: int, source: Place, amax: P
     """``amax = source * <y,y> / <y,q>``, from sums [2, count]; ``source`` itself without any."""
     while count > SUMS:
         folded = -(-count // SUMS)
-        out = draft.scratch((2, folded), torch.float64)
+        out = draft.buffer((2, folded), torch.float64)
         draft.step(fold_sums_kernel, folded, sums, out, None, count, folded, SUMS, num_warps=4)
         sums, count = out, folded
     draft.step(fold_sums_kernel, 1, sums, amax, source, count, 1, SUMS, num_warps=4)

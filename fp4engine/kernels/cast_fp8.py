@@ -17,7 +17,6 @@ from fp4engine.kernels.amax import Maxima, add_amax, whole_amax
 from fp4engine.kernels.amax_history import History, note, recall
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.encode import outer_encode_scale, to_bits
-from fp4engine.kernels.factor import Factor, store_factor
 from fp4engine.kernels.launch import Draft, Place
 from fp4engine.kernels.load import Reading
 
@@ -95,17 +94,8 @@ def load_amax(amax_ptr, whole_ptr, parts, values_ptr, past_amax_ptr, scaled_by_p
 
 
 @triton.jit
-def note_factor(amax, other_amax_ptr, numerator, alpha_ptr, one_ptr):
-    """The first program writes the factor of a side's product, where somebody asks for it."""
-    if alpha_ptr is not None:
-        if tl.program_id(0) == 0:
-            store_factor(amax, other_amax_ptr, numerator, alpha_ptr, one_ptr)
-
-
-@triton.jit
 def cast_fp8_kernel(
-    x_ptr, row_amax_ptr, row_whole_ptr, row_ptr, row_other_ptr, row_numerator, row_alpha_ptr, row_one_ptr,
-    col_amax_ptr, col_whole_ptr, col_ptr, col_other_ptr, col_numerator, col_alpha_ptr, col_one_ptr,
+    x_ptr, row_amax_ptr, row_whole_ptr, row_ptr, col_amax_ptr, col_whole_ptr, col_ptr,
     values_ptr, past_amax_ptr, scaled_by_ptr,
     M, K, stride_m, stride_k, row_width, col_width, tiles_k, parts,
     ROW: tl.constexpr, COL: tl.constexpr, SHARED: tl.constexpr,
@@ -114,7 +104,6 @@ def cast_fp8_kernel(
     """Tile ``pid`` of the padded matrix, tiles counted along K first.
 
     ``*_amax_ptr``: a side's outer amax; or, where ``*_whole_ptr`` is given, its parts, and the amax is written there.
-    ``*_alpha_ptr``: where the factor of a side's product with the operand of amax ``*_other_ptr`` goes, or None.
     ``past_amax_ptr``: of a history, whose kernel of the amax came before; or None. ``values_ptr``: of it, or None where
     nothing is to be noted. ``scaled_by_ptr``: where what both sides are scaled by goes.
     ``SHARED``: the amax is the same for both sides; ``col_amax_ptr`` is not read.
@@ -125,14 +114,12 @@ def cast_fp8_kernel(
     x = tl.load(x_ptr + offsets, mask=(row < M) & (col < K), other=0.0).to(tl.float32)
     if ROW is not None:
         amax = load_amax(row_amax_ptr, row_whole_ptr, parts, values_ptr, past_amax_ptr, scaled_by_ptr)
-        note_factor(amax, row_other_ptr, row_numerator, row_alpha_ptr, row_one_ptr)
         code = encode_fp8(x, outer_encode_scale(amax, ROW.numerator), ROW)
         codes = row_ptr.to(tl.pointer_type(tl.uint8))
         tl.store(codes + (row.to(tl.int64) * row_width + col), code, mask=(row < M) & (col < row_width))
     if COL is not None:
         if ROW is None or not SHARED:
             amax = load_amax(col_amax_ptr, col_whole_ptr, parts, values_ptr, past_amax_ptr, scaled_by_ptr)
-        note_factor(amax, col_other_ptr, col_numerator, col_alpha_ptr, col_one_ptr)
         if ROW is None or COL != ROW or not SHARED:
             code = encode_fp8(x, outer_encode_scale(amax, COL.numerator), COL)
         codes = col_ptr.to(tl.pointer_type(tl.uint8))
@@ -165,15 +152,13 @@ class Target(NamedTuple):
         spec: what :func:`supports`.
         amax: of the tensor: given, or to be written.
         is_given: whether ``amax`` is there already.
-        data: codes, as bytes or as PyTorch's FP8.
-        factor: of the product of this operand and one that is there already; None writes none.
+        data: codes.
     """
 
     spec: CastSpec
     amax: Place
     is_given: bool
     data: Place
-    factor: Factor | None = None
 
 
 def add_cast(
@@ -187,7 +172,7 @@ def add_cast(
     missing = [target.amax for target in (row, col) if target is not None and not target.is_given]  # one, if any
     own, maxima = None, Maxima(None, None, 0)
     if missing:
-        own = missing[0] if history is None else draft.scratch((1,), torch.float32)
+        own = missing[0] if history is None else draft.buffer((1,), torch.float32)
         source = reading if not reading.x.is_column_major else reading._replace(x=reading.x.transposed)
         maxima = add_amax(draft, source, Side.of(CastSpec(), "codes", 0), None, (own, None), None, history)
     past = (None, None, None) if history is None else (*history.places, missing[0])
@@ -195,15 +180,14 @@ def add_cast(
     row_width = row.spec.padded_cols(cols) if row else 0
     col_width = col.spec.padded_cols(rows) if col else 0
     tiles_k = max(triton.cdiv(max(cols, row_width), TILE_K), 1)
-    tiles = tiles_k * max(triton.cdiv(max(rows, col_width), TILE_M), 1)  # one writes amax and factor of an empty matrix
+    tiles = tiles_k * max(triton.cdiv(max(rows, col_width), TILE_M), 1)  # one writes the amax of an empty matrix
     targets: list[Any] = []
     for target in (row, col):
         if target is None:
-            targets += [None] * 7
+            targets += [None] * 3
             continue
         whole = None if target.is_given or (shared and target is col) else own
         targets += [target.amax if target.is_given else maxima.row, whole, target.data]
-        targets += target.factor or [None] * 4
     draft.step(
         cast_fp8_kernel, tiles, reading.place, *targets, *past, rows, cols, *reading.x.strides, row_width, col_width,
         tiles_k, maxima.parts, Grid.of(row.spec) if row else None, Grid.of(col.spec) if col else None,

@@ -4,15 +4,17 @@ The one place that says whether a kernel covers a cast (:func:`supports`).
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp4engine.formats import CastSpec, Correction, Outer, RoundingMode, ScaleRule
 from fp4engine.kernels import blocks, cast_fp8, cast_fp8_blocks, quantize
-from fp4engine.kernels.amax import amax_size, resolve_amax
+from fp4engine.kernels.amax import resolve_amax
+from fp4engine.kernels.amax_history import History
 from fp4engine.kernels.cast import Side
-from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolver
+from fp4engine.kernels.launch import Draft, Facts, Launch, Matrix, Place, facts, resolver
 from fp4engine.kernels.load import Prologue, Reading
 from fp4engine.kernels.quantize import Target
 from fp4engine.kernels.source import Asked
@@ -52,6 +54,91 @@ def fuses(spec: CastSpec, dtype: torch.dtype) -> tuple[bool, str]:
     return (quantize if spec.block[1] else cast_fp8).supports(spec, dtype)
 
 
+class Wanted(NamedTuple):
+    """A side of a cast that is asked for.
+
+    Attributes:
+        spec: what :func:`supports`.
+        form: ``"codes"`` or ``"values"``.
+        amax: the outer amax to cast by; None takes the operand's own.
+    """
+
+    spec: CastSpec
+    form: str
+    amax: Place | None = None
+
+
+class Made(NamedTuple):
+    """An operand in a launch: codes or values; block scales, None beside values; and the outer amax of the cast."""
+
+    data: Matrix
+    scale_inv: Matrix | None
+    amax: Matrix
+
+
+def add_casts(
+    draft: Draft,
+    reading: Reading,
+    row: Wanted | None,
+    col: Wanted | None,
+    rng: Place | None,
+    stream: int,
+    is_placed: bool = False,
+    history: History | None = None,
+) -> tuple[Made | None, Made | None]:
+    """Cast the sides of a matrix that are asked for, in as few kernels as cover them.
+
+    Args:
+        rng, stream: the draw and the stream id of the role.
+        is_placed: whether ``rng`` tells of the matrix's place in a whole one.
+        history: of delayed scaling, by which FP8 sides are scaled.
+    """
+    rows, cols = reading.shape
+    made: list[Made | None] = [None, None]
+    fp4: list[Target | None] = [None, None]
+    fp8: list[cast_fp8.Target | None] = [None, None]
+    others: list[blocks.Target | None] = [None, None]
+    for side, (wanted, (height, width)) in enumerate(((row, (rows, cols)), (col, (cols, rows)))):
+        if wanted is None:
+            continue
+        spec, form, given = wanted
+        padded = spec.padded_cols(width)
+        data = draft.matrix(*_data(spec, form, height, padded))
+        scale_inv = draft.matrix((height, spec.num_blocks(padded)), spec.scale.torch_dtype) if form == "codes" else None
+        amax = Matrix(given, Facts((1,), (1,), torch.float32, True)) if given else None
+        if amax is None or spec.correction is Correction.SCALAR:
+            if not spec.block[1] and fp8[0] is not None and not fp8[0].is_given:
+                amax = Matrix(fp8[0].amax, Facts((1,), (1,), torch.float32, True))  # one for x and its transpose
+            else:
+                shape = {Outer.ROW: (height,), Outer.BLOCK128: (height, padded // 128)}.get(spec.outer, (1,))
+                amax = Matrix(draft.buffer(shape, torch.float32), Facts(shape, (1,), torch.float32, True))
+        if not spec.block[1]:
+            fp8[side] = cast_fp8.Target(spec, amax.place, given is not None, data.place)
+        elif fuses(spec, reading.dtype)[0]:
+            scales = scale_inv or draft.matrix(*quantize.scales_of(height, width))
+            kind = Side.of(spec, form, side, is_placed)
+            fp4[side] = Target(kind, amax.place, given is not None, data.place, scales.place)
+        else:
+            written = None if given and spec.correction is not Correction.SCALAR else amax.place
+            scales = scale_inv.place if scale_inv else None
+            others[side] = blocks.Target(spec, form, side, is_placed, given, written, data.place, scales)
+        made[side] = Made(data, scale_inv, amax)
+    if any(fp4):
+        quantize.add_cast(draft, reading, fp4[0], fp4[1], rng, stream)
+    if any(fp8):
+        cast_fp8.add_cast(draft, reading, fp8[0], fp8[1], history)
+    if any(others):
+        cast_fp8_blocks.add_casts(draft, reading.x, reading.place, others[0], others[1], rng, stream)
+    return made[0], made[1]
+
+
+def _data(spec: CastSpec, form: str, rows: int, width: int) -> tuple[tuple[int, int], torch.dtype]:
+    """Shape and dtype of the codes or values of an operand [rows, width], padded."""
+    if form == "values":
+        return (rows, width), spec.values_dtype
+    return (rows, width * spec.element.storage_bits // 8), torch.uint8
+
+
 @resolver
 def resolve_cast(
     tensors: tuple[Facts | None, ...],
@@ -71,62 +158,27 @@ def resolve_cast(
         shared: whether both given amaxes are one tensor.
         stream: stream id of the role.
     """
-    x = tensors[0]
+    x, row_amax, col_amax, rng = tensors[:4]
     assert x is not None
     draft = Draft(device, len(tensors))
-    reading = Reading(x, Prologue.of(asked.kind, asked.dtype, asked.gated) if asked.kind else None)
-    rows, cols = reading.shape
-    fp4: list[Target | None] = [None, None]
-    fp8: list[cast_fp8.Target | None] = [None, None]
-    others: list[blocks.Target | None] = [None, None]
-    sharded = tensors[3] is not None and tensors[3].shape == (4,)
-    for bit, ((key, form), shape) in enumerate(zip(asked.sides, ((rows, cols), (cols, rows)), strict=True)):
-        if not key:
-            continue
-        spec, given = CastSpec.from_key(key), tensors[1 + bit] is not None
-        if spec.block[1] and not fuses(spec, reading.dtype)[0]:
-            others[bit] = _block_target(draft, spec, form, bit, sharded, Place(1 + bit) if given else None, shape)
-        elif spec.block[1]:
-            side = Side.of(spec, form, bit, sharded)
-            data = draft.output(*quantize.data_of(side, *shape))
-            scale_inv = (draft.output if form == "codes" else draft.scratch)(*quantize.scales_of(*shape))
-            amax = Place(1 + bit) if given else draft.output((amax_size(side, shape[0]),), torch.float32)
-            fp4[bit] = Target(side, amax, given, data, scale_inv)
-        else:
-            data = draft.output((shape[0], spec.padded_cols(shape[1])), torch.uint8)
-            if form == "codes":
-                draft.output((shape[0], 0), spec.scale.torch_dtype)
-            if fp8[0] is not None and (shared if given else not fp8[0].is_given):
-                amax = fp8[0].amax  # the largest magnitude is that of the transposed matrix too
-            else:
-                amax = Place(1 + bit) if given else draft.output((1,), torch.float32)
-            fp8[bit] = cast_fp8.Target(spec, amax, given, data)
-    rng = None if tensors[3] is None else Place(3)
-    if any(fp4):
-        quantize.add_cast(draft, reading, fp4[0], fp4[1], rng, stream)
-    if any(fp8):
-        cast_fp8.add_cast(draft, reading, fp8[0], fp8[1])
-    if any(others):
-        cast_fp8_blocks.add_casts(draft, x, reading.place, others[0], others[1], rng, stream)
-    return draft.launch()
-
-
-def _block_target(
-    draft: Draft, spec: CastSpec, form: str, side: int, sharded: bool, given: Place | None, shape: tuple[int, int]
-) -> blocks.Target:
-    """Outputs of the operand [rows, cols] of one side."""
-    rows, cols = shape
-    width = spec.padded_cols(cols)
-    scale_inv = amax = None
-    if form == "codes":
-        data = draft.output((rows, width * spec.element.storage_bits // 8), torch.uint8)
-        scale_inv = draft.output((rows, width // spec.block[1]), spec.scale.torch_dtype)
-    else:
-        data = draft.output((rows, width), spec.values_dtype)
-    if given is None or spec.correction is Correction.SCALAR:
-        outer = {Outer.ROW: (rows,), Outer.BLOCK128: (rows, width // 128)}
-        amax = draft.output(outer.get(spec.outer, (1,)), torch.float32)
-    return blocks.Target(spec, form, side, sharded, given, amax, data, scale_inv)
+    _, row_place, col_place, rng_place = draft.inputs[:4]
+    given = (row_place if row_amax else None, (row_place if shared else col_place) if col_amax else None)
+    prologue = Prologue.of(asked.kind, asked.dtype, asked.gated) if asked.kind else None
+    vectors = [place if told else None for place, told in zip(draft.inputs[4:], tensors[4:], strict=True)]
+    reading = Reading(x, prologue, draft.inputs[0], tuple(vectors) or (None, None, None))
+    wanted = [
+        Wanted(CastSpec.from_key(key), form, amax) if key else None
+        for (key, form), amax in zip(asked.sides, given, strict=True)
+    ]
+    is_placed = rng is not None and rng.shape == (4,)
+    made = add_casts(draft, reading, *wanted, rng_place if rng else None, stream, is_placed)
+    outputs: list[Place] = []
+    for side, own in zip(wanted, made, strict=True):
+        if side is not None and own is not None:
+            outputs += [own.data.place] if own.scale_inv is None else [own.data.place, own.scale_inv.place]
+            if own.amax.place not in (side.amax, *outputs):
+                outputs.append(own.amax.place)
+    return draft.launch(*outputs)
 
 
 def amaxes(x: Tensor, keys: Keys, rng: Tensor | None, stream: int) -> list[Tensor]:

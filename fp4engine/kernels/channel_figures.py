@@ -89,8 +89,8 @@ def add_channels(draft: Draft, x: Facts, place: Place, target: Target) -> None:
     chunks = min(steps, max(1, -(-CHANNEL_PROGRAMS_PER_SM * multiprocessors // across)))
     chunk = -(-steps // chunks) * TILE_R
     chunks = -(-rows // chunk)
-    amax = draft.scratch((chunks, cols), torch.float32)
-    sums = draft.scratch((chunks * across, 2), torch.float64)
+    amax = draft.buffer((chunks, cols), torch.float32)
+    sums = draft.buffer((chunks * across, 2), torch.float64)
     draft.step(
         channels_kernel, chunks * across, place, amax, sums, rows, cols, *x.strides, chunk, TILE_R, TILE_C, num_warps=8
     )

@@ -15,9 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.constants import SUM_ROWS as _SUM_ROWS
+from fp4engine.kernels.encode import narrow
 from fp4engine.kernels.grouped import find, max_tiles, vector_size
-from fp4engine.kernels.launch import Draft, Facts, Launch, facts, resolver
+from fp4engine.kernels.launch import Draft, Facts, Launch, Matrix, Place, device_facts, facts, resolver
 from fp4engine.kernels.load import load_rows
+from fp4engine.kernels.rotate import round_to
 
 SUM_ROWS = tl.constexpr(_SUM_ROWS)
 COLS = 64
@@ -51,7 +53,10 @@ def tree(x, COLS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M", "groups"])
-def chunk_sums_kernel(x_ptr, offsets_ptr, chunks_ptr, M, K, stride_m, groups, GROUPS: tl.constexpr, COLS: tl.constexpr):
+def chunk_sums_kernel(
+    x_ptr, offsets_ptr, chunks_ptr, M, K, stride_m, groups, GROUPS: tl.constexpr, COLS: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
     tiles = tl.cdiv(K, COLS)
     chunk = tl.program_id(0) // tiles
     col0 = (tl.program_id(0) % tiles) * COLS
@@ -61,11 +66,13 @@ def chunk_sums_kernel(x_ptr, offsets_ptr, chunks_ptr, M, K, stride_m, groups, GR
     x = load_rows(x_ptr + first * stride_m, stride_m, 1, rows, K, row0, col0, SUM_ROWS, COLS, False)
     col = col0 + tl.arange(0, COLS)
     # Added to 0, as the sum of the chunks begins: one chunk alone is the sum.
-    tl.store(chunks_ptr + chunk.to(tl.int64) * K + col, tree(x, COLS) + 0.0, mask=col < K)
+    dtype: tl.constexpr = chunks_ptr.dtype.element_ty
+    total = narrow(round_to(tree(x, COLS) + 0.0, dtype, HARDWARE), dtype)
+    tl.store(chunks_ptr + chunk.to(tl.int64) * K + col, total, mask=col < K)
 
 
 @triton.jit(do_not_specialize=["M"])
-def fold_chunks_kernel(chunks_ptr, offsets_ptr, out_ptr, M, K, COLS: tl.constexpr):
+def fold_chunks_kernel(chunks_ptr, offsets_ptr, out_ptr, M, K, COLS: tl.constexpr, HARDWARE: tl.constexpr):
     tiles = tl.cdiv(K, COLS)
     expert = tl.program_id(0) // tiles
     col = (tl.program_id(0) % tiles) * COLS + tl.arange(0, COLS)
@@ -79,32 +86,41 @@ def fold_chunks_kernel(chunks_ptr, offsets_ptr, out_ptr, M, K, COLS: tl.constexp
     for _ in range(0, chunks):
         total += tl.load(chunk_ptrs, mask=col < K, other=0.0)
         chunk_ptrs += K
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    total = narrow(round_to(total, dtype, HARDWARE), dtype)
     tl.store(out_ptr + expert.to(tl.int64) * K + col, total, mask=col < K)
+
+
+def add_column_sums(
+    draft: Draft, x: Matrix, out: Place, offsets: Place | None = None, groups: int | None = None
+) -> None:
+    """Write the sums to ``out`` [G, K], or [K] without offsets, of which there are none if ``groups`` is None."""
+    rows, cols = x.shape
+    count, (hardware, _) = groups or 1, device_facts(draft.device)
+    chunks = -(-rows // _SUM_ROWS) if groups is None else max_tiles(rows, count, _SUM_ROWS)
+    if groups is None and chunks == 1:  # one chunk is the sum: 0 + chunk[0]
+        sums = out
+    else:
+        sums = draft.buffer((chunks, cols), torch.float32)
+    programs = chunks * -(-cols // COLS)
+    size = vector_size(count)
+    draft.step(
+        chunk_sums_kernel, programs, x.place, offsets, sums, rows, cols, x.facts.strides[0], count, size, COLS,
+        hardware, num_warps=4,
+    )  # fmt: skip
+    if sums is not out:
+        folds = count * -(-cols // FOLDED)
+        draft.step(fold_chunks_kernel, folds, sums, offsets, out, rows, cols, FOLDED, hardware, num_warps=4)
 
 
 @resolver
 def resolve_column_sums(x: Facts, device: torch.device, groups: int | None) -> Launch:
     """``(x, offsets) -> sums``; no ``groups``, no offsets."""
-    rows, cols = x.shape
     draft = Draft(device, inputs=2)
-    offsets = None if groups is None else draft.inputs[1]
-    count = groups or 1
-    out = draft.output((count, cols), torch.float32)
-    chunks = -(-rows // _SUM_ROWS) if groups is None else max_tiles(rows, count, _SUM_ROWS)
-    if groups is None and chunks == 1:  # one chunk is the sum: 0 + chunk[0]
-        sums = out
-    else:
-        sums = draft.scratch((chunks, cols), torch.float32)
-    programs = chunks * -(-cols // COLS)
-    size = vector_size(count)
-    draft.step(
-        chunk_sums_kernel, programs, draft.inputs[0], offsets, sums, rows, cols, x.strides[0], count, size, COLS,
-        num_warps=4,
-    )  # fmt: skip
-    if sums is not out:
-        folds = count * -(-cols // FOLDED)
-        draft.step(fold_chunks_kernel, folds, sums, offsets, out, rows, cols, FOLDED, num_warps=4)
-    return draft.launch()
+    place, offsets = draft.inputs
+    out = draft.buffer((groups or 1, x.shape[1]), torch.float32)
+    add_column_sums(draft, Matrix(place, x), out, None if groups is None else offsets, groups)
+    return draft.launch(out)
 
 
 def column_sums(x: Tensor, offsets: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fp4engine.constants import ALIGNMENT, BLOCK_SIZE
 from fp4engine.formats import E2M1, E4M3, CastSpec, Outer
 from fp4engine.kernels.encode import PAIRS, from_bits, from_e4m3, round_bf16, to_bits
-from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, device_facts, facts, resolver
+from fp4engine.kernels.launch import Draft, Facts, Launch, Matrix, Place, device_facts, facts, resolver
 from fp4engine.kernels.tiles import Tiles
 
 BLOCKS = 512
@@ -175,8 +175,8 @@ def supports(spec: CastSpec) -> tuple[bool, str]:
 class Codes(NamedTuple):
     """Codes and block scales in a launch, and how many rows and blocks they are."""
 
-    codes: Place | Block
-    scale_inv: Place | Block
+    codes: Place
+    scale_inv: Place
     rows: int
     blocks: int
 
@@ -214,9 +214,9 @@ def resolve_decode(operands: tuple[tuple[Facts, Facts], ...], device: torch.devi
     for index, (_, scale_inv) in enumerate(operands):
         rows, blocks = scale_inv.shape
         read.append(Codes(draft.inputs[2 * index], draft.inputs[2 * index + 1], rows, blocks))
-        outs.append(draft.output((rows, blocks * BLOCK_SIZE), torch.bfloat16))
+        outs.append(draft.buffer((rows, blocks * BLOCK_SIZE), torch.bfloat16))
     add_decode(draft, read, outs)
-    return draft.launch()
+    return draft.launch(*outs)
 
 
 def decode(*tensors: Tensor) -> list[Tensor]:
@@ -230,23 +230,32 @@ def decode(*tensors: Tensor) -> list[Tensor]:
     return resolve_decode(tuple(zip(asked[::2], asked[1::2], strict=True)), tensors[0].device)(*tensors)
 
 
+def add_dequantize(
+    draft: Draft, codes: Matrix, scale_inv: Place, amax: Place, spec: CastSpec, cols: int, dtype: torch.dtype
+) -> Matrix:
+    """``x_hat`` of an operand of ``cols`` columns, see :func:`dequantize`."""
+    rows = codes.facts.shape[0]
+    blocks = spec.num_blocks(spec.padded_cols(cols))
+    width = cols if spec.rotation is None else blocks * BLOCK_SIZE
+    out = draft.matrix((rows, width), dtype)
+    total = rows * blocks if width else 0
+    words = dtype != torch.float32 and width == blocks * BLOCK_SIZE
+    draft.step(
+        dequantize_kernel, -(-total // BLOCKS), codes.place, scale_inv, amax, out.place, spec.numerator, total, blocks,
+        width, spec.outer is Outer.ROW, words, BLOCKS, device_facts(draft.device)[0], num_warps=4,
+    )  # fmt: skip
+    return out
+
+
 @resolver
 def resolve_dequantize(
     tensors: tuple[Facts, Facts, Facts], device: torch.device, key: str, cols: int, dtype: torch.dtype
 ) -> Launch:
     """``(codes, scale_inv, amax) -> x_hat``."""
-    spec = CastSpec.from_key(key)
-    rows, blocks = tensors[1].shape
-    width = cols if spec.rotation is None else blocks * BLOCK_SIZE
     draft = Draft(device, inputs=3)
-    out = draft.output((rows, width), dtype)
-    total = rows * blocks if width else 0
-    words = dtype != torch.float32 and width == blocks * BLOCK_SIZE
-    draft.step(
-        dequantize_kernel, -(-total // BLOCKS), *draft.inputs, out, spec.numerator, total, blocks, width,
-        spec.outer is Outer.ROW, words, BLOCKS, device_facts(device)[0], num_warps=4,
-    )  # fmt: skip
-    return draft.launch()
+    codes, scale_inv, amax = draft.inputs
+    made = add_dequantize(draft, Matrix(codes, tensors[0]), scale_inv, amax, CastSpec.from_key(key), cols, dtype)
+    return draft.launch(made.place)
 
 
 def dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, key: str, cols: int, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,5 @@
 """What an FP8 product is multiplied by: ``alpha = fl(fl(A_left * A_right) / numerator)``, and one."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -10,39 +8,24 @@ from torch import Tensor
 from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolver
 
 
-class Factor(NamedTuple):
-    """The factor of the product of one operand, whose cast writes it, and another.
-
-    Attributes:
-        other_amax: the other operand's.
-        numerator: both operands', exact in FP32.
-        alpha, one: where they go, FP32 [1, 1].
-    """
-
-    other_amax: Place
-    numerator: float
-    alpha: Place
-    one: Place
-
-
 @triton.jit
-def store_factor(amax, other_amax_ptr, numerator, alpha_ptr, one_ptr):
-    tl.store(alpha_ptr, tl.div_rn(amax * tl.load(other_amax_ptr), numerator))
+def factor_kernel(left_amax_ptr, right_amax_ptr, numerator, alpha_ptr, one_ptr):
+    tl.store(alpha_ptr, tl.div_rn(tl.load(left_amax_ptr) * tl.load(right_amax_ptr), numerator))
     tl.store(one_ptr, 1.0)
 
 
-@triton.jit
-def factor_kernel(left_amax_ptr, right_amax_ptr, numerator, alpha_ptr, one_ptr):
-    store_factor(tl.load(left_amax_ptr), right_amax_ptr, numerator, alpha_ptr, one_ptr)
+def add_factor(draft: Draft, left_amax: Place, right_amax: Place, numerator: float) -> tuple[Place, Place]:
+    """``alpha`` and one, FP32 [1, 1]."""
+    alpha, one = draft.buffer((1, 1), torch.float32), draft.buffer((1, 1), torch.float32)
+    draft.step(factor_kernel, 1, left_amax, right_amax, numerator, alpha, one, num_warps=1)
+    return alpha, one
 
 
 @resolver
 def resolve_factor(left_amax: Facts, right_amax: Facts, device: torch.device, numerator: float) -> Launch:
     """``(left_amax, right_amax) -> alpha, one``."""
     draft = Draft(device, inputs=2)
-    outs = [draft.output((1, 1), torch.float32) for _ in range(2)]
-    draft.step(factor_kernel, 1, *draft.inputs, numerator, *outs, num_warps=1)
-    return draft.launch()
+    return draft.launch(*add_factor(draft, *draft.inputs, numerator))
 
 
 def factor(left_amax: Tensor, right_amax: Tensor, numerator: float) -> list[Tensor]:

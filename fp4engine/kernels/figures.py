@@ -390,14 +390,14 @@ def resolve_figures(tensors: tuple[Facts, ...], operands: tuple[Counted, ...], d
     specs = [CastSpec.from_key(operand.key) for operand in operands]
     numbers = [2] * len(tensors) + [int(NUMBERS) + sum(_histograms(spec)) + 4 * RANKED for spec in specs]
     maxima = [x.shape[1] for x in tensors] + [3] * len(operands)
-    out = draft.output((sum(numbers),), torch.float64), draft.output((sum(maxima),), torch.float64)
+    out = draft.buffer((sum(numbers),), torch.float64), draft.buffer((sum(maxima),), torch.float64)
     targets = [Target(*out, sum(numbers[:i]), sum(maxima[:i])) for i in range(len(numbers))]
     for i, x in enumerate(tensors):
         add_channels(draft, x, draft.inputs[i], targets[i])
     for i, operand in enumerate(operands, len(tensors)):
         inputs = draft.inputs[len(tensors) + 5 * (i - len(tensors)) :][:5]
         _add_operand(draft, operand, inputs, targets[i])
-    return draft.launch()
+    return draft.launch(*out)
 
 
 def _histograms(spec: CastSpec) -> tuple[int, int]:
@@ -417,10 +417,10 @@ def _add_operand(draft: Draft, operand: Counted, inputs: tuple[Place, ...], targ
     programs = min(tiles, PROGRAMS_PER_SM * multiprocessors)
     codes, scales = _histograms(spec)
     blocks = -(-rows // height) * (width // block) if has_scales else 0
-    sums = draft.scratch((programs, SUMS), torch.float64)
-    histogram = draft.scratch((programs, 2 * int(BINS)), torch.int32)
-    ranked = draft.scratch((programs, RANKED, 2), torch.float32)
-    places = draft.scratch((programs, RANKED), torch.int32)
+    sums = draft.buffer((programs, SUMS), torch.float64)
+    histogram = draft.buffer((programs, 2 * int(BINS)), torch.int32)
+    ranked = draft.buffer((programs, RANKED, 2), torch.float32)
+    places = draft.buffer((programs, RANKED), torch.int32)
     parts = (sums, histogram, ranked, places)
     x, rng, data, scale_inv, amax = inputs
     source = (x, None if operand.rng is None else rng, data, Block(scale_inv, as_bytes) if has_scales else None, amax)

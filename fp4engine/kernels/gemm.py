@@ -35,8 +35,8 @@ from fp4engine.constants import BLOCK_SIZE
 from fp4engine.kernels import gemm_split
 from fp4engine.kernels.dequantize import Codes, add_decode
 from fp4engine.kernels.gemm_epilogue import finish, store_tile, tile_of
-from fp4engine.kernels.gemm_launch import Flags, Matrix, Product, block_of
-from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, capability_of, device_facts, facts, resolver
+from fp4engine.kernels.gemm_launch import Flags, Product, block_of
+from fp4engine.kernels.launch import Draft, Facts, Launch, Matrix, Place, capability_of, device_facts, facts, resolver
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Output dtypes; each is reached from the FP32 sum by one rounding."""
@@ -227,11 +227,11 @@ def resolve_gemm(
     draft = Draft(device, inputs=6)
     places = draft.inputs
     by_rows = (left_amax.shape[0] > 1, right_amax.shape[0] > 1)
-    add_gemm(
+    made = add_gemm(
         draft, Matrix(places[0], left), Matrix(places[1], right), places[2], places[3], places[4] if bias else None,
         numerator, by_rows, Matrix(places[5], out) if out else None, out_dtype,
     )  # fmt: skip
-    return draft.launch()
+    return draft.launch(*([] if out else [made.place]))
 
 
 @resolver
@@ -240,8 +240,7 @@ def resolve_product(
 ) -> Launch:
     """``(*left, *right, bias, out) -> y``, or nothing where ``out`` is given, of operands ``(data, scale_inv, amax)``.
 
-    Operands with block scales are codes and decoded first, both at once. What one has more along K than the other is
-    padding.
+    Operands with block scales are codes and decoded first, both at once.
     """
     draft = Draft(device, inputs=8)
     matrices: list[Matrix] = []
@@ -253,52 +252,56 @@ def resolve_product(
         if scale_inv is not None:
             rows, blocks = scale_inv.shape
             shape = (rows, blocks * BLOCK_SIZE)
-            values = draft.scratch(shape, torch.bfloat16)
+            values = draft.buffer(shape, torch.bfloat16)
             decoded.append((Codes(place, draft.inputs[first + 1], rows, blocks), values))
             place, data = values, Facts(shape, (shape[1], 1), torch.bfloat16, True)
         matrices.append(Matrix(place, data))
     if decoded:
         codes, outs = zip(*decoded, strict=True)
         add_decode(draft, codes, outs)
-    width = min(matrix.facts.shape[1] for matrix in matrices)
-    left, right = (
-        matrix._replace(facts=matrix.facts._replace(shape=(matrix.facts.shape[0], width))) for matrix in matrices
-    )
     left_amax, right_amax, bias, out = tensors[2], tensors[5], tensors[6], tensors[7]
     assert left_amax is not None and right_amax is not None
-    add_gemm(
-        draft, left, right, draft.inputs[2], draft.inputs[5], draft.inputs[6] if bias else None, numerator,
+    made = add_gemm(
+        draft, *matrices, draft.inputs[2], draft.inputs[5], draft.inputs[6] if bias else None, numerator,
         (left_amax.shape[0] > 1, right_amax.shape[0] > 1), Matrix(draft.inputs[7], out) if out else None, out_dtype,
     )  # fmt: skip
-    return draft.launch()
+    return draft.launch(*([] if out else [made.place]))
 
 
 def add_gemm(
     draft: Draft,
     left: Matrix,
     right: Matrix,
-    left_amax: Place | Block,
-    right_amax: Place | Block,
+    left_amax: Place,
+    right_amax: Place,
     bias: Place | None,
     numerator: float,
     by_rows: tuple[bool, bool],
     out: Matrix | None,
     out_dtype: torch.dtype,
-) -> None:
-    """Multiply in a launch, into a new output or added to ``out``; by the first kernel that fits.
+) -> Matrix:
+    """Multiply in a launch, into a new matrix or added to ``out``; by the first kernel that fits.
 
     Args:
-        left, right: values; or codes of FP8.
+        left, right: values; or codes of FP8. What one has more along K than the other is padding.
         by_rows: whether left and right have an outer amax for each row.
+
+    Returns:
+        The product, or ``out``.
     """
+    width = min(left.facts.shape[1], right.facts.shape[1])
+    left, right = left.narrowed(width), right.narrowed(width)
     flags = Flags(*by_rows, bias is not None, out is not None)
-    m, k = left.facts.shape
-    n = right.facts.shape[0]
+    m, n = left.facts.shape[0], right.facts.shape[0]
     if out is None:
-        out = Matrix(draft.output((m, n), out_dtype), Facts((m, n), (n, 1), out_dtype, True))
-    product = Product(left, right, out, left_amax, right_amax, bias, numerator, flags)
-    if 0 in (m, n):
-        return
+        out = draft.matrix((m, n), out_dtype)
+    if m and n:
+        _add_product(draft, Product(left, right, out, left_amax, right_amax, bias, numerator, flags))
+    return out
+
+
+def _add_product(draft: Draft, product: Product) -> None:
+    (m, n, k), (left, right, out) = product.shape, product[:3]
     copied = k > 0 and capability_of(draft.device) >= (9, 0) and left.is_aligned and right.is_aligned
     if copied and not _is_tiny(m, n, k):
         if left.facts.dtype.itemsize > 1:

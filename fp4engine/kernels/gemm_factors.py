@@ -15,8 +15,8 @@ import triton.language as tl
 
 from fp4engine.kernels.gemm import GROUP_M, INTERPRETED, Tiles, gluon_kernel
 from fp4engine.kernels.gemm_epilogue import finish, tile_of
-from fp4engine.kernels.gemm_launch import Flags, Matrix, Product
-from fp4engine.kernels.launch import Draft, Facts, Launch, Place, capability_of, device_facts, resolver
+from fp4engine.kernels.gemm_launch import Flags, Product
+from fp4engine.kernels.launch import Draft, Facts, Launch, Matrix, Place, capability_of, device_facts, resolver
 
 LARGE_TILES = Tiles(128, 128, 64, 8, 3, 1.0)
 SMALL_TILES = Tiles(64, 64, 64, 4, 2, 0.5)
@@ -124,7 +124,7 @@ def _add_spread(
         return None, 0
     rows, groups = facts.shape
     wanted, stride = terms // factors.group, -(-rows // SPREAD_ROWS) * SPREAD_ROWS
-    spread = draft.scratch((wanted, stride), torch.float32)
+    spread = draft.buffer((wanted, stride), torch.float32)
     draft.step(
         spread_kernel, stride // SPREAD_ROWS * -(-wanted // SPREAD_GROUPS), factor, spread, rows,
         groups, wanted, stride, factors.numerator, SPREAD_ROWS, SPREAD_GROUPS, num_warps=4,
@@ -152,7 +152,7 @@ def resolve_factored(
     draft = Draft(device, inputs=8)
     place = draft.inputs
     m, n, k = left.shape[0], right.shape[0], min(left.shape[1], right.shape[1])
-    target: Place = place[7] if out else draft.output((m, n), out_dtype)
+    target: Place = place[7] if out else draft.buffer((m, n), out_dtype)
     flags = Flags(left_amax.shape[0] > 1, right_amax.shape[0] > 1, bias is not None, out is not None)
     made = out or Facts((m, n), (n, 1), out_dtype, True)
     groups = left_factors.group, right_factors.group
@@ -166,7 +166,7 @@ def resolve_factored(
         hopper.add_factored(
             draft, product, (left_spread, right_spread), groups, (left_stride, right_stride), device_facts(device)[1]
         )
-        return draft.launch()
+        return draft.launch(*([] if out else [target]))
     group = min(group for group in groups if group)
     tiles = tiles_for(capability_of(device), m, n)
     programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
@@ -178,4 +178,4 @@ def resolve_factored(
         tiles.block_n, group, min(group, tiles.block_k), GROUP_M, INTERPRETED, num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip
-    return draft.launch()
+    return draft.launch(*([] if out else [target]))

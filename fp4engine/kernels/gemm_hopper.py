@@ -31,8 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fp4engine.constants import FP8_TILE
-from fp4engine.kernels.gemm_launch import Matrix, Product, block_of
-from fp4engine.kernels.launch import Block, Draft
+from fp4engine.kernels.gemm_launch import Product, block_of
+from fp4engine.kernels.launch import Block, Draft, Matrix
 
 # Triton 3.6 to 3.8 know the copies by their older names, which 3.9 has taken away.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

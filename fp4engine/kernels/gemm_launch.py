@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp4engine.constants import ALIGNMENT
-from fp4engine.kernels.launch import Block, Facts, Place
+from fp4engine.kernels.launch import Block, Matrix, Place
 
 
 class Flags(NamedTuple):
@@ -16,20 +15,6 @@ class Flags(NamedTuple):
     right_rows: bool
     has_bias: bool
     accumulate: bool
-
-
-class Matrix(NamedTuple):
-    """A matrix in a launch."""
-
-    place: Place
-    facts: Facts
-
-    @property
-    def is_aligned(self) -> bool:
-        """Whether the copy engine can read and write it; the last axis is contiguous."""
-        stride = self.facts.row_stride
-        aligned = self.facts.aligned and stride * self.facts.dtype.itemsize % ALIGNMENT == 0
-        return aligned and stride >= self.facts.shape[1]
 
 
 class Product(NamedTuple):
@@ -46,8 +31,8 @@ class Product(NamedTuple):
     left: Matrix
     right: Matrix
     out: Matrix
-    left_amax: Place | Block
-    right_amax: Place | Block
+    left_amax: Place
+    right_amax: Place
     bias: Place | None
     numerator: float
     flags: Flags

@@ -220,14 +220,14 @@ def resolve_dot_scaled(
     m, n, k = left.shape[0], right.shape[0], 2 * left.shape[1]
     draft = Draft(device, inputs=8)
     codes, scale, amax, other_codes, other_scale, other_amax, bias_place, out_place = draft.inputs
-    target = out_place if out else draft.output((m, n), out_dtype)
+    target = out_place if out else draft.buffer((m, n), out_dtype)
     flags = (left_amax.shape[0] > 1, right_amax.shape[0] > 1, bias is not None, out is not None)
     draft.step(
         gemm_dot_scaled_kernel, -(-m // BLOCK_M) * -(-n // BLOCK_N), codes, scale, other_codes, other_scale, target,
         amax, other_amax, bias_place if bias else None, numerator, m, n, k, out.strides[0] if out else n, *flags,
         BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
-    return draft.launch()
+    return draft.launch(*([] if out else [target]))
 
 
 @cache

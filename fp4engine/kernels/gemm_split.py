@@ -96,7 +96,7 @@ def add_split(draft: Draft, product: Product, parts: int, **options: Any) -> Non
         options: ``num_warps`` and ``num_stages`` of the products.
     """
     m, n, k = product.shape
-    buffer = draft.scratch((parts, m, n), torch.float32)
+    buffer = draft.buffer((parts, m, n), torch.float32)
     tiles = -(-m // BLOCK_M) * -(-n // BLOCK_N)
     draft.step(
         multiply_parts_kernel, parts * tiles, block_of(product.left, BLOCK_M, BLOCK_K),

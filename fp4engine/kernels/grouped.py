@@ -147,9 +147,9 @@ def resolve_offsets(counts: Facts, device: torch.device, rows: int) -> Launch:
     """``(counts) -> offsets``."""
     (groups,) = counts.shape
     draft = Draft(device, inputs=1)
-    out = draft.output((groups + 2,), torch.int64)
+    out = draft.buffer((groups + 2,), torch.int64)
     draft.step(offsets_kernel, 1, *draft.inputs, out, rows, groups, vector_size(groups), num_warps=4)
-    return draft.launch()
+    return draft.launch(out)
 
 
 def offsets(counts: Tensor, rows: int) -> Tensor:
@@ -181,15 +181,17 @@ def resolve_grouped_cast(
     row, col = sides = [Side.of_key(key, form, bit) for bit, (key, form) in enumerate(zip(keys, forms, strict=True))]
     amaxes: list[Place | None] = []
     targets: list[Place | None] = []
+    outputs: list[Place] = []
     for side, form, shape in zip(sides, forms, shapes, strict=True):
         if side is None:
             amaxes.append(None)
             targets += [None, None, None]
             continue
-        data = draft.output(*data_of(side, *shape))
-        scale_inv = (draft.output if form == "codes" else draft.scratch)(*scales_of(*shape))
-        amaxes.append(draft.output((groups,), torch.float32))
-        targets += [amaxes[-1], data, scale_inv]
+        data, scale_inv = draft.buffer(*data_of(side, *shape)), draft.buffer(*scales_of(*shape))
+        amax = draft.buffer((groups,), torch.float32)
+        amaxes.append(amax)
+        targets += [amax, data, scale_inv]
+        outputs += [data, scale_inv, amax] if form == "codes" else [data, amax]
     add_zeros(draft, amaxes, [groups if amax else 0 for amax in amaxes])
     hardware, multiprocessors = device_facts(device)
     size = vector_size(groups)
@@ -206,7 +208,7 @@ def resolve_grouped_cast(
         rng_place if rng else None, cols, x.strides[0], groups, stream, row, col, size, tile_m, tile_k,
         hardware, num_warps=4,
     )  # fmt: skip
-    return draft.launch()
+    return draft.launch(*outputs)
 
 
 def grouped_cast(

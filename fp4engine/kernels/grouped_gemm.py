@@ -142,7 +142,7 @@ def _operand(draft: Draft, tensors: tuple[Facts, ...], first: int) -> tuple[Oper
     if len(tensors) == 2:
         return Operand(draft.inputs[first], *tensors[0].shape, draft.inputs[first + 1]), None
     rows, blocks = tensors[1].shape
-    values = draft.scratch((rows, blocks * BLOCK_SIZE), torch.bfloat16)
+    values = draft.buffer((rows, blocks * BLOCK_SIZE), torch.bfloat16)
     codes = Codes(draft.inputs[first], draft.inputs[first + 1], rows, blocks)
     return Operand(values, rows, blocks * BLOCK_SIZE, draft.inputs[first + 2]), codes
 
@@ -172,7 +172,7 @@ def resolve_grouped_gemm(
     offsets, bias_place = draft.inputs[-2:]
     first, second = _operands(draft, left, right)
     rows, depth, cols = first.rows, first.width, second.rows // groups
-    out = draft.output((rows, cols), out_dtype)
+    out = draft.buffer((rows, cols), out_dtype)
     tiles, options = _tiles(device, rows // groups)
     tiles_m = max_tiles(rows, groups, tiles.block_m)
     draft.step(
@@ -181,7 +181,7 @@ def resolve_grouped_gemm(
         bias is not None, vector_size(groups), tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M,
         _split(device, 1, cols, depth), INTERPRETED, **options,
     )  # fmt: skip
-    return draft.launch()
+    return draft.launch(out)
 
 
 Tensors = Sequence[Tensor]
@@ -229,14 +229,14 @@ def resolve_grouped_wgrad(
         places = draft.inputs[len(left) + len(right) + 1 :]
         work = [(place, out.strides[0], expert, 1) for place, out, expert in zip(places, outs, experts, strict=True)]
     else:
-        work = [(draft.output((groups, rows, cols), out_dtype), cols, 0, groups)]
+        work = [(draft.buffer((groups, rows, cols), out_dtype), cols, 0, groups)]
     for out, stride, expert, count in work:
         draft.step(
             grouped_wgrad_kernel, count * programs, first.values, second.values, out, offsets, first.amax, second.amax,
             numerator, rows, cols, stride, expert, bool(outs), tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M,
             split, INTERPRETED, **options,
         )  # fmt: skip
-    return draft.launch()
+    return draft.launch(*([] if outs else [work[0][0]]))
 
 
 def grouped_wgrad(left: Tensors, right: Tensors, offsets: Tensor, numerator: float, out_dtype: torch.dtype) -> Tensor:

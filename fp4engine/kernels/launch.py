@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from contextvars import Context
+from copy import copy
 from functools import cache, lru_cache, partial
+from itertools import groupby
 from threading import RLock
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +27,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from fp4engine.constants import ALIGNMENT, MOST_QUESTIONS
-from fp4engine.formats.one_buffer import offsets
+from fp4engine.formats.one_buffer import offsets, offsets_by_lifetime
 from fp4engine.kernels import cuda_driver
 from fp4engine.kernels.target import E4M3, PAIRS, hardware_of
 
@@ -116,22 +118,51 @@ class Place(NamedTuple):
     position: int
 
 
-class Block(NamedTuple):
-    """An argument that a kernel gets in place of a whole tensor: a part of it, or a descriptor for the copy engine.
+class Matrix(NamedTuple):
+    """A matrix, or a vector, in a launch.
 
     Attributes:
-        describe: makes the argument from the tensor.
-        at: how many bytes behind the tensor's first byte the argument begins; all else is the same in every call.
+        turned: whether it is the transposed view of what lies at its place.
+    """
+
+    place: Place
+    facts: Facts
+    turned: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.facts.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.facts.dtype
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the copy engine can read and write it; the last axis is contiguous."""
+        stride = self.facts.row_stride
+        aligned = self.facts.aligned and stride * self.facts.dtype.itemsize % ALIGNMENT == 0
+        return aligned and stride >= self.facts.shape[1]
+
+    def narrowed(self, width: int) -> "Matrix":
+        """The first ``width`` columns."""
+        return self._replace(facts=self.facts._replace(shape=(self.facts.shape[0], width)))
+
+    @property
+    def transposed(self) -> "Matrix":
+        """The transposed view."""
+        return Matrix(self.place, self.facts.transposed, not self.turned)
+
+
+class Block(NamedTuple):
+    """An argument that a kernel gets in place of a tensor: its bytes, or a descriptor for the copy engine.
+
+    Attributes:
+        describe: makes the argument from the tensor; all of it but the address is the same in every call.
     """
 
     place: Place
     describe: Callable[[Tensor], Any]
-    at: int = 0
-
-
-def part_of(start: int, size: int, dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """The part of a buffer of bytes that is ``size`` bytes from byte ``start`` on, for a :class:`Block`."""
-    return tensor[start : start + size].view(dtype)
 
 
 class Step(NamedTuple):
@@ -147,6 +178,36 @@ class Step(NamedTuple):
     options: dict[str, Any]
 
 
+class Buffer(NamedTuple):
+    """A contiguous tensor of a launch, which a call allocates unless it is a part of another.
+
+    Attributes:
+        whole: the position of the tensor in which it lies; None if it is no part.
+        start: the byte of ``whole`` at which it begins.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    whole: int | None = None
+    start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class HostStep(NamedTuple):
+    """What PyTorch computes between the kernels of a launch.
+
+    Attributes:
+        function: takes the tensors of ``reads``; returns those of ``writes``, as a sequence if they are several.
+    """
+
+    function: Callable[..., Any]
+    reads: tuple[Place, ...]
+    writes: tuple[Place, ...]
+
+
 class Draft:
     """A launch that a resolver is still writing.
 
@@ -158,20 +219,34 @@ class Draft:
     def __init__(self, device: torch.device, inputs: int) -> None:
         self.device = device
         self.inputs = tuple(Place(index) for index in range(inputs))
-        self._buffers: list[tuple[tuple[int, ...], torch.dtype]] = []
-        self._outputs: list[int] = []
-        self._steps: list[Step] = []
+        self._buffers: list[Buffer] = []
+        self._steps: list[Step | HostStep] = []
 
-    def scratch(self, shape: tuple[int, ...], dtype: torch.dtype) -> Place:
-        """A contiguous, uninitialised buffer that lives as long as the call."""
-        self._buffers.append((shape, dtype))
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Place:
+        """A contiguous, uninitialised buffer, which lives as long as steps use it or as the launch's output does."""
+        return self.part(None, 0, shape, dtype)
+
+    def part(self, whole: Place | None, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Place:
+        """What lies in ``whole``, an input or a buffer, from byte ``start`` on; a buffer of its own if that is None."""
+        self._buffers.append(Buffer(tuple(shape), dtype, None if whole is None else whole.position, start))
         return Place(len(self.inputs) + len(self._buffers) - 1)
 
-    def output(self, shape: tuple[int, ...], dtype: torch.dtype) -> Place:
-        """A buffer that the call returns; outputs are returned in the order of their declaration."""
-        place = self.scratch(shape, dtype)
-        self._outputs.append(place.position)
+    def whole(self, place: Place) -> Place:
+        """What a place is a part of; itself if it is none."""
+        while (index := place.position - len(self.inputs)) >= 0 and (whole := self._buffers[index].whole) is not None:
+            place = Place(whole)
         return place
+
+    def start(self, place: Place) -> int:
+        """The byte of its whole at which a place begins."""
+        index = place.position - len(self.inputs)
+        if index < 0 or (whole := self._buffers[index].whole) is None:
+            return 0
+        return self.start(Place(whole)) + self._buffers[index].start
+
+    def matrix(self, shape: tuple[int, int], dtype: torch.dtype) -> Matrix:
+        """A buffer for a matrix, row-major."""
+        return Matrix(self.buffer(shape, dtype), Facts(tuple(shape), (shape[1], 1), dtype, True))
 
     def step(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
         """Add a kernel to start, on a one-dimensional grid of ``programs``; add nothing if there are none.
@@ -181,106 +256,266 @@ class Draft:
         if programs:
             self._steps.append(Step(kernel, programs, arguments, {"enable_fp_fusion": False, **options}))
 
-    def launch(self) -> "Launch":
-        """The finished launch."""
-        return Launch(self.device, len(self.inputs), tuple(self._buffers), tuple(self._outputs), tuple(self._steps))
+    def host_step(
+        self, function: Callable[..., Any], reads: Sequence[Place], *writes: tuple[tuple[int, ...], torch.dtype]
+    ) -> list[Place]:
+        """Add a function of PyTorch's, and return the contiguous buffers of these shapes and dtypes that it makes."""
+        made = [self.buffer(*buffer) for buffer in writes]
+        self._steps.append(HostStep(function, tuple(reads), tuple(made)))
+        return made
+
+    def launch(self, *outputs: Place, kept: Sequence[Place] = ()) -> "Launch":
+        """The finished launch. It returns ``outputs``, and behind them one tensor of bytes that holds all of ``kept``.
+
+        Args:
+            kept: buffers that no host step touches; :attr:`Launch.kept_at` says where each begins.
+        """
+        return Launch(self.device, len(self.inputs), self._buffers, self._steps, outputs, kept)
 
 
 class Launch:
     """The answer to a question. Called with the question's tensors, it allocates buffers, starts kernels and returns.
 
+    Buffers that kernels alone touch share one allocation, and those that are not in use together share bytes of it.
+
     Attributes:
         outputs: shape and dtype of what a call returns.
         steps: the kernels that a call starts, in their order.
+        kept_at: the byte of the last output at which each kept buffer begins.
     """
 
     def __init__(
         self,
         device: torch.device,
         inputs: int,
-        buffers: tuple[tuple[tuple[int, ...], torch.dtype], ...],
-        outputs: tuple[int, ...],
-        steps: tuple[Step, ...],
+        buffers: Sequence[Buffer],
+        steps: Sequence[Step | HostStep],
+        outputs: Sequence[Place],
+        kept: Sequence[Place],
     ) -> None:
-        self.outputs = [buffers[index - inputs] for index in outputs]
-        self.steps = steps
-        self._device, self._index = device, device.index if device.type == "cuda" else None
+        self._index = device.index if device.type == "cuda" else None
         self._may_be_elsewhere = device.type == "cuda" and torch.cuda.device_count() > 1
-        parts = [index for index in range(inputs, inputs + len(buffers)) if index not in outputs]
-        self._outputs = [_allocation(*buffer, device) for buffer in self.outputs]
-        self._parts = [_allocation(*buffers[index - inputs], device) for index in parts]
-        sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in (buffers[index - inputs] for index in parts))
-        self._offsets, room = offsets(sizes)
-        self._room = _allocation((room,), torch.uint8, device) if parts else None
-        order = {index: place for place, index in enumerate([*range(inputs), *outputs, *parts])}
-        blocks: dict[Block, int] = {}
-        self._arguments: list[list[tuple[int | None, Any]]] = []
-        for step in steps:
-            arguments: list[tuple[int | None, Any]] = []
-            for argument in step.arguments:
-                if isinstance(argument, Place):
-                    arguments.append((order[argument.position], None))
-                elif isinstance(argument, Block):
-                    arguments.append((blocks.setdefault(argument, len(order) + len(blocks)), None))
-                else:
-                    arguments.append((None, argument))
-            self._arguments.append(arguments)
-        self._blocks = [(order[block.place.position], block.describe, block.at) for block in blocks]
-        self._is_compiled = self._is_planned = False
-        self._plan: cuda_driver.Plan | None = None
+        self.steps = [step for step in steps if isinstance(step, Step)]
+        # A call's tensors: inputs, buffers that are tensors of their own, what is kept, and the room of all the others.
+        kept_tensor, room = inputs + len(buffers), inputs + len(buffers) + 1
+        self._absent = (None,) * (len(buffers) + 2)
+        self._outputs = [place.position for place in outputs] + ([kept_tensor] if kept else [])
+        made = dict(enumerate(buffers, inputs))
+        where = {position: (position, 0) for position in range(inputs + len(buffers))}
+        self.kept_at, size = offsets(made[place.position].nbytes for place in kept)
+        made[kept_tensor] = Buffer((size,), torch.uint8)
+        where |= {place.position: (kept_tensor, start) for place, start in zip(kept, self.kept_at, strict=True)}
+        uses = _uses(steps, made)
+        touched = [place for step in steps if isinstance(step, HostStep) for place in (*step.reads, *step.writes)]
+        apart = {place.position for place in (*outputs, *kept, *touched)}
+        scratch = [position for position in uses if position >= inputs and position not in apart]
+        starts, size = offsets_by_lifetime([(made[position].nbytes, *uses[position]) for position in scratch])
+        made[room] = Buffer((size,), torch.uint8)
+        where |= {position: (room, start) for position, start in zip(scratch, starts, strict=True)}
+        for position, buffer in enumerate(buffers, inputs):  # a part is declared behind its whole
+            if buffer.whole is not None:
+                index, start = where[buffer.whole]
+                where[position] = index, start + buffer.start
+        layout = _Layout(device, where, made)
+        self.outputs = [(made[position].shape, made[position].dtype) for position in self._outputs]
+        there = set(range(inputs))
+        self._segments: list[_Kernels | _Host] = []
+        for are_kernels, group in groupby(steps, lambda step: isinstance(step, Step)):
+            if are_kernels:
+                self._segments.append(_Kernels(layout, list(group), there))
+            else:
+                self._segments += [_Host(layout, step, there) for step in group]
+        if not there.issuperset(self._outputs):  # what nobody has to compute, such as a matrix without rows
+            self._segments.append(_Kernels(layout, [], there, self._outputs))
+        later = {*range(inputs), *self._outputs}
+        for segment in reversed(self._segments):
+            segment.ends, later = sorted(segment.used - later), later | segment.used
 
     def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
-        """Allocate the buffers, start the kernels, return the outputs. Does not wait for the device.
-
-        This is one long function, since a call of Python in it would be made some ten times in a linear layer's step.
-        """
-        index, plan = self._index, self._plan
-        if self._may_be_elsewhere and index != torch.cuda.current_device():
-            with torch.cuda.device(index):  # kernels start on the current device, wherever their arguments lie
+        """Allocate the buffers, start the kernels, return the outputs. Does not wait for the device."""
+        if self._may_be_elsewhere and self._index != torch.cuda.current_device():
+            with torch.cuda.device(self._index):  # kernels start on the current device, wherever their arguments lie
                 return self(*inputs)
-        outputs = [allocate() for allocate in self._outputs]
-        if plan is None or index is None or _is_watched():
-            self._start_by_triton([*inputs, *outputs])
-            return outputs
-        # Of inputs, outputs, scratch buffers and blocks, in this order; a tensor is asked for its address once.
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*inputs, *outputs)]
-        if self._room is not None:  # all scratch buffers are one allocation
-            room = self._room()
-            address = room.data_ptr()
-            addresses += [address + offset for offset in self._offsets]
-        for place, _, offset in self._blocks:
-            addresses.append(addresses[place] + offset)
-        plan(addresses, driver.active.get_current_stream(index), index)
-        return outputs
+        tensors: list[Any] = [*inputs, *self._absent]
+        for segment in self._segments:
+            segment(tensors)
+            for index in segment.ends:
+                tensors[index] = None
+        return [tensors[index] for index in self._outputs]
 
-    def _start_by_triton(self, values: list[Any]) -> None:
-        """Start the kernels by Triton's documented call, ``kernel[grid](...)``, and plan how to start them again.
 
-        Args:
-            values: the inputs, then the outputs.
-        """
-        values += [allocate() for allocate in self._parts]
-        if not knows_fp8(self._device):
-            values = [as_bytes(tensor) for tensor in values]
-        values += [describe(values[place]) for place, describe, _ in self._blocks]
+def _uses(steps: Sequence[Step | HostStep], made: dict[int, Buffer]) -> dict[int, tuple[int, int]]:
+    """For each tensor that a step touches the first and the last step that does; to touch a part is to touch all."""
+    uses: dict[int, tuple[int, int]] = {}
+    for index, step in enumerate(steps):
+        touched = step.arguments if isinstance(step, Step) else (*step.reads, *step.writes)
+        for argument in touched:
+            place = argument.place if isinstance(argument, Block) else argument
+            if isinstance(place, Place):
+                position = place.position
+                while (buffer := made.get(position)) is not None and buffer.whole is not None:
+                    position = buffer.whole
+                uses[position] = uses.get(position, (index,))[0], index
+    return uses
+
+
+class _Layout(NamedTuple):
+    """Where the buffers of a launch lie.
+
+    Attributes:
+        where: for each place the tensor of a call, by its index, and the byte of it at which the place begins.
+        made: every place and tensor that is no input.
+    """
+
+    device: torch.device
+    where: dict[int, tuple[int, int]]
+    made: dict[int, Buffer]
+
+    def tensor(self, position: int, tensors: Sequence[Any]) -> Tensor | None:
+        """What lies at a place."""
+        index, start = self.where[position]
+        if index == position:
+            return tensors[index]
+        buffer, whole = self.made[position], tensors[index].view(-1).view(torch.uint8)
+        return whole[start : start + buffer.nbytes].view(buffer.dtype).view(buffer.shape)
+
+
+class _Host:
+    """A host step of a launch."""
+
+    def __init__(self, layout: _Layout, step: HostStep, there: set[int]) -> None:
+        self._layout, self._function, self.ends = layout, step.function, list[int]()
+        self._reads = [place.position for place in step.reads]
+        self._writes = [place.position for place in step.writes]
+        self.used = {layout.where[position][0] for position in (*self._reads, *self._writes)}
+        there.update(self._writes)
+
+    def __call__(self, tensors: list[Any]) -> None:
+        made = self._function(*[self._layout.tensor(position, tensors) for position in self._reads])
+        if len(self._writes) == 1:
+            made = (made,)
+        if self._writes:
+            for index, tensor in zip(self._writes, made, strict=True):
+                tensors[index] = tensor
+
+
+class _Kernels:
+    """Kernels of a launch that start one behind the other.
+
+    What they are passed are addresses and constants. A call looks up the address of each tensor once, and adds to it
+    where the parts begin.
+
+    Args:
+        there: tensors that are there when the kernels start; those that a call allocates are added.
+        more: tensors to be allocated beside those that the kernels use.
+    """
+
+    def __init__(self, layout: _Layout, steps: list[Step], there: set[int], more: Sequence[int] = ()) -> None:
+        self._layout, self._steps, self.ends = layout, steps, list[int]()
+        passed = [a for step in steps for a in step.arguments if isinstance(a, Place | Block)]
+        places = [argument.place if isinstance(argument, Block) else argument for argument in passed]
+        used = dict.fromkeys(layout.where[place.position][0] for place in places)
+        self.used = set(used)
+        absent = [index for index in dict.fromkeys((*used, *more)) if index not in there]
+        self._allocations = [(index, _allocation(*layout.made[index][:2], layout.device)) for index in absent]
+        there.update(absent)
+        self._tensors = list(used)
+        slots: dict[Place | Block, int] = {}
+        self._parts: list[tuple[int, int]] = []
+        for argument, place in zip(passed, places, strict=True):
+            index, start = layout.where[place.position]
+            if argument is place and index == place.position:
+                slots[argument] = self._tensors.index(index)
+            elif argument not in slots:
+                slots[argument] = len(self._tensors) + len(self._parts)
+                self._parts.append((self._tensors.index(index), start))
+        self._slots = slots
+        self._is_compiled = False
+        self._start: Callable[[Sequence[int], int, int], None] | None = None
+
+    def __call__(self, tensors: list[Any]) -> None:
+        for index, allocate in self._allocations:
+            tensors[index] = allocate()
+        start = self._start
+        if start is None or _is_watched():
+            if self._steps:
+                self._start_by_triton(tensors)
+            return
+        addresses = [0 if (tensor := tensors[index]) is None else tensor.data_ptr() for index in self._tensors]
+        for base, offset in self._parts:
+            addresses.append(addresses[base] + offset)
+        device = self._layout.device.index
+        start(addresses, driver.active.get_current_stream(device), device)
+
+    def _start_by_triton(self, tensors: Sequence[Any]) -> None:
+        """Start the kernels by Triton's documented call, ``kernel[grid](...)``, and plan how to start them again."""
+        values: dict[int, Any] = {}
+        for argument, slot in self._slots.items():
+            place = argument.place if isinstance(argument, Block) else argument
+            tensor = self._layout.tensor(place.position, tensors)
+            tensor = tensor if knows_fp8(self._layout.device) else as_bytes(tensor)
+            values[slot] = argument.describe(tensor) if isinstance(argument, Block) else tensor
         passed = [
-            [(index, constant if index is None else values[index]) for index, constant in arguments]
-            for arguments in self._arguments
-        ]
+            [(slot := self._slots.get(a) if isinstance(a, Place | Block) else None, a if slot is None else values[slot])
+             for a in step.arguments]
+            for step in self._steps
+        ]  # fmt: skip
         calls = [
             (step, tuple(argument for _, argument in arguments))
-            for step, arguments in zip(self.steps, passed, strict=True)
+            for step, arguments in zip(self._steps, passed, strict=True)
         ]
-        is_jit = all(isinstance(step.kernel, JITFunction) for step in self.steps)
+        is_jit = all(isinstance(step.kernel, JITFunction) for step in self._steps)
         if is_jit and not self._is_compiled:
             Context().run(_compile_side_by_side, calls)  # in a context of its own: a failure leaves Triton's mode set
             self._is_compiled = True
         with nullcontext() if is_jit else _interpreter:
             compiled = [step.kernel[(step.programs,)](*arguments, **step.options) for step, arguments in calls]
-        if is_jit and compiled and self._index is not None and not self._is_planned:
-            programs = [step.programs for step in self.steps]
-            self._plan = cuda_driver.plan(list(zip(compiled, programs, passed, strict=True)), len(values))
-            self._is_planned = True
+        if is_jit and compiled and self._layout.device.type == "cuda" and self._start is None:
+            calls = list(zip(compiled, [step.programs for step in self._steps], passed, strict=True))
+            plan = cuda_driver.plan(calls, len(self._tensors) + len(self._parts))
+            self._start = _Compiled(calls) if plan is None else plan
+
+
+class _At:
+    """What a descriptor for the copy engine reads of a tensor."""
+
+    address = 0
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Compiled:
+    """Kernels that Triton has compiled, started by its documented call, ``compiled[grid](...)``.
+
+    Args:
+        calls: for each kernel what Triton compiled, the number of programs, and its arguments: of one that begins at an
+            address the position of that among the addresses of a call, and the argument; else None and a constant.
+    """
+
+    def __init__(self, calls: Sequence[tuple[Any, int, Sequence[tuple[int | None, Any]]]]) -> None:
+        self._starts: list[tuple[Callable[..., Any], list[tuple[int | None, Any]]]] = []
+        for compiled, programs, arguments in calls:
+            told: list[tuple[int | None, Any]] = []
+            for index, argument in arguments:
+                is_described = index is not None and hasattr(argument, "base")
+                told.append((index, copy(argument) if is_described else None if index is not None else argument))
+            self._starts.append((compiled[programs, 1, 1], told))
+
+    def __call__(self, addresses: Sequence[int], stream: int, device: int) -> None:
+        for start, told in self._starts:
+            arguments: list[Any] = []
+            for index, constant in told:
+                if index is None:
+                    arguments.append(constant)
+                elif constant is None:
+                    arguments.append(addresses[index])
+                else:
+                    described = copy(constant)
+                    described.base = _At()
+                    described.base.address = addresses[index]
+                    arguments.append(described)
+            start(*arguments, stream=stream)
 
 
 _interpreter = RLock()

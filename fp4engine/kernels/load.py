@@ -50,12 +50,14 @@ class Reading(NamedTuple):
     Attributes:
         x: facts of what lies in memory.
         prologue: what y is of it; None for y = x.
-        place: of x, where it is not the first input.
+        place: of x.
+        vectors: of a norm the places of statistics, gamma and beta.
     """
 
     x: Facts
-    prologue: Prologue | None = None
-    place: Place = Place(0)
+    prologue: Prologue | None
+    place: Place
+    vectors: tuple[Place | None, Place | None, Place | None] = (None, None, None)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -69,10 +71,8 @@ class Reading(NamedTuple):
 
     @property
     def places(self) -> tuple[Place | None, ...]:
-        """The kernels' arguments ``x, statistics, gamma, beta``; of a cast's inputs the last three are 4, 5 and 6."""
-        if self.prologue is None or not self.prologue.is_norm:
-            return self.place, None, None, None
-        return self.place, Place(4), Place(5), Place(6) if self.prologue.kind == "LayerNorm" else None
+        """The kernels' arguments ``x, statistics, gamma, beta``."""
+        return self.place, *self.vectors
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.kernels.encode import wide
-from fp4engine.kernels.launch import Draft, Facts, Launch, facts, resolver
+from fp4engine.kernels.launch import Draft, Facts, Launch, Matrix, Place, facts, resolver
 
 ROWS, COLS = 2, 512
 """Rows of one program, and columns of a chunk."""
@@ -54,17 +54,22 @@ def row_statistics_kernel(
     tl.store(statistics_ptr + row, rstd, mask=row < M)
 
 
+def add_row_statistics(draft: Draft, x: Matrix, eps: float, centered: bool) -> Place:
+    """FP32 [2, M] of x [M, K], see :func:`row_statistics`."""
+    rows, cols = x.facts.shape
+    statistics = draft.buffer((2, rows), torch.float32)
+    draft.step(
+        row_statistics_kernel, -(-rows // ROWS), x.place, statistics, rows, cols, x.facts.strides[0],
+        eps, centered, ROWS, COLS, COLS.bit_length() - 1, num_warps=4,
+    )  # fmt: skip
+    return statistics
+
+
 @resolver
 def resolve_row_statistics(x: Facts, device: torch.device, eps: float, centered: bool) -> Launch:
     """``(x) -> statistics``."""
-    rows, cols = x.shape
     draft = Draft(device, inputs=1)
-    statistics = draft.output((2, rows), torch.float32)
-    draft.step(
-        row_statistics_kernel, -(-rows // ROWS), *draft.inputs, statistics, rows, cols, x.strides[0],
-        eps, centered, ROWS, COLS, COLS.bit_length() - 1, num_warps=4,
-    )  # fmt: skip
-    return draft.launch()
+    return draft.launch(add_row_statistics(draft, Matrix(*draft.inputs, x), eps, centered))
 
 
 def row_statistics(x: Tensor, eps: float, centered: bool) -> Tensor:

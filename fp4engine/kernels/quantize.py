@@ -23,7 +23,7 @@ from fp4engine.formats import E2M1, E4M3, CastSpec, Correction, Outer, RoundingM
 from fp4engine.kernels.amax import Maxima, add_amax, add_zeros, amax_size, whole_amax
 from fp4engine.kernels.cast import Side, cast_block, products_stay_normal
 from fp4engine.kernels.encode import stack
-from fp4engine.kernels.launch import WIDTHS, Block, Draft, Facts, Place, Tiles, device_facts, fitting
+from fp4engine.kernels.launch import WIDTHS, Draft, Facts, Place, Tiles, device_facts, fitting
 from fp4engine.kernels.load import Prologue, Reading, read_blocks, read_rows
 from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_previous
 
@@ -199,10 +199,10 @@ class Target(NamedTuple):
     """
 
     side: Side
-    amax: Place | Block
+    amax: Place
     is_given: bool
-    data: Place | Block
-    scale_inv: Place | Block
+    data: Place
+    scale_inv: Place
 
 
 def add_cast(
@@ -227,7 +227,7 @@ def add_cast(
         asked = [target.side if target and gone else None for target, gone in zip((row, col), missing, strict=True)]
         is_activation = reading.prologue is not None and not reading.prologue.is_norm
         dtype = reading.dtype
-        y = draft.scratch(reading.shape, dtype) if is_activation else None
+        y = draft.buffer(reading.shape, dtype) if is_activation else None
         found = add_amax(draft, reading, asked[0], asked[1], (maxima.row, maxima.col), y)
         if y is not None:
             reading = Reading(Facts(reading.shape, (reading.shape[1], 1), dtype, True), None, y)
@@ -237,7 +237,7 @@ def add_cast(
     hardware, multiprocessors = device_facts(draft.device)
     if tiles.programs < multiprocessors:
         tiles = Tiles.of(reading.shape, draft.device, *shape_of(small=True))
-    targets: list[Place | Block | None] = []
+    targets: list[Place | None] = []
     for target, amax, gone in ((row, maxima.row, missing[0]), (col, maxima.col, missing[1])):
         in_parts = target is not None and gone and not target.side.per_row
         targets += [amax, target.amax if target and in_parts else None]

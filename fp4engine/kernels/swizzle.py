@@ -43,11 +43,11 @@ def resolve_swizzle(scales: Facts, device: torch.device) -> Launch:
     rows, blocks = scales.shape
     row_tiles, col_tiles = -(-rows // 128), -(-blocks // 4)
     draft = Draft(device, inputs=1)
-    out = draft.output((row_tiles * col_tiles * 512,), scales.dtype)
+    out = draft.buffer((row_tiles * col_tiles * 512,), scales.dtype)
     programs = row_tiles * -(-col_tiles // COL_TILES)
     shape = (rows, blocks, row_tiles, col_tiles)
     draft.step(swizzle_kernel, programs, *draft.inputs, out, *shape, COL_TILES, num_warps=4)
-    return draft.launch()
+    return draft.launch(out)
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:

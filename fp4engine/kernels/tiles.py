@@ -10,7 +10,6 @@ eight rows at a time, whose 8 x 8 nibbles it transposes in registers: halves of 
 nibbles.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.formats.tiles import Part
 from fp4engine.kernels import quantize
 from fp4engine.kernels.cast import Side
-from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, facts, part_of, resolver
+from fp4engine.kernels.launch import Draft, Facts, Launch, Matrix, Place, facts, resolver
 from fp4engine.kernels.load import Reading
 
 TILE = 128
@@ -59,11 +58,13 @@ def swap(words, DISTANCE: tl.constexpr, BITS: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def spread_kernel(
-    packed_ptr, row_out_ptr, row_scale_ptr, col_out_ptr, col_scale_ptr, rows, cols, words, blocks, part_lines,
-    part_groups, part_tiles, out_words, tiles, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    packed_ptr, scale_ptr, row_out_ptr, row_scale_ptr, col_out_ptr, col_scale_ptr, rows, cols, words, blocks,
+    part_lines, part_groups, part_tiles, out_words, tiles,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of each row, or of each column; what has no pointer is not written.
 
+    ``scale_ptr``: scales [rows, blocks] of an operand, whose codes are one part; None where the scales are a tile's.
     A part has ``rows`` rows of ``words`` words and ``blocks`` scales, in all ``part_lines`` times 16 bytes. It makes
     ``part_groups`` of the ``out_words`` words of a column, and ``part_tiles`` of its ``tiles`` scales.
     """
@@ -74,7 +75,12 @@ def spread_kernel(
     row0 = (tl.program_id(0) % programs // across) * TILE
     col0 = (tl.program_id(0) % across) * TILE
     codes_ptr = packed_ptr.to(tl.pointer_type(tl.uint32)) + part.to(tl.int64) * part_lines * 4
-    scales_ptr = (codes_ptr + rows.to(tl.int64) * words).to(tl.pointer_type(tl.uint8))
+    if scale_ptr is None:
+        LINES: tl.constexpr = 1  # pyright: ignore[reportAssignmentType]
+        scales_ptr = (codes_ptr + rows.to(tl.int64) * words).to(tl.pointer_type(tl.uint8))
+    else:
+        LINES: tl.constexpr = HEIGHT  # pyright: ignore[reportAssignmentType]
+        scales_ptr = scale_ptr.to(tl.pointer_type(tl.uint8))
     line = tl.arange(0, TILE)[:, None]
     GROUPS: tl.constexpr = TILE // 8
     first = row0 + tl.arange(0, GROUPS)[:, None] * 8
@@ -106,7 +112,7 @@ def spread_kernel(
         tl.store(target, tl.trans(joined), mask=(col < cols) & (group < part_groups))
         tile = row0 // HEIGHT + tl.arange(0, SCALES)[None, :]
         inside = (col < cols) & (tile < part_tiles)
-        scale = tl.load(scales_ptr + (tile.to(tl.int64) * blocks + col // HEIGHT), mask=inside, other=0)
+        scale = tl.load(scales_ptr + (tile.to(tl.int64) * (LINES * blocks) + col // HEIGHT), mask=inside, other=0)
         col_scale_ptr = col_scale_ptr.to(tl.pointer_type(tl.uint8)) + part * part_tiles
         tl.store(col_scale_ptr + (col.to(tl.int64) * tiles + tile), scale, mask=inside)
 
@@ -135,35 +141,44 @@ class Tiles(NamedTuple):
         """How each part lies in memory."""
         return Part.of(self.spec, self.rows // self.parts, self.cols)
 
-    @property
-    def amax(self) -> Block:
+    def amax(self, draft: Draft) -> Place:
         """The outer amax."""
-        return _within(self.packed, self.part.amax, torch.float32.itemsize, torch.float32)
+        return draft.part(self.packed, self.part.amax, (1,), torch.float32)
 
 
-def _within(packed: Place, start: int, size: int, dtype: torch.dtype) -> Block:
-    """``size`` bytes of ``packed`` from byte ``start`` on."""
-    return Block(packed, partial(part_of, start, size, dtype), start)
+def add_spread(draft: Draft, tiles: Tiles, transposed: bool) -> tuple[Matrix, Matrix]:
+    """Codes and block scales of the operand [rows, cols], with each tile's scale for all its rows.
 
-
-class Spread(NamedTuple):
-    """Where an operand made of tiles goes: codes, and block scales."""
-
-    data: Place
-    scale_inv: Place
-
-
-def add_spread(draft: Draft, tiles: Tiles, target: Spread, transposed: bool) -> None:
-    """Write the operand [rows, cols], with each tile's scale for all its rows; or, if ``transposed``, [cols, rows]."""
+    If ``transposed``, of the operand [cols, rows]. Scales are bytes: Triton has no type for E8M0.
+    """
     (_, spec, rows, cols, parts), part = tiles, tiles.part
+    shape = (cols, rows) if transposed else (rows, cols)
+    data = draft.matrix((shape[0], spec.padded_cols(shape[1]) // 2), torch.uint8)
+    scale_inv = draft.matrix((shape[0], spec.num_blocks(shape[1])), torch.uint8)
+    target = data.place, scale_inv.place
     words, width = spec.padded_cols(cols) // 8, (spec.padded_cols(rows) // 8, spec.num_blocks(rows))
     of_part = (part.rows // 8, part.rows // spec.block[0]) if parts > 1 else width
     programs = parts * -(-part.rows // TILE) * -(-words * 8 // TILE)
     targets = (None, None, *target) if transposed else (*target, None, None)
     draft.step(
-        spread_kernel, programs, tiles.packed, *targets, part.rows, cols, words, spec.num_blocks(cols),
+        spread_kernel, programs, tiles.packed, None, *targets, part.rows, cols, words, spec.num_blocks(cols),
         part.size // ALIGNMENT, *of_part, *width, *spec.block, TILE, num_warps=4,
     )  # fmt: skip
+    return data, scale_inv
+
+
+def add_transposed(
+    draft: Draft, codes: Place, scale_inv: Place, spec: CastSpec, rows: int, cols: int
+) -> tuple[Matrix, Matrix]:
+    """Codes and block scales of the operand [cols, rows], from those of an operand [rows, cols] in square blocks."""
+    data = draft.matrix((cols, spec.padded_cols(rows) // 2), torch.uint8)
+    made = draft.matrix((cols, spec.num_blocks(rows)), torch.uint8)
+    words, width = spec.padded_cols(cols) // 8, (spec.padded_cols(rows) // 8, spec.num_blocks(rows))
+    draft.step(
+        spread_kernel, -(-rows // TILE) * -(-words * 8 // TILE), codes, scale_inv, None, None, data.place, made.place,
+        rows, cols, words, spec.num_blocks(cols), 0, *width, *width, *spec.block, TILE, num_warps=4,
+    )  # fmt: skip
+    return data, made
 
 
 @resolver
@@ -171,12 +186,9 @@ def resolve_spread(
     packed: Facts, device: torch.device, key: str, rows: int, cols: int, parts: int, transposed: bool
 ) -> Launch:
     """``packed -> data, scale_inv`` of the operand [rows, cols], or of the transposed one; scales as bytes."""
-    spec, draft = CastSpec.from_key(key), Draft(device, inputs=1)
-    of = (cols, rows) if transposed else (rows, cols)
-    data = draft.output((of[0], spec.padded_cols(of[1]) // 2), torch.uint8)
-    target = Spread(data, draft.output((of[0], spec.num_blocks(of[1])), torch.uint8))
-    add_spread(draft, Tiles(*draft.inputs, spec, rows, cols, parts), target, transposed)
-    return draft.launch()
+    draft = Draft(device, inputs=1)
+    made = add_spread(draft, Tiles(*draft.inputs, CastSpec.from_key(key), rows, cols, parts), transposed)
+    return draft.launch(*[matrix.place for matrix in made])
 
 
 def spread_tiles(packed: Tensor, key: str, rows: int, cols: int, parts: int, transposed: bool) -> list[Tensor]:
@@ -195,18 +207,19 @@ def resolve_tiles(
         tensors, amaxes: facts of both, as many; an amax is one number.
         keys: of specs that :func:`fp4engine.kernels.casts.fuses` and draw nothing.
     """
-    draft = Draft(device, inputs=2 * len(tensors))
+    draft, outputs = Draft(device, inputs=2 * len(tensors)), list[Place]()
     for index, (x, key) in enumerate(zip(tensors, keys, strict=True)):
         place, amax = draft.inputs[2 * index : 2 * index + 2]
         spec, (rows, cols) = CastSpec.from_key(key), x.shape
         part, height = Part.of(spec, rows, cols), spec.block[0]
-        packed = draft.output((part.size,), torch.uint8)
-        codes = _within(packed, 0, part.codes, torch.uint8)
-        scales = _within(packed, part.codes, part.scales, torch.uint8)
-        scale_inv = scales if height == 1 else draft.scratch(*quantize.scales_of(rows, cols))
+        packed = draft.buffer((part.size,), torch.uint8)
+        outputs.append(packed)
+        codes = draft.part(packed, 0, (part.codes,), torch.uint8)
+        scales = draft.part(packed, part.codes, (part.scales,), torch.uint8)
+        scale_inv = scales if height == 1 else draft.buffer(*quantize.scales_of(rows, cols))
         target = quantize.Target(Side.of(spec, "codes", 0), amax, True, codes, scale_inv)
         quantize.add_cast(draft, Reading(x, None, place), target, None, None, 0)
         picked = part.scales if height > 1 else 0
-        told = scale_inv, scales, amax, Tiles(packed, spec, rows, cols, 1).amax, spec.num_blocks(cols), picked
+        told = scale_inv, scales, amax, Tiles(packed, spec, rows, cols, 1).amax(draft), spec.num_blocks(cols), picked
         draft.step(pick_kernel, max(-(-picked // PICKED), 1), *told, height, PICKED, num_warps=4)
-    return draft.launch()
+    return draft.launch(*outputs)

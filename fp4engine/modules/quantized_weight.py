@@ -11,7 +11,7 @@ from fp4engine.arguments import require_data
 from fp4engine.formats import CastSpec
 from fp4engine.functional import LinearPlan, WeightCache
 from fp4engine.functional.weight_cache import Make, Operands
-from fp4engine.ops import TiledOperand
+from fp4engine.ops import SquareOperand, TiledOperand
 from fp4engine.quantizers import Quantizer
 from fp4engine.tensor import Operand, is_transposable
 
@@ -354,17 +354,19 @@ class _Dequantize(torch.autograd.Function):
 class _StoredOperands(WeightCache):
     """The weight cache of every :class:`QuantizedWeight`: it always holds the operands, which are the weight itself."""
 
+    flat = property(lambda self: None, lambda self, flat: None)  # one object serves all weights
+
     def get(self, weight: Tensor, plan: LinearPlan, needs_dgrad: bool, make: Make) -> Operands:
         assert isinstance(weight, QuantizedWeight)
         kind = type(weight)  # a method of a tensor is traced with tensors as arguments
         rowwise = kind.make_rowwise(weight)
         if not needs_dgrad:
             return rowwise, None
-        tiles = kind.tiles(weight)
-        if tiles is not None:
-            return rowwise, tiles
-        from_rowwise = plan.backward_override is not None or plan.weight.columnwise_source == "rowwise_dequantized"
-        return rowwise, rowwise if from_rowwise else kind.make_columnwise(weight)
+        if plan.backward_override is not None or plan.weight.columnwise_source == "rowwise_dequantized":
+            return rowwise, rowwise
+        if weight.quantizer.columnwise_spec is not None and not hasattr(weight, "columnwise_codes"):
+            return rowwise, SquareOperand(rowwise)
+        return rowwise, kind.make_columnwise(weight)
 
     def tiles(self, weight: Tensor) -> TiledOperand | None:
         assert isinstance(weight, QuantizedWeight)

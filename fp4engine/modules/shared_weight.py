@@ -8,6 +8,7 @@ from fp4engine import ops
 from fp4engine.functional import LinearPlan
 from fp4engine.functional.shards import Shards
 from fp4engine.modules.sharded import is_distributed, sharing_groups
+from fp4engine.tracing import constant_when_traced
 
 
 class SharedWeight(NamedTuple):
@@ -18,7 +19,7 @@ class SharedWeight(NamedTuple):
         plan: of the layer.
         group: the ``amax_reduction_group`` of the autocast region, or None.
         groups: all process groups over which the amaxes are shared.
-        found_for: see :func:`fp4engine.ops.weight_amaxes_for`.
+        found_for: the casts, and the names of the groups, see :func:`amaxes_needed`.
     """
 
     weight: Any
@@ -32,9 +33,9 @@ class WeightAmaxes(NamedTuple):
     """Amaxes that were found before a layer runs.
 
     Attributes:
-        amaxes: by :func:`fp4engine.ops.amaxes_of`, the same on all ranks.
+        amaxes: FP32 [2, AMAX_STRIDE], the first of each row being the outer amax of a side; the same on all ranks.
         weight: whose amaxes these are. A forward with another weight, put in the place of this one, finds its own.
-        found_for: see :func:`fp4engine.ops.weight_amaxes_for`.
+        found_for: the casts, and the names of the groups, see :func:`amaxes_needed`.
     """
 
     amaxes: Tensor
@@ -51,19 +52,24 @@ def shared_weight(weight: Any, plan: LinearPlan | None, group: Any, known: Share
     """
     if known is not None and known.weight is weight and known.plan is plan and known.group is group:
         return known
-    if plan is None or plan.casts is None or plan.draws_in_forward or not is_distributed(weight):
+    if plan is None or not plan.shares_amaxes or not is_distributed(weight):
         return None
     groups = (*sharing_groups(weight), *(() if group is None else (group,)))
-    if not groups or not ops.can_share(plan.casts):
-        return None
-    return SharedWeight(weight, plan, group, groups, ops.weight_amaxes_for(plan.casts, ops.names_of(groups)))
+    return SharedWeight(weight, plan, group, groups, _found_for(plan, ops.names_of(groups))) if groups else None
 
 
 def amaxes_needed(shards: Shards, plan: LinearPlan) -> str:
-    """As :func:`fp4engine.ops.weight_amaxes_for`, of the weight in ``shards``; empty if no other rank shares it."""
-    if plan.casts is None or not shards.weight.groups:
+    """The :attr:`WeightAmaxes.found_for` of the weight in ``shards``; empty if no other rank shares its amaxes."""
+    if not plan.shares_amaxes or not shards.weight.groups:
         return ""
-    return ops.weight_amaxes_for(plan.casts, ops.names_of(tuple([group for group, _ in shards.weight.groups])))
+    return _found_for(plan, ops.names_of(tuple([group for group, _ in shards.weight.groups])))
+
+
+@constant_when_traced
+def _found_for(plan: LinearPlan, groups: str) -> str:
+    """A key for the amaxes of a weight: its casts, and the sorted names of the groups over which they are found."""
+    specs = plan.weight.rowwise_spec, plan.weight.columnwise_spec
+    return " ".join([*(spec.key for spec in specs if spec is not None), *sorted(groups.split(" "))])
 
 
 def with_amaxes(shards: Shards, weight: Tensor, found: WeightAmaxes, needed: str) -> Shards:

@@ -25,22 +25,7 @@ from fp4engine.ops.grouped import (
     grouped_wgrad,
     grouped_wgrad_accumulate,
 )
-from fp4engine.ops.linear import (
-    BackwardPass,
-    ForwardPass,
-    Kept,
-    LayerCasts,
-    LinearAtOnce,
-    LinearByOperators,
-    LinearByValues,
-    amaxes_of,
-    can_share,
-    is_bound_by_host,
-    key_of,
-    linear_at_once,
-    weight_amaxes_for,
-)
-from fp4engine.ops.operand import Operand, is_transposable
+from fp4engine.ops.operand import Operand, SquareOperand, is_transposable
 from fp4engine.ops.operator_order import Direction
 from fp4engine.ops.reduce import (
     all_reduce_amax,
@@ -66,27 +51,19 @@ from fp4engine.ops.through_cast import clip_and_rotate_back, within_range
 from fp4engine.ops.tiles import TiledOperand, quantize_tiles
 
 __all__ = [
-    "BackwardPass",
-    "LayerCasts",
     "Direction",
     "Draws",
     "Form",
-    "ForwardPass",
-    "Kept",
-    "LinearAtOnce",
-    "LinearByOperators",
-    "LinearByValues",
     "Memory",
     "Operand",
     "RandomStream",
     "Source",
+    "SquareOperand",
     "TiledOperand",
     "activation_backward",
     "all_reduce_amax",
-    "amaxes_of",
     "amax",
     "amax_shape",
-    "can_share",
     "casts_supported",
     "clip_and_rotate_back",
     "column_sums",
@@ -104,12 +81,9 @@ __all__ = [
     "grouped_wgrad",
     "grouped_wgrad_accumulate",
     "groups_named",
-    "is_bound_by_host",
     "is_replaying",
     "is_transposable",
-    "key_of",
     "largest_magnitudes",
-    "linear_at_once",
     "manual_seed",
     "names_of",
     "next_draw",
@@ -130,6 +104,5 @@ __all__ = [
     "share_amaxes",
     "state_of",
     "transient_form",
-    "weight_amaxes_for",
     "within_range",
 ]

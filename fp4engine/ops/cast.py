@@ -20,9 +20,8 @@ from fp4engine.formats import CastSpec, Correction, Outer, RoundingMode
 from fp4engine.kernels.source import Asked, Source
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
-from fp4engine.ops.inductor import Known, Run
 from fp4engine.ops.operand import Operand
-from fp4engine.ops.operation import PLAIN, Output, are_aligned, define, is_plain
+from fp4engine.ops.operation import PLAIN, Output, define, is_plain
 from fp4engine.tracing import constant_when_traced
 
 Form = Literal["codes", "values"]
@@ -375,43 +374,6 @@ def _quantize(
     return outputs
 
 
-def _quantize_at_site(
-    run: Run,
-    x: Known,
-    rowwise_amax: Known | None,
-    columnwise_amax: Known | None,
-    rng: Known | None,
-    statistics: Known | None,
-    gamma: Known | None,
-    beta: Known | None,
-    stream: int,
-    asked: str,
-) -> Run:
-    """What a graph calls at one call site in place of ``run``, which is :func:`_quantize`."""
-    question = Asked.from_key(asked)
-    if question.backend == "reference" or not capability.triton_runs_on(x.device)[0]:
-        return run
-    read = 7 if question.kind else 4
-    inputs = (x, rowwise_amax, columnwise_amax, rng, statistics, gamma, beta)[:read]
-    if any(known is not None and known.device != x.device for known in inputs):
-        return run
-    facts = tuple([None if known is None else (*known[:3], True) for known in inputs])
-    apart, shared = [_resolved(facts, is_shared, x.device, stream, question) for is_shared in (False, True)]
-    if apart is None or shared is None:
-        return run
-    launch_apart, launch_shared = apart[0], shared[0]
-
-    def quantize(*arguments: Any) -> list[Tensor]:
-        tensors = arguments[:read]
-        if not are_aligned(tensors):
-            return run(*arguments)
-        backends.record("quantize/triton")
-        launch = launch_shared if arguments[1] is arguments[2] else launch_apart  # the amaxes of both sides
-        return launch(*tensors)
-
-    return quantize
-
-
 def _by_kernels(
     inputs: Inputs, stream: int, backend: str, parts: tuple[Any, ...]
 ) -> tuple[list[Tensor], Layout, Shape] | None:
@@ -526,5 +488,5 @@ def _dequantize_outputs(codes: Tensor, spec: str, cols: int, dtype: torch.dtype)
 
 
 define(_amax, _amax_outputs)
-define(_quantize, _quantize_outputs, at_site=_quantize_at_site)
+define(_quantize, _quantize_outputs)
 define(_dequantize, _dequantize_outputs)

@@ -74,7 +74,7 @@ def next_draw(
             return torch.ops.fp4engine.next_draw(rng.state_of(device, name), count, after)
         return torch.ops.fp4engine.next_forward_draw(order_token(device, "forward"), count, name, is_forward)
     if is_forward:
-        _require_repeated()
+        require_repeated()
     like = torch.empty(0, dtype=torch.int64, device=device)
     if like.is_meta or type(like) is not Tensor:
         return _without_memory(like)
@@ -181,7 +181,7 @@ def _without_memory(like: Tensor) -> Tensor:
     return like.new_empty(2)
 
 
-def _require_repeated() -> None:
+def require_repeated() -> None:
     """Raise a RuntimeError if a forward that draws is recomputed and nothing repeats its draws."""
     if backward_pass() != -1 and not is_replaying():
         raise RuntimeError(
@@ -196,7 +196,7 @@ def _next_draw(state: Tensor, count: int, after: Tensor | None) -> Tensor:
 
 def _next_forward_draw(token: Tensor, count: int, name: str, is_forward: bool) -> Tensor:
     if is_forward:
-        _require_repeated()
+        require_repeated()
     return _source.take(rng.state_of(token.device, name), count)
 
 

@@ -127,6 +127,20 @@ class Operand(NamedTuple):
         return self.data, self.scale_inv, self.amax
 
 
+class SquareOperand(NamedTuple):
+    """An operand in square blocks, of which the operand of the transposed matrix is made each time it is read."""
+
+    operand: Operand
+
+    def rowwise(self, backend: str = "auto") -> Operand:
+        """The operand itself."""
+        return self.operand
+
+    def columnwise(self, backend: str = "auto") -> Operand:
+        """The operand of the transposed matrix under the same cast."""
+        return self.operand.transposed()
+
+
 def is_transposable(spec: CastSpec) -> bool:
     """Whether the cast of a transposed matrix is the transposed cast: blocks are square, and nothing knows a direction.
 

@@ -1,4 +1,4 @@
-"""Operations, each declared once for eager code, the schema of its operator, the fake implementation, the compiler."""
+"""Operations, each declared once: for eager code, for the schema of its operator and for its fake implementation."""
 
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fp4engine.constants import ALIGNMENT
-from fp4engine.ops import inductor
 
 _library = torch.library.Library("fp4engine", "FRAGMENT")
 
@@ -54,20 +53,12 @@ def aligned(tensors: Sequence[_Maybe]) -> Sequence[_Maybe]:
     return found
 
 
-def are_aligned(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether kernels can read all ``tensors`` as a launch that is resolved for aligned addresses expects."""
-    return not any([tensor is not None and tensor.data_ptr() % ALIGNMENT for tensor in tensors])
-
-
 def define(
     run: Callable[..., list[Tensor] | tuple[Tensor, ...] | Tensor | None],
     outputs: Outputs | None,
     mutates_args: tuple[str, ...] = (),
-    at_site: inductor.AtSite | None = None,
 ) -> Any:
     """``torch.ops.fp4engine.<name of run, without its underscore>``, for every device, without gradients.
-
-    Graphs of Inductor's call ``run`` itself, see :mod:`fp4engine.ops.inductor`; others call the operator.
 
     ``torch.library.custom_op`` does the same, but on every call it also looks for aliases and does bookkeeping that
     these operations do not need: a call takes 19 us on one CPU, and 5 us here. A compiled model makes thousands of
@@ -78,23 +69,17 @@ def define(
             ones: as a list, or as a tuple if it writes to tensors, since a compiler does not accept a list then.
         outputs: takes some of the arguments of ``run``, by their names; None if ``run`` returns nothing.
         mutates_args: names of the tensors that ``run`` writes to.
-        at_site: makes the function that a graph calls in place of ``run`` at one call site, from ``run`` and the
-            arguments there, with :class:`fp4engine.ops.inductor.Known` for each tensor. A graph trusts ``outputs`` for
-            the shapes of its results.
     """
     name = run.__name__.lstrip("_")
     returned, names = signature(run).return_annotation, list(signature(run).parameters)
     read = [] if outputs is None else [names.index(argument) for argument in signature(outputs).parameters]
 
-    def declared(*arguments: Any) -> list[Output]:
-        return [] if outputs is None else outputs(*[arguments[i] for i in read])
-
     def fake(*arguments: Any) -> list[Tensor] | tuple[Tensor, ...] | Tensor | None:
-        inductor.teach(name)
         if outputs is None:
             return None
         device = next(_tensors(arguments)).device
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in declared(*arguments)]
+        declared = outputs(*[arguments[i] for i in read])
+        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in declared]
         if returned is Tensor:
             return made[0]
         return made if get_origin(returned) is list else tuple(made)
@@ -103,7 +88,6 @@ def define(
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp4engine::{name}", fake, lib=_library)
-    inductor.offer(name, inductor.Offer(run, declared, at_site))
     return getattr(torch.ops.fp4engine, name)
 
 

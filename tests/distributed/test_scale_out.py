@@ -1,13 +1,11 @@
 """Pipeline and expert parallelism on two processes, by gloo and by NCCL: every operand is that of one process."""
 
 import hashlib
-import importlib
 import re
 import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from fp4engine.distributed import draw_by_layer
 from fp4engine.integrations import TrainingState
 from fp4engine.modules import Gemms
 from fp4engine.recipe import NVFP4BlockScaling, zoo
+from tests.products import heard
 from tests.ranks import BACKENDS, device_of, process_group, spawn, take_device
 
 WORLD = 2
@@ -40,26 +39,20 @@ class Operands:
             if isinstance(module, Gemms)
         }
         self._calls: Counter[str] = Counter()
-        functional = importlib.import_module("fp4engine.functional.linear")
-        self._product = functional._gemm
-        one_by_one = mock.patch.object(functional, "at_once", lambda *_: None)  # kernels of a whole layer show nothing
-        self._patches = mock.patch.object(functional, "_gemm", self._watched), one_by_one
+        self._heard = heard(self._watched)
 
     def __enter__(self) -> dict[str, str]:
-        for patch in self._patches:
-            patch.start()
+        self._heard.__enter__()
         return self.found
 
-    def __exit__(self, *_) -> None:
-        for patch in self._patches:
-            patch.stop()
+    def __exit__(self, *raised) -> None:
+        self._heard.__exit__(*raised)
 
-    def _watched(self, name, left, right, call, *arguments, **options):
+    def _watched(self, call, name, left, right):
         layer = f"{self._names[id(call.executed)]} {name}"
         self._calls[layer] += 1
         tensors = (*left.tensors, *right.tensors)
         self.found[f"{layer} {self._calls[layer]}"] = digest(*(tensor for tensor in tensors if tensor is not None))
-        return self._product(name, left, right, call, *arguments, **options)
 
 
 def digest(*tensors: torch.Tensor) -> str:

@@ -28,9 +28,11 @@ import fp4engine
 from fp4engine import ops
 from fp4engine.distributed import share_weight_amaxes
 from fp4engine.estimate import Architecture, decoder
+from fp4engine.functional import operators as linear_operators
 from fp4engine.modules import sharded
 from fp4engine.modules.shared_amax import share_amax
 from fp4engine.recipe import DelayedScaling, NVFP4BlockScaling, zoo
+from tests.products import heard
 from tests.ranks import process_group, spawn
 
 WORLD = 2
@@ -91,18 +93,9 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def multiplied(step):
     """What ``step()`` returns, and the operands of its products."""
-    functional = importlib.import_module("fp4engine.functional.linear")
-    product, operands = functional._gemm, []
-
-    def watched(name, left, right, *arguments, **options):
-        operands.extend(((f"{name} left", left), (f"{name} right", right)))
-        return product(name, left, right, *arguments, **options)
-
-    functional._gemm = watched
-    try:
+    operands = []
+    with heard(lambda call, name, *pair: operands.extend(zip((f"{name} left", f"{name} right"), pair, strict=True))):
         return step(), operands
-    finally:
-        functional._gemm = product
 
 
 def differing(part, whole, rank: int, world: int = WORLD) -> bool:
@@ -244,7 +237,7 @@ def compiled(rank: int, mesh, alone):
 def mixed(rank: int, mesh, alone):
     """As :func:`compiled`, where one rank's parts are too large for operators of whole layers."""
     torch._dynamo.reset()
-    with mock.patch.object(ops, "is_bound_by_host", lambda weight: rank == 0):
+    with mock.patch.object(linear_operators, "LARGE", linear_operators.LARGE if rank == 0 else 0):
         return compiled(rank, mesh, alone)
 
 
@@ -758,7 +751,7 @@ def test_a_weight_put_in_the_place_of_another_has_its_own_amax(ranks):
 
 def test_a_compiled_layer_is_few_operators(ranks):
     """One each way, which reduces the amaxes itself: what graphs reduce are gradients of whole inputs, and outputs."""
-    forward, backward = {"linear_share_forward": 1}, {"linear_backward": 1}
+    forward, backward = {"linear_forward": 1}, {"linear_backward": 1}
     sums = {"all_reduce": 1}
     for rank in ranks:
         assert rank["operators"] == [[forward, backward | sums], [forward | sums, backward]]

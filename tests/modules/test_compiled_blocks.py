@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4engine
 from fp4engine.formats.one_buffer import SLICE
-from fp4engine.ops.linear import by_values
+from fp4engine.functional import operators
 from fp4engine.recipe import (
     DelayedScaling,
     Float8CurrentScaling,
@@ -285,7 +285,7 @@ def test_rows_marked_dynamic_train_by_one_graph(recipe):
 
 @pytest.mark.no_poison
 def test_large_layers_are_single_operators_and_share_casts_of_one_input(monkeypatch):
-    monkeypatch.setattr(by_values, "MOST_HELD", 2 * 48 * 64 - 1)
+    monkeypatch.setattr(operators, "LARGE", 2 * 48 * 64 - 1)
     torch._dynamo.reset()
     layers, graphs = (
         nn.ModuleList(fp4engine.Linear(64, 48, dtype=torch.bfloat16, bias=False) for _ in range(3)),

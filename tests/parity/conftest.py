@@ -99,14 +99,14 @@ def activated() -> Callable[..., torch.Tensor]:
     def value(activation: Activation, x: torch.Tensor, dtype: torch.dtype, sides=DEFAULT_SIDES) -> torch.Tensor:
         source, _ = activation.source(x, dtype)
         draft = Draft(x.device, 1)
-        reading = Reading(facts(x), Prologue.of(source.kind, dtype, source.gated))
-        y = draft.output(reading.shape, dtype)
+        reading = Reading(facts(x), Prologue.of(source.kind, dtype, source.gated), draft.inputs[0])
+        y = draft.buffer(reading.shape, dtype)
         row, col = (Side.of(spec, "codes", bit) if spec else None for bit, spec in enumerate(sides))
         places = [
-            draft.output((amax_size(side, length),), torch.float32) if side is not None and side.per_row else None
+            draft.buffer((amax_size(side, length),), torch.float32) if side is not None and side.per_row else None
             for side, length in zip((row, col), reading.shape, strict=True)
         ]
         add_amax(draft, reading, row, col, tuple(places), y)
-        return draft.launch()(x)[0]
+        return draft.launch(y)(x)[0]
 
     return value

@@ -6,7 +6,7 @@ import torch
 import fp4engine
 from fp4engine import capability, ops
 from fp4engine.constants import KEY_STEP
-from fp4engine.kernels.draw import add_draw, draw
+from fp4engine.kernels.draw import add_draw, add_place, draw
 from fp4engine.kernels.launch import Draft
 from fp4engine.ops import rng
 
@@ -35,8 +35,8 @@ def test_operators_draw_the_same(kernel_device, monkeypatch, start):
 def test_writes_the_place_of_a_shard_behind_a_draw(kernel_device, place):
     state = torch.tensor([-3, 4], device=kernel_device)
     draft = Draft(state.device, inputs=1)
-    add_draw(draft, draft.inputs[0], 1, draft.output((4,), torch.int64), place)
-    (out,) = draft.launch()(state)
+    out = add_place(draft, add_draw(draft, draft.inputs[0], 1), place)
+    (out,) = draft.launch(out)(state)
     expected = torch.tensor([-3, 4], device=kernel_device)
     assert torch.equal(out, rng.placed(rng.coming(expected), *place)) and state.tolist() == [-3, 5]
 

@@ -1,7 +1,8 @@
-"""A small layer's two launches are, byte for byte, its single operations."""
+"""A layer's two launches are, byte for byte, its single operations."""
 
 import json
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,15 +14,10 @@ from torch.nn.functional import ScalingType
 import fp4engine
 from fp4engine import capability, ops
 from fp4engine.formats import E4M3, E5M2, fp8, fp8_block
-from fp4engine.functional import WeightCache, make_linear_plan
+from fp4engine.functional import WeightCache, directions, make_linear_plan, operators
 from fp4engine.kernels.launch import Launch
 from fp4engine.modules import Gemms
 from fp4engine.ops import gemm_fp8
-from fp4engine.ops.linear import by_values
-from fp4engine.ops.linear.by_fp8 import LinearByFP8, LinearByFP8Blocks
-from fp4engine.ops.linear.by_operations import LinearByOperations
-from fp4engine.ops.linear.by_values import LinearByValues
-from fp4engine.ops.linear.kept import parts
 from fp4engine.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -31,6 +27,8 @@ from fp4engine.recipe import (
     NVFP4BlockScaling,
     zoo,
 )
+from tests import products
+from tests.products import one_by_one
 
 RECIPES = {
     "default": {},
@@ -79,69 +77,72 @@ def run(
     return [y.detach(), *grads], ran, layer.executed.counts, ops.get_rng_state(), history
 
 
-def assert_one_launch_is_many(monkeypatch, *arguments, kind=LinearByValues, **options):
-    taken = []
-    forward = kind.forward
-    monkeypatch.setattr(kind, "forward", lambda *a: taken.append(a) or forward(*a))
-    whole = run(*arguments, **options)
-    launches = len(options.get("sizes", (1, 1))) * options.get("microbatches", 1)
-    assert len(taken) == launches
-    monkeypatch.setattr(ops, "linear_at_once", lambda *a: None)
-    single = run(*arguments, **options)
-    assert len(taken) == launches
+def assert_one_launch_is_many(*arguments, **options):
+    """A launch in each direction has the bytes of operations, which each have launches of their own."""
+    with launches() as taken:
+        whole = run(*arguments, **options)
+        assert len(taken) >= len(options.get("sizes", (1, 1))) * options.get("microbatches", 1)
+        with one_by_one():
+            taken.clear()
+            single = run(*arguments, **options)
+        assert not taken
     for actual, expected in zip(whole[0], single[0], strict=True):
         assert (actual is None) == (expected is None)
         if expected is not None:
             torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
-    assert whole[1:] == single[1:]
+    assert whole[2:] == single[2:]
+
+
+@contextmanager
+def launches():
+    """Region that leaves a list of the directions of layers that were one launch."""
+    taken = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("run_forward", "run_backward"):
+            patch.setattr(directions, name, noted(name, getattr(directions, name), taken))
+        yield taken
+
+
+def noted(name, direction, taken):
+    def run_direction(*arguments, **options):
+        made = direction(*arguments, **options)
+        if made is not None:
+            taken.append(name)
+        return made
+
+    return run_direction
 
 
 @pytest.mark.parametrize("options", RECIPES.values(), ids=RECIPES)
-def test_recipes(kernel_device, monkeypatch, options):
-    assert_one_launch_is_many(monkeypatch, NVFP4BlockScaling(**options), SHAPES["ragged"], device=kernel_device)
+def test_recipes(kernel_device, options):
+    assert_one_launch_is_many(NVFP4BlockScaling(**options), SHAPES["ragged"], device=kernel_device)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_shapes(kernel_device, monkeypatch, shape):
-    assert_one_launch_is_many(monkeypatch, NVFP4BlockScaling(), shape, device=kernel_device)
+def test_shapes(kernel_device, shape):
+    assert_one_launch_is_many(NVFP4BlockScaling(), shape, device=kernel_device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_dtypes(kernel_device, monkeypatch, dtype):
-    assert_one_launch_is_many(monkeypatch, NVFP4BlockScaling(), SHAPES["even"], dtype, kernel_device)
+def test_dtypes(kernel_device, dtype):
+    assert_one_launch_is_many(NVFP4BlockScaling(), SHAPES["even"], dtype, kernel_device)
 
 
-def test_weights_of_another_dtype(kernel_device, monkeypatch):
+def test_weights_of_another_dtype(kernel_device):
     options = {"device": kernel_device, "weight_dtype": torch.float32}
-    assert_one_launch_is_many(monkeypatch, NVFP4BlockScaling(), SHAPES["ragged"], torch.bfloat16, **options)
+    assert_one_launch_is_many(NVFP4BlockScaling(), SHAPES["ragged"], torch.bfloat16, **options)
 
 
 @pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
-def test_not_finite(kernel_device, monkeypatch, spoil):
+def test_not_finite(kernel_device, spoil):
     options = {"device": kernel_device, "spoil": spoil}
-    assert_one_launch_is_many(monkeypatch, NVFP4BlockScaling(), SHAPES["ragged"], **options)
+    assert_one_launch_is_many(NVFP4BlockScaling(), SHAPES["ragged"], **options)
 
 
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
-def test_gradients_that_nobody_wants(kernel_device, monkeypatch, x_grad, w_grad):
+def test_gradients_that_nobody_wants(kernel_device, x_grad, w_grad):
     options = {"device": kernel_device, "x_grad": x_grad, "w_grad": w_grad}
-    assert_one_launch_is_many(monkeypatch, NVFP4BlockScaling(), SHAPES["ragged"], **options)
-
-
-@pytest.mark.parametrize(("needs_dgrad", "needs_wgrad"), [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("options", RECIPES.values(), ids=RECIPES)
-def test_the_buffer_that_is_kept_is_what_single_operations_keep(kernel_device, options, needs_dgrad, needs_wgrad):
-    casts = make_linear_plan(NVFP4BlockScaling(**options), "linear").casts
-    torch.manual_seed(0)
-    x, weight = (torch.randn(rows, 37).to(kernel_device, torch.bfloat16) for rows in (19, 23))
-    launch, apart = LinearByValues(casts), LinearByOperations(casts, in_one_buffer=False)
-    needs = needs_dgrad, needs_wgrad
-    asked = ops.ForwardPass(*needs)
-    (_, buffers), (_, expected) = (way.forward(x, weight, None, asked) for way in (launch, apart))
-    assert len(buffers) == 1
-    found = parts(buffers, apart.kept_outputs((19, 23, 37), *needs))
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.shape == theirs.shape and torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    assert_one_launch_is_many(NVFP4BlockScaling(), SHAPES["ragged"], **options)
 
 
 VIEWS = {
@@ -153,33 +154,13 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_layouts(kernel_device, monkeypatch, view):
-    assert_one_launch_is_many(monkeypatch, NVFP4BlockScaling(), SHAPES["even"], device=kernel_device, view=view)
+def test_layouts(kernel_device, view):
+    assert_one_launch_is_many(NVFP4BlockScaling(), SHAPES["even"], device=kernel_device, view=view)
 
 
-@pytest.mark.parametrize(("room", "launches"), [(2 * 23 * 37, 1), (2 * 23 * 37 - 1, 0)], ids=["fits", "large"])
-def test_large_layers_take_single_operations(kernel_device, monkeypatch, room, launches):
-    """The weight of 23 x 37 is the smaller operand; its values are BF16."""
-    taken, forward = [], LinearByValues.forward
-    monkeypatch.setattr(by_values, "MOST_HELD", room)
-    monkeypatch.setattr(LinearByValues, "forward", lambda *a: taken.append(a) or forward(*a))
-    layer, x = fp4engine.Linear(37, 23, device=kernel_device), torch.randn(64, 37, device=kernel_device)
-    with fp4engine.autocast(recipe=NVFP4BlockScaling()):
-        layer(x).sum().backward()
-    assert len(taken) == launches
-
-
-def assert_compiled_is_eager(monkeypatch, recipe, shape, device, kind, x_grad=True, w_grad=True, dynamic=None):
+def assert_compiled_is_eager(recipe, shape, device, x_grad=True, w_grad=True, dynamic=None):
     """The bytes, by the same launches: one forward and one backward."""
-    taken, results = [], []
-    for name in ("forward", "backward"):
-        method = getattr(kind, name)
-
-        def take(*a, name=name, method=method, **told):
-            taken.append(name)
-            return method(*a, **told)
-
-        monkeypatch.setattr(kind, name, take)
+    results = []
     *rows, fan_in, fan_out = shape
     torch.manual_seed(3)
     torch._dynamo.reset()
@@ -190,12 +171,12 @@ def assert_compiled_is_eager(monkeypatch, recipe, shape, device, kind, x_grad=Tr
         layer.zero_grad()
         x = torch.linspace(-3, 5, math.prod(rows) * fan_in, device=device).view(*rows, fan_in).bfloat16()
         x.requires_grad_(x_grad)
-        taken.clear()
-        with fp4engine.autocast(recipe=recipe):
-            y = call(x)
-        y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
-        results.append(([y.detach(), x.grad, layer.weight.grad, layer.bias.grad], list(taken)))
-    assert results[0][1] == results[1][1] == ["forward", "backward"][: 1 + (x_grad or w_grad)]
+        with launches() as taken:
+            with fp4engine.autocast(recipe=recipe):
+                y = call(x)
+            y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
+        results.append(([y.detach(), x.grad, layer.weight.grad, layer.bias.grad], taken))
+    assert results[1][1] == ["run_forward", "run_backward"][: 1 + (x_grad or w_grad)]
     for ours, theirs in zip(results[1][0], results[0][0], strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.equal(ours, theirs)
@@ -203,22 +184,22 @@ def assert_compiled_is_eager(monkeypatch, recipe, shape, device, kind, x_grad=Tr
 
 @pytest.mark.no_poison
 @pytest.mark.parametrize("options", RECIPES.values(), ids=RECIPES)
-def test_compiled_recipes(kernel_device, monkeypatch, options):
-    arguments = NVFP4BlockScaling(**options), SHAPES["ragged"], kernel_device, LinearByValues
-    assert_compiled_is_eager(monkeypatch, *arguments)
+def test_compiled_recipes(kernel_device, options):
+    arguments = NVFP4BlockScaling(**options), SHAPES["ragged"], kernel_device
+    assert_compiled_is_eager(*arguments)
 
 
 @pytest.mark.no_poison
 @pytest.mark.parametrize("shape", [SHAPES["even"], SHAPES["3-D"]], ids=str)
-def test_compiled_shapes(kernel_device, monkeypatch, shape):
-    assert_compiled_is_eager(monkeypatch, NVFP4BlockScaling(), shape, kernel_device, LinearByValues)
+def test_compiled_shapes(kernel_device, shape):
+    assert_compiled_is_eager(NVFP4BlockScaling(), shape, kernel_device)
 
 
 @pytest.mark.no_poison
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
-def test_compiled_gradients_that_nobody_wants(kernel_device, monkeypatch, x_grad, w_grad):
-    arguments = NVFP4BlockScaling(), SHAPES["ragged"], kernel_device, LinearByValues
-    assert_compiled_is_eager(monkeypatch, *arguments, x_grad, w_grad)
+def test_compiled_gradients_that_nobody_wants(kernel_device, x_grad, w_grad):
+    arguments = NVFP4BlockScaling(), SHAPES["ragged"], kernel_device
+    assert_compiled_is_eager(*arguments, x_grad, w_grad)
 
 
 def assert_same_for_rows(layer, call, numbers, recipe):
@@ -275,18 +256,14 @@ class OfTiles(WeightCache):
 @pytest.mark.parametrize("w_grad", [True, False])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_weight_that_came_as_codes_is_the_one_that_was_cast(kernel_device, monkeypatch, shape, x_grad, w_grad):
-    """At once, operation by operation, and cast here: the same bytes; and each way one launch for all of it."""
+    """In a launch, operation by operation, and cast here: the same bytes."""
     options = {"x_grad": x_grad, "w_grad": w_grad, "device": kernel_device}
     expected = run(NVFP4BlockScaling(), shape, **options)
     monkeypatch.setattr(Gemms, "_cache", lambda *_: OfTiles())
-    started = []
-    monkeypatch.setattr(Launch, "__call__", lambda *a, call=Launch.__call__: started.append(a[0]) or call(*a))
-    at_once = run(NVFP4BlockScaling(), shape, **options)
-    launches = len(started)
-    monkeypatch.setattr(ops, "linear_at_once", lambda *a: None)
-    single = run(NVFP4BlockScaling(), shape, **options)
-    assert launches < len(started) - launches
-    for found in (at_once, single):
+    fused = run(NVFP4BlockScaling(), shape, **options)
+    with one_by_one():
+        single = run(NVFP4BlockScaling(), shape, **options)
+    for found in (fused, single):
         for actual, want in zip(found[0], expected[0], strict=True):
             assert (actual is None) == (want is None)
             if want is not None:
@@ -295,13 +272,13 @@ def test_a_weight_that_came_as_codes_is_the_one_that_was_cast(kernel_device, mon
 
 
 @pytest.mark.parametrize("is_gathered", [True, False])
-@pytest.mark.parametrize("is_at_once", [True, False])
-def test_codes_that_a_hook_moves_reach_kernels_aligned(kernel_device, monkeypatch, is_gathered, is_at_once):
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_codes_that_a_hook_moves_reach_kernels_aligned(kernel_device, monkeypatch, is_gathered, is_fused):
     """Kernels read words of eight codes; a hook may leave a buffer beside them where it was."""
     if is_gathered:
         monkeypatch.setattr(Gemms, "_cache", lambda *_: OfTiles())
-    if not is_at_once:
-        monkeypatch.setattr(ops, "linear_at_once", lambda *_: None)
+    if not is_fused:
+        monkeypatch.setattr(products.LINEAR, "fuses", lambda *_: False)
     expected = run(NVFP4BlockScaling(), (32, 48, 64), device=kernel_device)
 
     def moved(tensor):
@@ -355,15 +332,15 @@ def fp8_units(request, kernel_device, monkeypatch, forget_answers):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_fp8_shapes(fp8_units, kernel_device, monkeypatch, shape, bias):
-    options = {"device": kernel_device, "bias": bias, "kind": LinearByFP8}
-    assert_one_launch_is_many(monkeypatch, Float8CurrentScaling(), shape, **options)
+def test_fp8_shapes(fp8_units, kernel_device, shape, bias):
+    options = {"device": kernel_device, "bias": bias}
+    assert_one_launch_is_many(Float8CurrentScaling(), shape, **options)
 
 
 @pytest.mark.parametrize("options", FP8_RECIPES.values(), ids=FP8_RECIPES)
-def test_fp8_recipes(fp8_units, kernel_device, monkeypatch, options):
+def test_fp8_recipes(fp8_units, kernel_device, options):
     recipe = Float8CurrentScaling(**options)
-    assert_one_launch_is_many(monkeypatch, recipe, SHAPES["even"], device=kernel_device, kind=LinearByFP8)
+    assert_one_launch_is_many(recipe, SHAPES["even"], device=kernel_device)
     if gemm_fp8.LONGEST:
         assert not fp8_units
         return
@@ -378,17 +355,19 @@ LIMIT = 64
 
 @pytest.mark.parametrize("beyond", [None, 0, 1, 2], ids=["small", "rows", "ins", "outs"])
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling()], ids=["current", "delayed"])
-def test_fp8_products_are_kernels_up_to_a_size(fp8_units, kernel_device, monkeypatch, recipe, beyond):
+def test_fp8_products_are_kernels_up_to_a_size(fp8_units, kernel_device, monkeypatch, forget_answers, recipe, beyond):
     """Of a layer all or none, at once as operation by operation; PyTorch's are the same up to the order of sums."""
     shape = [LIMIT] * 3
     if beyond is not None:
         shape[beyond] += 16
     monkeypatch.setattr(gemm_fp8, "LONGEST", LIMIT)
-    assert_one_launch_is_many(monkeypatch, recipe, shape, device=kernel_device, kind=LinearByFP8)
+    forget_answers()
+    assert_one_launch_is_many(recipe, shape, device=kernel_device)
     outputs, ran, *_ = run(recipe, shape, device=kernel_device)
     assert ran["gemm/triton" if beyond is None else "gemm/fp8"] == 3
     assert len(fp8_units) == (0 if beyond is None else 18)
     monkeypatch.setattr(gemm_fp8, "LONGEST", 0)
+    forget_answers()
     others, ran, *_ = run(recipe, shape, device=kernel_device)
     assert ran["gemm/fp8"] == 3
     for ours, theirs in zip(outputs, others, strict=True):
@@ -413,13 +392,16 @@ MIDDLE = (528, 272, 640)
 )
 @pytest.mark.parametrize("shape", [MIDDLE, (8192, 768, 3072), (16, 16, 4096)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"bias": False, "dtype": torch.float32}, {"dtype": torch.float16}], ids=str)
-def test_fp8_products_of_middle_sizes_are_kernels_on_hopper(fp8_kernel, monkeypatch, recipe, shape, options):
+def test_fp8_products_of_middle_sizes_are_kernels_on_hopper(
+    fp8_kernel, monkeypatch, forget_answers, recipe, shape, options
+):
     """At once as operation by operation; PyTorch's are the same up to the order of sums."""
     options = {"device": fp8_kernel, **options}
-    assert_one_launch_is_many(monkeypatch, recipe, shape, kind=LinearByFP8, **options)
+    assert_one_launch_is_many(recipe, shape, **options)
     ours, ran, *_ = run(recipe, shape, **options)
     assert ran["gemm/triton"] == 3
     monkeypatch.setattr(gemm_fp8, "STEPS", 0)
+    forget_answers()
     theirs, ran, *_ = run(recipe, shape, **options)
     assert ran["gemm/fp8"] == 3
     for one, other in zip(ours, theirs, strict=True):
@@ -445,16 +427,16 @@ def test_fp8_products_of_middle_sizes_are_added_to_main_grad(fp8_kernel, dtype, 
 
 @pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize("shape", [MIDDLE, (8192, 768, 3072)], ids=str)
-def test_fp8_products_of_middle_sizes_of_what_is_not_finite(fp8_kernel, monkeypatch, shape, spoil):
+def test_fp8_products_of_middle_sizes_of_what_is_not_finite(fp8_kernel, shape, spoil):
     options = {"device": fp8_kernel, "spoil": spoil}
-    assert_one_launch_is_many(monkeypatch, Float8CurrentScaling(), shape, kind=LinearByFP8, **options)
+    assert_one_launch_is_many(Float8CurrentScaling(), shape, **options)
     (y, _, dw, _), ran, *_ = run(Float8CurrentScaling(), shape, **options)
     assert ran["gemm/triton"] == 3 and not y.isfinite().any() and not dw.isfinite().any()
 
 
 @pytest.mark.no_poison
-def test_fp8_products_of_middle_sizes_compiled(fp8_kernel, monkeypatch):
-    assert_compiled_is_eager(monkeypatch, Float8CurrentScaling(), MIDDLE, fp8_kernel, LinearByFP8)
+def test_fp8_products_of_middle_sizes_compiled(fp8_kernel):
+    assert_compiled_is_eager(Float8CurrentScaling(), MIDDLE, fp8_kernel)
 
 
 @pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)
@@ -473,10 +455,13 @@ def test_every_fp8_code_is_its_value_in_a_product(fp8_units, kernel_device, elem
 
 
 @pytest.mark.no_poison
-def test_fp8_products_of_a_graph_by_single_operators_are_those_of_eager_code(fp8_units, kernel_device, monkeypatch):
+def test_fp8_products_of_a_graph_by_single_operators_are_those_of_eager_code(
+    fp8_units, kernel_device, monkeypatch, forget_answers
+):
     """For rows that are few and for rows that are many."""
     monkeypatch.setattr(gemm_fp8, "LONGEST", min(gemm_fp8.LONGEST, LIMIT))
-    monkeypatch.setattr(ops, "is_bound_by_host", lambda weight: False)
+    forget_answers()
+    monkeypatch.setattr(operators, "LARGE", 0)
     torch._dynamo.reset()
     layer = fp4engine.Linear(48, 32, dtype=torch.bfloat16, device=kernel_device)
     call = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -485,23 +470,23 @@ def test_fp8_products_of_a_graph_by_single_operators_are_those_of_eager_code(fp8
 
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_fp8_gradients_that_nobody_wants(fp8_units, kernel_device, monkeypatch, x_grad, w_grad, weight_dtype):
+def test_fp8_gradients_that_nobody_wants(fp8_units, kernel_device, x_grad, w_grad, weight_dtype):
     options = {"device": kernel_device, "x_grad": x_grad, "w_grad": w_grad, "weight_dtype": weight_dtype}
-    assert_one_launch_is_many(monkeypatch, Float8CurrentScaling(), SHAPES["ragged"], kind=LinearByFP8, **options)
+    assert_one_launch_is_many(Float8CurrentScaling(), SHAPES["ragged"], **options)
 
 
 @pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
-def test_fp8_not_finite(fp8_units, kernel_device, monkeypatch, spoil):
-    options = {"device": kernel_device, "spoil": spoil, "kind": LinearByFP8}
-    assert_one_launch_is_many(monkeypatch, Float8CurrentScaling(), SHAPES["ragged"], **options)
+def test_fp8_not_finite(fp8_units, kernel_device, spoil):
+    options = {"device": kernel_device, "spoil": spoil}
+    assert_one_launch_is_many(Float8CurrentScaling(), SHAPES["ragged"], **options)
 
 
 @pytest.mark.no_poison
 @pytest.mark.parametrize("shape", [SHAPES["even"], SHAPES["ragged"], SHAPES["3-D"]], ids=str)
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(True, True), (True, False), (False, True)])
-def test_fp8_compiled(fp8_units, kernel_device, monkeypatch, shape, x_grad, w_grad):
-    arguments = Float8CurrentScaling(), shape, kernel_device, LinearByFP8
-    assert_compiled_is_eager(monkeypatch, *arguments, x_grad, w_grad)
+def test_fp8_compiled(fp8_units, kernel_device, shape, x_grad, w_grad):
+    arguments = Float8CurrentScaling(), shape, kernel_device
+    assert_compiled_is_eager(*arguments, x_grad, w_grad)
 
 
 @pytest.fixture
@@ -540,36 +525,39 @@ def product_by_blocks(left, right, left_scales, left_kind, right_scales, right_k
 
 
 BLOCKS = {"powers of two": zoo.make("fp8_block"), "FP32 scales": Float8BlockScaling(use_f32_scales=True)}
-BLOCK_SHAPES = {"even": (256, 256, 256), "ragged": (132, 272, 144), "3-D": (2, 66, 144, 160)}
+BLOCK_SHAPES = {
+    **{"even": (256, 256, 256), "ragged": (132, 272, 144), "3-D": (2, 66, 144, 160)},
+    **{"rows that do not fit": (130, 144, 144), "outs that do not fit": (132, 144, 136)},
+}
 SMALLEST = (132, 144, 144)
 """Of layers whose products PyTorch makes: each of two blocks, the second cut off."""
 
 
 @pytest.mark.parametrize("shape", BLOCK_SHAPES.values(), ids=BLOCK_SHAPES)
 @pytest.mark.parametrize("recipe", BLOCKS.values(), ids=BLOCKS)
-def test_fp8_blocks(fp8_blocks, kernel_device, monkeypatch, recipe, shape):
-    options = {"device": kernel_device, "kind": LinearByFP8Blocks, "sizes": (1.0,)}
-    assert_one_launch_is_many(monkeypatch, recipe, shape, **options)
+def test_fp8_blocks(fp8_blocks, kernel_device, recipe, shape):
+    options = {"device": kernel_device, "sizes": (1.0,)}
+    assert_one_launch_is_many(recipe, shape, **options)
 
 
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
-def test_fp8_blocks_gradients_that_nobody_wants(fp8_blocks, kernel_device, monkeypatch, x_grad, w_grad):
+def test_fp8_blocks_gradients_that_nobody_wants(fp8_blocks, kernel_device, x_grad, w_grad):
     options = {"device": kernel_device, "x_grad": x_grad, "w_grad": w_grad, "weight_dtype": torch.float32}
-    options |= {"kind": LinearByFP8Blocks, "sizes": (1.0,)}
-    assert_one_launch_is_many(monkeypatch, BLOCKS["powers of two"], SMALLEST, **options)
+    options |= {"sizes": (1.0,)}
+    assert_one_launch_is_many(BLOCKS["powers of two"], SMALLEST, **options)
 
 
 @pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
-def test_fp8_blocks_not_finite(fp8_blocks, kernel_device, monkeypatch, spoil):
-    options = {"device": kernel_device, "spoil": spoil, "kind": LinearByFP8Blocks, "sizes": (1.0,)}
-    assert_one_launch_is_many(monkeypatch, BLOCKS["powers of two"], SMALLEST, **options)
+def test_fp8_blocks_not_finite(fp8_blocks, kernel_device, spoil):
+    options = {"device": kernel_device, "spoil": spoil, "sizes": (1.0,)}
+    assert_one_launch_is_many(BLOCKS["powers of two"], SMALLEST, **options)
 
 
 @pytest.mark.no_poison
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(True, True), (False, True)])
-def test_fp8_blocks_compiled(fp8_blocks, kernel_device, monkeypatch, x_grad, w_grad):
-    arguments = BLOCKS["powers of two"], BLOCK_SHAPES["3-D"], kernel_device, LinearByFP8Blocks
-    assert_compiled_is_eager(monkeypatch, *arguments, x_grad, w_grad)
+def test_fp8_blocks_compiled(fp8_blocks, kernel_device, x_grad, w_grad):
+    arguments = BLOCKS["powers of two"], BLOCK_SHAPES["3-D"], kernel_device
+    assert_compiled_is_eager(*arguments, x_grad, w_grad)
 
 
 @pytest.mark.no_poison
@@ -589,25 +577,18 @@ def test_fp8_blocks_compiled_for_rows_that_fit_and_that_do_not(fp8_blocks, kerne
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("shape", [(130, 144, 144), (132, 144, 136), (132, 136, 144), (128, 144, 144)], ids=str)
-def test_fp8_blocks_that_do_not_fit_take_single_operations(fp8_blocks, kernel_device, monkeypatch, shape):
-    monkeypatch.setattr(LinearByFP8Blocks, "forward", None)
-    outputs, *_ = run(BLOCKS["powers of two"], shape, device=kernel_device, sizes=(1.0,))
-    assert all(output.isfinite().all() for output in outputs)
-
-
 DELAYED = DelayedScaling(amax_history_len=3)
 SIZES = (1.0, 100.0, 0.01, 0.0, 5.0)
 
 
-def assert_delayed_is_many(monkeypatch, device, recipe=DELAYED, shape=SHAPES["ragged"], **options):
-    options = {"device": device, "kind": LinearByFP8, "sizes": SIZES} | options
-    assert_one_launch_is_many(monkeypatch, recipe, shape, **options)
+def assert_delayed_is_many(device, recipe=DELAYED, shape=SHAPES["ragged"], **options):
+    options = {"device": device, "sizes": SIZES} | options
+    assert_one_launch_is_many(recipe, shape, **options)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_delayed_shapes(fp8_units, kernel_device, monkeypatch, shape):
-    assert_delayed_is_many(monkeypatch, kernel_device, shape=shape)
+def test_delayed_shapes(fp8_units, kernel_device, shape):
+    assert_delayed_is_many(kernel_device, shape=shape)
 
 
 DELAYED_RECIPES = {
@@ -620,27 +601,27 @@ DELAYED_RECIPES = {
 
 @pytest.mark.parametrize("options", DELAYED_RECIPES.values(), ids=DELAYED_RECIPES)
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_delayed_recipes(fp8_units, kernel_device, monkeypatch, options, microbatches):
-    assert_delayed_is_many(monkeypatch, kernel_device, DelayedScaling(**options), microbatches=microbatches)
+def test_delayed_recipes(fp8_units, kernel_device, options, microbatches):
+    assert_delayed_is_many(kernel_device, DelayedScaling(**options), microbatches=microbatches)
 
 
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
-def test_delayed_gradients_that_nobody_wants(fp8_units, kernel_device, monkeypatch, x_grad, w_grad):
-    assert_delayed_is_many(monkeypatch, kernel_device, x_grad=x_grad, w_grad=w_grad, weight_dtype=torch.float32)
+def test_delayed_gradients_that_nobody_wants(fp8_units, kernel_device, x_grad, w_grad):
+    assert_delayed_is_many(kernel_device, x_grad=x_grad, w_grad=w_grad, weight_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_delayed_layouts(fp8_units, kernel_device, monkeypatch, view):
-    assert_delayed_is_many(monkeypatch, kernel_device, shape=SHAPES["even"], view=view)
+def test_delayed_layouts(fp8_units, kernel_device, view):
+    assert_delayed_is_many(kernel_device, shape=SHAPES["even"], view=view)
 
 
 @pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
-def test_delayed_not_finite(fp8_units, kernel_device, monkeypatch, spoil):
-    assert_delayed_is_many(monkeypatch, kernel_device, spoil=spoil)
+def test_delayed_not_finite(fp8_units, kernel_device, spoil):
+    assert_delayed_is_many(kernel_device, spoil=spoil)
 
 
 @pytest.mark.parametrize("what", ["recomputed", "recomputed later", "evaluated"])
-def test_delayed_forwards_that_are_not_remembered(fp8_units, kernel_device, monkeypatch, what):
+def test_delayed_forwards_that_are_not_remembered(fp8_units, kernel_device, what):
     """By the scales of the next step or, again, of their own, and nothing is noted."""
 
     def steps():
@@ -662,8 +643,8 @@ def test_delayed_forwards_that_are_not_remembered(fp8_units, kernel_device, monk
         return results, fp4engine.get_amax_history(layer)
 
     whole, history = steps()
-    monkeypatch.setattr(ops, "linear_at_once", lambda *a: None)
-    single, expected = steps()
+    with one_by_one():
+        single, expected = steps()
     assert history == expected
     for actual, wanted in zip(whole, single, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
@@ -674,20 +655,21 @@ def test_delayed_forwards_that_are_not_remembered(fp8_units, kernel_device, monk
     [{"amax_compute_algo": torch.Tensor.sum}, {"scaling_factor_compute_algo": lambda amax, scale, largest, _: scale}],
     ids=["amax", "scale"],
 )
-def test_functions_that_choose_an_amax_take_single_operations(fp8_units, kernel_device, monkeypatch, options):
-    monkeypatch.setattr(ops, "linear_at_once", None)
-    _, ran, *_ = run(DelayedScaling(**options), SHAPES["even"], device=kernel_device)
+def test_functions_that_choose_an_amax_take_single_operations(fp8_units, kernel_device, options):
+    with launches() as taken:
+        _, ran, *_ = run(DelayedScaling(**options), SHAPES["even"], device=kernel_device)
+    assert not taken
     product = "gemm/triton" if gemm_fp8.LONGEST else "gemm/fp8"
     assert ran["record_amax/triton"] == ran["quantize/triton"] == ran[product] == 3
 
 
-def test_what_is_shared_stored_or_added_to_takes_single_operations(kernel_device, monkeypatch):
-    monkeypatch.setattr(ops, "linear_at_once", None)
+def test_a_cached_weight_and_a_gradient_that_is_added_take_a_launch_too(kernel_device):
     layer = fp4engine.Linear(32, 32, bias=False, device=kernel_device, fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.zeros(32, 32, device=kernel_device)
     x = torch.randn(16, 32, device=kernel_device)
-    with fp4engine.autocast(recipe=NVFP4BlockScaling()):
+    with launches() as taken, fp4engine.autocast(recipe=NVFP4BlockScaling()):
         layer(x).sum().backward()
         layer.fuse_wgrad_accumulation = False
         layer(x, is_first_microbatch=True).sum().backward()
+    assert taken == ["run_forward", "run_backward"] * 2
     assert layer.weight.main_grad.any() and layer.weight.grad.any()

@@ -11,11 +11,12 @@ from torch._dynamo.backends.common import aot_autograd
 pytest.importorskip("triton")
 
 import fp4engine
-from fp4engine import ops
+from fp4engine.distributed.weight_amaxes import amaxes_of
 from fp4engine.functional import linear, make_linear_plan
 from fp4engine.functional.shards import Shard, Shards
 from fp4engine.ops import reduce
 from fp4engine.recipe import NVFP4BlockScaling, zoo
+from tests.products import one_by_one
 
 
 class Group:
@@ -86,26 +87,21 @@ def assert_equal(actual, expected):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-def by_operations(monkeypatch, *arguments, **options):
-    with monkeypatch.context() as patch:
-        patch.setattr(ops, "linear_at_once", lambda *a: None)
+def by_operations(*arguments, **options):
+    with one_by_one():
         return share(*arguments, **options)
 
 
-def assert_few_launches_are_many(monkeypatch, *arguments, **options):
-    taken, forward = [], ops.LinearByValues.forward
-    with monkeypatch.context() as patch:
-        patch.setattr(ops.LinearByValues, "forward", lambda *a: taken.append(a) or forward(*a))
-        few, sent = share(*arguments, **options), list(SENT)
-    many = by_operations(monkeypatch, *arguments, **options)
-    assert len(taken) == 1
-    assert sent == SENT  # other ranks may have larger parts, and go the other way
+def assert_few_launches_are_many(*arguments, **options):
+    few, sent = share(*arguments, **options), list(SENT)
+    many = by_operations(*arguments, **options)
+    assert sent == SENT
     assert_equal(few, many)
 
 
 @pytest.mark.parametrize("shards", SHARDS.values(), ids=SHARDS)
-def test_few_launches(kernel_device, monkeypatch, shards):
-    assert_few_launches_are_many(monkeypatch, RECIPES["nvfp4"], shards, kernel_device)
+def test_few_launches(kernel_device, shards):
+    assert_few_launches_are_many(RECIPES["nvfp4"], shards, kernel_device)
 
 
 @pytest.mark.parametrize("shards", SHARDS.values(), ids=SHARDS)
@@ -117,22 +113,22 @@ def test_amaxes_that_ranks_share_are_kept_with_the_codes(kernel_device, shards):
 
 
 @pytest.mark.parametrize("recipe", list(RECIPES.values())[1:], ids=list(RECIPES)[1:])
-def test_recipes(kernel_device, monkeypatch, recipe):
+def test_recipes(kernel_device, recipe):
     for name in ("columns", "rows"):
-        assert_few_launches_are_many(monkeypatch, recipe, SHARDS[name], kernel_device)
+        assert_few_launches_are_many(recipe, SHARDS[name], kernel_device)
 
 
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
-def test_gradients_that_nobody_wants(kernel_device, monkeypatch, x_grad, w_grad):
+def test_gradients_that_nobody_wants(kernel_device, x_grad, w_grad):
     asked = {"x_grad": x_grad, "w_grad": w_grad, "bias": False}
     for name in ("columns", "tokens"):
-        assert_few_launches_are_many(monkeypatch, RECIPES["nvfp4"], SHARDS[name], kernel_device, **asked)
+        assert_few_launches_are_many(RECIPES["nvfp4"], SHARDS[name], kernel_device, **asked)
 
 
-def test_not_finite(kernel_device, monkeypatch):
+def test_not_finite(kernel_device):
     for spoil in (float("nan"), float("inf")):
         asked = {"spoil": spoil, "dtype": torch.float32}
-        assert_few_launches_are_many(monkeypatch, RECIPES["nvfp4"], SHARDS["rows"], kernel_device, **asked)
+        assert_few_launches_are_many(RECIPES["nvfp4"], SHARDS["rows"], kernel_device, **asked)
 
 
 @pytest.mark.parametrize("shards", SHARDS.values(), ids=SHARDS)
@@ -144,11 +140,11 @@ def test_operators(kernel_device, shards):
 
 
 @pytest.mark.parametrize("name", ["columns", "rows"])
-def test_amaxes_of_a_weight_that_were_found_before(kernel_device, monkeypatch, name):
+def test_amaxes_of_a_weight_that_were_found_before(kernel_device, name):
     """Are not sent again; by few launches, by single operations and by operators."""
 
     def run(x, weight, bias, plan, shards, multiply=linear):
-        amaxes = ops.amaxes_of([x.new_zeros(16, 16), weight.detach()], [plan.casts] * 2)[2:].mul_(2)
+        amaxes = amaxes_of([x.new_zeros(16, 16), weight.detach()], [plan.weight] * 2)[2:].mul_(2)
         return multiply(x, weight, bias, plan, shards=shards._replace(weight_amaxes=amaxes))
 
     asked = RECIPES["nvfp4"], SHARDS[name], kernel_device
@@ -157,7 +153,7 @@ def test_amaxes_of_a_weight_that_were_found_before(kernel_device, monkeypatch, n
     left = [(count - of_weight, group) for count, group in sent[:1] if count > of_weight] + sent[1:]
     assert_equal(share(*asked, run=run), expected)
     assert left == SENT
-    assert_equal(by_operations(monkeypatch, *asked, run=run), expected)
+    assert_equal(by_operations(*asked, run=run), expected)
     assert left == SENT
     torch._dynamo.reset()
     compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
@@ -178,7 +174,7 @@ def test_operators_that_wait_for_other_ranks_keep_their_order():
     torch._dynamo.reset()
     run = torch.compile(twice, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
     share(RECIPES["nvfp4"], SHARDS["columns"], "cpu", run=run)
-    for graph, operator in zip(graphs, ("linear_share_forward", "linear_backward"), strict=True):
+    for graph, operator in zip(graphs, ("linear_forward", "linear_backward"), strict=True):
         first, second = re.findall(rf"%(\w+) : .*{operator}\.default.*_all_bases: \[(.*?)\]", graph)
         for written in second[1].split(", "):
             assert re.search(rf"{written} : .*getitem\]\(args = \(%{first[0]},", graph)
@@ -195,11 +191,6 @@ def test_operators_of_the_reference(name):
         assert_equal(share(recipe, shards, "cpu", run=run), eager)
 
 
-def test_directions_that_go_two_ways_take_single_operations():
-    apart = Shards(Shard((("rows", 0),)), Shard((("columns", 0),)))
-    assert apart.amax_groups() is None
-
-
 def test_packed_amaxes_have_no_sign():
     packed = reduce.packed_amaxes([torch.tensor([-float("nan")]), torch.tensor([3.0])])
     assert packed.shape == (2, 4) and packed[0].isnan().all() and not packed.signbit().any()
@@ -208,7 +199,8 @@ def test_packed_amaxes_have_no_sign():
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_hadamard"])
 def test_amaxes_of_weights_have_no_sign(name):
     """Also if the largest magnitude is all that is asked for, and is a NaN whose sign is set."""
-    casts, weights = make_linear_plan(zoo.make(name), "linear").casts, [torch.full((16, 128), -2.0) for _ in range(2)]
+    quantizer, weights = make_linear_plan(zoo.make(name), "linear").weight, [torch.full((16, 128), -2.0)] * 2
+    weights = [weight.clone() for weight in weights]
     weights[1][3, 4] = -float("nan")
-    amaxes = ops.amaxes_of(weights, [casts] * 2)[:, 0]
+    amaxes = amaxes_of(weights, [quantizer] * 2)[:, 0]
     assert amaxes[:2].min() > 0 and amaxes[2:].isnan().all() and not amaxes.signbit().any()

@@ -49,9 +49,9 @@ def test_values_are_those_of_the_rowwise_operand(kernel_device, shape, spec):
         0x7F  # no scale is negative
     )
     draft = Draft(torch.device(kernel_device), inputs=1)
-    out = draft.output((shape[0], spec.padded_cols(shape[1])), torch.bfloat16)
+    out = draft.buffer((shape[0], spec.padded_cols(shape[1])), torch.bfloat16)
     add_decode_tiles(draft, Tiles(*draft.inputs, spec, *shape), out)
-    (values,) = draft.launch()(tiled.packed)
+    (values,) = draft.launch(out)(tiled.packed)
     codes, scale_inv, _ = tiled.rowwise("reference").tensors
     one = torch.full((1,), spec.numerator, device=kernel_device)
     want = ops.dequantize(codes, scale_inv, one, spec, values.shape[1], torch.float32, "reference")

@@ -288,13 +288,13 @@ def test_a_machine_without_the_driver_leaves_kernels_to_triton(monkeypatch, fail
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_the_parameters_of_what_triton_compiles_are_found(library, capability):
-    types = {"state_ptr": "*i64", "out_ptr": "*i64", "count": "i32", "row": "i32", "col": "i32"}
-    constants = {"key_step": KEY_STEP, "placed": True}
+    types = {"state_ptr": "*i64", "out_ptr": "*i64", "count": "i32"}
+    constants = {"key_step": KEY_STEP}
     source = ASTSource(draw_kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 2})
     kernel = SimpleNamespace(metadata=kernel.metadata, src=kernel.src, asm=kernel.asm, function=0)
-    arguments = [(0, None), (1, None), (None, 1), (None, 2), (None, 3), (None, KEY_STEP), (None, True)]
+    arguments = [(0, None), (1, None), (None, 1), (None, KEY_STEP)]
     (found,) = cuda_driver.plan([(kernel, 1, arguments)], 2)._kernels
     assert found.threads == 64 and found.shared == kernel.metadata.shared
     assert found.parameters[:2] == (cuda_driver.Slot(0), cuda_driver.Slot(1))
-    assert found.parameters[2:] == (*(number(n, 4) for n in (1, 2, 3)), bytes(8), bytes(8))
+    assert found.parameters[2:] == (number(1, 4), bytes(8), bytes(8))

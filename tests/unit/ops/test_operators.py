@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_map_only
 from fp4engine import NVFP4Quantizer, Quantizer, ops
 from fp4engine.formats import E4M3, E8M0, CastSpec, Correction, Outer, Rotation, RoundingMode, ScaleRule, Signs, fp8
 from fp4engine.functional import make_linear_plan
+from fp4engine.functional.plan import plan_of
 from fp4engine.kernels.source import Asked
 from fp4engine.ops.operation import define
 from fp4engine.recipe import Float8CurrentScaling, NVFP4BlockScaling, zoo
@@ -84,19 +85,19 @@ LAYERS = {
 @pytest.mark.parametrize("shape", [(32, 64, 48), (19, 37, 23), (0, 32, 16)], ids=str)
 def test_fakes_of_a_layers_operators_tell_the_truth(recipe, needs_dgrad, needs_wgrad, shape) -> None:
     rows, ins, outs = shape
-    casts = make_linear_plan(recipe, "linear").casts
-    assert casts is not None and ops.LayerCasts.from_key(casts.key) == casts
+    plan = make_linear_plan(recipe, "linear")
+    assert plan_of(plan.key).key == plan.key
     x, weight, grad = torch.randn(rows, ins).bfloat16(), torch.randn(outs, ins), torch.randn(rows, outs).bfloat16()
     needs = (needs_dgrad, needs_wgrad)
     forward, backward = torch.ops.fp4engine.linear_forward, torch.ops.fp4engine.linear_backward
-    assert_fake_tells_the_truth(forward, x, weight, torch.randn(outs), casts.key, *needs, None)
-    kept = forward(x, weight, None, casts.key, *needs, None)[1:]
-    assert len(kept) == any(needs)
-    if kept:
-        state, alone = torch.tensor([1, 2]), (None, None, None, "", 0)
-        told = (*needs, ins, state, casts.key, torch.bfloat16, torch.float32, *alone)
-        assert_fake_tells_the_truth(backward, grad, kept, *told)
-    memory = [t.untyped_storage().data_ptr() for t in (x, weight, *kept) if t.numel()]
+    told = (None, None, plan.key, *needs, outs, torch.float32, 0, "", "")
+    assert_fake_tells_the_truth(forward, x, weight, torch.randn(outs), *told)
+    _, kept = forward(x, weight, None, *told)
+    assert (kept.numel() > 0) == any(needs)
+    told = (torch.tensor([1, 2]), None, plan.key, *needs, ins, torch.bfloat16, torch.float32, 0, "", None, None)
+    if any(needs):
+        assert_fake_tells_the_truth(backward, grad, [kept], *told)
+    memory = [t.untyped_storage().data_ptr() for t in (x, weight, kept) if t.numel()]
     assert len(set(memory)) == len(memory)  # no output is another, or a part of an input
 
 
@@ -105,20 +106,21 @@ def test_fakes_of_a_layers_operators_tell_the_truth(recipe, needs_dgrad, needs_w
 def test_fakes_of_operators_on_tiles_tell_the_truth(recipe, shape) -> None:
     rows, ins, outs = shape
     fp4, plan = torch.ops.fp4engine, make_linear_plan(recipe, "linear")
-    spec, casts = plan.weight.rowwise_spec, plan.casts
+    spec = plan.weight.rowwise_spec
     (tiles,) = ops.quantize_tiles([torch.randn(outs, ins)], [spec], [None])
     for transposed in (False, True) if spec.block[0] > 1 else (False,):
         assert_fake_tells_the_truth(fp4.spread_tiles, tiles.packed, spec.key, outs, ins, 1, transposed, "auto")
-    if casts is None:  # dgrad's operand is made of values
+    if spec.block[0] == 1:  # dgrad's operand is made of values
         return
     x, grad, weight = torch.randn(rows, ins).bfloat16(), torch.randn(rows, outs).bfloat16(), tiles.tensors
     dtypes, state = (torch.bfloat16, torch.float32), torch.tensor([1, 2])
     for needs_wgrad in (True, False):
-        forward = (x, *weight, torch.randn(outs), casts.key, torch.float32, needs_wgrad, outs, 1)
-        assert_fake_tells_the_truth(fp4.tiled_linear_forward, *forward)
-        kept = [*fp4.tiled_linear_forward(*forward)[1:], *weight]
-        told = (True, needs_wgrad, ins, state, casts.key, *dtypes, None, None, None, "", 1)
-        assert_fake_tells_the_truth(fp4.linear_backward, grad, kept, *told)
+        told = (None, None, plan.key, True, needs_wgrad, outs, torch.float32, 1, "", "")
+        forward = (x, *weight, torch.randn(outs), *told)
+        assert_fake_tells_the_truth(fp4.linear_forward, *forward)
+        kept = [fp4.linear_forward(*forward)[1]] if needs_wgrad else []
+        told = (state, None, plan.key, True, needs_wgrad, ins, *dtypes, 1, "", None, None)
+        assert_fake_tells_the_truth(fp4.linear_backward, grad, [*kept, *weight], *told)
 
 
 def test_outputs_are_declared_of_arguments_that_there_are() -> None:

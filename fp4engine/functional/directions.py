@@ -1,0 +1,436 @@
+"""Directions of a layer as launches: found once for a plan and the facts of its tensors, and called in every step.
+
+Whatever a launch depends on is in the key by which it is looked up: the functions ``_resolve_…`` are pure, and their
+caches bounded.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4engine import ops
+from fp4engine.constants import ALIGNMENT, MOST_QUESTIONS
+from fp4engine.functional.call import Call
+from fp4engine.functional.fused import Fused, NotCovered
+from fp4engine.functional.plan import LinearPlan
+from fp4engine.functional.program import CastWeight, LaterProduct, Needs, Request, accumulate, backward, forward
+from fp4engine.functional.record import Layout, Slot, replaced, restored, saved
+from fp4engine.functional.shards import shared_amaxes
+from fp4engine.kernels.amax_history import History, Past
+from fp4engine.kernels.launch import Facts, Launch, Matrix, Place
+from fp4engine.ops import backend as backends
+from fp4engine.ops.draws import require_repeated
+from fp4engine.ops.operation import PLAIN, aligned
+from fp4engine.ops.rng import lock as draw_lock
+from fp4engine.roles import TENSOR_TYPES, TensorType
+
+Told = tuple[Facts | None, ...]
+Names = tuple[str, ...]
+"""What each input of a launch is, in their order."""
+Pasts = tuple[tuple[TensorType, Past], ...]
+"""What a launch depends on of the histories of delayed scaling; empty where there are none."""
+
+
+class Setting(NamedTuple):
+    """What a direction depends on beside its plan and its tensors.
+
+    Attributes:
+        replays: whether draws have to be values, since a forward takes them again.
+        rank_bits: of the rank whose random bits are drawn; 0 where nothing is drawn.
+        places: for each role where its matrix begins in a whole one, where it does.
+    """
+
+    replays: bool = False
+    rank_bits: int = 0
+    places: tuple[tuple[TensorType, tuple[int, int]], ...] = ()
+
+
+class Direction(NamedTuple):
+    """A direction of a layer as a launch.
+
+    Attributes:
+        launch: returns results, and behind them tensors that are saved.
+        paths: what runs.
+        draws: whether the launch takes draws from the state of the random stream itself.
+        results: how many tensors are results.
+        layout: of what is saved.
+        inputs: positions of inputs that are saved too, behind what the launch returns.
+    """
+
+    launch: Launch
+    paths: tuple[str, ...]
+    draws: bool
+    results: int
+    layout: Layout
+    inputs: tuple[int, ...]
+
+    def __call__(self, tensors: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """The results, and what is saved."""
+        with draw_lock if self.draws else nullcontext():
+            made = self.launch(*tensors)
+        backends.record(*self.paths)
+        return made[: self.results], made[self.results :] + [tensors[position] for position in self.inputs]
+
+
+def run_forward(
+    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, given: CastWeight | None, parameters: Sequence[Any]
+) -> tuple[Tensor, list[Tensor], Layout] | None:
+    """The output [M, N], what is saved for backward, and its layout; None where kernels do not cover the layer.
+
+    Args:
+        x: [M, K], or what the layer's function reads.
+        given: the weight as it was cast before.
+        parameters: of a norm that the input has to go through.
+    """
+    plan, template, kept_before = call.plan, None, []
+    names: Names = ("x", "weight", "bias")
+    tensors: list[Any] = [x, weight, bias]
+    if given is not None:
+        read, kept_before, template = _flat(call, given)
+        if not plan.clips(plan.weight):
+            tensors[1] = None
+        names += ("given",) * len(read)
+        tensors += read
+    if call.function is not None:
+        names += "gamma", "beta"
+        tensors += call.function.vectors(*parameters)
+    if not _are_readable(tensors):
+        return None
+    if bias is not None and bias.stride() != (1,):
+        tensors[2] = bias.contiguous()
+    setting = _setting(call, "forward")
+    if plan.draws_in_forward:
+        require_repeated()
+        names += ("state",)
+        tensors.append(ops.state_of(x.device, call.stream("forward")))
+    needs, pasts = Needs(call.needs_dgrad, call.needs_wgrad), ()
+    asked = plan, needs, template, call.function, call.dtype, setting, x.device
+    if call.shards is not None or plan.is_stateful:
+        if _resolve_forward(*asked, names, _told(tensors), ()) is None:  # before ranks reduce or a history is recalled
+            return None
+        requests = [Request("input", plan.input, x, True, needs.wgrad)]
+        if given is None:
+            requests.append(Request("weight", plan.weight, weight, True, needs.dgrad))
+        more, pasts = _beside(call, requests, tensors)
+        names += more
+    direction = _resolve_forward(*asked, names, _told(tensors), pasts)
+    if direction is None:
+        return None
+    (y,), kept = direction(tensors)
+    return y, kept + kept_before, direction.layout
+
+
+def run_backward(
+    call: Call,
+    layout: Layout,
+    grad_output: Tensor,
+    kept: Sequence[Tensor],
+    needs: Needs,
+    cols: int,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    state: Tensor | None = None,
+) -> tuple[Tensor | None, Any, Tensor | None] | None:
+    """Gradients of input, weight and bias; None where kernels do not cover the direction.
+
+    Args:
+        grad_output: [M, N].
+        kept: what a forward of this ``layout`` saved.
+        cols, dtypes: see :func:`fp4engine.functional.program.backward`.
+        state: of the random stream; None for the layer's.
+
+    Returns:
+        For a weight with a ``main_grad``, in place of its gradient, a function that adds the gradient.
+    """
+    plan = call.plan
+    if not _are_readable([grad_output, *kept]):
+        return None
+    kept = aligned(kept)
+    names: Names = ("grad", *("kept",) * len(kept))
+    tensors: list[Any] = [grad_output, *kept]
+    setting = _setting(call, "backward")
+    if plan.draws_in_backward and (needs.dgrad or needs.wgrad):
+        names += ("state",)
+        tensors.append(ops.state_of(grad_output.device, call.stream("backward")) if state is None else state)
+    later, pasts = call.main_grad is not None, ()
+    asked = plan, layout, needs, cols, dtypes, later, setting, grad_output.device
+    if call.shards is not None or plan.is_stateful:
+        if _recasts_shared(call) or _resolve_backward(*asked, names, _told(tensors), ()) is None:
+            return None
+        request = Request("grad_output", plan.grad_output, grad_output, needs.dgrad, needs.wgrad)
+        more, pasts = _beside(call, [request] if needs.dgrad or needs.wgrad else [], tensors)
+        names += more
+    direction = _resolve_backward(*asked, names, _told(tensors), pasts)
+    if direction is None:
+        return None
+    made, left = direction(tensors)
+    results = iter(made)
+    grad_input = next(results) if needs.dgrad else None
+    grad_weight: Any = None
+    if needs.wgrad:
+        pool = [*left, *kept]
+        grad_weight = partial(_accumulate, call, direction.layout, pool, cols) if later else next(results)
+    return grad_input, grad_weight, next(results) if needs.bgrad else None
+
+
+def _accumulate(call: Call, layout: Layout, pool: Sequence[Tensor], cols: int, out: Tensor) -> None:
+    """Add wgrad to ``out``, from the operands that a backward pass has left in ``pool``."""
+    direction = None
+    if _are_readable([out]):
+        told = _told([out, *pool])
+        direction = _resolve_accumulate(call.plan, layout, cols, out.device, told)
+    if direction is not None:
+        direction([out, *pool])
+    else:
+        product, within = restored(layout.slots, pool)
+        accumulate(call.eager(out.device), call.plan, product, within, cols, out)
+
+
+class Flat(NamedTuple):
+    """A weight that was cast before, taken apart.
+
+    Attributes:
+        rowwise, kept: the tensors of its operands.
+        template: with slots in place of these.
+    """
+
+    rowwise: list[Tensor]
+    kept: list[Tensor]
+    template: CastWeight
+
+
+def _flat(call: Call, given: CastWeight) -> Flat:
+    """``given`` taken apart, once for as long as its cache holds it."""
+    cache = call.weight_cache
+    known = None if cache is None else cache.flat
+    if known is not None and known[0] is given.rowwise and known[1] is given.kept:
+        return known[2]
+    (rowwise, first), (kept, second) = saved(given.rowwise), saved(given.kept)
+    flat = Flat(rowwise, kept, CastWeight(first, second, None))
+    if cache is not None:
+        cache.flat = given.rowwise, given.kept, flat
+    return flat
+
+
+def _are_readable(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether kernels may read the memory of these tensors."""
+    return all([tensor is None or (type(tensor) in PLAIN and not tensor.is_neg()) for tensor in tensors])
+
+
+def _told(tensors: Sequence[Tensor | None]) -> Told:
+    """The facts of tensors, as :func:`fp4engine.kernels.launch.facts` finds them, without a call of Python for each."""
+    return tuple([
+        None if t is None else _new(Facts, (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0))
+        for t in tensors
+    ])  # fmt: skip
+
+
+_new = tuple.__new__
+
+
+def _setting(call: Call, direction: ops.Direction) -> Setting:
+    """The setting of a direction."""
+    plan, shards = call.plan, call.shards
+    draws = plan.draws_in_forward if direction == "forward" else plan.draws_in_backward
+    if shards is None:
+        return Setting(ops.is_replaying(), ops.rank_bits()) if draws else _QUIET
+    places = tuple([(role, place) for role in TENSOR_TYPES if (place := getattr(shards, role).place) is not None])
+    if not draws:
+        return Setting(places=places)
+    return Setting(ops.is_replaying(), ops.rank_bits(shards.rank), places)
+
+
+_QUIET = Setting()
+
+
+def _recasts_shared(call: Call) -> bool:
+    """Whether a backward pass casts a kept operand again whose amaxes ranks share."""
+    if call.shards is None:
+        return False
+    roles = (("input", call.plan.input), ("weight", call.plan.weight))
+    return any(q.columnwise_source != "original" and any(call.shards.groups_of(role, q)) for role, q in roles)
+
+
+def _beside(call: Call, requests: Sequence[Request], tensors: list[Any]) -> tuple[Names, Pasts]:
+    """Add to ``tensors`` what casts are scaled by beside their own amaxes: what ranks share, or histories say."""
+    names: list[str] = []
+    pasts: list[tuple[TensorType, Past]] = []
+    if call.shards is not None:
+        amaxes = iter(shared_amaxes(requests, call.shards))
+        for request in requests:
+            for side in ("row", "col"):
+                if (amax := next(amaxes)) is not None:
+                    names.append(f"{request.role} {side}")
+                    tensors.append(amax)
+    if call.plan.is_stateful:
+        for request in requests:
+            if (memory := request.quantizer.recall(request.tensor.device)) is not None:
+                names += f"{request.role} values", f"{request.role} amax"
+                tensors += memory.values, memory.amax
+                pasts.append((request.role, Past.of(*memory)))
+    return tuple(names), tuple(pasts)
+
+
+def _builder(device: torch.device, setting: Setting, names: Names, told: Told, pasts: Pasts) -> Fused:
+    """A builder of launches with these inputs."""
+    b = Fused(device, told, setting.replays, setting.rank_bits, dict(setting.places))
+    inputs = dict(zip(names, b.draft.inputs, strict=True))
+    b.state = inputs.get("state")
+    for role in TENSOR_TYPES:
+        b.given[role] = inputs.get(f"{role} row"), inputs.get(f"{role} col")
+    for role, past in pasts:
+        b.histories[role] = History(past, (inputs[f"{role} values"], inputs[f"{role} amax"]))
+    return b
+
+
+@lru_cache(maxsize=MOST_QUESTIONS)
+def _resolve_forward(
+    plan: LinearPlan,
+    needs: Needs,
+    template: CastWeight | None,
+    function: Any,
+    dtype: torch.dtype,
+    setting: Setting,
+    device: torch.device,
+    names: Names,
+    told: Told,
+    pasts: Pasts,
+) -> Direction | None:
+    """The launch of a forward; None where kernels do not cover it.
+
+    Args:
+        template: a weight that was cast before, with slots among the inputs that are ``given``.
+        function: the norm or activation that the input has to go through.
+        dtype: of the output.
+    """
+    b = _builder(device, setting, names, told, pasts)
+    inputs = dict(zip(names, map(b.input, range(len(told))), strict=True))
+    x, weight, statistics = inputs["x"], inputs["weight"], None
+    assert x is not None
+    try:
+        if function is not None:
+            x, statistics = b.source(function, x, inputs["gamma"], inputs["beta"], dtype)
+        if template is not None:
+            weight = template._replace(
+                rowwise=replaced(template.rowwise, _reader(b, names.index("given"))), values=weight
+            )
+        y, kept = forward(b, plan, x, weight, inputs["bias"], needs, dtype)
+    except NotCovered:
+        return None
+    kept = kept._replace(statistics=statistics if needs.dgrad else None)
+    if template is None:
+        return _direction(b, [y.place], kept)
+    direction = _direction(b, [y.place], kept._replace(weight=None))
+    first = len(direction.launch.outputs) - 1 + len(direction.inputs)  # behind what else is saved
+    of_weight = replaced(template.kept, lambda slot: slot._replace(index=first + slot.index))
+    return direction._replace(layout=Layout(direction.layout.slots._replace(weight=of_weight)))
+
+
+@lru_cache(maxsize=MOST_QUESTIONS)
+def _resolve_backward(
+    plan: LinearPlan,
+    layout: Layout,
+    needs: Needs,
+    cols: int,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    later: bool,
+    setting: Setting,
+    device: torch.device,
+    names: Names,
+    told: Told,
+    pasts: Pasts,
+) -> Direction | None:
+    """The launch of a backward pass; None where kernels do not cover it.
+
+    What it saves, where wgrad is computed ``later``, is a :class:`LaterProduct` and where the weight's cast did not
+    saturate; their slots are among what it leaves, followed by what the forward kept.
+    """
+    b = _builder(device, setting, names, told, pasts)
+    grad_output, kept = b.input(0), replaced(layout.slots, _reader(b, 1))
+    try:
+        gradients = backward(b, plan, grad_output, kept, needs, cols, dtypes, later)
+    except NotCovered:
+        return None
+    results = [gradient for gradient in gradients if isinstance(gradient, Matrix)]
+    product = next((gradient for gradient in gradients if isinstance(gradient, LaterProduct)), None)
+    rest = () if product is None else (product, kept.weight_within)
+    return _direction(b, [matrix.place for matrix in results], rest, apart=True)
+
+
+@lru_cache(maxsize=MOST_QUESTIONS)
+def _resolve_accumulate(
+    plan: LinearPlan, layout: Layout, cols: int, device: torch.device, told: Told
+) -> Direction | None:
+    """The launch that adds wgrad to its first input."""
+    b = Fused(device, told, False, 0, {})
+    product, within = replaced(layout.slots, _reader(b, 1))
+    try:
+        accumulate(b, plan, product, within, cols, b.input(0))
+    except NotCovered:
+        return None
+    return _direction(b, [], ())
+
+
+def _reader(b: Fused, first: int) -> Callable[[Slot], Matrix | None]:
+    """Where what is in a slot lies, if the saved tensors are the inputs from ``first`` on."""
+
+    def read(slot: Slot) -> Matrix | None:
+        whole = b.input(first + slot.index)
+        assert whole is not None
+        if slot.start is None:
+            return whole.transposed if slot.turned else whole
+        assert slot.dtype is not None
+        place = b.draft.part(whole.place, slot.start, slot.shape, slot.dtype)
+        strides = (1,) if len(slot.shape) == 1 else (slot.shape[1], 1)
+        return Matrix(place, Facts(slot.shape, strides, slot.dtype, True))
+
+    return read
+
+
+def _direction(b: Fused, results: list[Place], record: Any, apart: bool = False) -> Direction:
+    """A launch that returns ``results``, and saves what ``record`` has.
+
+    Args:
+        apart: whether what is saved are tensors of their own, and not parts of one; slots of inputs are then those that
+            ``layout`` of a backward pass has.
+    """
+    inputs = len(b.draft.inputs)
+    tensors: dict[Place, None] = {}
+    parts: dict[Place, Matrix] = {}
+    read: dict[Place, None] = {}
+
+    def sort(matrix: Matrix) -> Matrix:
+        place = matrix.place
+        if b.draft.whole(place).position < inputs:
+            read[b.draft.whole(place)] = None
+        elif apart or place in b.by_host or place in results:
+            tensors[place] = None
+        else:
+            parts[place] = matrix
+        return matrix
+
+    replaced(record, sort)
+    launch = b.draft.launch(*results, *tensors, kept=list(parts))
+    slots = {place: Slot(index) for index, place in enumerate(tensors)}
+    for (place, matrix), start in zip(parts.items(), launch.kept_at, strict=True):
+        slots[place] = Slot(len(tensors), start, matrix.shape, matrix.dtype)
+    first = len(tensors) + bool(parts)
+    order = {place: index for index, place in enumerate(read, first)}
+
+    def slot(matrix: Matrix) -> Slot:
+        place = matrix.place
+        if place in slots:
+            return slots[place]
+        whole = b.draft.whole(place)
+        index = first + whole.position - 1 if apart else order[whole]  # the first input of a backward pass is not kept
+        if whole != place:
+            return Slot(index, b.draft.start(place), matrix.shape, matrix.dtype)
+        return Slot(index, turned=matrix.turned)
+
+    layout = Layout(replaced(record, slot))
+    positions = () if apart else tuple(place.position for place in read)
+    draws = b.state is not None and not b.replays
+    return Direction(launch, tuple(b.paths), draws, len(results), layout, positions)

@@ -1,0 +1,354 @@
+"""The builder that collects kernels: a direction of a layer becomes one launch, which is looked up in every call.
+
+Layers whose GPU waits for the host need it, and it changes no byte: the kernels are those of :mod:`fp4engine.ops`.
+What kernels do not compute, such as a product of PyTorch's, is a step of the host in the launch. Where no kernel casts
+a tensor, :class:`NotCovered` says so, and :class:`~fp4engine.functional.eager.Eager` computes the layer.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4engine import ops
+from fp4engine.constants import BLOCK_SIZE
+from fp4engine.formats import CastSpec
+from fp4engine.functional.eager import Eager, Stored
+from fp4engine.functional.plan import LinearPlan
+from fp4engine.functional.program import Request
+from fp4engine.kernels.launch import Draft, Facts, Matrix, Place
+from fp4engine.ops import Operand, SquareOperand, gemm_fp8
+from fp4engine.ops.cast import casts_supported, decode_supported
+from fp4engine.ops.draws import draw_from
+from fp4engine.ops.gemm import product_path, values_dtype
+from fp4engine.quantizers import Quantizer
+from fp4engine.roles import GemmName, TensorType
+
+Given = tuple[Place | None, Place | None]
+"""Outer amaxes of both sides of a tensor that were found before; None for a side that has to find its own."""
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes that kernels read and write."""
+
+
+class NotCovered(Exception):
+    """No kernels compute a part of the layer."""
+
+
+class Fused:
+    """Verbs on the places of tensors in a launch.
+
+    Args:
+        told: facts of the launch's inputs; None for one that is not there.
+        replays: whether draws have to be values.
+        rank_bits: of the rank whose random bits are drawn, in a stream id.
+        places: for each role whose matrix is a part of one where it begins.
+
+    Attributes:
+        draft: the launch.
+        state: the state of the random stream.
+        given: for each role the amaxes that ranks share.
+        histories: for each role its history under delayed scaling.
+        paths: what runs, for :func:`fp4engine.executed_paths`.
+        by_host: what steps of the host make.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        told: Sequence[Facts | None],
+        replays: bool,
+        rank_bits: int,
+        places: dict[TensorType, tuple[int, int]],
+    ) -> None:
+        self.device, self.draft, self._eager = device, Draft(device, len(told)), Eager(device)
+        self._told, self.replays, self._rank_bits, self._places = told, replays, rank_bits, places
+        self.state: Place | None = None
+        self.given: dict[TensorType, Given] = {}
+        self.histories: dict[TensorType, Any] = {}
+        self.paths: list[str] = []
+        self.by_host: set[Place] = set()
+
+    def input(self, index: int) -> Matrix | None:
+        """An input of the launch."""
+        told = self._told[index]
+        return None if told is None else Matrix(self.draft.inputs[index], told)
+
+    def source(self, function: Any, x: Matrix, gamma: Matrix | None, beta: Matrix | None, dtype: torch.dtype) -> Any:
+        """How kernels read the norm or activation ``function`` of x, rounded to ``dtype``; and the rows' statistics."""
+        from fp4engine.kernels.load import Prologue, Reading
+        from fp4engine.kernels.norm import add_row_statistics
+
+        statistics = None
+        if gamma is not None:
+            statistics = Matrix(
+                add_row_statistics(self.draft, x, function.eps, function.has_bias),
+                Facts((2, x.shape[0]), (x.shape[0], 1), torch.float32, True),
+            )
+            self.paths.append("row_statistics/triton")
+        vectors = [None if vector is None else vector.place for vector in (statistics, gamma, beta)]
+        prologue = Prologue.of(function.kernel, dtype, function.is_gated)
+        return Reading(x.facts, prologue, x.place, (vectors[0], vectors[1], vectors[2])), statistics
+
+    dense = staticmethod(Operand.dense)
+
+    def transposed(self, matrix: Matrix) -> Matrix:
+        return matrix.transposed
+
+    def draw(self, direction: ops.Direction, after: Matrix | None = None) -> Place:
+        from fp4engine.kernels.draw import add_draw
+
+        assert self.state is not None
+        if not self.replays:
+            return add_draw(self.draft, self.state, 1)
+        (drawn,) = self.draft.host_step(draw_from, (self.state,), ((2,), torch.int64))
+        return drawn
+
+    def cast(self, requests: Sequence[Request]) -> list[tuple[Operand | None, Operand | None]]:
+        return [self._cast(request) for request in requests]
+
+    def _cast(self, request: Request) -> tuple[Operand | None, Operand | None]:
+        from fp4engine.kernels.casts import Wanted, add_casts
+        from fp4engine.kernels.draw import add_place
+        from fp4engine.kernels.load import Reading
+
+        role, quantizer, tensor, *sides, rng, in_codes = request
+        reading = Reading(tensor.facts, None, tensor.place) if isinstance(tensor, Matrix) else tensor
+        specs = [spec if on else None for on, spec in zip(sides, _specs(quantizer), strict=True)]
+        keys = ["" if spec is None else spec.key for spec in specs]
+        if reading.dtype not in FLOATS or not casts_supported(keys[0], keys[1], reading.dtype)[0]:
+            raise NotCovered
+        wanted: list[Wanted | None] = [None, None]
+        for side, spec in enumerate(specs):
+            if spec is not None:
+                if not spec.block[1] and spec.scale_rule.is_power_of_two:
+                    raise NotCovered  # its amax is rounded before the cast
+                form = "codes" if in_codes[side] else ops.transient_form(spec.key, self.device, quantizer.backend)
+                wanted[side] = Wanted(spec, form, self.given.get(role, (None, None))[side])
+        made: list[Operand | None] = [None, None]
+        if any(keys):
+            stream, place = quantizer.stream, self._places.get(role)
+            if rng is not None:
+                stream |= self._rank_bits
+                rng = rng if place is None else add_place(self.draft, rng, place)
+            history = self.histories.get(role)
+            operands = add_casts(self.draft, reading, *wanted, rng, stream, rng is not None and bool(place), history)
+            self.paths.append("quantize/triton")
+            shapes = reading.shape, reading.shape[::-1]
+            for side, (operand, spec, shape) in enumerate(zip(operands, specs, shapes, strict=True)):
+                if operand is not None:
+                    amax = self._own(operand.amax) if in_codes[side] and wanted[side].amax is not None else operand.amax
+                    made[side] = Operand(spec, *shape, operand.data, operand.scale_inv, amax)
+        for side, spec in enumerate(specs):
+            if sides[side] and spec is None:
+                made[side] = Operand.dense(tensor.transposed if side else tensor)
+        return made[0], made[1]
+
+    def _own(self, amax: Matrix) -> Matrix:
+        """A copy of an amax that was given, so that it is kept with the codes."""
+        from fp4engine.kernels.amax import add_fold
+
+        if amax.shape != (1,):
+            raise NotCovered
+        own = Matrix(self.draft.buffer((1,), torch.float32), amax.facts)
+        add_fold(self.draft, (amax.place, None), (own.place, None), 1)
+        return own
+
+    def recall(self, quantizer: Quantizer, kept: Stored, columnwise: bool) -> Operand:
+        from fp4engine.kernels.dequantize import add_decode_tiles
+        from fp4engine.kernels.tiles import Tiles, add_spread, add_transposed, supports
+
+        if isinstance(kept, SquareOperand):
+            kept = kept.operand if not columnwise else kept
+        if isinstance(kept, Operand):
+            return kept
+        spec = kept.operand.spec if isinstance(kept, SquareOperand) else kept.spec
+        if not (supports(spec)[0] and decode_supported(spec.key)[0]):
+            raise NotCovered
+        self.paths.append("spread_tiles/triton")
+        if isinstance(kept, SquareOperand):
+            _, rows, cols, data, scale_inv, amax = kept.operand
+            transposed = add_transposed(self.draft, data.place, scale_inv.place, spec, rows, cols)
+            return Operand(spec, cols, rows, *transposed, amax)
+        _, rows, cols, parts, packed = kept
+        tiles = Tiles(packed.place, spec, rows, cols, parts)
+        amax = Matrix(tiles.amax(self.draft), Facts((1,), (1,), torch.float32, True))
+        if columnwise:
+            return Operand(spec, cols, rows, *add_spread(self.draft, tiles, transposed=True), amax)
+        values = self.draft.matrix((rows, spec.padded_cols(cols)), torch.bfloat16)
+        add_decode_tiles(self.draft, tiles, values.place)
+        return Operand(spec, rows, cols, values, None, amax)
+
+    def in_dtype(self, operand: Operand, dtype: torch.dtype) -> Operand:
+        if operand.spec is None and operand.data.dtype != dtype:
+            raise NotCovered
+        return operand
+
+    def decode(self, operand: Operand, dtype: torch.dtype, backend: str) -> Matrix:
+        from fp4engine.kernels.block_decode import add_block_decode
+        from fp4engine.kernels.dequantize import add_dequantize
+
+        spec, _, cols, data, scale_inv, amax = operand
+        if spec is None and data.dtype == dtype:
+            return data
+        if spec is None or scale_inv is None or amax is None or dtype not in FLOATS:
+            raise NotCovered
+        self.paths.append("dequantize/triton")
+        if decode_supported(spec.key)[0]:
+            return add_dequantize(self.draft, data, scale_inv.place, amax.place, spec, cols, dtype)
+        width = cols if spec.rotation is None else spec.padded_cols(cols)
+        return add_block_decode(self.draft, data, scale_inv.place, amax.place, spec, width, dtype)
+
+    def within(self, plan: LinearPlan, tensor: Matrix, operand: Operand) -> Matrix:
+        from fp4engine.kernels.through_cast import add_within, supports
+
+        spec, *_, scale_inv, amax = operand
+        if not isinstance(tensor, Matrix) or scale_inv is None or not supports(operand.key, tensor.dtype)[0]:
+            raise NotCovered
+        self.paths.append("within_range/triton")
+        return add_within(self.draft, tensor, scale_inv.place, amax.place, spec)
+
+    def product(
+        self,
+        plan: LinearPlan,
+        name: GemmName,
+        left: Operand,
+        right: Operand,
+        dtype: torch.dtype,
+        bias: Matrix | None = None,
+        out: Matrix | None = None,
+    ) -> Matrix:
+        from fp4engine.kernels.gemm import add_gemm
+
+        m, n, keys = left.rows, right.rows, (left.key, right.key)
+        auto, are_codes = plan.backend in ("auto", "native"), left.scale_inv is not None and right.scale_inv is not None
+        by_fp8 = auto and all(keys) and gemm_fp8.supports(*keys, self.device)[0]
+        is_small = by_fp8 and gemm_fp8.is_small(m, n, left.cols, plan.backend, self.device)
+        if by_fp8 and not is_small and out is None and dtype in FLOATS:
+            return self._fp8(name in plan.fast_accumulation, left, right, dtype, bias)
+        has_blocks = auto and are_codes and gemm_fp8.multiplies_blocks(*keys, self.device)
+        numerator = 0.0
+        if all(keys) and not has_blocks:
+            path, _, numerator, is_factored = product_path(*keys, are_codes, dtype, self.device, plan.backend)
+        if not all(keys) or has_blocks or path != "triton" or is_factored or (by_fp8 and not is_small):
+            product = partial(self._eager.product, plan, name)
+            function = lambda left, right, bias, out: product(left, right, dtype, bias, out)
+            if out is None:
+                return self._on_host(function, (left, right, bias, None), (m, n), dtype)
+            return self._on_host(function, (left, right, bias, out))
+        self.paths.append("gemm/triton")
+        matrices = [self._fp8_codes(o) if by_fp8 else self._values(o, values_dtype(*keys)) for o in (left, right)]
+        by_rows = left.amax.shape[0] > 1, right.amax.shape[0] > 1
+        places = left.amax.place, right.amax.place, None if bias is None else bias.place
+        return add_gemm(self.draft, *matrices, *places, numerator, by_rows, out, dtype)
+
+    def _fp8(self, fast: bool, left: Operand, right: Operand, dtype: torch.dtype, bias: Matrix | None) -> Matrix:
+        """A product of PyTorch's of codes with one scale per tensor."""
+        from fp4engine.kernels.factor import add_factor
+
+        numerator = left.spec.numerator * right.spec.numerator
+        factors = [Matrix(place, Facts((1, 1), (1, 1), torch.float32, True))
+                   for place in add_factor(self.draft, left.amax.place, right.amax.place, numerator)]  # fmt: skip
+        codes = self._fp8_codes(left), self._fp8_codes(right)
+        self.paths.append("gemm/fp8")
+        multiply = lambda a, b, alpha, one, bias: gemm_fp8.multiply(a, b, alpha, one, bias, dtype, fast)
+        return self._on_host(multiply, (*codes, *factors, bias), (left.rows, right.rows), dtype)
+
+    def _fp8_codes(self, operand: Operand) -> Matrix:
+        """The codes of an operand without block scales as numbers of FP8."""
+        data, dtype = operand.data, operand.spec.element.torch_dtype
+        return Matrix(self.draft.part(data.place, 0, data.shape, dtype), data.facts._replace(dtype=dtype))
+
+    def _values(self, operand: Operand, dtype: torch.dtype) -> Matrix:
+        """What kernels multiply of an operand, in ``dtype``: decoded where it is first read, to be read at once."""
+        from fp4engine.kernels.block_decode import add_block_decode
+        from fp4engine.kernels.dequantize import Codes, add_decode
+
+        spec, rows, cols, data, scale_inv, _ = operand
+        if scale_inv is None:
+            if data.dtype != dtype:
+                raise NotCovered
+            return data
+        width = spec.padded_cols(cols)
+        if dtype != torch.bfloat16 or not decode_supported(spec.key)[0]:
+            return add_block_decode(self.draft, data, scale_inv.place, None, spec, width, dtype)
+        values = self.draft.matrix((rows, width), dtype)
+        codes = Codes(data.place, scale_inv.place, rows, width // BLOCK_SIZE)
+        add_decode(self.draft, [codes], [values.place])
+        return values
+
+    def undo(
+        self,
+        plan: LinearPlan,
+        values: Matrix,
+        within: Matrix | None,
+        rotated: str,
+        cols: int,
+        dtype: torch.dtype,
+        out: Matrix | None = None,
+    ) -> Matrix | None:
+        from fp4engine.kernels.through_cast import add_back
+
+        if dtype not in FLOATS:
+            raise NotCovered
+        self.paths.append("clip_and_rotate_back/triton")
+        rotation = CastSpec.from_key(rotated).rotation if rotated else None
+        gradient = add_back(self.draft, values, within, rotation, cols, dtype if out is None else torch.float32)
+        if out is None:
+            return gradient
+        self._on_host(lambda buffer, product: buffer.add_(product), (out, gradient))
+        return None
+
+    def column_sum(self, plan: LinearPlan, grad_output: Matrix, dtype: torch.dtype) -> Matrix:
+        from fp4engine.kernels.column_sums import add_column_sums
+
+        cols = grad_output.shape[1]
+        if not plan.sums_in_order or grad_output.facts.strides[1] != 1 or dtype not in FLOATS:
+            function = lambda grad: self._eager.column_sum(plan, grad, dtype)
+            return self._on_host(function, (grad_output,), (cols,), dtype)
+        out = self.draft.buffer((cols,), dtype)
+        add_column_sums(self.draft, grad_output, out)
+        return Matrix(out, Facts((cols,), (1,), dtype, True))
+
+    def _on_host(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Operand | Matrix | None],
+        shape: tuple[int, ...] = (),
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """A step of the host.
+
+        Args:
+            function: takes tensors and operands in place of ``arguments``.
+            shape, dtype: of the tensor that it returns; without a dtype it returns none.
+        """
+        reads: list[Place] = []
+
+        def reader(argument: Any) -> Callable[[Sequence[Tensor]], Any]:
+            """How an argument is made of the tensors of ``reads``."""
+            if argument is None:
+                return lambda tensors: None
+            if isinstance(argument, Matrix):
+                index, turned = len(reads), argument.turned
+                reads.append(argument.place)
+                return lambda tensors: tensors[index].T if turned else tensors[index]
+            spec, rows, cols, *parts = argument
+            readers = [reader(part) for part in parts]
+            return lambda tensors: Operand(spec, rows, cols, *[read(tensors) for read in readers])
+
+        readers = [reader(argument) for argument in arguments]
+        if dtype is None:
+            self.draft.host_step(lambda *tensors: function(*[read(tensors) for read in readers]), reads)
+            return None
+        run = lambda *tensors: function(*[read(tensors) for read in readers]).contiguous()
+        (made,) = self.draft.host_step(run, reads, (shape, dtype))
+        self.by_host.add(made)
+        strides = (1,) if len(shape) == 1 else (shape[1], 1)
+        return Matrix(made, Facts(shape, strides, dtype, True))
+
+
+def _specs(quantizer: Quantizer) -> tuple[CastSpec | None, CastSpec | None]:
+    return quantizer.rowwise_spec, quantizer.columnwise_spec

@@ -1,0 +1,228 @@
+"""A linear layer, forward and backward, written once.
+
+    fprop  y[M, N]  = x[M, K]  . w[N, K]     contracts K    rowwise    x rowwise
+    dgrad  dx[M, K] = dy[M, N] . w^T[K, N]   contracts N    rowwise    x columnwise
+    wgrad  dw[N, K] = dy^T[N, M] . x^T[K, M] contracts M    columnwise x columnwise
+
+The program speaks to a builder ``b`` with a handful of verbs. :class:`fp4engine.functional.eager.Eager` does at once
+what a verb says; :class:`fp4engine.functional.fused.Fused` collects kernels, which one launch starts in a row. So a
+tensor of the program is a tensor, or the place of one in a launch.
+
+    draw         the next draw of the random stream
+    cast         operands of tensors, of which ranks may share the outer amaxes
+    recall       the operand of a product, from what was kept for it
+    dense        an operand that is not quantized; in_dtype: in the layer's dtype, as under torch.autocast
+    decode       the values of an operand
+    within       where a cast did not saturate
+    product      left . right^T + bias, or the same added to a buffer
+    undo         a gradient, clipped where a cast saturated, and rotated back
+    column_sum   the gradient of the bias
+
+Legend: M tokens, K in_features, N out_features.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fp4engine.functional.plan import LinearPlan
+from fp4engine.quantizers import Quantizer
+from fp4engine.roles import GemmName, TensorType
+
+
+class Needs(NamedTuple):
+    """Which gradients a backward pass may be asked for: of the input, of the weight, and of the bias."""
+
+    dgrad: bool
+    wgrad: bool
+    bgrad: bool = False
+
+
+class Request(NamedTuple):
+    """A tensor to be cast.
+
+    Attributes:
+        tensor: a matrix, or the source of one that the cast computes.
+        rowwise, columnwise: the sides that are asked for.
+        rng: the draw of a cast that is stochastic.
+        in_codes: for each side whether codes are asked for, since it is kept; a product reads any form.
+    """
+
+    role: TensorType
+    quantizer: Quantizer
+    tensor: Any
+    rowwise: bool
+    columnwise: bool
+    rng: Any = None
+    in_codes: tuple[bool, bool] = (False, False)
+
+
+class CastWeight(NamedTuple):
+    """A weight that was cast before.
+
+    Attributes:
+        rowwise: the operand of fprop, or what it is recalled from.
+        kept: what dgrad's operand is recalled from; None if it is not needed.
+        values: the matrix that was cast, by which a gradient is clipped.
+    """
+
+    rowwise: Any
+    kept: Any
+    values: Any
+
+
+class Kept(NamedTuple):
+    """What a forward keeps for its backward: only what the needed GEMMs read.
+
+    Attributes:
+        inp: the columnwise operand of the input, for wgrad, or the operand from which backward makes it.
+        weight: the same for the weight, for dgrad.
+        inp_within, weight_within: bits of what the casts did not saturate, where that clips gradients.
+        statistics: of the rows, where the input is a norm that the cast computes.
+    """
+
+    inp: Any = None
+    weight: Any = None
+    inp_within: Any = None
+    weight_within: Any = None
+    statistics: Any = None
+
+
+class LaterProduct(NamedTuple):
+    """The operands of a wgrad that is computed when the weight's own autograd node runs, see ``main_grad.py``."""
+
+    left: Any
+    right: Any
+
+
+def forward(
+    b: Any, plan: LinearPlan, x: Any, weight: Any, bias: Any, needs: Needs, dtype: torch.dtype
+) -> tuple[Any, Kept]:
+    """``y = x . w^T + bias`` in ``dtype``, and what backward needs.
+
+    Args:
+        weight: a matrix [N, K], or a :class:`CastWeight`.
+    """
+    requests = [_request(b, plan, "input", x, needs.wgrad, needs.dgrad)]
+    if not isinstance(weight, CastWeight):
+        requests.append(_request(b, plan, "weight", weight, needs.dgrad, needs.wgrad))
+    operands = b.cast(requests)
+    inp, inp_t = operands[0]
+    inp_kept = _kept(b, plan, requests[0], inp, inp_t) if needs.wgrad else None
+    inp_within = b.within(plan, x, inp) if needs.dgrad and plan.clips(plan.input) else None
+    if isinstance(weight, CastWeight):
+        rowwise, weight_kept, weight = b.recall(plan.weight, weight.rowwise, False), weight.kept, weight.values
+    else:
+        rowwise, weight_t = operands[1]
+        weight_kept = _kept(b, plan, requests[1], rowwise, weight_t) if needs.dgrad else None
+    weight_within = b.within(plan, weight, rowwise) if needs.wgrad and plan.clips(plan.weight) else None
+    y = b.product(plan, "fprop", inp, b.in_dtype(rowwise, dtype), dtype, bias)
+    return y, Kept(inp_kept, weight_kept, inp_within, weight_within)
+
+
+def cast_weight(b: Any, plan: LinearPlan, weight: Any, needs: Needs) -> tuple[Any, Any]:
+    """The first two fields of a :class:`CastWeight`."""
+    request = _request(b, plan, "weight", weight, needs.dgrad, needs.wgrad)
+    ((rowwise, columnwise),) = b.cast([request])
+    return rowwise, _kept(b, plan, request, rowwise, columnwise) if needs.dgrad else None
+
+
+def backward(
+    b: Any,
+    plan: LinearPlan,
+    grad_output: Any,
+    kept: Kept,
+    needs: Needs,
+    cols: int,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    later: bool = False,
+) -> tuple[Any, Any, Any]:
+    """Gradients of input, weight and bias; None for those that are not needed.
+
+    Args:
+        cols: K.
+        dtypes: of input, weight and bias.
+        later: whether wgrad is left to :func:`accumulate`; its :class:`LaterProduct` then takes the gradient's place.
+    """
+    grad_input = grad_weight = grad_bias = None
+    if needs.dgrad or needs.wgrad:
+        rng = b.draw("backward", grad_output) if plan.draws_in_backward else None
+        if plan.backward_override is not None:
+            left, left_t = b.dense(grad_output), b.dense(b.transposed(grad_output))
+        else:
+            request = Request("grad_output", plan.grad_output, grad_output, needs.dgrad, needs.wgrad, rng)
+            ((left, left_t),) = b.cast([request])
+        if needs.dgrad:
+            weight = b.in_dtype(_recalled(b, plan, "weight", kept.weight, dtypes[0], rng), dtypes[0])
+            grad_input = _gradient(b, plan, "dgrad", left, weight, plan.weight, kept.inp_within, cols, dtypes[0])
+        if needs.wgrad:
+            inp = _recalled(b, plan, "input", kept.inp, dtypes[0], rng)
+            if later:
+                grad_weight = LaterProduct(left_t, inp)
+            else:
+                within = kept.weight_within
+                grad_weight = _gradient(b, plan, "wgrad", left_t, inp, plan.input, within, cols, dtypes[1])
+    if needs.bgrad:
+        grad_bias = b.column_sum(plan, grad_output, dtypes[2])
+    return grad_input, grad_weight, grad_bias
+
+
+def accumulate(b: Any, plan: LinearPlan, product: LaterProduct, within: Any, cols: int, out: Any) -> None:
+    """Add wgrad to ``out`` [N, K] in FP32, with one rounding."""
+    _gradient(b, plan, "wgrad", product.left, product.right, plan.input, within, cols, out.dtype, out)
+
+
+def _request(b: Any, plan: LinearPlan, role: TensorType, tensor: Any, is_read_later: bool, clips: bool) -> Request:
+    """The cast of a tensor in a forward pass."""
+    quantizer: Quantizer = getattr(plan, role)
+    columnwise = is_read_later and plan.backward_override is None and quantizer.columnwise_source == "original"
+    rng = b.draw("forward") if plan.draws_in_forward and quantizer.takes_draw(columnwise=columnwise) else None
+    in_codes = (is_read_later and plan.keeps_rowwise(quantizer)) or (clips and plan.clips(quantizer))
+    return Request(role, quantizer, tensor, True, columnwise, rng, (in_codes, True))
+
+
+def _kept(b: Any, plan: LinearPlan, request: Request, rowwise: Any, columnwise: Any) -> Any:
+    """What backward reads of a tensor: one of three things that a recipe may ask for."""
+    if plan.keeps_original(request.quantizer):
+        return b.dense(request.tensor)
+    return rowwise if plan.keeps_rowwise(request.quantizer) else columnwise
+
+
+def _recalled(b: Any, plan: LinearPlan, role: TensorType, kept: Any, dtype: torch.dtype, rng: Any) -> Any:
+    """The operand of a backward product, from what forward kept of a tensor."""
+    quantizer: Quantizer = getattr(plan, role)
+    is_columnwise = plan.backward_override is None and quantizer.columnwise_source == "original"
+    operand = b.recall(quantizer, kept, is_columnwise)
+    if is_columnwise:
+        return operand
+    if plan.backward_override is not None:
+        return b.dense(b.transposed(b.decode(operand, dtype, plan.backend)))
+    if quantizer.columnwise_source == "saved_original":
+        values = operand.data
+    else:
+        # A rotation rounds to the dtype of what it rotates, so only what is not cast again may be 16 bits wide.
+        exact = operand.decoded_dtype if quantizer.columnwise_spec is None else torch.float32
+        values = b.decode(operand, exact, quantizer.backend)
+    ((_, columnwise),) = b.cast([Request(role, quantizer, values, False, True, rng)])
+    return columnwise
+
+
+def _gradient(
+    b: Any,
+    plan: LinearPlan,
+    name: GemmName,
+    left: Any,
+    right: Any,
+    other: Quantizer,
+    within: Any,
+    cols: int,
+    dtype: torch.dtype,
+    out: Any = None,
+) -> Any:
+    """A product; clipped where the forward cast saturated, and rotated back if forward rotated what ``right`` is of."""
+    spec = other.rowwise_spec
+    rotated = spec.key if spec is not None and spec.rotation is not None and plan.keeps_rowwise(other) else ""
+    if not rotated and within is None:
+        return b.product(plan, name, left, right, dtype, None, out)
+    values = b.product(plan, name, left, right, torch.float32)
+    return b.undo(plan, values, within, rotated, cols, dtype, out)
