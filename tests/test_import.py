@@ -48,8 +48,10 @@ import fp4engine
 
 def modules(package):
     for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        # kernels need Triton; an integration needs the library that it integrates
-        if info.name in ("fp4engine.kernels", "fp4engine.integrations"):
+        # kernels need Triton, as do the launches made of them; an integration needs the library that it integrates
+        if info.name.removeprefix("fp4engine.") in (
+            "kernels", "integrations", "functional.directions", "functional.fused"
+        ):
             continue
         module = importlib.import_module(info.name)
         if info.ispkg:

@@ -237,7 +237,9 @@ def _setting(call: Call, direction: ops.Direction) -> Setting:
     draws = plan.draws_in_forward if direction == "forward" else plan.draws_in_backward
     if shards is None:
         return Setting(ops.is_replaying(), ops.rank_bits()) if draws else _QUIET
-    places = tuple([(role, place) for role in TENSOR_TYPES if (place := getattr(shards, role).place) is not None])
+    places: tuple[tuple[TensorType, tuple[int, int]], ...] = tuple(
+        [(role, place) for role in TENSOR_TYPES if (place := getattr(shards, role).place) is not None]
+    )
     if not draws:
         return Setting(places=places)
     return Setting(ops.is_replaying(), ops.rank_bits(shards.rank), places)
@@ -325,7 +327,7 @@ def _resolve_forward(
         return _direction(b, [y.place], kept)
     direction = _direction(b, [y.place], kept._replace(weight=None))
     first = len(direction.launch.outputs) - 1 + len(direction.inputs)  # behind what else is saved
-    of_weight = replaced(template.kept, lambda slot: slot._replace(index=first + slot.index))
+    of_weight = replaced(template.kept, lambda slot: slot._replace(tensor=first + slot.tensor))
     return direction._replace(layout=Layout(direction.layout.slots._replace(weight=of_weight)))
 
 
@@ -378,7 +380,7 @@ def _reader(b: Fused, first: int) -> Callable[[Slot], Matrix | None]:
     """Where what is in a slot lies, if the saved tensors are the inputs from ``first`` on."""
 
     def read(slot: Slot) -> Matrix | None:
-        whole = b.input(first + slot.index)
+        whole = b.input(first + slot.tensor)
         assert whole is not None
         if slot.start is None:
             return whole.transposed if slot.turned else whole

@@ -4,6 +4,7 @@ It computes on a CPU, in code that is traced, on subclasses of tensors, and by a
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class Eager:
     def cast(self, requests: Sequence[Request]) -> list[Operands]:
         """Cast tensors. The outer amaxes that ranks share are found for all of them, and reduced together."""
         shards = self.shards
+        amaxes: Sequence[Tensor | None] = ()
         if shards is not None:
             requests = [shards.with_place(request) for request in requests]
             amaxes = shared_amaxes(requests, shards)
@@ -55,7 +57,7 @@ class Eager:
                 made.append((None, None))
                 continue
             row_codes, col_codes = in_codes
-            shared = {}
+            shared: dict[str, Any] = {}
             if shards is not None:
                 shared = {"rowwise_amax": amaxes[2 * index], "columnwise_amax": amaxes[2 * index + 1]}
                 shared |= {} if shards.rank is None or rng is None else {"rank": shards.rank}

@@ -15,11 +15,11 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.formats import CastSpec
-from fp4engine.functional.eager import Eager, Stored
+from fp4engine.functional.eager import Eager
 from fp4engine.functional.plan import LinearPlan
 from fp4engine.functional.program import Request
 from fp4engine.kernels.launch import Draft, Facts, Matrix, Place
-from fp4engine.ops import Operand, SquareOperand, gemm_fp8
+from fp4engine.ops import Operand, SquareOperand, TiledOperand, gemm_fp8
 from fp4engine.ops.cast import casts_supported, decode_supported
 from fp4engine.ops.draws import draw_from
 from fp4engine.ops.gemm import product_path, values_dtype
@@ -28,6 +28,9 @@ from fp4engine.roles import GemmName, TensorType
 
 Given = tuple[Place | None, Place | None]
 """Outer amaxes of both sides of a tensor that were found before; None for a side that has to find its own."""
+
+Placed = Any
+"""An :class:`~fp4engine.ops.Operand` with a :class:`Matrix` in place of each tensor."""
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes that kernels read and write."""
@@ -92,7 +95,7 @@ class Fused:
         prologue = Prologue.of(function.kernel, dtype, function.is_gated)
         return Reading(x.facts, prologue, x.place, (vectors[0], vectors[1], vectors[2])), statistics
 
-    dense = staticmethod(Operand.dense)
+    dense: Callable[[Any], Placed] = staticmethod(Operand.dense)
 
     def transposed(self, matrix: Matrix) -> Matrix:
         return matrix.transposed
@@ -106,15 +109,16 @@ class Fused:
         (drawn,) = self.draft.host_step(draw_from, (self.state,), ((2,), torch.int64))
         return drawn
 
-    def cast(self, requests: Sequence[Request]) -> list[tuple[Operand | None, Operand | None]]:
+    def cast(self, requests: Sequence[Request]) -> list[tuple[Placed, Placed]]:
         return [self._cast(request) for request in requests]
 
-    def _cast(self, request: Request) -> tuple[Operand | None, Operand | None]:
+    def _cast(self, request: Request) -> tuple[Placed, Placed]:
         from fp4engine.kernels.casts import Wanted, add_casts
         from fp4engine.kernels.draw import add_place
         from fp4engine.kernels.load import Reading
 
-        role, quantizer, tensor, *sides, rng, in_codes = request
+        role, quantizer, tensor, rowwise, columnwise, rng, in_codes = request
+        sides: tuple[bool, bool] = rowwise, columnwise
         reading = Reading(tensor.facts, None, tensor.place) if isinstance(tensor, Matrix) else tensor
         specs = [spec if on else None for on, spec in zip(sides, _specs(quantizer), strict=True)]
         keys = ["" if spec is None else spec.key for spec in specs]
@@ -127,23 +131,25 @@ class Fused:
                     raise NotCovered  # its amax is rounded before the cast
                 form = "codes" if in_codes[side] else ops.transient_form(spec.key, self.device, quantizer.backend)
                 wanted[side] = Wanted(spec, form, self.given.get(role, (None, None))[side])
-        made: list[Operand | None] = [None, None]
+        made: list[Placed] = [None, None]
         if any(keys):
             stream, place = quantizer.stream, self._places.get(role)
             if rng is not None:
                 stream |= self._rank_bits
                 rng = rng if place is None else add_place(self.draft, rng, place)
             history = self.histories.get(role)
-            operands = add_casts(self.draft, reading, *wanted, rng, stream, rng is not None and bool(place), history)
-            self.paths.append("quantize/triton")
+            is_placed = rng is not None and bool(place)
+            operands = add_casts(self.draft, reading, wanted[0], wanted[1], rng, stream, is_placed, history)
+            self.paths += ["quantize/triton"] + ["record_amax/triton"] * (history is not None)
             shapes = reading.shape, reading.shape[::-1]
-            for side, (operand, spec, shape) in enumerate(zip(operands, specs, shapes, strict=True)):
-                if operand is not None:
-                    amax = self._own(operand.amax) if in_codes[side] and wanted[side].amax is not None else operand.amax
-                    made[side] = Operand(spec, *shape, operand.data, operand.scale_inv, amax)
+            for side, (operand, want) in enumerate(zip(operands, wanted, strict=True)):
+                if operand is not None and want is not None:
+                    (rows, cols), (data, scale_inv, amax) = shapes[side], operand
+                    amax = self._own(amax) if in_codes[side] and want.amax is not None else amax
+                    made[side] = _operand(want.spec, rows, cols, data, scale_inv, amax)
         for side, spec in enumerate(specs):
             if sides[side] and spec is None:
-                made[side] = Operand.dense(tensor.transposed if side else tensor)
+                made[side] = self.dense(tensor.transposed if side else tensor)
         return made[0], made[1]
 
     def _own(self, amax: Matrix) -> Matrix:
@@ -156,37 +162,37 @@ class Fused:
         add_fold(self.draft, (amax.place, None), (own.place, None), 1)
         return own
 
-    def recall(self, quantizer: Quantizer, kept: Stored, columnwise: bool) -> Operand:
+    def recall(self, quantizer: Quantizer, kept: Any, columnwise: bool) -> Placed:
         from fp4engine.kernels.dequantize import add_decode_tiles
         from fp4engine.kernels.tiles import Tiles, add_spread, add_transposed, supports
 
-        if isinstance(kept, SquareOperand):
-            kept = kept.operand if not columnwise else kept
-        if isinstance(kept, Operand):
-            return kept
-        spec = kept.operand.spec if isinstance(kept, SquareOperand) else kept.spec
+        is_square, is_tiled = isinstance(kept, SquareOperand), isinstance(kept, TiledOperand)
+        stored: Placed = kept.operand if is_square else kept
+        if not is_tiled and not (is_square and columnwise):
+            return stored
+        spec: CastSpec = stored.spec
         if not (supports(spec)[0] and decode_supported(spec.key)[0]):
             raise NotCovered
         self.paths.append("spread_tiles/triton")
-        if isinstance(kept, SquareOperand):
-            _, rows, cols, data, scale_inv, amax = kept.operand
+        if is_square:
+            _, rows, cols, data, scale_inv, amax = stored
             transposed = add_transposed(self.draft, data.place, scale_inv.place, spec, rows, cols)
-            return Operand(spec, cols, rows, *transposed, amax)
-        _, rows, cols, parts, packed = kept
+            return _operand(spec, cols, rows, *transposed, amax)
+        _, rows, cols, parts, packed = stored
         tiles = Tiles(packed.place, spec, rows, cols, parts)
         amax = Matrix(tiles.amax(self.draft), Facts((1,), (1,), torch.float32, True))
         if columnwise:
-            return Operand(spec, cols, rows, *add_spread(self.draft, tiles, transposed=True), amax)
+            return _operand(spec, cols, rows, *add_spread(self.draft, tiles, transposed=True), amax)
         values = self.draft.matrix((rows, spec.padded_cols(cols)), torch.bfloat16)
         add_decode_tiles(self.draft, tiles, values.place)
-        return Operand(spec, rows, cols, values, None, amax)
+        return _operand(spec, rows, cols, values, None, amax)
 
-    def in_dtype(self, operand: Operand, dtype: torch.dtype) -> Operand:
+    def in_dtype(self, operand: Placed, dtype: torch.dtype) -> Placed:
         if operand.spec is None and operand.data.dtype != dtype:
             raise NotCovered
         return operand
 
-    def decode(self, operand: Operand, dtype: torch.dtype, backend: str) -> Matrix:
+    def decode(self, operand: Placed, dtype: torch.dtype, backend: str) -> Matrix:
         from fp4engine.kernels.block_decode import add_block_decode
         from fp4engine.kernels.dequantize import add_dequantize
 
@@ -201,7 +207,7 @@ class Fused:
         width = cols if spec.rotation is None else spec.padded_cols(cols)
         return add_block_decode(self.draft, data, scale_inv.place, amax.place, spec, width, dtype)
 
-    def within(self, plan: LinearPlan, tensor: Matrix, operand: Operand) -> Matrix:
+    def within(self, plan: LinearPlan, tensor: Matrix, operand: Placed) -> Matrix:
         from fp4engine.kernels.through_cast import add_within, supports
 
         spec, *_, scale_inv, amax = operand
@@ -214,8 +220,8 @@ class Fused:
         self,
         plan: LinearPlan,
         name: GemmName,
-        left: Operand,
-        right: Operand,
+        left: Placed,
+        right: Placed,
         dtype: torch.dtype,
         bias: Matrix | None = None,
         out: Matrix | None = None,
@@ -229,22 +235,25 @@ class Fused:
         if by_fp8 and not is_small and out is None and dtype in FLOATS:
             return self._fp8(name in plan.fast_accumulation, left, right, dtype, bias)
         has_blocks = auto and are_codes and gemm_fp8.multiplies_blocks(*keys, self.device)
-        numerator = 0.0
+        numerator, by_host = 0.0, True
         if all(keys) and not has_blocks:
             path, _, numerator, is_factored = product_path(*keys, are_codes, dtype, self.device, plan.backend)
-        if not all(keys) or has_blocks or path != "triton" or is_factored or (by_fp8 and not is_small):
-            product = partial(self._eager.product, plan, name)
-            function = lambda left, right, bias, out: product(left, right, dtype, bias, out)
-            if out is None:
-                return self._on_host(function, (left, right, bias, None), (m, n), dtype)
-            return self._on_host(function, (left, right, bias, out))
-        self.paths.append("gemm/triton")
-        matrices = [self._fp8_codes(o) if by_fp8 else self._values(o, values_dtype(*keys)) for o in (left, right)]
-        by_rows = left.amax.shape[0] > 1, right.amax.shape[0] > 1
-        places = left.amax.place, right.amax.place, None if bias is None else bias.place
-        return add_gemm(self.draft, *matrices, *places, numerator, by_rows, out, dtype)
+            by_host = path != "triton" or is_factored or (by_fp8 and not is_small)
+        if by_host:
 
-    def _fp8(self, fast: bool, left: Operand, right: Operand, dtype: torch.dtype, bias: Matrix | None) -> Matrix:
+            def multiply(left: Operand, right: Operand, bias: Tensor | None, out: Tensor | None) -> Tensor:
+                return self._eager.product(plan, name, left, right, dtype, bias, out)
+
+            if out is None:
+                return self._on_host(multiply, (left, right, bias, None), (m, n), dtype)
+            return self._on_host(multiply, (left, right, bias, out))
+        self.paths.append("gemm/triton")
+        a, b = [self._fp8_codes(o) if by_fp8 else self._values(o, values_dtype(*keys)) for o in (left, right)]
+        amaxes, by_rows = (left.amax.place, right.amax.place), (left.amax.shape[0] > 1, right.amax.shape[0] > 1)
+        bias_place = None if bias is None else bias.place
+        return add_gemm(self.draft, a, b, *amaxes, bias_place, numerator, by_rows, out, dtype)
+
+    def _fp8(self, fast: bool, left: Placed, right: Placed, dtype: torch.dtype, bias: Matrix | None) -> Matrix:
         """A product of PyTorch's of codes with one scale per tensor."""
         from fp4engine.kernels.factor import add_factor
 
@@ -253,15 +262,18 @@ class Fused:
                    for place in add_factor(self.draft, left.amax.place, right.amax.place, numerator)]  # fmt: skip
         codes = self._fp8_codes(left), self._fp8_codes(right)
         self.paths.append("gemm/fp8")
-        multiply = lambda a, b, alpha, one, bias: gemm_fp8.multiply(a, b, alpha, one, bias, dtype, fast)
+
+        def multiply(a: Tensor, b: Tensor, alpha: Tensor, one: Tensor, bias: Tensor | None) -> Tensor:
+            return gemm_fp8.multiply(a, b, alpha, one, bias, dtype, fast)
+
         return self._on_host(multiply, (*codes, *factors, bias), (left.rows, right.rows), dtype)
 
-    def _fp8_codes(self, operand: Operand) -> Matrix:
+    def _fp8_codes(self, operand: Placed) -> Matrix:
         """The codes of an operand without block scales as numbers of FP8."""
         data, dtype = operand.data, operand.spec.element.torch_dtype
         return Matrix(self.draft.part(data.place, 0, data.shape, dtype), data.facts._replace(dtype=dtype))
 
-    def _values(self, operand: Operand, dtype: torch.dtype) -> Matrix:
+    def _values(self, operand: Placed, dtype: torch.dtype) -> Matrix:
         """What kernels multiply of an operand, in ``dtype``: decoded where it is first read, to be read at once."""
         from fp4engine.kernels.block_decode import add_block_decode
         from fp4engine.kernels.dequantize import Codes, add_decode
@@ -298,7 +310,7 @@ class Fused:
         gradient = add_back(self.draft, values, within, rotation, cols, dtype if out is None else torch.float32)
         if out is None:
             return gradient
-        self._on_host(lambda buffer, product: buffer.add_(product), (out, gradient))
+        self._on_host(Tensor.add_, (out, gradient))
         return None
 
     def column_sum(self, plan: LinearPlan, grad_output: Matrix, dtype: torch.dtype) -> Matrix:
@@ -306,8 +318,8 @@ class Fused:
 
         cols = grad_output.shape[1]
         if not plan.sums_in_order or grad_output.facts.strides[1] != 1 or dtype not in FLOATS:
-            function = lambda grad: self._eager.column_sum(plan, grad, dtype)
-            return self._on_host(function, (grad_output,), (cols,), dtype)
+            summed = partial(self._eager.column_sum, plan, dtype=dtype)
+            return self._on_host(summed, (grad_output,), (cols,), dtype)
         out = self.draft.buffer((cols,), dtype)
         add_column_sums(self.draft, grad_output, out)
         return Matrix(out, Facts((cols,), (1,), dtype, True))
@@ -315,7 +327,7 @@ class Fused:
     def _on_host(
         self,
         function: Callable[..., Any],
-        arguments: Sequence[Operand | Matrix | None],
+        arguments: Sequence[Placed | Matrix | None],
         shape: tuple[int, ...] = (),
         dtype: torch.dtype | None = None,
     ) -> Any:
@@ -337,13 +349,13 @@ class Fused:
                 return lambda tensors: tensors[index].T if turned else tensors[index]
             spec, rows, cols, *parts = argument
             readers = [reader(part) for part in parts]
-            return lambda tensors: Operand(spec, rows, cols, *[read(tensors) for read in readers])
+            return lambda tensors: _operand(spec, rows, cols, *[read(tensors) for read in readers])
 
         readers = [reader(argument) for argument in arguments]
         if dtype is None:
             self.draft.host_step(lambda *tensors: function(*[read(tensors) for read in readers]), reads)
             return None
-        run = lambda *tensors: function(*[read(tensors) for read in readers]).contiguous()
+        run: Callable[..., Tensor] = lambda *tensors: function(*[read(tensors) for read in readers]).contiguous()
         (made,) = self.draft.host_step(run, reads, (shape, dtype))
         self.by_host.add(made)
         strides = (1,) if len(shape) == 1 else (shape[1], 1)
@@ -352,3 +364,6 @@ class Fused:
 
 def _specs(quantizer: Quantizer) -> tuple[CastSpec | None, CastSpec | None]:
     return quantizer.rowwise_spec, quantizer.columnwise_spec
+
+
+_operand: Callable[..., Placed] = Operand

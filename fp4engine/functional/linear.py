@@ -150,7 +150,7 @@ class LinearFunction(torch.autograd.Function):
                 statistics = restored(ctx.layout.slots.statistics, kept)
                 gradients = call.function.gradients(grad_input, as_matrix(rest[0]), rest[1:], statistics)
                 grad_input, grad_parameters = gradients[0], gradients[1:]
-            if len(ctx.inp_shape) != 2:
+            if grad_input is not None and len(ctx.inp_shape) != 2:
                 grad_input = grad_input.view(ctx.inp_shape)
         return grad_input, grad_weight, grad_bias, None, *grad_parameters
 

@@ -13,8 +13,9 @@ Legend: x is [M, K], weight [N, K].
 import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import islice
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from fp4engine.functional.call import Call
 from fp4engine.functional.eager import Eager
 from fp4engine.functional.plan import ExecutedGemms, LinearPlan, plan_of
 from fp4engine.functional.program import CastWeight, Kept, Needs, backward, forward
-from fp4engine.functional.record import Layout, Slot, leaves, replaced, restored
+from fp4engine.functional.record import Layout, Slot, leaves, restored
 from fp4engine.functional.shards import Shard, Shards
 from fp4engine.ops import Operand, TiledOperand
 from fp4engine.ops.cast import amax_shape, codes_outputs
@@ -35,7 +36,6 @@ from fp4engine.ops.draws import draw_from
 from fp4engine.ops.operation import PLAIN, Output, define
 from fp4engine.ops.operator_order import order_token
 from fp4engine.ops.reduce import groups_named, names_of
-from fp4engine.tracing import constant_when_traced
 
 LARGE = 64 << 20
 """Bytes of the values of a weight, both operands together, from which on a layer is traced operation by operation."""
@@ -44,18 +44,13 @@ LARGE = 64 << 20
 def take(call: Call, weight: Tensor) -> bool:
     """Whether a layer that is traced is an operator in each direction."""
     plan, rows, cols = call.plan, *weight.shape
-    if not _key(plan) or call.function is not None or call.main_grad is not None or 2 * rows * cols > LARGE:
+    if not plan.key or call.function is not None or call.main_grad is not None or 2 * rows * cols > LARGE:
         return False
     if call.shards is not None and not plan.shares_amaxes:
         return False
     if call.weight_cache is None:
         return type(weight) in PLAIN
     return call.shards is None and call.weight_cache.tiles(weight) is not None
-
-
-@constant_when_traced
-def _key(plan: LinearPlan) -> str:
-    return plan.key
 
 
 class ByOperator(NamedTuple):
@@ -88,7 +83,7 @@ def run_forward(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> t
         None if bias is None else bias.detach(),
         given,
         token,
-        _key(call.plan),
+        call.plan.key,
         call.needs_dgrad,
         call.needs_wgrad,
         weight.shape[0],
@@ -125,7 +120,7 @@ def run_backward(
             list(kept),
             ops.state_of(device, stream) if plan.draws_in_backward else None,
             order_token(device, "backward") if groups else None,
-            _key(plan),
+            plan.key,
             needs.dgrad,
             needs.wgrad,
             cols,
@@ -137,6 +132,7 @@ def run_backward(
             place,
         )
     if needs.bgrad:
+        assert dtypes[2] is not None
         grad_bias = Eager(device).column_sum(plan, grad_output, dtypes[2])
     return grad_input if needs.dgrad else None, grad_weight if needs.wgrad else None, grad_bias
 
@@ -294,12 +290,14 @@ def _layout(
     starts, _ = offsets(_sizes(outputs))
     slots = iter([Slot(0, start, *output) for start, output in zip(starts, outputs, strict=True)])
     inp = weight = None
+    operand: Any = Operand
+    tiled: Any = TiledOperand
     if needs_wgrad:
-        inp = Operand(plan.input.columnwise_spec, cols, rows, *[next(slots) for _ in range(3)])
+        inp = operand(plan.input.columnwise_spec, cols, rows, *islice(slots, 3))
     if needs_dgrad and parts:
-        weight = TiledOperand(plan.weight.rowwise_spec, outs, cols, parts, Slot(int(needs_wgrad)))
+        weight = tiled(plan.weight.rowwise_spec, outs, cols, parts, Slot(int(needs_wgrad)))
     elif needs_dgrad:
-        weight = Operand(plan.weight.columnwise_spec, cols, outs, *[next(slots) for _ in range(3)])
+        weight = operand(plan.weight.columnwise_spec, cols, outs, *islice(slots, 3))
     return Layout(Kept(inp, weight))
 
 
@@ -310,13 +308,11 @@ def _is_same(found: Layout, wanted: Layout) -> bool:
 
 def _joined(record: Kept, layout: Layout, like: Tensor) -> Tensor:
     """The tensors of a record in one, as ``layout`` has them."""
-    pairs: list[tuple[Slot, Tensor]] = []
-    tensors = iter(leaves(record))
-    replaced(layout.slots, lambda slot: pairs.append((slot, next(tensors))))
-    parts = [(slot, tensor) for slot, tensor in pairs if slot.start is not None]
-    joined = like.new_empty(max((slot.start + slot.nbytes for slot, _ in parts), default=0), dtype=torch.uint8)
+    parts = [(slot, tensor) for slot, tensor in zip(leaves(layout.slots), leaves(record), strict=True) if slot.shape]
+    size = max((slot.start + slot.nbytes for slot, _ in parts), default=0)
+    joined = like.new_empty(size, dtype=torch.uint8)
     for slot, tensor in parts:
-        restored(slot._replace(index=0), [joined]).copy_(tensor)
+        restored(slot._replace(tensor=0), [joined]).copy_(tensor)
     return joined
 
 

@@ -203,8 +203,9 @@ def _specs(roles: Iterable[Quantizer]) -> list[CastSpec | None]:
 
 def _is_shared(spec: CastSpec | None) -> bool:
     """Whether the outer amax of a cast is one number of the whole tensor, which the cast does not change."""
-    is_whole = spec is not None and spec.outer is Outer.TENSOR
-    return is_whole and spec.block[1] > 0 and spec.correction is not Correction.SCALAR
+    if spec is None or spec.outer is not Outer.TENSOR:
+        return False
+    return spec.block[1] > 0 and spec.correction is not Correction.SCALAR
 
 
 def _key(plan: LinearPlan) -> str:
@@ -229,7 +230,7 @@ def plan_of(key: str) -> LinearPlan:
         Quantizer(specs[2 * i], specs[2 * i + 1], stream=int(stream), backend=backend)
         for i, stream in enumerate(streams.split(","))
     )
-    fast_gemms = frozenset(gemm for gemm in GEMMS if gemm in fast.split(","))
+    fast_gemms: frozenset[GemmName] = frozenset(gemm for gemm in GEMMS if gemm in fast.split(","))
     return LinearPlan(None, inp, weight, grad_output, None, backend, fast_gemms)
 
 

@@ -15,13 +15,13 @@ class Slot(NamedTuple):
     """One of the saved tensors, or what lies in it.
 
     Attributes:
-        index: of the tensor.
+        tensor: its index.
         start, shape, dtype: of a part of a tensor of bytes: the byte at which it begins, and what it is; None for a
             whole tensor.
         turned: whether what is meant is the transposed tensor.
     """
 
-    index: int
+    tensor: int
     start: int | None = None
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
@@ -58,7 +58,8 @@ def replaced(record: Any, function: Callable[[Any], Any]) -> Any:
         return None
     if isinstance(record, Operand):
         spec, rows, cols, *parts = record
-        return Operand(spec, rows, cols, *[None if part is None else function(part) for part in parts])
+        made: list[Any] = [None if part is None else function(part) for part in parts]
+        return Operand(spec, rows, cols, *made)
     if isinstance(record, TiledOperand):
         return record._replace(packed=function(record.packed))
     if isinstance(record, RECORDS):
@@ -98,10 +99,11 @@ def restored(slots: Any, tensors: Sequence[Tensor]) -> Any:
     if not torch.compiler.is_dynamo_compiling():
         tensors = list(aligned(tensors))
 
-    def tensor(slot: Slot) -> Tensor:
-        whole = tensors[slot.index]
+    def read(slot: Slot) -> Tensor:
+        whole = tensors[slot.tensor]
         if slot.start is None:
             return whole.T if slot.turned else whole
+        assert slot.dtype is not None
         return whole[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape)
 
-    return replaced(slots, tensor)
+    return replaced(slots, read)

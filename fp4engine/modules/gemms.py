@@ -503,7 +503,7 @@ def require_own_recipe(recipe: Recipe | None) -> None:
         raise no_step(recipe)
 
 
-def no_step(recipe: Recipe) -> ValueError:
+def no_step(recipe: Recipe | None) -> ValueError:
     """The error for a module that would follow ``recipe``, with delayed scaling, outside every region."""
     return ValueError(
         "delayed scaling chooses scales when an autocast region closes, so a module cannot follow it outside; "

@@ -354,7 +354,12 @@ class _Dequantize(torch.autograd.Function):
 class _StoredOperands(WeightCache):
     """The weight cache of every :class:`QuantizedWeight`: it always holds the operands, which are the weight itself."""
 
-    flat = property(lambda self: None, lambda self, flat: None)  # one object serves all weights
+    @property
+    def flat(self) -> None:
+        """One object serves all weights, so it remembers none that were taken apart."""
+
+    @flat.setter
+    def flat(self, flat: Any) -> None: ...  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def get(self, weight: Tensor, plan: LinearPlan, needs_dgrad: bool, make: Make) -> Operands:
         assert isinstance(weight, QuantizedWeight)

@@ -19,7 +19,7 @@ class SharedWeight(NamedTuple):
         plan: of the layer.
         group: the ``amax_reduction_group`` of the autocast region, or None.
         groups: all process groups over which the amaxes are shared.
-        found_for: the casts, and the names of the groups, see :func:`amaxes_needed`.
+        found_for: the plan, and the names of the groups, see :func:`amaxes_needed`.
     """
 
     weight: Any
@@ -35,7 +35,7 @@ class WeightAmaxes(NamedTuple):
     Attributes:
         amaxes: FP32 [2, AMAX_STRIDE], the first of each row being the outer amax of a side; the same on all ranks.
         weight: whose amaxes these are. A forward with another weight, put in the place of this one, finds its own.
-        found_for: the casts, and the names of the groups, see :func:`amaxes_needed`.
+        found_for: the plan, and the names of the groups, see :func:`amaxes_needed`.
     """
 
     amaxes: Tensor
@@ -55,21 +55,20 @@ def shared_weight(weight: Any, plan: LinearPlan | None, group: Any, known: Share
     if plan is None or not plan.shares_amaxes or not is_distributed(weight):
         return None
     groups = (*sharing_groups(weight), *(() if group is None else (group,)))
-    return SharedWeight(weight, plan, group, groups, _found_for(plan, ops.names_of(groups))) if groups else None
+    return SharedWeight(weight, plan, group, groups, _found_for(plan.key, ops.names_of(groups))) if groups else None
 
 
 def amaxes_needed(shards: Shards, plan: LinearPlan) -> str:
     """The :attr:`WeightAmaxes.found_for` of the weight in ``shards``; empty if no other rank shares its amaxes."""
     if not plan.shares_amaxes or not shards.weight.groups:
         return ""
-    return _found_for(plan, ops.names_of(tuple([group for group, _ in shards.weight.groups])))
+    return _found_for(plan.key, ops.names_of(tuple([group for group, _ in shards.weight.groups])))
 
 
 @constant_when_traced
-def _found_for(plan: LinearPlan, groups: str) -> str:
-    """A key for the amaxes of a weight: its casts, and the sorted names of the groups over which they are found."""
-    specs = plan.weight.rowwise_spec, plan.weight.columnwise_spec
-    return " ".join([*(spec.key for spec in specs if spec is not None), *sorted(groups.split(" "))])
+def _found_for(plan: str, groups: str) -> str:
+    """A key for the amaxes of a weight: that of the plan, and the names of the groups over which they are found."""
+    return " ".join([plan, *sorted(groups.split(" "))])
 
 
 def with_amaxes(shards: Shards, weight: Tensor, found: WeightAmaxes, needed: str) -> Shards:
