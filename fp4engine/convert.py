@@ -34,11 +34,12 @@ from fp4engine.modules.adoption import (
     to_linear,
 )
 from fp4engine.modules.gemms import require_own_recipe
+from fp4engine.modules.identity import forget_root, identify, require_rules, seen_names
 from fp4engine.modules.swap import own_attributes, own_forward
 from fp4engine.modules.torch_attention import TorchMultiheadAttention
 from fp4engine.names import covers
 from fp4engine.quantizers.base import FLOATS
-from fp4engine.recipe import Recipe, RuledRecipe
+from fp4engine.recipe import Recipe
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 
@@ -167,6 +168,7 @@ def revert(model: nn.Module) -> None:
     if not swaps and not any(released):
         raise ValueError(f"nothing below this {type(model).__name__} was converted")
     for parent in modules:
+        forget_root(parent)
         stop_counting(parent)
         for name, child in list(parent._modules.items()):
             if child in swaps:
@@ -185,21 +187,23 @@ def _convert_linears(
     called = _names(model)
     if not linears:
         raise ValueError(f"there is no nn.Linear below this {type(model).__name__}: nothing to convert")
-    if isinstance(recipe, RuledRecipe):
-        names = [[m.name] if isinstance(m, Gemms) else called[name] for name, m in linears.items()]
-        recipe.check(chain.from_iterable(names))
-        _require_one_rule(recipe, names)
+    seen = seen_names(model)
+    if recipe is not None:
+        require_rules(recipe, seen.values())
     matrices = other_matrices(model)
     kept = _kept(linears, matrices, patterns, called)
     if not adapters:
         kept |= {name: "an adapter; adapters=True converts it" for name in adapter_names(model) if name in linears}
     reasons = _reasons(model, linears, module_filter_fn, kept)
     swaps: dict[nn.Module, Linear] = {
-        module: Linear.from_linear(module, name)
+        module: Linear.from_linear(module)
         for name, module in linears.items()
         if not isinstance(module, Gemms) and not reasons[name]
     }
-    planned = (plan_module(name, swaps.get(module, module), reasons[name], recipe) for name, module in linears.items())
+    planned = (
+        plan_module(name, swaps.get(module, module), reasons[name], recipe, seen[module][0])
+        for name, module in linears.items()
+    )
     others = (replace(matrix, reason=kept.get(name, matrix.reason)) for name, matrix in matrices.items())
     plan = ConversionPlan(tuple(planned), tuple(others))
     for name, module in linears.items():
@@ -210,6 +214,7 @@ def _convert_linears(
         for child_name, child in list(parent._modules.items()):
             if child in swaps:
                 setattr(parent, child_name, swaps[child])
+    identify(model)
     return plan
 
 
@@ -267,21 +272,6 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
     ):
         found.setdefault(id(held), []).append(name)
     return {names[0]: names for names in found.values()}
-
-
-def _require_one_rule(recipe: RuledRecipe, called: list[list[str]]) -> None:
-    """Raise a ValueError if a module's names fall under different rules, since the module follows one recipe."""
-    for names in called:
-        matched = [
-            [replace(rule, name="**", blocks=None) for rule in recipe.rules if rule.matches_name(name)]
-            for name in names
-        ]
-        for name, rules in zip(names, matched, strict=True):
-            if rules != matched[0]:
-                raise ValueError(
-                    f"{names[0]!r} and {name!r} are one module, and the recipe's rules for these names differ; "
-                    "write rules that match both or neither"
-                )
 
 
 def _kept(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4engine.accounting.planned import linear_modules, linear_shape
+from fp4engine.accounting.planned import linear_modules
 from fp4engine.arguments import require_model, shown
 from fp4engine.checkpoint_names import Piece, checkpoint_pieces, require_like
 from fp4engine.modules import QuantizedWeight
@@ -20,7 +20,6 @@ from fp4engine.quantizers import make_quantizer
 from fp4engine.quantizers.shared import SharedAmaxQuantizer
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import require_recipe
-from fp4engine.roles import QuantizerRole
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,7 @@ def _quantizer(name: str, gemms: Gemms, recipe: Recipe | None) -> Any:
         raise ValueError(f"{name!r} follows autocast regions only: pass the recipe of those regions as recipe=")
     if own.is_delayed:
         raise ValueError(f"a weight is stored by its own amax, and {own!r} scales by those of earlier steps")
-    return make_quantizer(own, QuantizerRole(gemms.module_type, "weight", gemms.name, linear_shape(gemms)))
+    return make_quantizer(own, gemms.role("weight", own))
 
 
 class _Values:

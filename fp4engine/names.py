@@ -27,13 +27,17 @@ def literal(name: str) -> str:
     return escape(name)
 
 
-def dotted(*parts: str | None) -> str:
-    """The parts that are neither None nor empty, joined by dots.
+class EndOfName(str):
+    """The last parts of a dotted name of which nobody knows how it begins."""
+
+
+def dotted(name: str | None, part: str) -> str:
+    """The name of ``part`` of the module ``name``; an :class:`EndOfName` if that has no name.
 
     Raises:
-        ValueError: a part, which is a name that a user may have given, is no string.
+        ValueError: ``name``, which a user may have given, is no string.
     """
-    for part in parts:
-        if part is not None and not isinstance(part, str):
-            raise ValueError(f"name must be a string or None, got {part!r}")
-    return ".".join(part for part in parts if part)
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"name must be a string or None, got {name!r}")
+    joined = f"{name}.{part}" if name else part
+    return joined if name and not isinstance(name, EndOfName) else EndOfName(joined)

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp4engine.arguments import is_number, require_bool, require_integer, require_model, shown
 from fp4engine.formats import Rotation, Signs
-from fp4engine.functional import LinearPlan, linear, make_linear_plan
+from fp4engine.functional import LinearPlan, linear
 from fp4engine.functional.linear import require_features
 from fp4engine.modules import Linear
 from fp4engine.modules.adoption import require_plain_class
@@ -341,7 +341,7 @@ def _weight_cast(name: str, layer: Linear, recipe: Recipe | None) -> Quantizer |
     recipe = layer.recipe if recipe is None else recipe
     if recipe is None:
         return None
-    quantizer = make_linear_plan(recipe, layer.module_type, layer.name, tuple(layer.weight.shape)).weight
+    quantizer = layer.plan_by(recipe).weight
     spec = quantizer.rowwise_spec
     if spec is None:
         return None
@@ -507,10 +507,7 @@ class OutControl(_StepHook):
             if wrong:
                 raise ValueError(f"OutControl splits the channels of every fp4engine.Linear, and {name} {wrong}")
         recipe = outlier_recipe() if recipe is None else recipe
-        plans = {
-            name: make_linear_plan(recipe, layer.module_type, layer.name, tuple(layer.weight.shape))
-            for name, layer in self.layers.items()
-        }
+        plans = {name: layer.plan_by(recipe) for name, layer in self.layers.items()}
         if any(plan.is_stateful for plan in plans.values()):
             raise ValueError(f"recipe must not have delayed scaling, for outlying channels have no history: {recipe!r}")
         self._controlled: dict[str, _Controlled] = {}

@@ -14,7 +14,8 @@ from fp4engine.accounting.table import table
 from fp4engine.arguments import require_callable, require_model, require_patterns, require_rate
 from fp4engine.functional import ExecutedGemms
 from fp4engine.functional.plan import HIGH_PRECISION
-from fp4engine.modules import GroupedLinear, Linear
+from fp4engine.modules import Gemms, GroupedLinear, Linear
+from fp4engine.modules.identity import known_names, require_rules
 from fp4engine.names import covers
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import require_recipe
@@ -153,7 +154,8 @@ def assert_quantized(
 
     Raises:
         AssertionError: it is not so; the message names what ran otherwise, or cannot be seen.
-        ValueError: ``min_fraction`` is not in 0..1, ``recipe`` is none, or a pattern covers nothing.
+        ValueError: ``min_fraction`` is not in 0..1, ``recipe`` is none, a pattern covers nothing, a rule of the recipe
+            matches no layer, or a rule asks for the name of a layer that is not where ``convert`` has found it.
     """
     if min_fraction is not None:
         require_rate("min_fraction", min_fraction)
@@ -176,6 +178,9 @@ def assert_quantized(
             "to stay in high precision in keep_high_precision=[...], or give step=... and min_fraction=... to have "
             "PyTorch count all products of one step"
         )
+    own = [module.recipe for module in model.modules() if isinstance(module, Gemms) and module.recipe is not None]
+    for each in {each.number: each for each in ([recipe] if recipe is not None else own)}.values():
+        require_rules(each, known_names(model))
     if min_fraction is None:
         if faults := [*_departures(model, report, recipe, keep_high_precision)]:
             if set(report.counts) == {HIGH_PRECISION}:
@@ -238,7 +243,7 @@ def _departures(
 
 def counter_of(module: nn.Module) -> ExecutedGemms | None:
     """Where ``module`` counts its GEMMs; None if it does not."""
-    executed = getattr(module, "executed", None)
+    executed = vars(module).get("executed")  # getattr would find that of what a wrapper wraps, a second time
     return executed if isinstance(executed, ExecutedGemms) else None
 
 

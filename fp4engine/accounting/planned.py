@@ -165,13 +165,23 @@ def linear_shape(module: nn.Linear | Gemms) -> tuple[int, int]:
     return rows, cols
 
 
-def plan_module(name: str, module: nn.Linear | Gemms, reason: str, recipe: Recipe | None) -> PlannedModule:
-    """What ``module`` multiplies under ``recipe``, its own recipe, or the default one."""
+def plan_module(
+    name: str, module: nn.Linear | Gemms, reason: str, recipe: Recipe | None, seen_as: str | None = None
+) -> PlannedModule:
+    """What ``module`` multiplies under ``recipe``, its own recipe, or the default one.
+
+    Args:
+        seen_as: the name that recipes are about to see; None is the one that they see now.
+
+    Raises:
+        ValueError: as :meth:`fp4engine.modules.Gemms.name_for`, where recipes see the name that the module has.
+    """
     formats = (HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION)
     shape = linear_shape(module)
     if isinstance(module, Gemms):
         recipe = recipe or module.recipe or get_default_recipe()
-        plan = make_linear_plan(recipe, module.module_type, module.name, shape).formats
+        called = module.name_for(recipe) if seen_as is None else seen_as
+        plan = make_linear_plan(recipe, module.module_type, called, shape).formats
         formats = (plan["fprop"], plan["dgrad"], plan["wgrad"])
     return PlannedModule(name, shape, formats, reason)
 

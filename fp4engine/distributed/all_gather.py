@@ -26,7 +26,7 @@ from fp4engine.distributed.sharded_weight import (
     why_not_rows,
 )
 from fp4engine.formats.tiles import Part
-from fp4engine.functional import LinearPlan, make_linear_plan
+from fp4engine.functional import LinearPlan
 from fp4engine.modules import Gemms, GroupedLinear, LayerNormMLP, Linear, QuantizedWeight
 from fp4engine.modules.borrowed import BorrowedGroupedLinear, BorrowedLinear
 from fp4engine.modules.split_linear import SplitLinear
@@ -122,7 +122,7 @@ def fp4_all_gather(model: nn.Module, recipe: Recipe | None = None, mesh: DeviceM
         if not reason:
             assert gemms is not None
             own = recipe or gemms.recipe or get_default_recipe()
-            plan = make_linear_plan(own, gemms.module_type, gemms.name, shape)
+            plan = gemms.plan_by(own)
             sent, reason = bytes_as_codes(plan, shape, ranks)
             if sent is not None:
                 gatherable.append(GatherableWeight(name, module, attribute, plan.weight, others))

@@ -9,7 +9,6 @@ from fp4engine.estimate.gpus import GPU, HOST, SHARES
 from fp4engine.estimate.request import Request
 from fp4engine.estimate.trace import Flops, Linears, Step
 from fp4engine.formats import FORMATS
-from fp4engine.functional import make_linear_plan
 from fp4engine.modules import Gemms, Linear
 
 
@@ -68,7 +67,7 @@ def wire(request: Request, model: nn.Module, trained: int) -> dict[str, int]:
         for module in model.modules():
             if isinstance(module, Linear):
                 shape = module.weight_shape()
-                plan = make_linear_plan(request.recipe, module.module_type, module.name, shape)
+                plan = module.plan_by(request.recipe)
                 sent, _ = bytes_as_codes(plan, shape, fsdp)
                 gathered += 0 if sent is None else sent - 2 * math.prod(shape)
     activations = 0.0

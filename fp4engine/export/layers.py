@@ -26,7 +26,6 @@ from fp4engine.names import covers
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.recipe import Recipe, ScheduledRecipe
 from fp4engine.reference import decode
-from fp4engine.roles import QuantizerRole
 
 
 @dataclass(frozen=True)
@@ -170,8 +169,7 @@ def _casts(
             f"nn.Linear, or Conv1D or experts of transformers, or pass keep_high_precision=[{name!r}]"
         )
     shape = linear_shape(gemms)
-    roles = (QuantizerRole(gemms.module_type, tensor, gemms.name, shape) for tensor in ("weight", "input"))
-    quantizer, inp = (make_quantizer(recipe, role) for role in roles)
+    quantizer, inp = (make_quantizer(recipe, gemms.role(tensor, recipe)) for tensor in ("weight", "input"))
     for weight in stored:
         if weight.quantizer.rowwise_spec != quantizer.rowwise_spec:
             raise ValueError(

@@ -23,7 +23,7 @@ from fp4engine.arguments import (
 )
 from fp4engine.formats import CastSpec
 from fp4engine.inspect.watch import layers_of
-from fp4engine.names import covers, literal
+from fp4engine.names import EndOfName, covers, literal
 from fp4engine.recipe import Casts, LinearRecipe, Recipe, Rule, RuledRecipe
 from fp4engine.recipe.base import require_recipe
 from fp4engine.recipe.linear import GEMM_OPERANDS
@@ -429,16 +429,28 @@ def _plain(recipe: Recipe | None) -> Recipe:
 
 
 def _flops(model: torch.nn.Module) -> dict[str, int]:
-    """``name -> N K`` of every layer, by the name that recipes see."""
+    """``name -> N K`` of every layer, by the name that recipes see; the experts of a ``GroupedLinear`` are one layer.
+
+    Raises:
+        ValueError: the model has no layer, or rules cannot tell its layers apart by their names.
+    """
     require_model(model)
     layers = layers_of(model)
     if not layers:
         raise ValueError("the model has no layer of fp4engine's; call fp4engine.convert(model) first")
     flops: dict[str, int] = {}
-    for name, layer in layers.items():
-        flops[layer.name or name] = flops.get(layer.name or name, 0) + math.prod(layer.weight_shape())
-        if not layer.name:
-            raise ValueError(f"layer {name!r} has no name for rules to match; fp4engine.convert gives names")
+    whole: dict[str, str] = {}
+    for path, layer in layers.items():
+        name = layer.true_name()
+        if not name or isinstance(name, EndOfName):
+            raise ValueError(f"layer {path!r} has no name for rules to match; fp4engine.convert(model) gives names")
+        holder = ".".join(path.split(".")[: -layer.seen_as[0]]) if layer.seen_as[0] else path
+        if whole.setdefault(name, holder) != holder:
+            raise ValueError(
+                f"recipes see {holder!r} and {whole[name]!r} by one name, {name!r}, as layers that were converted "
+                "before they were put together or copied: call fp4engine.convert on the whole model"
+            )
+        flops[name] = flops.get(name, 0) + math.prod(layer.weight_shape())
     return flops
 
 

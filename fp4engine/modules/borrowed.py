@@ -21,16 +21,16 @@ class BorrowedLinear(Gemms):
 
     Args:
         owner: the module that has the parameter.
-        parameter: its name there; a matrix [N, K].
-        name: the name that recipes see.
+        parameter: its name there, a matrix [N, K]; recipes see the layer by it, without ``"_weight"``, below the owner.
     """
 
     owner: torch.nn.Module
     parameter: str
 
-    def __init__(self, owner: torch.nn.Module, parameter: str, name: str) -> None:
+    def __init__(self, owner: torch.nn.Module, parameter: str) -> None:
         weight = owner.get_parameter(parameter)
-        super().__init__(name, shape=tuple(weight.shape))
+        super().__init__(shape=tuple(weight.shape))
+        self.seen_as = 1, parameter.removesuffix("_weight")
         vars(self).update(owner=owner, parameter=parameter)  # an attribute would make the owner a child of its child
 
     def borrowed(self) -> list[Parameter]:
@@ -50,9 +50,9 @@ class BorrowedGroupedLinear(GroupedLinear):
 
     Args:
         owner: the module that has the parameter.
-        parameter: name of the weights [G, N, K], or [G, K, N] where ``transposed``.
+        parameter: name of the weights [G, N, K], or [G, K, N] where ``transposed``; recipes see the layers by it, below
+            the owner.
         bias: name of the biases [G, N]; None for none.
-        name: what recipes see, with the module type ``"grouped_linear"``.
     """
 
     owner: torch.nn.Module
@@ -60,14 +60,17 @@ class BorrowedGroupedLinear(GroupedLinear):
     bias: str | None
     transposed: bool
 
-    def __init__(self, owner: torch.nn.Module, parameter: str, bias: str | None, transposed: bool, name: str) -> None:
+    def __init__(self, owner: torch.nn.Module, parameter: str, bias: str | None, transposed: bool) -> None:
         torch.nn.Module.__init__(self)
         groups, rows, cols = owner.get_parameter(parameter).shape
         self.num_gemms = groups
         self.out_features, self.in_features = (cols, rows) if transposed else (rows, cols)
         self.return_bias = False
         shape = (self.out_features, self.in_features)
-        self.gemms = torch.nn.ModuleList(Gemms(name, module_type="grouped_linear", shape=shape) for _ in range(groups))
+        gemms = [Gemms(module_type="grouped_linear", shape=shape) for _ in range(groups)]
+        for expert in gemms:
+            expert.seen_as = 3, parameter  # in place of "<attribute of the owner>.gemms.<index>"
+        self.gemms = torch.nn.ModuleList(gemms)
         vars(self).update(owner=owner, parameter=parameter, bias=bias, transposed=transposed)
 
     def borrowed(self) -> list[Parameter]:

@@ -16,6 +16,7 @@ from fp4engine.functional.grouped_linear import Expert
 from fp4engine.functional.main_grad import MainGrad, require_main_grad
 from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import microbatch_cache
+from fp4engine.modules.identity import Named
 from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
 from fp4engine.modules.recompute import followed_state, note_scales, noted_scales
@@ -31,8 +32,10 @@ from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes, amaxes_n
 from fp4engine.modules.siblings import require_own_siblings
 from fp4engine.modules.traced import refuse_stray_recomputation, traced_plan
 from fp4engine.recipe import LinearRecipe, Recipe
-from fp4engine.recipe.base import require_recipe
+from fp4engine.recipe.base import numbered, require_recipe
+from fp4engine.roles import QuantizerRole
 from fp4engine.state import AutocastState, current_state, in_backward
+from fp4engine.tracing import constant_when_traced
 
 _UNQUANTIZED = LinearRecipe(backward_override=None, backend="auto")  # both given: an import reads no flag
 """High precision, bit for bit, but by a plan, which a gradient that goes to ``main_grad`` needs."""
@@ -45,14 +48,15 @@ Missed = Callable[[str], None]
 """Called with a reason when a product takes place that the listener cannot be told of."""
 
 
-class Gemms(torch.nn.Module):
+class Gemms(Named):
     """The three GEMMs of one linear transformation.
 
     This class has no parameters of its own. A layer with one weight inherits from it. A layer with several weights has
     a child of this class for each.
 
     Args:
-        name: the module's name, which recipes may match; None is the empty name.
+        name: the module's name, which recipes may match, as long as no ``convert`` finds its path in a model; None is
+            the empty name.
         recipe: recipe to follow where no autocast region is active; None means high precision there.
         fuse_wgrad_accumulation: wgrad adds to the buffer ``weight.main_grad`` (FP32, BF16 or FP16, shaped like the
             weight) in its epilogue, and ``weight.grad`` stays None.
@@ -93,11 +97,9 @@ class Gemms(torch.nn.Module):
     ) -> None:
         # By the number of the recipe and the weight's shape, of recipes that read the module.
         self._plans_for_tracing: dict[tuple[int, tuple[int, ...]], LinearPlan] = {}
-        if name is not None and not isinstance(name, str):
-            raise ValueError(f"name must be a string or None, got {name!r}")
+        self.name = name
         require_bool("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         require_own_recipe(recipe)  # nn.Module would take a module for a child, and never ask the property
-        self.name = name
         self.recipe = recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.module_type = module_type
@@ -118,14 +120,8 @@ class Gemms(torch.nn.Module):
         """Why listeners get other tensors than this module multiplies, and other casts; empty if they get the same."""
         return ""
 
-    @property
-    def name(self) -> str:
-        """The name that recipes see. Compiled code asks anew for the plan of a module with a new name."""
-        return self._name
-
-    @name.setter
-    def name(self, name: str | None) -> None:
-        self._name = name or ""
+    def _renamed(self) -> None:
+        """Compiled code asks anew for the plan of a module with a new name."""
         self._plans_for_tracing.clear()
 
     @property
@@ -158,9 +154,9 @@ class Gemms(torch.nn.Module):
         if (
             made is None
             or (made.recipe is not recipe and made.recipe != recipe)
-            or (recipe.reads_modules and made.read != (self.name, self.weight_shape()))
+            or (recipe.reads_modules and made.read != (self.name_for(recipe), self.weight_shape()))
         ):
-            name, shape = read = self.name, self.weight_shape()
+            name, shape = read = self.name_for(recipe), self.weight_shape()
             plan = make_linear_plan(recipe, self.module_type, name, shape)
             require_own_siblings(plan.weight, self)
             if recipe.reads_modules and not plan.is_stateful:
@@ -168,6 +164,31 @@ class Gemms(torch.nn.Module):
             plan = plan.remembering_in(self.amax_histories) if plan.is_stateful else plan
             made = self._plan = MadePlan(recipe, plan, read)
         return made.plan
+
+    def plan_by(self, recipe: Recipe) -> LinearPlan:
+        """The plan by which the module would multiply under ``recipe``.
+
+        Raises:
+            ValueError: as :meth:`name_for`.
+        """
+        return make_linear_plan(recipe, self.module_type, self.name_for(recipe), self.weight_shape())
+
+    def role(self, tensor_type: str, recipe: Recipe) -> QuantizerRole:
+        """What ``recipe`` is told of a tensor of this module.
+
+        Raises:
+            ValueError: as :meth:`name_for`.
+        """
+        return QuantizerRole(self.module_type, tensor_type, self.name_for(recipe), self.weight_shape())
+
+    @constant_when_traced
+    def _require_plan(self, recipe: int) -> None:
+        """Check, while ``torch.compile`` traces, that the recipe of this number can tell how the module computes.
+
+        Raises:
+            ValueError: as :meth:`name_for`.
+        """
+        self.plan_by(numbered(recipe))
 
     def weight_shape(self) -> tuple[int, ...]:
         """(N, K) of the weight. A weight that is computed from other parameters is not computed for this."""
@@ -181,6 +202,7 @@ class Gemms(torch.nn.Module):
         """
         if not recipe.reads_modules:
             return traced_plan(recipe, self.module_type, "", ())
+        self._require_plan(recipe.number)
         shape = self.weight_shape()
         if (recipe.number, shape) in self._plans_for_tracing:
             return self._plans_for_tracing[recipe.number, shape]
@@ -467,8 +489,9 @@ class Gemms(torch.nn.Module):
         return MainGrad(require_main_grad(weight), overwrites, self.later)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes for copies, without listeners, and without plans, whose factories may not be picklable."""
+        """The attributes for copies, without what ran and who listened, and without plans: factories may not pickle."""
         derived = {
+            "executed": ExecutedGemms(),
             "_listeners": (),
             "_plan": None,
             "_plans_for_tracing": {},

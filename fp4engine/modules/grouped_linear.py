@@ -83,6 +83,7 @@ class GroupedLinear(torch.nn.Module):
         self.reset_parameters()
         for index, gemms in enumerate(self.gemms):
             assert isinstance(gemms, Gemms)
+            gemms.seen_as = 2, ""  # without "gemms.<index>"
             store_weight(self, f"weight{index}", gemms)
 
     def reset_parameters(self) -> None:

@@ -27,11 +27,11 @@ class FP4Conv1D(Gemms, Conv1D):
     """``y = x W + b`` with W [K, N]: a ``Conv1D`` in every respect outside an autocast region."""
 
     @staticmethod
-    def adopt(module: Conv1D, name: str) -> None:
+    def adopt(module: Conv1D) -> None:
         """Turn ``module`` into an FP4Conv1D, in place."""
         module.__class__ = FP4Conv1D
         assert isinstance(module, FP4Conv1D)
-        module._configure(name, None, False, "linear", (module.nf, module.nx))
+        module._configure(None, None, False, "linear", (module.nf, module.nx))
 
     def release(self) -> None:
         """Become a ``Conv1D`` again."""
@@ -79,17 +79,15 @@ def _are_spread(experts: Any) -> bool:
     return any(isinstance(count, int) and experts.num_experts < count for count in counts)
 
 
-def adopt_experts(module: torch.nn.Module, name: str) -> None:
+def adopt_experts(module: torch.nn.Module) -> None:
     """Let ``module``, which :func:`can_adopt_experts` accepts, multiply by :func:`experts_forward`.
 
     The module gets a copy of its configuration that asks for this implementation, so that other experts keep theirs.
     """
     experts: Any = module
     up, biased = _up_name(module), experts.has_bias
-    experts.up_gemms = _Projection(module, up, f"{up}_bias" if biased else None, experts.is_transposed, f"{name}.{up}")
-    experts.down_gemms = _Projection(
-        module, "down_proj", "down_proj_bias" if biased else None, experts.is_transposed, f"{name}.down_proj"
-    )
+    experts.up_gemms = _Projection(module, up, f"{up}_bias" if biased else None, experts.is_transposed)
+    experts.down_gemms = _Projection(module, "down_proj", "down_proj_bias" if biased else None, experts.is_transposed)
     vars(module)["_config_before"] = experts.config
     experts.config = copy.copy(experts.config)
     experts.config._experts_implementation = IMPLEMENTATION

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from fp4engine.arguments import require_bool
-from fp4engine.functional import make_linear_plan
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.quantizers import Quantizer
@@ -78,7 +77,7 @@ def store_weight(module: torch.nn.Module, name: str, gemms: Gemms) -> None:
     if init is None:
         return
     weight = module.get_parameter(name)
-    quantizer = make_linear_plan(init.recipe, gemms.module_type, gemms.name, tuple(weight.shape)).weight
+    quantizer = gemms.plan_by(init.recipe).weight
     if quantizer.is_stateful:
         quantizer = Quantizer(quantizer.rowwise_spec, quantizer.columnwise_spec, stream=quantizer.stream)
     if quantizer.clipped_gradient:

@@ -1,6 +1,6 @@
 """Sibling layers that train with one outer scale, because servers multiply them as one matrix."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from fp4engine.arguments import require_model, shown
 from fp4engine.formats import Outer
 from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.identity import seen_names
 from fp4engine.modules.siblings import ModulePlace, Siblings
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.quantizers.shared import SharedAmaxQuantizer
@@ -69,10 +70,17 @@ class _SharingFactory:
 
     Attributes:
         siblings: by the name of the role.
+        layers: the names of each layer that has siblings, now and once its model is given to ``convert``.
     """
 
     recipe: Recipe
     siblings: dict[str, Siblings] = field(repr=False)
+    layers: tuple[tuple[str, str], ...] = field(repr=False)
+
+    @property
+    def reads_names(self) -> bool:
+        """Whether the recipe does. A name is the key to siblings here, and the module checks that these are its own."""
+        return self.recipe.reads_names
 
     def __call__(self, role: QuantizerRole) -> Quantizer:
         made = make_quantizer(self.recipe, role)
@@ -114,7 +122,7 @@ def share_amax(
         raise ValueError(
             f"siblings share the amax that their weights have now: give a recipe of one step, not {recipe!r}"
         )
-    called = _names_in_roles(linears, groups)
+    called, converted = _names_in_roles(model, groups), seen_names(model)
     numerators: dict[str, float] = {}
     for name, siblings in groups.items():
         shape = (linears[name].out_features, linears[name].in_features)
@@ -135,26 +143,30 @@ def share_amax(
                     "and siblings share one: give them one recipe"
                 )
     places = {name: ModulePlace(model.get_submodule(name.rpartition(".")[0]), name) for name in groups}
+    layers = {name: (called[name], converted[linears[name]][0]) for name in groups}
     siblings = {
-        called[name]: Siblings(places[name], tuple(places[other] for other in together if other != name))
+        seen: Siblings(places[name], tuple(places[other] for other in together if other != name))
         for name, together in groups.items()
+        for seen in layers[name]
     }
-    return _sharing(recipe, siblings)
+    return _sharing(recipe, siblings, tuple(layers.values()))
 
 
-def _names_in_roles(linears: Mapping[str, torch.nn.Module], groups: Iterable[str]) -> dict[str, str]:
-    """``dotted name -> the name that recipes see``, which a converted module keeps, of ``linears``.
+def _names_in_roles(model: torch.nn.Module, groups: Iterable[str]) -> dict[str, str]:
+    """``dotted name -> the name that recipes see``, now or once it is converted, of each layer of ``model``.
 
     Raises:
-        ValueError: recipes see a module in ``groups`` by the name of another one.
+        ValueError: recipes see a module in ``groups`` by the name of another one, or a module is not where it was when
+            its model was converted.
     """
-    called = {name: module.name if isinstance(module, Gemms) else name for name, module in linears.items()}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Gemms)}
+    called = {name: module.true_name() if isinstance(module, Gemms) else name for name, module in layers.items()}
     for name in groups:
-        others = [other for other in called if other != name and called[other] == called[name]]
+        others = [other for other in called if other != name and called[name] in (other, called[other])]
         if others:
             raise ValueError(
                 f"recipes see {name!r} and {others[0]!r} by one name, {called[name]!r}, as modules that were converted "
-                "in parts or built by themselves: set the attribute name of each fp4engine.Linear to its dotted name"
+                "in parts or built by themselves: call fp4engine.convert on the whole model first"
             )
     return called
 
@@ -169,9 +181,9 @@ def without_sharing(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _sharing(recipe: Recipe, siblings: dict[str, Siblings]) -> Recipe:
+def _sharing(recipe: Recipe, siblings: dict[str, Siblings], layers: tuple[tuple[str, str], ...]) -> Recipe:
     if isinstance(recipe, RuledRecipe):
-        rules = tuple(replace(rule, recipe=_sharing(rule.recipe, siblings)) for rule in recipe.rules)
-        return RuledRecipe(_sharing(recipe.default, siblings), rules)
-    factory = _SharingFactory(recipe, siblings)
+        rules = tuple(replace(rule, recipe=_sharing(rule.recipe, siblings, layers)) for rule in recipe.rules)
+        return RuledRecipe(_sharing(recipe.default, siblings, layers), rules)
+    factory = _SharingFactory(recipe, siblings, layers)
     return CustomRecipe(qfactory=factory, backward_override=recipe.backward_override, backend=recipe.backend)

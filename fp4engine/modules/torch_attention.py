@@ -41,10 +41,10 @@ class TorchMultiheadAttention(torch.nn.MultiheadAttention):
         return ""
 
     @staticmethod
-    def adopt(module: torch.nn.MultiheadAttention, name: str) -> None:
+    def adopt(module: torch.nn.MultiheadAttention) -> None:
         """Turn ``module``, which :meth:`refusal` accepts, into a TorchMultiheadAttention, in place."""
         module.__class__ = TorchMultiheadAttention
-        module.in_proj_gemms = BorrowedLinear(module, "in_proj_weight", f"{name}.in_proj")
+        module.in_proj_gemms = BorrowedLinear(module, "in_proj_weight")
         # nn.TransformerEncoderLayer multiplies by its children's weights without calling them, unless one has a hook.
         vars(module)["_fast_path_hook"] = module.register_forward_pre_hook(_no_fast_path)
 

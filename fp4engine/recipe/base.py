@@ -114,6 +114,8 @@ class Recipe:
     registry: ClassVar[dict[str, type["Recipe"]]] = {}
     reads_modules: ClassVar[bool] = False
     """Whether the answer may depend on a module's name or shape."""
+    reads_names: ClassVar[bool] = False
+    """Whether the answer may depend on a module's name."""
 
     if TYPE_CHECKING:  # set by _take_number, and no field
 

@@ -31,6 +31,11 @@ class CustomRecipe(Recipe):
     fp8_mha: bool = False
     quantization_alignment: int = 128
 
+    @property
+    def reads_names(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]: a property of the value here
+        """Whether the names of modules must be true: the factory may read ``role.name``, unless it denies it."""
+        return getattr(self.qfactory, "reads_names", True)
+
     def __post_init__(self) -> None:
         alignment = require_integer("quantization_alignment", self.quantization_alignment, 1)
         object.__setattr__(self, "quantization_alignment", alignment)

@@ -1,14 +1,14 @@
 """Mixed and scheduled precision, as values: which recipe for which module, which recipe at which step."""
 
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar
 
 from fp4engine.arguments import is_number, require_integer
-from fp4engine.names import covers
+from fp4engine.names import EndOfName, covers
 from fp4engine.recipe.base import Recipe, recipe_from_data, require_object
 from fp4engine.recipe.casts import Casts
 from fp4engine.roles import QuantizerRole
@@ -44,6 +44,11 @@ class Rule:
             raise ValueError(f"blocks must be (first, end) with 0 <= first < end, got {self.blocks!r}")
         if self.narrower_than is not None:
             object.__setattr__(self, "narrower_than", require_integer("narrower_than", self.narrower_than, 1))
+
+    @property
+    def asks_name(self) -> bool:
+        """Whether the name of a module decides whether it can match."""
+        return self.name not in ("*", "**") or self.blocks is not None
 
     def matches(self, role: QuantizerRole) -> bool:
         """Whether ``role`` belongs to a module that this rule is about.
@@ -102,27 +107,30 @@ class RuledRecipe(_RecipeOfRecipes):
         object.__setattr__(self, "rules", tuple(self.rules))  # a list has no hash, and may change
         super().__post_init__()
 
+    @cached_property
+    def reads_names(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]: a property of the value here
+        """Whether a rule asks for the name of a module, rather than for the shape of its weight alone."""
+        recipes = (self.default, *(rule.recipe for rule in self.rules))
+        return any(rule.asks_name for rule in self.rules) or any(recipe.reads_names for recipe in recipes)
+
     def of(self, role: QuantizerRole) -> Recipe:
         """The plain recipe of the module that ``role`` belongs to.
 
-        Warns:
-            UserWarning: the module has no name, and a rule that comes before its own asks for one.
+        Raises:
+            ValueError: the whole name of the module is not known, and a rule that comes before its own asks for one.
         """
-        found, skipped = self.default, None
+        is_known = role.name and not isinstance(role.name, EndOfName)
         for rule in self.rules:
+            if rule.asks_name and not is_known:
+                asked = f"name={rule.name!r}" if rule.blocks is None else f"blocks={rule.blocks}"
+                known = f"is only known to end in {role.name!r}" if role.name else "is not known"
+                raise ValueError(
+                    f"a rule with {asked} cannot tell whether it is about a module whose name {known}: call "
+                    "fp4engine.convert on the model, which finds the names of all its modules, or give it name=..."
+                )
             if rule.matches(role):
-                found = rule.recipe
-                break
-            if not role.name and not rule.matches_name(""):
-                skipped = skipped or rule
-        if skipped is not None:
-            asked = f"name={skipped.name!r}" if skipped.blocks is None else f"blocks={skipped.blocks}"
-            warnings.warn(
-                f"a module without a name follows {found!r}, since a rule with {asked} cannot be about it: give it "
-                "name=..., or let fp4engine.convert make it of an nn.Linear",
-                stacklevel=2,
-            )
-        return found.of(role)
+                return rule.recipe.of(role)
+        return self.default.of(role)
 
     @property
     def is_delayed(self) -> bool:
@@ -143,18 +151,28 @@ class RuledRecipe(_RecipeOfRecipes):
         raise ValueError(f"the casts of {tensor_type!r} depend on the module; ask recipe.of(role)")
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise unless every rule matches one of a model's module names.
+        """Raise unless every rule matches one of a model's module names, and so do the rules of the rules' recipes.
 
         Raises:
             ValueError: naming the rules that match nothing.
         """
         names = list(names)
-        idle = [rule for rule in self.rules if not any(map(rule.matches_name, names))]
+        matched = [[name for name in names if rule.matches_name(name)] for rule in self.rules]
+        idle = [rule for rule, found in zip(self.rules, matched, strict=True) if not found]
         if idle:
             blocks = [f" in blocks {rule.blocks}" if rule.blocks else "" for rule in idle]
             conditions = ", ".join(f"name={rule.name!r}{where}" for rule, where in zip(idle, blocks, strict=True))
             modules = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
             raise ValueError(f"rules that match no module: {conditions}; the modules are {modules}")
+        for rule, found in zip(self.rules, matched, strict=True):
+            if isinstance(rule.recipe, RuledRecipe):
+                rule.recipe.check(found)
+        if isinstance(self.default, RuledRecipe):
+            self.default.check(names)
+
+    def rules_about(self, name: str) -> list[Rule]:
+        """The rules that may be about a module of this name, with any name in place of theirs."""
+        return [Rule(rule.recipe, "**", None, rule.narrower_than) for rule in self.rules if rule.matches_name(name)]
 
     @classmethod
     def _from_plain(cls, name: str, value: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 import fp4engine
 from fp4engine import qat
 from fp4engine.export import TensorFolder, export_checkpoint, share_amax
-from fp4engine.recipe import NVFP4BlockScaling
+from fp4engine.recipe import LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe
 from tests.tiny import architecture, llama, tokens
 
 accelerate = pytest.importorskip("accelerate", reason="needs the extra `integrations`")
@@ -64,6 +64,23 @@ def test_adapters_stay_in_high_precision_in_either_order() -> None:
     asked = with_adapters(base())
     convert(asked, adapters=True)
     assert set(adapters(asked).values()) == {fp4engine.Linear}
+
+
+@pytest.mark.parametrize("saved", [None, ["down_proj"]])
+def test_adapters_and_layers_saved_beside_them_change_no_name(saved) -> None:
+    """A rule by name went on being about a layer that an adapter has been put around, and about PEFT's copy of one."""
+    model = base()
+    fp4engine.convert(model)
+    recipe = RuledRecipe(RECIPE, (Rule(LinearRecipe(), "model.layers.1.**.down_proj"), Rule(LinearRecipe(), "lm_head")))
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", *([] if saved else ["down_proj"])], modules_to_save=saved)
+    tuned = peft.get_peft_model(model, settings)
+    for each in (tuned, copy.deepcopy(tuned)):
+        with fp4engine.autocast(recipe=recipe):
+            each(tokens()).logits.sum().backward()
+        ran = {m.name: {formats for _, formats in m.counts} for m in fp4engine.executed_gemms(each).modules if m.counts}
+        high = [name for name, formats in ran.items() if formats == {"high_precision"} and "lora" not in name]
+        assert [name.partition("layers.")[2].partition("_proj")[0] for name in high] == ["1.mlp.down", ""]
+        assert len(ran) == 15 and all(len(formats) == 1 for formats in ran.values()) and high[-1].endswith("lm_head")
 
 
 @pytest.mark.parametrize("has_run", [False, True])

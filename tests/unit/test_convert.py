@@ -353,9 +353,10 @@ def test_rules_that_match_no_module_are_refused() -> None:
     model = nn.Sequential(nn.Linear(32, 64), fp4engine.LayerNormMLP(64, 64, name="mlp"))
     high = LinearRecipe()
     with pytest.raises(ValueError, match="rules that match no module: name='routr'"):
-        fp4engine.convert(model, RuledRecipe(NVFP4BlockScaling(), (Rule(high, "routr"), Rule(high, "mlp.fc2"))))
-    assert type(model[0]) is nn.Linear
-    fp4engine.convert(model, RuledRecipe(NVFP4BlockScaling(), (Rule(high, "mlp.fc2"),)))
+        fp4engine.convert(model, RuledRecipe(NVFP4BlockScaling(), (Rule(high, "routr"), Rule(high, "1.fc2"))))
+    assert type(model[0]) is nn.Linear and model[1].fc2.name == "mlp.fc2"
+    fp4engine.convert(model, RuledRecipe(NVFP4BlockScaling(), (Rule(high, "1.fc2"),)))
+    assert model[1].fc2.name == "1.fc2"
 
 
 def test_a_recipe_that_modules_cannot_follow_leaves_the_model_as_it_was() -> None:
@@ -421,13 +422,13 @@ def test_larger_modules_are_not_kept_in_high_precision_silently() -> None:
         fp4engine.convert(Mixed(), keep_high_precision=["head", *fp4engine.last_blocks(Mixed(), 1)])
 
 
-def test_rules_see_the_names_that_modules_have() -> None:
-    model = nn.Sequential(fp4engine.Linear(16, 16), nn.Linear(16, 16))
-    with pytest.raises(ValueError, match="rules that match no module: name='0'"):
-        fp4engine.convert(model, RuledRecipe(NVFP4BlockScaling(), (Rule(LinearRecipe(), "0"),)))
-    with pytest.warns(UserWarning, match="a module without a name follows"):
-        plan = fp4engine.convert(model, RuledRecipe(NVFP4BlockScaling(), (Rule(LinearRecipe(), "1"),)))
-    assert [module.formats for module in plan.modules] == [FP4, HIGH]
+def test_rules_see_where_modules_are_whatever_they_were_called() -> None:
+    model = nn.Sequential(fp4engine.Linear(16, 16), fp4engine.Linear(16, 16, name="head"), nn.Linear(16, 16))
+    with pytest.raises(ValueError, match="rules that match no module: name='head'"):
+        fp4engine.convert(model, RuledRecipe(NVFP4BlockScaling(), (Rule(LinearRecipe(), "head"),)))
+    plan = fp4engine.convert(model, RuledRecipe(NVFP4BlockScaling(), (Rule(LinearRecipe(), "[01]"),)))
+    assert [module.formats for module in plan.modules] == [HIGH, HIGH, FP4]
+    assert [module.name for module in model] == ["0", "1", "2"]
 
 
 def test_the_plan_follows_a_custom_recipe_by_name() -> None:

@@ -99,14 +99,17 @@ def test_a_module_that_is_renamed_or_gets_another_weight_follows_its_rule() -> N
 @pytest.mark.parametrize(
     ("rule", "asked"), [(Rule(HIGH, "**.head"), r"name='\*\*\.head'"), (Rule(HIGH, blocks=(1, 2)), r"blocks=\(1, 2\)")]
 )
-def test_a_module_without_a_name_is_told_of_rules_about_names(rule: Rule, asked: str) -> None:
+def test_rules_about_names_refuse_a_module_without_one(rule: Rule, asked: str) -> None:
     layer, x = fp4engine.Linear(64, 64), torch.randn(8, 64)
-    said = rf"a module without a name follows NVFP4BlockScaling\(\), since a rule with {asked} cannot be about it"
+    said = rf"a rule with {asked} cannot tell whether it is about a module whose name is not known: call fp4engine.conv"
     with fp4engine.autocast(recipe=RuledRecipe(NVFP4BlockScaling(), (rule,))):
-        with pytest.warns(UserWarning, match=said):
-            layer(x)
-        layer(x)  # once
-    assert set(layer.executed.counts) == {("fprop", "e2m1 x e2m1")}
+        for _ in range(2):
+            with pytest.raises(ValueError, match=said):
+                layer(x)
+    mlp = fp4engine.LayerNormMLP(64, 64, device="cpu")
+    by_rule = fp4engine.autocast(recipe=RuledRecipe(NVFP4BlockScaling(), (rule,)))
+    with by_rule, pytest.raises(ValueError, match="whose name is only known to end in 'fc1'"):
+        mlp(x)
     with fp4engine.autocast(recipe=RuledRecipe(NVFP4BlockScaling(), (Rule(HIGH, "**", narrower_than=128), rule))):
         layer(x)  # follows a rule that is about every name
 
