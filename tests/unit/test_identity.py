@@ -329,6 +329,7 @@ def test_a_copy_of_a_part_belongs_to_no_model(way) -> None:
 WRAPPERS = {
     "compiled": partial(torch.compile, backend="eager"),
     "checkpointed": checkpoint_wrapper,
+    "DataParallel": nn.DataParallel,
     "compiled and checkpointed": lambda block: torch.compile(checkpoint_wrapper(block), backend="eager"),
 }
 
