@@ -19,6 +19,7 @@ import torch
 from fp4engine.arguments import require_member
 from fp4engine.ops import RandomStream, get_rng_state, manual_seed, set_rng_state
 from fp4engine.ops.draws import backward_pass
+from fp4engine.ops.rng import catch_up
 from fp4engine.quantizers.delayed import begin_step, end_step
 from fp4engine.recipe import NVFP4BlockScaling, Recipe
 from fp4engine.recipe.base import numbered, require_recipe
@@ -176,6 +177,7 @@ class Region(ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> None:
+        catch_up()
         regions = _thread.regions
         regions.outer.append((regions.state, regions.backward, _watch()))
         regions.state, regions.backward = self._state, _current_backward()

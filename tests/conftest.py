@@ -227,7 +227,11 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
+    """PyTorch's seed, which the random stream follows, as in a new process."""
+    import fp4engine
+
     torch.manual_seed(1234)
+    fp4engine.set_rng_state({"seed": 1234, "draws": {}, "follows_torch": True})
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:

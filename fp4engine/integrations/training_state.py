@@ -123,8 +123,9 @@ def _merged(ranks: Sequence[Any], seed: int) -> dict[str, Any]:
             draws[device] = max(draw, draws.get(device, 0))
         for key, history in state["amax_history"].items():
             histories.setdefault(key, []).append(history)
+    follows = {key: True for state in ranks for key in state["rng"] if key == "follows_torch"}
     return {
-        "rng": {"seed": seed, "draws": draws},
+        "rng": {"seed": seed, "draws": draws, **follows},
         "amax_history": {key: _largest(key, several) for key, several in histories.items()},
     }
 

@@ -2,22 +2,27 @@
 
 A layer that draws by its own name has such a state of its own. Taking a draw adds to the draw number on the device, so
 that a replayed CUDA graph advances it and nothing waits for the device. A draw is a tensor of its own, which no later
-draw changes. PyTorch's generators are neither read nor advanced; the seed defaults to ``torch.initial_seed()``.
-Data-parallel ranks have the same ``(seed, draw)`` and different stream ids.
+draw changes. Data-parallel ranks have the same ``(seed, draw)`` and different stream ids.
+
+The seed is PyTorch's until somebody tells another, by :func:`manual_seed` or :func:`set_rng_state`: then
+``torch.manual_seed`` starts the stream anew, at draw 0 of its seed. Where PyTorch's seed becomes another in another way
+(``torch.set_rng_state``, the end of ``torch.random.fork_rng``), the stream goes on at the draw at which that seed was
+left. PyTorch's generators are not advanced, and nothing but their seed is read.
 """
 
 import hashlib
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp4engine import capability
-from fp4engine.arguments import require_integer
+from fp4engine.arguments import require_bool, require_integer
 from fp4engine.constants import KEY_STEP
 from fp4engine.tracing import constant_when_traced
 
@@ -39,8 +44,41 @@ _entered: list[tuple["RandomStream", int]] = []
 """The streams that are in force and the threads that have put them there, the innermost last."""
 
 
+class _Following:
+    """Whether the stream in force has PyTorch's seed, and what it knows of that.
+
+    Attributes:
+        is_on: False once somebody has told the stream another seed.
+        seed: PyTorch's, when it was looked at last.
+        seedings: how many times PyTorch had been seeded by then.
+        left: ``seed -> draw numbers by device and name``, of seeds that PyTorch has had before.
+    """
+
+    def __init__(self, is_on: bool) -> None:
+        self.is_on, self.seed, self.seedings = is_on, _torch_seed(), _seedings[0]
+        self.left: OrderedDict[int, dict[str, int]] = OrderedDict()
+
+
+_KEPT_SEEDS = 256
+"""So many seeds are remembered: a script may seed PyTorch in every step."""
+_seedings = [0]
+
+
+def _torch_seed() -> int:
+    return _to_int64(torch.default_generator.initial_seed())
+
+
+def _to_int64(seed: int) -> int:
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+_following = _Following(True)
+
+
 def manual_seed(seed: int) -> None:
-    """Start the stochastic-rounding stream of every device at ``(seed, draw 0)``.
+    """Start the stochastic-rounding stream of every device at ``(seed, draw 0)``, and follow PyTorch's seed no more.
+
+    Until then the seed is that of ``torch.manual_seed``, which starts the stream as well.
 
     Args:
         seed: any integer; its low 64 bits are the Philox key.
@@ -50,10 +88,69 @@ def manual_seed(seed: int) -> None:
     """
     seed = require_integer("seed", seed)
     with lock:
-        _seed[:] = [_to_int64(seed)]
-        _pending.clear()
-        for key, state in _states.items():
-            _write(key, state, 0)
+        _following.is_on = False
+        _following.left.clear()
+        _begin(_to_int64(seed), {})
+
+
+def _begin(seed: int, draws: dict[str, int]) -> None:
+    """Let every stream have ``seed``, at these draws and at 0 where there is none."""
+    _seed[:] = [seed]
+    _pending.clear()
+    _pending.update({key: draw for key, draw in draws.items() if key not in _states})
+    for key, state in list(_states.items()):
+        if state.is_cuda and torch.cuda._is_in_bad_fork():  # a worker of a DataLoader, which cannot use the device
+            del _states[key]
+        else:
+            _write(key, state, draws.get(key, 0))
+
+
+def follows_torch() -> bool:
+    """Whether the seed is PyTorch's, since nobody has told another."""
+    return _following.is_on
+
+
+def _follow(seed: int) -> None:
+    """Take ``seed``, which PyTorch has now, if it has been seeded since that was looked at last, or has another one."""
+    known = _following
+    if not known.is_on or (seed == known.seed and known.seedings == _seedings[0]):
+        return
+    is_seeded = known.seedings != _seedings[0]
+    known.seed, known.seedings = seed, _seedings[0]
+    if not _seed or (seed == _seed[0] and not is_seeded):
+        return
+    known.left[_seed[0]] = _draw_numbers()
+    if len(known.left) > _KEPT_SEEDS:
+        known.left.popitem(last=False)
+    draws = known.left.pop(seed, {})
+    _begin(seed, {} if is_seeded else draws)
+
+
+@constant_when_traced
+def catch_up() -> None:
+    """Follow PyTorch's seed where it has become another without being set, as at the end of ``fork_rng``.
+
+    Every draw begins with this, and so does every region, for the sake of compiled code, which draws without it.
+    """
+    if _following.is_on and (seed := _torch_seed()) != _following.seed:
+        with lock:
+            _follow(seed)
+
+
+def _heard(seed_others: Callable[[int], None]) -> Callable[[int], None]:
+    """``seed_others``, by which ``torch.manual_seed`` seeds devices that it does not know, so that it seeds streams."""
+
+    @wraps(seed_others)
+    def seed_all(seed: int) -> None:
+        seed_others(seed)
+        with lock:
+            _seedings[0] += 1
+            _follow(_to_int64(int(seed)))
+
+    return seed_all
+
+
+torch.random._seed_custom_device = _heard(torch.random._seed_custom_device)
 
 
 def current_seed() -> int:
@@ -65,17 +162,25 @@ def current_seed() -> int:
 def get_rng_state() -> dict[str, Any]:
     """``{"seed": int, "draws": {device: int}}``: plain values, all that a bit-exact resume of one process needs.
 
-    Waits until all CUDA streams have taken the draws that they were asked for.
+    As long as the stream follows PyTorch's seed there is a third one, ``"follows_torch": True``. Waits until all CUDA
+    streams have taken the draws that they were asked for.
     """
     with lock:
-        for state in _states.values():
-            _wait_for(state)
-        draws = {device: int(state[1]) for device, state in _states.items()}
-        return {"seed": _current_seed(), "draws": {**_pending, **draws}}
+        state = {"seed": _current_seed(), "draws": _draw_numbers()}
+        return {**state, "follows_torch": True} if _following.is_on else state
+
+
+def _draw_numbers() -> dict[str, int]:
+    for state in _states.values():
+        _wait_for(state)
+    return {**_pending, **{key: int(state[1]) for key, state in _states.items()}}
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Continue from what :func:`get_rng_state` returned, there or on another machine.
+
+    The stream then follows PyTorch's seed if it did so there: it goes on with the seed of ``state`` until PyTorch gets
+    another one than it has now, or is seeded again.
 
     The draw number of a device on which this process has not drawn yet is kept until it does. A kind of device without
     an index, ``"cuda"``, stands for the one device of that kind on which this process draws.
@@ -84,28 +189,26 @@ def set_rng_state(state: dict[str, Any]) -> None:
         ValueError: ``state`` is not of that form, a draw is not in [0, 2^63), a device draws no bits, or a kind of
             device could be one of several; nothing is changed then.
     """
-    if not isinstance(state, dict) or set(state) != {"seed", "draws"} or not isinstance(state["draws"], dict):
+    keys = set(state) - {"follows_torch"} if isinstance(state, dict) else None
+    if keys != {"seed", "draws"} or not isinstance(state["draws"], dict):
         raise ValueError(f"state must be {{'seed': int, 'draws': {{device: int}}}}, got {state!r}")
+    follows = state.get("follows_torch", False)
+    require_bool("state['follows_torch']", follows)
     seed = require_integer("state['seed']", state["seed"])
     draws = {
         name: require_integer(f"state['draws'][{name!r}]", draw, 0, _DRAWS - 1) for name, draw in state["draws"].items()
     }
     with lock:
-        keys = {name: _device_named(name) for name in draws}
+        places = {name: _device_named(name) for name in draws}
         named: dict[str, str] = {}
-        for key, name in sorted((key, name) for name, key in keys.items()):  # "cuda" before "cuda:0"
+        for key, name in sorted((key, name) for name, key in places.items()):  # "cuda" before "cuda:0"
             text, rest = device_and_name(key)
             for known in (key, text.partition(":")[0] + rest):
                 if known in named:
                     raise ValueError(f"state['draws'] names one device twice, as {named[known]!r} and as {name!r}")
             named[key] = name
-        draws = {keys[name]: draw for name, draw in draws.items()}
-        manual_seed(seed)
-        for device, draw in draws.items():
-            if device in _states:
-                _write(device, _states[device], draw)
-            else:
-                _pending[device] = draw
+        vars(_following).update(vars(_Following(follows)))
+        _begin(_to_int64(seed), {places[name]: draw for name, draw in draws.items()})
 
 
 class RandomStream:
@@ -132,6 +235,7 @@ class RandomStream:
         self._states: dict[str, Tensor] = {}
         self._seed = [_to_int64(seed)]
         self._pending: dict[str, int] = {}
+        self._following = _Following(False)
         self._is_in_force = False
 
     @contextmanager
@@ -181,12 +285,16 @@ class RandomStream:
         """Swap contents with the state in force. The containers stay the same objects, which compiled code reads."""
         self._is_in_force = not self._is_in_force
         outside = dict(_states), dict(_pending), list(_seed)
+        inside = dict(vars(self._following))
+        vars(self._following).update(vars(_following))
+        vars(_following).update(inside)
         _states.clear()
         _states.update(self._states)
         _pending.clear()
         _pending.update(self._pending)
         _seed[:] = self._seed
         self._states, self._pending, self._seed = outside
+        _follow(_torch_seed())  # PyTorch may have been seeded while this one was not in force
 
 
 def state_of(device: torch.device, name: str = "") -> Tensor:
@@ -293,6 +401,7 @@ def _started(device: torch.device, name: str) -> str:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     key = f"{device}/{name}" if name else str(device)
+    catch_up()
     if key not in _states:
         with lock:
             if key not in _states:
@@ -309,6 +418,7 @@ def _start(key: str, device: torch.device) -> None:
             f"the random stream of {key} cannot begin while tensors are {type(state).__name__}s; "
             "run one step on real tensors first"
         )
+    _current_seed()
     _write(key, state, _pending.get(waiting, 0))
     _states[key] = state
     _pending.pop(waiting, None)
@@ -316,7 +426,7 @@ def _start(key: str, device: torch.device) -> None:
 
 def _write(key: str, state: Tensor, draw: int) -> None:
     _wait_for(state)
-    seed = _to_int64(_current_seed() + _number_of(device_and_name(key)[1]))
+    seed = _to_int64(_seed[0] + _number_of(device_and_name(key)[1]))
     state.copy_(torch.tensor([seed, draw], dtype=torch.int64, device="cpu"))
     _wait_for(state)
 
@@ -353,10 +463,7 @@ def _device_named(key: Any) -> str:
 
 
 def _current_seed() -> int:
+    _follow(_torch_seed())
     if not _seed:
-        _seed.append(_to_int64(torch.initial_seed()))
+        _seed.append(_torch_seed())
     return _seed[0]
-
-
-def _to_int64(seed: int) -> int:
-    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -13,7 +13,7 @@ from fp4engine import state
 from fp4engine.modules import model_init
 from fp4engine.modules.recompute import follow_seeding
 from fp4engine.ops.draws import seeding
-from fp4engine.ops.rng import state_of
+from fp4engine.ops.rng import follows_torch, state_of
 from fp4engine.quantizers.delayed import begin_step, end_step
 from fp4engine.recipe import Recipe as FrozenRecipe
 from fp4engine.te.common.recipe import Recipe, as_frozen, default_recipe
@@ -259,8 +259,11 @@ class FP8GlobalStateManager:
 
         After ``torch.manual_seed`` or ``torch.set_rng_state``, a module then repeats its stochastic rounding. A
         recomputation takes as much of the generator as its forward took, so that dropout after it repeats its mask, and
-        leaves the stream as it is.
+        leaves the stream as it is. Once ``fp4engine.manual_seed`` or ``fp4engine.set_rng_state`` has told the stream a
+        seed of its own, or a :class:`fp4engine.RandomStream` is in force, that is left alone, and so is the generator.
         """
+        if not follows_torch():
+            return
         place = torch.empty(0, dtype=torch.int64, device=device)
         if place.is_meta or type(place) is not Tensor:
             return

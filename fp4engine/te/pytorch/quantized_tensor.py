@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from fp4engine.arguments import require_data, shown
 from fp4engine.formats import CastSpec
 from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.ops.rng import follows_torch
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.te.pytorch.base_storage import (
     QuantizedTensorStorage,
@@ -117,7 +118,9 @@ class Quantizer:
     def cast_sides(self, values: Tensor, **arguments: Any) -> Operands:
         """What :meth:`frozen` makes of ``values``, by random bits of PyTorch's generator for their device."""
         frozen = self.frozen()
-        draw = torch.empty(2, dtype=torch.int64, device=values.device).random_() if frozen.is_stochastic else None
+        draw = None
+        if frozen.is_stochastic and follows_torch():
+            draw = torch.empty(2, dtype=torch.int64, device=values.device).random_()
         return frozen.quantize(values, rng=draw, **arguments)
 
     def multi_quantize(self, list_of_tensors: Iterable[Tensor]) -> "list[QuantizedTensor]":
