@@ -49,7 +49,7 @@ class _Following:
 
     Attributes:
         is_on: False once somebody has told the stream another seed.
-        seed: PyTorch's, when it was looked at last.
+        seed: PyTorch's, from 0 to 2^64 - 1, when it was looked at last.
         seedings: how many times PyTorch had been seeded by then.
         left: ``seed -> draw numbers by device and name``, of seeds that PyTorch has had before.
     """
@@ -64,8 +64,7 @@ _KEPT_SEEDS = 256
 _seedings = [0]
 
 
-def _torch_seed() -> int:
-    return _to_int64(torch.default_generator.initial_seed())
+_torch_seed = torch.default_generator.initial_seed
 
 
 def _to_int64(seed: int) -> int:
@@ -111,30 +110,31 @@ def follows_torch() -> bool:
 
 
 def _follow(seed: int) -> None:
-    """Take ``seed``, which PyTorch has now, if it has been seeded since that was looked at last, or has another one."""
+    """Take ``seed``, PyTorch's, from 0 to 2^64 - 1, if PyTorch was seeded since it was looked at, or had another one."""
     known = _following
     if not known.is_on or (seed == known.seed and known.seedings == _seedings[0]):
         return
     is_seeded = known.seedings != _seedings[0]
     known.seed, known.seedings = seed, _seedings[0]
-    if not _seed or (seed == _seed[0] and not is_seeded):
+    signed = _to_int64(seed)
+    if not _seed or (signed == _seed[0] and not is_seeded):
         return
     known.left[_seed[0]] = _draw_numbers()
     if len(known.left) > _KEPT_SEEDS:
         known.left.popitem(last=False)
-    draws = known.left.pop(seed, {})
-    _begin(seed, {} if is_seeded else draws)
+    draws = known.left.pop(signed, {})
+    _begin(signed, {} if is_seeded else draws)
 
 
 @constant_when_traced
 def catch_up() -> None:
     """Follow PyTorch's seed where it has become another without being set, as at the end of ``fork_rng``.
 
-    Every draw begins with this, and so does every region, for the sake of compiled code, which draws without it.
+    Every draw does so, and every region for the sake of compiled code, which draws without asking.
     """
-    if _following.is_on and (seed := _torch_seed()) != _following.seed:
+    if _following.is_on and _torch_seed() != _following.seed:
         with lock:
-            _follow(seed)
+            _follow(_torch_seed())
 
 
 def _heard(seed_others: Callable[[int], None]) -> Callable[[int], None]:
@@ -145,7 +145,7 @@ def _heard(seed_others: Callable[[int], None]) -> Callable[[int], None]:
         seed_others(seed)
         with lock:
             _seedings[0] += 1
-            _follow(_to_int64(int(seed)))
+            _follow(int(seed) % (1 << 64))
 
     return seed_all
 
@@ -401,7 +401,8 @@ def _started(device: torch.device, name: str) -> str:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     key = f"{device}/{name}" if name else str(device)
-    catch_up()
+    if _following.is_on and _torch_seed() != _following.seed:  # as catch_up, without a call of Python
+        catch_up()
     if key not in _states:
         with lock:
             if key not in _states:
@@ -465,5 +466,5 @@ def _device_named(key: Any) -> str:
 def _current_seed() -> int:
     _follow(_torch_seed())
     if not _seed:
-        _seed.append(_torch_seed())
+        _seed.append(_to_int64(_torch_seed()))
     return _seed[0]
