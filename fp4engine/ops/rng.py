@@ -110,7 +110,7 @@ def follows_torch() -> bool:
 
 
 def _follow(seed: int) -> None:
-    """Take ``seed``, PyTorch's, from 0 to 2^64 - 1, if PyTorch was seeded since it was looked at, or had another one."""
+    """Take ``seed``, PyTorch's, from 0 to 2^64 - 1, if it was seeded since that was looked at, or had another."""
     known = _following
     if not known.is_on or (seed == known.seed and known.seedings == _seedings[0]):
         return
