@@ -10,13 +10,13 @@ from torch import nn
 
 from fp4engine.accounting.flops import watch
 from fp4engine.accounting.planned import FP4_FORMATS, is_never_called, linear_modules, other_matrices, plan_module
-from fp4engine.accounting.table import table
+from fp4engine.accounting.table import NUMBER, collapsed, table
 from fp4engine.arguments import require_callable, require_model, require_patterns, require_rate
 from fp4engine.functional import ExecutedGemms
 from fp4engine.functional.plan import HIGH_PRECISION
 from fp4engine.modules import Gemms, GroupedLinear, Linear
 from fp4engine.modules.identity import known_names, require_rules
-from fp4engine.names import covers
+from fp4engine.names import covers, literal
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import require_recipe
 from fp4engine.roles import GEMMS
@@ -90,7 +90,7 @@ class ExecutedReport:
 
     def __str__(self) -> str:
         rows = [(m.name, *(_times(m.counts, gemm) for gemm in GEMMS)) for m in self.modules]
-        text = table(("module", *GEMMS), rows)
+        text = table(("module", *GEMMS), collapsed(rows))
         if self.others:
             others = [(name, f"{flops:,}") for name, flops in sorted(self.others.items())]
             text += "\n" + table(("counted by PyTorch, in high precision", "FLOPs"), others)
@@ -171,18 +171,19 @@ def assert_quantized(
         model, report, keep_high_precision, without_parameters=step is not None and min_fraction is not None
     )
     if unseen:
-        named = [f"{name} ({why})" for name, why in unseen.items()]
+        named = [f"{name} ({why})" for name, why in collapsed(unseen.items())]
         more = [f"and {len(named) - _NAMED} more, which the plan of convert lists"] if len(named) > _NAMED else []
         raise AssertionError(
-            f"no layer of fp4engine counts what multiplies by {'; '.join(named[:_NAMED] + more)}. Name those that are "
-            "to stay in high precision in keep_high_precision=[...], or give step=... and min_fraction=... to have "
-            "PyTorch count all products of one step"
+            f"no layer of fp4engine counts what multiplies by {'; '.join(named[:_NAMED] + more)}. Where all of it is "
+            f"to stay in high precision, pass keep_high_precision={_patterns(model, [*keep_high_precision], unseen)}; "
+            "or give step=... and min_fraction=... to have PyTorch count all products of one step"
         )
     own = [module.recipe for module in model.modules() if isinstance(module, Gemms) and module.recipe is not None]
     for each in {each.number: each for each in ([recipe] if recipe is not None else own)}.values():
         require_rules(each, known_names(model))
     if min_fraction is None:
-        if faults := [*_departures(model, report, recipe, keep_high_precision)]:
+        if found := [*_departures(model, report, recipe, keep_high_precision)]:
+            faults = [name + fault for name, fault in collapsed(found)]
             if set(report.counts) == {HIGH_PRECISION}:
                 faults.append(
                     "every product ran in high precision: put the forward inside `with fp4engine.autocast():`, or give "
@@ -218,10 +219,21 @@ def _unseen(
     return {name: why for name, why in found.items() if not any(covers(pattern, name) for pattern in patterns)}
 
 
+def _patterns(model: nn.Module, given: list[str], unseen: Iterable[str]) -> list[str]:
+    """``given`` and patterns that cover ``unseen`` and nothing else, with ``*`` for numbers where that is so."""
+    known = {name for name, _ in linear_modules(model)} | other_matrices(model).keys()
+    others = known.difference(unseen, (name.removesuffix(".weight") for name in unseen))
+    found = dict.fromkeys(given)
+    for name in unseen:
+        pattern = NUMBER.sub("*", literal(name))
+        found[literal(name) if any(covers(pattern, other) for other in others) else pattern] = None
+    return list(found)
+
+
 def _departures(
     model: nn.Module, report: ExecutedReport, recipe: Recipe | None, patterns: Sequence[str]
-) -> Iterator[str]:
-    """A line for every module that did not run what was planned in FP4, unless ``patterns`` cover it."""
+) -> Iterator[tuple[str, str]]:
+    """``(name, fault)`` of every module that did not run what was planned in FP4, unless ``patterns`` cover it."""
     counts = {module.name: module.counts for module in report.modules}
     planned_in_fp4 = False
     for name, module in linear_modules(model):
@@ -233,12 +245,12 @@ def _departures(
         parts = [f"{name}.gemms.{i}" for i in range(owner.num_gemms)] if isinstance(owner, GroupedLinear) else [name]
         ran = [key for part in parts for key in counts[part]]
         if not ran:
-            yield f"{name} did not run"
+            yield name, " did not run"
         for gemm, formats in zip(GEMMS, planned.formats, strict=True):
             for other in sorted({executed for which, executed in ran if which == gemm and executed != formats}):
-                yield f"{name}: {gemm} was planned as {formats} and ran as {other}"
+                yield name, f": {gemm} was planned as {formats} and ran as {other}"
     if not planned_in_fp4:
-        yield "no linear module is planned in FP4"
+        yield "", "no linear module is planned in FP4"
 
 
 def counter_of(module: nn.Module) -> ExecutedGemms | None:

@@ -53,6 +53,28 @@ def _attention_backward(_: _Shape, query: _Shape, key: _Shape, value: _Shape, *_
     return 2 * math.prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])
 
 
+def _convolution_backward(
+    grad: _Shape,
+    inp: _Shape,
+    weight: _Shape,
+    _bias: Any,
+    _stride: Any,
+    _padding: Any,
+    _dilation: Any,
+    transposed: bool,
+    _output_padding: Any,
+    _groups: int,
+    needs: tuple[bool, bool, bool],
+    **_: Any,
+) -> int:
+    """As much as forward for each of grad_input and grad_weight: the weight [C, K / groups, ...] meets every place.
+
+    The places are those of the output, and of the input where the convolution is transposed.
+    """
+    places = inp if transposed else grad
+    return 2 * places[0] * math.prod(places[2:]) * math.prod(weight) * sum(needs[:2])
+
+
 _ATTENTIONS = (
     "flash_attention",
     "efficient_attention",
@@ -69,13 +91,15 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "_scaled_mm_v2": _grouped,
     **{f"_scaled_dot_product_{name}": _attention for name in _ATTENTIONS},
     **{f"_scaled_dot_product_{name}_backward": _attention_backward for name in _ATTENTIONS},
+    "convolution_backward": _convolution_backward,
     "mv": _by_vector,
     "addmv": _by_vector,
     "dot": _by_vector,
 }
-"""``aten operator -> FLOPs by the shapes of its arguments``, where PyTorch 2.13 has no formula, or 2.11 a wrong one.
+"""``aten operator -> FLOPs by the shapes of its arguments``, where PyTorch has no formula or a wrong one.
 
-Theirs of attention refuses fewer heads of key and value than of query there.
+In 2.13 its formula for the backward pass of a convolution ignores groups; in 2.11 that of attention refuses fewer heads
+of key and value than of query.
 """
 
 

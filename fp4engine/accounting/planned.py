@@ -4,13 +4,14 @@ Legend: N out_features, K in_features of a linear module's weight [N, K].
 """
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fp4engine.accounting.table import table
+from fp4engine.accounting.table import collapsed, table
 from fp4engine.formats import E2M1, TWO_E2M1
 from fp4engine.functional import make_linear_plan
 from fp4engine.functional.plan import HIGH_PRECISION
@@ -23,6 +24,9 @@ from fp4engine.state import get_default_recipe
 
 FP4_FORMATS = frozenset(f"{left} x {right}" for left in (E2M1, TWO_E2M1) for right in (E2M1, TWO_E2M1))
 """Formats of a GEMM that is one product of FP4 operands, or the sum of several."""
+
+_ADDED = re.compile(r"(?:^|_)pos(?:ition|itional)?_?(?:emb|enc)|position_bias|(?:^|_)tokens?$")
+"""Names of parameters that a model adds, such as ``pos_embed`` and ``position_embeddings`` of vision transformers."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,13 @@ class PlannedMatrix:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """What :func:`~fp4engine.convert` did, module by module; ``print(plan)`` shows it as a table.
+    """What :func:`~fp4engine.convert` did, module by module; ``print(plan)`` shows it as a table with a row per kind.
 
     Attributes:
         modules: every linear module of the model, in the model's order, those inside ``LayerNormMLP`` and its like too.
         matrices: every other parameter that the model may multiply by, such as the experts of a mixture that are one
-            parameter [experts, N, K]. An ``nn.Embedding`` that no linear module shares is looked up and not listed.
+            parameter [experts, N, K]. Left out are an ``nn.Embedding`` that no linear module shares, which is looked
+            up, and what is called a position embedding, a relative position bias or a token, which is added.
     """
 
     modules: tuple[PlannedModule, ...]
@@ -119,10 +124,10 @@ class ConversionPlan:
 
     def __str__(self) -> str:
         rows = [(m.name, f"{m.shape[0]} x {m.shape[1]}", *m.formats, m.reason) for m in self.modules]
-        text = table(("module", "N x K", *GEMMS, "left alone because"), rows)
+        text = table(("module", "N x K", *GEMMS, "left alone because"), collapsed(rows))
         if self.matrices:
             others = [(m.name, " x ".join(map(str, m.shape)), m.reason) for m in self.matrices]
-            text += "\n" + table(("other matrix", "shape", "left alone because"), others)
+            text += "\n" + table(("other matrix", "shape", "left alone because"), collapsed(others))
         return f"{text}\n{self.summary}"
 
 
@@ -150,7 +155,7 @@ def other_matrices(model: nn.Module) -> dict[str, PlannedMatrix]:
         if id(parameter) in owned:
             continue
         shape = () if is_lazy(parameter) else tuple(parameter.shape)
-        if shape and sum(size > 1 for size in shape) < 2:
+        if (shape and sum(size > 1 for size in shape) < 2) or _ADDED.search(name.rpartition(".")[2]):
             continue
         kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
         found[name] = PlannedMatrix(name, shape, f"{kind} is no nn.Linear")

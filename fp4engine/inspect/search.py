@@ -103,7 +103,10 @@ class Findings:
         if not self.culprits:
             lines.append("  no layer was blamed")
         ended = "" if self.complete else "; the budget ended the search"
-        lines.append(f"without them a gap of {self.remaining_gap:.4f} remains; {self.runs} runs{ended}")
+        remains = f"without them a gap of {self.remaining_gap:.4f} remains"
+        if math.isnan(self.remaining_gap):
+            remains = "no run was left to measure what gap remains without them"
+        lines.append(f"{remains}; {self.runs} runs{ended}")
         return "\n".join(lines)
 
 
@@ -161,11 +164,16 @@ class Advice:
 
 
 class _Runs:
-    """Runs made so far, each recipe once."""
+    """Runs made so far, each recipe once.
+
+    Attributes:
+        kept_back: how many runs of the budget are not to be made now.
+    """
 
     def __init__(self, make_run: MakeRun, budget: int) -> None:
         self._make_run, self._budget = make_run, budget
         self._scores: dict[str, float] = {}
+        self.kept_back = 0
 
     @property
     def count(self) -> int:
@@ -175,7 +183,7 @@ class _Runs:
         """Mean loss of the last quarter of the steps; infinite if one of them is not finite."""
         key = recipe.to_json()
         if key not in self._scores:
-            if self.count >= self._budget:
+            if self.count >= self._budget - self.kept_back:
                 raise OutOfBudget
             self._scores[key] = last_quarter(self._make_run(recipe))
         return self._scores[key]
@@ -246,26 +254,28 @@ def bisect(
     none = tolerance
     if none is None:
         none = abs(remaining) / 20 if math.isfinite(remaining) else abs(high) / 100
-    search = _Search(runs, recipe, high, none)
+    search = _Search(runs, recipe, (high, low), none)
     try:
         while remaining > 0 and remaining >= none:
             suspects = [name for name in names if name not in search.blamed]
             if not suspects or not search.round(suspects, remaining):
                 break
-            remaining = math.nan
-            remaining = _difference(runs.score(_without(recipe, search.blamed)), high)
+            remaining = search.remaining()
         if refine:
             search.refine()
     except OutOfBudget:
         complete = False
-    return Findings(high, low, tuple(search.culprits), remaining, _without(recipe, search.blamed), runs.count, complete)
+    remaining, advised = search.remaining(), _without(recipe, search.blamed)
+    complete = complete and not math.isnan(remaining)
+    return Findings(high, low, tuple(search.culprits), remaining, advised, runs.count, complete)
 
 
 class _Search:
     """The search of :func:`bisect`, and what it has found."""
 
-    def __init__(self, runs: _Runs, recipe: Recipe, high: float, none: float) -> None:
-        self._runs, self._recipe, self._high, self._none = runs, recipe, high, none
+    def __init__(self, runs: _Runs, recipe: Recipe, losses: tuple[float, float], none: float) -> None:
+        self._runs, self._recipe, self._none = runs, recipe, none
+        self._high, self._low = losses
         self.culprits: list[Culprit] = []
 
     @property
@@ -289,7 +299,18 @@ class _Search:
                 waiting += guilty
             else:
                 self.culprits.append(Culprit(group, gap))
+                self._runs.kept_back = 1  # for what remains without them
         return len(self.culprits) > known
+
+    def remaining(self) -> float:
+        """The gap without the culprits; NaN if no run is left to measure it."""
+        if not self.culprits:
+            return _difference(self._low, self._high)
+        self._runs.kept_back = 0
+        try:
+            return self._gap(_without(self._recipe, self.blamed))
+        except OutOfBudget:
+            return math.nan
 
     def refine(self) -> None:
         """Try each GEMM of each single culprit alone, and each operand of the GEMMs that are to blame."""

@@ -1,5 +1,8 @@
 """What is said to run in FP4 is a share of everything that multiplies, in whatever module or parameter it is."""
 
+import ast
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -12,9 +15,13 @@ from transformers import (
     MixtralForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 import fp4engine
+from fp4engine.accounting.flops import watch
+from fp4engine.accounting.table import collapsed
 from fp4engine.recipe import LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe
 
 SIZES = {
@@ -134,9 +141,9 @@ def test_a_model_of_linear_modules_has_nothing_else_in_its_plan() -> None:
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (mixtral, ["model.layers.0.mlp.experts.gate_up_proj (MixtralExperts is no nn.Linear)", "1.mlp.gate.weight"]),
-        (qwen3_moe, ["model.layers.0.mlp.experts.down_proj (Qwen3MoeExperts is no nn.Linear)"]),
-        (gpt2, ["transformer.h.0.attn.c_attn.weight (Conv1D is no nn.Linear)", "transformer.h.1.mlp.c_proj.weight"]),
+        (mixtral, ["experts.gate_up_proj x2 (MixtralExperts is no nn.Linear)", "layers.{0..1}.mlp.gate.weight x2"]),
+        (qwen3_moe, ["model.layers.{0..1}.mlp.experts.down_proj x2 (Qwen3MoeExperts is no nn.Linear)"]),
+        (gpt2, ["transformer.h.{0..1}.attn.c_attn.weight x2 (Conv1D is no nn.Linear)", "mlp.c_proj.weight"]),
     ],
 )
 def test_what_cannot_be_seen_is_refused_by_name(make, names: list[str]) -> None:
@@ -147,8 +154,11 @@ def test_what_cannot_be_seen_is_refused_by_name(make, names: list[str]) -> None:
         with pytest.raises(AssertionError) as refusal:
             fp4engine.assert_quantized(model, **arguments)
         assert all(name in str(refusal.value) for name in names)
-    with pytest.raises(AssertionError, match=names[0].partition(" ")[0]):  # counted, but nobody said that it may
+    with pytest.raises(AssertionError, match=re.escape(names[0])) as refusal:  # counted, but nobody said that it may
         fp4engine.assert_quantized(model, lambda: step(model))
+    told = re.search(r"keep_high_precision=(\[.*?\]);", str(refusal.value))
+    assert told is not None
+    fp4engine.assert_quantized(model, lambda: step(model), keep_high_precision=ast.literal_eval(told[1]))
     with pytest.raises(AssertionError, match="of the FLOPs ran in FP4, expected at least"):
         fp4engine.assert_quantized(model, lambda: step(model), min_fraction=0.8)
     fp4engine.assert_quantized(model, lambda: step(model), min_fraction=0.05)
@@ -157,11 +167,86 @@ def test_what_cannot_be_seen_is_refused_by_name(make, names: list[str]) -> None:
 
 
 def test_the_names_of_many_matrices_are_cut_short() -> None:
-    model = nn.ModuleDict({"plain": nn.Linear(16, 16), "rows": nn.ModuleList(nn.Bilinear(4, 4, 4) for _ in range(20))})
+    rows = nn.ModuleDict({f"row{index}": nn.Bilinear(4, 4, 4) for index in range(20)})
+    model = nn.ModuleDict({"plain": nn.Linear(16, 16), "rows": rows})
     fp4engine.convert(model, NVFP4BlockScaling())
     model["plain"](torch.randn(4, 16))
-    with pytest.raises(AssertionError, match=r"rows\.7\.weight .*; and 12 more"):
+    with pytest.raises(AssertionError, match=r"rows\.row7\.weight .*; and 12 more"):
         fp4engine.assert_quantized(model)
+
+
+def test_a_pattern_to_copy_covers_nothing_that_runs_in_fp4() -> None:
+    model = nn.ModuleList([nn.Linear(16, 16), nn.Bilinear(4, 4, 4)])
+    model[0].weight_of_another = nn.Parameter(torch.randn(4, 4))
+    model[1].register_parameter("weight_of_another", nn.Parameter(torch.randn(4, 4)))
+    fp4engine.convert(model, NVFP4BlockScaling())
+    model[0](torch.randn(4, 16))
+    with pytest.raises(AssertionError, match=r"keep_high_precision=\['\*.weight', '\*.weight_of_another'\]"):
+        fp4engine.assert_quantized(model)
+
+
+def test_what_a_vision_transformer_adds_is_no_matrix_that_multiplies() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = ViTForImageClassification(ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=4))
+    plan = fp4engine.convert(model)
+    assert [matrix.name for matrix in plan.matrices] == ["vit.embeddings.patch_embeddings.projection.weight"]
+    names = ("pos_embed", "pos_embedding", "positional_embedding", "relative_position_bias_table", "query_tokens")
+    holder = nn.ModuleList([nn.Linear(16, 16)])
+    for name in (*names, "pos_proj", "composition_embed", "tokenizer"):
+        holder.register_parameter(name, nn.Parameter(torch.zeros(1, 8, 16)))
+    plan = fp4engine.convert(holder)
+    assert [matrix.name for matrix in plan.matrices] == ["pos_proj", "composition_embed", "tokenizer"]
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d])
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_a_convolution_multiplies_as_much_for_each_gradient_as_forward(kind, groups) -> None:
+    """PyTorch's formula ignored groups, by which a depthwise convolution took most of a Mamba's FLOPs."""
+    layer = kind(8, 16, 3, stride=2, padding=1, groups=groups)
+    x = torch.randn(2, 8, *([9] * int(kind.__name__[-2])), requires_grad=True)
+    forward = watch(lambda: layer(x)).flops.total()
+    y = layer(x)
+    assert watch(lambda: y.sum().backward()).flops.total() == 2 * forward > 0
+    y = layer(x.detach())
+    assert watch(lambda: y.sum().backward()).flops.total() == forward
+
+
+def test_equal_blocks_are_one_row_of_a_table() -> None:
+    model = nn.ModuleDict(
+        {
+            "blocks": nn.ModuleList(nn.ModuleList(nn.Linear(16, 16) for _ in range(128)) for _ in range(3)),
+            "head": nn.Linear(16, 32),
+        }
+    )
+    plan = fp4engine.convert(model, keep_high_precision=["blocks.1.7", "head"])
+    assert len(plan.modules) == 385
+    names = [line.partition("  ")[0] for line in str(plan).splitlines()[1:-1]]
+    assert names == ["blocks.{0,2}.{0..127} x256", "blocks.1.{0..6,8..127} x127", "blocks.1.7", "head"]
+    with fp4engine.autocast():
+        for block in model["blocks"]:
+            for layer in block:
+                layer(torch.ones(1, 16))
+    assert "blocks.{0,2}.{0..127} x256" in str(fp4engine.executed_gemms(model))
+    with fp4engine.autocast(enabled=False):
+        model["blocks"][0][3](torch.ones(1, 16))
+    with pytest.raises(AssertionError) as refusal:
+        fp4engine.assert_quantized(model, keep_high_precision=["head"])
+    assert "blocks.0.3: fprop was planned as e2m1 x e2m1 and ran as high_precision" in str(refusal.value)
+    assert len(str(refusal.value).splitlines()) < 12
+
+
+@pytest.mark.parametrize(
+    ("names", "rows"),
+    [
+        (["a.1", "a.3", "a.2", "a.7"], ["a.{1..3,7} x4"]),
+        (["0.0", "0.1", "1.0"], ["0.{0..1} x2", "1.0"]),
+        (["0.1.w", "1.1.w", "1.2.w", "0.2.w"], ["{0..1}.{1..2}.w x4"]),
+        (["fc1", "fc2", "a{}.0", "a{}.1", "7"], ["fc1", "fc2", "a{}.{0..1} x2", "7"]),
+        (["007.x", "008.x"], ["007.x", "008.x"]),
+    ],
+)
+def test_what_braces_stand_for(names, rows) -> None:
+    assert [name for name, _ in collapsed([(name, "cell") for name in names])] == rows
 
 
 def test_patterns_keep_other_matrices_by_name_and_say_so_in_the_plan() -> None:

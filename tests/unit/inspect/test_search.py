@@ -89,6 +89,21 @@ def test_the_budget_ends_the_search_and_is_told() -> None:
             inspect.bisect(lambda _, losses=losses: losses, model_of(16), RECIPE)
 
 
+@pytest.mark.parametrize("budget", range(4, 40))
+def test_what_remains_is_measured_however_soon_the_budget_ends(budget) -> None:
+    """The whole gap was printed as what remains, if the budget ended a round that had found culprits."""
+    costs = {str(i): {("input", "rowwise"): 0.5 / (i + 1), ("weight", "columnwise"): 0.01 * i} for i in range(8)}
+    make_run = losses_by(costs)
+    found = inspect.bisect(make_run, model_of(8), RECIPE, budget=budget)
+    assert found.runs <= budget
+    if math.isnan(found.remaining_gap):
+        assert "no run was left to measure what gap remains" in str(found) and not found.complete
+    else:
+        true = inspect.search.last_quarter(make_run(found.recipe)) - found.high_precision_loss
+        assert found.remaining_gap == pytest.approx(true)
+        assert f"without them a gap of {true:.4f} remains" in str(found)
+
+
 def test_no_gap_blames_nobody() -> None:
     found = inspect.bisect(losses_by({}), model_of(4), RECIPE)
     assert found.culprits == () and found.runs == 2
