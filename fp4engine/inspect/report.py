@@ -1,4 +1,4 @@
-"""One HTML page about a recorded run, without scripts and without anything to load.
+"""One HTML page about recorded runs, without scripts and without anything to load.
 
 Every number on the page sits in an element that names the line of ``record.jsonl`` that it was read from
 (``data-line``), the field of that row (``data-field``) and the value there (``data-value``); pointing at it shows them.
@@ -7,7 +7,7 @@ Every number on the page sits in an element that names the line of ``record.json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -57,7 +57,8 @@ summary { cursor: pointer; font-weight: 600; }
 figcaption { font-size: .85rem; color: #444; } svg text { font: 11px system-ui, sans-serif; fill: #555; }
 .legend { font-size: .85rem; } .legend > span { margin-right: 1rem; white-space: nowrap; }
 .swatch { display: inline-block; width: .8rem; height: .8rem; margin-right: .3rem; vertical-align: -.05rem; }
-.note { color: #7a3b00; }
+.note { color: #7a3b00; } td .note { font-size: .75rem; }
+.beside { display: flex; gap: 2rem; } .beside > section { flex: 1; min-width: 0; }
 """
 
 
@@ -65,64 +66,128 @@ figcaption { font-size: .85rem; color: #444; } svg text { font: 11px system-ui, 
 class _Point:
     step: int
     value: float
-    line: int
+    line: str
 
 
-def html(rows: Sequence[Row], title: str) -> str:
-    """The page about ``rows``, which :func:`fp4engine.inspect.read` returned.
+@dataclass(frozen=True)
+class _Record:
+    """What a page shows of one record.
+
+    Attributes:
+        name: of the record among others that the page shows; empty for the only one.
+        runs, found, refusals: rows of the run, without those of steps that were taken again since.
+        by_layer: those of ``found``, by layer.
+        left_out: the rows that are left out, each with the row of the region that took its step again.
+    """
+
+    name: str
+    runs: list[Row]
+    found: list[Row]
+    by_layer: dict[str, list[Row]]
+    refusals: list[Row]
+    left_out: list[tuple[Row, Row]]
+
+    @property
+    def last(self) -> int:
+        """The last recorded step."""
+        return max(map(_step, self.found))
+
+
+def html(rows: Sequence[Row] | Mapping[str, Sequence[Row]], title: str) -> str:
+    """The page about ``rows``, which :func:`fp4engine.inspect.read` returned; of several records, side by side.
+
+    Where a run was resumed, steps that it has taken again are shown as they were the last time, and what it recorded
+    before, from the step of the resumption on, is left out.
+
+    Args:
+        rows: of one record, or of several by their names.
 
     Raises:
         ValueError: ``rows`` are something else, there is no recorded step in them, or no row about the run; ``title``
             is no string.
     """
-    if isinstance(rows, str | os.PathLike):
-        raise ValueError(f"rows must be what fp4engine.inspect.read({shown(rows)}) returns, got the path itself")
-    if not isinstance(rows, Sequence):
-        raise ValueError(f"rows must be a list, as fp4engine.inspect.read returns it, got {shown(rows)}")
-    for row in rows:
-        if wrong := fault_of(row) or ("" if "line" in row else "it needs 'line'"):
-            raise ValueError(f"rows must be what fp4engine.inspect.read returns, got {shown(row)} among them: {wrong}")
+    records = [_record(name, of_one) for name, of_one in (rows.items() if isinstance(rows, Mapping) else [("", rows)])]
     if not isinstance(title, str):
         raise ValueError(f"title must be a string, got {shown(title)}")
-    if not any(row["kind"] == "run" for row in rows):
-        raise ValueError("rows must have the row of kind 'run' that a record begins with; leave it among them")
-    found = [row for row in rows if row["kind"] not in ("run", "refusal")]
-    if not found:
-        raise ValueError("the record has no recorded step, only the row that describes the run")
-    by_layer: defaultdict[str, list[Row]] = defaultdict(list)
-    for row in found:
-        by_layer[row["layer"]].append(row)
-    last = max(row["step"] for row in found)
+    if not records:
+        raise ValueError("rows must be those of a record, or of several by their names, got none")
+    layers = list(dict.fromkeys(name for record in records for name in record.by_layer))
+    steps = [_number(max(record.found, key=_step), "step") for record in records]
     parts = [
         f"<h1>{escape(title)}</h1>",
-        _about(rows, found),
-        f"<h2>All layers at step {_number(max(found, key=_step), 'step')}: signal over error, dB</h2>",
+        *map(_about, records),
+        f"<h2>All layers at step {' and '.join(steps)}: signal over error, dB</h2>",
         "<p>Operands on the left: what rounding adds to a tensor. Products on the right: what it adds to the result of "
-        "a matrix product. A cell is darker the less signal is left.</p>",
-        _overview(by_layer, last),
-        _refusals(rows),
+        "a matrix product. A cell is darker the less signal is left, and the more blocks of an operand have a scale "
+        "that underflows: all of their elements are zero, which the signal of the other blocks hides.</p>",
+        _overview(layers, records),
+        *map(_refusals, records),
         "<h2>Layers</h2>",
         "<p>A click on a name opens the layer. A line is an operand: solid and thick where it is the tensor as it "
         "stands (rowwise), dashed and thin where it is its transpose (columnwise).</p>",
         _legend([" ".join(operand) for operand in OPERANDS], COLORS),
-        *(_layer(name, layer) for name, layer in by_layer.items()),
+        *(_layer(name, records) for name in layers),
     ]
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
 
 
-def _about(rows: Sequence[Row], found: Sequence[Row]) -> str:
+def _record(name: Any, rows: Any) -> _Record:
+    """Check the rows of one record, and sort them.
+
+    Raises:
+        ValueError: as :func:`html`.
+    """
+    if isinstance(rows, str | os.PathLike):
+        raise ValueError(f"rows must be what fp4engine.inspect.read({shown(rows)}) returns, got the path itself")
+    if not isinstance(rows, Sequence):
+        raise ValueError(f"rows must be a list, as fp4engine.inspect.read returns it, got {shown(rows)}")
+    if not isinstance(name, str):
+        raise ValueError(f"the names of records must be strings, got {shown(name)}")
+    for row in rows:
+        if wrong := fault_of(row) or ("" if "line" in row else "it needs 'line'"):
+            raise ValueError(f"rows must be what fp4engine.inspect.read returns, got {shown(row)} among them: {wrong}")
+    rows = [{**row, "line": f"{name}:{row['line']}" if name else str(row["line"])} for row in rows]
     runs = [row for row in rows if row["kind"] == "run"]
+    if not runs:
+        raise ValueError("rows must have the row of kind 'run' that a record begins with; leave it among them")
+    kept: list[Row] = []
+    left_out: list[tuple[Row, Row]] = []
+    for row in rows:
+        if row["kind"] == "run":
+            left_out += [(other, row) for other in kept if other["step"] >= row["step"]]
+            kept = [other for other in kept if other["step"] < row["step"]]
+        else:
+            kept.append(row)
+    found = [row for row in kept if row["kind"] != "refusal"]
+    if not found:
+        raise ValueError("the record has no recorded step since its last row of kind 'run', which describes the run")
+    by_layer: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in found:
+        by_layer[row["layer"]].append(row)
+    return _Record(name, runs, found, dict(by_layer), [row for row in kept if row["kind"] == "refusal"], left_out)
+
+
+def _about(record: _Record) -> str:
+    runs, found = record.runs, record.found
     first, last = min(found, key=_step), max(found, key=_step)
     ranks = "rank" if runs[0]["world_size"] == 1 else "ranks"
     sentences = [
-        f"Recorded steps {_number(first, 'step')} to {_number(last, 'step')}, every {_number(runs[0], 'every')} steps, "
+        f"{escape(record.name)}: recorded" if record.name else "Recorded",
+        f"steps {_number(first, 'step')} to {_number(last, 'step')}, every {_number(runs[0], 'every')} steps, "
         f"on {_number(runs[0], 'world_size')} {ranks}, by fp4engine {escape(str(runs[0].get('fp4engine')))} with torch "
         f"{escape(str(runs[0].get('torch')))}.",
         "Every number names the line of record.jsonl that it was read from: point at it.",
     ]
     if len(runs) > 1:
         sentences.append("The file holds several regions, one after another.")
+    if record.left_out:
+        rows = [row for row, _ in record.left_out]
+        again = min((run for _, run in record.left_out), key=_step)
+        sentences.append(
+            f"The run began again at step {_number(again, 'step')}; what it had recorded of steps "
+            f"{_number(min(rows, key=_step), 'step')} to {_number(max(rows, key=_step), 'step')} before is left out."
+        )
     return f"<p>{' '.join(sentences)}</p>"
 
 
@@ -134,57 +199,66 @@ def _number(row: Row, field: str) -> str:
     return f"<span {_traced(row['line'], field, row[field])}>{row[field]}</span>"
 
 
-def _overview(by_layer: dict[str, list[Row]], step: int) -> str:
-    head = [f"<th>{gemm}<br>{role}<br>{side}</th>" for gemm, role, side in OPERANDS]
+def _overview(layers: Sequence[str], records: Sequence[_Record]) -> str:
+    head = ["<th>layer</th>", *(["<th>run</th>"] if len(records) > 1 else [])]
+    head += [f"<th>{gemm}<br>{role}<br>{side}</th>" for gemm, role, side in OPERANDS]
     head += [f"<th>{gemm}<br>product</th>" for gemm in GEMMS]
-    body = []
-    for name, rows in by_layer.items():
-        now = [row for row in rows if row["step"] == step]
-        cells = [_cell(_latest(now, "operand", operand), "sqnr_db") for operand in OPERANDS]
-        cells += [_cell(_latest(now, "gemm", (gemm,)), "snr_db") for gemm in GEMMS]
-        body.append(f"<tr><td>{escape(name)}</td>{''.join(cells)}</tr>")
-    content = f"<thead><tr><th>layer</th>{''.join(head)}</tr></thead><tbody>{''.join(body)}</tbody>"
+    body: list[str] = []
+    for name in layers:
+        for record in records:
+            now = [row for row in record.by_layer.get(name, []) if row["step"] == record.last]
+            cells = [f"<td>{escape(name)}</td>", *([f"<td>{escape(record.name)}</td>"] if len(records) > 1 else [])]
+            cells += [_cell(_latest(now, "operand", operand), "sqnr_db") for operand in OPERANDS]
+            cells += [_cell(_latest(now, "gemm", (gemm,)), "snr_db") for gemm in GEMMS]
+            body.append(f"<tr>{''.join(cells)}</tr>")
+    content = f"<thead><tr>{''.join(head)}</tr></thead><tbody>{''.join(body)}</tbody>"
     return f'<div class="wide"><table>{content}</table></div>'
 
 
 def _latest(rows: Sequence[Row], kind: str, place: tuple[str, ...]) -> Row | None:
-    """The row of a place; the later one of two, if a resumed run has recorded the step again."""
+    """The row of a place; the later one of two."""
     names = ("gemm", "role", "side")[: len(place)]
     found = (r for r in reversed(rows) if r["kind"] == kind and tuple(r.get(name) for name in names) == place)
     return next(found, None)
 
 
 def _cell(row: Row | None, field: str) -> str:
-    value = None if row is None else row[field]
-    if row is None or value is None:
+    value, underflow = (None, None) if row is None else (row[field], row.get("scale_underflow"))
+    if row is None or (value is None and not underflow):
         return "<td>–</td>"
-    share = min(max((24 - value) / 24, 0), 1)  # 24 dB is white, 0 dB and below the darkest
+    share = 0.0 if value is None else min(max((24 - value) / 24, 0), 1)  # 24 dB is white, 0 dB and below the darkest
+    share = max(share, underflow or 0.0)
     color = f"rgb({255 - round(20 * share)},{255 - round(130 * share)},{255 - round(190 * share)})"
-    return f'<td style="background:{color}" {_traced(row["line"], field, value)}>{value:.1f}</td>'
+    words = ["–"] if value is None else [f"<span {_traced(row['line'], field, value)}>{value:.1f}</span>"]
+    if underflow:
+        traced = _traced(row["line"], "scale_underflow", underflow)
+        words.append(f'<span class="note" {traced}>{underflow:.2g} of blocks are zero</span>')
+    return f'<td style="background:{color}">{"<br>".join(words)}</td>'
 
 
-def _place(line: int, field: str, value: float) -> str:
+def _place(line: str, field: str, value: float) -> str:
     """Attributes that name the line and field of a number, and its value there."""
-    return f'data-line="{line}" data-field="{field}" data-value="{value!r}"'
+    return f'data-line="{escape(line)}" data-field="{field}" data-value="{value!r}"'
 
 
-def _traced(line: int, field: str, value: float) -> str:
+def _traced(line: str, field: str, value: float) -> str:
     """:func:`_place`, with a title that shows it when one points at the number."""
-    return f'{_place(line, field, value)} title="{field} = {value:.6g}, line {line}"'
+    return f'{_place(line, field, value)} title="{field} = {value:.6g}, line {escape(line)}"'
 
 
-def _tip(field: str, value: float, line: int) -> str:
+def _tip(field: str, value: float, line: str) -> str:
     """That title inside of a picture, where it is an element."""
-    return f"<title>{field} = {value:.6g}, line {line}</title>"
+    return f"<title>{field} = {value:.6g}, line {escape(line)}</title>"
 
 
-def _refusals(rows: Sequence[Row]) -> str:
+def _refusals(record: _Record) -> str:
     reasons: defaultdict[str, set[str]] = defaultdict(set)
-    for row in rows:
-        if row["kind"] == "refusal":
-            reasons[row["reason"]].add(row["layer"])
+    for row in record.refusals:
+        reasons[row["reason"]].add(row["layer"])
+    of_record = f" of {escape(record.name)}" if record.name else ""
     items = "".join(
-        f'<li class="note">Not seen in some step: {escape(", ".join(sorted(layers)))}, because {escape(reason)}.</li>'
+        f'<li class="note">Not seen in some step{of_record}: {escape(", ".join(sorted(layers)))}, because '
+        f"{escape(reason)}.</li>"
         for reason, layers in reasons.items()
     )
     return f"<ul>{items}</ul>" if items else ""
@@ -198,14 +272,29 @@ def _legend(names: Sequence[str], colors: Sequence[str]) -> str:
     return f'<div class="legend">{"".join(entries)}</div>'
 
 
-def _layer(name: str, rows: Sequence[Row]) -> str:
-    charts = [_chart(caption, field, _series(rows, "operand", OPERANDS, field)) for field, caption in OPERAND_CHARTS]
-    products = _series(rows, "gemm", [(gemm,) for gemm in GEMMS], "snr_db")
-    charts.insert(1, _chart("Signal over error of the products, dB", "snr_db", products, every=2))
-    biases = _series(rows, "rounding", OPERANDS, "bias")
-    if any(biases):
-        charts.append(_chart("Squared bias of stochastic rounding, share of the signal", "bias", biases))
-    last = max(row["step"] for row in rows)
+def _layer(name: str, records: Sequence[_Record]) -> str:
+    of_records = [record.by_layer.get(name, []) for record in records]
+    together = [row for rows in of_records for row in rows]
+    bodies = [_of_layer(rows, together) if rows else "<p>Not recorded.</p>" for rows in of_records]
+    if len(records) > 1:
+        named = zip(records, bodies, strict=True)
+        bodies = [f"<section><h3>{escape(record.name)}</h3>{body}</section>" for record, body in named]
+        bodies = [f'<div class="beside">{"".join(bodies)}</div>']
+    return f"<details><summary>{escape(name)}</summary>{''.join(bodies)}</details>"
+
+
+def _of_layer(rows: Sequence[Row], together: Sequence[Row]) -> str:
+    """Charts and tables about the rows of a layer; ``together`` are those of all records, by which axes are scaled."""
+
+    def chart(caption: str, field: str, kind: str, places: Sequence[tuple[str, ...]], every: int = 1) -> str:
+        line = _series(rows, kind, places, field)
+        return _chart(caption, field, line, _series(together, kind, places, field), every)
+
+    charts = [chart(caption, field, "operand", OPERANDS) for field, caption in OPERAND_CHARTS]
+    products = [(gemm,) for gemm in GEMMS]
+    charts.insert(1, chart("Signal over error of the products, dB", "snr_db", "gemm", products, every=2))
+    charts.append(chart("Squared bias of stochastic rounding, share of the signal", "bias", "rounding", OPERANDS))
+    last = max(map(_step, rows))
     now = [row for row in rows if row["step"] == last]
     shown = [
         (row, color)
@@ -215,13 +304,12 @@ def _layer(name: str, rows: Sequence[Row]) -> str:
     codes = [_histogram(row, "codes", _by_value(row["cast"], row["codes"]), color) for row, color in shown]
     scales = [_histogram(row, "scale_codes", _by_code(row["scale_codes"]), color) for row, color in shown]
     return (
-        f"<details><summary>{escape(name)}</summary>"
         f'<div class="charts">{"".join(filter(None, charts))}</div>'
         f"<p>Codes of the operands at the last step: how often each of them occurs, from the most negative number over "
         f"zero to the most positive one.</p>"
         f'<div class="charts">{"".join(codes)}</div>'
         f"<p>Codes of their block scales: how often each of them occurs, from the smallest scale to the largest.</p>"
-        f'<div class="charts">{"".join(scales)}</div>{_worst(now)}{_channels(now)}</details>'
+        f'<div class="charts">{"".join(scales)}</div>{_worst(now)}{_channels(now)}'
     )
 
 
@@ -238,13 +326,19 @@ def _series(rows: Sequence[Row], kind: str, places: Sequence[tuple[str, ...]], f
 WIDTH, HEIGHT, LEFT, BOTTOM = 340, 180, 70, 22
 
 
-def _chart(caption: str, field: str, series: Sequence[Sequence[_Point]], every: int = 1) -> str:
-    """Lines over steps, in every ``every``-th colour.
+def _chart(
+    caption: str,
+    field: str,
+    series: Sequence[Sequence[_Point]],
+    scale: Sequence[Sequence[_Point]],
+    every: int = 1,
+) -> str:
+    """Lines over steps, in every ``every``-th colour, on the axes of all points of ``scale``.
 
     Both operands of a weight often have the same figures, so columnwise lines are dashed, thin and on top.
     """
-    points = [point for line in series for point in line]
-    if not points:
+    points = [point for line in scale for point in line]
+    if not any(series):
         return ""
     low, high = min(points, key=lambda point: point.value), max(points, key=lambda point: point.value)
     first, last = min(points, key=lambda point: point.step), max(points, key=lambda point: point.step)

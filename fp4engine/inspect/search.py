@@ -5,6 +5,7 @@ then two runs differ by the recipe only, and the difference of their losses is w
 """
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,6 +137,7 @@ class Advice:
         ranking: every unit, the largest gap first.
         share: of the linear layers' FLOPs that follow the given recipe.
         gap: what the given recipe costs everywhere.
+        noise: gaps up to this are none, and their order says nothing.
         expected_gap: the sum of the gaps of the units that stay in it.
         measured_gap: of a run by ``recipe``.
         runs: how many runs were made.
@@ -145,6 +147,7 @@ class Advice:
     ranking: tuple[Ranked, ...]
     share: float
     gap: float
+    noise: float
     expected_gap: float
     measured_gap: float
     runs: int
@@ -154,8 +157,11 @@ class Advice:
         lines = [f"{'unit'.ljust(width)}  gap alone  FLOPs  precision"]
         lines += [
             f"{unit.name.ljust(width)}  {unit.gap:9.4f}  {unit.share:5.1%}  {'low' if unit.in_recipe else 'high'}"
+            + ("  (noise)" if abs(unit.gap) <= self.noise else "")
             for unit in self.ranking
         ]
+        if self.noise:
+            lines.append(f"gaps up to {self.noise:.4f} are noise, and so is the order of the units that have them")
         lines.append(
             f"{self.share:.1%} of FLOPs in low precision: a gap of {self.expected_gap:.4f} expected, "
             f"{self.measured_gap:.4f} measured, {self.gap:.4f} with everything in it; {self.runs} runs"
@@ -172,21 +178,29 @@ class _Runs:
 
     def __init__(self, make_run: MakeRun, budget: int) -> None:
         self._make_run, self._budget = make_run, budget
-        self._scores: dict[str, float] = {}
+        self._losses: dict[str, Sequence[float]] = {}
         self.kept_back = 0
 
     @property
     def count(self) -> int:
-        return len(self._scores)
+        return len(self._losses)
 
     def score(self, recipe: Recipe) -> float:
         """Mean loss of the last quarter of the steps; infinite if one of them is not finite."""
         key = recipe.to_json()
-        if key not in self._scores:
+        if key not in self._losses:
             if self.count >= self._budget - self.kept_back:
                 raise OutOfBudget
-            self._scores[key] = last_quarter(self._make_run(recipe))
-        return self._scores[key]
+            self._losses[key] = _last_quarter(self._make_run(recipe))
+        return last_quarter_mean(self._losses[key])
+
+    def noise(self, recipe: Recipe, other: Recipe) -> float:
+        """Twice the standard error of the difference of two scores, as the runs meet the same batches; 0 if unknown."""
+        pairs = list(zip(self._losses[recipe.to_json()], self._losses[other.to_json()], strict=False))
+        differences = [left - right for left, right in pairs if math.isfinite(left) and math.isfinite(right)]
+        if len(differences) < 3:
+            return 0.0
+        return 2 * statistics.stdev(differences) / math.sqrt(len(differences))
 
 
 def last_quarter(losses: Sequence[float]) -> float:
@@ -195,6 +209,16 @@ def last_quarter(losses: Sequence[float]) -> float:
     Raises:
         ValueError: no losses.
     """
+    return last_quarter_mean(_last_quarter(losses))
+
+
+def last_quarter_mean(tail: Sequence[float]) -> float:
+    """Mean of what :func:`_last_quarter` returned."""
+    return sum(tail) / len(tail)
+
+
+def _last_quarter(losses: Sequence[float]) -> Sequence[float]:
+    """The last quarter of ``losses``; one infinity if one of all is not finite."""
     said = f"make_run must return the losses of its steps, got {shown(losses)}"
     if not isinstance(losses, Sequence | Tensor) or isinstance(losses, str | bytes):
         raise ValueError(said)
@@ -206,8 +230,7 @@ def last_quarter(losses: Sequence[float]) -> float:
         raise ValueError(said) from error
     if not values:
         raise ValueError("make_run must return the losses of its steps, got none")
-    tail = values[-max(len(values) // 4, 1) :]
-    return sum(tail) / len(tail) if all(map(math.isfinite, values)) else math.inf
+    return values[-max(len(values) // 4, 1) :] if all(map(math.isfinite, values)) else [math.inf]
 
 
 def bisect(
@@ -352,11 +375,13 @@ def sensitivity(
     share: float = 0.9,
     units: Sequence[str] | None = None,
     budget: int = 100,
+    noise: float | None = None,
 ) -> Advice:
     """Rank layers by what each costs alone, and make a recipe that keeps ``share`` of the FLOPs in ``recipe``.
 
-    Units go to high precision in the order of gap per FLOP, as long as ``share`` stays. The expected gap adds the gaps
-    of the units that remain, as if they did not interact; one more run measures it.
+    Units go to high precision in the order of gap per FLOP, as long as ``share`` stays and their gaps are more than
+    noise. The expected gap adds the gaps of the units that remain, as if they did not interact; one more run measures
+    it.
 
     Args:
         make_run, model, recipe: as in :func:`bisect`.
@@ -364,6 +389,10 @@ def sensitivity(
         units: patterns over layers' names that are tried and switched together, such as ``"blocks.3"``, each layer in
             exactly one; None is every layer by itself.
         budget: the most runs to make; ranking takes one per unit and three more.
+        noise: gaps up to this are none: what two runs differ by that differ in nothing that matters, such as in their
+            seeds. None estimates it, from below, as the larger of two: the most by which a unit's run beat high
+            precision; and, of all units, the median of twice the standard error of a gap, from the differences between
+            the runs in each step of the last quarter.
 
     Raises:
         ValueError: as :func:`bisect`; a share outside 0..1; units that overlap or leave layers out; a budget that does
@@ -376,6 +405,8 @@ def sensitivity(
     flops = _flops(model)
     members = _members(list(flops), units)
     budget = require_integer("budget", budget)
+    if noise is not None and not (is_number(noise) and 0 <= noise < math.inf):
+        raise ValueError(f"noise must be a finite number of at least 0, or None, got {noise!r}")
     if budget < len(members) + 3:
         raise ValueError(
             f"budget={budget} does not suffice for {len(members)} units, which take {len(members) + 3} runs; "
@@ -389,10 +420,13 @@ def sensitivity(
     parts = {unit: sum(flops[name] for name in names) / total for unit, names in members.items()}
     gaps = {unit: _difference(runs.score(_only(names, recipe)), high) for unit, names in members.items()}
     full = _difference(runs.score(recipe), high)
+    if noise is None:
+        errors = [runs.noise(_only(names, recipe), HIGH_PRECISION) for names in members.values()]
+        noise = max(0.0, -min(gaps.values()), statistics.median(errors))
     switched: list[str] = []
     left = 1.0
     for unit in sorted(members, key=lambda unit: -gaps[unit] / parts[unit] if parts[unit] else -math.inf):
-        if gaps[unit] > 0 and left - parts[unit] >= share - 1e-9:
+        if gaps[unit] > noise and left - parts[unit] >= share - 1e-9:
             switched.append(unit)
             left -= parts[unit]
     advised = _without(recipe, [name for unit in switched for name in members[unit]])
@@ -402,6 +436,7 @@ def sensitivity(
         tuple(Ranked(unit, gaps[unit], parts[unit], unit not in switched) for unit in ranking),
         left,
         full,
+        noise,
         sum(gaps[unit] for unit in members if unit not in switched),
         _difference(runs.score(advised), high),
         runs.count,

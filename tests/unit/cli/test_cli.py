@@ -220,6 +220,24 @@ def test_a_warning_is_one_line(tmp_path: Path, capsys) -> None:
     assert warnings.showwarning is shown
 
 
+def test_records_side_by_side(tmp_path: Path, capsys) -> None:
+    row = {"step": 0, "kind": "gemm", "layer": "fc", "gemm": "fprop", "snr_db": 20.0}
+    for name in ("a/run", "b/run", "c"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "record.jsonl").write_bytes(RUN + json.dumps(row).encode() + b"\n")
+    assert main(["report", str(tmp_path / "a/run"), str(tmp_path / "c")]) == 0
+    page = tmp_path / "a/run/report.html"
+    assert capsys.readouterr().out == f"{page}\n"
+    assert "<h1>Runs run and c</h1>" in page.read_text() and 'data-line="c:2"' in page.read_text()
+    assert main(["report", str(tmp_path / "a/run"), str(tmp_path / "b/run"), "--out", str(tmp_path / "both.html")]) == 0
+    assert f'data-line="{tmp_path / "b/run"}:2"' in (tmp_path / "both.html").read_text()
+    for records, said in (("cc", "records must be different ones"), ("ca", "--out must be another file")):
+        with pytest.raises(SystemExit):
+            chosen = [str(tmp_path / {"a": "a/run"}.get(name, name)) for name in records]
+            main(["report", *chosen, "--out", str(tmp_path / "c/record.jsonl")])
+        assert said in capsys.readouterr().err
+
+
 def test_a_report_that_cannot_be_written_leaves_the_files_alone(tmp_path: Path, capsys, monkeypatch) -> None:
     row = {"step": 0, "kind": "gemm", "layer": "fc", "gemm": "fprop", "snr_db": 20.0}
     record, page = tmp_path / "record.jsonl", tmp_path / "report.html"

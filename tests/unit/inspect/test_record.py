@@ -860,6 +860,65 @@ def test_every_number_of_the_report_is_in_its_row(tmp_path: Path) -> None:
         assert float(element["data-value"]) == value
 
 
+def test_a_report_is_about_the_branch_that_a_resumed_run_took(tmp_path: Path) -> None:
+    """It was headed by the last step of the abandoned branch, and its lines went back and forth."""
+    for first, steps in ((0, 6), (3, 2)):  # as if it had been saved at step 3, and killed in step 6
+        train(zoo.make("nvfp4"), steps, tmp_path, layers="first", every=1, first_step=first)
+    rows = inspect.read(tmp_path)
+    again = next(row["line"] for row in rows[1:] if row["kind"] == "run")
+    page = inspect.html(rows, "resumed")
+    lines = {int(line) for line in re.findall(r'data-line="(\d+)"', page)}
+    shown = [row for row in rows if row["line"] in lines and row["kind"] not in ("run", "refusal")]
+    said = re.sub(r"<[^>]*>", "", page)
+    assert "All layers at step 4:" in said and "Recorded steps 0 to 4," in said
+    assert "The run began again at step 3; what it had recorded of steps 3 to 5 before is left out." in said
+    named = [row for row in shown if row["line"] < again and row["step"] >= 3]
+    assert len(named) == 2  # the first and the last step that are left out, by that sentence
+    for points in re.findall(r'polyline points="([^"]+)"', page):
+        places = [float(point.partition(",")[0]) for point in points.split()]
+        assert places == sorted(set(places))
+
+
+def test_blocks_that_underflow_show_where_the_signal_looks_good(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16))
+    fp4engine.convert(model)
+    x = torch.zeros(16, 32)
+    x[:, :16], x[:, 16:] = 6.0, 1e-9  # half of the blocks are exact, and hold all of the signal
+    with inspect.record(model, tmp_path, every=1, optimizer="by hand") as recorder:
+        with fp4engine.autocast(recipe=zoo.make("nvfp4")):
+            model(x.requires_grad_()).sum().backward()
+        recorder.step()
+    (row,) = (r for r in rows_of(tmp_path, "operand") if (r["gemm"], r["role"]) == ("fprop", "input"))
+    assert row["sqnr_db"] > 100 and row["scale_underflow"] == 0.5
+    overview = inspect.html(inspect.read(tmp_path), "underflow").partition("<tbody>")[2].partition("</tbody>")[0]
+    cell = overview.split("<td")[2]
+    assert "0.5 of blocks are zero" in cell and "rgb(255,255,255)" not in cell
+
+
+def test_records_side_by_side(tmp_path: Path) -> None:
+    records = {}
+    for name, steps in (("nvfp4", 3), ("fp8_current", 4)):
+        train(zoo.make(name), steps, tmp_path / name, layers="first", every=1)
+        records[name] = inspect.read(tmp_path / name)
+    page = inspect.html(records, "two")
+    parser = Traced()
+    parser.feed(page.replace("<br>", ""))
+    for element in parser.found:
+        record, _, line = element["data-line"].partition(":")
+        value = next(row for row in records[record] if row["line"] == int(line))
+        for part in element["data-field"].split("."):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        assert float(element["data-value"]) == value
+    overview = page.partition("<tbody>")[2].partition("</tbody>")[0]
+    assert [row.count("<td") for row in overview.split("<tr>")[1:]] == [11, 11]
+    said = re.sub(r"<[^>]*>", "", page)
+    assert "All layers at step 2 and 3:" in said and page.count("<section>") == 2
+    with pytest.raises(ValueError, match="or of several by their names, got none"):
+        inspect.html({}, "none")
+    with pytest.raises(ValueError, match="the names of records must be strings, got 1"):
+        inspect.html({1: records["nvfp4"]}, "a number")  # pyright: ignore[reportArgumentType]
+
+
 def test_a_report_needs_the_row_about_the_run(tmp_path: Path) -> None:
     train(zoo.make("nvfp4"), 1, tmp_path, layers="first", every=1)
     with pytest.raises(ValueError, match="rows must have the row of kind 'run'"):

@@ -119,6 +119,34 @@ def test_sensitivity_gives_high_precision_to_what_costs_most() -> None:
     assert advice.runs == 7 and "50.0% of FLOPs" in str(advice)
 
 
+def test_gaps_that_are_noise_rank_nobody() -> None:
+    """Gaps of 0.0001 were ranked, and switched, like any other."""
+    costs = {"0": 0.1, "1": 0.0001, "2": -0.0004, "3": 0.0003}
+
+    def make_run(recipe):
+        low = [name for name in costs if recipe.of(QuantizerRole("linear", "", name, (32, 32))) == RECIPE]
+        return [1.0 + sum(costs[name] for name in low)] * 8
+
+    advice = inspect.sensitivity(make_run, model_of(4), RECIPE, share=0.0)
+    assert advice.noise == pytest.approx(0.0004)
+    assert [unit.name for unit in advice.ranking if not unit.in_recipe] == ["0"]
+    assert str(advice).count("(noise)") == 3 and "gaps up to 0.0004 are noise" in str(advice)
+    told = inspect.sensitivity(make_run, model_of(4), RECIPE, share=0.0, noise=0.0002)
+    assert {unit.name for unit in told.ranking if not unit.in_recipe} == {"0", "3"}
+    with pytest.raises(ValueError, match="noise must be a finite number of at least 0, or None, got -1"):
+        inspect.sensitivity(make_run, model_of(4), RECIPE, noise=-1)
+
+
+def test_steps_that_scatter_make_a_gap_noise() -> None:
+    def make_run(recipe):
+        is_low = recipe.of(QuantizerRole("linear", "", "0", (32, 32))) == RECIPE
+        return [1.0 + is_low * (0.001 + 0.1 * (-1) ** step) for step in range(64)]
+
+    advice = inspect.sensitivity(make_run, model_of(1), RECIPE, share=0.0)
+    assert advice.ranking[0].gap == pytest.approx(0.001) and 0.04 < advice.noise < 0.06
+    assert advice.ranking[0].in_recipe
+
+
 def test_a_layer_that_multiplies_nothing_has_no_share() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 0))
