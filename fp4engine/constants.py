@@ -55,3 +55,8 @@ PHILOX_W1: Final = 0xBB67AE85
 
 KEY_STEP: Final = 0x1E3779B97F4A7C15
 """What is added to the key after every 2^32 draws, as many as the generator counts; odd, so that no key comes twice."""
+
+CHECKSUM_STEP: Final = 0x9E3779B1
+"""What the place of a 32-bit word adds to it in a checksum: odd, near 2^32 over the golden ratio."""
+CHECKSUM_FACTORS: Final = 0x85EBCA6B, 0xC2B2AE35
+"""The multipliers of a checksum's mixing: those of MurmurHash3's ``fmix32``."""

@@ -15,7 +15,7 @@ from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.grouped_linear import Expert
 from fp4engine.functional.main_grad import MainGrad, require_main_grad
 from fp4engine.functional.shards import Shards
-from fp4engine.functional.weight_cache import microbatch_cache
+from fp4engine.functional.weight_cache import begin_microbatches, microbatch_cache
 from fp4engine.modules.identity import Named
 from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
@@ -474,9 +474,12 @@ class Gemms(Named):
             return None
         if is_first_microbatch is None:
             return caches[-1]
-        if is_first_microbatch or self._microbatch_cache is None:
-            self._microbatch_cache = microbatch_cache()
-        return self._microbatch_cache
+        cache = self._microbatch_cache
+        if cache is None:
+            cache = self._microbatch_cache = microbatch_cache(self._label())
+        elif is_first_microbatch:
+            begin_microbatches(cache)
+        return cache
 
     def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> MainGrad | None:
         if not (weight.requires_grad and torch.is_grad_enabled()):

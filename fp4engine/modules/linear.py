@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp4engine.arguments import require_callable, require_integer, require_model, shown
 from fp4engine.functional import WeightCache
-from fp4engine.functional.weight_cache import told_of_steps
+from fp4engine.functional.weight_cache import require_sealed, told_of_steps
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.quantized_weight import initialize
@@ -140,24 +140,28 @@ def weight_cache(model: torch.nn.Module) -> Generator[None]:
     """Region in which each module below ``model`` quantizes its weight once, e.g. around accumulation.
 
     An entry is dropped when its weight is written to or replaced; every entry is dropped when a ``torch.optim``
-    optimizer steps and when the region ends. Cached and uncached passes give the same bytes. Such regions may lie
-    within each other, and end in any order.
+    optimizer steps and when the region ends. Cached and uncached passes give the same bytes: at each use the weight's
+    bytes are compared with those that were quantized. A GPU makes that comparison after the host has gone on, so that
+    a write that nothing else shows (through ``weight.data``, or by a fused function that is no optimizer of
+    ``torch.optim``) makes the region raise when it ends. Such regions may lie within each other, and end in any order.
 
     A weight that FSDP2 gathers is quantized anew each time, since nothing shows that its shards were written to.
 
     Raises:
         ValueError: ``model`` is no module.
+        RuntimeError: when the region ends, on a GPU: such a write has been made, and the codes were used afterwards.
     """
     require_model(model)
     gathered = _gathered(model)
-    layers = [module for module in model.modules() if isinstance(module, Gemms) and module not in gathered]
-    caches = [WeightCache() for _ in layers]
+    found = {n: m for n, m in model.named_modules() if isinstance(m, Gemms) and m not in gathered}
+    layers, caches = list(found.values()), [WeightCache(name or type(layer).__name__) for name, layer in found.items()]
     with _lock:
         for layer, cache in zip(layers, caches, strict=True):
             layer._weight_caches = (*layer._weight_caches, cache)
     try:
         with told_of_steps(caches):
             yield
+        require_sealed(caches)
     finally:
         with _lock:
             for layer, cache in zip(layers, caches, strict=True):

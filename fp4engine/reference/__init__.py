@@ -2,6 +2,7 @@
 
 from fp4engine.reference.amax_history import record_amax
 from fp4engine.reference.cast import Cast, amax, decode, dequantize, outer_factor, quantize, within_range
+from fp4engine.reference.checksum import checksum
 from fp4engine.reference.column_sums import column_sums
 from fp4engine.reference.gemm import gemm, gemm_factor
 from fp4engine.reference.rounding import pack, pack6, pack_bits, unpack, unpack6, unpack_bits
@@ -11,6 +12,7 @@ from fp4engine.reference.swizzle import swizzle_scales, unswizzle_scales
 __all__ = [
     "Cast",
     "amax",
+    "checksum",
     "column_sums",
     "decode",
     "dequantize",

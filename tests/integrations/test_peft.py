@@ -2,6 +2,8 @@
 
 import copy
 import gc
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -81,6 +83,30 @@ def test_adapters_and_layers_saved_beside_them_change_no_name(saved) -> None:
         high = [name for name, formats in ran.items() if formats == {"high_precision"} and "lora" not in name]
         assert [name.partition("layers.")[2].partition("_proj")[0] for name in high] == ["1.mlp.down", ""]
         assert len(ran) == 15 and all(len(formats) == 1 for formats in ran.values()) and high[-1].endswith("lm_head")
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["region", "flag"])
+def test_adapters_merge_and_unmerge_within_a_cache(flag: bool, monkeypatch) -> None:
+    """PEFT writes through ``weight.data``, which moves no version counter."""
+    model = base()
+    convert(model)
+    tuned = with_adapters(model)
+    layers = [m for m in model.modules() if isinstance(m, fp4engine.Linear)]
+    if flag:
+        for layer in layers:
+            layer.forward = partial(fp4engine.Linear.forward, layer, is_first_microbatch=False)
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            return tuned(tokens()).logits
+
+    with nullcontext() if flag else fp4engine.weight_cache(tuned):
+        for change in (lambda: None, tuned.merge_adapter, tuned.unmerge_adapter):
+            change()
+            found = logits()
+            with monkeypatch.context() as plain:
+                plain.setattr(fp4engine.modules.Gemms, "_cache", lambda *_: None)
+                assert torch.equal(found, logits())
 
 
 @pytest.mark.parametrize("has_run", [False, True])

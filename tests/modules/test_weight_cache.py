@@ -118,14 +118,6 @@ def test_in_place_update_invalidates(layer, batches):
     assert not torch.equal(before, after)
 
 
-def test_a_call_that_is_no_microbatch_keeps_to_the_weight_as_it_is(layer, batches):
-    with fp4engine.autocast(recipe=RECIPE), torch.no_grad():
-        layer(batches[0], is_first_microbatch=True)
-        layer.weight.data.mul_(2)  # moves no version counter
-        cached = layer(batches[0], is_first_microbatch=False)
-        assert not torch.equal(layer(batches[0]), cached)
-
-
 @pytest.mark.parametrize(
     "recipe",
     [
