@@ -58,7 +58,9 @@ def _is_known_at_once(x: Tensor) -> bool:
 
 
 def _bytes(x: Tensor) -> memoryview:
-    return x.detach().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().data
+    dense = x.detach().resolve_neg().contiguous()
+    # A stride of one element alone may be any, also where PyTorch calls the tensor contiguous.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _checksum(x: Tensor, total: Tensor | None = None) -> Tensor:

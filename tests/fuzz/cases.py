@@ -4,7 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from random import Random
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fp4engine
 from fp4engine.recipe import NVFP4BlockScaling, Recipe
 from fp4engine.recipe.zoo import ZOO
+from tests.fuzz import moves
 from tests.fuzz.straight_line import Linear, Settings, Share, Stream, differentiated, norm
 
 SIZES = (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 48)
@@ -40,6 +41,8 @@ class Case:
         writes: how weights are halved between them.
         elsewhere: backward runs on another thread.
         threads: how many run the whole case at the same time.
+        moves: of the model that the module is put in and runs by a rule of; none where it runs alone.
+        seeding: how the random stream gets its seed.
     """
 
     seed: int
@@ -66,6 +69,8 @@ class Case:
     elsewhere: bool
     threads: int
     options: tuple[Any, ...]
+    moves: tuple[str, ...] = ()
+    seeding: str = "told"
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
@@ -141,7 +146,7 @@ def draw(seed: int, index: int) -> Case:
     )
     microbatches = rng.choice((1, 1, 1, 2, 3))
     in_parallel = not draws(recipe, ("input", "weight", "grad_output")) and rng.random() < 0.1
-    return Case(
+    case = Case(
         seed=rng.randrange(2**31),
         module=module,
         recipe=recipe,
@@ -160,13 +165,16 @@ def draw(seed: int, index: int) -> Case:
         main_grad=rng.choice((None, None, None, torch.float32, torch.bfloat16)),
         microbatches=microbatches,
         caching=rng.choice(("none", "none", "scope", "flag")),
-        writes=rng.choice(("none", "none", "none", "in place", "memory", "replaced", "optimizer")),
+        writes=rng.choice(("none", "none", "none", "in place", "memory", "replaced", "optimizer", *moves.WRITES)),
         checkpoint=checkpoint,
         amp=torch.bfloat16 if plain and rng.random() < 0.1 else None,
         elsewhere=rng.random() < 0.1,
         threads=3 if in_parallel else 1,
         options=options,
+        seeding=rng.choice(moves.SEEDINGS),
     )
+    can_be_copied = case.main_grad is None and case.weight_layout == "contiguous"
+    return replace(case, moves=moves.draw_moves(rng, can_be_copied))
 
 
 # Tensors
@@ -396,7 +404,9 @@ def halve_weights(module: torch.nn.Module, way: str) -> None:
             continue
         # PyTorch's fused SGD is inexact in BF16, refuses negated views, and takes every weight for a dense one.
         is_usual = parameter.dtype == torch.float32 and parameter.is_contiguous() and not parameter.is_neg()
-        if way == "in place" or (way == "optimizer" and not is_usual):
+        if way in moves.WRITES:
+            moves.halve_unseen(parameter, way, is_usual)
+        elif way == "in place" or (way == "optimizer" and not is_usual):
             with torch.no_grad():
                 parameter.mul_(0.5)
         elif way == "memory":
@@ -428,7 +438,7 @@ def by_hand(
     total: dict[str, Tensor | None] = {}
     for batch, (x, dy) in enumerate(batches):
         if batch and case.writes != "none":  # where it lies in memory decides how MKL sums a product of one row
-            halve_weights(module, "in place" if case.writes in ("in place", "optimizer") else "memory")
+            halve_weights(module, "memory" if case.writes in ("memory", "replaced") else "in place")
         results[f"y of batch {batch}"], backward = straight.forward(x)
         own: dict[str, Tensor | None] = {}
         for _ in range({"none": 0, "retain": 2}.get(case.how, 1)):
@@ -446,6 +456,8 @@ def by_hand(
 def by_engine(case: Case, module: torch.nn.Module, batches: list[tuple[Tensor, Tensor]], group: Any = None) -> Results:
     """The case as a user runs it."""
     results: Results = {}
+    placed = moves.place(module, case.recipe, case.moves)
+    module = placed.module
 
     def forward(x: Tensor, first: bool | None) -> Tensor:
         run = partial(module, is_first_microbatch=first) if first is not None else module
@@ -469,7 +481,7 @@ def by_engine(case: Case, module: torch.nn.Module, batches: list[tuple[Tensor, T
             x = x.detach().requires_grad_("x" not in case.frozen)
             first = batch == 0 if case.caching == "flag" else None
             with (
-                fp4engine.autocast(recipe=case.recipe, amax_reduction_group=group),
+                fp4engine.autocast(recipe=placed.recipe, amax_reduction_group=group),
                 torch.autocast("cpu", case.amp, enabled=case.amp is not None),
             ):
                 y = checkpoints[case.checkpoint](forward, x, first)
@@ -499,10 +511,12 @@ def by_engine(case: Case, module: torch.nn.Module, batches: list[tuple[Tensor, T
 
 
 def elsewhere(function: Callable[[], None]) -> None:
-    """Run ``function`` on a thread of its own."""
+    """Run ``function`` on a thread of its own, which computes on as many cores: sums depend on their number."""
     errors: list[BaseException] = []
+    cores = torch.get_num_threads()
 
     def run() -> None:
+        torch.set_num_threads(cores)
         try:
             function()
         except BaseException as error:
@@ -592,7 +606,7 @@ def run(case: Case) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         want = by_hand(case, *prepared())
-        fp4engine.manual_seed(case.seed)
+        moves.seed(case.seeding, case.seed)
         found: list[Results] = [{} for _ in range(case.threads)]
         cores = torch.get_num_threads()
 

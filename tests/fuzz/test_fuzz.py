@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fp4engine import ops
-from fp4engine.functional import weight_cache
-from fp4engine.ops import cast
+from fp4engine.modules import identity
+from fp4engine.ops import cast, rng
 from fp4engine.recipe import NVFP4BlockScaling
 from fp4engine.recipe.zoo import ZOO
 from tests.fuzz import __main__ as command
@@ -71,7 +71,16 @@ def one_draw_more(plant):
 
 
 def stale_weight(plant):
-    plant.setattr(weight_cache, "_memory", lambda weight: (None, ()))
+    plant.setattr(ops.Seal, "fits", lambda seal, weight: True)
+
+
+def stale_name(plant):
+    plant.setattr(identity.Identity, "checked", lambda own, layer: own)
+    plant.setattr(identity.Root, "require_rules", lambda root, recipe: None)
+
+
+def seed_of_the_first_look(plant):
+    plant.setattr(rng, "_follow", lambda seed: None)
 
 
 def rounded_twice(plant):
@@ -84,7 +93,9 @@ FAULTS = {
     "lost sign": (lost_sign, PLAIN, "y of batch 0"),
     "one draw more": (one_draw_more, PLAIN, "draws: 2 instead of 1"),
     "rounded twice": (rounded_twice, PLAIN, "gradient of weight"),
-    "stale weight": (stale_weight, replace(PLAIN, microbatches=2, caching="scope", writes="memory"), "y of batch 1"),
+    "stale weight": (stale_weight, replace(PLAIN, microbatches=2, caching="scope", writes="data"), "y of batch 1"),
+    "stale name": (stale_name, replace(PLAIN, moves=("convert", "cut")), "'1' follows a rule"),
+    "seed": (seed_of_the_first_look, replace(PLAIN, seeding="torch after draws"), "gradient of x"),
 }
 
 
@@ -93,7 +104,11 @@ def test_a_planted_fault_is_found(fault: str, monkeypatch) -> None:
     plant, case, where = FAULTS[fault]
     assert cases.run(case) == []
     plant(monkeypatch)
-    assert any(difference.startswith(where) for difference in cases.run(case)), cases.run(case)
+    try:
+        found = cases.run(case)
+    except AssertionError as error:
+        found = [str(error)]
+    assert any(difference.startswith(where) for difference in found), found
 
 
 def test_a_failure_says_how_to_run_it_again(monkeypatch, capsys) -> None:

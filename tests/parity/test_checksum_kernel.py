@@ -51,6 +51,12 @@ def test_a_seal_fits_equal_bytes_alone(kernel_device, dtype, monkeypatch):
     assert len({reference.checksum(way.clone()).item() for way in ways}) == 4
 
 
+def test_a_single_element_of_any_stride():
+    x = torch.ones(1, 2, dtype=torch.float16)[:, ::2]
+    assert x.is_contiguous() and x.stride(-1) == 2 and Seal(x).fits(x.clone())
+    assert reference.checksum(x) == reference.checksum(x.clone())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_change_of_one_word_shows(dtype):
     x = made((257,), dtype, "cpu", seed=3)
