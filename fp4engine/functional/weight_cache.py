@@ -25,14 +25,12 @@ class _Kept(NamedTuple):
     """Operands of one weight, and what identifies the weight from which they were made.
 
     Attributes:
-        weight: a function that returns the weight.
-        storage: refers to its storage weakly.
-        key: version and layout of the weight, and the plan.
+        storage: refers to the weight's storage weakly.
+        key: identity, version and layout of the weight, and the plan.
         seal: the bytes of the weight.
         operands: ``whether a backward pass needs them -> operands``.
     """
 
-    weight: Callable[[], Tensor]
     storage: "weakref.ref[UntypedStorage]"
     key: tuple[Any, ...]
     seal: Seal
@@ -53,8 +51,8 @@ class WeightCache:
     quantized anew. A GPU has not made it yet when the operands are used, and to wait for it would cost more than the
     cache saves; there :func:`require_sealed` raises, once the comparison is made.
 
-    The cache refers to a weight strongly, because ``torch.utils.swap_tensors`` refuses tensors with weak references. It
-    notices a swap by the other storage. Operands are dropped with the memory of their weight.
+    The cache refers to the weight's storage alone, and weakly: ``torch.utils.swap_tensors`` refuses tensors with weak
+    references. Operands are dropped with the memory of their weight.
 
     Threads may share a cache. An entry is replaced as a whole, so no thread adds to an entry that another has begun.
 
@@ -101,11 +99,11 @@ class WeightCache:
         storage, layout = _memory(weight)
         if changes or storage is None or weight.is_inference():  # made in inference mode: it has no version counter
             return make()
-        key, kept = (weight._version, layout, plan), self._kept
-        known = kept is not None and kept.weight() is weight and kept.storage() is storage and kept.key == key
+        key, kept = (id(weight), weight._version, layout, plan), self._kept
+        known = kept is not None and kept.storage() is storage and kept.key == key
         if kept is None or not known or not kept.seal.fits(weight):
             gone = partial(_forget, weakref.ref(self))
-            kept = _Kept(lambda: weight, weakref.ref(storage, gone), key, Seal(weight), {})
+            kept = _Kept(weakref.ref(storage, gone), key, Seal(weight), {})
             self._replace(kept)
         if needs_dgrad not in kept.operands:
             if not needs_dgrad and True in kept.operands:

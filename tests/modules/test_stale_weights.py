@@ -267,6 +267,10 @@ def test_operands_go_with_the_memory_of_their_weight():
     layer.weight.data = torch.empty(32, 32)
     gc.collect()
     assert cache._kept is None
+    forward(layer, True)
+    layer.weight = torch.nn.Parameter(torch.empty(32, 32))
+    gc.collect()
+    assert cache._kept is None
     with fp4engine.weight_cache(layer):
         forward(layer)
         (cache,) = layer._weight_caches
