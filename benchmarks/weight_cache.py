@@ -4,13 +4,14 @@ For each layer, on the GPU: microseconds of casting the weight for forward and b
 checksum, and of a checksum that the host waits for; and forward and backward of the layer over BF16's, in four ways:
 
     anew      no cache
-    compared  fp4engine.weight_cache, which compares, and looks at the comparisons when its region ends
+    compared  fp4engine.weight_cache, which compares, spoils what does not fit, and looks when its region ends
     told      the same without comparing: what it would be if a cache could trust that nobody writes
     waited    the same with a host that waits for each comparison, so that it could quantize the weight anew
 
   python benchmarks/weight_cache.py
 """
 
+from collections.abc import Sequence
 from unittest.mock import patch
 
 import torch
@@ -19,16 +20,18 @@ from step import RECIPE, make, problem, run_nvfp4, run_step
 from timing import argument_parser, environment, repeats_for, time_in_turn, write_json
 
 import fp4engine
-from fp4engine.ops import Seal, are_broken
+from fp4engine.ops.checksum import Seal, are_broken
 
 fits = Seal.fits
 
 
-def waited(seal: Seal, weight: torch.Tensor) -> bool:
-    return fits(seal, weight) and not are_broken([seal])[0]
+def waited(seal: Seal, weight: torch.Tensor, spoiled: Sequence[torch.Tensor] = ()) -> bool:
+    fits(seal, weight, spoiled)
+    assert seal.broken is not None
+    return not are_broken([seal.broken])[0]
 
 
-def told(seal: Seal, weight: torch.Tensor) -> bool:
+def told(seal: Seal, weight: torch.Tensor, spoiled: Sequence[torch.Tensor] = ()) -> bool:
     return True
 
 

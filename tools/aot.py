@@ -67,8 +67,8 @@ from fp4engine.kernels.cast_fp8_blocks import TILE as FP8_TILE
 from fp4engine.kernels.cast_fp8_blocks import WARPS, cast_fp8_blocks_kernel
 from fp4engine.kernels.channel_figures import TILE_R as COUNTED_ROWS
 from fp4engine.kernels.channel_figures import channels_kernel, fold_channels_kernel
+from fp4engine.kernels.checksum import MOST_PROGRAMS, checksum_kernel, compare_kernel
 from fp4engine.kernels.checksum import TILE as CHECKED
-from fp4engine.kernels.checksum import checksum_kernel
 from fp4engine.kernels.column_sums import COLS as SUM_COLS
 from fp4engine.kernels.column_sums import FOLDED, chunk_sums_kernel, fold_chunks_kernel
 from fp4engine.kernels.dequantize import BLOCKS, decode_kernel, decode_tiles_kernel, dequantize_kernel
@@ -166,7 +166,8 @@ POINTERS = {
     "maxima_ptr": "*fp64", "bits_ptr": "*u8", "worst_ptr": "*fp64", "left_ptr": "*u8", "left_out_ptr": "*fp32",
     "right_ptr": "*u8", "right_out_ptr": "*fp32",
     "past_amax_ptr": "*fp32", "scaled_by_ptr": "*fp32",
-    "whole_ptr": "*fp32", "total_ptr": "*i64", "largest_ptr": "*fp32", "sums_ptr": "*fp64",
+    "checksums_ptr": "*i64", "first_ptr": "*i64", "broken_ptr": "*i32",
+    "whole_ptr": "*fp32", "largest_ptr": "*fp32", "sums_ptr": "*fp64",
 }  # fmt: skip
 OUTPUTS = {
     "draw_kernel": "*i64", "place_kernel": "*i64", "swizzle_kernel": "*u8", "fold_chunks_kernel": "*fp32",
@@ -323,6 +324,9 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
         table.append((name, decode_kernel, absent | {"PER_PROGRAM": BLOCKS}, "bf16"))
     table += [("draw", draw_kernel, {}, "bf16"), ("place of a shard", place_kernel, {}, "bf16")]
     table.append(("checksum", checksum_kernel, {"BITS": 16, "TILE": CHECKED}, "bf16"))
+    for absent in ((), ("right_ptr",), ("left_ptr", "right_ptr")):
+        constants = dict.fromkeys(absent) | {"TILE": MOST_PROGRAMS}
+        table.append((f"compare checksums, fill {2 - len(absent)}", compare_kernel, constants, "bf16"))
     for choice in ("", "max", "most_recent", "given"):
         table.append((f"record amax {choice}", record_kernel, {"CHOICE": choice, "ROOM": 1024}, "bf16"))
     table.append(("factor", factor_kernel, {}, "bf16"))

@@ -253,6 +253,13 @@ def _departures(
         yield "", "no linear module is planned in FP4"
 
 
+class _Counter(ExecutedGemms):
+    """The counter of a module of PyTorch's. A copy begins at zero: what ran in a module did not run in its copy."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Counter, ()
+
+
 def counter_of(module: nn.Module) -> ExecutedGemms | None:
     """Where ``module`` counts its GEMMs; None if it does not."""
     executed = vars(module).get("executed")  # getattr would find that of what a wrapper wraps, a second time
@@ -262,7 +269,7 @@ def counter_of(module: nn.Module) -> ExecutedGemms | None:
 def count_high_precision(module: nn.Linear) -> None:
     """Count the GEMMs of a module that is left alone."""
     if counter_of(module) is None:
-        vars(module)["executed"] = ExecutedGemms()
+        vars(module)["executed"] = _Counter()
         module.register_forward_hook(_record, with_kwargs=True)
 
 

@@ -21,8 +21,6 @@ _HIGH_PRECISION = dict.fromkeys(GEMMS, HIGH_PRECISION)
 class ExecutedGemms:
     """How often each GEMM of one module ran, by the formats of its operands; eager mode only.
 
-    Copies begin at zero, as what ran in a module did not run in its copy.
-
     Attributes:
         counts: ``(gemm, formats) -> times``, e.g. ``("fprop", "e2m1 x e2m1")``; see :func:`operand_formats`.
         flops: ``(gemm, formats) -> 2 M N K``, summed over those times.
@@ -33,9 +31,6 @@ class ExecutedGemms:
         self.counts: dict[tuple[str, str], int] = {}
         self.flops: dict[tuple[str, str], int] = {}
         self.by_torch: dict[str, int] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ExecutedGemms, ()
 
     def record(self, formats: Mapping[GemmName, str], flops: int, *gemms: GemmName) -> None:
         """Count one run of each of ``gemms``, of ``flops`` FLOPs each.

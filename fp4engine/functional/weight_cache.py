@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
+from fp4engine.formats import Outer
 from fp4engine.functional.plan import LinearPlan
-from fp4engine.ops import Operand, Seal, SquareOperand, TiledOperand, are_broken
+from fp4engine.ops import Operand, SquareOperand, TiledOperand
+from fp4engine.ops.checksum import Seal, are_broken, in_bytes, is_known_at_once
 from fp4engine.steps import hear_steps, hearing_steps
 
 Operands = tuple[Operand, Operand | TiledOperand | SquareOperand | None]
@@ -21,20 +24,38 @@ Make = Callable[[], Operands]
 """Quantizes the weight."""
 
 
-class _Kept(NamedTuple):
-    """Operands of one weight, and what identifies the weight from which they were made.
+class _Made(NamedTuple):
+    """Operands of one weight.
+
+    Attributes:
+        operands, for_dgrad: what was made, and whether it was made for a backward pass too.
+        spoiled: memory of theirs that a device fills with NaN when it finds that the weight has other bytes.
+    """
+
+    operands: Operands
+    for_dgrad: bool
+    spoiled: tuple[Tensor, ...]
+
+
+class _Kept:
+    """What a cache knows of one weight.
 
     Attributes:
         storage: refers to the weight's storage weakly.
         key: identity, version and layout of the weight, and the plan.
         seal: the bytes of the weight.
-        operands: ``whether a backward pass needs them -> operands``.
+        made: None while the operands are made.
     """
 
-    storage: "weakref.ref[UntypedStorage]"
-    key: tuple[Any, ...]
-    seal: Seal
-    operands: dict[bool, Operands]
+    def __init__(self, storage: "weakref.ref[UntypedStorage]", key: tuple[Any, ...], seal: Seal) -> None:
+        self.storage, self.key, self.seal = storage, key, seal
+        self.made: _Made | None = None
+
+    def has(self, weight: Tensor, storage: UntypedStorage, key: tuple[Any, ...], needs_dgrad: bool) -> bool:
+        """Whether there are operands of ``weight`` as it is now, as far as that is known."""
+        if self.made is None or self.made.for_dgrad < needs_dgrad or self.storage() is not storage or self.key != key:
+            return False
+        return self.seal.fits(weight, self.made.spoiled)
 
 
 class WeightCache:
@@ -42,19 +63,20 @@ class WeightCache:
 
     Caching never changes a byte. Operands are not cached if their cast draws random bits or depends on earlier steps,
     or if their quantizer does more than cast: it may read something that is not in the weight. Nor are those of a
-    subclass of tensors, whose bytes are not known here.
+    subclass of tensors, whose bytes are not known here, nor those that a CUDA graph makes, in each of its replays.
 
     What a cache can know for nothing makes it quantize the weight anew: another tensor, other memory
     (``weight.data = ...``), another version counter. A write in place through another tensor with the same memory shows
     in none of these, nor does one by a fused optimizer. So the bytes of the weight are compared with those that were
     quantized, at each use, which reads the weight once. On a CPU the comparison comes first, and the weight is then
-    quantized anew. A GPU has not made it yet when the operands are used, and to wait for it would cost more than the
-    cache saves; there :func:`require_sealed` raises, once the comparison is made.
+    quantized anew. A GPU compares after the host has gone on, since to wait for it would cost more than the cache
+    saves. If the bytes differ, it makes the operands NaN before it multiplies by them, so that nothing wrong looks
+    right, and :func:`require_sealed` says later which weight it was.
 
     The cache refers to the weight's storage alone, and weakly: ``torch.utils.swap_tensors`` refuses tensors with weak
     references. Operands are dropped with the memory of their weight.
 
-    Threads may share a cache. An entry is replaced as a whole, so no thread adds to an entry that another has begun.
+    Threads may share a cache. An entry is replaced as a whole, so no thread adds to one that another has begun.
 
     Args:
         label: what the weight is called in an error.
@@ -64,27 +86,26 @@ class WeightCache:
         self.label = label
         self._kept: _Kept | None = None
         self.flat: tuple[Any, ...] | None = None  # the operands that launches read, taken apart
-        self._retired: list[Seal] = []
+        self._flags: list[Tensor] = []
 
     def clear(self) -> None:
         """Forget the operands: the weight may have changed unseen."""
         self._replace(None)
 
     def _replace(self, kept: _Kept | None) -> None:
-        before, self._kept = self._kept, kept
-        self.flat = None
-        if before is not None and before.seal.is_to_be_looked_at:
-            self._retired.append(before.seal)
+        before, self._kept, self.flat = self._kept, kept, None
+        if before is not None and before.seal.broken is not None:
+            self._flags.append(before.seal.broken)
 
     @property
-    def has_seals(self) -> bool:
-        """Whether comparisons have been asked for at which nobody has looked."""
-        return bool(self._retired)
+    def has_flags(self) -> bool:
+        """Whether a device has made comparisons for entries that are gone, and nobody has looked at them."""
+        return bool(self._flags)
 
-    def take_seals(self) -> list[Seal]:
-        """The seals at which :func:`require_sealed` has to look; the cache then begins anew."""
+    def take_flags(self) -> list[Tensor]:
+        """What :func:`require_sealed` has to look at; the cache then begins anew."""
         self.clear()
-        taken, self._retired = self._retired, []
+        taken, self._flags = self._flags, []
         return taken
 
     def get(self, weight: Tensor, plan: LinearPlan, needs_dgrad: bool, make: Make) -> Operands:
@@ -97,23 +118,46 @@ class WeightCache:
         quantizer = plan.weight
         changes = quantizer.draws_in_forward or quantizer.is_stateful or not quantizer.only_casts
         storage, layout = _memory(weight)
-        if changes or storage is None or weight.is_inference():  # made in inference mode: it has no version counter
-            return make()
+        if changes or storage is None or weight.is_inference() or _is_captured(weight):
+            return make()  # a weight that was made in inference mode has no version counter
         key, kept = (id(weight), weight._version, layout, plan), self._kept
-        known = kept is not None and kept.storage() is storage and kept.key == key
-        if kept is None or not known or not kept.seal.fits(weight):
-            gone = partial(_forget, weakref.ref(self))
-            kept = _Kept(weakref.ref(storage, gone), key, Seal(weight), {})
-            self._replace(kept)
-        if needs_dgrad not in kept.operands:
-            if not needs_dgrad and True in kept.operands:
-                return kept.operands[True][0], None
-            kept.operands[needs_dgrad] = make()
-        return kept.operands[needs_dgrad]
+        if kept is None or not kept.has(weight, storage, key, needs_dgrad):
+            gone = weakref.ref(storage, partial(_forget, weakref.ref(self)))
+            kept = _Kept(gone, key, Seal(weight))
+            self._replace(kept)  # before the operands are made: what clears the cache meanwhile clears them too
+            operands = make()
+            kept.made = _Made(operands, needs_dgrad, _spoiled(operands, weight))
+        assert kept.made is not None
+        operands, for_dgrad, _ = kept.made
+        return operands if for_dgrad == needs_dgrad else (operands[0], None)
 
     def tiles(self, weight: Tensor) -> TiledOperand | None:
         """``weight`` as codes with one scale per tile, if it is stored so; every call makes operands from them."""
         return None
+
+
+def _is_captured(weight: Tensor) -> bool:
+    """Whether a CUDA graph is captured. Its replays come when nobody asks a cache, and find its memory given away."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _spoiled(operands: Operands, weight: Tensor) -> tuple[Tensor, ...]:
+    """Memory of each operand which, full of NaN, makes every product by it NaN; none where nobody asks for it."""
+    if is_known_at_once(weight):
+        return ()
+    found: dict[int, Tensor] = {}
+    for made in operands:
+        operand = made.operand if isinstance(made, SquareOperand) else made
+        if not isinstance(operand, Operand):
+            continue
+        part = operand.amax
+        if operand.spec is None:
+            part = operand.data
+        elif operand.spec.outer is Outer.NONE:
+            part = operand.data if operand.scale_inv is None else operand.scale_inv
+        if part is not None and part.untyped_storage() is not weight.untyped_storage():
+            found[part.data_ptr()] = in_bytes(part)
+    return tuple(found.values())
 
 
 def _memory(weight: Tensor) -> tuple[UntypedStorage | None, tuple[Any, ...]]:
@@ -134,17 +178,16 @@ def require_sealed(caches: Iterable[WeightCache]) -> None:
     """Forget what ``caches`` hold, after a look at the comparisons that their devices have made.
 
     Raises:
-        RuntimeError: a layer has multiplied by codes of what its weight was before.
+        RuntimeError: a layer has multiplied by NaN, since its weight was no longer what had been quantized.
     """
-    taken = [(cache.label, seal) for cache in caches for seal in cache.take_seals()]
-    broken = [label for (label, _), found in zip(taken, are_broken([seal for _, seal in taken]), strict=True) if found]
+    taken = [(cache.label, flag) for cache in caches for flag in cache.take_flags()]
+    broken = [label for (label, _), found in zip(taken, are_broken([flag for _, flag in taken]), strict=True) if found]
     if broken:
         names = ", ".join(dict.fromkeys(label or "a weight" for label in broken))
         raise RuntimeError(
             f"the weight of {names} was written to while its codes were cached, in a way that only a comparison of its "
-            "bytes shows (through weight.data or other memory, or by a fused optimizer), and the device had used the "
-            "codes before it compared: end fp4engine.weight_cache before such a write, or pass "
-            "is_first_microbatch=True after it. What was computed since is wrong"
+            "bytes shows (through weight.data or other memory, or by a fused optimizer). What was computed with it "
+            "since is NaN: end fp4engine.weight_cache before such a write, or pass is_first_microbatch=True after it"
         )
 
 
@@ -180,7 +223,7 @@ def begin_microbatches(cache: WeightCache) -> None:
         RuntimeError: as :func:`require_sealed`, of all layers whose microbatches no optimizer's step has ended.
     """
     cache.clear()
-    if cache.has_seals:
+    if cache.has_flags:
         _clear_told()
 
 

@@ -182,8 +182,11 @@ class Gemms(Named):
         return QuantizerRole(self.module_type, tensor_type, self.name_for(recipe), self.weight_shape())
 
     @constant_when_traced
-    def _require_plan(self, recipe: int) -> None:
+    def _require_plan(self, recipe: int, kind: str) -> None:
         """Check, while ``torch.compile`` traces, that the recipe of this number can tell how the module computes.
+
+        Args:
+            kind: see :class:`~fp4engine.modules.identity.Root`; the graph has a guard on it.
 
         Raises:
             ValueError: as :meth:`name_for`.
@@ -202,7 +205,7 @@ class Gemms(Named):
         """
         if not recipe.reads_modules:
             return traced_plan(recipe, self.module_type, "", ())
-        self._require_plan(recipe.number)
+        self._require_plan(recipe.number, "" if self._identity is None else self._identity.root.kind)
         shape = self.weight_shape()
         if (recipe.number, shape) in self._plans_for_tracing:
             return self._plans_for_tracing[recipe.number, shape]

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -19,6 +20,9 @@ _ANCHOR = "_fp4engine_root"
 """Attribute of a model that was given to ``convert``."""
 
 
+_kinds = count()
+
+
 class Root:
     """A model that was given to ``convert``, which is referred to weakly.
 
@@ -27,10 +31,15 @@ class Root:
 
     Attributes:
         names: all names of each linear module that the model had when it was converted.
+        kind: the same of a model and its copies, and another of a copied part. A compiled graph of layers is for one
+            kind, so that it is not used for layers of the same names that have not been checked.
     """
 
-    def __init__(self, names: Iterable[tuple[str, ...]], model: nn.Module | None = None) -> None:
+    def __init__(
+        self, names: Iterable[tuple[str, ...]], model: nn.Module | None = None, kind: str | None = None
+    ) -> None:
         self.names = tuple(dict.fromkeys(names))
+        self.kind = str(next(_kinds)) if kind is None else kind
         self._model = None if model is None else weakref.ref(model)
         self._fits: set[int] = set()
 
@@ -71,7 +80,7 @@ class Root:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Root":
         copied = memo.get(id(self.model))
-        return Root(self.names, copied) if isinstance(copied, nn.Module) else self
+        return Root(self.names, copied, self.kind) if isinstance(copied, nn.Module) else Root(self.names, self.model)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Root, (self.names,)

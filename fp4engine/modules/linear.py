@@ -141,15 +141,16 @@ def weight_cache(model: torch.nn.Module) -> Generator[None]:
 
     An entry is dropped when its weight is written to or replaced; every entry is dropped when a ``torch.optim``
     optimizer steps and when the region ends. Cached and uncached passes give the same bytes: at each use the weight's
-    bytes are compared with those that were quantized. A GPU makes that comparison after the host has gone on, so that
-    a write that nothing else shows (through ``weight.data``, or by a fused function that is no optimizer of
-    ``torch.optim``) makes the region raise when it ends. Such regions may lie within each other, and end in any order.
+    bytes are compared with those that were quantized. A GPU makes that comparison after the host has gone on: a write
+    that nothing else shows (through ``weight.data``, or by a fused function that is no optimizer of ``torch.optim``)
+    makes its products NaN there, and the region raises when it ends. A CUDA graph quantizes weights in each replay.
+    Such regions may lie within each other, and end in any order.
 
     A weight that FSDP2 gathers is quantized anew each time, since nothing shows that its shards were written to.
 
     Raises:
         ValueError: ``model`` is no module.
-        RuntimeError: when the region ends, on a GPU: such a write has been made, and the codes were used afterwards.
+        RuntimeError: when the region ends, on a GPU: such a write has been made, and the weight was used afterwards.
     """
     require_model(model)
     gathered = _gathered(model)

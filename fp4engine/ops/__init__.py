@@ -13,7 +13,6 @@ from fp4engine.ops.cast import (
     require_amax,
     transient_form,
 )
-from fp4engine.ops.checksum import Seal, are_broken
 from fp4engine.ops.draws import Draws, coming_draw, is_replaying, next_draw
 from fp4engine.ops.fused_input import activation_backward, fuses, row_statistics
 from fp4engine.ops.gemm import gemm
@@ -58,13 +57,11 @@ __all__ = [
     "Memory",
     "Operand",
     "RandomStream",
-    "Seal",
     "Source",
     "SquareOperand",
     "TiledOperand",
     "activation_backward",
     "all_reduce_amax",
-    "are_broken",
     "amax",
     "amax_shape",
     "casts_supported",

@@ -8,7 +8,7 @@ import torch
 
 from fp4engine import ops
 from fp4engine.modules import identity
-from fp4engine.ops import cast, rng
+from fp4engine.ops import cast, checksum, rng
 from fp4engine.recipe import NVFP4BlockScaling
 from fp4engine.recipe.zoo import ZOO
 from tests.fuzz import __main__ as command
@@ -71,7 +71,7 @@ def one_draw_more(plant):
 
 
 def stale_weight(plant):
-    plant.setattr(ops.Seal, "fits", lambda seal, weight: True)
+    plant.setattr(checksum.Seal, "fits", lambda seal, weight, spoiled: True)
 
 
 def stale_name(plant):

@@ -1,7 +1,9 @@
 """A cached weight is the weight as it is: whatever changes it, whoever does, and wherever the new one lies."""
 
+import contextlib
 import copy
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from torch.optim.sgd import sgd
 
 import fp4engine
 import fp4engine.te.pytorch as te
+from fp4engine.functional import weight_cache
 from fp4engine.ops import checksum
 from fp4engine.recipe import NVFP4BlockScaling
+from fp4engine.recipe.zoo import ZOO
 
 RECIPE = NVFP4BlockScaling(disable_stochastic_rounding=True)
 X = torch.linspace(-1, 1, 4 * 32).view(4, 32)
@@ -276,19 +280,19 @@ def test_operands_go_with_the_memory_of_their_weight():
         (cache,) = layer._weight_caches
         assert cache._kept is not None
         layer.to(torch.float64)
+        gc.collect()
         assert cache._kept is None
 
 
-class Elsewhere:
-    """The CPU as a device that nobody waits for: comparisons are added up, and looked at later."""
-
-    def __init__(self, monkeypatch):
-        monkeypatch.setattr(checksum, "_is_known_at_once", lambda x: False)
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """The CPU as a device that nobody waits for: it compares, and somebody looks later."""
+    for module in (checksum, weight_cache):
+        monkeypatch.setattr(module, "is_known_at_once", lambda x: False)
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_a_device_that_nobody_waits_for_tells_when_the_region_ends(write, monkeypatch):
-    Elsewhere(monkeypatch)
+def test_a_device_that_nobody_waits_for_tells_when_the_region_ends(write, elsewhere):
     model = torch.nn.Sequential(make(), make())
     with fp4engine.weight_cache(model):
         for _ in range(3):
@@ -305,9 +309,37 @@ def test_a_device_that_nobody_waits_for_tells_when_the_region_ends(write, monkey
         assert torch.equal(forward(model[1]), uncached(model[1]))
 
 
+CACHED = {name: row.build() for name, row in ZOO.items() if not row.build().is_delayed}
+
+
+@pytest.mark.parametrize("backward_override", [None, "dequantized", "high_precision"])
+@pytest.mark.parametrize("name", CACHED)
+def test_a_device_that_nobody_waits_for_computes_nothing_that_looks_right(name, backward_override, elsewhere):
+    """What a stale weight would have an influence on is not finite; under ``TRITON_INTERPRET=1`` by a kernel."""
+    torch.manual_seed(0)
+    layer, x = fp4engine.Linear(64, 48, bias=False), torch.randn(32, 64, requires_grad=True)
+    recipe = replace(CACHED[name], backward_override=backward_override)
+
+    def run(module):
+        fp4engine.manual_seed(0)
+        with fp4engine.autocast(recipe=recipe):
+            y = module(x)
+        return y, *torch.autograd.grad(y.sum(), x)
+
+    with contextlib.suppress(RuntimeError), fp4engine.weight_cache(layer):
+        run(layer)
+        assert all(each.isfinite().all() for each in run(layer))
+        layer.weight.data.mul_(-1.5)
+        got, want = run(layer), run(copy.deepcopy(layer))
+        y_is_right, grad_is_right = map(torch.equal, got, want)
+        (cache,) = layer._weight_caches
+        is_kept = cache._kept is not None and layer.plan_by(recipe).weight.rowwise_spec is not None
+        assert y_is_right != is_kept and (y_is_right or not got[0].isfinite().any())
+        assert grad_is_right or not got[1].isfinite().any()
+
+
 @pytest.mark.parametrize("end", ["step", "first", "another layer's first"])
-def test_a_device_that_nobody_waits_for_tells_when_microbatches_end(end, monkeypatch):
-    Elsewhere(monkeypatch)
+def test_a_device_that_nobody_waits_for_tells_when_microbatches_end(end, elsewhere):
     model = torch.nn.ModuleList([make(), make()])
     model[0].name, model[1].name = "up", "down"
     for layer in model:
@@ -327,8 +359,7 @@ def test_a_device_that_nobody_waits_for_tells_when_microbatches_end(end, monkeyp
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
 
 
-def test_an_error_within_the_region_is_the_one_that_is_seen(monkeypatch):
-    Elsewhere(monkeypatch)
+def test_an_error_within_the_region_is_the_one_that_is_seen(elsewhere):
     layer = make()
     with pytest.raises(KeyError), fp4engine.weight_cache(layer):
         forward(layer)

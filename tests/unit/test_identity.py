@@ -395,6 +395,26 @@ def test_compiled_code_checks_names_when_it_is_traced() -> None:
             call(X)
 
 
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_graph_is_not_for_copies_of_a_part(has_run) -> None:
+    torch._dynamo.reset()
+    model, recipe = converted(), ruled("layers.1")
+    with fp4engine.autocast(recipe=recipe):
+        if has_run:
+            model(X)
+        for block in model.layers:
+            torch.compile(block, backend="eager")(X)
+        for way in (copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))):
+            with pytest.raises(Exception, match="convert on the model"):
+                torch.compile(way(model.layers[1]), backend="eager")(X)
+        whole = copy.deepcopy(model)
+        if has_run:
+            whole(X)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for block, same in zip(whole.layers, model.layers, strict=True):
+                assert torch.equal(torch.compile(block, backend="eager")(X), torch.compile(same, backend="eager")(X))
+
+
 # Everything else that goes by names
 
 
