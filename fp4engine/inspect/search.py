@@ -73,7 +73,7 @@ class Findings:
     Attributes:
         high_precision_loss, recipe_loss: scores of the run in high precision and of the run under the whole recipe.
         culprits: in the order in which they were found, the largest gap first within a round.
-        remaining_gap: gap of ``recipe``; NaN if no run was left to measure it.
+        remaining_gap: gap of ``recipe``, measured: a run of the budget is kept back for it.
         recipe: the recipe with all culprits in high precision.
         runs: how many runs were made.
         complete: False if the budget ended the search.
@@ -104,10 +104,7 @@ class Findings:
         if not self.culprits:
             lines.append("  no layer was blamed")
         ended = "" if self.complete else "; the budget ended the search"
-        remains = f"without them a gap of {self.remaining_gap:.4f} remains"
-        if math.isnan(self.remaining_gap):
-            remains = "no run was left to measure what gap remains without them"
-        lines.append(f"{remains}; {self.runs} runs{ended}")
+        lines.append(f"without them a gap of {self.remaining_gap:.4f} remains; {self.runs} runs{ended}")
         return "\n".join(lines)
 
 
@@ -193,6 +190,15 @@ class _Runs:
                 raise OutOfBudget
             self._losses[key] = _last_quarter(self._make_run(recipe))
         return last_quarter_mean(self._losses[key])
+
+    def require_kept_back(self) -> None:
+        """Check that there are as many runs as are kept back; runs that were made before may have found more for free.
+
+        Raises:
+            OutOfBudget: there are not.
+        """
+        if self.count > self._budget - self.kept_back:
+            raise OutOfBudget
 
     def noise(self, recipe: Recipe, other: Recipe) -> float:
         """Twice the standard error of the difference of two scores, as the runs meet the same batches; 0 if unknown."""
@@ -289,7 +295,6 @@ def bisect(
     except OutOfBudget:
         complete = False
     remaining, advised = search.remaining(), _without(recipe, search.blamed)
-    complete = complete and not math.isnan(remaining)
     return Findings(high, low, tuple(search.culprits), remaining, advised, runs.count, complete)
 
 
@@ -307,6 +312,7 @@ class _Search:
 
     def round(self, suspects: Sequence[str], gap: float) -> bool:
         """Blame what explains ``gap`` among ``suspects``; False if nothing does."""
+        self._runs.kept_back = 1  # for what remains without them
         threshold = self._threshold(gap)
         known = len(self.culprits)
         waiting = [(self._alone(suspects), tuple(suspects))]
@@ -321,19 +327,14 @@ class _Search:
             if guilty:
                 waiting += guilty
             else:
+                self._runs.require_kept_back()
                 self.culprits.append(Culprit(group, gap))
-                self._runs.kept_back = 1  # for what remains without them
         return len(self.culprits) > known
 
     def remaining(self) -> float:
-        """The gap without the culprits; NaN if no run is left to measure it."""
-        if not self.culprits:
-            return _difference(self._low, self._high)
+        """The gap without the culprits, by the run that :meth:`round` has kept back."""
         self._runs.kept_back = 0
-        try:
-            return self._gap(_without(self._recipe, self.blamed))
-        except OutOfBudget:
-            return math.nan
+        return self._gap(_without(self._recipe, self.blamed)) if self.culprits else _difference(self._low, self._high)
 
     def refine(self) -> None:
         """Try each GEMM of each single culprit alone, and each operand of the GEMMs that are to blame."""

@@ -78,7 +78,7 @@ def test_the_budget_ends_the_search_and_is_told() -> None:
     made: list = []
     costs = {str(i): {("input", "rowwise"): 1.0} for i in range(16)}
     found = inspect.bisect(losses_by(costs, made), model_of(16), RECIPE, budget=9)
-    assert len(made) == found.runs == 9 and not found.complete
+    assert len(made) == found.runs == 8 and not found.complete  # one was kept back, to measure what remains
     with pytest.raises(ValueError, match="budget"):
         inspect.bisect(losses_by(costs), model_of(16), RECIPE, budget=1)
     for tolerance in (math.nan, -0.1, "small"):
@@ -89,19 +89,15 @@ def test_the_budget_ends_the_search_and_is_told() -> None:
             inspect.bisect(lambda _, losses=losses: losses, model_of(16), RECIPE)
 
 
-@pytest.mark.parametrize("budget", range(4, 40))
+@pytest.mark.parametrize("budget", range(2, 40))
 def test_what_remains_is_measured_however_soon_the_budget_ends(budget) -> None:
     """The whole gap was printed as what remains, if the budget ended a round that had found culprits."""
     costs = {str(i): {("input", "rowwise"): 0.5 / (i + 1), ("weight", "columnwise"): 0.01 * i} for i in range(8)}
     make_run = losses_by(costs)
     found = inspect.bisect(make_run, model_of(8), RECIPE, budget=budget)
-    assert found.runs <= budget
-    if math.isnan(found.remaining_gap):
-        assert "no run was left to measure what gap remains" in str(found) and not found.complete
-    else:
-        true = inspect.search.last_quarter(make_run(found.recipe)) - found.high_precision_loss
-        assert found.remaining_gap == pytest.approx(true)
-        assert f"without them a gap of {true:.4f} remains" in str(found)
+    true = inspect.search.last_quarter(make_run(found.recipe)) - found.high_precision_loss
+    assert found.runs <= budget and found.remaining_gap == pytest.approx(true)
+    assert f"without them a gap of {true:.4f} remains" in str(found)
 
 
 def test_no_gap_blames_nobody() -> None:
