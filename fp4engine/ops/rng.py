@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fp4engine import capability
 from fp4engine.arguments import require_bool, require_integer
@@ -119,11 +120,12 @@ def _follow(seed: int) -> None:
     signed = _to_int64(seed)
     if not _seed or (signed == _seed[0] and not is_seeded):
         return
-    known.left[_seed[0]] = _draw_numbers()
-    if len(known.left) > _KEPT_SEEDS:
-        known.left.popitem(last=False)
-    draws = known.left.pop(signed, {})
-    _begin(signed, {} if is_seeded else draws)
+    with _disable_current_modes():  # a script may seed PyTorch under FakeTensorMode, which refuses real tensors
+        known.left[_seed[0]] = _draw_numbers()
+        if len(known.left) > _KEPT_SEEDS:
+            known.left.popitem(last=False)
+        draws = known.left.pop(signed, {})
+        _begin(signed, {} if is_seeded else draws)
 
 
 @constant_when_traced

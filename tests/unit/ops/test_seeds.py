@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader
 
 import fp4engine
@@ -62,7 +63,13 @@ SEEDED: dict[str, Callable[[int], object]] = {
     "imported before": seed_by_import,
     "transformers": set_seed,
     "on another thread": lambda seed: _on_a_thread(lambda: torch.manual_seed(seed)),
+    "under a fake mode": lambda seed: _under_a_fake_mode(lambda: torch.manual_seed(seed)),
 }
+
+
+def _under_a_fake_mode(function: Callable[[], object]) -> None:
+    with FakeTensorMode():
+        function()
 
 
 def _on_a_thread(function: Callable[[], object]) -> None:
