@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from tests.fuzz import cases, ranks
+from tests.fuzz import cases, ranks, verdict
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,20 +19,22 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--seed", type=int, default=0)
     new.add_argument("--first", type=int, default=0, help="number of the first case")
     new.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    new.add_argument("--device", help="run there, against the same steps there without moves, caches and checkpoints")
     new.add_argument("--ranks", action="store_true", help="on two processes that share outer amaxes")
     return new
 
 
-def failure(seed: int, index: int) -> str:
+def failure(seed: int, index: int, device: str | None = None) -> str:
     """What is wrong with a case, and how to run it again; empty if nothing is."""
     case = cases.draw(seed, index)
     try:
-        wrong = cases.run(case)
+        wrong = verdict.run(case, device)
     except Exception:
         wrong = [traceback.format_exc()]
     if not wrong:
         return ""
-    again = f"python -m tests.fuzz --seed {seed} --first {index} --cases 1"
+    where = f" --device {device}" if device else ""
+    again = f"python -m tests.fuzz --seed {seed} --first {index} --cases 1{where}"
     return "\n  ".join([f"case {index}: {case}", *wrong, f"again: {again}"])
 
 
@@ -51,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
             if time.monotonic() - began > arguments.seconds:
                 break
             done += 1
-            if text := failure(arguments.seed, index):
+            if text := failure(arguments.seed, index, arguments.device):
                 failed += 1
                 bar.write(text)
     print(f"{done} cases of seed {arguments.seed} in {time.monotonic() - began:.0f} s, {failed} failed")

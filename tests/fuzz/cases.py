@@ -1,7 +1,6 @@
 """One case: a module, a recipe, layouts and ways to differentiate, drawn from a seed; and what it has to come to."""
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
@@ -218,10 +217,10 @@ def filled(kind: str, shape: tuple[int, ...], dtype: torch.dtype, rng: torch.Gen
     return values.to(dtype)
 
 
-def make_module(case: Case, rng: torch.Generator) -> torch.nn.Module:
+def make_module(case: Case, rng: torch.Generator, device: str = "cpu") -> torch.nn.Module:
     """The engine's module, with its parameters filled, laid out and frozen as the case has it."""
     inputs, outputs = case.sizes
-    place: dict[str, Any] = {"params_dtype": case.weight_dtype, "device": "cpu", "bias": case.bias}
+    place: dict[str, Any] = {"params_dtype": case.weight_dtype, "device": device, "bias": case.bias}
     place["fuse_wgrad_accumulation"] = case.main_grad is not None
     if case.module == "LayerNormLinear":
         module = fp4engine.LayerNormLinear(inputs, outputs, normalization=case.options[0], **place)
@@ -234,13 +233,24 @@ def make_module(case: Case, rng: torch.Generator) -> torch.nn.Module:
         module = fp4engine.Linear(inputs, outputs, **place)
     for name, parameter in list(module.named_parameters()):
         kind = case.values if case.values in ("zeros", "sparse", "wide") and name.endswith("weight") else "normal"
-        values = filled(kind, tuple(parameter.shape), parameter.dtype, rng)
+        values = filled(kind, tuple(parameter.shape), parameter.dtype, rng).to(device)
         if parameter.ndim == 2:
             values = laid_out(case.weight_layout, values)
         setattr(module, name, torch.nn.Parameter(values, requires_grad=name not in case.frozen))
         if parameter.ndim == 2 and case.main_grad is not None:
-            getattr(module, name).main_grad = filled("normal", tuple(parameter.shape), case.main_grad, rng)
+            getattr(module, name).main_grad = filled("normal", tuple(parameter.shape), case.main_grad, rng).to(device)
     return module
+
+
+def make_batches(case: Case, rng: torch.Generator, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
+    """Input and gradient of the output for every microbatch."""
+    outputs = case.sizes[0] if case.module == "LayerNormMLP" else case.sizes[1]
+    batches = []
+    for _ in range(case.microbatches):
+        x = laid_out(case.x_layout, filled(case.values, (*case.rows, case.sizes[0]), case.dtype, rng).to(device))
+        dtype = case.amp if case.amp is not None and case.dtype != torch.float64 else case.dtype
+        batches.append((x, laid_out(case.dy_layout, filled("normal", (*case.rows, outputs), dtype, rng).to(device))))
+    return batches
 
 
 # The reference
@@ -453,9 +463,19 @@ def by_hand(
     return {"draws": straight.settings.stream.taken, **{k: v for k, v in results.items() if v is not None}}
 
 
-def by_engine(case: Case, module: torch.nn.Module, batches: list[tuple[Tensor, Tensor]], group: Any = None) -> Results:
-    """The case as a user runs it."""
-    results: Results = {}
+def by_engine(
+    case: Case,
+    module: torch.nn.Module,
+    batches: list[tuple[Tensor, Tensor]],
+    group: Any = None,
+    results: Results | None = None,
+) -> Results:
+    """The case as a user runs it.
+
+    Args:
+        results: an empty dictionary, which has what was computed also if the case then raises.
+    """
+    results = {} if results is None else results
     placed = moves.place(module, case.recipe, case.moves)
     module = placed.module
 
@@ -482,7 +502,7 @@ def by_engine(case: Case, module: torch.nn.Module, batches: list[tuple[Tensor, T
             first = batch == 0 if case.caching == "flag" else None
             with (
                 fp4engine.autocast(recipe=placed.recipe, amax_reduction_group=group),
-                torch.autocast("cpu", case.amp, enabled=case.amp is not None),
+                torch.autocast(x.device.type, case.amp, enabled=case.amp is not None),
             ):
                 y = checkpoints[case.checkpoint](forward, x, first)
             results[f"y of batch {batch}"] = y.detach().clone()
@@ -507,6 +527,8 @@ def by_engine(case: Case, module: torch.nn.Module, batches: list[tuple[Tensor, T
     for name, parameter in module.named_parameters():
         results[f"gradient of {name}"] = parameter.grad
         results[f"main_grad of {name}"] = getattr(parameter, "main_grad", None)
+    if case.caching == "flag" and case.writes in moves.WRITES:
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()  # ends the microbatches
     return {"draws": 0, **{name: value for name, value in results.items() if value is not None}}
 
 
@@ -527,111 +549,3 @@ def elsewhere(function: Callable[[], None]) -> None:
     thread.join()
     if errors:
         raise errors[0]
-
-
-# The verdict
-
-
-def differences(got: Results, want: Results) -> list[str]:
-    """What is not the same bytes; all NaN are one."""
-    wrong = [f"{name} is missing" for name in want.keys() - got.keys()]
-    wrong += [f"{name} is there" for name in got.keys() - want.keys() if not name.startswith("main_grad")]
-    for name in sorted(got.keys() & want.keys()):
-        left, right = got[name], want[name]
-        if not isinstance(left, Tensor):
-            wrong += [] if left == right else [f"{name}: {left} instead of {right}"]
-        elif left.shape != right.shape or left.dtype != right.dtype:
-            wrong.append(f"{name}: {left.dtype} {tuple(left.shape)} instead of {right.dtype} {tuple(right.shape)}")
-        elif not torch.equal(bits(left), bits(right)):
-            count = int((bits(left) != bits(right)).sum())
-            wrong.append(f"{name}: {count} of {left.numel()} numbers differ")
-    return wrong
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The bits of a tensor's numbers, in which every NaN is the same one."""
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-    plain[plain.isnan()] = float("nan")
-    return plain.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()])
-
-
-def refusal(case: Case) -> str:
-    """What the engine says where it refuses a case by name; empty where it has to compute it."""
-    if case.checkpoint in ("torch", "torch told") and draws_in_forward(case) and repeats(case):
-        return "which torch.utils.checkpoint does not repeat"
-    return ""
-
-
-def repeats(case: Case) -> bool:
-    """Whether backward asks for anything that forward kept: where only biases want gradients, nothing is."""
-    if case.how == "none":
-        return False
-    experts = [f"{index}" for index in range(len(case.options))] if case.module == "GroupedLinear" else [""]
-    if case.module not in ("Linear", "Linear twice", "GroupedLinear"):
-        return True
-    for expert in experts:
-        own = {"x", f"weight{expert}", f"bias{expert}"}
-        runs = case.how not in ("grad", "inputs") or own & case.wanted
-        if runs and not own - {f"bias{expert}"} <= case.frozen:
-            return True
-    return False
-
-
-def draws_in_forward(case: Case) -> bool:
-    specs = []
-    for role in ("input", "weight"):
-        casts = case.recipe.casts(role)
-        specs += [casts.rowwise, casts.columnwise if casts.columnwise_source == "original" else None]
-    return any(spec is not None and spec.is_stochastic for spec in specs)
-
-
-def make_batches(case: Case, rng: torch.Generator) -> list[tuple[Tensor, Tensor]]:
-    """Input and gradient of the output for every microbatch."""
-    outputs = case.sizes[0] if case.module == "LayerNormMLP" else case.sizes[1]
-    batches = []
-    for _ in range(case.microbatches):
-        x = laid_out(case.x_layout, filled(case.values, (*case.rows, case.sizes[0]), case.dtype, rng))
-        dtype = case.amp if case.amp is not None and case.dtype != torch.float64 else case.dtype
-        batches.append((x, laid_out(case.dy_layout, filled("normal", (*case.rows, outputs), dtype, rng))))
-    return batches
-
-
-def run(case: Case) -> list[str]:
-    """What is wrong: empty if every output, gradient and buffer has the bytes of the step by hand."""
-
-    def prepared() -> tuple[torch.nn.Module, list[tuple[Tensor, Tensor]]]:
-        rng = torch.Generator().manual_seed(case.seed)
-        return make_module(case, rng), make_batches(case, rng)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        want = by_hand(case, *prepared())
-        moves.seed(case.seeding, case.seed)
-        found: list[Results] = [{} for _ in range(case.threads)]
-        cores = torch.get_num_threads()
-
-        def work(index: int) -> None:
-            torch.set_num_threads(
-                cores
-            )  # a new thread has PyTorch's default, and FP64 products of several cores differ
-            found[index] = by_engine(case, *prepared())
-
-        message = refusal(case)
-        try:
-            if case.threads == 1:
-                work(0)
-            else:
-                threads = [threading.Thread(target=elsewhere, args=(partial(work, i),)) for i in range(case.threads)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
-        except RuntimeError as error:
-            if message and message in str(error):
-                return []
-            raise
-        if message:
-            return [f"it is computed, and has to be refused: {message}"]
-        for results in found:
-            results["draws"] = fp4engine.get_rng_state()["draws"].get("cpu", 0)
-    return [difference for results in found for difference in differences(results, want)]

@@ -160,9 +160,9 @@ MOVE: dict[str, Callable[[Placed, Recipe], Placed]] = {
 }
 
 
-def seed(way: str, number: int) -> None:
+def seed(way: str, number: int, place: str = "cpu") -> None:
     """Let the random stream begin at draw 0 of the seed ``number``, in one of :data:`SEEDINGS`."""
-    device = torch.device("cpu")
+    device = torch.device(place)
     if way == "told":
         fp4engine.manual_seed(number)
         torch.manual_seed(number + 1)
@@ -191,7 +191,7 @@ def halve_unseen(weight: nn.Parameter, way: str, is_usual: bool) -> None:
         settings = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.5, "dampening": 0.0, "nesterov": False}
         with torch.no_grad():
             torch._fused_sgd_([weight], [weight.detach().clone()], [], **settings, maximize=False, is_first_step=True)
-    elif way == "numpy" and is_usual:
+    elif way == "numpy" and is_usual and weight.is_cpu:
         weight.detach().numpy()[:] *= 0.5
     elif way == "swapped":
         home = weight.data

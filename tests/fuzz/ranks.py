@@ -18,12 +18,11 @@ from tests.fuzz.cases import (
     Results,
     by_engine,
     by_hand,
-    differences,
     draw,
-    draws_in_forward,
     make_batches,
     make_module,
 )
+from tests.fuzz.verdict import differences, draws_in_forward
 from tests.ranks import process_group, spawn
 
 WORLD = 2

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from fp4engine import ops
-from fp4engine.modules import identity
+from fp4engine.functional import weight_cache
+from fp4engine.modules import identity, linear
 from fp4engine.ops import cast, checksum, rng
 from fp4engine.recipe import NVFP4BlockScaling
 from fp4engine.recipe.zoo import ZOO
 from tests.fuzz import __main__ as command
-from tests.fuzz import cases, ranks
+from tests.fuzz import cases, ranks, verdict
 
 SEED, CASES, PART = 14, 2000, 100
 
@@ -23,6 +24,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("first", range(0, CASES, PART))
 def test_bytes_are_those_of_the_step_by_hand(first: int) -> None:
     failures = [text for index in range(first, first + PART) if (text := command.failure(SEED, index))]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.fixture
+def nobody_waits(monkeypatch) -> None:
+    """The CPU as a device that compares a weight with what was cached when the host has gone on."""
+    for module in (checksum, weight_cache):
+        monkeypatch.setattr(module, "is_known_at_once", lambda x: False)
+
+
+@pytest.mark.parametrize("first", range(0, 200, PART))
+def test_bytes_are_those_of_a_plain_step_on_a_device_that_nobody_waits_for(first: int, nobody_waits) -> None:
+    failures = [text for index in range(first, first + PART) if (text := command.failure(SEED, index, "cpu"))]
     assert not failures, "\n".join(failures)
 
 
@@ -54,7 +68,7 @@ EXPERTS = replace(PLAIN, module="GroupedLinear", recipe=ZOO["fp4_all_the_way"].b
 def test_a_bias_alone_repeats_no_forward(frozen: set[str], wanted: set[str], refused: bool) -> None:
     """A checkpoint whose kept tensors nobody asks for is not recomputed, and so nothing has to be refused."""
     case = replace(EXPERTS, frozen=frozenset(frozen), wanted=frozenset(wanted), how="grad", checkpoint="torch")
-    assert bool(cases.refusal(case)) == refused and cases.run(case) == []
+    assert bool(verdict.refusal(case)) == refused and verdict.run(case) == []
 
 
 def other_stream(plant):
@@ -102,17 +116,29 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, monkeypatch) -> None:
     plant, case, where = FAULTS[fault]
-    assert cases.run(case) == []
+    assert verdict.run(case) == []
     plant(monkeypatch)
     try:
-        found = cases.run(case)
+        found = verdict.run(case)
     except AssertionError as error:
         found = [str(error)]
     assert any(difference.startswith(where) for difference in found), found
 
 
+@pytest.mark.parametrize("caching", ["scope", "flag"])
+def test_stale_codes_that_look_right_are_found(caching: str, nobody_waits, monkeypatch) -> None:
+    case = replace(PLAIN, microbatches=2, caching=caching, writes="data")
+    assert verdict.run(case, "cpu") == []
+    in_bytes = checksum.in_bytes
+    monkeypatch.setattr(weight_cache, "in_bytes", lambda x: in_bytes(x).clone())
+    assert {"y of batch 1 looks right", "gradient of x in batch 1 looks right"} <= set(verdict.run(case, "cpu"))
+    monkeypatch.setattr(weight_cache, "require_sealed", lambda caches: None)
+    monkeypatch.setattr(linear, "require_sealed", lambda caches: None)
+    assert any(found.startswith("y of batch 1: ") for found in verdict.run(case, "cpu"))
+
+
 def test_a_failure_says_how_to_run_it_again(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(cases, "run", lambda case: ["y: all numbers differ"])
+    monkeypatch.setattr(verdict, "run", lambda case, device: ["y: all numbers differ"])
     assert command.main(["--cases", "2", "--seed", "5", "--first", "9"]) == 1
     printed = capsys.readouterr().out
     assert "again: python -m tests.fuzz --seed 5 --first 10 --cases 1" in printed and "2 failed" in printed
