@@ -169,6 +169,7 @@ class Linear:
         if self.needs_dgrad:
             left = settings.side(dy, row_spec, "grad_output", False, rng)
             right = self._backward_side(self.weight, self.w_row, self.w_col, "weight", rng)
+            right = right if right.spec is not None else Side(None, right.matrix.to(dtype))  # FP16 holds no 2^-127
             grad = self._gradient(left, right, self.x_row, "input", "weight", dtype)
             grads["x"] = grad.view(self.shape).to(self.inp_dtype)
         if self.needs_wgrad:
