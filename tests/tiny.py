@@ -40,6 +40,31 @@ CONFIGURATIONS = {
     ),
     "gpt_oss": lambda: transformers.GptOssConfig(**LONGER, num_local_experts=4, num_experts_per_tok=2, head_dim=16),
 }
+MORE_CONFIGURATIONS = {
+    "qwen3": lambda: transformers.Qwen3Config(**LONGER, head_dim=16),
+    "t5": lambda: transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
+    ),
+    "bert": lambda: transformers.BertConfig(**{k: v for k, v in LONGER.items() if "value" not in k}),
+    "whisper": lambda: transformers.WhisperConfig(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        num_mel_bins=16,
+        max_source_positions=32,
+        max_target_positions=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    ),
+}
+"""Architectures that servers and exports meet beside ``CONFIGURATIONS``, some without a causal head."""
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 
@@ -52,6 +77,19 @@ def architecture(name: str) -> Any:
     """One of ``CONFIGURATIONS``, in evaluation mode."""
     # PyTorch's counter has no formula for the fused attention of CPUs.
     return transformers.AutoModelForCausalLM.from_config(CONFIGURATIONS[name](), attn_implementation="eager").eval()
+
+
+def served_architecture(name: str) -> Any:
+    """One of ``CONFIGURATIONS`` or ``MORE_CONFIGURATIONS`` with the head that it is served with, in evaluation mode."""
+    kinds = {
+        "t5": "T5ForConditionalGeneration",
+        "bert": "BertForMaskedLM",
+        "whisper": "WhisperForConditionalGeneration",
+    }
+    if name in kinds:
+        return getattr(transformers, kinds[name])(MORE_CONFIGURATIONS[name]()).eval()
+    config = (CONFIGURATIONS | MORE_CONFIGURATIONS)[name]()
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
 def head(model: Any) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4engine.arguments import require_bool, require_model
-from fp4engine.export.progress import progress_bar
+from fp4engine.export.slabs import progress_bar
 from fp4engine.modules import GroupedLinear, Linear
 from fp4engine.modules.adoption import is_conv1d
 from fp4engine.recipe import Recipe
@@ -48,7 +48,7 @@ def calibrate(
         )
     amaxes: dict[str, Tensor] = {}
     count = 0
-    with _evaluated(model), _watched(layers, amaxes), torch.no_grad():
+    with evaluated(model), _watched(layers, amaxes), torch.no_grad():
         for batch in progress_bar(batches, "calibrate", "batch", progress):
             count += 1
             if recipe is None:
@@ -76,7 +76,8 @@ def _is_served(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _evaluated(model: nn.Module) -> Generator[None]:
+def evaluated(model: nn.Module) -> Generator[None]:
+    """Region in which ``model`` is in evaluation mode, after which each module is in its own again."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -15,9 +15,9 @@ import torch
 
 from fp4engine.convert import convert
 from fp4engine.export.checkpoint import TOKENIZER, export_checkpoint
+from fp4engine.export.layers import LOSSLESS
 from fp4engine.export.reader import CheckpointError, TensorFolder, read_json
 from fp4engine.export.serving_format import FORMATS
-from fp4engine.export.verification import logits_difference
 from fp4engine.modules.shared_amax import SHARED_SCALES
 from fp4engine.recipe import Recipe, recipe_from_json, zoo
 
@@ -51,22 +51,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="modules to write as they are (default: lm_head)",
     )
     parser.add_argument("--no-shared-scales", action="store_true", help="give q/k/v and gate/up a scale each")
-    parser.add_argument("--requantize", action="store_true", help="cast what the format cannot hold to nearest NVFP4")
+    parser.add_argument(
+        "--requantize",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=(LOSSLESS,),
+        help="cast what no form holds to nearest NVFP4; 'lossless' writes MXFP4 as NVFP4 of the same values",
+    )
+    parser.add_argument("--force", action="store_true", help="write also what a reader takes for other numbers")
     verified = parser.add_mutually_exclusive_group()
     verified.add_argument(
         "--verify",
         dest="verified",
         action="store_const",
-        const="logits",
-        help="read the files back, compare every byte, and compare their logits with those of the recipe's weights; "
-        "holds both models in memory, in FP32",
+        const=True,
+        default=False,
+        help="read the files back, compare every byte, and let transformers and vLLM's rules load them and "
+        "transformers run them; holds two models in memory, in FP32",
     )
     verified.add_argument(
         "--verify-files",
         dest="verified",
         action="store_const",
         const="files",
-        help="compare every byte and no logits, where memory is short",
+        help="compare every byte and run no reader, where memory is short",
     )
     most = "largest size of a file (default: %(default)s)"
     parser.add_argument("--max-shard-gb", type=_size, default=2.0, metavar="GIB", help=most)
@@ -90,7 +99,8 @@ def main(args: argparse.Namespace) -> int:
             inputs=_inputs(args.inputs),
             shared_scales=() if args.no_shared_scales else SHARED_SCALES,
             requantize=args.requantize,
-            verify=args.verified is not None,
+            verify=args.verified,
+            force=args.force,
             weights=weights,
             tokenizer=args.source if any((args.source / name).is_file() for name in TOKENIZER) else None,
             max_shard_size=int(args.max_shard_gb * 2**30),
@@ -99,12 +109,6 @@ def main(args: argparse.Namespace) -> int:
         print(f"fp4engine export: {error}", file=sys.stderr)
         return 2
     print(report)
-    if args.verified == "logits":
-        loaded = type(model).from_pretrained(args.source, dtype=torch.float32, use_safetensors=True).eval()
-        convert(loaded, recipe, keep_high_precision=args.keep_high_precision)
-        tokens = torch.arange(64).view(2, 32) % loaded.config.get_text_config().vocab_size
-        difference = logits_difference(loaded, args.directory, tokens, recipe, reader="fp4engine")
-        print(f"logits of the files differ by {difference:.1e} of those of the recipe's weights, for 2 x 32 tokens")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Which weights of a model go into a serving checkpoint as FP4, by which casts, and which scales they share.
+"""Which weights of a model go into a serving checkpoint as codes, by which casts, and which scales they share.
 
 Legend: N out_features, K in_features of a weight [N, K].
 """
@@ -6,6 +6,7 @@ Legend: N out_features, K in_features of a weight [N, K].
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 from fp4engine.accounting.planned import linear_modules, linear_shape, other_matrices
 from fp4engine.arguments import require_patterns
 from fp4engine.checkpoint_names import Piece
-from fp4engine.constants import BLOCK_SIZE
+from fp4engine.export.serving_format import MXFP4, NVFP4, WeightForm, form_of
 from fp4engine.export.slabs import Slabs
 from fp4engine.export.state import ModelState
-from fp4engine.formats import E2M1, E4M3, CastSpec, Correction, Outer
+from fp4engine.formats import CastSpec, Outer
 from fp4engine.modules import Linear, QuantizedWeight
 from fp4engine.modules.adoption import is_conv1d
 from fp4engine.modules.borrowed import BorrowedGroupedLinear, BorrowedLinear
@@ -26,17 +27,23 @@ from fp4engine.names import covers
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.recipe import Recipe, ScheduledRecipe
 from fp4engine.reference import decode
+from fp4engine.roles import QuantizerRole
+
+LOSSLESS = "lossless"
+Requantize = bool | Literal["lossless"]
+"""Whether casts that no form holds become nearest NVFP4; or whether MXFP4 becomes NVFP4 of the same values."""
 
 
 @dataclass(frozen=True)
 class ExportLayer:
-    """One weight that is written as FP4.
+    """One weight that is written as codes.
 
     Attributes:
         name: the dotted name of its module in checkpoints, which its tensors' names begin with.
         module: the dotted name, in the model, of the module that multiplies by it; experts may share one.
         shape: (N, K).
         quantizer: casts the operand that this weight is, or whose rows it is a part of.
+        form: how it is stored; NVFP4 of an operand in MXFP4 holds the same values.
         input_spec: cast of the input in the recipe's forward pass; None: high precision.
         group: names of the layers that share this one's outer scales, itself included.
         operand: names of the layers whose rows, in this order, make one operand of the model, itself included.
@@ -48,6 +55,7 @@ class ExportLayer:
     module: str
     shape: tuple[int, int]
     quantizer: Quantizer
+    form: WeightForm
     input_spec: CastSpec | None
     group: tuple[str, ...]
     operand: tuple[str, ...]
@@ -60,6 +68,37 @@ class ExportLayer:
         assert self.quantizer.rowwise_spec is not None
         return self.quantizer.rowwise_spec
 
+    @property
+    def numerator(self) -> float:
+        """What an outer amax is divided by."""
+        return self.form.spec.numerator if self.is_recoded else self.spec.numerator
+
+    @property
+    def is_recoded(self) -> bool:
+        """True if an operand in MXFP4 is stored as NVFP4."""
+        return self.form is NVFP4 and form_of(self.spec) is MXFP4
+
+    def stored(self, codes: Tensor, scale_inv: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
+        """Codes and block scales as files have them, of an operand that is scaled by ``amax``, FP32 [1] on the CPU.
+
+        Raises:
+            ValueError: MXFP4 that NVFP4 cannot hold.
+        """
+        if not self.is_recoded:
+            return self.form.stored(codes, scale_inv)
+        _, exponent = torch.frexp(amax / self.numerator)  # of the factor, a power of two, or 0
+        powers = scale_inv.view(torch.uint8).int() - 126 - exponent.to(codes.device)
+        holds = _holds(codes, scale_inv)
+        wanted = torch.where(holds, torch.ldexp(torch.ones_like(powers, dtype=torch.float32), powers), 0)
+        scales = wanted.to(torch.float8_e4m3fn)
+        if lost := int((scales.float() != wanted).sum()):
+            raise ValueError(
+                f"{lost} of {holds.sum()} blocks of {self.name!r} have a scale in MXFP4 that is none in NVFP4: they "
+                "span more than the 18 powers of two that E4M3 holds; leave requantize="
+                f"{LOSSLESS!r} (--requantize {LOSSLESS}) out, or pass keep_high_precision=[{self.module!r}]"
+            )
+        return codes, scales.repeat_interleave(2, dim=1)
+
     def weight(self, state: ModelState) -> Tensor:
         """[N, K]."""
         tensor = state[f"{self.name}.weight"]
@@ -70,9 +109,10 @@ class ExportLayer:
 
 @dataclass(frozen=True)
 class _Casts:
-    """How a module of the model casts its weight and its input."""
+    """How a module of the model casts its weight and its input, and how the weight is stored."""
 
     quantizer: Quantizer
+    form: WeightForm
     input_spec: CastSpec | None
     requantized: str
 
@@ -83,7 +123,7 @@ def export_layers(
     recipe: Recipe | None,
     keep_high_precision: Sequence[str],
     shared_scales: Iterable[Sequence[str]],
-    requantize: bool,
+    requantize: Requantize,
 ) -> tuple[dict[str, ExportLayer], dict[str, str]]:
     """``(name -> layer, name -> why the module stays as it is)`` of everything by which ``model`` multiplies.
 
@@ -129,8 +169,8 @@ def export_layers(
     _refuse_tied(model, quantized)
     if not layers:
         raise ValueError(
-            f"no weight of this {type(model).__name__} is FP4: fp4engine.convert(model, recipe) comes first, or pass "
-            "recipe= with an FP4 weight"
+            f"no weight of this {type(model).__name__} is cast: fp4engine.convert(model, recipe) comes first, or pass "
+            "recipe= with a weight in FP4 or FP8"
         )
     for source, matrix in other_matrices(model).items():
         of_modules = (piece for piece in state.of(source) if piece.name.endswith(".weight") or len(piece.shape) > 2)
@@ -152,7 +192,7 @@ def _casts(
     gemms: Gemms,
     stored: Sequence[QuantizedWeight],
     recipe: Recipe | None,
-    requantize: bool,
+    requantize: Requantize,
 ) -> _Casts | None:
     """How the module ``name`` casts; None if its weight stays in high precision."""
     recipe = recipe or gemms.recipe
@@ -178,21 +218,26 @@ def _casts(
             )
     if quantizer.rowwise_spec is None:
         return None
-    if shape[1] % BLOCK_SIZE:
+    form: WeightForm | str = form_of(quantizer.rowwise_spec)
+    if quantizer.is_stateful:
+        form = "its scale comes from earlier steps"
+    why = form if isinstance(form, str) else ""
+    if why and requantize is not True:
         raise ValueError(
-            f"{name!r} has in_features={shape[1]}, and both formats hold whole blocks of {BLOCK_SIZE} only; "
+            f"{name!r} is multiplied as {_words(quantizer.rowwise_spec)}, which no checkpoint for servers holds: "
+            f"{why}; requantize=True (on the command line --requantize) casts it to nearest NVFP4 instead, which is "
+            "not what was trained"
+        )
+    if isinstance(form, str):
+        quantizer, form = Quantizer(CastSpec(), CastSpec(), backend=quantizer.backend), NVFP4
+    if shape[1] % form.col_multiple:
+        raise ValueError(
+            f"{name!r} has in_features={shape[1]}, and {form.name} holds whole blocks of {form.col_multiple} only; "
             f"pass keep_high_precision=[{name!r}]"
         )
-    why = _misfit(quantizer.rowwise_spec)
-    if why and not requantize:
-        raise ValueError(
-            f"{name!r} is multiplied as {_words(quantizer.rowwise_spec)}, which no NVFP4 checkpoint holds: {why}; "
-            "requantize=True (on the command line --requantize) casts it to nearest NVFP4 instead, which is not what "
-            "was trained"
-        )
-    if why:
-        quantizer = Quantizer(CastSpec(), CastSpec(), backend=quantizer.backend)
-    return _Casts(quantizer, inp.rowwise_spec, why)
+    if form is MXFP4 and requantize == LOSSLESS:
+        form = NVFP4
+    return _Casts(quantizer, form, inp.rowwise_spec, why)
 
 
 def _layers(name: str, module: nn.Module, casts: _Casts, pieces: Sequence[Piece]) -> dict[str, ExportLayer]:
@@ -205,14 +250,14 @@ def _layers(name: str, module: nn.Module, casts: _Casts, pieces: Sequence[Piece]
         if len(piece.shape) != 2 or not piece.name.endswith(".weight") or (transposed and piece.rows):
             raise ValueError(
                 f"{name!r} multiplies by {piece.source!r}, which checkpoints hold as {piece.name!r} "
-                f"{list(piece.shape)}; servers know no FP4 form of it: pass keep_high_precision=[{name!r}]"
+                f"{list(piece.shape)}; servers know no codes of it: pass keep_high_precision=[{name!r}]"
             )
         if 0 in piece.shape:
             raise ValueError(
                 f"{name!r} multiplies by {piece.source!r} {list(piece.shape)}, which has no values to write: pass "
                 f"keep_high_precision=[{name!r}]"
             )
-        if piece.rows is not None and any(row % spec.block[0] for row in piece.rows):
+        if piece.rows is not None and any(row % max(spec.block[0], 1) for row in piece.rows):
             raise ValueError(
                 f"{name!r} multiplies by {spec.block[0]}x{spec.block[1]} blocks of {piece.source!r}, and checkpoints "
                 f"hold its rows {piece.rows[0]} to {piece.rows[1]} apart, as {piece.name!r}: pass "
@@ -228,6 +273,7 @@ def _layers(name: str, module: nn.Module, casts: _Casts, pieces: Sequence[Piece]
             name,
             (rows, cols),
             casts.quantizer,
+            casts.form,
             casts.input_spec,
             (),
             operand,
@@ -235,21 +281,6 @@ def _layers(name: str, module: nn.Module, casts: _Casts, pieces: Sequence[Piece]
             casts.requantized,
         )
     return made
-
-
-def _misfit(spec: CastSpec) -> str:
-    """Why an NVFP4 checkpoint cannot hold the operands of ``spec``; empty if it can."""
-    if spec.element != E2M1 or spec.scale != E4M3 or spec.block[1] != BLOCK_SIZE:
-        return "its elements, scales or blocks are not NVFP4's"
-    if spec.outer is not Outer.TENSOR:
-        return f"its outer scale is by {spec.outer.value}, and the formats have one for the tensor"
-    if spec.rotation is not None:
-        return "it is rotated"
-    if spec.is_stochastic:
-        return "its codes are drawn anew in each forward pass"
-    if spec.correction is not Correction.NONE:
-        return "its scales are corrected for shrinkage"
-    return ""
 
 
 def _words(spec: CastSpec | None) -> str:
@@ -263,7 +294,7 @@ def _require_patterns(linears: Iterable[str], patterns: Sequence[str]) -> None:
 
 
 def _refuse_tied(model: nn.Module, sources: Iterable[str]) -> None:
-    """Raise if a parameter in ``sources``, which are to be FP4, is also one of another module, which would lose it."""
+    """Raise if a parameter in ``sources``, which are to be codes, is also one of a module that would lose it."""
     owners: defaultdict[Tensor, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[parameter].append(name)
@@ -273,7 +304,7 @@ def _refuse_tied(model: nn.Module, sources: Iterable[str]) -> None:
         if both and len(names) > 1:
             layer = both[0].removesuffix(".weight")
             raise ValueError(
-                f"{layer!r} is FP4 and shares its parameter with {', '.join(n for n in names if n != both[0])}; "
+                f"{layer!r} is cast and shares its parameter with {', '.join(n for n in names if n != both[0])}; "
                 f"convert or export with keep_high_precision=[{layer!r}]"
             )
 
@@ -288,7 +319,7 @@ def _groups(
         if quantized and len(quantized) < len(names):
             rest = next(name for name in names if name in left_alone)
             raise ValueError(
-                f"servers multiply {', '.join(names)} as one matrix, and only {', '.join(quantized)} would be FP4 "
+                f"servers multiply {', '.join(names)} as one matrix, and only {', '.join(quantized)} would be codes "
                 f"({rest}: {left_alone[rest]}); keep all or none, or leave the group out of shared_scales"
             )
     groups: dict[str, tuple[str, ...]] = {}
@@ -301,14 +332,21 @@ def _groups(
 
 
 class Amaxes:
-    """Outer amaxes of layers, FP32 [1], each found once."""
+    """Outer amaxes of layers, FP32 [1] on the CPU, each found once."""
 
     def __init__(self, layers: Mapping[str, ExportLayer], state: ModelState, slabs: Slabs) -> None:
         self._layers, self._state, self._slabs = layers, state, slabs
         self._found: dict[str, Tensor] = {}
 
-    def of(self, names: Iterable[str]) -> Tensor:
-        """The largest amax of the layers ``names``, on the CPU."""
+    def shared(self, layer: ExportLayer) -> Tensor:
+        """The largest amax of those that share the layer's outer scale; its own where it has none."""
+        return self._largest(layer.group) if layer.form.has_outer_scale else self.own(layer)
+
+    def own(self, layer: ExportLayer) -> Tensor:
+        """The amax of the operand of the model that the layer is, or is a part of."""
+        return self._largest(layer.operand)
+
+    def _largest(self, names: Iterable[str]) -> Tensor:
         return torch.stack([self._one(name) for name in names]).amax(0)
 
     def _one(self, name: str) -> Tensor:
@@ -319,56 +357,85 @@ class Amaxes:
 
 
 def _outer_amax(layer: ExportLayer, weight: Tensor, slabs: Slabs) -> Tensor:
-    """Outer amax of a weight [N, K] under the layer's cast, FP32 [1].
+    """Outer amax of a weight [N, K] under the layer's cast, or its largest magnitude if that has none, FP32 [1].
 
     Raises:
         ValueError: the weight holds a NaN or an Inf.
     """
-    if isinstance(weight, QuantizedWeight):
+    if isinstance(weight, QuantizedWeight) and layer.spec.outer is Outer.TENSOR:
         amax = weight.tensors()[2].cpu()
     else:
 
         def part(rows: slice) -> Tensor:
-            found, _ = layer.quantizer.amax(weight[rows], columnwise=False)
-            assert found is not None
-            return found.cpu()
+            if layer.spec.outer is Outer.TENSOR:
+                found, _ = layer.quantizer.amax(weight[rows], columnwise=False)
+                assert found is not None
+                return found.cpu()
+            largest = values[rows].abs().amax().float().reshape(1).cpu()
+            if not layer.is_recoded or not largest.isfinite():
+                return largest
+            return _recoded_amax(*_operand(layer, weight, rows))
 
-        amax = torch.stack(list(slabs.map(part, weight, layer.spec.block[0]))).amax(0)
+        values = weight.dequantize().detach() if isinstance(weight, QuantizedWeight) else weight
+        amax = torch.stack(list(slabs.map(part, values, max(layer.spec.block[0], 1)))).amax(0)
     if not amax.isfinite().all():
         raise ValueError(f"the weight of {layer.name!r} holds a NaN or an Inf: there is nothing to serve")
     return amax
 
 
+def _operand(layer: ExportLayer, weight: Tensor, rows: slice, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes and block scales of some rows of a weight [N, K], whole blocks of them.
+
+    Args:
+        amax: the outer amax to cast values by. A weight that is stored as codes is not cast again.
+    """
+    if isinstance(weight, QuantizedWeight):
+        return weight.tensors()[0][rows], weight.tensors()[1][rows]
+    operand = layer.quantizer.quantize(weight[rows], columnwise=False, rowwise_amax=amax).rowwise
+    assert operand is not None and operand.scale_inv is not None
+    return operand.codes, operand.scale_inv
+
+
+def _recoded_amax(codes: Tensor, scale_inv: Tensor) -> Tensor:
+    """The amax by which NVFP4's largest block scale is 2^8, FP32 [1], of codes [N, K/2] in MXFP4; 0 if all are zero."""
+    exponent = torch.where(_holds(codes, scale_inv), scale_inv.view(torch.uint8).int() - 127, -128).amax().reshape(1)
+    amax = torch.ldexp(torch.full((1,), NVFP4.spec.numerator, dtype=torch.float32), exponent.cpu() - 8)
+    return torch.where(exponent.cpu() > -128, amax, 0)
+
+
+def _holds(codes: Tensor, scale_inv: Tensor) -> Tensor:
+    """Which blocks [N, blocks] of packed codes hold something else than zeros."""
+    return (codes.view(*scale_inv.shape, -1) & 0x77).amax(-1) > 0
+
+
 def encode(
     layer: ExportLayer, weight: Tensor, amax: Tensor, factor: float, slabs: Slabs
-) -> tuple[Tensor, Tensor, float]:
-    """Codes uint8 [N, K/2], block scales E4M3 [N, K/16] and ``|decoded - weight| / |weight|`` of a weight [N, K].
+) -> tuple[tuple[Tensor, ...], float]:
+    """Codes and block scales as files have them, and ``|decoded - weight| / |weight|``, of a weight [N, K].
 
     Args:
         amax: outer amax, FP32 [1] on the CPU. The error of a weight of zeros is 0.
         factor: what readers multiply ``element * block scale`` by.
     """
-    rows, cols = layer.shape
-    codes = torch.empty(rows, cols // 2, dtype=torch.uint8)
-    scales = torch.empty(rows, cols // BLOCK_SIZE, dtype=torch.float8_e4m3fn)
-    stored = None
+    dtypes = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}
+    made = tuple(torch.empty(shape, dtype=dtypes[dtype]) for dtype, shape in layer.form.described(*layer.shape))
+    heights = (1, layer.form.spec.block[0])
+    exact = weight
     if isinstance(weight, QuantizedWeight):
-        stored = weight.tensors() if torch.equal(weight.tensors()[2].cpu(), amax) else None
-        weight = weight.dequantize().detach()
+        exact = weight.dequantize().detach()
+        if layer.spec.outer is Outer.TENSOR and not torch.equal(weight.tensors()[2].cpu(), amax):
+            weight = exact
     outer = amax.to(weight.device)
 
     def part(rows: slice) -> tuple[float, float]:
-        if stored is None:
-            slab = layer.quantizer.quantize(weight[rows], columnwise=False, rowwise_amax=outer).rowwise
-            assert slab is not None and slab.scale_inv is not None
-            codes[rows], scales[rows] = slab.codes, slab.scale_inv
-        else:
-            codes[rows], scales[rows] = stored[0][rows], stored[1][rows]
-        exact = weight[rows].cpu().float()
-        wrong = decode(codes[rows], scales[rows], layer.spec) * factor - exact
-        largest = float(exact.abs().amax()) or 1.0  # before they are squared, which FP32 may not hold
-        squares = (float((part / largest).square().sum()) * largest**2 for part in (wrong, exact))
+        parts = layer.stored(*_operand(layer, weight, rows, outer), amax)
+        for tensor, slab, height in zip(made, parts, heights, strict=False):
+            tensor[rows.start // height : -(-rows.stop // height)] = slab
+        values = exact[rows].cpu().float()
+        wrong = layer.form.decode(*(part.cpu() for part in parts)) * factor - values
+        largest = float(values.abs().amax()) or 1.0  # before they are squared, which FP32 may not hold
+        squares = (float((x / largest).square().sum()) * largest**2 for x in (wrong, values))
         return next(squares), next(squares)
 
-    wrong, total = map(sum, zip(*slabs.map(part, weight, layer.spec.block[0]), strict=True))
-    return codes, scales, (wrong / total) ** 0.5 if total else 0.0
+    wrong, total = map(sum, zip(*slabs.map(part, exact, max(layer.spec.block[0], 1)), strict=True))
+    return made, (wrong / total) ** 0.5 if total else 0.0

@@ -13,21 +13,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fp4engine import reference
 from fp4engine.arguments import require_path, shown
-from fp4engine.constants import BLOCK_SIZE
 from fp4engine.export.serving_format import (
     COMPRESSED_TENSORS,
     FORMATS,
     MODELOPT,
-    PACKED,
     STATIC,
+    Kind,
     ServingFormat,
-    described_scheme,
-    is_ignored,
+    described_kind,
+    is_named,
 )
 from fp4engine.export.writer import INDEX, SINGLE
-from fp4engine.formats import CastSpec
 
 _JSON_BYTES = 256 << 20
 """More than any index of a real model; a larger file is refused instead of read."""
@@ -117,7 +114,7 @@ class TensorFolder(Mapping[str, Tensor]):
 
 
 class ServedCheckpoint:
-    """An exported checkpoint: FP4 weights by layer, and all other tensors.
+    """An exported checkpoint: weights in codes by layer, and all other tensors.
 
     Args:
         directory: what :func:`~fp4engine.export.export_checkpoint` wrote, or a peer in one of its two formats.
@@ -125,55 +122,70 @@ class ServedCheckpoint:
     Attributes:
         form: the format it is in.
         tensors: all tensors by name.
-        layers: names of the layers whose weight is FP4.
-        ignored: names of linear modules that its configuration leaves alone, or ``re:`` and an expression.
+        layers: ``name -> (form of its weight, how its inputs are cast)`` of the layers whose weight is codes.
+        ignored: names of linear modules that its configuration leaves alone, ``re:`` and an expression, or with ``*``.
+        settings: the configuration, as its file has it.
 
     Raises:
         CheckpointError: it is in neither format, or damaged: see :class:`TensorFolder`; a weight whose parts are
-            missing, or have another dtype or shape than the format gives them, or an outer scale that is not positive
-            and finite; a configuration that leaves such a weight alone, describes it otherwise, or asks for an input
+            missing, or have another dtype or shape than its form gives them, or an outer scale that is not positive
+            and finite; a configuration that leaves such a weight alone, does not describe it, or asks for an input
             scale that is not there.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.tensors = TensorFolder(directory)
-        self.form, settings, self.ignored = _format_of(self.tensors.directory)
-        suffixes = [f".{part}" for part in self.form.weight_parts if part != "weight"]  # which others have, too
-        found = (name.removesuffix(suffix) for name in self.tensors for suffix in suffixes if name.endswith(suffix))
-        self.layers = tuple(dict.fromkeys(found))
-        for layer in self.layers:
+        self.form, self.settings, self.ignored = _format_of(self.tensors.directory)
+        self.layers: dict[str, Kind] = {}
+        for layer in dict.fromkeys(self._found()):
+            self.layers[layer] = self._described(layer)
             self._check(layer)
-            self._check_description(layer, settings)
 
-    def _check_description(self, layer: str, settings: dict[str, Any]) -> None:
+    def _found(self) -> Iterator[str]:
+        """Names of the modules that have a part of a weight in codes, which some may have several times."""
+        parts = {part for form in self.form.names for part in self.form.parts(form)}
+        for name in self.tensors:
+            layer, _, part = name.rpartition(".")
+            # All other modules have a weight; a scale without one is of a damaged layer.
+            if part in parts and (part != "weight" or self.tensors.described(name)[0] in ("U8", "F8_E4M3")):
+                yield layer
+
+    def _described(self, layer: str) -> Kind:
         path = self.tensors.directory / self.form.config_file
         try:
-            ignored, scheme = is_ignored(layer, self.ignored), described_scheme(settings, self.form, layer)
+            ignored, kind = is_named(layer, self.ignored), described_kind(self.settings, self.form, layer)
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
         if ignored:
-            raise CheckpointError(f"{path}: {layer!r} is FP4, and the configuration lists it as left alone")
-        scale = f"{layer}.{self.form.input_scale}"
-        if (scheme == STATIC) != (scale in self.tensors):
-            fault = "is not there" if scheme == STATIC else "is there"
-            raise CheckpointError(f"{path}: inputs of {layer!r} are described as {scheme}, and {scale!r} {fault}")
+            raise CheckpointError(f"{path}: {layer!r} is in codes, and the configuration lists it as left alone")
+        if kind[0] not in self.form.names:
+            raise CheckpointError(
+                f"{path}: describes {layer!r} as {kind[0].name}, of which {self.form.name} has no form"
+            )
+        scale = self.form.input_scale(kind[0])
+        if scale and (kind[1] == STATIC) != (f"{layer}.{scale}" in self.tensors):
+            fault = "is not there" if kind[1] == STATIC else "is there"
+            raise CheckpointError(
+                f"{path}: inputs of {layer!r} are described as {kind[1]}, and '{layer}.{scale}' {fault}"
+            )
+        return kind
 
     def _check(self, layer: str) -> None:
-        parts = [f"{layer}.{part}" for part in self.form.weight_parts]
+        form = self.layers[layer][0]
+        parts = [f"{layer}.{part}" for part in self.form.parts(form)]
         for part in parts:
             if part not in self.tensors:
                 raise CheckpointError(f"{self.tensors.directory}: {layer!r} has no {part!r}")
-        (_, codes), (_, scales), _ = described = [self.tensors.described(part) for part in parts]
-        expected = [("U8", codes), ("F8_E4M3", scales), ("F32", described[2][1])]
-        if described != expected or len(codes) != 2 or scales != (codes[0], codes[1] * 2 // BLOCK_SIZE):
-            got = ", ".join(
-                f"{part} {dtype} {list(shape)}" for part, (dtype, shape) in zip(parts, described, strict=True)
+        described = [self.tensors.described(part) for part in parts]
+        rows, cols = (*described[0][1], 0, 0)[:2]
+        expected = form.described(rows, cols * 8 // form.spec.element.storage_bits)
+        if len(described[0][1]) != 2 or described[: len(expected)] != expected:
+            got, wanted = (
+                ", ".join(f"{part} {dtype} {list(shape)}" for part, (dtype, shape) in zip(parts, each, strict=False))
+                for each in (described, expected)
             )
-            raise CheckpointError(
-                f"{self.tensors.directory}: {layer!r} needs codes U8 [N, K/2], block scales F8_E4M3 [N, K/16] and an "
-                f"outer scale F32 with one element, got {got}"
-            )
-        for name in (parts[2], f"{layer}.{self.form.input_scale}"):
+            raise CheckpointError(f"{self.tensors.directory}: {layer!r} in {form.name} needs {wanted}, got {got}")
+        for name in (*parts[len(expected) :], f"{layer}.{self.form.input_scale(form)}"):
             if name in self.tensors:
                 self._outer(name)
 
@@ -186,10 +198,16 @@ class ServedCheckpoint:
             )
         return outer
 
-    def operand(self, layer: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes uint8 [N, K/2], block scales E4M3 [N, K/16] and outer scale FP32 [1] of a layer's weight, as stored."""
-        codes, scales, outer = (f"{layer}.{part}" for part in self.form.weight_parts)
-        return self.tensors[codes], self.tensors[scales], self._outer(outer)
+    def parts(self, layer: str) -> dict[str, Tensor]:
+        """The tensors of a layer's weight by the last parts of their names, as stored."""
+        return {part: self.tensors[f"{layer}.{part}"] for part in self.form.parts(self.layers[layer][0])}
+
+    def operand(self, layer: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Codes, block scales and outer scale FP32 [1] of a layer's weight, as stored; None for what it has not."""
+        names = self.form.names[self.layers[layer][0]]
+        codes, scales = (None if name is None else self.tensors[f"{layer}.{name}"] for name in names[:2])
+        assert codes is not None
+        return codes, scales, None if names[2] is None else self._outer(f"{layer}.{names[2]}")
 
     def weight(self, layer: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """``element * block scale * factor`` of a layer's weight, rounded once to ``dtype``: [N, K].
@@ -199,15 +217,23 @@ class ServedCheckpoint:
         """
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"dtype must be a floating-point torch.dtype, got {shown(dtype)}")
+        form = self.layers[layer][0]
         codes, scales, outer = self.operand(layer)
-        return (reference.decode(codes, scales, CastSpec()) * self.form.factor(outer)).to(dtype)
+        values = form.decode(codes, scales)
+        return (values if outer is None else values * self.form.factor(form, outer)).to(dtype)
 
     def input_amax(self, layer: str) -> float | None:
         """The amax that the layer's inputs are scaled by, from the stored scale; None if none is stored."""
-        name = f"{layer}.{self.form.input_scale}"
+        form = self.layers[layer][0]
+        name = f"{layer}.{self.form.input_scale(form)}"
         if name not in self.tensors:
             return None
-        return float(self.form.factor(self._outer(name)) * CastSpec().numerator)
+        return float(self.form.factor(form, self._outer(name)) * form.spec.numerator)
+
+    def is_codes(self, name: str) -> bool:
+        """Whether ``name`` is, or in high precision would be, a part of the weight of a layer in codes."""
+        layer, _, part = name.rpartition(".")
+        return layer in self.layers and part in ("weight", *self.form.names[self.layers[layer][0]])
 
 
 def _format_of(directory: Path) -> tuple[ServingFormat, dict[str, Any], tuple[str, ...]]:
@@ -215,16 +241,15 @@ def _format_of(directory: Path) -> tuple[ServingFormat, dict[str, Any], tuple[st
     modelopt = directory / MODELOPT.config_file
     if modelopt.exists():
         settings = _section(modelopt, "quantization")
-        algorithm = settings.get("quant_algo")
-        if algorithm not in ("NVFP4", "W4A16_NVFP4"):
-            raise CheckpointError(f"{modelopt}: quant_algo must be 'NVFP4' or 'W4A16_NVFP4', got {algorithm!r}")
+        if not isinstance(settings.get("quant_algo"), str):
+            raise CheckpointError(f"{modelopt}: quant_algo must be a name, got {settings.get('quant_algo')!r:.80}")
         return MODELOPT, settings, _names(modelopt, settings.get("exclude_modules"))
     path = directory / COMPRESSED_TENSORS.config_file
     settings = _section(path, "quantization_config")
     method = settings.get("quant_method")
-    if method != COMPRESSED_TENSORS.name or settings.get("format") != PACKED:
+    if method != COMPRESSED_TENSORS.name:
         allowed = " or ".join(FORMATS)
-        raise CheckpointError(f"{path}: describes no NVFP4 checkpoint of {allowed} (quant_method={method!r})")
+        raise CheckpointError(f"{path}: describes no checkpoint of {allowed} (quant_method={method!r:.80})")
     return COMPRESSED_TENSORS, settings, _names(path, settings.get("ignore"))
 
 

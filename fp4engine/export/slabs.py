@@ -1,4 +1,4 @@
-"""Work on large weights in slabs of a few rows, each by one thread.
+"""Work on large weights in slabs of a few rows, each by one thread, and a bar that shows how far it is.
 
 Operations on slabs that fit into a core's cache are several times as fast as on whole weights, and threads with a slab
 each do not wait for each other at the end of every operation.
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 T = TypeVar("T")
 
@@ -49,3 +50,8 @@ def _quiet(function: Callable[[slice], Any]) -> Callable[[slice], Any]:
             return function(rows)
 
     return without_gradients
+
+
+def progress_bar(items: Iterable[Any], what: str, unit: str, shown: bool) -> Any:
+    """``items`` with a bar; where standard error is no terminal, or ``shown`` is False, there is none."""
+    return tqdm(items, desc=what, unit=unit, disable=None if shown else True, dynamic_ncols=True)

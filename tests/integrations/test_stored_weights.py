@@ -185,7 +185,7 @@ def test_stored_experts_are_exported_with_the_bytes_of_plain_ones(tmp_path, form
             if stored:
                 fp4engine.quantize_weights(model)
             folders.append(tmp_path / f"{stored}{len(shared)}")
-            arguments = {"inputs": "high_precision", "shared_scales": shared, "verify": True, "progress": False}
+            arguments = {"inputs": "high_precision", "shared_scales": shared, "verify": "files", "force": True}
             report = export_checkpoint(model, folders[-1], form, **arguments)
             assert bool(report.rescaled) == bool(shared)
         if not shared:  # with shared scales, decoded codes are cast again, and not the weights that they came from

@@ -25,11 +25,12 @@ from fp4engine.export import (
     ServedCheckpoint,
     TensorFolder,
     calibrate,
+    compare_served,
     export_checkpoint,
-    logits_difference,
     share_amax,
     verify_checkpoint,
 )
+from fp4engine.export.serving_format import NVFP4
 from fp4engine.formats import CastSpec, Outer
 from fp4engine.recipe import (
     Casts,
@@ -67,7 +68,9 @@ def test_the_files_hold_the_operands_of_the_forward_pass_bit_for_bit(tmp_path, f
     recipe = zoo.make(name)
     model = converted(recipe)
     inputs = None if name == "nvfp4_weight_only" else "high_precision"
-    report = export_checkpoint(model, tmp_path / "out", form, inputs=inputs, shared_scales=(), verify=True)
+    report = export_checkpoint(
+        model, tmp_path / "out", form, inputs=inputs, shared_scales=(), verify="files", force=True
+    )
     checkpoint = ServedCheckpoint(tmp_path / "out")
     linears = {name: m for name, m in model.named_modules() if isinstance(m, fp4engine.Linear)}
     assert set(checkpoint.layers) == set(linears) == {layer.name for layer in report.layers}
@@ -115,8 +118,11 @@ def test_siblings_share_the_larger_scale_and_the_report_says_what_it_costs(tmp_p
 def test_transformers_serves_what_the_recipe_multiplied(tmp_path) -> None:
     model = converted(NVFP4BlockScaling(), tie_word_embeddings=True)
     inputs = calibrate(model, [tokens()], progress=False)
-    export_checkpoint(model, tmp_path / "out", inputs=inputs, shared_scales=(), verify=True)
-    assert logits_difference(model, tmp_path / "out", tokens(), NVFP4BlockScaling()) < 2e-3
+    export_checkpoint(model, tmp_path / "out", inputs=inputs, shared_scales=(), verify=True, force=True)
+    assert (
+        compare_served(model, tmp_path / "out", [tokens()], NVFP4BlockScaling(), inputs=False, progress=False).logits
+        < 2e-3
+    )
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     q_proj = loaded.model.layers[0].self_attn.q_proj
     trained = operand(model.model.layers[0].self_attn.q_proj, NVFP4BlockScaling())
@@ -194,7 +200,7 @@ def test_arguments_of_another_type_are_refused_before_anything_is_written(tmp_pa
             export_checkpoint(converted(), tmp_path / "out", shared_scales=shared)
     with pytest.raises(ValueError, match="tokenizer must be a path, got 3"):
         export_checkpoint(converted(), tmp_path / "out", tokenizer=3)
-    with pytest.raises(ValueError, match="verify must be True or False, got 'no'"):
+    with pytest.raises(ValueError, match="verify must be True, False, 'files' or a batch of inputs, got 'no'"):
         export_checkpoint(converted(), tmp_path / "out", verify="no")
     assert not (tmp_path / "out").exists()
 
@@ -227,8 +233,9 @@ def test_calibration_refuses_to_guess() -> None:
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        (zoo.make("mxfp4"), "its elements, scales or blocks are not NVFP4's"),
-        (zoo.make("mxfp8"), "its elements, scales or blocks are not NVFP4's"),
+        (zoo.make("mxfp6"), "its elements, scales or blocks are none that servers read"),
+        (zoo.make("quartet"), "it is rotated"),
+        (zoo.make("fp8_delayed"), "its scale comes from earlier steps"),
         (LinearRecipe(weight=Casts(CastSpec(outer=Outer.ROW))), "its outer scale is by row"),
         (zoo.make("tetrajet2"), "its outer scale is by 1x128"),
         (LinearRecipe(weight=Casts(zoo.STOCHASTIC)), "its codes are drawn anew"),
@@ -242,7 +249,7 @@ def test_what_the_formats_cannot_hold_is_refused_or_requantized(tmp_path, recipe
     report = export_checkpoint(
         model, tmp_path / "out", recipe=recipe, inputs="high_precision", requantize=True, verify=False
     )
-    assert all(words.split()[0] in layer.requantized for layer in report.layers)
+    assert all(words.split()[0] in layer.note for layer in report.layers)
     name = report.layers[-1].name
     codes, _, _ = ServedCheckpoint(tmp_path / "out").operand(name)
     assert torch.equal(codes, operand(model.get_submodule(name), WEIGHT_ONLY).codes)
@@ -257,7 +264,6 @@ def test_what_cannot_be_known_is_refused(tmp_path) -> None:
         (model, {"inputs": {"model.layers.0.self_attn.q_proj": "3"}}, "finite FP32 amax .* got '3'"),
         (model, {"inputs": "static"}, "inputs must be"),
         (model, {"format": "gguf"}, "format must be one of"),
-        (model, {"inputs": "dynamic", "format": "modelopt"}, "no place in a ModelOpt checkpoint"),
         (model, {"inputs": "high_precision", "keep_high_precision": ["gone"]}, "'gone' covers no linear module"),
         (model, {"inputs": "high_precision", "keep_high_precision": "lm_head"}, "sequence of patterns"),
         (model, {"inputs": "high_precision", "keep_high_precision": ["**.q_proj"]}, "as one matrix"),
@@ -265,10 +271,12 @@ def test_what_cannot_be_known_is_refused(tmp_path) -> None:
         (model, {"inputs": "high_precision", "tokenizer": tmp_path}, "tokenizer must be"),
         (converted(), {"inputs": "dynamic"}, "the recipe casts no input"),
         (converted(), {"inputs": {}}, "the recipe casts no input"),
-        (llama(), {}, "no weight of this LlamaForCausalLM is FP4"),
+        (llama(), {}, "no weight of this LlamaForCausalLM is cast"),
+        (model, {"requantize": "nearest"}, "requantize must be one of False, True, 'lossless'"),
+        (model, {"force": 1}, "force must be True or False"),
         (converted(None), {}, "pass recipe="),
         (converted(None), {"recipe": ScheduledRecipe(((0, WEIGHT_ONLY),))}, "schedule.at"),
-        (converted(zoo.make("nvfp4_4over6")), {"inputs": "dynamic"}, "servers cast inputs"),
+        (converted(zoo.make("nvfp4_4over6")), {"inputs": "dynamic"}, "beside NVFP4 servers cast inputs"),
     ]
     for model, arguments, words in cases:
         with pytest.raises(ValueError, match=words):
@@ -308,11 +316,11 @@ class WithExtraState(nn.ModuleDict):
 def test_weights_that_cannot_be_served_are_refused_by_name(tmp_path) -> None:
     tied = llama(tie_word_embeddings=True)
     fp4engine.convert(tied, WEIGHT_ONLY)
-    with pytest.raises(ValueError, match=r"'lm_head' is FP4 and shares its parameter with model\.embed_tokens"):
+    with pytest.raises(ValueError, match=r"'lm_head' is cast and shares its parameter with model\.embed_tokens"):
         export_checkpoint(tied, tmp_path / "out")
     ragged = nn.Sequential(nn.Linear(24, 16))
     fp4engine.convert(ragged, WEIGHT_ONLY)
-    with pytest.raises(ValueError, match="in_features=24, and both formats hold whole blocks of 16"):
+    with pytest.raises(ValueError, match="in_features=24, and NVFP4 holds whole blocks of 16"):
         export_checkpoint(ragged, tmp_path / "out")
     fused = nn.Sequential(fp4engine.LayerNormLinear(16, 16, recipe=WEIGHT_ONLY))
     empty = nn.Sequential(fp4engine.Linear(32, 0, recipe=WEIGHT_ONLY))
@@ -350,29 +358,32 @@ def test_rules_leave_layers_alone_and_weight_only_ones_beside(tmp_path) -> None:
     targets = {bool(group["input_activations"]): set(group["targets"]) for group in settings["config_groups"].values()}
     assert targets[False] == {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"}
     assert len(targets[True]) == 10
-    with pytest.raises(ValueError, match="one algorithm for all layers"):
-        export_checkpoint(model, tmp_path / "more", "modelopt", inputs=inputs)
+    export_checkpoint(model, tmp_path / "more", "modelopt", inputs=inputs, verify=True)
+    settings = json.loads((tmp_path / "more" / "hf_quant_config.json").read_text())["quantization"]
+    algorithms = {name: layer["quant_algo"] for name, layer in settings["quantized_layers"].items()}
+    assert settings["quant_algo"] == "MIXED_PRECISION" and len(algorithms) == 12
+    assert {name for name in algorithms if algorithms[name] == "W4A16_NVFP4"} == targets[False]
 
 
 BOUNDED_BY_256 = NVFP4BlockScaling(nvfp4_4over6="weights")
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words"),
+    ("recipe", "words", "verdict"),
     [
-        (BOUNDED_BY_256, "up_proj with 2688 / amax and inputs static"),
-        (WEIGHT_ONLY, "gate_proj with 2688 / amax and inputs weight-only"),
+        (BOUNDED_BY_256, "up_proj in NVFP4 with 2688 / amax and inputs static", "differs"),
+        (WEIGHT_ONLY, "gate_proj in NVFP4 with 2688 / amax and inputs weight-only", "cannot load"),
     ],
     ids=["outer scale", "inputs"],
 )
-def test_siblings_that_servers_could_not_multiply_as_one_matrix_are_refused(tmp_path, recipe, words) -> None:
+def test_siblings_that_servers_could_not_multiply_as_one_matrix_are_refused(tmp_path, recipe, words, verdict) -> None:
     model = converted(RuledRecipe(NVFP4BlockScaling(), (Rule(recipe, "**.gate_proj"),)))
     inputs = calibrate(model, [tokens()], progress=False)
     with pytest.raises(ValueError, match=f"one outer scale and one cast of inputs, got .*{words}.*shared_scales"):
         export_checkpoint(model, tmp_path / "out", inputs=inputs)
     assert not list(tmp_path.iterdir())
-    report = export_checkpoint(model, tmp_path / "out", inputs=inputs, shared_scales=(), verify=True)
-    assert report.rescaled == ()
+    report = export_checkpoint(model, tmp_path / "out", inputs=inputs, shared_scales=(), verify=True, force=True)
+    assert report.rescaled == () and [reading.verdict for reading in report.readers] == ["agrees", verdict]
 
 
 def test_siblings_of_other_bounds_cannot_share_their_amax() -> None:
@@ -396,8 +407,8 @@ def test_what_a_quantizer_does_before_its_cast_is_served_and_not_lost_by_sharing
 
     recipe = CustomRecipe(qfactory=qfactory)
     model = converted(recipe)
-    export_checkpoint(model, tmp_path / "out", shared_scales=(), verify=True)
-    assert logits_difference(model, tmp_path / "out", tokens(), recipe, reader="fp4engine") < 1e-5
+    export_checkpoint(model, tmp_path / "out", shared_scales=(), verify="files", force=True)
+    assert compare_served(model, tmp_path / "out", [tokens()], recipe, inputs=False, progress=False).logits < 1e-5
     with pytest.raises(ValueError, match=r"q_proj' has a Clipping, which does more than cast"):
         share_amax(llama(), recipe)
 
@@ -550,7 +561,7 @@ checkpoint.export_checkpoint(model, sys.argv[1], max_shard_size=3000)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     fp4engine.convert(model, WEIGHT_ONLY)
     export_checkpoint(model, tmp_path / "out")
-    assert ServedCheckpoint(tmp_path / "out").layers == tuple(map(str, range(8)))
+    assert list(ServedCheckpoint(tmp_path / "out").layers) == list(map(str, range(8)))
 
 
 def test_what_is_there_is_never_overwritten(tmp_path) -> None:
@@ -581,10 +592,9 @@ def test_the_current_directory_is_refused(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_the_configuration_says_the_dtype_of_the_other_tensors(tmp_path, form) -> None:
-    model = converted()
-    assert model.config.dtype != torch.bfloat16
-    export_checkpoint(model.bfloat16(), tmp_path / "out", form)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_configuration_says_the_dtype_that_readers_decode_to(tmp_path, form, dtype) -> None:
+    export_checkpoint(converted().to(dtype), tmp_path / "out", form)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -608,10 +618,10 @@ class TestHostile:
     def test_verified_as_it_is(self, folder) -> None:
         result = verify_checkpoint(self.model, folder, progress=False)
         assert result.layers == 14 and result.others == 7 and "0 bytes differ" in str(result)
+        assert result.readers[1].verdict == "agrees"
 
     def test_one_changed_byte_is_found(self, folder) -> None:
-        form = ServedCheckpoint(folder).form
-        name = f"model.layers.1.mlp.down_proj.{form.codes}"
+        name = f"model.layers.1.mlp.down_proj.{ServedCheckpoint(folder).form.parts(NVFP4)[0]}"
 
         def flip(codes):
             codes[2, 3] ^= 1
@@ -698,22 +708,22 @@ class TestHostile:
     @pytest.mark.parametrize(
         ("part", "change"),
         [
-            ("codes", lambda t: t.int()),
-            ("codes", lambda t: t[:, :-1].contiguous()),
-            ("codes", lambda t: t[None]),
-            ("block_scales", lambda t: t.float()),
-            ("block_scales", lambda t: t.T.contiguous()),
-            ("outer_scale", lambda t: t.half()),
-            ("outer_scale", lambda t: t * 0),
-            ("outer_scale", lambda t: -t),
-            ("outer_scale", lambda t: t * float("nan")),
-            ("outer_scale", lambda t: t / 0),
-            ("outer_scale", lambda t: t.repeat(2)),
+            (0, lambda t: t.int()),
+            (0, lambda t: t[:, :-1].contiguous()),
+            (0, lambda t: t[None]),
+            (1, lambda t: t.float()),
+            (1, lambda t: t.T.contiguous()),
+            (2, lambda t: t.half()),
+            (2, lambda t: t * 0),
+            (2, lambda t: -t),
+            (2, lambda t: t * float("nan")),
+            (2, lambda t: t / 0),
+            (2, lambda t: t.repeat(2)),
         ],
     )
     def test_parts_of_other_types_shapes_and_values(self, folder, part, change) -> None:
         form = ServedCheckpoint(folder).form
-        self.change(folder, f"model.layers.0.mlp.up_proj.{getattr(form, part)}", change)
+        self.change(folder, f"model.layers.0.mlp.up_proj.{form.parts(NVFP4)[part]}", change)
         with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj"):
             ServedCheckpoint(folder)
 
@@ -735,20 +745,28 @@ GROUP = ("quantization_config", "config_groups", "group_0")
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        (("quantization_config", "ignore"), ["lm_head", LAYER], f"'{LAYER}' is FP4, and .* lists it as left alone"),
+        (
+            ("quantization_config", "ignore"),
+            ["lm_head", LAYER],
+            f"'{LAYER}' is in codes, and .* lists it as left alone",
+        ),
         (("quantization_config", "ignore"), ["re:("], "is no regular expression"),
         (("quantization_config", "ignore"), [], "'lm_head' stayed as it was, and the configuration does not say so"),
         (("quantization_config", "config_groups"), [], "none of its config_groups has"),
         ((*GROUP, "targets"), ["Conv2d"], "none of its config_groups has"),
         ((*GROUP, "targets"), "Linear", "none of its config_groups has"),
         ((*GROUP, "targets"), [3], "none of its config_groups has"),
-        ((*GROUP, "weights", "strategy"), "channel", "describes the weight of .* which is not NVFP4"),
-        ((*GROUP, "weights", "symmetric"), False, "describes the weight of .* which is not NVFP4"),
-        ((*GROUP, "weights"), {"num_bits": 8}, "describes the weight of .* which is not NVFP4"),
-        ((*GROUP, "weights"), None, "describes the weight of .* which is not NVFP4"),
-        ((*GROUP, "input_activations"), {"num_bits": 8}, "describes the input of .* which is not NVFP4"),
+        ((*GROUP, "weights", "strategy"), "channel", "describes the weight of .* which is of no known form"),
+        ((*GROUP, "weights", "symmetric"), False, "describes the weight of .* which is of no known form"),
+        ((*GROUP, "weights"), {"num_bits": 8}, "describes the weight of .* which is of no known form"),
+        ((*GROUP, "weights"), None, "describes the weight of .* which is of no known form"),
+        ((*GROUP, "input_activations"), {"num_bits": 8}, "describes the input of .* which is no input beside NVFP4"),
         ((*GROUP, "input_activations"), None, "are described as weight-only, and .*global_scale' is there"),
-        (("quantization", "exclude_modules"), ["lm_head", LAYER], f"'{LAYER}' is FP4, and .* lists it as left alone"),
+        (
+            ("quantization", "exclude_modules"),
+            ["lm_head", LAYER],
+            f"'{LAYER}' is in codes, and .* lists it as left alone",
+        ),
         (("quantization", "exclude_modules"), [], "'lm_head' stayed as it was, and the configuration does not say so"),
         (("quantization", "group_size"), 32, "group_size must be 16, got 32"),
         (("quantization", "quant_algo"), "W4A16_NVFP4", r"are described as weight-only, and .*input_scale' is there"),
@@ -774,7 +792,7 @@ def test_an_input_scale_that_is_missing_is_found(tmp_path, form) -> None:
     model = converted(NVFP4BlockScaling())
     export_checkpoint(model, tmp_path / "out", form, inputs=calibrate(model, [tokens()], progress=False))
     path = tmp_path / "out" / "model.safetensors"
-    scale = f"{LAYER}.{ServedCheckpoint(tmp_path / 'out').form.input_scale}"
+    scale = f"{LAYER}.{ServedCheckpoint(tmp_path / 'out').form.input_scale(NVFP4)}"
     save_file({name: tensor for name, tensor in load_file(path).items() if name != scale}, path)
     with pytest.raises(CheckpointError, match=f"described as static, and '{scale}' is not there"):
         ServedCheckpoint(tmp_path / "out")
@@ -785,7 +803,7 @@ def test_an_input_scale_that_is_missing_is_found(tmp_path, form) -> None:
 def test_scales_of_a_weight_that_are_missing_are_found(tmp_path, form, index) -> None:
     export_checkpoint(converted(), tmp_path / "out", form)
     path = tmp_path / "out" / "model.safetensors"
-    part = f"{LAYER}.{ServedCheckpoint(tmp_path / 'out').form.weight_parts[index]}"
+    part = f"{LAYER}.{ServedCheckpoint(tmp_path / 'out').form.parts(NVFP4)[index]}"
     save_file({name: tensor for name, tensor in load_file(path).items() if name != part}, path)
     with pytest.raises(CheckpointError, match=f"'{LAYER}' has no '{part}'"):
         ServedCheckpoint(tmp_path / "out")
@@ -804,7 +822,7 @@ def test_the_report_tells_the_error_of_weights_whose_squares_leave_fp32(tmp_path
         layer.weight.mul_(amplitude)
     fp4engine.convert(model, LinearRecipe(weight=Casts(CastSpec())))
     for name, shared in (("alone", ()), ("shared", [("q_proj", "k_proj")])):
-        entry, _ = export_checkpoint(model, tmp_path / name, shared_scales=shared).layers
+        entry, _ = export_checkpoint(model, tmp_path / name, shared_scales=shared, force=True).layers
         codes, scales, _ = ServedCheckpoint(tmp_path / name).operand("q_proj")
         weight = model["q_proj"].weight.detach().double()
         decoded = fp4engine.reference.decode(codes, scales, CastSpec()).double() * entry.amax / CastSpec().numerator

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 import fp4engine
-from fp4engine.export import ServedCheckpoint, TensorFolder, calibrate, export_checkpoint, logits_difference
+from fp4engine.export import (
+    CheckpointError,
+    ServedCheckpoint,
+    TensorFolder,
+    calibrate,
+    compare_served,
+    export_checkpoint,
+)
+from fp4engine.export.serving_format import NVFP4
 from fp4engine.export.state import ModelState
 from fp4engine.recipe import LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, zoo
 from tests.tiny import CONFIGURATIONS, architecture, head, tokens
@@ -43,7 +51,9 @@ def test_experts_are_written_one_by_one_with_the_bytes_that_trained(tmp_path, na
     recipe = zoo.make(recipe)
     model = converted(name, recipe)
     inputs = calibrate(model, [tokens()], recipe, progress=False)
-    report = export_checkpoint(model, tmp_path / "out", form, inputs=inputs, shared_scales=(), verify=True)
+    report = export_checkpoint(
+        model, tmp_path / "out", form, inputs=inputs, shared_scales=(), verify="files", force=True
+    )
     assert report.rescaled == () and report.unused == ()
     checkpoint = ServedCheckpoint(tmp_path / "out")
     prefix, upper, lower = SPLIT[name]
@@ -57,7 +67,7 @@ def test_experts_are_written_one_by_one_with_the_bytes_that_trained(tmp_path, na
         assert torch.equal(parts[0][2], parts[1][2])  # what servers multiply as one matrix
         codes, scales, outer = checkpoint.operand(f"{prefix.format(1, index)}.{lower}")
         assert torch.equal(codes, down.codes) and torch.equal(scales.float(), down.scale_inv.float())
-        assert torch.equal(outer, checkpoint.form.outer(down.amax, down.spec.numerator))
+        assert torch.equal(outer, checkpoint.form.outer(NVFP4, down.amax, down.spec.numerator))
         seen = [checkpoint.input_amax(f"{prefix.format(1, index)}.{part}") for part in upper]
         amax = inputs["model.layers.1.mlp.experts.up_gemms"]  # one for all experts of the layer
         assert seen == pytest.approx([amax, amax], rel=1e-6)
@@ -67,14 +77,25 @@ def test_experts_are_written_one_by_one_with_the_bytes_that_trained(tmp_path, na
 
 @pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name != "gpt_oss"])
 def test_what_is_exported_computes_what_trained(tmp_path, name) -> None:
-    """Decoded weights in plain transformers, next to the recipe's weights."""
-    recipe = zoo.make("nvfp4_weight_only")
-    model = converted(name, recipe)
-    export_checkpoint(model, tmp_path / "out", shared_scales=(), verify=True)
-    assert logits_difference(model, tmp_path / "out", tokens(), recipe, reader="fp4engine") < 2e-5
-    if name in SPLIT or name == "gpt2":
-        with pytest.raises(ValueError, match=r"which is no nn\.Linear of the model: pass reader='fp4engine'"):
-            logits_difference(model, tmp_path / "out", tokens(), recipe)
+    model = converted(name, NVFP4BlockScaling())
+    inputs = calibrate(model, [tokens()], progress=False)
+    export_checkpoint(model, tmp_path / "out", inputs=inputs, shared_scales=(), verify="files", force=True)
+    found = compare_served(model, tmp_path / "out", [tokens()], inputs=False, progress=False)
+    assert found.logits < 1e-6 and found.same_choice == 1 and not found.apart
+
+
+@pytest.mark.parametrize("name", [*SPLIT, "gpt2"])
+def test_what_transformers_takes_for_other_numbers_is_refused(tmp_path, name) -> None:
+    model = converted(name, zoo.make("nvfp4_weight_only"))
+    known = "leaves the weight of a Conv1D at random" if name == "gpt2" else "leaves out the outer scale of experts"
+    found = "leaves 8 tensors at random" if name == "gpt2" else r"experts\.gate_up_proj', 3\d,\d{3} times as large"
+    for verify, words in ((False, known), (True, found)):
+        with pytest.raises(CheckpointError, match=f"{words}.*nothing was written: force=True"):
+            export_checkpoint(model, tmp_path / "out", verify=verify)
+        assert not list(tmp_path.iterdir())
+    report = export_checkpoint(model, tmp_path / "out", force=True)
+    assert known in str(report) and [reading.verdict for reading in report.readers] == ["agrees"]
+    export_checkpoint(model, tmp_path / "other", "modelopt" if name != "gpt2" else "compressed-tensors", force=True)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt2"])
@@ -82,11 +103,11 @@ def test_values_may_come_from_the_models_own_checkpoint(tmp_path, name) -> None:
     recipe = zoo.make("nvfp4_weight_only")
     model = converted(name, recipe)
     model.save_pretrained(tmp_path / "trained")
-    whole = export_checkpoint(model, tmp_path / "whole", verify=True)
+    whole = export_checkpoint(model, tmp_path / "whole", force=True)
     empty = converted(name, recipe).to("meta")
     empty.tie_weights()
     extra = dict(TensorFolder(tmp_path / "trained")) | {"model.layers.9.mtp.weight": torch.zeros(2)}
-    parts = export_checkpoint(empty, tmp_path / "parts", weights=extra, verify=True)
+    parts = export_checkpoint(empty, tmp_path / "parts", weights=extra, verify="files", force=True)
     assert parts.layers == whole.layers and parts.unused == ("model.layers.9.mtp.weight",)
     assert "model.layers.9.mtp.weight" in str(parts)
     left, right = ServedCheckpoint(tmp_path / "whole").tensors, ServedCheckpoint(tmp_path / "parts").tensors
@@ -97,13 +118,15 @@ def test_values_may_come_from_the_models_own_checkpoint(tmp_path, name) -> None:
 def test_kept_experts_are_left_alone_by_the_names_that_servers_look_for(tmp_path) -> None:
     recipe = RuledRecipe(zoo.make("nvfp4_weight_only"), (Rule(LinearRecipe(), "model.layers.0.mlp.experts.down_proj"),))
     model = converted("mixtral", recipe, ["model.layers.1.mlp.experts"])
-    report = export_checkpoint(model, tmp_path / "out", verify=True)
+    report = export_checkpoint(model, tmp_path / "out", verify="files", force=True)
     layer = "model.layers.{}.block_sparse_moe.experts.{}.{}"
     kept = {layer.format(1, index, part) for index in range(4) for part in ("w1", "w2", "w3")}
     kept |= {layer.format(0, index, "w2") for index in range(4)}
     assert kept == {name for name in report.left_alone if "experts" in name}
     settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert kept <= set(settings["ignore"])
+    stack = r"re:model\.layers\.{}\.block_sparse_moe\.experts\.\d+\."
+    assert settings["ignore"][-3:] != kept and stack.format(1) + r"\w+$" in settings["ignore"]
+    assert stack.format(0) + r"(?:w2)$" in settings["ignore"] and not any("experts.0" in n for n in settings["ignore"])
     checkpoint = ServedCheckpoint(tmp_path / "out").tensors
     assert torch.equal(
         checkpoint[layer.format(1, 2, "w3") + ".weight"], model.model.layers[1].mlp.experts.gate_up_proj[2, 64:]
@@ -114,7 +137,7 @@ def test_gpt2_is_written_as_servers_multiply_it(tmp_path) -> None:
     recipe = NVFP4BlockScaling()
     model = converted("gpt2", recipe)
     inputs = calibrate(model, [tokens()], progress=False)
-    export_checkpoint(model, tmp_path / "out", inputs=inputs, verify=True)
+    export_checkpoint(model, tmp_path / "out", inputs=inputs, verify="files", force=True)
     weight = model.transformer.h[1].attn.c_attn.weight
     codes, _, _ = ServedCheckpoint(tmp_path / "out").operand("transformer.h.1.attn.c_attn")
     role = fp4engine.QuantizerRole("linear", "weight", "", (96, 32))
@@ -126,7 +149,7 @@ def test_gpt2_is_written_as_servers_multiply_it(tmp_path) -> None:
 
 def test_what_servers_have_no_name_for_is_refused(tmp_path) -> None:
     recipe = zoo.make("nvfp4_weight_only")
-    with pytest.raises(ValueError, match=r"gate_up_proj' \[4, 32, 128\]; servers know no FP4 form"):
+    with pytest.raises(ValueError, match=r"gate_up_proj' \[4, 32, 128\]; servers know no codes of it"):
         export_checkpoint(converted("gpt_oss", recipe), tmp_path / "out")
     export_checkpoint(converted("gpt_oss", recipe, ["**.experts"]), tmp_path / "kept", verify=True)
     attention = torch.nn.Sequential(torch.nn.MultiheadAttention(32, 2))

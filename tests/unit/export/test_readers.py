@@ -1,0 +1,185 @@
+"""Who loads an export, and what they make of it: every architecture, formats, and what readers get wrong."""
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import fp4engine
+from fp4engine.export import CheckpointError, calibrate, export_checkpoint, verify_checkpoint
+from fp4engine.recipe import NVFP4BlockScaling, zoo
+from tests.tiny import head, llama, served_architecture, tokens
+
+pytest.importorskip("compressed_tensors", reason="needs the extra `export`")
+
+ARCHITECTURES = ("llama", "qwen3", "qwen3_moe", "mixtral", "gpt2", "t5", "deepseek_v3", "gpt_oss", "bert", "whisper")
+REFUSED = {
+    "qwen3_moe": "times as large",
+    "mixtral": "times as large",
+    "deepseek_v3": "times as large",
+    "gpt2": "leaves 8 tensors at random",
+    "gpt_oss": "servers know no codes of it",
+}
+"""What transformers 5.23 cannot hold, or would take for other numbers."""
+
+
+def batch(model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    if model.main_input_name == "input_features":
+        features = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
+        return {"input_features": features.to(dtype), "decoder_input_ids": tokens(2)}
+    return {"input_ids": tokens(2)} | ({"decoder_input_ids": tokens(2)} if model.config.is_encoder_decoder else {})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_export_loads_in_transformers_and_computes_what_the_report_says(tmp_path, name, dtype) -> None:
+    """Or it is refused, and nothing is there."""
+    model = served_architecture(name).to(dtype)
+    fp4engine.convert(model, zoo.make("nvfp4_weight_only"), keep_high_precision=head(model))
+    sample = batch(model, dtype)
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[name]):
+            export_checkpoint(model, tmp_path / "out", verify=sample)
+        assert not list(tmp_path.iterdir())
+        return
+    report = export_checkpoint(model, tmp_path / "out", verify=sample)
+    transformer, vllm = report.readers
+    assert (transformer.verdict, vllm.verdict) == ("agrees", "agrees") and len(transformer.blocks) in (2, 4)
+    assert transformer.logits < 1e-6 and 0 < transformer.as_served < 0.02
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.bfloat16 and loaded.get_output_embeddings().weight.dtype == torch.bfloat16
+    with torch.no_grad():
+        meant, served = model(**sample).logits.float(), loaded(**batch(model, torch.bfloat16)).logits.float()
+    # The model multiplies siblings by amaxes of their own, which random weights make differ.
+    assert (served - meant).norm() < 0.1 * meant.norm()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("inputs", ["calibrated", "dynamic"])
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+def test_scales_of_inputs_are_read_by_all(tmp_path, form, inputs) -> None:
+    model = llama().eval()
+    fp4engine.convert(model, NVFP4BlockScaling(), keep_high_precision=["lm_head"])
+    amaxes = calibrate(model, [tokens()], progress=False) if inputs == "calibrated" else inputs
+    report = export_checkpoint(model, tmp_path / "out", form, inputs=amaxes, verify=True)
+    verdicts = [reading.verdict for reading in report.readers]
+    assert verdicts == (["agrees", "agrees"] if form == "compressed-tensors" else ["cannot load", "agrees"])
+    if inputs == "dynamic":
+        assert {layer.input_amax for layer in report.layers} == {2688}
+
+
+def test_a_head_in_codes_is_named_for_who_takes_it_for_no_linear_layer(tmp_path) -> None:
+    model = llama().eval()
+    fp4engine.convert(model, zoo.make("nvfp4_weight_only"))
+    report = export_checkpoint(model, tmp_path / "out", verify=True)
+    assert [reading.verdict for reading in report.readers] == ["agrees", "agrees"]
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    assert group["targets"] == ["Linear", "lm_head"]
+    group["targets"] = ["Linear"]
+    path.write_text(json.dumps(config))
+    _, vllm = verify_checkpoint(model, tmp_path / "out", progress=False).readers
+    assert vllm.verdict == "cannot load" and "lm_head.weight" in vllm.why
+
+
+def test_models_of_no_library_are_read_by_rules_alone(tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    fp4engine.convert(model, zoo.make("nvfp4_weight_only"))
+    transformer, vllm = export_checkpoint(model, tmp_path / "out", verify=True).readers
+    assert (transformer.verdict, vllm.verdict) == ("not run", "agrees")
+    assert "a Sequential is no model of transformers" in str(transformer)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_reader_that_fails_or_differs_is_named_with_what_it_says(tmp_path, monkeypatch) -> None:
+    model = llama().eval()
+    fp4engine.convert(model, NVFP4BlockScaling(), keep_high_precision=["lm_head"])
+    export_checkpoint(model, tmp_path / "out", inputs="dynamic", verify=True)
+    kind = type(model)
+    original = kind.from_pretrained
+
+    def raising(*arguments, **more):
+        raise RuntimeError("no\nmemory")
+
+    def scaled(*arguments, **more):
+        made = original(*arguments, **more)
+        loaded = made[0] if isinstance(made, tuple) else made
+        if arguments[0] is not None:  # not what this package decodes
+            with torch.no_grad():
+                changed(loaded)
+        return made
+
+    for change, words in (
+        (None, "cannot load: RuntimeError: no memory"),
+        (lambda m: m.model.norm.weight.mul_(3), "it has other values of 'model.norm.weight' than the files"),
+        (lambda m: m.model.layers[1].mlp.up_proj.weight_scale.zero_(), "layers.1.mlp.up_proj.weight_scale' than the"),
+        (lambda m: m.model.layers[1].register_forward_hook(lambda *a: a[2] * 2), "layers.1 is the first to compute"),
+        (lambda m: m.register_forward_pre_hook(lambda *a: {}["gone"]), "loads and cannot be run: KeyError: 'gone'"),
+    ):
+        changed = change
+        monkeypatch.setattr(kind, "from_pretrained", raising if change is None else scaled)
+        reading, _ = verify_checkpoint(model, tmp_path / "out", progress=False).readers
+        assert words in str(reading) and reading.verdict == ("cannot load" if change is None else "differs")
+
+
+def test_rules_of_vllm_on_files_that_others_wrote(tmp_path) -> None:
+    """What its loader does with them, and what its users are not told."""
+    from fp4engine.export import ServedCheckpoint
+    from fp4engine.export.vllm_rules import read
+
+    model = llama().eval()
+    fp4engine.convert(model, NVFP4BlockScaling(), keep_high_precision=["lm_head"])
+    attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
+    cases = {
+        "other scales": ("compressed-tensors", "differs", f"{attention}q_proj, .*weight_global_scale of their own"),
+        "other inputs": ("modelopt", "differs", f"{mlp}gate_proj, {mlp}up_proj have input_scale of their own"),
+        "a part ignored": ("compressed-tensors", "cannot load", "only some of .* which are one module"),
+        "a name within": (
+            "modelopt",
+            "cannot load",
+            r"down_proj.* is in the files, and .* has no such parameter|is U8",
+        ),
+    }
+    for number, (case, (form, verdict, words)) in enumerate(cases.items()):
+        folder = tmp_path / str(number)
+        export_checkpoint(model, folder, form, inputs="dynamic")
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        if case == "other scales":
+            tensors[f"{attention}k_proj.weight_global_scale"] *= 2
+        if case == "other inputs":
+            tensors[f"{mlp}up_proj.input_scale"] *= 2
+        save_file(tensors, path, {"format": "pt"})
+        checkpoint = ServedCheckpoint(folder)
+        if case == "a part ignored":
+            checkpoint.settings["ignore"].append(f"{attention}v_proj")
+        if case == "a name within":
+            checkpoint.settings["exclude_modules"].append("mlp.down")
+        found = read(checkpoint, ["lm_head"])
+        assert found[0] == verdict
+        assert re.search(words, found[1])
+
+
+def test_a_damaged_folder_is_one_error_before_any_reader_runs(tmp_path) -> None:
+    model = llama().eval()
+    fp4engine.convert(model, zoo.make("nvfp4_weight_only"), keep_high_precision=["lm_head"])
+    export_checkpoint(model, tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match="is truncated or no safetensors file"):
+        verify_checkpoint(model, tmp_path / "out", progress=False)
+
+
+def test_transformers_serves_what_it_was_given_as_codes(tmp_path) -> None:
+    """T5 looks at weights to initialise what no file has, and is told to decode them at once."""
+    model = served_architecture("t5")
+    fp4engine.convert(model, zoo.make("nvfp4_weight_only"), keep_high_precision=head(model))
+    export_checkpoint(model, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["dequantize"] is True
+    assert transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
