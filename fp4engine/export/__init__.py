@@ -1,6 +1,6 @@
 """Checkpoints for servers, with the bytes that trained. Needs the extra ``export``."""
 
-from fp4engine.export.calibration import calibrate
+from fp4engine.export.calibration import KVCache, calibrate, calibrate_kv_cache
 from fp4engine.export.checkpoint import ExportedLayer, ExportReport, export_checkpoint
 from fp4engine.export.reader import CheckpointError, ServedCheckpoint, TensorFolder
 from fp4engine.export.readers import Reading
@@ -14,11 +14,13 @@ __all__ = [
     "CheckpointError",
     "ExportReport",
     "ExportedLayer",
+    "KVCache",
     "Reading",
     "ServedCheckpoint",
     "TensorFolder",
     "Verification",
     "calibrate",
+    "calibrate_kv_cache",
     "compare_served",
     "export_checkpoint",
     "share_amax",

@@ -4,7 +4,6 @@ Legend: N out_features, K in_features of a weight [N, K].
 """
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,9 @@ from torch import Tensor, nn
 
 from fp4engine.accounting.table import table
 from fp4engine.arguments import is_number, require_bool, require_integer, require_model, require_one_of, require_path
-from fp4engine.constants import FLT_MAX
-from fp4engine.export.layers import LOSSLESS, Amaxes, ExportLayer, Requantize, encode, export_layers
+from fp4engine.constants import E4M3_MAX, FLT_MAX
+from fp4engine.export.calibration import KVCache, attention_modules
+from fp4engine.export.layers import Amaxes, ExportLayer, Requantize, encode, export_layers
 from fp4engine.export.reader import CheckpointError, ServedCheckpoint
 from fp4engine.export.readers import (
     DIFFERS,
@@ -26,6 +26,7 @@ from fp4engine.export.readers import (
     read_by_transformers,
     read_by_vllm,
 )
+from fp4engine.export.recoding import LOSSLESS
 from fp4engine.export.serving_format import (
     COMPRESSED_TENSORS,
     DYNAMIC,
@@ -43,30 +44,16 @@ from fp4engine.export.serving_format import (
 from fp4engine.export.slabs import Slabs, progress_bar
 from fp4engine.export.state import ModelState
 from fp4engine.export.verification import compare
-from fp4engine.export.writer import ShardWriter, whole_directory, write_json
+from fp4engine.export.writer import TOKENIZER, ShardWriter, copy_files, whole_directory, write_json
 from fp4engine.formats import CastSpec
 from fp4engine.modules.shared_amax import SHARED_SCALES
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import require_recipe
+from fp4engine.reference.scaling import divide
 from fp4engine.version import __version__
 
 Inputs = Mapping[str, float] | Literal["dynamic", "high_precision"] | None
 """Amaxes by layer from :func:`~fp4engine.export.calibrate`, or how inputs are treated without them."""
-
-_CONFIGURATIONS = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
-TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""Files that a tokenizer may consist of."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +165,7 @@ def export_checkpoint(
     keep_high_precision: Sequence[str] = (),
     shared_scales: Sequence[Sequence[str]] = SHARED_SCALES,
     requantize: Requantize = False,
+    kv_cache: KVCache | None = None,
     verify: bool | Any = False,
     force: bool = False,
     weights: Mapping[str, Tensor] | None = None,
@@ -208,6 +196,7 @@ def export_checkpoint(
         shared_scales: names of siblings that share outer scales; ``()`` shares none.
         requantize: True casts weights and inputs that no form holds to nearest NVFP4; ``"lossless"`` writes weights in
             MXFP4 as NVFP4 of the same values. The report says so.
+        kv_cache: how servers cache keys and values, from :func:`calibrate_kv_cache`; None leaves that to them.
         verify: ``"files"`` reads the files back before they are moved into place, and compares every byte. True, or a
             batch of the model's inputs, also lets transformers load and run them, see :func:`verify_checkpoint`. What
             vLLM's loader would make of them is found by its rules in any case.
@@ -243,6 +232,7 @@ def export_checkpoint(
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         require_path("tokenizer", tokenizer)
     target = require_path("directory", directory)
+    caches = {} if kv_cache is None else _cache_scales(form, model, kv_cache)
     tensors = ModelState(model, weights)
     layers, left_alone = export_layers(model, tensors, recipe, keep_high_precision, shared_scales, requantize)
     kinds = {name: _kind(layer, layers, inputs, requantize is True) for name, layer in layers.items()}
@@ -255,13 +245,15 @@ def export_checkpoint(
         )
     if inputs not in (None, "high_precision") and {way for _, way in kinds.values()} == {WEIGHT_ONLY}:
         raise ValueError("inputs has scales, and the recipe casts no input: leave it out, or pass the recipe that does")
+    configuration = _configuration(form, model, kinds, list(left_alone), kv_cache and kv_cache.format)
     is_read = verify is not False and not isinstance(verify, str)
     notes = {} if is_read else known_faults(form, layers)
     _require_readable([f"{name!r}: {why}" for name, why in notes.items()], force)
-    configuration = _configuration(form, model, kinds, list(left_alone))
     with whole_directory(target) as made, Slabs() as slabs:
         writer = ShardWriter(made, max_shard_size)
         entries = _write(writer, form, layers, kinds, inputs, tensors, slabs, progress, notes)
+        for name, scale in caches.items():
+            writer.add(name, scale)
         writer.finish()
         for name, data in configuration.items():
             write_json(made / name, data)
@@ -269,6 +261,7 @@ def export_checkpoint(
         checkpoint = ServedCheckpoint(made)
         if verify is not False:
             compare(checkpoint, layers, left_alone, tensors, slabs, progress)
+            assert all(torch.equal(checkpoint.tensors[name], scale) for name, scale in caches.items())
         found = (read_by_vllm(checkpoint, left_alone),)
         if is_read:
             found = (read_by_transformers(checkpoint, model, None if verify is True else verify), *found)
@@ -371,6 +364,22 @@ def _kind(layer: ExportLayer, layers: Mapping[str, ExportLayer], inputs: Inputs,
     return form, STATIC
 
 
+def _cache_scales(form: ServingFormat, model: nn.Module, kv_cache: KVCache) -> dict[str, Tensor]:
+    """``name -> scale`` of the keys and values of every attention."""
+    if not isinstance(kv_cache, KVCache):
+        raise ValueError(f"kv_cache must be a KVCache, as calibrate_kv_cache returns it, got {kv_cache!r:.80}")
+    require_one_of(f"kv_cache.format of a {form.name} checkpoint", kv_cache.format, form.cache_formats)
+    names = set(attention_modules(model).values())
+    if odd := sorted(names.symmetric_difference(kv_cache.amaxes)):
+        fault = "lacks" if odd[0] in names else "has, and the model has not,"
+        raise ValueError(f"kv_cache {fault} amaxes of {odd[0]!r}")
+    return {
+        f"{name}.{part}": divide(torch.tensor([amax], dtype=torch.float32), E4M3_MAX)
+        for name, pair in kv_cache.amaxes.items()
+        for part, amax in zip(form.caches, pair, strict=True)
+    }
+
+
 def _require_alike(layers: Mapping[str, ExportLayer], kinds: Mapping[str, Kind]) -> None:
     """Raise unless layers that share scales have one form and outer scale, and one cast of inputs, as servers need."""
     for layer in layers.values():
@@ -387,7 +396,7 @@ def _require_alike(layers: Mapping[str, ExportLayer], kinds: Mapping[str, Kind])
 
 
 def _configuration(
-    form: ServingFormat, model: nn.Module, kinds: Mapping[str, Kind], ignore: Sequence[str]
+    form: ServingFormat, model: nn.Module, kinds: Mapping[str, Kind], ignore: Sequence[str], kv_cache: str | None
 ) -> dict[str, dict[str, Any]]:
     """``file name -> contents``."""
     config: Any = getattr(model, "config", None)
@@ -397,9 +406,9 @@ def _configuration(
         described = {**config.to_dict(), "architectures": [type(model).__name__], "dtype": "bfloat16"}
         described.pop("quantization_config", None)  # of weights that are stored as codes in the model
     if form is COMPRESSED_TENSORS:
-        section = compressed_tensors_config(kinds, ignore, False, needs_values_at_once(model))
+        section = compressed_tensors_config(kinds, ignore, kv_cache, needs_values_at_once(model))
         return {form.config_file: {**described, "quantization_config": section}}
-    settings = {form.config_file: modelopt_config(kinds, ignore, None, __version__)}
+    settings = {form.config_file: modelopt_config(kinds, ignore, kv_cache, __version__)}
     return settings | ({"config.json": described} if described else {})
 
 
@@ -413,9 +422,5 @@ def _copy_companions(directory: Path, model: nn.Module, tokenizer: Any) -> None:
     if hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(directory)
         return
-    source = Path(tokenizer)
-    found = [name for name in (*TOKENIZER, *_CONFIGURATIONS) if (source / name).is_file()]
-    if not any(name in TOKENIZER for name in found):
+    if not any(name in TOKENIZER for name in copy_files(Path(tokenizer), directory)):
         raise ValueError(f"tokenizer must be a directory with a tokenizer's files, or a tokenizer; got {tokenizer!r}")
-    for name in found:
-        shutil.copyfile(source / name, directory / name)

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from fp4engine.convert import convert
-from fp4engine.export.checkpoint import TOKENIZER, export_checkpoint
-from fp4engine.export.layers import LOSSLESS
+from fp4engine.export.calibration import KVCache
+from fp4engine.export.checkpoint import export_checkpoint
 from fp4engine.export.reader import CheckpointError, TensorFolder, read_json
-from fp4engine.export.serving_format import FORMATS
+from fp4engine.export.recoding import LOSSLESS, recode_checkpoint
+from fp4engine.export.serving_format import FORMATS, MODELOPT
+from fp4engine.export.writer import TOKENIZER
 from fp4engine.modules.shared_amax import SHARED_SCALES
 from fp4engine.recipe import Recipe, recipe_from_json, zoo
 
@@ -59,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(LOSSLESS,),
         help="cast what no form holds to nearest NVFP4; 'lossless' writes MXFP4 as NVFP4 of the same values",
     )
+    parser.add_argument(
+        "--kv-cache",
+        default=None,
+        metavar="FILE",
+        help="JSON file of how servers cache keys and values: the fields of what calibrate_kv_cache returns",
+    )
     parser.add_argument("--force", action="store_true", help="write also what a reader takes for other numbers")
     verified = parser.add_mutually_exclusive_group()
     verified.add_argument(
@@ -88,6 +96,15 @@ def main(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"directory must not lie inside the source {str(args.source)!r}, got {str(args.directory)!r}"
             )
+        if _is_mxfp4(args.source):
+            if args.requantize != LOSSLESS or args.format != MODELOPT.name:
+                raise ValueError(
+                    f"{args.source} is in MXFP4 already; --requantize {LOSSLESS} --format {MODELOPT.name} writes it as "
+                    "NVFP4 of the same values"
+                )
+            size = int(args.max_shard_gb * 2**30)
+            print(recode_checkpoint(args.source, args.directory, max_shard_size=size))
+            return 0
         recipe = _recipe(args.recipe)
         weights = TensorFolder(args.source)
         model = _empty_model(args.source, len(weights))
@@ -99,6 +116,7 @@ def main(args: argparse.Namespace) -> int:
             inputs=_inputs(args.inputs),
             shared_scales=() if args.no_shared_scales else SHARED_SCALES,
             requantize=args.requantize,
+            kv_cache=_kv_cache(args.kv_cache),
             verify=args.verified,
             force=args.force,
             weights=weights,
@@ -110,6 +128,11 @@ def main(args: argparse.Namespace) -> int:
         return 2
     print(report)
     return 0
+
+
+def _is_mxfp4(source: Path) -> bool:
+    described = read_json(source / "config.json").get("quantization_config")
+    return isinstance(described, dict) and described.get("quant_method") == "mxfp4"
 
 
 def _empty_model(source: Path, tensors: int) -> Any:
@@ -165,14 +188,27 @@ def _recipe(name: str) -> Recipe:
         raise ValueError(f"--recipe {name}: {error}") from error
 
 
+def _kv_cache(value: str | None) -> KVCache | None:
+    if value is None:
+        return None
+    fields = _json(value, "--kv-cache", "the fields of a KVCache")
+    if not isinstance(fields, dict) or not {"amaxes"} <= fields.keys() <= {"amaxes", "format"}:
+        raise ValueError(f"{value} must hold one JSON object with amaxes and, if it is not fp8, format")
+    return KVCache(**fields)
+
+
+def _json(path: str, argument: str, words: str) -> Any:
+    text = _text(path, argument, words)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+
+
 def _inputs(value: str | None) -> Any:
     if value is None or value in ("dynamic", "high_precision"):
         return value
-    text = _text(value, "--inputs", "'high_precision', 'dynamic'")
-    try:
-        amaxes = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{value} is no JSON: {error}") from error
+    amaxes = _json(value, "--inputs", "'high_precision', 'dynamic'")
     if not isinstance(amaxes, dict) or not all(type(amax) in (int, float) for amax in amaxes.values()):
         raise ValueError(f"{value} must hold one JSON object of numbers by layer")
     return amaxes

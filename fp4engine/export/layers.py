@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fp4engine.accounting.planned import linear_modules, linear_shape, other_matrices
 from fp4engine.arguments import require_patterns
 from fp4engine.checkpoint_names import Piece
+from fp4engine.export.recoding import LOSSLESS, recoded, recoded_amax
 from fp4engine.export.serving_format import MXFP4, NVFP4, WeightForm, form_of
 from fp4engine.export.slabs import Slabs
 from fp4engine.export.state import ModelState
@@ -29,7 +30,6 @@ from fp4engine.recipe import Recipe, ScheduledRecipe
 from fp4engine.reference import decode
 from fp4engine.roles import QuantizerRole
 
-LOSSLESS = "lossless"
 Requantize = bool | Literal["lossless"]
 """Whether casts that no form holds become nearest NVFP4; or whether MXFP4 becomes NVFP4 of the same values."""
 
@@ -86,18 +86,7 @@ class ExportLayer:
         """
         if not self.is_recoded:
             return self.form.stored(codes, scale_inv)
-        _, exponent = torch.frexp(amax / self.numerator)  # of the factor, a power of two, or 0
-        powers = scale_inv.view(torch.uint8).int() - 126 - exponent.to(codes.device)
-        holds = _holds(codes, scale_inv)
-        wanted = torch.where(holds, torch.ldexp(torch.ones_like(powers, dtype=torch.float32), powers), 0)
-        scales = wanted.to(torch.float8_e4m3fn)
-        if lost := int((scales.float() != wanted).sum()):
-            raise ValueError(
-                f"{lost} of {holds.sum()} blocks of {self.name!r} have a scale in MXFP4 that is none in NVFP4: they "
-                "span more than the 18 powers of two that E4M3 holds; leave requantize="
-                f"{LOSSLESS!r} (--requantize {LOSSLESS}) out, or pass keep_high_precision=[{self.module!r}]"
-            )
-        return codes, scales.repeat_interleave(2, dim=1)
+        return codes, recoded(self.name, codes, scale_inv, amax)
 
     def weight(self, state: ModelState) -> Tensor:
         """[N, K]."""
@@ -374,7 +363,7 @@ def _outer_amax(layer: ExportLayer, weight: Tensor, slabs: Slabs) -> Tensor:
             largest = values[rows].abs().amax().float().reshape(1).cpu()
             if not layer.is_recoded or not largest.isfinite():
                 return largest
-            return _recoded_amax(*_operand(layer, weight, rows))
+            return recoded_amax(*_operand(layer, weight, rows))
 
         values = weight.dequantize().detach() if isinstance(weight, QuantizedWeight) else weight
         amax = torch.stack(list(slabs.map(part, values, max(layer.spec.block[0], 1)))).amax(0)
@@ -394,18 +383,6 @@ def _operand(layer: ExportLayer, weight: Tensor, rows: slice, amax: Tensor | Non
     operand = layer.quantizer.quantize(weight[rows], columnwise=False, rowwise_amax=amax).rowwise
     assert operand is not None and operand.scale_inv is not None
     return operand.codes, operand.scale_inv
-
-
-def _recoded_amax(codes: Tensor, scale_inv: Tensor) -> Tensor:
-    """The amax by which NVFP4's largest block scale is 2^8, FP32 [1], of codes [N, K/2] in MXFP4; 0 if all are zero."""
-    exponent = torch.where(_holds(codes, scale_inv), scale_inv.view(torch.uint8).int() - 127, -128).amax().reshape(1)
-    amax = torch.ldexp(torch.full((1,), NVFP4.spec.numerator, dtype=torch.float32), exponent.cpu() - 8)
-    return torch.where(exponent.cpu() > -128, amax, 0)
-
-
-def _holds(codes: Tensor, scale_inv: Tensor) -> Tensor:
-    """Which blocks [N, blocks] of packed codes hold something else than zeros."""
-    return (codes.view(*scale_inv.shape, -1) & 0x77).amax(-1) > 0
 
 
 def encode(

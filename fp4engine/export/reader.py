@@ -21,6 +21,7 @@ from fp4engine.export.serving_format import (
     STATIC,
     Kind,
     ServingFormat,
+    described_cache,
     described_kind,
     is_named,
 )
@@ -125,6 +126,8 @@ class ServedCheckpoint:
         layers: ``name -> (form of its weight, how its inputs are cast)`` of the layers whose weight is codes.
         ignored: names of linear modules that its configuration leaves alone, ``re:`` and an expression, or with ``*``.
         settings: the configuration, as its file has it.
+        kv_cache: what keys and values are cached in, ``"fp8"`` or ``"nvfp4"``; None if nothing says it.
+        cache_scales: names of the scales of keys and values.
 
     Raises:
         CheckpointError: it is in neither format, or damaged: see :class:`TensorFolder`; a weight whose parts are
@@ -140,6 +143,18 @@ class ServedCheckpoint:
         for layer in dict.fromkeys(self._found()):
             self.layers[layer] = self._described(layer)
             self._check(layer)
+        path = self.tensors.directory / self.form.config_file
+        try:
+            self.kv_cache = described_cache(self.settings, self.form)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        endings = tuple(f".{name}" for name in self.form.caches)
+        self.cache_scales = [name for name in self.tensors if name.endswith(endings)]
+        if (self.kv_cache is None) != (not self.cache_scales):
+            there = "none is there" if self.kv_cache else f"{self.cache_scales[0]!r} is there"
+            raise CheckpointError(f"{path}: keys and values are cached in {self.kv_cache}, and of their scales {there}")
+        for name in self.cache_scales:
+            self._outer(name)
 
     def _found(self) -> Iterator[str]:
         """Names of the modules that have a part of a weight in codes, which some may have several times."""

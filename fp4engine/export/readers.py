@@ -14,6 +14,7 @@ from fp4engine.export import vllm_rules
 from fp4engine.export.layers import ExportLayer
 from fp4engine.export.reader import ServedCheckpoint
 from fp4engine.export.serving_format import COMPRESSED_TENSORS, NVFP4, ServingFormat, expert_stack
+from fp4engine.formats import E4M3
 from fp4engine.modules.adoption import is_conv1d
 
 AGREES, DIFFERS, CANNOT_LOAD, NOT_RUN = "agrees", "differs", "cannot load", "not run"
@@ -67,9 +68,11 @@ def read_by_vllm(checkpoint: ServedCheckpoint, left_alone: Collection[str]) -> R
 
 def known_faults(form: ServingFormat, layers: Mapping[str, ExportLayer]) -> dict[str, str]:
     """``layer -> why`` of the layers that transformers 5.23 would take for other numbers."""
-    if form is not COMPRESSED_TENSORS:  # which transformers does not load at all
-        return {}
     found: dict[str, str] = {}
+    if form is not COMPRESSED_TENSORS:  # of which transformers knows nothing, and loads what has the right shape
+        if any(layer.form.spec.element != E4M3 for layer in layers.values()):
+            return {}
+        return dict.fromkeys(layers, "transformers takes codes in FP8 for numbers in a checkpoint of ModelOpt's")
     for name, layer in layers.items():
         if layer.transposed:
             found[name] = "transformers reads codes of nn.Linear only, and leaves the weight of a Conv1D at random"

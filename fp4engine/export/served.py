@@ -231,7 +231,8 @@ def _serve(place: WeightPlace, checkpoint: ServedCheckpoint, pieces: list[Piece]
             )
         amax = torch.full((1,), form.spec.constant_amax, dtype=torch.float32)
         if outers:
-            amax = divide(form.spec.numerator, divide(1.0, checkpoint.form.factor(form, outers[0])))
+            numerator = form.spec.numerator
+            amax = divide(numerator, outers[0]) if checkpoint.form.divides(form) else outers[0] * numerator
         operand = form.operand(codes, scales)
         rows = operand[0].shape[0]
         shape = (form.cols(codes), rows) if place.transposed else (rows, form.cols(codes))
@@ -414,9 +415,9 @@ def _apart(trained: Heard, served: Heard) -> Iterable[OperandApart]:
 
 
 def _blocks(operand: Operand) -> Tensor:
-    """Codes and scales of each block, bytes [rows, blocks, bytes]; of an operand without scales, each 16 values."""
+    """Codes and scales of each block, bytes [rows, blocks, bytes]; of an operand without scales, of each 16 values."""
     if operand.spec is None or not operand.spec.block[1]:
-        return _blocked(operand.dequantize()).view(torch.uint8)
+        return _blocked(operand.data).view(torch.uint8)
     assert operand.scale_inv is not None
     scales = operand.scale_inv.contiguous().view(torch.uint8).view(*operand.scale_inv.shape, -1)
     return torch.cat((operand.codes.view(*operand.scale_inv.shape, -1), scales), dim=-1)

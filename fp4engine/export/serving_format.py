@@ -185,11 +185,15 @@ class ServingFormat:
         names: ``form -> last parts of the names`` of codes, block scales, outer scale and the input's outer scale;
             None for what the form does not have.
         config_file: the file that says what is quantized.
+        caches: names of the scales of cached keys and values, FP32 [1], ``amax / 448``, after the attention's.
+        cache_formats: of keys and values.
     """
 
     name: str
     names: dict[WeightForm, tuple[str | None, ...]]
     config_file: str
+    caches: tuple[str, str]
+    cache_formats: tuple[str, ...]
 
     def parts(self, form: WeightForm) -> tuple[str, ...]:
         """The tensors of one weight: codes, block scales, outer scale, as far as the form has them."""
@@ -231,11 +235,15 @@ COMPRESSED_TENSORS = ServingFormat(
         **_EIGHT_BITS,
     },
     "config.json",
+    ("k_scale", "v_scale"),
+    ("fp8",),
 )
 MODELOPT = ServingFormat(
     "modelopt",
     {NVFP4: ("weight", "weight_scale", "weight_scale_2", "input_scale"), **_EIGHT_BITS},
     "hf_quant_config.json",
+    ("k_proj.k_scale", "v_proj.v_scale"),
+    ("fp8", "nvfp4"),
 )
 FORMATS = {form.name: form for form in (COMPRESSED_TENSORS, MODELOPT)}
 """Both by name."""
@@ -264,14 +272,14 @@ def compression_format(kind: Kind) -> str:
 
 
 def compressed_tensors_config(
-    kinds: Mapping[str, Kind], ignore: Sequence[str], kv_cache: bool, dequantize: bool
+    kinds: Mapping[str, Kind], ignore: Sequence[str], kv_cache: str | None, dequantize: bool
 ) -> dict[str, Any]:
     """``quantization_config`` of a ``config.json``.
 
     Args:
         kinds: by the names of layers.
         ignore: names of the linear modules that stayed as they were.
-        kv_cache: whether keys and values are cached in FP8 by stored scales.
+        kv_cache: what keys and values are cached in, by stored scales; None leaves that to servers.
         dequantize: whether transformers has to decode weights as it loads them.
     """
     found = list(dict.fromkeys(kinds.values()))
@@ -316,7 +324,10 @@ def modelopt_config(
                 f"{allowed}: pass other inputs (--inputs), or format='compressed-tensors'"
             )
         algorithms[name] = form.algorithms[inputs]
-    settings: dict[str, Any] = {"quant_algo": next(iter(algorithms.values())), "kv_cache_quant_algo": kv_cache}
+    settings: dict[str, Any] = {
+        "quant_algo": next(iter(algorithms.values())),
+        "kv_cache_quant_algo": kv_cache and kv_cache.upper(),
+    }
     if len(set(algorithms.values())) > 1:
         settings["quant_algo"] = "MIXED_PRECISION"
         settings["quantized_layers"] = {
@@ -373,6 +384,23 @@ def _patterns(names: Sequence[str], everything: Iterable[str], is_expression: bo
 
 def _heads(names: Iterable[str]) -> list[str]:
     return [name for name in names if name.rpartition(".")[2] == "lm_head"]
+
+
+def described_cache(settings: Mapping[str, Any], form: ServingFormat) -> str | None:
+    """What keys and values are cached in, by a configuration; None if it does not say.
+
+    Raises:
+        ValueError: something else than :attr:`ServingFormat.cache_formats`.
+    """
+    if form is COMPRESSED_TENSORS:
+        scheme = settings.get("kv_cache_scheme")
+        found = None if scheme is None else "fp8" if _casts_as(scheme, _arguments(8, "tensor")) else repr(scheme)
+    else:
+        found = settings.get("kv_cache_quant_algo")
+        found = found.lower() if isinstance(found, str) else found
+    if found is not None and found not in form.cache_formats:
+        raise ValueError(f"keys and values must be cached in {' or '.join(form.cache_formats)}, got {found!s:.80}")
+    return found
 
 
 def described_kind(settings: Mapping[str, Any], form: ServingFormat, layer: str) -> Kind:

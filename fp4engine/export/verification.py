@@ -190,7 +190,9 @@ def _same_names(
     form, directory = checkpoint.form, checkpoint.tensors.directory
     expected = {f"{name}.{part}" for name, layer in layers.items() for part in form.parts(layer.form)}
     expected |= {name for name in state.names if name.removesuffix(".weight") not in layers}
-    optional = {f"{name}.{form.input_scale(layer.form)}" for name, layer in layers.items()}
+    optional = set(checkpoint.cache_scales) | {
+        f"{name}.{form.input_scale(layer.form)}" for name, layer in layers.items()
+    }
     for name in sorted((set(checkpoint.tensors) ^ expected) - optional):
         fault = "is not in it" if name in expected else "is in it and not in the model"
         raise CheckpointError(f"{directory}: {name!r} {fault}")

@@ -16,6 +16,21 @@ from torch import Tensor
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+_CONFIGURATIONS = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files that a tokenizer may consist of."""
+
 
 @contextmanager
 def whole_directory(directory: Path) -> Generator[Path]:
@@ -139,3 +154,11 @@ class ShardWriter:
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write ``data``, indented."""
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_files(source: Path, directory: Path) -> list[str]:
+    """Copy a tokenizer and the configurations beside it; the names of what was there."""
+    found = [name for name in (*TOKENIZER, *_CONFIGURATIONS) if (source / name).is_file()]
+    for name in found:
+        shutil.copyfile(source / name, directory / name)
+    return found
