@@ -1,7 +1,7 @@
 """fp4engine: NVFP4 training numerics, the same bytes on every machine."""
 
 from fp4engine import inspect, recipe
-from fp4engine.accounting import ConversionPlan, assert_quantized, executed_gemms
+from fp4engine.accounting import ConversionPlan, assert_batch_invariant, assert_quantized, executed_gemms
 from fp4engine.capability import is_nvfp4_available
 from fp4engine.checkpoint import checkpoint
 from fp4engine.convert import convert, last_blocks, revert
@@ -60,6 +60,7 @@ __all__ = [
     "RandomStream",
     "TransformerLayer",
     "__version__",
+    "assert_batch_invariant",
     "assert_quantized",
     "autocast",
     "cast",

@@ -49,6 +49,8 @@ def row(name: str) -> str:
     requantized = [role for role in TENSOR_TYPES if recipe.casts(role).columnwise_source == "rowwise_dequantized"]
     kept = any(recipe.casts(role).columnwise_source == "saved_original" for role in TENSOR_TYPES)
     cells.append("saved " + ", ".join(requantized) if requantized else "saved original input" if kept else "originals")
+    inputs = recipe.casts("input").rowwise
+    cells.append("yes" if inputs is not None and inputs.mixes_rows and not recipe.is_delayed else "no")
     cells += [path(recipe), zoo.ZOO[name].source, zoo.ZOO[name].limits]
     return f"| {' | '.join(cells)} |"
 
@@ -60,6 +62,7 @@ def table() -> str:
         "dgrad: grad_output · weight",
         "wgrad: grad_output · input",
         "backward operands from",
+        "a score depends on its batch",
         "casts run on",
         "follows",
         "known limits",

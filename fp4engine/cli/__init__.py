@@ -2,7 +2,7 @@
 
 A subcommand is a module with a docstring, whose first line is its help, and two functions:
 ``add_arguments(parser)`` declares its arguments and ``run(arguments)`` does the work and returns the exit code. Its
-name is the module's. :data:`COMMANDS` lists them; a new one is a new module and one more entry there.
+name is the module's, with hyphens. :data:`COMMANDS` lists them; a new one is a new module and one more entry there.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn
 
-from fp4engine.cli import doctor, estimate, export, recipes, report, te
+from fp4engine.cli import compare_served, doctor, estimate, export, recipes, report, te
 from fp4engine.version import __version__
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: tuple[ModuleType, ...] = (doctor, estimate, export, recipes, report, te)
+COMMANDS: tuple[ModuleType, ...] = (compare_served, doctor, estimate, export, recipes, report, te)
 
 BAD_INPUT = 2
 """Exit code for arguments or files that a command cannot use; 1 is a command's own "no"."""
@@ -71,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fp4engine {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=Parser)
     for module in COMMANDS:
-        name = module.__name__.rpartition(".")[2]
+        name = module.__name__.rpartition(".")[2].replace("_", "-")
         description = (module.__doc__ or "").strip()
         subparser = subparsers.add_parser(
             name,

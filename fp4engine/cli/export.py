@@ -9,33 +9,36 @@ import signal
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "run", "with_export"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what :func:`run` reads."""
-    try:
-        from fp4engine.export import command
-    except ModuleNotFoundError:  # safetensors or tqdm: a bare install lacks them, and has the other commands
-        parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="safetensors or tqdm is missing")
-    else:
-        command.add_arguments(parser)
+    with_export(parser, "add_arguments")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Export, and return the exit code.
+    """Export, and return the exit code."""
+    with _terminated_as_interrupted():
+        return with_export(arguments, "main")
+
+
+def with_export(argument: argparse.ArgumentParser | argparse.Namespace, function: str) -> Any:
+    """Call a function of :mod:`fp4engine.export.command`.
 
     Raises:
-        ValueError: what the extra ``export`` brings is not installed.
+        ValueError: arguments were parsed, and what the extra ``export`` brings is not installed.
     """
     try:
         from fp4engine.export import command
-    except ModuleNotFoundError as error:
-        raise ValueError(f"export needs {error.name}: pip install 'fp4engine[export]'") from error
-    with _terminated_as_interrupted():
-        return command.main(arguments)
+    except ModuleNotFoundError as error:  # a bare install lacks it, and has the other commands
+        if isinstance(argument, argparse.Namespace):
+            raise ValueError(f"this command needs {error.name}: pip install 'fp4engine[export]'") from error
+        argument.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=f"{error.name} is missing")
+        return None
+    return getattr(command, function)(argument)
 
 
 @contextmanager

@@ -56,6 +56,9 @@ def _one(name: str, recipe: Recipe) -> str:
     for gemm, operands in GEMM_OPERANDS.items():
         sides = [f"{role} {side}: {_label(recipe, gemm, role, side)}" for role, side in operands]
         lines.append(f"  {gemm}   {sides[0]}\n          {sides[1]}")
+    inputs = recipe.casts("input").rowwise
+    mixes = inputs is not None and inputs.mixes_rows and not recipe.is_delayed
+    lines.append(f"  a token's score depends on its batch and on later tokens: {'yes' if mixes else 'no'}")
     lines.append(f"  in Python  fp4engine.recipe.zoo.make({name!r})")
     lines.append(f"  as JSON    {recipe.to_json()}")
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""``fp4engine export SOURCE DIRECTORY``: from a checkpoint that transformers reads to one that servers read.
+"""``fp4engine export SOURCE DIRECTORY``: from a checkpoint that transformers reads to one that servers read; and
+``fp4engine compare-served``, which compares the two.
 
 The weights go from file to file one at a time, so the model never exists in memory.
 """
@@ -13,11 +14,14 @@ from typing import Any
 
 import torch
 
+from fp4engine.arguments import require_integer
 from fp4engine.convert import convert
 from fp4engine.export.calibration import KVCache
 from fp4engine.export.checkpoint import export_checkpoint
 from fp4engine.export.reader import CheckpointError, TensorFolder, read_json
+from fp4engine.export.readers import quiet
 from fp4engine.export.recoding import LOSSLESS, recode_checkpoint
+from fp4engine.export.served import compare_served
 from fp4engine.export.serving_format import FORMATS, MODELOPT
 from fp4engine.export.writer import TOKENIZER
 from fp4engine.modules.shared_amax import SHARED_SCALES
@@ -128,6 +132,78 @@ def main(args: argparse.Namespace) -> int:
         return 2
     print(report)
     return 0
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what :func:`compare` reads."""
+    parser.add_argument("trained", type=_path, help="directory of config.json and safetensors that was exported")
+    parser.add_argument("exported", type=_path, help="what fp4engine export wrote of it, or a peer")
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help="a JSON file of a list of lists of token ids, or a text, which the trained model's tokenizer reads",
+    )
+    parser.add_argument("--recipe", default="nvfp4", help="what trained: a name or a JSON file, as in fp4engine export")
+    parser.add_argument("--keep-high-precision", nargs="*", default=["lm_head"], metavar="PATTERN")
+    parser.add_argument("--weights-only", action="store_true", help="leave inputs in high precision on both sides")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences at a time (default: %(default)s)")
+    parser.add_argument("--sequences", type=int, default=16, help="of a text (default: %(default)s)")
+    parser.add_argument(
+        "--max-kl", type=float, default=None, metavar="NATS", help="exit with 1 if a divergence is larger"
+    )
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Print how far the two are apart; 1 if that is further than ``--max-kl``.
+
+    Raises:
+        ValueError: files that are none, or settings that cannot be.
+    """
+    for name in ("length", "batch", "sequences"):
+        require_integer(f"--{name}", getattr(args, name), 1)
+    recipe, kind = _recipe(args.recipe), type(_empty_model(args.trained, len(TensorFolder(args.trained))))
+    rows = _tokens(args)
+    with quiet():
+        model: Any = kind.from_pretrained(args.trained, dtype="auto", use_safetensors=True).eval()
+    convert(model, recipe, keep_high_precision=args.keep_high_precision)
+    largest = model.config.get_text_config().vocab_size
+    if bad := next((token for row in rows for token in row if not 0 <= token < largest), None):
+        raise ValueError(f"--data must hold token ids from 0 to {largest - 1}, got {bad}")
+    lengths = [row[: args.length] for row in rows]
+    batches = [torch.tensor(lengths[i : i + args.batch], dtype=torch.int64) for i in range(0, len(lengths), args.batch)]
+    found = compare_served(model, args.exported, batches, recipe, inputs=not args.weights_only)
+    print(found)
+    return int(args.max_kl is not None and not found.kl_max <= args.max_kl)
+
+
+def _tokens(args: argparse.Namespace) -> list[list[int]]:
+    """Token ids of the sequences in ``--data``, all of one length within a batch."""
+    if args.data.endswith(".json"):
+        rows = _json(args.data, "--data", "token ids")
+        whole = isinstance(rows, list) and all(isinstance(row, list) and row for row in rows)
+        if not rows or not whole or not all(type(token) is int for row in rows for token in row):
+            raise ValueError(f"{args.data} must hold a list of lists of token ids")
+        if len({min(len(row), args.length) for row in rows}) > 1:
+            raise ValueError(
+                f"{args.data} must hold lists of one length, of which --length (now {args.length}) is taken"
+            )
+        return rows
+    from transformers import AutoTokenizer
+
+    text = _text(args.data, "--data", "a .json file of token ids")
+    try:
+        ids = AutoTokenizer.from_pretrained(args.trained)(text)["input_ids"]
+    except Exception as error:  # a tokenizer's files can make transformers raise anything
+        reason = f"{type(error).__name__}: {_one_line(error):.200}"
+        raise ValueError(
+            f"{args.trained} has no tokenizer that reads a text ({reason}); give token ids in .json"
+        ) from error
+    rows = [ids[i : i + args.length] for i in range(0, len(ids) - args.length + 1, args.length)][: args.sequences]
+    if not rows:
+        raise ValueError(f"{args.data} has {len(ids)} tokens, fewer than one sequence of --length {args.length}")
+    return rows
 
 
 def _is_mxfp4(source: Path) -> bool:

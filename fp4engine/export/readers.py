@@ -119,7 +119,7 @@ def decoded_model(checkpoint: ServedCheckpoint, kind: Any, config: Any, round_to
         tensors[f"{layer}.weight"] = weight.T.contiguous() if layer in transposed else weight
     if round_to is not None:
         tensors = {name: x.to(round_to) if x.is_floating_point() else x for name, x in tensors.items()}
-    with _quiet():
+    with quiet():
         return kind.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32).eval()
 
 
@@ -150,7 +150,7 @@ def read_by_transformers(checkpoint: ServedCheckpoint, model: nn.Module, sample:
     if not isinstance(model, transformers.PreTrainedModel):
         return Reading(versions, NOT_RUN, f"a {kind.__name__} is no model of transformers")
     try:
-        with _quiet():
+        with quiet():
             loaded, info = kind.from_pretrained(checkpoint.tensors.directory, output_loading_info=True)
     except Exception as error:  # a reader may raise anything
         return Reading(versions, CANNOT_LOAD, _one_line(error))
@@ -162,7 +162,7 @@ def read_by_transformers(checkpoint: ServedCheckpoint, model: nn.Module, sample:
     if fault := _stored_differently(checkpoint, loaded):
         return Reading(versions, DIFFERS, fault)
     try:
-        with _quiet():
+        with quiet():
             served = run(loaded.eval(), batch).float()
     except Exception as error:
         return Reading(versions, DIFFERS, f"it loads and cannot be run: {_one_line(error)}")
@@ -285,7 +285,7 @@ def _outputs(model: nn.Module) -> Generator[dict[str, Tensor]]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Generator[None]:
+def quiet() -> Generator[None]:
     """Region in which transformers and its bars say nothing."""
     from transformers.utils import logging
 

@@ -280,6 +280,15 @@ class CastSpec:
         )
 
     @property
+    def mixes_rows(self) -> bool:
+        """True if what a row becomes depends on other rows, or on where it stands among them.
+
+        An outer scale of the whole tensor is one of all tokens; a block of several rows has one scale; and random bits
+        are drawn by position.
+        """
+        return self.outer is Outer.TENSOR or self.block[0] > 1 or self.is_stochastic
+
+    @property
     def label(self) -> str:
         """A few words for people, e.g. ``"e2m1 1x16 stochastic rht16"``; what is usual goes without saying.
 
