@@ -115,11 +115,16 @@ def quantize_weights(
     for name, tensor in parameters + buffers:
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, made[tensor])
+    describe_stored(model)
+    return StoredWeights(tuple(of_parameter), left_alone, before, _nbytes(model))
+
+
+def describe_stored(model: nn.Module) -> None:
+    """Let ``save_pretrained`` write the stored weights of a model of transformers."""
     if "transformers" in sys.modules:
         from fp4engine.integrations.stored_weights import describe_in
 
         describe_in(model)
-    return StoredWeights(tuple(of_parameter), left_alone, before, _nbytes(model))
 
 
 def _buffers_to_fill(model: nn.Module, weights: Mapping[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:

@@ -6,24 +6,35 @@
 """
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from fp4engine import ops
 from fp4engine.accounting import ConversionPlan
-from fp4engine.arguments import is_number, require_bool, require_dense, require_model, shown
+from fp4engine.accounting.planned import linear_shape
+from fp4engine.arguments import is_number, require_bool, require_dense, require_model, require_one_of, shown
 from fp4engine.convert import convert
 from fp4engine.formats import CastSpec
-from fp4engine.frozen_weights import StoredWeights, quantize_weights
+from fp4engine.frozen_weights import StoredWeights, describe_stored, quantize_weights
 from fp4engine.functional.cast import require_castable
+from fp4engine.modules import Linear, QuantizedWeight
+from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.inputs import unusable_devices
+from fp4engine.modules.learned_scales import LearnedScales
 from fp4engine.modules.shared_amax import SHARED_SCALES, require_shared_scales, share_amax, sibling_groups
-from fp4engine.quantizers import Quantizer
-from fp4engine.recipe import Casts, LinearRecipe, Recipe
+from fp4engine.modules.weight_places import weight_places
+from fp4engine.quantizers import IdentityQuantizer, Quantizer, make_quantizer
+from fp4engine.quantizers.shared import SharedAmaxQuantizer
+from fp4engine.recipe import Casts, CustomRecipe, LinearRecipe, Recipe
 from fp4engine.recipe.base import require_recipe
+from fp4engine.roles import QuantizerRole
+from fp4engine.tensor import Operand
 
 NVFP4 = CastSpec()
 
@@ -34,6 +45,8 @@ def prepare(
     *,
     inputs: bool = True,
     clip: float = 1.0,
+    tiles: bool = False,
+    learn: str | Sequence[str] = (),
     shared_scales: Sequence[Sequence[str]] = SHARED_SCALES,
     keep_high_precision: Sequence[str] = (),
 ) -> ConversionPlan:
@@ -45,28 +58,39 @@ def prepare(
     :func:`fp4engine.export.export_checkpoint` change nothing more.
 
     Args:
-        recipe: whose forward casts are used; None is NVFP4 in 1x16 blocks, nearest even, by ``inputs`` and ``clip``.
+        recipe: whose forward casts are used; None is NVFP4, nearest even, by ``inputs``, ``clip`` and ``tiles``.
         inputs: cast inputs as well (W4A4); False casts weights only (W4A16).
         clip: fraction of a weight block's amax that the largest code stands for; below 1 the largest values saturate
             and the others have a finer grid.
+        tiles: weights in 16x16 blocks instead of 1x16.
+        learn: ``"block"``, ``"outer"`` or both: scales of the weights of ``nn.Linear`` that train, starting from those
+            of the cast (:mod:`fp4engine.modules.learned_scales`); see :func:`parameter_groups`. A ``state_dict`` has
+            them beside the weights until :func:`finalize`.
         shared_scales: see :func:`fp4engine.export.export_checkpoint`; ``()`` shares none.
         keep_high_precision: as in :func:`fp4engine.convert`.
 
     Raises:
-        ValueError: ``inputs`` is not a bool; ``clip`` is not in (0, 1]; one is given beside ``recipe``; a recipe that
-            takes no ``backward_override="dequantized"``; what ``convert`` refuses.
+        ValueError: ``inputs`` or ``tiles`` is not a bool; ``clip`` is not in (0, 1]; one is given beside ``recipe``; a
+            recipe that takes no ``backward_override="dequantized"``; scales to learn of a weight that the recipe does
+            not cast to NVFP4 under one outer scale; what ``convert`` refuses.
+
+    Warns:
+        UserWarning: ``learn`` is given, and the model has experts or ``Conv1D``, which keep the scales of their amaxes.
     """
     require_model(model)
     require_recipe(recipe)
     require_bool("inputs", inputs)
+    require_bool("tiles", tiles)
+    learned = _learnable(learn)
     if not (is_number(clip) and 0 < clip <= 1):
         raise ValueError(f"clip must be in (0, 1], got {shown(clip)}")
-    if recipe is not None and (clip != 1 or not inputs):
+    if recipe is not None and (clip != 1 or not inputs or tiles):
         raise ValueError(
-            f"clip must be 1 and inputs True beside a recipe, which has casts, got {clip!r}, {inputs} and {recipe!r}"
+            "clip must be 1, inputs True and tiles False beside a recipe, which has casts, got "
+            f"{clip!r}, {inputs}, {tiles} and {recipe!r}"
         )
     if recipe is None:
-        weight = NVFP4 if clip == 1 else NVFP4.replace(target=NVFP4.target / clip)
+        weight = NVFP4.replace(block=(16, 16) if tiles else NVFP4.block, target=NVFP4.target / clip)
         recipe = LinearRecipe(input=Casts(NVFP4 if inputs else None), weight=Casts(weight), backend="auto")
     try:
         recipe = recipe.replace(backward_override="dequantized")
@@ -77,9 +101,44 @@ def prepare(
         ) from error
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     shared_scales = require_shared_scales(shared_scales)
-    if sibling_groups(linears, shared_scales):
+    groups = sibling_groups(linears, shared_scales)
+    if groups:
         recipe = share_amax(model, recipe, shared_scales)
-    return convert(model, recipe, keep_high_precision=keep_high_precision)
+    plan = convert(model, recipe, keep_high_precision=keep_high_precision)
+    if learned:
+        _learn(model, groups, learned)
+    return plan
+
+
+def parameter_groups(model: nn.Module, scale_lr: float, *, scales_alone: bool = False) -> list[dict[str, Any]]:
+    """Groups for an optimizer: the scales of a model that :func:`prepare` lets learn them, at a rate of their own.
+
+        optimizer = torch.optim.AdamW(qat.parameter_groups(model, 1e-3), lr=1e-5)
+
+    Args:
+        scale_lr: learning rate of the scales, which are logarithms to base 2 and do not decay: with Adam, a step
+            changes a scale by about 70% of this rate.
+        scales_alone: freeze all other parameters, to distil into scales of weights that stay what they were.
+
+    Raises:
+        ValueError: no scales are learned, or ``scale_lr`` is no positive finite number.
+    """
+    require_model(model)
+    require_bool("scales_alone", scales_alone)
+    if not (is_number(scale_lr) and 0 < scale_lr < math.inf):
+        raise ValueError(f"scale_lr must be a positive finite number, got {shown(scale_lr)}")
+    learned = [module for module in model.modules() if isinstance(module, LearnedScales)]
+    scales = {parameter: None for module in learned for parameter in (module.block, module.outer)}
+    trained = [parameter for parameter in scales if parameter.requires_grad]
+    if not trained:
+        raise ValueError(f"this {type(model).__name__} learns no scales: qat.prepare(model, learn='block') comes first")
+    others = [parameter for parameter in model.parameters() if parameter not in scales]
+    group = {"params": trained, "lr": float(scale_lr), "weight_decay": 0.0}
+    if scales_alone:
+        for parameter in others:
+            parameter.requires_grad_(False)
+        return [group]
+    return [{"params": [parameter for parameter in others if parameter.requires_grad]}, group]
 
 
 def finalize(model: nn.Module) -> StoredWeights:
@@ -88,9 +147,121 @@ def finalize(model: nn.Module) -> StoredWeights:
     The model then evaluates to what a server computes, and is ready for ``export_checkpoint``.
 
     Raises:
-        ValueError: no module was converted, see :func:`fp4engine.quantize_weights`.
+        ValueError: no module was converted, see :func:`fp4engine.quantize_weights`; a learned scale, or a weight under
+            one, holds a NaN or an Inf. The model is then what it was.
     """
-    return quantize_weights(model)
+    require_model(model)
+    found = {name: (module, _scales_of(module)) for name, module in model.named_modules()}
+    learned = {name: (module, scales) for name, (module, scales) in found.items() if scales is not None}
+    if not learned:
+        return quantize_weights(model)
+    made = {name: _stored(name, *each) for name, each in learned.items()}
+    before = sum(parameter.nbytes for parameter in model.parameters())
+    for name, (module, scales) in learned.items():
+        parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+        module.weight = nn.Parameter(made[name], requires_grad=False)
+        module.recipe = scales.recipe
+    names, left_alone = tuple(f"{name}.weight" for name in made), dict[str, str]()
+    others = [place for name, place in weight_places(model).items() if name not in made]
+    if any(_quantizer(place.gemms[0], "weight").rowwise_spec is not None for place in others):
+        rest = quantize_weights(model)
+        names, left_alone = (*names, *rest.quantized), {k: v for k, v in rest.left_alone.items() if k not in made}
+    else:
+        describe_stored(model)
+    return StoredWeights(names, left_alone, before, sum(parameter.nbytes for parameter in model.parameters()))
+
+
+def _learnable(learn: str | Sequence[str]) -> tuple[str, ...]:
+    asked = (learn,) if isinstance(learn, str) else learn
+    if not isinstance(asked, tuple | list):
+        raise ValueError(f"learn must be 'block', 'outer' or both, got {shown(learn)}")
+    for word in asked:
+        require_one_of("learn", word, ("block", "outer"))
+    return tuple(asked)
+
+
+def _quantizer(gemms: Gemms, tensor_type: str) -> Quantizer:
+    assert gemms.recipe is not None
+    return make_quantizer(gemms.recipe, QuantizerRole(gemms.module_type, tensor_type, gemms.name, linear_shape(gemms)))
+
+
+def _learn(model: nn.Module, groups: Mapping[str, tuple[str, ...]], learn: tuple[str, ...]) -> None:
+    """Put scales that train into every ``nn.Linear`` that was converted.
+
+    Raises:
+        ValueError: a weight is cast to something else than NVFP4 under one outer scale, or by two casts.
+    """
+    places = {name: place for name, place in weight_places(model).items() if place.gemms[0].recipe is not None}
+    if others := [name for name, place in places.items() if not isinstance(place.module, Linear)]:
+        warnings.warn(
+            f"scales are learned of nn.Linear: {others[0]!r} and {len(others) - 1} other experts or Conv1D keep those "
+            "of their amaxes",
+            stacklevel=3,
+        )
+    operands: dict[str, Operand] = {}
+    for name, place in places.items():
+        quantizer = _quantizer(place.gemms[0], "weight")
+        spec = quantizer.rowwise_spec
+        if spec is None or name in others:
+            continue
+        is_nvfp4 = (spec.element, spec.scale, spec.outer) == (NVFP4.element, NVFP4.scale, NVFP4.outer)
+        if not is_nvfp4 or spec.block[1] != 16 or spec.rotation is not None or spec.is_stochastic:
+            raise ValueError(f"scales are learned of weights in NVFP4, and {name!r} is cast as {spec.label!r}")
+        if quantizer.columnwise_spec is not None and spec.block[0] == 1:
+            raise ValueError(
+                f"scales are learned of weights with one cast, and {name!r} has another one in its backward pass: give "
+                "a recipe with 16x16 blocks, or none"
+            )
+        assert isinstance(place.module, Linear)
+        if place.module.in_features % 16:
+            raise ValueError(
+                f"scales are learned of whole blocks of 16, and {name!r} has in_features={place.module.in_features}"
+            )
+        made = quantizer.quantize(place.module.weight.detach(), columnwise=False).rowwise
+        assert made is not None
+        operands[name] = made
+    outers: dict[tuple[str, ...], nn.Parameter] = {}
+    for name, operand in operands.items():  # all were made before the first, since siblings look at each other
+        module: Any = places[name].module
+        group = groups.get(name, (name,))
+        scales = LearnedScales(operand, learn, outers.get(group))
+        outers.setdefault(group, scales.outer)
+        scales.recipe = module.recipe
+        module.recipe = CustomRecipe(qfactory=_InputsAlone(module.recipe), backward_override="dequantized")
+        parametrize.register_parametrization(module, "weight", scales)
+
+
+@dataclass(frozen=True)
+class _InputsAlone:
+    """``role -> quantizer`` of ``recipe``, with weights in high precision, since they decode to what is served."""
+
+    recipe: Recipe
+
+    def __call__(self, role: QuantizerRole) -> Quantizer:
+        return IdentityQuantizer() if role.tensor_type == "weight" else make_quantizer(self.recipe, role)
+
+
+def _scales_of(module: nn.Module) -> LearnedScales | None:
+    if not parametrize.is_parametrized(module, "weight"):
+        return None
+    chain: Any = module.parametrizations
+    (*_, last) = chain["weight"]
+    return last if isinstance(last, LearnedScales) else None
+
+
+def _stored(name: str, module: Any, scales: LearnedScales) -> QuantizedWeight:
+    """The weight of a module as it is under its learned scales."""
+    weight = module.parametrizations.weight.original.detach()
+    if not all(tensor.isfinite().all() for tensor in (weight, scales.block, scales.outer)):
+        raise ValueError(f"{name!r} or its learned scales hold a NaN or an Inf, which no code stands for")
+    role = QuantizerRole(module.module_type, "weight", module.name, tuple(weight.shape))
+    quantizer = make_quantizer(scales.recipe, role)
+    if isinstance(quantizer, SharedAmaxQuantizer):
+        quantizer = quantizer.alone
+    operand = scales.operand(weight)
+    stored = QuantizedWeight(quantizer, weight.shape, weight.dtype, [t for t in operand.tensors if t is not None])
+    stored.is_frozen = True
+    return stored
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
