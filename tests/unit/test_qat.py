@@ -149,7 +149,9 @@ def test_clip_is_a_number() -> None:
 
 def test_what_a_recipe_says_already_is_refused_by_name() -> None:
     for given, got in (({"clip": 0.5}, "0.5, True"), ({"inputs": False}, "1.0, False")):
-        with pytest.raises(ValueError, match=rf"clip must be 1, inputs True and tiles False .* got {got}, False and NVFP4"):
+        with pytest.raises(
+            ValueError, match=rf"clip must be 1, inputs True and tiles False .* got {got}, False and NVFP4"
+        ):
             qat.prepare(torch.nn.Sequential(torch.nn.Linear(16, 16)), zoo.make("nvfp4"), **given)
 
 
