@@ -27,8 +27,6 @@ from fp4engine.modules.shared_amax import sibling_groups
 from fp4engine.names import covers
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.recipe import Recipe, ScheduledRecipe
-from fp4engine.reference import decode
-from fp4engine.roles import QuantizerRole
 
 Requantize = bool | Literal["lossless"]
 """Whether casts that no form holds become nearest NVFP4; or whether MXFP4 becomes NVFP4 of the same values."""
