@@ -56,7 +56,7 @@ class _Products(BorrowedGroupedLinear, Module):
     """All experts' products by one of their weights, which stays a parameter of ``experts``."""
 
     def __init__(self, experts: torch.nn.Module, parameter: str, name: str, recipe: Recipe) -> None:
-        super().__init__(experts, parameter, None, transposed=False, name=name)
+        super().__init__(experts, parameter, None, transposed=False)
         shape = (self.out_features, self.in_features)
         own = (_Gemms(name, recipe, module_type="grouped_linear", shape=shape) for _ in range(self.num_gemms))
         self.gemms = ModuleList(own)
