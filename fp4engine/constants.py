@@ -31,6 +31,9 @@ BLOCK_SIZE: Final = 16
 FP8_TILE: Final = 128
 """Rows, columns and terms of a step of the kernel that multiplies FP8 codes on FP8 tensor cores."""
 
+SUM_GROUP: Final = 64
+"""Terms that ``accumulation="blackwell"`` adds exactly before it rounds."""
+
 SUM_ROWS: Final = 128
 """Rows that a bias gradient adds as one binary tree, before it adds those sums in order."""
 

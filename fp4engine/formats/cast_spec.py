@@ -247,6 +247,14 @@ class CastSpec:
         return in_range and significant <= 11 and self.outer is not Outer.BLOCK128
 
     @property
+    def is_nvfp4(self) -> bool:
+        """True if values are E2M1 elements times E4M3 scales of 1x16 or 16x16: FP64 holds each sum of 64 products."""
+        is_e2m1 = (self.element, self.scale) == (E2M1, E4M3)
+        return (
+            is_e2m1 and self.block in ((1, BLOCK_SIZE), (BLOCK_SIZE, BLOCK_SIZE)) and self.outer is not Outer.BLOCK128
+        )
+
+    @property
     def values_dtype(self) -> torch.dtype:
         """The dtype in which ``element * block scale`` is multiplied: FP16 if BF16 would round it, else BF16."""
         return torch.float16 if self.is_exact_in_fp16 and not self.is_exact_in_bf16 else torch.bfloat16

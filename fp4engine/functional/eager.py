@@ -112,8 +112,16 @@ class Eager:
         out: Tensor | None = None,
     ) -> Tensor:
         """``left . right^T + bias`` in ``dtype``, or added to ``out``."""
-        fast = name in plan.fast_accumulation
-        return ops.gemm(left, right, out_dtype=dtype, bias=bias, out=out, backend=plan.backend, fast_accumulation=fast)
+        return ops.gemm(
+            left,
+            right,
+            out_dtype=dtype,
+            bias=bias,
+            out=out,
+            backend=plan.backend,
+            fast_accumulation=name in plan.fast_accumulation,
+            accumulation=plan.accumulation,
+        )
 
     def undo(
         self,

@@ -236,7 +236,7 @@ class Fused:
             return self._fp8(name in plan.fast_accumulation, left, right, dtype, bias)
         has_blocks = auto and are_codes and gemm_fp8.multiplies_blocks(*keys, self.device)
         numerator, by_host = 0.0, True
-        if all(keys) and not has_blocks:
+        if all(keys) and not has_blocks and plan.accumulation == "fp32":
             path, _, numerator, is_factored = product_path(*keys, are_codes, dtype, self.device, plan.backend)
             by_host = path != "triton" or is_factored or (by_fp8 and not is_small)
         if by_host:

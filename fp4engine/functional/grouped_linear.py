@@ -76,6 +76,8 @@ def _plan_refusal(plan: LinearPlan) -> str:
     quantizers = (plan.input, plan.weight, plan.grad_output)
     if plan.backward_override is not None:
         return "backward_override has no grouped kernels"
+    if plan.accumulation != "fp32":
+        return f"accumulation={plan.accumulation!r} has no grouped kernels"
     if any(q.columnwise_source != "original" or q.clipped_gradient or not q.only_casts for q in quantizers):
         return "a quantizer does more than cast"
     if plan.input.draws_in_forward or plan.weight.draws_in_forward:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp4engine.formats import CastSpec, Correction, Outer
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.recipe import Recipe
-from fp4engine.recipe.linear import role_complaints
+from fp4engine.recipe.linear import role_complaints, sum_complaints
 from fp4engine.roles import GEMMS, TENSOR_TYPES, GemmName, QuantizerRole
 
 HIGH_PRECISION = "high_precision"
@@ -79,6 +79,7 @@ class LinearPlan:
         backward_override: see :class:`~fp4engine.recipe.Recipe`.
         backend: backend of the GEMMs.
         fast_accumulation: FP8 GEMMs that may use the tensor core's shorter accumulator.
+        accumulation: how FP4 GEMMs are summed.
         draws_in_forward: whether casts of a forward pass take draws of the random stream.
         draws_in_backward: whether a backward pass takes a draw. One draw serves all of its casts, since their stream
             ids differ by role and side.
@@ -101,6 +102,7 @@ class LinearPlan:
     backward_override: str | None
     backend: str
     fast_accumulation: frozenset[GemmName] = frozenset()
+    accumulation: str = "fp32"
     draws_in_forward: bool = field(init=False, repr=False, compare=False)
     draws_in_backward: bool = field(init=False, repr=False, compare=False)
     is_stateful: bool = field(init=False, repr=False, compare=False)
@@ -116,7 +118,8 @@ class LinearPlan:
 
     def __post_init__(self) -> None:
         roles = (self.input, self.weight, self.grad_output)
-        for wrong in role_complaints(*(quantizer.casts for quantizer in roles)):
+        casts = [quantizer.casts for quantizer in roles]
+        for wrong in (*role_complaints(*casts), *sum_complaints(self.recipe, *casts)):
             raise ValueError(wrong)
         # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
         cast_in_backward = [self.grad_output, *(q for q in roles if q.columnwise_source != "original")]
@@ -218,20 +221,20 @@ def _key(plan: LinearPlan) -> str:
             return ""
     keys = [spec.key for spec in _specs(roles) if spec is not None]
     streams = ",".join(str(quantizer.stream) for quantizer in roles)
-    return " ".join([*keys, streams, ",".join(sorted(plan.fast_accumulation)) or "-", plan.backend])
+    return " ".join([*keys, streams, ",".join(sorted(plan.fast_accumulation)) or "-", plan.backend, plan.accumulation])
 
 
 @lru_cache(maxsize=1024)
 def plan_of(key: str) -> LinearPlan:
     """The plan that has this ``key``, but for its recipe."""
-    *keys, streams, fast, backend = key.split(" ")
+    *keys, streams, fast, backend, accumulation = key.split(" ")
     specs = [CastSpec.from_key(word) for word in keys]
     inp, weight, grad_output = (
         Quantizer(specs[2 * i], specs[2 * i + 1], stream=int(stream), backend=backend)
         for i, stream in enumerate(streams.split(","))
     )
     fast_gemms: frozenset[GemmName] = frozenset(gemm for gemm in GEMMS if gemm in fast.split(","))
-    return LinearPlan(None, inp, weight, grad_output, None, backend, fast_gemms)
+    return LinearPlan(None, inp, weight, grad_output, None, backend, fast_gemms, accumulation)
 
 
 def _described(plan: LinearPlan) -> str:
@@ -241,7 +244,8 @@ def _described(plan: LinearPlan) -> str:
         sides = [HIGH_PRECISION if spec is None else spec.key for spec in (own.rowwise_spec, own.columnwise_spec)]
         clipped = " clipped" if own.clipped_gradient else ""
         roles.append(f"{role} {' '.join(dict.fromkeys(sides))} {own.columnwise_source}{clipped} {type(own).__name__}")
-    return f"{', '.join(roles)}, backward_override={plan.backward_override!r}"
+    told = f"{', '.join(roles)}, backward_override={plan.backward_override!r}"
+    return told if plan.accumulation == "fp32" else f"{told}, accumulation={plan.accumulation!r}"
 
 
 def make_linear_plan(recipe: Recipe, module_type: str, name: str = "", shape: tuple[int, ...] = ()) -> LinearPlan:
@@ -255,7 +259,7 @@ def make_linear_plan(recipe: Recipe, module_type: str, name: str = "", shape: tu
         make_quantizer(own, QuantizerRole(module_type, role, name, shape)) for role in TENSOR_TYPES
     )
     fast: frozenset[GemmName] = frozenset(gemm for gemm in GEMMS if not own.mm_params(gemm).use_split_accumulator)
-    plan = LinearPlan(own, inp, weight, grad_output, own.backward_override, own.backend, fast)
+    plan = LinearPlan(own, inp, weight, grad_output, own.backward_override, own.backend, fast, own.accumulation)
     try:
         return _first_equal(plan)
     except TypeError:  # a custom recipe or quantizer without a hash equals nothing but itself

@@ -243,6 +243,13 @@ def resolve_product(
     Operands with block scales are codes and decoded first, both at once.
     """
     draft = Draft(device, inputs=8)
+    product = product_of(draft, tensors, numerator, out_dtype)
+    add_product(draft, product)
+    return draft.launch(*([] if tensors[7] else [product.out.place]))
+
+
+def product_of(draft: Draft, tensors: tuple[Facts | None, ...], numerator: float, out_dtype: torch.dtype) -> Product:
+    """The product of :func:`resolve_product`'s question, with operands decoded and the output declared in ``draft``."""
     matrices: list[Matrix] = []
     decoded: list[tuple[Codes, Place]] = []
     for first in (0, 3):
@@ -261,14 +268,20 @@ def resolve_product(
         add_decode(draft, codes, outs)
     left_amax, right_amax, bias, out = tensors[2], tensors[5], tensors[6], tensors[7]
     assert left_amax is not None and right_amax is not None
-    made = add_gemm(
+    return declared(
         draft, *matrices, draft.inputs[2], draft.inputs[5], draft.inputs[6] if bias else None, numerator,
         (left_amax.shape[0] > 1, right_amax.shape[0] > 1), Matrix(draft.inputs[7], out) if out else None, out_dtype,
     )  # fmt: skip
-    return draft.launch(*([] if out else [made.place]))
 
 
-def add_gemm(
+def add_gemm(draft: Draft, *question: Any) -> Matrix:
+    """Multiply in a launch what :func:`declared` takes; the product, or ``out``."""
+    product = declared(draft, *question)
+    add_product(draft, product)
+    return product.out
+
+
+def declared(
     draft: Draft,
     left: Matrix,
     right: Matrix,
@@ -279,29 +292,26 @@ def add_gemm(
     by_rows: tuple[bool, bool],
     out: Matrix | None,
     out_dtype: torch.dtype,
-) -> Matrix:
-    """Multiply in a launch, into a new matrix or added to ``out``; by the first kernel that fits.
+) -> Product:
+    """A product of a launch, into a new matrix or added to ``out``.
 
     Args:
         left, right: values; or codes of FP8. What one has more along K than the other is padding.
         by_rows: whether left and right have an outer amax for each row.
-
-    Returns:
-        The product, or ``out``.
     """
     width = min(left.facts.shape[1], right.facts.shape[1])
     left, right = left.narrowed(width), right.narrowed(width)
     flags = Flags(*by_rows, bias is not None, out is not None)
-    m, n = left.facts.shape[0], right.facts.shape[0]
     if out is None:
-        out = draft.matrix((m, n), out_dtype)
-    if m and n:
-        _add_product(draft, Product(left, right, out, left_amax, right_amax, bias, numerator, flags))
-    return out
+        out = draft.matrix((left.facts.shape[0], right.facts.shape[0]), out_dtype)
+    return Product(left, right, out, left_amax, right_amax, bias, numerator, flags)
 
 
-def _add_product(draft: Draft, product: Product) -> None:
+def add_product(draft: Draft, product: Product) -> None:
+    """Multiply in a launch, by the first kernel that fits."""
     (m, n, k), (left, right, out) = product.shape, product[:3]
+    if 0 in (m, n):
+        return
     copied = k > 0 and capability_of(draft.device) >= (9, 0) and left.is_aligned and right.is_aligned
     if copied and not _is_tiny(m, n, k):
         if left.facts.dtype.itemsize > 1:

@@ -186,4 +186,5 @@ def _sharing(recipe: Recipe, siblings: dict[str, Siblings], layers: tuple[tuple[
         rules = tuple(replace(rule, recipe=_sharing(rule.recipe, siblings, layers)) for rule in recipe.rules)
         return RuledRecipe(_sharing(recipe.default, siblings, layers), rules)
     factory = _SharingFactory(recipe, siblings, layers)
-    return CustomRecipe(qfactory=factory, backward_override=recipe.backward_override, backend=recipe.backend)
+    same = {name: getattr(recipe, name) for name in ("backward_override", "backend", "accumulation")}
+    return CustomRecipe(qfactory=factory, **same)

@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from fp4engine import capability, reference
+from fp4engine.arguments import require_one_of
 from fp4engine.formats import E2M1, E4M3, SECOND_TERM, CastSpec, Outer
 from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.cast import decode_supported
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define, is_plain
+from fp4engine.recipe.base import ACCUMULATIONS
+from fp4engine.recipe.casts import unsummable
 from fp4engine.tracing import constant_when_traced
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ def gemm(
     out: Tensor | None = None,
     backend: str = "auto",
     fast_accumulation: bool = False,
+    accumulation: str = "fp32",
 ) -> Tensor:
     """``left @ right.T`` with FP32 accumulation and one rounding: [left.rows, right.rows].
 
@@ -49,6 +53,8 @@ def gemm(
         out: gradient buffer [left.rows, right.rows] to add the product to, in FP32 before the one rounding.
         backend: see :func:`fp4engine.ops.backend.choose`.
         fast_accumulation: whether FP8 tensor cores may keep their sums in their shorter accumulator.
+        accumulation: ``"fp32"`` sums in any order; ``"blackwell"`` sums products of quantized operands, which must be
+            NVFP4, as :mod:`fp4engine.reference.blackwell` does.
     """
     if left.cols != right.cols:
         raise ValueError(
@@ -57,18 +63,34 @@ def gemm(
         )
     if left.spec is None and right.spec is None:
         return _dense(left.data, right.data, bias, out_dtype, out)
+    if accumulation != "fp32":
+        require_nvfp4(left.key, right.key, accumulation)
     sizes, device = (left.rows, right.rows, left.cols), left.data.device
     by_fp8 = _multiplies_fp8(left.key, right.key, device) and backend in ("auto", "native")
     is_small = by_fp8 and gemm_fp8.is_small(*sizes, backend, device)
     if by_fp8 and not (is_small and _kernels_run(device)):
         return _fp8(left, right, bias, out_dtype, out, fast_accumulation)
     if is_plain(left.data):
-        return _product(left, right, bias, out_dtype, out, backend)
+        return _product(left, right, bias, out_dtype, out, backend, accumulation)
     operands = (*left.tensors, left.key, *right.tensors, right.key)
     if out is not None:
-        torch.ops.fp4engine.gemm_accumulate(out, *operands, bias, backend)
+        torch.ops.fp4engine.gemm_accumulate(out, *operands, bias, backend, accumulation)
         return out
-    return torch.ops.fp4engine.gemm(*operands, bias, out_dtype, backend)[0]
+    return torch.ops.fp4engine.gemm(*operands, bias, out_dtype, backend, accumulation)[0]
+
+
+@constant_when_traced
+def require_nvfp4(left: str, right: str, accumulation: str) -> bool:
+    """True if ``accumulation`` sums products of operands of these specs' keys.
+
+    Raises:
+        ValueError: it does not, or there is no such word.
+    """
+    require_one_of("accumulation", accumulation, ACCUMULATIONS)
+    for name, key in (("left", left), ("right", right)):
+        if complaint := unsummable(accumulation, name, CastSpec.from_key(key) if key else None):
+            raise ValueError(complaint)
+    return True
 
 
 @constant_when_traced
@@ -261,7 +283,13 @@ def _decoded(data: Tensor, scale_inv: Tensor, key: str, dtype: torch.dtype) -> T
 
 
 def _product(
-    left: Operand, right: Operand, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None, backend: str
+    left: Operand,
+    right: Operand,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
+    backend: str,
+    accumulation: str,
 ) -> Tensor:
     left_key, right_key, device = left.key, right.key, left.data.device
     are_codes = left.scale_inv is not None and right.scale_inv is not None
@@ -287,15 +315,15 @@ def _product(
         products = _gemm_kernels()
         inputs = (left.data, left.scale_inv, left.amax, right.data, right.scale_inv, right.amax, bias, out)
         asked = tuple([None if tensor is None else products.facts(tensor) for tensor in inputs])
-        made = products.resolve_product(asked, device, numerator, out_dtype)(*inputs)
+        resolve = products.resolve_product if accumulation == "fp32" else _blackwell_kernels().resolve_blackwell
+        made = resolve(asked, device, numerator, out_dtype)(*inputs)
         return made[0] if out is None else out
     assert left.amax is not None and right.amax is not None
     width = min(left.data.shape[1], right.data.shape[1])  # the columns that only one of them has are padding
     values = (left.data[:, :width], right.data[:, :width])
     alpha = reference.gemm_factor(left.amax, right.amax, numerator)
-    if out is None:
-        return reference.gemm(*values, alpha, bias, out_dtype)
-    return out.add_(reference.gemm(*values, alpha, bias, torch.float32))
+    product = reference.gemm(*values, alpha, bias, out_dtype if out is None else torch.float32, accumulation)
+    return product if out is None else out.add_(product)
 
 
 def _native(
@@ -381,6 +409,13 @@ def _gemm_kernels() -> ModuleType:
     return gemm
 
 
+@cache
+def _blackwell_kernels() -> ModuleType:
+    from fp4engine.kernels import gemm_blackwell
+
+    return gemm_blackwell
+
+
 def _operand(key: str, data: Tensor, scale_inv: Tensor | None, amax: Tensor | None) -> Operand:
     """An operand for a product, which does not need its logical width."""
     return Operand(CastSpec.from_key(key) if key else None, data.shape[0], data.shape[1], data, scale_inv, amax)
@@ -398,10 +433,11 @@ def _gemm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
+    accumulation: str = "fp32",
 ) -> list[Tensor]:
     first = _operand(left_spec, left, left_scale_inv, left_amax)
     second = _operand(right_spec, right, right_scale_inv, right_amax)
-    return [_product(first, second, bias, out_dtype, None, backend)]
+    return [_product(first, second, bias, out_dtype, None, backend, accumulation)]
 
 
 def _gemm_accumulate(
@@ -416,10 +452,11 @@ def _gemm_accumulate(
     right_spec: str,
     bias: Tensor | None,
     backend: str,
+    accumulation: str = "fp32",
 ) -> None:
     first = _operand(left_spec, left, left_scale_inv, left_amax)
     second = _operand(right_spec, right, right_scale_inv, right_amax)
-    _product(first, second, bias, out.dtype, out, backend)
+    _product(first, second, bias, out.dtype, out, backend, accumulation)
 
 
 def _scales(left_amax: Tensor, right_amax: Tensor, numerator: float) -> list[Tensor]:

@@ -25,6 +25,7 @@ from fp4engine.roles import GEMMS, QuantizerRole
 
 BACKWARD_OVERRIDES = ("high_precision", "dequantized")
 BACKENDS = ("auto", "reference", "triton", "native")
+ACCUMULATIONS = ("fp32", "blackwell")
 
 
 class _FormatName(str):
@@ -109,6 +110,9 @@ class Recipe:
             operands; ``"dequantized"`` runs them in high precision on the dequantized forward operands.
             Flag ``NVTE_BACKWARD_OVERRIDE``.
         backend: which implementation quantizes and multiplies. Flag ``NVTE_FP4_BACKEND``.
+        accumulation: how FP4 products are summed: ``"fp32"`` in FP32, in whatever order is fastest; ``"blackwell"`` to
+            the same bits on every machine, in the order and with the roundings observed on Blackwell's FP4 tensor
+            cores. The latter takes E2M1 with E4M3 block scales of 1x16 or 16x16 alone; see ``docs/numerics.md``.
     """
 
     registry: ClassVar[dict[str, type["Recipe"]]] = {}
@@ -124,6 +128,7 @@ class Recipe:
 
     backward_override: str | None = choice("NVTE_BACKWARD_OVERRIDE", BACKWARD_OVERRIDES, None)
     backend: str = choice("NVTE_FP4_BACKEND", BACKENDS, "auto")
+    accumulation: str = "fp32"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -135,6 +140,7 @@ class Recipe:
     def __post_init__(self) -> None:
         require_one_of("backward_override", self.backward_override, (None, *BACKWARD_OVERRIDES))
         require_one_of("backend", self.backend, BACKENDS)
+        require_one_of("accumulation", self.accumulation, ACCUMULATIONS)
         for field in dataclasses.fields(self):
             if field.type is bool:
                 require_bool(field.name, getattr(self, field.name))

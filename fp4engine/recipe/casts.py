@@ -87,3 +87,13 @@ def untaken(columnwise_source: ColumnwiseSource, clipped_gradient: bool) -> str:
             f"got {columnwise_source!r}"
         )
     return "grad_output.clipped_gradient must be False, for no gradient of it is taken" if clipped_gradient else ""
+
+
+def unsummable(accumulation: str, name: str, spec: CastSpec | None) -> str:
+    """Why products of the operand ``name``, cast by ``spec``, are not summed by ``accumulation``; empty if they are."""
+    if accumulation == "fp32" or (spec is not None and spec.is_nvfp4):
+        return ""
+    return (
+        f"accumulation={accumulation!r} takes E2M1 with E4M3 block scales of 1x16 or 16x16, whose sums of 64 products "
+        f"FP64 holds exactly; {name} is {'not quantized' if spec is None else spec.label}"
+    )

@@ -13,7 +13,7 @@ from fp4engine.arguments import require_callable, require_integer, require_one_o
 from fp4engine.environment import flag
 from fp4engine.formats import E4M3, E5M2, CastSpec, ElementFormat, ScaleRule, fp8, fp8_block, mx
 from fp4engine.recipe.base import Format, MMParams, QParams, Recipe, require_object
-from fp4engine.recipe.casts import Casts
+from fp4engine.recipe.casts import Casts, unsummable
 from fp4engine.roles import GEMMS, TENSOR_TYPES
 
 FP8_FORMATS = (Format.HYBRID, Format.E4M3, Format.E5M2)
@@ -28,6 +28,11 @@ _BLOCK_DIMS = {"input": "x_block_scaling_dim", "weight": "w_block_scaling_dim", 
 @dataclass(frozen=True)
 class _FP8Recipe(Recipe):
     """Base of the FP8 recipes, some of which have options of GEMMs among their fields."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if complaint := unsummable(self.accumulation, "an operand", fp8(E4M3)):
+            raise ValueError(complaint)
 
     @classmethod
     def _from_plain(cls, name: str, value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from fp4engine.arguments import require_one_of
 from fp4engine.formats import CastSpec, Correction, RoundingMode, Signs
 from fp4engine.recipe.base import Recipe, require_object
-from fp4engine.recipe.casts import Casts, unclippable, unsaved, untaken
+from fp4engine.recipe.casts import Casts, unclippable, unsaved, unsummable, untaken
 from fp4engine.roles import TENSOR_TYPES
 
 GEMM_OPERANDS = {
@@ -54,7 +54,8 @@ class LinearRecipe(Recipe):
             if not isinstance(getattr(self, role), Casts):
                 raise ValueError(f"{role} must be a Casts, got {getattr(self, role)!r}")
         roles = role_complaints(self.input, self.weight, self.grad_output)
-        if complaints := [*self._rotation_complaints(), *roles, *self._bias_complaints()]:
+        sums = sum_complaints(self, self.input, self.weight, self.grad_output)
+        if complaints := [*self._rotation_complaints(), *roles, *sums, *self._bias_complaints()]:
             raise ValueError(complaints[0])
 
     def casts(self, tensor_type: str) -> Casts:
@@ -132,6 +133,15 @@ def role_complaints(inp: Casts, weight: Casts, grad_output: Casts) -> Iterator[s
             )
 
 
+def sum_complaints(recipe: Recipe, inp: Casts, weight: Casts, grad_output: Casts) -> Iterator[str]:
+    """Quantized GEMMs of these casts that the recipe's ``accumulation`` does not sum."""
+    roles = {"input": inp, "weight": weight, "grad_output": grad_output}
+    for gemm, pair in GEMM_OPERANDS.items():
+        specs = {f"{role}.{side}": getattr(roles[role], side) for role, side in pair}
+        if any(specs.values()) and (gemm == "fprop" or recipe.backward_override is None):
+            yield from filter(None, (unsummable(recipe.accumulation, *operand) for operand in specs.items()))
+
+
 def _signs(spec: CastSpec | None) -> Signs | None:
     return None if spec is None or spec.rotation is None else spec.rotation.signs
 
@@ -143,15 +153,18 @@ def combine(forward: Recipe, backward: Recipe) -> LinearRecipe:
     made of; with ``rowwise_dequantized`` that is what ``forward`` saved.
 
     Raises:
-        ValueError: no recipe, one without casts of its own, or with delayed scaling; two different backends.
+        ValueError: no recipe, one without casts of its own, or with delayed scaling; two different backends or
+            accumulations.
     """
     for name, recipe in (("forward", forward), ("backward", backward)):
         if not isinstance(recipe, Recipe):
             raise ValueError(f"{name} must be an fp4engine.recipe.Recipe, got {recipe!r}")
     if forward.is_delayed or backward.is_delayed:
         raise ValueError("combine takes recipes without memory: use Float8CurrentScaling in place of DelayedScaling")
-    if forward.backend != backward.backend:
-        raise ValueError(f"combine takes recipes of one backend, got {forward.backend!r} and {backward.backend!r}")
+    for name in ("backend", "accumulation"):
+        values = getattr(forward, name), getattr(backward, name)
+        if values[0] != values[1]:
+            raise ValueError(f"combine takes recipes of one {name}, got {values[0]!r} and {values[1]!r}")
 
     def role(name: str) -> Casts:
         front, back = forward.casts(name), backward.casts(name)
@@ -162,5 +175,6 @@ def combine(forward: Recipe, backward: Recipe) -> LinearRecipe:
         weight=role("weight"),
         grad_output=backward.casts("grad_output"),
         backend=forward.backend,
+        accumulation=forward.accumulation,
         backward_override=backward.backward_override,
     )

@@ -76,10 +76,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class _RecipeOfRecipes(Recipe):
-    """What is made of recipes takes neither ``backward_override`` nor ``backend``: each of those has its own."""
+    """What is made of recipes takes no ``backward_override``, ``backend`` or ``accumulation``: each has its own."""
 
     backward_override: str | None = field(default=None, init=False, repr=False)
     backend: str = field(default="auto", init=False, repr=False)
+    accumulation: str = field(default="fp32", init=False, repr=False)
 
 
 @dataclass(frozen=True)
