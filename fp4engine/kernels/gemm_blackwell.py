@@ -29,8 +29,8 @@ from fp4engine.constants import SUM_GROUP as _SUM_GROUP
 from fp4engine.kernels.encode import PAIRS, from_bits, to_bits, wide
 from fp4engine.kernels.gemm import GROUP_M, INTERPRETED, Tiles, gluon_kernel, load_values, product_of
 from fp4engine.kernels.gemm_epilogue import finish, tile_of
-from fp4engine.kernels.gemm_launch import Product
-from fp4engine.kernels.launch import Draft, Facts, Launch, capability_of, device_facts, resolver
+from fp4engine.kernels.gemm_launch import Matrix, Product
+from fp4engine.kernels.launch import Draft, Facts, Launch, Place, capability_of, device_facts, facts, resolver
 
 SUM_GROUP = tl.constexpr(_SUM_GROUP)
 LARGE = tl.constexpr(2.0**100)
@@ -152,20 +152,48 @@ def resolve_blackwell(
     return draft.launch(*([] if tensors[7] else [product.out.place]))
 
 
+def _bounds_shape(rows: int, k: int) -> tuple[int, int]:
+    """Strips and groups; an even number of strips, since a tile of gemm_blackwell_hopper has two."""
+    return -(-rows // (2 * STRIP)) * 2, -(-k // _SUM_GROUP)
+
+
+def _add_bounds(draft: Draft, left: Matrix, right: Matrix, bounds: tuple[Place, Place]) -> None:
+    (m, k), n = left.facts.shape, right.facts.shape[0]
+    (left_strips, steps), (right_strips, _) = _bounds_shape(m, k), _bounds_shape(n, k)
+    draft.step(
+        bounds_kernel, steps * (left_strips + right_strips), left.place, bounds[0], right.place, bounds[1], m, n, k,
+        left.facts.row_stride, right.facts.row_stride, steps, steps * left_strips, STRIP, num_warps=4,
+    )  # fmt: skip
+
+
+@resolver
+def resolve_bounds(left: Facts, right: Facts, device: torch.device) -> Launch:
+    """``(left, right) -> bounds of left, bounds of right``, FP32 [strips of 128 rows, groups of 64 terms]."""
+    draft = Draft(device, inputs=2)
+    first, second = (draft.buffer(_bounds_shape(*matrix.shape), torch.float32) for matrix in (left, right))
+    _add_bounds(draft, Matrix(draft.inputs[0], left), Matrix(draft.inputs[1], right), (first, second))
+    return draft.launch(first, second)
+
+
+def exact_share(left: torch.Tensor, right: torch.Tensor) -> float:
+    """The share of the groups of a product's tiles that go through tensor cores whole, since no sum can round.
+
+    Args:
+        left, right: BF16 values [M, K] and [N, K], contiguous along K.
+    """
+    first, second = resolve_bounds(facts(left), facts(right), left.device)(left, right)
+    rows, cols = (-(-values.shape[0] // STRIP) for values in (left, right))
+    return float((first[:rows, None] * second[None, :cols] < LIMIT).float().mean())
+
+
 def add_blackwell(draft: Draft, product: Product) -> None:
     """Bounds, then the product, by the first kernel that fits."""
     m, n, k = product.shape
     if 0 in (m, n):
         return
-    steps, strips = -(-k // _SUM_GROUP), [-(-rows // STRIP) for rows in (m, n)]
-    # The tiles of gemm_blackwell_hopper are two strips wide.
-    bounds = [draft.buffer((count + count % 2, steps), torch.float32) for count in strips]
+    bounds = tuple([draft.buffer(_bounds_shape(rows, k), torch.float32) for rows in (m, n)])
     strides = [matrix.facts.row_stride for matrix in (product.left, product.right, product.out)]
-    if k:
-        draft.step(
-            bounds_kernel, steps * sum(strips), product.left.place, bounds[0], product.right.place, bounds[1], m, n, k,
-            *strides[:2], steps, steps * strips[0], STRIP, num_warps=4,
-        )  # fmt: skip
+    _add_bounds(draft, product.left, product.right, bounds)
     hardware, multiprocessors = device_facts(draft.device)
     aligned = all(matrix.is_aligned for matrix in (product.left, product.right, product.out))
     if k and aligned and min(m, n) >= STRIP:

@@ -148,7 +148,7 @@ def _consume(
         tile_m, tile_n = walk(tile, tiles_m, tiles_n, GROUP)
         low = gl.zeros((ROWS, WIDTH), gl.float32, layout)
         high = gl.zeros((ROWS, WIDTH), gl.float32, layout)
-        left_bounds = left_bound_ptr + (2 * tile_m + PART) * steps
+        left_bounds = left_bound_ptr + tile_m * steps
         right_bounds = right_bound_ptr + HALVES * tile_n * steps
         for step in range(steps):
             slot = count % STAGES
@@ -238,7 +238,7 @@ def add_blackwell(
     """Multiply matrices that are aligned for the copy engine, none of them empty.
 
     Args:
-        bounds: of left's strips of HALF_M rows and of right's of WIDTH rows.
+        bounds: of strips of left and of right, as many rows as a tile has, and as a consumer multiplies columns at once.
     """
     m, n, k = product.shape
     programs = programs_for(-(-m // TILE_M) * -(-n // TILE_N), k, multiprocessors)
