@@ -182,7 +182,8 @@ def _consume(
         row = tile_m * 2 * ROWS + PART * ROWS
         col = tile_n * TILE_N
         for half in gl.static_range(HALVES):
-            pieces = _halves(low if half == 0 else high)
+            total = low if half == 0 else high
+            pieces = _halves(total + (total - total))  # _add_four makes an infinity of a NaN; no other sum is infinite
             for i in gl.static_range(2):
                 store_part(
                     pieces[i], row, col + half * WIDTH + i * out_desc.block_shape[1], out_desc, staging, arrived, i,
@@ -238,7 +239,7 @@ def add_blackwell(
     """Multiply matrices that are aligned for the copy engine, none of them empty.
 
     Args:
-        bounds: of strips of left and of right, as many rows as a tile has, and as a consumer multiplies columns at once.
+        bounds: of strips of left, a tile each, and of right, as many columns as a consumer multiplies at once.
     """
     m, n, k = product.shape
     programs = programs_for(-(-m // TILE_M) * -(-n // TILE_N), k, multiprocessors)

@@ -12,7 +12,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from fp4engine.kernels import gemm, gemm_factors, gemm_factors_hopper, gemm_hopper, gemm_split, grouped_gemm
+from fp4engine.kernels import (
+    gemm,
+    gemm_blackwell,
+    gemm_blackwell_hopper,
+    gemm_factors,
+    gemm_factors_hopper,
+    gemm_hopper,
+    gemm_split,
+    grouped_gemm,
+)
+from fp4engine.kernels.target import hardware_of
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter does not compile")
 
@@ -109,6 +119,61 @@ def test_hopper_kernel_with_factors(left, right, out_dtype):
     assert "setmaxnreg" in ptx
 
 
+BOUNDS = {"left_bound_ptr": "*fp32", "right_bound_ptr": "*fp32", "limit": "fp32"}
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("bias", "accumulate"), [(False, False), (True, False), (False, True)])
+def test_hopper_kernel_that_sums_by_groups(out_dtype, bias, accumulate):
+    hopper = gemm_blackwell_hopper
+    signature = COMMON | BOUNDS | {
+        "left_desc": block_type(gemm_hopper.BLOCKS[0], torch.bfloat16),
+        "right_desc": block_type(gemm_hopper.BLOCKS[1], torch.bfloat16),
+        "out_desc": block_type(hopper.OUT_BLOCK, out_dtype), "shift": "i32",
+    }  # fmt: skip
+    constants = dict(
+        LEFT_ROWS=True, RIGHT_ROWS=False, HAS_BIAS=bias, ACCUMULATE=accumulate, GROUP=hopper.GROUP_M,
+        STAGES=hopper.STAGES, WIDTH=hopper.WIDTH, NARROW=hopper.NARROW,
+        PRODUCER_REGISTERS=gemm_hopper.PRODUCER_REGISTERS, CONSUMER_REGISTERS=gemm_hopper.CONSUMER_REGISTERS,
+    )  # fmt: skip
+    if bias:
+        signature["bias_ptr"] = "*bf16"
+    else:
+        constants["bias_ptr"] = None
+    ptx = build(source_of(hopper.blackwell_hopper_kernel, signature, constants, (), GluonASTSource), 90, 4)
+    for instruction in ("m64n128k16.f32.bf16.bf16", "m64n32k16.f32.bf16.bf16", "add.rz.f32", "cvt.rn.f32.f64"):
+        assert instruction in ptx
+
+
+@pytest.mark.parametrize(
+    ("capability", "instruction", "tiles"),
+    [
+        (80, "mma.sync", gemm_blackwell.LARGE_TILES),
+        (89, "mma.sync", gemm_blackwell.SMALL_TILES),
+        (90, "wgmma", gemm_blackwell.LARGE_TILES),
+        (100, "tcgen05.mma", gemm_blackwell.LARGE_TILES),
+        (120, "mma.sync", gemm_blackwell.LARGE_TILES),
+    ],
+)
+def test_kernel_that_sums_by_groups(capability, instruction, tiles):
+    pointers = {name: "*bf16" for name in ("left_ptr", "right_ptr", "out_ptr", "bias_ptr")}
+    strides = {name: "i32" for name in ("stride_left", "stride_right", "stride_out")}
+    constants = dict(
+        LEFT_ROWS=False, RIGHT_ROWS=True, HAS_BIAS=True, ACCUMULATE=True, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        STRIP=gemm_blackwell.STRIP, GROUP_M=gemm.GROUP_M, HARDWARE=hardware_of(capability), INTERPRETED=False,
+    )  # fmt: skip
+    aligned = ("left_ptr", "right_ptr", "out_ptr", "K", *strides)
+    kernel = gemm_blackwell.blackwell_gemm_kernel
+    source = source_of(kernel, COMMON | BOUNDS | pointers | strides, constants, aligned)
+    ptx = build(source, capability, tiles.num_warps, tiles.num_stages)
+    assert instruction in ptx and "add.rz.f32" in ptx
+    assert "cp.async.c" in ptx, "loads overlap products"
+    numbers = {name: "i32" for name in ("M", "N", "K", "stride_left", "stride_right", "steps", "left_programs")}
+    signature = {"left_ptr": "*bf16", "right_ptr": "*bf16"} | BOUNDS | numbers
+    kernel, constants = gemm_blackwell.bounds_kernel, {"STRIP": gemm_blackwell.STRIP}
+    build(source_of(kernel, signature, constants, ("left_ptr", "right_ptr", "K")), capability, 4)
+
+
 @pytest.mark.parametrize("tiles", gemm._TMA_TILES, ids=lambda tiles: f"{tiles.block_m}x{tiles.block_n}")
 @pytest.mark.parametrize(("capability", "instruction"), [(90, "wgmma"), (100, "tcgen05.mma"), (120, "mma.sync")])
 def test_tma_kernel(capability, instruction, tiles):
@@ -159,17 +224,22 @@ def test_plain_kernel(capability, tiles):
     assert "mma" in build(source, capability, tiles.num_warps, tiles.num_stages)
 
 
+@pytest.mark.parametrize("by_groups", [False, True], ids=["any order", "by groups"])
 @pytest.mark.parametrize(("architecture", "shared"), [("gfx942", 64 << 10), ("gfx950", 160 << 10)])
-def test_plain_kernel_for_amd(architecture, shared):
+def test_plain_kernels_for_amd(architecture, shared, by_groups):
     """What multiplies where there is no copy engine; nobody has run it on a GPU of AMD's."""
     tiles, pointers = gemm.SMALL_TILES, {name: "*bf16" for name in ("left_ptr", "right_ptr", "out_ptr", "bias_ptr")}
     strides = {name: "i32" for name in ("stride_left", "stride_right", "stride_out")}
     constants = dict(
         LEFT_ROWS=False, RIGHT_ROWS=False, HAS_BIAS=True, ACCUMULATE=False, BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP_M=gemm.GROUP_M, INTERPRETED=False,
+        BLOCK_N=tiles.block_n, GROUP_M=gemm.GROUP_M, INTERPRETED=False,
     )  # fmt: skip
     aligned = ("left_ptr", "right_ptr", "out_ptr", "K", *strides)
-    source = source_of(gemm._gemm_plain_kernel, COMMON | pointers | strides, constants, aligned)
+    if by_groups:
+        kernel, constants = gemm_blackwell.blackwell_gemm_kernel, constants | {"STRIP": 128, "HARDWARE": 0}
+    else:
+        kernel, constants = gemm._gemm_plain_kernel, constants | {"BLOCK_K": tiles.block_k}
+    source = source_of(kernel, COMMON | BOUNDS | pointers | strides, constants, aligned)
     options = dict(num_warps=tiles.num_warps, num_stages=2, enable_fp_fusion=False)
     kernel = triton.compile(source, target=GPUTarget("hip", architecture, 64), options=options)
     assert "v_mfma_f32" in kernel.asm["amdgcn"] and kernel.metadata.shared <= shared
