@@ -14,12 +14,12 @@ from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn
 
-from fp4engine.cli import compare_served, doctor, estimate, export, recipes, report, te
+from fp4engine.cli import certificates, compare_served, doctor, estimate, export, recipes, report, te
 from fp4engine.version import __version__
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: tuple[ModuleType, ...] = (compare_served, doctor, estimate, export, recipes, report, te)
+COMMANDS: tuple[ModuleType, ...] = (certificates, compare_served, doctor, estimate, export, recipes, report, te)
 
 BAD_INPUT = 2
 """Exit code for arguments or files that a command cannot use; 1 is a command's own "no"."""

@@ -152,13 +152,18 @@ def gemm(
         RuntimeError: the path gave a wrong product when first used on this device.
     """
     if path == "auto":
-        usable = supports("scaled_mm", left, right, bias=bias, out_dtype=out_dtype, out=out)[0]
-        path = "scaled_mm" if usable else "dot_scaled"
+        path = path_of(left, right, bias, out_dtype, out)
     ok, reason = supports(path, left, right, bias=bias, out_dtype=out_dtype, out=out)
     if not ok:
         raise ValueError(f"native gemm: {reason}")
     check_first_use(path, left.codes.device)
     return _run(path, left, right, numerator, bias, out_dtype, out)
+
+
+def path_of(left: Codes, right: Codes, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None) -> str:
+    """What ``path="auto"`` is."""
+    usable = supports("scaled_mm", left, right, bias=bias, out_dtype=out_dtype, out=out)[0]
+    return "scaled_mm" if usable else "dot_scaled"
 
 
 def _run(

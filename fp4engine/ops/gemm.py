@@ -22,6 +22,7 @@ from fp4engine.ops import gemm_fp8
 from fp4engine.ops.cast import decode_supported
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define, is_plain
+from fp4engine.ops.sum_model import native_comparison
 from fp4engine.recipe.base import ACCUMULATIONS
 from fp4engine.recipe.casts import unsummable
 from fp4engine.tracing import constant_when_traced
@@ -301,7 +302,7 @@ def _product(
     path, reason, numerator, factored = product_path(*asked)
     backends.enter("gemm", path, reason, backend)
     if path == "native":
-        return _native(left, right, numerator, bias, out_dtype, out)
+        return _native(left, right, numerator, bias, out_dtype, out, accumulation)
     if path == "triton" and bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     if factored:
@@ -327,15 +328,26 @@ def _product(
 
 
 def _native(
-    left: Operand, right: Operand, numerator: float, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None
+    left: Operand,
+    right: Operand,
+    numerator: float,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
+    accumulation: str,
 ) -> Tensor:
-    """Multiply on FP4 tensor cores: one product for each pair of terms, added in FP32 and rounded once."""
+    """Multiply on FP4 tensor cores: one product for each pair of terms, added in FP32 and rounded once.
+
+    ``accumulation="blackwell"`` is what these tensor cores do. How it compares with the model is found out first.
+    """
     from fp4engine.kernels import gemm_native
 
     pairs = itertools.product(_terms(left), _terms(right))
     products = [(a, b, factor * other) for (a, factor), (b, other) in pairs]
     first, second, _ = products[0]
     if len(products) == 1:
+        if accumulation == "blackwell":
+            native_comparison(gemm_native.path_of(first, second, bias, out_dtype, out), left.data.device)
         return gemm_native.gemm(first, second, numerator, bias=bias, out_dtype=out_dtype, out=out)
     total = gemm_native.gemm(first, second, numerator, out_dtype=torch.float32)
     for first, second, factor in products[1:]:

@@ -1,7 +1,7 @@
 """The oracle in plain PyTorch: every kernel is held to its bytes."""
 
 from fp4engine.reference.amax_history import record_amax
-from fp4engine.reference.blackwell import SumRules, add_toward_zero, sum_by_groups
+from fp4engine.reference.blackwell import SumRules, add_toward_zero, sum_by_groups, sums_of_pairs
 from fp4engine.reference.cast import Cast, amax, decode, dequantize, outer_factor, quantize, within_range
 from fp4engine.reference.checksum import checksum
 from fp4engine.reference.column_sums import column_sums
@@ -29,6 +29,7 @@ __all__ = [
     "record_amax",
     "round_outer_amax",
     "sum_by_groups",
+    "sums_of_pairs",
     "swizzle_scales",
     "unpack",
     "unpack6",

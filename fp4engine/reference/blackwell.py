@@ -70,10 +70,27 @@ def sum_by_groups(left: Tensor, right: Tensor, rules: SumRules = MODEL) -> Tenso
         rows = slice(first, first + BAND_ROWS)
         band = total[rows].clone()
         for a, b in groups:
-            partial = _truncated(a[rows] @ b) if rules.truncated_groups else (a[rows] @ b).float()
-            band = band + partial if rules.nearest_totals else add_toward_zero(band, partial)
-        total[rows] = band if rules.grid is None else band.mul_(rules.grid).round_().div_(rules.grid)
+            band = _with_group(band, a[rows] @ b, rules)
+        total[rows] = _on_grid(band, rules)
     return total
+
+
+def sums_of_pairs(left: Tensor, right: Tensor, rules: SumRules = MODEL) -> Tensor:
+    """The diagonal of :func:`sum_by_groups` of two matrices with as many rows: FP32 [M]."""
+    total = torch.zeros(left.shape[0], dtype=torch.float32, device=left.device)
+    for group in (left.double() * right.double()).split(rules.group, 1):
+        total = _with_group(total, group.sum(1), rules)
+    return _on_grid(total, rules)
+
+
+def _with_group(total: Tensor, exact: Tensor, rules: SumRules) -> Tensor:
+    """``total`` and the sum of another group, which is given in FP64."""
+    partial = _truncated(exact) if rules.truncated_groups else exact.float()
+    return total + partial if rules.nearest_totals else add_toward_zero(total, partial)
+
+
+def _on_grid(total: Tensor, rules: SumRules) -> Tensor:
+    return total if rules.grid is None else (total * rules.grid).round_().div_(rules.grid)
 
 
 def _truncated(exact: Tensor) -> Tensor:

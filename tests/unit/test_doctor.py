@@ -143,6 +143,6 @@ def test_checks_run_in_other_processes_and_what_fails_there_is_not_said_twice(tm
 
 def test_exact_inputs_survive_a_cast() -> None:
     x = doctor.exact_input(48, 320, seed=3)
-    made = doctor._quantizer("nvfp4", "weight").quantize(x)
+    made = doctor.quantizer_of("nvfp4", "weight").quantize(x)
     assert torch.equal(made.dequantize(), x)
     assert made.columnwise is not None and torch.equal(made.columnwise.dequantize(torch.bfloat16), x.T)

@@ -2,7 +2,8 @@
 
 Every input is made of integers by a fixed formula, so that all machines check the same bytes. Casts are compared with
 the reference on the CPU byte for byte, and the reference itself with digests recorded here. Products are compared byte
-for byte too: their operands are chosen so that every partial sum is exact in FP32, in whatever order it is added.
+for byte too: their operands are chosen so that every partial sum is exact in FP32, in whatever order it is added, or
+they are summed as Blackwell's FP4 tensor cores have been seen to sum.
 """
 
 import hashlib
@@ -26,9 +27,10 @@ from fp4engine.environment import flags_set, flags_unset
 from fp4engine.formats import E2M1
 from fp4engine.kernels import cuda_driver
 from fp4engine.modules import Linear
+from fp4engine.ops import sum_model
 from fp4engine.quantizers import Quantizer, make_quantizer
 from fp4engine.recipe import NVFP4BlockScaling, zoo
-from fp4engine.reference import rounding
+from fp4engine.reference import rounding, sum_by_groups
 from fp4engine.roles import TENSOR_TYPES, QuantizerRole
 from fp4engine.tensor import Operand
 from fp4engine.version import __version__
@@ -47,6 +49,9 @@ DIGESTS = {
     "fp8_current": "b851ceb6fffb785286c7502dde2d1bbbbb4c385363428a089ed329404a34516e",
 }
 """SHA-256 of what the reference makes of the three roles under each recipe, see :func:`reference_digest`."""
+
+NATIVE_PATHS = ("dot_scaled", "scaled_mm")
+"""By which FP4 tensor cores are reached."""
 
 RNG = (1234, 5)
 """``(seed, draw)`` of every stochastic cast."""
@@ -118,7 +123,7 @@ def examine(devices: Sequence[str] | None = None, *, jobs: int = 1) -> Diagnosis
         ValueError: a device that this machine does not have, or of a kind without checks; fewer than one process.
     """
     jobs = require_integer("jobs", jobs, 1)
-    chosen = [_device(name) for name in devices] if devices is not None else _all_devices()
+    chosen = devices_named(devices)
     started = time.perf_counter()
     if jobs > 1 and (on_gpu := [device for device in chosen if device.type == "cuda"]):
         _compile(_device_checks(on_gpu[0]), jobs)
@@ -131,6 +136,15 @@ def _compile(checks: "Sequence[partial[Check]]", jobs: int) -> None:
     context = multiprocessing.get_context("spawn")  # a process with a CUDA context must not be forked
     with ProcessPoolExecutor(min(jobs, len(checks)), context, torch.set_num_threads, (1,)) as pool:
         wait([pool.submit(check) for check in reversed(checks)])  # a layer's, which has most to compile, first
+
+
+def devices_named(names: Sequence[str] | None) -> list[torch.device]:
+    """The devices of these names; of None, the CPU and every CUDA device.
+
+    Raises:
+        ValueError: a device that this machine does not have, or of a kind without checks.
+    """
+    return [_device(name) for name in names] if names is not None else _all_devices()
 
 
 def _all_devices() -> list[torch.device]:
@@ -155,11 +169,11 @@ def _facts(devices: Sequence[torch.device]) -> Iterator[tuple[str, str]]:
     yield "fp4engine", __version__
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     yield "torch", f"{torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}"
-    yield "triton", _version("triton")
-    yield "driver", _driver()
+    yield "triton", version_of("triton")
+    yield "driver", driver_found()
     yield "flags", ", ".join(f"{name}={value}" for name, value in flags_set().items()) or "none set"
     for device in devices:
-        yield str(device), _describe(device)
+        yield str(device), describe(device)
         for question, ask in _QUESTIONS.items():
             able, reason = ask(device)
             yield f"  {question}", f"{'yes' if able else 'no'}: {reason}"
@@ -181,21 +195,28 @@ _QUESTIONS: dict[str, Callable[[torch.device], tuple[bool, str]]] = {
 }
 
 
-def _describe(device: torch.device) -> str:
+def describe(device: torch.device) -> str:
     if device.type == "cpu":
-        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        return f"{_cpu()}, {torch.get_num_threads()} threads"
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.1f} GiB"
 
 
-def _version(package: str) -> str:
+def _cpu() -> str:
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def version_of(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
 
 
-def _driver() -> str:
+def driver_found() -> str:
     path = Path("/proc/driver/nvidia/version")
     if not path.exists():
         return "no NVIDIA driver found" if sys.platform == "linux" else f"not known on {sys.platform}"
@@ -244,9 +265,9 @@ def reference_digest(recipe: str) -> str:
     """SHA-256 over the bytes of both operands of the three roles, cast by the reference on the CPU."""
     digest = hashlib.sha256()
     for tensor_type in TENSOR_TYPES:
-        for operand in _operands(_quantizer(recipe, tensor_type).with_backend("reference"), cast_input()):
+        for operand in operands_of(quantizer_of(recipe, tensor_type).with_backend("reference"), cast_input()):
             for tensor in _parts(operand).values():
-                digest.update(_bytes(tensor))
+                digest.update(bytes_of(tensor))
     return digest.hexdigest()
 
 
@@ -260,15 +281,18 @@ def _reference_checks() -> Iterator[Check]:
 def _device_checks(device: torch.device) -> "list[partial[Check]]":
     checks = [partial(_cast_check, device, recipe, role) for recipe in RECIPES for role in TENSOR_TYPES]
     checks += [partial(_gemm_check, device, side, bias) for side in ("codes", "values") for bias in (False, True)]
+    checks.append(partial(_sum_check, device))
+    if capability.fp4_units(device)[0]:
+        checks += [partial(_native_sum_check, device, path) for path in NATIVE_PATHS]
     return checks + [partial(_layer_check, device, bias) for bias in (False, True)]
 
 
-def _quantizer(recipe: str, tensor_type: str) -> Quantizer:
+def quantizer_of(recipe: str, tensor_type: str) -> Quantizer:
     with flags_unset():  # which are about recipes, and not about what the machine computes
         return make_quantizer(zoo.make(recipe), QuantizerRole("linear", tensor_type))
 
 
-def _operands(quantizer: Quantizer, x: Tensor) -> list[Operand]:
+def operands_of(quantizer: Quantizer, x: Tensor) -> list[Operand]:
     """Every operand that a step makes of x, with a fixed draw."""
     rng = torch.tensor(RNG, dtype=torch.int64, device=x.device)
     from_rowwise = quantizer.columnwise_source == "rowwise_dequantized"
@@ -283,18 +307,18 @@ def _parts(operand: Operand) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
 
-def _bytes(tensor: Tensor) -> bytes:
+def bytes_of(tensor: Tensor) -> bytes:
     if not tensor.numel():
         return b""
     return bytes(tensor.detach().cpu().contiguous().view(torch.uint8).flatten().tolist())
 
 
 def _cast_check(device: torch.device, recipe: str, role: str) -> Check:
-    x, quantizer = cast_input(), _quantizer(recipe, role)
+    x, quantizer = cast_input(), quantizer_of(recipe, role)
 
     def compare() -> str:
-        got = _operands(quantizer, x.to(device))
-        for mine, theirs in zip(got, _operands(quantizer.with_backend("reference"), x), strict=True):
+        got = operands_of(quantizer, x.to(device))
+        for mine, theirs in zip(got, operands_of(quantizer.with_backend("reference"), x), strict=True):
             for name, tensor in _parts(mine).items():
                 if difference := _difference(tensor, _parts(theirs)[name]):
                     assert mine.spec is not None
@@ -307,7 +331,7 @@ def _cast_check(device: torch.device, recipe: str, role: str) -> Check:
 def _gemm_check(device: torch.device, form: str, bias: bool) -> Check:
     left, right = exact_input(48, 320, seed=3), exact_input(96, 320, seed=5)
     addend = exact_input(1, 96, seed=7)[0].float() if bias else None
-    quantizer = _quantizer("nvfp4", "input")
+    quantizer = quantizer_of("nvfp4", "input")
 
     def product(device: torch.device, form: str, backend: str) -> Tensor:
         operands: list[Operand] = []
@@ -322,6 +346,26 @@ def _gemm_check(device: torch.device, form: str, bias: bool) -> Check:
         return _difference(product(device, form, "auto"), product(torch.device("cpu"), "codes", "reference"))
 
     return _run(f"{device}: exact product of {form}{' with a bias' if bias else ''}", device, "gemm", compare)
+
+
+def _sum_check(device: torch.device) -> Check:
+    """A product whose sums depend on every rule of ``accumulation="blackwell"``, by kernels where they run."""
+    backend = "triton" if capability.triton_runs_on(device)[0] else "reference"
+
+    def compare() -> str:
+        left, right = sum_model.probe(1, device), sum_model.probe(2, device)
+        sums = ops.gemm(left, right, out_dtype=torch.float32, backend=backend, accumulation="blackwell")
+        return _difference(sums, sum_by_groups(sum_model.values(left), sum_model.values(right)))
+
+    return _run(f"{device}: product summed as Blackwell sums", device, "gemm", compare)
+
+
+def _native_sum_check(device: torch.device, path: str) -> Check:
+    """What FP4 tensor cores sum beside the model: told, and no failure, since nobody promises that they agree."""
+    told = _run("", device, "gemm", lambda: str(sum_model.native_comparison(path, device)))
+    raised = told.failure.startswith("raised ")
+    name = f"{device}: own FP4 sums by {path}"
+    return Check(name, told.failure if raised else "", "" if raised else told.failure)
 
 
 def _layer_check(device: torch.device, bias: bool) -> Check:
