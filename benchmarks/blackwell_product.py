@@ -1,17 +1,19 @@
 """Products with the sum of `accumulation="blackwell"`: their bits, which share of them is proved exact, their time.
 
-    python benchmarks/blackwell_product.py [--out benchmarks/results]             under three minutes on one H200
+    python benchmarks/blackwell_product.py [STEP.pt] [--out benchmarks/results]       under three minutes on one H200
 
 First every kernel is compared with FP64 sums, bit for bit; nothing is timed if a bit differs. Then the share of a
-tile's groups of 64 terms that tensor cores may sum whole, for operands of several kinds. Then milliseconds beside
-cuBLAS in BF16, for each of CONFIGURATIONS, and of whole steps of a linear layer. The last lines say which configuration
-is fastest and whether the aims are met: 1.8 times cuBLAS where at least 95% of groups are proved, 4 times on operands
-made against the proof, 2 times BF16 for a step.
+tile's groups of 64 terms that tensor cores may sum whole, for operands of several kinds, and for those of the layers in
+STEP.pt, which `tools/recorded_step.py record` wrote. Then times beside cuBLAS in BF16, for each of CONFIGURATIONS, and
+of whole steps of a linear layer. The last lines say which configuration is fastest and whether the aims are met: 1.8
+times cuBLAS where at least 95% of groups are proved, 4 times on operands made against the proof, 2 times BF16 for a
+step.
 """
 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from step import make, problem, run_nvfp4, run_step
@@ -20,7 +22,7 @@ from torch import Tensor
 
 import fp4engine
 from fp4engine import ops, reference
-from fp4engine.formats import CastSpec, Outer, Rotation
+from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode
 from fp4engine.kernels import gemm, gemm_blackwell, gemm_blackwell_hopper
 from fp4engine.kernels.launch import facts
 from fp4engine.recipe import NVFP4BlockScaling
@@ -149,7 +151,8 @@ def whole_products() -> Iterator[tuple[str, Operand, Operand, dict[str, Tensor]]
 
 
 def values(x: Tensor, spec: CastSpec = NVFP4) -> Tensor:
-    operand = cast(x.bfloat16(), spec)
+    rng = torch.zeros(2, dtype=torch.int64, device=x.device)
+    operand = Operand(spec, *x.shape, *reference.quantize(x.bfloat16(), spec, rng=rng))
     return reference.decode(operand.data, operand.scale_inv, spec).bfloat16()
 
 
@@ -171,6 +174,20 @@ def kinds(m: int, n: int, k: int) -> Iterator[tuple[str, Callable[[], tuple[Tens
     yield "8% of channels 30 times as hot", lambda: (values(hot(m, 30.0)), values(normal(n, k), TILES))
     for sigma in (0.5, 1.0, 3.0):
         yield f"block scales log-normal, {sigma}", lambda s=sigma: (spread(m, k, s, 1), spread(n, k, s, 2))
+
+
+def recorded_shares(path: Path) -> dict[str, float]:
+    """Of the three products of every layer of a recorded step, under the default recipe's casts."""
+    stochastic, shares = NVFP4.replace(rounding=RoundingMode.STOCHASTIC), {}
+    for name, tensors in torch.load(path, weights_only=True).items():
+        x, w, dy = (tensor.cuda() for tensor in tensors)
+        products = {
+            "fprop": (values(x), values(w, TILES)),
+            "dgrad": (values(dy, stochastic), values(w.T, TILES)),
+            "wgrad": (values(dy.T, stochastic.replace(rotation=Rotation())), values(x.T, ROTATED)),
+        }
+        shares |= {f"{name} {gemm}": gemm_blackwell.exact_share(*pair) for gemm, pair in products.items()}
+    return shares
 
 
 def time_product(left: Tensor, right: Tensor, repeats: int) -> dict[str, float]:
@@ -224,10 +241,13 @@ def time_steps() -> list[dict]:
 
 
 def main() -> None:
-    arguments = argument_parser(__doc__).parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("step", type=Path, nargs="?", help="what tools/recorded_step.py recorded")
+    arguments = parser.parse_args()
     torch.manual_seed(0)
     print(f"{check()} comparisons, all bits equal", flush=True)
     shares = {name: gemm_blackwell.exact_share(*make_them()) for name, make_them in kinds(2048, 2048, 4096)}
+    shares |= recorded_shares(arguments.step) if arguments.step else {}
     for name, share in shares.items():
         print(f"{share:7.2%} of tile-groups proved exact: {name}", flush=True)
     products, steps = time_products(), time_steps()

@@ -247,6 +247,9 @@ VARIANTS = {
     BASELINE: book("high_precision"),
     "nvfp4": book("nvfp4"),
     "nvfp4, other draws": Variant(lambda settings: DEFAULT, draws=1_000_003),
+    "nvfp4, Blackwell's sums": always(
+        DEFAULT.replace(accumulation="blackwell"), "the default, its products summed by the model of arXiv 2609.02846"
+    ),
     "forward to bf16 at 82%": late_switch(zoo.make("high_precision_forward_nvfp4_backward")),
     "backward to bf16 at 82%": late_switch(combine(zoo.make("nvfp4"), HIGH_PRECISION)),
     "both to bf16 at 82%": late_switch(HIGH_PRECISION),
@@ -319,6 +322,11 @@ STUDIES = {
         "How far apart do equal recipes land?",
         "nvfp4",
         (BASELINE, "nvfp4", "nvfp4, other draws"),
+    ),
+    "sums": Study(
+        "Does it matter in which order, and with which roundings, products are summed?",
+        "nvfp4",
+        ("nvfp4", "nvfp4, Blackwell's sums", "nvfp4, other draws"),
     ),
     "switch": Study(
         "Does BF16 for the last 18% of the tokens close the gap, and in which pass?",

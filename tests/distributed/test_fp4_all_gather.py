@@ -37,9 +37,9 @@ DEFAULT = NVFP4BlockScaling()
 AS_CODES = [
     "nvfp4", "nvfp4_row_scaled", "nvfp4_guarded", "nvfp4_1d_weight", "nvfp4_rht128", "quartet2", "quartet2_eden16",
     "rht128_4over6_scalar", "nvfp4_forward_mxfp8_backward", "nvfp4_forward_high_precision_backward",
-    "nvfp4_weight_only", "mxfp4_weight_fp8",
+    "nvfp4_weight_only", "mxfp4_weight_fp8", "blackwell",
 ]  # fmt: skip
-"""Recipes whose weights are gathered as codes: of 16x16 tiles, of 1x16 blocks, and with other backward passes."""
+"""Recipes whose weights are gathered as codes: of 16x16 tiles, of 1x16 blocks, with other backward passes and sums."""
 
 
 class Wire(TorchDispatchMode):
@@ -133,7 +133,7 @@ def recipes(rank: int):
     """Recipes of the book, one step each."""
     found = {}
     for name in AS_CODES:
-        recipe = zoo.make(name)
+        recipe = DEFAULT.replace(accumulation=name) if name == "blackwell" else zoo.make(name)
         models = [shard(make_model(), fp4, recipe) for fp4 in (False, True)]
         found[name] = same(*(train(model, rank, recipe, steps=2) for model in models))
     return found

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fp4engine
-from fp4engine import ops
+from fp4engine import ops, reference
 from fp4engine.distributed import share_weight_amaxes
 from fp4engine.estimate import Architecture, decoder
 from fp4engine.functional import operators as linear_operators
@@ -215,6 +215,29 @@ def replaced(rank: int, mesh, alone):
         with torch.no_grad(), fp4engine.autocast(recipe=NEAREST):
             outputs.append(model(torch.linspace(-1, 1, 32 * 64).view(32, 64)))
     return [torch.equal(one, other) for one, other in zip(*outputs, strict=True)]
+
+
+def sums(rank: int, mesh, alone):
+    """Products that are not the sums by groups of this rank's own terms, from its first one on; and all products."""
+    functional = importlib.import_module("fp4engine.functional.linear")
+    product, seen = functional._gemm, []
+
+    def watched(name, left, right, call, dtype, bias=None, out=None):
+        values = [reference.decode(side.data, side.scale_inv, side.spec) for side in (left, right)]
+        alpha = reference.gemm_factor(left.amax, right.amax, left.spec.numerator * right.spec.numerator)
+        expected = reference.gemm(*values, alpha, bias, dtype, "blackwell")
+        made = product(name, left, right, call, dtype, bias, out)
+        seen.append((name, torch.equal(bits(made), bits(expected))))
+        return made
+
+    block = make_block()
+    parallelize_module(block, mesh, STYLES)
+    functional._gemm = watched
+    try:
+        train(block, NEAREST.replace(accumulation="blackwell"))
+    finally:
+        functional._gemm = product
+    return [name for name, is_same in seen if not is_same], len(seen)
 
 
 def part_of_sequence(rank: int, world: int = WORLD):
@@ -628,6 +651,7 @@ def fallen_back(rank: int, mesh, alone):
 CHECKS = {
     "operands": operands,
     "tensor": tensor,
+    "sums": sums,
     "sequence": sequence,
     "together": together,
     "together compiled": together_compiled,
@@ -707,6 +731,11 @@ def test_operands_are_parts_of_those_of_one_process(ranks, name, spread):
 def test_training_is_that_of_one_process(ranks, kind):
     for rank in ranks:
         assert rank[kind] < 1e-6
+
+
+def test_each_rank_sums_its_own_terms_by_groups(ranks):
+    for rank in ranks:
+        assert rank["sums"] == ([], 6)
 
 
 def test_equal_blocks_share_their_graphs(ranks):

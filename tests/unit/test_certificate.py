@@ -33,6 +33,12 @@ def test_the_certificates_of_the_repository_have_the_digests_of_the_reference(pa
     assert certificate.differences(certificate.read(path)) == []
 
 
+def test_the_table_of_the_page_is_that_of_the_certificates() -> None:
+    page = (FOLDER.parent / "docs" / "certificates.md").read_text(encoding="utf-8")
+    begin, end = "<!-- table: fp4engine certificates certificates -->\n", "\n<!-- end of table -->"
+    assert page.partition(begin)[2].partition(end)[0] == certificate.table(certificate.in_folder(FOLDER))
+
+
 def test_a_certificate_is_small_plain_json(made, tmp_path: Path) -> None:
     certificate.write(tmp_path / "a.json", made)
     assert certificate.read(tmp_path / "a.json") == json.loads(json.dumps(made))
