@@ -14,12 +14,16 @@ multiple of ``q_m q_n`` below ``2^24 q_m q_n``: an FP32 number. A tensor core th
 exponent among its addends, as all that are known do, loses none. A tile takes the largest bounds of its rows.
 
 Elsewhere a group is four products of 16 terms. These share two block scales, so each sum is below 2^20 of its smallest
-unit: exact. Their sum, of at most 49 bits, is exact in FP64 and rounded once.
+unit: exact. Their sum, of at most 49 bits, is exact in FP64 and rounded once. A group whose halves are proved exact may
+be two products of 32 terms, whose sum FP32 rounds once.
 
 :mod:`fp4engine.kernels.gemm_blackwell_hopper` takes large outputs on sm_90.
 
 Dims: M rows of left, N rows of right, K the contracted (last) axis of both.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -36,18 +40,30 @@ SUM_GROUP = tl.constexpr(_SUM_GROUP)
 LARGE = tl.constexpr(2.0**100)
 """A power of two that divides no value but zero."""
 
-STRIP = 128
-"""Rows of an operand that share a bound; a tile has rows of one strip of each."""
+STRIP, LEFT_STRIP, RIGHT_STRIP = 128, 64, 32
+"""Rows that share a bound: of right, and the fewer rows of either for which there are three bounds."""
+BOUNDS = tl.constexpr(4)
+"""Numbers that such a strip has for each group: the bound of the whole, those of its two halves, and nothing."""
 
 LIMIT = 0.99 * 2.0**48
-"""Bounds whose product is below this prove a group exact. They are computed in FP32 to one part in 200,000."""
+"""Bounds whose product is below this prove a sum exact. They are computed in FP32 to one part in 100,000."""
 
 LARGE_TILES = Tiles(64, 128, 64, 8, 3, 1.0)
 SMALL_TILES = Tiles(32, 32, 64, 4, 3, 0.3)
 
 
 @triton.jit
-def strip_bounds(values_ptr, bound_ptr, strip, step, rows, K, stride, steps, STRIP: tl.constexpr):
+def bound_of(squares, unit):
+    """``squares / unit^2``, where ``unit`` is a power of two; infinite for a NaN, which a maximum may pass over."""
+    reciprocal = from_bits(0x7F000000 - to_bits(unit))
+    bound = squares * reciprocal * reciprocal
+    return tl.where(bound < 3.0e38, bound, float("inf"))
+
+
+@triton.jit
+def strip_bounds(
+    values_ptr, bound_ptr, fine_ptr, strip, step, rows, K, stride, steps, STRIP: tl.constexpr, FINE: tl.constexpr
+):
     row = strip * STRIP + tl.arange(0, STRIP)
     k = step * SUM_GROUP + tl.arange(0, SUM_GROUP)
     inside = (row < rows)[:, None] & (k < K)[None, :]
@@ -55,25 +71,37 @@ def strip_bounds(values_ptr, bound_ptr, strip, step, rows, K, stride, steps, STR
     bits = to_bits(values)
     significand = ((bits >> 16) & 0x7F) | 0x80  # of BF16; its lowest set bit is what the value is a multiple of
     lowest = (significand & (256 - significand)).to(tl.float32) * from_bits(bits & 0x7F800000) * 0.0078125
-    unit = tl.min(tl.where(values == 0.0, LARGE, lowest), axis=1)
-    scaled = values * from_bits(0x7F000000 - to_bits(unit))[:, None]  # the reciprocal of a power of two
-    bound = tl.sum(scaled * scaled, axis=1)
-    bound = tl.where(bound < 3.0e38, bound, float("inf"))  # a maximum may pass over a NaN
-    tl.store(bound_ptr + strip.to(tl.int64) * steps + step, tl.max(bound, axis=0))
+    units = tl.min(tl.reshape(tl.where(values == 0.0, LARGE, lowest), [STRIP, 2, SUM_GROUP // 2]), axis=2)
+    squares = tl.sum(tl.reshape(values * values, [STRIP, 2, SUM_GROUP // 2]), axis=2)
+    whole = bound_of(tl.sum(squares, axis=1), tl.min(units, axis=1))
+    first, second = tl.split(bound_of(squares, units))
+    MANY: tl.constexpr = STRIP // FINE
+    fine = fine_ptr + ((strip * MANY + tl.arange(0, MANY)).to(tl.int64) * steps + step) * BOUNDS
+    tl.store(fine, tl.max(tl.reshape(whole, [MANY, FINE]), axis=1))
+    tl.store(fine + 1, tl.max(tl.reshape(first, [MANY, FINE]), axis=1))
+    tl.store(fine + 2, tl.max(tl.reshape(second, [MANY, FINE]), axis=1))
+    if bound_ptr is not None:
+        tl.store(bound_ptr + strip.to(tl.int64) * steps + step, tl.max(whole, axis=0))
 
 
 @triton.jit
 def bounds_kernel(
-    left_ptr, left_bound_ptr, right_ptr, right_bound_ptr, M, N, K, stride_left, stride_right, steps, left_programs,
-    STRIP: tl.constexpr,
+    left_ptr, left_bound_ptr, right_ptr, right_bound_ptr, fine_bound_ptr, M, N, K, stride_left, stride_right, steps,
+    left_programs, STRIP: tl.constexpr, LEFT_STRIP: tl.constexpr, RIGHT_STRIP: tl.constexpr,
 ):  # fmt: skip
-    """The largest bounds of strips of rows, FP32 [strips, steps]: one program for each, left's first."""
+    """The largest bounds of strips of rows: one program for 128 rows and a group, left's first.
+
+    Of left and right FP32 [strips of few rows, steps, BOUNDS], of right [strips of 128 rows, steps] too.
+    """
     program = tl.program_id(0)
     if program < left_programs:
-        strip_bounds(left_ptr, left_bound_ptr, program // steps, program % steps, M, K, stride_left, steps, STRIP)
+        strip, step = program // steps, program % steps
+        strip_bounds(left_ptr, None, left_bound_ptr, strip, step, M, K, stride_left, steps, STRIP, LEFT_STRIP)
     else:
-        program -= left_programs
-        strip_bounds(right_ptr, right_bound_ptr, program // steps, program % steps, N, K, stride_right, steps, STRIP)
+        strip, step = (program - left_programs) // steps, (program - left_programs) % steps
+        strip_bounds(
+            right_ptr, right_bound_ptr, fine_bound_ptr, strip, step, N, K, stride_right, steps, STRIP, RIGHT_STRIP
+        )
 
 
 @triton.jit
@@ -104,8 +132,8 @@ def blackwell_gemm_kernel(
     left_ptr, right_ptr, out_ptr, left_bound_ptr, right_bound_ptr, limit, left_amax_ptr, right_amax_ptr, bias_ptr,
     numerator, M, N, K, stride_left, stride_right, stride_out,
     LEFT_ROWS: tl.constexpr, RIGHT_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, GROUP_M: tl.constexpr,
-    HARDWARE: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, LEFT_STRIP: tl.constexpr,
+    GROUP_M: tl.constexpr, HARDWARE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -115,7 +143,7 @@ def blackwell_gemm_kernel(
     left_ptrs = left_ptr + rows.to(tl.int64)[:, None] * stride_left
     right_ptrs = right_ptr + cols.to(tl.int64)[:, None] * stride_right
     steps = tl.cdiv(K, SUM_GROUP)
-    left_bound_ptr += tile_m * BLOCK_M // STRIP * steps
+    left_bound_ptr += tile_m * BLOCK_M // LEFT_STRIP * steps * BOUNDS
     right_bound_ptr += tile_n * BLOCK_N // STRIP * steps
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(steps):
@@ -123,7 +151,7 @@ def blackwell_gemm_kernel(
         left = load_terms(left_ptrs, in_m, k, K, SUM_GROUP, INTERPRETED)
         right = load_terms(right_ptrs, in_n, k, K, SUM_GROUP, INTERPRETED)
         group = tl.dot(left, right.T, input_precision="ieee")  # in no branch, or its loads would not overlap others'
-        is_exact = tl.load(left_bound_ptr + step) * tl.load(right_bound_ptr + step) < limit
+        is_exact = tl.load(left_bound_ptr + step * BOUNDS) * tl.load(right_bound_ptr + step) < limit
         if not is_exact:
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float64)
             for term in tl.static_range(0, SUM_GROUP, 16):
@@ -152,38 +180,55 @@ def resolve_blackwell(
     return draft.launch(*([] if tensors[7] else [product.out.place]))
 
 
-def _bounds_shape(rows: int, k: int) -> tuple[int, int]:
-    """Strips and groups; an even number of strips, since a tile of gemm_blackwell_hopper has two."""
-    return -(-rows // (2 * STRIP)) * 2, -(-k // _SUM_GROUP)
+class Bounds(NamedTuple):
+    """In a launch: of left's strips of few rows, of right's strips of 128, of right's strips of few."""
+
+    left: Place
+    right: Place
+    fine: Place
 
 
-def _add_bounds(draft: Draft, left: Matrix, right: Matrix, bounds: tuple[Place, Place]) -> None:
+def _add_bounds(draft: Draft, left: Matrix, right: Matrix) -> Bounds:
+    """Find the bounds of both operands."""
     (m, k), n = left.facts.shape, right.facts.shape[0]
-    (left_strips, steps), (right_strips, _) = _bounds_shape(m, k), _bounds_shape(n, k)
+    steps = -(-k // _SUM_GROUP)
+    # Whole tiles of gemm_blackwell_hopper, 128 x 256: what lies beyond the operands has bounds of 0.
+    strips = [-(-m // STRIP), 2 * -(-n // (2 * STRIP))]
+    fine = [count * STRIP // rows for count, rows in zip(strips, (LEFT_STRIP, RIGHT_STRIP), strict=True)]
+    bounds = Bounds(
+        draft.buffer((fine[0], steps, BOUNDS.value), torch.float32),
+        draft.buffer((strips[1], steps), torch.float32),
+        draft.buffer((fine[1], steps, BOUNDS.value), torch.float32),
+    )
     draft.step(
-        bounds_kernel, steps * (left_strips + right_strips), left.place, bounds[0], right.place, bounds[1], m, n, k,
-        left.facts.row_stride, right.facts.row_stride, steps, steps * left_strips, STRIP, num_warps=4,
+        bounds_kernel, steps * sum(strips), left.place, bounds.left, right.place, bounds.right, bounds.fine, m, n, k,
+        left.facts.row_stride, right.facts.row_stride, steps, steps * strips[0], STRIP, LEFT_STRIP, RIGHT_STRIP,
+        num_warps=4,
     )  # fmt: skip
+    return bounds
 
 
 @resolver
 def resolve_bounds(left: Facts, right: Facts, device: torch.device) -> Launch:
-    """``(left, right) -> bounds of left, bounds of right``, FP32 [strips of 128 rows, groups of 64 terms]."""
+    """``(left, right) -> bounds of left, of right, and of right's strips of few rows``."""
     draft = Draft(device, inputs=2)
-    first, second = (draft.buffer(_bounds_shape(*matrix.shape), torch.float32) for matrix in (left, right))
-    _add_bounds(draft, Matrix(draft.inputs[0], left), Matrix(draft.inputs[1], right), (first, second))
-    return draft.launch(first, second)
+    return draft.launch(*_add_bounds(draft, Matrix(draft.inputs[0], left), Matrix(draft.inputs[1], right)))
 
 
-def exact_share(left: torch.Tensor, right: torch.Tensor) -> float:
-    """The share of the groups of a product's tiles that go through tensor cores whole, since no sum can round.
+def product_shares(left: torch.Tensor, right: torch.Tensor) -> tuple[float, float, float, float]:
+    """Which shares of a product's groups are one product of a tile's 64 x 128, one of 64 x 32, two and four.
 
     Args:
-        left, right: BF16 values [M, K] and [N, K], contiguous along K.
+        left, right: BF16 values [M, K] and [N, K], contiguous along K, of whole strips.
     """
-    first, second = resolve_bounds(facts(left), facts(right), left.device)(left, right)
-    rows, cols = (-(-values.shape[0] // STRIP) for values in (left, right))
-    return float((first[:rows, None] * second[None, :cols] < LIMIT).float().mean())
+    own, coarse, fine = resolve_bounds(facts(left), facts(right), left.device)(left, right)
+    own, fine = own[: -(-left.shape[0] // LEFT_STRIP), None], fine[None, : -(-right.shape[0] // RIGHT_STRIP)]
+    whole = own[..., 0] * coarse.repeat_interleave(STRIP // RIGHT_STRIP, 0)[None, : fine.shape[1]] < LIMIT
+    proved = own * fine < LIMIT
+    one = (whole | proved[..., 0]).float().mean()
+    few = (whole | proved[..., 0] | (proved[..., 1] & proved[..., 2])).float().mean()
+    shares = torch.stack([whole.float().mean(), one, few, torch.ones_like(one)]).tolist()
+    return shares[0], shares[1] - shares[0], shares[2] - shares[1], shares[3] - shares[2]
 
 
 def add_blackwell(draft: Draft, product: Product) -> None:
@@ -191,9 +236,8 @@ def add_blackwell(draft: Draft, product: Product) -> None:
     m, n, k = product.shape
     if 0 in (m, n):
         return
-    bounds = tuple([draft.buffer(_bounds_shape(rows, k), torch.float32) for rows in (m, n)])
     strides = [matrix.facts.row_stride for matrix in (product.left, product.right, product.out)]
-    _add_bounds(draft, product.left, product.right, bounds)
+    bounds = _add_bounds(draft, product.left, product.right)
     hardware, multiprocessors = device_facts(draft.device)
     aligned = all(matrix.is_aligned for matrix in (product.left, product.right, product.out))
     if k and aligned and min(m, n) >= STRIP:
@@ -203,7 +247,7 @@ def add_blackwell(draft: Draft, product: Product) -> None:
     tiles = LARGE_TILES if min(m, n) >= STRIP and capability_of(draft.device) != (0, 0) else SMALL_TILES
     programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
     draft.step(
-        blackwell_gemm_kernel, programs, product.left.place, product.right.place, product.out.place, *bounds, LIMIT,
-        *product.scales, m, n, k, *strides, *product.flags, tiles.block_m, tiles.block_n, STRIP, GROUP_M, hardware,
-        INTERPRETED, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        blackwell_gemm_kernel, programs, product.left.place, product.right.place, product.out.place, bounds.left,
+        bounds.right, LIMIT, *product.scales, m, n, k, *strides, *product.flags, tiles.block_m, tiles.block_n, STRIP,
+        LEFT_STRIP, GROUP_M, hardware, INTERPRETED, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fp4engine.kernels.gemm_blackwell import BOUNDS, RIGHT_STRIP, Bounds
 from fp4engine.kernels.gemm_hopper import (
     BLOCKS,
     CONSUMER_REGISTERS,
@@ -37,15 +38,15 @@ from fp4engine.kernels.gemm_hopper import (
     walk,
 )
 from fp4engine.kernels.gemm_launch import Product
-from fp4engine.kernels.launch import Draft, Place
+from fp4engine.kernels.launch import Draft
 
 STAGES = 4
 """Steps in the ring, 48 KiB each."""
 
 WIDTH = 128
 """Columns that a consumer multiplies at a time where a group is one product."""
-NARROW = 32
-"""And where it is four."""
+NARROW = RIGHT_STRIP
+"""And where it may be more: 32 or 64."""
 OUT_BLOCK = (HALF_M, WIDTH // 2)
 
 _WIDEN = "mul.wide.s32 x, ${}, $5; mov.b64 {{lo, hi}}, x; and.b32 hi, hi, 0x8FFFFFFF; mov.b64 {}, {{lo, hi}};"
@@ -94,41 +95,57 @@ def _side_by_side(left, right):
 
 
 @gluon.jit
-def _by_sixteens(acc, left, right, shift, WIDTH: gl.constexpr):
-    """``acc`` and the sums of a group of 64 terms, each made of four products."""
+def _multiply(left, right, FIRST: gl.constexpr, TERMS: gl.constexpr):
+    """The sums of ``TERMS`` terms from ``FIRST`` on; to be waited for."""
     ROWS: gl.constexpr = left.shape[0]
-    layout: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
-    pieces = (acc,)
-    for _ in gl.static_range(2):
-        if pieces[0].shape[1] > WIDTH:
-            smaller = ()
-            for piece in gl.static_range(len(pieces)):
-                smaller += _halves(pieces[piece])
-            pieces = smaller
-    added = ()
-    for piece in gl.static_range(len(pieces)):
-        columns = right.slice(piece * WIDTH, WIDTH, 0)
+    COLS: gl.constexpr = right.shape[0]
+    layout: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16]))
+    nothing = gl.zeros((ROWS, COLS), gl.float32, layout)
+    left = left.slice(FIRST, TERMS, 1)
+    right = right.slice(FIRST, TERMS, 1).permute((1, 0))
+    return warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_piece(acc, left, right, left_bounds, right_bounds, limit, shift):
+    """``acc`` and a group of 64 terms, in as few products as its bounds allow: one, two of 32 terms, or four."""
+    whole = gl.load(left_bounds) * gl.load(right_bounds)
+    first_half = gl.load(left_bounds + 1) * gl.load(right_bounds + 1)
+    second_half = gl.load(left_bounds + 2) * gl.load(right_bounds + 2)
+    if whole < limit:
+        acc = _add_toward_zero(acc, warpgroup_mma_wait(0, deps=(_multiply(left, right, 0, 64),)))
+    elif (first_half < limit) & (second_half < limit):
+        halves = _multiply(left, right, 0, 32), _multiply(left, right, 32, 32)
+        first, second = warpgroup_mma_wait(0, deps=halves)
+        acc = _add_toward_zero(acc, first + second)
+    else:
         sums = ()
-        for first in gl.static_range(0, 64, 16):
-            sums += (
-                warpgroup_mma(
-                    left.slice(first, 16, 1), columns.slice(first, 16, 1).permute((1, 0)),
-                    gl.zeros((ROWS, WIDTH), gl.float32, layout), use_acc=False, is_async=True,
-                ),
-            )  # fmt: skip
+        for term in gl.static_range(0, 64, 16):
+            sums += (_multiply(left, right, term, 16),)
         a, b, c, d = warpgroup_mma_wait(0, deps=sums)
-        added += (_add_toward_zero(pieces[piece], _add_four(a, b, c, d, shift)),)
-    if len(added) == 4:
-        added = (_side_by_side(added[0], added[1]), _side_by_side(added[2], added[3]))
-    if len(added) == 2:
-        added = (_side_by_side(added[0], added[1]),)
-    return added[0]
+        acc = _add_toward_zero(acc, _add_four(a, b, c, d, shift))
+    return acc
+
+
+@gluon.jit
+def _add_pieces(acc, left, right, left_bounds, fine_bounds, stride, limit, shift, NARROW: gl.constexpr):
+    """:func:`_add_piece` for ``NARROW`` columns after the other, 32 or 64 of 128."""
+    pieces = _halves(acc)
+    if NARROW == 32:
+        pieces = _halves(pieces[0]) + _halves(pieces[1])
+    added = ()
+    for i in gl.static_range(len(pieces)):
+        columns = right.slice(i * NARROW, NARROW, 0)
+        added += (_add_piece(pieces[i], left, columns, left_bounds, fine_bounds + i * stride, limit, shift),)
+    if NARROW == 32:
+        added = _side_by_side(added[0], added[1]), _side_by_side(added[2], added[3])
+    return _side_by_side(added[0], added[1])
 
 
 @gluon.jit
 def _consume(
-    PART: gl.constexpr, out_desc, left_bound_ptr, right_bound_ptr, limit, shift, left_amax_ptr, right_amax_ptr,
-    bias_ptr, numerator, left_ring, right_ring, stagings, full, empty, arrivals, M, N, K,
+    PART: gl.constexpr, out_desc, bounds, shift, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
+    left_ring, right_ring, stagings, full, empty, arrivals, M, N, K,
     LEFT_ROWS: gl.constexpr, RIGHT_ROWS: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
@@ -136,7 +153,7 @@ def _consume(
     ROWS: gl.constexpr = left_ring.shape[1]
     TILE_N: gl.constexpr = right_ring.shape[1]
     TILE_K: gl.constexpr = right_ring.shape[2]
-    HALVES: gl.constexpr = TILE_N // WIDTH
+    left_bound_ptr, right_bound_ptr, fine_bound_ptr, limit = bounds
     layout: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
     tiles_m = gl.cdiv(M, 2 * ROWS)
     tiles_n = gl.cdiv(N, TILE_N)
@@ -148,40 +165,38 @@ def _consume(
         tile_m, tile_n = walk(tile, tiles_m, tiles_n, GROUP)
         low = gl.zeros((ROWS, WIDTH), gl.float32, layout)
         high = gl.zeros((ROWS, WIDTH), gl.float32, layout)
-        left_bounds = left_bound_ptr + tile_m * steps
-        right_bounds = right_bound_ptr + HALVES * tile_n * steps
-        for step in range(steps):
+        left_bounds = left_bound_ptr + (2 * tile_m + PART) * steps * BOUNDS
+        right_bounds = right_bound_ptr + 2 * tile_n * steps
+        fine_bounds = fine_bound_ptr + tile_n * (TILE_N // NARROW) * steps * BOUNDS
+        for _ in range(steps):
             slot = count % STAGES
-            left_bound = gl.load(left_bounds + step)
-            low_bound = gl.load(right_bounds + step)
-            high_bound = gl.load(right_bounds + steps + step)
+            left_bound = gl.load(left_bounds)
+            low_bound = left_bound * gl.load(right_bounds)
+            high_bound = left_bound * gl.load(right_bounds + steps)
             mbarrier.wait(full.index(slot), (count // STAGES) & 1)
             left = left_ring.index(2 * slot + PART)
             right = right_ring.index(slot)
-            if left_bound * low_bound < limit:
-                group = warpgroup_mma(
-                    left, right.slice(0, WIDTH, 0).permute((1, 0)), gl.zeros((ROWS, WIDTH), gl.float32, layout),
-                    use_acc=False, is_async=True,
-                )  # fmt: skip
-                group = warpgroup_mma_wait(0, deps=(group,))
-                low = _add_toward_zero(low, group)
+            columns = right.slice(0, WIDTH, 0)
+            if low_bound < limit:
+                low = _add_toward_zero(low, warpgroup_mma_wait(0, deps=(_multiply(left, columns, 0, TILE_K),)))
             else:
-                low = _by_sixteens(low, left, right.slice(0, WIDTH, 0), shift, NARROW)
-            if left_bound * high_bound < limit:
-                group = warpgroup_mma(
-                    left, right.slice(WIDTH, WIDTH, 0).permute((1, 0)), gl.zeros((ROWS, WIDTH), gl.float32, layout),
-                    use_acc=False, is_async=True,
-                )  # fmt: skip
-                group = warpgroup_mma_wait(0, deps=(group,))
+                low = _add_pieces(low, left, columns, left_bounds, fine_bounds, steps * BOUNDS, limit, shift, NARROW)
+            columns = right.slice(WIDTH, WIDTH, 0)
+            if high_bound < limit:
+                group = warpgroup_mma_wait(0, deps=(_multiply(left, columns, 0, TILE_K),))
                 mbarrier.arrive(empty.index(slot), count=1)
                 high = _add_toward_zero(high, group)
             else:
-                high = _by_sixteens(high, left, right.slice(WIDTH, WIDTH, 0), shift, NARROW)
+                fine = fine_bounds + (WIDTH // NARROW) * steps * BOUNDS
+                high = _add_pieces(high, left, columns, left_bounds, fine, steps * BOUNDS, limit, shift, NARROW)
                 mbarrier.arrive(empty.index(slot), count=1)
+            left_bounds += BOUNDS
+            right_bounds += 1
+            fine_bounds += BOUNDS
             count += 1
         row = tile_m * 2 * ROWS + PART * ROWS
         col = tile_n * TILE_N
-        for half in gl.static_range(HALVES):
+        for half in gl.static_range(2):
             total = low if half == 0 else high
             pieces = _halves(total + (total - total))  # _add_four makes an infinity of a NaN; no other sum is infinite
             for i in gl.static_range(2):
@@ -195,8 +210,8 @@ def _consume(
 
 @gluon.jit
 def blackwell_hopper_kernel(
-    left_desc, right_desc, out_desc, left_bound_ptr, right_bound_ptr, limit, shift, left_amax_ptr, right_amax_ptr,
-    bias_ptr, numerator, M, N, K,
+    left_desc, right_desc, out_desc, left_bound_ptr, right_bound_ptr, fine_bound_ptr, limit, shift,
+    left_amax_ptr, right_amax_ptr, bias_ptr, numerator, M, N, K,
     LEFT_ROWS: gl.constexpr, RIGHT_ROWS: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr, NARROW: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
@@ -216,15 +231,16 @@ def blackwell_hopper_kernel(
     for part in gl.static_range(2):
         mbarrier.init(arrivals.index(part), count=1)
     fence_async_shared()
+    bounds = left_bound_ptr, right_bound_ptr, fine_bound_ptr, limit
     gl.warp_specialize([
         (_consume, (
-            0, out_desc, left_bound_ptr, right_bound_ptr, limit, shift, left_amax_ptr, right_amax_ptr, bias_ptr,
-            numerator, left_ring, right_ring, stagings, full, empty, arrivals, M, N, K,
+            0, out_desc, bounds, shift, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
+            left_ring, right_ring, stagings, full, empty, arrivals, M, N, K,
             LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES, WIDTH, NARROW,
         )),
         (_consume, (
-            1, out_desc, left_bound_ptr, right_bound_ptr, limit, shift, left_amax_ptr, right_amax_ptr, bias_ptr,
-            numerator, left_ring, right_ring, stagings, full, empty, arrivals, M, N, K,
+            1, out_desc, bounds, shift, left_amax_ptr, right_amax_ptr, bias_ptr, numerator,
+            left_ring, right_ring, stagings, full, empty, arrivals, M, N, K,
             LEFT_ROWS, RIGHT_ROWS, HAS_BIAS, ACCUMULATE, GROUP, STAGES, WIDTH, NARROW,
         )),
         (produce, (
@@ -233,14 +249,8 @@ def blackwell_hopper_kernel(
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-def add_blackwell(
-    draft: Draft, product: Product, bounds: tuple[Place, Place], limit: float, multiprocessors: int
-) -> None:
-    """Multiply matrices that are aligned for the copy engine, none of them empty.
-
-    Args:
-        bounds: of strips of left, a tile each, and of right, as many columns as a consumer multiplies at once.
-    """
+def add_blackwell(draft: Draft, product: Product, bounds: Bounds, limit: float, multiprocessors: int) -> None:
+    """Multiply matrices that are aligned for the copy engine, none of them empty."""
     m, n, k = product.shape
     programs = programs_for(-(-m // TILE_M) * -(-n // TILE_N), k, multiprocessors)
     draft.step(

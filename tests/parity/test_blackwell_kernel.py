@@ -60,8 +60,9 @@ def test_one_wild_row_among_tame_ones(kernel_device):
     left[131] = planted(1, 192, 3)[0]
     right[7, :64] = planted(1, 64, 4)[0]
     check(left, right, kernel_device)
-    assert gemm_blackwell.exact_share(left[:128].to(kernel_device), right[128:].to(kernel_device)) == 1
-    assert 0 < gemm_blackwell.exact_share(left.to(kernel_device), right.to(kernel_device)) < 1
+    assert gemm_blackwell.product_shares(left[:128].to(kernel_device), right[128:].to(kernel_device))[0] == 1
+    shares = gemm_blackwell.product_shares(left.to(kernel_device), right.to(kernel_device))
+    assert 0 < shares[0] < 1 and abs(sum(shares) - 1) < 1e-6 and shares[3] > 0
 
 
 def test_integers_of_any_length_agree(kernel_device):
@@ -118,18 +119,31 @@ def test_products_of_operands(kernel_device, specs, form, bias, buffer, out_dtyp
     assert_same_bits(*results)
 
 
-def test_what_is_taken_for_proved_rounds_nowhere(kernel_device):
+@pytest.mark.parametrize("sigma", [0.0, 0.3, 0.5, 0.8, 1.2, 2.0])
+def test_what_is_taken_for_proved_rounds_nowhere(kernel_device, sigma):
     """In units of what divides all products of two rows, the sum of their magnitudes has at most 24 bits."""
-    strip, proved = gemm_blackwell.STRIP, 0
-    for seed, sigma in enumerate((0.0, 0.3, 0.5, 0.8, 1.2)):
-        left, right = spread(strip, 64, sigma, seed), spread(strip, 64, sigma, 50 + seed)
-        magnitudes = left.double().abs() @ right.double().abs().T
-        units = [torch.tensor([unit_of(row) for row in operand]) for operand in (left, right)]
-        fits = bool((magnitudes < 2.0**24 * units[0][:, None] * units[1]).all())
-        share = gemm_blackwell.exact_share(left.to(kernel_device), right.to(kernel_device))
-        assert fits or share == 0, sigma
-        proved += share == 1
-    assert proved > 0, "and something is proved"
+    left, right = spread(128, 64, sigma, 1), spread(256, 64, sigma, 2)
+    whole = fits(left, right)
+    halves = fits(left[:, :32], right[:, :32]) & fits(left[:, 32:], right[:, 32:])
+    device = left.to(kernel_device), right.to(kernel_device)
+    own, coarse, fine = gemm_blackwell.resolve_bounds(*map(facts, device), device[0].device)(*device)
+    own, coarse, fine = own.cpu()[:, None, 0], coarse.cpu()[:, 0], fine.cpu()[None, :, 0]
+    proved = own * fine < gemm_blackwell.LIMIT
+    for name, found, claimed, cols in (
+        ("64 x 128", whole, own[..., 0] * coarse < gemm_blackwell.LIMIT, 128),
+        ("64 x 32", whole, proved[..., 0], 32),
+        ("halves", halves, proved[..., 1] & proved[..., 2], 32),
+    ):
+        for row, col in claimed.nonzero().tolist():
+            assert found[row * 64 : row * 64 + 64, col * cols : col * cols + cols].all(), name
+    assert (sigma > 0.5) or proved[..., 1:3].all(), "and something is proved"
+
+
+def fits(left: Tensor, right: Tensor) -> Tensor:
+    """Whether the sum of magnitudes of each two rows' products is below 2^24 units of what divides them all."""
+    magnitudes = left.double().abs() @ right.double().abs().T
+    units = [torch.tensor([unit_of(row) for row in operand]) for operand in (left, right)]
+    return magnitudes < 2.0**24 * units[0][:, None] * units[1]
 
 
 def unit_of(row: Tensor) -> float:

@@ -119,7 +119,8 @@ def test_hopper_kernel_with_factors(left, right, out_dtype):
     assert "setmaxnreg" in ptx
 
 
-BOUNDS = {"left_bound_ptr": "*fp32", "right_bound_ptr": "*fp32", "limit": "fp32"}
+BOUNDS = {"left_bound_ptr": "*fp32", "right_bound_ptr": "*fp32", "fine_bound_ptr": "*fp32", "limit": "fp32"}
+STRIPS = {"STRIP": gemm_blackwell.STRIP, "LEFT_STRIP": gemm_blackwell.LEFT_STRIP}
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -160,7 +161,7 @@ def test_kernel_that_sums_by_groups(capability, instruction, tiles):
     strides = {name: "i32" for name in ("stride_left", "stride_right", "stride_out")}
     constants = dict(
         LEFT_ROWS=False, RIGHT_ROWS=True, HAS_BIAS=True, ACCUMULATE=True, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        STRIP=gemm_blackwell.STRIP, GROUP_M=gemm.GROUP_M, HARDWARE=hardware_of(capability), INTERPRETED=False,
+        GROUP_M=gemm.GROUP_M, HARDWARE=hardware_of(capability), INTERPRETED=False, **STRIPS,
     )  # fmt: skip
     aligned = ("left_ptr", "right_ptr", "out_ptr", "K", *strides)
     kernel = gemm_blackwell.blackwell_gemm_kernel
@@ -170,7 +171,7 @@ def test_kernel_that_sums_by_groups(capability, instruction, tiles):
     assert "cp.async.c" in ptx, "loads overlap products"
     numbers = {name: "i32" for name in ("M", "N", "K", "stride_left", "stride_right", "steps", "left_programs")}
     signature = {"left_ptr": "*bf16", "right_ptr": "*bf16"} | BOUNDS | numbers
-    kernel, constants = gemm_blackwell.bounds_kernel, {"STRIP": gemm_blackwell.STRIP}
+    kernel, constants = gemm_blackwell.bounds_kernel, STRIPS | {"RIGHT_STRIP": gemm_blackwell.RIGHT_STRIP}
     build(source_of(kernel, signature, constants, ("left_ptr", "right_ptr", "K")), capability, 4)
 
 
@@ -236,7 +237,7 @@ def test_plain_kernels_for_amd(architecture, shared, by_groups):
     )  # fmt: skip
     aligned = ("left_ptr", "right_ptr", "out_ptr", "K", *strides)
     if by_groups:
-        kernel, constants = gemm_blackwell.blackwell_gemm_kernel, constants | {"STRIP": 128, "HARDWARE": 0}
+        kernel, constants = gemm_blackwell.blackwell_gemm_kernel, constants | STRIPS | {"HARDWARE": 0}
     else:
         kernel, constants = gemm._gemm_plain_kernel, constants | {"BLOCK_K": tiles.block_k}
     source = source_of(kernel, COMMON | BOUNDS | pointers | strides, constants, aligned)
