@@ -50,7 +50,7 @@ interpret: $(INSTALLED)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/parity
 
 EMULATED = $(addprefix tests/parity/test_,quantize_kernels.py dequantize_kernel.py tiles_kernel.py cast_fp8_kernel.py \
-             gemm_kernel.py)
+             gemm_kernel.py blackwell_kernel.py)
 
 emulate: $(INSTALLED)
 	for gpu in $(GPUS); do EMULATED_GPU=$$gpu $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(EMULATED) || exit 1; done

@@ -20,6 +20,8 @@ from fp4engine.kernels import gemm_blackwell
 from fp4engine.kernels.launch import Draft, facts
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+EMULATED = os.environ.get("EMULATED_GPU")
+pytestmark = pytest.mark.skipif(EMULATED == "90", reason="the copy engine of sm_90 is not emulated")
 ON_GPU = torch.cuda.is_available() and not INTERPRET
 SHAPES = [(1, 1, 16), (33, 65, 320), (130, 40, 208)]
 if ON_GPU:
@@ -152,7 +154,7 @@ def unit_of(row: Tensor) -> float:
     return float(min(int(n & -n) for n in integers if n) if integers.any() else 2**40) * 2.0**-10
 
 
-@pytest.mark.skipif(INTERPRET or ON_GPU, reason="of compiled kernels, where there is no GPU")
+@pytest.mark.skipif(bool(INTERPRET or ON_GPU or EMULATED), reason="of compiled kernels, where there is no GPU")
 class TestOnEmulatedGPUs:
     @pytest.mark.parametrize("capability", [80, 89])
     @pytest.mark.parametrize(("shape", "sigma"), [((33, 40, 144), 5.0), ((130, 129, 80), 0.5)], ids=str)
