@@ -119,7 +119,8 @@ class LinearPlan:
     def __post_init__(self) -> None:
         roles = (self.input, self.weight, self.grad_output)
         casts = [quantizer.casts for quantizer in roles]
-        for wrong in (*role_complaints(*casts), *sum_complaints(self.recipe, *casts)):
+        sums = sum_complaints(self.accumulation, self.backward_override, *casts)
+        for wrong in (*role_complaints(*casts), *sums):
             raise ValueError(wrong)
         # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
         cast_in_backward = [self.grad_output, *(q for q in roles if q.columnwise_source != "original")]

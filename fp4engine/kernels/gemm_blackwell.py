@@ -22,7 +22,6 @@ be two products of 32 terms, whose sum FP32 rounds once.
 Dims: M rows of left, N rows of right, K the contracted (last) axis of both.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch

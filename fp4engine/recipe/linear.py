@@ -54,7 +54,7 @@ class LinearRecipe(Recipe):
             if not isinstance(getattr(self, role), Casts):
                 raise ValueError(f"{role} must be a Casts, got {getattr(self, role)!r}")
         roles = role_complaints(self.input, self.weight, self.grad_output)
-        sums = sum_complaints(self, self.input, self.weight, self.grad_output)
+        sums = sum_complaints(self.accumulation, self.backward_override, self.input, self.weight, self.grad_output)
         if complaints := [*self._rotation_complaints(), *roles, *sums, *self._bias_complaints()]:
             raise ValueError(complaints[0])
 
@@ -133,13 +133,15 @@ def role_complaints(inp: Casts, weight: Casts, grad_output: Casts) -> Iterator[s
             )
 
 
-def sum_complaints(recipe: Recipe, inp: Casts, weight: Casts, grad_output: Casts) -> Iterator[str]:
-    """Quantized GEMMs of these casts that the recipe's ``accumulation`` does not sum."""
+def sum_complaints(
+    accumulation: str, backward_override: str | None, inp: Casts, weight: Casts, grad_output: Casts
+) -> Iterator[str]:
+    """Quantized GEMMs of these casts that ``accumulation`` does not sum."""
     roles = {"input": inp, "weight": weight, "grad_output": grad_output}
     for gemm, pair in GEMM_OPERANDS.items():
         specs = {f"{role}.{side}": getattr(roles[role], side) for role, side in pair}
-        if any(specs.values()) and (gemm == "fprop" or recipe.backward_override is None):
-            yield from filter(None, (unsummable(recipe.accumulation, *operand) for operand in specs.items()))
+        if any(specs.values()) and (gemm == "fprop" or backward_override is None):
+            yield from filter(None, (unsummable(accumulation, *operand) for operand in specs.items()))
 
 
 def _signs(spec: CastSpec | None) -> Signs | None:
