@@ -324,12 +324,18 @@ class Launch:
             if are_kernels:
                 self._segments.append(_Kernels(layout, list(group), there))
             else:
-                self._segments += [_Host(layout, step, there) for step in group]
-        if not there.issuperset(self._outputs):  # what nobody has to compute, such as a matrix without rows
-            self._segments.append(_Kernels(layout, [], there, self._outputs))
+                for step in group:
+                    self._allocate(layout, there, [where[place.position][0] for place in step.reads])
+                    self._segments.append(_Host(layout, step, there))
+        self._allocate(layout, there, self._outputs)
         later = {*range(inputs), *self._outputs}
         for segment in reversed(self._segments):
             segment.ends, later = sorted(segment.used - later), later | segment.used
+
+    def _allocate(self, layout: "_Layout", there: set[int], needed: Sequence[int]) -> None:
+        """What nobody has to compute, such as a matrix without rows, has to be there all the same."""
+        if not there.issuperset(needed):
+            self._segments.append(_Kernels(layout, [], there, needed))
 
     def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
         """Allocate the buffers, start the kernels, return the outputs. Does not wait for the device."""
