@@ -289,10 +289,4 @@ def poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
-    if torch.cuda.is_available():
-        from fp4engine.kernels import launch
-
-        if (private := launch.private_allocation()) is not None:
-            monkeypatch.setattr(launch, "private_allocation", lambda: poisoned(private))
-
     yield

@@ -25,7 +25,6 @@ from fp4engine import capability, ops
 from fp4engine.arguments import require_integer
 from fp4engine.environment import flags_set, flags_unset
 from fp4engine.formats import E2M1
-from fp4engine.kernels import cuda_driver
 from fp4engine.modules import Linear
 from fp4engine.ops import sum_model
 from fp4engine.quantizers import Quantizer, make_quantizer
@@ -179,19 +178,10 @@ def _facts(devices: Sequence[torch.device]) -> Iterator[tuple[str, str]]:
             yield f"  {question}", f"{'yes' if able else 'no'}: {reason}"
 
 
-def _driver_starts(device: torch.device) -> tuple[bool, str]:
-    if device.type != "cuda":
-        return False, "not a CUDA device"
-    if cuda_driver.driver() is None:
-        return False, "no libcuda.so.1 of CUDA 12 or later; Triton starts them, which takes more of the host's time"
-    return True, "libcuda.so.1 has cuLaunchKernelEx"
-
-
 _QUESTIONS: dict[str, Callable[[torch.device], tuple[bool, str]]] = {
     "Triton kernels": capability.triton_runs_on,
     "FP8 tensor cores": capability.fp8_units,
     "FP4 tensor cores": capability.fp4_units,
-    "kernels started by the CUDA driver": _driver_starts,
 }
 
 

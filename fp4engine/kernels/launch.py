@@ -22,13 +22,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from triton import AsyncCompileMode, knobs
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+from triton import AsyncCompileMode, JITFunction
 
 from fp4engine.constants import ALIGNMENT, MOST_QUESTIONS
 from fp4engine.formats.one_buffer import offsets, offsets_by_lifetime
-from fp4engine.kernels import cuda_driver
 from fp4engine.kernels.target import E4M3, PAIRS, hardware_of
 
 
@@ -64,33 +61,14 @@ class Facts(NamedTuple):
 def _allocation(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
     """A function that makes a contiguous tensor, with strides given: ``torch.empty`` takes half as long again.
 
-    Where PyTorch's private allocation is used, ``device`` has to be the current one when the function is called. The
-    function holds no tensor to be like: one that is made under a mode, such as FakeTensorMode, is not one of memory.
+    It holds no tensor to be like: one that is made under a mode, such as FakeTensorMode, is not one of memory.
     """
     strides: list[int] = []
     stride = 1
     for size in reversed(shape):
         strides.append(stride)
         stride *= max(size, 1)
-    if device.type == "cuda" and (allocate := private_allocation()) is not None:
-        return partial(allocate, tuple(shape), tuple(reversed(strides)), dtype)  # it refuses a torch.Size
     return partial(torch.empty_strided, shape, tuple(reversed(strides)), dtype=dtype, device=device)
-
-
-@cache
-def private_allocation() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] | None:
-    """The call by which graphs of Inductor's make a tensor on the current CUDA device, from shape, strides and dtype.
-
-    It takes half as long as ``torch.empty_strided``, which parses keywords and goes through the dispatcher. The name is
-    private, so None where it is not there, or does not make what it is asked for.
-    """
-    try:
-        allocate = torch._C._dynamo.guards._empty_strided_cuda
-        made = allocate((2, 3), (3, 1), torch.uint8)
-        is_right = (made.shape, made.stride(), made.dtype) == ((2, 3), (3, 1), torch.uint8) and made.is_cuda
-    except (AttributeError, TypeError, RuntimeError):
-        return None
-    return allocate if is_right else None
 
 
 _new = tuple.__new__
@@ -436,25 +414,25 @@ class _Kernels:
                 slots[argument] = len(self._tensors) + len(self._parts)
                 self._parts.append((self._tensors.index(index), start))
         self._slots = slots
-        self._is_compiled = False
-        self._start: Callable[[Sequence[int], int, int], None] | None = None
+        self._starts: list[_Start] | None = None
 
     def __call__(self, tensors: list[Any]) -> None:
         for index, allocate in self._allocations:
             tensors[index] = allocate()
-        start = self._start
-        if start is None or _is_watched():
+        starts = self._starts
+        if starts is None:
             if self._steps:
                 self._start_by_triton(tensors)
             return
         addresses = [0 if (tensor := tensors[index]) is None else tensor.data_ptr() for index in self._tensors]
         for base, offset in self._parts:
             addresses.append(addresses[base] + offset)
-        device = self._layout.device.index
-        start(addresses, driver.active.get_current_stream(device), device)
+        stream = torch.cuda.current_stream(self._layout.device).cuda_stream
+        for start in starts:
+            start(addresses, stream)
 
     def _start_by_triton(self, tensors: Sequence[Any]) -> None:
-        """Start the kernels by Triton's documented call, ``kernel[grid](...)``, and plan how to start them again."""
+        """Start the kernels by ``kernel[grid](...)``, which compiles them, and note how to start them again."""
         values: dict[int, Any] = {}
         for argument, slot in self._slots.items():
             place = argument.place if isinstance(argument, Block) else argument
@@ -471,57 +449,56 @@ class _Kernels:
             for step, arguments in zip(self._steps, passed, strict=True)
         ]
         is_jit = all(isinstance(step.kernel, JITFunction) for step in self._steps)
-        if is_jit and not self._is_compiled:
+        if is_jit:
             Context().run(_compile_side_by_side, calls)  # in a context of its own: a failure leaves Triton's mode set
-            self._is_compiled = True
         with nullcontext() if is_jit else _interpreter:
             compiled = [step.kernel[(step.programs,)](*arguments, **step.options) for step, arguments in calls]
-        if is_jit and compiled and self._layout.device.type == "cuda" and self._start is None:
-            calls = list(zip(compiled, [step.programs for step in self._steps], passed, strict=True))
-            plan = cuda_driver.plan(calls, len(self._tensors) + len(self._parts))
-            self._start = _Compiled(calls) if plan is None else plan
+        if is_jit:
+            self._starts = [
+                _Start(made, step.programs, *zip(*arguments, strict=True))
+                for made, step, arguments in zip(compiled, self._steps, passed, strict=True)
+            ]
 
 
-class _At:
-    """What a descriptor for the copy engine reads of a tensor."""
+class _Address:
+    """An address in place of the tensor of a descriptor for the copy engine."""
 
-    address = 0
+    def __init__(self, address: int) -> None:
+        self.address = address
 
     def data_ptr(self) -> int:
         return self.address
 
 
-class _Compiled:
-    """Kernels that Triton has compiled, started by its documented call, ``compiled[grid](...)``.
+class _Start:
+    """A kernel that Triton has compiled, started by its documented call, ``compiled[grid](...)``.
 
     Args:
-        calls: for each kernel what Triton compiled, the number of programs, and its arguments: of one that begins at an
-            address the position of that among the addresses of a call, and the argument; else None and a constant.
+        slots: for each argument where its address is among those of a call; None for a constant.
+        arguments: those of the first call.
     """
 
-    def __init__(self, calls: Sequence[tuple[Any, int, Sequence[tuple[int | None, Any]]]]) -> None:
-        self._starts: list[tuple[Callable[..., Any], list[tuple[int | None, Any]]]] = []
-        for compiled, programs, arguments in calls:
-            told: list[tuple[int | None, Any]] = []
-            for index, argument in arguments:
-                is_described = index is not None and hasattr(argument, "base")
-                told.append((index, copy(argument) if is_described else None if index is not None else argument))
-            self._starts.append((compiled[programs, 1, 1], told))
+    def __init__(self, compiled: Any, programs: int, slots: Sequence[int | None], arguments: Sequence[Any]) -> None:
+        self._start = compiled[programs, 1, 1]
+        self._constants = [a if slot is None else None for slot, a in zip(slots, arguments, strict=True)]
+        self._addresses: list[tuple[int, int]] = []
+        self._described: list[tuple[int, int, Any]] = []
+        for position, (slot, argument) in enumerate(zip(slots, arguments, strict=True)):
+            if slot is not None and hasattr(argument, "base"):
+                described = copy(argument)
+                described.base = None  # so that it holds no tensor
+                self._described.append((position, slot, described))
+            elif slot is not None:
+                self._addresses.append((position, slot))
 
-    def __call__(self, addresses: Sequence[int], stream: int, device: int) -> None:
-        for start, told in self._starts:
-            arguments: list[Any] = []
-            for index, constant in told:
-                if index is None:
-                    arguments.append(constant)
-                elif constant is None:
-                    arguments.append(addresses[index])
-                else:
-                    described = copy(constant)
-                    described.base = _At()
-                    described.base.address = addresses[index]
-                    arguments.append(described)
-            start(*arguments, stream=stream)
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        arguments = self._constants.copy()
+        for position, slot in self._addresses:
+            arguments[position] = addresses[slot]
+        for position, slot, described in self._described:
+            arguments[position] = own = copy(described)
+            own.base = _Address(addresses[slot])
+        self._start(*arguments, stream=stream)
 
 
 _interpreter = RLock()
@@ -538,12 +515,6 @@ def _compile_side_by_side(calls: Sequence[tuple[Step, tuple[Any, ...]]]) -> None
     with ThreadPoolExecutor(len(calls)) as threads, AsyncCompileMode(threads):
         for step, arguments in calls:
             step.kernel.warmup(*arguments, grid=(step.programs,), **step.options)
-
-
-def _is_watched() -> bool:
-    """Whether a profiler has asked Triton to be told of launches, which only ``kernel[grid](...)`` does."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 @cache

@@ -11,10 +11,8 @@ import torch._dynamo.testing
 import fp4engine
 from fp4engine import GroupedLinear, ops
 from fp4engine.formats import CastSpec
-from fp4engine.kernels import cuda_driver, launch
 from fp4engine.quantizers import reference_quantizer
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling, zoo
-from tests.answers import forget
 
 pytestmark = pytest.mark.gpu
 
@@ -294,40 +292,8 @@ def test_the_expanded_gradient_of_a_sum(recipe, fuse_wgrad_accumulation):
         assert torch.equal(actual, wanted)
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_current", "fp8_delayed", "fp8_block", "tetrajet2"])
-@pytest.mark.parametrize("width", [64, 1024])
-def test_repeated_kernels_are_started_by_the_driver(monkeypatch, recipe, width):
-    """None of these layers has a kernel that is left to Triton."""
-    plans, plan = [], cuda_driver.plan
-
-    def planned(*asked):
-        plans.append(plan(*asked))
-        return plans[-1]
-
-    monkeypatch.setattr(cuda_driver, "plan", planned)
-    forget()
-    model = make_model(width, width, width, dtype=torch.bfloat16)
-    inp = torch.randn(512, width, device="cuda", dtype=torch.bfloat16)
-    for _ in range(2):
-        step(model, inp, zoo.make(recipe))
-    assert plans and None not in plans
-
-
-def test_memory_is_allocated_by_inductors_call_or_by_pytorchs_alike(monkeypatch):
-    model = make_model(96, 64, 80, dtype=torch.bfloat16)
-    inp, got = torch.randn(65, 96, device="cuda", dtype=torch.bfloat16), {}
-    assert launch.private_allocation() is not None
-    for private in (True, False):
-        if not private:
-            monkeypatch.setattr(launch, "private_allocation", lambda: None)
-        forget()
-        got[private] = [results(model, inp) for _ in range(3)][-1]
-    for left, right in zip(*got.values(), strict=True):
-        assert left.device == right.device and left.stride() == right.stride() and torch.equal(left, right)
-
-
 def test_a_thread_that_has_not_used_cuda_starts_the_same_kernels():
-    """The driver knows the device by the thread's context, and a new thread has none."""
+    """CUDA knows the device by the thread's context, and a new thread has none."""
     x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
     spec, found = CastSpec(), []
     want = [ops.quantize(x, spec, None)[0].codes for _ in range(2)]

@@ -10,7 +10,6 @@ import torch
 
 from fp4engine import doctor, environment, ops
 from fp4engine.cli import main
-from fp4engine.kernels import cuda_driver
 from fp4engine.quantizers import Quantizer
 from fp4engine.recipe import NVFP4BlockScaling
 from fp4engine.reference import rounding
@@ -43,16 +42,6 @@ def test_flags_of_recipes_are_told_and_change_no_check(few, monkeypatch, capsys)
     with environment.flags_unset():
         assert not NVFP4BlockScaling().disable_rht
     assert NVFP4BlockScaling().disable_rht
-
-
-def test_who_starts_kernels_is_told(monkeypatch) -> None:
-    ask = doctor._QUESTIONS["kernels started by the CUDA driver"]
-    monkeypatch.setattr(cuda_driver, "driver", lambda: None)
-    able, reason = ask(torch.device("cuda", 0))
-    assert not able and "Triton starts them" in reason and "CUDA 12" in reason
-    monkeypatch.setattr(cuda_driver, "driver", lambda: "a driver")
-    assert ask(torch.device("cuda", 0)) == (True, "libcuda.so.1 has cuLaunchKernelEx")
-    assert ask(torch.device("cpu")) == (False, "not a CUDA device")
 
 
 def test_a_cast_that_differs_in_one_code_fails(few, monkeypatch, capsys) -> None:

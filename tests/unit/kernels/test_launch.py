@@ -149,31 +149,28 @@ class Compiled(Kernel):
         super().__init__()
         self.warmed = []
 
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.started.append((grid, arguments, options)) or self
+
     def warmup(self, *arguments, grid, **options):
         assert not self.started, "all kernels of a launch are compiled before the first of them starts"
         self.warmed.append((grid, arguments, options))
 
 
-class Plan:
-    """Notes the addresses that kernels are started with, and the stream and the device."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, addresses, stream, device):
-        self.calls.append((addresses, stream, device))
+@pytest.fixture
+def streams(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=f"stream of {device}"))
 
 
 @pytest.fixture
-def planned(monkeypatch):
-    """A function that makes a launch start its kernels by a :class:`Plan`, as on a GPU after its first call."""
-    active = SimpleNamespace(get_current_stream=lambda index: f"stream of {index}")
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+def planned(streams):
+    """A function that makes a launch note what its kernels are started with, as after its first call."""
 
     def plan(made):
+        calls = []
         (segment,) = made._segments
-        segment._start = Plan()
-        return segment._start.calls
+        segment._starts = [lambda *call: calls.append(call)]
+        return calls
 
     return plan
 
@@ -191,8 +188,8 @@ def test_what_is_compiled_is_given_addresses(planned):
     calls = planned(made)
     outputs = made(given, None)
     assert not kernel.started
-    ((addresses, stream, device),) = calls
-    assert stream == f"stream of {device}"
+    ((addresses, stream),) = calls
+    assert stream == "stream of cpu"
     (segment,) = made._segments
     at = {place: addresses[slot] for place, slot in segment._slots.items()}
     assert (at[x], at[absent]) == (given.data_ptr(), 0) and at[part] == given.data_ptr() + 4
@@ -215,31 +212,25 @@ class Started(Kernel):
 
 
 @pytest.mark.no_poison
-def test_without_the_driver_what_triton_compiled_starts_kernels(monkeypatch, planned):
+def test_what_triton_compiled_is_started_again(monkeypatch, streams):
     """By addresses and not by tensors; a descriptor is made for the address of each call."""
     monkeypatch.setattr(launch, "JITFunction", Started)
-    monkeypatch.setattr(launch.cuda_driver, "plan", lambda *question: None)
-    monkeypatch.setattr(launch, "knows_fp8", lambda device: True)
     kernel, draft = Started(), Draft(torch.device("cpu"), inputs=1)
     matrix = Matrix(draft.inputs[0], Facts((4, 8), (8, 1), BF16, True))
     draft.step(kernel, 3, *draft.inputs, block_of(matrix, 2, 8), 2.5)
     made, tensors = draft.launch(), [torch.zeros(4, 8, dtype=BF16) for _ in range(2)]
-    (segment,) = made._segments
-    segment._layout = segment._layout._replace(device=torch.device("cuda", 0))  # as on a GPU
     for x in (tensors[0], *tensors):
         made(x)
     (first, arguments, _), *again = kernel.started
     assert first == (3,) and arguments[0] is tensors[0] and len(again) == 2
     for (grid, (address, described, constant), options), x in zip(again, tensors, strict=True):
-        assert (grid, constant, options) == ((3, 1, 1), 2.5, {"stream": "stream of 0"})
+        assert (grid, constant, options) == ((3, 1, 1), 2.5, {"stream": "stream of cpu"})
         assert address == described.base.data_ptr() == x.data_ptr() and described.shape == [4, 8]
 
 
-def test_kernels_are_compiled_side_by_side_by_the_first_call_alone(monkeypatch):
-    """By a profiler's leave: calls that Triton is to see go through it every time, and compile nothing again."""
+def test_kernels_are_compiled_side_by_side_by_the_first_call_alone(monkeypatch, streams):
     monkeypatch.setattr(launch, "_PARSES_IN_THREADS", True)
     monkeypatch.setattr(launch, "JITFunction", Compiled)
-    monkeypatch.setattr(launch, "_is_watched", lambda: True)
     kernel, draft = Compiled(), Draft(torch.device("cpu"), inputs=1)
     for programs in (3, 5):
         draft.step(kernel, programs, *draft.inputs, 2.5, num_warps=4)
@@ -309,16 +300,6 @@ def test_scratch_of_nothing_is_passed_too(planned):
     assert output.data_ptr() in addresses and len(addresses) == 3  # with that of the room
 
 
-def test_a_profiler_that_asks_triton_of_launches_sees_them_all(planned, monkeypatch):
-    kernel, draft = Kernel(), Draft(torch.device("cpu"), inputs=1)
-    draft.step(kernel, 1, *draft.inputs)
-    made = draft.launch()
-    calls = planned(made)
-    monkeypatch.setattr(launch.knobs.runtime, "launch_enter_hook", lambda metadata: None)
-    made(torch.zeros(1))
-    assert len(kernel.started) == 1 and not calls
-
-
 def test_a_launch_of_nothing_allocates_every_time():
     draft = Draft(torch.device("cpu"), inputs=0)
     nothing = draft.buffer((0, 4), torch.float32)
@@ -339,35 +320,6 @@ def test_a_launch_that_was_answered_under_a_mode_holds_nothing_of_it():
     outputs = made()
     assert all(type(output) is torch.Tensor and output.is_contiguous() for output in outputs)
     assert [tuple(output.shape) for output in outputs] == shapes
-
-
-@pytest.mark.parametrize(
-    "private", ["right", "other strides", "other dtype", "on a CPU", "fails", "takes less", "gone"]
-)
-def test_a_private_allocation_is_used_where_it_makes_what_is_asked_for(monkeypatch, forget_answers, private):
-    """PyTorch's own for Inductor's graphs, under a private name: what it does elsewhere may change."""
-
-    class OnGPU(torch.Tensor):
-        is_cuda = private != "on a CPU"
-
-    def allocate(shape, strides, dtype):
-        if private == "fails" or not type(shape) is type(strides) is tuple:
-            raise RuntimeError("no device, or no tuples")
-        strides = strides[::-1] if private == "other strides" else strides
-        return torch.empty_strided(shape, strides, dtype=BF16 if private == "other dtype" else dtype).as_subclass(OnGPU)
-
-    guards = {} if private == "gone" else {"_empty_strided_cuda": allocate}
-    if private == "takes less":
-        guards["_empty_strided_cuda"] = lambda shape: allocate(shape, (1, 1), torch.uint8)
-    monkeypatch.setattr(torch._C._dynamo, "guards", SimpleNamespace(**guards))
-    forget_answers()
-    shapes = [(3, 5), (0, 4), torch.Size((7, 1)), (2, 3, 4), ()]
-    makers = [launch._allocation(shape, BF16, torch.device("cuda", 0)) for shape in shapes]
-    if private == "right":
-        made = [make() for make in makers]
-        assert [(t.shape, t.dtype, t.is_contiguous()) for t in made] == [(shape, BF16, True) for shape in shapes]
-    public = {make.func is torch.empty_strided and make.keywords["device"].type == "cuda" for make in makers}
-    assert public == {private != "right"}
 
 
 def test_facts_are_all_that_a_kernel_is_specialized_on():
@@ -393,14 +345,14 @@ def test_remembered_questions_are_bounded(monkeypatch):
 
 
 def started_elsewhere(tree: ast.AST) -> list[int]:
-    """Lines that start a kernel: ``kernel[grid](...)``, or the driver's call."""
+    """Lines that start a kernel: ``kernel[grid](...)``."""
     lines = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
             name = ast.unparse(node.func.value)
             if name.rpartition(".")[2].endswith("kernel"):
                 lines.append(node.lineno)
-        if isinstance(node, ast.Attribute) and node.attr in ("warmup", "cuLaunchKernelEx"):
+        if isinstance(node, ast.Attribute) and node.attr in ("warmup",):
             lines.append(node.lineno)
     return lines
 
@@ -411,7 +363,7 @@ def test_nothing_else_starts_a_kernel():
         for path in PACKAGE.rglob("*.py")
         if (lines := started_elsewhere(ast.parse(path.read_text())))
     }
-    assert sorted(found) == ["kernels/cuda_driver.py", "kernels/launch.py"]
+    assert sorted(found) == ["kernels/launch.py"]
 
 
 def test_the_walk_sees_a_start():
