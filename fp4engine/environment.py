@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import Any
 
-from fp4engine.tracing import constant_when_traced
+from fp4engine.private import constant_when_traced
 
 NOT_IMPLEMENTED = {
     "NVTE_USE_FAST_MATH": "quotients and rotated values are rounded as they are without it, on every machine",

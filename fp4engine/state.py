@@ -18,12 +18,11 @@ import torch
 
 from fp4engine.arguments import require_member
 from fp4engine.ops import RandomStream, get_rng_state, manual_seed, set_rng_state
-from fp4engine.ops.draws import backward_pass
 from fp4engine.ops.rng import catch_up
+from fp4engine.private import backward_pass, constant_when_traced
 from fp4engine.quantizers.delayed import begin_step, end_step
 from fp4engine.recipe import NVFP4BlockScaling, Recipe
 from fp4engine.recipe.base import numbered, require_recipe
-from fp4engine.tracing import constant_when_traced
 
 __all__ = [
     "AutocastState",

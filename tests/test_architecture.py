@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1] / PACKAGE
 
 LAYERS = (
     # low to high; a module imports only from lower rows, and from its own sub-package
-    "constants version arguments environment capability roles names tracing formats steps",
+    "constants version arguments environment capability roles names private formats steps",
     "recipe reference kernels",
     "ops",
     "tensor",
@@ -42,7 +42,7 @@ SIDEWAYS = {
     ("formats", "arguments"),  # what a preset is asked is checked as everywhere
     ("formats", "constants"),  # formats are data about constants
     ("capability", "environment"),  # whether kernels run on the CPU is asked of TRITON_INTERPRET
-    ("environment", "tracing"),  # whether flags count is a constant for torch.compile, which cannot trace a ContextVar
+    ("environment", "private"),  # whether flags count is a constant for torch.compile, which cannot trace a ContextVar
 }
 """The only imports allowed between two modules of one row."""
 

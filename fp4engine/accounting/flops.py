@@ -137,7 +137,7 @@ class _Watch(TorchDispatchMode):
         new = self.counted() - before
         if new and _is_called_from_ops():
             self.own += new
-        name = func.name() if isinstance(func, torch._ops.OpOverload) else ""
+        name = func.name() if hasattr(func, "name") else ""
         namespace = name.partition("::")[0]
         if name.partition(".")[0] in _WITHOUT_FORMULA or (name and namespace not in _TRANSPARENT):
             self.opaque.add(name.partition(".")[0])

@@ -30,6 +30,7 @@ from fp4engine.functional import LinearPlan
 from fp4engine.modules import Gemms, GroupedLinear, LayerNormMLP, Linear, QuantizedWeight
 from fp4engine.modules.borrowed import BorrowedGroupedLinear, BorrowedLinear
 from fp4engine.modules.split_linear import SplitLinear
+from fp4engine.private import local_tensor, set_local_tensor
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import require_recipe
 from fp4engine.state import get_default_recipe
@@ -227,8 +228,8 @@ def _adopt_loaded(weight: GatherableWeight, module: nn.Module, incompatible_keys
     parameter = getattr(module, weight.parameter)
     weight.forget()
     if isinstance(parameter, DTensor):
-        if not isinstance(parameter._local_tensor, ShardedWeight):
-            parameter._local_tensor = ShardedWeight(parameter._local_tensor.detach(), weight)
+        if not isinstance(part := local_tensor(parameter), ShardedWeight):
+            set_local_tensor(parameter, ShardedWeight(part.detach(), weight))
     elif not isinstance(parameter, ShardedWeight):
         _adopt(weight)
 
@@ -245,5 +246,5 @@ def _leave_plain(module: nn.Module, state: dict[str, Any], prefix: str, local_me
             continue
         if isinstance(parameter, ShardedWeight):
             state[prefix + name] = parameter.values.detach()
-        elif isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, ShardedWeight):
-            value._local_tensor = parameter._local_tensor.values.detach()
+        elif isinstance(parameter, DTensor) and isinstance(part := local_tensor(parameter), ShardedWeight):
+            set_local_tensor(value, part.values.detach())

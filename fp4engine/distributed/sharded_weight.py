@@ -31,6 +31,7 @@ from fp4engine.arguments import require_data
 from fp4engine.distributed.gathered_weight import GatheredWeight
 from fp4engine.distributed.streams import AcrossStreams
 from fp4engine.formats import CastSpec, Outer
+from fp4engine.private import disabled_torch_function, local_tensor
 from fp4engine.quantizers import Quantizer
 from fp4engine.steps import hear_steps
 
@@ -87,7 +88,7 @@ class GatherableWeights:
         for weight in self.all:
             parameter = weight.sharded() if weight.has_amax else None
             if parameter is not None and not weight.is_known(parameter):
-                shard: Any = parameter._local_tensor
+                shard: Any = local_tensor(parameter)
                 stale.setdefault(weight.group_of(parameter), []).append((weight, parameter, shard))
         for (group, device), shards in stale.items():
             with torch.inference_mode(False):  # they are kept, and read by the next step
@@ -123,7 +124,7 @@ def _forget_stepped(optimizer: Optimizer) -> None:
     """Forget amaxes and casts of the weights that ``optimizer`` has stepped: a fused one moves no version counter."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            shard = parameter._local_tensor if isinstance(parameter, DTensor) else None
+            shard = local_tensor(parameter) if isinstance(parameter, DTensor) else None
             if isinstance(shard, ShardedWeight) and shard.weight is not None:
                 shard.weight.forget()
 
@@ -232,7 +233,7 @@ class GatherableWeight:
         """The parameter while it is sharded; None before ``fully_shard``, and while it is gathered."""
         module = self._module()
         parameter = None if module is None else module._parameters.get(self.parameter)
-        if isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, ShardedWeight):
+        if isinstance(parameter, DTensor) and isinstance(local_tensor(parameter), ShardedWeight):
             return parameter
         return None
 
@@ -247,7 +248,7 @@ class GatherableWeight:
 
     def is_known(self, parameter: DTensor) -> bool:
         """Whether the known amax is that of ``parameter``, the sharded weight, as it is now."""
-        shard: Any = parameter._local_tensor  # .to_local() returns a view, which has no version counter of its own
+        shard: Any = local_tensor(parameter)  # .to_local() returns a view, which has no version counter of its own
         version = shard.serial, parameter._version, shard.values._version
         return self._reduced is not None and version == self._version
 
@@ -273,7 +274,7 @@ class GatherableWeight:
         parameter = self.sharded()
         if parameter is None:
             return None
-        shard: Any = parameter._local_tensor
+        shard: Any = local_tensor(parameter)
         state = self._forgotten, (shard.serial, parameter._version, shard.values._version)
         return None if self._sent is not None and self._sent_as[1] == state else (shard.values, state)
 
@@ -291,7 +292,7 @@ class GatherableWeight:
             ValueError: the module has another parameter than FSDP2 shards.
         """
         parameter: Any = module._parameters.get(self.parameter)
-        shard = getattr(parameter, "_local_tensor", None)
+        shard = local_tensor(parameter) if isinstance(parameter, DTensor) else None
         if not isinstance(shard, ShardedWeight):
             raise ValueError(
                 f"{self.name} was replaced by another parameter after FSDP2 had sharded it, and FSDP2 would gather the "
@@ -374,7 +375,7 @@ class ShardedWeight(torch.Tensor):
     serial: int
     weight: GatherableWeight | None
     fsdp_pre_all_gather: PreAllGather
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls: type["ShardedWeight"], values: Tensor, weight: GatherableWeight | None) -> "ShardedWeight":

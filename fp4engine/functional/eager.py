@@ -16,6 +16,7 @@ from fp4engine.functional.program import Request
 from fp4engine.functional.shards import Shards, shared_amaxes
 from fp4engine.ops import Operand, SquareOperand, TiledOperand
 from fp4engine.ops.operation import PLAIN
+from fp4engine.private import is_fake
 from fp4engine.quantizers import Quantizer
 from fp4engine.roles import GemmName
 
@@ -96,7 +97,7 @@ class Eager:
         Raises:
             NotImplementedError: the tensor is stored as codes, which do not tell what saturated.
         """
-        if type(tensor) not in PLAIN and not _is_fake(tensor):
+        if type(tensor) not in PLAIN and not is_fake(tensor):
             kind = type(tensor).__name__
             raise NotImplementedError(f"clipped_gradient=True needs plain tensors that were cast, got a {kind}")
         return ops.within_range(tensor, operand, plan.backend)
@@ -155,10 +156,3 @@ class Eager:
             accumulation = torch.float64 if grad_output.dtype == torch.float64 else torch.float32
             return grad_output.sum(0, dtype=accumulation).to(dtype)
         return ops.column_sums(grad_output, backend=plan.backend)[0].to(dtype)
-
-
-def _is_fake(x: Tensor) -> bool:
-    """Whether ``x`` is a fake tensor, with which an estimate traces. PyTorch has no public name for these."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(x, FakeTensor)

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
 
 from fp4engine import capability
 from fp4engine.constants import BLOCK_SIZE
@@ -138,7 +137,7 @@ def _gemm_plain_kernel(
     )  # fmt: skip
 
 
-INTERPRETED = isinstance(_gemm_plain_kernel, InterpretedFunction)
+INTERPRETED = not isinstance(_gemm_plain_kernel, triton.JITFunction)
 """True under ``TRITON_INTERPRET=1``: kernels run on the CPU, on CPU tensors."""
 
 

@@ -31,11 +31,11 @@ from fp4engine.modules.sharded import (
 from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes, amaxes_needed, shared_weight, with_amaxes
 from fp4engine.modules.siblings import require_own_siblings
 from fp4engine.modules.traced import refuse_stray_recomputation, traced_plan
+from fp4engine.private import constant_when_traced
 from fp4engine.recipe import LinearRecipe, Recipe
 from fp4engine.recipe.base import numbered, require_recipe
 from fp4engine.roles import QuantizerRole
 from fp4engine.state import AutocastState, current_state, in_backward
-from fp4engine.tracing import constant_when_traced
 
 _UNQUANTIZED = LinearRecipe(backward_override=None, backend="auto")  # both given: an import reads no flag
 """High precision, bit for bit, but by a plan, which a gradient that goes to ``main_grad`` needs."""

@@ -12,6 +12,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.functional import LinearPlan, WeightCache
 from fp4engine.functional.weight_cache import Make, Operands
 from fp4engine.ops import SquareOperand, TiledOperand
+from fp4engine.private import disabled_torch_function
 from fp4engine.quantizers import Quantizer
 from fp4engine.tensor import Operand, is_transposable
 
@@ -53,7 +54,7 @@ class QuantizedWeight(torch.Tensor):
     is_frozen: bool = False
     _high_precision_init_val: Tensor | None = None
     _names: tuple[str, ...] = STORED
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(

@@ -12,13 +12,13 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from fp4engine.ops.draws import is_replaying, seeding
+from fp4engine.private import innermost_saved_tensors_hooks
 from fp4engine.quantizers.delayed import AmaxHistory, Turns
 from fp4engine.state import AutocastState, Region, current_state, is_recomputed, region_depth
 
@@ -135,7 +135,7 @@ class Scaled:
 
 def note_scales(histories: Mapping[str, AmaxHistory]) -> None:
     """A forward has been scaled by the ``histories`` of its roles; those who will repeat it need to know."""
-    if not _told.first and _innermost_hooks() is None:
+    if not _told.first and innermost_saved_tensors_hooks() is None:
         return  # nobody will
     noting, (checkpoint, repeat) = _told.first, _checkpoint_in_force()
     if checkpoint is not None and repeat is None:
@@ -188,7 +188,7 @@ def _checkpoint_in_force() -> tuple[Any, Any]:
     record: those of the first run itself, those of a repeat by a weak reference. If the hooks of another version do not
     hold it, both are None, and recomputations without a region raise.
     """
-    hooks = _innermost_hooks()
+    hooks = innermost_saved_tensors_hooks()
     if hooks is None:
         return None, None
     for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
@@ -197,9 +197,3 @@ def _checkpoint_in_force() -> tuple[Any, Any]:
         if type(held).__name__ == "_CheckpointFrame":
             return held, hooks[0] if is_repeat else None
     return None, None
-
-
-_ask = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
-_innermost_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., Any]] | None]
-_innermost_hooks = (lambda: None) if _ask is None else partial(_ask, True)
-"""The saved-tensor hooks in force, ``(pack, unpack)``."""

@@ -28,8 +28,8 @@ from fp4engine.functional import LinearPlan
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.shards import Shard, Shards
 from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.private import constant_when_traced
 from fp4engine.quantizers import Quantizer
-from fp4engine.tracing import constant_when_traced
 
 _PLAIN = (type(None), Tensor, torch.nn.Parameter, QuantizedWeight, FusedInput)
 

@@ -8,7 +8,7 @@ from fp4engine import ops
 from fp4engine.functional import LinearPlan
 from fp4engine.functional.shards import Shards
 from fp4engine.modules.sharded import is_distributed, sharing_groups
-from fp4engine.tracing import constant_when_traced
+from fp4engine.private import constant_when_traced
 
 
 class SharedWeight(NamedTuple):

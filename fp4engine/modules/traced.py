@@ -1,10 +1,10 @@
 """What a module asks while ``torch.compile`` traces it, answered as constants."""
 
 from fp4engine.functional import LinearPlan, make_linear_plan
+from fp4engine.private import constant_when_traced
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import numbered
 from fp4engine.state import is_recomputed
-from fp4engine.tracing import constant_when_traced
 
 
 class _Plans:

@@ -22,7 +22,7 @@ from fp4engine.ops import backend as backends
 from fp4engine.ops import gemm_fp8
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import PLAIN, Output, define, is_plain
-from fp4engine.tracing import constant_when_traced
+from fp4engine.private import constant_when_traced
 
 Form = Literal["codes", "values"]
 """How an operand is written: as packed codes and scales, or as the 16-bit values that they decode to."""

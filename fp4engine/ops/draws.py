@@ -11,6 +11,7 @@ from torch import Tensor
 from fp4engine.ops import rng
 from fp4engine.ops.operation import Output, define
 from fp4engine.ops.operator_order import Direction, order_token
+from fp4engine.private import backward_pass
 
 
 class _Source(threading.local):
@@ -106,10 +107,6 @@ def is_replaying() -> bool:
     :data:`fp4engine.ops.rng.lock` is held.
     """
     return _source.take is not rng.advance
-
-
-backward_pass: Callable[[], int] = torch._C._current_graph_task_id
-"""Which backward pass this thread is inside, -1 for none; not to be traced."""
 
 
 class Draws:

@@ -23,9 +23,9 @@ from fp4engine.ops.cast import decode_supported
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define, is_plain
 from fp4engine.ops.sum_model import native_comparison
+from fp4engine.private import constant_when_traced
 from fp4engine.recipe.base import ACCUMULATIONS
 from fp4engine.recipe.casts import unsummable
-from fp4engine.tracing import constant_when_traced
 
 if TYPE_CHECKING:
     from fp4engine.kernels import gemm_native

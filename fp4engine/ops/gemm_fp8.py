@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, pad, scaled_mm
 
-from fp4engine import capability, reference
+from fp4engine import capability, private, reference
 from fp4engine.constants import FP8_TILE
 from fp4engine.formats import E4M3, E5M2, E8M0, FP32, CastSpec, Outer
-from fp4engine.tracing import constant_when_traced
+from fp4engine.private import constant_when_traced
 
 _MULTIPLE = 16
 """``_scaled_mm`` takes multiples of 16 as K and N; codes are padded along K already."""
@@ -32,6 +32,8 @@ def supports(left: str, right: str, device: torch.device) -> tuple[bool, str]:
             return False, f"FP8 products take e4m3 and e5m2, got {spec.element}"
     if all(spec is not None and spec.element == E5M2 for spec in specs):
         return False, "the tensor cores do not multiply e5m2 with e5m2"
+    if private.scaled_mm is None:
+        return False, f"torch {torch.__version__} has no _scaled_mm"
     return capability.fp8_units(device)
 
 
@@ -189,7 +191,8 @@ def multiply(
     if columns % _MULTIPLE:
         right = pad(right.view(torch.uint8), (0, 0, 0, -columns % _MULTIPLE)).view(right.dtype)
         fused = fused if fused is None else pad(fused, (0, -columns % _MULTIPLE))
-    product = torch._scaled_mm(
+    assert private.scaled_mm is not None
+    product = private.scaled_mm(
         left,
         right.T,
         scale_a=alpha,

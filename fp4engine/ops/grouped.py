@@ -18,7 +18,7 @@ from fp4engine.ops import backend as backends
 from fp4engine.ops.cast import Form, as_it_is, fused_casts_supported, transient_form
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define, is_plain
-from fp4engine.tracing import constant_when_traced
+from fp4engine.private import constant_when_traced
 
 
 def grouped_supports(

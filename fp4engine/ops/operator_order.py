@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fp4engine.tracing import constant_when_traced
+from fp4engine.private import constant_when_traced
 
 Direction = Literal["forward", "backward"]
 """A pass of a layer."""

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp4engine import private
 from fp4engine.constants import AMAX_STRIDE
 
 _MAGNITUDE = 0x7FFF_FFFF
@@ -28,7 +29,7 @@ def largest_magnitudes(matrices: Sequence[Tensor]) -> Tensor:
     These are the outer amaxes of casts that neither rotate nor align their scales.
     """
     filled = [matrix if matrix.numel() else matrix.new_zeros(1) for matrix in matrices]
-    return torch.stack(torch._foreach_norm(filled, float("inf"))).float()
+    return torch.stack(list(private.largest_magnitudes(filled))).float()
 
 
 def share_amaxes(amaxes: Tensor, groups: Sequence[Any]) -> None:
@@ -40,14 +41,12 @@ def share_amaxes(amaxes: Tensor, groups: Sequence[Any]) -> None:
 
 def names_of(groups: tuple[Any, ...]) -> str:
     """The names of process groups in one string, as operators take them: no group has a space in its name."""
-    return " ".join([group.group_name for group in groups])
+    return " ".join([private.name_of_group(group) for group in groups])
 
 
 def groups_named(names: str) -> tuple[Any, ...]:
     """Inverse of :func:`names_of`."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return tuple([_resolve_process_group(name) for name in names.split()])  # pyright: ignore[reportArgumentType]
+    return tuple([private.group_named(name) for name in names.split()])
 
 
 def ranges(numbers: Sequence[int], groups: Sequence[Any], device: str) -> list[tuple[int, int]]:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fp4engine import capability
 from fp4engine.arguments import require_bool, require_integer
 from fp4engine.constants import KEY_STEP
-from fp4engine.tracing import constant_when_traced
+from fp4engine.private import constant_when_traced
 
 _RANK_SHIFT = 8
 _DRAWS = 1 << 63

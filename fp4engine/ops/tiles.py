@@ -14,7 +14,7 @@ from fp4engine.ops import backend as backends
 from fp4engine.ops.cast import as_it_is, casts_supported, codes_outputs, fused_casts_supported, kernels, quantize
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.operation import Output, define, is_plain
-from fp4engine.tracing import constant_when_traced
+from fp4engine.private import constant_when_traced
 
 
 class TiledOperand(NamedTuple):

@@ -101,7 +101,7 @@ def test_without_pytorchs_record_of_a_checkpoint_a_recomputation_raises(blocks, 
     from fp4engine.modules import recompute
 
     hooks = None if versions_differ == "no such function" else (lambda tensor: tensor, lambda tensor: tensor)
-    monkeypatch.setattr(recompute, "_innermost_hooks", lambda: hooks)
+    monkeypatch.setattr(recompute, "innermost_saved_tensors_hooks", lambda: hooks)
     with pytest.raises(RuntimeError, match=NOBODY_KNOWS):
         gradients(blocks, through(blocks, partial(torch_checkpoint, use_reentrant=False)))
 

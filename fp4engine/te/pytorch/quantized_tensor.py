@@ -17,6 +17,7 @@ from fp4engine.arguments import require_data, shown
 from fp4engine.formats import CastSpec
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.ops.rng import follows_torch
+from fp4engine.private import disabled_torch_function
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.te.pytorch.base_storage import (
     QuantizedTensorStorage,
@@ -233,7 +234,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor, metaclass=_OrWeight)
 
     _quantizer: Quantizer
     _is_part: bool = False
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def of(cls, operands: Operands, quantizer: Quantizer, device: torch.device | None = None) -> "QuantizedTensor":

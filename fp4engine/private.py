@@ -1,0 +1,117 @@
+"""Every private name of PyTorch that this package uses, and what is done where PyTorch has it no longer.
+
+Of Triton only documented names are used.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def constant_when_traced(function: Function) -> Function:
+    """Run ``function`` while tracing and take its result as a constant: ``torch.compiler.assume_constant_result``.
+
+    That decorator imports Dynamo, and with it Triton; this sets the mark that it sets. Where Dynamo does not know the
+    mark it traces the function itself.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+def _outside() -> int:
+    return -1
+
+
+backward_pass: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _outside)
+"""Which backward pass this thread is inside, -1 for none; not to be traced."""
+
+if backward_pass is _outside:
+    logging.getLogger("fp4engine").warning(
+        "torch %s has no _current_graph_task_id: a forward that is recomputed inside a backward pass is not "
+        "recognised; recompute by fp4engine.checkpoint, which needs no such name",
+        torch.__version__,
+    )
+
+_top_hooks: Callable[[bool], Hooks | None] | None = getattr(
+    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
+)
+
+
+def innermost_saved_tensors_hooks() -> Hooks | None:
+    """The saved-tensor hooks in force, ``(pack, unpack)``; None if there are none, or if PyTorch does not tell."""
+    return None if _top_hooks is None else _top_hooks(True)
+
+
+disabled_torch_function: Any = getattr(torch._C, "_disabled_torch_function_impl", torch.Tensor.__torch_function__)
+"""``__torch_function__`` of a subclass whose operations are all intercepted below it, by ``__torch_dispatch__``.
+
+Without it results are wrapped once more, which costs time alone.
+"""
+
+scaled_mm: Callable[..., Tensor] | None = getattr(torch, "_scaled_mm", None)
+"""The product of FP8 tensor cores; kernels of this package multiply where PyTorch has none."""
+
+_foreach_norm: Callable[..., Sequence[Tensor]] | None = getattr(torch, "_foreach_norm", None)
+
+
+def largest_magnitudes(matrices: list[Tensor]) -> Sequence[Tensor]:
+    """For each matrix the largest magnitude in it, in few launches where PyTorch can; none of them is empty."""
+    if _foreach_norm is None:
+        return [torch.linalg.vector_norm(matrix, float("inf")) for matrix in matrices]
+    return _foreach_norm(matrices, float("inf"))
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether ``x`` is a fake tensor, with which an estimate traces."""
+    return any(kind.__name__ == "FakeTensor" for kind in type(x).__mro__)
+
+
+def local_tensor(distributed: Any) -> Tensor:
+    """A DTensor's own part, where ``to_local()`` returns a view of it that has no version counter.
+
+    Raises:
+        NotImplementedError: this PyTorch keeps it elsewhere.
+    """
+    try:
+        return cast(Tensor, distributed._local_tensor)
+    except AttributeError:
+        raise NotImplementedError(f"torch {torch.__version__} keeps the part of a DTensor under another name") from None
+
+
+def set_local_tensor(distributed: Any, part: Tensor) -> None:
+    """Replace a DTensor's own part."""
+    local_tensor(distributed)
+    distributed._local_tensor = part
+
+
+_told: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+
+def name_of_group(group: Any) -> str:
+    """The name of a process group, by which an operator of a graph is passed it."""
+    if not torch.compiler.is_dynamo_compiling():
+        _told[group.group_name] = group
+    return group.group_name
+
+
+def group_named(name: str) -> Any:
+    """Inverse of :func:`name_of_group`.
+
+    Raises:
+        NotImplementedError: PyTorch does not tell, and the group was not named outside of a graph.
+    """
+    from torch.distributed import distributed_c10d
+
+    resolve: Callable[[str], Any] | None = getattr(distributed_c10d, "_resolve_process_group", None)
+    if resolve is not None:
+        return resolve(name)
+    if name not in _told:
+        raise NotImplementedError(f"torch {torch.__version__} does not tell which process group is called {name!r}")
+    return _told[name]

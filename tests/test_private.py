@@ -1,0 +1,102 @@
+"""Layers run, eagerly and compiled, where PyTorch lacks any of the private names that the package uses."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "fp4engine"
+RUN = """
+import sys
+import torch
+import torch.distributed.tensor, torch.utils.checkpoint
+from torch.distributed import distributed_c10d
+
+owner, name = eval(sys.argv[1]), sys.argv[2]
+kept = getattr(owner, name)
+delattr(owner, name)
+import fp4engine.private
+setattr(owner, name, kept)  # PyTorch needs it too
+
+import fp4engine
+from fp4engine import ops
+from fp4engine.recipe import zoo
+
+layer, x = fp4engine.Linear(32, 16), torch.randn(8, 32, requires_grad=True)
+
+def step(layer, recipe):
+    fp4engine.manual_seed(0)
+    x.grad = layer.weight.grad = None
+    with fp4engine.autocast(recipe=zoo.make(recipe)):
+        y = fp4engine.checkpoint(layer, x) if layer is plain else layer(x)
+    y.sum().backward()
+    return y, x.grad, layer.weight.grad
+
+plain, compiled = layer, torch.compile(layer, backend="aot_eager", fullgraph=True)
+for recipe in ("fp8_current",) if name == "_scaled_mm" else ("nvfp4",):
+    for eager, traced in zip(step(plain, recipe), step(compiled, recipe), strict=True):
+        assert torch.equal(eager, traced)
+assert ops.largest_magnitudes([torch.tensor([[-3.0, 2.0]])]).tolist() == [3.0]
+"""
+NAMES = [
+    ("torch._C", "_current_graph_task_id"),
+    ("torch._C._autograd", "_top_saved_tensors_default_hooks"),
+    ("torch._C", "_disabled_torch_function_impl"),
+    ("torch", "_scaled_mm"),
+    ("torch", "_foreach_norm"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), NAMES, ids=[name for _, name in NAMES])
+def test_layers_run_without(owner, name):
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, owner, name],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ("not recognised" in done.stderr) == (name == "_current_graph_task_id")
+
+
+def test_process_groups_are_found_by_their_names(monkeypatch):
+    from torch.distributed import distributed_c10d
+
+    from fp4engine import ops
+
+    class Group:
+        group_name = "some"
+
+    groups = (Group(),)
+    monkeypatch.delattr(distributed_c10d, "_resolve_process_group")
+    with pytest.raises(NotImplementedError, match="which process group is called 'some'"):
+        ops.groups_named("some")
+    assert ops.groups_named(ops.names_of(groups)) == groups
+
+
+def test_a_distributed_tensor_keeps_its_part_where_it_is_looked_for():
+    from fp4engine import private
+
+    with pytest.raises(NotImplementedError, match="under another name"):
+        private.local_tensor(object())
+
+
+DOCUMENTED = ("torch._foreach_", "torch._subclasses.fake_tensor", "torch.__version__", "triton.__version__")
+PRIVATE = ("torch._", "triton.runtime", "triton.compiler", "triton._")
+
+
+def test_no_other_file_uses_private_names_of_pytorch_or_triton():
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        if path.name == "private.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            name = node.module or "" if isinstance(node, ast.ImportFrom) else name
+            if name.startswith(PRIVATE) and not name.startswith(DOCUMENTED):
+                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {name}")
+    assert not found
