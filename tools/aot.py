@@ -2,10 +2,10 @@
 
     python tools/aot.py [part of a name] [--targets 80 90 gfx942] [--once]        (make aot)
 
-The GEMM kernels are compiled by tests/unit/kernels/test_gemm_aot.py. CI compiles for sm_80, sm_90 and sm_100, between
-which every variant of the source is in use, and with ``--once``: if the source is the same for several of NVIDIA's
-targets, the PTX of the first is assembled for the others. Without ``--once`` the sources are compared. AMD's gfx942 and
-gfx950 have the variant without PTX. No kernel has been run on a GPU of AMD's.
+The GEMM kernels are compiled by tests/unit/kernels/test_gemm_aot.py. CI compiles for sm_80, sm_90, sm_100 and sm_120,
+between which every variant of the source is in use, and with ``--once``: if the source is the same for several of
+NVIDIA's targets, the PTX of the first is assembled for the others. Without ``--once`` the sources are compared. AMD's
+gfx942 and gfx950 have the variant without PTX. No kernel has been run on a GPU of AMD's.
 
 Fails if a kernel does not compile, if the sm_100 PTX of a nearest-even cast lacks the native E2M1 conversion, if a
 kernel that overlaps its predecessor does not wait for it, if the warps that fold an amax wait for each other, if a
@@ -87,7 +87,8 @@ from fp4engine.kernels.tiles import PICKED, pick_kernel, spread_kernel
 from fp4engine.kernels.tiles import TILE as SPREAD_TILE
 from fp4engine.recipe import zoo
 
-TARGETS = {str(capability): GPUTarget("cuda", capability, 32) for capability in (80, 86, 89, 90, 100, 120)}
+TARGETS = {str(capability): GPUTarget("cuda", capability, 32) for capability in (80, 86, 89, 90, 120, 100)}
+# PTX for sm_120 suits sm_100, but not the other way: there Triton reduces by redux.f32, which sm_120 lacks.
 TARGETS |= {name: GPUTarget("hip", name, 64) for name in ("gfx942", "gfx950")}
 SHARED = {"gfx942": 64 << 10, "gfx950": 160 << 10}
 """Bytes of shared memory that one program may have."""
@@ -508,7 +509,7 @@ def main() -> None:
     for index in chosen:
         _, kernel, constants, _ = table[index]
         sharing: dict[Any, tuple[str, ...]] = {}
-        for target in (target for target in TARGETS if target in arguments.targets):  # older PTX suits newer GPUs
+        for target in (target for target in TARGETS if target in arguments.targets):  # PTX of one suits those behind it
             source = source_of(kernel, constants, target)
             sharing[source] = (*sharing.get(source, ()), target)
         work += [(index, targets) for targets in sharing.values()]
