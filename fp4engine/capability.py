@@ -14,6 +14,25 @@ from fp4engine.environment import read_flag
 _FP4_TARGETS = {10: "tcgen05 block-scaled MMA", 12: "mma.sync block-scaled MMA"}
 
 
+_stand_ins: dict[torch.device, tuple[int, int]] = {}
+
+
+def stand_in(major: int, minor: int) -> torch.device:
+    """A device that stands for a GPU of that compute capability, which need not be here.
+
+    The questions of this module are answered for it; no tensor can be on it.
+    """
+    known = [device for device, capability in _stand_ins.items() if capability == (major, minor)]
+    device = known[0] if known else torch.device("cuda", 100 + len(_stand_ins))  # a number that no GPU has
+    _stand_ins[device] = (major, minor)
+    return device
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Of a CUDA device, or of what stands for one."""
+    return _stand_ins[device] if device in _stand_ins else torch.cuda.get_device_capability(device)
+
+
 def _by_amd(device: torch.device) -> str:
     """Why nothing but plain PyTorch runs on a GPU of AMD's, which PyTorch calls "cuda" as well; empty elsewhere."""
     if device.type != "cuda" or torch.version.hip is None:
@@ -41,7 +60,7 @@ def triton_runs_on(device: torch.device) -> tuple[bool, str]:
         return False, f"Triton kernels need a CUDA device, the device is {device.type}"
     if reason := _by_amd(device):
         return False, reason
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = compute_capability(device)
     if major < 8:
         return False, f"sm_{major}{minor} has no BF16 arithmetic; the kernels need Ampere (sm_80) or newer"
     return True, f"sm_{major}{minor}"
@@ -54,7 +73,7 @@ def fp8_units(device: torch.device) -> tuple[bool, str]:
         return False, f"{device.type} has no FP8 tensor cores"
     if reason := _by_amd(device):
         return False, reason
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = compute_capability(device)
     if (major, minor) < (8, 9):
         return False, f"sm_{major}{minor} has no FP8 tensor cores; they came with sm_89"
     return True, f"sm_{major}{minor}"
@@ -63,7 +82,7 @@ def fp8_units(device: torch.device) -> tuple[bool, str]:
 @cache
 def is_hopper(device: torch.device) -> bool:
     """Whether ``device`` is an H100, an H200 or another GPU of compute capability 9."""
-    return device.type == "cuda" and not _by_amd(device) and torch.cuda.get_device_capability(device)[0] == 9
+    return device.type == "cuda" and not _by_amd(device) and compute_capability(device)[0] == 9
 
 
 @cache
@@ -73,7 +92,7 @@ def fp4_units(device: torch.device) -> tuple[bool, str]:
         return False, f"{device.type} has no FP4 tensor cores"
     if reason := _by_amd(device):
         return False, reason
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = compute_capability(device)
     if major in _FP4_TARGETS:
         return True, f"sm_{major}{minor}: {_FP4_TARGETS[major]}"
     return False, f"sm_{major}{minor} has no FP4 tensor cores"

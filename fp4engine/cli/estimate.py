@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from fp4engine.estimate import GPUS, MODELS, Architecture, estimate, from_config
 from fp4engine.estimate.decoder import Block
 from fp4engine.estimate.request import STATES
-from fp4engine.recipe import zoo
+from fp4engine.recipe import recipe_from_argument
 
 SIZES = {
     "layers": "blocks of a decoder that neither --model nor --config describes",
@@ -44,9 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe",
         default="nvfp4",
-        choices=("bf16", *zoo.ZOO),
         metavar="RECIPE",
-        help="one that `fp4engine recipes` lists (default: nvfp4), or bf16",
+        help="bf16, or a row of the recipe book, a JSON file, module:function (default: nvfp4)",
     )
     parser.add_argument("--gpu", default="H200", choices=tuple(GPUS), help="default: %(default)s")
     count: dict[str, Any] = {"type": int, "metavar": "N"}
@@ -70,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate; 1 if it does not fit."""
-    recipe = None if arguments.recipe == "bf16" else zoo.make(arguments.recipe)
+    recipe = None if arguments.recipe == "bf16" else recipe_from_argument(arguments.recipe).at(0)
     sizes = _architecture(arguments)
     with _progress(sizes.layers * (2 if arguments.checkpointing else 1)):
         result = estimate(

@@ -25,7 +25,7 @@ from fp4engine.export.served import compare_served
 from fp4engine.export.serving_format import FORMATS, MODELOPT
 from fp4engine.export.writer import TOKENIZER
 from fp4engine.modules.shared_amax import SHARED_SCALES
-from fp4engine.recipe import Recipe, recipe_from_json, zoo
+from fp4engine.recipe import recipe_from_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe",
         default="nvfp4",
-        help="name in fp4engine.recipe.zoo, or a JSON file of a recipe (default: %(default)s)",
+        help="row of the recipe book, JSON file, or module:function (default: %(default)s)",
     )
     parser.add_argument("--format", default="compressed-tensors", choices=list(FORMATS), help="default: %(default)s")
     parser.add_argument(
@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
             size = int(args.max_shard_gb * 2**30)
             print(recode_checkpoint(args.source, args.directory, max_shard_size=size))
             return 0
-        recipe = _recipe(args.recipe)
+        recipe = recipe_from_argument(args.recipe)
         weights = TensorFolder(args.source)
         model = _empty_model(args.source, len(weights))
         convert(model, recipe, keep_high_precision=args.keep_high_precision)
@@ -163,7 +163,7 @@ def compare(args: argparse.Namespace) -> int:
     """
     for name in ("length", "batch", "sequences"):
         require_integer(f"--{name}", getattr(args, name), 1)
-    recipe, kind = _recipe(args.recipe), type(_empty_model(args.trained, len(TensorFolder(args.trained))))
+    recipe, kind = recipe_from_argument(args.recipe), type(_empty_model(args.trained, len(TensorFolder(args.trained))))
     rows = _tokens(args)
     with quiet():
         model: Any = kind.from_pretrained(args.trained, dtype="auto", use_safetensors=True).eval()
@@ -252,16 +252,6 @@ def _empty_model(source: Path, tensors: int) -> Any:
 
 def _one_line(value: object) -> str:
     return " ".join(str(value).split())
-
-
-def _recipe(name: str) -> Recipe:
-    if name in zoo.ZOO:
-        return zoo.make(name)
-    text = _text(name, "--recipe", "a name that fp4engine recipes lists")
-    try:
-        return recipe_from_json(text)
-    except ValueError as error:
-        raise ValueError(f"--recipe {name}: {error}") from error
 
 
 def _kv_cache(value: str | None) -> KVCache | None:

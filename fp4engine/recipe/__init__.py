@@ -1,6 +1,7 @@
 """Recipes: frozen values that say what should happen to each role."""
 
 from fp4engine.recipe import zoo
+from fp4engine.recipe.argument import recipe_from_argument
 from fp4engine.recipe.base import (
     Format,
     MMParams,
@@ -12,6 +13,7 @@ from fp4engine.recipe.base import (
 from fp4engine.recipe.casts import Casts
 from fp4engine.recipe.custom import CustomRecipe
 from fp4engine.recipe.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+from fp4engine.recipe.identity import differences
 from fp4engine.recipe.linear import LinearRecipe, combine
 from fp4engine.recipe.nvfp4 import NVFP4BlockScaling
 from fp4engine.recipe.rules import Rule, RuledRecipe, ScheduledRecipe, final_blocks
@@ -33,7 +35,9 @@ __all__ = [
     "RuledRecipe",
     "ScheduledRecipe",
     "combine",
+    "differences",
     "final_blocks",
+    "recipe_from_argument",
     "recipe_from_json",
     "zoo",
 ]

@@ -175,7 +175,7 @@ class Recipe:
     def __repr__(self) -> str:
         """``NVFP4BlockScaling(disable_rht=True)``: what differs from a recipe made without arguments and flags."""
         shown = [field for field in dataclasses.fields(self) if field.init and field.repr]
-        changed = [(field.name, value) for field in shown if (value := getattr(self, field.name)) != _default(field)]
+        changed = [(field.name, value) for field in shown if (value := getattr(self, field.name)) != default_of(field)]
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed)})"
 
     def replace(self, **changes: Any) -> "Recipe":
@@ -309,7 +309,7 @@ def numbered(number: int) -> Recipe:
     return recipe
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def default_of(field: dataclasses.Field[Any]) -> Any:
     """What ``field`` is if neither an argument nor a flag says otherwise."""
     return field.metadata.get("default", field.default)
 

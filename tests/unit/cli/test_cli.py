@@ -56,12 +56,14 @@ def test_a_recipe_whose_backward_is_overridden_is_shown_without_the_casts_that_d
     assert "weight columnwise: high precision, made of the rowwise operand" in capsys.readouterr().out
 
 
-def test_a_terminal_that_lacks_a_sign_gets_its_number() -> None:
+def test_a_terminal_that_lacks_a_sign_gets_its_number(tmp_path) -> None:
+    (tmp_path / "größe.json").write_text(zoo.make("nvfp4").to_json())
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
     environment = {**os.environ, **locale}
-    listed = subprocess.run([sys.executable, "-m", "fp4engine", "recipes"], env=environment, capture_output=True)
-    assert (listed.returncode, listed.stderr) == (0, b"")
-    assert b"+0.00 \\xb1 0.00" in listed.stdout
+    command = [sys.executable, "-m", "fp4engine", "recipes", str(tmp_path / "größe.json"), "nvfp4"]
+    told = subprocess.run(command, env=environment, capture_output=True)
+    assert (told.returncode, told.stderr) == (0, b"")
+    assert b"gr\\udcc3" in told.stdout and b"e.json and nvfp4 are the same recipe" in told.stdout
 
 
 def test_commands_run_without_what_only_export_needs(monkeypatch, capsys) -> None:

@@ -69,7 +69,7 @@ def test_the_files_of_a_tokenizer_go_along_whatever_they_are_called(tmp_path, so
     [
         ({}, [], "(on the command line --inputs) 'dynamic', or 'high_precision'"),
         ({}, ["--inputs", "gone.json"], "--inputs must be 'high_precision', 'dynamic' or a JSON file, got 'gone.json'"),
-        ({}, ["--recipe", "nvfp5"], "--recipe must be a name that fp4engine recipes lists or a JSON file, got 'nvfp5'"),
+        ({}, ["--recipe", "nvfp5"], "a JSON file, or module:function, got 'nvfp5'; did you mean 'nvfp4'?"),
         ({}, ["--recipe", "mxfp6", "--inputs", "dynamic"], "(on the command line --requantize) casts it"),
         ({}, ["--keep-high-precision", "head"], "'head' covers no nn.Linear"),
         ({"architectures": ["Path"]}, ["--inputs", "dynamic"], "names no architecture"),
@@ -192,7 +192,7 @@ def test_a_recipe_nested_without_end_is_refused(tmp_path, source, capsys) -> Non
     path.write_text("[" * 100_000)
     assert run(tmp_path / "trained", tmp_path / "served", "--inputs", "high_precision", "--recipe", path) == 2
     error = capsys.readouterr().err
-    assert f"--recipe {path}: text must be the JSON" in error and error.count("\n") == 1
+    assert f"the file '{path}' holds no recipe: text must be the JSON" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
