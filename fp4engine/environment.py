@@ -69,6 +69,27 @@ def flags_set() -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NVTE_", "TRITON_"))}
 
 
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_unless_set(name: str, value: str) -> None:
+    """Set a variable of another library's, which that library is yet to read, unless the user has set it."""
+    os.environ.setdefault(name, value)
+
+
+def see_one_gpu(name: str) -> None:
+    """Let this process, which has not asked for CUDA yet, see one GPU: that of a word of ``CUDA_VISIBLE_DEVICES``."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = name
+
+
+def visible_gpus(count: int) -> list[str]:
+    """What ``CUDA_VISIBLE_DEVICES`` calls each of the ``count`` GPUs that this process sees."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else [str(index) for index in range(count)]
+
+
 @contextmanager
 def flags_unset() -> Generator[None]:
     """Region in which recipes are made as if no flag were set."""

@@ -26,7 +26,7 @@ LAYERS = (
     "accounting checkpoint_names",
     "convert checkpoint distributed frozen_weights inspect doctor export integrations optimizer_hooks qat",
     "testing estimate",
-    "te",
+    "te compare",
     "quantization",
     "cli",
     "__main__",

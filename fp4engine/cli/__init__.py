@@ -14,12 +14,22 @@ from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn
 
-from fp4engine.cli import certificates, compare_served, doctor, estimate, export, recipes, report, te
+from fp4engine.cli import certificates, compare, compare_served, doctor, estimate, export, recipes, report, te
 from fp4engine.version import __version__
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: tuple[ModuleType, ...] = (certificates, compare_served, doctor, estimate, export, recipes, report, te)
+COMMANDS: tuple[ModuleType, ...] = (
+    certificates,
+    compare,
+    compare_served,
+    doctor,
+    estimate,
+    export,
+    recipes,
+    report,
+    te,
+)
 
 BAD_INPUT = 2
 """Exit code for arguments or files that a command cannot use; 1 is a command's own "no"."""
@@ -44,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = make_parser()
     arguments = parser.parse_args(argv)
+    arguments.words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper) and arguments.run is not te.run:  # whose output is its script's
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that has no ± shows its number
     try:

@@ -1,0 +1,153 @@
+"""Checkpoints that are whole or not there.
+
+A checkpoint is a folder `step-00000100` with `model.safetensors`, `training.pt` (optimizer, random streams) and the
+digests of both. It is written under another name, synced to disk and renamed, so that a crash at any moment leaves the
+one before in place.
+"""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from fp4engine.compare.files import InputError, one_line, sync
+from fp4engine.modules import get_amax_history, set_amax_history
+from fp4engine.state import get_rng_state, set_rng_state
+
+WEIGHTS, STATE, DIGESTS = "model.safetensors", "training.pt", "sha256.json"
+
+KEPT = 2
+"""Newest checkpoints to keep: one to continue from, and one to fall back on if that is damaged."""
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in `folder`, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
+
+
+def step_name(step: int) -> str:
+    """The name of the checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
+class Stateful(Protocol):
+    """What a run has beside its model and its optimizer, such as a hook of the optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What continuing needs."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from it."""
+        ...
+
+
+def changing(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of `model` that training changes, each under one name: trained parameters and saved buffers."""
+    parameters = dict(model.named_parameters())
+    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in shared}
+    return {name: parameter.detach() for name, parameter in parameters.items() if parameter.requires_grad} | buffers
+
+
+def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *more: Stateful) -> None:
+    """Write the checkpoint of a step.
+
+    Raises:
+        OSError: the disk is full, for instance; what was there is whole then.
+    """
+    final = folder / step_name(step)
+    partial = final.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    state = {
+        "step": step,
+        "optimizer": optimizer.state_dict(),
+        "torch_rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state() if next(model.parameters()).is_cuda else None,
+        "fp4_rng": get_rng_state(),
+        "amax_history": get_amax_history(model),
+        "more": [part.state_dict() for part in more],
+    }
+    training = io.BytesIO()
+    torch.save(state, training)
+    # Bytes first, and files by Python: a full disk is then an OSError, whatever wrote the bytes.
+    weights = {name: tensor.contiguous() for name, tensor in changing(model).items()}
+    files = {WEIGHTS: safetensors.torch.save(weights), STATE: training.getvalue()}
+    files[DIGESTS] = json.dumps({name: hashlib.sha256(content).hexdigest() for name, content in files.items()}).encode()
+    try:
+        partial.mkdir(parents=True)
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
+        for path in (*(partial / name for name in files), partial):
+            sync(path)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)  # what did not fit should not fill the disk
+        raise OSError(error.errno, error.strerror, str(final)) from error
+    os.replace(partial, final)
+    sync(folder)
+    for old in checkpoints(folder)[:-KEPT]:
+        shutil.rmtree(old)
+
+
+def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *more: Stateful) -> int:
+    """Load the newest checkpoint of `folder` and return its step; 0 and nothing loaded if there is none.
+
+    Raises:
+        InputError: the checkpoint cannot be read, or does not fit the model.
+    """
+    found = checkpoints(folder)
+    if not found:
+        return 0
+    newest = found[-1]
+    try:
+        digests = json.loads((newest / DIGESTS).read_text())
+        for name in (WEIGHTS, STATE):
+            if file_digest(newest / name) != digests[name]:
+                raise ValueError(f"{name} is not what was saved")
+        state = torch.load(newest / STATE, map_location="cpu", weights_only=True)
+        if newest.name != step_name(state["step"]):
+            raise ValueError(f"it is that of step {state['step']}")
+        load_weights(model, newest / WEIGHTS)
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["torch_rng"])
+        if state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(state["cuda_rng"])
+        set_rng_state(state["fp4_rng"])
+        set_amax_history(model, state["amax_history"])
+        for part, saved in zip(more, state.get("more", []), strict=True):
+            part.load_state_dict(saved)
+    except Exception as error:  # whatever a damaged file makes its reader raise
+        instead = f"the one before, {found[-2].name}" if len(found) > 1 else "the beginning"
+        raise InputError(
+            f"checkpoint {newest} is damaged ({one_line(error)}); delete it to continue from {instead}"
+        ) from error
+    return state["step"]
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Put the tensors of a safetensors file into those of `model` that training changes.
+
+    Raises:
+        ValueError: the file has other names or shapes.
+    """
+    saved, own = safetensors.torch.load_file(path), changing(model)
+    if odd := sorted(saved.keys() ^ own.keys()):
+        raise ValueError(f"the model and the file do not both have {odd[0]}")
+    for name, tensor in own.items():
+        if tensor.shape != saved[name].shape:
+            raise ValueError(f"{name} is {list(tensor.shape)} in the model and {list(saved[name].shape)} in the file")
+        tensor.copy_(saved[name])
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of the file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

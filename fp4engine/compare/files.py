@@ -1,0 +1,97 @@
+"""Files that are whole or not there, in a folder that one process at a time writes to."""
+
+import fcntl
+import json
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+LOCK = "lock"
+
+MOST_LETTERS = 400
+"""Of somebody else's error that are told."""
+
+
+class InputError(ValueError):
+    """Something the user gave cannot be used; its message is one line that says what and what to do."""
+
+
+def one_line(error: BaseException) -> str:
+    """What an exception says, in one line of bearable length; its kind, where that says more than its words."""
+    said = " ".join(str(error).split())
+    said = f"{said[:MOST_LETTERS]} ..." if len(said) > MOST_LETTERS else said
+    if isinstance(error, OSError):
+        said = error.strerror or said
+        return f"{error.filename}: {said}" if error.filename else said
+    return said if isinstance(error, ValueError) and said else f"{type(error).__name__}: {said}".removesuffix(": ")
+
+
+def sync(path: Path) -> None:
+    """Force a file, or a folder's list of names, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write beside `path`, sync, rename: whoever reads `path` finds the old content or the new, at any moment."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync(partial)
+    except OSError as error:
+        partial.unlink(missing_ok=True)  # what did not fit should not fill the disk
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    os.replace(partial, path)
+    sync(path.parent)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, one per line, without a last line that was cut off; none if there is no file.
+
+    Raises:
+        InputError: a whole line is no JSON object.
+    """
+    if not path.exists():
+        return []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError("a line is no object")
+        return rows
+    except ValueError as error:
+        raise InputError(f"{path} is damaged ({error}); it has to hold one JSON object per line") from error
+
+
+@contextmanager
+def alone_in(folder: Path, otherwise: str) -> Generator[None]:
+    """Create `folder` if need be, and keep other processes out of it until the end of the region.
+
+    The operating system holds the lock, on the file `lock`, and drops it when the process ends, however it ends.
+
+    Args:
+        otherwise: what else the user can do, such as ``"give another --out"``.
+
+    Raises:
+        InputError: another process is in the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+            raise InputError(
+                f"{folder} is in use by another process (number {owner}); wait until it ends, or {otherwise}"
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

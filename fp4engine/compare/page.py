@@ -1,0 +1,298 @@
+"""One HTML page about a comparison, with nothing to load and no scripts, for people who do not know this project."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from matplotlib.axes import Axes
+
+from fp4engine import inspect
+from fp4engine.compare import pictures, statistics
+from fp4engine.compare.comparison import Arm, Comparison, number
+from fp4engine.compare.loop import BETAS, FINAL_SHARE, LARGEST_GRADIENT_NORM, WARMUP_SHARE, WEIGHT_DECAY
+from fp4engine.compare.sensitivity import Sensitivity
+from fp4engine.compare.statistics import CANNOT_TELL, DOES_NOT, TRAINS
+from fp4engine.estimate import Estimate
+from fp4engine.inspect.reading import FILE
+from fp4engine.inspect.report import GEMMS, OPERANDS
+from fp4engine.version import __version__
+
+SQRT_3 = math.sqrt(3)
+
+WORDS = {TRAINS: "good", DOES_NOT: "bad", CANNOT_TELL: "open"}
+"""Classes of the style sheet, by exit code."""
+
+LOUDEST, FAINTEST = 24.0, 0.0
+"""Decibels at which a cell of the table of signals is white, and darkest."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Parts of a recipe or a model by what they cost, by one way to find that.
+
+    Attributes:
+        title, text: what was done, for the reader.
+        values: name -> cost in percent of the loss, the costliest first.
+        noise: costs up to twice this say nothing.
+        clear: names of those that say something.
+    """
+
+    title: str
+    text: str
+    values: Mapping[str, float]
+    noise: float
+    clear: Sequence[str]
+
+
+@dataclass(frozen=True)
+class About:
+    """What the page says beside the runs.
+
+    Attributes:
+        name: of the model, or of the runs.
+        model: in words.
+        data: in words.
+        command: that made the runs; empty where somebody else's script did.
+        parameters: of the model.
+        unit: what a token is, ``"byte"`` or ``"token"``.
+        sensitivity: by label of a recipe; a string says why there is none.
+        rankings: more of them, by label.
+        estimates: of a step on GPU ``gpu``, by label, the baseline's included; a string says why there is none.
+        pretrained: whether training began with weights of the model's own.
+        keep: patterns over names of layers that no recipe reached.
+    """
+
+    name: str
+    model: str = ""
+    data: str = ""
+    command: str = ""
+    parameters: int = 0
+    unit: str = "token"
+    sensitivity: Mapping[str, Sensitivity | str] = field(default_factory=dict[str, Sensitivity | str])
+    rankings: Mapping[str, Sequence[Ranking]] = field(default_factory=dict[str, Sequence[Ranking]])
+    estimates: Mapping[str, Estimate | str] = field(default_factory=dict[str, Estimate | str])
+    gpu: str = "B200"
+    pretrained: bool = False
+    keep: Sequence[str] = ()
+
+    @property
+    def usual(self) -> int:
+        """Units per parameter that models in use have seen at least: 20 tokens (arXiv 2203.15556), of four bytes."""
+        return 80 if self.unit == "byte" else 20
+
+
+def title(comparison: Comparison, about: About) -> str:
+    """The answer in a line."""
+    words = [f"{arm.label}: {comparison.verdict(arm).word}" for arm in comparison.arms]
+    return f"{about.name} – {'; '.join(words) or 'a baseline alone'}"
+
+
+def html(comparison: Comparison, about: About) -> str:
+    """The page."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
+    arms = [arm for arm in comparison.arms if statistics.gaps(arm.runs, comparison.baseline.runs)]
+    return template.render(
+        about=about,
+        title=title(comparison, about),
+        comparison=comparison,
+        rows=comparison.rows(),
+        verdicts=[
+            (arm, verdict, WORDS[verdict.code]) for arm in comparison.arms if (verdict := comparison.verdict(arm))
+        ],
+        noise=statistics.root_mean_square(comparison.noise),
+        pairs=len(comparison.noise),
+        charts=_charts(comparison, arms),
+        costs={arm.label: _costs(about, arm.label) for arm in comparison.arms if _costs(about, arm.label)},
+        signals={arm.label: table for arm in comparison.arms if (table := _signals(arm))},
+        gradients=_gradients(comparison.arms),
+        estimates=_estimates(about),
+        facts=_facts(comparison, about),
+        repeats=_repeats(comparison),
+        tokens=_tokens(comparison),
+        number=number,
+        shade=_shade,
+        version=__version__,
+        sqrt3=SQRT_3,
+    )
+
+
+def _charts(comparison: Comparison, arms: Sequence[Arm]) -> list[tuple[str, str]]:
+    """Captions and SVGs."""
+    if not arms:
+        return []
+    tall = max(1.5, 0.9 + 0.42 * len(arms))
+    return [
+        (
+            "Where each recipe ends. A dot is a seed, the bar the 95% interval of the mean over seeds, the dashed line "
+            "the gap that was asked for.",
+            pictures.svg(lambda axes: pictures.finals(axes, comparison, arms), height=tall),
+        ),
+        (
+            "The gap on the way. The line is the mean over seeds, the band reaches from the best seed to the worst.",
+            pictures.svg(lambda axes: pictures.courses(axes, comparison, arms)),
+        ),
+        (
+            "Losses. Lines are training losses, dots validation losses, bands the range of the seeds. What matters is "
+            "often too small to be seen here.",
+            pictures.svg(lambda axes: pictures.losses(axes, comparison, arms)),
+        ),
+    ]
+
+
+def _costs(about: About, label: str) -> dict[str, Any] | None:
+    """What parts of a recipe cost, or why that is not known."""
+    found = about.sensitivity.get(label)
+    more = list(about.rankings.get(label, ()))
+    if found is None and not more:
+        return None
+    if isinstance(found, str):
+        return {"why": found, "rankings": [_drawn(ranking) for ranking in more]}
+    if found is None:
+        return {"why": "", "rankings": [_drawn(ranking) for ranking in more]}
+    prefix = _prefix([unit.name for unit in found.units])
+    rankings = [
+        Ranking(
+            "By layer",
+            "Each part of the model alone follows the recipe, and everything else computes in high precision.",
+            {unit.name.removeprefix(prefix): unit.gap for unit in found.units},
+            found.noise,
+            [unit.name.removeprefix(prefix) for unit in found.units if found.is_clear(unit)],
+        ),
+        Ranking(
+            "By matrix product",
+            "Of the three products of every layer, one alone follows the recipe: fprop is the forward pass, dgrad "
+            "gives the gradient of a layer's input, wgrad that of its weight.",
+            {unit.name: unit.gap for unit in found.products},
+            found.noise,
+            [unit.name for unit in found.products if found.is_clear(unit)],
+        ),
+    ]
+    return {"why": "", "rankings": [_drawn(ranking) for ranking in (*rankings, *more)], "found": found}
+
+
+def _drawn(ranking: Ranking) -> dict[str, Any]:
+    height = max(1.2, 0.8 + 0.24 * len(ranking.values))
+
+    def draw(axes: Axes) -> None:
+        pictures.bars(axes, ranking.values, ranking.noise, ranking.clear)
+
+    return {"title": ranking.title, "text": ranking.text, "svg": pictures.svg(draw, height=height)}
+
+
+def _signals(arm: Arm) -> dict[str, Any] | None:
+    """Signal over error at the last recorded step, by layer: six operands and three products, in decibels."""
+    folders = [run.records for run in arm.runs.values() if (run.records / FILE).is_file()]
+    if not folders:
+        return None
+    rows = [row for row in inspect.read(folders[0]) if row["kind"] in ("operand", "gemm")]
+    if not rows:
+        return None
+    last = max(row["step"] for row in rows)
+    layers: dict[str, dict[tuple[str, ...], float | None]] = {}
+    for row in rows:
+        if row["step"] == last:
+            operand = row["kind"] == "operand"
+            place = (row["gemm"], row["role"], row["side"]) if operand else (row["gemm"],)
+            layers.setdefault(row["layer"], {})[place] = row["sqnr_db"] if operand else row["snr_db"]
+    prefix = _prefix(list(layers))
+    places: list[tuple[str, ...]] = [*OPERANDS, *((gemm,) for gemm in GEMMS)]
+    rows_of = {name.removeprefix(prefix): [cells.get(place) for place in places] for name, cells in layers.items()}
+    return {"step": last + 1, "layers": rows_of, "prefix": prefix}
+
+
+def _prefix(names: Sequence[str]) -> str:
+    """What all names begin with, up to a dot."""
+    shared = 0
+    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared += len(parts[0]) + 1
+    return names[0][:shared]
+
+
+def _gradients(arms: Sequence[Arm]) -> dict[str, Any] | None:
+    """Gradient over noise on the way, and by parameter in the end."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    ends: dict[str, list[dict[str, Any]]] = {}
+    for arm in arms:
+        rows = [row for run in arm.runs.values() for row in run.rows if row["kind"] == "gradient" and row["ratio"]]
+        whole = [(row["step"], row["ratio"]) for row in rows if not row["parameter"]]
+        if whole:
+            curves[arm.label] = sorted(whole)
+            last = max(step for step, _ in whole)
+            ends[arm.label] = [row for row in rows if row["step"] == last]
+    if not curves:
+        return None
+
+    def draw(axes: Axes) -> None:
+        pictures.ratios(axes, curves, SQRT_3)
+
+    return {
+        "svg": pictures.svg(draw),
+        "ends": ends,
+        "least": {label: min(r for _, r in c) for label, c in curves.items()},
+    }
+
+
+def _estimates(about: About) -> dict[str, Any]:
+    """Rows of what a step would take, and reasons where that is not known."""
+    made = {label: each for label, each in about.estimates.items() if isinstance(each, Estimate)}
+    base = next(iter(made.values()), None)
+    rows = [
+        (
+            label,
+            1e3 * each.seconds,
+            each.tokens_per_second,
+            base.seconds / each.seconds if base else 1.0,
+            each.peak / 2**30,
+        )
+        for label, each in made.items()
+    ]
+    notes = list(dict.fromkeys(note for each in made.values() for note in each.notes))
+    reasons = {label: each for label, each in about.estimates.items() if isinstance(each, str)}
+    return {"rows": rows, "notes": notes, "reasons": reasons}
+
+
+def _tokens(comparison: Comparison) -> int:
+    """That each run was trained on; 0 where that is not known."""
+    run = next(iter(comparison.baseline.runs.values()))
+    return run.end.get("steps", 0) * (run.header.get("tokens_per_step") or 0)
+
+
+def _facts(comparison: Comparison, about: About) -> list[tuple[str, str]]:
+    """What was run, for who wants to run it again."""
+    run = next(iter(comparison.baseline.runs.values()))
+    said = [("model", about.model), ("data", about.data), ("command", about.command)]
+    if about.command:
+        said.append((
+            "optimizer",
+            f"AdamW, betas {BETAS[0]:g} and {BETAS[1]:g}, weight decay {WEIGHT_DECAY:g} on matrices, gradient norm at "
+            f"most {LARGEST_GRADIENT_NORM:g}; learning rate up over {WARMUP_SHARE:.0%} of the steps, then a cosine to "
+            f"{FINAL_SHARE:.0%} of its peak",
+        ))  # fmt: skip
+    said += [(name.replace("_", " "), str(value)) for name, value in comparison.setting.items()]
+    places = {
+        f"{r.header['device']}, torch {r.header.get('torch')}, {r.header.get('date')}" for r in comparison.results
+    }
+    said += [("run on", "; ".join(sorted(places))), ("fp4engine", str(run.header.get("fp4engine")))]
+    return [(name, value) for name, value in said if value]
+
+
+def _repeats(comparison: Comparison) -> bool | None:
+    """Whether a step gave the same bytes twice, in all runs; None if that was not tried."""
+    said = [run.end["repeats"] for run in comparison.results if "repeats" in run.end]
+    return all(said) if said else None
+
+
+def _shade(decibels: float | None) -> str:
+    """The background of a cell: the less signal is left, the darker."""
+    if decibels is None:
+        return ""
+    share = min(max((LOUDEST - decibels) / (LOUDEST - FAINTEST), 0), 1)
+    return f"background:rgb({255 - round(20 * share)},{255 - round(130 * share)},{255 - round(190 * share)})"

@@ -1,0 +1,180 @@
+"""Reading run files: which runs there are, which of them may be compared, and what they say."""
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp4engine.compare.files import InputError, read_rows
+from fp4engine.compare.recorder import HIGH_PRECISION
+from fp4engine.recipe import Recipe
+from fp4engine.recipe.base import recipe_from_data
+from fp4engine.recipe.identity import digest, identity
+
+TAIL = 0.1
+"""Where there is no validation, a run's loss is the mean of its training losses over the last share of the steps."""
+
+DROPPED = {"ScheduledRecipe": ("backend", "backward_override"), "RuledRecipe": ("backend", "backward_override")}
+"""Fields that recipes of recipes had in files of November 2026, always None and "auto"."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run left.
+
+    Attributes:
+        path: of its file.
+        header: its first line: ``label``, ``key``, ``seed``, ``setting``, ``recipe``, ``extra`` and where it ran.
+        losses: ``(step, training loss)``, steps rising; NaN where it is not finite.
+        validation: ``(step, validation loss)``.
+        rows: its rows of other kinds.
+        end: its last line.
+    """
+
+    path: Path
+    header: dict[str, Any]
+    losses: tuple[tuple[int, float], ...]
+    validation: tuple[tuple[int, float], ...]
+    rows: tuple[dict[str, Any], ...] = ()
+    end: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def label(self) -> str:
+        return self.header["label"]
+
+    @property
+    def seed(self) -> int:
+        return self.header["seed"]
+
+    @property
+    def key(self) -> str:
+        return self.header["key"]
+
+    @property
+    def diverged(self) -> bool:
+        """Whether some loss is not finite."""
+        return self.end.get("status") == "diverged" or not math.isfinite(self.loss)
+
+    @property
+    def loss(self) -> float:
+        """The last validation loss; without any, the mean training loss of the last tenth of the steps."""
+        return self.loss_until(1.0)
+
+    def loss_until(self, share: float) -> float:
+        """:attr:`loss` as it was after this share of the run's last step."""
+        if self.end.get("status") == "diverged":
+            return math.nan
+        rows = self.validation or self.losses
+        last = share * rows[-1][0]
+        done = [(step, loss) for step, loss in rows if step <= last] or [rows[0]]
+        if self.validation:
+            return done[-1][1]
+        tail = [loss for step, loss in done if step > (1 - TAIL) * done[-1][0]]
+        return sum(tail) / len(tail)
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether every layer computed in high precision, and the run did nothing else of its own."""
+        return self.header["recipe"] == identity(HIGH_PRECISION) and not self.header["extra"]
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe; None if it cannot be made of its JSON."""
+        said = self.header.get("recipe_json")
+        try:
+            return None if said is None else recipe_from_data(said)
+        except ValueError:
+            return None
+
+    @property
+    def records(self) -> Path:
+        """The folder with what :func:`fp4engine.inspect.record` has seen, if anything."""
+        return self.path.with_suffix("")
+
+
+def read(path: Path) -> Result:
+    """The run of one file, of this version or of November 2026.
+
+    Raises:
+        InputError: the file is no whole run.
+    """
+    header, *rows = read_rows(path) or [{}]
+    if "kind" not in header and "variant" in header:
+        header, rows = _of_november(path, header, rows)
+    wanted = {"label": str, "key": str, "seed": int, "setting": dict, "recipe": dict, "extra": dict, "device": str}
+    if lacking := [name for name, kind in wanted.items() if type(header.get(name)) is not kind]:
+        raise InputError(f"{path} is damaged: its first line does not say {', '.join(lacking)}; move it away")
+    end = rows.pop() if rows and rows[-1].get("kind") == "end" else None
+    if end is None:
+        raise InputError(f"{path} is damaged: it does not end with a line that says how the run ended; move it away")
+    losses, validation = _series(rows, "loss"), _series(rows, "validation_loss")
+    if not (losses or validation):
+        raise InputError(f"{path} is damaged: it has no loss; move it away")
+    for series in (losses, validation):
+        if not all(first < second for (first, _), (second, _) in itertools.pairwise(((0, 0.0), *series))):
+            raise InputError(f"{path} is damaged: its steps do not rise; move it away")
+    others = [row for row in rows if "kind" in row]
+    return Result(path, header, losses, validation, tuple(others), end)
+
+
+def _series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[tuple[int, float], ...]:
+    found = [(row.get("step"), row[name]) for row in rows if name in row]
+    return tuple((step, math.nan if loss is None else float(loss)) for step, loss in found if type(step) is int)
+
+
+def _of_november(
+    path: Path, header: dict[str, Any], rows: list[dict[str, Any]]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Header and rows as they are written now, of a file of ``examples/convergence`` before there was a key."""
+    try:
+        setting = dict(header["settings"])
+        seed = setting.pop("seed")
+        steps = -(-setting["tokens"] // (setting["batch"] * setting["sequence"]))
+        said = {k: v for k, v in header["recipe"].items() if k not in DROPPED.get(header["recipe"]["recipe"], ())}
+        recipe = identity(recipe_from_data(said))
+        extra = {name: header[name] for name in ("resets", "outliers", "two_terms") if name in header}
+        extra |= {"draws": 1_000_003} if header["variant"] == "nvfp4, other draws" else {}
+        setting |= {"data": header["data"], "on": "cpu" if header["device"] == "cpu" else "gpu"}
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path} is damaged: its first line does not describe a run ({error!r}); move it away"
+        ) from error
+    made = {
+        "label": header["variant"], "seed": seed, "setting": setting, "recipe": recipe, "extra": extra,
+        "key": digest({"setting": setting, "recipe": recipe, "seed": seed, **extra}), "recipe_json": said,
+        "tokens_per_step": setting["batch"] * setting["sequence"],
+    }  # fmt: skip
+    last = max((row.get("step", 0) for row in rows if "validation_loss" in row), default=0)
+    diverged = any("validation_loss" in row and not math.isfinite(row["validation_loss"]) for row in rows)
+    if not rows or (last < steps and not diverged):
+        raise InputError(
+            f"{path} is damaged: it must end with the loss after {steps} steps, or where it diverged; move it away"
+        )
+    end = {
+        "kind": "end",
+        "steps": last,
+        "status": "diverged" if diverged else "finished",
+        "seconds": header.get("seconds"),
+    }
+    return header | made, [*rows, end]
+
+
+def read_folders(folders: Iterable[Path]) -> list[Result]:
+    """All finished runs below some folders, in the order of their paths, each once.
+
+    Raises:
+        InputError: a folder is not there, or a file in it is damaged.
+    """
+    found: dict[str, Result] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(f"there is no folder {folder}, where finished runs should be")
+        for path in sorted(folder.rglob("*.jsonl")):
+            if re.search(r"\.seed\d+(\.[0-9a-f]{8})?\.jsonl$", path.name):
+                result = read(path)
+                if "short" not in result.header["setting"]:  # such runs of `compare` rank parts of a recipe
+                    found.setdefault(result.key, result)
+    return list(found.values())

@@ -1,0 +1,153 @@
+"""Which layers, and which of the three matrix products, a recipe's gap comes from: short runs of parts of it.
+
+Every short run begins with the weights that the baseline ended with and reads the same batches, so two of them differ
+by what follows the recipe and by nothing else. How far two runs end apart that differ by draws and the order of
+additions alone is the noise below which nothing is said.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from fp4engine import inspect
+from fp4engine.compare.checkpoint import file_digest
+from fp4engine.compare.recorder import AGAIN, HIGH_PRECISION, Run
+from fp4engine.compare.results import read
+from fp4engine.compare.runner import Job, Runner
+from fp4engine.compare.task import Task
+from fp4engine.inspect.search import _members, _only, keeping, last_quarter
+from fp4engine.inspect.watch import layers_of
+from fp4engine.names import literal
+from fp4engine.recipe import Recipe
+from fp4engine.recipe.linear import GEMM_OPERANDS
+
+MOST_UNITS = 24
+"""Layers of larger models are tried together, block by block."""
+
+CLEAR_OF_NOISE = 2.0
+"""A part costs something if that is so many times the noise."""
+
+SHARE = 0.9
+"""Of the linear layers' FLOPs, that must stay in the recipe; one part may always leave it."""
+
+RATE_SHARE = 0.3
+"""The short runs' learning rate, which does not change, as a share of the peak."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of the model, or of the recipe.
+
+    Attributes:
+        name: of a layer, a pattern over layers, or a matrix product.
+        gap: by how many percent the loss is above the baseline's if this part alone follows the recipe.
+        share: of the FLOPs of linear layers.
+    """
+
+    name: str
+    gap: float
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What :func:`measure` found of one recipe.
+
+    Attributes:
+        units: parts of the model, the costliest first.
+        products: fprop, dgrad and wgrad.
+        gap: of the whole recipe, in percent.
+        noise: what differences mean nothing, in percent: the largest of two runs that differ by chance alone, and of
+            the parts that seem to help.
+        keep: patterns of parts to keep in high precision, of those that are clear of the noise.
+        gap_then: the gap that is left with those, in percent.
+        steps: of each short run.
+    """
+
+    units: tuple[Unit, ...]
+    products: tuple[Unit, ...]
+    gap: float
+    noise: float
+    keep: tuple[str, ...]
+    gap_then: float
+    steps: int
+
+    def is_clear(self, unit: Unit) -> bool:
+        """Whether what it costs is more than noise."""
+        return unit.gap > CLEAR_OF_NOISE * self.noise
+
+
+def short(task: Task, weights: Path, steps: int) -> Task:
+    """The task of the short runs: from ``weights`` on, so many steps at one rate."""
+    return replace(
+        task, steps=steps, evaluate_every=steps, start=(weights, file_digest(weights)), short=True,
+        learning_rate=RATE_SHARE * task.learning_rate,
+    )  # fmt: skip
+
+
+def make_run(task: Task, runner: Runner, seed: int = 0) -> Callable[[Recipe], Sequence[float]]:
+    """What ``inspect.sensitivity`` and ``inspect.bisect`` ask: the losses of a run by a recipe, made once and kept."""
+
+    def losses(recipe: Recipe) -> Sequence[float]:
+        run = Run("short", recipe, seed)
+        runner.make([Job(task, run)], "short runs")
+        return [loss for _, loss in read(run.path(runner.places.finished, task.setting())).losses]
+
+    return losses
+
+
+def units_of(names: Iterable[str]) -> list[str]:
+    """Patterns that cover each layer once, at most :data:`MOST_UNITS` where there are blocks to put together."""
+    layers = list(names)
+    patterns = [literal(name) for name in layers]
+    for depth in range(max(name.count(".") for name in layers), 0, -1):
+        if len(patterns) <= MOST_UNITS:
+            break
+        patterns = list(dict.fromkeys(literal(".".join(name.split(".")[:depth])) for name in layers))
+    return patterns
+
+
+def measure(task: Task, recipe: Recipe, model: nn.Module, runner: Runner) -> Sensitivity:
+    """Rank parts of ``model``, which may be on meta and is not run, by what each costs alone.
+
+    Args:
+        task: see :func:`short`.
+
+    Raises:
+        ValueError: the recipe's casts depend on the module or on earlier steps; the baseline diverges.
+    """
+    of = layers_of(model)
+    units = units_of(of)
+    members = _members(list(of), units)
+    alone = {unit: _only(names, recipe) for unit, names in members.items()}
+    products = {gemm: keeping(recipe, pair) for gemm, pair in GEMM_OPERANDS.items()}
+    products = {gemm: made for gemm, made in products.items() if made != keeping(recipe, ())}
+    again = [Run("short", made, 0, AGAIN) for made in (HIGH_PRECISION, recipe)]
+    wanted = [HIGH_PRECISION, recipe, *alone.values(), *products.values()]
+    runs = [*(Run("short", made, 0) for made in wanted), *again]
+    runner.make([Job(task, run) for run in runs], "short runs")
+    losses = make_run(task, runner)
+    shape = {unit: sum(math.prod(of[name].weight_shape()) for name in names) for unit, names in members.items()}
+    share = min(SHARE, 1 - max(shape.values()) / sum(shape.values()))
+    advice = inspect.sensitivity(losses, model, recipe, share=share, units=units, budget=len(units) + 3)
+    high = last_quarter(losses(HIGH_PRECISION))
+    apart: list[float] = []
+    for run in again:
+        repeated = [loss for _, loss in read(run.path(runner.places.finished, task.setting())).losses]
+        apart.append(100 * (last_quarter(repeated) - last_quarter(losses(run.recipe))) / high)
+    found = [Unit(unit.name, 100 * unit.gap / high, unit.share) for unit in advice.ranking]
+    noise = max(*map(abs, apart), *(-unit.gap for unit in found))  # rounding cannot help: what seems to is chance
+    clear = {unit.name for unit in found if unit.gap > CLEAR_OF_NOISE * noise}
+    keep = [unit.name for unit in advice.ranking if not unit.in_recipe and unit.name in clear]
+    return Sensitivity(
+        tuple(found),
+        tuple(Unit(gemm, 100 * (last_quarter(losses(made)) - high) / high, 1 / 3) for gemm, made in products.items()),
+        100 * advice.gap / high,
+        noise,
+        tuple(keep),
+        100 * advice.measured_gap / high,
+        task.steps,
+    )

@@ -1,0 +1,390 @@
+"""What the runs of a comparison share: a model, its loss, its batches, its settings."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp4engine.accounting.planned import ConversionPlan
+from fp4engine.compare.checkpoint import Stateful, file_digest
+from fp4engine.compare.data import Encode, Tokens
+from fp4engine.compare.files import InputError, one_line
+from fp4engine.compare.loop import learning_rate
+from fp4engine.compare.recorder import Run
+from fp4engine.convert import convert, convert_for_regions
+from fp4engine.recipe import RuledRecipe
+from fp4engine.recipe.argument import imported
+
+VALIDATION_TOKENS = 2**16
+VALIDATION_SHARE = 8
+"""The last validation loss is a mean over about so many tokens, or over an eighth of the tokens trained on if that is
+less; one on the way is a mean over an eighth of those. All are the same tokens in every run."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+"""Of a model and tokens int64 [batch, sequence + 1], the loss in nats per token: one number with a gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Everything about a run but its recipe, its seed, and what it does of its own. It travels to other processes.
+
+    Attributes:
+        steps: of the optimizer.
+        batch: sequences of one forward pass.
+        sequence: tokens of a sequence.
+        accumulation: forward passes of a step.
+        learning_rate: at its peak.
+        evaluate_every: steps between two validations; there is one after the last step, too.
+        device: ``"cpu"`` or ``"cuda"``.
+        compile: whether ``torch.compile`` compiles the loss.
+        cuda_graph: whether a step is captured in a CUDA graph, which gives the same bytes.
+        start: a file of safetensors with the weights to begin from, and its digest; None for those of :meth:`model`.
+        short: one learning rate for all steps, no validation, and nothing is examined.
+    """
+
+    steps: int
+    batch: int
+    sequence: int
+    accumulation: int = 1
+    learning_rate: float
+    evaluate_every: int
+    device: str = "cpu"
+    compile: bool = False
+    cuda_graph: bool = False
+    start: tuple[Path, str] | None = None
+    short: bool = False
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.accumulation * self.sequence
+
+    @property
+    def high_precision(self) -> str:
+        """What the baseline computes in, in a word."""
+        return "BF16" if self.device == "cuda" else "FP32"
+
+    def setting(self) -> dict[str, Any]:
+        """What the numbers of all runs depend on, as plain JSON values; what is usual goes without saying."""
+        always = {
+            "steps": self.steps, "batch": self.batch, "sequence": self.sequence, "learning_rate": self.learning_rate,
+            "evaluate_every": self.evaluate_every, "on": "cpu" if self.device == "cpu" else "gpu",
+        }  # fmt: skip
+        seldom = {
+            "accumulation": self.accumulation if self.accumulation > 1 else None,
+            "compile": self.compile or None,
+            "start": self.start and self.start[1],
+            "short": self.short or None,
+        }
+        return always | {name: value for name, value in seldom.items() if value is not None}
+
+    def model(self) -> nn.Module:
+        """A new model on the current device, in training mode; what it draws, it draws from PyTorch's generator."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """See :data:`Loss`."""
+        raise NotImplementedError
+
+    def tokens(self, seed: int, step: int) -> Tensor:
+        """Tokens int64 [accumulation * batch, sequence + 1] of a step, on the CPU or the device."""
+        raise NotImplementedError
+
+    def validation(self, last: bool) -> Tensor:
+        """Tokens int64 [passes, batch, sequence + 1] of the last validation, or of one on the way."""
+        raise NotImplementedError
+
+    def keep_high_precision(self, model: nn.Module) -> Sequence[str]:
+        """Patterns over names of layers that no recipe reaches."""
+        raise NotImplementedError
+
+    def convert(self, model: nn.Module, run: Run) -> ConversionPlan:
+        """Let the linear layers of ``model`` follow recipes.
+
+        Raises:
+            ValueError: a rule of the recipe, or a pattern, matches nothing.
+        """
+        keep = self.keep_high_precision(model)
+        if isinstance(first := run.recipe.at(0), RuledRecipe):
+            return convert_for_regions(model, first, None, keep)
+        return convert(model, keep_high_precision=keep)
+
+    def hooks(self, model: nn.Module, optimizer: torch.optim.Optimizer, run: Run) -> list[Any]:
+        """What has ``after_step()``, ``state_dict()`` and ``load_state_dict()``, and is called after every step."""
+        return []
+
+    def phase(self, run: Run, step: int) -> Any:
+        """What stands for all that a captured step must not change; another one is captured where it differs."""
+        return run.recipe.at(step)
+
+    def compute(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+        """The loss of a model as a function of tokens, compiled if that is asked for."""
+
+        def loss(tokens: Tensor) -> Tensor:
+            return self.loss(model, tokens)
+
+        return torch.compile(loss) if self.compile else loss
+
+    def facts(self) -> dict[str, Any]:
+        """What the header of a run says besides, on which no number depends."""
+        return {}
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step."""
+        return self.learning_rate if self.short else learning_rate(step, self.steps, self.learning_rate)
+
+    def precision(self) -> Any:
+        """The region in which high precision is BF16 on a GPU; on a CPU it is FP32."""
+        if self.device == "cpu":
+            return nullcontext()
+        return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
+
+
+class Hook(Stateful):
+    """What :meth:`Task.hooks` returns."""
+
+    def after_step(self) -> None:
+        """Called after every step of the optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTask(Task):
+    """A language model on text.
+
+    Attributes:
+        name: a Hugging Face directory or ``config.json``, or ``module:function``.
+        text: what is trained on.
+        lora: above 0, the model is frozen, and adapters of this rank are trained.
+        keep: patterns over names of layers that no recipe reaches; None is the output layer.
+    """
+
+    name: str
+    text: Tokens
+    lora: int = 0
+    keep: tuple[str, ...] | None = None
+
+    def setting(self) -> dict[str, Any]:
+        seldom = {"lora": self.lora or None, "keep_high_precision": None if self.keep is None else list(self.keep)}
+        own = {"model": source_of(self.name).digest(), "data": self.text.digest}
+        return super().setting() | own | {name: value for name, value in seldom.items() if value is not None}
+
+    def model(self) -> nn.Module:
+        model = source_of(self.name).make(torch.bfloat16 if self.lora and self.device == "cuda" else torch.float32)
+        return _with_adapters(model, self.lora) if self.lora else model
+
+    def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        return source_of(self.name).loss(model, tokens)
+
+    def tokens(self, seed: int, step: int) -> Tensor:
+        return self.text.batch(seed, step, self.batch * self.accumulation, self.sequence + 1)
+
+    def validation(self, last: bool) -> Tensor:
+        tokens = min(VALIDATION_TOKENS, self.steps * self.tokens_per_step // VALIDATION_SHARE)
+        passes = max(1, round(tokens / (self.batch * self.sequence)))
+        held_out = self.text.held_out(passes * self.batch, self.sequence + 1)
+        if len(held_out) < self.batch:
+            return held_out[None]
+        whole = held_out[: len(held_out) // self.batch * self.batch].unflatten(0, (-1, self.batch))
+        return whole if last else whole[::VALIDATION_SHARE]
+
+    def keep_high_precision(self, model: nn.Module) -> Sequence[str]:
+        return head_of(model) if self.keep is None else self.keep
+
+
+def head_of(model: nn.Module) -> list[str]:
+    """The name of the output layer, of models that know it; else of what is called ``lm_head``, if anything is."""
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return [name for name, module in linears.items() if module is output or name.rpartition(".")[2] == "lm_head"]
+
+
+def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise InputError("--lora needs peft: pip install 'fp4engine[integrations]'") from error
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    made: Any = peft.get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
+    return made
+
+
+class Source:
+    """Where a model is from: what :func:`source_of` returns."""
+
+    is_trained = False
+    """Whether it comes with weights."""
+
+    def make(self, dtype: torch.dtype) -> nn.Module:
+        """A new model, in training mode."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """See :data:`Loss`."""
+        raise NotImplementedError
+
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that stand for the model."""
+        raise NotImplementedError
+
+    def encoding(self) -> tuple[str, Encode]:
+        """A name for how text becomes tokens, ``"bytes"`` for bytes, and the function that does it."""
+        raise NotImplementedError
+
+    def require_fit(self, sequence: int) -> None:
+        """Raise an InputError if the model does not take sequences of this many tokens."""
+
+
+@cache
+def source_of(name: str) -> Source:
+    """The model that a name means.
+
+    Raises:
+        InputError: there is no such model.
+    """
+    path = Path(name)
+    if path.is_dir() or path.suffix == ".json":
+        return _FromTransformers(path)
+    if ":" in name:
+        return _FromFunction(name)
+    raise InputError(
+        f"--model must be a directory with a config.json, a config.json, or module:function; there is no {name!r}"
+    )
+
+
+class _FromTransformers(Source):
+    def __init__(self, path: Path) -> None:
+        import transformers
+
+        self.folder = path if path.is_dir() else path.parent
+        self.file = path / "config.json" if path.is_dir() else path
+        if not self.file.is_file():
+            raise InputError(f"--model: there is no {self.file}")
+        try:
+            self.config: Any = transformers.AutoConfig.from_pretrained(self.file, local_files_only=True)
+        except Exception as error:  # whatever a strange file makes transformers raise
+            raise InputError(f"--model: transformers cannot read {self.file}: {one_line(error)}") from error
+        patterns = ("*.safetensors", "pytorch_model*.bin") if path.is_dir() else ()
+        self.weights = sorted(file for pattern in patterns for file in path.glob(pattern))
+        self.is_trained = bool(self.weights)
+
+    def make(self, dtype: torch.dtype) -> nn.Module:
+        import transformers
+
+        auto: Any = transformers.AutoModelForCausalLM
+        if self.weights and torch.get_default_device().type != "meta":
+            return auto.from_pretrained(self.folder, dtype=dtype, local_files_only=True).train().to(_device())
+        try:
+            return auto.from_config(self.config, dtype=dtype).train()
+        except Exception as error:  # as above
+            raise InputError(f"--model: {self.file} makes no causal language model: {one_line(error)}") from error
+
+    def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    def digest(self) -> str:
+        parts = [json.dumps(json.loads(self.file.read_text()), sort_keys=True), *map(_file_digest, self.weights)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+    def encoding(self) -> tuple[str, Encode]:
+        vocabulary = self.config.get_text_config().vocab_size
+        found = [self.folder / name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
+        if not found:
+            if vocabulary < 256:
+                raise InputError(
+                    f"--model: {self.folder} has no tokenizer, and its vocabulary of {vocabulary} is too small for "
+                    "bytes, which need 256"
+                )
+            return "bytes", encode_bytes(256 if vocabulary > 256 else 0)
+        import transformers
+
+        try:
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        except Exception as error:  # as above
+            raise InputError(f"--model: transformers cannot read {found[0]}: {one_line(error)}") from error
+        if len(tokenizer) > vocabulary:
+            raise InputError(
+                f"--model: the tokenizer has {len(tokenizer):,} tokens, and the model's vocabulary {vocabulary:,}"
+            )
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+        def encode(texts: list[str]) -> list[Any]:
+            ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+            return [np.array([*of_one, *end], np.uint32) for of_one in ids]
+
+        return "tokenizer " + hashlib.sha256("".join(map(_file_digest, found)).encode()).hexdigest()[:16], encode
+
+    def require_fit(self, sequence: int) -> None:
+        most = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        if most is not None and sequence > most:
+            raise InputError(f"--sequence {sequence}: the model has {most} positions")
+
+
+class _FromFunction(Source):
+    def __init__(self, name: str) -> None:
+        self.name = name
+        try:
+            self.function = imported(name)
+        except ValueError as error:
+            raise InputError(f"--model: {error}") from error
+        if not callable(self.function):
+            raise InputError(f"--model: {name} must be a function that returns a model and its loss")
+        self._loss: Loss | None = None
+
+    def _call(self) -> Sequence[Any]:
+        made = self.function()
+        parts = made if isinstance(made, tuple) else (made,)
+        fits = len(parts) in (2, 3) and isinstance(parts[0], nn.Module) and all(map(callable, parts[1:]))
+        if not fits:
+            raise InputError(
+                f"--model: {self.name}() must return (model, loss), where loss(model, tokens) is one number, or "
+                f"(model, loss, encode), where encode(text) is a list of token ids; got {type(made).__name__}"
+            )
+        return parts
+
+    def make(self, dtype: torch.dtype) -> nn.Module:
+        model, self._loss, *_ = self._call()
+        return model.train().to(_device())
+
+    def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        loss = self._loss
+        if loss is None:
+            loss = self._loss = self._call()[1]
+        return loss(model, tokens)
+
+    def digest(self) -> str:
+        module = getattr(self.function, "__code__", None)
+        source = Path(module.co_filename).read_bytes() if module else repr(self.function).encode()
+        return hashlib.sha256(self.name.encode() + b"\n" + source).hexdigest()[:16]
+
+    def encoding(self) -> tuple[str, Encode]:
+        with torch.device("cpu"):
+            _, _, *rest = self._call()
+        if not rest:
+            return "bytes", encode_bytes(0)
+        return f"{self.name} {self.digest()}", lambda texts: [np.array(rest[0](text), np.uint32) for text in texts]
+
+
+def encode_bytes(separator: int) -> Encode:
+    """Texts with a character per byte to their bytes, and ``separator`` after each."""
+    return lambda texts: [np.append(np.frombuffer(t.encode("latin-1"), np.uint8), np.uint32(separator)) for t in texts]
+
+
+def _device() -> torch.device:
+    """The device of ``with torch.device(...)``, to which what transformers loads has to be moved."""
+    return torch.get_default_device()
+
+
+@cache
+def _file_digest(path: Path) -> str:
+    return file_digest(path)

@@ -1,0 +1,295 @@
+"""The command: its page, its exit codes, what it refuses, and that nothing that kills it is seen in the end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp4engine.cli import main
+from fp4engine.compare import Recorder, Run, checkpoint, read, read_folders
+from fp4engine.compare.command import estimates
+from fp4engine.compare.data import prepare
+from fp4engine.compare.files import alone_in, read_rows
+from fp4engine.compare.task import TextTask, source_of
+from fp4engine.estimate import Estimate
+from fp4engine.recipe import Rule, RuledRecipe, zoo
+from tests.tiny import CONFIGURATIONS
+from tests.tiny_task import trained
+
+MODEL = """
+import torch
+from tests.tiny_task import TinyTask
+
+def small():
+    task = TinyTask()
+    return task.model(), lambda model, tokens: task.loss(model, tokens % 32)
+
+def wrong():
+    return torch.nn.Linear(2, 2)
+"""
+
+RECIPES = """
+from fp4engine.recipe import zoo
+
+def mine():
+    return zoo.make("nvfp4").replace(disable_rht=True)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with text, a function that makes a model, and recipes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(" ".join(f"number {n * n % 997};" for n in range(3000)))
+    (tmp_path / "my_model.py").write_text(MODEL)
+    (tmp_path / "my_recipes.py").write_text(RECIPES)
+    (tmp_path / "mine.json").write_text(zoo.make("nvfp4").replace(disable_stochastic_rounding=True).to_json())
+    return tmp_path
+
+
+SMALL = ("--model=my_model.py:small", "--data=text.txt", "--steps=6", "--batch=4", "--sequence=16", "--device=cpu")
+QUICK = (*SMALL, "--recipes", "nvfp4", "--noise=0", "--sensitivity=0")
+
+
+def compare(*words: str) -> int:
+    return main(["compare", *words])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit, match="2"):
+        compare(*words)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("fp4engine compare: ")
+    return error
+
+
+@pytest.mark.slow
+def test_one_command_makes_runs_a_table_and_a_page(folder: Path, capsys) -> None:
+    words = (
+        *SMALL,
+        "--recipes",
+        "nvfp4",
+        "mine.json",
+        "my_recipes.py:mine",
+        "--seeds=3",
+        "--out=out",
+        "--tolerance=100%",
+    )
+    assert compare(*words) == 0
+    told = capsys.readouterr().out
+    for label in ("baseline", "nvfp4", "mine", "my_recipes.py:mine", "baseline, again", "nvfp4, again"):
+        assert f"| {label} | " in told
+    page = (folder / "out" / "page.html").read_text()
+    for said in (
+        "nvfp4: within 100%", "Where the gap comes from", "By matrix product", "√3",
+        "How much of each number survives", "on a B200", "What these runs cannot say", "gave the same bytes twice",
+        "blocks.1.up", "bytes per parameter",
+    ):  # fmt: skip
+        assert said in page, said
+    assert "<script" not in page and not re.search(r'(src|href)="(?!#)', page) and "NaN" not in page
+    rows = [json.loads(line) for line in (folder / "out" / "results.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 * 3 + 2 and {row["label"] for row in rows} == {
+        "baseline",
+        "nvfp4",
+        "mine",
+        "my_recipes.py:mine",
+    }
+    files = {path: path.stat().st_mtime_ns for path in (folder / "out").rglob("*.jsonl") if "results" not in path.name}
+    (folder / "mine.json").write_text(zoo.make("mxfp4").to_json())
+    assert compare(*words) == 0  # the changed recipe alone is run, and the old one stays
+    after = {path: path.stat().st_mtime_ns for path in (folder / "out").rglob("*.jsonl") if "results" not in path.name}
+    new = [path for path in after if path not in files and path.parent.name == "runs"]
+    assert {path.name.split(".")[0] for path in new} == {"mine"} and len(new) == 3
+    assert files.items() <= after.items()
+
+
+def test_verdicts_are_exit_codes(folder: Path) -> None:
+    for tolerance, code in (("0.001", 3), ("5", 0), ("2.5", 4)):
+        for seed in range(3):
+            for recipe, gap in ((None, 0.0), ("nvfp4", 0.015 + 0.005 * seed)):
+                if tolerance == "0.001":
+                    with Recorder("theirs", recipe=recipe, seed=seed) as run:
+                        run.step(2.0 + 2 * gap)
+        assert compare("--runs=theirs", f"--tolerance={tolerance}") == code
+    page = (folder / "theirs" / "page.html").read_text()
+    assert "cannot tell" in page and "seeds would tell" in page
+    assert compare("--runs", "theirs", "--out=elsewhere") == 4 and (folder / "elsewhere" / "table.md").exists()
+
+
+def test_a_run_that_diverges_is_the_page_and_not_its_end(folder: Path, capsys) -> None:
+    """NaN in the loss of one recipe: exit code 3, and all else is there."""
+    for recipe, loss in ((None, 1.0), ("nvfp4", float("nan")), ("nvfp4_4over6", 1.001)):
+        for seed in range(3):
+            with Recorder("theirs", recipe=recipe, seed=seed) as run:
+                run.step(3.0)
+                run.validation(loss + 0.001 * seed)
+    assert compare("--runs=theirs") == 3
+    assert "nvfp4: diverged: the loss was not finite any more with 3 of 3 seeds" in capsys.readouterr().out
+    assert "nvfp4_4over6: within 1%" in (folder / "theirs" / "page.html").read_text()
+
+
+def test_a_plan_spends_nothing(folder: Path, capsys) -> None:
+    assert compare(*SMALL, "--recipes", "nvfp4", "--plan", "--out=out", "--tolerance=2") == 0
+    told = capsys.readouterr().out
+    assert "8 runs of 6 steps of 64 bytes, 0 of them finished" in told
+    assert "to tell a gap of 2% from none:" in told and "seeds" in told
+    assert not (folder / "out" / "runs").exists()
+
+
+def test_fields_that_differ_are_compared_one_at_a_time(folder: Path, capsys) -> None:
+    other = zoo.make("nvfp4").replace(disable_rht=True, disable_stochastic_rounding=True)
+    (folder / "other.json").write_text(other.to_json())
+    assert compare(*SMALL, "--ablate", "nvfp4", "other.json", "--plan", "--seeds=1") == 0
+    told = capsys.readouterr().out
+    assert "baseline, nvfp4, nvfp4 with disable_rht, nvfp4 with disable_stochastic_rounding, other," in told
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (["--model=nowhere"], "there is no 'nowhere'"),
+        (["--model=empty"], "there is no empty/config.json"),
+        (["--model=my_model.py:none"], "has no 'none'"),
+        (["--model=my_model.py:wrong"], "must return (model, loss)"),
+        (["--data=nowhere"], "--data: there is no file or folder nowhere"),
+        (["--batch=5000"], "a step needs 5000; give more text"),
+        (["--sequence=50000"], "and a window needs 50,001"),
+        (["--recipes", "nvfp5"], "did you mean 'nvfp4'?"),
+        (["--recipes", "none.json"], "cannot be read: No such file"),
+        (["--recipes", "my_recipes.py:RECIPES"], "has no 'RECIPES'"),
+        (["--recipes", "high_precision"], "at least one recipe other than high precision"),
+        (["--recipes", "rules.json"], "rules that match no module"),
+        (["--keep-high-precision", "nothing"], "covers no nn.Linear of the model"),
+        (["--lr=nan"], "--lr: must be a positive, finite number, got 'nan'"),
+        (["--steps=0"], "--steps: must be an integer of at least 1"),
+        (["--jobs=0"], "--jobs: must be an integer of at least 1"),
+        (["--tolerance=-1%"], "--tolerance: must be a positive, finite number"),
+        (["--model=tokens"], "transformers cannot read tokens/tokenizer.json: "),
+        (["--model=garbage"], "transformers cannot read garbage/config.json: "),
+        (["--out=text.txt"], "File exists: 'text.txt'"),
+        (["--ablate", "nvfp4", "nvfp4"], "there is nothing to change"),
+        (["--runs", "nowhere"], "there is no folder nowhere"),
+    ],
+)
+def test_bad_input_gets_one_line_before_anything_is_spent(change: list[str], said: str, folder: Path, capsys) -> None:
+    for name, file in (("empty", "none"), ("garbage", "config.json"), ("tokens", "tokenizer.json")):
+        (folder / name).mkdir()
+        (folder / name / file).write_text('{"a": 1}')
+    CONFIGURATIONS["llama"]().save_pretrained(folder / "tokens")
+    (folder / "rules.json").write_text(RuledRecipe(zoo.make("nvfp4"), (Rule(zoo.make("mxfp8"), "absent"),)).to_json())
+    assert said in refused(capsys, *QUICK, *change)
+    assert not list(folder.rglob("*.part"))
+
+
+def test_two_commands_do_not_share_a_folder(folder: Path, capsys) -> None:
+    with alone_in(folder / "out", ""):
+        assert "in use by another process" in refused(capsys, *QUICK, "--out=out")
+
+
+@pytest.fixture
+def command(folder: Path) -> Any:
+    """Starts the command as a process of its own."""
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), str(folder)])}
+        whole = [sys.executable, "-m", "fp4engine", "compare", *words]
+        return subprocess.Popen(whole, env=environment, cwd=folder, text=True, stdout=-1, stderr=subprocess.STDOUT)
+
+    return start
+
+
+def rows_of(out: Path) -> dict[str, list[dict[str, Any]]]:
+    """By run, all but times."""
+    return {
+        path.name: [row for row in read_rows(path)[1:] if row.get("kind") != "end"]
+        for path in sorted((out / "runs").glob("*.jsonl"))
+    }
+
+
+LONG = (*QUICK, "--steps=40", "--seeds=1", "--save-every=0.001")
+
+
+@pytest.mark.slow
+def test_killed_runs_end_with_the_same_bytes(folder: Path, command, request) -> None:
+    assert command(*LONG, "--out=whole").wait() == 4  # one seed tells nothing
+    wanted = rows_of(folder / "whole")
+    assert len(wanted) == 2
+    for kill in range(max(1, request.config.getoption("--kills") // 3)):  # a start takes seconds
+        process = command(*LONG, "--out=killed")
+        deadline = time.time() + 120
+        while time.time() < deadline and process.poll() is None:
+            parts = list((folder / "killed" / "runs").glob("*.part"))
+            if any(sum("loss" in row for row in read_rows(part)) > 8 * (kill + 1) for part in parts):
+                break
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+        time.sleep(1.5)  # the processes that train notice that nobody is there, and leave
+    process = command(*LONG, "--out=killed")
+    told, _ = process.communicate()
+    assert process.returncode == 4, told
+    assert rows_of(folder / "killed") == wanted
+    assert not list((folder / "killed").rglob("*.part")) and not list((folder / "killed" / "unfinished").glob("*"))
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_what_is_under_way(folder: Path, command) -> None:
+    process = command(*QUICK, "--steps=100000", "--seeds=1", "--out=out", "--jobs=1")
+    deadline = time.time() + 120
+    while time.time() < deadline and not list((folder / "out" / "runs").glob("*.part")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    told, _ = process.communicate()
+    assert process.returncode == 130 and "2 runs are left, 1 of them begun: the same command continues" in told
+    assert list((folder / "out" / "unfinished").glob("*/step-*"))
+
+
+@pytest.mark.slow
+def test_a_failing_run_stops_no_other_and_is_named_in_one_line(folder: Path, command) -> None:
+    (folder / "my_model.py").write_text(MODEL.replace("tokens % 32)", "fails(tokens) % 32)") + FAILS)
+    process = command(*QUICK, "--seeds=2", "--out=out", "--jobs=1")
+    told, _ = process.communicate()
+    assert process.returncode == 2
+    assert "2 of 4 runs failed, and what finished is kept: nvfp4, seed 0 and nvfp4, seed 1: " in told
+    assert "No space left on device" in told
+    assert {result.label for result in read_folders([folder / "out" / "runs"])} == {"baseline"}
+
+
+FAILS = """
+from fp4engine.state import current_state
+from fp4engine.recipe import LinearRecipe
+
+def fails(tokens):
+    state = current_state()
+    if state is not None and state.enabled:
+        raise OSError(28, "No space left on device")
+    return tokens
+"""
+
+
+@pytest.mark.parametrize(("name", "lora"), [("llama", 0), ("qwen3_moe", 0), ("llama", 2)])
+def test_models_of_transformers_train_on_bytes(name: str, lora: int, folder: Path, one_thread) -> None:
+    config = CONFIGURATIONS[name]()
+    config.vocab_size = 260
+    config.save_pretrained(folder / "model")
+    how, encode = source_of("model/config.json").encoding()
+    text = prepare([Path("text.txt")], encode, how, 1000, 17, "text", folder / "data")
+    sizes: dict[str, Any] = {"steps": 2, "batch": 4, "sequence": 16, "learning_rate": 1e-3, "evaluate_every": 1}
+    task = TextTask(name="model/config.json", text=text, lora=lora, **sizes)
+    first, second = (read(trained(task, Run("nvfp4", zoo.make("nvfp4"), 0), folder / place)) for place in "ab")
+    assert how == "bytes" and first.losses == second.losses and first.end["repeats"]
+    assert first.end["fp4_share"] > 0.3 and not any(name.endswith("lm_head") for name in task.setting())
+    assert isinstance(estimates(task, {})["BF16"], Estimate)
+    with torch.device("meta"):
+        model = task.model()
+    trains = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert all("lora" in name for name in trains) if lora else len(trains) == len(list(model.parameters()))
+    assert checkpoint.changing(model).keys() == set(trains)

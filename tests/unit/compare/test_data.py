@@ -1,0 +1,125 @@
+"""Text becomes the same tokens wherever it is from, and none of it is both trained on and held out."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fp4engine.compare import InputError
+from fp4engine.compare.data import Tokens, prepare
+from fp4engine.compare.task import encode_bytes
+
+TEXTS = [f"document {number}: " + "the quick brown fox; " * (number % 7 + 3) for number in range(60)]
+LENGTH = 17
+
+
+def as_files(folder: Path) -> Path:
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number:02}.txt").write_text(text)
+    (folder / "picture.bin").write_bytes(b"\0\1\2")
+    (folder / ".hidden").write_text("hidden")
+    return folder
+
+
+def as_json_lines(folder: Path) -> Path:
+    path = folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "id": 1}) + "\n\n" for text in TEXTS))
+    return path
+
+
+def as_parquet(folder: Path) -> Path:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"id": list(range(len(TEXTS))), "text": TEXTS}), folder / "texts.parquet")
+    return folder / "texts.parquet"
+
+
+def as_data_set(folder: Path) -> Path:
+    import datasets
+
+    made = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})})
+    made.save_to_disk(str(folder / "saved"))
+    return folder / "saved"
+
+
+def read(path: Path, out: Path, wanted: int = 10**6) -> Tokens:
+    return prepare([path], encode_bytes(0), "bytes", wanted, LENGTH, "text", out)
+
+
+def streams(tokens: Tokens) -> tuple[bytes, bytes]:
+    training, validation = (np.load(tokens.folder / f"{part}.npy") for part in ("training", "validation"))
+    return bytes(training.astype(np.uint8)), bytes(validation.astype(np.uint8))
+
+
+@pytest.mark.parametrize("made", [as_files, as_json_lines, as_parquet, as_data_set])
+def test_all_kinds_of_files_give_the_same_tokens(made, tmp_path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    tokens = read(made(source), tmp_path / "out")
+    training, validation = streams(tokens)
+    documents = {
+        part: set(filter(None, stream.decode().split("\0"))) for part, stream in (("t", training), ("v", validation))
+    }
+    assert documents["t"] | documents["v"] == set(TEXTS) and not documents["t"] & documents["v"]
+    assert 0.04 < tokens.validation / (tokens.training + tokens.validation) < 0.12
+    before = (tokens.folder / "training.npy").stat().st_mtime_ns
+    assert read(source if made is as_files else next(source.iterdir()), tmp_path / "out") == tokens
+    assert (tokens.folder / "training.npy").stat().st_mtime_ns == before
+
+
+def test_no_more_is_read_than_a_run_needs(tmp_path) -> None:
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{number} " * 100}) + "\n" for number in range(2000)))
+    assert read(path, tmp_path / "out", wanted=50_000).training < 200_000
+
+
+def test_a_single_document_is_held_out_by_its_end(tmp_path) -> None:
+    (tmp_path / "one.txt").write_text("a" * 900 + "b" * 100)
+    training, validation = streams(read(tmp_path / "one.txt", tmp_path / "out"))
+    assert set(training) == {97, 98} and set(validation) == {98, 0} and len(validation) == 50
+
+
+def test_every_window_comes_once_before_one_comes_again(tmp_path) -> None:
+    (tmp_path / "one.txt").write_bytes(bytes(range(1, 251)) * 4)
+    tokens = read(tmp_path / "one.txt", tmp_path / "out")
+    windows = tokens.windows(LENGTH)
+    first = torch.cat([tokens.batch(0, step, 2, LENGTH) for step in range(windows // 2)])
+    assert len({tuple(row.tolist()) for row in first}) == windows // 2 * 2
+    assert torch.equal(tokens.batch(0, 3, 2, LENGTH), first[6:8])
+    assert not torch.equal(tokens.batch(1, 3, 2, LENGTH), first[6:8])
+    held_out = tokens.held_out(100, LENGTH)
+    assert held_out.shape[1] == LENGTH and held_out.dtype == torch.int64
+
+
+def test_texts_of_several_bytes_a_character_are_read_alike(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("schön " * 100)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "schön " * 100}))
+    assert read(tmp_path / "a.txt", tmp_path).digest == read(tmp_path / "a.jsonl", tmp_path).digest
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: folder / "nowhere", "there is no file or folder"),
+        (lambda folder: folder, "has no files"),
+        (lambda folder: _written(folder / "a.txt", "short"), "leaves .* for training, and a window needs 17"),
+        (lambda folder: _written(folder / "a.jsonl", "{"), "line 1 of .*a.jsonl is not JSON"),
+        (lambda folder: _written(folder / "a.jsonl", '{"body": "x"}'), r"no text in 'text' \(it has body\); say which"),
+        (lambda folder: _written(folder / "a.parquet", "nothing"), "is no Parquet file"),
+        (lambda folder: _written(folder / "a.txt", "\0"), "there is no text in"),
+    ],
+)
+def test_data_that_cannot_be_used_is_named(make, said, tmp_path) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    with pytest.raises(InputError, match=said) as refused:
+        read(make(folder), tmp_path / "out")
+    assert "\n" not in str(refused.value)
+
+
+def _written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path

@@ -1,0 +1,97 @@
+"""A planted fault is found by the ranking of parts and changes the verdict; recipes that are equal tie."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.ties import trial
+from fp4engine.compare import HIGH_PRECISION, Run, read_folders
+from fp4engine.compare.comparison import Comparison, compare
+from fp4engine.compare.page import About, html
+from fp4engine.compare.runner import Job
+from fp4engine.compare.sensitivity import Sensitivity, measure, short, units_of
+from fp4engine.compare.statistics import DOES_NOT, TRAINS
+from fp4engine.compare.training import Places, train
+from fp4engine.formats import CastSpec, Rotation
+from fp4engine.recipe import Casts, LinearRecipe, Recipe, zoo
+from tests.tiny_task import TinyTask
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NVFP4 = zoo.make("nvfp4")
+CLIPPED = CastSpec(target=6 * 32.0)
+"""A cast whose largest elements are cut off at a 32nd of themselves."""
+BIASED = LinearRecipe(
+    input=NVFP4.casts("input"),
+    weight=NVFP4.casts("weight"),
+    grad_output=Casts(CLIPPED, CLIPPED.replace(rotation=Rotation(16))),
+)
+TASK = TinyTask(steps=60, evaluate_every=30, learning_rate=3e-3)
+TOLERANCE = 10.0
+
+
+class InThisProcess:
+    """Stands for a `Runner`."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+
+    def make(self, jobs: Sequence[Job], what: str = "") -> None:
+        for job in jobs:
+            train(job.task, job.run, self.places, looks=job.looks, keep=job.keep)
+
+
+def examined(task: TinyTask, recipes: dict[str, Recipe], folder: Path) -> tuple[Comparison, dict[str, Sensitivity]]:
+    weights = folder / "weights.safetensors"
+    runner = InThisProcess(Places(folder / "runs", folder / "scratch"))
+    for seed in range(3):
+        runner.make([Job(task, Run("baseline", HIGH_PRECISION, seed), keep=None if seed else weights)])
+        runner.make([Job(task, Run(label, recipe, seed), looks=not seed) for label, recipe in recipes.items()])
+    comparison = compare(read_folders([folder / "runs"]), TOLERANCE, list(recipes))
+    with torch.device("meta"):
+        model = task.model()
+    task.convert(model, Run("", HIGH_PRECISION, 0))
+    runner.places = Places(folder / "short", folder / "scratch")
+    return comparison, {r: measure(short(task, weights, 12), recipes[r], model, runner) for r in recipes}
+
+
+@pytest.mark.slow
+def test_a_hot_channel_is_found_and_changes_the_verdict(tmp_path) -> None:
+    task = dataclasses.replace(TASK, hot=64.0)
+    comparison, found = examined(task, {"nvfp4": NVFP4}, tmp_path)
+    assert comparison.code == DOES_NOT
+    first, second, *_ = found["nvfp4"].units
+    assert first.name == "blocks.1.up" and first.gap > 4 * second.gap and found["nvfp4"].is_clear(first)
+    assert found["nvfp4"].keep == ("blocks.1.up",) and found["nvfp4"].gap_then < 0.5 * found["nvfp4"].gap
+    page = html(comparison, About("hot", sensitivity=found, keep=("lm_head",)))
+    assert 'keep_high_precision=["lm_head", "blocks.1.up"])' in page
+
+
+@pytest.mark.slow
+def test_biased_gradients_are_found_and_change_the_verdict(tmp_path) -> None:
+    comparison, found = examined(TASK, {"nvfp4": NVFP4, "biased": BIASED}, tmp_path)
+    nvfp4, biased = comparison.arms
+    assert (comparison.verdict(nvfp4).code, comparison.verdict(biased).code) == (TRAINS, DOES_NOT)
+    gaps = {label: {unit.name: unit.gap for unit in one.products} for label, one in found.items()}
+    for gemm in ("dgrad", "wgrad"):
+        assert gaps["biased"][gemm] > 5 * gaps["nvfp4"][gemm]
+        assert found["biased"].is_clear(next(unit for unit in found["biased"].products if unit.name == gemm))
+    assert gaps["biased"]["fprop"] == gaps["nvfp4"]["fprop"]
+    bias = [max(row["bias"] for row in arm.runs[0].rows if row["kind"] == "gradient") for arm in comparison.arms]
+    assert bias[1] > 2 * bias[0]
+
+
+def test_equal_recipes_tie(tmp_path) -> None:
+    """Four trials; `benchmarks/ties.py` makes a hundred."""
+    task = TinyTask(steps=8, evaluate_every=8)
+    assert sum(trial(task, number, tmp_path) for number in range(4)) >= 3
+
+
+def test_parts_are_blocks_where_there_are_many_layers() -> None:
+    few = [f"layers.{block}.{name}" for block in range(3) for name in ("q", "k")]
+    many = [f"model.layers.{block}.mlp.{name}" for block in range(20) for name in ("up", "gate", "down")]
+    assert units_of(few) == few
+    assert units_of(many) == [f"model.layers.{block}.mlp" for block in range(20)]

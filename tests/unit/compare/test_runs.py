@@ -1,0 +1,245 @@
+"""Runs: what they are known by, that pairs are pairs, that a run that was stopped ends as one that was not."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp4engine.compare import HIGH_PRECISION, InputError, Recorder, Run, read, read_folders
+from fp4engine.compare.files import read_rows
+from fp4engine.compare.training import Places, Training, gradient_noise, train
+from fp4engine.recipe import Casts, CustomRecipe, LinearRecipe, NVFP4BlockScaling, ScheduledRecipe, zoo
+from fp4engine.recipe.base import Recipe
+from fp4engine.recipe.identity import _plain
+from tests.tiny_task import TinyTask, trained
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NVFP4 = zoo.make("nvfp4")
+TASK = TinyTask(steps=6, evaluate_every=3)
+
+
+def losses(path: Path) -> list[dict]:
+    """All rows of a run but those that hold times."""
+    return [row for row in read_rows(path)[1:] if row.get("kind") != "end"]
+
+
+def test_a_run_repeats_itself_and_its_pair_differs_in_the_recipe_alone(tmp_path) -> None:
+    baseline, again, quantized, draws = (
+        read(trained(TASK, run, tmp_path / str(place)))
+        for place, run in enumerate(
+            (
+                Run("baseline", HIGH_PRECISION, 0),
+                Run("baseline", HIGH_PRECISION, 0),
+                Run("nvfp4", NVFP4, 0),
+                Run("nvfp4", NVFP4, 0, {"draws": 1}),
+            )
+        )
+    )
+    assert baseline.losses == again.losses and baseline.validation == again.validation
+    assert quantized.losses[0][1] == pytest.approx(baseline.losses[0][1], rel=0.05)  # same weights, same batch
+    assert quantized.losses != baseline.losses and draws.losses != quantized.losses
+    assert draws.losses[0] == quantized.losses[0]  # only gradients are rounded by chance
+    assert baseline.end["repeats"] and quantized.end["repeats"]
+    assert baseline.end["fp4_share"] == 0 and 0.7 < quantized.end["fp4_share"] < 1
+
+
+def test_the_order_of_additions_can_be_another_with_the_same_tokens(tmp_path) -> None:
+    plain, other = (Training(TASK, Run("baseline", HIGH_PRECISION, 0, extra)) for extra in ({}, {"order": "reversed"}))
+    given, turned = plain.train_step(), other.train_step()
+    assert torch.equal(plain.inputs, other.inputs.flip(1)) and given == pytest.approx(turned.item(), rel=1e-5)
+
+
+def test_accumulated_passes_are_one_batch(tmp_path) -> None:
+    whole, parts = (
+        Training(dataclasses.replace(TASK, batch=8 // n, accumulation=n), Run("baseline", HIGH_PRECISION, 0))
+        for n in (1, 4)
+    )
+    assert torch.equal(whole.inputs.flatten(0, 1), parts.inputs.flatten(0, 1))
+    for _ in range(3):
+        assert whole.train_step().item() == pytest.approx(parts.train_step().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, zoo.make("fp8_delayed"), ScheduledRecipe(((0, NVFP4), (3, HIGH_PRECISION)))])
+def test_a_stopped_run_ends_with_the_bytes_of_one_that_was_not(recipe: Recipe, tmp_path) -> None:
+    run = Run("run", recipe, 1)
+    whole = trained(TASK, run, tmp_path / "whole")
+    for steps in (2, 3):
+        left = iter([False] * (steps - 1) + [True] * 9)
+        part = trained(TASK, run, tmp_path / "parts", stop=lambda left=left: next(left))
+        assert not part.exists() and part.with_name(f"{part.name}.part").exists()
+    assert losses(trained(TASK, run, tmp_path / "parts")) == losses(whole)
+    assert not list((tmp_path / "parts" / "scratch").iterdir())
+
+
+def test_looking_at_a_step_leaves_no_trace_and_finds_what_is_there(tmp_path) -> None:
+    run = Run("nvfp4", NVFP4, 0)
+    places = [Places(tmp_path / name, tmp_path / "scratch") for name in ("plain", "looked")]
+    for place, looks in zip(places, (False, True), strict=True):
+        train(TASK, run, place, looks=looks)
+    plain, looked = (read(run.path(place.finished, TASK.setting())) for place in places)
+    assert plain.losses == looked.losses and plain.validation == looked.validation and not plain.rows
+    gradients = [row for row in looked.rows if row["kind"] == "gradient"]
+    assert {row["step"] for row in gradients} == {2, 4, 6}
+    assert all(row["ratio"] > 1 and 0 <= row["bias"] < 1 for row in gradients)
+    assert (looked.records / "record.jsonl").exists()
+
+
+def test_noise_and_bias_of_gradients_are_told_apart() -> None:
+    """Nearest rounding has no noise and all bias; stochastic rounding that cannot saturate has noise alone."""
+    found: list[dict] = []
+    for spec in (zoo.NEAREST, zoo.GUARDED):
+        recipe = LinearRecipe(grad_output=Casts(spec, spec))
+        found.append(gradient_noise(Training(TASK, Run("gradients", recipe, 0)), recipe)[0])
+    nearest, guarded = found
+    assert nearest["noise"] == 0 and nearest["bias"] == pytest.approx(1 / nearest["ratio"], rel=0.01)
+    assert guarded["bias"] < 0.3 * guarded["noise"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch) -> None:
+    loss = TinyTask.loss
+    monkeypatch.setattr(TinyTask, "loss", lambda *given: loss(*given) * math.nan)
+    monkeypatch.setattr("fp4engine.compare.recorder.ROWS_AT_ONCE", 2)
+    result = read(trained(TASK, Run("nvfp4", NVFP4, 0), tmp_path))
+    assert result.diverged and result.end["diverged_at"] == 1 and result.end["steps"] == 2
+    assert "NaN" not in result.path.read_text()
+
+
+def test_a_key_depends_on_all_that_numbers_do() -> None:
+    runs = [Run("a", NVFP4, 0), Run("a", NVFP4, 1), Run("a", NVFP4.replace(disable_rht=True), 0)]
+    runs += [Run("a", NVFP4, 0, {"draws": 1})]
+    settings = [
+        TASK.setting(),
+        dataclasses.replace(TASK, steps=7).setting(),
+        dataclasses.replace(TASK, hot=2.0).setting(),
+    ]
+    keys = {run.key(setting) for run in runs for setting in settings}
+    assert len(keys) == len(runs) * len(settings)
+    assert Run("another name", NVFP4, 0).key(TASK.setting()) == runs[0].key(TASK.setting())
+
+
+def test_a_changed_recipe_is_a_new_run(tmp_path) -> None:
+    """Results were reused, and unfinished runs continued, after a variant's recipe had changed."""
+    first = trained(TASK, Run("mine", NVFP4, 0), tmp_path)
+    changed = trained(TASK, Run("mine", NVFP4.replace(disable_rht=True), 0), tmp_path)
+    assert first != changed and losses(first) != losses(changed)
+    with pytest.raises(InputError, match="has finished before"):
+        Recorder(tmp_path / "runs", recipe=NVFP4, seed=0, label="mine", setting=TASK.setting())
+
+
+def test_a_field_that_recipes_get_later_orphans_no_run(monkeypatch) -> None:
+    """Its default is what was done before it was there."""
+    monkeypatch.setitem(Recipe.registry, "NVFP4BlockScaling", NVFP4BlockScaling)  # so that it is that again
+    run = Run("nvfp4", NVFP4, 0)
+    made = dataclasses.make_dataclass(
+        "NVFP4BlockScaling", [("of_2027", bool, False)], bases=(NVFP4BlockScaling,), frozen=True, eq=False
+    )
+    later = made()
+    assert "of_2027" in later.to_json()
+    assert Run("nvfp4", later, 0).key({}) == run.key({})
+    assert Run("nvfp4", made(of_2027=True), 0).key({}) != run.key({})
+    spec = NVFP4.casts("input").rowwise
+    wider = dataclasses.make_dataclass("CastSpec", [("of_2027", int, 0)], bases=(type(spec),), frozen=True, eq=False)
+    fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.init}
+    assert _plain(spec) == _plain(wider(**fields)) and _plain(wider(**fields, of_2027=1)) == {
+        **_plain(spec),
+        "of_2027": 1,
+    }
+
+
+def factory(role):
+    raise AssertionError(role)
+
+
+def test_a_recipe_of_functions_is_known_by_their_source() -> None:
+    key = Run("mine", CustomRecipe(factory), 0).identity({})["recipe"]["qfactory"]
+    assert key.startswith("test_runs:factory#") or ":factory#" in key
+    with pytest.raises(ValueError, match="has no source"):
+        Run("mine", CustomRecipe(eval("lambda role: None")), 0).identity({})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"recipe": "nvfp5"}, "did you mean 'nvfp4'"),
+        ({"recipe": 5}, "recipe must be"),
+        ({"seed": -1}, "seed must be an integer of at least 0"),
+        ({"setting": {"a": object()}}, "setting must be a dict of plain JSON values"),
+        ({"setting": "data"}, "setting must be a dict"),
+        ({"first_step": 3}, "has to hold losses up to step 3"),
+    ],
+)
+def test_a_recorder_refuses(options, said, tmp_path) -> None:
+    with pytest.raises(ValueError, match=said):
+        Recorder(tmp_path, **options)
+
+
+def test_a_recorder_goes_on_where_its_run_does(tmp_path) -> None:
+    run = Recorder(tmp_path, recipe="nvfp4")
+    for step in range(5):
+        run.step(torch.tensor(float(step)))
+    run.flush()
+    run = Recorder(tmp_path, recipe="nvfp4", first_step=3)  # of which a checkpoint was kept
+    run.step(30.0)
+    run.finish(parameters=7)
+    result = read(run.path)
+    assert result.losses == ((1, 0.0), (2, 1.0), (3, 2.0), (4, 30.0)) and result.end["parameters"] == 7
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_region_that_an_exception_ends_leaves_an_unfinished_run(tmp_path) -> None:
+    with pytest.raises(KeyError), Recorder(tmp_path) as run:
+        run.step(1.0)
+        raise KeyError
+    assert not run.path.exists() and read_rows(run.part)[-1] == {"step": 1, "loss": 1.0}
+
+
+def test_a_long_run_keeps_means_over_shares(tmp_path) -> None:
+    with Recorder(tmp_path) as run:
+        for step in range(1200):
+            run.step(float(step))
+    result = read(run.path)
+    assert len(result.losses) == 400 and result.losses[0] == (3, 1.0) and result.losses[-1] == (1200, 1198.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda lines: lines[1:], "its first line does not say label"),
+        (lambda lines: lines[:-1], "does not end with a line that says how the run ended"),
+        (lambda lines: [lines[0], lines[-1]], "it has no loss"),
+        (lambda lines: [*lines[:2], lines[1], *lines[2:]], "its steps do not rise"),
+        (lambda lines: [*lines[:1], "[]", *lines[1:]], "a line is no object"),
+    ],
+)
+def test_a_damaged_file_is_named(change, said, tmp_path) -> None:
+    with Recorder(tmp_path) as run:
+        run.step(1.0)
+        run.step(2.0)
+    run.path.write_text("".join(f"{line}\n" for line in change(run.path.read_text().splitlines())))
+    with pytest.raises(InputError, match=said):
+        read_folders([tmp_path])
+
+
+def test_files_of_november_are_read_and_known_by_their_recipe(tmp_path) -> None:
+    settings = {"preset": "p", "sequence": 4, "batch": 2, "tokens": 16, "seed": 3}
+    header = {
+        "variant": "nvfp4",
+        "recipe": json.loads(NVFP4.to_json()),
+        "settings": settings,
+        "data": "d",
+        "device": "cpu",
+    }
+    rows = [header, {"step": 1, "loss": 2.0}, {"step": 2, "validation_loss": 1.5}]
+    path = tmp_path / "nvfp4.seed3.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (result,) = read_folders([tmp_path])
+    setting = {"preset": "p", "sequence": 4, "batch": 2, "tokens": 16, "data": "d", "on": "cpu"}
+    assert (result.label, result.seed, result.loss) == ("nvfp4", 3, 1.5) and result.recipe == NVFP4
+    assert result.key == Run("any", NVFP4, 3).key(setting)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    with pytest.raises(InputError, match="must end with the loss after 2 steps"):
+        read(path)
