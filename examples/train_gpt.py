@@ -19,12 +19,13 @@ from typing import Any, NoReturn
 import torch
 
 import fp4engine
+from fp4engine.compare.files import LOCK, alone_in, write_atomically
+from fp4engine.compare.loop import compute_repeatably
 from gpt import report
 from gpt.data import Corpus, load_corpus
-from gpt.files import LOCK, alone_in, write_atomically
 from gpt.model import GPT
-from gpt.settings import PRECISIONS, PRESETS, InputError, Settings, whole
-from gpt.training import Diverged, Interrupted, Result, Trainer, compute_repeatably
+from gpt.settings import PRESETS, InputError, Settings, folder_of, whole
+from gpt.training import Diverged, Interrupted, Result, Trainer
 
 CONFIG, DATA_DIGEST = "config.json", "data.sha256"
 
@@ -58,7 +59,11 @@ def parser() -> Parser:
         type=lambda text: str(Path(text).resolve()),
         help="a folder of text files (default: the source of Python's standard library)",
     )
-    add("--precision", type=words, help=f"of {', '.join(PRECISIONS)}, separated by commas; the gap is to the first")
+    add(
+        "--precision",
+        type=words,
+        help="bf16 and recipes (rows of the book, JSON files, module:function), by commas; gaps are to the first",
+    )
     add("--keep-high-precision", type=words, help="patterns of linear layers that stay out of FP4 (default: lm_head)")
     add("--tokens", type=whole, help="bytes to train on, e.g. 1e9")
     for name in ("--layers", "--width", "--sequence", "--batch", "--evaluate-every", "--checkpoint-every", "--seed"):
@@ -141,13 +146,13 @@ def choose_folder(arguments: argparse.Namespace) -> Path:
 def train_all(settings: Settings, folder: Path, corpus: Corpus) -> list[Result]:
     results: list[Result] = []
     for precision in settings.precision:
-        finished = folder / precision / "result.json"
+        finished = folder_of(folder, precision) / "result.json"
         if finished.exists():
             results.append(Result.load(finished))
             continue
         trainer = Trainer(settings, precision, folder, corpus)
         if trainer.recipe is not None:
-            write_atomically(folder / precision / "plan.txt", f"{trainer.plan}\n")
+            write_atomically(folder_of(folder, precision) / "plan.txt", f"{trainer.plan}\n")
             print(f"{precision}: {trainer.plan.summary}")
         if trainer.step:
             print(f"{precision}: continues after step {trainer.step}")
@@ -161,7 +166,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     settings = resume(given, folder) if arguments.resume else begin(given, folder)
     corpus = load_corpus(settings.data, settings.sequence + 1, torch.device(settings.device))
     print(f"{folder}: {len(corpus.training):,} bytes to train on, {len(corpus.validation):,} to validate")
-    with alone_in(folder):
+    with alone_in(folder, "give another --name"):
         if arguments.resume:
             require_same_text(folder, corpus)
         else:
@@ -172,7 +177,10 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
             again = [sys.executable, sys.argv[0], "--runs", str(arguments.runs), "--name", folder.name, "--resume"]
             print(f"stopped after step {stop.step}, all saved; to continue: {shlex.join(again)}")
             raise
-        text = f"{report.table(results)}\n\n{report.notes(settings, results)}\n"
+        with torch.device("meta"):
+            model = GPT(settings.layers, settings.width, settings.sequence)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        text = f"{report.table(results)}\n\n{report.notes(settings, results, parameters)}\n"
         write_atomically(folder / "report.md", text)
         print(f"\n{text}\nloss curves: {report.plot(folder, settings)}")
 

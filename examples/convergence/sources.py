@@ -2,6 +2,7 @@
 
 import os
 import sysconfig
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -35,4 +36,10 @@ def prepare(data: str | None, length: int, scratch: Path) -> Path:
 
 
 def load(path: Path, device: str) -> Corpus:
+    """What :func:`prepare` wrote, read once."""
+    return _read(path, device, path.stat().st_mtime_ns)
+
+
+@cache
+def _read(path: Path, device: str, written: int) -> Corpus:
     return Corpus(**torch.load(path, map_location=device))

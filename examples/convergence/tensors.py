@@ -36,8 +36,10 @@ import fp4engine
 from convergence import sources
 from convergence.run import SCRATCH
 from convergence.studies import BASELINE, PRESETS
-from convergence.training import Feed, Training, environment
+from convergence.task import run_of, task_of
 from fp4engine import reference
+from fp4engine.compare.recorder import header_of
+from fp4engine.compare.training import Training
 from fp4engine.formats import CastSpec
 from fp4engine.recipe import Recipe, zoo
 from fp4engine.reference.cast import prepare
@@ -88,10 +90,8 @@ def capture(training: Training) -> Iterator[Layer]:
             output.register_hook(backward)
 
         handles.append(module.register_forward_hook(forward))
-    with training.alone():
-        training.loss(training.tokens(training.losses.at - 1), training.recipe).backward()
-        training.optimizer.zero_grad()
-    training.settle()
+    with training.aside():
+        training.backward(training.recipe)  # of the last step's batch
     for handle in handles:
         handle.remove()
     for name, module in linears.items():
@@ -155,11 +155,10 @@ def measure_layer(layer: Layer, recipes: dict[str, Recipe], draws: int) -> Itera
 def rows_of_run(
     training: Training, shares: list[float], recipes: dict[str, Recipe], draws: int
 ) -> Iterator[dict[str, Any]]:
-    steps = training.settings.steps
+    steps = training.task.steps
     wanted = {max(1, round(share * steps)) for share in shares}
     for _ in tqdm(range(steps), unit="step", disable=None):
         training.train_step()
-        training.settle()
         if training.step in wanted:
             for layer in capture(training):
                 for row in measure_layer(layer, recipes, draws):
@@ -235,14 +234,15 @@ def main(argv: list[str] | None = None) -> int:
     settings = dataclasses.replace(preset, device=device, tokens=tokens, evaluate_every=tokens)
     length = settings.sequence + 1
     try:
-        corpus = sources.load(sources.prepare(arguments.data, length, arguments.scratch), device)
+        task = task_of(settings, sources.prepare(arguments.data, length, arguments.scratch))
     except InputError as error:
         parser.error(str(error))
-    training = Training(settings, BASELINE, Feed(corpus))
+    run = run_of(BASELINE, settings, settings.seed)
+    training = Training(task, run)
     recipes = {name: zoo.make(name) for name in arguments.recipes}
     rows = list(rows_of_run(training, arguments.at, recipes, arguments.draws))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    header = {**environment(settings, corpus), "draws": arguments.draws, "rows": ROWS}
+    header = {**header_of(run, task.setting()), "draws": arguments.draws, "rows": ROWS}
     (arguments.out / "tensors.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (header, *rows)))
     for name in MEASURES:
         plot(rows, name, arguments.out / f"{name}.png")

@@ -1,35 +1,10 @@
-"""Memory: the peak of a run, and what the linear layers keep for their backward pass."""
+"""Memory that the linear layers keep for their backward pass."""
 
-import resource
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-STATUS = Path("/proc/self/status")
-CLEAR_PEAK = Path("/proc/self/clear_refs")
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Forget earlier peaks, where the system can: CUDA and Linux."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif CLEAR_PEAK.exists():
-        CLEAR_PEAK.write_text("5")
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the peak of CUDA's allocator, or of the resident size of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if STATUS.exists():
-        kilobytes = next(line.split()[1] for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(kilobytes) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def watch_saved(model: nn.Module) -> tuple[torch.autograd.graph.saved_tensors_hooks, dict[int, Tensor]]:

@@ -10,9 +10,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from gpt.checkpoint import read_metrics
-from gpt.files import write_atomically
-from gpt.settings import Settings
+from fp4engine.compare.files import write_atomically
+from fp4engine.compare.plan import one_seed
+from gpt.metrics import read_metrics
+from gpt.settings import HIGH_PRECISION, Settings, folder_of
 from gpt.training import Result
 
 HEADER = (
@@ -37,10 +38,17 @@ def table(results: Sequence[Result]) -> str:
     )
 
 
+def name_of(result: Result) -> str:
+    """The precision, by what it really was: without a recipe it is FP32 on a CPU."""
+    return (
+        "fp32" if result.precision == HIGH_PRECISION and result.high_precision_dtype == "float32" else result.precision
+    )
+
+
 def row(result: Result, first: Result) -> tuple[str, ...]:
     gap = result.validation_loss / first.validation_loss - 1
     return (
-        result.precision,
+        name_of(result),
         f"{result.validation_loss:.4f}",
         "" if result is first else f"{gap:+.2%}",
         "-" if result.tokens_per_second is None else f"{result.tokens_per_second:,.0f}",
@@ -54,18 +62,37 @@ def mebibytes(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB"
 
 
-def notes(settings: Settings, results: Sequence[Result]) -> str:
+def notes(settings: Settings, results: Sequence[Result], parameters: int) -> str:
+    """What the figures are, how slow emulation was, and what one seed means."""
     memory = "CUDA's peak allocation" if settings.device == "cuda" else "the process's peak resident size"
-    return (
+    lines = [
         f"{settings.steps} steps of {settings.batch} x {settings.sequence} bytes; loss in nats per byte; outside FP4 "
         f"GEMMs compute in {results[0].high_precision_dtype}; memory is {memory}."
-    )
+    ]
+    first, *others = results
+    if settings.device == "cpu" and first.precision == HIGH_PRECISION:
+        slower = [
+            f"{name_of(other)} took {first.tokens_per_second / other.tokens_per_second:.1f} times as long as fp32"
+            for other in others
+            if first.tokens_per_second and other.tokens_per_second
+        ]
+        if slower:
+            lines.append(
+                f"{'; '.join(slower)}: a CPU emulates FP4 in many small operations. On a GPU kernels do it "
+                "(docs/memory-and-speed.md)."
+            )
+    if others:
+        lines.append(
+            f"{one_seed(parameters, settings.steps * settings.batch * settings.sequence)}. `fp4engine compare` runs "
+            "several seeds, and says whether they tell."
+        )
+    return "\n\n".join(lines)
 
 
 def plot(folder: Path, settings: Settings) -> Path:
     """Above: training loss (thin, averaged over 1% of the run) and validation loss (dots). Below: gaps to the first."""
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), layout="constrained")
-    courses = {name: course(folder / name, settings.steps) for name in settings.precision}
+    courses = {name: course(folder_of(folder, name), settings.steps) for name in settings.precision}
     first, *others = settings.precision
     for place, (name, (training, validation)) in enumerate(courses.items()):
         above.plot(*zip(*training.items(), strict=True), linewidth=1, color=f"C{place}", label=f"{name}, training")

@@ -3,16 +3,13 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4engine import recipe
-
-
-class InputError(ValueError):
-    """Something the user gave cannot be used; its message is one line that says what and what to do."""
+from fp4engine.compare.files import InputError
+from fp4engine.recipe import Recipe, recipe_from_argument
 
 
 def whole(text: str) -> int:
@@ -23,11 +20,22 @@ def whole(text: str) -> int:
     return int(number)
 
 
-PRECISIONS: dict[str, Callable[[], recipe.Recipe] | None] = {
-    "bf16": None,
-    **{name: recipe.zoo.ZOO[name].build for name in ("nvfp4", *recipe.zoo.ZOO)},
-}
-"""Name on the command line -> the recipe of the linear layers; None leaves them in high precision."""
+HIGH_PRECISION = "bf16"
+"""The precision that has no recipe: BF16 on a GPU, FP32 on a CPU."""
+
+
+def recipe_of(precision: str) -> Recipe | None:
+    """The recipe of the linear layers: a row of the recipe book, a JSON file, or module:function; None for bf16.
+
+    Raises:
+        ValueError: there is no such recipe.
+    """
+    return None if precision == HIGH_PRECISION else recipe_from_argument(precision)
+
+
+def folder_of(run: Path, precision: str) -> Path:
+    """Where a precision's part of a run is."""
+    return run / re.sub(r"[^\w.+-]+", "-", precision)
 
 
 @dataclass(frozen=True)
@@ -68,8 +76,10 @@ class Settings:
         if not self.precision or len(set(self.precision)) < len(self.precision):
             raise InputError("--precision must name at least one precision, and each only once")
         for name in self.precision:
-            if name not in PRECISIONS:
-                raise InputError(f"--precision must be of {', '.join(PRECISIONS)}; got {name!r}")
+            try:
+                recipe_of(name)
+            except ValueError as error:
+                raise InputError(f"--precision takes {HIGH_PRECISION} and recipes: {error}") from error
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

@@ -2,35 +2,35 @@
 
 import json
 import math
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import fp4engine
+from fp4engine.compare import checkpoint
+from fp4engine.compare.files import sync, write_atomically
+from fp4engine.compare.loop import (
+    LARGEST_GRADIENT_NORM,
+    Pace,
+    duration,
+    learning_rate,
+    make_optimizer,
+    peak_memory,
+    reset_peak_memory,
+    stop_on_signals,
+)
 from fp4engine.recipe import Recipe, recipe_from_json
-from gpt import checkpoint
-from gpt.checkpoint import Metrics
 from gpt.data import Corpus
-from gpt.files import write_atomically
-from gpt.measure import peak_memory, reset_peak_memory, saved_by_linears
+from gpt.measure import saved_by_linears
+from gpt.metrics import Metrics
 from gpt.model import GPT
-from gpt.settings import PRECISIONS, InputError, Settings
-
-BETAS = (0.9, 0.95)
-WEIGHT_DECAY = 0.1
-LARGEST_GRADIENT_NORM = 1.0
-WARMUP_SHARE = 0.05
-FINAL_SHARE = 0.1
-"""Learning rate at the end, as a share of its peak."""
+from gpt.settings import HIGH_PRECISION, InputError, Settings, folder_of, recipe_of
 
 LOG_EVERY = 10
 """Steps between two looks at the losses; each look waits for the GPU."""
@@ -39,13 +39,6 @@ LINE_SECONDS = 10.0
 """At least so long between two lines about training where the output is no terminal, which gets a bar."""
 
 VALIDATION_BATCHES = 8
-
-
-def compute_repeatably() -> None:
-    """From here on equal runs give equal bytes, also on a GPU; call it before anything multiplies there."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS then adds in the same order every time
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that would cost a pass over memory
 
 
 class Diverged(RuntimeError):
@@ -100,7 +93,7 @@ class Trainer:
 
     def __init__(self, settings: Settings, precision: str, folder: Path, corpus: Corpus) -> None:
         self.settings, self.precision, self.corpus = settings, precision, corpus
-        self.folder = folder / precision
+        self.folder = folder_of(folder, precision)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.device = torch.device(settings.device)
         torch.manual_seed(settings.seed)
@@ -118,15 +111,16 @@ class Trainer:
 
     def _recipe(self) -> Recipe | None:
         """The recipe of this precision; a run that is continued keeps the one it began with."""
-        factory = PRECISIONS[self.precision]
-        if factory is None:
+        if self.precision == HIGH_PRECISION:
             return None
         path = self.folder / "recipe.json"
         instead = "put back the one that the run began with, or begin another run"
         if not path.exists():
             if checkpoint.checkpoints(self.folder / "checkpoints"):
                 raise InputError(f"{path} is missing; {instead}")
-            write_atomically(path, factory().to_json() + "\n")
+            recipe = recipe_of(self.precision)
+            assert recipe is not None
+            write_atomically(path, recipe.to_json() + "\n")
         try:
             return recipe_from_json(path.read_text())
         except ValueError as error:
@@ -161,7 +155,7 @@ class Trainer:
                     self._evaluate(bar.disable)
                     told = time.perf_counter()
                 if saves:
-                    checkpoint.sync(self.metrics.path)
+                    sync(self.metrics.path)
                     checkpoint.save(self.folder / "checkpoints", self.step, self.model, self.optimizer)
                 if stops:
                     raise Interrupted(self.step)
@@ -171,7 +165,7 @@ class Trainer:
 
     def _train_step(self) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self.settings)
+            group["lr"] = learning_rate(self.step, self.settings.steps, self.settings.learning_rate)
         loss = self._backward(self.step, self.loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT_NORM)
         self.optimizer.step()
@@ -236,81 +230,3 @@ class Trainer:
         result = Result(self.precision, dtype, validation[-1], self.pace.tokens_per_second, peak, saved, share)
         write_atomically(self.folder / "result.json", json.dumps(asdict(result), indent=2) + "\n")
         return result
-
-
-class Pace:
-    """Tokens per second of training steps, between looks at the GPU; the first stretch is warm-up."""
-
-    def __init__(self, tokens_per_step: int) -> None:
-        self.tokens_per_step = tokens_per_step
-        self.steps, self.measured = 0, 0.0
-        self.warm = False
-        self.begin = 0.0
-
-    def start(self) -> None:
-        self.begin = time.perf_counter()
-
-    def stop(self, steps: int) -> None:
-        now = time.perf_counter()
-        if self.warm:
-            self.steps += steps
-            self.measured += now - self.begin
-        self.warm = True
-        self.begin = now
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return self.steps * self.tokens_per_step / self.measured if self.steps else None
-
-    def seconds(self, steps: int) -> float | None:
-        """What so many steps will take, at the pace of those so far; None before there is one."""
-        return steps * self.measured / self.steps if self.steps else None
-
-
-def duration(seconds: float) -> str:
-    """The time in whole seconds, minutes and hours, the largest two of them."""
-    minutes, rest = divmod(math.ceil(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
-
-
-def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=BETAS, fused=matrices[0].is_cuda)
-
-
-def learning_rate(step: int, settings: Settings) -> float:
-    """Linear warm-up, then half a cosine down to `FINAL_SHARE` of the peak."""
-    warmup = max(1, round(settings.steps * WARMUP_SHARE))
-    if step < warmup:
-        return settings.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, settings.steps - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return settings.learning_rate * (FINAL_SHARE + (1 - FINAL_SHARE) * cosine)
-
-
-class StopRequest:
-    """Set by the first Ctrl-C or SIGTERM; a second one ends the process at once."""
-
-    requested = False
-
-    def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Turn signals into a request that the training loop looks at between steps."""
-    stop = StopRequest()
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
