@@ -28,12 +28,14 @@ SAVED = re.compile(r"# (?P<stem>\w+)\.py\n")
 """First line of a block that is a module of its page's others."""
 PUBLIC = (
     "fp4engine", "fp4engine.recipe", "fp4engine.inspect", "fp4engine.estimate", "fp4engine.export", "fp4engine.formats",
-    "fp4engine.integrations", "fp4engine.testing", "fp4engine.accounting", "fp4engine.distributed",
+    "fp4engine.integrations", "fp4engine.testing", "fp4engine.accounting", "fp4engine.compare", "fp4engine.distributed",
 )  # fmt: skip
 """Modules all of whose names are public."""
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>[^`\n]*)$")
 FILE = re.compile(r"[\w.-]+(/[\w.-]+)*\.(py|md|toml|lock|txt|json|sh|yaml)")
 MADE_BY_RUNNING = ("runs/", "docs/_build/")
+OF_THE_READER = ("config.json", "mine.json")
+"""Files that a reader brings along."""
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)[^)]*\)")
 QUOTED_PATH = re.compile(r"`((?:fp4engine|tests|docs|examples|benchmarks|tools)/[\w./-]*)`")
 QUOTED_NAME = re.compile(r"`(fp4engine(?:\.\w+)+)[`(]")
@@ -90,7 +92,7 @@ def missing_names(block: Block, targets: set[str]) -> list[str]:
         if words[:1] == ["make"]:
             missing += [word for word in words[1:] if re.fullmatch(r"[a-z][\w-]*", word) and word not in targets]
         files = [word for word in words if FILE.fullmatch(word) and not word.startswith(MADE_BY_RUNNING)]
-        missing += [word for word in files if not (REPOSITORY / word).exists()]
+        missing += [word for word in files if word not in OF_THE_READER and not (REPOSITORY / word).exists()]
     return missing
 
 
