@@ -1,9 +1,9 @@
-"""Weights that are multiplied as NVFP4 under scales that train.
+"""Weights that are multiplied as NVFP4 under scales that train::
 
     q = e * s * (A / numerator),   e = E2M1(w / (s * A / numerator)),   s = E4M3(2^block),   A = 2^outer
 
 ``block`` and ``outer`` are parameters, one number for each block and one for the weight. The gradients are those of
-learned step sizes (LSQ): with ``g = dL/dq``, and ``v`` the quotient that ``e`` was rounded from,
+learned step sizes (LSQ): with ``g = dL/dq``, and ``v`` the quotient that ``e`` was rounded from::
 
     dL/dw = g                where |v| <= 6, else 0
     dL/d(2^block)  ~  g * (q - w)   where |v| <= 6, else g * q
