@@ -96,6 +96,7 @@ PLAIN = CastSpec()
 ROTATED = CastSpec(rotation=Rotation())
 SR = CastSpec(rounding=RoundingMode.STOCHASTIC)
 TILE = CastSpec(block=(16, 16))
+SEARCHED, SEARCHED_TILES = zoo.SEARCHED, zoo.SEARCHED_TILES
 MAE = CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MAE, scale_bound=256.0)
 ROW = CastSpec(outer=Outer.ROW)
 CASTS = (
@@ -107,6 +108,7 @@ CASTS = (
     ("row+col 16x16", TILE, TILE, "codes", "bf16"),
     ("rowwise 16x16", TILE, None, "codes", "bf16"),
     ("row+col 4over6", MAE, MAE, "codes", "bf16"),
+    ("row+col search", SEARCHED, SEARCHED_TILES, "codes", "bf16"),
     ("row+col row-scaled", ROW, ROW, "codes", "bf16"),
     ("row+col RHT FP16", PLAIN, ROTATED, "codes", "fp16"),
     ("row+col RHT FP32", PLAIN, ROTATED, "codes", "fp32"),

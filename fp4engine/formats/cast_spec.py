@@ -4,7 +4,7 @@ An operand is a matrix ``[rows, cols]`` whose LAST axis is the one a GEMM contra
 (:mod:`fp4engine.reference`) interprets any CastSpec; a kernel answers whether it covers one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
@@ -169,6 +169,9 @@ class CastSpec:
         random_bits: random bits per element under stochastic rounding, 8 or 16.
         rotation: Hadamard transform before everything else, or None.
         correction: correction of shrinkage.
+        search: offsets of the E4M3 codes that a block tries as its scale beside the one that the rule ``amax`` gives:
+            whole numbers from -8 to 8 without 0, sorted by distance, the negative one first. The block keeps the code
+            whose elements have the least squared error; of equal ones the first.
         key: the spec as one short string; :meth:`from_key` reads it back. Used in operator schemas and JSON.
     """
 
@@ -183,6 +186,7 @@ class CastSpec:
     random_bits: int = 8
     rotation: Rotation | None = None
     correction: Correction = Correction.NONE
+    search: tuple[int, ...] = ()
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -190,8 +194,10 @@ class CastSpec:
             raise ValueError(f"CastSpec {'; '.join(complaints)}")
         for name in ("scale_bound", "target"):  # equal numbers print alike
             object.__setattr__(self, name, float(getattr(self, name)))
-        values = (getattr(self, f.name) for f in fields(self) if f.init)
-        object.__setattr__(self, "key", ":".join(map(_print_field, values)))
+        object.__setattr__(self, "search", tuple(sorted(self.search, key=lambda offset: (abs(offset), offset))))
+        values = [_print_field(getattr(self, f.name)) for f in fields(self) if f.init and f.name not in _OPTIONAL]
+        values += [f"{name}={_OPTIONAL[name][0](value)}" for name in _OPTIONAL if (value := getattr(self, name))]
+        object.__setattr__(self, "key", ":".join(values))
 
     def __hash__(self) -> int:
         """The key's hash, which is computed once: specs are in the keys of every cache on the way to a kernel."""
@@ -307,6 +313,7 @@ class CastSpec:
             "x".join(map(str, self.block)) if self.block[1] else "tensor",
             self.scale.name if self.scale == UE5M3 else "",
             "" if self.scale_rule is ScaleRule.AMAX else self.scale_rule.value.replace("_", " "),
+            " ".join(["search", *map(str, self.search)]) if self.search else "",
             "" if self.rounding is RoundingMode.EVEN else self.rounding.value,
             "" if self.target == self.element.term.max_value else f"to {self.target:.3g}",
             f"outer {self.outer.value}" if self.outer in (Outer.ROW, Outer.BLOCK128) else "",
@@ -354,7 +361,7 @@ _KINDS: dict[str, type] = {
     "random_bits": int,
     "correction": Correction,
 }
-"""The types of all fields but ``block`` and ``rotation``."""
+"""The types of all fields but ``block``, ``rotation`` and ``search``."""
 
 
 def _wrong_kinds(spec: CastSpec) -> Iterator[str]:
@@ -369,6 +376,9 @@ def _wrong_kinds(spec: CastSpec) -> Iterator[str]:
     block: Any = spec.block
     if not isinstance(block, tuple) or [type(size) for size in block] != [int, int]:
         yield f"block must be a tuple of two integers (rows, cols), got {block!r}"
+    search: Any = spec.search
+    if not isinstance(search, tuple) or any(type(offset) is not int for offset in search):
+        yield f"search must be a tuple of integers, got {search!r}"
     if spec.rotation is not None and not isinstance(spec.rotation, Rotation):
         yield f"rotation must be a Rotation or None, got {spec.rotation!r}"
 
@@ -384,6 +394,8 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
         yield f"element must be e1m2, e2m1, 2e2m1, e2m3, e3m2, e4m3 or e5m2, got {spec.element}"
     if spec.element == TWO_E2M1:
         yield from _complaints_of_two_terms(spec)
+    if spec.search:
+        yield from _complaints_of_search(spec)
     if spec.scale not in (E4M3, UE5M3, E8M0, FP32):
         yield f"scale must be e4m3, ue5m3, e8m0 or fp32, got {spec.scale}"
     if not (spec.target >= FLT_MIN and spec.numerator <= FLT_MAX):
@@ -435,6 +447,20 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
         )
 
 
+def _complaints_of_search(spec: CastSpec) -> Iterator[str]:
+    if len(set(spec.search)) < len(spec.search) or not all(0 < abs(offset) <= 8 for offset in spec.search):
+        yield f"search must be different offsets from -8 to 8 without 0, got {spec.search}"
+    if (spec.element, spec.scale, spec.scale_rule) != (E2M1, E4M3, ScaleRule.AMAX):
+        yield (
+            "search needs element=e2m1, scale=e4m3 and scale_rule=amax, "
+            f"got {spec.element}, {spec.scale} and {spec.scale_rule.value}"
+        )
+    if spec.rounding is RoundingMode.STOCHASTIC:
+        yield "search compares errors of elements rounded to nearest, it does not go with rounding=stochastic"
+    if spec.block[0] & (spec.block[0] - 1):
+        yield f"search adds the errors of a tile's rows by halves: block rows must be a power of two, got {spec.block}"
+
+
 def _complaints_of_two_terms(spec: CastSpec) -> Iterator[str]:
     if spec.scale != E4M3 or spec.scale_rule is not ScaleRule.AMAX or spec.target != E2M1_MAX:
         yield (
@@ -450,6 +476,18 @@ def _complaints_of_two_terms(spec: CastSpec) -> Iterator[str]:
         )
 
 
+def _print_offsets(offsets: tuple[int, ...]) -> str:
+    return ",".join(map(str, offsets))
+
+
+def _offsets(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+_OPTIONAL: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {"search": (_print_offsets, _offsets)}
+"""Fields that a key names, and only where they are set: how they are printed and read."""
+
+
 def _print_field(value: Any) -> str:
     if value is None:
         return "none"
@@ -461,7 +499,8 @@ def _print_field(value: Any) -> str:
 @cache
 def _from_key(key: str) -> CastSpec:
     try:
-        element, block, scale, rule, bound, target, outer, rounding, bits, rotation, correction = key.split(":")
+        element, block, scale, rule, bound, target, outer, rounding, bits, rotation, correction, *rest = key.split(":")
+        optional = dict(field.split("=") for field in rest)
         rows, cols = block.split("x")
         spec = CastSpec(
             FORMATS[element],
@@ -475,6 +514,7 @@ def _from_key(key: str) -> CastSpec:
             int(bits),
             _rotation_from_key(rotation),
             Correction(correction),
+            **{name: _OPTIONAL[name][1](text) for name, text in optional.items()},
         )
     except (KeyError, ValueError) as error:
         raise ValueError(f"not a CastSpec key: {key!r} ({error}); a key is what spec.key prints") from error

@@ -16,7 +16,7 @@ import triton.language as tl
 from fp4engine.constants import GAUSSIAN_VARIANCE as _GAUSSIAN_VARIANCE
 from fp4engine.kernels.amax import bits_of_largest, store_amax, whole_amax
 from fp4engine.kernels.dots import dots, shrinkage
-from fp4engine.kernels.element import decode_element, encode_element
+from fp4engine.kernels.element import decode_element, encode_element, neighbour_scale
 from fp4engine.kernels.encode import (
     FLT_MAX,
     NAN,
@@ -280,6 +280,39 @@ def candidate(
 
 
 @triton.jit
+def searched(
+    y, nominal, outer_scale, outer_decode_scale, CAST: tl.constexpr, COLS: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """Bits of the scale with the least squared error, of ``nominal`` and its neighbours; blocks are 16 wide.
+
+    As :func:`fp4engine.kernels.cast.searched`.
+    """
+    units = scaled(y, outer_scale)
+    best = nominal
+    least = tl.zeros_like(units[0])
+    COUNT: tl.constexpr = len(CAST.search) + 1  # pyright: ignore[reportAssignmentType]
+    for step in tl.static_range(COUNT):
+        stored = nominal
+        if step > 0:
+            stored = neighbour_scale(nominal, CAST.search[step - 1])
+        scale = from_stored(stored, CAST, HARDWARE)
+        codes = encode(scaled(y, element_encode_scale(scale, outer_decode_scale, HARDWARE)), (), CAST)
+        error = tl.zeros_like(units[0])
+        for i in tl.static_range(16):
+            difference = decode_tile(codes[i], CAST) * scale - units[i]
+            error = error + difference * difference
+        if CAST.height > 1:
+            error = sum_tile_rows(error, CAST.height, COLS)
+        if step == 0:
+            least = error
+        else:
+            better = error < least
+            best = tl.where(better, stored, best)
+            least = tl.where(better, error, least)
+    return best
+
+
+@triton.jit
 def outer_of(m, amax_ptr, whole_ptr, parts, row0, col0, R, groups, CAST: tl.constexpr, TILE_R: tl.constexpr):
     """The outer amax of every row of a tile, or the one there is, FP32 [TILE_R or 1]; to ``whole_ptr`` if there.
 
@@ -358,6 +391,10 @@ def cast_tile(
         elif CAST.scale == "e4m3" or CAST.scale == "ue5m3":
             scale = block * (outer_scale * (1.0 / CAST.target))
             stored, decode_scale, encode_scale = rounded_scale(scale, outer_decode_scale, CAST, HARDWARE)
+            if CAST.search is not None:
+                stored = searched(y, stored, outer_scale, outer_decode_scale, CAST, COLS, HARDWARE)
+                decode_scale = from_stored(stored, CAST, HARDWARE)
+                encode_scale = element_encode_scale(decode_scale, outer_decode_scale, HARDWARE)
         elif CAST.scale == "fp32":
             encode_scale, decode_scale = inverse_scale(block, CAST, HARDWARE)
             stored = decode_scale

@@ -45,7 +45,7 @@ class BlockCast:
         packed: whether two codes share a byte; values: whether values are written, not codes; half: in FP16, not BF16.
         height, width: of a block.
         scale: format of the block scales: ``"e4m3"``, ``"ue5m3"``, ``"e8m0"`` or ``"fp32"``.
-        rule: value of the scale rule.
+        rule: value of the scale rule; search: offsets of the scales that a block tries beside its nominal one, or None.
         inverse_target: ``fl(1 / fl(target))``.
         turn, max_exponent, element_factor: of a power-of-two rule: a mantissa beyond this rounds up; exponent of the
             element's largest binade; what elements are multiplied by beside the power.
@@ -68,6 +68,7 @@ class BlockCast:
     width: int
     scale: str
     rule: str
+    search: tuple[int, ...] | None
     numerator: float
     target: float
     inverse_target: float
@@ -106,6 +107,7 @@ class BlockCast:
             width=spec.block[1],
             scale=spec.scale.name,
             rule=spec.scale_rule.value,
+            search=spec.search or None,
             numerator=spec.numerator,
             target=spec.target,
             inverse_target=_inverse(spec.target),
@@ -246,6 +248,7 @@ def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
         (spec.block[1] > 0, f"element={spec.element} per {spec.outer.value}, as it is cast here"),
         (spec.block[0] in (1, 16, 32, 64, 128), f"block={spec.block}"),
         (not four_over_six or spec.block[1] == BLOCK_SIZE, f"4over6 in blocks of {spec.block}"),
+        (not spec.search or spec.block[1] == BLOCK_SIZE, f"a search in blocks of {spec.block}"),
         (not aligned or spec.block[1] == BLOCK_SIZE, f"aligned scales of blocks of {spec.block}"),
         (not aligned or (spec.element == E2M1 and spec.outer is Outer.TENSOR), f"aligned scales of {spec.label}"),
         (not scalar or (spec.outer is Outer.TENSOR and not aligned), f"a scalar correction of {spec.label}"),

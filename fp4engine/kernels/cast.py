@@ -10,6 +10,7 @@ import triton.language as tl
 
 from fp4engine.constants import HADAMARD_SIGNS
 from fp4engine.formats import CastSpec, Outer, RoundingMode, ScaleRule, Signs
+from fp4engine.kernels.element import neighbour_scale
 from fp4engine.kernels.encode import (
     E2M1,
     E4M3_NAN,
@@ -46,6 +47,7 @@ class Side:
         signs: of the rotation, or None.
         random_bits: 0 for nearest even, else 8 or 16.
         error: "mae" or "mse" under 4over6, else None.
+        search: offsets of the scales that a block tries beside its nominal one, or None.
         per_row: one outer amax per row.
         bit: bit 0 of the stream: 0 rowwise, 1 columnwise.
         sharded: whether the random stream is told of the shard's place in a whole tensor.
@@ -56,6 +58,7 @@ class Side:
     signs: tuple[int, ...] | None
     random_bits: int
     error: str | None
+    search: tuple[int, ...] | None
     per_row: bool
     numerator: float
     target: float
@@ -70,7 +73,7 @@ class Side:
     @property
     def fits_words(self) -> bool:
         """Whether :mod:`fp4engine.kernels.words` can cast this side."""
-        return self.error is None and self.random_bits != 16 and not self.per_row
+        return self.error is None and self.search is None and self.random_bits != 16 and not self.per_row
 
     @staticmethod
     def of(spec: CastSpec, output: str, bit: int, sharded: bool = False) -> "Side":
@@ -96,6 +99,7 @@ class Side:
             signs=signs,
             random_bits=spec.random_bits if spec.rounding is RoundingMode.STOCHASTIC else 0,
             error={ScaleRule.FOUR_OVER_SIX_MAE: "mae", ScaleRule.FOUR_OVER_SIX_MSE: "mse"}.get(spec.scale_rule),
+            search=spec.search or None,
             per_row=spec.outer is Outer.ROW,
             numerator=spec.numerator,
             target=spec.target,
@@ -137,7 +141,7 @@ def products_stay_normal(outer_amax, SIDE: tl.constexpr, dtype: tl.constexpr):
     ``enc >= numerator / (448 A)``, and ``enc >= 2^-16`` keeps products of BF16 values (2^-133 or more) above 2^-149:
     :func:`scale_elements` may fuse. Under 4over6 what is divided is 0 or at least ``2^-10 A``, see :func:`quotient`.
     """
-    if dtype == tl.float32 or SIDE.per_row:
+    if dtype == tl.float32 or SIDE.per_row or SIDE.search is not None:  # a search gains little, and is long
         return False
     elif SIDE.error is not None:
         return (outer_amax < 64.0 * SIDE.numerator) & (outer_amax > 2.0**-80)
@@ -296,6 +300,43 @@ def four_over_six(
 
 
 @triton.jit
+def searched(
+    x, nominal, outer_scale, SIDE: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """Bits of the scale with the least squared error, of ``nominal`` and its neighbours.
+
+    Errors are in units of the outer scale. Of x and what it becomes, which have one sign, magnitudes are enough; the
+    product of an element and its scale is exact, so that one fused step rounds as two do.
+    """
+    units = ()
+    for i in tl.static_range(16):
+        units = units + (tl.abs(x[i] * outer_scale),)
+    outer_decode_scale = reciprocal(outer_scale, HARDWARE)
+    best = nominal
+    least = tl.zeros_like(units[0])
+    COUNT: tl.constexpr = len(SIDE.search) + 1  # pyright: ignore[reportAssignmentType]
+    for candidate in tl.static_range(COUNT):
+        stored = nominal
+        if candidate > 0:
+            stored = neighbour_scale(nominal, SIDE.search[candidate - 1])
+        scale = from_e4m3(stored, HARDWARE)
+        encode_scale = element_encode_scale(scale, outer_decode_scale, HARDWARE)
+        error = tl.zeros_like(units[0])
+        for i in tl.static_range(16):
+            difference = tl.fma(even_magnitude(x[i] * encode_scale), scale, -units[i])
+            error = error + difference * difference
+        if SIDE.tiled:
+            error = tl.reshape(tile_sum(error, OUTER, INNER), error.shape)
+        if candidate == 0:
+            least = error
+        else:
+            better = error < least
+            best = tl.where(better, stored, best)
+            least = tl.where(better, error, least)
+    return best
+
+
+@triton.jit
 def cast_block(
     x, outer_amax, rng_ptr, block, row, stream, DTYPE: tl.constexpr,
     SIDE: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, FUSED: tl.constexpr, HARDWARE: tl.constexpr,
@@ -335,6 +376,10 @@ def cast_block(
         outer_scale = outer_encode_scale(outer_amax, SIDE.numerator)
         scale = amax * (outer_scale * (1.0 / SIDE.target))
         scale_inv, decode_scale, encode_scale = scales_of(scale, outer_scale, HARDWARE)
+        if SIDE.search is not None:
+            scale_inv = searched(x, scale_inv, outer_scale, SIDE, OUTER, INNER, HARDWARE)
+            decode_scale = from_e4m3(scale_inv, HARDWARE)
+            encode_scale = element_encode_scale(decode_scale, reciprocal(outer_scale, HARDWARE), HARDWARE)
         random, low_random = draw_block(rng_ptr, block, row, stream, encode_scale, SIDE)
         x = elements_of(x) if AS_WORDS else x
         words = cast_elements(x, decode_scale, encode_scale, random, low_random, SIDE, FUSED, HARDWARE)

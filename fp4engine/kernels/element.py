@@ -142,3 +142,10 @@ def decode_term(code, GRID: tl.constexpr):
     power: tl.constexpr = 2.0 ** (127 - GRID.bias)
     sign = (code >> (GRID.bits - 1)) << 31
     return from_bits(((code & magnitudes) << (23 - GRID.mantissa)) | sign) * power
+
+
+@triton.jit
+def neighbour_scale(code, OFFSET: tl.constexpr):
+    """E4M3 bits (uint8, sign 0) ``OFFSET`` codes away, none below 0 or beyond 448; NaN stays."""
+    moved = tl.minimum(tl.maximum(code.to(tl.int32) + OFFSET, 0), 0x7E)
+    return tl.where(code == 0x7F, 0x7F, moved).to(tl.uint8)

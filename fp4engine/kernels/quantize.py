@@ -175,10 +175,10 @@ def tile_shape(
 ) -> tuple[int, int]:
     """Rows and columns of a program's tile of a matrix with ``cols`` columns, whole 16x16 tiles where a side has them.
 
-    512 blocks of 16 either way; 128, one per thread, in a ``small`` problem, where latency is all, and under 4over6,
-    whose two candidates need the registers. A prologue keeps a weight per column in registers, so it has few columns.
+    512 blocks of 16 either way; 128, one per thread, in a ``small`` problem, where latency is all, and where several
+    scales are tried, which takes registers. A prologue keeps a weight per column in registers, so it has few columns.
     """
-    small = small or any(side is not None and side.error is not None for side in (row, col))
+    small = small or any(side is not None and (side.error or side.search) for side in (row, col))
     size, rows = (128 if small else 512) * BLOCK_SIZE, BLOCK_SIZE if row and row.tiled else 8
     if col:
         width = 64 if small or prologue is not None else fitting(cols, 128, 64)

@@ -144,7 +144,7 @@ class SquareOperand(NamedTuple):
 def is_transposable(spec: CastSpec) -> bool:
     """Whether the cast of a transposed matrix is the transposed cast: blocks are square, and nothing knows a direction.
 
-    4over6 and corrections sum errors in an order, so they do.
+    4over6, a search and corrections sum errors in an order, so they do.
     """
     return (
         spec.block[0] == spec.block[1]
@@ -153,6 +153,7 @@ def is_transposable(spec: CastSpec) -> bool:
         and spec.correction is Correction.NONE
         and not spec.is_stochastic
         and not spec.scale_rule.is_four_over_six
+        and not spec.search
     )
 
 

@@ -140,8 +140,30 @@ def _two_level(values: Tensor, amax: Tensor, spec: CastSpec, rng: Tensor | None,
         return scaling.divide(1.0, encode_scale), _elements(values, encode_scale, spec, rng, stream)
     outer = scaling.per_block(scaling.encode_scale(amax, spec.numerator), spec, block.shape[1])
     scale_inv = scaling.to_stored(block * (outer * (1.0 / spec.target)), spec.scale)
+    if spec.search:
+        scale_inv = _searched(values, scale_inv, outer, spec)
     encode_scale = scaling.element_encode_scale(scaling.from_stored(scale_inv, spec.scale), outer)
     return scale_inv, _elements(values, encode_scale, spec, rng, stream)
+
+
+def _searched(values: Tensor, nominal: Tensor, outer: Tensor, spec: CastSpec) -> Tensor:
+    """Of the E4M3 scale ``nominal`` [rows, blocks] and its neighbours the one with the least squared error.
+
+    Errors are in units of the outer scale, ``element * scale - fl(x * S_enc)``.
+    """
+    rows, blocks = nominal.shape
+    units = (values.view(rows, blocks, spec.block[1]) * outer.expand(rows, blocks)[..., None]).view_as(values)
+    start = nominal.view(torch.uint8).int()
+    best, least = start, torch.full_like(outer.expand(rows, blocks), torch.nan)
+    for offset in (0, *spec.search):
+        code = torch.where(start == 0x7F, start, (start + offset).clamp(0, 0x7E))
+        scale = code.to(torch.uint8).view(torch.float8_e4m3fn).float()
+        codes = _elements(values, scaling.element_encode_scale(scale, outer), spec, None, 0)
+        difference = _multiply(rounding.decode(codes, spec.element), scale, spec) - units
+        error = _block_sums(difference * difference, spec)
+        better = error < least if offset else torch.ones_like(error, dtype=torch.bool)
+        best, least = torch.where(better, code, best), torch.where(better, error, least)
+    return best.to(torch.uint8).view(torch.float8_e4m3fn)
 
 
 def _four_over_six(
@@ -174,12 +196,17 @@ def _candidate(
     difference = scaling.divide(decoded * outer_amax, spec.numerator) - values.view(rows, blocks, spec.block[1])
     mse = spec.scale_rule is ScaleRule.FOUR_OVER_SIX_MSE
     errors = difference * difference if mse else difference.abs()
-    error = torch.zeros_like(scale)
+    return scale_inv, codes, _block_sums(errors.view_as(values), spec)
+
+
+def _block_sums(errors: Tensor, spec: CastSpec) -> Tensor:
+    """Sums over blocks, from left to right, then over row halves: [rows, blocks]."""
+    rows, cols = errors.shape
+    columns = errors.view(rows, cols // spec.block[1], spec.block[1])
+    total = torch.zeros_like(columns[..., 0])
     for column in range(spec.block[1]):
-        error = error + errors[..., column]
-    if spec.block[0] > 1:
-        error = _sum_tile_rows(error, spec.block[0])
-    return scale_inv, codes, error
+        total = total + columns[..., column]
+    return _sum_tile_rows(total, spec.block[0]) if spec.block[0] > 1 else total
 
 
 def _sum_tile_rows(error: Tensor, height: int) -> Tensor:

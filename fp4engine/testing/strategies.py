@@ -39,20 +39,25 @@ def matrices(
 
 
 @st.composite
-def nvfp4_specs(draw: st.DrawFn, stochastic: bool | None = None, rotated: bool | None = None) -> CastSpec:
-    """Casts of the NVFP4 family; ``stochastic`` and ``rotated`` fix what None leaves open."""
+def nvfp4_specs(
+    draw: st.DrawFn, stochastic: bool | None = None, rotated: bool | None = None, searched: bool | None = None
+) -> CastSpec:
+    """Casts of the NVFP4 family; ``stochastic``, ``rotated`` and ``searched`` fix what None leaves open."""
     if stochastic is None:
         stochastic = draw(st.booleans())
     if rotated is None:
         rotated = draw(st.booleans())
+    if searched is None:
+        searched = not stochastic and draw(st.booleans())
     rule = draw(st.sampled_from((ScaleRule.AMAX, ScaleRule.FOUR_OVER_SIX_MAE, ScaleRule.FOUR_OVER_SIX_MSE)))
     height = draw(st.sampled_from((1, 16)))
     return CastSpec(
         block=(height, 16),
-        scale_rule=ScaleRule.AMAX if stochastic else rule,
+        scale_rule=ScaleRule.AMAX if stochastic or searched else rule,
         scale_bound=draw(st.sampled_from((448.0, 256.0))),
         outer=Outer.TENSOR if height == 16 else draw(st.sampled_from((Outer.TENSOR, Outer.ROW))),
         rounding=RoundingMode.STOCHASTIC if stochastic else RoundingMode.EVEN,
         random_bits=draw(st.sampled_from((8, 16))),
         rotation=Rotation(signs=draw(st.sampled_from((Signs.FIXED, Signs.NONE)))) if rotated else None,
+        search=(-1, 1, 4, 5) if searched else (),
     )

@@ -48,14 +48,17 @@ def test_the_cast_is_monotone_within_a_block(x: Tensor, spec: CastSpec) -> None:
     assert (decoded.view(-1, 16).gather(1, order).diff(dim=1) >= 0).all()
 
 
-@given(x=matrices(amplitudes=(1.0,)), spec=nvfp4_specs(rotated=False))
+@given(x=matrices(amplitudes=(1.0,)), spec=nvfp4_specs(rotated=False, searched=False))
 def test_every_element_takes_a_neighbour_on_its_scaled_grid(x: Tensor, spec: CastSpec) -> None:
     """Whatever the rounding, no element lies a grid step away from truncation."""
     assume(not spec.scale_rule.is_four_over_six)
     assert_codes_adjacent(cast(x, spec), cast(x, spec.replace(rounding=RoundingMode.TRUNCATE)))
 
 
-@given(x=matrices(amplitudes=(1.0,), dtypes=(torch.float32,)), spec=nvfp4_specs(stochastic=False, rotated=False))
+@given(
+    x=matrices(amplitudes=(1.0,), dtypes=(torch.float32,)),
+    spec=nvfp4_specs(stochastic=False, rotated=False, searched=False),
+)
 def test_quantizing_decoded_values_again_changes_nothing(x: Tensor, spec: CastSpec) -> None:
     """Where block scales are normal E4M3 numbers; a subnormal scale is too coarse to reproduce itself."""
     assume(not spec.scale_rule.is_four_over_six)

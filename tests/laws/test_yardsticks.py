@@ -10,6 +10,7 @@ from torch import Tensor
 from fp4engine import reference
 from fp4engine.constants import SR_GUARD
 from fp4engine.formats import E4M3, E8M0, FP32, UE5M3, CastSpec, Outer, RoundingMode, ScaleRule
+from fp4engine.recipe import zoo
 from fp4engine.tensor import Operand
 from fp4engine.testing import assert_scales_adjacent
 
@@ -19,6 +20,7 @@ FOUR_OVER_SIX = NVFP4.replace(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, scale_boun
 STOCHASTIC = NVFP4.replace(rounding=RoundingMode.STOCHASTIC)
 GUARDED = STOCHASTIC.replace(target=6 * SR_GUARD)
 WIDE = NVFP4.replace(scale=UE5M3, scale_bound=UE5M3.max_value, outer=Outer.NONE)
+EVERY = zoo.SEARCHED.replace(search=(-2, -1, 1, 2, 3, 4, 5, 6))
 FP8 = CastSpec(element=E4M3, block=(0, 0), scale=FP32, scale_bound=1.0, target=448.0)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
@@ -48,6 +50,9 @@ def relative_mse(got: Tensor, want: Tensor) -> float:
         pytest.param(FOUR_OVER_SIX, 7.57, 0.05, id="4over6 mse"),
         pytest.param(FOUR_OVER_SIX.replace(scale_rule=ScaleRule.FOUR_OVER_SIX_MAE), 7.80, 0.05, id="4over6 mae"),
         pytest.param(TILES, 12.40, 0.05, id="nearest 16x16"),
+        pytest.param(zoo.SEARCHED, 6.70, 0.01, id="searched scales"),
+        pytest.param(zoo.SEARCHED_TILES, 11.39, 0.05, id="searched scales 16x16"),
+        pytest.param(EVERY, 6.60, 0.02, id="every scale that ever wins"),
         pytest.param(STOCHASTIC, 18.87, 0.15, id="stochastic"),
         pytest.param(GUARDED, 23.53, 0.15, id="stochastic, guarded"),
         pytest.param(WIDE, 9.05, 0.05, id="ue5m3 scales, no outer scale"),

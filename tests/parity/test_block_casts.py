@@ -80,6 +80,9 @@ OTHERS = (
     CastSpec(E3M2, (32, 32), UE5M3, scale_bound=64.0, target=28.0, rounding=RoundingMode.AWAY),
     CastSpec(scale=UE5M3, outer=Outer.BLOCK128, rotation=Rotation(64, Signs.DGRAD), rounding=RoundingMode.STOCHASTIC),
     CastSpec(scale=UE5M3, correction=Correction.SCALAR),
+    CastSpec(search=(-1, 4), rounding=RoundingMode.AWAY, rotation=Rotation(32), correction=Correction.SCALAR),
+    CastSpec(search=(-2, 1), block=(32, 16), outer=Outer.BLOCK128),
+    CastSpec(search=(-1, 5), outer=Outer.NONE),
     CastSpec(outer=Outer.NONE),
     CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, outer=Outer.NONE),
 )
@@ -283,6 +286,7 @@ def test_what_no_kernel_covers_is_named():
         (mx(E2M1).replace(block=(24, 32)), "block"),
         (CastSpec(correction=Correction.SCALAR, outer=Outer.ROW), "scalar correction"),
         (CastSpec(scale_rule=ScaleRule.ALIGNED, outer=Outer.ROW), "aligned"),
+        (CastSpec(block=(1, 32), search=(1,)), "search"),
         (CastSpec(block=(1, 32), scale_rule=ScaleRule.ALIGNED), "aligned"),  # whose values are decoded in blocks of 16
     ):
         ok, reason = casts.supports(spec, BF16)

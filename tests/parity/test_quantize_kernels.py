@@ -26,12 +26,14 @@ SPECS = {
     "16 bits, guard": (CastSpec(rounding=SR, random_bits=16), CastSpec(rounding=SR, random_bits=16, target=96 / 17)),
     "4over6 mae": (CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MAE, scale_bound=256.0),) * 2,
     "4over6 mse 16x16": (CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, block=(16, 16)),) * 2,
+    "search": (CastSpec(scale_bound=256.0, search=(-1, 1, 4, 5)), CastSpec(outer=Outer.ROW, search=(-8, 2, 8))),
+    "search 16x16": (CastSpec(block=(16, 16), search=(-2, -1, 1)),) * 2,
     "16x16 rowwise only": (CastSpec(block=(16, 16)), None),
     "16x16 columnwise only": (None, CastSpec(block=(16, 16))),
     "rotated rowwise": (CastSpec(rotation=Rotation()), None),
     "columnwise only": (None, CastSpec(rotation=Rotation())),
 }
-MAIN = ("default forward", "default backward", "16x16")
+MAIN = ("default forward", "default backward", "16x16", "search")
 DISTRIBUTIONS = ("normal", "wide", "tiny", "huge", "outliers", "zeros", "ties", "largest")
 SHAPES = [(1, 1), (16, 16), (15, 17), (17, 63), (130, 40)]
 GPU_SHAPES = [(1, 1), (15, 63), (17, 1000), (63, 15), (1000, 17), (128, 64), (256, 2048), (1000, 1024), (2048, 1000)]

@@ -164,6 +164,22 @@ def four_over_six(
     )
 
 
+def scale_search(x: Tensor, draws: Draws) -> Cast:
+    """arXiv 2605.12464: the E4M3 scale of a few with the least squared error, in units of the outer scale."""
+    encode = fp32(1536.0) / x.abs().max()
+    nominal = e4m3(block_amax(x, 16) * (encode * fp32(1 / 6)))
+    grid = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    elements, scales, least = x, nominal, torch.full_like(nominal, torch.inf)
+    for offset in (0, -1, 1, 4, 5):
+        tried = grid[(torch.searchsorted(grid, nominal) + offset).clamp(0, 126)]
+        cast = nearest(x * spread(fp32(1.0) / (tried * (fp32(1.0) / encode)), x), E2M1, "even")
+        error = sum(blocks_of((cast * spread(tried, x) - x * encode).square(), 16).unbind(2))
+        better = error < least
+        elements, scales = torch.where(spread(better, x), cast, elements), torch.where(better, tried, scales)
+        least = torch.where(better, error, least)
+    return Cast(elements, scales, x.abs().max() / fp32(1536.0))
+
+
 def two_terms(x: Tensor, draws: Draws) -> Cast:
     """Its first term is the cast of NVFP4, its second the elements nearest to eight times what is left."""
     first = nvfp4(x, draws)
@@ -445,6 +461,7 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
         both(partial(four_over_six, mse=True, tile=16)),
         wgrad(partial(four_over_six, mse=True, sr=True)),
     ),
+    "nvfp4_scale_search": ((scale_search, rotated(16, FIXED, nvfp4), OWN), both(scale_search), wgrad(STOCHASTIC)),
     "nvfp4_guarded": nvidia(gradient=guarded),
     "nvfp4_1d_weight": nvidia(weight=(nvfp4, nvfp4, SAVED)),
     "nvfp4_rht32": nvidia(32),

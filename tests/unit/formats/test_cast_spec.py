@@ -54,11 +54,16 @@ def test_different_casts_have_different_keys() -> None:
         {"correction": Correction.SCALAR},
         {"scale": UE5M3},
         {"outer": Outer.NONE},
+        {"search": (-1,)},
+        {"search": (1, 4)},
     ]
     assert len({base.key, *(base.replace(**change).key for change in changes)}) == 1 + len(changes)
 
 
-@pytest.mark.parametrize("key", ["", "e2m1", "e2m1:1x16", CastSpec().key + ":x", CastSpec().key.replace("e4m3", "e9")])
+@pytest.mark.parametrize(
+    "key",
+    ["", "e2m1", "e2m1:1x16", CastSpec().key + ":x", CastSpec().key + ":x=1", CastSpec().key.replace("e4m3", "e9")],
+)
 def test_other_strings_are_no_keys(key: str) -> None:
     with pytest.raises(ValueError, match="not a CastSpec key"):
         CastSpec.from_key(key)
@@ -96,6 +101,20 @@ def test_other_strings_are_no_keys(key: str) -> None:
         ({"element": TWO_E2M1, "rounding": RoundingMode.STOCHASTIC}, "2e2m1 is rounded to nearest"),
         ({"element": TWO_E2M1, "correction": Correction.SCALAR}, "2e2m1 is rounded to nearest"),
         ({"element": TWO_E2M1, "outer": Outer.BLOCK128}, "no room for outer=1x128"),
+        ({"search": (0, 1)}, r"search must be different offsets from -8 to 8 without 0, got \(0, 1\)"),
+        ({"search": (1, 1)}, "search must be different offsets"),
+        ({"search": (9,)}, "search must be different offsets"),
+        (
+            {"search": (1,), "scale": UE5M3},
+            "search needs element=e2m1, scale=e4m3 and scale_rule=amax, got e2m1, ue5m3",
+        ),
+        ({"search": (1,), "element": TWO_E2M1}, "search needs element=e2m1"),
+        ({"search": (1,), "scale_rule": ScaleRule.FOUR_OVER_SIX_MSE}, "search needs .* 4over6_mse"),
+        (
+            {"search": (1,), "rounding": RoundingMode.STOCHASTIC},
+            "search compares errors of elements rounded to nearest",
+        ),
+        ({"search": (1,), "block": (3, 16)}, "search adds the errors .* power of two"),
     ],
 )
 def test_contradictions_raise(changes: dict, message: str) -> None:
@@ -128,6 +147,9 @@ def test_all_that_contradicts_itself_is_named_at_once() -> None:
         ("random_bits", 8.0),
         ("rotation", 16),
         ("correction", None),
+        ("search", [1]),
+        ("search", (1.0,)),
+        ("search", (True,)),
     ],
 )
 def test_other_types_are_refused_by_name(name: str, value: Any) -> None:
@@ -147,6 +169,13 @@ def test_rotations_and_presets_refuse_other_types() -> None:
 
 def test_equal_casts_have_one_key() -> None:
     assert CastSpec(target=6, scale_bound=448).key == CastSpec().key
+    assert CastSpec(search=(4, 1, -1)) == CastSpec(search=(-1, 1, 4))
+
+
+def test_fields_that_few_casts_have_are_in_the_keys_of_those_alone() -> None:
+    """Recorded keys, in files of recipes for instance, are still those of the casts."""
+    assert CastSpec().key == "e2m1:1x16:e4m3:amax:448.0:6.0:tensor:even:8:none:none"
+    assert CastSpec(search=(5, -1)).key == f"{CastSpec().key}:search=-1,5"
 
 
 def test_formats_say_what_they_hold() -> None:
