@@ -172,6 +172,8 @@ class CastSpec:
         search: offsets of the E4M3 codes that a block tries as its scale beside the one that the rule ``amax`` gives:
             whole numbers from -8 to 8 without 0, sorted by distance, the negative one first. The block keeps the code
             whose elements have the least squared error; of equal ones the first.
+        outer_amax: ``A`` of every tensor, whatever its values, under ``Outer.NONE`` with block scales that have a bound;
+            None is :attr:`numerator`, which makes the outer scale one. What is larger saturates.
         key: the spec as one short string; :meth:`from_key` reads it back. Used in operator schemas and JSON.
     """
 
@@ -187,16 +189,18 @@ class CastSpec:
     rotation: Rotation | None = None
     correction: Correction = Correction.NONE
     search: tuple[int, ...] = ()
+    outer_amax: float | None = None
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if complaints := list(_wrong_kinds(self)) or list(_complaints(self)):
             raise ValueError(f"CastSpec {'; '.join(complaints)}")
-        for name in ("scale_bound", "target"):  # equal numbers print alike
-            object.__setattr__(self, name, float(getattr(self, name)))
+        for name in ("scale_bound", "target", "outer_amax"):  # equal numbers print alike
+            if (number := getattr(self, name)) is not None:
+                object.__setattr__(self, name, float(number))
         object.__setattr__(self, "search", tuple(sorted(self.search, key=lambda offset: (abs(offset), offset))))
         values = [_print_field(getattr(self, f.name)) for f in fields(self) if f.init and f.name not in _OPTIONAL]
-        values += [f"{name}={_OPTIONAL[name][0](value)}" for name in _OPTIONAL if (value := getattr(self, name))]
+        values += [f"{name}={say(getattr(self, name))}" for name, (say, _) in _OPTIONAL.items() if getattr(self, name)]
         object.__setattr__(self, "key", ":".join(values))
 
     def __hash__(self) -> int:
@@ -221,8 +225,10 @@ class CastSpec:
     def constant_amax(self) -> float:
         """What stands for ``A`` under ``Outer.NONE``: the decode multiplies by ``constant_amax / numerator``.
 
-        One, except that a power-of-two rule leaves ``element max / target`` to undo.
+        One, unless :attr:`outer_amax` is told; a power-of-two rule leaves ``element max / target`` to undo.
         """
+        if self.outer_amax is not None:
+            return self.outer_amax
         return self.scale_bound * (self.element.max_value if self.scale_rule.is_power_of_two else self.target)
 
     @property
@@ -271,8 +277,9 @@ class CastSpec:
 
         8-bit elements under the smallest E8M0 scales are below BF16's range, so they decode to FP32 too.
         """
-        is_exact = self.is_exact_in_bf16 and self.element.storage_bits == 4 and self.outer is Outer.NONE
-        return torch.bfloat16 if is_exact else torch.float32
+        is_exact = self.is_exact_in_bf16 and self.element.storage_bits == 4
+        has_factor = self.outer is not Outer.NONE or self.outer_amax is not None
+        return torch.bfloat16 if is_exact and not has_factor else torch.float32
 
     @property
     def factor_group(self) -> int:
@@ -317,6 +324,7 @@ class CastSpec:
             "" if self.rounding is RoundingMode.EVEN else self.rounding.value,
             "" if self.target == self.element.term.max_value else f"to {self.target:.3g}",
             f"outer {self.outer.value}" if self.outer in (Outer.ROW, Outer.BLOCK128) else "",
+            "" if self.outer_amax is None else f"amax {self.outer_amax:.4g}",
             self.rotation.label if self.rotation else "",
             "" if self.correction is Correction.NONE else self.correction.value,
         )
@@ -361,7 +369,7 @@ _KINDS: dict[str, type] = {
     "random_bits": int,
     "correction": Correction,
 }
-"""The types of all fields but ``block``, ``rotation`` and ``search``."""
+"""The types of all fields but ``block``, ``rotation``, ``search`` and ``outer_amax``."""
 
 
 def _wrong_kinds(spec: CastSpec) -> Iterator[str]:
@@ -376,6 +384,8 @@ def _wrong_kinds(spec: CastSpec) -> Iterator[str]:
     block: Any = spec.block
     if not isinstance(block, tuple) or [type(size) for size in block] != [int, int]:
         yield f"block must be a tuple of two integers (rows, cols), got {block!r}"
+    if spec.outer_amax is not None and (not isinstance(spec.outer_amax, Real) or isinstance(spec.outer_amax, bool)):
+        yield f"outer_amax must be a number or None, got {spec.outer_amax!r}"
     search: Any = spec.search
     if not isinstance(search, tuple) or any(type(offset) is not int for offset in search):
         yield f"search must be a tuple of integers, got {search!r}"
@@ -396,6 +406,17 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
         yield from _complaints_of_two_terms(spec)
     if spec.search:
         yield from _complaints_of_search(spec)
+    if spec.outer_amax is not None:
+        if spec.outer is not Outer.NONE or spec.scale not in BOUNDED:
+            yield (
+                "outer_amax is for outer=none with e4m3 or ue5m3 scales, "
+                f"got outer={spec.outer.value} and scale={spec.scale}"
+            )
+        if not FLT_MIN <= spec.outer_amax / spec.numerator <= 1 / FLT_MIN:
+            yield (
+                "outer_amax must be positive, and its quotient by scale_bound * target from 2^-126 to 2^126, "
+                f"got {spec.outer_amax}"
+            )
     if spec.scale not in (E4M3, UE5M3, E8M0, FP32):
         yield f"scale must be e4m3, ue5m3, e8m0 or fp32, got {spec.scale}"
     if not (spec.target >= FLT_MIN and spec.numerator <= FLT_MAX):
@@ -484,7 +505,10 @@ def _offsets(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-_OPTIONAL: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {"search": (_print_offsets, _offsets)}
+_OPTIONAL: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    "search": (_print_offsets, _offsets),
+    "outer_amax": (str, float),
+}
 """Fields that a key names, and only where they are set: how they are printed and read."""
 
 

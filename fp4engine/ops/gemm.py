@@ -234,7 +234,7 @@ def _native_supports(specs: list[CastSpec | None], device: torch.device) -> tupl
         return False, reason
     for spec in specs:
         is_fp4 = spec is not None and (spec.element.term, spec.scale) == (E2M1, E4M3)
-        if spec is None or not is_fp4 or spec.outer not in (Outer.TENSOR, Outer.ROW):
+        if spec is None or not is_fp4 or spec.outer is Outer.BLOCK128:
             what = "an unquantized operand" if spec is None else spec.key
             return False, f"FP4 tensor cores multiply E2M1 with E4M3 block scales, got {what}"
     return True, ""

@@ -57,6 +57,8 @@ SEARCHED = NEAREST.replace(scale_bound=E4M3_BOUND_4OVER6, search=(-1, 1, 4, 5))
 """Block scales with the least squared error of five E4M3 codes; of all codes the least error is 1% smaller."""
 SEARCHED_TILES = SEARCHED.replace(block=(BLOCK_SIZE, BLOCK_SIZE), search=(-2, -1, 1))
 """In 16x16 tiles other neighbours win: 256 elements fill the grid, and a smaller scale clips few of them."""
+ONE = NEAREST.replace(outer=Outer.NONE, outer_amax=1.0)
+"""For values up to 1, such as those of normalized models: no pass over the tensor to find its largest."""
 TWO_TERMS = NEAREST.replace(element=TWO_E2M1)
 """The sum of two casts, the second of what the first leaves, under an eighth of its block scale."""
 FOUR_OVER_SIX_AWAY = FOUR_OVER_SIX.replace(rounding=RoundingMode.AWAY)
@@ -89,6 +91,10 @@ MXFP4_TSENG = mx(E2M1, ScaleRule.FLOOR, RoundingMode.STOCHASTIC).replace(target=
 """Elements times 3/4, so that [4, 8) lands in [3, 6); the decode's 4/3 is the paper's 16/9 on the product."""
 QUEST = mx(E2M1, ScaleRule.STD, RoundingMode.ZERO).replace(rotation=Rotation(32, Signs.NONE))
 """QuEST's cast: rotated, scaled by the deviation of each block, and what is beyond 6 is clipped."""
+FP_QUANT = NEAREST.replace(
+    outer=Outer.NONE, outer_amax=268.8, rounding=RoundingMode.ZERO, rotation=Rotation(32, Signs.NONE)
+)
+"""FP-Quant's NVFP4: rotated, and an outer scale of 10 = 2688 / 268.8 whatever the tensor."""
 MXFP4_EVEN = mx(E2M1, ScaleRule.OPTION3)
 """AMD's rule "even" for scales: the amax rounded to the element's mantissa, ties up."""
 MXFP4_EVEN_H16 = MXFP4_EVEN.replace(rotation=H16)
@@ -269,6 +275,13 @@ ZOO: dict[str, Row] = {
         lambda: _nvidia(fprop_input=SEARCHED, weight=same(SEARCHED)),
         "arXiv 2605.12464 (block scales by least squared error); the rest is NVIDIA's",
         "five candidates, where the source tries more: 1% more error; weights 1x16",
+    ),
+    "nvfp4_normalized": Row(
+        lambda: LinearRecipe(
+            input=same(ONE), weight=same(ONE.replace(block=(BLOCK_SIZE, BLOCK_SIZE))), grad_output=same(STOCHASTIC)
+        ),
+        "arXiv 2605.06067; ngpt-nvfp4 6454f40, `skip_amax_fwd_inp` and `skip_amax_fwd_weight`, without RHT",
+        "for normalized models (nGPT): inputs and weights beyond 1 saturate",
     ),
     "nvfp4_guarded": Row(
         lambda: _nvidia(gradient=GUARDED),
@@ -463,6 +476,12 @@ ZOO: dict[str, Row] = {
     "mxfp4_qat": Row(
         lambda: _aware(MXFP4, MXFP4),
         "torchao 36027d8, `MXFakeQuantizeConfig()` for inputs and weights",
+    ),
+    "nvfp4_fp_quant": Row(
+        lambda: _aware(FP_QUANT, FP_QUANT),
+        'IST-DASLab FP-Quant d2e3092, `FPQuantConfig(forward_dtype=NVFP4, forward_method="abs_max", '
+        "backward_dtype=BF16)` with master weights and pseudoquantization",
+        "values beyond 268.8 saturate",
     ),
     "mxfp4_quest": Row(
         lambda: _aware(QUEST, QUEST, clipped=True),

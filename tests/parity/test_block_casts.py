@@ -83,6 +83,7 @@ OTHERS = (
     CastSpec(search=(-1, 4), rounding=RoundingMode.AWAY, rotation=Rotation(32), correction=Correction.SCALAR),
     CastSpec(search=(-2, 1), block=(32, 16), outer=Outer.BLOCK128),
     CastSpec(search=(-1, 5), outer=Outer.NONE),
+    CastSpec(scale=UE5M3, outer=Outer.NONE, outer_amax=3.0, block=(32, 32)),
     CastSpec(outer=Outer.NONE),
     CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, outer=Outer.NONE),
 )
@@ -98,6 +99,7 @@ MAIN = tuple(
         ("tetrajet2", "grad_output", "rowwise"),
         ("ufp4", "input", "rowwise"),
         ("amdfp4", "input", "rowwise"),
+        ("nvfp4_fp_quant", "input", "rowwise"),
         ("nvfp4_two_term_input", "input", "rowwise"),
         ("quartet", "input", "rowwise"),
         ("mxfp4_tseng", "grad_output", "columnwise"),

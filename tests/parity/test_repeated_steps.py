@@ -14,6 +14,7 @@ import torch
 
 import fp4engine
 from fp4engine import capability, ops
+from fp4engine.formats import CastSpec, Outer
 from fp4engine.kernels import gemm_native
 from fp4engine.recipe import NVFP4BlockScaling, zoo
 
@@ -135,6 +136,19 @@ def test_steps_of_every_backend(kernel_device, backend, kind):
     results = steps(layer, x, QUIET(backend=backend, **options), 4)
     for result in results[1:]:
         assert all(torch.equal(actual, first) for actual, first in zip(result, results[0], strict=True))
+
+
+@pytest.mark.parametrize("outer_amax", [None, 3.0])
+def test_fp4_tensor_cores_take_operands_whose_outer_scale_is_a_constant(kernel_device, fp4_units, outer_amax):
+    if kernel_device != "cpu":
+        pytest.skip("a GPU's own units, or their absence, are not to be mocked")
+    spec = CastSpec(outer=Outer.NONE, outer_amax=outer_amax)
+    left, right = (ops.quantize(torch.randn(rows, 96), spec, None)[0] for rows in (40, 24))
+    ops.reset_executed_paths()
+    got = ops.gemm(left, right, out_dtype=torch.float32)
+    assert ops.executed_paths() == {"gemm/native": 1}
+    want = left.dequantize().double() @ right.dequantize().double().T
+    torch.testing.assert_close(got.double(), want, rtol=2**-18, atol=1e-5)
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, torch.float32], ids=str)

@@ -180,6 +180,24 @@ def scale_search(x: Tensor, draws: Draws) -> Cast:
     return Cast(elements, scales, x.abs().max() / fp32(1536.0))
 
 
+def normalized(x: Tensor, draws: Draws, *, tile: int = 1) -> Cast:
+    """ngpt-nvfp4 6454f40: TransformerEngine's cast, its amax kernel left out and the amax initialized to 1."""
+    encode = fp32(2688.0) / fp32(1.0)
+    scales = e4m3(block_amax(x, 16, tile) * (encode * fp32(1 / 6)))
+    v = x * spread(fp32(1.0) / (scales * (fp32(1.0) / encode)), x)
+    return Cast(nearest(v, E2M1, "even"), scales, fp32(1.0) / fp32(2688.0))
+
+
+def fp_quant(x: Tensor, draws: Draws) -> Cast:
+    """FP-Quant d2e3092, ``nvfp4_forward_kernel`` under a global scale of 10; ties go to the smaller magnitude."""
+    scales = e4m3(10 * block_amax(x, 16) / 6)
+    v = x * 10 / spread(scales, x)
+    elements = torch.zeros_like(x)
+    for threshold, value in ((0.25, 0.5), (0.75, 1), (1.25, 1.5), (1.75, 2), (2.5, 3), (3.5, 4), (5.0, 6)):
+        elements[v.abs() > threshold] = value
+    return Cast(elements.copysign(x), scales, fp32(0.1), exact=False)
+
+
 def two_terms(x: Tensor, draws: Draws) -> Cast:
     """Its first term is the cast of NVFP4, its second the elements nearest to eight times what is left."""
     first = nvfp4(x, draws)
@@ -462,6 +480,7 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
         wgrad(partial(four_over_six, mse=True, sr=True)),
     ),
     "nvfp4_scale_search": ((scale_search, rotated(16, FIXED, nvfp4), OWN), both(scale_search), wgrad(STOCHASTIC)),
+    "nvfp4_normalized": (both(normalized), both(partial(normalized, tile=16)), both(STOCHASTIC)),
     "nvfp4_guarded": nvidia(gradient=guarded),
     "nvfp4_1d_weight": nvidia(weight=(nvfp4, nvfp4, SAVED)),
     "nvfp4_rht32": nvidia(32),
@@ -537,6 +556,11 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
     "nvfp4_forward_original_backward": ((partial(nvfp4, per_row=True), high, OWN), (nvfp4, high, OWN), both(high)),
     "nvfp4_qat": ((torchao_nvfp4, high, SAVED), (torchao_nvfp4, high, SAVED), both(high)),
     "mxfp4_qat": ((MX_UP, high, SAVED), (MX_UP, high, SAVED), both(high)),
+    "nvfp4_fp_quant": (
+        (rotated(32, NONE, fp_quant), high, SAVED),
+        (rotated(32, NONE, fp_quant), high, SAVED),
+        both(high),
+    ),
     "mxfp4_quest": (
         (rotated(32, NONE, quest), high, SAVED),
         (rotated(32, NONE, quest), high, SAVED),

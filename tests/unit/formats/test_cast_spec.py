@@ -56,6 +56,7 @@ def test_different_casts_have_different_keys() -> None:
         {"outer": Outer.NONE},
         {"search": (-1,)},
         {"search": (1, 4)},
+        {"outer": Outer.NONE, "outer_amax": 1.0},
     ]
     assert len({base.key, *(base.replace(**change).key for change in changes)}) == 1 + len(changes)
 
@@ -101,6 +102,10 @@ def test_other_strings_are_no_keys(key: str) -> None:
         ({"element": TWO_E2M1, "rounding": RoundingMode.STOCHASTIC}, "2e2m1 is rounded to nearest"),
         ({"element": TWO_E2M1, "correction": Correction.SCALAR}, "2e2m1 is rounded to nearest"),
         ({"element": TWO_E2M1, "outer": Outer.BLOCK128}, "no room for outer=1x128"),
+        ({"outer_amax": 1.0}, "outer_amax is for outer=none with e4m3 or ue5m3 scales, got outer=tensor"),
+        ({"outer_amax": 0.0, "outer": Outer.NONE}, "outer_amax must be positive, .* got 0.0"),
+        ({"outer_amax": float("nan"), "outer": Outer.NONE}, "outer_amax must be positive, .* got nan"),
+        ({"outer_amax": float("inf"), "outer": Outer.NONE}, "outer_amax must be positive, .* got inf"),
         ({"search": (0, 1)}, r"search must be different offsets from -8 to 8 without 0, got \(0, 1\)"),
         ({"search": (1, 1)}, "search must be different offsets"),
         ({"search": (9,)}, "search must be different offsets"),
@@ -147,6 +152,8 @@ def test_all_that_contradicts_itself_is_named_at_once() -> None:
         ("random_bits", 8.0),
         ("rotation", 16),
         ("correction", None),
+        ("outer_amax", "1"),
+        ("outer_amax", True),
         ("search", [1]),
         ("search", (1.0,)),
         ("search", (True,)),
@@ -170,6 +177,7 @@ def test_rotations_and_presets_refuse_other_types() -> None:
 def test_equal_casts_have_one_key() -> None:
     assert CastSpec(target=6, scale_bound=448).key == CastSpec().key
     assert CastSpec(search=(4, 1, -1)) == CastSpec(search=(-1, 1, 4))
+    assert CastSpec(outer=Outer.NONE, outer_amax=1).key == CastSpec(outer=Outer.NONE, outer_amax=1.0).key
 
 
 def test_fields_that_few_casts_have_are_in_the_keys_of_those_alone() -> None:
