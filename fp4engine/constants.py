@@ -10,6 +10,8 @@ E2M1_MAX: Final = 6.0
 
 GAUSSIAN_VARIANCE: Final = 0.23724669218063354
 """``fl((2.92247856 / 6)^2)``: E2M1 has its least squared error on a Gaussian if 6 is put on 2.92 deviations (QuEST)."""
+CEIL87_TURN: Final = 1.7400000095367432
+"""``2 * fl(0.87)``: a tile whose largest magnitude has a smaller mantissa takes half the scale that holds it."""
 E4M3_MAX: Final = 448.0
 """Largest magnitude of the 8-bit block-scale format (no infinities)."""
 

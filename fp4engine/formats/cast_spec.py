@@ -59,7 +59,9 @@ class ScaleRule(Enum):
     MIDMAX = "midmax"
     OPTION3 = "option3"
     TOPBINADE = "topbinade"
-    """Powers of two for E8M0 scales, in TensorCast's words."""
+    CEIL87 = "ceil87"
+    """Powers of two for E8M0 scales, in TensorCast's words; CEIL87 is half of CEIL's where the largest magnitude is below 0.87 of
+    what CEIL's was rounded up to."""
     STD = "std"
     """The power of two for E8M0 scales that is not above ``2.92 / 6`` of the block's standard deviation: E2M1 clips a
     Gaussian where its squared error is least, and whatever the block's largest magnitude is."""
@@ -83,6 +85,7 @@ _POWER_OF_TWO = (
     ScaleRule.MIDMAX,
     ScaleRule.OPTION3,
     ScaleRule.TOPBINADE,
+    ScaleRule.CEIL87,
     ScaleRule.STD,
 )
 
@@ -101,6 +104,8 @@ class Signs(Enum):
 
     FIXED = "fixed"
     """One vector per size of rotation, the same for all layers and steps; TransformerEngine's for 16."""
+    REPEATED = "repeated"
+    """TransformerEngine's 16 signs for every 16 neighbours."""
     NONE = "none"
     """Deterministic Hadamard."""
     DGRAD = "dgrad"
@@ -146,8 +151,9 @@ class Rotation:
 
     @property
     def label(self) -> str:
-        """``rht16``; ``rht16*`` with freshly drawn signs, ``h16`` without signs."""
-        return f"{'h' if self.signs is Signs.NONE else 'rht'}{self.size}{'*' if self.signs.is_fresh else ''}"
+        """``rht16``; ``rht16*`` with freshly drawn signs, ``h16`` without signs, ``rht32/16`` with repeated ones."""
+        end = "*" if self.signs.is_fresh else "/16" if self.signs is Signs.REPEATED else ""
+        return f"{'h' if self.signs is Signs.NONE else 'rht'}{self.size}{end}"
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,7 @@ class CastSpec:
         search: offsets of the E4M3 codes that a block tries as its scale beside the one that the rule ``amax`` gives:
             whole numbers from -8 to 8 without 0, sorted by distance, the negative one first. The block keeps the code
             whose elements have the least squared error; of equal ones the first.
-        outer_amax: ``A`` of every tensor, whatever its values, under ``Outer.NONE`` with block scales that have a bound;
+        outer_amax: ``A`` of every tensor, whatever its values, under ``Outer.NONE`` with E4M3 or UE5M3 block scales;
             None is :attr:`numerator`, which makes the outer scale one. What is larger saturates.
         key: the spec as one short string; :meth:`from_key` reads it back. Used in operator schemas and JSON.
     """
@@ -438,7 +444,7 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
     if (spec.scale == E8M0) != spec.scale_rule.is_power_of_two:
         yield (
             f"scale_rule={spec.scale_rule.value} does not go with scale={spec.scale}: "
-            "e8m0 takes floor, ceil, midmax, option3, topbinade or std; other formats take amax, 4over6 or aligned"
+            "e8m0 takes floor, ceil, midmax, option3, topbinade, ceil87 or std; other formats take amax, 4over6 or aligned"
         )
     if spec.scale_rule is ScaleRule.STD and (spec.element != E2M1 or rows != 1):
         yield f"scale_rule=std is for element=e2m1 in blocks of one row, got {spec.element} and block={spec.block}"

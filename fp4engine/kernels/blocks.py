@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4engine.constants import BLOCK_SIZE, HADAMARD_SIGNS
+from fp4engine.constants import BLOCK_SIZE, CEIL87_TURN, HADAMARD_SIGNS
 from fp4engine.formats import E2M1, E4M3, UE5M3, CastSpec, Correction, Outer, RoundingMode, ScaleRule
 from fp4engine.kernels.amax import MOST_PARTS, add_zeros, store_amax_per_row, store_part
 from fp4engine.kernels.block_cast import cast_tile, magnitudes, prepared, stochastic_e4m3
@@ -52,7 +52,7 @@ class BlockCast:
         carry: added to the bits of a number, adds 1 to its exponent where the mantissa is beyond ``turn``.
         outer, rounding, correction: values of the spec's.
         rotation: size, 0 for none; rotation_factor: the power of two in ``1 / sqrt(size)``, which comes first.
-        signs: ``"none"``, ``"fixed"``, ``"dgrad"`` or ``"wgrad"``; sixteen: those fixed for 16, set bits for minus.
+        signs: ``"none"``, ``"fixed"``, ``"repeated"``, ``"dgrad"`` or ``"wgrad"``; sixteen: those fixed for 16, set bits for minus.
         group: elements that share a correction, or one pair of partial sums of the scalar one.
         side: bit 0 of the stream.
         sharded: whether the random stream is told of the shard's place in a whole tensor.
@@ -146,6 +146,7 @@ def _turn(spec: CastSpec) -> float:
         ScaleRule.OPTION3: 2 - half - 2.0**-23,
         ScaleRule.TOPBINADE: largest,
         ScaleRule.CEIL: 1.0,
+        ScaleRule.CEIL87: CEIL87_TURN - 2.0**-23,
     }.get(spec.scale_rule, 2.0)
 
 

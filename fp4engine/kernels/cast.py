@@ -92,7 +92,7 @@ class Side:
     def _make(spec: CastSpec, output: str, bit: int, sharded: bool) -> "Side":
         signs = None
         if spec.rotation is not None:
-            signs = HADAMARD_SIGNS if spec.rotation.signs is Signs.FIXED else (1,) * 16
+            signs = (1,) * 16 if spec.rotation.signs is Signs.NONE else HADAMARD_SIGNS
         return Side(
             words={"codes": 2, "values": 8}[output],
             tiled=spec.block == (16, 16),

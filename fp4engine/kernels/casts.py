@@ -27,6 +27,7 @@ COVERED = {
     "scale_rule": (
         *(ScaleRule.AMAX, ScaleRule.FOUR_OVER_SIX_MAE, ScaleRule.FOUR_OVER_SIX_MSE, ScaleRule.ALIGNED, ScaleRule.STD),
         *(ScaleRule.FLOOR, ScaleRule.CEIL, ScaleRule.MIDMAX, ScaleRule.OPTION3, ScaleRule.TOPBINADE),
+        ScaleRule.CEIL87,
     ),
     "rounding": (
         *(RoundingMode.EVEN, RoundingMode.AWAY, RoundingMode.ZERO, RoundingMode.TRUNCATE, RoundingMode.STOCHASTIC),

@@ -56,7 +56,7 @@ def with_signs(y, rng_ptr, stream, power: tl.constexpr, CAST: tl.constexpr):
 def sign_bits(like, rng_ptr, stream, CAST: tl.constexpr):
     """For every 16 neighbours the signs of their columns, the first in bit 0, set for minus: uint32 like ``like``."""
     place = tl.arange(0, like.numel) % 8 * 16 % CAST.rotation
-    if CAST.signs == "fixed" and CAST.rotation == 16:
+    if CAST.signs == "repeated" or (CAST.signs == "fixed" and CAST.rotation == 16):
         return (place * 0 + CAST.sixteen).to(tl.uint32)
     else:
         none = tl.zeros([1], tl.uint32)

@@ -112,7 +112,7 @@ def role_complaints(inp: Casts, weight: Casts, grad_output: Casts) -> Iterator[s
     """What no layer can compute by these casts, even if both operands of each GEMM are rotated alike."""
     roles = {"input": inp, "weight": weight, "grad_output": grad_output}
     for gemm, pair in GEMM_OPERANDS.items():
-        allowed = [signs for signs in (Signs.FIXED, Signs.NONE, _FRESH.get(gemm)) if signs]
+        allowed = [signs for signs in (Signs.FIXED, Signs.REPEATED, Signs.NONE, _FRESH.get(gemm)) if signs]
         for role, side in pair:
             signs = _signs(getattr(roles[role], side))
             if signs is not None and signs not in allowed:

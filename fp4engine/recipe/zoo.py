@@ -91,6 +91,8 @@ MXFP4_TSENG = mx(E2M1, ScaleRule.FLOOR, RoundingMode.STOCHASTIC).replace(target=
 """Elements times 3/4, so that [4, 8) lands in [3, 6); the decode's 4/3 is the paper's 16/9 on the product."""
 QUEST = mx(E2M1, ScaleRule.STD, RoundingMode.ZERO).replace(rotation=Rotation(32, Signs.NONE))
 """QuEST's cast: rotated, scaled by the deviation of each block, and what is beyond 6 is clipped."""
+ENCLOSED = mx(E2M1, ScaleRule.CEIL).replace(target=9.0)
+"""The largest magnitude lands in (3, 6]: a power of two that holds it becomes 6, by elements times 3/2."""
 FP_QUANT = NEAREST.replace(
     outer=Outer.NONE, outer_amax=268.8, rounding=RoundingMode.ZERO, rotation=Rotation(32, Signs.NONE)
 )
@@ -175,6 +177,14 @@ def _rotated(
 
 def _amd(gradient: CastSpec) -> LinearRecipe:
     return _rotated(MXFP4_EVEN, gradient, H16, MXFP4_EVEN.replace(block=(32, 32)))
+
+
+def _fixed_sign() -> LinearRecipe:
+    """Only dgrad rounds stochastically; wgrad is rotated by the signs of TransformerEngine, twice."""
+    wgrad = ENCLOSED.replace(rotation=Rotation(32, Signs.REPEATED))
+    weight = ENCLOSED.replace(block=(32, 32), scale_rule=ScaleRule.CEIL87)
+    gradient = Casts(ENCLOSED.replace(rounding=RoundingMode.STOCHASTIC), wgrad)
+    return LinearRecipe(input=Casts(ENCLOSED, wgrad), weight=same(weight), grad_output=gradient)
 
 
 def _amd_wide() -> LinearRecipe:
@@ -383,6 +393,11 @@ ZOO: dict[str, Row] = {
         lambda: _rotated(MXFP4, MXFP4_SR, Rotation(32), MXFP4),
         "arXiv 2509.25149, section 5 (MXFP4 baseline)",
         f"rotation of one block, 32: our reading; {OWN_SIGNS}",
+    ),
+    "mxfp4_fixed_sign": Row(
+        _fixed_sign,
+        "arXiv 2610.00053, MXFP4 with fixed-sign H32; mfu-fp4-training 05f4025, `sections/02_formats.tex`",
+        "gradients biased: wgrad's round to nearest, and weights clip, which on Gaussian tiles raises their error",
     ),
     "mxfp4_hadamard": Row(
         lambda: _amd(MXFP4_EVEN),

@@ -135,6 +135,8 @@ def rotation_signs(rotation: Rotation, rng: Tensor | None, stream: int, device: 
     """
     if rotation.signs is Signs.NONE:
         return torch.ones(rotation.size, dtype=torch.float32, device=device)
+    if rotation.signs is Signs.REPEATED:
+        return _fixed_signs(16, device).repeat(rotation.size // 16)
     if rotation.signs is Signs.FIXED:
         return _fixed_signs(rotation.size, device)
     assert rng is not None, "fresh signs need the random stream"

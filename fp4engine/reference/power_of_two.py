@@ -8,6 +8,7 @@ exponent is ``f - emax + 127`` plus
     option3    1 if m, rounded to the element's mantissa with ties up, reaches 2
     topbinade  1 if m > max / 2^emax
     ceil       1 if amax is no power of two  (ceil(log2 amax))
+    ceil87     1 if m >= 2 * fl(0.87): amax is then at least 0.87 of the power of two above it
 
 ``std`` asks the block's variance instead, ``t = GAUSSIAN_VARIANCE * (<x, x> / n - (<x, 1> / n)^2)``, and
 takes ``floor(log2 sqrt(t)) + 127``: half of the exponent of ``t``, rounded down. Sums are FP64, in the order of
@@ -16,13 +17,13 @@ takes ``floor(log2 sqrt(t)) + 127``: half of the exponent of ``t``, rounded down
 ``midmax`` turns halfway to the value that would follow the largest element: at 7 for E2M1, at 464 for E4M3.
 
 Source: ROCm/tensorcast, branch ``triton``, ``tcast/torchcast.py`` and ``tcast/number.py``; OCP Microscaling Formats
-v1.0, section 6.3 (floor); IST-DASLab Quartet 00ccd38, ``mxfp4_triton.py`` (std).
+v1.0, section 6.3 (floor); arXiv 2610.00053, section 2.2 (ceil87); IST-DASLab Quartet 00ccd38, ``mxfp4_triton.py`` (std).
 """
 
 import torch
 from torch import Tensor
 
-from fp4engine.constants import GAUSSIAN_VARIANCE
+from fp4engine.constants import CEIL87_TURN, GAUSSIAN_VARIANCE
 from fp4engine.formats import ElementFormat, ScaleRule
 from fp4engine.reference.scaling import neighbour_sum
 
@@ -46,6 +47,8 @@ def power_of_two_scale(amax: Tensor, element: ElementFormat, rule: ScaleRule) ->
         up = mantissa > element.max_value / binade
     elif rule is ScaleRule.CEIL:
         up = mantissa > 1
+    elif rule is ScaleRule.CEIL87:
+        up = mantissa >= CEIL87_TURN
     else:
         raise NotImplementedError(f"the reference has no power of two for scale_rule={rule.value}")
     biased = exponent - 1 - element.max_exponent + 127 + up

@@ -21,6 +21,7 @@ STOCHASTIC = NVFP4.replace(rounding=RoundingMode.STOCHASTIC)
 GUARDED = STOCHASTIC.replace(target=6 * SR_GUARD)
 WIDE = NVFP4.replace(scale=UE5M3, scale_bound=UE5M3.max_value, outer=Outer.NONE)
 EVERY = zoo.SEARCHED.replace(search=(-2, -1, 1, 2, 3, 4, 5, 6))
+CLIPPED = zoo.ENCLOSED.replace(block=(32, 32), scale_rule=ScaleRule.CEIL87)
 FP8 = CastSpec(element=E4M3, block=(0, 0), scale=FP32, scale_bound=1.0, target=448.0)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
@@ -61,6 +62,8 @@ def relative_mse(got: Tensor, want: Tensor) -> float:
         pytest.param(mxfp4(ScaleRule.OPTION3), 12.52, 0.05, id="mxfp4 option3"),
         pytest.param(mxfp4(ScaleRule.TOPBINADE), 13.33, 0.05, id="mxfp4 topbinade"),
         pytest.param(mxfp4(ScaleRule.CEIL), 20.81, 0.15, id="mxfp4 ceil"),
+        pytest.param(zoo.ENCLOSED, 13.89, 0.05, id="mxfp4, held by a power of two"),
+        pytest.param(CLIPPED, 17.31, 0.05, id="the same in 32x32 tiles, clipped"),
         pytest.param(FP8, 0.70, 0.01, id="fp8 per tensor"),
     ],
 )

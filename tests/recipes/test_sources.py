@@ -366,6 +366,22 @@ def mxfp4(x: Tensor, draws: Draws, *, rule: str, ties: str = "even", sr: bool = 
     return Cast(elements, scales, fp32(1.0))
 
 
+def encode_centric(x: Tensor, draws: Draws, *, tile: int = 1, sr: bool = False) -> Cast:
+    """arXiv 2610.00053, equation 2, and for 2D32 weights half that scale if the amax is below 0.87 of it."""
+    amax = block_amax(x, 32, tile)
+    scales = torch.exp2(torch.ceil(torch.log2(amax.double()))).float()
+    if tile > 1:
+        scales = torch.where(amax / scales < fp32(0.87), scales / 2, scales)
+    v = 6 * x / spread(scales, x)
+    elements = stochastic(v, E2M1, draws.elements(x)) if sr else nearest(v, E2M1, "even")
+    return Cast(elements, scales, fp32(1 / 6), exact=False)
+
+
+def h32(cast: Transcription) -> Transcription:
+    """Sixteen signs twice, then a Hadamard matrix of 32."""
+    return lambda x, draws: cast(rotate(x, draws.signs(16, Signs.FIXED).repeat(2)), draws)
+
+
 def tetrajet_mx(x: Tensor, draws: Draws, *, sr: bool = False) -> Cast:
     """TetraJet-MXFP4Training bbe9bd6, ``SymmQuantizer_Torch`` with ``MXScale=1``, logarithms exact."""
     scales = torch.exp2(torch.ceil(torch.log2(2 * block_amax(x, 32).double() / 12))).float()
@@ -503,6 +519,11 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
     "ufp4": (both(UNIFORM), both(UNIFORM), both(rotated(16, FIXED, partial(ufp4, sr=True)))),
     "amdfp4": (wgrad(amdfp4, 32), both(partial(amdfp4, tile=16)), wgrad(partial(amdfp4, sr=True), 32)),
     "mxfp4": (wgrad(MX_UP, 32), both(MX_UP), wgrad(partial(MX_UP, sr=True), 32)),
+    "mxfp4_fixed_sign": (
+        (encode_centric, h32(encode_centric), OWN),
+        both(partial(encode_centric, tile=32)),
+        (partial(encode_centric, sr=True), h32(encode_centric), OWN),
+    ),
     "mxfp4_hadamard": amd(MX_EVEN),
     "mxfp4_hadamard_stochastic": amd(partial(MX_EVEN, sr=True)),
     "mxfp4_alto": (
