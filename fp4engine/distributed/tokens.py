@@ -172,6 +172,8 @@ def _why_not_by_token(quantizer: Quantizer) -> str:
         return f"{type(quantizer).__name__} needs more than its values"
     if spec is None:
         return ""
+    if spec.outer is Outer.ROWS128:
+        return "its outer scales are those of 128 rows; NVFP4Quantizer(row_scaled_nvfp4=True) has one for each row"
     if spec.outer is Outer.TENSOR:
         return "its outer scale is that of all rows of a rank; NVFP4Quantizer(row_scaled_nvfp4=True) has one for each"
     if spec.block[0] > 1:

@@ -60,8 +60,8 @@ class ScaleRule(Enum):
     OPTION3 = "option3"
     TOPBINADE = "topbinade"
     CEIL87 = "ceil87"
-    """Powers of two for E8M0 scales, in TensorCast's words; CEIL87 is half of CEIL's where the largest magnitude is below 0.87 of
-    what CEIL's was rounded up to."""
+    """Powers of two for E8M0 scales, in TensorCast's words; CEIL87 takes half of CEIL's where the largest magnitude is
+    below 0.87 of the power of two above it."""
     STD = "std"
     """The power of two for E8M0 scales that is not above ``2.92 / 6`` of the block's standard deviation: E2M1 clips a
     Gaussian where its squared error is least, and whatever the block's largest magnitude is."""
@@ -95,8 +95,15 @@ class Outer(Enum):
 
     TENSOR = "tensor"
     ROW = "row"
+    ROWS128 = "rows128"
+    """The rows 0 to 127 of the operand, 128 to 255, and so on: what a program of a product multiplies."""
     BLOCK128 = "1x128"
     NONE = "none"
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether an outer amax is kept for each row, of itself or of 128 rows."""
+        return self in (Outer.ROW, Outer.ROWS128)
 
 
 class Signs(Enum):
@@ -329,7 +336,7 @@ class CastSpec:
             " ".join(["search", *map(str, self.search)]) if self.search else "",
             "" if self.rounding is RoundingMode.EVEN else self.rounding.value,
             "" if self.target == self.element.term.max_value else f"to {self.target:.3g}",
-            f"outer {self.outer.value}" if self.outer in (Outer.ROW, Outer.BLOCK128) else "",
+            f"outer {self.outer.value}" if self.outer not in (Outer.TENSOR, Outer.NONE) else "",
             "" if self.outer_amax is None else f"amax {self.outer_amax:.4g}",
             self.rotation.label if self.rotation else "",
             "" if self.correction is Correction.NONE else self.correction.value,
@@ -444,7 +451,7 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
     if (spec.scale == E8M0) != spec.scale_rule.is_power_of_two:
         yield (
             f"scale_rule={spec.scale_rule.value} does not go with scale={spec.scale}: "
-            "e8m0 takes floor, ceil, midmax, option3, topbinade, ceil87 or std; other formats take amax, 4over6 or aligned"
+            f"e8m0 takes {', '.join(rule.value for rule in _POWER_OF_TWO)}; other formats take amax, 4over6 or aligned"
         )
     if spec.scale_rule is ScaleRule.STD and (spec.element != E2M1 or rows != 1):
         yield f"scale_rule=std is for element=e2m1 in blocks of one row, got {spec.element} and block={spec.block}"

@@ -133,10 +133,10 @@ def shared_amaxes(requests: Sequence[Request], shards: Shards) -> list[Tensor | 
 def _groups(spec: CastSpec | None, shard: Shard, contracted: int) -> tuple[Any, ...]:
     """The groups over which an operand's outer amax has to be reduced.
 
-    The amax of a whole tensor is reduced over all groups. The amax of a row is reduced only over the groups that split
-    the row, which lies along the ``contracted`` axis.
+    The amax of a whole tensor is reduced over all groups. The amax of rows is reduced only over the groups that split
+    a row, which lies along the ``contracted`` axis.
     """
-    if spec is None or spec.outer not in (Outer.TENSOR, Outer.ROW):
+    if spec is None or not (spec.outer is Outer.TENSOR or spec.outer.is_by_rows):
         return ()
     return tuple(group for group, axis in shard.groups if spec.outer is Outer.TENSOR or axis == contracted)
 

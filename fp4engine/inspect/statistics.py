@@ -262,7 +262,7 @@ def _chosen(operand: Operand, rows: Tensor) -> Operand:
             if scale_inv.element_size() == 1
             else scale_inv.index_select(0, rows)
         )
-    if operand.spec is not None and operand.spec.outer in (Outer.ROW, Outer.BLOCK128):
+    if operand.spec is not None and operand.spec.outer not in (Outer.TENSOR, Outer.NONE):
         assert amax is not None
         amax = amax.index_select(0, rows)
     return operand._replace(rows=rows.numel(), data=operand.data.index_select(0, rows), scale_inv=scale_inv, amax=amax)

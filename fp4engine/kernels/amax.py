@@ -41,6 +41,8 @@ from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_prev
 INFINITY_BITS = tl.constexpr(0x7F800000)
 CLEARED = 1024
 """Maxima that a program of :func:`clear_kernel` sets to zero."""
+SHARED_ROWS = 128
+"""Rows of an operand that share an amax under ``Outer.ROWS128``."""
 MOST_PARTS = 1024
 """Parts of an amax per tensor."""
 
@@ -124,6 +126,15 @@ def store_amax(amax_ptr, bits):
 def store_amax_per_row(amax_ptr, index, magnitude, rows, AXIS: tl.constexpr):
     bits = tl.max((to_bits(magnitude) & 0x7FFFFFFF).to(tl.int32, bitcast=True), axis=AXIS)
     tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)) + index, bits, mask=index < rows, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows"])
+def share_rows_kernel(amax_ptr, rows, GROUP: tl.constexpr):
+    """Of each ``GROUP`` rows the largest amax, for all of them; NaN among them."""
+    index = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    place = amax_ptr.to(tl.pointer_type(tl.int32)) + index
+    most = tl.max(tl.load(place, mask=index < rows, other=0), axis=0)
+    tl.store(place, index * 0 + most, mask=index < rows)
 
 
 @triton.jit
@@ -299,7 +310,15 @@ def add_amax(
         amax_kernel, programs, *source.places, y, row_max, row_whole, col_max, col_whole, *places, rows, cols,
         *source.x.strides, *constants, row, col, source.prologue, *tiles.constants, num_warps=4, **overlap,
     )  # fmt: skip
+    for (side, amax), size in zip(asked, sizes, strict=True):
+        if side is not None and side.shared_rows:
+            add_sharing(draft, amax, size)
     return Maxima(row_max, col_max, programs)
+
+
+def add_sharing(draft: Draft, amax: Any, rows: int) -> None:
+    """Let each 128 of the amaxes of ``rows`` rows be the largest of them."""
+    draft.step(share_rows_kernel, -(-rows // SHARED_ROWS), amax, rows, SHARED_ROWS, num_warps=4)
 
 
 def add_zeros(draft: Draft, places: Sequence[Any | None], sizes: Sequence[int]) -> None:

@@ -329,7 +329,7 @@ def outer_of(m, amax_ptr, whole_ptr, parts, row0, col0, R, groups, CAST: tl.cons
         else:
             amax = tl.load(amax_ptr + place, mask=inside, other=0.0)
         return amax
-    elif CAST.outer == "row":
+    elif CAST.outer == "row" or CAST.outer == "rows128":
         return tl.load(amax_ptr + row, mask=row < R, other=0.0)
     else:
         if CAST.outer == "none" or CAST.rule == "aligned":  # aligned block scales find theirs later

@@ -57,7 +57,7 @@ def load_codes(codes_ptr, row0, col0, R, width, CAST: tl.constexpr, TILE_R: tl.c
 @triton.jit
 def load_factor(amax_ptr, row, col0, R, width, CAST: tl.constexpr):
     """``A / numerator`` of a tile of 128 columns: FP32 [rows of the tile, 1], or [1, 1] where there is one amax."""
-    if CAST.outer == "row":
+    if CAST.outer == "row" or CAST.outer == "rows128":
         amax = tl.load(amax_ptr + row, mask=row < R, other=0.0)
     elif CAST.outer == "1x128":
         amax = tl.load(amax_ptr + (row.to(tl.int64) * (width // 128) + col0 // 128), mask=row < R, other=0.0)

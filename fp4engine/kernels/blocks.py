@@ -21,7 +21,7 @@ import triton.language as tl
 
 from fp4engine.constants import BLOCK_SIZE, CEIL87_TURN, HADAMARD_SIGNS
 from fp4engine.formats import E2M1, E4M3, UE5M3, CastSpec, Correction, Outer, RoundingMode, ScaleRule
-from fp4engine.kernels.amax import MOST_PARTS, add_zeros, store_amax_per_row, store_part
+from fp4engine.kernels.amax import MOST_PARTS, add_sharing, add_zeros, store_amax_per_row, store_part
 from fp4engine.kernels.block_cast import cast_tile, magnitudes, prepared, stochastic_e4m3
 from fp4engine.kernels.dequantize import Codes, add_decode
 from fp4engine.kernels.dots import neighbour_sums, shrinkage
@@ -52,7 +52,7 @@ class BlockCast:
         carry: added to the bits of a number, adds 1 to its exponent where the mantissa is beyond ``turn``.
         outer, rounding, correction: values of the spec's.
         rotation: size, 0 for none; rotation_factor: the power of two in ``1 / sqrt(size)``, which comes first.
-        signs: ``"none"``, ``"fixed"``, ``"repeated"``, ``"dgrad"`` or ``"wgrad"``; sixteen: those fixed for 16, set bits for minus.
+        signs: value of the rotation's, ``"none"`` without one; sixteen: those fixed for 16, set bits for minus.
         group: elements that share a correction, or one pair of partial sums of the scalar one.
         side: bit 0 of the stream.
         sharded: whether the random stream is told of the shard's place in a whole tensor.
@@ -163,7 +163,7 @@ def block_amax_kernel(
         col0 = (tile % tiles) * TILE_C
         y = prepared(x_ptr, rng_ptr, R, C, stride_r, stride_c, row0, col0, stream, CAST, TILE_R, TILE_C, HARDWARE)
         largest = block_amax(y)
-        if CAST.outer == "row":
+        if CAST.outer == "row" or CAST.outer == "rows128":
             largest = tl.reshape(largest, [TILE_R, TILE_C // 16])
             store_amax_per_row(amax_ptr, row0 + tl.arange(0, TILE_R), largest, R, 1)
         else:
@@ -305,7 +305,7 @@ def add_cast(draft: Draft, x: Facts, place: Place, target: Target, rng: Place | 
     width = spec.padded_cols(cols)
     hardware, multiprocessors = device_facts(draft.device)
     aligned, scalar = spec.scale_rule is ScaleRule.ALIGNED, spec.correction is Correction.SCALAR
-    scaled_by_all = spec.outer in (Outer.TENSOR, Outer.ROW) and not aligned
+    scaled_by_all = spec.outer not in (Outer.BLOCK128, Outer.NONE) and not aligned
     cast = BlockCast.of(spec, "codes" if aligned else target.form, target.side, target.sharded)
     tile = (tile_rows(spec), TILE_C)
     tiles = -(-rows // tile[0]) * -(-width // TILE_C)
@@ -314,7 +314,7 @@ def add_cast(draft: Draft, x: Facts, place: Place, target: Target, rng: Place | 
         whole = draft.buffer((1,), torch.float32) if scalar else target.amax
         amax = None
     if target.given is None and scaled_by_all:
-        if spec.outer is Outer.ROW:
+        if spec.outer.is_by_rows:
             assert whole is not None
             amax, whole = whole, None
             add_zeros(draft, [amax, None], [rows, 0])
@@ -328,6 +328,8 @@ def add_cast(draft: Draft, x: Facts, place: Place, target: Target, rng: Place | 
             block_amax_kernel, programs, place, amax, whole, rng, rows, cols, *x.strides, stream, cast,
             tile_rows(spec, of_amax=True), TILE_C, hardware, num_warps=8,
         )  # fmt: skip
+        if spec.outer is Outer.ROWS128:
+            add_sharing(draft, amax, rows)
     sums = largest = None
     unaligned: Place | None = None
     scales = Block(target.scale_inv, as_bytes) if target.scale_inv else None

@@ -48,7 +48,7 @@ class Side:
         random_bits: 0 for nearest even, else 8 or 16.
         error: "mae" or "mse" under 4over6, else None.
         search: offsets of the scales that a block tries beside its nominal one, or None.
-        per_row: one outer amax per row.
+        per_row: one outer amax per row; shared_rows: the largest of 128 rows stands for each of them.
         bit: bit 0 of the stream: 0 rowwise, 1 columnwise.
         sharded: whether the random stream is told of the shard's place in a whole tensor.
     """
@@ -60,6 +60,7 @@ class Side:
     error: str | None
     search: tuple[int, ...] | None
     per_row: bool
+    shared_rows: bool
     numerator: float
     target: float
     bit: int
@@ -100,7 +101,8 @@ class Side:
             random_bits=spec.random_bits if spec.rounding is RoundingMode.STOCHASTIC else 0,
             error={ScaleRule.FOUR_OVER_SIX_MAE: "mae", ScaleRule.FOUR_OVER_SIX_MSE: "mse"}.get(spec.scale_rule),
             search=spec.search or None,
-            per_row=spec.outer is Outer.ROW,
+            per_row=spec.outer.is_by_rows,
+            shared_rows=spec.outer is Outer.ROWS128,
             numerator=spec.numerator,
             target=spec.target,
             bit=bit,

@@ -32,7 +32,7 @@ COVERED = {
     "rounding": (
         *(RoundingMode.EVEN, RoundingMode.AWAY, RoundingMode.ZERO, RoundingMode.TRUNCATE, RoundingMode.STOCHASTIC),
     ),
-    "outer": (Outer.TENSOR, Outer.ROW, Outer.BLOCK128, Outer.NONE),
+    "outer": (Outer.TENSOR, Outer.ROW, Outer.ROWS128, Outer.BLOCK128, Outer.NONE),
     "correction": (Correction.NONE, Correction.EDEN16, Correction.EDEN128, Correction.SCALAR),
 }
 """What kernels compute, by the field of a spec. A member that is new to its enumeration is to be added here with its
@@ -111,7 +111,8 @@ def add_casts(
             if not spec.block[1] and fp8[0] is not None and not fp8[0].is_given:
                 amax = Matrix(fp8[0].amax, Facts((1,), (1,), torch.float32, True))  # one for x and its transpose
             else:
-                shape = {Outer.ROW: (height,), Outer.BLOCK128: (height, padded // 128)}.get(spec.outer, (1,))
+                shape = (height,) if spec.outer.is_by_rows else (1,)
+                shape = (height, padded // 128) if spec.outer is Outer.BLOCK128 else shape
                 amax = Matrix(draft.buffer(shape, torch.float32), Facts(shape, (1,), torch.float32, True))
         if not spec.block[1]:
             fp8[side] = cast_fp8.Target(spec, amax.place, given is not None, data.place)

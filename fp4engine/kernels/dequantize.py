@@ -167,7 +167,7 @@ def supports(spec: CastSpec) -> tuple[bool, str]:
     """Whether these kernels read the codes of ``spec``'s casts, and if not, why."""
     if (spec.element, spec.scale) != (E2M1, E4M3) or spec.block[1] != BLOCK_SIZE:
         return False, f"the decode kernels do not read {spec.label}"
-    if spec.outer not in (Outer.TENSOR, Outer.ROW):
+    if spec.outer not in (Outer.TENSOR, Outer.ROW, Outer.ROWS128):
         return False, f"the decode kernels do not read outer={spec.outer.value}"
     return True, ""
 
@@ -242,7 +242,7 @@ def add_dequantize(
     words = dtype != torch.float32 and width == blocks * BLOCK_SIZE
     draft.step(
         dequantize_kernel, -(-total // BLOCKS), codes.place, scale_inv, amax, out.place, spec.numerator, total, blocks,
-        width, spec.outer is Outer.ROW, words, BLOCKS, device_facts(draft.device)[0], num_warps=4,
+        width, spec.outer.is_by_rows, words, BLOCKS, device_facts(draft.device)[0], num_warps=4,
     )  # fmt: skip
     return out
 
@@ -263,7 +263,7 @@ def dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, key: str, cols: i
 
     Args:
         codes, scale_inv: as in :func:`decode`.
-        amax: FP32 [1], or [rows] under ``Outer.ROW``.
+        amax: FP32 [1], or [rows] where it is by rows.
         key: of the spec.
         dtype: BF16, FP16, FP32; FP64 is widened from FP32.
     """

@@ -147,7 +147,7 @@ def supports(spec: CastSpec, x_dtype: torch.dtype) -> tuple[bool, str]:
         ),
         (spec.block in ((1, BLOCK_SIZE), (BLOCK_SIZE, BLOCK_SIZE)), f"block={spec.block}"),
         (spec.rounding in (RoundingMode.EVEN, RoundingMode.STOCHASTIC), f"rounding={spec.rounding.value}"),
-        (spec.outer in (Outer.TENSOR, Outer.ROW), f"outer={spec.outer.value}"),
+        (spec.outer in (Outer.TENSOR, Outer.ROW, Outer.ROWS128), f"outer={spec.outer.value}"),
         (rotation is None or (rotation.size == 16 and not rotation.signs.is_fresh), f"rotation={rotation}"),
         (spec.correction is Correction.NONE, f"correction={spec.correction.value}"),
     )

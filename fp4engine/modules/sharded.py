@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4engine import ops
-from fp4engine.formats import Correction
+from fp4engine.formats import Correction, Outer
 from fp4engine.functional import LinearPlan
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.shards import Shard, Shards
@@ -333,7 +333,7 @@ def _multiple(quantizer: Quantizer, axis: int) -> int:
     if along is not None and (along.block[1] or along.rotation is not None or along.is_stochastic):
         multiple = lcm(multiple, along.col_multiple)
     if across is not None:
-        multiple = lcm(multiple, max(across.block[0], 1))
+        multiple = lcm(multiple, max(across.block[0], 1), 128 if across.outer is Outer.ROWS128 else 1)
     return multiple
 
 

@@ -227,7 +227,7 @@ def amax(
 
 def amax_shape(spec: CastSpec, rows: int, cols: int) -> tuple[int, ...]:
     """Shape of the outer amax of an operand [rows, cols]."""
-    if spec.outer is Outer.ROW:
+    if spec.outer.is_by_rows:
         return (rows,)
     return (rows, spec.padded_cols(cols) // 128) if spec.outer is Outer.BLOCK128 else (1,)
 

@@ -64,6 +64,8 @@ TWO_TERMS = NEAREST.replace(element=TWO_E2M1)
 FOUR_OVER_SIX_AWAY = FOUR_OVER_SIX.replace(rounding=RoundingMode.AWAY)
 ROWS = NEAREST.replace(outer=Outer.ROW)
 """One outer scale per row (per token), so that a row's codes do not depend on the batch."""
+LOCAL = NEAREST.replace(outer=Outer.ROWS128)
+"""One outer scale for each 128 rows, which a program that casts them finds by itself."""
 RHT16 = Rotation(16)
 H16 = Rotation(16, Signs.NONE)
 
@@ -260,6 +262,16 @@ ZOO: dict[str, Row] = {
     "nvfp4_row_scaled": Row(
         lambda: NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True),
         "TransformerEngine `row_scaled_activation`, with `disable_rht`: it refuses the two together",
+    ),
+    "nvfp4_cta_local": Row(
+        lambda: LinearRecipe(
+            input=same(LOCAL),
+            weight=same(TILES),
+            grad_output=Casts(LOCAL.replace(rounding=RoundingMode.STOCHASTIC), LOCAL),
+        ),
+        "arXiv 2610.00053, CTA-local NVFP4; mfu-fp4-training 05f4025, `sections/02_formats.tex`",
+        "gradients biased: wgrad's round to nearest; block scales are of the outer scale at once, where the source's are "
+        "of 128x128 parts first",
     ),
     "nvfp4_4over6": Row(
         lambda: NVFP4BlockScaling(nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE"),

@@ -17,7 +17,8 @@ takes ``floor(log2 sqrt(t)) + 127``: half of the exponent of ``t``, rounded down
 ``midmax`` turns halfway to the value that would follow the largest element: at 7 for E2M1, at 464 for E4M3.
 
 Source: ROCm/tensorcast, branch ``triton``, ``tcast/torchcast.py`` and ``tcast/number.py``; OCP Microscaling Formats
-v1.0, section 6.3 (floor); arXiv 2610.00053, section 2.2 (ceil87); IST-DASLab Quartet 00ccd38, ``mxfp4_triton.py`` (std).
+v1.0, section 6.3 (floor); arXiv 2610.00053, section 2.2 (ceil87); IST-DASLab Quartet 00ccd38, ``mxfp4_triton.py``
+(std).
 """
 
 import torch

@@ -42,13 +42,15 @@ def outer_amax(x: Tensor, spec: CastSpec) -> Tensor:
         x: FP32 [rows, cols].
 
     Returns:
-        [1] per tensor, [rows] per row, [rows, cols / 128] per 1x128 block; 0 for an empty group. Without an outer
+        [1] per tensor, [rows] per row or for each row of 128, [rows, cols / 128] per 1x128 block; 0 for an empty group. Without an outer
         scale [1], the constant that stands for it.
     """
     if spec.outer is Outer.NONE:
         return torch.full((1,), spec.constant_amax, dtype=torch.float32, device=x.device)
     if spec.outer is Outer.BLOCK128:
         return _amax(x.reshape(x.shape[0], x.shape[1] // 128, 128))
+    if spec.outer is Outer.ROWS128:
+        return block_amax(_amax(x)[:, None], (128, 1))[:, 0]
     return round_outer_amax(_amax(x if spec.outer is Outer.ROW else x.reshape(1, x.numel())), spec)
 
 

@@ -84,6 +84,7 @@ OTHERS = (
     CastSpec(search=(-2, 1), block=(32, 16), outer=Outer.BLOCK128),
     CastSpec(search=(-1, 5), outer=Outer.NONE),
     CastSpec(scale=UE5M3, outer=Outer.NONE, outer_amax=3.0, block=(32, 32)),
+    CastSpec(outer=Outer.ROWS128, rotation=Rotation(32, Signs.REPEATED), rounding=RoundingMode.AWAY),
     CastSpec(outer=Outer.NONE),
     CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, outer=Outer.NONE),
 )

@@ -23,6 +23,7 @@ SPECS = {
     "default backward": (CastSpec(rounding=SR), CastSpec(rounding=SR, rotation=Rotation())),
     "16x16": (CastSpec(block=(16, 16)), CastSpec(block=(16, 16))),
     "row-scaled": (CastSpec(outer=Outer.ROW), CastSpec(outer=Outer.ROW, rotation=Rotation(signs=Signs.NONE))),
+    "128 rows": (CastSpec(outer=Outer.ROWS128), CastSpec(outer=Outer.ROWS128, rotation=Rotation(), rounding=SR)),
     "16 bits, guard": (CastSpec(rounding=SR, random_bits=16), CastSpec(rounding=SR, random_bits=16, target=96 / 17)),
     "4over6 mae": (CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MAE, scale_bound=256.0),) * 2,
     "4over6 mse 16x16": (CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, block=(16, 16)),) * 2,
@@ -121,6 +122,17 @@ def test_every_cast(kernel_device, name, dtype):
 @pytest.mark.parametrize("name", MAIN)
 def test_shapes(kernel_device, name, shape):
     check(make("normal", *shape, torch.bfloat16), name, kernel_device, ("codes",))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_outer_scales_of_128_rows(kernel_device, dtype):
+    """Of several groups and a part of one on both sides; a NaN spoils the rows that it shares a scale with."""
+    x = make("normal", 270, 150, dtype) * torch.arange(1, 271)[:, None]
+    x[200, 3] = torch.nan
+    check(x.to(dtype), "128 rows", kernel_device, ("codes",))
+    amax, _ = ops.amax(x.to(dtype).to(kernel_device), SPECS["128 rows"][0], None, backend="triton")
+    assert amax is not None and len(amax[:128].unique()) == 1
+    assert amax[:128].isfinite().all() and amax[128:256].isnan().all() and amax[256:].isfinite().all()
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)

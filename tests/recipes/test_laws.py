@@ -53,6 +53,7 @@ def thousandths(got: Tensor, want: Tensor) -> float:
         pytest.param(EDEN128, 9.74, 0.08, id="MS-EDEN, one correction per 128"),
         pytest.param(SCALAR, 7.6, 0.08, id="4over6 with one scalar"),
         pytest.param(zoo.NEAREST.replace(outer=Outer.BLOCK128), 9.01, 0.08, id="1x128 outer scales"),
+        pytest.param(zoo.LOCAL, 9.05, 0.08, id="outer scale for 128 rows"),
         pytest.param(zoo.NEAREST.replace(outer=Outer.ROW), 9.05, 0.08, id="outer scale per row"),
         pytest.param(zoo.NEAREST.replace(rotation=FRESH), 9.06, 0.08, id="rotation changes nothing on a Gaussian"),
         pytest.param(zoo.MXFP4_TSENG, 28.21, 0.3, id="MXFP4 floor times 3/4, stochastic"),

@@ -127,8 +127,10 @@ def rotated(size: int, signs: Signs, cast: Transcription) -> Transcription:
 # NVFP4, TransformerEngine: reference_nvfp4.py, _quantize_blockwise_reference and its 4over6 twin
 
 
-def nvfp4(x: Tensor, draws: Draws, *, tile: int = 1, per_row: bool = False, sr: bool = False) -> Cast:
+def nvfp4(x: Tensor, draws: Draws, *, tile: int = 1, per_row: bool = False, sr: bool = False, rows: int = 0) -> Cast:
     amax = x.abs().amax(1, keepdim=True) if per_row else x.abs().max()
+    if rows:  # of arXiv 2610.00053: a factor for each tile of rows, fixed along the contracted axis
+        amax = x.abs().unflatten(0, (-1, rows)).amax((1, 2)).repeat_interleave(rows)[:, None]
     encode = fp32(2688.0) / amax
     scales = e4m3(block_amax(x, 16, tile) * (encode * fp32(1 / 6)))
     v = x * spread(fp32(1.0) / (scales * (fp32(1.0) / encode)), x)
@@ -487,6 +489,11 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
     "high_precision": (both(high), both(high), both(high)),
     "nvfp4": nvidia(),
     "nvfp4_row_scaled": (both(partial(nvfp4, per_row=True)), both(partial(nvfp4, tile=16)), both(STOCHASTIC)),
+    "nvfp4_cta_local": (
+        both(partial(nvfp4, rows=128)),
+        both(partial(nvfp4, tile=16)),
+        (partial(nvfp4, rows=128, sr=True), partial(nvfp4, rows=128), OWN),
+    ),
     "nvfp4_4over6": (wgrad(SIX_MSE), both(partial(four_over_six, mse=True, tile=16)), wgrad(STOCHASTIC)),
     "nvfp4_4over6_no_rht": (both(SIX_MAE), both(partial(four_over_six, tile=16)), both(STOCHASTIC)),
     "nvfp4_4over6_nearest": (both(SIX_MAE), both(partial(four_over_six, tile=16)), both(nvfp4)),

@@ -32,11 +32,11 @@ FRESH = RN.replace(rotation=Rotation(128, Signs.WGRAD))
                 "input": Casts(RN, FRESH.replace(rotation=Rotation(128, Signs.DGRAD)), "rowwise_dequantized"),
                 "grad_output": Casts(RN, FRESH.replace(rotation=Rotation(128, Signs.DGRAD))),
             },
-            "wgrad takes signs Signs.FIXED, Signs.NONE, Signs.WGRAD, got Signs.DGRAD",
+            "wgrad takes signs Signs.FIXED, Signs.REPEATED, Signs.NONE, Signs.WGRAD, got Signs.DGRAD",
         ),
         (
             {"input": Casts(FRESH), "weight": Casts(FRESH)},
-            "fprop takes signs Signs.FIXED, Signs.NONE, got Signs.WGRAD",
+            "fprop takes signs Signs.FIXED, Signs.REPEATED, Signs.NONE, got Signs.WGRAD",
         ),
         (
             {"grad_output": Casts(RN, RN, "rowwise_dequantized")},
