@@ -170,6 +170,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.list:
         for name, study in STUDIES.items():
             print(f"{name}: {study.question}\n    {shlex.join(study.variants)}")  # as --variants takes them
+        print("Gaps that were expected before the first run, over the default's:")
+        for name, variant in VARIANTS.items():
+            if variant.expected is not None:
+                print(f"    {name}: {variant.expected:.2f}")
         return 0
     try:
         run(arguments)

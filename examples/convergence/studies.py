@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from fp4engine.formats import RoundingMode
+from fp4engine.formats import Outer, RoundingMode
 from fp4engine.optimizer_hooks import OsciReset, OutControl
 from fp4engine.recipe import (
     Casts,
@@ -124,6 +124,7 @@ class Variant:
         resets: when oscillating weights are reset, if ever.
         outliers: when outlying channels are chosen, if ever.
         two_terms: the operand of fprop that is a sum of two casts, ``"weight"`` or ``"input"``, if any.
+        expected: its gap over the default's, as it was expected before its first run, if it was.
     """
 
     recipe: Callable[[Conditions], Recipe]
@@ -133,6 +134,7 @@ class Variant:
     resets: Resets | None = None
     outliers: Outliers | None = None
     two_terms: str = ""
+    expected: float | None = None
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,39 @@ def two_terms_of(*roles: str) -> LinearRecipe:
     return recipe
 
 
+def searched(expected: float, source: str, resets: Resets | None = None, **roles: Casts) -> Variant:
+    """`nvfp4_scale_search` with the casts of some roles replaced; one FP4 product per GEMM."""
+    recipe = SEARCH.replace(**roles)
+    return Variant(lambda settings: recipe, source=f"scale search, {source}", resets=resets, expected=expected)
+
+
+def quartet_searched(expected: float, resets: Resets | None = None) -> Variant:
+    """Quartet II, whose forward casts search their scales instead of choosing between 4 and 6."""
+    recipe = zoo.make("quartet2")
+    assert isinstance(recipe, LinearRecipe)
+    roles = {
+        role: dataclasses.replace(recipe.casts(role), rowwise=zoo.SEARCHED.replace(rounding=RoundingMode.AWAY))
+        for role in ("input", "weight")
+    }
+    changed = recipe.replace(**roles)
+    return Variant(lambda settings: changed, source="Quartet II, scale search", resets=resets, expected=expected)
+
+
+def fixed_outer_scale(amax: float) -> LinearRecipe:
+    """The default, whose input in fprop and whose weight have the outer scale of one largest magnitude."""
+    recipe = combine(NVFP4BlockScaling(), NVFP4BlockScaling())  # as six casts
+    constant = {"outer": Outer.NONE, "outer_amax": amax}
+    inner = dataclasses.replace(recipe.input, rowwise=zoo.NEAREST.replace(**constant))
+    return recipe.replace(input=inner, weight=zoo.same(zoo.TILES.replace(**constant)))
+
+
+def two_terms_in_down(expected: float) -> Variant:
+    """Two terms of the input where they matter most: 1.2 products per GEMM of fprop on average."""
+    inner = SEARCH.replace(input=dataclasses.replace(SEARCH.input, rowwise=zoo.TWO_TERMS))
+    recipe = RuledRecipe(SEARCH, (Rule(inner, "**.down"),))
+    return Variant(lambda settings: recipe, source="scale search, two terms of the input of `down`", expected=expected)
+
+
 def late_switch(then: Recipe) -> Variant:
     """NVFP4 until `SWITCH_AT` of the steps, `then` for the rest."""
     return Variant(
@@ -236,6 +271,15 @@ def stochastic_forward() -> Recipe:
     return recipe.replace(input=stochastic(recipe.casts("input")), weight=stochastic(recipe.casts("weight")))
 
 
+def _search() -> LinearRecipe:
+    recipe = zoo.make("nvfp4_scale_search")
+    assert isinstance(recipe, LinearRecipe)
+    return recipe
+
+
+SEARCH = _search()
+SEARCHED_H16 = zoo.SEARCHED.replace(rotation=zoo.H16)
+WGRAD_INPUT = zoo.NEAREST.replace(rotation=zoo.RHT16)
 DEFAULT = NVFP4BlockScaling()
 ONE_D = DEFAULT.replace(disable_2d_quantization=True)
 ABLATION = "arXiv 2509.25149, an ablation of the default"
@@ -303,6 +347,37 @@ VARIANTS = {
     "TetraJet-v2, OsciReset": with_resets(zoo.make("tetrajet2"), "TetraJet-v2"),
     "TetraJet-v2, both hooks": dataclasses.replace(
         with_resets(zoo.make("tetrajet2"), "TetraJet-v2 with OutControl"), outliers=Outliers()
+    ),
+    "scale search": dataclasses.replace(book("nvfp4_scale_search"), expected=0.68),
+    "scale search, 16x16 weights": searched(0.88, "16x16 weights", weight=zoo.same(zoo.SEARCHED_TILES)),
+    "scale search, row-scaled": searched(
+        0.68, "an outer scale per row of the input", input=Casts(zoo.SEARCHED.replace(outer=Outer.ROW), WGRAD_INPUT)
+    ),
+    "scale search, guarded SR": searched(
+        0.68, "gradients guarded", grad_output=zoo.rotated_wgrad(zoo.GUARDED, zoo.RHT16)
+    ),
+    "scale search, rotated fprop": searched(
+        0.70,
+        "fprop rotated by H16",
+        input=Casts(SEARCHED_H16, WGRAD_INPUT),
+        weight=Casts(SEARCHED_H16, zoo.SEARCHED),
+    ),
+    "scale search, wgrad too": searched(
+        0.67, "wgrad's input too", input=Casts(zoo.SEARCHED, zoo.SEARCHED.replace(rotation=zoo.RHT16))
+    ),
+    "scale search, OsciReset": searched(0.59, "and OsciReset (arXiv 2510.27527)", Resets()),
+    "scale search, exact weights": searched(0.53, "fprop's weight as it is: a bound", weight=Casts(None, zoo.SEARCHED)),
+    "scale search, exact inputs": searched(0.38, "fprop's input as it is: a bound", input=Casts(None, WGRAD_INPUT)),
+    "scale search, two-term down": two_terms_in_down(0.55),
+    "two-term inputs, searched weights": searched(
+        0.38, "two terms of the input: two products", input=Casts(zoo.TWO_TERMS, WGRAD_INPUT)
+    ),
+    "Quartet II, scale search": quartet_searched(0.62),
+    "Quartet II, scale search, OsciReset": quartet_searched(0.50, Resets()),
+    "nvfp4, CTA-local": dataclasses.replace(book("nvfp4_cta_local"), expected=1.15),
+    "MXFP4, fixed signs": dataclasses.replace(book("mxfp4_fixed_sign"), expected=1.75),
+    "nvfp4, outer scale 10": dataclasses.replace(
+        always(fixed_outer_scale(268.8), "the default, but fprop's outer scales are 10 for every tensor"), expected=1.02
     ),
     "forward 1x16": forward_only(ONE_D),
     "forward 1x16 + 4/6": forward_only(FINE),
@@ -407,6 +482,31 @@ STUDIES = {
             "TetraJet-v2",
             "TetraJet-v2, OsciReset",
         ),
+    ),
+    "one product": Study(
+        "Which recipe with one FP4 product per GEMM closes half of the default's gap?",
+        "nvfp4",
+        (
+            "nvfp4",
+            "scale search",
+            "scale search, OsciReset",
+            "Quartet II, scale search",
+            "Quartet II, scale search, OsciReset",
+            "scale search, rotated fprop",
+            "scale search, wgrad too",
+            "scale search, guarded SR",
+            "scale search, row-scaled",
+            "scale search, 16x16 weights",
+            "scale search, two-term down",
+            "two-term inputs, searched weights",
+            "scale search, exact weights",
+            "scale search, exact inputs",
+        ),
+    ),
+    "new rows": Study(
+        "How do the rows of autumn 2026 rank?",
+        "nvfp4",
+        ("nvfp4", "scale search", "nvfp4, CTA-local", "MXFP4, fixed signs", "nvfp4, outer scale 10"),
     ),
     BOARD: Study(
         "Which recipe trains best?",

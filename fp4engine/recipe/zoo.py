@@ -270,8 +270,8 @@ ZOO: dict[str, Row] = {
             grad_output=Casts(LOCAL.replace(rounding=RoundingMode.STOCHASTIC), LOCAL),
         ),
         "arXiv 2610.00053, CTA-local NVFP4; mfu-fp4-training 05f4025, `sections/02_formats.tex`",
-        "gradients biased: wgrad's round to nearest; block scales are of the outer scale at once, where the source's are "
-        "of 128x128 parts first",
+        "gradients biased: wgrad's round to nearest; block scales follow the outer scale at once, where the source's "
+        "follow 128x128 parts first",
     ),
     "nvfp4_4over6": Row(
         lambda: NVFP4BlockScaling(nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE"),

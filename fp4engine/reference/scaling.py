@@ -42,8 +42,8 @@ def outer_amax(x: Tensor, spec: CastSpec) -> Tensor:
         x: FP32 [rows, cols].
 
     Returns:
-        [1] per tensor, [rows] per row or for each row of 128, [rows, cols / 128] per 1x128 block; 0 for an empty group. Without an outer
-        scale [1], the constant that stands for it.
+        [1] per tensor, [rows] per row or for each of 128 rows, [rows, cols / 128] per 1x128 block; 0 for an empty
+        group. Without an outer scale [1], the constant that stands for it.
     """
     if spec.outer is Outer.NONE:
         return torch.full((1,), spec.constant_amax, dtype=torch.float32, device=x.device)
