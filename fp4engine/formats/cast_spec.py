@@ -317,10 +317,10 @@ class CastSpec:
     def mixes_rows(self) -> bool:
         """True if what a row becomes depends on other rows, or on where it stands among them.
 
-        An outer scale of the whole tensor is one of all tokens; a block of several rows has one scale; and random bits
-        are drawn by position.
+        An outer scale of the whole tensor, or of 128 rows, is one of several tokens; a block of several rows has one
+        scale; and random bits are drawn by position.
         """
-        return self.outer is Outer.TENSOR or self.block[0] > 1 or self.is_stochastic
+        return self.outer in (Outer.TENSOR, Outer.ROWS128) or self.block[0] > 1 or self.is_stochastic
 
     @property
     def label(self) -> str:
