@@ -1,23 +1,33 @@
 """A pytest plugin that runs TransformerEngine's own tests, and a script of its documentation, over fp4engine on a CPU.
 
 ``python -m pytest -p tools.te_tests /path/to/TransformerEngine/tests/pytorch/test_recipe.py`` puts ``fp4engine.te`` in
-TransformerEngine's place, lets every device ``"cuda"`` mean the CPU, and stands in for whatever else a file imports
-with objects that refuse to be called. Run with a script and its arguments it does the same for that script. Both are
-told of a GPU of capability ``TE_CAPABILITY``, by default 10.0.
+TransformerEngine's place. Run with a script and its arguments it does the same for that script. ``TE_CHECKOUT`` names
+the checkout. ``python -m tools.te_table`` runs all files.
 
-TransformerEngine's own reference of NVFP4 (``custom_recipes.reference_nvfp4``) is loaded from the checkout that
-``TE_CHECKOUT`` names, since tests compare with it.
+What is not fp4engine in such a process:
 
-Tests that ``tools/te_not_applicable.txt`` lists are expected to fail, strictly, for the reason that it names: the
-summary counts them by reason, and one that passes is a failure of the list. Those that TransformerEngine itself
-expects to fail may pass. ``--every 7`` runs every seventh test of a file, ``--tokens 32 --heads 2`` cut the sequences
-and the heads of its model configurations, ``--size 1024`` cuts the M and N that a test is given, and ``--limit 60``
-ends a test after a minute.
+- every device ``"cuda"`` is the CPU, and streams and events do nothing;
+- the GPU that tests and ``fp4engine.te`` are told of has the capability ``TE_CAPABILITY``, by default 10.0, PyTorch's CUDA
+  the version 12.9, and cuBLASLt the version 0, so that tests of what needs it skip themselves;
+- ``tex.generic_gemm`` is ``general_gemm``;
+- names that fp4engine does not have may be imported, and refuse to be called; modules that it does not have, too;
+- TransformerEngine's own references of quantizers (``custom_recipes.reference_*``) come from the checkout.
+
+What becomes of a test:
+
+- ``passed``, ``failed``, or ``skipped`` by TransformerEngine, which is also where it expects a test to fail that does;
+- ``private`` and ``hardware``: left out, by the list ``tools/te_tests.toml``, whose tests have to fail, since one that
+  passes is a failure of the list. A test that asks for a CUDA graph is left out for hardware without being listed;
+- ``unmeasured``: it asks how much memory a GPU has allocated, which nothing here can tell, and so it could not fail.
+
+Features that are missing here are no reason to leave a test out. ``--every 7`` runs every seventh test of a file,
+``--tokens 32 --heads 2`` cut the sequences and the heads of its model configurations, ``--size 1024`` cuts the M and N
+that a test is given, ``--limit 60`` ends a test after a minute, and ``--report PATH`` writes what became of every test.
 """
 
 import contextlib
-import gc
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -25,6 +35,7 @@ import runpy
 import signal
 import sys
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Generator
 from importlib.abc import Loader, MetaPathFinder
@@ -54,7 +65,7 @@ class Absent:
         return Absent(f"{self.name}.{name}")
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"NOT-APPLICABLE {self.name} is not a part of fp4engine")
+        raise NotImplementedError(f"MISSING {self.name} is not a part of fp4engine")
 
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
         return (object,)
@@ -169,8 +180,12 @@ def _is_asked_by_the_peer() -> bool:
     return sys._getframe(1).f_code.co_filename.startswith(str(CHECKOUT))
 
 
-def _parameters() -> list[torch.nn.Parameter]:
-    return [thing for thing in gc.get_objects() if type(thing) is torch.nn.Parameter]
+def _memory(*_: Any, **__: Any) -> Any:
+    pytest.skip("unmeasured: the memory of a GPU")
+
+
+def _graph(*_: Any, **__: Any) -> Any:
+    pytest.skip("hardware: CUDA graphs")
 
 
 def pretend() -> None:
@@ -180,9 +195,9 @@ def pretend() -> None:
     sys.meta_path.append(_Stubs())
     import transformer_engine_torch as extension  # pyright: ignore[reportMissingImports]
 
+    from fp4engine.te import pytorch
     from fp4engine.te.pytorch import constants, cpp_extensions, utils
 
-    utils.is_non_tn_fp8_gemm_supported = lambda: True  # else tests that fail on Hopper are expected to fail here
     extension.FP8TensorMeta = SimpleNamespace
     extension.get_cublasLt_version = lambda: 0  # there is no cuBLAS, so nothing that needs one is supported
 
@@ -210,9 +225,11 @@ def pretend() -> None:
     cuda: Any = torch.cuda
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_device", "manual_seed_all"):
         setattr(cuda, name, lambda *_, **__: None)
-    for name in ("max_memory_allocated", "current_device", "memory_reserved"):
-        setattr(cuda, name, lambda *_, **__: 0)
-    cuda.memory_allocated = lambda *_, **__: sum(param.nbytes for param in _parameters() if not param.is_meta)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info"):
+        setattr(cuda, name, _memory)
+    cuda.memory.mem_get_info = _memory
+    cuda.current_device = lambda: 0
+    cuda.CUDAGraph = cuda.graph = cuda.graph_pool_handle = _graph
     cuda.is_available = _is_asked_by_the_peer
     cuda.device_count = lambda: 1
     cuda.manual_seed = torch.manual_seed
@@ -221,7 +238,10 @@ def pretend() -> None:
         lambda state, *_: torch.set_rng_state(state),
     )
     major, _, minor = os.environ.get("TE_CAPABILITY", "10.0").partition(".")
-    cuda.get_device_capability = lambda *_: (int(major), int(minor))
+    capability = int(major), int(minor)
+    cuda.get_device_capability = lambda *_: capability
+    utils.get_device_compute_capability = pytorch.get_device_compute_capability = lambda: capability
+    torch.version.cuda = "12.9"  # tests compare it as a number
     cuda.get_device_properties = lambda *_: SimpleNamespace(major=int(major), minor=int(minor), multi_processor_count=1)
     cuda.get_device_name = lambda *_: "CPU"
     cuda.Stream = cuda.Event = _Nothing
@@ -237,38 +257,66 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--heads", type=int, help="cut model configurations to this number of heads")
     parser.addoption("--size", type=int, help="cut M and N of tests to this, and what was left of a multiple of 128")
     parser.addoption("--limit", type=int, default=0, help="seconds after which a test fails")
+    parser.addoption("--report", help="write to this file what became of every test")
 
 
-def reasons() -> dict[re.Pattern[str], str]:
-    """Beginning of a test's id, in which ``*`` is anything -> why the test is not applicable."""
-    reason = ""
-    found: dict[re.Pattern[str], str] = {}
-    for line in (pathlib.Path(__file__).parent / "te_not_applicable.txt").read_text().splitlines():
-        if line.startswith("# "):
-            reason = line.removeprefix("# ")
-        elif line:
-            found[re.compile(re.escape(line).replace(r"\*", ".*"), re.DOTALL)] = reason
-    return found
+LISTED = tomllib.loads((pathlib.Path(__file__).parent / "te_tests.toml").read_text())
+"""``files``, and by kind of reason: reason -> beginnings of ids of tests, in which ``*`` is anything."""
+
+
+def _reason(kind: str, test: str) -> str:
+    """Why ``test`` is listed under ``kind``; empty if it is not."""
+    for reason, beginnings in LISTED.get(kind, {}).items():
+        for beginning in beginnings:
+            if re.match(re.escape(beginning).replace(r"\*", ".*"), test, re.DOTALL):
+                return reason
+    return ""
+
+
+def _name(item: Any) -> str:
+    return f"{str(item.path).rpartition('tests/pytorch/')[2]}::{item.nodeid.partition('::')[2]}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sample, cut, and mark what is not applicable."""
+    """Sample, cut, and mark what is left out."""
     by_file: dict[pathlib.Path, list[pytest.Item]] = {}
     for item in items:
         by_file.setdefault(item.path, []).append(item)
+    _report["collected"] = len(items)
     items[:] = [item for tests in by_file.values() for item in tests[:: config.getoption("every")]]
-    listed = reasons()
     for item in items:
         cut_models(getattr(item, "module", None), config.getoption("tokens"), config.getoption("heads"))
         for mark in [mark for mark in item.own_markers if mark.name == "xfail"]:
             item.own_markers.remove(mark)
             item.add_marker(pytest.mark.xfail(*mark.args, **{**mark.kwargs, "strict": False}))
         cut_matrix(item, config.getoption("size"))
-        name = f"{str(item.path).rpartition('tests/pytorch/')[2]}::{item.nodeid.partition('::')[2]}"
-        for beginning, reason in listed.items():
-            if beginning.match(name):
-                item.add_marker(pytest.mark.xfail(reason=f"not applicable: {reason}", strict=True), append=False)
+        for kind in ("private", "hardware"):
+            if reason := _reason(kind, _name(item)):
+                item.add_marker(pytest.mark.xfail(reason=f"{kind}: {reason}", strict=True), append=False)
                 break
+
+
+_report: dict[str, Any] = {"collected": 0, "tests": {}}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Note what became of the test, and why."""
+    report = yield
+    if report.when == "call" or report.outcome != "passed":
+        told = getattr(report, "wasxfail", None)
+        if told is None and report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+            told = report.longrepr[2].removeprefix("Skipped: ")
+        kind, _, why = (told or "").partition(": ")
+        outcome = {"passed": "passed", "skipped": "skipped"}.get(report.outcome, "failed")
+        if outcome == "skipped" and kind in ("private", "hardware", "unmeasured"):
+            outcome = kind
+        elif outcome == "failed":
+            error = "" if call.excinfo is None else call.excinfo.exconly().strip()
+            missing = re.search(r"MISSING (\S+)", error)
+            why = _reason("missing", _name(item)) or (f"no {missing[1]}" if missing else error.partition("\n")[0][:200])
+        _report["tests"][_name(item)] = [outcome, why or told or ""]
+    return report
 
 
 def cut_matrix(item: Any, size: int | None) -> None:
@@ -291,20 +339,22 @@ def cut_models(module: Any, tokens: int | None, heads: int | None) -> None:
             model.hidden_size_kv = model.num_gqa_groups * model.head_dim_v
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the row of docs/checklist.md, and what is not applicable by its reasons."""
-    stats = terminalreporter.stats
-    absent = Counter(report.wasxfail for report in stats.get("xfailed", []) if "not applicable" in report.wasxfail)
-    passed = len(stats.get("passed", [])) + len(stats.get("xpassed", []))
-    expected = len(stats.get("xfailed", [])) - absent.total()
-    failed = len(stats.get("failed", [])) + len(stats.get("error", []))
-    terminalreporter.section("of the applicable")
-    terminalreporter.write_line(
-        f"passed {passed}, failed {failed}, not applicable {absent.total()}, expected to fail by TransformerEngine "
-        f"{expected}, skipped {len(stats.get('skipped', []))}: {passed / max(passed + failed, 1):.1%}"
+OUTCOMES = ("passed", "failed", "private", "hardware", "unmeasured", "skipped")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the counts, and the reasons for what failed and what was left out; write the report."""
+    counts = Counter(outcome for outcome, _ in _report["tests"].values())
+    terminalreporter.section("TransformerEngine's tests")
+    share = counts["passed"] / max(counts["passed"] + counts["failed"], 1)
+    terminalreporter.write_line(", ".join(f"{name} {counts[name]}" for name in OUTCOMES) + f": {share:.1%}")
+    reasons = Counter(
+        (outcome, why) for outcome, why in _report["tests"].values() if outcome not in ("passed", "skipped")
     )
-    for reason, count in absent.most_common():
-        terminalreporter.write_line(f"{count:6} {reason}")
+    for (outcome, why), count in reasons.most_common():
+        terminalreporter.write_line(f"{count:6} {outcome}: {why}")
+    if path := config.getoption("report"):
+        pathlib.Path(path).write_text(json.dumps(_report))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,7 +1,7 @@
 """What TransformerEngine's modules with weights have in common."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -26,10 +26,17 @@ from fp4engine.te.pytorch.delayed_wgrad import DelayWgrad, Run
 from fp4engine.te.pytorch.extra_state import ExtraState
 from fp4engine.te.pytorch.module_states import MODES, ModuleStates, recipe_in_force, weights_as_recorded
 from fp4engine.te.pytorch.quantization import FP8GlobalStateManager
-from fp4engine.te.pytorch.recipe_state import AnyRecipe
+from fp4engine.te.pytorch.recipe_state import AnyRecipe, RecipeState
 from fp4engine.te.pytorch.roles import QuantizerRole, require_role
-from fp4engine.te.pytorch.storage import HybridQuantizedWeight
-from fp4engine.te.pytorch.tensor import Float8Quantizer, HybridQuantizer, IdentityQuantizer
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
+from fp4engine.te.pytorch.tensor import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    HybridQuantizedTensor,
+    HybridQuantizer,
+    IdentityQuantizer,
+)
+from fp4engine.tensor import QuantizedTensor as Operands
 
 Init = Callable[[Tensor], Any]
 
@@ -92,22 +99,22 @@ class TransformerEngineBaseModule(ExtraState):
             if isinstance(part, Gemms):
                 part.first_overwrites = True
                 part.later = self._additions if self.delay_wgrad_compute else None
-        if isinstance(self._stored_by, CustomRecipe):
+        if self._stored_by is not None:
             self._dress_weights(self._stored_by)
 
-    def _dress_weights(self, recipe: CustomRecipe) -> None:
-        """Give weights the classes that TransformerEngine gives them for the quantizers of the recipe's factory."""
-        factory: Any = recipe.qfactory.factory if isinstance(recipe.qfactory, Answering) else recipe.qfactory
-        slots = self.get_quantizer_roles(fwd=True, num_quantizers=0)
-        roles = [role for role in slots if role is not None and role.tensor_type == "weight"]
+    def _dress_weights(self, recipe: Recipe) -> None:
+        """Make weights that are stored as codes the tensors that TransformerEngine makes by this recipe."""
+        roles = self.get_quantizer_roles(fwd=True, num_quantizers=0)
+        made_by = weight_quantizers(recipe, roles)
         weights = [(name, weight) for name, weight in self.named_parameters(recurse=False) if weight.ndim == 2]
         for index, (name, weight) in enumerate(weights):
-            quantizer = factory(roles[min(index, len(roles) - 1)])
-            if isinstance(quantizer, IdentityQuantizer) and not isinstance(weight, QuantizedWeight):
-                setattr(self, name, torch.nn.Parameter(quantizer(weight.detach()), weight.requires_grad))
-            elif isinstance(quantizer, HybridQuantizer) and isinstance(weight, QuantizedWeight):
-                dressed: Any = weight
-                dressed.__class__, dressed.made_by = HybridQuantizedWeight, quantizer
+            quantizer = made_by[min(index, len(made_by) - 1)] if made_by else None
+            stored = None if quantizer is None else _dressed(weight, quantizer)
+            if stored is not None:
+                parameter = torch.nn.Parameter(stored, weight.requires_grad)
+                if isinstance(weight, QuantizedWeight):
+                    parameter._high_precision_init_val = weight.get_high_precision_init_val()  # pyright: ignore
+                setattr(self, name, parameter)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise the parameters; those on ``meta`` get memory first, where TransformerEngine would place them.
@@ -259,7 +266,7 @@ class TransformerEngineBaseModule(ExtraState):
         for name, weight in self.named_parameters():
             if isinstance(weight, QuantizedWeight) and not frozen.custom():
                 role = FrozenRole(getattr(self, "module_type", "linear"), "weight", getattr(self, "name", ""))
-                is_hybrid = isinstance(weight, HybridQuantizedWeight)
+                is_hybrid = isinstance(weight, HybridQuantizedTensor)
                 if is_hybrid or casts_of(weight.quantizer) != casts_of(make_quantizer(frozen, role)):
                     raise RuntimeError(
                         f"Recipe mismatch for {name!r}: it is stored by {stored!r}, and the recipe in force is "
@@ -377,6 +384,37 @@ class TransformerEngineBaseModule(ExtraState):
     def quantizers(self) -> dict[str, list[Any]]:
         """Quantizers of :attr:`fp8_meta`: input, weight, output in ``scaling_fwd``, gradients in ``scaling_bwd``."""
         return self._made().quantizers
+
+
+def weight_quantizers(recipe: Recipe, roles: Sequence[QuantizerRole | None]) -> list[Quantizer]:
+    """The quantizers of the weights among ``roles``; none by a recipe that TransformerEngine does not have."""
+    if isinstance(recipe, CustomRecipe):
+        factory: Any = recipe.qfactory.factory if isinstance(recipe.qfactory, Answering) else recipe.qfactory
+        made = [factory(role) for role in roles if role is not None and role.tensor_type == "weight"]
+        return [quantizer for quantizer in made if isinstance(quantizer, Quantizer)]
+    try:
+        state = RecipeState.create(recipe, mode="forward", num_quantizers=len(roles), roles=list(roles))
+    except ValueError:
+        return []
+    made = zip(roles, state.make_quantizers(), strict=True)
+    return [quantizer for role, quantizer in made if role is not None and role.tensor_type == "weight"]
+
+
+def _dressed(weight: Tensor, quantizer: Quantizer) -> QuantizedTensor | None:
+    """``weight`` as a tensor of ``quantizer``, of the operands that it is stored as; None if it stays what it is."""
+    if not isinstance(weight, QuantizedWeight):
+        return quantizer(weight.detach()) if isinstance(quantizer, IdentityQuantizer) else None
+    if isinstance(quantizer, Float8Quantizer):  # stored weights are scaled by their own amax
+        quantizer = Float8CurrentScalingQuantizer(quantizer.dtype)
+    if casts_of(quantizer.frozen()) != casts_of(weight.quantizer):
+        return None
+    row, col = weight.rowwise, None
+    if isinstance(quantizer, HybridQuantizer):
+        again = weight.quantizer.columnwise_source == "rowwise_dequantized"
+        col = weight.quantizer.requantize(row, None) if again else weight.columnwise
+    elif hasattr(weight, "columnwise_codes"):
+        col = weight.columnwise
+    return quantizer.of(Operands(weight.shape, weight.dtype, row, col))
 
 
 def _forked(get_rng_state_tracker: Callable[[], Any], name: str) -> Any:

@@ -1,90 +1,365 @@
-"""What TransformerEngine's quantized tensors store, and how autograd saves it."""
+"""What TransformerEngine's quantized tensors store, by its names, and how autograd saves it."""
 
-from collections.abc import Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from fp4engine.tensor import Operand, is_transposable
+from fp4engine.formats import CastSpec
+from fp4engine.te.pytorch.layout import remember, remembered
+from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
 
 class QuantizedTensorStorage:
-    """What has operands. In TransformerEngine it need not be a tensor to PyTorch; here it always is."""
+    """Plain tensors and words by TransformerEngine's names, and what they mean as operands.
 
-    operands: Operands
+    What is stored stands in the attributes alone: they may be read, written into and replaced, and whatever a storage
+    decodes to, or is multiplied as, is made of them anew. A storage is no ``torch.Tensor``; :class:`QuantizedTensor` is
+    one that is both.
 
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Drop a side with False, or make it with True: from the other's codes, or else from its decoded values.
+    Attributes:
+        _TENSORS: names of the attributes that are tensors, in the order in which autograd saves them.
+        _WORDS: names of the other attributes, and what they are unless they are given.
+        _PLACES: arguments of the constructor in TransformerEngine's order.
+        _CALLED: attributes whose argument is not called like them, and that argument.
+        _SIDES: the tensors of either side.
+    """
+
+    _TENSORS: ClassVar[tuple[str, ...]] = ()
+    _WORDS: ClassVar[dict[str, Any]] = {}
+    _PLACES: ClassVar[tuple[str, ...]] = ()
+    _CALLED: ClassVar[dict[str, str]] = {}
+    _SIDES: ClassVar[dict[str, tuple[str, ...]]] = {"rowwise": (), "columnwise": ()}
+    _quantizer: Any
+    _dtype: torch.dtype
+    _told_shape: torch.Size | None = None
+
+    def __new__(
+        cls, *args: Any, fake_dtype: torch.dtype | None = None, quantizer: Any = None, **given: Any
+    ) -> "QuantizedTensorStorage":
+        """A storage of what is given, as it is.
 
         Raises:
-            ValueError: nothing would be left.
+            TypeError: there is no such argument.
+        """
+        if not cls._TENSORS and not cls._WORDS:  # a class of a script's own, with a constructor of its own
+            return object.__new__(cls)
+        if len(args) > len(cls._PLACES):
+            raise TypeError(f"{cls.__name__} takes {len(cls._PLACES)} arguments by their place, got {len(args)}")
+        given = {"quantizer": quantizer, **dict(zip(cls._PLACES, args, strict=False)), **given}
+        return cls._fill(object.__new__(cls), fake_dtype, **given)
+
+    @classmethod
+    def _fill(cls, made: Any, fake_dtype: torch.dtype | None, quantizer: Any = None, **given: Any) -> Any:
+        """``made`` with the attributes ``given`` by the names of arguments."""
+        attributes = {name: None for name in cls._TENSORS} | cls._WORDS
+        for name, value in given.items():
+            attribute = cls._attribute(name)
+            if attribute not in attributes:
+                raise TypeError(f"{cls.__name__} has no argument {name!r}, only {', '.join(cls._arguments())}")
+            attributes[attribute] = value
+        made._dtype = fake_dtype or torch.float32
+        made._quantizer = None if quantizer is None else quantizer.copy()
+        for name, value in attributes.items():
+            setattr(made, name, value)
+        return made
+
+    @classmethod
+    def _arguments(cls) -> list[str]:
+        """The arguments of the constructor that say what is stored."""
+        return [cls._argument(name) for name in (*cls._TENSORS, *cls._WORDS)]
+
+    @classmethod
+    def _argument(cls, attribute: str) -> str:
+        return cls._CALLED.get(attribute, attribute.removeprefix("_"))
+
+    @classmethod
+    def _attribute(cls, argument: str) -> str:
+        return {given: name for name, given in cls._CALLED.items()}.get(argument, f"_{argument}")
+
+    @classmethod
+    def _encoded(cls, operands: Operands, quantizer: Any) -> dict[str, Any]:
+        """``operands`` of ``quantizer`` by the names of attributes."""
+        raise NotImplementedError(f"{cls.__name__} does not say how it stores operands")
+
+    def _operand(self, side: str) -> Operand | None:
+        """The operand ``"rowwise"`` or ``"columnwise"``, made of the attributes as they are now."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its attributes mean")
+
+    def _as_cast(self, operand: Operand, spec: CastSpec) -> Operand:
+        """``operand`` as one that ``spec`` has cast: its codes and scales may say the same in another form."""
+        return operand if operand.spec == spec else operand._replace(spec=spec)
+
+    @property
+    def operands(self) -> Operands:
+        """fp4engine's own :class:`fp4engine.tensor.QuantizedTensor`."""
+        return Operands(self.shape, self._dtype, self._operand("rowwise"), self._operand("columnwise"))
+
+    def _get_quantizer(self) -> Any:
+        """The quantizer that this was made by, or one that makes tensors of this kind."""
+        return self._default_quantizer() if self._quantizer is None else self._quantizer
+
+    def _default_quantizer(self) -> Any:
+        raise ValueError(f"{type(self).__name__} has no quantizer; give its constructor one")
+
+    def update_quantizer(self, quantizer: Any) -> None:
+        """Take another quantizer, with a warning.
+
+        Raises:
+            RuntimeError: there is none yet.
+        """
+        if self._quantizer is None:
+            raise RuntimeError(f"{type(self).__name__} has no quantizer that another one could replace")
+        if self._quantizer is not quantizer:
+            warnings.warn("Quantizer is being updated, this may affect model behavior", stacklevel=2)
+            self._quantizer = quantizer
+
+    def _shape_of_tensors(self) -> torch.Size:
+        """The logical shape, from what is stored."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its attributes mean")
+
+    @property
+    def shape(self) -> torch.Size:
+        """The logical shape."""
+        if isinstance(self, torch.Tensor):
+            return torch._C.TensorBase.shape.__get__(self, type(self))  # pyright: ignore[reportAttributeAccessIssue]
+        return self._shape_of_tensors() if self._told_shape is None else self._told_shape
+
+    def size(self, dim: int | None = None) -> Any:
+        """The logical shape, or the length of one of its axes."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def _device_of_tensors(self) -> torch.device:
+        return next(tensor.device for tensor in self._tensors().values() if tensor is not None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        if isinstance(self, torch.Tensor):
+            return torch._C.TensorBase.device.__get__(self, type(self))  # pyright: ignore[reportAttributeAccessIssue]
+        return self._device_of_tensors()
+
+    def _tensors(self) -> dict[str, Tensor | None]:
+        return {name: getattr(self, name) for name in self._TENSORS}
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The values, without autograd."""
+        return self.values_in(dtype or self._dtype)
+
+    def values_in(self, dtype: torch.dtype) -> Tensor:
+        """What the operands decode to, without autograd.
+
+        Raises:
+            RuntimeError: nothing is stored.
         """
         given = self.operands
-        sides = {"rowwise": given.rowwise, "columnwise": given.columnwise}
-        for name, wanted in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage)):
-            if wanted and sides[name] is None:
-                sides[name] = self._turned(name)
-            elif wanted is False:
-                sides[name] = None
-        if not any(sides.values()):
-            raise ValueError(
-                "update_usage would leave neither a rowwise nor a columnwise operand, "
-                f"got rowwise_usage={rowwise_usage} and columnwise_usage={columnwise_usage}"
-            )
-        self.operands = Operands(given.shape, given.dtype, sides["rowwise"], sides["columnwise"])
+        if given.rowwise is None and given.columnwise is None:
+            raise RuntimeError(f"this {type(self).__name__} holds no data to dequantize")
+        return Operands(given.shape, dtype, given.rowwise, given.columnwise).dequantize()
 
-    def _turned(self, name: str) -> Operand | None:
-        """The missing side ``name``, made from the other one."""
-        given = self.operands
-        quantizer: Any = self._quantizer  # pyright: ignore[reportAttributeAccessIssue]
-        other, spec = given.rowwise or given.columnwise, getattr(quantizer.frozen(), f"{name}_spec")
-        if other is not None and other.spec is not None and other.spec == spec and is_transposable(spec):
-            return other.transposed()  # keeps its scale, even if the quantizer's has changed since
-        return getattr(quantizer.cast_sides(given.dequantize(), rowwise=True, columnwise=True), name)
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> Any:
+        """Become ``tensor`` quantized."""
+        return self._get_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """What the constructor was given, by its arguments, and ``fake_dtype``: the dtype to PyTorch."""
+        stored = zip(self._arguments(), (getattr(self, name) for name in (*self._TENSORS, *self._WORDS)), strict=True)
+        return {**dict(stored), "quantizer": self._quantizer, "fake_dtype": self._dtype}
+
+    def _with_tensors(self, change: Callable[[Any], Any]) -> dict[str, Any]:
+        """The metadata, with ``change`` of each tensor that is there."""
+        metadata = self.get_metadata()
+        for name, tensor in self._tensors().items():
+            if tensor is not None:
+                metadata[self._argument(name)] = changed = change(tensor)
+                source = remembered(tensor)
+                if source is not None and changed is not tensor:
+                    remember(changed, change(source))
+        return metadata
+
+    def _like(self, change: Callable[[Tensor], Tensor]) -> Any:
+        """The same storage with its tensors changed."""
+        same = type(self)(**self._with_tensors(change))
+        same._told_shape = self._told_shape
+        return same
+
+    def _form(self) -> Any:
+        """A value that is equal for storages of which one can be copied to the other byte for byte."""
+        tensors = {name: t if t is None else (t.shape, t.dtype) for name, t in self._tensors().items()}
+        return kind_of(type(self)), {name: getattr(self, name) for name in self._WORDS}, tensors
+
+    def _become(self, attributes: dict[str, Any]) -> None:
+        """Write tensors into the memory that there is for them, which detached tensors share; take all else."""
+        for name, new in attributes.items():
+            old = getattr(self, name)
+            both = isinstance(old, Tensor) and isinstance(new, Tensor)
+            if both and (old.shape, old.dtype) == (new.shape, new.dtype):
+                old.copy_(new)
+                if (source := remembered(new)) is not None:
+                    remember(old, source.to(old.device, copy=True))
+            elif new is not None:
+                setattr(self, name, new)
+
+    def has(self, side: str) -> bool:
+        """Whether the tensors of ``"rowwise"`` or ``"columnwise"`` are there."""
+        names = self._SIDES[side]
+        return bool(names) and all(getattr(self, name) is not None for name in names)
 
     def get_usages(self) -> dict[str, bool]:
         """Which sides are there."""
-        return {"rowwise": self.operands.rowwise is not None, "columnwise": self.operands.columnwise is not None}
+        return {side: self.has(side) for side in self._SIDES}
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Drop a side with False; with True make the other one's transpose, where no value changes by that.
+
+        Raises:
+            RuntimeError: a side with True is not there, and would have to be cast anew; nothing has changed then.
+        """
+        wanted = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
+        missing = [side for side, is_wanted in wanted.items() if is_wanted and not self.has(side)]
+        made: dict[str, Tensor | None] = {}
+        for side in missing:
+            if (turned := self._turned(side)) is None:
+                raise RuntimeError(
+                    f"update_usage({side}_usage=True): this {type(self).__name__} has no {side} data, which cannot be "
+                    "made of the other side without a second rounding; quantize with that usage"
+                )
+            made |= turned
+        for side, is_wanted in wanted.items():
+            if is_wanted is False:
+                kept = [name for other in self._SIDES if wanted[other] is not False for name in self._SIDES[other]]
+                made |= {name: None for name in self._SIDES[side] if name not in kept}
+        for name, tensor in made.items():
+            setattr(self, name, tensor)
+
+    def _turned(self, side: str) -> dict[str, Tensor | None] | None:
+        """The tensors of ``side`` as the other one's transpose; None where that is another cast."""
+        return None
+
+    def clear(self) -> None:
+        """Give back the memory of what is stored; the shape stays what it is."""
+        for tensor in self._tensors().values():
+            if tensor is not None:
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def copy_from_storage(self, src: "QuantizedTensorStorage") -> None:
+        """Copy what ``src`` stores, where this one stores it too.
+
+        Raises:
+            TypeError: ``src`` is of another kind.
+            RuntimeError: it is of this kind, and of another format.
+        """
+        kind = kind_of(type(self))
+        if not isinstance(src, kind):
+            raise TypeError(f"copy_from_storage expects {kind.__name__}, got {type(src).__name__}")
+        for name in self._WORDS:
+            if getattr(self, name) != getattr(src, name):
+                raise RuntimeError(
+                    f"{name.strip('_')} mismatch in copy_from_storage: {getattr(self, name)!r} here, and "
+                    f"{getattr(src, name)!r} in the source"
+                )
+        mine = self._tensors()
+        self._become({name: tensor for name, tensor in src._tensors().items() if mine[name] is not None})
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], "QuantizedTensorStorage"]:
-        """The plain tensors, for ``save_for_backward``, and what :meth:`restore_from_saved` is called on."""
-        return [tensor for side in self._sides() for tensor in _tensors(side)], self
+        """The tensors, which are gone from here, and what :meth:`restore_from_saved` is called on."""
+        tensors = list(self._tensors().values())
+        for name in self._TENSORS:
+            setattr(self, name, None)
+        return tensors, self
 
     def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Take back the first of ``tensors``, and return the rest."""
-        sides: list[Operand | None] = []
-        for side in self._sides():
-            mine, tensors = tensors[:3], tensors[3:]
-            sides.append(None if side is None else with_tensors(side, mine))
-        self.operands = Operands(self.operands.shape, self.operands.dtype, *sides)
-        return list(tensors)
-
-    def get_metadata(self) -> dict[str, Any]:
-        """The stored tensors of both sides, the quantizer, and the dtype that the tensor has to PyTorch."""
-        metadata: dict[str, Any] = {"quantizer": vars(self)["_quantizer"], "fake_dtype": self.operands.dtype}
-        for name, side in zip(("rowwise", "columnwise"), self._sides(), strict=True):
-            metadata |= zip((f"{name}_data", f"{name}_scale_inv", f"{name}_amax"), _tensors(side), strict=True)
-        return metadata
-
-    def _sides(self) -> tuple[Operand | None, Operand | None]:
-        return self.operands.rowwise, self.operands.columnwise
+        count = len(self._TENSORS)
+        for name, tensor in zip(self._TENSORS, tensors[:count], strict=True):
+            setattr(self, name, tensor)
+        return list(tensors[count:])
 
     def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
-        """The codes of the sides asked for: a pair, or one."""
-        asked = [side for side, wanted in zip(self._sides(), (rowwise_data, columnwise_data), strict=True) if wanted]
-        codes = [None if side is None else side.data for side in asked]
-        return tuple(codes) if len(codes) > 1 else codes[0]
+        """The codes of the sides asked for: a pair, or one.
+
+        Raises:
+            ValueError: neither is asked for.
+        """
+        codes = [getattr(self, names[0]) for names in self._SIDES.values()]
+        asked = [tensor for tensor, wanted in zip(codes, (rowwise_data, columnwise_data), strict=True) if wanted]
+        if not asked:
+            raise ValueError("get_data_tensors needs rowwise_data=True or columnwise_data=True, got neither")
+        return tuple(asked) if len(asked) > 1 else asked[0]
+
+    def view(self, *shape: Any) -> Any:
+        """The same bytes under other leading axes."""
+        flat = shape[0] if len(shape) == 1 and isinstance(shape[0], Iterable) else shape
+        shape = torch.empty(self.shape, device="meta").view(*flat).shape
+        view = type(self)(**self._viewed(shape))
+        view._told_shape = shape
+        return view
+
+    def _viewed(self, shape: torch.Size) -> dict[str, Any]:
+        """The metadata of a view of all elements by another ``shape``.
+
+        Raises:
+            RuntimeError: such a view would tear blocks of elements apart.
+        """
+        raise RuntimeError(f"{type(self).__name__} does not support views")
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        """Names of the tensors that are there, and all else that the constructor needs."""
+        tensors = set(map(self._argument, self._TENSORS))
+        is_tensor = isinstance(self, torch.Tensor)
+        words = {name: value for name, value in self.get_metadata().items() if name not in tensors}
+        context = {"cls": type(self), "is_tensor": is_tensor, "requires_grad": is_tensor and bool(self.requires_grad)}
+        return [name for name, tensor in self._tensors().items() if tensor is not None], {
+            **context,
+            "nontensor_kwargs": words,
+        }
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Tensor], context: dict[str, Any], outer_size: Iterable[int], outer_stride: Any
+    ) -> Any:
+        """Inverse of :meth:`__tensor_flatten__`."""
+        cls: type[QuantizedTensorStorage] = context["cls"]
+        given = {cls._argument(name): tensor for name, tensor in inner_tensors.items()}
+        given |= context["nontensor_kwargs"]
+        if not context["is_tensor"]:
+            return cls(**given)
+        device = next((tensor.device for tensor in inner_tensors.values()), None)
+        whole = {"shape": tuple(outer_size), "dtype": given["fake_dtype"], "stride": outer_stride, "device": device}
+        return cls(**given, **whole, requires_grad=context["requires_grad"])
+
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        """The attributes that FSDP2 gathers, all of whose first axis is the rows of this tensor.
+
+        Raises:
+            NotImplementedError: tensors of this kind cannot be gathered.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be gathered by FSDP2")
+
+    def fsdp_extract_buffers(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+        """What is stored in :meth:`fsdp_buffer_fields`, without padding, and what :meth:`fsdp_assign_gathered` needs."""
+        names = self.fsdp_buffer_fields()
+        return tuple(getattr(self, name) for name in names), {"field_names": names}
+
+    def fsdp_assign_gathered(self, gathered: Sequence[Tensor | None], meta: dict[str, Any]) -> None:
+        """Take what has been gathered of :meth:`fsdp_extract_buffers`.
+
+        Raises:
+            RuntimeError: as many tensors as fields were not gathered.
+        """
+        names = meta["field_names"]
+        if len(names) != len(gathered):
+            raise RuntimeError(f"fsdp_assign_gathered got {len(gathered)} tensors for the fields {', '.join(names)}")
+        for name, tensor in zip(names, gathered, strict=True):
+            setattr(self, name, tensor)
 
 
-def with_tensors(side: Operand, tensors: Sequence[Any]) -> Operand:
-    """``side`` with other data, block scales and amax."""
-    data, scale_inv, amax = tensors
-    return Operand(side.spec, side.rows, side.cols, data, scale_inv, amax)
-
-
-def _tensors(side: Operand | None) -> tuple[Tensor | None, ...]:
-    return (None, None, None) if side is None else side.tensors
+def kind_of(cls: type) -> Any:
+    """The class of the storages of ``cls``, which may be one of tensors."""
+    return next(base for base in cls.__mro__ if not issubclass(base, torch.Tensor))
 
 
 def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:
@@ -92,7 +367,7 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:
     plain: list[Tensor | None] = []
     objects: list[Any] = []
     for tensor in tensors:
-        if isinstance(tensor, QuantizedTensorStorage):
+        if isinstance(tensor, QuantizedTensorStorage) and not isinstance(tensor, torch.Tensor):
             mine, kept = tensor.prepare_for_saving()
             plain.extend(mine)
             objects.append(kept)
@@ -109,7 +384,7 @@ def restore_from_saved(
     restored: list[Any] = []
     rest = list(saved_tensors)
     for tensor in tensors:
-        if tensor is None:
+        if tensor is None or isinstance(tensor, torch.Tensor):
             restored.append(rest.pop(0))
         else:
             rest = tensor.restore_from_saved(rest)

@@ -50,6 +50,19 @@ TE_DType_To_Torch = {ours: torch_dtype for torch_dtype, ours in TE_DType.items()
 ELEMENTS: dict[DType, ElementFormat] = {DType.kFloat4E2M1: E2M1, DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2}
 """What a quantizer's data type means."""
 
+
+def fp8_element(name: str, dtype: DType | int) -> ElementFormat:
+    """The element format of ``dtype``.
+
+    Raises:
+        ValueError: the argument ``fp8_dtype`` of ``name`` is no 8-bit float.
+    """
+    dtype = DType.cast(dtype)
+    if dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
+        raise ValueError(f"{name}(fp8_dtype=) must be DType.kFloat8E4M3 or DType.kFloat8E5M2, got {dtype!r}")
+    return ELEMENTS[dtype]
+
+
 FP8FwdTensorIdx = SimpleNamespace(
     GEMM1_INPUT=0, GEMM1_WEIGHT=1, GEMM1_OUTPUT=2, GEMM2_INPUT=3, GEMM2_WEIGHT=4, GEMM2_OUTPUT=5, GEMM3_OUTPUT=8
 )

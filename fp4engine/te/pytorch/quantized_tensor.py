@@ -5,7 +5,6 @@ it is used. A quantized tensor is a ``torch.Tensor`` of its decoded values to ev
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,19 +13,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fp4engine.arguments import require_data, shown
-from fp4engine.formats import CastSpec
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.ops.rng import follows_torch
-from fp4engine.private import disabled_torch_function
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.te.pytorch.base_storage import (
     QuantizedTensorStorage,
+    kind_of,
     prepare_for_saving,
     restore_from_func_ctx,
     restore_from_saved,
-    with_tensors,
 )
-from fp4engine.tensor import Operand
+from fp4engine.te.pytorch.constants import DType
+from fp4engine.te.pytorch.layout import remember, remembered
+from fp4engine.tensor import Operand, is_transposable
 from fp4engine.tensor import QuantizedTensor as Operands
 
 __all__ = [
@@ -44,22 +43,27 @@ aten = torch.ops.aten
 class Quantizer:
     """Builds quantized tensors.
 
+    Quantizers of one class and equal settings are equal, unless they hold tensors of their own, and ``torch.compile``
+    takes them for constants.
+
     Attributes:
         rowwise_usage, columnwise_usage: which sides to make.
-        internal: TransformerEngine's switch between its kinds of tensor; there is one kind here.
-        optimize_for_gemm: let ``_rowwise_scale_inv`` and ``_columnwise_scale_inv`` of NVFP4 and MXFP8 lie as tensor
-            cores read them.
+        internal: make storages, which are no tensors to PyTorch.
+        optimize_for_gemm: let scales of NVFP4 and MXFP8 lie as tensor cores read them.
+        tensor_class: what is made unless ``internal``.
         compatible_recipe: name of the recipe that makes such quantizers; empty if there is none.
+        is_value: whether equal settings make equal quantizers.
     """
 
     tensor_class: type["QuantizedTensor"]
     compatible_recipe: str = ""
-    internal: bool = False
-    optimize_for_gemm: bool = False
+    is_value: bool = False
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
         self.rowwise_usage = rowwise
         self.columnwise_usage = columnwise
+        self.internal = False
+        self.optimize_for_gemm = False
 
     def frozen(self, stream: int = 0) -> FrozenQuantizer:
         """fp4engine's quantizer with the settings as they are now, drawing from ``stream``."""
@@ -80,38 +84,57 @@ class Quantizer:
         if columnwise is not None:
             self.columnwise_usage = columnwise
 
-    def quantize(
-        self, tensor: Tensor, *, out: "QuantizedTensor | None" = None, dtype: torch.dtype | None = None
-    ) -> "QuantizedTensor":
+    def get_usages(self) -> dict[str, bool]:
+        """Which sides are made."""
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
+    def quantize(self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
         """``tensor`` quantized; into ``out`` if that is given. Its gradient is that of the tensor.
 
         Args:
             dtype: without effect, as in TransformerEngine: the result has the dtype of ``tensor`` to PyTorch.
 
         Raises:
-            ValueError: ``tensor`` is none, or has no dimension.
+            ValueError: ``tensor`` is none.
         """
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{type(self).__name__} quantizes a tensor, got {shown(tensor)}")
-        matrix_shape(tensor.shape)
         if out is not None:
             return self.update_quantized(tensor, out)
         tensor = tensor.contiguous()
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            return _Quantize.apply(tensor, self.quantize_impl)  # pyright: ignore[reportReturnType]
+        if torch.is_grad_enabled() and tensor.requires_grad and not self.internal:
+            return _Quantize.apply(tensor, self.quantize_impl)
         return self.quantize_impl(tensor.detach())
 
-    def __call__(self, tensor: Tensor) -> "QuantizedTensor":
+    def __call__(self, tensor: Tensor) -> Any:
         return self.quantize(tensor)
 
-    def quantize_impl(self, tensor: Tensor) -> "QuantizedTensor":
+    def quantize_impl(self, tensor: Tensor) -> Any:
         """``tensor`` quantized, without autograd."""
-        operands = self._operands(tensor)
-        return self.tensor_class.of(operands, self)
+        return self.of(self._operands(tensor))
 
-    def alone(self, operands: Operands) -> "QuantizedTensor":
-        """A tensor of this quantizer's kind with the given operands."""
-        return self.tensor_class.of(operands, self)
+    def of(self, operands: Operands) -> Any:
+        """The tensor with the given operands, or a storage of them if this quantizer is ``internal``."""
+        encoded = self.tensor_class._encoded(operands, self)
+        arguments = {self.tensor_class._argument(name): value for name, value in encoded.items()}
+        return self.around(operands.shape, operands.dtype, operands.device, arguments)
+
+    def around(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, arguments: dict[str, Any]) -> Any:
+        """A tensor, or a storage, of constructor's ``arguments``."""
+        if self.internal:
+            made = self.storage_class(fake_dtype=dtype, quantizer=self, **arguments)
+            made._told_shape = torch.Size(shape)  # ragged axes are padded in what is stored
+            return made
+        return self.tensor_class(shape, dtype, device=device, quantizer=self, **arguments)
+
+    @property
+    def storage_class(self) -> type[QuantizedTensorStorage]:
+        """What is made if this quantizer is ``internal``."""
+        return self.tensor_class.storage_class()
+
+    def storage_words(self) -> dict[str, Any]:
+        """What constructors of tensors are told beside tensors."""
+        return {}
 
     def _operands(self, tensor: Tensor) -> Operands:
         return self.cast_sides(decoded(tensor), rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
@@ -122,36 +145,40 @@ class Quantizer:
         draw = None
         if frozen.is_stochastic and follows_torch():
             draw = torch.empty(2, dtype=torch.int64, device=values.device).random_()
-        return frozen.quantize(values, rng=draw, **arguments)
+        made = frozen.quantize(values if values.ndim else values[None], rng=draw, **arguments)
+        return Operands(values.shape, made.dtype, made.rowwise, made.columnwise)
 
-    def multi_quantize(self, list_of_tensors: Iterable[Tensor]) -> "list[QuantizedTensor]":
+    def multi_quantize(self, list_of_tensors: Iterable[Tensor]) -> list[Any]:
         """Each of the tensors quantized."""
         return [self.quantize(tensor) for tensor in list_of_tensors]
 
-    def update_quantized(
-        self, src: Tensor, dst: "QuantizedTensor", *, noop_flag: Tensor | None = None
-    ) -> "QuantizedTensor":
+    def require_target(self, src: Tensor, dst: Any) -> None:
+        """Accept what ``src`` can be quantized into.
+
+        Raises:
+            ValueError: ``dst`` is no quantized tensor, or has another shape.
+            RuntimeError: it is a part of another one, whose scales it shares.
+        """
+        if not isinstance(dst, QuantizedTensorStorage):
+            raise ValueError(f"{type(self).__name__} writes into a QuantizedTensor, got {type(dst).__name__}")
+        if getattr(dst, "_is_part", False):
+            raise _lost("a write into a view")
+        if tuple(src.shape[-1:]) != tuple(dst.shape[-1:]) or src.numel() != dst.shape.numel():
+            raise ValueError(f"a tensor {list(src.shape)} cannot be quantized into one {list(dst.shape)}")
+
+    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """Let ``dst`` become ``src`` quantized, unless ``noop_flag`` holds something other than zero.
 
         A side that is not in use stays as it is.
 
         Raises:
-            ValueError: ``dst`` is no quantized tensor, or has another shape.
-            RuntimeError: it is a view of another one.
+            ValueError, RuntimeError: as :meth:`require_target`.
         """
-        if not isinstance(dst, QuantizedTensor):
-            raise ValueError(f"{type(self).__name__} writes into a QuantizedTensor, got {type(dst).__name__}")
-        if dst._is_part:
-            raise _lost("a write into a view")
-        matrix_shape(src.shape)
-        if src.shape[-1:] != dst.shape[-1:] or src.numel() != dst.numel():
-            raise ValueError(f"a tensor {list(src.shape)} cannot be quantized into one {list(dst.shape)}")
+        self.require_target(src, dst)
         is_used = self.rowwise_usage or self.columnwise_usage
         if is_used and (noop_flag is None or not bool(noop_flag.any())):
-            values = src.detach().to(dst.device, copy=True)  # a copy, since high precision is kept as it is given
-            made, old = self._operands(decoded(values)), dst.operands
-            sides = _written(old.rowwise, made.rowwise), _written(old.columnwise, made.columnwise)
-            dst.operands = Operands(dst.shape, dst.dtype, *sides)
+            made = self._operands(decoded(src.detach().to(dst.device)).view(dst.shape))
+            dst._become(type(dst)._encoded(made, self))
         return dst
 
     def make_empty(
@@ -162,16 +189,38 @@ class Quantizer:
         device: torch.device | str | None = None,
         requires_grad: bool = False,
         pin_memory: bool = False,
-    ) -> "QuantizedTensor":
-        """A tensor with memory for both sides that are in use, holding zeros."""
-        if pin_memory:
-            raise NotImplementedError("make_empty(pin_memory=True) is not implemented; leave it out")
-        shape = tuple(shape)
-        matrix_shape(shape)
-        place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        empty = self.quantize_impl(torch.zeros(shape, dtype=dtype, device=place))
-        empty.requires_grad_(requires_grad)
-        return empty
+    ) -> Any:
+        """A tensor with memory for both sides that are in use, whose bytes are zeros."""
+        whole = torch.Size(shape)
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        given = {
+            self.tensor_class._argument(name): torch.zeros(size, dtype=kind, device=place, pin_memory=pin_memory)
+            for name, (size, kind) in self.inner_tensor_specs(whole).items()
+        }
+        empty = self.around(whole, dtype, place, {**given, **self.storage_words()})
+        return empty.requires_grad_() if requires_grad else empty
+
+    def inner_tensor_specs(self, shape: Iterable[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor that is stored of one of ``shape``, by the names of attributes."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it stores: define inner_tensor_specs()")
+
+    def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
+        """The class of what is made, and what its constructor is told beside tensors."""
+        words = {**self.storage_words(), "quantizer": self, "fake_dtype": fake_dtype}
+        return {"cls": self.storage_class if self.internal else self.tensor_class, "nontensor_kwargs": words}
+
+    def alloc_tensors(self, shape: Iterable[int], *, device: torch.device | str | None = None) -> dict[str, Tensor]:
+        """Memory for :meth:`inner_tensor_specs`, which nobody has written."""
+        place = torch.device("cuda" if device is None else device)
+        specs = self.inner_tensor_specs(tuple(shape)).items()
+        return {name: torch.empty(size, dtype=kind, device=place) for name, (size, kind) in specs}
+
+    def create_metadata(
+        self, _shape: Iterable[int], *, dtype: torch.dtype, requires_grad: bool = False
+    ) -> dict[str, Any]:
+        """What ``__tensor_unflatten__`` of :meth:`storage_metadata` needs beside tensors."""
+        context = {"is_tensor": not self.internal, "requires_grad": requires_grad}
+        return {**self.storage_metadata(dtype), **context}
 
     def calibrate(self, tensor: Tensor) -> None:
         """Note what quantizing ``tensor`` would; scales of the tensor at hand have nothing to note."""
@@ -192,10 +241,50 @@ class Quantizer:
 
         return getattr(recipe, self.compatible_recipe) if self.compatible_recipe else None
 
+    def _value_key(self) -> tuple[Any, ...]:
+        """The settings as one value.
+
+        Raises:
+            TypeError: a process group is among them, which lives in this process alone.
+        """
+        if getattr(self, "amax_reduction_group", None) is not None:
+            raise TypeError(
+                f"{type(self).__name__} with an amax_reduction_group is no value: torch.compile cannot keep a process "
+                "group in a graph; set the group to None"
+            )
+        settings = {name: id(value) if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+        return type(self).__qualname__, tuple(sorted(settings.items()))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or type(self) is not type(other) or not self.is_value:
+            return self is other
+        assert isinstance(other, Quantizer)
+        return self._value_key() == other._value_key()
+
+    def __hash__(self) -> int:
+        return hash(self._value_key()) if self.is_value else object.__hash__(self)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """An expression that makes an equal quantizer, and what it refers to: for graphs of ``torch.compile``."""
+        self._value_key()  # raises
+        if any(isinstance(value, Tensor) for value in vars(self).values()):
+            raise TypeError(f"{self!r} holds tensors of its own, which torch.compile cannot keep in a graph")
+        settings = {name: int(value) if isinstance(value, DType) else value for name, value in vars(self).items()}
+        return f"{type(self).__name__}.with_settings({settings!r})", {type(self).__name__: type(self), "torch": torch}
+
+    @classmethod
+    def with_settings(cls, settings: dict[str, Any]) -> "Quantizer":
+        """A quantizer with these attributes, as :meth:`__fx_repr__` prints them."""
+        made = cls.__new__(cls)
+        vars(made).update(settings)
+        if type(settings.get("dtype")) is int:
+            vars(made)["dtype"] = DType(settings["dtype"])
+        return made
+
 
 class _Quantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, quantize: Callable[[Tensor], "QuantizedTensor"]) -> "QuantizedTensor":
+    def forward(ctx: Any, tensor: Tensor, quantize: Callable[[Tensor], Any]) -> Any:
         return quantize(tensor.detach())
 
     @staticmethod
@@ -206,90 +295,127 @@ class _Quantize(torch.autograd.Function):
 class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: "QuantizedTensor", dtype: torch.dtype) -> Tensor:
-        return tensor.values_in(dtype)
+        return tensor.values_in(dtype).detach()  # what is returned gets a gradient, and it may be what is stored
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return grad_outputs[0], None
 
 
-class _OrWeight(type(torch.Tensor)):
-    """Lets ``isinstance(weight, QuantizedTensor)`` hold for weights that fp4engine stores as codes."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        if super().__instancecheck__(instance):
-            return True
-        return isinstance(instance, QuantizedWeight) and cls._holds(instance)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class QuantizedTensor(QuantizedTensorStorage, torch.Tensor, metaclass=_OrWeight):
+class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):
     """Values that exist as codes and scales; every operation of PyTorch sees what they decode to.
 
-    Operations in place decode, compute and quantize the result, which what was detached from the tensor shares. Views
-    are refused, but for those whose codes can be parted; into these nothing can be written.
+    Operations in place decode, compute and quantize the result, which what was detached from the tensor shares. A view
+    under other leading axes has the same bytes, and may be written. So has a part, where it tears no block apart; into
+    it nothing can be written, since it shares scales. Other views are refused.
 
-    Attributes:
-        operands: fp4engine's own :class:`fp4engine.tensor.QuantizedTensor`.
+    fp4engine's modules multiply by such a parameter as it is stored.
     """
 
-    _quantizer: Quantizer
     _is_part: bool = False
-    __torch_function__ = disabled_torch_function
+    _shares_scales: bool = True
 
-    @classmethod
-    def of(cls, operands: Operands, quantizer: Quantizer, device: torch.device | None = None) -> "QuantizedTensor":
-        """The tensor with those operands, on their device; keeps a copy of ``quantizer``."""
-        side = operands.rowwise
-        lies: dict[str, Any] = {}
-        if side is not None and side.spec is None:  # high precision lies as it was given
-            values = side.data.view(operands.shape)
-            lies = {"strides": values.stride(), "storage_offset": values.storage_offset()}
-        made: Any = torch.Tensor._make_wrapper_subclass(
-            cls, operands.shape, dtype=operands.dtype, device=device or operands.device, **lies
+    @staticmethod
+    def __new__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls: type["QuantizedTensor"],
+        shape: Iterable[int],
+        dtype: torch.dtype,
+        *,
+        fake_dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        device: torch.device | str | None = None,
+        stride: Iterable[int] | None = None,
+        storage_offset: int = 0,
+        quantizer: Any = None,
+        **given: Any,
+    ) -> "QuantizedTensor":
+        """A tensor of what is given, as it is.
+
+        Raises:
+            TypeError: there is no such argument.
+            ValueError: ``fake_dtype`` is another than ``dtype``.
+        """
+        if fake_dtype is not None and fake_dtype != dtype:
+            raise ValueError(f"fake_dtype must be dtype={dtype} or None, got {fake_dtype}")
+        values = given.get("hp_data")
+        if values is not None:  # high precision lies as it was given
+            stride, storage_offset = values.stride(), values.storage_offset()
+        found = (getattr(item, "device", None) for item in given.values())
+        place = device or next(filter(None, found), "cuda" if torch.cuda.is_available() else "cpu")
+        whole = tuple(shape)
+        lies = torch.empty(whole, device="meta").stride() if stride is None else tuple(stride)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            whole,
+            strides=lies,
+            storage_offset=storage_offset,
+            dtype=dtype,
+            device=place,
+            requires_grad=requires_grad,
         )
-        made.operands, made._quantizer = operands, quantizer.copy()
+        cls._fill(made, dtype, quantizer, **given)
+        kept: Any = made._quantizer
+        if getattr(kept, "with_amax_reduction", False):  # a tensor outlives groups
+            kept.with_amax_reduction, kept.amax_reduction_group = False, None
         return made
 
     @classmethod
-    def _holds(cls, weight: QuantizedWeight) -> bool:
-        """Whether a weight that fp4engine stores is one of this class."""
-        return True
+    def storage_class(cls) -> type[QuantizedTensorStorage]:
+        """The class of this one's storages, which are no tensors to PyTorch."""
+        return kind_of(cls)
+
+    @classmethod
+    def make_like(
+        cls,
+        tensor: "QuantizedTensor",
+        *,
+        shape: Iterable[int] | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        **given: Any,
+    ) -> Any:
+        """A tensor of the same bytes, of another shape or dtype to PyTorch, or with arguments of the constructor."""
+        metadata = {**tensor.get_metadata(), "fake_dtype": dtype or tensor.dtype, **given}
+        whole = {"shape": tensor.shape if shape is None else shape, "dtype": dtype or tensor.dtype}
+        return cls(**whole, requires_grad=requires_grad, device=tensor.device, **metadata)
+
+    def to_dtype(self, dtype: torch.dtype) -> Any:
+        """The same bytes with another dtype to PyTorch."""
+        return type(self).make_like(self, dtype=dtype)
+
+    @classmethod
+    def _around(cls, tensor: "QuantizedTensor", shape: Iterable[int], metadata: dict[str, Any]) -> Any:
+        """A tensor of ``metadata``, and for the rest like ``tensor``."""
+        return type(tensor)(tuple(shape), tensor.dtype, device=tensor.device, **metadata)
 
     @property
     def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The dtype that the tensor has to PyTorch; an update may change it."""
-        return self.operands.dtype
+        return self._dtype
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.dtype
+    @dtype.setter
+    def dtype(self, value: torch.dtype) -> None:
+        self._dtype = value
 
-    def values_in(self, dtype: torch.dtype) -> Tensor:
-        """What the operands decode to, without autograd."""
-        given = self.operands
-        return Operands(given.shape, dtype, given.rowwise, given.columnwise).dequantize()
-
-    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """A plain tensor of the values; its gradient is this one's."""
         return _Dequantize.apply(self, dtype or self.dtype)
 
-    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> "QuantizedTensor":
-        """Become ``tensor`` quantized."""
-        return self._quantizer.update_quantized(tensor, self, noop_flag=noop_flag)
-
     def _set_data(self, values: Tensor) -> None:
-        """Take codes and dtype of a tensor of this kind as they are; quantize other values, and take their dtype."""
+        """Take what a tensor of this kind stores, as it is; quantize other values, and take their shape and dtype."""
         require_data(self, values)
-        if values.shape != self.shape:
-            raise ValueError(f"the data of a tensor {list(self.shape)} cannot be one {list(values.shape)}")
-        taken = values if isinstance(values, type(self)) else self._quantizer.quantize_impl(decoded(values.detach()))
+        taken = (
+            values if isinstance(values, type(self)) else self._get_quantizer().quantize_impl(decoded(values.detach()))
+        )
         torch.Tensor.data.__set__(self, taken)  # pyright: ignore[reportAttributeAccessIssue]
-        self.operands, self._quantizer = taken.operands, taken._quantizer.copy()
+        self._fill(self, taken.dtype, taken._quantizer, **self._given_to(taken))
+
+    @staticmethod
+    def _given_to(tensor: QuantizedTensorStorage) -> dict[str, Any]:
+        """The metadata that is no argument of every class."""
+        return {name: value for name, value in tensor.get_metadata().items() if name not in ("quantizer", "fake_dtype")}
 
     data = property(torch.Tensor.detach, _set_data)  # torch's own setter would leave the codes as they are
-
-    def _get_quantizer(self) -> Quantizer:
-        return self._quantizer
 
     def float(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.dequantize(dtype=torch.float32)
@@ -300,82 +426,137 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor, metaclass=_OrWeight)
     def half(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.dequantize(dtype=torch.float16)
 
+    def cpu(self, memory_format: Any = torch.preserve_format) -> Any:
+        """The same bytes on the CPU."""
+        return self.to(device=torch.device("cpu"))
+
+    def view(self, *shape: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A view, by PyTorch's operation."""
+        return torch.Tensor.view(self, *shape)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        sides = {"rowwise": self.operands.rowwise, "columnwise": self.operands.columnwise}
+        sides = {side: self._operand(side) for side in self._SIDES} if self._TENSORS or self._WORDS else {}
         labels = [
             f"{name}={side and (side.spec.label if side.spec else 'high precision')}" for name, side in sides.items()
         ]
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {', '.join(labels)})"
 
-    def _like(self, change: Callable[[Tensor], Tensor]) -> "QuantizedTensor":
-        sides = [
-            None if side is None else with_tensors(side, [None if t is None else change(t) for t in side.tensors])
-            for side in self._sides()
-        ]
-        return self.of(Operands(self.operands.shape, self.operands.dtype, *sides), self._quantizer)
+    def _like(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Any:
+        """The same tensor with its tensors changed."""
+        return type(self)(self.shape, self.dtype, **self._with_tensors(change))
 
-    def _views(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """What ``func`` makes of the codes, as tensors of this kind; None where scales belong to blocks of codes."""
-        found: list[list[Operand] | None] = []
-        alone, shapes = True, []
-        for side, is_columnwise in zip(self._sides(), (False, True), strict=True):
-            is_strided = func is aten.as_strided.default and side is not None and side.spec is not None
-            if side is None or (is_strided and is_columnwise):  # strides are those of the rowwise codes
-                found.append(None)
-                continue
-            if side.spec is not None and (side.spec.block[1] or side.spec.rotation or side.scale_inv is None):
-                return None
-            if is_strided and side.data.shape[1] != side.cols:
-                return None
-            lie = side.data[:, : side.cols]
-            whole = (lie.T if is_columnwise else lie).view(self.shape)
-            made = func(whole if side.spec is None else whole.contiguous(), *args, **kwargs)
-            alone = isinstance(made, Tensor)
-            parts = [made] if isinstance(made, Tensor) else list(made)
-            if any(part.ndim < 2 for part in parts):
-                return None
-            shapes = [part.shape for part in parts]
-            found.append([_recut(side, part.flatten(0, -2), is_columnwise=is_columnwise) for part in parts])
-        if not any(found):
-            return None
-        row, col = (side or [None] * len(shapes) for side in found)
-        views = [
-            self.of(Operands(shape, self.dtype, *sides), self._quantizer)
-            for shape, *sides in zip(shapes, row, col, strict=True)
-        ]
-        for view in views:
-            view._is_part = True
-        return views[0] if alone else views
+    @property
+    def quantizer(self) -> FrozenQuantizer:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """fp4engine's quantizer of this tensor's own."""
+        return self._get_quantizer().frozen()
+
+    transposed = False
+
+    def make_rowwise(self) -> Operand:
+        """The operand [N, K] that a product multiplies by, cast as :attr:`quantizer` says."""
+        found, spec = self._operand("rowwise"), self._get_quantizer().frozen().rowwise_spec
+        if found is None:
+            raise ValueError(f"this {type(self).__name__} has no rowwise side, which a product by it reads")
+        return found if spec is None else self._as_cast(found, spec)
+
+    def make_columnwise(self) -> Operand:
+        """The operand [K, N], the rowwise one's transpose where that is the same cast."""
+        found, spec = self._operand("columnwise"), self._get_quantizer().frozen().columnwise_spec
+        if spec is None:
+            return Operand.dense(self.values_in(self.dtype).T)
+        if found is not None:
+            return self._as_cast(found, spec)
+        if not is_transposable(spec):
+            raise ValueError(
+                f"this {type(self).__name__} has no columnwise side, which the gradient of its input reads"
+            )
+        return self.make_rowwise().transposed()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What products by this read: codes, block scales and amax of the sides that are there."""
+        given = self.operands
+        sides = (given.rowwise, given.columnwise)
+        return tuple(tensor for side in sides if side is not None for tensor in side.tensors if tensor is not None)
+
+    def share_memory_(self) -> Any:
+        """Move what is stored to shared memory."""
+        for tensor in self._tensors().values():
+            if tensor is not None:
+                tensor.share_memory_()
+        return self
+
+    def _values(self) -> Tensor:
+        return self.values_in(self.dtype)
+
+    def _write(self, values: Tensor) -> None:
+        self.quantize_(values)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[Any, Any]:
+        """What FSDP2 gathers of this shard, and what :meth:`fsdp_post_all_gather` needs beside it."""
+        if mesh is not None and hasattr(self._quantizer, "with_amax_reduction"):
+            self._quantizer.with_amax_reduction, self._quantizer.amax_reduction_group = True, mesh.get_group()
+        buffers, meta = self.fsdp_extract_buffers()
+        return buffers, (meta, self.shape[-1:], self)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[Any, Any]:
+        """The whole tensor of what all ranks have gathered, in ``out`` if that is given."""
+        meta, last, shard = metadata
+        if out is None:
+            rows = all_gather_outputs[0].shape[0]
+            whole = (rows, *shard.shape[1:-1], *last)
+            empty = shard._with_tensors(lambda tensor: tensor)
+            out = type(shard)(whole, param_dtype, device=all_gather_outputs[0].device, **{**empty, "fake_dtype": None})
+        usages = shard.get_usages()
+        out.fsdp_assign_gathered(all_gather_outputs, meta)
+        if usages["columnwise"] and not set(self._SIDES["columnwise"]) <= set(meta.get("field_names", ())):
+            out._make_gathered_columnwise()
+        return out, all_gather_outputs
+
+    def _make_gathered_columnwise(self) -> None:
+        """Make the columnwise side anew of the rowwise one, which has been gathered."""
+        turned = self._turned("columnwise")
+        for name, tensor in (turned or {}).items():
+            setattr(self, name, tensor)
+
+    @classmethod
+    def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """What ``func`` makes of what is stored, as tensors of this kind; None if it would tear blocks apart."""
+        return None
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if type.__instancecheck__(QuantizedTensor, first):
-            assert isinstance(first, QuantizedTensor)
+        if isinstance(first, QuantizedTensor):
             if func in (aten.detach.default, aten.alias.default):
-                return first._like(lambda tensor: tensor)
+                same = first._like(lambda tensor: tensor)
+                same._is_part = first._is_part
+                return same
             if func is aten.clone.default:
                 return first._like(torch.clone)
             if func is aten.copy_.default:
-                first.quantize_(args[1])
+                source = args[1]
+                if first._is_part or not _is_copied(first, source):
+                    first.quantize_(source)
+                else:
+                    first.copy_from_storage(source)
                 return first
-            if func is aten.empty_like.default:
-                return first._like(torch.empty_like)
-            if func is aten._to_copy.default and set(kwargs) <= {"device", "non_blocking"}:
-                return first._like(lambda tensor: tensor.to(kwargs.get("device")))
-            if (
-                func is aten.new_zeros.default
-                and set(kwargs) <= {"device", "pin_memory"}
-                and not kwargs.get("pin_memory")
-            ):
-                return first._quantizer.make_empty(
-                    args[1], dtype=first.dtype, device=kwargs.get("device", first.device)
-                )
-            if func in VIEWS and (views := first._views(func, *args[1:], **kwargs)) is not None:
+            if func is aten._to_copy.default and kwargs.get("dtype") in (None, first.dtype):
+                device = kwargs.get("device") or first.device
+                moved = first._like(lambda tensor: tensor.to(device, non_blocking=kwargs.get("non_blocking", False)))
+                return moved._like(torch.Tensor.pin_memory) if kwargs.get("pin_memory") else moved
+            if func in NEW:
+                shape = first.shape if func is aten.empty_like.default else args[1]
+                return first._empty(shape, **kwargs)
+            if func.is_view:
+                views = first._view_by(func, args[1:], kwargs)
+                if views is None:
+                    raise _lost(f"{func}, which makes a view")
                 return views
-            if func.is_view and any(side is not None and side.spec is not None for side in first._sides()):
-                raise _lost(f"{func}, which makes a view")
         plain_args, plain_kwargs = tree_map(_values, (tuple(args), kwargs))
         result = func(*plain_args, **plain_kwargs)
         for index, argument in enumerate(func._schema.arguments):
@@ -385,87 +566,80 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor, metaclass=_OrWeight)
             plain = plain_args[index] if index < len(args) else plain_kwargs.get(argument.name)
             several = isinstance(given, list | tuple)
             for one, values in zip(given, plain, strict=True) if several else [(given, plain)]:
-                if type.__instancecheck__(QuantizedTensor, one):
+                if isinstance(one, QuantizedTensor):
                     one.quantize_(values)
                     result = result if several else one  # operations on lists return nothing
         return result
 
+    def _empty(self, shape: Iterable[int], **kwargs: Any) -> Any:
+        """A tensor of this kind and of the same sides, whose bytes are zeros."""
+        made_by = self._get_quantizer().copy()
+        made_by.set_usage(**self.get_usages())
+        made_by.internal = False
+        device, dtype = kwargs.get("device") or self.device, kwargs.get("dtype") or self.dtype
+        return made_by.make_empty(shape, dtype=dtype, device=device, pin_memory=bool(kwargs.get("pin_memory")))
+
+    def _view_by(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Views of this kind; None if there are none."""
+        if not self._TENSORS and not self._WORDS:
+            raise NotImplementedError(f"{type(self).__name__} class does not support tensor views")
+        if func in WHOLE:
+            shape = func(torch.empty(self.shape, device="meta"), *args, **kwargs).shape
+            view = self._around(self, shape, self._viewed(shape))
+            view._is_part = self._is_part
+            return view
+        views = None if func is aten.view.dtype else self._parted(self, func, args, kwargs)
+        for view in [views] if isinstance(views, Tensor) else views or []:
+            view._is_part = self._shares_scales and (self._is_part or view.numel() != self.numel())
+        return views
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild, (
-            type(self),
-            self.operands.shape,
-            self.operands.dtype,
-            *map(_plain, self._sides()),
-            self._quantizer,
-            self.requires_grad,
-            isinstance(self, torch.nn.Parameter),
-        )
+        kept = {
+            name: source
+            for name, tensor in self._tensors().items()
+            if tensor is not None and (source := remembered(tensor)) is not None
+        }
+        whole = type(self), self.shape, self.dtype, self.get_metadata()
+        return rebuild, (*whole, self.requires_grad, isinstance(self, torch.nn.Parameter), kept)
 
 
-def matrix_shape(shape: Any) -> tuple[int, int]:
-    """``(M, K)`` of the matrix that a tensor [..., K] of ``shape`` is quantized as.
-
-    Raises:
-        ValueError: it has no dimension.
-    """
-    if len(shape) == 0:
-        raise ValueError("what is quantized must have at least one dimension, got shape (); reshape it to (1,)")
-    return math.prod(shape[:-1]), shape[-1]
-
-
-def transposed_shape(shape: Any) -> tuple[int, ...]:
-    """``shape`` with the last axis first."""
-    return (*shape[-1:], *shape[:-1])
-
-
-def decoded(tensor: Tensor) -> Tensor:
-    """The values that a quantized tensor decodes to; other tensors as they are."""
-    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+def rebuild(
+    cls: type[QuantizedTensor],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    metadata: dict[str, Any],
+    requires_grad: bool,
+    is_parameter: bool,
+    kept: dict[str, Tensor],
+) -> Any:
+    """The tensor or parameter that was pickled."""
+    tensor = cls(shape, dtype, **metadata)
+    for name, source in kept.items():
+        remember(getattr(tensor, name), source)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
 
 
-def _recut(side: Operand, matrix: Tensor, *, is_columnwise: bool) -> Operand:
-    """The operand of ``matrix`` [rows, cols], a part of the codes of ``side``, under the same scale."""
-    rows, cols = matrix.shape
-    if side.spec is None:
-        return Operand.dense(matrix.T if is_columnwise else matrix)
-    if is_columnwise:
-        matrix, rows, cols = matrix.T, cols, rows
-    padding = side.spec.padded_cols(cols) - cols
-    codes = (torch.nn.functional.pad(matrix, (0, padding)) if padding else matrix).contiguous()
-    return Operand(side.spec, rows, cols, codes, side.data.new_empty((rows, 0)), side.amax)
+def decoded(tensor: Any) -> Tensor:
+    """The values that a quantized tensor or storage decodes to; other tensors as they are."""
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensorStorage) else tensor
 
 
-VIEWS = (
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.as_strided.default,
-)
-"""Operations that give a tensor's values other axes, or some of them."""
+NEW = (aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default)
+"""Operations that make a tensor like another one."""
+
+WHOLE = (aten.view.default, aten._unsafe_view.default)
+"""Operations that give a tensor's values other axes."""
+
+
+def _is_copied(to: QuantizedTensor, source: Any) -> bool:
+    """Whether a copy of ``source`` to another tensor is one of bytes."""
+    return isinstance(source, QuantizedTensor) and source._form() == to._form()
 
 
 def _values(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and hasattr(leaf, "operands"):
-        return leaf.values_in(leaf.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-    return leaf
-
-
-def _written(old: Operand | None, new: Operand | None) -> Operand | None:
-    """``new`` in the memory of ``old``, which detached tensors share; a side that is not new stays as it is."""
-    if old is None or new is None:
-        return new or old
-    if old.key != new.key or list(map(_form, old.tensors)) != list(map(_form, new.tensors)):
-        return new
-    for one, other in zip(old.tensors, new.tensors, strict=True):
-        if one is not None and other is not None:
-            one.copy_(other)
-    return old
-
-
-def _form(tensor: Tensor | None) -> Any:
-    return None if tensor is None else (tensor.shape, tensor.dtype)
+    return leaf.values_in(leaf.dtype) if isinstance(leaf, QuantizedTensor) else leaf
 
 
 def _lost(operation: str) -> RuntimeError:
@@ -474,29 +648,3 @@ def _lost(operation: str) -> RuntimeError:
         f"{operation} of a tensor that is stored as codes is not implemented, since what is written into it would be "
         "lost; call .dequantize() for the values, and .copy_(values) or .quantize_(values) to change all of them"
     )
-
-
-def _plain(side: Operand | None) -> Any:
-    return None if side is None else (side.key, side.rows, side.cols, *side.tensors)
-
-
-def rebuild(
-    cls: type[QuantizedTensor],
-    shape: torch.Size,
-    dtype: torch.dtype,
-    row: Any,
-    col: Any,
-    quantizer: Quantizer,
-    requires_grad: bool = False,
-    is_parameter: bool = False,
-) -> QuantizedTensor:
-    """The tensor or parameter that was pickled."""
-    sides = [
-        None if side is None else Operand(CastSpec.from_key(side[0]) if side[0] else None, *side[1:])
-        for side in (row, col)
-    ]
-    tensor = cls.of(Operands(shape, dtype, *sides), quantizer)
-    if is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad)  # pyright: ignore[reportReturnType]
-    tensor.requires_grad_(requires_grad)
-    return tensor

@@ -1,0 +1,206 @@
+"""What storages with a scale for each block of codes have in common: MXFP8, FP8 in blocks of 128, and NVFP4."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fp4engine.formats import CastSpec
+from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
+from fp4engine.te.pytorch.layout import ScaleLayout, codes, constant_amax, matrix_shape, rectangle, transposed_shape
+from fp4engine.tensor import Operand
+from fp4engine.tensor import QuantizedTensor as Operands
+
+SIDES = ("rowwise", "columnwise")
+
+
+class BlockStorage(QuantizedTensorStorage):
+    """Codes and block scales of either side."""
+
+    _TENSORS = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv")
+    _SIDES: ClassVar[dict[str, tuple[str, ...]]] = {side: (f"_{side}_data", f"_{side}_scale_inv") for side in SIDES}
+    _rowwise_data: Tensor | None
+    _columnwise_data: Tensor | None
+    _rowwise_scale_inv: Tensor | None
+    _columnwise_scale_inv: Tensor | None
+    _with_gemm_swizzled_scales: bool = False
+    _scale_dtype: ClassVar[torch.dtype] = torch.uint8
+
+    @classmethod
+    def _layout(cls, side: str, words: dict[str, Any]) -> ScaleLayout:
+        """How the block scales of ``side`` lie, by what :meth:`Quantizer.storage_words` says."""
+        raise NotImplementedError(f"{cls.__name__} does not say how its scales lie")
+
+    def _words(self) -> dict[str, Any]:
+        return {name.removeprefix("_"): getattr(self, name) for name in self._WORDS}
+
+    @classmethod
+    def _laid_codes(cls, side: str, operand: Operand, shape: Iterable[int]) -> Tensor:
+        """The codes of a tensor of ``shape`` as they are stored: as it lies, or columnwise as its transpose."""
+        turned = tuple(shape) if side == "rowwise" else transposed_shape(shape)
+        return operand.data[:, : operand.cols].reshape(turned).contiguous()
+
+    def _read_codes(self, side: str, spec: CastSpec, rows: int, cols: int) -> Tensor:
+        """Inverse of :meth:`_laid_codes`."""
+        return codes(getattr(self, f"_{side}_data"), rows, spec, cols)
+
+    def _amax(self, side: str, spec: CastSpec) -> Tensor:
+        """The amax of an operand: what stands for it where there is no outer scale."""
+        return constant_amax(spec, getattr(self, f"_{side}_data"))
+
+    @classmethod
+    def _encoded(cls, operands: Operands, quantizer: Any) -> dict[str, Any]:
+        words = quantizer.storage_words()
+        made = {f"_{name}": value for name, value in words.items()}
+        for side in SIDES:
+            operand: Operand | None = getattr(operands, side)
+            if operand is not None:
+                assert operand.scale_inv is not None
+                made[f"_{side}_data"] = cls._laid_codes(side, operand, operands.shape)
+                swizzled = words.get("with_gemm_swizzled_scales", False)
+                made[f"_{side}_scale_inv"] = cls._layout(side, words).lay(operand.scale_inv, swizzled)
+        return made
+
+    def _spec(self, side: str) -> CastSpec:
+        """What the codes of ``side`` were cast by, as far as decoding asks."""
+        spec = getattr(self._get_quantizer().frozen(), f"{side}_spec")
+        assert spec is not None
+        return spec
+
+    def _operand(self, side: str) -> Operand | None:
+        if not self.has(side):
+            return None
+        rows, cols = matrix_shape(self.shape)
+        if side == "columnwise":
+            rows, cols = cols, rows
+        spec, layout = self._spec(side), self._layout(side, self._words())
+        laid: Tensor = getattr(self, f"_{side}_scale_inv")
+        scale_inv = layout.read(laid, rows, spec, cols, self._with_gemm_swizzled_scales)
+        return Operand(spec, rows, cols, self._read_codes(side, spec, rows, cols), scale_inv, self._amax(side, spec))
+
+    def _shape_of_tensors(self) -> torch.Size:
+        if self._rowwise_data is not None:
+            return self._rowwise_data.shape
+        if self._columnwise_data is None:
+            raise RuntimeError(f"this {type(self).__name__} holds no data")
+        return self._shape_of_columnwise(self._columnwise_data.shape)
+
+    def _shape_of_columnwise(self, shape: torch.Size) -> torch.Size:
+        """The logical shape of columnwise codes of ``shape``."""
+        return torch.Size((*shape[1:], *shape[:1]))
+
+    def _turned(self, side: str) -> dict[str, Tensor | None] | None:
+        """Square blocks: one side is the other one's transpose."""
+        other = self._operand("columnwise" if side == "rowwise" else "rowwise")
+        if other is None or not self._is_square():
+            return None
+        sides = {**dict.fromkeys(SIDES), side: other.transposed()}
+        made = self._encoded(Operands(self.shape, self._dtype, **sides), self._get_quantizer())
+        return {name: tensor for name, tensor in made.items() if name in self._SIDES[side]}
+
+    def _is_square(self) -> bool:
+        """Whether a block is as high as it is wide, so that its transpose is one."""
+        return False
+
+    def _create_columnwise(self) -> None:
+        self.update_usage(columnwise_usage=True)
+
+    def _viewed(self, shape: torch.Size) -> dict[str, Any]:
+        if matrix_shape(shape) != matrix_shape(self.shape):
+            raise RuntimeError(
+                f"{type(self).__name__} does not support reshaping the inner dimension, along which blocks lie: "
+                f"{list(self.shape)} to {list(shape)}"
+            )
+        metadata = self.get_metadata()
+        for side in SIDES:
+            data: Tensor | None = getattr(self, f"_{side}_data")
+            if data is not None:
+                like = type(self)._empty_codes(side, shape)
+                metadata[f"{side}_data"] = data.view(like) if data.numel() == like.numel() else data
+        return metadata
+
+    @classmethod
+    def _empty_codes(cls, side: str, shape: Iterable[int]) -> torch.Size:
+        """The shape of the codes of a tensor of ``shape``."""
+        return torch.Size(tuple(shape) if side == "rowwise" else transposed_shape(shape))
+
+    def _cut(self, side: str, rows: slice, cols: slice, shape: torch.Size) -> dict[str, Tensor] | None:
+        """The tensors of ``side`` of a rectangle that has ``shape``, in the same bytes; None if it tears blocks."""
+        if not self.has(side) or self._with_gemm_swizzled_scales:
+            return None
+        is_turned = side == "columnwise"
+        lead, along = (cols, rows) if is_turned else (rows, cols)
+        end, block = matrix_shape(self.shape)[not is_turned], self._spec(side).block[1]
+        if along.start % block or (along.stop % block and along.stop != end):
+            return None
+        scales: Tensor = getattr(self, f"_{side}_scale_inv")
+        blocks = slice(along.start // block, -(-along.stop // block))
+        cut = self._layout(side, self._words()).cut(scales, lead, blocks)
+        data = self._cut_codes(side, rows, cols, shape)
+        return None if cut is None or data is None else {f"_{side}_data": data, f"_{side}_scale_inv": cut}
+
+    def _cut_codes(self, side: str, rows: slice, cols: slice, shape: torch.Size) -> Tensor | None:
+        """A view of the codes of a rectangle; None if it cannot have ``shape``."""
+        data: Tensor = getattr(self, f"_{side}_data")
+        like = type(self)._empty_codes(side, shape)
+        if len(like) != 2:  # rows of several axes; whole ones
+            return data.flatten(0, -2)[rows].view(like) if side == "rowwise" and like[-1] == data.shape[-1] else None
+        per_byte = self.shape[-1] // max(data.shape[-1], 1) if side == "rowwise" else 1
+        if side == "rowwise":
+            return data.view(-1, data.shape[-1])[rows, cols.start // per_byte : -(-cols.stop // per_byte)]
+        return data.view(data.shape[0], -1)[cols, self._packed(rows)]
+
+    def _packed(self, elements: slice) -> slice:
+        """The bytes of ``elements`` of a row of columnwise codes."""
+        return elements
+
+
+class BlockTensor(BlockStorage, QuantizedTensor):
+    """A tensor of blocks; a rectangle of whole blocks is a tensor of the same bytes."""
+
+    @classmethod
+    def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        made = func(torch.empty(tensor.shape, device="meta"), *args, **kwargs)
+        alone = isinstance(made, Tensor)
+        views: list[Any] = []
+        for part in [made] if alone else made:
+            found = rectangle(part, tensor.shape[-1]) if tensor.ndim else None
+            if found is None:
+                return None
+            cuts = [tensor._cut(side, *found, part.shape) for side in SIDES]
+            if cuts[0] is None and (tensor.has("rowwise") or cuts[1] is None):
+                return None
+            metadata = tensor.get_metadata()
+            for side, cut in zip(SIDES, cuts, strict=True):
+                for name in tensor._SIDES[side]:
+                    metadata[name.removeprefix("_")] = None if cut is None else cut[name]
+            views.append(cls._around(tensor, part.shape, metadata))
+        return views[0] if alone else views
+
+
+class BlockQuantizer(Quantizer):
+    """What the quantizers of these formats have in common."""
+
+    tensor_class: type[BlockTensor]
+
+    def get_scale_shape(self, shape: Iterable[int], columnwise: bool) -> tuple[int, int]:
+        """Shape of the block scales of a tensor of ``shape``, with their padding."""
+        rows, cols = matrix_shape(shape)
+        rows, cols = (cols, rows) if columnwise else (rows, cols)
+        side = SIDES[columnwise]
+        blocks = -(-cols // getattr(self.frozen(), f"{side}_spec").block[1])
+        return self.tensor_class._layout(side, self.storage_words()).shape(rows, blocks)
+
+    def _sides(self) -> list[str]:
+        return [side for side, used in zip(SIDES, (self.rowwise_usage, self.columnwise_usage), strict=True) if used]
+
+    def inner_tensor_specs(self, shape: Iterable[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        whole = tuple(shape)
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for side in self._sides():
+            found[f"_{side}_data"] = tuple(self.tensor_class._empty_codes(side, whole)), torch.uint8
+            scales = self.get_scale_shape(whole, side == "columnwise")
+            found[f"_{side}_scale_inv"] = scales, self.tensor_class._scale_dtype
+        return found

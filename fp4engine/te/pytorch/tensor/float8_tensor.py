@@ -1,0 +1,415 @@
+"""FP8 with one scale for a tensor, by TransformerEngine's names: storage, tensor, and its two quantizers."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fp4engine.arguments import require_member, shown
+from fp4engine.formats import FP32, CastSpec, fp8
+from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
+from fp4engine.reference import round_outer_amax
+from fp4engine.reference.scaling import encode_scale
+from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
+from fp4engine.te.pytorch.constants import DType, fp8_element
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
+from fp4engine.te.pytorch.layout import codes, matrix_shape, rectangle, remember, remembered, transposed_shape
+from fp4engine.tensor import Operand
+from fp4engine.tensor import QuantizedTensor as Operands
+
+
+class Float8TensorStorage(QuantizedTensorStorage):
+    """``value = code * _scale_inv``, the reciprocal of the scale that codes were made by.
+
+    Attributes:
+        _data: codes, in the shape of the tensor; None where there is no rowwise side.
+        _transpose: codes of the transpose [K, ...], of the same values.
+        _scale_inv: FP32 [1].
+        _transpose_invalid: whether there is no transpose.
+    """
+
+    _TENSORS = ("_data", "_transpose", "_scale_inv")
+    _WORDS: ClassVar[dict[str, Any]] = {"_fp8_dtype": DType.kFloat8E4M3}
+    _CALLED: ClassVar[dict[str, str]] = {"_transpose": "data_transpose", "_scale_inv": "fp8_scale_inv"}
+    _SIDES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "rowwise": ("_data", "_scale_inv"),
+        "columnwise": ("_transpose", "_scale_inv"),
+    }
+    _data: Tensor | None
+    _transpose: Tensor | None
+    _scale_inv: Tensor
+    _fp8_dtype: DType
+
+    @property
+    def _rowwise_data(self) -> Tensor | None:
+        return self._data
+
+    @property
+    def _transpose_invalid(self) -> bool:
+        return self._transpose is None
+
+    @_transpose_invalid.setter
+    def _transpose_invalid(self, value: bool) -> None:
+        if value:
+            self._transpose = None
+
+    @classmethod
+    def _encoded(cls, operands: Operands, quantizer: Any) -> dict[str, Any]:
+        rows, cols = matrix_shape(operands.shape)
+        row, col = operands.rowwise, operands.columnwise
+        side = row or col
+        assert side is not None and side.spec is not None and side.amax is not None
+        scale_inv = quantizer.scale_inv(side.amax, side.spec.numerator)
+        remember(scale_inv, side.amax)  # by which fp4engine's own layers decode
+        made: dict[str, Any] = {"_fp8_dtype": quantizer.dtype, "_scale_inv": scale_inv}
+        if row is not None:
+            made["_data"] = row.data[:, :cols].reshape(operands.shape).contiguous()
+        if col is not None:
+            made["_transpose"] = col.data[:, :rows].reshape(transposed_shape(operands.shape)).contiguous()
+        return made
+
+    def _operand(self, side: str) -> Operand | None:
+        if not self.has(side):
+            return None
+        rows, cols = matrix_shape(self.shape)
+        if side == "columnwise":
+            rows, cols = cols, rows
+        spec = CastSpec(fp8_element(type(self).__name__, self._fp8_dtype), (0, 0), FP32, **_AS_STORED)
+        amax, data = self._scale_inv.float().view(1), getattr(self, self._SIDES[side][0])
+        return Operand(spec, rows, cols, codes(data, rows, spec, cols), data.new_empty((rows, 0)), amax)
+
+    def _as_cast(self, operand: Operand, spec: CastSpec) -> Operand:
+        if operand.spec == spec or operand.amax is None:
+            return operand
+        amax = remembered(self._scale_inv)
+        return operand._replace(spec=spec, amax=operand.amax * spec.numerator if amax is None else amax)
+
+    def _default_quantizer(self) -> "Float8CurrentScalingQuantizer":
+        return Float8CurrentScalingQuantizer(self._fp8_dtype)
+
+    def _shape_of_tensors(self) -> torch.Size:
+        if self._data is not None:
+            return self._data.shape
+        if self._transpose is None:
+            raise RuntimeError("this Float8TensorStorage holds no data")
+        first, *rest = self._transpose.shape or (1,)
+        return torch.Size((*rest, first))
+
+    def _turned(self, side: str) -> dict[str, Tensor | None] | None:
+        name, source = ("_data", self._transpose) if side == "rowwise" else ("_transpose", self._data)
+        if source is None:
+            return None
+        first, last = (0, -1) if side == "rowwise" else (-1, 0)
+        return {name: source.movedim(first, last).contiguous() if source.ndim else source}
+
+    def _create_transpose(self) -> None:
+        if self._data is not None:
+            self.update_usage(columnwise_usage=True)
+
+    def _viewed(self, shape: torch.Size) -> dict[str, Any]:
+        metadata = self.get_metadata()
+        same = matrix_shape(shape) == matrix_shape(self.shape)
+        metadata["data"] = None if self._data is None else self._data.view(shape)
+        turned = self._transpose is not None and same
+        metadata["data_transpose"] = self._transpose.view(transposed_shape(shape)) if turned else None  # pyright: ignore[reportOptionalMemberAccess]
+        if metadata["data"] is None and metadata["data_transpose"] is None:
+            raise RuntimeError(
+                f"a columnwise {type(self).__name__} {list(self.shape)} has no view {list(shape)}, which changes the "
+                "last axis"
+            )
+        return metadata
+
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        """The codes; all ranks have one scale."""
+        return ("_transpose",) if self._data is None and self._transpose is not None else ("_data",)
+
+    def fsdp_extract_buffers(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+        """The codes, rows first."""
+        (name,) = self.fsdp_buffer_fields()
+        data = getattr(self, name)
+        is_turned = name == "_transpose"
+        return (data.movedim(0, -1).contiguous() if is_turned else data,), {"field_names": (name,)}
+
+    def fsdp_assign_gathered(self, gathered: Any, meta: dict[str, Any]) -> None:
+        """Take the codes of all ranks."""
+        if meta["field_names"] == ("_transpose",) and len(gathered) == 1:
+            gathered = (gathered[0].movedim(-1, 0).contiguous(),)
+        super().fsdp_assign_gathered(gathered, meta)
+
+
+_AS_STORED: dict[str, Any] = {"scale_bound": 1.0, "target": 1.0}
+"""Of a spec whose amax is the scale itself, since the decode divides it by ``scale_bound * target``."""
+
+
+class Float8Tensor(Float8TensorStorage, QuantizedTensor):
+    """What :class:`Float8Quantizer` and :class:`Float8CurrentScalingQuantizer` make."""
+
+    @classmethod
+    def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """Any view: elements have no scales of their own."""
+        data = None if tensor._data is None else func(tensor._data, *args, **kwargs)
+        turned = None
+        if tensor._transpose is not None and (data is None or tensor.ndim > 1):
+            turned = _part_of_transpose(tensor._transpose, tensor.shape, func, args, kwargs)
+            if turned is None and data is None:
+                return None
+        made = data if data is not None else turned
+        if made is None:
+            return None
+        alone = isinstance(made, Tensor)
+        datas, turneds = ([part] if alone and part is not None else part for part in (data, turned))
+        views: list[Any] = []
+        for index, part in enumerate([made] if alone else made):
+            metadata = tensor.get_metadata()
+            metadata["data"] = None if datas is None else datas[index]
+            metadata["data_transpose"] = None
+            if turneds is not None and part.ndim:
+                metadata["data_transpose"] = turneds[index].movedim(-1, 0)
+            views.append(cls._around(tensor, part.shape, metadata))
+        return views[0] if alone else views
+
+
+def _part_of_transpose(transpose: Tensor, shape: torch.Size, func: Any, args: Any, kwargs: Any) -> Any:
+    """What ``func`` makes of the codes of a tensor of ``shape`` that lie as its transpose; None if it cannot."""
+    if func is not torch.ops.aten.as_strided.default:
+        return func(transpose.movedim(0, -1), *args, **kwargs)
+    part = func(torch.empty(shape, device="meta"), *args, **kwargs)  # strides are those of the tensor
+    found = rectangle(part, shape[-1])
+    if found is None or part.ndim != 2 or found[0].stop > matrix_shape(shape)[0]:
+        return None
+    rows, cols = found
+    return transpose.flatten(1)[cols, rows].T
+
+
+def with_shared_amax(quantizer: Quantizer, tensor: Tensor, group: Any) -> Operands:
+    """Operands whose outer amaxes are the largest over the ranks of ``group``."""
+    sides: dict[str, Any] = {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
+    if group is not None:
+        require_member("amax_reduction_group", group)
+    row, col = quantizer.frozen().amax(tensor, **sides)
+    for amax in (row, col):
+        if amax is not None:
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)
+    return quantizer.cast_sides(tensor, **sides, rowwise_amax=row, columnwise_amax=col)
+
+
+class _Float8Quantizer(Quantizer):
+    """What the quantizers of one scale have in common."""
+
+    tensor_class = Float8Tensor
+    dtype: DType
+
+    def inner_tensor_specs(self, shape: Iterable[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        whole = tuple(shape)
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if self.rowwise_usage:
+            found["_data"] = (whole, torch.uint8)
+        if self.columnwise_usage:
+            found["_transpose"] = (transposed_shape(whole), torch.uint8)
+        return {**found, "_scale_inv": ((1,), torch.float32)}
+
+    def storage_words(self) -> dict[str, Any]:
+        return {"fp8_dtype": self.dtype}
+
+    def scale_inv(self, amax: Tensor, numerator: float) -> Tensor:
+        """What codes that were scaled by ``amax`` are multiplied by: FP32 [1]."""
+        return torch.where(amax.isfinite(), 1.0 / encode_scale(amax, numerator), amax)
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return True
+
+    def create_tensor_from_data(
+        self, data: Tensor, fake_dtype: torch.dtype = torch.float32, requires_grad: bool = False
+    ) -> Any:
+        """A tensor of codes ``data``, of a dtype of one byte, under this quantizer's own scale."""
+        scale: Tensor | None = getattr(self, "scale", None)
+        if scale is None:
+            raise ValueError(f"{type(self).__name__} has no scale of its own; set quantizer.scale first")
+        given = {"data": data.view(torch.uint8), "fp8_scale_inv": 1.0 / scale.view(1), "fp8_dtype": self.dtype}
+        if self.internal:
+            return self.storage_class(**given, fake_dtype=fake_dtype, quantizer=self)
+        whole = {"shape": data.shape, "dtype": fake_dtype, "requires_grad": requires_grad, "device": data.device}
+        return self.tensor_class(**whole, **given, quantizer=self)
+
+
+class Float8Quantizer(_Float8Quantizer):
+    """FP8 by a scale that is given: ``code = fp8(x * scale)``. ``amax`` collects the largest magnitude seen.
+
+    Args:
+        scale, amax: one number each, FP32.
+        fp8_dtype: ``DType.kFloat8E4M3`` or ``kFloat8E5M2``.
+    """
+
+    compatible_recipe = "DelayedScaling"
+
+    def __init__(
+        self, scale: Tensor, amax: Tensor, fp8_dtype: DType | int, *, rowwise: bool = True, columnwise: bool = True
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        fp8_element("Float8Quantizer", fp8_dtype)
+        _require_number("Float8Quantizer", scale=scale, amax=amax)
+        self.scale, self.amax, self.dtype = scale, amax, DType.cast(fp8_dtype)
+
+    def frozen(self, stream: int = 0) -> FrozenQuantizer:
+        spec = fp8(fp8_element("Float8Quantizer", self.dtype))
+        return _GivenScale(spec, spec, stream=stream).by(self.scale, self.amax)
+
+    def scale_inv(self, amax: Tensor, numerator: float) -> Tensor:
+        return torch.where(amax.isfinite(), 1.0 / self.scale.float().view(1).to(amax.device), amax)
+
+    def calibrate(self, tensor: Tensor) -> None:
+        _collect(self.amax, _largest(tensor))
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """The largest magnitude, FP32 [1]; NaN if there is one, 0 of nothing."""
+    values = tensor.detach()
+    return values.abs().amax().float().view(1) if values.numel() else values.new_zeros(1, dtype=torch.float32)
+
+
+def _collect(amax: Tensor, own: Tensor) -> None:
+    """Let ``amax``, one number, be the larger of itself and ``own`` [1]."""
+    amax.view(1).copy_(torch.maximum(amax.view(1), own.to(amax.device)))
+
+
+def _unless_not_finite(own: Tensor, given: Tensor) -> Tensor:
+    """``given`` [1], or ``own`` if that is an Inf or a NaN, so that a product is not silently finite."""
+    return torch.where(own.isfinite(), given, own)
+
+
+class _GivenScale(FrozenQuantizer):
+    """One scale for every tensor, in place of each tensor's own."""
+
+    scale: Tensor
+    collected: Tensor
+
+    def by(self, scale: Tensor, amax: Tensor) -> "_GivenScale":
+        object.__setattr__(self, "scale", scale)
+        object.__setattr__(self, "collected", amax)
+        return self
+
+    def with_backend(self, backend: str) -> "_GivenScale":
+        spec = self.rowwise_spec
+        return _GivenScale(spec, spec, stream=self.stream, backend=backend).by(self.scale, self.collected)
+
+    def quantize(self, x: Any, **arguments: Any) -> Operands:
+        assert self.rowwise_spec is not None
+        own = _largest(x)
+        _collect(self.collected, own)
+        amax = _unless_not_finite(own, (self.rowwise_spec.numerator / self.scale).view(1).to(x.device))
+        given: dict[str, Any] = arguments | {"rowwise_amax": amax, "columnwise_amax": amax}
+        return super().quantize(x, **given)
+
+    __call__ = quantize
+
+
+class Float8CurrentScalingQuantizer(_Float8Quantizer):
+    """FP8 by the scale of the tensor at hand.
+
+    Args:
+        fp8_dtype: ``DType.kFloat8E4M3`` or ``kFloat8E5M2``.
+        device: where scales are kept in TransformerEngine; here they lie beside their tensor.
+        use_existing_amax: scale by ``amax`` instead of the tensor's own.
+        with_amax_reduction, amax_reduction_group: share amaxes over the group.
+        force_pow_2_scales: round scales down to powers of two.
+        amax_epsilon: the least amax that a scale is chosen by.
+        scale, amax: FP32 [1]; ``amax`` is read with ``use_existing_amax``.
+    """
+
+    compatible_recipe = "Float8CurrentScaling"
+    is_value = True
+
+    def __init__(
+        self,
+        fp8_dtype: DType | int,
+        device: torch.device | str | None = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        use_existing_amax: bool = False,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        fp8_element("Float8CurrentScalingQuantizer", fp8_dtype)
+        self.dtype = DType.cast(fp8_dtype)
+        self.use_existing_amax, self.amax, self.scale = use_existing_amax, amax, scale
+        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+        self.force_pow_2_scales = force_pow_2_scales
+        self.amax_epsilon = require_epsilon("Float8CurrentScalingQuantizer", amax_epsilon)
+
+    def frozen(self, stream: int = 0) -> FrozenQuantizer:
+        element = fp8_element("Float8CurrentScalingQuantizer", self.dtype)
+        spec = fp8(element, power_of_two=self.force_pow_2_scales)
+        if not self.amax_epsilon:
+            return FrozenQuantizer(spec, spec, stream=stream)
+        return _LeastAmax(spec, spec, stream=stream).by(self.amax_epsilon)
+
+    def _operands(self, tensor: Tensor) -> Operands:
+        if self.with_amax_reduction:
+            return with_shared_amax(self, tensor, self.amax_reduction_group)
+        if not self.use_existing_amax:
+            return super()._operands(tensor)
+        _require_number("Float8CurrentScalingQuantizer", amax=self.amax)
+        assert self.amax is not None
+        sides: dict[str, Any] = {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+        frozen = self.frozen()
+        assert frozen.rowwise_spec is not None
+        given = _unless_not_finite(_largest(tensor), self.amax.float().view(1).to(tensor.device))
+        given = round_outer_amax(given, frozen.rowwise_spec)
+        return frozen.quantize(tensor, **sides, rowwise_amax=given, columnwise_amax=given)
+
+    def is_requantization_safe(self) -> bool:
+        return True
+
+
+class _LeastAmax(FrozenQuantizer):
+    """Scales a tensor as if its largest magnitude were at least ``epsilon``."""
+
+    epsilon: float
+
+    def by(self, epsilon: float) -> "_LeastAmax":
+        object.__setattr__(self, "epsilon", epsilon)
+        return self
+
+    def amax(self, x: Any, **arguments: Any) -> tuple[Tensor | None, Tensor | None]:
+        row, col = super().amax(x, **arguments)
+        spec = self.rowwise_spec
+        assert spec is not None
+        made = [None if own is None else round_outer_amax(own.clamp(min=self.epsilon), spec) for own in (row, col)]
+        return made[0], made[1]
+
+    def quantize(self, x: Any, **arguments: Any) -> Operands:
+        sides: dict[str, Any] = {name: arguments.get(name, True) for name in ("rowwise", "columnwise")}
+        own = self.amax(x, **sides)
+        names = ("rowwise_amax", "columnwise_amax")
+        given = {
+            name: amax if arguments.get(name) is None else arguments[name]
+            for name, amax in zip(names, own, strict=True)
+        }
+        return super().quantize(x, **(arguments | given))
+
+    __call__ = quantize
+
+
+def require_epsilon(name: str, amax_epsilon: float) -> float:
+    """``amax_epsilon``, the least amax that a scale is chosen by.
+
+    Raises:
+        ValueError: it is no finite number, or below zero.
+    """
+    is_number = isinstance(amax_epsilon, int | float) and not isinstance(amax_epsilon, bool)
+    if not is_number or not 0 <= amax_epsilon < float("inf"):
+        raise ValueError(f"{name}(amax_epsilon=) must be a finite number, 0 or more, got {shown(amax_epsilon)}")
+    return amax_epsilon
+
+
+def _require_number(name: str, **tensors: Any) -> None:
+    for argument, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.numel() != 1:
+            raise ValueError(f"{name}({argument}=) must be a tensor of one element, got {shown(tensor)}")

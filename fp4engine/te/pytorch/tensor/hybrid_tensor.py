@@ -1,0 +1,348 @@
+"""Tensors whose two sides are made by two quantizers."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4engine.formats import CastSpec
+from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
+from fp4engine.recipe.casts import ColumnwiseSource
+from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer, decoded
+from fp4engine.te.pytorch.tensor.identity_tensor import IdentityQuantizer
+from fp4engine.te.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+from fp4engine.tensor import Operand
+from fp4engine.tensor import QuantizedTensor as Operands
+
+
+class HybridQuantizedTensorStorage(QuantizedTensorStorage):
+    """Two storages, or tensors, of which each holds one side.
+
+    Attributes:
+        _rowwise_storage, _columnwise_storage: of the quantizers of either side; None where there is none.
+    """
+
+    _WORDS = {"_rowwise_storage": None, "_columnwise_storage": None}  # noqa: RUF012 - as in the base class
+    _rowwise_storage: Any
+    _columnwise_storage: Any
+
+    @classmethod
+    def _fill(cls, made: Any, fake_dtype: torch.dtype | None, quantizer: Any = None, **given: Any) -> Any:
+        if not isinstance(quantizer, HybridQuantizer):
+            raise TypeError(f"{cls.__name__} requires a parent HybridQuantizer, got {type(quantizer).__name__}")
+        return super()._fill(made, fake_dtype, quantizer, **given)
+
+    @classmethod
+    def _encoded(cls, operands: Operands, quantizer: Any) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for side in cls._SIDES:
+            if getattr(operands, side) is not None:
+                alone = {**dict.fromkeys(cls._SIDES), side: getattr(operands, side)}
+                by = getattr(quantizer, f"{side}_quantizer")
+                made[f"_{side}_storage"] = by.of(Operands(operands.shape, operands.dtype, **alone))
+        return made
+
+    def _stored(self) -> list[Any]:
+        return [part for part in (self._rowwise_storage, self._columnwise_storage) if part is not None]
+
+    def has(self, side: str) -> bool:
+        return getattr(self, f"_{side}_storage") is not None
+
+    def _operand(self, side: str) -> Operand | None:
+        part = getattr(self, f"_{side}_storage")
+        return None if part is None else part._operand(side)
+
+    def values_in(self, dtype: torch.dtype) -> Tensor:
+        """What the rowwise side decodes to, or the other one if that is missing."""
+        for part in self._stored():
+            return part.values_in(dtype)
+        raise RuntimeError(f"this {type(self).__name__} holds no data to dequantize")
+
+    def _shape_of_tensors(self) -> torch.Size:
+        for part in self._stored():
+            return part.shape
+        raise RuntimeError(f"this {type(self).__name__} holds no data")
+
+    def _device_of_tensors(self) -> torch.device:
+        return self._stored()[0].device
+
+    @property
+    def rowwise_sub_storage(self) -> Any:
+        """The rowwise side as a tensor of its own quantizer."""
+        return self._rowwise_storage
+
+    @property
+    def columnwise_sub_storage(self) -> Any:
+        """The columnwise side as a tensor of its own quantizer."""
+        return self._columnwise_storage
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Drop a side with False; True requires that it is there.
+
+        Raises:
+            RuntimeError: it is not there; then nothing has changed.
+        """
+        wanted = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
+        for side, is_wanted in wanted.items():
+            if is_wanted and not self.has(side):
+                raise RuntimeError(f"update_usage({side}_usage=True): this tensor has no {side} sub-storage any more")
+        for side, is_wanted in wanted.items():
+            if is_wanted is False:
+                setattr(self, f"_{side}_storage", None)
+
+    def _with_tensors(self, change: Callable[[Any], Any]) -> dict[str, Any]:
+        metadata = self.get_metadata()
+        for side in self._SIDES:
+            part = metadata[f"{side}_storage"]
+            metadata[f"{side}_storage"] = None if part is None else part._like(change)
+        return metadata
+
+    def _form(self) -> Any:
+        return [None if part is None else part._form() for part in (self._rowwise_storage, self._columnwise_storage)]
+
+    def clear(self) -> None:
+        """Give back the memory of both sides."""
+        for part in self._stored():
+            part.clear()
+
+    def copy_from_storage(self, src: QuantizedTensorStorage) -> None:
+        """Copy the sides that both have."""
+        if not isinstance(src, HybridQuantizedTensorStorage):
+            raise TypeError(f"copy_from_storage expects HybridQuantizedTensorStorage, got {type(src).__name__}")
+        for side in self._SIDES:
+            if self.has(side) and src.has(side):
+                getattr(self, f"_{side}_storage").copy_from_storage(getattr(src, f"_{side}_storage"))
+
+    def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
+        """The tensors of both sides, which are gone from there."""
+        return [tensor for part in self._stored() for tensor in part.prepare_for_saving()[0]], self
+
+    def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Take back the first of ``tensors``, and return the rest."""
+        rest = list(tensors)
+        for part in self._stored():
+            rest = part.restore_from_saved(rest)
+        return rest
+
+    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        """The data tensors of both sides, one after the other."""
+        asked = {"rowwise": rowwise_data, "columnwise": columnwise_data}
+        parts = [
+            getattr(self, f"_{side}_storage").get_data_tensors() for side in asked if asked[side] and self.has(side)
+        ]
+        return tuple(tensor for part in parts for tensor in (part if isinstance(part, tuple) else (part,)))
+
+    def _viewed(self, shape: torch.Size) -> dict[str, Any]:
+        metadata = self.get_metadata()
+        for side in self._SIDES:
+            part = metadata[f"{side}_storage"]
+            metadata[f"{side}_storage"] = None if part is None else part.view(shape)
+        return metadata
+
+    def __tensor_flatten__(self) -> Any:
+        raise RuntimeError(f"torch.compile does not take a {type(self).__name__}, whose sides are tensors in tensors")
+
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        """What both sides gather, one after the other."""
+        return tuple(name for part in self._stored() for name in part.fsdp_buffer_fields())
+
+    def fsdp_extract_buffers(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+        """What both sides gather.
+
+        Raises:
+            NotImplementedError: a side is a storage, which is no tensor, or cannot be gathered.
+        """
+        made = {}
+        for side in self._SIDES:
+            part = getattr(self, f"_{side}_storage")
+            if part is not None and not isinstance(part, torch.Tensor):
+                raise NotImplementedError(
+                    f"FSDP2 does not gather a storage-only {side} sub-storage, {type(part).__name__}: its quantizer has "
+                    "internal=True"
+                )
+            made[side] = ((), None) if part is None else part.fsdp_extract_buffers()
+        buffers = made["rowwise"][0] + made["columnwise"][0]
+        count = len(made["rowwise"][0])
+        return buffers, {"count": count, "rowwise": made["rowwise"][1], "columnwise": made["columnwise"][1]}
+
+    def fsdp_assign_gathered(self, gathered: Any, meta: dict[str, Any]) -> None:
+        """Take what has been gathered of both sides."""
+        given = {"rowwise": gathered[: meta["count"]], "columnwise": gathered[meta["count"] :]}
+        for side in self._SIDES:
+            if meta[side] is not None:
+                getattr(self, f"_{side}_storage").fsdp_assign_gathered(given[side], meta[side])
+
+
+class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
+    """What :class:`HybridQuantizer` makes."""
+
+    @classmethod
+    def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        made: dict[str, Any] = {}
+        for side in cls._SIDES:
+            part = getattr(tensor, f"_{side}_storage")
+            if part is not None:
+                whole = part if isinstance(part, QuantizedTensor) else None
+                made[side] = None if whole is None else type(whole)._parted(whole, func, args, kwargs)
+                if made[side] is None:
+                    return None
+        first = next(iter(made.values()), None)
+        if first is None:
+            return None
+        alone = isinstance(first, Tensor)
+        rows = [made] if alone else [{side: parts[i] for side, parts in made.items()} for i in range(len(first))]
+        views = [
+            cls._around(
+                tensor,
+                next(iter(row.values())).shape,
+                {**tensor.get_metadata(), **{f"{side}_storage": row.get(side) for side in cls._SIDES}},
+            )
+            for row in rows
+        ]
+        return views[0] if alone else views
+
+
+class HybridQuantizer(Quantizer):
+    """Rowwise operands by one quantizer, columnwise ones by another.
+
+    Args:
+        columnwise_source: ``"original"``, or ``"rowwise_dequantized"`` to quantize what the rowwise side decodes to.
+    """
+
+    tensor_class = HybridQuantizedTensor
+    compatible_recipe = "CustomRecipe"
+
+    def __init__(
+        self,
+        *,
+        rowwise_quantizer: Quantizer,
+        columnwise_quantizer: Quantizer,
+        columnwise_source: ColumnwiseSource = "original",
+    ) -> None:
+        super().__init__()
+        if rowwise_quantizer is columnwise_quantizer:
+            raise ValueError(
+                "HybridQuantizer requires distinct rowwise and columnwise quantizers, got one as both; give it a copy()"
+            )
+        for name, quantizer in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
+            if not isinstance(quantizer, Quantizer):
+                raise TypeError(
+                    f"HybridQuantizer({name}_quantizer=) must be a Quantizer, and does not support nested "
+                    f"QuantizerRequests; got {quantizer!r}"
+                )
+        if columnwise_source not in ("original", "rowwise_dequantized"):
+            raise ValueError(
+                "HybridQuantizer(columnwise_source=) must be 'original' or 'rowwise_dequantized', "
+                f"got {columnwise_source!r}"
+            )
+        self.rowwise_quantizer, self.columnwise_quantizer = rowwise_quantizer.copy(), columnwise_quantizer.copy()
+        self.columnwise_source: ColumnwiseSource = columnwise_source
+        self.rowwise_quantizer.set_usage(rowwise=True, columnwise=False)
+        self.columnwise_quantizer.set_usage(rowwise=False, columnwise=True)
+
+    def copy(self) -> "HybridQuantizer":
+        new = HybridQuantizer(
+            rowwise_quantizer=self.rowwise_quantizer,
+            columnwise_quantizer=self.columnwise_quantizer,
+            columnwise_source=self.columnwise_source,
+        )
+        new.set_usage(rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
+        new.internal, new.optimize_for_gemm = self.internal, self.optimize_for_gemm
+        return new
+
+    def _each(self) -> list[tuple[str, Quantizer, bool]]:
+        """Name, quantizer and use of each side."""
+        return [
+            ("rowwise", self.rowwise_quantizer, self.rowwise_usage),
+            ("columnwise", self.columnwise_quantizer, self.columnwise_usage),
+        ]
+
+    def frozen(self, stream: int = 0) -> FrozenQuantizer:
+        row: CastSpec | None = self.rowwise_quantizer.frozen().rowwise_spec
+        col: CastSpec | None = self.columnwise_quantizer.frozen().columnwise_spec
+        return FrozenQuantizer(row, col, self.columnwise_source, stream)
+
+    def _sources(self, tensor: Tensor) -> dict[str, Any]:
+        """The sides in use, each quantized by its quantizer."""
+        values = decoded(tensor)
+        made: dict[str, Any] = {}
+        dequantized = self.columnwise_source == "rowwise_dequantized" and self.columnwise_usage
+        if self.rowwise_usage or dequantized:
+            made["rowwise"] = self.rowwise_quantizer.quantize_impl(values)
+        if self.columnwise_usage:
+            source = made["rowwise"].values_in(values.dtype).view(values.shape) if dequantized else values
+            made["columnwise"] = self.columnwise_quantizer.quantize_impl(source)
+        if not self.rowwise_usage:
+            made.pop("rowwise", None)
+        return made
+
+    def quantize_impl(self, tensor: Tensor) -> Any:
+        """``tensor`` quantized, without autograd."""
+        parts = {f"{side}_storage": part for side, part in self._sources(tensor).items()}
+        return self.around(tensor.shape, tensor.dtype, tensor.device, parts)
+
+    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+        """As :meth:`Quantizer.update_quantized`, of the sides that are in use and there."""
+        self.require_target(src, dst)
+        if noop_flag is not None and bool(noop_flag.any()):
+            return dst
+        made = self._sources(src.detach().to(dst.device))
+        for side, part in made.items():
+            there = getattr(dst, f"_{side}_storage")
+            if there is None:
+                setattr(dst, f"_{side}_storage", part)
+            else:
+                there._become({name: getattr(part, name) for name in (*part._TENSORS, *part._WORDS)})
+        return dst
+
+    def make_empty(self, shape: Iterable[int], *, dtype: torch.dtype = torch.float32, **others: Any) -> Any:
+        """As other quantizers', of both sides."""
+        whole, requires_grad = tuple(shape), others.pop("requires_grad", False)
+        parts = {
+            f"{side}_storage": by.make_empty(whole, dtype=dtype, **others) for side, by, used in self._each() if used
+        }
+        device = next((part.device for part in parts.values()), torch.device(others.get("device") or "cpu"))
+        made = self.around(torch.Size(whole), dtype, device, parts)
+        return made.requires_grad_(requires_grad) if requires_grad else made
+
+    @property
+    def with_amax_reduction(self) -> bool:
+        """Whether a side shares its amaxes; assigned to, whether the sides that can do."""
+        return any(getattr(by, "with_amax_reduction", False) for _, by, _ in self._each())
+
+    @with_amax_reduction.setter
+    def with_amax_reduction(self, value: bool) -> None:
+        self._set_on_sides("with_amax_reduction", value)
+
+    @property
+    def amax_reduction_group(self) -> Any:
+        """The group over which amaxes are shared."""
+        return next((group for _, by, _ in self._each() if (group := getattr(by, "amax_reduction_group", None))), None)
+
+    @amax_reduction_group.setter
+    def amax_reduction_group(self, group: Any) -> None:
+        self._set_on_sides("amax_reduction_group", group)
+
+    def _set_on_sides(self, name: str, value: Any) -> None:
+        for _, by, _ in self._each():
+            if hasattr(by, name):
+                setattr(by, name, value)
+
+    def is_requantization_safe(self) -> bool:
+        return all(by.is_requantization_safe() for _, by, _ in self._each())
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        """As the rowwise quantizer; True also where the columnwise side, of NVFP4, does not decode by itself."""
+        columnwise_decodes = not isinstance(self.columnwise_quantizer, NVFP4Quantizer)
+        return self.rowwise_quantizer.supports_only_rowwise_all_gather() or not columnwise_decodes
+
+    def is_quantizable(self, inp: Tensor) -> bool:
+        return all(by.is_quantizable(inp) for _, by, _ in self._each())
+
+    def __repr__(self) -> str:
+        return (
+            f"HybridQuantizer(rowwise_quantizer={self.rowwise_quantizer!r}, "
+            f"columnwise_quantizer={self.columnwise_quantizer!r}, columnwise_source={self.columnwise_source!r})"
+        )
