@@ -162,6 +162,11 @@ class Region(ContextDecorator):
     def __init__(self, state: AutocastState | None) -> None:
         self._state = state
 
+    @property
+    def state(self) -> AutocastState | None:
+        """What the region puts in force."""
+        return self._state
+
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
             raise ValueError(

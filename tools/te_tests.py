@@ -6,9 +6,9 @@ the checkout. ``python -m tools.te_table`` runs all files.
 
 What is not fp4engine in such a process:
 
-- every device ``"cuda"`` is the CPU, and streams and events do nothing;
-- the GPU that tests and ``fp4engine.te`` are told of has the capability ``TE_CAPABILITY``, by default 10.0, PyTorch's CUDA
-  the version 12.9, and cuBLASLt the version 0, so that tests of what needs it skip themselves;
+- every device ``"cuda"`` is the CPU, process groups of NCCL are those of gloo, and streams and events do nothing;
+- the GPU that tests and ``fp4engine.te`` are told of has the capability ``TE_CAPABILITY``, by default 10.0, the CUDA of
+  PyTorch the version 12.9, and cuBLASLt the version 0, so that tests of what needs it skip themselves;
 - ``tex.generic_gemm`` is ``general_gemm``;
 - names that fp4engine does not have may be imported, and refuse to be called; modules that it does not have, too;
 - TransformerEngine's own references of quantizers (``custom_recipes.reference_*``) come from the checkout.
@@ -220,6 +220,12 @@ def pretend() -> None:
         plain(self, on_cpu(device_type), *args, **kwargs)
 
     torch.autocast.__init__ = begin
+    plain_group = torch.distributed.init_process_group
+
+    def begin_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        plain_group("gloo" if backend == "nccl" else backend, *args, **kwargs)
+
+    torch.distributed.init_process_group = begin_group
     torch.is_autocast_enabled = _first_argument(torch.is_autocast_enabled)
     torch.get_autocast_dtype = _first_argument(torch.get_autocast_dtype)
     cuda: Any = torch.cuda
@@ -264,6 +270,9 @@ LISTED = tomllib.loads((pathlib.Path(__file__).parent / "te_tests.toml").read_te
 """``files``, and by kind of reason: reason -> beginnings of ids of tests, in which ``*`` is anything."""
 
 
+LEFT_OUT = ("private", "hardware")
+
+
 def _reason(kind: str, test: str) -> str:
     """Why ``test`` is listed under ``kind``; empty if it is not."""
     for reason, beginnings in LISTED.get(kind, {}).items():
@@ -290,7 +299,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.own_markers.remove(mark)
             item.add_marker(pytest.mark.xfail(*mark.args, **{**mark.kwargs, "strict": False}))
         cut_matrix(item, config.getoption("size"))
-        for kind in ("private", "hardware"):
+        for kind in LEFT_OUT:
             if reason := _reason(kind, _name(item)):
                 item.add_marker(pytest.mark.xfail(reason=f"{kind}: {reason}", strict=True), append=False)
                 break
@@ -304,6 +313,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Note what became of the test, and why."""
     report = yield
     if report.when == "call" or report.outcome != "passed":
+        if str(report.longrepr).startswith("[XPASS(strict)]") and not any(
+            _reason(kind, _name(item)) for kind in LEFT_OUT
+        ):
+            report.outcome, report.longrepr = "passed", None  # TransformerEngine expects it to fail, and it does not
         told = getattr(report, "wasxfail", None)
         if told is None and report.outcome == "skipped" and isinstance(report.longrepr, tuple):
             told = report.longrepr[2].removeprefix("Skipped: ")

@@ -8,8 +8,17 @@ from torch import Tensor
 
 from fp4engine.te.pytorch.constants import DType, FP8BwdTensorIdx, FP8FwdTensorIdx, TE_DType_To_Torch
 from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
+from fp4engine.te.pytorch.state_manager import fused_amax_and_scale_update_after_reduction
 
-__all__ = ["DType", "FP8BwdTensors", "FP8FwdTensors", "dequantize", "quantize", "split_quantize"]
+__all__ = [
+    "DType",
+    "FP8BwdTensors",
+    "FP8FwdTensors",
+    "dequantize",
+    "fused_amax_and_scale_update_after_reduction",
+    "quantize",
+    "split_quantize",
+]
 
 FP8FwdTensors = FP8FwdTensorIdx
 FP8BwdTensors = FP8BwdTensorIdx

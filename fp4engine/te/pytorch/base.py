@@ -20,15 +20,16 @@ from fp4engine.recipe import CustomRecipe, DelayedScaling, Recipe
 from fp4engine.roles import TENSOR_TYPES
 from fp4engine.roles import QuantizerRole as FrozenRole
 from fp4engine.te.common.recipe import Answering, answered, as_frozen
+from fp4engine.te.pytorch import regions
 from fp4engine.te.pytorch.constants import GemmParallelModes
 from fp4engine.te.pytorch.custom_recipes.gemm import custom_linear
 from fp4engine.te.pytorch.delayed_wgrad import DelayWgrad, Run
 from fp4engine.te.pytorch.extra_state import ExtraState
 from fp4engine.te.pytorch.module_states import MODES, ModuleStates, recipe_in_force, weights_as_recorded
-from fp4engine.te.pytorch.quantization import FP8GlobalStateManager
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
 from fp4engine.te.pytorch.recipe_state import AnyRecipe, RecipeState
 from fp4engine.te.pytorch.roles import QuantizerRole, require_role
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
+from fp4engine.te.pytorch.state_manager import FP8GlobalStateManager
 from fp4engine.te.pytorch.tensor import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -83,7 +84,7 @@ class TransformerEngineBaseModule(ExtraState):
         if get_rng_state_tracker is not None and rng_tracker_name is not None:
             self._init_context = partial(_forked, get_rng_state_tracker, rng_tracker_name)
         self.delay_wgrad_compute = delay_wgrad_compute
-        self._stored_by = FP8GlobalStateManager.stores_by()
+        self._stored_by = regions.thread.stores_by
         self._delayed: list[Callable[[], None]] = []
         self._additions: list[Callable[[], None]] = []
 
@@ -181,14 +182,14 @@ class TransformerEngineBaseModule(ExtraState):
     def _run_by(self, frozen: Recipe, forward: Callable[..., Any], inp: Tensor, *arguments: Any) -> Any:
         self._follow(frozen)
         if self._draws:
-            FP8GlobalStateManager.seed(inp.device)
+            regions.seed(inp.device)
         if self._states is None:
             return self._forward(forward, inp, *arguments)
         with answered(self._states.answers()):
             if not (self._is_watched and self._states.remembers):
                 return self._forward(forward, inp, *arguments)
             self._exchange()
-            FP8GlobalStateManager.show_when_left(self._exchange)
+            regions.show_when_left(self._exchange)
             return self._shown_after_backward(self._forward(forward, inp, *arguments))
 
     def _forward(self, forward: Callable[..., Any], inp: Tensor, *arguments: Any) -> Any:
@@ -403,7 +404,7 @@ def weight_quantizers(recipe: Recipe, roles: Sequence[QuantizerRole | None]) -> 
 def _dressed(weight: Tensor, quantizer: Quantizer) -> QuantizedTensor | None:
     """``weight`` as a tensor of ``quantizer``, of the operands that it is stored as; None if it stays what it is."""
     if not isinstance(weight, QuantizedWeight):
-        return quantizer(weight.detach()) if isinstance(quantizer, IdentityQuantizer) else None
+        return quantizer(weight.detach()) if isinstance(quantizer, IdentityQuantizer | HybridQuantizer) else None
     if isinstance(quantizer, Float8Quantizer):  # stored weights are scaled by their own amax
         quantizer = Float8CurrentScalingQuantizer(quantizer.dtype)
     if casts_of(quantizer.frozen()) != casts_of(weight.quantizer):

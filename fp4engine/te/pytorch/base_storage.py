@@ -89,9 +89,25 @@ class QuantizedTensorStorage:
         """The operand ``"rowwise"`` or ``"columnwise"``, made of the attributes as they are now."""
         raise NotImplementedError(f"{type(self).__name__} does not say what its attributes mean")
 
+    def _operand_as(self, side: str, spec: CastSpec) -> Operand | None:
+        """The operand of ``side`` as ``spec`` casts: its codes and scales may say the same in another form."""
+        found = self._operand(side)
+        return found if found is None or found.spec == spec else self._as_cast(found, spec)
+
     def _as_cast(self, operand: Operand, spec: CastSpec) -> Operand:
-        """``operand`` as one that ``spec`` has cast: its codes and scales may say the same in another form."""
-        return operand if operand.spec == spec else operand._replace(spec=spec)
+        """``operand``, which another cast made, as one that ``spec`` has made.
+
+        Raises:
+            ValueError: it decodes otherwise.
+        """
+        own = operand.spec
+        if (
+            own is None
+            or own.replace(block=spec.block, rounding=spec.rounding) != spec
+            or own.block[1] != spec.block[1]
+        ):
+            raise ValueError(f"a {type(self).__name__} holds codes of {own}, and codes of {spec} are asked for")
+        return operand._replace(spec=spec)
 
     @property
     def operands(self) -> Operands:
@@ -328,7 +344,8 @@ class QuantizedTensorStorage:
         if not context["is_tensor"]:
             return cls(**given)
         device = next((tensor.device for tensor in inner_tensors.values()), None)
-        whole = {"shape": tuple(outer_size), "dtype": given["fake_dtype"], "stride": outer_stride, "device": device}
+        whole: dict[str, Any] = {"shape": tuple(outer_size), "dtype": given["fake_dtype"]}
+        whole |= {"stride": outer_stride, "device": device}
         return cls(**given, **whole, requires_grad=context["requires_grad"])
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
@@ -340,7 +357,7 @@ class QuantizedTensorStorage:
         raise NotImplementedError(f"{type(self).__name__} cannot be gathered by FSDP2")
 
     def fsdp_extract_buffers(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-        """What is stored in :meth:`fsdp_buffer_fields`, without padding, and what :meth:`fsdp_assign_gathered` needs."""
+        """What FSDP2 gathers, without padding, and what :meth:`fsdp_assign_gathered` needs beside it."""
         names = self.fsdp_buffer_fields()
         return tuple(getattr(self, name) for name in names), {"field_names": names}
 

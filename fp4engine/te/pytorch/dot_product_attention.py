@@ -116,6 +116,7 @@ class DotProductAttention(OnOneRank, ExtraState):
         self.attn_mask_type, self.window_size = plain_kind(attn_mask_type), window_size
         self.bottom_right_diagonal, self.softmax_scale = bottom_right_diagonal, softmax_scale
         self.attention_type, self.layer_number = attention_type, 1 if layer_number is None else layer_number
+        self.name = name
 
     def forward(
         self,

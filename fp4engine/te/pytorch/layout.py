@@ -107,7 +107,8 @@ def rectangle(part: Tensor, cols: int) -> tuple[slice, slice] | None:
     whole = torch.empty((*part.shape[:-1], cols), device="meta").stride()
     if part.stride() != whole and part.numel() > 1:
         return None
-    (first_row, first_col), (rows, width) = divmod(part.storage_offset(), cols), matrix_shape(part.shape)
+    first_row, first_col = divmod(int(part.storage_offset()), cols)
+    rows, width = matrix_shape(part.shape)
     if first_col + width > cols:
         return None
     return slice(first_row, first_row + rows), slice(first_col, first_col + width)

@@ -1,10 +1,5 @@
-"""What TransformerEngine's quantizers and quantized tensors have in common.
+"""What TransformerEngine's quantized tensors have in common: to every operation they are what they decode to."""
 
-A quantizer here may be changed after it is made, as scripts do; it makes one of fp4engine's frozen quantizers whenever
-it is used. A quantized tensor is a ``torch.Tensor`` of its decoded values to every operation.
-"""
-
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from fp4engine.arguments import require_data, shown
+from fp4engine.arguments import require_data
 from fp4engine.modules.quantized_weight import QuantizedWeight
-from fp4engine.ops.rng import follows_torch
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.te.pytorch.base_storage import (
     QuantizedTensorStorage,
@@ -23,10 +17,9 @@ from fp4engine.te.pytorch.base_storage import (
     restore_from_func_ctx,
     restore_from_saved,
 )
-from fp4engine.te.pytorch.constants import DType
 from fp4engine.te.pytorch.layout import remember, remembered
+from fp4engine.te.pytorch.quantizer import Quantizer, decoded, lost
 from fp4engine.tensor import Operand, is_transposable
-from fp4engine.tensor import QuantizedTensor as Operands
 
 __all__ = [
     "QuantizedTensor",
@@ -40,258 +33,6 @@ __all__ = [
 aten = torch.ops.aten
 
 
-class Quantizer:
-    """Builds quantized tensors.
-
-    Quantizers of one class and equal settings are equal, unless they hold tensors of their own, and ``torch.compile``
-    takes them for constants.
-
-    Attributes:
-        rowwise_usage, columnwise_usage: which sides to make.
-        internal: make storages, which are no tensors to PyTorch.
-        optimize_for_gemm: let scales of NVFP4 and MXFP8 lie as tensor cores read them.
-        tensor_class: what is made unless ``internal``.
-        compatible_recipe: name of the recipe that makes such quantizers; empty if there is none.
-        is_value: whether equal settings make equal quantizers.
-    """
-
-    tensor_class: type["QuantizedTensor"]
-    compatible_recipe: str = ""
-    is_value: bool = False
-
-    def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
-        self.rowwise_usage = rowwise
-        self.columnwise_usage = columnwise
-        self.internal = False
-        self.optimize_for_gemm = False
-
-    def frozen(self, stream: int = 0) -> FrozenQuantizer:
-        """fp4engine's quantizer with the settings as they are now, drawing from ``stream``."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it quantizes: define frozen()")
-
-    def __repr__(self) -> str:
-        usage = f"rowwise_usage={self.rowwise_usage}, columnwise_usage={self.columnwise_usage}"
-        return f"{type(self).__name__}({usage}, internal={self.internal})"
-
-    def copy(self) -> "Quantizer":
-        """Another quantizer with the same settings."""
-        return copy.copy(self)
-
-    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Choose which sides to make from now on; None leaves a side as it is."""
-        if rowwise is not None:
-            self.rowwise_usage = rowwise
-        if columnwise is not None:
-            self.columnwise_usage = columnwise
-
-    def get_usages(self) -> dict[str, bool]:
-        """Which sides are made."""
-        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
-
-    def quantize(self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
-        """``tensor`` quantized; into ``out`` if that is given. Its gradient is that of the tensor.
-
-        Args:
-            dtype: without effect, as in TransformerEngine: the result has the dtype of ``tensor`` to PyTorch.
-
-        Raises:
-            ValueError: ``tensor`` is none.
-        """
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{type(self).__name__} quantizes a tensor, got {shown(tensor)}")
-        if out is not None:
-            return self.update_quantized(tensor, out)
-        tensor = tensor.contiguous()
-        if torch.is_grad_enabled() and tensor.requires_grad and not self.internal:
-            return _Quantize.apply(tensor, self.quantize_impl)
-        return self.quantize_impl(tensor.detach())
-
-    def __call__(self, tensor: Tensor) -> Any:
-        return self.quantize(tensor)
-
-    def quantize_impl(self, tensor: Tensor) -> Any:
-        """``tensor`` quantized, without autograd."""
-        return self.of(self._operands(tensor))
-
-    def of(self, operands: Operands) -> Any:
-        """The tensor with the given operands, or a storage of them if this quantizer is ``internal``."""
-        encoded = self.tensor_class._encoded(operands, self)
-        arguments = {self.tensor_class._argument(name): value for name, value in encoded.items()}
-        return self.around(operands.shape, operands.dtype, operands.device, arguments)
-
-    def around(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, arguments: dict[str, Any]) -> Any:
-        """A tensor, or a storage, of constructor's ``arguments``."""
-        if self.internal:
-            made = self.storage_class(fake_dtype=dtype, quantizer=self, **arguments)
-            made._told_shape = torch.Size(shape)  # ragged axes are padded in what is stored
-            return made
-        return self.tensor_class(shape, dtype, device=device, quantizer=self, **arguments)
-
-    @property
-    def storage_class(self) -> type[QuantizedTensorStorage]:
-        """What is made if this quantizer is ``internal``."""
-        return self.tensor_class.storage_class()
-
-    def storage_words(self) -> dict[str, Any]:
-        """What constructors of tensors are told beside tensors."""
-        return {}
-
-    def _operands(self, tensor: Tensor) -> Operands:
-        return self.cast_sides(decoded(tensor), rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
-
-    def cast_sides(self, values: Tensor, **arguments: Any) -> Operands:
-        """What :meth:`frozen` makes of ``values``, by random bits of PyTorch's generator for their device."""
-        frozen = self.frozen()
-        draw = None
-        if frozen.is_stochastic and follows_torch():
-            draw = torch.empty(2, dtype=torch.int64, device=values.device).random_()
-        made = frozen.quantize(values if values.ndim else values[None], rng=draw, **arguments)
-        return Operands(values.shape, made.dtype, made.rowwise, made.columnwise)
-
-    def multi_quantize(self, list_of_tensors: Iterable[Tensor]) -> list[Any]:
-        """Each of the tensors quantized."""
-        return [self.quantize(tensor) for tensor in list_of_tensors]
-
-    def require_target(self, src: Tensor, dst: Any) -> None:
-        """Accept what ``src`` can be quantized into.
-
-        Raises:
-            ValueError: ``dst`` is no quantized tensor, or has another shape.
-            RuntimeError: it is a part of another one, whose scales it shares.
-        """
-        if not isinstance(dst, QuantizedTensorStorage):
-            raise ValueError(f"{type(self).__name__} writes into a QuantizedTensor, got {type(dst).__name__}")
-        if getattr(dst, "_is_part", False):
-            raise _lost("a write into a view")
-        if tuple(src.shape[-1:]) != tuple(dst.shape[-1:]) or src.numel() != dst.shape.numel():
-            raise ValueError(f"a tensor {list(src.shape)} cannot be quantized into one {list(dst.shape)}")
-
-    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
-        """Let ``dst`` become ``src`` quantized, unless ``noop_flag`` holds something other than zero.
-
-        A side that is not in use stays as it is.
-
-        Raises:
-            ValueError, RuntimeError: as :meth:`require_target`.
-        """
-        self.require_target(src, dst)
-        is_used = self.rowwise_usage or self.columnwise_usage
-        if is_used and (noop_flag is None or not bool(noop_flag.any())):
-            made = self._operands(decoded(src.detach().to(dst.device)).view(dst.shape))
-            dst._become(type(dst)._encoded(made, self))
-        return dst
-
-    def make_empty(
-        self,
-        shape: Iterable[int],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
-    ) -> Any:
-        """A tensor with memory for both sides that are in use, whose bytes are zeros."""
-        whole = torch.Size(shape)
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        given = {
-            self.tensor_class._argument(name): torch.zeros(size, dtype=kind, device=place, pin_memory=pin_memory)
-            for name, (size, kind) in self.inner_tensor_specs(whole).items()
-        }
-        empty = self.around(whole, dtype, place, {**given, **self.storage_words()})
-        return empty.requires_grad_() if requires_grad else empty
-
-    def inner_tensor_specs(self, shape: Iterable[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each tensor that is stored of one of ``shape``, by the names of attributes."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it stores: define inner_tensor_specs()")
-
-    def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
-        """The class of what is made, and what its constructor is told beside tensors."""
-        words = {**self.storage_words(), "quantizer": self, "fake_dtype": fake_dtype}
-        return {"cls": self.storage_class if self.internal else self.tensor_class, "nontensor_kwargs": words}
-
-    def alloc_tensors(self, shape: Iterable[int], *, device: torch.device | str | None = None) -> dict[str, Tensor]:
-        """Memory for :meth:`inner_tensor_specs`, which nobody has written."""
-        place = torch.device("cuda" if device is None else device)
-        specs = self.inner_tensor_specs(tuple(shape)).items()
-        return {name: torch.empty(size, dtype=kind, device=place) for name, (size, kind) in specs}
-
-    def create_metadata(
-        self, _shape: Iterable[int], *, dtype: torch.dtype, requires_grad: bool = False
-    ) -> dict[str, Any]:
-        """What ``__tensor_unflatten__`` of :meth:`storage_metadata` needs beside tensors."""
-        context = {"is_tensor": not self.internal, "requires_grad": requires_grad}
-        return {**self.storage_metadata(dtype), **context}
-
-    def calibrate(self, tensor: Tensor) -> None:
-        """Note what quantizing ``tensor`` would; scales of the tensor at hand have nothing to note."""
-
-    def is_quantizable(self, inp: Tensor) -> bool:
-        """Whether ``inp`` has a size that TransformerEngine's kernels take; fp4engine's take any."""
-        return True
-
-    def is_requantization_safe(self) -> bool:
-        """Whether quantizing a tensor twice gives the same twice."""
-        return False
-
-    def supports_only_rowwise_all_gather(self) -> bool:
-        return False
-
-    def _get_compatible_recipe(self) -> Any:
-        from fp4engine.te.common import recipe  # here, because recipes import this module
-
-        return getattr(recipe, self.compatible_recipe) if self.compatible_recipe else None
-
-    def _value_key(self) -> tuple[Any, ...]:
-        """The settings as one value.
-
-        Raises:
-            TypeError: a process group is among them, which lives in this process alone.
-        """
-        if getattr(self, "amax_reduction_group", None) is not None:
-            raise TypeError(
-                f"{type(self).__name__} with an amax_reduction_group is no value: torch.compile cannot keep a process "
-                "group in a graph; set the group to None"
-            )
-        settings = {name: id(value) if isinstance(value, Tensor) else value for name, value in vars(self).items()}
-        return type(self).__qualname__, tuple(sorted(settings.items()))
-
-    def __eq__(self, other: object) -> bool:
-        if self is other or type(self) is not type(other) or not self.is_value:
-            return self is other
-        assert isinstance(other, Quantizer)
-        return self._value_key() == other._value_key()
-
-    def __hash__(self) -> int:
-        return hash(self._value_key()) if self.is_value else object.__hash__(self)
-
-    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-        """An expression that makes an equal quantizer, and what it refers to: for graphs of ``torch.compile``."""
-        self._value_key()  # raises
-        if any(isinstance(value, Tensor) for value in vars(self).values()):
-            raise TypeError(f"{self!r} holds tensors of its own, which torch.compile cannot keep in a graph")
-        settings = {name: int(value) if isinstance(value, DType) else value for name, value in vars(self).items()}
-        return f"{type(self).__name__}.with_settings({settings!r})", {type(self).__name__: type(self), "torch": torch}
-
-    @classmethod
-    def with_settings(cls, settings: dict[str, Any]) -> "Quantizer":
-        """A quantizer with these attributes, as :meth:`__fx_repr__` prints them."""
-        made = cls.__new__(cls)
-        vars(made).update(settings)
-        if type(settings.get("dtype")) is int:
-            vars(made)["dtype"] = DType(settings["dtype"])
-        return made
-
-
-class _Quantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, quantize: Callable[[Tensor], Any]) -> Any:
-        return quantize(tensor.detach())
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return grad_outputs[0], None
-
-
 class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: "QuantizedTensor", dtype: torch.dtype) -> Tensor:
@@ -302,7 +43,7 @@ class _Dequantize(torch.autograd.Function):
         return grad_outputs[0], None
 
 
-class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):
+class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
     """Values that exist as codes and scales; every operation of PyTorch sees what they decode to.
 
     Operations in place decode, compute and quantize the result, which what was detached from the tensor shares. A view
@@ -341,7 +82,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):
         if values is not None:  # high precision lies as it was given
             stride, storage_offset = values.stride(), values.storage_offset()
         found = (getattr(item, "device", None) for item in given.values())
-        place = device or next(filter(None, found), "cuda" if torch.cuda.is_available() else "cpu")
+        place = torch.device(device or next(filter(None, found), "cuda" if torch.cuda.is_available() else "cpu"))
         whole = tuple(shape)
         lies = torch.empty(whole, device="meta").stride() if stride is None else tuple(stride)
         made = torch.Tensor._make_wrapper_subclass(
@@ -375,9 +116,10 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):
         **given: Any,
     ) -> Any:
         """A tensor of the same bytes, of another shape or dtype to PyTorch, or with arguments of the constructor."""
-        metadata = {**tensor.get_metadata(), "fake_dtype": dtype or tensor.dtype, **given}
-        whole = {"shape": tensor.shape if shape is None else shape, "dtype": dtype or tensor.dtype}
-        return cls(**whole, requires_grad=requires_grad, device=tensor.device, **metadata)
+        metadata: dict[str, Any] = {**tensor.get_metadata(), "fake_dtype": dtype or tensor.dtype, **given}
+        whole = tensor.shape if shape is None else shape
+        make: Any = cls
+        return make(whole, dtype or tensor.dtype, requires_grad=requires_grad, device=tensor.device, **metadata)
 
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """The same bytes with another dtype to PyTorch."""
@@ -394,7 +136,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):
         return self._dtype
 
     @dtype.setter
-    def dtype(self, value: torch.dtype) -> None:
+    def dtype(self, value: torch.dtype) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._dtype = value
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -454,18 +196,20 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):
 
     def make_rowwise(self) -> Operand:
         """The operand [N, K] that a product multiplies by, cast as :attr:`quantizer` says."""
-        found, spec = self._operand("rowwise"), self._get_quantizer().frozen().rowwise_spec
+        spec = self._get_quantizer().frozen().rowwise_spec
+        found = self._operand("rowwise") if spec is None else self._operand_as("rowwise", spec)
         if found is None:
             raise ValueError(f"this {type(self).__name__} has no rowwise side, which a product by it reads")
-        return found if spec is None else self._as_cast(found, spec)
+        return found
 
     def make_columnwise(self) -> Operand:
         """The operand [K, N], the rowwise one's transpose where that is the same cast."""
-        found, spec = self._operand("columnwise"), self._get_quantizer().frozen().columnwise_spec
+        spec = self._get_quantizer().frozen().columnwise_spec
         if spec is None:
             return Operand.dense(self.values_in(self.dtype).T)
+        found = self._operand_as("columnwise", spec)
         if found is not None:
-            return self._as_cast(found, spec)
+            return found
         if not is_transposable(spec):
             raise ValueError(
                 f"this {type(self).__name__} has no columnwise side, which the gradient of its input reads"
@@ -508,8 +252,8 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):
         if out is None:
             rows = all_gather_outputs[0].shape[0]
             whole = (rows, *shard.shape[1:-1], *last)
-            empty = shard._with_tensors(lambda tensor: tensor)
-            out = type(shard)(whole, param_dtype, device=all_gather_outputs[0].device, **{**empty, "fake_dtype": None})
+            metadata = {**shard.get_metadata(), "fake_dtype": None}
+            out = type(shard)(whole, param_dtype, device=all_gather_outputs[0].device, **metadata)
         usages = shard.get_usages()
         out.fsdp_assign_gathered(all_gather_outputs, meta)
         if usages["columnwise"] and not set(self._SIDES["columnwise"]) <= set(meta.get("field_names", ())):
@@ -555,7 +299,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):
             if func.is_view:
                 views = first._view_by(func, args[1:], kwargs)
                 if views is None:
-                    raise _lost(f"{func}, which makes a view")
+                    raise lost(f"{func}, which makes a view")
                 return views
         plain_args, plain_kwargs = tree_map(_values, (tuple(args), kwargs))
         result = func(*plain_args, **plain_kwargs)
@@ -588,8 +332,9 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):
             view = self._around(self, shape, self._viewed(shape))
             view._is_part = self._is_part
             return view
-        views = None if func is aten.view.dtype else self._parted(self, func, args, kwargs)
-        for view in [views] if isinstance(views, Tensor) else views or []:
+        views: Any = None if func is aten.view.dtype else self._parted(self, func, args, kwargs)
+        made: list[QuantizedTensor] = [views] if isinstance(views, QuantizedTensor) else views or []
+        for view in made:
             view._is_part = self._shares_scales and (self._is_part or view.numel() != self.numel())
         return views
 
@@ -621,11 +366,6 @@ def rebuild(
     return tensor.requires_grad_(requires_grad)
 
 
-def decoded(tensor: Any) -> Tensor:
-    """The values that a quantized tensor or storage decodes to; other tensors as they are."""
-    return tensor.dequantize() if isinstance(tensor, QuantizedTensorStorage) else tensor
-
-
 NEW = (aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default)
 """Operations that make a tensor like another one."""
 
@@ -640,11 +380,3 @@ def _is_copied(to: QuantizedTensor, source: Any) -> bool:
 
 def _values(leaf: Any) -> Any:
     return leaf.values_in(leaf.dtype) if isinstance(leaf, QuantizedTensor) else leaf
-
-
-def _lost(operation: str) -> RuntimeError:
-    """The refusal of a write that would be lost; not ``NotImplementedError``, as :mod:`fp4engine.modules` has it."""
-    return RuntimeError(
-        f"{operation} of a tensor that is stored as codes is not implemented, since what is written into it would be "
-        "lost; call .dequantize() for the values, and .copy_(values) or .quantize_(values) to change all of them"
-    )

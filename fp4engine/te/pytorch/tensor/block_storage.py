@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fp4engine.formats import CastSpec
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
 from fp4engine.te.pytorch.layout import ScaleLayout, codes, constant_amax, matrix_shape, rectangle, transposed_shape
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 

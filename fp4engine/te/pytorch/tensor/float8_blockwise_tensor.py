@@ -12,9 +12,9 @@ from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.reference import round_outer_amax
 from fp4engine.reference.scaling import block_amax
 from fp4engine.te.pytorch.constants import DType, fp8_element
+from fp4engine.te.pytorch.layout import ScaleLayout, matrix_shape, remember, remembered, transposed_shape, up_to
 from fp4engine.te.pytorch.tensor.block_storage import SIDES, BlockQuantizer, BlockStorage, BlockTensor
 from fp4engine.te.pytorch.tensor.float8_tensor import require_epsilon
-from fp4engine.te.pytorch.layout import ScaleLayout, matrix_shape, remember, remembered, transposed_shape, up_to
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
@@ -75,13 +75,12 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
         Raises:
             ValueError: they are none.
         """
-        if operand.spec == spec or operand.scale_inv is None:
-            return operand
+        assert operand.scale_inv is not None
         scales = operand.scale_inv.to(spec.scale.torch_dtype)
         if not torch.equal(scales.float(), operand.scale_inv.float()):
             raise ValueError(
-                f"the scales of a {type(self).__name__} have been written, to others than powers of two, and the recipe "
-                "in force multiplies by powers of two; give Float8BlockScaling(use_f32_scales=True)"
+                f"the scales of a {type(self).__name__} have been written, to others than powers of two, and the "
+                "recipe in force multiplies by powers of two; give Float8BlockScaling(use_f32_scales=True)"
             )
         return operand._replace(spec=spec, scale_inv=scales)
 

@@ -13,8 +13,8 @@ from fp4engine.reference import round_outer_amax
 from fp4engine.reference.scaling import encode_scale
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.constants import DType, fp8_element
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
 from fp4engine.te.pytorch.layout import codes, matrix_shape, rectangle, remember, remembered, transposed_shape
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
@@ -80,8 +80,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return Operand(spec, rows, cols, codes(data, rows, spec, cols), data.new_empty((rows, 0)), amax)
 
     def _as_cast(self, operand: Operand, spec: CastSpec) -> Operand:
-        if operand.spec == spec or operand.amax is None:
-            return operand
+        assert operand.amax is not None
         amax = remembered(self._scale_inv)
         return operand._replace(spec=spec, amax=operand.amax * spec.numerator if amax is None else amax)
 
@@ -226,11 +225,12 @@ class _Float8Quantizer(Quantizer):
         scale: Tensor | None = getattr(self, "scale", None)
         if scale is None:
             raise ValueError(f"{type(self).__name__} has no scale of its own; set quantizer.scale first")
-        given = {"data": data.view(torch.uint8), "fp8_scale_inv": 1.0 / scale.view(1), "fp8_dtype": self.dtype}
+        given: dict[str, Any] = {"data": data.view(torch.uint8), "fp8_dtype": self.dtype}
+        given["fp8_scale_inv"] = 1.0 / scale.view(1)
         if self.internal:
             return self.storage_class(**given, fake_dtype=fake_dtype, quantizer=self)
-        whole = {"shape": data.shape, "dtype": fake_dtype, "requires_grad": requires_grad, "device": data.device}
-        return self.tensor_class(**whole, **given, quantizer=self)
+        whole: dict[str, Any] = {"requires_grad": requires_grad, "device": data.device}
+        return self.tensor_class(data.shape, fake_dtype, **whole, **given, quantizer=self)
 
 
 class Float8Quantizer(_Float8Quantizer):
@@ -386,13 +386,10 @@ class _LeastAmax(FrozenQuantizer):
 
     def quantize(self, x: Any, **arguments: Any) -> Operands:
         sides: dict[str, Any] = {name: arguments.get(name, True) for name in ("rowwise", "columnwise")}
-        own = self.amax(x, **sides)
-        names = ("rowwise_amax", "columnwise_amax")
-        given = {
-            name: amax if arguments.get(name) is None else arguments[name]
-            for name, amax in zip(names, own, strict=True)
-        }
-        return super().quantize(x, **(arguments | given))
+        row, col = self.amax(x, **sides)
+        given: dict[str, Any] = {"rowwise_amax": row, "columnwise_amax": col}
+        given |= {name: amax for name, amax in arguments.items() if amax is not None}
+        return super().quantize(x, **given)
 
     __call__ = quantize
 

@@ -11,7 +11,6 @@ from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.recipe.casts import ColumnwiseSource
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer, decoded
-from fp4engine.te.pytorch.tensor.identity_tensor import IdentityQuantizer
 from fp4engine.te.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
@@ -53,6 +52,10 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def _operand(self, side: str) -> Operand | None:
         part = getattr(self, f"_{side}_storage")
         return None if part is None else part._operand(side)
+
+    def _operand_as(self, side: str, spec: CastSpec) -> Operand | None:
+        part = getattr(self, f"_{side}_storage")
+        return None if part is None else part._operand_as(side, spec)
 
     def values_in(self, dtype: torch.dtype) -> Tensor:
         """What the rowwise side decodes to, or the other one if that is missing."""
@@ -156,11 +159,11 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         """
         made = {}
         for side in self._SIDES:
-            part = getattr(self, f"_{side}_storage")
-            if part is not None and not isinstance(part, torch.Tensor):
+            part: Any = getattr(self, f"_{side}_storage")
+            if part is not None and not isinstance(part, QuantizedTensor):
                 raise NotImplementedError(
-                    f"FSDP2 does not gather a storage-only {side} sub-storage, {type(part).__name__}: its quantizer has "
-                    "internal=True"
+                    f"FSDP2 does not gather a storage-only {side} sub-storage, {type(part).__name__}, whose quantizer "
+                    "has internal=True"
                 )
             made[side] = ((), None) if part is None else part.fsdp_extract_buffers()
         buffers = made["rowwise"][0] + made["columnwise"][0]

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer, decoded
 from fp4engine.te.pytorch.layout import matrix_shape
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer, decoded
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
@@ -106,6 +106,11 @@ class IdentityQuantizer(Quantizer):
     def _operands(self, tensor: Tensor) -> Operands:
         return self.cast_sides(self.cast(tensor), rowwise=True, columnwise=False)
 
+    def copy(self) -> "IdentityQuantizer":
+        made = super().copy()
+        assert isinstance(made, IdentityQuantizer)
+        return made
+
     def cast(self, tensor: Tensor) -> Tensor:
         """The values of ``tensor`` in this quantizer's dtype."""
         values = decoded(tensor)
@@ -116,8 +121,9 @@ class IdentityQuantizer(Quantizer):
 
     def make_empty(self, shape: Iterable[int], *, dtype: torch.dtype = torch.float32, **others: Any) -> Any:
         """As other quantizers', in this one's dtype if it has one."""
-        like = self if self.dtype else IdentityQuantizer(dtype=dtype)
-        made = Quantizer.make_empty(like, shape, dtype=self.dtype or dtype, **others)
+        like = self.copy()
+        like.dtype = self.dtype or dtype
+        made = Quantizer.make_empty(like, shape, dtype=like.dtype, **others)
         made._quantizer = self.copy()
         return made
 

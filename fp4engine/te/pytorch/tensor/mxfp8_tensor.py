@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 from fp4engine.formats import CastSpec, ScaleRule, mx
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.te.pytorch.constants import DType, fp8_element
-from fp4engine.te.pytorch.tensor.block_storage import BlockQuantizer, BlockStorage, BlockTensor
 from fp4engine.te.pytorch.layout import ScaleLayout, codes, matrix_shape, up_to
+from fp4engine.te.pytorch.tensor.block_storage import BlockQuantizer, BlockStorage, BlockTensor
 from fp4engine.tensor import Operand
 
 _LAYOUTS = {"rowwise": ScaleLayout(1, False, (128, 4)), "columnwise": ScaleLayout(1, True, (4, 128))}

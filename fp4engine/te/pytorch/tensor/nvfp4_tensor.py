@@ -12,9 +12,9 @@ from fp4engine.formats import CastSpec
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.quantizers.nvfp4 import NVFP4Quantizer as FrozenNVFP4Quantizer
 from fp4engine.te.pytorch.constants import DType
+from fp4engine.te.pytorch.layout import ScaleLayout, matrix_shape, transposed_shape, up_to
 from fp4engine.te.pytorch.tensor.block_storage import BlockQuantizer, BlockStorage, BlockTensor
 from fp4engine.te.pytorch.tensor.float8_tensor import with_shared_amax
-from fp4engine.te.pytorch.layout import ScaleLayout, matrix_shape, transposed_shape, up_to
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
@@ -86,9 +86,11 @@ class NVFP4TensorStorage(BlockStorage):
         return getattr(self, f"_amax_{side}")
 
     def _spec(self, side: str) -> CastSpec:
-        by, mine = self._quantizer, {**self._words(), "with_gemm_swizzled_scales": None}
+        by: Any = self._quantizer
+        mine = {**self._words(), "with_gemm_swizzled_scales": None}
         alike = by is not None and {**by.storage_words(), "with_gemm_swizzled_scales": None} == mine
-        spec = getattr((by if alike else self._default_quantizer()).frozen(), f"{side}_spec")
+        made_by: Any = by if alike else self._default_quantizer()
+        spec = getattr(made_by.frozen(), f"{side}_spec")
         assert spec is not None
         return spec
 

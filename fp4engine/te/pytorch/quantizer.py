@@ -1,0 +1,284 @@
+"""What TransformerEngine's quantizers have in common.
+
+A quantizer here may be changed after it is made, as scripts do; it makes one of fp4engine's frozen quantizers whenever
+it is used.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4engine.arguments import shown
+from fp4engine.ops.rng import follows_torch
+from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
+from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
+from fp4engine.te.pytorch.constants import DType
+from fp4engine.tensor import QuantizedTensor as Operands
+
+
+class Quantizer:
+    """Builds quantized tensors.
+
+    Quantizers of one class and equal settings are equal, unless they hold tensors of their own, and ``torch.compile``
+    takes them for constants.
+
+    Attributes:
+        rowwise_usage, columnwise_usage: which sides to make.
+        internal: make storages, which are no tensors to PyTorch.
+        optimize_for_gemm: let scales of NVFP4 and MXFP8 lie as tensor cores read them.
+        tensor_class: what is made unless ``internal``.
+        compatible_recipe: name of the recipe that makes such quantizers; empty if there is none.
+        is_value: whether equal settings make equal quantizers.
+    """
+
+    tensor_class: Any
+    compatible_recipe: str = ""
+    is_value: bool = False
+
+    def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
+        self.rowwise_usage = rowwise
+        self.columnwise_usage = columnwise
+        self.internal = False
+        self.optimize_for_gemm = False
+
+    def frozen(self, stream: int = 0) -> FrozenQuantizer:
+        """fp4engine's quantizer with the settings as they are now, drawing from ``stream``."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it quantizes: define frozen()")
+
+    def __repr__(self) -> str:
+        usage = f"rowwise_usage={self.rowwise_usage}, columnwise_usage={self.columnwise_usage}"
+        return f"{type(self).__name__}({usage}, internal={self.internal})"
+
+    def copy(self) -> "Quantizer":
+        """Another quantizer with the same settings."""
+        return copy.copy(self)
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Choose which sides to make from now on; None leaves a side as it is."""
+        if rowwise is not None:
+            self.rowwise_usage = rowwise
+        if columnwise is not None:
+            self.columnwise_usage = columnwise
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which sides are made."""
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
+    def quantize(self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
+        """``tensor`` quantized; into ``out`` if that is given. Its gradient is that of the tensor.
+
+        Args:
+            dtype: without effect, as in TransformerEngine: the result has the dtype of ``tensor`` to PyTorch.
+
+        Raises:
+            ValueError: ``tensor`` is none.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{type(self).__name__} quantizes a tensor, got {shown(tensor)}")
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        tensor = tensor.contiguous()
+        if torch.is_grad_enabled() and tensor.requires_grad and not self.internal:
+            return _Quantize.apply(tensor, self.quantize_impl)
+        return self.quantize_impl(tensor.detach())
+
+    def __call__(self, tensor: Tensor) -> Any:
+        return self.quantize(tensor)
+
+    def quantize_impl(self, tensor: Tensor) -> Any:
+        """``tensor`` quantized, without autograd."""
+        return self.of(self._operands(tensor))
+
+    def of(self, operands: Operands) -> Any:
+        """The tensor with the given operands, or a storage of them if this quantizer is ``internal``."""
+        encoded = self.tensor_class._encoded(operands, self)
+        arguments = {self.tensor_class._argument(name): value for name, value in encoded.items()}
+        return self.around(operands.shape, operands.dtype, operands.device, arguments)
+
+    def around(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, arguments: dict[str, Any]) -> Any:
+        """A tensor, or a storage, of constructor's ``arguments``."""
+        if self.internal:
+            made = self.storage_class(fake_dtype=dtype, quantizer=self, **arguments)
+            made._told_shape = torch.Size(shape)  # ragged axes are padded in what is stored
+            return made
+        return self.tensor_class(shape, dtype, device=device, quantizer=self, **arguments)
+
+    @property
+    def storage_class(self) -> type[QuantizedTensorStorage]:
+        """What is made if this quantizer is ``internal``."""
+        return self.tensor_class.storage_class()
+
+    def storage_words(self) -> dict[str, Any]:
+        """What constructors of tensors are told beside tensors."""
+        return {}
+
+    def _operands(self, tensor: Tensor) -> Operands:
+        return self.cast_sides(decoded(tensor), rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
+
+    def cast_sides(self, values: Tensor, **arguments: Any) -> Operands:
+        """What :meth:`frozen` makes of ``values``, by random bits of PyTorch's generator for their device."""
+        frozen = self.frozen()
+        draw = None
+        if frozen.is_stochastic and follows_torch():
+            draw = torch.empty(2, dtype=torch.int64, device=values.device).random_()
+        made = frozen.quantize(values if values.ndim else values[None], rng=draw, **arguments)
+        return Operands(values.shape, made.dtype, made.rowwise, made.columnwise)
+
+    def multi_quantize(self, list_of_tensors: Iterable[Tensor]) -> list[Any]:
+        """Each of the tensors quantized."""
+        return [self.quantize(tensor) for tensor in list_of_tensors]
+
+    def require_target(self, src: Tensor, dst: Any) -> None:
+        """Accept what ``src`` can be quantized into.
+
+        Raises:
+            ValueError: ``dst`` is no quantized tensor, or has another shape.
+            RuntimeError: it is a part of another one, whose scales it shares.
+        """
+        if not isinstance(dst, QuantizedTensorStorage):
+            raise ValueError(f"{type(self).__name__} writes into a QuantizedTensor, got {type(dst).__name__}")
+        if getattr(dst, "_is_part", False):
+            raise lost("a write into a view")
+        if tuple(src.shape[-1:]) != tuple(dst.shape[-1:]) or src.numel() != dst.shape.numel():
+            raise ValueError(f"a tensor {list(src.shape)} cannot be quantized into one {list(dst.shape)}")
+
+    def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
+        """Let ``dst`` become ``src`` quantized, unless ``noop_flag`` holds something other than zero.
+
+        A side that is not in use stays as it is.
+
+        Raises:
+            ValueError, RuntimeError: as :meth:`require_target`.
+        """
+        self.require_target(src, dst)
+        is_used = self.rowwise_usage or self.columnwise_usage
+        if is_used and (noop_flag is None or not bool(noop_flag.any())):
+            made = self._operands(decoded(src.detach().to(dst.device)).view(dst.shape))
+            dst._become(type(dst)._encoded(made, self))
+        return dst
+
+    def make_empty(
+        self,
+        shape: Iterable[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """A tensor with memory for both sides that are in use, whose bytes are zeros."""
+        whole = torch.Size(shape)
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        given = {
+            self.tensor_class._argument(name): torch.zeros(size, dtype=kind, device=place, pin_memory=pin_memory)
+            for name, (size, kind) in self.inner_tensor_specs(whole).items()
+        }
+        empty = self.around(whole, dtype, place, {**given, **self.storage_words()})
+        return empty.requires_grad_() if requires_grad else empty
+
+    def inner_tensor_specs(self, shape: Iterable[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor that is stored of one of ``shape``, by the names of attributes."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it stores: define inner_tensor_specs()")
+
+    def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
+        """The class of what is made, and what its constructor is told beside tensors."""
+        words = {**self.storage_words(), "quantizer": self, "fake_dtype": fake_dtype}
+        return {"cls": self.storage_class if self.internal else self.tensor_class, "nontensor_kwargs": words}
+
+    def alloc_tensors(self, shape: Iterable[int], *, device: torch.device | str | None = None) -> dict[str, Tensor]:
+        """Memory for :meth:`inner_tensor_specs`, which nobody has written."""
+        place = torch.device("cuda" if device is None else device)
+        specs = self.inner_tensor_specs(tuple(shape)).items()
+        return {name: torch.empty(size, dtype=kind, device=place) for name, (size, kind) in specs}
+
+    def create_metadata(
+        self, _shape: Iterable[int], *, dtype: torch.dtype, requires_grad: bool = False
+    ) -> dict[str, Any]:
+        """What ``__tensor_unflatten__`` of :meth:`storage_metadata` needs beside tensors."""
+        context = {"is_tensor": not self.internal, "requires_grad": requires_grad}
+        return {**self.storage_metadata(dtype), **context}
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Note what quantizing ``tensor`` would; scales of the tensor at hand have nothing to note."""
+
+    def is_quantizable(self, inp: Tensor) -> bool:
+        """Whether ``inp`` has a size that TransformerEngine's kernels take; fp4engine's take any."""
+        return True
+
+    def is_requantization_safe(self) -> bool:
+        """Whether quantizing a tensor twice gives the same twice."""
+        return False
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return False
+
+    def _get_compatible_recipe(self) -> Any:
+        from fp4engine.te.common import recipe  # here, because recipes import this module
+
+        return getattr(recipe, self.compatible_recipe) if self.compatible_recipe else None
+
+    def _value_key(self) -> tuple[Any, ...]:
+        """The settings as one value.
+
+        Raises:
+            TypeError: a process group is among them, which lives in this process alone.
+        """
+        if getattr(self, "amax_reduction_group", None) is not None:
+            raise TypeError(
+                f"{type(self).__name__} with an amax_reduction_group is no value: torch.compile cannot keep a process "
+                "group in a graph; set the group to None"
+            )
+        settings = {name: id(value) if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+        return type(self).__qualname__, tuple(sorted(settings.items()))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or type(self) is not type(other) or not self.is_value:
+            return self is other
+        assert isinstance(other, Quantizer)
+        return self._value_key() == other._value_key()
+
+    def __hash__(self) -> int:
+        return hash(self._value_key()) if self.is_value else object.__hash__(self)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """An expression that makes an equal quantizer, and what it refers to: for graphs of ``torch.compile``."""
+        self._value_key()  # raises
+        if any(isinstance(value, Tensor) for value in vars(self).values()):
+            raise TypeError(f"{self!r} holds tensors of its own, which torch.compile cannot keep in a graph")
+        settings = {name: int(value) if isinstance(value, DType) else value for name, value in vars(self).items()}
+        return f"{type(self).__name__}.with_settings({settings!r})", {type(self).__name__: type(self), "torch": torch}
+
+    @classmethod
+    def with_settings(cls, settings: dict[str, Any]) -> "Quantizer":
+        """A quantizer with these attributes, as :meth:`__fx_repr__` prints them."""
+        made = cls.__new__(cls)
+        vars(made).update(settings)
+        if type(settings.get("dtype")) is int:
+            vars(made)["dtype"] = DType(settings["dtype"])
+        return made
+
+
+class _Quantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, quantize: Callable[[Tensor], Any]) -> Any:
+        return quantize(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0], None
+
+
+def decoded(tensor: Any) -> Tensor:
+    """The values that a quantized tensor or storage decodes to; other tensors as they are."""
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensorStorage) else tensor
+
+
+def lost(operation: str) -> RuntimeError:
+    """The refusal of a write that would be lost; not ``NotImplementedError``, as :mod:`fp4engine.modules` has it."""
+    return RuntimeError(
+        f"{operation} of a tensor that is stored as codes is not implemented, since what is written into it would be "
+        "lost; call .dequantize() for the values, and .copy_(values) or .quantize_(values) to change all of them"
+    )
