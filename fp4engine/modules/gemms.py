@@ -68,12 +68,13 @@ class Gemms(Named):
         draws_as: name and replica of the module's own random stream, see
             :func:`fp4engine.distributed.draw_by_layer`; None if it draws from the process's stream.
         amax_histories: what delayed scaling remembers of each role.
-        first_overwrites: whether the gradient of a first microbatch replaces what ``weight.main_grad`` holds.
+        overwrites: a function of weight, ``is_first_microbatch`` and ``training`` that says whether a gradient replaces
+            what ``weight.main_grad`` holds; None if it never does.
         later: a list to which a backward pass appends a function that adds the gradient to ``weight.main_grad``; None
             if the backward pass adds it itself.
     """
 
-    first_overwrites = False
+    overwrites: Callable[[Tensor, bool, bool], Any] | None = None
     later: list[Callable[[], None]] | None = None
 
     def __init__(
@@ -219,7 +220,7 @@ class Gemms(Named):
         Args:
             is_first_microbatch: True quantizes the weight and keeps its operands; False reuses kept operands while the
                 weight is unchanged; None does neither. It has no effect on gradients, except that they overwrite
-                ``main_grad`` in a module with ``first_overwrites``. See also :func:`fp4engine.weight_cache`.
+                ``main_grad`` in a module with ``overwrites``. See also :func:`fp4engine.weight_cache`.
 
         Raises:
             ValueError: ``is_first_microbatch`` is none of these.
@@ -485,13 +486,14 @@ class Gemms(Named):
         return cache
 
     def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> MainGrad | None:
+        says = self.overwrites
+        overwrites = False if says is None else says(weight, bool(is_first_microbatch), self.training)
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return None
         if is_distributed(weight):
             raise NotImplementedError(
                 f"{self._label()}: fuse_wgrad_accumulation is not implemented for a weight that is a DTensor"
             )
-        overwrites = self.first_overwrites and bool(is_first_microbatch)
         return MainGrad(require_main_grad(weight), overwrites, self.later)
 
     def __getstate__(self) -> dict[str, Any]:

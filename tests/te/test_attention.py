@@ -1,6 +1,7 @@
 """Attention by TransformerEngine's arguments: every layout gives what the plain one gives, sequence by sequence."""
 
 from collections import OrderedDict
+from functools import partial
 
 import numpy
 import pytest
@@ -99,6 +100,36 @@ def test_packed_sequences_are_the_padded_ones(kind) -> None:
         *spread, None, "thd", ends, ends, cu_seqlens_q_padded=begins, cu_seqlens_kv_padded=begins
     )
     assert torch.allclose(torch.cat((between[:5], between[6:9])), thd, atol=1e-6) and not between[5].any()
+
+
+@pytest.mark.parametrize("given", ["slopes", "slopes of each", "bias", "bias of each"])
+def test_packed_sequences_get_slopes_and_biases_of_their_own(given: str) -> None:
+    query, key, value = qkv(max(LENGTHS))
+    ends = torch.tensor([0, 5, 8], dtype=torch.int32)
+    packed = [torch.cat([t[i, :n] for i, n in enumerate(LENGTHS)]) for t in (query, key, value)]
+    count = 2 if "each" in given else 1
+    if "slopes" in given:
+        of_all = torch.rand(count, HEADS)
+        others = {"core_attention_bias_type": "alibi", "alibi_slopes": of_all if count == 2 else of_all[0]}
+    else:
+        of_all = torch.randn(count, HEADS, max(LENGTHS), max(LENGTHS))
+        others = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": of_all}
+    attend = make(attn_mask_type="padding")
+    thd = attend(*packed, qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **others)
+    padded = attend(query, key, value, cu_seqlens_q=ends, cu_seqlens_kv=ends, **others)
+    for index, length in enumerate(LENGTHS):
+        start = int(ends[index])
+        assert torch.allclose(thd[start : start + length], padded[index, :length], atol=1e-5)
+
+
+def test_packed_sequences_refuse_slopes_and_biases_of_others() -> None:
+    ends = torch.tensor([0, 5, 8], dtype=torch.int32)
+    packed = [torch.randn(8, HEADS, SIZE), torch.randn(8, GROUPS, SIZE), torch.randn(8, GROUPS, SIZE)]
+    attend = partial(make(attn_mask_type="padding"), *packed, qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    with pytest.raises(ValueError, match=r"alibi_slopes must have one entry, or one for each of 2 sequences, got \[3"):
+        attend(core_attention_bias_type="alibi", alibi_slopes=torch.rand(3, HEADS))
+    with pytest.raises(ValueError, match="is too short for a sequence of 5 queries and 5 keys"):
+        attend(core_attention_bias_type="post_scale_bias", core_attention_bias=torch.randn(1, HEADS, 4, 4))
 
 
 def test_rotary_embedding_by_layout() -> None:

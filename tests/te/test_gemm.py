@@ -82,8 +82,9 @@ def test_what_cannot_be_multiplied_is_refused_by_name() -> None:
     a, b = operands("TN", "plain")
     with pytest.raises(NotImplementedError, match="gelu=True"):
         general_gemm(a, b, gelu=True)
-    with pytest.raises(ValueError, match="layout="):
-        general_gemm(a, b, layout="TX")
+    for layout in ("TX", "TT"):
+        with pytest.raises(ValueError, match=r"layout=\) must be one of 'TN', 'NN', 'NT', got '" + layout):
+            general_gemm(a, b, layout=layout)
     with pytest.raises(ValueError, match="needs out"):
         general_gemm(a, b, accumulate=True)
     with pytest.raises(ValueError, match="columnwise side of A"):
@@ -96,5 +97,13 @@ def test_an_output_of_another_shape_is_refused() -> None:
     a, b = torch.randn(16, 32), torch.randn(4, 32)
     with pytest.raises(ValueError, match=r"out must have shape \[4, 16\], got \[16, 4\]"):
         general_gemm(a, b, out=torch.zeros(16, 4))
-    with pytest.raises(ValueError, match="A, B and out must be equally many, got 2, 2 and 1"):
+    with pytest.raises(ValueError, match=r"must be equally many, got \{'A': 2, 'B': 2, 'out': 1"):
         general_grouped_gemm([a, a], [b, b], [torch.zeros(4, 16)], [None, None], torch.float32)
+
+
+@pytest.mark.parametrize("m_splits", [[4], [4, 3], [4, 4, 0]])
+def test_splits_that_leave_out_a_pair_are_refused(m_splits) -> None:
+    a, b, out = torch.randn(16, 32), torch.randn(4, 32), torch.full((8, 16), 7.0)
+    with pytest.raises(ValueError, match=r"needs m_splits, the rows of each of 2 results, 8 in all; got \["):
+        general_grouped_gemm([a, a], [b, b], [out], [None, None], torch.float32, m_splits=m_splits, single_output=True)
+    assert (out == 7.0).all()

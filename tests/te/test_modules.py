@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -494,6 +495,50 @@ def test_the_first_microbatch_overwrites_main_grad(name, delayed) -> None:
     for weight in weights:
         weight.overwrite_main_grad = True
     assert all(map(torch.equal, step(None, 7.0), alone))
+
+
+@pytest.mark.parametrize("first", [(True, False), (True, True)], ids=["told once", "told twice"])
+@pytest.mark.parametrize("way", ["plain", "delayed", "checkpoint", "reentrant"])
+def test_a_layer_at_two_depths_gets_both_gradients_of_main_grad(way: str, first) -> None:
+    torch.manual_seed(1)
+    x, recipe = torch.randn(16, 32), Float8CurrentScaling()
+    layer = Linear(32, 32, bias=False, fuse_wgrad_accumulation=True, delay_wgrad_compute=way == "delayed")
+    weight = layer.weight
+
+    def run(first, start: float, microbatches: int = 1) -> torch.Tensor:
+        weight.main_grad = torch.full_like(weight, start)
+        for microbatch in range(microbatches):
+            hidden = x.clone().requires_grad_()
+            for is_first in first:
+                told = is_first if microbatch == 0 else False if is_first is not None else None
+                with autocast(recipe=recipe):
+                    run_one = partial(layer, is_first_microbatch=told)
+                    if way in ("checkpoint", "reentrant"):
+                        hidden = checkpoint(run_one, hidden, use_reentrant=way == "reentrant")
+                    else:
+                        hidden = run_one(hidden)
+            hidden.square().sum().backward()
+            while way == "delayed" and layer._delayed:
+                layer.backward_dw()
+        return weight.main_grad
+
+    both = run((None, None), 0.0)
+    alone = run((None,), 0.0)
+    assert both.any() and not torch.equal(both, alone)
+    assert torch.equal(run(first, 7.0), both)
+    assert torch.equal(run(first, 7.0, microbatches=3), run((None, None), 0.0, microbatches=3))
+
+
+def test_the_first_gradient_overwrites_whichever_microbatch_it_is_of() -> None:
+    """A pipeline runs two microbatches forward before the first one backward."""
+    torch.manual_seed(1)
+    layer = Linear(32, 32, bias=False, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.full_like(layer.weight, 7.0)
+    inputs = [torch.randn(16, 32) for _ in range(2)]
+    losses = [layer(x, is_first_microbatch=index == 0).sum() for index, x in enumerate(inputs)]
+    losses[1].backward()
+    losses[0].backward()
+    assert torch.allclose(layer.weight.main_grad, torch.stack(inputs).sum((0, 1)).expand(32, 32), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from fp4engine.te.pytorch.constants import GemmParallelModes
 from fp4engine.te.pytorch.custom_recipes.gemm import custom_linear
 from fp4engine.te.pytorch.delayed_wgrad import DelayWgrad, Run
 from fp4engine.te.pytorch.extra_state import ExtraState
+from fp4engine.te.pytorch.main_grad import overwrites_main_grad
 from fp4engine.te.pytorch.module_states import MODES, ModuleStates, recipe_in_force, weights_as_recorded
 from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
 from fp4engine.te.pytorch.recipe_state import AnyRecipe, RecipeState
@@ -98,7 +99,7 @@ class TransformerEngineBaseModule(ExtraState):
         self.use_bias, self._is_built = bias, True
         for part in self.modules():
             if isinstance(part, Gemms):
-                part.first_overwrites = True
+                part.overwrites = overwrites_main_grad
                 part.later = self._additions if self.delay_wgrad_compute else None
         if self._stored_by is not None:
             self._dress_weights(self._stored_by)

@@ -17,6 +17,8 @@ from fp4engine.tensor import Operand
 
 __all__ = ["general_gemm", "general_grouped_gemm"]
 
+LAYOUTS = ("TN", "NN", "NT")
+
 
 def general_gemm(
     A: Any,
@@ -65,12 +67,11 @@ def general_gemm(
         extra_output=(extra_output, None),
         bulk_overlap=(bulk_overlap, False),
     )
-    transposes = {"T": True, "N": False}
-    if len(layout) != 2 or not set(layout) <= set(transposes):
-        raise ValueError(f"general_gemm(layout=) must be 'TN', 'NN', 'NT' or 'TT', got {layout!r}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"general_gemm(layout=) must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
     if accumulate and out is None:
         raise ValueError("general_gemm(accumulate=True) needs out, the tensor to add to")
-    transposes_a, transposes_b = (transposes[letter] for letter in layout)
+    transposes_a, transposes_b = (letter == "T" for letter in layout)
     left = _operand("B", B, is_transposed=transposes_b)
     right = _operand("A", A, is_transposed=not transposes_a)
     dtype = out_dtype or (A.dtype if out is None else out.dtype)
@@ -123,13 +124,21 @@ def general_grouped_gemm(
         m_splits: rows of each result in ``out[0]``, if ``single_output``.
 
     Raises:
-        ValueError: ``single_output`` without ``m_splits``, or not as many results as pairs.
+        ValueError: ``single_output`` without ``m_splits``, with too few of them, or with rows that ``out[0]`` does not
+            have; or not as many results as pairs.
     """
-    if single_output and m_splits is None:
-        raise ValueError("general_grouped_gemm(single_output=True) needs m_splits, the rows of each result")
-    if not single_output and not len(A) == len(B) == len(out):
-        raise ValueError(f"A, B and out must be equally many, got {len(A)}, {len(B)} and {len(out)}")
-    places = out[0].split(list(m_splits)) if single_output and m_splits is not None else out
+    places: Sequence[Tensor] = out
+    if single_output:
+        if m_splits is None or len(m_splits) != len(A) or sum(m_splits) != out[0].shape[0]:
+            raise ValueError(
+                f"general_grouped_gemm(single_output=True) needs m_splits, the rows of each of {len(A)} results, "
+                f"{out[0].shape[0]} in all; got {None if m_splits is None else list(m_splits)}"
+            )
+        places = out[0].split(list(m_splits))
+    counts = {"A": len(A), "B": len(B), "out": len(places), "quantization_params": len(quantization_params)}
+    counts |= {"bias": len(bias)} if use_bias and bias is not None else {}
+    if len(set(counts.values())) != 1:
+        raise ValueError(f"A, B, results, quantizers and biases must be equally many, got {counts}")
     biases = bias if use_bias and bias is not None else [None] * len(A)
     grads: list[Tensor | None] = []
     for index, place in enumerate(places):

@@ -238,7 +238,10 @@ class DotProductAttention(OnOneRank, ExtraState):
         whole = inference_params.step(self.layer_number, new_keys, new_values)
         if "bottom_right" not in call.kind:  # new tokens come after those that are there
             call = call._replace(kind=call.kind.replace("causal", "causal_bottom_right"))
-        parts = [call.one(query, key, value) for query, (key, value) in zip(queries, whole, strict=True)]
+        parts = [
+            call.of_sequence(index, len(queries)).one(query, key, value)
+            for index, (query, (key, value)) in enumerate(zip(queries, whole, strict=True))
+        ]
         return _put_back(parts, tensors[0], layout, None)
 
     def _require_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -273,9 +276,39 @@ class _Call(NamedTuple):
     dropout: float
     scale: float | None
 
+    def of_sequence(self, index: int, count: int) -> "_Call":
+        """The call for one of ``count`` sequences, with the slopes and the bias that are its own.
+
+        Raises:
+            ValueError: there are neither as many as sequences, nor one for all.
+        """
+        own: dict[str, Tensor] = {}
+        for name, given in (("slopes", self.slopes), ("bias", self.bias)):
+            if given is None or (name == "slopes" and given.ndim == 1):
+                continue
+            if given.shape[0] not in (1, count):
+                called = "alibi_slopes" if name == "slopes" else "core_attention_bias"
+                raise ValueError(
+                    f"{called} must have one entry, or one for each of {count} sequences, got {list(given.shape)}"
+                )
+            own[name] = given[index : index + 1] if given.shape[0] > 1 else given
+        return self._replace(**own)
+
     def one(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention [S, H, D] of one sequence without padding."""
+        """Attention [S, H, D] of one sequence without padding.
+
+        Raises:
+            ValueError: a bias of other lengths than the sequence's.
+        """
         alone = self._replace(kind=self.kind.replace("padding_", "").replace("padding", "no_mask"))
+        if self.bias is not None:
+            lengths = (query.shape[0], key.shape[0])
+            if any(have < asked and have != 1 for have, asked in zip(self.bias.shape[-2:], lengths, strict=True)):
+                raise ValueError(
+                    f"core_attention_bias {list(self.bias.shape)} is too short for a sequence of {lengths[0]} queries "
+                    f"and {lengths[1]} keys"
+                )
+            alone = alone._replace(bias=self.bias[..., : lengths[0], : lengths[1]])
         query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
         context = alone(query, key, value, None)
         return context[0].transpose(0, 1)
@@ -307,7 +340,10 @@ def _packed(
     starts_kv = (cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded).tolist()
     queries = _sequences(query, "thd", cu_seqlens_q.diff().tolist(), starts_q)
     keys, values = (_sequences(t, "thd", cu_seqlens_kv.diff().tolist(), starts_kv) for t in (key, value))
-    parts = [call.one(*qkv) for qkv in zip(queries, keys, values, strict=True)]
+    parts = [
+        call.of_sequence(index, len(queries)).one(*qkv)
+        for index, qkv in enumerate(zip(queries, keys, values, strict=True))
+    ]
     return _put_back(parts, query, "thd", starts_q)
 
 
