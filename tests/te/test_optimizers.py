@@ -129,7 +129,7 @@ def test_a_loaded_state_may_lack_maxima_and_count_in_numbers(step) -> None:
     fused.load_state_dict({"state": {0: {"step": step, **moments}}, "param_groups": state["param_groups"]})
     param.grad = torch.ones_like(param)
     fused.step()
-    assert fused.state[param]["step"] == 4 and fused.state[param]["max_exp_avg_sq"].any()
+    assert fused.param_groups[0]["step"] == 4 and fused.state[param]["max_exp_avg_sq"].any()
 
 
 def test_zero_grad_is_about_the_gradients_that_are_read() -> None:
@@ -149,29 +149,106 @@ def test_a_state_of_transformer_engines_goes_on() -> None:
     mine, theirs = (FusedAdam([param], weight_decay=0.1) for param in params)
     steps(mine, params[:1])
     saved = copy.deepcopy(mine.state_dict())
-    count = int(saved["state"][0].pop("step"))
-    kept = ("lr", "betas", "eps", "weight_decay", "params")
+    kept = ("lr", "betas", "eps", "weight_decay", "params", "step")
     group = {key: saved["param_groups"][0][key] for key in kept}
-    saved["param_groups"] = [{**group, "bias_correction": True, "step": count}]
+    saved["param_groups"] = [{**group, "bias_correction": True}]
     with torch.no_grad():
         params[1].copy_(params[0])
     theirs.load_state_dict(saved)
     steps(mine, params[:1])
     steps(theirs, params[1:])
-    assert torch.equal(*params) and torch.equal(mine.state[params[0]]["step"], theirs.state[params[1]]["step"])
-    assert "step" not in theirs.param_groups[0]
+    assert torch.equal(*params) and mine.param_groups[0]["step"] == theirs.param_groups[0]["step"] == 10
     del saved["param_groups"][0]["step"]
     with pytest.raises(ValueError, match="no 'step'"):
         theirs.load_state_dict(saved)
+    state = {"exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
+    both = FusedAdam(params)
+    saved = both.state_dict() | {"state": {0: {**state, "step": 3}, 1: {**state, "step": 4}}}
+    with pytest.raises(ValueError, match=r"one number of steps, got steps \[3, 4\]"):
+        both.load_state_dict(saved)
 
 
-def test_no_group_is_trained_without_bias_correction() -> None:
+def test_groups_may_do_without_bias_correction() -> None:
     params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
-    group = {"params": params[:1], "bias_correction": False}
-    refusal = pytest.raises(NotImplementedError, match=r"FusedAdam\(bias_correction=False\) is not implemented")
-    with refusal:
-        FusedAdam([group])
-    optimizer = FusedAdam([{**group, "bias_correction": True}])
-    with refusal:
-        optimizer.add_param_group({"params": params[1:], "bias_correction": False})
-    assert len(optimizer.param_groups) == 1
+    groups = [{"params": params[:1], "bias_correction": False}, {"params": params[1:]}]
+    optimizer = FusedAdam(groups, lr=0.1)
+    for param in params:
+        param.grad = torch.full_like(param, 2.0)
+    optimizer.step()
+    moments = 0.1 * 2.0, 0.001 * 4.0
+    torch.testing.assert_close(params[0], torch.full((4,), 1 - 0.1 * moments[0] / moments[1] ** 0.5))
+    torch.testing.assert_close(params[1], torch.full((4,), 1 - 0.1))
+    assert [group["bias_correction"] for group in optimizer.param_groups] == [False, True]
+
+
+NARROW = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.uint8: 2**-3}
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "master_weight"])
+def test_what_is_stored_in_fewer_bits_is_rounded_once_a_step(name: str, dtype) -> None:
+    params, twin = ([torch.nn.Parameter(torch.ones(64, 4))] for _ in range(2))
+    masters = name == "master_weight"
+    if masters and dtype == torch.uint8:
+        with pytest.raises(ValueError, match="master_weight_dtype must be one of"):
+            FusedAdam(params, master_weights=True, master_weight_dtype=dtype)
+        return
+    narrow = FusedAdam(params, lr=0.01, master_weights=masters, **{f"{name}_dtype": dtype})
+    wide = FusedAdam(twin, lr=0.01, master_weights=masters)
+    steps(narrow, params, 3)
+    steps(wide, twin, 3)
+    state = "master_param" if masters else name
+    kept, exact = narrow.get_unscaled_state(params[0], state), wide.get_unscaled_state(twin[0], state)
+    stored = narrow.state[params[0]][state]
+    assert kept.dtype == torch.float32 and (dtype == torch.uint8 or stored.dtype == dtype)
+    assert not torch.equal(kept, exact)
+    assert (kept - exact).abs().max() <= 3 * NARROW[dtype] * exact.abs().max()
+    again = FusedAdam(params, lr=0.01, master_weights=masters, **{f"{name}_dtype": dtype})
+    saved = narrow.state_dict()
+    assert all(tensor.dtype == torch.float32 for tensor in saved["state"][0].values())
+    again.load_state_dict(copy.deepcopy(saved))
+    assert torch.allclose(again.get_unscaled_state(params[0], state), kept, rtol=1e-6)
+
+
+def test_remainders_and_parameters_are_the_masters() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(64, 64)
+    params, twin = ([torch.nn.Parameter(values.bfloat16())] for _ in range(2))
+    remainders = FusedAdam(params, lr=1e-3, master_weights=True, store_param_remainders=True)
+    wide = FusedAdam(twin, lr=1e-3, master_weights=True)
+    steps(remainders, params)
+    steps(wide, twin)
+    assert remainders.state[params[0]]["master_param"].dtype == torch.int16
+    master = wide.get_unscaled_state(twin[0], "master_param")
+    assert torch.equal(remainders.get_unscaled_state(params[0], "master_param"), master)
+    assert (params[0] - twin[0]).abs().max() <= 2**-8 * master.abs().max()  # ties go up
+    again = FusedAdam(params, lr=1e-3, master_weights=True, store_param_remainders=True)
+    again.load_state_dict(copy.deepcopy(remainders.state_dict()))
+    assert torch.equal(again.get_unscaled_state(params[0], "master_param"), master)
+
+
+def test_what_graphs_could_not_capture_is_refused() -> None:
+    params = [torch.nn.Parameter(torch.ones(4))]
+    with pytest.raises(ValueError, match="both FP32 or both BF16"):
+        FusedAdam(params, capturable=True, exp_avg_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="store_param_remainders"):
+        FusedAdam(params, capturable=True, master_weights=True, store_param_remainders=True)
+    with pytest.raises(ValueError, match="exp_avg_dtype must be one of"):
+        FusedAdam(params, exp_avg_dtype=torch.float64)
+
+
+def test_a_step_with_infinite_gradients_is_none() -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = FusedAdam([param], lr=0.1, capturable=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for value in (2.0, float("inf"), 2.0):
+        optimizer.zero_grad()
+        param.grad = scaler.scale(torch.full((4,), 1.0)) * value
+        scaler.step(optimizer)
+        scaler.update()
+    expected = torch.nn.Parameter(torch.ones(4))
+    plain = FusedAdam([expected], lr=0.1)
+    for _ in range(2):
+        expected.grad = torch.full((4,), 2.0)
+        plain.step()
+    assert torch.allclose(param, expected) and int(optimizer.param_groups[0]["step"]) == 2

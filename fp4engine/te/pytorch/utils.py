@@ -21,6 +21,11 @@ def get_device_compute_capability(return_reason: bool = False) -> Any:
     return (capability, torch.cuda.get_device_name()) if return_reason else capability
 
 
+def gpu_autocast_ctx(**arguments: Any) -> torch.autocast:
+    """``torch.autocast`` for CUDA."""
+    return torch.autocast(device_type="cuda", **arguments)
+
+
 def is_bf16_compatible() -> bool:
     """Whether BF16 runs here: always."""
     return True

@@ -1,0 +1,312 @@
+"""Adam by TransformerEngine's name: PyTorch's, in FP32, on what is stored in fewer bits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from fp4engine.arguments import require_one_of
+from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.te.pytorch.constants import DType
+from fp4engine.te.pytorch.optimizers.fused_sgd import ZeroGrad
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor
+from fp4engine.te.pytorch.tensor import Float8CurrentScalingQuantizer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+"""What moments are stored in; bytes are FP8, which like FP16 has one scale for each tensor."""
+
+_LONG_AGO = 2.0**24
+"""Steps after which corrections of the moments' bias are one, for groups that ask for none."""
+
+
+class FusedAdam(ZeroGrad, torch.optim.Adam):
+    """PyTorch's AdamW, or Adam with ``adam_w_mode=False``, computed in FP32 whatever is stored.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad: as there.
+        bias_correction: False leaves moments as they are; in groups of parameters too.
+        capturable: let CUDA graphs capture steps; moments must both be FP32, or both BF16, and masters FP32.
+        master_weights: keep copies of the parameters, which are what is trained; parameters that are stored as codes
+            need them.
+        master_weight_dtype: FP32, FP16 or BF16.
+        exp_avg_dtype, exp_avg_sq_dtype: FP32, FP16, BF16, or ``torch.uint8`` for FP8.
+        use_decoupled_grad: read gradients from ``decoupled_grad`` instead of ``grad``; ``zero_grad`` drops those.
+        store_param_remainders: of FP32 masters of BF16 parameters, store the 16 bits by which they differ from these.
+        set_grad_none: what ``zero_grad`` does by default.
+
+    Raises:
+        ValueError: a dtype that is none of these, or does not go with ``capturable``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        require_one_of("exp_avg_dtype", exp_avg_dtype, DTYPES)
+        require_one_of("exp_avg_sq_dtype", exp_avg_sq_dtype, DTYPES)
+        require_one_of("master_weight_dtype", master_weight_dtype, DTYPES[:3])
+        self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
+        self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype == torch.float32
+        pair = {exp_avg_dtype, exp_avg_sq_dtype}
+        is_wide = not master_weights or master_weight_dtype == torch.float32
+        if capturable and (len(pair) > 1 or not pair <= {torch.float32, torch.bfloat16} or not is_wide):
+            raise ValueError(
+                "FusedAdam(capturable=True) needs exp_avg_dtype and exp_avg_sq_dtype that are both FP32 or both BF16, "
+                f"and FP32 masters; got {exp_avg_dtype}, {exp_avg_sq_dtype} and {master_weight_dtype}"
+            )
+        if capturable and self.store_param_remainders:
+            raise ValueError("FusedAdam(capturable=True) does not go with store_param_remainders=True")
+        self.name_to_dtype_map = {
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            "max_exp_avg_sq": torch.float32,
+            "master_param": master_weight_dtype,
+        }
+        self._scales: dict[Tensor, dict[str, Tensor]] = {}
+        self._bias_correction = bias_correction
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            capturable=capturable,
+            decoupled_weight_decay=adam_w_mode,
+        )
+        self.capturable = self._step_supports_amp_scaling = capturable
+        self._to_none = True if set_grad_none is None else set_grad_none
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As PyTorch's; a group may say ``bias_correction``."""
+        super().add_param_group(param_group)
+        self.param_groups[-1].setdefault("bias_correction", self._bias_correction)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **scaler: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step; what ``closure`` returns, if it is given.
+
+        Args:
+            scaler: ``grad_scaler=``, by whose factor gradients are to be divided, and that finds Infs and NaNs in them,
+                for which no step is made. PyTorch's scaler sets ``grad_scale`` and ``found_inf`` itself if
+                ``capturable``, so it need not be given.
+
+        Raises:
+            RuntimeError: a parameter is stored as codes, and there are no ``master_weights``.
+        """
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if (given := scaler.get("grad_scaler")) is not None:
+            scale, found = given._get_scale_async(), sum(given._check_inf_per_device(self).values())
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        name = "decoupled_grad" if self.use_decoupled_grad else "grad"
+        for group in self.param_groups:
+            advance = 1 if found is None else (found.view(()) == 0).to(torch.int32)
+            group["step"] = group.get("step", 0) + advance
+            params: list[Tensor] = [param for param in group["params"] if getattr(param, name, None) is not None]
+            grads = [getattr(param, name).float() for param in params]
+            grads = grads if scale is None else [grad / scale.to(grad.device) for grad in grads]
+            self._step_group(group, params, grads, found)
+        return loss
+
+    def _step_group(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], found: Tensor | None
+    ) -> None:
+        """A step of one group, unless ``found`` says that a gradient is not finite."""
+        moments = (*MOMENTS, "max_exp_avg_sq") if group["amsgrad"] else MOMENTS
+        for param in params:
+            self._require_state(param, moments)
+        names = (*moments, "master_param") if self.master_weights else moments
+        wide = {name: [self.get_unscaled_state(param, name) for param in params] for name in names}
+        values = wide.get("master_param") or [param.detach().float() for param in params]
+        before = None
+        if found is not None:
+            before = {name: [t.clone() for t in tensors] for name, tensors in {**wide, "": values}.items()}
+        steps = [self._count(group, param) for param in params]
+        adam(
+            values,
+            grads,
+            wide["exp_avg"],
+            wide["exp_avg_sq"],
+            wide.get("max_exp_avg_sq", []),
+            steps,
+            amsgrad=group["amsgrad"],
+            capturable=group["capturable"] and bool(params) and params[0].device.type != "cpu",
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            has_complex=False,
+        )
+        for index, param in enumerate(params):
+            if before is not None and found is not None:
+                for name, tensors in {**wide, "": values}.items():
+                    tensors[index].copy_(torch.where(found.view(()) == 0, tensors[index], before[name][index]))
+            for name in names:
+                self.set_scaled_state(param, name, wide[name][index])
+            if self.master_weights or param.dtype != torch.float32:  # else it is the parameter that was written
+                param.copy_(values[index])
+
+    def _count(self, group: dict[str, Any], param: Tensor) -> Tensor:
+        """The steps of ``group`` before this one, as PyTorch counts them."""
+        if not group["bias_correction"]:
+            return torch.full((), _LONG_AGO, dtype=torch.float32, device=param.device)
+        step = torch.as_tensor(group["step"], dtype=torch.float32, device=param.device)
+        return step.view(()) - 1
+
+    def _has_remainders(self, param: Tensor) -> bool:
+        return self.store_param_remainders and param.dtype == torch.bfloat16 and not isinstance(param, QuantizedWeight)
+
+    def _require_state(self, param: Tensor, moments: tuple[str, ...]) -> None:
+        """Make what is to be remembered of ``param``, as far as it is not there: a loaded state may lack some of it."""
+        is_stored = isinstance(param, QuantizedWeight)
+        if is_stored and not self.master_weights:
+            raise RuntimeError(
+                f"FusedAdam(master_weights=False) does not train a {type(param).__name__}, whose codes would round "
+                "small updates away; give it master_weights=True"
+            )
+        lacking = [name for name in moments if name not in self.state[param]]
+        needs_master = self.master_weights and "master_param" not in self.state[param]
+        if not (lacking or needs_master):
+            return
+        values = (param.dequantize(dtype=torch.float32) if is_stored else param).detach().float()
+        for name in lacking:
+            self.set_scaled_state(param, name, torch.zeros_like(values, memory_format=torch.preserve_format))
+        if needs_master:
+            self.set_scaled_state(param, "master_param", values.clone())
+
+    def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
+        """Make what is remembered of ``param``, as the first step does."""
+        self._require_state(param, MOMENTS)
+
+    def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
+        """What is remembered of ``param``: ``"exp_avg"``, ``"exp_avg_sq"`` or ``"master_param"``, FP32.
+
+        FP32 states are returned themselves, and others decoded.
+        """
+        stored: Tensor = self.state[param][state_name]
+        if isinstance(stored, QuantizedTensor):
+            return stored.dequantize(dtype=torch.float32)
+        if stored.dtype == torch.int16:  # what the parameter's bits lack
+            bits = param.detach().view(torch.int16).to(torch.int32) << 16
+            return (bits + stored.to(torch.int32)).view(torch.float32)
+        scale = self._scales.get(param, {}).get(state_name)
+        return stored.float() if scale is None else stored.float() * scale
+
+    @torch.no_grad()
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Remember ``unscaled_state``, FP32, of ``param``, in the dtype that the state is stored in.
+
+        Masters of which only remainders are stored let the parameter be their rounded values.
+        """
+        state, dtype = self.state[param], self.name_to_dtype_map[state_name]
+        if state_name == "master_param" and self._has_remainders(param):
+            bits = unscaled_state.contiguous().view(torch.int32)
+            rounded = (bits + 0x8000) >> 16  # ties up: the remainder then fits 16 bits
+            param.copy_(rounded.to(torch.int16).view(torch.bfloat16))
+            made = (bits - (rounded << 16)).to(torch.int16)
+        elif dtype == torch.uint8:
+            made = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, columnwise=False)(unscaled_state)
+        elif dtype == torch.float16:
+            largest = unscaled_state.abs().amax() if unscaled_state.numel() else unscaled_state.new_zeros(())
+            scale = largest / (torch.finfo(torch.float16).max / 2.0)
+            self._scales.setdefault(param, {})[state_name] = scale
+            made = (unscaled_state / torch.where(scale > 0, scale, 1.0)).half()
+        else:
+            made = unscaled_state.to(dtype)
+        there = state.get(state_name)
+        if isinstance(there, Tensor) and there.dtype == made.dtype and there.shape == made.shape:
+            if there is not made:
+                there.copy_(made)
+        else:
+            state[state_name] = made
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As PyTorch's, of the gradients that :meth:`step` reads: not of ``grad`` with ``use_decoupled_grad``."""
+        if not self.use_decoupled_grad:
+            super().zero_grad(set_to_none)
+            return
+        to_none = self._to_none if set_to_none is None else set_to_none
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if to_none:
+                param.decoupled_grad = None
+            elif getattr(param, "decoupled_grad", None) is not None:
+                param.decoupled_grad.zero_()
+
+    def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As PyTorch's, with states in FP32; of masters, only the remainders where only these are stored."""
+        made = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        numbers = [number for group in made["param_groups"] for number in group["params"]]
+        of_number = dict(zip(numbers, params, strict=True))
+        made["state"] = {
+            number: {
+                name: tensor if tensor.dtype == torch.int16 else self.get_unscaled_state(of_number[number], name)
+                for name, tensor in states.items()
+            }
+            for number, states in made["state"].items()
+        }
+        return made
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As PyTorch's, which would cast states to the parameters' dtype; here they are stored as the constructor said.
+
+        A state of PyTorch's counts steps by parameter, and does not say ``bias_correction``. What a group does not say
+        stays as it is.
+
+        Raises:
+            ValueError: moments without a number of steps, or of parameters whose numbers differ; or master weights,
+                and this optimizer has none.
+        """
+        if not self.master_weights and any("master_param" in state for state in state_dict["state"].values()):
+            raise ValueError(
+                "state_dict has master weights ('master_param'), and FusedAdam(master_weights=False) trains the "
+                "parameters themselves; give it master_weights=True, or leave 'master_param' out"
+            )
+        own = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        theirs = state_dict["param_groups"]
+        groups = [{**mine, **group} for mine, group in zip(own, theirs, strict=False)] + theirs[len(own) :]
+        states = {name: dict(state) for name, state in state_dict["state"].items()}
+        for mine, group in zip(theirs, groups, strict=True):
+            counts = {int(states[name].pop("step")) for name in group["params"] if "step" in states.get(name, {})}
+            counts |= {int(mine["step"])} if "step" in mine else set()
+            if len(counts) > 1 or (not counts and any(states.get(name) for name in group["params"])):
+                found = f"steps {sorted(counts)}" if counts else "no 'step'"
+                raise ValueError(f"the states of a group of parameters must have one number of steps, got {found}")
+            group.pop("step", None)
+            if counts:
+                group["step"] = counts.pop()
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
+        names = [name for group in groups for name in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for name, param in zip(names, params, strict=True):
+            for key, value in states.get(name, {}).items():
+                tensor = torch.as_tensor(value).detach().to(param.device)
+                if tensor.dtype == torch.int16 and self._has_remainders(param):
+                    self.state[param][key] = tensor.clone()
+                else:
+                    self.set_scaled_state(param, key, tensor.float().clone())
